@@ -1,0 +1,22 @@
+"""Culet: a serving engine for Google's Gemma 4 models, and for nothing else."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from culet.engine.llm import LLM
+    from culet.types import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+# Imported on first use, so that `culet --help` and `culet plan` answer without loading torch.
+_LAZY = {"LLM": "culet.engine.llm", "SamplingParams": "culet.types"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'culet' has no attribute {name!r}")

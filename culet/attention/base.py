@@ -1,0 +1,32 @@
+"""The interface every attention backend implements. What a backend can serve is stated in `plan.py`, without torch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from culet.attention.batch import ForwardBatch
+from culet.cache.pool import Pool
+from culet.cache.spec import KVGroup
+
+
+class AttentionBackend(Protocol):
+    """Attention over the paged cache for the layers of one KV group, text rule or per-token intervals.
+
+    Query token t at position p sees keys kv_lo .. kv_hi; by the text rule kv_hi = p, kv_lo = p - window + 1 (0 without a
+    window). Softmax scale is 1: Gemma's norms carry it. Query head j reads KV head j // (num_heads / num_kv_heads).
+    """
+
+    def __init__(self, group: KVGroup, num_heads: int) -> None: ...
+
+    def plan(self, batch: ForwardBatch, pool: Pool) -> None:
+        """Host work, once a step and batch (the step's batch, and its tail)."""
+
+    def run(self, layer: int, batch: ForwardBatch, pool: Pool, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> Tensor:
+        """Launch only; returns out_TNH.
+
+        `layer` is the KV-owning layer whose pages are read. The new tokens' KV has been stored already, as far as it is
+        stored; `k_TGH` and `v_TGH` are the fresh ones of the whole step (of the same layer), for rows whose keys are not
+        all in pages. With a latent cache they are overlapping views of one tensor, and q, k and v have its column order.
+        """

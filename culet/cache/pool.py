@@ -1,0 +1,52 @@
+"""The arena's memory as tensors: one allocation, viewed per layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from culet.cache.spec import CacheLayout, KVGroup
+
+
+class Pool:
+    """All KV pages. `k_pages(layer)` and `v_pages(layer)` are views [page, kv_head, token, head_dim] into one buffer."""
+
+    def __init__(self, layout: CacheLayout, num_slabs: int, dtype: torch.dtype, device: torch.device) -> None:
+        for group in layout.groups:
+            assert group.spec.itemsize == dtype.itemsize, f"group {group.name} was planned for {group.spec.itemsize}-byte elements"
+        self.layout = layout
+        self.num_slabs = num_slabs
+        # Zeroed, so that padding keys are finite: a masked score times garbage NaN would still be NaN.
+        self._slabs = torch.zeros(num_slabs, layout.slab_bytes // dtype.itemsize, dtype=dtype, device=device)
+        self._planes = {
+            layer: self._view(group, position) for group in layout.groups for position, layer in enumerate(group.layers)
+        }
+
+    def _view(self, group: KVGroup, position: int) -> Tensor:
+        """Planes of the group's `position`-th layer: [plane, page, kv_head, token, width]."""
+        spec = group.spec
+        token, head = spec.width, spec.width * group.page_tokens
+        plane = head * spec.num_kv_heads
+        size = (spec.num_planes, self.num_slabs, spec.num_kv_heads, group.page_tokens, spec.width)
+        stride = (plane, self._slabs.stride(0), head, token, 1)
+        return self._slabs.as_strided(size, stride, position * spec.num_planes * plane)
+
+    def planes(self, layer: int) -> Tensor:
+        """[plane, page, kv_head, token, width]: K and V, or the one latent plane."""
+        return self._planes[layer]
+
+    def k_pages(self, layer: int) -> Tensor:
+        """[page, kv_head, token, head_dim]; of a latent row, the last columns."""
+        group = self.layout.group_of(layer)
+        return self._planes[layer][0][..., group.spec.width - group.spec.head_dim :]
+
+    def v_pages(self, layer: int) -> Tensor:
+        """[page, kv_head, token, head_dim]; of a latent row, the first columns."""
+        group = self.layout.group_of(layer)
+        return self._planes[layer][-1][..., : group.spec.head_dim]
+
+    def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """Copy whole slabs, for sequences that part ways inside a page."""
+        if copies:
+            source, target = torch.tensor(copies, device=self._slabs.device).T
+            self._slabs[target] = self._slabs[source]

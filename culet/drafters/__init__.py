@@ -1,0 +1,1 @@
+"""Speculative drafters."""

@@ -1,0 +1,1 @@
+"""The loop, text in and out, and the offline API."""

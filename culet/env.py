@@ -1,0 +1,34 @@
+"""Every environment variable Culet reads, declared once.
+
+The reference page of environment variables is generated from `VARIABLES`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: its name, default and meaning."""
+
+    name: str
+    default: str
+    doc: str
+
+    def get(self) -> str:
+        return os.environ.get(self.name, self.default)
+
+    def is_set(self) -> bool:
+        """True for any value but empty, `0`, `false` and `no`."""
+        return self.get().lower() not in ("", "0", "false", "no")
+
+
+LOG_LEVEL = Variable("CULET_LOG_LEVEL", "info", "Lowest level that is logged: debug, info, warning or error.")
+CACHE_DIR = Variable("CULET_CACHE_DIR", "~/.cache/culet", "Folder for compiled kernels and other things that can be rebuilt.")
+CHECK_PAGES = Variable("CULET_CHECK_PAGES", "0", "1 checks every page index and position before a launch and raises on a bad one.")
+NO_COLOR = Variable("NO_COLOR", "", "Any value turns colour off.")
+HUB_OFFLINE = Variable("HF_HUB_OFFLINE", "0", "1 keeps huggingface_hub from the network: only downloaded models are used.")
+
+VARIABLES = (LOG_LEVEL, CACHE_DIR, CHECK_PAGES, NO_COLOR, HUB_OFFLINE)

@@ -1,0 +1,1 @@
+"""Modules that decoders are made of."""

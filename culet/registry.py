@@ -1,0 +1,25 @@
+"""Tables of "module:Class" entries: how a backend, drafter or model is found by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, TypeVar
+
+from culet.errors import ConfigError
+
+
+def load(path: str) -> Any:
+    """Import what `"package.module:Name"` points at."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+T = TypeVar("T")
+
+
+def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
+    """`table[name]`, or an error that lists the known names."""
+    if name not in table:
+        raise ConfigError(f"unknown {kind}: {name!r}", hint=f"known: {', '.join(sorted(table))}")
+    return table[name]

@@ -1,0 +1,1 @@
+"""Which tokens are computed in which step: pure Python, no torch."""

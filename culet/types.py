@@ -1,0 +1,240 @@
+"""The nouns that travel between parts: frozen, and without torch.
+
+A request's way: `Request` -> scheduler (`StepPlan`) -> runner (`StepResult`) -> scheduler -> `TokenDelta`.
+
+The runner keeps a few things per **slot** (0 .. max_num_seqs - 1), one slot for each running sequence: its tokens and
+its sampling settings. An `Entry` fills a slot when a sequence starts or resumes; after that a `Row` needs no token ids,
+since the tokens of positions `start .. start + num_new` are read from the slot's buffer, where the sampler also appends
+what it draws. So a step can be planned before the last one's tokens have reached the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from types import MappingProxyType
+
+from culet.errors import BadRequest
+
+MAX_SEED = 2**64 - 1
+
+
+class FinishReason(str, Enum):
+    """Why a sequence ended; the values are those of the OpenAI API, plus `cancel`, `timeout` and `error`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCEL = "cancel"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to draw tokens. None means the model's own default (`generation_config.json`)."""
+
+    temperature: float | None = None  # 0 is greedy
+    top_p: float | None = None
+    top_k: int | None = None  # 0 or -1: all tokens
+    min_p: float | None = None
+    max_tokens: int | None = None  # None: up to the context's end
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None  # the chosen token's log-probability and this many of the most likely
+    prompt_logprobs: int | None = None  # the same for each prompt token but the first
+    logit_bias: Mapping[int, float] | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+        _check_number("temperature", self.temperature, 0.0, 100.0)
+        _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_int("top_k", self.top_k, -1, 2**31 - 1)
+        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_int("seed", self.seed, 0, MAX_SEED)
+        _check_int("n", self.n, 1, 1024)
+        _check_int("logprobs", self.logprobs, 0, 1024)
+        _check_int("prompt_logprobs", self.prompt_logprobs, 0, 1024)
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise BadRequest(f"stop: got {text!r}, expected non-empty strings")
+        for token_id, bias in (self.logit_bias or {}).items():
+            _check_int("logit_bias key", token_id, 0, 2**31 - 1)
+            _check_number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+
+
+def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    """Refuse what is not a finite number within bounds; None passes."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadRequest(f"{name}: got {value!r}, expected a finite number")
+    if value > high or value < low or (open_low and value == low):
+        bounds = f"{'above' if open_low else 'at least'} {low:g} and at most {high:g}"
+        raise BadRequest(f"{name}: got {value!r}, expected a number {bounds}")
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    """Refuse what is not a whole number within bounds; None passes."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise BadRequest(f"{name}: got {value!r}, expected a whole number from {low} to {high}")
+
+
+@dataclass(frozen=True)
+class ModelDefaults:
+    """What a checkpoint's `generation_config.json` says, with Gemma 4's values where it is silent."""
+
+    temperature: float = 1.0
+    top_k: int = 64
+    top_p: float = 0.95
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    eos_token_ids: tuple[int, ...] = (1, 106, 50)
+    suppress_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling settings of one sequence with every default filled in: what the sampler reads."""
+
+    temperature: float
+    top_k: int  # 0: all
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]  # suppressed tokens stand here with -inf
+    seed: int
+    sample: int  # 0 .. n-1; random draws are keyed by (seed, sample, position)
+    logprobs: int | None
+    prompt_logprobs: int | None
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether earlier tokens change the distribution."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue, with every default filled in."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: Sampling  # of sample 0; `sampling_of(i)` gives the others
+    n: int
+    max_tokens: int
+    stop_token_ids: frozenset[int]  # eos tokens included, unless the caller ignores them
+    priority: int = 0  # lower goes first; equal ones go by arrival
+    deadline: float | None = None  # on the scheduler's clock; None: no limit
+
+    def sampling_of(self, sample: int) -> Sampling:
+        return replace(self.sampling, sample=sample)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A sequence takes a slot: all the runner must know that rows do not repeat."""
+
+    slot: int
+    token_ids: tuple[int, ...]  # prompt, and what was generated before a preemption
+    prompt_len: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class PageTable:
+    """Live pages of one sequence in one KV group: `pages[i]` holds tokens of logical page `first + i`.
+
+    Logical page p covers positions p * page_tokens .. (p + 1) * page_tokens - 1. `first` is above 0 only in groups with
+    a window, once pages behind it went back to the arena.
+    """
+
+    first: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """New tokens of one sequence in a step. Prefill, decode and verify differ only in the counts."""
+
+    slot: int
+    start: int  # tokens whose KV exists already, so the position of the first new token
+    num_new: int
+    num_logits: int  # the last `num_logits` new tokens need logits; 0 in the middle of a prompt
+    tables: tuple[PageTable, ...]  # one per KV group, in the layout's order; they cover the new tokens that are stored
+    store_from: tuple[int, ...]  # per KV group: new tokens before this position leave no KV (no later step sees them)
+    num_drafts: int = 0  # the last `num_drafts` new tokens are proposals to verify; then num_logits = num_drafts + 1
+    draw_slots: tuple[int, ...] = ()  # slots that draw from the last logits: usually (slot,), n of them where samples fork
+    is_prompt_logprobs: bool = False  # the logits are those of prompt tokens: report log-probabilities of what follows
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step, complete: the scheduler's word to the runner. Entries first, then page copies, then the forward."""
+
+    step_id: int
+    entries: tuple[Entry, ...]
+    copies: tuple[tuple[int, int], ...]  # (from page, to page): a shared page that is about to be written
+    rows: tuple[Row, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_new for row in self.rows)
+
+
+Logprobs = Mapping[int, float]  # token id -> log-probability; the chosen token comes first
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What one slot drew in a step: one token, or after a verify the accepted drafts and one more."""
+
+    slot: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] = ()
+    num_proposed: int = 0  # drafts for the next step that wait in the slot's buffer
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The runner's answer to a StepPlan, in the order of its rows and their `draw_slots`."""
+
+    step_id: int
+    drawn: tuple[Drawn, ...]
+    prompt_logprobs: Mapping[int, tuple[Logprobs, ...]] = field(default_factory=dict)  # by slot, for this chunk's tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """New tokens of one sample of a request, as they leave the engine's loop."""
+
+    request_id: str
+    sample: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0  # prompt tokens that were found in the prefix cache
+    stop_token_id: int | None = None  # the stop token that ended it; it is the last of token_ids
+    error: str = ""  # what went wrong, for FinishReason.ERROR
