@@ -5,7 +5,8 @@ Each field's doc line becomes its command-line help and its line on the referenc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from culet.errors import ConfigError
@@ -43,9 +44,13 @@ class CacheConfig:
     """How much KV cache, and in what form."""
 
     gpu_memory_utilization: float = option(0.92, "Share of the GPU's memory that Culet may use.")
-    kv_cache_memory_bytes: int | None = option(None, "Bytes of KV cache (default: what is left; on a CPU, what the sequences need).")
+    kv_cache_memory_bytes: int | None = option(
+        None, "Bytes of KV cache (default: what is left; on a CPU, what the sequences need)."
+    )
     kv_cache_dtype: str = option("auto", "Precision of the KV cache.", choices=("auto", "bfloat16", "float32"))
-    latent: bool = option(True, "Keep K and V of global K=V layers once, five eighths of the bytes.", flag="--latent/--no-latent")
+    latent: bool = option(
+        True, "Keep K and V of global K=V layers once, five eighths of the bytes.", flag="--latent/--no-latent"
+    )
     enable_prefix_caching: bool = option(
         True, "Reuse the cache of prompts that begin alike.", flag="--enable-prefix-caching/--no-enable-prefix-caching"
     )
@@ -53,7 +58,9 @@ class CacheConfig:
     def __post_init__(self) -> None:
         _positive(self, "kv_cache_memory_bytes")
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu-memory-utilization: got {self.gpu_memory_utilization}, expected a number above 0 and at most 1")
+            raise ConfigError(
+                f"gpu-memory-utilization: got {self.gpu_memory_utilization}, expected a number above 0 and at most 1"
+            )
 
 
 @dataclass(frozen=True)
@@ -90,3 +97,46 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    given: frozenset[str] = frozenset()  # fields the user set; the others may still be derived from model and machine
+
+
+PARTS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "schedule": ScheduleConfig, "parallel": ParallelConfig}
+
+
+def config_fields() -> dict[str, tuple[str, Field[Any]]]:
+    """Every setting by its name, with the part it belongs to."""
+    return {entry.name: (part, entry) for part, kind in PARTS.items() for entry in fields(kind)}
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool,),
+    "None": (type(None),),
+}
+
+
+def _check_type(name: str, value: object, annotation: str) -> None:
+    """Refuse a value that is not of the annotated type (`int | None`); a bool is no number."""
+    kinds = [part.strip() for part in annotation.split("|")]
+    allowed = tuple(kind for part in kinds for kind in _TYPES[part])
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+        raise ConfigError(f"{name.replace('_', '-')}: got {value!r}, expected {annotation.replace(' | ', ' or ')}")
+
+
+def build_config(given: Mapping[str, Any]) -> Config:
+    """A Config with the `given` settings and defaults for the rest; an unknown name or a bad choice is an error."""
+    known = config_fields()
+    chosen: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(f"unknown setting: {name!r}", hint=f"known: {', '.join(known)}")
+        part, entry = known[name]
+        _check_type(name, value, str(entry.type))
+        choices = entry.metadata["choices"]
+        if choices and value not in choices:
+            raise ConfigError(f"{name.replace('_', '-')}: got {value!r}", hint=f"expected one of: {', '.join(choices)}")
+        chosen[part][name] = value
+    parts = {part: kind(**chosen[part]) for part, kind in PARTS.items()}
+    return Config(**parts, given=frozenset(given))

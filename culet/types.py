@@ -167,7 +167,11 @@ class PageTable:
     """Live pages of one sequence in one KV group: `pages[i]` holds tokens of logical page `first + i`.
 
     Logical page p covers positions p * page_tokens .. (p + 1) * page_tokens - 1. `first` is above 0 only in groups with
-    a window, once pages behind it went back to the arena.
+    a window, where pages behind it went back to the arena or were never needed.
+
+    A chunk longer than the window skips positions `start .. store_from - 1`: a logical page that lies wholly among them
+    has no page, and its entry is the placeholder 0 (as are unused columns of a filled table). Page 0 is also an ordinary
+    page, so an entry alone does not tell; no reader and no writer of the row ever comes to a skipped position.
     """
 
     first: int
@@ -184,7 +188,7 @@ class Row:
     num_logits: int  # the last `num_logits` new tokens need logits; 0 in the middle of a prompt
     tables: tuple[PageTable, ...]  # one per KV group, in the layout's order; they cover the new tokens that are stored
     store_from: tuple[int, ...]  # per KV group: new tokens before this position leave no KV (no later step sees them)
-    num_drafts: int = 0  # the last `num_drafts` new tokens are proposals to verify; then num_logits = num_drafts + 1
+    num_drafts: int = 0  # the last new tokens are the first so many proposals, to verify; then num_logits = num_drafts + 1
     draw_slots: tuple[int, ...] = ()  # slots that draw from the last logits: usually (slot,), n of them where samples fork
     is_prompt_logprobs: bool = False  # the logits are those of prompt tokens: report log-probabilities of what follows
 

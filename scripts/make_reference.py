@@ -41,9 +41,8 @@ def error_tree() -> str:
     def walk(error: type[errors.CuletError], depth: int) -> None:
         example = error("")
         name = "&nbsp;" * 4 * depth + f"`{error.__name__}`"
-        rows.append(
-            f"| {name} | {errors.http_status(example) if depth else ''} | {errors.exit_code(example) if depth else ''} | {error.__doc__} |"
-        )
+        status, code = (errors.http_status(example), errors.exit_code(example)) if depth else ("", "")
+        rows.append(f"| {name} | {status} | {code} | {error.__doc__} |")
         for child in error.__subclasses__():
             walk(child, depth + 1)
 

@@ -1,0 +1,177 @@
+"""Culet and transformers side by side on the CPU: the same small model, float32, the same threads.
+
+    python benchmarks/cpu_decode.py            prints tokens per second and ratios
+    python benchmarks/cpu_decode.py --check    exits 1 if Culet is slower at one request or below 1.5x at eight
+
+The model has random weights and Gemma 4's structure (that of the 31B: five sliding layers, then a global one whose K and V
+come from one projection). Transformers is given the faster of its left-padded batch and one request after another. Each
+measurement is the best of several runs, taken in turns, so that a busy machine hurts both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from culet import LLM, SamplingParams
+from culet.models.tiny import write_checkpoint
+
+# Some 20M parameters; the head dims are the real ones.
+MODEL = {
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": 1,
+    "head_dim": 128,
+    "global_head_dim": 256,
+    "sliding_window": 128,
+    "max_position_embeddings": 4096,
+    "vocab_size": 8192,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2,
+}
+NEED_ONE, NEED_EIGHT = 1.0, 1.5
+
+
+@dataclass(frozen=True)
+class Job:
+    """Prompts and how many tokens to add to each."""
+
+    name: str
+    prompts: list[list[int]]
+    num_new: list[int]
+
+    @property
+    def total_new(self) -> int:
+        return sum(self.num_new)
+
+
+def make_jobs(vocab_size: int) -> list[Job]:
+    """One request, and eight that differ in prompt and output length."""
+    generator = torch.Generator().manual_seed(1)
+
+    def prompt(length: int) -> list[int]:
+        return torch.randint(130, vocab_size, (length,), generator=generator).tolist()
+
+    lengths = [(24, 96), (200, 32), (64, 64), (12, 128), (150, 48), (90, 24), (320, 80), (40, 112)]
+    return [
+        Job("1 request", [prompt(64)], [128]),
+        Job("8 requests", [prompt(before) for before, _ in lengths], [after for _, after in lengths]),
+    ]
+
+
+class Peer:
+    """transformers' generate, greedy, with no early end."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        # Nothing may end a request early: eos is out of the way, as with ignore_eos.
+        self._model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=None)
+        self.num_parameters = sum(parameter.numel() for parameter in self._model.parameters())
+
+    @torch.inference_mode()
+    def one_by_one(self, job: Job) -> list[list[int]]:
+        outputs = []
+        for prompt, num_new in zip(job.prompts, job.num_new, strict=True):
+            ids = torch.tensor([prompt])
+            output = self._model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new)
+            outputs.append(output[0, len(prompt) :].tolist())
+        return outputs
+
+    @torch.inference_mode()
+    def padded(self, job: Job) -> list[list[int]]:
+        longest = max(map(len, job.prompts))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in job.prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in job.prompts])
+        output = self._model.generate(ids, attention_mask=mask, max_new_tokens=max(job.num_new))
+        return [row[longest : longest + num_new].tolist() for row, num_new in zip(output, job.num_new, strict=True)]
+
+
+class Ours:
+    """Culet's LLM on the same job."""
+
+    def __init__(self, folder: Path) -> None:
+        # Prefix caching would let later runs skip the prompts: off, to measure the same work each time.
+        self._llm = LLM(str(folder), device="cpu", dtype="float32", max_model_len=1024, enable_prefix_caching=False)
+
+    def run(self, job: Job) -> list[list[int]]:
+        params = [SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True) for num_new in job.num_new]
+        return [list(result.token_ids) for result in self._llm.generate(job.prompts, params)]
+
+
+def best_times(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Shortest time of each run, taken in turns after one warm-up."""
+    times = dict.fromkeys(runs, float("inf"))
+    for run in runs.values():
+        run()
+    for _ in range(repeats):
+        for name, run in runs.items():
+            gc.collect()
+            began = time.perf_counter()
+            run()
+            times[name] = min(times[name], time.perf_counter() - began)
+    return times
+
+
+def count_equal(ours: list[list[int]], theirs: list[list[int]]) -> str:
+    """How many requests got the same tokens: a benchmark of two different answers would mean little."""
+    return f"{sum(a == b for a, b in zip(ours, theirs, strict=True))} of {len(ours)}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="exit 1 where Culet misses its goals")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each, the best counts (default: 3)")
+    parser.add_argument("--threads", type=int, default=None, help="torch threads (default: torch's own choice)")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(folder, "31B", overrides=MODEL, dtype=torch.float32)
+        ours, peer = Ours(Path(folder)), Peer(Path(folder))
+    print(f"{peer.num_parameters / 1e6:.1f}M parameters, float32, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(f"{'':12}{'culet':>12}{'transformers':>16}{'(padded)':>12}{'(one by one)':>14}{'ratio':>9}{'equal':>10}")
+    ratios = []
+    for job in make_jobs(MODEL["vocab_size"]):  # type: ignore[arg-type]
+        runs: dict[str, Callable[[], object]] = {
+            "culet": lambda job=job: ours.run(job),  # type: ignore[misc]
+            "one by one": lambda job=job: peer.one_by_one(job),  # type: ignore[misc]
+        }
+        if len(job.prompts) > 1:
+            runs["padded"] = lambda job=job: peer.padded(job)  # type: ignore[misc]
+        equal = count_equal(ours.run(job), peer.one_by_one(job))
+        speed = {name: job.total_new / seconds for name, seconds in best_times(runs, arguments.repeats).items()}
+        theirs = max(speed.get("padded", 0.0), speed["one by one"])
+        ratios.append(speed["culet"] / theirs)
+        padded = f"{speed['padded']:.1f}" if "padded" in speed else "-"
+        row = f"{job.name:12}{speed['culet']:>12.1f}{theirs:>16.1f}{padded:>12}{speed['one by one']:>14.1f}"
+        print(f"{row}{ratios[-1]:>8.2f}x{equal:>10}", flush=True)
+    print("tokens per second of output, prompts included in the time")
+    missed = [
+        f"{name}: {ratio:.2f}x, goal {goal}x"
+        for name, ratio, goal in zip(("1 request", "8 requests"), ratios, (NEED_ONE, NEED_EIGHT), strict=True)
+        if ratio < goal
+    ]
+    for line in missed:
+        print(f"missed: {line}", file=sys.stderr)
+    return 1 if missed and arguments.check else 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("CULET_LOG_LEVEL", "warning")
+    sys.exit(main())

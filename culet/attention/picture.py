@@ -1,0 +1,107 @@
+"""An AttentionPlan as a picture: layers from left to right, backends from top to bottom. Plain SVG, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from culet.attention.plan import BACKENDS, NOT_BUILT, AttentionPlan, GroupPlan
+
+_CELL, _GAP = 15, 2
+_LEFT, _RIGHT, _TOP = 96, 16, 64
+_LEGEND_WIDTH = 820
+_ROW = 24
+_LINE = 17
+_LETTER = 6.3  # mean width of a letter at 12 px, to know how wide the picture must be
+# Greys and hues that read on white and on black alike; the picture has no background of its own.
+_STYLE = """
+text { font: 12px system-ui, sans-serif; fill: #767676; }
+.title { font-size: 15px; font-weight: 600; }
+.head { font-weight: 600; }
+.faint { fill: #808080; }
+.taken0 { fill: #2f7fc1; } .taken1 { fill: #c9772b; } .taken2 { fill: #3d9a5f; } .taken3 { fill: #9061b8; }
+.able { fill: none; stroke: #808080; stroke-width: 1.2; }
+.later { fill: none; stroke: #808080; stroke-width: 1; stroke-dasharray: 2 2; }
+.cannot { fill: #808080; fill-opacity: 0.18; }
+.shared { fill: #fff; fill-opacity: 0.85; }
+@media (prefers-color-scheme: light) { text { fill: #444; } }
+@media (prefers-color-scheme: dark) { text { fill: #bbb; } }
+""".strip()
+
+
+def draw(plan: AttentionPlan, owners: Sequence[int], title: str) -> str:
+    """SVG of `plan`; `owners` are the layers that keep KV of their own, the others are marked with a dot."""
+    by_layer = {layer: (index, group) for index, group in enumerate(plan.groups) for layer in group.need.layers}
+    layers = sorted(by_layer)
+    notes = [line for group in plan.groups for line in _notes(group)]
+    widest = max([len(title), *(len(text) for _, text in notes)])
+    width = max(_LEGEND_WIDTH, _LEFT + len(layers) * (_CELL + _GAP), round(widest * _LETTER) + 48) + _RIGHT
+    legend_y = _TOP + len(BACKENDS) * _ROW + 26
+    notes_y = legend_y + 12
+    height = notes_y + len(notes) * _LINE + 8
+    body = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img"'
+        f' aria-label="{escape(title)}">',
+        f"<title>{escape(title)}</title>",
+        f"<style>{_STYLE}</style>",
+        _text(12, 24, title, "title"),
+    ]
+    for column, layer in enumerate(layers):
+        x = _LEFT + column * (_CELL + _GAP)
+        if layer == layers[-1] or (layer % 5 == 0 and layer + 1 < layers[-1]):
+            body.append(_text(x + _CELL / 2, _TOP - 8, str(layer), "faint", "middle"))
+        index, group = by_layer[layer]
+        for row, name in enumerate(BACKENDS):
+            body.append(_cell(x, _TOP + row * _ROW, index, group, name, layer, layer in owners))
+    body += [_text(12, _TOP + row * _ROW + 12, name) for row, name in enumerate(BACKENDS)]
+    body += _legend(plan, legend_y)
+    body += [
+        _text(12 if style else 28, notes_y + line * _LINE, text, style) for line, (style, text) in enumerate(notes) if text
+    ]
+    return "\n".join([*body, "</svg>", ""])
+
+
+def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start") -> str:
+    attribute = f' class="{style}"' if style else ""
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{attribute}>{escape(text)}</text>'
+
+
+def _cell(x: float, y: float, index: int, group: GroupPlan, name: str, layer: int, owns_kv: bool) -> str:
+    """One layer at one backend: filled if taken, outlined if it could be, grey if it cannot; the reason as a tooltip."""
+    if name == group.backend:
+        style, reason = f"taken{index % 4}", group.why
+    else:
+        reason = group.others[name]
+        style = "able" if name in group.able else "later" if reason == NOT_BUILT else "cannot"
+    need = group.need
+    tip = f"layer {layer}, {need.group}, head dim {need.head_dim}: {name}: {reason}"
+    square = (
+        f'<rect class="{style}" x="{x}" y="{y}" width="{_CELL}" height="{_CELL}" rx="2"><title>{escape(tip)}</title></rect>'
+    )
+    if name == group.backend and not owns_kv:
+        square += f'<circle class="shared" cx="{x + _CELL / 2:g}" cy="{y + _CELL / 2:g}" r="2.5"/>'
+    return square
+
+
+def _legend(plan: AttentionPlan, y: float) -> list[str]:
+    """Squares with their meaning, in one line."""
+    entries = [(f"taken{index % 4}", f"{group.need.group}: taken") for index, group in enumerate(plan.groups)]
+    entries += [("able", "could serve"), ("later", "not in this version"), ("cannot", "cannot serve")]
+    parts, x = [], 12.0
+    for style, text in entries:
+        parts.append(f'<rect class="{style}" x="{x:g}" y="{y - 10:g}" width="11" height="11" rx="2"/>')
+        parts.append(_text(x + 17, y, text))
+        x += 17 + len(text) * _LETTER + 22
+    parts.append(_text(x, y, "dot: reads another layer's KV", "faint"))
+    return parts
+
+
+def _notes(group: GroupPlan) -> list[tuple[str, str]]:
+    """(style, text) lines under the grid: the group, its backend, and why not each other."""
+    need = group.need
+    heads = f"{need.num_heads} query and {need.num_kv_heads} KV heads"
+    window = "all keys" if need.window is None else f"window {need.window}"
+    latent = ", K and V kept once" if need.latent else ""
+    title = f"{need.group}: {len(need.layers)} layers, head dim {need.head_dim}, {heads}, {window}{latent}"
+    lines = [("", ""), ("head", title), ("", f"{group.backend}: {group.why}")]
+    return lines + [("", f"not {name}: {reason}") for name, reason in group.others.items()]

@@ -1,0 +1,261 @@
+"""Attention in plain torch on any device: the specification of the fast backends, and what serves a CPU.
+
+Rows with few queries and all keys in pages (decode, verify, tails) go through one batched product over gathered keys.
+Other rows go one by one, in blocks of queries that read only the keys some query of the block sees.
+
+Only keys that a row owns and may see are ever gathered: a padded place repeats the row's last visible key. So whatever
+lies in other pages, or in unwritten parts of the row's own, cannot touch a result, NaN included.
+
+Shapes: B rows · Q queries of a row · S keys · N query heads · G KV heads · R = N / G · H head size · W width of a stored row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from culet.attention.batch import ForwardBatch
+from culet.cache.pool import Pool
+from culet.cache.spec import KVGroup
+
+FEW_QUERIES = 16  # rows with up to this many queries are batched
+QUERY_BLOCK = 256  # queries of a long row that share one masked product
+FEW_KEYS = 128  # rows that see fewer keys share a product however they differ; longer ones within a factor of two
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """Rows answered by one product, padded to equal numbers of queries and keys."""
+
+    num_rows: int
+    num_queries: int
+    num_keys: int
+    key_rows: Tensor  # rows of the flat pool, [plane, B, G, S] flattened
+    mask: Tensor | None  # [B, 1, Q * R, S], added to the scores; None: every key counts
+    tokens: Tensor | None  # the query of each of the B * Q places; None: the batch's tokens as they are
+    places: Tensor | None  # places that are no padding; None: all
+
+
+@dataclass(frozen=True, slots=True)
+class _LongRow:
+    """A row answered alone: its keys are those in pages, then its fresh ones (none where all are in pages)."""
+
+    tokens: slice  # its queries among the T tokens
+    key_rows: Tensor  # rows of the flat pool, [plane, G, S] flattened
+    num_paged: int
+    has_fresh: bool
+    first_key: int  # position of the first key
+    lo_Q: Tensor
+    hi_Q: Tensor
+    bounds: tuple[tuple[int, int], ...]  # per block of queries: first and last key position that any of them sees
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a batch reads, worked out once for all layers of the group."""
+
+    batch: ForwardBatch
+    products: tuple[_Product, ...]
+    long_rows: tuple[_LongRow, ...]
+
+
+class ReferenceBackend:
+    """Attention for the layers of one KV group, in torch."""
+
+    def __init__(self, group: KVGroup, num_heads: int) -> None:
+        self.group = group
+        self.num_heads = num_heads
+        self._plans: list[_Plan] = []  # the step's batch and its tail, found by identity: no plan outlives its step
+
+    def plan(self, batch: ForwardBatch, pool: Pool) -> None:
+        """Work out which keys each row reads."""
+        planner = _Planner(self.group, self.num_heads, batch, pool)
+        self._plans = [plan for plan in self._plans if plan.batch.tail is batch]
+        self._plans.append(planner.plan())
+
+    def run(self, layer: int, batch: ForwardBatch, pool: Pool, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> Tensor:
+        """out_TNH of one layer; the interface says more."""
+        plan = next((plan for plan in self._plans if plan.batch is batch), None)
+        if plan is None:
+            self.plan(batch, pool)
+            plan = self._plans[-1]
+        if len(plan.products) == 1 and plan.products[0].tokens is None:
+            return self._run_product(plan.products[0], layer, pool, q_TNH)
+        out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
+        for part in plan.products:
+            assert part.tokens is not None
+            result = self._run_product(part, layer, pool, q_TNH[part.tokens])
+            if part.places is None:
+                out_TNH[part.tokens] = result
+            else:
+                out_TNH[part.tokens[part.places]] = result[part.places]
+        for row in plan.long_rows:
+            self._run_long(row, layer, pool, q_TNH, k_TGH, v_TGH, out_TNH)
+        return out_TNH
+
+    def _gather(self, layer: int, pool: Pool, key_rows: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Keys and values [*shape, H] in float32 from rows of the flat pool."""
+        spec = self.group.spec
+        planes = pool.planes(layer)
+        unit = _row_unit(planes)
+        room = planes.untyped_storage().nbytes() // planes.element_size() - planes.storage_offset()
+        # Rows of W elements that begin at every multiple of the unit. index_select copies whole rows: 4 to 6 times as fast
+        # as indexing [page, head, token] (300 keys x 2 heads x 64: 12 for 80 us).
+        flat = planes.as_strided(((room - spec.width) // unit + 1, spec.width), (unit, 1))
+        found = flat.index_select(0, key_rows).float().view(spec.num_planes, *shape, spec.width)
+        if spec.latent:
+            return found[0][..., spec.width - spec.head_dim :], found[0][..., : spec.head_dim]
+        return found[0], found[1]
+
+    def _run_product(self, part: _Product, layer: int, pool: Pool, q_XNH: Tensor) -> Tensor:
+        """Outputs of the B * Q places, as queries are given."""
+        rows, queries, num_kv = part.num_rows, part.num_queries, self.group.spec.num_kv_heads
+        k_BGSH, v_BGSH = self._gather(layer, pool, part.key_rows, (rows, num_kv, part.num_keys))
+        # Heads that share a KV head are more queries of it: keys are read once for all of them.
+        q = q_XNH.float().view(rows, queries, num_kv, -1, q_XNH.shape[-1]).transpose(1, 2).flatten(2, 3)
+        out = F.scaled_dot_product_attention(q, k_BGSH, v_BGSH, attn_mask=part.mask, scale=1.0)
+        out = out.unflatten(2, (queries, -1)).transpose(1, 2)
+        return out.reshape(q_XNH.shape).to(q_XNH.dtype)
+
+    def _run_long(
+        self, row: _LongRow, layer: int, pool: Pool, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, out_TNH: Tensor
+    ) -> None:
+        """Fill `out_TNH` for one row."""
+        num_kv = self.group.spec.num_kv_heads
+        k_GSH, v_GSH = self._gather(layer, pool, row.key_rows, (num_kv, row.num_paged))
+        if row.has_fresh:
+            k_GSH = torch.cat((k_GSH, k_TGH[row.tokens].float().transpose(0, 1)), 1)
+            v_GSH = torch.cat((v_GSH, v_TGH[row.tokens].float().transpose(0, 1)), 1)
+        q_RGQH = q_TNH[row.tokens].float().unflatten(1, (num_kv, -1)).permute(2, 1, 0, 3)
+        out_QGRH = out_TNH[row.tokens].unflatten(1, (num_kv, -1))
+        repeat = q_RGQH.shape[0]
+        for block, (lo, hi) in enumerate(row.bounds):
+            queries = slice(block * QUERY_BLOCK, (block + 1) * QUERY_BLOCK)
+            keys = slice(lo - row.first_key, hi + 1 - row.first_key)
+            position = torch.arange(lo, hi + 1, device=q_TNH.device)
+            mask = (position >= row.lo_Q[queries, None]) & (position <= row.hi_Q[queries, None])
+            k, v = k_GSH[:, keys].expand(repeat, -1, -1, -1), v_GSH[:, keys].expand(repeat, -1, -1, -1)
+            out = F.scaled_dot_product_attention(q_RGQH[:, :, queries], k, v, attn_mask=mask, scale=1.0)
+            out_QGRH[queries] = out.permute(2, 1, 0, 3).to(out_QGRH.dtype)
+
+
+def _row_unit(planes: Tensor) -> int:
+    """Elements between possible beginnings of a stored row, whatever the slab's size."""
+    return math.gcd(planes.stride(1), planes.shape[-1])
+
+
+class _Planner:
+    """Builds the plan of one batch on the host."""
+
+    def __init__(self, group: KVGroup, num_heads: int, batch: ForwardBatch, pool: Pool) -> None:
+        self.group, self.batch = group, batch
+        self.repeat = num_heads // group.spec.num_kv_heads
+        own = batch.groups[group.index]
+        self.device = own.pages_BP.device
+        self.pages_BP, self.first_B = own.pages_BP.cpu().numpy(), own.first_B.cpu().numpy()
+        self.begin_B1 = batch.row_begin_B1.cpu().numpy().astype(np.int64)
+        self.lo_T, self.hi_T = self._visible()
+        planes = pool.planes(group.layers[0])
+        unit = _row_unit(planes)
+        self.plane_step, self.page_step, self.head_step = (planes.stride(dim) // unit for dim in range(3))
+        self.token_step = planes.stride(3) // unit
+
+    def plan(self) -> _Plan:
+        rows = self.batch.rows
+        if not rows:
+            return _Plan(self.batch, (), ())
+        index = self.group.index
+        few = [i for i, row in enumerate(rows) if row.num_queries <= FEW_QUERIES and row.is_stored[index]]
+        chosen = set(few) if len(few) < len(rows) else range(len(rows))
+        long_rows = tuple(self._long_row(i) for i in range(len(rows)) if i not in chosen)
+        return _Plan(self.batch, self._products(np.array(few, dtype=np.int64)), long_rows)
+
+    def _visible(self) -> tuple[Ints, Ints]:
+        """First and last key position that each query sees."""
+        visible_2T = self.batch.groups[self.group.index].visible_2T
+        if visible_2T is not None:
+            lo, hi = visible_2T.cpu().numpy().astype(np.int64)
+            return np.maximum(lo, 0), hi
+        hi = self.batch.positions_T.cpu().numpy()
+        return (np.zeros_like(hi) if self.group.window is None else np.maximum(hi - self.group.window + 1, 0)), hi
+
+    def _key_rows(self, position_BS: Ints, rows_B: Ints) -> Ints:
+        """Rows of the flat pool, [plane, B, G, S], that hold the keys at these positions of these rows."""
+        size, spec = self.group.page_tokens, self.group.spec
+        page_BS = self.pages_BP[rows_B[:, None], (position_BS - self.first_B[rows_B, None]) // size].astype(np.int64)
+        row_BS = page_BS * self.page_step + position_BS % size * self.token_step
+        planes, heads = np.arange(spec.num_planes) * self.plane_step, np.arange(spec.num_kv_heads) * self.head_step
+        return row_BS[None, :, None] + heads[:, None] + planes[:, None, None, None]
+
+    def _tensor(self, array: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+    def _products(self, rows_B: Ints) -> tuple[_Product, ...]:
+        """Rows with few queries, those of like length together."""
+        if rows_B.size == 0:
+            return ()
+        lo_B = np.minimum.reduceat(self.lo_T, self.begin_B1[:-1])[rows_B]
+        hi_B = np.maximum.reduceat(self.hi_T, self.begin_B1[:-1])[rows_B]
+        # Buckets by powers of two of the number of keys, so that no row is padded to more than twice its length.
+        bucket_B = np.frexp(np.maximum(hi_B - lo_B, FEW_KEYS).astype(np.float64))[1]
+        products = []
+        for bucket in np.unique(bucket_B):
+            part = np.flatnonzero(bucket_B == bucket)
+            products.append(self._product(rows_B[part], lo_B[part], hi_B[part]))
+        return tuple(products)
+
+    def _product(self, rows_B: Ints, lo_B: Ints, hi_B: Ints) -> _Product:
+        begin_B = self.begin_B1[rows_B]
+        queries_B = self.begin_B1[rows_B + 1] - begin_B
+        num_queries, num_keys = int(queries_B.max()), int((hi_B - lo_B).max()) + 1
+        # Padding repeats a row's last query and last key.
+        query_BQ = np.minimum(np.arange(num_queries), queries_B[:, None] - 1)
+        token_X = (begin_B[:, None] + query_BQ).reshape(-1)
+        position_BS = lo_B[:, None] + np.arange(num_keys)
+        seen_XS = (position_BS.repeat(num_queries, 0) >= self.lo_T[token_X, None]) & (
+            position_BS.repeat(num_queries, 0) <= self.hi_T[token_X, None]
+        )
+        mask = None
+        if not seen_XS.all():
+            shape = (rows_B.size, 1, num_queries * self.repeat, num_keys)
+            mask_XS = np.where(seen_XS, np.float32(0), np.float32(-np.inf)).repeat(self.repeat, 0)
+            mask = self._tensor(mask_XS.reshape(shape))
+        is_padded = bool((queries_B < num_queries).any())
+        is_whole = not is_padded and token_X.size == self.lo_T.size
+        return _Product(
+            num_rows=rows_B.size,
+            num_queries=num_queries,
+            num_keys=num_keys,
+            key_rows=self._tensor(self._key_rows(np.minimum(position_BS, hi_B[:, None]), rows_B).reshape(-1)),
+            mask=mask,
+            tokens=None if is_whole else self._tensor(token_X),
+            places=self._tensor(np.flatnonzero(np.arange(num_queries) < queries_B[:, None])) if is_padded else None,
+        )
+
+    def _long_row(self, index: int) -> _LongRow:
+        begin, end = int(self.begin_B1[index]), int(self.begin_B1[index + 1])
+        row = self.batch.rows[index]
+        lo_Q, hi_Q = self.lo_T[begin:end], self.hi_T[begin:end]
+        blocks = np.arange(0, end - begin, QUERY_BLOCK)
+        bounds = zip(np.minimum.reduceat(lo_Q, blocks).tolist(), np.maximum.reduceat(hi_Q, blocks).tolist(), strict=True)
+        has_fresh = not row.is_stored[self.group.index]
+        first_key = min(int(lo_Q.min()), row.start)
+        paged = np.arange(first_key, row.start if has_fresh else int(hi_Q.max()) + 1)
+        return _LongRow(
+            tokens=slice(begin, end),
+            key_rows=self._tensor(self._key_rows(paged[None], np.array([index])).reshape(-1)),
+            num_paged=paged.size,
+            has_fresh=has_fresh,
+            first_key=first_key,
+            lo_Q=self._tensor(lo_Q),
+            hi_Q=self._tensor(hi_Q),
+            bounds=tuple(bounds),
+        )

@@ -1,0 +1,154 @@
+"""Attention inputs at the shapes of the Gemma 4 variants: random pages, ragged rows, and NaN wherever a row owns nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from culet.kernels.attention_inputs import PagedKV, RaggedRows
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What one KV group of a model asks of attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    latent: bool
+    page_tokens: int
+
+    @property
+    def width(self) -> int:
+        return self.head_dim + (self.head_dim // 4 if self.latent else 0)
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def bytes_per_key(self) -> int:
+        """Of a bf16 cache."""
+        return 2 * (1 if self.latent else 2) * self.num_kv_heads * self.width
+
+
+SHAPES: dict[str, AttentionShape] = {
+    "31B.sliding": AttentionShape(32, 16, 256, 1024, False, 16),
+    "31B.global": AttentionShape(32, 4, 512, None, True, 256),
+    "26B.sliding": AttentionShape(16, 8, 256, 1024, False, 16),
+    "26B.global": AttentionShape(16, 2, 512, None, True, 256),
+    "12B.sliding": AttentionShape(16, 8, 256, 1024, False, 16),
+    "12B.global": AttentionShape(16, 1, 512, None, True, 512),
+    "E4B.sliding": AttentionShape(8, 2, 256, 512, False, 64),
+    "E4B.global": AttentionShape(8, 2, 512, None, False, 160),
+    "E2B.sliding": AttentionShape(8, 1, 256, 512, False, 64),
+    "E2B.global": AttentionShape(8, 1, 512, None, False, 128),
+}
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Inputs of one call."""
+
+    shape: AttentionShape
+    q_TNH: Tensor
+    kv: PagedKV
+    rows: RaggedRows
+    fresh: tuple[Tensor, Tensor]  # k_TGH, v_TGH
+    spans: tuple[tuple[int, int], ...]  # (context, query tokens) of each row
+
+    @property
+    def max_queries(self) -> int:
+        return max(queries for _, queries in self.spans)
+
+    @property
+    def tile_rows(self) -> list[tuple[int, int, int]]:
+        """(row, start, query tokens), as `query_tiles` takes them."""
+        return [(row, context, queries) for row, (context, queries) in enumerate(self.spans)]
+
+
+def make_case(
+    shape: AttentionShape,
+    spans: Sequence[tuple[int, int]],
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    images: Sequence[tuple[int, int, int]] = (),
+    stored_tail: int | None = None,
+    num_layers: int = 2,
+) -> AttentionCase:
+    """Random inputs for rows of (context, query tokens).
+
+    `images` are (row, first position, tokens) inside the rows' query tokens: those see the whole image. `stored_tail` keeps
+    only the last so many of a row's query tokens in pages, as a chunk longer than the window does. Pages lie `num_layers`
+    apart, as in a slab, in random order; page 0 belongs to nobody; whatever no row wrote is NaN.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    page_tokens, width = shape.page_tokens, shape.width
+    begins, contexts, firsts, tables, slots, owned = [0], [], [], [], [], 1
+    for context, queries in spans:
+        lowest = 0 if shape.window is None else max(0, context - shape.window + 1)
+        first = lowest // page_tokens * page_tokens
+        columns = -(-(context + queries - first) // page_tokens)
+        stored_from = context if stored_tail is None else max(context, context + queries - stored_tail)
+        position = torch.cat((torch.arange(lowest, context), torch.arange(stored_from, context + queries)))
+        used = torch.zeros(columns, dtype=torch.bool)
+        used[(position - first) // page_tokens] = True
+        table = torch.zeros(columns, dtype=torch.long)
+        table[used] = torch.arange(owned, owned + int(used.sum()))
+        owned += int(used.sum())
+        firsts.append(first)
+        contexts.append(context)
+        begins.append(begins[-1] + queries)
+        tables.append(table)
+        slots.append((position, (position - first) // page_tokens, (position - first) % page_tokens))
+    shuffle = torch.cat((torch.zeros(1, dtype=torch.long), 1 + torch.randperm(owned - 1, generator=torch.Generator().manual_seed(seed))))
+    num_tokens = begins[-1]
+
+    def random(*size: int) -> Tensor:
+        return (torch.randn(*size, generator=generator, device=device) * 0.3).to(dtype)
+
+    fresh = random(num_tokens, shape.num_kv_heads, width) if shape.latent else None
+    fresh_k = fresh[..., width - shape.head_dim :] if fresh is not None else random(num_tokens, shape.num_kv_heads, width)
+    fresh_v = fresh[..., : shape.head_dim] if fresh is not None else random(num_tokens, shape.num_kv_heads, width)
+    num_planes = 1 if shape.latent else 2
+    slab = torch.full(
+        (owned, num_layers, num_planes, shape.num_kv_heads, page_tokens, width), float("nan"), dtype=dtype, device=device
+    )
+    planes = slab[:, num_layers - 1].transpose(0, 1)
+    pages_BP = torch.zeros(len(spans), max(len(table) for table in tables), dtype=torch.int32)
+    for row, (position, column, slot) in enumerate(slots):
+        page = shuffle[tables[row]]
+        pages_BP[row, : len(page)] = page.to(torch.int32)
+        page_K, slot_K = page[column].to(device), slot.to(device)
+        is_new = position >= contexts[row]
+        for plane in range(num_planes):
+            content = random(len(position), shape.num_kv_heads, width)
+            source = fresh if fresh is not None else (fresh_k, fresh_v)[plane]
+            content[is_new.to(device)] = source[(begins[row] + position[is_new] - contexts[row]).to(device)]
+            planes[plane][page_K, :, slot_K] = content
+    int32 = {"dtype": torch.int32, "device": device}
+    kv = PagedKV(planes, pages_BP.to(device), torch.tensor(firsts, **int32), shape.head_dim, shape.window)
+    visible_2T = _visible(shape, spans, begins, images).to(device) if images else None
+    rows = RaggedRows(torch.tensor(begins, **int32), torch.tensor(contexts, **int32), visible_2T)
+    q_TNH = random(num_tokens, shape.num_heads, shape.head_dim)
+    return AttentionCase(shape, q_TNH, kv, rows, (fresh_k, fresh_v), tuple((int(c), int(q)) for c, q in spans))
+
+
+def _visible(
+    shape: AttentionShape, spans: Sequence[tuple[int, int]], begins: Sequence[int], images: Sequence[tuple[int, int, int]]
+) -> Tensor:
+    """The intervals of 12B's rule: an image token sees its whole image, and text before it as text does."""
+    position_T = torch.cat([torch.arange(context, context + queries) for context, queries in spans])
+    lo_T = torch.zeros_like(position_T) if shape.window is None else (position_T - shape.window + 1).clamp(min=0)
+    visible_2T = torch.stack((lo_T, position_T))
+    for row, first, tokens in images:
+        begin = begins[row] + first - spans[row][0]
+        visible_2T[0, begin : begin + tokens].clamp_(max=first)
+        visible_2T[1, begin : begin + tokens] = first + tokens - 1
+    return visible_2T.to(torch.int32)

@@ -1,0 +1,86 @@
+"""`culet generate`: continue one prompt."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from culet.cli.options import config_of, config_options, sampling_of, sampling_options
+from culet.errors import BadRequest
+from culet.log import setup_logging
+
+if TYPE_CHECKING:
+    from culet.engine.llm import Result, Sample
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@click.option("--chat", "as_chat", is_flag=True, help="Put the prompt into a user turn of the model's chat template.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+@click.option("--quiet", "-q", is_flag=True, help="Log warnings and errors only.")
+@sampling_options
+@config_options
+def generate(prompt: str | None, as_chat: bool, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Continue a prompt, given as an argument or on stdin.
+
+    \b
+    Examples:
+      culet generate "Once upon a time" --model google/gemma-4-E2B --max-tokens 64
+      culet generate --chat "Why is the sky blue?" -m google/gemma-4-E2B-it
+      cat notes.txt | culet generate -m ./my-gemma --temperature 0 --json > answer.json
+    """
+    params = sampling_of(options)
+    config = config_of(options)
+    text = _read_prompt(prompt)
+    if quiet:
+        setup_logging("warning")
+
+    from culet.engine.llm import LLM
+
+    with LLM.from_config(config) as llm:
+        request: Any = [{"role": "user", "content": text}] if as_chat else text
+        if as_json or params.n > 1:
+            result = llm.chat(request, params)[0] if as_chat else llm.generate(request, params)[0]
+            _print_result(result, as_json=as_json)
+            return
+        for delta in llm.stream(request, params):
+            click.echo(delta.text, nl=False)
+            sys.stdout.flush()
+        click.echo()
+
+
+def _read_prompt(prompt: str | None) -> str:
+    """The argument, or what is piped in (less its last line break)."""
+    if prompt is not None:
+        return prompt
+    if sys.stdin.isatty():
+        raise BadRequest("no prompt", hint='give one as an argument, culet generate "...", or pipe it in')
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"the prompt on stdin is no valid text: {error}", hint="pipe UTF-8 text") from error
+
+
+def _print_result(result: Result, *, as_json: bool) -> None:
+    if not as_json:
+        for sample in result.samples:
+            click.echo(sample.text)
+        return
+    document = {
+        "prompt_token_ids": list(result.prompt_token_ids),
+        "num_cached_tokens": result.num_cached_tokens,
+        "samples": [_sample_document(sample) for sample in result.samples],
+    }
+    click.echo(json.dumps(_sample_document(result.samples[0]) | document, ensure_ascii=False))
+
+
+def _sample_document(sample: Sample) -> dict[str, Any]:
+    return {
+        "text": sample.text,
+        "token_ids": list(sample.token_ids),
+        "finish_reason": sample.finish_reason,
+        "logprobs": None if sample.logprobs is None else [dict(entry) for entry in sample.logprobs],
+    }

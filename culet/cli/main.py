@@ -1,0 +1,104 @@
+"""The `culet` command: finds subcommands by name, and turns every error into one line, a hint and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+from culet import __version__, env
+from culet.errors import CuletError, InternalError, exit_code
+from culet.log import setup_logging
+from culet.registry import load
+
+COMMANDS: dict[str, str] = {
+    "generate": "culet.cli.generate:generate",
+    "chat": "culet.cli.chat:chat",
+    "plan": "culet.cli.plan:plan",
+    "doctor": "culet.cli.doctor:doctor",
+}
+
+_INTERRUPTED = 130  # what shells expect of a program that Ctrl-C ended
+
+
+class LazyGroup(click.Group):
+    """Commands of `COMMANDS`, each imported when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return load(COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+
+
+@click.group(cls=LazyGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="culet %(version)s")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """Serve and run Google's Gemma 4 models.
+
+    \b
+    Examples:
+      culet generate "Why is the sky blue?" --model google/gemma-4-E2B-it
+      culet chat --model ./my-gemma
+      culet plan google/gemma-4-31B-it --gpu h200
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code: 0, 1 if the user can fix it, 2 if we failed."""
+    try:
+        setup_logging()
+        result = cli.main(args=list(arguments), prog_name="culet", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "culet"
+        report(error.format_message(), f"see `{command} --help`")
+        return 1
+    except click.ClickException as error:
+        report(error.format_message())
+        return 1
+    except CuletError as error:
+        report(error.message, error.hint)
+        return exit_code(error)
+    except (KeyboardInterrupt, click.Abort):
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output left (`culet ... | head`): there is nobody to tell, not even at interpreter exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:  # the last line of defence: a fault of ours is told in one line too
+        if env.LOG_LEVEL.get().lower() == "debug":
+            traceback.print_exc()
+        report(f"internal error: {type(error).__name__}: {error}", "set CULET_LOG_LEVEL=debug for the traceback and report it")
+        return exit_code(InternalError(str(error)))
+
+
+def report(message: str, hint: str = "") -> None:
+    """One line on stderr, and the hint below it."""
+    click.secho(f"error: {_one_line(message)}", err=True, fg="red", color=_color())
+    if hint:
+        click.secho(f"hint: {_one_line(hint)}", err=True, color=_color())
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _color() -> bool | None:
+    """False where NO_COLOR is set; None lets click ask the terminal."""
+    return False if os.environ.get(env.NO_COLOR.name) else None
+
+
+def main() -> None:
+    """Entry point of the `culet` script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""The engine: builds all parts from a Config, and turns requests into deltas of tokens and text, step by step.
+
+One step is schedule -> execute -> apply -> deltas. The engine knows no transport and no waiting: whoever drives it calls
+`step` while `has_work`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from culet.attention.base import AttentionBackend
+from culet.attention.plan import plan_attention
+from culet.cache.pool import Pool
+from culet.cache.spec import CacheLayout, plan_cache
+from culet.config import CacheConfig, Config, ScheduleConfig
+from culet.engine import memory
+from culet.engine.text import ChatTemplate, IncrementalDecoder, StopMatcher, Tokenizer, check_token_ids
+from culet.errors import BadRequest, ConfigError, ContextTooLong
+from culet.log import chose, logger
+from culet.models.checkpoint import open_checkpoint
+from culet.models.gemma4 import Gemma4
+from culet.models.spec import ModelSpec
+from culet.models.weights import load_model
+from culet.registry import load
+from culet.runner.runner import Runner
+from culet.scheduler.scheduler import Scheduler
+from culet.scheduler.stats import SchedulerStats
+from culet.types import FinishReason, Logprobs, ModelDefaults, Request, Sampling, SamplingParams, TokenDelta
+
+CPU_MAX_NUM_SEQS = 32
+CPU_MAX_NUM_BATCHED_TOKENS = 1024
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one sample of a request brought since its last delta: tokens, and the text that is certain by now."""
+
+    request_id: str
+    sample: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+    error: str = ""
+
+
+class _SampleText:
+    """Text of one sample: tokens in, text out, until a stop string is met."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._decoder = IncrementalDecoder(tokenizer)
+        self._matcher = StopMatcher(stop)
+
+    def push(self, delta: TokenDelta) -> tuple[str, bool]:
+        """(text that is certain now, whether a stop string was met). A stop token leaves no text."""
+        token_ids = delta.token_ids[:-1] if delta.stop_token_id is not None else delta.token_ids
+        text = self._decoder.push(token_ids)
+        if delta.finish_reason is not None:
+            text += self._decoder.flush()
+        certain, is_hit = self._matcher.push(text)
+        if delta.finish_reason is not None and not is_hit:
+            certain += self._matcher.flush()
+        return certain, is_hit
+
+
+class Engine:
+    """A loaded model that answers requests. Not thread-safe: one caller drives it."""
+
+    def __init__(self, config: Config, *, progress: bool = True) -> None:
+        checkpoint = open_checkpoint(config.model.model, config.model.revision)
+        self.spec: ModelSpec = checkpoint.spec
+        self.defaults: ModelDefaults = checkpoint.defaults
+        self.tokenizer = Tokenizer(checkpoint.folder)
+        # The models without per-layer embeddings were trained to begin an answer without thinking with an empty thought.
+        self.chat_template = ChatTemplate.of_checkpoint(checkpoint.folder, empty_thought=self.spec.ple_dim == 0)
+        self.device = resolve_device(config.model.device)
+        self.dtype = resolve_dtype(config.model.dtype, self.device)
+        self.config = replace(config, schedule=_resolve_schedule(config, self.device))
+        schedule = self.config.schedule
+
+        _check_cache_dtype(config.cache, self.dtype)
+        layout = plan_cache(self.spec.kv_specs(self.dtype.itemsize, latent=config.cache.latent))
+        backends = self._plan_backends(layout)
+        free_before = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+        model = load_model(checkpoint, dtype=self.dtype, device=self.device, latent=config.cache.latent, progress=progress)
+        num_slabs = self._size_cache(model, layout, backends, free_before)
+        self.max_model_len = self._resolve_max_model_len(layout, num_slabs)
+        pool = Pool(layout, num_slabs, self.dtype, self.device)
+        self._scheduler = Scheduler(
+            layout, num_slabs, schedule, max_model_len=self.max_model_len, prefix_caching=config.cache.enable_prefix_caching
+        )
+        self._runner = Runner(model, pool, backends, max_num_seqs=schedule.max_num_seqs, max_model_len=self.max_model_len)
+        self._texts: dict[str, dict[int, _SampleText]] = {}  # by request and sample, while they run
+
+    # Building
+
+    def _plan_backends(self, layout: CacheLayout) -> list[AttentionBackend]:
+        num_heads = self.spec.layers[0].num_heads
+        readers = {group.name: self.spec.readers(group.layers) for group in layout.groups}
+        choice = self.config.model.attention_backend
+        plan = plan_attention(layout.groups, num_heads, str(self.device), choice, readers=readers)
+        for taken in plan.groups:
+            chose(f"attention of {taken.need.group} layers", taken.backend, taken.why)
+        return [load(plan.path(group))(group, num_heads) for group in layout.groups]
+
+    def _size_cache(self, model: Gemma4, layout: CacheLayout, backends: Sequence[AttentionBackend], free_before: int) -> int:
+        """Slabs of the arena: as asked for, or what the device leaves."""
+        config, schedule = self.config.cache, self.config.schedule
+        if config.kv_cache_memory_bytes is not None:
+            return config.kv_cache_memory_bytes // layout.slab_bytes
+        if self.device.type == "cpu":
+            return memory.slabs_for_cpu(
+                layout,
+                max_num_seqs=schedule.max_num_seqs,
+                chunk=schedule.max_num_batched_tokens,
+                max_position=self.spec.max_position,
+                asked_len=self.config.model.max_model_len,
+            )
+        sampling = self.resolve_sampling(SamplingParams(seed=0))
+        plan = memory.heaviest_step(
+            layout, sampling, max_num_seqs=schedule.max_num_seqs, num_tokens=schedule.max_num_batched_tokens
+        )
+        longest = max(row.num_new for row in plan.rows)
+
+        def run_once() -> None:
+            pool = Pool(layout, 1, self.dtype, self.device)
+            Runner(model, pool, backends, max_num_seqs=schedule.max_num_seqs, max_model_len=longest + 1).execute(plan)
+
+        reserve = memory.measure_peak(self.device, run_once)
+        return memory.slabs_for_gpu(
+            layout, self.device, utilization=config.gpu_memory_utilization, free_before=free_before, reserve=reserve
+        )
+
+    def _resolve_max_model_len(self, layout: CacheLayout, num_slabs: int) -> int:
+        """As asked for, if model and cache can hold it; else the most that they can."""
+        wanted, limit = self.config.model.max_model_len, self.spec.max_position
+        if wanted is not None and wanted > limit:
+            raise ConfigError(f"max-model-len: got {wanted}, the model's positions end at {limit}", hint=f"at most {limit}")
+        fits = memory.longest_sequence(layout, num_slabs, wanted or limit)
+        if fits < 2 or (wanted is not None and fits < wanted):
+            need = memory.least_slabs(layout, wanted or 2)
+            raise ConfigError(
+                f"one sequence of {wanted or 2} tokens needs {need} slabs of {layout.slab_bytes} bytes, "
+                f"the KV cache has {num_slabs}",
+                hint=f"give --kv-cache-memory-bytes at least {need * layout.slab_bytes}"
+                + (f", or --max-model-len at most {fits}" if fits >= 2 else ""),
+            )
+        if wanted is None:
+            reason = "the model's own limit" if fits == limit else f"what the KV cache holds; the model allows {limit}"
+            chose("max-model-len", fits, reason)
+        return fits
+
+    # Requests
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> Request:
+        """Fill in every default and refuse what cannot be served, before any work is done."""
+        prompt = check_token_ids(prompt_token_ids, self.spec.vocab_size)
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", tuple(params.logit_bias or ()))):
+            if any(token_id >= self.spec.vocab_size for token_id in ids):
+                raise BadRequest(f"{name}: got {max(ids)}, expected token ids below {self.spec.vocab_size}")
+        if params.n > self.config.schedule.max_num_seqs:
+            raise BadRequest(
+                f"n: got {params.n}, but at most {self.config.schedule.max_num_seqs} sequences run at once",
+                hint="lower n or raise --max-num-seqs",
+            )
+        if len(prompt) >= self.max_model_len:
+            raise ContextTooLong(
+                f"the prompt has {len(prompt)} tokens, the context holds {self.max_model_len} and the output needs one",
+                hint=f"a prompt of at most {self.max_model_len - 1} tokens, or a larger --max-model-len "
+                f"(the model allows {self.spec.max_position})",
+            )
+        max_tokens = params.max_tokens or self.max_model_len - len(prompt)
+        if len(prompt) + max_tokens > self.max_model_len:
+            raise ContextTooLong(
+                f"{len(prompt)} prompt tokens + {max_tokens} max_tokens = {len(prompt) + max_tokens}, "
+                f"the context holds {self.max_model_len}",
+                hint=f"max_tokens of at most {self.max_model_len - len(prompt)}, a shorter prompt, or a larger --max-model-len",
+            )
+        eos = () if params.ignore_eos else self.defaults.eos_token_ids
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling=self.resolve_sampling(params),
+            n=params.n,
+            max_tokens=max_tokens,
+            stop_token_ids=frozenset(eos) | frozenset(params.stop_token_ids),
+            priority=priority,
+            deadline=deadline,
+        )
+
+    def resolve_sampling(self, params: SamplingParams) -> Sampling:
+        """`params` with the model's defaults; without a seed, a random one."""
+        model = self.defaults
+        bias = dict(params.logit_bias or {}) | dict.fromkeys(model.suppress_token_ids, float("-inf"))
+        top_k = model.top_k if params.top_k is None else params.top_k
+        limit = self.spec.vocab_size
+        return Sampling(
+            temperature=model.temperature if params.temperature is None else params.temperature,
+            top_k=max(0, top_k),
+            top_p=model.top_p if params.top_p is None else params.top_p,
+            min_p=model.min_p if params.min_p is None else params.min_p,
+            repetition_penalty=model.repetition_penalty if params.repetition_penalty is None else params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=tuple(sorted(bias.items())),
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            sample=0,
+            logprobs=None if params.logprobs is None else min(params.logprobs, limit),
+            prompt_logprobs=None if params.prompt_logprobs is None else min(params.prompt_logprobs, limit),
+        )
+
+    def add(self, request: Request, stop: Sequence[str] = ()) -> None:
+        """Queue a request; a sample ends before the first of the `stop` strings that it writes."""
+        if request.request_id in self._texts:
+            raise BadRequest(f"request id {request.request_id!r} is in use")
+        self._scheduler.add(request)
+        self._texts[request.request_id] = {sample: _SampleText(self.tokenizer, stop) for sample in range(request.n)}
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; nothing more is heard of it. Unknown ids are fine: it may have ended by itself."""
+        if self._texts.pop(request_id, None) is not None:
+            self._scheduler.cancel(request_id)
+
+    # The loop
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def stats(self) -> SchedulerStats:
+        """Counts of the scheduler, since the start."""
+        return self._scheduler.stats()
+
+    def step(self) -> list[Delta]:
+        """Run one step and return what it brought; requests that ended for other reasons are in there too."""
+        plan = self._scheduler.schedule()
+        if plan is not None:
+            try:
+                result = self._runner.execute(plan)
+            except BaseException as error:
+                # What pages hold is unknown now: every request ends, and the engine is ready for new ones.
+                self._scheduler.fail(f"{type(error).__name__}: {error}")
+                self._scheduler.deltas()
+                self._texts.clear()
+                raise
+            self._scheduler.apply(result)
+        deltas = []
+        for delta in self._scheduler.deltas():
+            if (spoken := self._speak(delta)) is not None:
+                deltas.append(spoken)
+        return deltas
+
+    def _speak(self, delta: TokenDelta) -> Delta | None:
+        """The delta with its text; None for samples that were ended before."""
+        texts = self._texts.get(delta.request_id, {})
+        if delta.sample not in texts:
+            return None
+        text, is_hit = texts[delta.sample].push(delta)
+        finish_reason = delta.finish_reason
+        if is_hit:
+            if finish_reason is None:
+                self._scheduler.cancel(delta.request_id, delta.sample, FinishReason.STOP)
+            finish_reason = FinishReason.STOP
+        if finish_reason is not None:
+            del texts[delta.sample]
+            if not texts:
+                del self._texts[delta.request_id]
+        return Delta(
+            request_id=delta.request_id,
+            sample=delta.sample,
+            text=text,
+            token_ids=delta.token_ids,
+            logprobs=delta.logprobs,
+            prompt_logprobs=delta.prompt_logprobs,
+            finish_reason=finish_reason,
+            num_cached_tokens=delta.num_cached_tokens,
+            error=delta.error,
+        )
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that `name` asks for; auto is the first GPU, or the CPU where there is none."""
+    if name == "auto":
+        name = "cuda:0" if torch.cuda.is_available() else "cpu"
+        chose("device", name, "a GPU is there" if name != "cpu" else "no CUDA GPU was found")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and (kind == "cpu" or not index.isdigit())):
+        raise ConfigError(f"device: got {name!r}", hint="expected auto, cpu, cuda or cuda:N")
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(index or 0) >= count:
+        raise ConfigError(
+            f"device: got {name!r}, but {count} CUDA GPUs were found", hint="use --device cpu, or see `culet doctor`"
+        )
+    return torch.device("cuda", int(index or 0))
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """bfloat16 on GPUs; on a CPU float32, unless bfloat16 is asked for and the CPU has units for it."""
+    if device.type == "cuda":
+        if name == "auto":
+            chose("dtype", "bfloat16", "the GPU's fast precision, and that of the published weights")
+        return _DTYPES["bfloat16" if name == "auto" else name]
+    if name == "bfloat16" and not memory.cpu_has_bfloat16():
+        logger.warning("dtype: float32 (bfloat16 was asked for, but this CPU has no units for it and would be far slower)")
+        return torch.float32
+    if name == "auto":
+        chose("dtype", "float32", "the device is a CPU")
+    return _DTYPES["float32" if name == "auto" else name]
+
+
+def _check_cache_dtype(config: CacheConfig, dtype: torch.dtype) -> None:
+    if config.kv_cache_dtype != "auto" and _DTYPES[config.kv_cache_dtype] != dtype:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(f"kv-cache-dtype: got {config.kv_cache_dtype}, the model runs in {name}", hint=f"use auto or {name}")
+
+
+def _resolve_schedule(config: Config, device: torch.device) -> ScheduleConfig:
+    """The schedule as given; on a CPU smaller defaults, since steps there gain little from more tokens."""
+    schedule = config.schedule
+    if device.type != "cpu":
+        return schedule
+    for name, value in (("max_num_seqs", CPU_MAX_NUM_SEQS), ("max_num_batched_tokens", CPU_MAX_NUM_BATCHED_TOKENS)):
+        if name not in config.given and getattr(schedule, name) > value:
+            schedule = replace(schedule, **{name: value})
+            chose(name.replace("_", "-"), value, "the device is a CPU")
+    return schedule

@@ -1,0 +1,146 @@
+"""What fits: free memory of this machine, and how many slabs of KV cache it gives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from culet.cache.spec import CacheLayout
+from culet.errors import ConfigError
+from culet.log import chose
+from culet.scheduler.admission import least_pages
+from culet.scheduler.sequence import max_held_pages
+from culet.types import Entry, PageTable, Row, Sampling, StepPlan
+
+CPU_SEQUENCE_LEN = 2048  # tokens for which a CPU's cache is sized, per sequence that may run
+CPU_MEMORY_SHARE = 4  # the CPU's cache takes at most one part in this many of what is free
+_ALLOCATOR_SLACK = 1.05  # the caching allocator rounds up; measured peaks are multiplied by this
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 in hardware; without that it is many times slower than float32."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def total_cpu_memory() -> int:
+    """Bytes of memory that this process may use, container limits included."""
+    return min(_meminfo("MemTotal"), *_cgroup_limits())
+
+
+def free_cpu_memory() -> int:
+    """Bytes of memory that can still be had, container limits included."""
+    return min(_meminfo("MemAvailable"), *(limit - used for limit, used in _cgroup_usage()), _meminfo("MemTotal"))
+
+
+def _meminfo(field: str) -> int:
+    path = Path("/proc/meminfo")
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    pages = "SC_AVPHYS_PAGES" if field == "MemAvailable" else "SC_PHYS_PAGES"
+    if pages in os.sysconf_names:
+        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    return 8 * GIB  # a system that tells nothing: assume a small one
+
+
+def _cgroup_usage() -> list[tuple[int, int]]:
+    """(limit, used) of the container, where there is one."""
+    for limit_name, used_name in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit, used = Path(limit_name).read_text().strip(), Path(used_name).read_text().strip()
+        except OSError:
+            continue
+        if limit.isdigit() and used.isdigit():
+            return [(int(limit), int(used))]
+    return []
+
+
+def _cgroup_limits() -> list[int]:
+    return [limit for limit, _ in _cgroup_usage()] or [1 << 62]
+
+
+def least_slabs(layout: CacheLayout, num_tokens: int) -> int:
+    """Slabs without which one sequence of `num_tokens` tokens, the last of which leaves no KV, cannot end."""
+    return sum(least_pages(group, max(1, num_tokens - 1)) for group in layout.groups)
+
+
+def longest_sequence(layout: CacheLayout, num_slabs: int, limit: int) -> int:
+    """Most tokens, up to `limit`, of one sequence that fits into `num_slabs`; 0 where not even one token does."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if least_slabs(layout, middle) <= num_slabs else (low, middle - 1)
+    return low
+
+
+def slabs_for_cpu(layout: CacheLayout, *, max_num_seqs: int, chunk: int, max_position: int, asked_len: int | None) -> int:
+    """Slabs of a CPU's cache: `max_num_seqs` sequences of moderate length, or one of `asked_len`, within a share of the rest."""
+    typical = min(asked_len or max_position, CPU_SEQUENCE_LEN)
+    wanted = max(max_num_seqs * _roomy_slabs(layout, typical, chunk), least_slabs(layout, asked_len or 2))
+    bound = free_cpu_memory() // CPU_MEMORY_SHARE // layout.slab_bytes
+    num_slabs = max(min(wanted, bound), least_slabs(layout, 2))
+    reason = f"{max_num_seqs} sequences of {typical} tokens" if num_slabs >= wanted else "a quarter of the free memory"
+    chose("kv-cache-memory-bytes", f"{num_slabs * layout.slab_bytes / MIB:.0f} MiB", reason)
+    return num_slabs
+
+
+def _roomy_slabs(layout: CacheLayout, num_tokens: int, chunk: int) -> int:
+    """Slabs that a sequence of `num_tokens` tokens holds at most, computed in chunks."""
+    total = 0
+    for group in layout.groups:
+        bound = max_held_pages(group, min(chunk, num_tokens), 1)
+        total += group.pages_for(num_tokens) if bound is None else min(group.pages_for(num_tokens), bound)
+    return total
+
+
+def slabs_for_gpu(layout: CacheLayout, device: torch.device, *, utilization: float, free_before: int, reserve: int) -> int:
+    """Slabs that fill the GPU up to `utilization`, after the weights that are there now and `reserve` for activations."""
+    _, total = torch.cuda.mem_get_info(device)
+    weights = torch.cuda.memory_allocated(device)
+    budget = int(min(total * utilization, free_before))
+    left = budget - weights - reserve
+    parts = f"{budget / GIB:.2f} GiB allowed - {weights / GIB:.2f} weights - {reserve / GIB:.2f} activations"
+    if left < layout.slab_bytes:
+        raise ConfigError(
+            f"no memory is left for the KV cache: {parts}",
+            hint="raise --gpu-memory-utilization, lower --max-num-batched-tokens or --max-num-seqs, or use a larger GPU",
+        )
+    chose("kv-cache-memory-bytes", f"{left / GIB:.2f} GiB", parts)
+    return left // layout.slab_bytes
+
+
+def heaviest_step(layout: CacheLayout, sampling: Sampling, *, max_num_seqs: int, num_tokens: int) -> StepPlan:
+    """A step of `num_tokens` tokens in as many rows as may run. All pages are page 0: for measuring, not for meaning."""
+    num_rows = min(max_num_seqs, num_tokens)
+    lengths = [num_tokens // num_rows + (index < num_tokens % num_rows) for index in range(num_rows)]
+    entries, rows = [], []
+    for slot, length in enumerate(lengths):
+        entries.append(Entry(slot, (0,) * length, length, sampling))
+        tables = tuple(PageTable(0, (0,) * group.pages_for(length)) for group in layout.groups)
+        rows.append(Row(slot, 0, length, 1, tables, (0,) * len(layout.groups), draw_slots=(slot,)))
+    return StepPlan(0, tuple(entries), (), tuple(rows))
+
+
+def measure_peak(device: torch.device, run: Callable[[], object]) -> int:
+    """Bytes that `run` needs on the GPU at its peak, beyond what is allocated now."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    return int(peak * _ALLOCATOR_SLACK)

@@ -1,0 +1,98 @@
+"""Chat messages and tools as callers give them: checked, with errors that name the place, before any template sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from culet.errors import BadRequest, UnsupportedError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MEDIA_PARTS = frozenset(
+    {"image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "input_video", "file"}
+)
+
+
+def check_messages(messages: object) -> list[dict[str, Any]]:
+    """The messages as plain dicts; `model` is taken for `assistant`."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise BadRequest(f"messages: got {type(messages).__name__}, expected a list of messages")
+    if not messages:
+        raise BadRequest("messages: got an empty list, expected at least one message")
+    return [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _check_message(message: object, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise BadRequest(f"{where}: got {type(message).__name__}, expected a mapping with role and content")
+    role = "assistant" if message.get("role") == "model" else message.get("role")
+    if role not in ROLES:
+        got = "no role" if role is None else f"role {role!r}"
+        raise BadRequest(f"{where}: got {got}, expected one of {', '.join(ROLES)}")
+    checked = {**message, "role": role}
+    for key in ("reasoning", "reasoning_content", "name", "tool_call_id"):
+        if not isinstance(message.get(key), str | None):
+            raise BadRequest(f"{where}.{key}: got {type(message[key]).__name__}, expected a string")
+    if message.get("tool_calls") is not None:
+        if role != "assistant":
+            raise BadRequest(f"{where}: got tool_calls in a {role} message, expected them in assistant messages only")
+        checked["tool_calls"] = _check_calls(message["tool_calls"], f"{where}.tool_calls")
+    content = message.get("content")
+    has_other = bool(message.get("tool_calls") or message.get("tool_responses"))
+    if content is None and not (role == "assistant" and has_other):
+        raise BadRequest(f"{where}: got no content, expected a string or a list of parts")
+    if isinstance(content, Sequence) and not isinstance(content, str | bytes):
+        checked["content"] = [_check_part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
+    elif not (content is None or isinstance(content, str) or (role == "tool" and isinstance(content, Mapping))):
+        raise BadRequest(f"{where}.content: got {type(content).__name__}, expected a string or a list of parts")
+    return checked
+
+
+def _check_part(part: object, where: str) -> dict[str, Any]:
+    if not isinstance(part, Mapping):
+        raise BadRequest(f"{where}: got {type(part).__name__}, expected a mapping such as {{'type': 'text', 'text': ...}}")
+    kind = part.get("type")
+    if kind in MEDIA_PARTS:
+        raise UnsupportedError(
+            f"{where}: got a part of type {kind}, this version serves text only", hint="send text parts only"
+        )
+    if kind != "text":
+        raise BadRequest(f"{where}: got a part of type {kind!r}, expected text")
+    if not isinstance(part.get("text"), str):
+        raise BadRequest(f"{where}.text: got {type(part.get('text')).__name__}, expected a string")
+    return dict(part)
+
+
+def _check_calls(calls: object, where: str) -> list[dict[str, Any]]:
+    if isinstance(calls, str | bytes | Mapping) or not isinstance(calls, Sequence):
+        raise BadRequest(f"{where}: got {type(calls).__name__}, expected a list of calls")
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise BadRequest(f"{where}[{index}]: expected {{'function': {{'name': ..., 'arguments': {{...}}}}}}")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            raise BadRequest(
+                f"{where}[{index}].function.arguments: got a string, expected a mapping",
+                hint="parse it first: json.loads(arguments)",
+            )
+        if not isinstance(arguments, Mapping | None):
+            raise BadRequest(f"{where}[{index}].function.arguments: got {type(arguments).__name__}, expected a mapping")
+    return [dict(call) for call in calls]
+
+
+def check_tools(tools: object) -> list[dict[str, Any]] | None:
+    """Tool declarations in OpenAI's form as plain dicts; None or an empty list is none."""
+    if tools is None:
+        return None
+    if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
+        raise BadRequest(f"tools: got {type(tools).__name__}, expected a list of tools")
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise BadRequest(f"tools[{index}]: expected {{'type': 'function', 'function': {{'name': ..., 'parameters': ...}}}}")
+        if not isinstance(function.get("parameters"), Mapping | None):
+            raise BadRequest(
+                f"tools[{index}].function.parameters: got {type(function['parameters']).__name__}, expected a JSON schema"
+            )
+    return [dict(tool) for tool in tools] or None

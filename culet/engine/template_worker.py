@@ -1,0 +1,124 @@
+"""Renders chat templates in a process of its own; run by `template.py` as a script, and imports nothing of Culet.
+
+One JSON object per line. The first says {"templates": {name: source}, "time_limit_s": s, "max_chars": n, "max_bytes": n},
+every further one {"name": which, "variables": {...}}. Each is answered by {"text": ...} or {"error": ..., "kind": ...}.
+
+Templates are compiled here as well: Jinja works out constant expressions when it compiles, so that already compiling
+`{{ 9 ** (9 ** 9) }}` never ends.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class _Generation(Extension):
+    """{% generation %}: marks what the model wrote, for training. Here the body is simply rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    # Jinja's own filter writes for HTML: it would escape <, > and &.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def make_environment() -> ImmutableSandboxedEnvironment:
+    """The environment that chat templates are written for: whitespace rules, functions and filters."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _render(template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> str:
+    pieces, size = [], 0
+    for piece in template.generate(**variables):
+        size += len(piece)
+        if size > max_chars:
+            raise jinja2.TemplateError(f"the text grew beyond {max_chars} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def _reply(answer: dict[str, str]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def _failure(error: Exception) -> dict[str, str]:
+    kind = "syntax" if isinstance(error, jinja2.TemplateSyntaxError) else "render"
+    where = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+    reasons: dict[type[Exception], str] = {RecursionError: "nested too deeply", MemoryError: "took too much memory"}
+    return {"kind": kind, "error": reasons.get(type(error)) or (str(error) + where) or type(error).__name__}
+
+
+class _Renderer:
+    """Compiled templates, and the limits they run under."""
+
+    def __init__(self) -> None:
+        self._environment = make_environment()
+        self._templates: dict[str, jinja2.Template] = {}
+        self._max_chars = 0
+        self.time_limit_s = 60.0
+
+    def answer(self, request: dict[str, Any]) -> str:
+        if "templates" not in request:
+            return _render(self._templates[request["name"]], request["variables"], self._max_chars)
+        self._max_chars, self.time_limit_s = request["max_chars"], request["time_limit_s"]
+        with suppress(ValueError, OSError):  # not every system can limit it
+            resource.setrlimit(resource.RLIMIT_AS, (request["max_bytes"], request["max_bytes"]))
+        self._templates = {name: self._environment.from_string(text) for name, text in request["templates"].items()}
+        return ""
+
+
+@contextmanager
+def _alarm(time_limit_s: float) -> Iterator[None]:
+    """End this process well after the time limit, at which Culet would have done so if it still ran.
+
+    The alarm's default action ends the process wherever it is, also inside C code.
+    """
+    signal.setitimer(signal.ITIMER_REAL, 2 * time_limit_s + 1)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def main() -> None:
+    """Answer requests until stdin ends, which it does when Culet is gone."""
+    renderer = _Renderer()
+    _reply({"text": "ready"})
+    for line in sys.stdin:
+        with _alarm(renderer.time_limit_s):
+            try:
+                answer = {"text": renderer.answer(json.loads(line))}
+            except Exception as error:
+                answer = _failure(error)
+        _reply(answer)
+
+
+if __name__ == "__main__":
+    main()

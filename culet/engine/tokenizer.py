@@ -1,0 +1,144 @@
+"""Text to token ids and back, by the checkpoint's own `tokenizer.json`.
+
+Decoding goes through bytes: every token stands for a string of bytes, and a stream of tokens is a stream of UTF-8. So
+text can be given out token by token at a constant cost per token, and a character that is spread over several tokens
+appears when its last byte has come, never as a replacement character before.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import operator
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from culet.errors import BadRequest, CheckpointError
+
+BOS_TOKEN = "<bos>"
+_HINT = "copy tokenizer.json from the model's page on the Hugging Face hub into the folder"
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint folder."""
+
+    def __init__(self, folder: str | Path) -> None:
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file", hint=_HINT)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
+            raise CheckpointError(f"{path}: not a tokenizer: {error}", hint=_HINT) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._replacements, self._has_byte_tokens = _read_decoder(self._tokenizer, path)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._pieces: dict[int, bytes] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of the tokenizer, special ones included; a model's embedding may have more rows."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of tokens that steer the model and are no text."""
+        return self._special_ids
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its name, such as `<turn|>`; None where the vocabulary lacks it."""
+        return self._tokenizer.token_to_id(token)
+
+    def encode(self, text: str, *, add_bos: bool = False) -> list[int]:
+        """Token ids of `text`, in which special tokens may be written out. `add_bos` puts <bos> first where it is not."""
+        if not isinstance(text, str):
+            raise BadRequest(f"prompt: got {type(text).__name__}, expected a string")
+        try:
+            token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except (UnicodeError, TypeError) as error:
+            raise BadRequest("prompt: got half of a surrogate pair, expected valid Unicode") from error
+        bos_id = self.token_id(BOS_TOKEN)
+        if add_bos and bos_id is not None and token_ids[:1] != [bos_id]:
+            token_ids.insert(0, bos_id)
+        return token_ids
+
+    def decode(self, token_ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Text of `token_ids`: what an IncrementalDecoder gives in all."""
+        decoder = IncrementalDecoder(self, skip_special=skip_special)
+        return decoder.push(token_ids) + decoder.flush()
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes a token stands for; none for an id that the vocabulary lacks."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._make_piece(token_id)
+        return piece
+
+    def _make_piece(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        for pattern, content in self._replacements:
+            token = token.replace(pattern, content)
+        if self._has_byte_tokens and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            try:
+                return bytes([int(token[3:5], 16)])
+            except ValueError:
+                pass
+        return token.encode("utf-8", errors="replace")
+
+
+def _read_decoder(tokenizer: tokenizers.Tokenizer, path: Path) -> tuple[list[tuple[str, str]], bool]:
+    """(text replacements, whether tokens like <0x0A> stand for bytes) of the decoder that the file states."""
+    state: dict[str, Any] | None = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else None
+    steps = state["decoders"] if state and state["type"] == "Sequence" else [state] if state else []
+    replacements = []
+    for step in steps:
+        if step["type"] == "Replace" and "String" in step["pattern"]:
+            replacements.append((step["pattern"]["String"], step["content"]))
+        elif step["type"] not in ("ByteFallback", "Fuse"):
+            raise CheckpointError(
+                f"{path}: got a decoder with {step['type']}, expected Gemma's: Replace, ByteFallback and Fuse", hint=_HINT
+            )
+    if not steps:
+        raise CheckpointError(f"{path}: got no decoder, expected Gemma's: Replace, ByteFallback and Fuse", hint=_HINT)
+    return replacements, any(step["type"] == "ByteFallback" for step in steps)
+
+
+class IncrementalDecoder:
+    """Token ids in, text out, as far as it is certain. Bytes that are no UTF-8 become replacement characters."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Text that these tokens complete."""
+        piece, skipped = self._tokenizer.piece, self._skipped
+        return self._utf8.decode(b"".join(piece(token_id) for token_id in token_ids if token_id not in skipped))
+
+    def flush(self) -> str:
+        """What is left at the end: a replacement character for the beginning of a character that never ended, or nothing."""
+        return self._utf8.decode(b"", final=True)
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """A prompt given as token ids, as a tuple of ints; refuses what the model has no embedding for."""
+    checked = []
+    for index, token_id in enumerate(token_ids):
+        try:
+            value = -1 if isinstance(token_id, bool) else operator.index(token_id)
+        except TypeError:
+            value = -1
+        if not 0 <= value < vocab_size:
+            raise BadRequest(f"prompt[{index}]: got {token_id!r}, expected a token id from 0 to {vocab_size - 1}")
+        checked.append(value)
+    if not checked:
+        raise BadRequest("prompt: got no tokens, expected at least one")
+    return tuple(checked)

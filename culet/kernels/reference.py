@@ -1,0 +1,223 @@
+"""Eager twins of every kernel: torch on any device, the specification that the fast kernels are tested against.
+
+Arithmetic is float32 inside, with one rounding to the activations' dtype at the end of each function.
+
+Shapes: T tokens · D model · M heads of q (and k) · N query heads · G KV heads · H head size · R rotated dims ·
+X all projected columns · F MLP width · E experts · K experts per token · P per-layer width · V vocabulary · S stored tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PLE_SCALE = 2.0**-0.5
+
+
+class Rope(NamedTuple):
+    """Rotation of each token: cos and signed sin, float32 [T, 1, R]; halves are (c, c) and (-s, s)."""
+
+    cos_T1R: Tensor
+    sin_T1R: Tensor
+
+
+class Stores(NamedTuple):
+    """Where new KV goes: token `token_S` to row `offset_S` of page `page_S`. `token_S` is None where all tokens are stored."""
+
+    token_S: Tensor | None
+    page_S: Tensor
+    offset_S: Tensor
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Heads of an attention layer, and the order of their columns.
+
+    Query and key columns are `nope | rot`: the dims that rope leaves alone, then the R it turns (all, where R = H). With
+    `k_eq_v` one projection gives K and V, its columns are `rot | nope`, and V keeps that order. With `latent` both are
+    stored once, as rows `v_rot | nope | k_rot`.
+    """
+
+    num_heads: int
+    num_kv_heads: int  # projected ones: 0 in a layer that reads another layer's KV
+    head_dim: int
+    rotated_dims: int
+    k_eq_v: bool
+    latent: bool
+    eps: float
+
+
+def _rms(x: Tensor, eps: float) -> Tensor:
+    """x / rms(x) over the last dim, float32."""
+    return F.rms_norm(x.float(), x.shape[-1:], None, eps)
+
+
+def _rms_weighted(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.float(), x.shape[-1:], weight, eps)
+
+
+def embed(token_ids_T: Tensor, table_VD: Tensor, scale: float) -> Tensor:
+    """table[ids] * scale, [T, D]. The caller has rounded `scale` to the table's dtype."""
+    return table_VD.index_select(0, token_ids_T).mul_(scale)
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight: the weight itself, not 1 + weight."""
+    return _rms_weighted(x_TD, weight_D, eps).to(x_TD.dtype)
+
+
+def residual_norm(
+    x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, scalar: Tensor | None, next_weight_D: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """x' = (x + norm(delta) * weight) * scalar, and the next block's input norm(x') * next_weight (None: not wanted)."""
+    total = _rms_weighted(delta_TD, weight_D, eps).add_(x_TD)
+    if scalar is not None:
+        total.mul_(scalar)
+    x_TD = total.to(x_TD.dtype)
+    # The next norm reads the rounded stream, as every later reader of it does.
+    return x_TD, None if next_weight_D is None else rms_norm(x_TD, next_weight_D, eps)
+
+
+def sum_norms(a_TD: Tensor, b_TD: Tensor, weight_a_D: Tensor, weight_b_D: Tensor, eps: float) -> Tensor:
+    """norm(a) * weight_a + norm(b) * weight_b: dense MLP and experts before their joint norm."""
+    return _rms_weighted(a_TD, weight_a_D, eps).add_(_rms_weighted(b_TD, weight_b_D, eps)).to(a_TD.dtype)
+
+
+def rope(positions_T: Tensor, inv_freq: Tensor) -> Rope:
+    """cos and signed sin of position * frequency, once a step for all layers of a kind."""
+    angle = positions_T.float()[:, None] * inv_freq
+    cos, sin = angle.cos(), angle.sin()
+    return Rope(torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
+
+
+def _rotate(x_TMR: Tensor, turn: Rope) -> Tensor:
+    """Each pair (i, i + R/2) turned by its token's angle."""
+    return torch.addcmul(x_TMR * turn.cos_T1R, x_TMR.roll(x_TMR.shape[-1] // 2, -1), turn.sin_T1R)
+
+
+def _rotate_last(x_TMH: Tensor, turn: Rope) -> Tensor:
+    """Columns `nope | rot` with the last R turned; may overwrite x."""
+    nope = x_TMH.shape[-1] - turn.cos_T1R.shape[-1]
+    if nope == 0:
+        return _rotate(x_TMH, turn)
+    x_TMH[..., nope:] = _rotate(x_TMH[..., nope:], turn)
+    return x_TMH
+
+
+def stores(slot_T: Tensor, page_tokens: int) -> Stores | None:
+    """Slots (page * page_tokens + offset, -1: not stored) as `prepare_qkv` wants them, once a step; None: nothing to store."""
+    token_S = None
+    if bool((slot_T < 0).any()):
+        token_S = torch.nonzero(slot_T >= 0).squeeze(1)
+        slot_T = slot_T[token_S]
+    if slot_T.numel() == 0:
+        return None
+    return Stores(token_S, slot_T // page_tokens, slot_T % page_tokens)
+
+
+def prepare_q(q_TX: Tensor, weight_NH: Tensor, turn: Rope, heads: HeadShape) -> Tensor:
+    """Per-head norm, weight and rope of queries alone, [T, N, H]."""
+    q = _rms(q_TX.unflatten(-1, (heads.num_heads, heads.head_dim)), heads.eps).mul_(weight_NH)
+    return _rotate_last(q, turn).to(q_TX.dtype)
+
+
+def prepare_qkv(
+    qkv_TX: Tensor, weight_MH: Tensor, turn: Rope, planes: Tensor, where: Stores | None, heads: HeadShape
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as attention reads them; the new KV is written to its pages.
+
+    With n = projected head / rms: q = rope(n * weight), k = rope(n * weight), v = n. `weight_MH` has a row for each query
+    and key head; in a latent layer the query rows carry the key norm's weights of the `nope` columns, where key rows are 1.
+    planes [plane, page, G, token, width]. Returns q [T, N, H], k and v [T, G, H] (of a latent: overlapping views).
+    """
+    num_q, num_qk, size, rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads, heads.head_dim, heads.rotated_dims
+    dtype = qkv_TX.dtype
+    normed = _rms(qkv_TX.unflatten(-1, (-1, size)), heads.eps)
+    scaled = normed[:, :num_qk] * weight_MH
+    if heads.k_eq_v:
+        q = _rotate_last(scaled[:, :num_q], turn)
+        k_rot = _rotate(scaled[:, num_q:, :rotated], turn)
+        if heads.latent:
+            row = torch.cat((normed[:, num_q:], k_rot), -1).to(dtype)
+            k, v = row[..., rotated:], row[..., :size]
+            new = row[:, None]
+        else:
+            k, v = torch.cat((scaled[:, num_q:, rotated:], k_rot), -1).to(dtype), normed[:, num_q:].to(dtype)
+            new = torch.stack((k, v), 1)
+    else:
+        qk = _rotate_last(scaled, turn)
+        q, k, v = qk[:, :num_q], qk[:, num_q:].to(dtype), normed[:, num_qk:].to(dtype)
+        new = torch.stack((k, v), 1)
+    store(planes, new, where)
+    return q.to(dtype), k, v
+
+
+def store(planes: Tensor, new_TPGW: Tensor, where: Stores | None) -> None:
+    """Write rows [T, plane, G, width] to their pages; planes [plane, page, G, token, width]."""
+    if where is not None:
+        if where.token_S is not None:
+            new_TPGW = new_TPGW[where.token_S]
+        planes[:, where.page_S, :, where.offset_S] = new_TPGW.to(planes.dtype)
+
+
+def gelu_mul(gate_up_TF: Tensor) -> Tensor:
+    """gelu_tanh(gate) * up, where the columns are gate | up."""
+    gate, up = gate_up_TF.float().chunk(2, -1)
+    return F.gelu(gate, approximate="tanh").mul_(up).to(gate_up_TF.dtype)
+
+
+def gelu_gate(gate_TP: Tensor, value_TP: Tensor) -> Tensor:
+    """gelu_tanh(gate) * value, for per-layer embeddings."""
+    return F.gelu(gate_TP.float(), approximate="tanh").mul_(value_TP).to(gate_TP.dtype)
+
+
+def ple_combine(context_TX: Tensor, embedded_TX: Tensor, weight_P: Tensor, scale: float, eps: float) -> Tensor:
+    """Per-layer inputs [T, layers, P]: (norm(context * scale) * weight + embedded) / sqrt(2)."""
+    shape = (-1, weight_P.shape[0])
+    context = _rms_weighted(context_TX.float().mul(scale).unflatten(-1, shape), weight_P, eps)
+    return context.add_(embedded_TX.unflatten(-1, shape)).mul_(PLE_SCALE).to(context_TX.dtype)
+
+
+def route(x_TD: Tensor, router_ED: Tensor, expert_scale_E: Tensor, top_k: int, eps: float) -> tuple[Tensor, Tensor]:
+    """Weights [T, K] (float32) and ids [T, K] of each token's experts.
+
+    `router_ED` is float32 and carries the router's scale and D ** -0.5. A softmax over the chosen logits equals one over
+    all, cut to the chosen and renormalised; the experts' own scales come after that.
+    """
+    chosen = F.linear(_rms(x_TD, eps), router_ED).topk(top_k, dim=-1)
+    return torch.softmax(chosen.values, -1).mul_(expert_scale_E[chosen.indices]), chosen.indices
+
+
+def experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
+    """sum over a token's experts of weight * down(gelu_tanh(gate(x)) * up(x)), [T, D]."""
+    num_tokens, top_k = experts_TK.shape
+    assigned = experts_TK.flatten()
+    order = assigned.argsort(stable=True)
+    counts = torch.bincount(assigned, minlength=gate_up_EFD.shape[0]).tolist()
+    rows = x_TD[order // top_k]
+    out = torch.empty(num_tokens * top_k, x_TD.shape[1], dtype=torch.float32, device=x_TD.device)
+    parts = []
+    for expert, part in enumerate(rows.split(counts)):
+        if part.shape[0]:
+            parts.append(F.linear(gelu_mul(F.linear(part, gate_up_EFD[expert])), down_EDF[expert]).float())
+    if parts:
+        out[order] = torch.cat(parts)
+    return out.view(num_tokens, top_k, -1).mul_(weights_TK[..., None]).sum(1).to(x_TD.dtype)
+
+
+def head(x_LD: Tensor, table_VD: Tensor) -> Tensor:
+    """x @ table^T, [L, V] in the activations' dtype."""
+    if x_LD.device.type == "cpu" and 2 < x_LD.shape[0] <= 32:
+        # A row-major table (lookups need it) on the left is up to twice as fast here: 8 x 256 x 8192 took 0.66 for 1.15 ms.
+        return torch.mm(table_VD, x_LD.t()).t().contiguous()
+    return F.linear(x_LD, table_VD)
+
+
+def softcap(logits_LV: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(logits / cap) in float32; may overwrite float32 logits."""
+    logits_LV = logits_LV.float()
+    return logits_LV if cap is None else logits_LV.div_(cap).tanh_().mul_(cap)

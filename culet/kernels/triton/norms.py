@@ -1,0 +1,198 @@
+"""RMS norms with what stands around them: residual adds, layer scalars, the next block's norm. One program per token.
+
+    norm(x, w) = x / sqrt(mean(x^2) + eps) * w                                        rms_norm
+    x' = (x + norm(delta, w)) * scalar; next = norm(x', next_w)                       residual_norm
+    the same with two next norms (dense MLP and experts read one stream)             residual_norm_two
+    the same with delta = norm(a, w_a) + norm(b, w_b) (dense MLP and experts joined)  residual_norm_joint
+
+float32 inside; x' is rounded once, and the next norm reads it rounded, as every later reader does.
+Shapes: T tokens · D model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from culet.kernels.triton.chain import is_chained, options
+from culet.kernels.triton.launch import Launch
+
+
+@triton.jit
+def _norm(x, weight, cols, inside, D: tl.constexpr, eps: tl.constexpr):
+    """norm of a float32 row whose columns past D are zero."""
+    scale = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+    return x * scale * tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, weight, y, x_stride, y_stride, D: tl.constexpr, eps: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_D)
+    inside = cols < D
+    row = tl.load(x + token * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + token * y_stride + cols, _norm(row, weight, cols, inside, D, eps).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _residual_norm_kernel(
+    x,
+    delta,
+    other,
+    weight,
+    delta_weight,
+    other_weight,
+    scalar,
+    next_a,
+    next_b,
+    out,
+    out_a,
+    out_b,
+    x_stride,
+    delta_stride,
+    other_stride,
+    D: tl.constexpr,
+    eps: tl.constexpr,
+    IS_JOINT: tl.constexpr,
+    HAS_SCALAR: tl.constexpr,
+    NUM_NEXT: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """All of this file's residual norms; the outputs are contiguous [T, D]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_D)
+    inside = cols < D
+    row = tl.load(x + token * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    change = tl.load(delta + token * delta_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    if IS_JOINT:
+        more = tl.load(other + token * other_stride + cols, mask=inside, other=0.0).to(tl.float32)
+        change = _norm(change, delta_weight, cols, inside, D, eps) + _norm(more, other_weight, cols, inside, D, eps)
+        change = change.to(out.dtype.element_ty).to(tl.float32)
+    row += _norm(change, weight, cols, inside, D, eps)
+    if HAS_SCALAR:
+        row *= tl.load(scalar).to(tl.float32)
+    rounded = row.to(out.dtype.element_ty)
+    tl.store(out + token * D + cols, rounded, mask=inside)
+    if NUM_NEXT >= 1:
+        row = rounded.to(tl.float32)
+        tl.store(out_a + token * D + cols, _norm(row, next_a, cols, inside, D, eps).to(out.dtype.element_ty), mask=inside)
+    if NUM_NEXT >= 2:
+        tl.store(out_b + token * D + cols, _norm(row, next_b, cols, inside, D, eps).to(out.dtype.element_ty), mask=inside)
+
+
+def _num_warps(size: int) -> int:
+    return 8 if size > 2048 else 4 if size > 512 else 2
+
+
+def describe_rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, y_TD: Tensor, pdl: bool) -> Launch:
+    num_tokens, size = x_TD.shape
+    arguments: dict[str, Any] = {"x": x_TD, "weight": weight_D, "y": y_TD, "x_stride": x_TD.stride(0), "y_stride": y_TD.stride(0)}
+    arguments |= {"D": size, "eps": eps, "BLOCK_D": triton.next_power_of_2(size), "PDL": pdl}
+    return Launch(_rms_norm_kernel, (num_tokens,), arguments, options(_num_warps(size), pdl))
+
+
+def describe_residual(
+    x_TD: Tensor,
+    deltas: tuple[Tensor, ...],
+    weights: tuple[Tensor, ...],
+    scalar: Tensor | None,
+    next_weights: tuple[Tensor, ...],
+    eps: float,
+    outs: tuple[Tensor, ...],
+    pdl: bool,
+) -> Launch:
+    """`deltas` is one tensor, or two to join; `weights` the norm before the add, and before it those of the two joined."""
+    num_tokens, size = x_TD.shape
+    is_joint = len(deltas) == 2
+    spare = outs[0]  # stands where a flag says nothing is read or written
+    arguments: dict[str, Any] = {
+        "x": x_TD,
+        "delta": deltas[0],
+        "other": deltas[1] if is_joint else spare,
+        "weight": weights[-1],
+        "delta_weight": weights[0] if is_joint else spare,
+        "other_weight": weights[1] if is_joint else spare,
+        "scalar": spare if scalar is None else scalar,
+        "next_a": next_weights[0] if next_weights else spare,
+        "next_b": next_weights[1] if len(next_weights) > 1 else spare,
+        "out": outs[0],
+        "out_a": outs[1] if len(outs) > 1 else spare,
+        "out_b": outs[2] if len(outs) > 2 else spare,
+        "x_stride": x_TD.stride(0),
+        "delta_stride": deltas[0].stride(0),
+        "other_stride": deltas[1].stride(0) if is_joint else 0,
+        "D": size,
+        "eps": eps,
+        "IS_JOINT": is_joint,
+        "HAS_SCALAR": scalar is not None,
+        "NUM_NEXT": len(next_weights),
+        "BLOCK_D": triton.next_power_of_2(size),
+        "PDL": pdl,
+    }
+    return Launch(_residual_norm_kernel, (num_tokens,), arguments, options(_num_warps(size), pdl))
+
+
+def _residual(
+    x_TD: Tensor,
+    deltas: tuple[Tensor, ...],
+    weights: tuple[Tensor, ...],
+    scalar: Tensor | None,
+    next_weights: tuple[Tensor, ...],
+    eps: float,
+) -> tuple[Tensor, ...]:
+    outs = tuple(torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) for _ in range(1 + len(next_weights)))
+    if x_TD.shape[0]:
+        describe_residual(x_TD, deltas, weights, scalar, next_weights, eps, outs, is_chained(x_TD.device)).run()
+    return outs
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight: the weight itself, not 1 + weight."""
+    y_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    if x_TD.shape[0]:
+        describe_rms_norm(x_TD, weight_D, eps, y_TD, is_chained(x_TD.device)).run()
+    return y_TD
+
+
+def residual_norm(
+    x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, scalar: Tensor | None, next_weight_D: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """x' = (x + norm(delta) * weight) * scalar, and the next block's input norm(x') * next_weight (None: not wanted)."""
+    outs = _residual(x_TD, (delta_TD,), (weight_D,), scalar, () if next_weight_D is None else (next_weight_D,), eps)
+    return outs[0], outs[1] if next_weight_D is not None else None
+
+
+def residual_norm_two(
+    x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, next_a_D: Tensor, next_b_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x' = x + norm(delta) * weight, and both norm(x') * next_a and norm(x') * next_b."""
+    out, out_a, out_b = _residual(x_TD, (delta_TD,), (weight_D,), None, (next_a_D, next_b_D), eps)
+    return out, out_a, out_b
+
+
+def residual_norm_joint(
+    x_TD: Tensor,
+    a_TD: Tensor,
+    b_TD: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    scalar: Tensor | None,
+    next_weight_D: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor | None]:
+    """residual_norm of delta = norm(a) * weights[0] + norm(b) * weights[1], with weights[2] as its own norm's."""
+    outs = _residual(x_TD, (a_TD, b_TD), weights, scalar, () if next_weight_D is None else (next_weight_D,), eps)
+    return outs[0], outs[1] if next_weight_D is not None else None

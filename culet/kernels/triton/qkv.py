@@ -1,0 +1,287 @@
+"""From the merged projection to what attention reads: per-head norm, rope, latent rows and the cache write, one launch.
+
+    n = projected head / rms; q = rope(n * w), k = rope(n * w), v = n                 (columns nope | rot)
+    K=V layers: one projection with columns rot | nope; v = n, k = rope of its rot columns
+    latent rows: v_rot | nope | k_rot, one per KV head; queries carry the key norm's weights of the nope columns
+
+A program serves one token and a few heads, either queries or KV heads. New KV goes to the page row that `slot` names
+(page * page_tokens + offset; -1: nowhere) and to fresh tensors.
+Shapes: T tokens · N query heads · G KV heads · M = N + G · H head size · R rotated dims · X all projected columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from culet.kernels.reference import HeadShape, Rope
+from culet.kernels.triton.chain import is_chained, options
+from culet.kernels.triton.launch import Launch
+
+
+class Slots(NamedTuple):
+    """Where new KV goes, as the kernel reads it."""
+
+    slot_T: Tensor
+
+
+@triton.jit
+def _rope_kernel(
+    positions, inv_freq, cos, sin, T, HALF: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
+):
+    """cos and signed sin [T, 2 * HALF] of position * frequency."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    cols = tl.arange(0, BLOCK_H)
+    inside = (tokens < T)[:, None] & (cols < HALF)[None, :]
+    position = tl.load(positions + tokens, mask=tokens < T, other=0).to(tl.float32)
+    angle = position[:, None] * tl.load(inv_freq + cols, mask=cols < HALF, other=0.0)[None, :]
+    c, s = tl.cos(angle), tl.sin(angle)
+    offsets = tokens[:, None] * (2 * HALF) + cols[None, :]
+    tl.store(cos + offsets, c, mask=inside)
+    tl.store(cos + offsets + HALF, c, mask=inside)
+    tl.store(sin + offsets, -s, mask=inside)
+    tl.store(sin + offsets + HALF, s, mask=inside)
+
+
+@triton.jit
+def _load_heads(base, heads, is_head, rot_begin: tl.constexpr, nope_begin: tl.constexpr, H: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr):
+    """First and second halves of the rotated columns and the others, of [heads, H] rows at `base`; float32."""
+    half = tl.arange(0, R // 2)[None, :]
+    rows = base + heads[:, None] * H
+    first = tl.load(rows + rot_begin + half, mask=is_head[:, None], other=0.0).to(tl.float32)
+    second = tl.load(rows + rot_begin + R // 2 + half, mask=is_head[:, None], other=0.0).to(tl.float32)
+    plain = tl.arange(0, BLOCK_P)[None, :]
+    nope = first
+    if R < H:
+        nope = tl.load(rows + nope_begin + plain, mask=is_head[:, None] & (plain < H - R), other=0.0).to(tl.float32)
+    return first, second, nope
+
+
+@triton.jit
+def _scales(first, second, nope, H: tl.constexpr, R: tl.constexpr, eps: tl.constexpr):
+    """1 / rms of each head, as a column."""
+    squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+    if R < H:
+        squares += tl.sum(nope * nope, 1)
+    return tl.rsqrt(squares / H + eps)[:, None]
+
+
+@triton.jit
+def _store_parts(rows, first, second, nope, mask, rot_begin: tl.constexpr, nope_begin: tl.constexpr, H: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Write the halves and the others to their columns of the rows that `rows` points at; `mask` is a column."""
+    half = tl.arange(0, R // 2)[None, :]
+    plain = tl.arange(0, BLOCK_P)[None, :]
+    tl.store(rows + rot_begin + half, first.to(rows.dtype.element_ty), mask=mask)
+    tl.store(rows + rot_begin + R // 2 + half, second.to(rows.dtype.element_ty), mask=mask)
+    if R < H:
+        tl.store(rows + nope_begin + plain, nope.to(rows.dtype.element_ty), mask=mask & (plain < H - R))
+
+
+@triton.jit
+def _store_columns(rows, values, begin: tl.constexpr, width: tl.constexpr, mask, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)[None, :]
+    tl.store(rows + begin + cols, values.to(rows.dtype.element_ty), mask=mask & (cols < width))
+
+
+@triton.jit
+def _prepare_kernel(
+    qkv,
+    weight,
+    cos,
+    sin,
+    slots,
+    planes,
+    q_out,
+    k_out,
+    v_out,
+    qkv_stride,
+    plane_stride,
+    page_stride,
+    head_stride,
+    page_tokens,
+    N: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    WIDTH: tl.constexpr,
+    eps: tl.constexpr,
+    K_EQ_V: tl.constexpr,
+    IS_LATENT: tl.constexpr,
+    HAS_STORE: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """HEADS heads of one token: the first cdiv(N, HEADS) programs queries, the others keys and values."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(1).to(tl.int64)
+    half = tl.arange(0, R // 2)[None, :]
+    plain = tl.arange(0, BLOCK_P)[None, :]
+    c = tl.load(cos + token * R + half)
+    s = tl.load(sin + token * R + R // 2 + half)
+    base = qkv + token * qkv_stride
+    NUM_Q: tl.constexpr = (N + HEADS - 1) // HEADS
+    NOPE: tl.constexpr = H - R
+    if tl.program_id(0) < NUM_Q:
+        heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+        is_head = heads < N
+        first, second, nope = _load_heads(base, heads, is_head, NOPE, 0, H, R, BLOCK_P)
+        w_first, w_second, w_nope = _load_heads(weight, heads, is_head, NOPE, 0, H, R, BLOCK_P)
+        scale = _scales(first, second, nope, H, R, eps)
+        first, second, nope = first * scale * w_first, second * scale * w_second, nope * scale * w_nope
+        rows = q_out + (token * N + heads)[:, None] * H
+        _store_parts(rows, first * c - second * s, second * c + first * s, nope, is_head[:, None], NOPE, 0, H, R, BLOCK_P)
+    else:
+        heads = (tl.program_id(0) - NUM_Q) * HEADS + tl.arange(0, HEADS)
+        is_head = heads < G
+        mask = is_head[:, None]
+        is_stored = mask & HAS_STORE
+        cache_rows = planes + heads[:, None].to(tl.int64) * head_stride
+        if HAS_STORE:
+            slot = tl.load(slots + token)
+            is_stored = mask & (slot >= 0)
+            slot = tl.maximum(slot, 0)
+            cache_rows += (slot // page_tokens) * page_stride + (slot % page_tokens) * WIDTH
+        K_ROT: tl.constexpr = 0 if K_EQ_V else NOPE
+        K_NOPE: tl.constexpr = R if K_EQ_V else 0
+        first, second, nope = _load_heads(base + N * H, heads, is_head, K_ROT, K_NOPE, H, R, BLOCK_P)
+        w_first, w_second, w_nope = _load_heads(weight + N * H, heads, is_head, K_ROT, K_NOPE, H, R, BLOCK_P)
+        scale = _scales(first, second, nope, H, R, eps)
+        first, second, nope = first * scale, second * scale, nope * scale
+        a, b = first * w_first, second * w_second
+        k_first, k_second = a * c - b * s, b * c + a * s
+        if IS_LATENT:
+            # One row v_rot | nope | k_rot: V is its first H columns, K its last H.
+            rows = k_out + (token * G + heads)[:, None] * WIDTH
+            _store_parts(rows, first, second, nope, mask, 0, R, H, R, BLOCK_P)
+            _store_columns(rows, k_first, H, R // 2, mask, R // 2)
+            _store_columns(rows, k_second, H + R // 2, R // 2, mask, R // 2)
+            if HAS_STORE:
+                _store_parts(cache_rows, first, second, nope, is_stored, 0, R, H, R, BLOCK_P)
+                _store_columns(cache_rows, k_first, H, R // 2, is_stored, R // 2)
+                _store_columns(cache_rows, k_second, H + R // 2, R // 2, is_stored, R // 2)
+        else:
+            k_rows = k_out + (token * G + heads)[:, None] * H
+            v_rows = v_out + (token * G + heads)[:, None] * H
+            k_nope = nope * w_nope
+            _store_parts(k_rows, k_first, k_second, k_nope, mask, NOPE, 0, H, R, BLOCK_P)
+            if HAS_STORE:
+                _store_parts(cache_rows, k_first, k_second, k_nope, is_stored, NOPE, 0, H, R, BLOCK_P)
+            if not K_EQ_V:
+                first, second, nope = _load_heads(base + (N + G) * H, heads, is_head, 0, R, H, R, BLOCK_P)
+                scale = _scales(first, second, nope, H, R, eps)
+                first, second, nope = first * scale, second * scale, nope * scale
+            _store_parts(v_rows, first, second, nope, mask, 0, R, H, R, BLOCK_P)
+            if HAS_STORE:
+                _store_parts(cache_rows + plane_stride, first, second, nope, is_stored, 0, R, H, R, BLOCK_P)
+
+
+def describe_rope(positions_T: Tensor, inv_freq: Tensor, turn: Rope, pdl: bool) -> Launch:
+    num_tokens, half = positions_T.shape[0], inv_freq.shape[0]
+    arguments: dict[str, Any] = {"positions": positions_T, "inv_freq": inv_freq, "cos": turn.cos_T1R, "sin": turn.sin_T1R}
+    arguments |= {"T": num_tokens, "HALF": half, "BLOCK_T": 4, "BLOCK_H": triton.next_power_of_2(half), "PDL": pdl}
+    return Launch(_rope_kernel, (triton.cdiv(num_tokens, 4),), arguments, options(4, pdl))
+
+
+def describe_prepare(
+    qkv_TX: Tensor,
+    weight_MH: Tensor,
+    turn: Rope,
+    planes: Tensor | None,
+    slot_T: Tensor | None,
+    heads: HeadShape,
+    outs: tuple[Tensor, Tensor, Tensor],
+    pdl: bool,
+) -> Launch:
+    """`outs` is (q, k, v), with the latent rows in place of k and v where the cache holds them once."""
+    num_tokens = qkv_TX.shape[0]
+    size, rotated = heads.head_dim, heads.rotated_dims
+    has_store = slot_T is not None and planes is not None
+    # Few tokens: a head per program, for latency. Many: several, since starting programs would cost more than the reads.
+    per_program = 1 if num_tokens <= 64 else 4
+    num_programs = triton.cdiv(heads.num_heads, per_program) + triton.cdiv(heads.num_kv_heads, per_program)
+    arguments: dict[str, Any] = {
+        "qkv": qkv_TX,
+        "weight": weight_MH,
+        "cos": turn.cos_T1R,
+        "sin": turn.sin_T1R,
+        "slots": slot_T if has_store else outs[0],
+        "planes": planes if has_store else outs[0],
+        "q_out": outs[0],
+        "k_out": outs[1],
+        "v_out": outs[2],
+        "qkv_stride": qkv_TX.stride(0),
+        "plane_stride": planes.stride(0) if has_store and planes is not None else 0,
+        "page_stride": planes.stride(1) if has_store and planes is not None else 0,
+        "head_stride": planes.stride(2) if has_store and planes is not None else 0,
+        "page_tokens": planes.shape[3] if has_store and planes is not None else 1,
+        "N": heads.num_heads,
+        "G": heads.num_kv_heads,
+        "H": size,
+        "R": rotated,
+        "WIDTH": size + rotated if heads.latent else size,
+        "eps": heads.eps,
+        "K_EQ_V": heads.k_eq_v,
+        "IS_LATENT": heads.latent,
+        "HAS_STORE": has_store,
+        "HEADS": per_program,
+        "BLOCK_P": max(1, triton.next_power_of_2(size - rotated)),
+        "PDL": pdl,
+    }
+    return Launch(_prepare_kernel, (num_programs, num_tokens), arguments, options(1 if per_program == 1 else 4, pdl))
+
+
+def rope(positions_T: Tensor, inv_freq: Tensor) -> Rope:
+    """cos and signed sin of position * frequency, once a step for all layers of a kind."""
+    shape = (positions_T.shape[0], 1, 2 * inv_freq.shape[0])
+    cos, sin = (torch.empty(shape, dtype=torch.float32, device=positions_T.device) for _ in range(2))
+    turn = Rope(cos, sin)
+    if positions_T.shape[0]:
+        describe_rope(positions_T, inv_freq, turn, is_chained(cos.device)).run()
+    return turn
+
+
+def stores(slot_T: Tensor, page_tokens: int) -> Slots:
+    """Slots (page * page_tokens + offset, -1: not stored) as `prepare_qkv` wants them: as they are, without a host sync."""
+    return Slots(slot_T)
+
+
+def prepare_q(q_TX: Tensor, weight_NH: Tensor, turn: Rope, heads: HeadShape) -> Tensor:
+    """Per-head norm, weight and rope of queries alone, [T, N, H]."""
+    q = q_TX.new_empty(q_TX.shape[0], heads.num_heads, heads.head_dim)
+    if q_TX.shape[0]:
+        # A layer that reads another's KV has no KV heads of its own, so no program writes the last two outputs.
+        describe_prepare(q_TX, weight_NH, turn, None, None, heads, (q, q, q), is_chained(q.device)).run()
+    return q
+
+
+def prepare_qkv(
+    qkv_TX: Tensor, weight_MH: Tensor, turn: Rope, planes: Tensor, where: Slots | None, heads: HeadShape
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as attention reads them; the new KV is written to its pages.
+
+    `weight_MH` has a row for each query and key head. planes [plane, page, G, token, width]. Returns q [T, N, H], k and v
+    [T, G, H] (of a latent: overlapping views).
+    """
+    num_tokens, size, num_kv = qkv_TX.shape[0], heads.head_dim, heads.num_kv_heads
+    q = qkv_TX.new_empty(num_tokens, heads.num_heads, size)
+    if heads.latent:
+        row = qkv_TX.new_empty(num_tokens, num_kv, size + heads.rotated_dims)
+        outs, k, v = (q, row, row), row[..., heads.rotated_dims :], row[..., :size]
+    else:
+        k, v = qkv_TX.new_empty(num_tokens, num_kv, size), qkv_TX.new_empty(num_tokens, num_kv, size)
+        outs = (q, k, v)
+    if num_tokens:
+        slot_T = None if where is None else where.slot_T
+        describe_prepare(qkv_TX, weight_MH, turn, planes, slot_T, heads, outs, is_chained(q.device)).run()
+    return q, k, v

@@ -1,0 +1,58 @@
+"""Linear layers without bias, and where a checkpoint's tensors go in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one checkpoint tensor goes: into `target`, a view of a parameter, after `order` is applied along `dim`."""
+
+    target: Tensor
+    order: Tensor | None = None  # int64; None: as it comes
+    dim: int = 0
+
+    def fill(self, value: Tensor) -> None:
+        """Copy `value`, converted to the target's device and dtype."""
+        value = value.to(self.target.device)
+        if self.order is not None:
+            value = value.index_select(self.dim, self.order.to(value.device))
+        self.target.copy_(value)
+
+
+def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """An unfilled weight [..., out, in].
+
+    On a CPU the memory runs along `out`: with a handful of rows MKL is up to twice as fast that way (8 x 512 x 2048:
+    0.23 for 0.51 ms), with one row or many it is the same.
+    """
+    if device.type == "cpu":
+        memory = torch.empty(*shape[:-2], shape[-1], shape[-2], dtype=dtype, device=device).transpose(-1, -2)
+    else:
+        memory = torch.empty(*shape, dtype=dtype, device=device)
+    return nn.Parameter(memory, requires_grad=False)
+
+
+def empty_vector(*shape: int, device: torch.device) -> nn.Parameter:
+    """Unfilled norm weights and other small scales: float32 in every model, so that they round nothing."""
+    return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=device), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """y = x W^T. Several projections of one input are merged: the first's rows, then the next one's."""
+
+    def __init__(self, out_features: int, in_features: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_weight(out_features, in_features, dtype=dtype, device=device)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return F.linear(x_TD, self.weight)
+
+    def rows(self, begin: int, end: int, order: Tensor | None = None) -> Placement:
+        """The placement of a projection that fills rows `begin .. end - 1`."""
+        return Placement(self.weight[begin:end], order)

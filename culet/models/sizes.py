@@ -1,0 +1,204 @@
+"""How large things are, counted from `config.json` alone: weights by part, KV pages of a sequence, what fits. No torch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from culet.cache.spec import CacheLayout, KVGroup
+from culet.errors import CheckpointError
+from culet.models.spec import LayerSpec, ModelSpec
+
+_VISION_CHANNELS = 3
+_MEL_BINS = 128
+_CLIP_BOUNDS = 4  # scalars beside each clipped linear: input_min, input_max, output_min, output_max
+
+
+def text_weights(spec: ModelSpec) -> dict[str, int]:
+    """Elements of the text decoder by part; the parts that a variant does not have are absent."""
+    hidden, num_layers = spec.hidden_size, len(spec.layers)
+    parts = {"token embedding": spec.vocab_size * hidden}
+    if spec.ple_dim:
+        packed = num_layers * spec.ple_dim
+        parts["per-layer embeddings"] = spec.ple_vocab_size * packed
+        per_layer = 2 * spec.ple_dim * hidden + hidden
+        parts["per-layer projections"] = packed * hidden + spec.ple_dim + num_layers * per_layer
+    parts["attention"] = sum(_attention_weights(layer, hidden) for layer in spec.layers)
+    parts["dense MLP"] = sum(3 * hidden * layer.mlp_width for layer in spec.layers)
+    num_norms = 4
+    if spec.moe is not None:
+        parts["routed experts"] = num_layers * spec.moe.num_experts * 3 * hidden * spec.moe.width
+        parts["router"] = num_layers * (spec.moe.num_experts * hidden + hidden + spec.moe.num_experts)
+        num_norms += 3
+    parts["norms"] = (num_layers * num_norms + 1) * hidden
+    parts["layer scalars"] = num_layers
+    return parts
+
+
+def _attention_weights(layer: LayerSpec, hidden: int) -> int:
+    """q, o and q_norm; where the layer owns its KV also k and k_norm, and v unless K and V are one projection."""
+    total = 2 * hidden * layer.num_heads * layer.head_dim + layer.head_dim
+    if layer.owns_kv:
+        num_projections = 1 if layer.k_eq_v else 2
+        total += num_projections * hidden * layer.num_kv_heads * layer.head_dim + layer.head_dim
+    return total
+
+
+def unused_kv_weights(spec: ModelSpec) -> int:
+    """Elements of k, v and k_norm that a checkpoint holds for layers that read another layer's KV; never loaded."""
+    return sum(
+        (1 if layer.k_eq_v else 2) * spec.hidden_size * layer.num_kv_heads * layer.head_dim + layer.head_dim
+        for layer in spec.layers
+        if not layer.owns_kv
+    )
+
+
+def tower_weights(config: Mapping[str, Any]) -> dict[str, int]:
+    """Elements of the vision and audio parts of a wrapped config; {} where it has none."""
+    if config.get("text_config") is None:
+        return {}
+    hidden = config["text_config"]["hidden_size"]
+    is_unified = str(config.get("model_type")).startswith("gemma4_unified")
+    parts = {}
+    for name in ("vision", "audio"):
+        tower = config.get(f"{name}_config")
+        if tower is None:
+            continue
+        count, defaults = _TOWERS[name, is_unified]
+        try:
+            parts[name] = operator.index(count(defaults | tower, hidden))
+        except (ArithmeticError, TypeError, ValueError) as error:
+            raise CheckpointError(f"config.json: {name}_config: the size of that part cannot be told: {error}") from error
+    return parts
+
+
+def _vision_weights(tower: Mapping[str, Any], text_hidden: int) -> int:
+    """Patch embedder, encoder and the projection into the decoder."""
+    hidden, width, head_dim = tower["hidden_size"], tower["intermediate_size"], tower["head_dim"]
+    num_linears = 7
+    queries, keys = tower["num_attention_heads"] * head_dim, tower["num_key_value_heads"] * head_dim
+    layer = 2 * hidden * queries + 2 * hidden * keys + 2 * head_dim + 3 * hidden * width + 4 * hidden
+    if tower.get("use_clipped_linears"):
+        layer += num_linears * _CLIP_BOUNDS
+    patch = _VISION_CHANNELS * tower["patch_size"] ** 2
+    total = hidden * patch + 2 * tower["position_embedding_size"] * hidden + tower["num_hidden_layers"] * layer
+    if tower.get("standardize"):
+        total += 2 * hidden
+    return total + hidden * text_hidden
+
+
+def _audio_weights(tower: Mapping[str, Any], text_hidden: int) -> int:
+    """Convolutions that thin the frames out, conformer layers, and the projections into the decoder."""
+    hidden, (first, second) = tower["hidden_size"], tower["subsampling_conv_channels"]
+    head_dim, out = hidden // tower["num_attention_heads"], tower["output_proj_dims"]
+    num_linears = 10
+    subsample = 9 * first + first + 9 * first * second + second + (_MEL_BINS // 4) * second * hidden
+    feed_forward = 2 * hidden * 4 * hidden + 2 * hidden
+    attention = 5 * hidden * hidden + head_dim
+    convolution = 3 * hidden * hidden + hidden * tower["conv_kernel_size"] + 2 * hidden
+    layer = 2 * feed_forward + attention + convolution + 3 * hidden
+    if tower.get("use_clipped_linears"):
+        layer += num_linears * _CLIP_BOUNDS
+    return subsample + tower["num_hidden_layers"] * layer + hidden * out + out + out * text_hidden
+
+
+def _unified_vision_weights(tower: Mapping[str, Any], text_hidden: int) -> int:
+    """No encoder: one dense layer over 48 x 48 pixels, positions, four norms' worth of vectors, and the projection."""
+    dim = tower["mm_embed_dim"]
+    patch = _VISION_CHANNELS * (tower["patch_size"] * tower["pooling_kernel_size"]) ** 2
+    norms = 2 * patch + 2 * dim + 2 * dim
+    return norms + patch * dim + dim + 2 * tower["mm_posemb_size"] * dim + dim * text_hidden
+
+
+def _unified_audio_weights(tower: Mapping[str, Any], text_hidden: int) -> int:
+    total: int = tower["audio_embed_dim"] * text_hidden
+    return total
+
+
+# Each part's count, and the values of keys that its section may leave out.
+_TOWERS: dict[tuple[str, bool], tuple[Callable[[Mapping[str, Any], int], int], dict[str, Any]]] = {
+    ("vision", False): (
+        _vision_weights,
+        {
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 12,
+            "head_dim": 64,
+            "patch_size": 16,
+            "position_embedding_size": 10240,
+        },
+    ),
+    ("audio", False): (
+        _audio_weights,
+        {
+            "hidden_size": 1024,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 8,
+            "conv_kernel_size": 5,
+            "subsampling_conv_channels": [128, 32],
+            "use_clipped_linears": True,
+            "output_proj_dims": 1536,
+        },
+    ),
+    ("vision", True): (
+        _unified_vision_weights,
+        {"patch_size": 16, "pooling_kernel_size": 3, "mm_embed_dim": 3840, "mm_posemb_size": 1120},
+    ),
+    ("audio", True): (_unified_audio_weights, {"audio_embed_dim": 640}),
+}
+
+
+def working_bytes(spec: ModelSpec, itemsize: int, *, num_tokens: int, num_seqs: int) -> int:
+    """Memory of activations at the peak of a step of `num_tokens`, estimated: the widest layer, PLE, and the logits."""
+    hidden, widest = spec.hidden_size, max(layer.mlp_width for layer in spec.layers)
+    queries = max(layer.num_heads * layer.head_dim for layer in spec.layers)
+    # Residual, its norm and a branch's output; then gate, up and their product, or queries, keys, values and output.
+    per_token = 4 * hidden + max(3 * widest, 4 * queries) + 2 * len(spec.layers) * spec.ple_dim
+    if spec.moe is not None:
+        per_token += spec.moe.top_k * (3 * spec.moe.width + hidden)
+    logits = 2 * num_seqs * spec.vocab_size * 4  # float32, and one copy while sampling
+    return num_tokens * per_token * itemsize + logits
+
+
+def pages_of_sequence(group: KVGroup, num_tokens: int) -> int:
+    """Most pages that a sequence of `num_tokens` tokens holds in `group`: of a window, what it can straddle."""
+    pages = group.pages_for(num_tokens)
+    if group.window is None:
+        return pages
+    return min(pages, -(-(group.window - 1) // group.page_tokens) + 1)
+
+
+def slabs_of_sequence(layout: CacheLayout, num_tokens: int) -> int:
+    """Slabs that a sequence of `num_tokens` tokens holds at most, once its prompt is computed."""
+    return sum(pages_of_sequence(group, num_tokens) for group in layout.groups)
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much cache fits beside the weights, and what it holds."""
+
+    layout: CacheLayout
+    cache_bytes: int  # negative where the weights alone do not fit
+
+    @property
+    def num_slabs(self) -> int:
+        return max(0, self.cache_bytes // self.layout.slab_bytes)
+
+    def sequences(self, num_tokens: int) -> int:
+        """Sequences of `num_tokens` tokens that are held at once."""
+        return self.num_slabs // slabs_of_sequence(self.layout, num_tokens)
+
+    def longest(self, limit: int) -> int:
+        """Tokens of the longest single sequence, at most `limit`."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            if slabs_of_sequence(self.layout, middle) <= self.num_slabs:
+                low = middle
+            else:
+                high = middle - 1
+        return low

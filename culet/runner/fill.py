@@ -1,0 +1,193 @@
+"""StepPlan -> ForwardBatch: the scheduler's rows as the tensors of a step.
+
+Everything is computed with numpy on the host and goes to the device in one copy; only the token ids are read there, from
+the slots' buffer, since the last step's tokens may not have reached the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from culet import env
+from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
+from culet.cache.spec import CacheLayout, KVGroup
+from culet.errors import InternalError
+from culet.types import Row, StepPlan
+
+Ints = NDArray[np.int64]
+
+
+def fill(
+    plan: StepPlan,
+    layout: CacheLayout,
+    tokens_SL: Tensor,
+    device: torch.device,
+    *,
+    num_slabs: int | None = None,
+    with_tail: bool = True,
+) -> ForwardBatch:
+    """The batch of a step. `tokens_SL` holds the slots' tokens; `num_slabs` bounds the pages where they are checked.
+
+    `with_tail=False` leaves the tail out, for models in which every layer owns its KV and nothing reads it.
+    """
+    rows = plan.rows
+    facts_B4 = np.array([(row.slot, row.start, row.num_new, row.num_logits) for row in rows], dtype=np.int64).reshape(-1, 4)
+    slot_B, start_B, new_B, logits_B = facts_B4.T
+    begin_B1 = _offsets(new_B)
+    row_T = np.repeat(np.arange(len(rows)), new_B)
+    position_T = np.arange(begin_B1[-1]) + (start_B - begin_B1[:-1])[row_T]
+    if env.CHECK_PAGES.is_set():
+        _check_rows(rows, layout, tokens_SL, num_slabs)
+    flat_T = slot_B[row_T] * tokens_SL.shape[1] + position_T
+    logits_T = _last_of_rows(begin_B1, logits_B)
+    tables = [_table(rows, group, row_T, position_T) for group in layout.groups]
+
+    staged = _Staged()
+    staged.add("flat", flat_T)
+    staged.add("position", position_T)
+    staged.add("begin", begin_B1.astype(np.int32))
+    staged.add("context", start_B.astype(np.int32))
+    staged.add("logits", logits_T)
+    for group, (pages_BP, first_B, slot_T) in zip(layout.groups, tables, strict=True):
+        staged.add(f"pages{group.index}", pages_BP)
+        staged.add(f"first{group.index}", first_B)
+        staged.add(f"slot{group.index}", slot_T)
+    has_tail = with_tail and logits_T.size < position_T.size
+    tail_B = np.flatnonzero(logits_B)
+    if has_tail:
+        staged.add("tail_begin", _offsets(logits_B[tail_B]).astype(np.int32))
+        staged.add("tail_context", (start_B + new_B - logits_B)[tail_B].astype(np.int32))
+        staged.add("tail_row", tail_B)
+    sent = staged.send(device)
+
+    token_ids_T = tokens_SL.view(-1).index_select(0, sent["flat"]).long()
+    groups = tuple(GroupBatch(sent[f"pages{g.index}"], sent[f"first{g.index}"], sent[f"slot{g.index}"]) for g in layout.groups)
+    tail = None
+    if has_tail:
+        tail = _tail(sent, groups, token_ids_T, [rows[i] for i in tail_B.tolist()])
+    return ForwardBatch(
+        token_ids_T=token_ids_T,
+        positions_T=sent["position"],
+        row_begin_B1=sent["begin"],
+        context_B=sent["context"],
+        logits_index_L=sent["logits"],
+        rows=tuple(
+            RowFacts(row.start, row.num_new, tuple([store_from <= row.start for store_from in row.store_from])) for row in rows
+        ),
+        groups=groups,
+        tail=tail,
+    )
+
+
+def _tail(sent: dict[str, Tensor], groups: tuple[GroupBatch, ...], token_ids_T: Tensor, rows: Sequence[Row]) -> ForwardBatch:
+    """The step reduced to the tokens whose logits are needed. The store rule keeps all that they see in pages."""
+    index_L, row = sent["logits"], sent["tail_row"]
+    is_stored = (True,) * len(groups)
+    return ForwardBatch(
+        token_ids_T=token_ids_T[index_L],
+        positions_T=sent["position"][index_L],
+        row_begin_B1=sent["tail_begin"],
+        context_B=sent["tail_context"],
+        logits_index_L=torch.arange(index_L.shape[0], device=index_L.device),
+        rows=tuple(RowFacts(row.start + row.num_new - row.num_logits, row.num_logits, is_stored) for row in rows),
+        groups=tuple(GroupBatch(group.pages_BP[row], group.first_B[row], group.slot_T[index_L]) for group in groups),
+        tail=None,
+    )
+
+
+def _offsets(counts_B: Ints) -> Ints:
+    """0 and the running sum."""
+    return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts_B)))
+
+
+def _last_of_rows(begin_B1: Ints, logits_B: Ints) -> Ints:
+    """Indices of each row's last `logits_B` tokens."""
+    offsets = _offsets(logits_B)
+    return np.arange(offsets[-1]) + np.repeat(begin_B1[1:] - logits_B - offsets[:-1], logits_B)
+
+
+def _table(
+    rows: Sequence[Row], group: KVGroup, row_T: Ints, position_T: Ints
+) -> tuple[NDArray[np.int32], NDArray[np.int32], Ints]:
+    """pages_BP, first_B and slot_T of one group."""
+    index, size = group.index, group.page_tokens
+    tables = [row.tables[index] for row in rows]
+    count_B = np.array([len(table.pages) for table in tables], dtype=np.int64)
+    first_B = np.array([table.first for table in tables], dtype=np.int64) * size
+    pages_BP = np.zeros((len(rows), max(1, int(count_B.max(initial=0)))), dtype=np.int32)
+    filled = np.arange(pages_BP.shape[1]) < count_B[:, None]
+    pages_BP[filled] = np.fromiter(
+        chain.from_iterable(table.pages for table in tables), dtype=np.int32, count=int(count_B.sum())
+    )
+    store_from_B = np.array([row.store_from[index] for row in rows], dtype=np.int64)
+    is_stored_T = position_T >= store_from_B[row_T]
+    # Tokens that are not stored may lie before the table's first page: their column is not looked up.
+    column_T = np.where(is_stored_T, (position_T - first_B[row_T]) // size, 0)
+    slot_T = np.where(is_stored_T, pages_BP[row_T, column_T] * np.int64(size) + position_T % size, -1)
+    return pages_BP, first_B.astype(np.int32), slot_T
+
+
+class _Staged:
+    """Arrays that go to the device together, in one copy."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, NDArray[np.generic]] = {}
+
+    def add(self, name: str, array: NDArray[np.generic]) -> None:
+        self._arrays[name] = np.ascontiguousarray(array)
+
+    def send(self, device: torch.device) -> dict[str, Tensor]:
+        """The arrays as tensors on `device`."""
+        if torch.device(device).type == "cpu":
+            return {name: torch.from_numpy(array) for name, array in self._arrays.items()}
+        begin, places = 0, {}
+        for name, array in self._arrays.items():
+            places[name] = begin
+            begin += -(-array.nbytes // 8) * 8  # 8-byte steps, so that every part may be read as int64
+        host = torch.empty(begin, dtype=torch.uint8, pin_memory=True)
+        buffer = host.numpy()
+        for name, array in self._arrays.items():
+            buffer[places[name] : places[name] + array.nbytes] = array.reshape(-1).view(np.uint8)
+        sent = host.to(device, non_blocking=True)
+        return {
+            name: sent[places[name] : places[name] + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+            for name, array in self._arrays.items()
+        }
+
+
+def _check_rows(rows: Sequence[Row], layout: CacheLayout, tokens_SL: Tensor, num_slabs: int | None) -> None:
+    """Refuse a row that would read or write outside of its pages; on by CULET_CHECK_PAGES."""
+    num_slots, room = tokens_SL.shape
+    for number, row in enumerate(rows):
+        end = row.start + row.num_new
+        if not 0 <= row.slot < num_slots:
+            raise InternalError(f"row {number}: slot {row.slot}, expected 0 to {num_slots - 1}")
+        if row.start < 0 or row.num_new < 1 or end > room or not 0 <= row.num_logits <= row.num_new:
+            raise InternalError(
+                f"row {number}: start {row.start}, {row.num_new} new tokens, {row.num_logits} logits, room for {room} tokens"
+            )
+        for group in layout.groups:
+            table, store_from = row.tables[group.index], row.store_from[group.index]
+            where = f"group {group.name}, row {number} (slot {row.slot})"
+            for page in table.pages:
+                if page < 0 or (num_slabs is not None and page >= num_slabs):
+                    raise InternalError(f"{where}: page {page}, expected 0 to {'?' if num_slabs is None else num_slabs - 1}")
+            covered = table.first * group.page_tokens, (table.first + len(table.pages)) * group.page_tokens
+            # Read: what the first new token sees of the context. Written: the new tokens from store_from on.
+            first_read = group.first_visible(row.start)
+            for position in (first_read, row.start - 1) if first_read < row.start else ():
+                if not covered[0] <= position < covered[1]:
+                    raise InternalError(
+                        f"{where}: context position {position} is outside of pages for {covered[0]} to {covered[1] - 1}"
+                    )
+            for position in (max(row.start, store_from), end - 1) if store_from < end else ():
+                if not covered[0] <= position < covered[1]:
+                    raise InternalError(
+                        f"{where}: new position {position} is outside of pages for {covered[0]} to {covered[1] - 1}"
+                    )

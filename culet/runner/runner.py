@@ -1,0 +1,262 @@
+"""From a StepPlan to a StepResult: fill, forward, logits, draws. Waits for the device once, at the end of a step.
+
+Shapes: S slots · L a slot's tokens, or tokens whose logits are needed · R draws · G groups of draws, one per slot that
+draws · K draws of the longest group · D model · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from culet.attention.base import AttentionBackend
+from culet.attention.batch import ForwardBatch
+from culet.cache.pool import Pool
+from culet.drafters.base import Draft, Drafter, Drawers
+from culet.models.gemma4 import Gemma4, Hidden
+from culet.runner.fill import fill
+from culet.sampling.logprobs import LogprobTensors, as_mappings, compute_logprobs, to_host
+from culet.sampling.sampler import History, sample
+from culet.sampling.verify import count_accepted
+from culet.types import Drawn, Entry, Logprobs, Row, StepPlan, StepResult
+
+LOGITS_ROWS = 256  # logits computed at a time: 256 MiB at Gemma's vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The draws of one slot in a step: one, or after drafts one per draft and one more, at consecutive positions."""
+
+    slot: int
+    source: int  # which of the tokens with logits the first is drawn from; the next ones follow it
+    position: int  # of the first
+    num_drafts: int
+    first: int  # number of the first draw within the step
+
+    @property
+    def size(self) -> int:
+        return self.num_drafts + 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """Log-probabilities, still on the device, of draws (by their numbers) or of prompt tokens (by themselves)."""
+
+    of: list[int]
+    counts: list[int]  # how many of the most likely tokens are wanted beside each
+    tensors: LogprobTensors
+
+
+class Runner:
+    """Executes steps on one device. Keeps, for every slot, the tokens and the sampling settings of its sequence."""
+
+    def __init__(
+        self,
+        model: Gemma4,
+        pool: Pool,
+        backends: Sequence[AttentionBackend],
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.backends = backends
+        self.drafter = drafter
+        # The step after the last may be planned before the last token is known to be the last: one place more.
+        width = max_model_len + 1 + (drafter.max_drafts if drafter is not None else 0)
+        self.tokens_SL = torch.zeros(max_num_seqs, width, dtype=torch.int64, device=model.device)
+        self._entries: list[Entry | None] = [None] * max_num_seqs
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step. Plans must come in the order in which they were made."""
+        for entry in plan.entries:
+            self._enter(entry)
+        self.pool.copy_pages(plan.copies)
+        if not plan.rows:
+            return StepResult(plan.step_id, ())
+        batch = fill(
+            plan,
+            self.pool.layout,
+            self.tokens_SL,
+            self.tokens_SL.device,
+            num_slabs=self.pool.num_slabs,
+            with_tail=self.model.spec.num_kv_shared > 0,
+        )
+        self.model.plan(batch, self.pool, self.backends)
+        taps = self.drafter.taps if self.drafter is not None else ()
+        hidden = self.model.forward(batch, self.pool, self.backends, taps)
+        if self.drafter is not None:
+            self.drafter.commit(batch, hidden.tapped)
+        prompts = self._score_prompts(plan.rows, hidden.last_LD)
+        groups = _draw_groups(plan.rows)
+        tokens_R, scored = self._draw(groups, hidden.last_LD)
+        accepted_G = self._verify(groups, tokens_R)
+        self._append(groups, tokens_R)
+        num_proposed = self._propose(batch, hidden, groups, accepted_G)
+        return _result(plan, groups, tokens_R, accepted_G, scored, prompts, num_proposed)
+
+    def _enter(self, entry: Entry) -> None:
+        """A sequence takes a slot."""
+        self.tokens_SL[entry.slot, : len(entry.token_ids)] = torch.tensor(entry.token_ids, device=self.tokens_SL.device)
+        self._entries[entry.slot] = entry
+
+    def _entry(self, slot: int) -> Entry:
+        entry = self._entries[slot]
+        assert entry is not None, f"slot {slot} is in use, but no sequence has entered it"
+        return entry
+
+    def _score_prompts(self, rows: Sequence[Row], last_LD: Tensor) -> dict[int, list[_Scored]]:
+        """By slot: log-probabilities of the prompt tokens that follow the tokens with logits, where they are asked for."""
+        found: dict[int, list[_Scored]] = {}
+        begin = 0
+        for row in rows:
+            if row.is_prompt_logprobs:
+                entry = self._entry(row.slot)
+                first = row.start + row.num_new - row.num_logits + 1  # position of the token that the first logits are for
+                count = max(0, min(row.num_logits, entry.prompt_len - first))
+                num_top = entry.sampling.prompt_logprobs or 0
+                found[row.slot] = []
+                for part in _parts(count):
+                    logits_LV = self.model.logits(last_LD[begin + part.start : begin + part.stop])
+                    chosen_L = self.tokens_SL[row.slot, first + part.start : first + part.stop]
+                    tensors = compute_logprobs(logits_LV, chosen_L, num_top)
+                    chosen = list(entry.token_ids[first + part.start : first + part.stop])
+                    found[row.slot].append(_Scored(chosen, [num_top] * len(chosen), tensors))
+            begin += row.num_logits
+        return found
+
+    def _draw(self, groups: Sequence[_Group], last_LD: Tensor) -> tuple[Tensor, list[_Scored]]:
+        """Draw all tokens of the step, as if every draft were accepted: tokens [R], and the log-probabilities asked for."""
+        slots = [group.slot for group in groups for _ in range(group.size)]
+        sources = [group.source + index for group in groups for index in range(group.size)]
+        positions = [group.position + index for group in groups for index in range(group.size)]
+        entries = [self._entry(slot) for slot in slots]
+        tokens, scored = [torch.empty(0, dtype=torch.int64, device=last_LD.device)], []
+        for part in _parts(len(slots)):
+            logits_RV = self._logits(last_LD, sources[part])
+            settings = [entry.sampling for entry in entries[part]]
+            history = History(self.tokens_SL, slots[part], [entry.prompt_len for entry in entries[part]])
+            tokens_R = sample(logits_RV, settings, positions[part], history)
+            tokens.append(tokens_R)
+            wanted = {row: one.logprobs for row, one in enumerate(settings) if one.logprobs is not None}
+            if wanted:
+                rows, counts = list(wanted), list(wanted.values())
+                if len(rows) < len(settings):
+                    logits_RV, tokens_R = logits_RV[rows], tokens_R[rows]
+                tensors = compute_logprobs(logits_RV, tokens_R, max(counts))
+                scored.append(_Scored([part.start + row for row in rows], counts, tensors))
+        return torch.cat(tokens), scored
+
+    def _logits(self, last_LD: Tensor, sources: list[int]) -> Tensor:
+        """Logits of the given tokens; those that several samples draw from are computed once."""
+        if sources == list(range(last_LD.shape[0])):
+            return self.model.logits(last_LD)
+        distinct = sorted(set(sources))
+        logits_LV = self.model.logits(last_LD[distinct])
+        if sources == distinct:
+            return logits_LV
+        place = {source: index for index, source in enumerate(distinct)}
+        return logits_LV[[place[source] for source in sources]]
+
+    def _verify(self, groups: Sequence[_Group], tokens_R: Tensor) -> Tensor | None:
+        """How many drafts each group keeps, [G]; None where no row has drafts. Before the draws are written over them."""
+        width = max((group.size for group in groups), default=1)
+        if width == 1:
+            return None
+        device = tokens_R.device
+        # Padding repeats a group's last draw; its columns are not compared.
+        draws_GK = torch.tensor(
+            [[group.first + min(k, group.num_drafts) for k in range(width)] for group in groups], device=device
+        )
+        facts_3G = torch.tensor([[group.slot, group.position, group.num_drafts] for group in groups], device=device).T
+        slots_G, positions_G, num_drafts_G = facts_3G
+        column_K = torch.arange(width, device=device)
+        positions_GK = torch.minimum(positions_G[:, None] + column_K, (positions_G + num_drafts_G)[:, None])
+        return count_accepted(tokens_R[draws_GK], self.tokens_SL[slots_G[:, None], positions_GK], num_drafts_G)
+
+    def _append(self, groups: Sequence[_Group], tokens_R: Tensor) -> None:
+        """Write the draws to the slots. What lies behind the first rejected draft is no token yet, and written again."""
+        if not groups:
+            return
+        places = [(group.slot, group.position + index) for group in groups for index in range(group.size)]
+        slots_R, positions_R = torch.tensor(places, device=tokens_R.device).T
+        self.tokens_SL[slots_R, positions_R] = tokens_R
+
+    def _propose(
+        self, batch: ForwardBatch, hidden: Hidden, groups: Sequence[_Group], accepted_G: Tensor | None
+    ) -> tuple[int, ...]:
+        """Let the drafter write its proposals behind each sequence; returns how many there are for each group."""
+        if self.drafter is None or not groups:
+            return (0,) * len(groups)
+        slots_G, positions_G, sources_G = torch.tensor(
+            [[group.slot, group.position, group.source] for group in groups], device=self.tokens_SL.device
+        ).T
+        if accepted_G is not None:
+            positions_G, sources_G = positions_G + accepted_G, sources_G + accepted_G
+        length_G = positions_G + 1
+        drawers = Drawers(tuple(group.slot for group in groups), self.tokens_SL, length_G, sources_G)
+        draft: Draft = self.drafter.propose(batch, hidden.tapped, drawers)
+        assert max(draft.counts) <= self.drafter.max_drafts, f"more than {self.drafter.max_drafts} drafts proposed"
+        column_K = torch.arange(draft.token_ids_RK.shape[1], device=self.tokens_SL.device)
+        self.tokens_SL[slots_G[:, None], length_G[:, None] + column_K] = draft.token_ids_RK
+        return draft.counts
+
+
+def _parts(count: int) -> Iterator[slice]:
+    """Slices of at most LOGITS_ROWS that make up `count`."""
+    for begin in range(0, count, LOGITS_ROWS):
+        yield slice(begin, min(begin + LOGITS_ROWS, count))
+
+
+def _draw_groups(rows: Sequence[Row]) -> list[_Group]:
+    """The draws that a step's rows ask for, in the order of the result."""
+    groups: list[_Group] = []
+    end = first = 0
+    for row in rows:
+        end += row.num_logits
+        assert not row.num_drafts or len(row.draw_slots) == 1, "samples that share logits cannot have drafts"
+        for slot in row.draw_slots:
+            group = _Group(slot, end - 1 - row.num_drafts, row.start + row.num_new - row.num_drafts, row.num_drafts, first)
+            groups.append(group)
+            first += group.size
+    return groups
+
+
+def _result(
+    plan: StepPlan,
+    groups: Sequence[_Group],
+    tokens_R: Tensor,
+    accepted_G: Tensor | None,
+    scored: Sequence[_Scored],
+    prompts: Mapping[int, Sequence[_Scored]],
+    num_proposed: Sequence[int],
+) -> StepResult:
+    """Bring everything to the host, in one copy."""
+    parts = [*scored, *(part for parts in prompts.values() for part in parts)]
+    tensors = [tensor for part in parts for tensor in (part.tensors.chosen_L, part.tensors.top_LK, part.tensors.top_ids_LK)]
+    values = iter(to_host([tokens_R, *([] if accepted_G is None else [accepted_G]), *tensors]))
+    tokens = [int(token) for token in next(values)]
+    accepted = [0] * len(groups) if accepted_G is None else [int(count) for count in next(values)]
+
+    def mappings(part: _Scored, chosen: Sequence[int]) -> Iterator[Logprobs]:
+        return as_mappings(chosen, next(values), next(values), next(values), part.counts)
+
+    logprobs: dict[int, Logprobs] = {}
+    for part in scored:
+        logprobs.update(zip(part.of, mappings(part, [tokens[draw] for draw in part.of]), strict=True))
+    drawn = []
+    for group, num_kept, count in zip(groups, accepted, num_proposed, strict=True):
+        draws = range(group.first, group.first + num_kept + 1)
+        own = tuple(logprobs[draw] for draw in draws if draw in logprobs)
+        drawn.append(Drawn(group.slot, tuple(tokens[draw] for draw in draws), own, count))
+    return StepResult(
+        plan.step_id,
+        tuple(drawn),
+        {slot: tuple(one for part in parts for one in mappings(part, part.of)) for slot, parts in prompts.items()},
+    )

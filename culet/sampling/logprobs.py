@@ -1,0 +1,54 @@
+"""Log-probabilities of the model's own distribution: before bias, penalties, temperature and filters.
+
+Shapes: L positions · V vocabulary · K most likely tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from culet.sampling.ranking import top_columns
+from culet.types import Logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobTensors:
+    """Log-probabilities still on the device: of the chosen tokens and of the K most likely, in falling order."""
+
+    chosen_L: Tensor  # float32
+    top_LK: Tensor  # float32
+    top_ids_LK: Tensor  # int64
+
+
+def compute_logprobs(logits_LV: Tensor, chosen_L: Tensor, num_top: int) -> LogprobTensors:
+    """log_softmax of the logits at the chosen tokens and at the `num_top` most likely, equal ones by rising id."""
+    scale_L1 = logits_LV.logsumexp(dim=-1, keepdim=True)
+    chosen = logits_LV.gather(-1, chosen_L[:, None]) - scale_L1
+    if num_top == 0:
+        empty = logits_LV.new_empty(logits_LV.shape[0], 0)
+        return LogprobTensors(chosen.flatten(), empty, empty.long())
+    values_LK, ids_LK = top_columns(logits_LV, min(num_top, logits_LV.shape[-1]))
+    return LogprobTensors(chosen.flatten(), values_LK - scale_L1, ids_LK)
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """Flat lists of all tensors after a single wait for the device; whole numbers below 2**53 come back exact."""
+    if not tensors:
+        return []
+    joined = iter(torch.cat([tensor.flatten().double() for tensor in tensors]).tolist())
+    return [[next(joined) for _ in range(tensor.numel())] for tensor in tensors]
+
+
+def as_mappings(
+    chosen_ids: Sequence[int], chosen: Sequence[float], top: Sequence[float], top_ids: Sequence[float], counts: Sequence[int]
+) -> Iterator[Logprobs]:
+    """One mapping per position: the chosen token first, then the `counts[i]` most likely. `top` holds all rows flat."""
+    width = len(top) // max(len(chosen_ids), 1)
+    for index, (token_id, count) in enumerate(zip(chosen_ids, counts, strict=True)):
+        row = slice(index * width, index * width + count)
+        ranked = {int(other): value for other, value in zip(top_ids[row], top[row], strict=True)}
+        yield {token_id: chosen[index], **{other: value for other, value in ranked.items() if other != token_id}}

@@ -1,0 +1,59 @@
+"""The largest columns of wide rows, exactly: equal values go by column, the lower one first.
+
+`torch.topk` leaves open which of equal values it takes, and in bfloat16 equal logits are common. Here the order is total,
+so that what is drawn depends neither on the device nor on what else is in the batch, and nothing waits for the host.
+Shapes: R rows · V columns · K columns kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Columns per chunk. Most of the cost is one pass over the chunks' maxima, which is several times faster than topk or
+# argmax over all columns of a CPU (0.16 against 1.0 and 0.5 ms for 262,144 columns, one thread).
+CHUNK = 256
+MIN_CHUNKS = 16  # narrower rows are ranked directly
+
+
+def argmax(values_RV: Tensor) -> Tensor:
+    """Column of the largest value of each row, the lowest of equal ones: int64 [R]."""
+    chunks = _chunks(values_RV)
+    if chunks is None or values_RV.device.type != "cpu":
+        return values_RV.argmax(dim=-1)
+    best_R1 = chunks.amax(dim=-1).argmax(dim=-1, keepdim=True)
+    inside_R = chunks.take_along_dim(best_R1[..., None], dim=1).flatten(1).argmax(dim=-1)
+    return best_R1.flatten() * CHUNK + inside_R
+
+
+def top_columns(values_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The `k` largest values of each row in falling order, and their columns; equal values by rising column."""
+    chunks = _chunks(values_RV)
+    if chunks is None or 2 * k > chunks.shape[1]:
+        return _top_by_key(values_RV, min(k, values_RV.shape[-1]))
+    # A column among the k best lies in one of the k chunks with the best maxima: otherwise each of those k chunks holds a
+    # column that goes before it.
+    _, picked_Rk = _top_by_key(chunks.amax(dim=-1), k)
+    picked_Rk = picked_Rk.sort(dim=-1).values  # rising, so that position in the gathered row is in the order of columns
+    gathered = chunks.take_along_dim(picked_Rk[..., None], dim=1).flatten(1)
+    values_Rk, index_Rk = _top_by_key(gathered, k)
+    return values_Rk, picked_Rk.take_along_dim(index_Rk // CHUNK, dim=1) * CHUNK + index_Rk % CHUNK
+
+
+def _chunks(values_RV: Tensor) -> Tensor | None:
+    """The rows as [R, chunks, CHUNK], or None where they do not divide or are too narrow to gain by it."""
+    width = values_RV.shape[-1]
+    if width % CHUNK or width < CHUNK * MIN_CHUNKS:
+        return None
+    return values_RV.unflatten(-1, (width // CHUNK, CHUNK))
+
+
+def _top_by_key(values_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """top_columns by one topk over unique integers: the value's bits in sortable form, then the column reversed."""
+    width = values_RV.shape[-1]
+    bits = (values_RV.float() + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0, which is equal to it
+    sortable = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # of negative floats the larger has the smaller bits: flip them
+    columns = torch.arange(width - 1, -1, -1, device=values_RV.device)
+    keys_RV = (sortable.long() << 32) | columns
+    columns_Rk = width - 1 - (keys_RV.topk(k, dim=-1).values & 0xFFFFFFFF)
+    return values_RV.gather(-1, columns_Rk), columns_Rk

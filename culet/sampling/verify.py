@@ -1,0 +1,20 @@
+"""Drafts against the target's own draws.
+
+At every drafted position the target draws as it would without drafts, with the same random number: keyed by (seed, sample,
+position), under penalties that count the drafts before it. A draft is accepted while it equals the draw; the first draw
+that differs, or the one after the last draft, is the new token. So what comes out is token for token what comes out
+without a drafter, at any temperature, and the drafter's own distribution is not needed.
+Shapes: G verified sequences · K drawn tokens, the drafts' positions and one more.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def count_accepted(drawn_GK: Tensor, drafts_GK: Tensor, num_drafts_G: Tensor) -> Tensor:
+    """How many drafts each sequence keeps: int64 [G]. Columns from `num_drafts_G` on are padding."""
+    column_K = torch.arange(drawn_GK.shape[-1], device=drawn_GK.device)
+    is_equal_GK = (drawn_GK == drafts_GK) & (column_K < num_drafts_G[:, None])
+    return is_equal_GK.long().cumprod(dim=-1).sum(dim=-1)

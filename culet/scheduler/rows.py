@@ -1,0 +1,79 @@
+"""One row of a plan: how large it can be with the pages at hand, and what planning it does to its sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from culet.scheduler.budget import Grant
+from culet.scheduler.sequence import Sequence, first_stored
+from culet.scheduler.supply import PageSupply
+from culet.types import Row
+
+
+@dataclass(slots=True)
+class PlannedRow:
+    """A row of a plan, and the sequences that wait for its result."""
+
+    row: Row
+    owner: Sequence
+    drawers: list[Sequence]  # in the order of row.draw_slots
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """A row before its pages are taken."""
+
+    num_new: int
+    num_drafts: int
+    num_logits: int
+    store_from: tuple[int, ...]  # per KV group
+    num_missing: tuple[int, ...]  # fresh pages, per KV group
+    draws: bool  # it reaches the sequence's last token
+
+
+def shape_row(one: Sequence, num_new: int, num_drafts: int) -> RowShape:
+    """A row of `num_new` tokens for `one`."""
+    draws = num_new - num_drafts == one.num_uncomputed
+    num_logits = num_new if one.is_scored_next else num_drafts + 1 if draws else 0
+    store_from = tuple([first_stored(pages.group, one.num_computed, num_new, num_logits) for pages in one.groups])
+    end = one.num_computed + num_new
+    missing = tuple([pages.num_missing(end, first) for pages, first in zip(one.groups, store_from, strict=True)])
+    return RowShape(num_new, num_drafts, num_logits, store_from, missing, draws)
+
+
+def largest_row(grant: Grant, num_pages: int) -> RowShape | None:
+    """The granted row, without drafts or with a shorter chunk if `num_pages` do not suffice; None: not even one token."""
+    num_new, num_drafts = grant.num_new, grant.num_drafts
+    while True:
+        shape = shape_row(grant.sequence, num_new, num_drafts)
+        if sum(shape.num_missing) <= num_pages:
+            return shape
+        if num_new == 1:
+            return None
+        num_new, num_drafts = (num_new - num_drafts, 0) if num_drafts else (num_new // 2, 0)
+
+
+def commit_row(one: Sequence, shape: RowShape, supply: PageSupply) -> PlannedRow:
+    """Take the row's pages and count it as computed, but for what only its result can tell."""
+    assert one.slot is not None
+    end = one.num_computed + shape.num_new
+    for pages, first, count in zip(one.groups, shape.store_from, shape.num_missing, strict=True):
+        pages.extend(end, first, supply.take(count))
+    row = Row(
+        slot=one.slot,
+        start=one.num_computed,
+        num_new=shape.num_new,
+        num_logits=shape.num_logits,
+        tables=tuple([pages.table for pages in one.groups]),
+        store_from=shape.store_from,
+        num_drafts=shape.num_drafts,
+        draw_slots=(one.slot,) if shape.draws else (),
+        is_prompt_logprobs=one.is_scored_next,
+    )
+    if one.is_scored_next:
+        one.num_scored = end
+    one.num_computed = end - shape.num_drafts
+    one.num_proposed = 0
+    one.rows_in_flight += 1
+    one.draws_in_flight += shape.draws
+    return PlannedRow(row, one, [one] if shape.draws else [])

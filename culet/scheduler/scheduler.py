@@ -1,0 +1,406 @@
+"""The scheduler: which sequences compute which tokens in the next step, and on which pages.
+
+`schedule` gives a plan, `apply` takes its result; in between, one more plan may be made (look-ahead by one). Everything
+is ordered by (priority, arrival): the oldest never waits for a younger one, so every admitted request ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from culet.cache.prefix import Match, PageKeys
+from culet.cache.spec import CacheLayout
+from culet.config import ScheduleConfig
+from culet.errors import BadRequest, QueueFull
+from culet.scheduler.admission import check_fits, reserved_pages
+from culet.scheduler.budget import Grant, share_budget
+from culet.scheduler.rows import PlannedRow, commit_row, largest_row
+from culet.scheduler.sequence import Sequence
+from culet.scheduler.stats import Counters, SchedulerStats
+from culet.scheduler.supply import PageSupply
+from culet.types import Drawn, Entry, FinishReason, Logprobs, Request, StepPlan, StepResult, TokenDelta
+
+
+class Scheduler:
+    """Continuous batching over the paged cache."""
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        num_slabs: int,
+        config: ScheduleConfig,
+        *,
+        max_model_len: int,
+        prefix_caching: bool = True,
+        max_drafts: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`max_drafts`: most tokens a drafter proposes at a time; above 0, no sequence is planned on an unknown token."""
+        self.layout = layout
+        self.max_model_len = max_model_len
+        self.max_drafts = max_drafts
+        self.budget = config.max_num_batched_tokens
+        self.supply = PageSupply(layout, num_slabs, prefix_caching=prefix_caching)
+        self.counters = Counters()
+        self._clock = clock
+        self._max_queue_len = config.max_queue_len
+        # Every running sequence can have a token in every step, so none starves another.
+        self._max_running = min(config.max_num_seqs, self.budget)
+        self._free_slots = list(range(config.max_num_seqs))
+        self._running: list[Sequence] = []  # by order
+        self._waiting: list[Sequence] = []  # by order
+        self._alive: dict[str, dict[int, Sequence]] = {}  # request id -> sample -> sequence
+        self._deadlines: list[tuple[float, int, str]] = []  # a heap
+        self._num_arrivals = 0
+        self._next_step_id = 0
+        self._in_flight: deque[tuple[int, list[PlannedRow]]] = deque()
+        self._deltas: list[TokenDelta] = []
+
+    # Requests come and go
+
+    def add(self, request: Request) -> None:
+        """Queue a request; refuses what can never fit, and what the queue has no room for."""
+        check_fits(request, self.layout, self.supply.arena.num_pages, self.max_model_len)
+        if request.request_id in self._alive:
+            raise BadRequest(f"request_id: got {request.request_id!r}, which is still running")
+        if len(self._waiting) >= self._max_queue_len:
+            raise QueueFull(f"{len(self._waiting)} sequences wait already, the queue's bound", hint="try again later")
+        arrival = self._num_arrivals
+        self._num_arrivals += 1
+        first, *others = [Sequence(request, sample, arrival, self.layout, self._keys()) for sample in range(request.n)]
+        first.siblings = others
+        self._alive[request.request_id] = {one.sample: one for one in (first, *others)}
+        insort(self._waiting, first, key=lambda one: one.order)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, arrival, request.request_id))
+
+    def cancel(
+        self, request_id: str, sample: int | None = None, reason: FinishReason = FinishReason.CANCEL, *, error: str = ""
+    ) -> None:
+        """End a request, or one sample of it, at any time. What has ended already stays as it ended."""
+        alive = self._alive.get(request_id, {})
+        for one in list(alive.values()) if sample is None else [alive[sample]] if sample in alive else []:
+            self._finish(one, reason)
+            self._send(one, error=error)
+
+    def fail(self, error: str) -> None:
+        """End everything: a step did not run, so what pages hold is unknown. Plans without a result are forgotten."""
+        self._in_flight.clear()
+        for request_id in list(self._alive):
+            self.cancel(request_id, reason=FinishReason.ERROR, error=error)
+        self.drop_checkpoints()
+
+    def drop_checkpoints(self) -> None:
+        """Empty the prefix cache."""
+        if self.supply.prefix is not None:
+            self.supply.prefix.clear()
+
+    def deltas(self) -> list[TokenDelta]:
+        """Everything that happened since the last call, cancels included."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence has yet to end, or a result to come. (`deltas` may hold more even when not.)"""
+        return bool(self._alive or self._in_flight)
+
+    def stats(self) -> SchedulerStats:
+        arena, prefix = self.supply.arena, self.supply.prefix
+        held = {
+            group.name: len({page for one in self._running for page in one.groups[group.index].held})
+            for group in self.layout.groups
+        }
+        return SchedulerStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_pages=arena.num_pages,
+            num_free_pages=arena.num_free,
+            num_checkpoint_pages=arena.num_reclaimable,
+            num_held_pages=held,
+            num_checkpoints=prefix.num_checkpoints if prefix else 0,
+            counters=replace(self.counters),
+        )
+
+    # A step is planned
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None: nothing to do, or nothing before the result in flight is applied."""
+        assert len(self._in_flight) <= 1, "two plans wait for their results already"
+        self._expire()
+        entries: list[Entry] = []
+        planned: list[PlannedRow] = []
+        grants = share_budget(filter(self._is_ready, self._running), self.budget)
+        for grant in grants:
+            if grant.sequence.is_running:  # else an older one has taken its pages just now
+                planned += self._plan_row(grant, may_preempt=True)
+        if len(planned) == len(grants):  # nobody lacks pages
+            for one, rows in self._admissions(self.budget - sum(plan.row.num_new for plan in planned)):
+                entries.append(one.entry())
+                planned += rows
+        if not planned:
+            return None
+        # Forks and checkpoints come after this plan's copies are closed: their pages get content in its forward.
+        copies = self.supply.drain_copies()
+        for plan in planned:
+            entries += self._fork(plan)
+        for plan in planned:
+            self._checkpoint_row(plan)
+        step_id = self._next_step_id
+        self._next_step_id += 1
+        self.counters.steps += 1
+        self._in_flight.append((step_id, planned))
+        return StepPlan(step_id, tuple(entries), copies, tuple(plan.row for plan in planned))
+
+    def _expire(self) -> None:
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            _, arrival, request_id = heapq.heappop(self._deadlines)
+            alive = self._alive.get(request_id)
+            if alive and next(iter(alive.values())).arrival == arrival:
+                self.cancel(request_id, reason=FinishReason.TIMEOUT)
+
+    def _is_ready(self, one: Sequence) -> bool:
+        """Whether its next row can be planned now: not if that hangs on a token that may not come, or on drafts."""
+        return not one.draws_in_flight or (self.max_drafts == 0 and one.num_left > 0)
+
+    def _plan_row(self, grant: Grant, *, may_preempt: bool) -> list[PlannedRow]:
+        """The row for `grant`, smaller if pages are short; none where not even one token finds room.
+
+        Younger ones lose their pages only where nothing else lets this one go on.
+        """
+        one = grant.sequence
+        one.release_behind(self.supply)
+        while (shape := largest_row(grant, self.supply.available)) is None:
+            if not may_preempt or self._running[-1] is one:
+                return []
+            self._preempt(self._running[-1])
+        return [commit_row(one, shape, self.supply)]
+
+    def _preempt(self, one: Sequence) -> None:
+        """Take its slot and pages; it is computed again later, what it has drawn included."""
+        self._leave(one)
+        insort(self._waiting, one, key=lambda each: each.order)
+        self.counters.preemptions += 1
+
+    def _leave(self, one: Sequence) -> None:
+        """Out of the running ones: slot and pages are free."""
+        assert one.slot is not None
+        self._running.remove(one)
+        heapq.heappush(self._free_slots, one.slot)
+        one.slot = None
+        one.release_all(self.supply)
+
+    # A sequence starts
+
+    def _admissions(self, budget: int) -> Iterator[tuple[Sequence, list[PlannedRow]]]:
+        """Start waiting sequences, strictly in order, while tokens, slots and pages last."""
+        reserved = sum(reserved_pages(one, self.budget) for one in self._running if one.num_uncomputed > 1)
+        while self._waiting and budget and len(self._running) < self._max_running:
+            one = self._waiting[0]
+            if one.rows_in_flight:  # preempted a moment ago; its result decides what there is to compute
+                return
+            rows = self._admit(one, budget, reserved)
+            if not rows:
+                return
+            budget -= rows[0].row.num_new
+            reserved += reserved_pages(one, self.budget) if one.num_uncomputed > 1 else 0
+            yield one, rows
+
+    def _admit(self, one: Sequence, budget: int, reserved: int) -> list[PlannedRow]:
+        """Give `one` a slot and its first row, resumed from a checkpoint where there is one; [] if it must wait."""
+        match = self._find_prefix(one)
+        if match.checkpoint is not None:
+            rows = self._start(one, match, budget, reserved)
+            # Alone it must start in any case: the checkpoint it does not fit beside gives way.
+            if rows or self._running:
+                return rows
+        return self._start(one, Match(None, 0, match.known), budget, reserved)
+
+    def _start(self, one: Sequence, match: Match, budget: int, reserved: int) -> list[PlannedRow]:
+        if match.checkpoint is not None and not one.resume_from(match.checkpoint, match.resume, self.supply):
+            return []
+        one.prefill_end = len(one.tokens)
+        # Beyond the resume point others have computed the same pages and parted ways: the next one will hit there.
+        one.junction = match.known if match.resume < match.known < len(one.tokens) else 0
+        rows: list[PlannedRow] = []
+        if not self._running or reserved + reserved_pages(one, self.budget) <= self.supply.available:
+            one.slot = heapq.heappop(self._free_slots)
+            rows = self._plan_row(Grant(one, min(one.next_chunk, budget)), may_preempt=False)
+            if not rows:
+                heapq.heappush(self._free_slots, one.slot)
+                one.slot = None
+        if not rows:
+            one.release_all(self.supply)
+            return []
+        self._waiting.remove(one)
+        insort(self._running, one, key=lambda each: each.order)
+        self._count_prefix(one, match)
+        return rows
+
+    def _find_prefix(self, one: Sequence) -> Match:
+        """Where `one` can resume. Prompt tokens whose log-probabilities are wanted must be computed."""
+        prefix = self.supply.prefix
+        if prefix is None:
+            return Match(None, 0, 0)
+        assert one.keys is not None
+        limit = min(len(one.tokens) - 1, one.num_scored) if one.needs_scoring else len(one.tokens) - 1
+        match = prefix.find(one.tokens, one.keys, limit)
+        if match.checkpoint is not None:
+            prefix.touch(match.checkpoint)  # even if it must wait: better not evict it meanwhile
+        return match
+
+    def _count_prefix(self, one: Sequence, match: Match) -> None:
+        if self.supply.prefix is None:
+            return
+        self.counters.prefix_queries += 1
+        self.counters.prefix_query_tokens += len(one.tokens)
+        self.counters.prefix_hits += match.checkpoint is not None
+        self.counters.prefix_hit_tokens += match.resume
+        if not one.is_announced:
+            one.num_cached = min(match.resume, one.prompt_len)
+
+    def _fork(self, plan: PlannedRow) -> list[Entry]:
+        """At the end of a prompt, let the other samples draw from the same logits; who finds no room waits in the queue."""
+        one = plan.owner
+        if not (plan.drawers and one.siblings):
+            return []
+        siblings, one.siblings = one.siblings, []
+        forked: list[Sequence] = []
+        for sibling in siblings:
+            # A page per group: the copy of the partial one, or the next.
+            if len(self._running) < self._max_running and self.supply.available >= len(self.layout.groups):
+                sibling.slot = heapq.heappop(self._free_slots)
+                sibling.fork_from(one, self.supply)
+                insort(self._running, sibling, key=lambda each: each.order)
+                forked.append(sibling)
+            else:
+                insort(self._waiting, sibling, key=lambda each: each.order)
+        plan.drawers += forked
+        plan.row = replace(plan.row, draw_slots=tuple(each.slot for each in plan.drawers if each.slot is not None))
+        self.counters.forks += len(forked)
+        return [sibling.entry() for sibling in forked]
+
+    def _checkpoint_row(self, plan: PlannedRow) -> None:
+        """Keep a checkpoint where a prompt ends, and where prompts part ways."""
+        one = plan.owner
+        if one.num_computed == one.junction or plan.row.start < one.prefill_end == one.num_computed:
+            self._checkpoint(one, one.num_computed)
+
+    def _checkpoint(self, one: Sequence, length: int) -> None:
+        prefix, tables = self.supply.prefix, one.raw_tables()
+        # A forked sequence whose pages are still to be copied has nothing yet that its parent has not kept.
+        if prefix is None or not length or any(self.supply.is_awaiting_copy(table.pages) for table in tables):
+            return
+        assert one.keys is not None
+        prefix.insert(one.tokens, length, one.keys, tables)
+
+    # A result comes back
+
+    def apply(self, result: StepResult) -> None:
+        """Take the result of the oldest plan in flight."""
+        step_id, planned = self._in_flight.popleft()
+        assert step_id == result.step_id, f"got the result of step {result.step_id}, expected that of {step_id}"
+        drawn = iter(result.drawn)
+        for plan in planned:
+            for one in dict.fromkeys((plan.owner, *plan.drawers)):
+                one.rows_in_flight -= 1
+            scores = result.prompt_logprobs[plan.row.slot] if plan.row.is_prompt_logprobs else ()
+            if scores and not plan.drawers and plan.owner.finish_reason is None:
+                self._send(plan.owner, scores=scores)
+            for one, slot in zip(plan.drawers, plan.row.draw_slots, strict=True):
+                draw = next(drawn)
+                assert draw.slot == slot, f"got a draw of slot {draw.slot}, expected one of {slot}"
+                self._accept(one, plan.row.num_drafts, draw, scores if one is plan.owner else ())
+            for one in dict.fromkeys((plan.owner, *plan.drawers)):
+                if one.is_running and not one.rows_in_flight:
+                    one.release_behind(self.supply)
+        assert next(drawn, None) is None, "more draws than the plan asked for"
+
+    def _accept(self, one: Sequence, num_drafts: int, drawn: Drawn, scores: tuple[Logprobs, ...]) -> None:
+        """Append what was drawn, up to a stop; the KV of drafts that were not accepted is forgotten."""
+        num_drawn = len(drawn.token_ids)
+        assert 1 <= num_drawn <= num_drafts + 1, f"{num_drawn} tokens drawn from {num_drafts} drafts"
+        assert drawn.num_proposed <= self.max_drafts, f"{drawn.num_proposed} drafts proposed, declared were {self.max_drafts}"
+        one.draws_in_flight -= 1
+        if one.finish_reason is not None:
+            self.counters.dropped_tokens += num_drawn
+            return
+        self.counters.rolled_back_tokens += num_drafts + 1 - num_drawn
+        self.counters.rollbacks += num_drawn <= num_drafts
+        if one.is_running:  # else preempted since: the tokens count, the pages are gone
+            one.num_computed += num_drawn - 1
+            one.num_proposed = drawn.num_proposed
+            one.release_beyond(self.supply)
+        reason = None
+        accepted: list[int] = []
+        for token_id in drawn.token_ids:
+            accepted.append(token_id)
+            one.tokens.append(token_id)
+            if token_id in one.request.stop_token_ids:
+                reason = FinishReason.STOP
+            elif one.num_output >= one.request.max_tokens:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                break
+        self.counters.dropped_tokens += num_drawn - len(accepted)
+        if reason is not None:
+            self._finish(one, reason)
+        self._send(one, tuple(accepted), drawn.logprobs[: len(accepted)], scores)
+
+    def _finish(self, one: Sequence, reason: FinishReason) -> None:
+        """End `one`, wherever it is. What it has computed stays as a checkpoint for the next turn."""
+        assert one.finish_reason is None
+        one.finish_reason = reason
+        self.counters.finished += 1
+        self.counters.cancelled += reason is FinishReason.CANCEL
+        self.counters.timed_out += reason is FinishReason.TIMEOUT
+        alive = self._alive[one.request.request_id]
+        del alive[one.sample]
+        if not alive:
+            del self._alive[one.request.request_id]
+        if one.is_running:
+            if reason is not FinishReason.ERROR:
+                self._checkpoint(one, min(one.num_computed, len(one.tokens)))
+            self._leave(one)
+        elif one in self._waiting:
+            self._waiting.remove(one)
+        else:
+            leader = next(other for other in alive.values() if one in other.siblings)
+            leader.siblings.remove(one)
+        if one.siblings:  # they waited for its prompt: the next one computes it
+            heir, *heir.siblings = one.siblings
+            one.siblings = []
+            insort(self._waiting, heir, key=lambda each: each.order)
+
+    def _send(
+        self,
+        one: Sequence,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[Logprobs, ...] = (),
+        scores: tuple[Logprobs, ...] = (),
+        error: str = "",
+    ) -> None:
+        """Report what happened to `one`."""
+        is_stopped = one.finish_reason is FinishReason.STOP and token_ids and token_ids[-1] in one.request.stop_token_ids
+        self._deltas.append(
+            TokenDelta(
+                request_id=one.request.request_id,
+                sample=one.sample,
+                token_ids=token_ids,
+                logprobs=logprobs,
+                prompt_logprobs=scores,
+                finish_reason=one.finish_reason,
+                num_cached_tokens=0 if one.is_announced else one.num_cached,
+                stop_token_id=token_ids[-1] if is_stopped else None,
+                error=error,
+            )
+        )
+        one.is_announced = True
+
+    def _keys(self) -> PageKeys | None:
+        return None if self.supply.prefix is None else PageKeys(self.supply.prefix.page_tokens)

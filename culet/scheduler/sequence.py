@@ -1,0 +1,261 @@
+"""One sample of a request: its tokens, its pages in every KV group, and how far it is planned and computed.
+
+Steps run in the order they are planned. So a sequence is kept as if every planned step had run: `num_computed` counts
+the tokens whose KV exists when the next plan begins. What planning cannot know is the tokens drawn meanwhile
+(`draws_in_flight`) and how many drafts a verify accepts; a row with drafts counts only its first token until its result
+is there, and the sequence is not planned again before.
+"""
+
+from __future__ import annotations
+
+from culet.cache.prefix import Checkpoint, PageKeys
+from culet.cache.spec import CacheLayout, KVGroup
+from culet.scheduler.supply import PageSupply
+from culet.types import Entry, FinishReason, PageTable, Request, Sampling
+
+HOLE = -1  # entry of a page that was never taken, since all its positions were skipped
+MAX_SCORED_CHUNK = 256  # tokens of a chunk whose every logit is needed: the logits of the vocabulary are large
+
+
+def span(num_tokens: int, page_tokens: int) -> int:
+    """Most pages that `num_tokens` consecutive tokens touch, wherever they begin."""
+    return 0 if num_tokens == 0 else (num_tokens + page_tokens - 2) // page_tokens + 1
+
+
+def first_stored(group: KVGroup, start: int, num_new: int, num_logits: int) -> int:
+    """Position from which a row's new tokens leave KV: all that its last `num_logits` queries or a later step can see."""
+    if group.window is None:
+        return start
+    return max(start, start + num_new - group.window - max(num_logits, 1) + 1)
+
+
+def max_held_pages(group: KVGroup, num_new: int, num_logits: int) -> int | None:
+    """Most pages a sequence holds in `group` while a row of `num_new` tokens is in flight; None: no bound but its length.
+
+    The window before the first new token, and what the row stores. A chunk longer than the window has a hole between
+    the two; the pages on both sides of it may be cut anywhere.
+    """
+    if group.window is None:
+        return None
+    context = max(group.window - 1, 1)  # a window of one token still keeps the page that the next one goes to
+    num_stored = min(num_new, group.window + max(num_logits, 1) - 1)
+    if num_stored == num_new:
+        return span(context + num_new, group.page_tokens)
+    return span(context, group.page_tokens) + span(num_stored, group.page_tokens)
+
+
+class GroupPages:
+    """The pages of one sequence in one KV group, from logical page `first` on."""
+
+    def __init__(self, group: KVGroup) -> None:
+        self.group = group
+        self.first = 0
+        self.pages: list[int] = []  # page ids, or HOLE
+        self._table: PageTable | None = None
+
+    @property
+    def held(self) -> list[int]:
+        return [page for page in self.pages if page != HOLE]
+
+    @property
+    def table(self) -> PageTable:
+        """As the runner reads it. Kept until the pages change: most decode steps change none."""
+        if self._table is None:
+            self._table = PageTable(self.first, tuple(0 if page == HOLE else page for page in self.pages))
+        return self._table
+
+    def reset(self, first: int, pages: list[int]) -> None:
+        """Replace all pages."""
+        self.first, self.pages, self._table = first, pages, None
+
+    def cut_behind(self, position: int) -> list[int]:
+        """Drop the pages that no query at `position` or later sees; returns those that were held."""
+        first = self.group.first_visible(position) // self.group.page_tokens
+        if first <= self.first or not self.pages:
+            return []
+        behind = [page for page in self.pages[: first - self.first] if page != HOLE]
+        self.reset(first, self.pages[first - self.first :])
+        return behind
+
+    def cut_beyond(self, num_tokens: int) -> list[int]:
+        """Drop the pages that hold only tokens from `num_tokens` on; returns those that were held."""
+        end = self.group.pages_for(num_tokens) - self.first
+        if end >= len(self.pages):
+            return []
+        beyond = self.pages[end:]
+        assert HOLE not in beyond, "rolled back into tokens that were not stored"
+        self.reset(self.first, self.pages[:end])
+        return beyond
+
+    def num_missing(self, end: int, stored: int) -> int:
+        """Fresh pages needed to hold positions `stored .. end - 1`."""
+        begin = max(self.first + len(self.pages), stored // self.group.page_tokens)
+        return max(0, self.group.pages_for(end) - begin)
+
+    def extend(self, end: int, stored: int, fresh: list[int]) -> None:
+        """Add pages up to position `end`: `fresh` ones from `stored` on, holes before."""
+        if not self.pages:
+            self.first = max(self.first, stored // self.group.page_tokens)
+        num_added = self.group.pages_for(end) - self.first - len(self.pages)
+        if num_added > 0:
+            self.reset(self.first, [*self.pages, *[HOLE] * (num_added - len(fresh)), *fresh])
+
+
+class Sequence:
+    """One sample of a request, waiting (without slot and pages), running, or ended."""
+
+    def __init__(self, request: Request, sample: int, arrival: int, layout: CacheLayout, keys: PageKeys | None) -> None:
+        self.request = request
+        self.sample = sample
+        self.sampling: Sampling = request.sampling_of(sample)
+        self.arrival = arrival
+        self.tokens: list[int] = list(request.prompt_token_ids)
+        self.keys = keys
+        self.groups = tuple(GroupPages(group) for group in layout.groups)
+        self.slot: int | None = None
+        self.num_computed = 0
+        self.rows_in_flight = 0
+        self.draws_in_flight = 0
+        self.num_proposed = 0  # drafts that wait in the slot's buffer
+        self.prefill_end = 0  # tokens to compute before the first draw after (re)admission
+        self.junction = 0  # position within the prompt where others parted ways; a chunk ends there
+        self.num_scored = 0  # prompt positions whose log-probabilities were planned already
+        self.num_cached = 0  # prompt tokens found in the prefix cache
+        self.is_announced = False  # its first TokenDelta has left
+        self.siblings: list[Sequence] = []  # samples that wait for this one's prompt to be computed
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Who goes first, and in reverse who is preempted first."""
+        return (self.request.priority, self.arrival, self.sample)
+
+    @property
+    def is_running(self) -> bool:
+        return self.slot is not None
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def num_left(self) -> int:
+        """Tokens it may still draw, those in flight not counted."""
+        return self.request.max_tokens - self.num_output - self.draws_in_flight
+
+    @property
+    def max_kv_len(self) -> int:
+        """Most tokens that ever need KV: the last one drawn needs none."""
+        return self.prompt_len + self.request.max_tokens - 1
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens, known or in flight, without KV."""
+        return len(self.tokens) + self.draws_in_flight - self.num_computed
+
+    @property
+    def num_held(self) -> int:
+        return sum(len(pages.held) for pages in self.groups)
+
+    @property
+    def needs_scoring(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed. Sample 0 brings them for all."""
+        return self.sampling.prompt_logprobs is not None and self.sample == 0 and self.num_scored < self.prompt_len
+
+    @property
+    def is_scored_next(self) -> bool:
+        """Whether the next chunk is one whose logits are all needed."""
+        return self.needs_scoring and self.num_computed >= self.num_scored
+
+    @property
+    def next_chunk(self) -> int:
+        """Most tokens the next row may have besides drafts."""
+        ends = [self.num_computed + self.num_uncomputed]
+        if self.num_computed < self.junction:
+            ends.append(self.junction)
+        if self.is_scored_next:
+            ends.append(self.num_computed + MAX_SCORED_CHUNK)
+        elif self.needs_scoring:
+            ends.append(self.num_scored)
+        return min(ends) - self.num_computed
+
+    @property
+    def num_useful_drafts(self) -> int:
+        """Drafts worth verifying: not beyond the last token it may draw."""
+        return min(self.num_proposed, self.num_left - 1)
+
+    def entry(self) -> Entry:
+        """What the runner must know when it takes its slot."""
+        assert self.slot is not None
+        return Entry(self.slot, tuple(self.tokens), self.prompt_len, self.sampling)
+
+    def raw_tables(self) -> tuple[PageTable, ...]:
+        """Its pages with holes marked, for checkpoints."""
+        return tuple(PageTable(pages.first, tuple(pages.pages)) for pages in self.groups)
+
+    def release_behind(self, supply: PageSupply) -> None:
+        """Give back the pages that no query from `num_computed` on sees."""
+        for pages in self.groups:
+            supply.give_back(pages.cut_behind(self.num_computed))
+
+    def release_beyond(self, supply: PageSupply) -> None:
+        """Give back the pages that hold only rejected tokens."""
+        for pages in self.groups:
+            supply.give_back(pages.cut_beyond(self.num_computed))
+
+    def release_all(self, supply: PageSupply) -> None:
+        """Give back every page and start from nothing."""
+        for pages in self.groups:
+            supply.give_back(pages.held)
+            pages.reset(0, [])
+        self.num_computed = self.num_proposed = self.junction = 0
+
+    def resume_from(self, checkpoint: Checkpoint, length: int, supply: PageSupply) -> bool:
+        """Begin with the first `length` tokens computed: share full pages, copy those it will write into.
+
+        False, and nothing done, where the copies do not fit.
+        """
+        for pages, table in zip(self.groups, checkpoint.tables, strict=True):
+            begin, end = pages.group.first_visible(length) // pages.group.page_tokens, length // pages.group.page_tokens
+            shared = list(table.pages[begin - table.first : end - table.first])
+            supply.arena.share(shared)
+            pages.reset(begin, shared)
+        partial = [
+            (pages, table.pages[length // pages.group.page_tokens - table.first])
+            for pages, table in zip(self.groups, checkpoint.tables, strict=True)
+            if length % pages.group.page_tokens
+        ]
+        # Hold the sources before taking anything: taking may evict the very checkpoint they belong to.
+        supply.arena.share([source for _, source in partial])
+        fits = supply.available >= len(partial)
+        if fits:
+            for pages, source in partial:
+                pages.reset(pages.first, [*pages.pages, supply.copy_of(source)])
+            self.num_computed = length
+        else:
+            for pages in self.groups:
+                supply.give_back(pages.pages)
+                pages.reset(0, [])
+        supply.give_back([source for _, source in partial])
+        return fits
+
+    def fork_from(self, parent: Sequence, supply: PageSupply) -> None:
+        """Go on from `parent`'s state as its current plan leaves it; the copies are for the next plan."""
+        length = parent.num_computed
+        for pages, theirs in zip(self.groups, parent.groups, strict=True):
+            page_tokens = pages.group.page_tokens
+            begin, end = pages.group.first_visible(length) // page_tokens, length // page_tokens
+            own = theirs.pages[begin - theirs.first : end - theirs.first]
+            assert HOLE not in own, "forked into tokens that were not stored"
+            supply.arena.share(own)
+            if length % page_tokens:
+                own.append(supply.copy_of(theirs.pages[end - theirs.first]))
+            pages.reset(begin, own)
+        self.num_computed = length
+        self.prefill_end = parent.prefill_end
+        self.num_cached = parent.num_cached
+        self.rows_in_flight = self.draws_in_flight = 1

@@ -1,0 +1,86 @@
+"""Checkpoints of tests/models with a tokenizer beside them, and what transformers generates from them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+
+from tiny_checkpoints import SHAPES, VOCAB, WINDOW, checkpoint_folder, prompt
+from tiny_checkpoints import oracle as load_oracle
+
+__all__ = ["SHAPES", "VOCAB", "WINDOW", "folder_of", "greedy", "oracle_logprobs", "prompt"]
+
+EOS = 1
+_SPECIAL = {
+    0: "<pad>",
+    EOS: "<eos>",
+    2: "<bos>",
+    3: "<unk>",
+    105: "<|turn>",
+    106: "<turn|>",
+    100: "<|channel>",
+    101: "<channel|>",
+}
+
+
+@functools.cache
+def folder_of(shape: str, form: str = "new") -> Path:
+    """A shape's checkpoint with a tokenizer whose every other token is a word of its own, and one eos token."""
+    source = checkpoint_folder(shape, form)
+    folder = source.parent / f"{source.name}-with-tokenizer"
+    shutil.copytree(source, folder)
+    pieces = [_SPECIAL.get(token_id, f"\u2581w{token_id}") for token_id in range(VOCAB)]
+    letters = [token_id for token_id in range(VOCAB) if token_id not in _SPECIAL]
+    for token_id, letter in zip(letters, "abcdefghijklmnopqrstuvwxyz.,!?\n\u2581", strict=False):
+        pieces[token_id] = letter
+    tokenizer = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, [], unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in _SPECIAL.values()])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS], "temperature": 1.0, "top_k": 64}))
+    return folder
+
+
+@functools.cache
+def _model(shape: str) -> Any:
+    return load_oracle(shape)
+
+
+@functools.cache
+def _greedy(shape: str, token_ids: tuple[int, ...], num_tokens: int) -> tuple[list[int], list[float]]:
+    """Most likely tokens one after another, and how far each was ahead of the second best."""
+    model = _model(shape)
+    chosen, margins = [], []
+    ids, cache = torch.tensor([token_ids]), None
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            best = out.logits[0, -1].float().topk(2)
+            chosen.append(int(best.indices[0]))
+            margins.append(float(best.values[0] - best.values[1]))
+            ids = best.indices[None, :1]
+    return chosen, margins
+
+
+def greedy(shape: str, token_ids: list[int], num_tokens: int) -> list[int]:
+    """transformers' greedy tokens. The caller's prompts are such that no two best logits lie within 1e-4."""
+    chosen, margins = _greedy(shape, tuple(token_ids), num_tokens)
+    assert min(margins) > 1e-4, "two best logits too close to call: take another prompt"
+    return chosen
+
+
+@torch.inference_mode()
+def oracle_logprobs(shape: str, token_ids: list[int]) -> torch.Tensor:
+    """transformers' log-probabilities [T, V] after each token."""
+    return _model(shape)(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0].float().log_softmax(-1)

@@ -1,0 +1,199 @@
+"""Random walks of the scheduler: whatever happens, no page is lost, shared wrongly or freed twice, and all requests end right.
+
+The fake runner checks every key of every query; `audit` checks every reference count after every move.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from fake_runner import VOCAB, Drive, FakeRunner, make_layout, make_request, try_add
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from culet.config import ScheduleConfig
+from culet.errors import ContextTooLong, QueueFull
+from culet.scheduler.scheduler import Scheduler
+from culet.types import Request
+
+
+@dataclass(frozen=True)
+class World:
+    """What a walk takes place in."""
+
+    groups: tuple[tuple[int | None, int], ...] = ((8, 4), (None, 8))
+    num_pages: int = 40
+    max_num_seqs: int = 8
+    budget: int = 32
+    max_drafts: int = 0
+    ahead: bool = False
+    prefix_caching: bool = True
+    max_prompt: int = 60
+    max_tokens: int = 40
+
+
+class Walk:
+    """Adds, cancels and steps at random, and counts what really happened."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world = world
+        self.random = random.Random(seed)
+        self.now = 0.0
+        layout = make_layout(*world.groups)
+        scheduler = Scheduler(
+            layout,
+            world.num_pages,
+            ScheduleConfig(world.max_num_seqs, world.budget, max_queue_len=12),
+            max_model_len=world.max_prompt + world.max_tokens,
+            prefix_caching=world.prefix_caching,
+            max_drafts=world.max_drafts,
+            clock=lambda: self.now,
+        )
+        runner = FakeRunner(
+            layout, world.num_pages, max_num_seqs=world.max_num_seqs, budget=world.budget, max_drafts=world.max_drafts
+        )
+        self.drive = Drive(scheduler, runner, ahead=world.ahead)
+        self.stems = [self._tokens(self.random.randint(1, world.max_prompt // 2)) for _ in range(4)]
+        self.counts: Counter[str] = Counter()
+
+    def _tokens(self, length: int) -> list[int]:
+        return [self.random.randrange(VOCAB) for _ in range(length)]
+
+    def _prompt(self) -> list[int]:
+        """A fresh one, one that begins like others, or an earlier one with its answer: a further turn."""
+        kind, limit = self.random.random(), self.world.max_prompt
+        if kind < 0.2 or not self.drive.requests:
+            return self._tokens(self.random.randint(1, limit))
+        if kind < 0.6:
+            return (self.random.choice(self.stems) + self._tokens(self.random.randint(0, 20)))[:limit]
+        earlier = self.random.choice(list(self.drive.requests.values())[-20:])
+        tokens = list(earlier.prompt_token_ids) + self.drive.told[earlier.request_id, 0].tokens
+        return (tokens + self._tokens(self.random.randint(0, 3)))[:limit]
+
+    def _request(self) -> Request:
+        chance = self.random.random
+        return make_request(
+            f"r{len(self.drive.requests)}",
+            self._prompt(),
+            self.random.randint(1, self.world.max_tokens),
+            n=self.random.choice((1, 1, 1, 2, 4)),
+            seed=self.random.randrange(3),
+            stop=chance() < 0.8,
+            prompt_logprobs=0 if chance() < 0.1 else None,
+            priority=self.random.choice((0, 0, 0, 1)),
+            deadline=self.now + self.random.randint(0, 60) if chance() < 0.05 else None,
+        )
+
+    def _someone(self) -> list[tuple[str, int | None]]:
+        """A request, or a sample of one, to cancel: often one that runs."""
+        alive = [key for key, told in self.drive.told.items() if told.finish_reason is None]
+        if not alive:
+            return []
+        request_id, sample = self.random.choice(alive[-16:])
+        return [(request_id, sample if self.random.random() < 0.5 else None)]
+
+    def step(self) -> None:
+        self.now += 1
+        while self.random.random() < 0.35:
+            refused = try_add(self.drive, self._request())
+            assert refused is None or isinstance(refused, QueueFull | ContextTooLong)
+            self.counts["refused"] += refused is not None
+        if self.random.random() < 0.05:
+            for request_id, sample in self._someone():
+                self.drive.scheduler.cancel(request_id, sample)
+        self.drive.step(between=self._someone() if self.random.random() < 0.05 else None)
+
+    def finish(self) -> Counter[str]:
+        """Run dry, check the end, and say what happened."""
+        self.drive.run()
+        if self.drive.waiting_result is not None:
+            self.drive.step()
+        self.drive.check_end()
+        counters = self.drive.scheduler.counters
+        self.counts.update({name: getattr(counters, name) for name in vars(counters)})
+        self.counts.update(self.drive.runner.counts)
+        return self.counts
+
+
+def walk(world: World, seed: int, num_steps: int) -> Counter[str]:
+    one = Walk(world, seed)
+    for _ in range(num_steps):
+        one.step()
+    return one.finish()
+
+
+WORLDS = {
+    "sync": World(),
+    "ahead": World(ahead=True),
+    "roomy": World(num_pages=200, max_drafts=2, ahead=True),  # where checkpoints live long
+    "drafts": World(max_drafts=4, max_tokens=80),
+    "drafts ahead": World(max_drafts=3, ahead=True, num_pages=36, max_tokens=80),
+    "growth": World(groups=((4, 2), (None, 2)), max_num_seqs=12, max_drafts=2, max_prompt=12, max_tokens=40),
+    "growth ahead": World(groups=((4, 2), (None, 2)), max_num_seqs=12, ahead=True, max_prompt=12, max_tokens=40),
+    "three groups": World(groups=((5, 2), (None, 4), (16, 8)), num_pages=60, max_drafts=2),
+    "no cache": World(prefix_caching=False, num_pages=34, max_drafts=3),
+    "long chunks": World(groups=((6, 4), (None, 16)), budget=128, num_pages=36, max_prompt=120, max_drafts=1),
+    "tiny budget": World(budget=3, max_drafts=2, num_pages=20, max_prompt=30),
+}
+
+
+def run_worlds(num_steps: int, seed: int) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for world in WORLDS.values():
+        total += walk(world, seed, num_steps)
+    return total
+
+
+def test_walk_of_ten_thousand_steps() -> None:
+    total = run_worlds(920, seed=1)
+    print(dict(total))
+    assert total["steps"] >= 10_000
+    assert total["preemptions"] >= 500
+    assert total["cancelled"] >= 500
+    assert total["rollbacks"] >= 500
+    assert total["prefix_hits"] >= 100
+    for name in ("forks", "timed_out", "holes", "copies", "mixed", "refused", "dropped_tokens"):
+        assert total[name] >= 50, f"{name} happened {total[name]} times only"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_walk_long(seed: int) -> None:
+    assert run_worlds(2000, seed)["preemptions"] >= 500
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    windows=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=0, max_size=2),
+    whole_page=st.integers(1, 9),
+    spare_pages=st.integers(0, 20),
+    max_num_seqs=st.integers(1, 6),
+    budget=st.integers(1, 40),
+    max_drafts=st.integers(0, 4),
+    ahead=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_walk_in_any_world(
+    windows: list[tuple[int, int]],
+    whole_page: int,
+    spare_pages: int,
+    max_num_seqs: int,
+    budget: int,
+    max_drafts: int,
+    ahead: bool,
+    seed: int,
+) -> None:
+    """Pages of any size, windows down to one token, and memory down to what one request needs."""
+    world = World(
+        groups=(*windows, (None, whole_page)),
+        # About one request of middling length: many are refused, most of the others must wait or be preempted.
+        num_pages=60 // whole_page + sum(window // page + 3 for window, page in windows) + spare_pages,
+        max_num_seqs=max_num_seqs,
+        budget=budget,
+        max_drafts=max_drafts,
+        ahead=ahead,
+    )
+    walk(world, seed, 60)

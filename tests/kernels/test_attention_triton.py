@@ -1,0 +1,133 @@
+"""The Triton attention kernels against their eager twins, in Triton's interpreter (which must be on before they are imported)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INTERPRETED:
+
+    def test_kernels_in_the_interpreter() -> None:
+        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+        assert " passed" in done.stdout
+
+else:
+    from culet.bench.attention_cases import AttentionCase, AttentionShape, make_case
+    from culet.kernels import reference_attention as eager
+    from culet.kernels.attention_inputs import RaggedRows
+    from culet.kernels.triton.decode import decode_attention
+    from culet.kernels.triton.prefill import prefill_attention, query_tiles
+    from culet.kernels.triton.tiles import DecodeTile, PrefillTile
+
+    SLIDING = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=32, window=40, latent=False, page_tokens=16)
+    SLIDING_BIG_PAGES = replace(SLIDING, page_tokens=64)
+    GLOBAL = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=32, window=None, latent=False, page_tokens=48)
+    LATENT = AttentionShape(num_heads=8, num_kv_heads=1, head_dim=64, window=None, latent=True, page_tokens=64)
+
+    def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+        assert not got.isnan().any()
+        error = (got - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+        assert error.max() < 1e-5, f"worst token {int(error.argmax())}: {float(error.max()):.2e}"
+
+    def check_decode(case: AttentionCase, tile: DecodeTile) -> None:
+        expected = eager.decode_attention(case.q_TNH, case.kv, case.rows, max_queries=case.max_queries)
+        got = decode_attention(
+            case.q_TNH,
+            case.kv,
+            case.rows,
+            max_queries=case.max_queries,
+            out_TNH=torch.full_like(case.q_TNH, float("nan")),
+            tile=tile,
+        )
+        assert_close(got, expected)
+
+    def check_prefill(case: AttentionCase, tile: PrefillTile, with_fresh: bool) -> None:
+        fresh = case.fresh if with_fresh else None
+        tiles = torch.from_numpy(query_tiles(case.tile_rows, tile.rows // case.shape.group, case.shape.window))
+        expected = eager.prefill_attention(case.q_TNH, case.kv, case.rows, tiles, fresh=fresh)
+        out = torch.full_like(case.q_TNH, float("nan"))
+        got = prefill_attention(case.q_TNH, case.kv, case.rows, tiles, fresh=fresh, out_TNH=out, tile=tile)
+        assert_close(got, expected)
+
+    @pytest.mark.parametrize("shape", [SLIDING, SLIDING_BIG_PAGES, GLOBAL, LATENT], ids=["sliding", "big", "global", "latent"])
+    @pytest.mark.parametrize("swapped", [False, True], ids=["rows", "keys"])
+    @pytest.mark.parametrize("programs", [1, 24], ids=["one-split", "split"])
+    def test_decode_of_ragged_rows(shape: AttentionShape, swapped: bool, programs: int) -> None:
+        spans = [(100, 1), (0, 1), (39, 1), (40, 1), (63, 1), (150, 1)]
+        case = make_case(shape, spans, dtype=torch.float32, seed=1)
+        check_decode(case, DecodeTile(16, 32, 4, 2, programs=programs, swapped=swapped))
+
+    @pytest.mark.parametrize("shape", [SLIDING, GLOBAL, LATENT], ids=["sliding", "global", "latent"])
+    def test_verify_mixed_with_decode(shape: AttentionShape) -> None:
+        case = make_case(shape, [(90, 4), (17, 1), (0, 5), (130, 2)], dtype=torch.float32, seed=2)
+        check_decode(case, DecodeTile(16, 32, 4, 2, programs=16))
+        check_decode(case, DecodeTile(64, 16, 4, 2, programs=16))
+
+    @pytest.mark.parametrize("shape", [SLIDING, LATENT], ids=["sliding", "latent"])
+    def test_one_row_is_split(shape: AttentionShape) -> None:
+        case = make_case(shape, [(200, 1)], dtype=torch.float32, seed=3)
+        check_decode(case, DecodeTile(16, 16, 4, 2, programs=20))
+
+    def test_decode_leaves_long_and_empty_rows_alone() -> None:
+        case = make_case(SLIDING, [(20, 1), (5, 12), (60, 1)], dtype=torch.float32, seed=4)
+        rows = case.rows
+        begins = torch.cat((rows.row_begin_B1[:1], rows.row_begin_B1)).contiguous()  # an empty row in front, as padding is
+        kv = replace_tables(case)
+        padded = RaggedRows(begins, torch.cat((rows.context_B[:1] * 0, rows.context_B)))
+        out = torch.full_like(case.q_TNH, 7.0)
+        decode_attention(case.q_TNH, kv, padded, max_queries=4, out_TNH=out, tile=DecodeTile(16, 32, 4, 2, programs=8))
+        assert (out[1:13] == 7.0).all()
+        expected = eager.decode_attention(case.q_TNH, case.kv, case.rows, max_queries=4)
+        assert_close(out[[0, 13]], expected[[0, 13]])
+
+    def replace_tables(case: AttentionCase) -> object:
+        kv = case.kv
+        return replace(kv, pages_BP=torch.cat((kv.pages_BP[:1] * 0, kv.pages_BP)), first_B=torch.cat((kv.first_B[:1] * 0, kv.first_B)))
+
+    def test_decode_with_intervals() -> None:
+        case = make_case(SLIDING, [(50, 8), (10, 1)], dtype=torch.float32, seed=5, images=[(0, 52, 5)])
+        check_decode(case, DecodeTile(16, 32, 4, 2, programs=8))
+
+    def test_split_follows_the_lengths_on_the_device() -> None:
+        """What a CUDA graph needs: the same launch, other lengths."""
+        long = make_case(GLOBAL, [(200, 1), (150, 1)], dtype=torch.float32, seed=6)
+        tile = DecodeTile(16, 32, 4, 2, programs=24)
+        for contexts in ([3, 150], [200, 0], [90, 91]):
+            rows = replace(long.rows, context_B=torch.tensor(contexts, dtype=torch.int32))
+            expected = eager.decode_attention(long.q_TNH, long.kv, rows, max_queries=1)
+            assert_close(decode_attention(long.q_TNH, long.kv, rows, max_queries=1, tile=tile), expected)
+
+    @pytest.mark.parametrize("shape", [SLIDING, SLIDING_BIG_PAGES, GLOBAL, LATENT], ids=["sliding", "big", "global", "latent"])
+    @pytest.mark.parametrize("with_fresh", [True, False], ids=["fresh", "paged"])
+    def test_prefill_of_ragged_rows(shape: AttentionShape, with_fresh: bool) -> None:
+        case = make_case(shape, [(0, 70), (33, 20), (100, 17)], dtype=torch.float32, seed=7)
+        check_prefill(case, PrefillTile(32, 32, 4, 2), with_fresh)
+
+    def test_chunk_longer_than_the_window_reads_fresh_keys() -> None:
+        case = make_case(SLIDING, [(25, 100), (64, 90)], dtype=torch.float32, seed=8, stored_tail=40)
+        check_prefill(case, PrefillTile(32, 32, 4, 2), True)
+
+    @pytest.mark.parametrize("tokens", [20, 60], ids=["shorter", "longer"])
+    @pytest.mark.parametrize("shape", [SLIDING, LATENT], ids=["sliding", "latent"])
+    def test_prefill_with_images(shape: AttentionShape, tokens: int) -> None:
+        images = [(0, 30, tokens), (1, 45, 11)]
+        case = make_case(shape, [(10, 90), (40, 20)], dtype=torch.float32, seed=9, images=images)
+        check_prefill(case, PrefillTile(32, 32, 4, 2), True)
+
+    def test_tiles_are_ordered_by_work() -> None:
+        tiles = query_tiles([(0, 0, 40), (2, 100, 20)], 16, None)
+        assert tiles[0].tolist() == [2, 16]
+        assert sorted(map(tuple, tiles.tolist())) == [(0, 0), (0, 16), (0, 32), (2, 0), (2, 16)]
+        assert query_tiles([], 16, None).shape == (0, 2)

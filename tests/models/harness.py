@@ -1,0 +1,130 @@
+"""Drives a Gemma4 as scheduler and runner would: pages in no order, freed behind the window, and NaN in all that is free."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from culet.attention.reference import ReferenceBackend
+from culet.cache.pool import Pool
+from culet.cache.spec import KVGroup, plan_cache
+from culet.models.gemma4 import Gemma4, Hidden
+from culet.runner.fill import fill
+from culet.types import PageTable, Row, StepPlan
+
+
+@dataclass
+class Track:
+    """One sequence: its tokens, how many have KV, and its pages by group and logical page."""
+
+    slot: int
+    tokens: list[int]
+    start: int = 0
+    pages: list[dict[int, int]] = field(default_factory=list)
+
+
+class Harness:
+    """Runs steps over hand-made page tables. `page_tokens` are those of the widest group."""
+
+    def __init__(
+        self, model: Gemma4, *, num_slots: int = 8, max_len: int = 256, page_tokens: int = 4, num_slabs: int = 0, seed: int = 0
+    ) -> None:
+        specs = model.spec.kv_specs(model.dtype.itemsize, latent=model.latent)
+        per_group: dict[object, int] = {}
+        for spec in specs:
+            per_group[spec.kind] = per_group.get(spec.kind, 0) + spec.bytes_per_token
+        self.layout = plan_cache(specs, page_multiple=page_tokens, slab_bytes=max(per_group.values()) * page_tokens)
+        num_slabs = num_slabs or sum(-(-max_len // group.page_tokens) + 1 for group in self.layout.groups) * num_slots
+        self.model = model
+        self.pool = Pool(self.layout, num_slabs, model.dtype, torch.device("cpu"))
+        self.pool._slabs.fill_(float("nan"))
+        num_heads = model.spec.layers[0].num_heads
+        self.backends = [ReferenceBackend(group, num_heads) for group in self.layout.groups]
+        self.tokens_SL = torch.zeros(num_slots, max_len, dtype=torch.int64)
+        self.free = list(range(num_slabs))
+        random.Random(seed).shuffle(self.free)
+        self.tracks: list[Track] = []
+        self.num_steps = 0
+        self.hidden: Hidden | None = None
+
+    def add(self, tokens: Sequence[int]) -> Track:
+        track = Track(len(self.tracks), list(tokens), pages=[{} for _ in self.layout.groups])
+        self.tracks.append(track)
+        return track
+
+    def step(self, parts: Sequence[tuple[Track, int, int]], taps: tuple[int, ...] = ()) -> list[Tensor]:
+        """Compute (track, new tokens, logits wanted) of each part in one pass; logits [num_logits, V] of each."""
+        rows = [self._row(track, num_new, num_logits) for track, num_new, num_logits in parts]
+        self.num_steps += 1
+        plan = StepPlan(self.num_steps, (), (), tuple(rows))
+        batch = fill(plan, self.layout, self.tokens_SL, torch.device("cpu"), num_slabs=self.pool.num_slabs)
+        with torch.inference_mode():
+            self.model.plan(batch, self.pool, self.backends)
+            self.hidden = self.model(batch, self.pool, self.backends, taps)
+            logits = self.model.logits(self.hidden.last_LD)
+        for track, num_new, _ in parts:
+            track.start += num_new
+            self._free_behind(track)
+        return list(logits.clone().split([part[2] for part in parts]))
+
+    def _row(self, track: Track, num_new: int, num_logits: int) -> Row:
+        end = track.start + num_new
+        assert end <= len(track.tokens)
+        self.tokens_SL[track.slot, :end] = torch.tensor(track.tokens[:end])
+        tables, store_from = [], []
+        for group in self.layout.groups:
+            first_stored = track.start
+            if group.window is not None:
+                first_stored = max(track.start, end - group.window - max(num_logits, 1) + 1)
+            own = track.pages[group.index]
+            for position in range(first_stored, end):
+                if position // group.page_tokens not in own:
+                    own[position // group.page_tokens] = self.free.pop()
+            first = min(own)
+            tables.append(PageTable(first, tuple(own.get(page, 0) for page in range(first, max(own) + 1))))
+            store_from.append(first_stored)
+        slots = (track.slot,) if num_logits else ()
+        return Row(track.slot, track.start, num_new, num_logits, tuple(tables), tuple(store_from), draw_slots=slots)
+
+    def _free_behind(self, track: Track) -> None:
+        """Give back pages that no later query sees, and spoil them."""
+        for group in self.layout.groups:
+            own = track.pages[group.index]
+            first = group.first_visible(track.start) // group.page_tokens
+            for page in [page for page in own if page < first]:
+                self._spoil(own[page])
+                self.free.insert(0, own.pop(page))
+
+    def _spoil(self, page: int) -> None:
+        self.pool._slabs[page] = float("nan")
+
+    def drop(self, track: Track, group: KVGroup | None = None) -> None:
+        """Forget a sequence's KV, as a preemption does."""
+        for own in track.pages:
+            for page in own.values():
+                self._spoil(page)
+                self.free.insert(0, page)
+            own.clear()
+        track.start = 0
+
+    def all_logits(self, tokens: Sequence[int], chunks: Sequence[int] = ()) -> Tensor:
+        """Logits at every position, in the given chunks (default: one)."""
+        track = self.add(tokens)
+        return torch.cat([self.step([(track, size, size)])[0] for size in chunks or (len(tokens),)])
+
+    def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int, chunk: int = 10**9) -> list[list[int]]:
+        """`num_tokens` most likely tokens after each prompt, all sequences in one ragged batch."""
+        tracks = [self.add(tokens) for tokens in prompts]
+        while any(len(track.tokens) < len(prompt) + num_tokens for track, prompt in zip(tracks, prompts, strict=True)):
+            parts = []
+            for track in tracks:
+                num_new = min(chunk, len(track.tokens) - track.start)
+                parts.append((track, num_new, int(track.start + num_new == len(track.tokens))))
+            for (track, _, num_logits), logits in zip(parts, self.step(parts), strict=True):
+                if num_logits:
+                    track.tokens.append(int(logits[-1].argmax()))
+        return [track.tokens[len(prompt) :][:num_tokens] for track, prompt in zip(tracks, prompts, strict=True)]

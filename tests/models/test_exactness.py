@@ -1,0 +1,213 @@
+"""The decoder against transformers, on small checkpoints with the structure of the real ones."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from culet.models.checkpoint import open_checkpoint
+from culet.models.gemma4 import AFTER_FINAL_NORM, Gemma4
+from culet.models.weights import load_model
+from tests.models import tiny_checkpoints as tiny
+from tests.models.harness import Harness
+
+SHAPES = tiny.SHAPES
+WINDOW = tiny.WINDOW
+LENGTHS = (WINDOW - 5, WINDOW, 4 * WINDOW + 6)
+K_EQ_V = ("12B", "26B-A4B", "31B")
+# Only where K = V does the latent change anything.
+SHAPE_LATENT = [(shape, True) for shape in SHAPES] + [(shape, False) for shape in K_EQ_V]
+
+
+@functools.cache
+def culet_model(shape: str, latent: bool = True, form: str = "new", dtype: str = "float32") -> Gemma4:
+    checkpoint = open_checkpoint(str(tiny.checkpoint_folder(shape, form, dtype)))
+    return load_model(checkpoint, dtype=getattr(torch, dtype), device=torch.device("cpu"), latent=latent)
+
+
+@functools.cache
+def expected(shape: str, length: int, seed: int = 0) -> tuple[list[int], Tensor]:
+    """A prompt and transformers' float32 logits of it."""
+    token_ids = tiny.telling_prompt(shape, length, seed)
+    return token_ids, tiny.oracle_logits(tiny.oracle(shape), token_ids)
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    assert got.shape == want.shape
+    assert torch.isfinite(got).all()
+    error, size = float((got - want).abs().max()), float(want.abs().max())
+    assert error <= 1e-4 * size, f"max |a - b| is {error:.2e}, {error / size:.2e} of max |b|"
+
+
+@pytest.mark.parametrize(("shape", "latent"), SHAPE_LATENT)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_one_chunk(shape: str, latent: bool, length: int) -> None:
+    token_ids, want = expected(shape, length)
+    assert_close(Harness(culet_model(shape, latent)).all_logits(token_ids), want)
+
+
+@pytest.mark.parametrize(("shape", "latent"), SHAPE_LATENT)
+@pytest.mark.parametrize("page_tokens", [4, 12])
+def test_odd_chunks(shape: str, latent: bool, page_tokens: int) -> None:
+    token_ids, want = expected(shape, LENGTHS[-1])
+    harness = Harness(culet_model(shape, latent), page_tokens=page_tokens)
+    assert_close(harness.all_logits(token_ids, (7, 1, 23, 16, 17, 1, 5)), want)
+    assert_close(harness.all_logits(token_ids, (1,) * 20 + (33, 17)), want)
+
+
+@pytest.mark.parametrize(("shape", "latent"), SHAPE_LATENT)
+@pytest.mark.parametrize("first", [WINDOW - 7, 2 * WINDOW + 1, 3 * WINDOW])
+def test_prefill_then_decode(shape: str, latent: bool, first: int) -> None:
+    """Chunks that want no logits or one, so that tails and unstored keys are met, then token by token and as a verify."""
+    token_ids, want = expected(shape, LENGTHS[-1])
+    harness = Harness(culet_model(shape, latent))
+    track = harness.add(token_ids)
+    got, positions = [], []
+    sizes = [(first, 0), (6, 1), (1, 1), (1, 1), (4, 4), (1, 1)]
+    sizes.append((len(token_ids) - sum(size for size, _ in sizes), 2))
+    for size, num_logits in sizes:
+        got.append(harness.step([(track, size, num_logits)])[0])
+        positions += range(track.start - num_logits, track.start)
+    assert_close(torch.cat(got), want[positions])
+
+
+@pytest.mark.parametrize(("shape", "latent"), SHAPE_LATENT)
+def test_ragged_batch(shape: str, latent: bool) -> None:
+    """Rows at very different places in one step: long and short prompts, decodes, verifies, a finished neighbour."""
+    lengths = (LENGTHS[-1], 9, WINDOW, 40, 2 * WINDOW + 3)
+    wanted = [expected(shape, length, seed) for seed, length in enumerate(lengths)]
+    harness = Harness(culet_model(shape, latent), page_tokens=4)
+    tracks = [harness.add(token_ids) for token_ids, _ in wanted]
+    rounds = 0
+    while any(track.start < len(track.tokens) for track in tracks):
+        parts = []
+        for index, track in enumerate(tracks):
+            left = len(track.tokens) - track.start
+            size = min(left, ((29, 0), (1, 1), (7, 2), (1, 1), (17, 1))[(index + rounds) % 5][0])
+            logits = min(size, ((29, 0), (1, 1), (7, 2), (1, 1), (17, 1))[(index + rounds) % 5][1])
+            if size:
+                parts.append((track, size, logits))
+        for (track, _, num_logits), got in zip(parts, harness.step(parts), strict=True):
+            want = wanted[track.slot][1][track.start - num_logits : track.start]
+            if num_logits:
+                assert_close(got, want)
+        rounds += 1
+    assert rounds > 5
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_config_forms(shape: str) -> None:
+    """The published config keys and per_layer_config are the same model."""
+    old, new = culet_model(shape, form="old"), culet_model(shape)
+    assert old.spec == new.spec
+    token_ids, want = expected(shape, LENGTHS[-1])
+    assert_close(Harness(old).all_logits(token_ids), want)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_recomputed_after_preemption(shape: str) -> None:
+    token_ids, want = expected(shape, LENGTHS[-1])
+    harness = Harness(culet_model(shape))
+    track, other = harness.add(token_ids), harness.add(token_ids)
+    harness.step([(track, 40, 1), (other, 31, 0)])
+    harness.step([(track, 1, 1), (other, 1, 1)])
+    harness.drop(track)
+    (got,) = harness.step([(track, 60, 1)])
+    assert_close(got, want[59:60])
+    got, other_got = harness.step([(track, 1, 1), (other, 1, 1)])
+    assert_close(got, want[60:61])
+    assert_close(other_got, want[32:33])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_equals_transformers(shape: str) -> None:
+    """24 tokens after ragged prompts, across the window's edge."""
+    prompts = [tiny.telling_prompt(shape, length, 5) for length in (5, WINDOW - 3, 2 * WINDOW + 3)]
+    got = Harness(culet_model(shape)).greedy(prompts, 24, chunk=13)
+    for prompt, tokens in zip(prompts, got, strict=True):
+        logits = tiny.oracle_logits(tiny.oracle(shape), prompt + tokens)[len(prompt) - 1 : -1]
+        best = logits.topk(2)
+        for place, token in enumerate(tokens):
+            is_tie = best.values[place, 0] - best.values[place, 1] < 1e-4 * logits.abs().max()
+            assert token == best.indices[place, 0] or is_tie
+
+
+@pytest.mark.parametrize(("shape", "latent"), SHAPE_LATENT)
+def test_bfloat16_error(shape: str, latent: bool) -> None:
+    """Root mean square error in bf16, over several prompts, at most 1.2 times that of transformers."""
+    model = culet_model(shape, latent, dtype="bfloat16")
+    exact, rounded = tiny.oracle(shape, dtype="bfloat16"), tiny.oracle(shape, dtype="bfloat16", run_dtype="bfloat16")
+    ours, theirs = [], []
+    for seed in range(6):
+        token_ids = tiny.prompt(LENGTHS[-1], seed)
+        want = tiny.oracle_logits(exact, token_ids)
+        theirs.append(tiny.oracle_logits(rounded, token_ids) - want)
+        ours.append(Harness(model, num_slots=1).all_logits(token_ids) - want)
+    our_error, their_error = (float(torch.cat(errors).square().mean().sqrt()) for errors in (ours, theirs))
+    assert our_error > 0
+    assert our_error <= 1.2 * their_error, f"{our_error:.4f} against {their_error:.4f}"
+
+
+def decoder_of(model: Any) -> Any:
+    return model.model if hasattr(model.model, "layers") else model.model.language_model
+
+
+@pytest.mark.parametrize("shape", ["E2B", "31B"])
+def test_taps(shape: str) -> None:
+    """A tap holds the residual stream at a layer's output: of all tokens, or of the tail in layers that ran on it alone."""
+    token_ids, _ = expected(shape, LENGTHS[-1])
+    oracle, outputs = tiny.oracle(shape), {}
+    layers = decoder_of(oracle).layers
+    taps = (0, 3, 4, len(layers) - 1)
+    hooks = [
+        layers[tap].register_forward_hook(lambda _m, _i, out, tap=tap: outputs.__setitem__(tap, out[0].clone())) for tap in taps
+    ]
+    tiny.oracle_logits(oracle, token_ids)
+    for hook in hooks:
+        hook.remove()
+    harness = Harness(culet_model(shape))
+    harness.step([(harness.add(token_ids), len(token_ids), 2)], taps=(*taps, AFTER_FINAL_NORM))
+    tapped = harness.hidden.tapped
+    num_kv_layers = culet_model(shape).num_kv_layers
+    for tap in taps:
+        is_short = shape == "E2B" and tap >= num_kv_layers
+        assert_close(tapped[tap], outputs[tap][-2:] if is_short else outputs[tap])
+    assert torch.equal(tapped[AFTER_FINAL_NORM], harness.hidden.last_LD)
+
+
+@pytest.mark.parametrize("shape", ["E2B", "E4B"])
+def test_shared_layers_run_on_the_tail_alone(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = culet_model(shape)
+    seen: list[int] = []
+    original = model.ops.gelu_mul
+    monkeypatch.setattr(model.ops, "gelu_mul", lambda x: seen.append(x.shape[0]) or original(x))
+    harness = Harness(model)
+    track = harness.add(expected(shape, LENGTHS[-1])[0])
+    owned, shared = model.num_kv_layers, model.spec.num_kv_shared
+    harness.step([(track, 40, 0)])
+    assert seen == [40] * owned
+    seen.clear()
+    harness.step([(track, 9, 2)])
+    assert seen == [9] * owned + [2] * shared
+
+
+def test_checkpoints_hide_nothing() -> None:
+    """Attention is peaked, weights are away from their defaults, and the softcap bends the logits."""
+    for shape in SHAPES:
+        model = tiny.oracle(shape)
+        token_ids, _ = expected(shape, LENGTHS[-1])
+        with torch.no_grad():
+            attentions = model(input_ids=torch.tensor([token_ids]), use_cache=False, output_attentions=True).attentions
+        best = torch.stack([weights[..., WINDOW:, :].max(-1).values.mean() for weights in attentions]).mean()
+        assert best > 0.6
+        decoder = decoder_of(model)
+        for name, weight in [*decoder.named_parameters(), *decoder.named_buffers()]:
+            if "norm" in name or name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+                assert 0.5 <= weight.min() <= weight.max() <= 1.5
+                assert weight.numel() == 1 or weight.std() > 0.1
+        logits = expected(shape, LENGTHS[-1])[1]
+        assert logits.abs().max() > 0.5 * decoder.config.final_logit_softcapping

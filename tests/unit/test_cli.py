@@ -1,0 +1,203 @@
+"""The command line's manners: help, versions, flags from config fields, errors and exit codes. Nothing here loads a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import click
+import pytest
+
+from culet import __version__, env
+from culet.cli import main as cli_main
+from culet.cli.main import COMMANDS, cli, run
+from culet.config import build_config, config_fields
+from culet.errors import BadRequest, ConfigError, InternalError, WorkerDied
+from culet.registry import load
+
+
+def culet(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "culet.cli.main", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+
+
+def imported(arguments: Sequence[str]) -> set[str]:
+    """Modules that a command line leaves imported."""
+    code = f"import sys; from culet.cli.main import run; run({list(arguments)!r}); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    return set(done.stderr.split())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"], ["plan", "--help"], []])
+def test_help_needs_no_torch(arguments: list[str]) -> None:
+    modules = imported(arguments)
+    assert "culet.cli.main" in modules
+    assert "torch" not in modules
+
+
+def test_version_and_help_go_to_stdout() -> None:
+    done = culet("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"culet {__version__}\n", "")
+    done = culet()
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", [None, *COMMANDS])
+def test_help_opens_with_three_examples(name: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*([name] if name else []), "--help"]) == 0
+    head = capsys.readouterr().out.split("Options:")[0]
+    examples = [
+        line for line in head.splitlines() if line.strip().startswith(("culet", "cat", "echo")) and line.startswith("    ")
+    ]
+    assert len(examples) >= 3, head
+
+
+def test_every_config_field_is_a_flag_with_its_doc() -> None:
+    command = load(COMMANDS["generate"])
+    options = {option.name: option for option in command.params if isinstance(option, click.Option)}
+    for name, (_, entry) in config_fields().items():
+        assert options[name].help.startswith(entry.metadata["doc"])
+        assert options[name].default is None, "a default here would hide what the user gave"
+    flags = {flag for option in options.values() for flag in option.opts + option.secondary_opts}
+    vllm = {"--model", "--dtype", "--max-model-len", "--gpu-memory-utilization", "--max-num-seqs", "--max-num-batched-tokens"}
+    vllm |= {
+        "--tensor-parallel-size",
+        "--kv-cache-dtype",
+        "--enable-prefix-caching",
+        "--no-enable-prefix-caching",
+        "--revision",
+    }
+    assert vllm <= flags
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonsense"], "No such command 'nonsense'"),
+        (["generate", "hello", "--no-such-flag"], "No such option"),
+        (["generate", "hello", "--dtype", "int3"], "Invalid value for '--dtype': 'int3'"),
+        (["generate", "hello", "--max-tokens", "many"], "Invalid value for '--max-tokens': 'many'"),
+        (["generate", "hello", "--max-tokens", "-3", "-m", "x"], "max_tokens: got -3"),
+        (["generate", "hello", "--max-tokens", "0", "-m", "x"], "max_tokens: got 0"),
+        (["generate", "hello", "--temperature", "nan", "-m", "x"], "temperature: got nan"),
+        (["generate", "hello", "--temperature", "-1", "-m", "x"], "temperature: got -1.0"),
+        (["generate", "hello", "--top-p", "0", "-m", "x"], "top_p: got 0.0"),
+        (["generate", "hello", "--max-num-seqs", "0", "-m", "x"], "max-num-seqs: got 0"),
+        (["generate", "hello", "--gpu-memory-utilization", "nan", "-m", "x"], "gpu-memory-utilization: got nan"),
+        (["generate", "hello", "--tensor-parallel-size", "2", "-m", "x"], "tensor-parallel-size: got 2"),
+        (["generate", "hello"], "no model"),
+        (["chat", "--n", "2", "-m", "x"], "n: got 2"),
+    ],
+)
+def test_users_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 1
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == ""
+    assert message in lines[0]
+    assert lines[0].startswith("error: ")
+    assert len(lines) <= 2, "one line and a hint"
+    assert all(line.startswith("hint: ") for line in lines[1:])
+
+
+def test_usage_errors_have_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["generate", "hello", "--dtype", "int3"])
+    assert "hint: see `culet generate --help`" in capsys.readouterr().err
+
+
+def test_no_model_names_a_checkpoint_and_the_tiny_one(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["generate", "hello"])
+    hint = capsys.readouterr().err.splitlines()[1]
+    assert "google/gemma-4" in hint
+    assert "culet.models.tiny" in hint
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (BadRequest("bad", hint="good"), 1),
+        (ConfigError("first\nsecond"), 1),
+        (InternalError("ours"), 2),
+        (WorkerDied("gone"), 2),
+        (RuntimeError("unforeseen"), 2),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_codes(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli_main.cli, "main", fail)
+    assert run([]) == code
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    if code != 130:
+        assert err.startswith("error: ")
+        assert len(err.splitlines()) <= 2
+
+
+def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.NO_COLOR.name, "1")
+    assert cli_main._color() is False
+    monkeypatch.delenv(env.NO_COLOR.name)
+    assert cli_main._color() is None
+
+
+def test_doctor_reports_every_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--json"]) == 0
+    out, _ = capsys.readouterr()
+    report = json.loads(out)
+    assert set(report) == {"culet", "packages", "cpu", "gpu", "models", "environment"}
+    assert report["culet"]["version"] == __version__
+    assert report["packages"]["torch"]
+    assert set(report["environment"]) == {variable.name for variable in env.VARIABLES}
+    assert not any("failed" in section for section in report.values())
+    assert run(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"{section}:" in text for section in report)
+
+
+def test_doctor_survives_a_part_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    from culet.cli import doctor
+
+    def fail() -> dict[str, object]:
+        raise OSError("no driver")
+
+    monkeypatch.setattr(doctor, "_gpu", fail)
+    report = doctor.examine()
+    assert report["gpu"] == {"failed": "OSError: no driver"}
+    assert "version" in report["culet"]
+
+
+def test_build_config_knows_what_was_given() -> None:
+    config = build_config({"model": "x", "max_num_seqs": 4})
+    assert config.given == {"model", "max_num_seqs"}
+    assert config.schedule.max_num_seqs == 4
+    with pytest.raises(ConfigError, match="unknown setting: 'max_num_seq'") as caught:
+        build_config({"max_num_seq": 4})
+    assert "max_num_seqs" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_num_seqs", "8"), ("max_num_seqs", True), ("max_num_seqs", 2.5), ("latent", 1), ("dtype", "int3"), ("device", None)],
+)
+def test_build_config_refuses_wrong_kinds(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name.replace("_", "-")):
+        build_config({name: value})
+
+
+def test_commands_are_those_of_the_table() -> None:
+    assert cli.list_commands(click.Context(cli)) == list(COMMANDS)

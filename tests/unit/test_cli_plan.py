@@ -1,0 +1,298 @@
+"""`culet plan` as a command: numbers, JSON, picture, refusals, and that it answers at once and without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from culet.attention.plan import GPUS
+from culet.cache.spec import plan_cache
+from culet.cli.main import run
+from culet.cli.plan import plan
+from culet.errors import CheckpointError, ConfigError
+from culet.models.sizes import pages_of_sequence
+from culet.models.spec import read_spec
+from culet.models.variants import VARIANTS
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(plan, list(arguments), prog_name="culet plan")
+
+
+def data(*arguments: str) -> dict[str, Any]:
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def refusal(*arguments: str) -> Exception:
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert result.exception is not None
+    return result.exception
+
+
+def fit_of(report: dict[str, Any], *, text_only: bool, latent: bool) -> dict[str, Any]:
+    return next(fit for fit in report["fits"] if (fit["text_only"], fit["latent"]) == (text_only, latent))
+
+
+# Numbers
+
+
+def test_h200_numbers_of_the_31b():
+    report = data("31B", "--gpu", "h200", "--seq-len", "2000", "--seq-len", "32000")
+    assert report["gpu"] == {"name": "h200", "arch": "sm_90", "memory_bytes": GPUS["h200"].memory_bytes}
+    assert report["settings"]["dtype"] == report["settings"]["kv_cache_dtype"] == "bfloat16"
+    assert [(group["group"], len(group["layers"]), group["head_dim"]) for group in report["attention"]] == [
+        ("sliding", 50, 256),
+        ("global", 10, 512),
+    ]
+    latent, plain = report["cache"]
+    assert (latent["latent"], plain["latent"]) == (True, False)
+    assert [group["bytes_per_token"] for group in latent["groups"]] == [819_200, 51_200]
+    assert [group["bytes_per_token"] for group in plain["groups"]] == [819_200, 81_920]
+    assert [group["page_tokens"] for group in latent["groups"]] == [16, 256]
+    assert [group["waste_bytes_per_slab"] for group in latent["groups"]] == [0, 0]
+    assert latent["groups"][0]["bytes_per_window"] == 800 << 20
+    assert latent["groups"][1]["bytes_per_window"] is None
+    # 65 sliding pages of 16 tokens, and 125 global pages of 256
+    assert latent["groups"][0]["pages_per_sequence"] == {"2000": 65, "32000": 65}
+    assert latent["groups"][1]["pages_per_sequence"] == {"2000": 8, "32000": 125}
+    assert latent["bytes_per_sequence"]["32000"] == 190 * latent["slab_bytes"]
+    assert report["weights"]["text"]["dense MLP"] == {"parameters": 20_808_990_720, "bytes": 41_617_981_440}
+    assert report["weights"]["text_bytes"] == 2 * 30_697_345_340
+    assert report["weights"]["tower_bytes"] == 2 * 575_743_536
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("gpu", ["h200", "rtx4090"])
+def test_what_fits_adds_up(name, gpu):
+    report = data(name, "--gpu", gpu, "--gpu-memory-utilization", "0.9", "--seq-len", "3000")
+    spec = read_spec(VARIANTS[name])
+    allowed = int(GPUS[gpu].memory_bytes * 0.9)
+    assert len(report["fits"]) == 4
+    for fit in report["fits"]:
+        weights = report["weights"]["text_bytes"] + (0 if fit["text_only"] else report["weights"]["tower_bytes"])
+        assert fit["weight_bytes"] == weights
+        left = allowed - weights - fit["working_bytes"]
+        assert (fit["cache_bytes"], fit["missing_bytes"]) == (max(0, left), max(0, -left))
+        layout = plan_cache(spec.kv_specs(2, latent=fit["latent"]))
+        per_sequence = sum(pages_of_sequence(group, 3000) for group in layout.groups)
+        assert fit["num_slabs"] == fit["cache_bytes"] // layout.slab_bytes
+        assert fit["sequences"]["3000"] == fit["num_slabs"] // per_sequence
+        assert fit["tokens"]["3000"] == 3000 * fit["sequences"]["3000"]
+
+
+def test_text_only_and_latent_buy_room():
+    report = data("31B", "--gpu", "h200", "--seq-len", "32000")
+    best, plain = fit_of(report, text_only=True, latent=True), fit_of(report, text_only=True, latent=False)
+    assert best["sequences"]["32000"] > 1.3 * plain["sequences"]["32000"]
+    assert fit_of(report, text_only=False, latent=True)["num_slabs"] < best["num_slabs"]
+    assert best["longest_sequence"] == 262_144
+
+
+def test_models_without_k_eq_v_gain_nothing_by_the_latent():
+    report = data("E4B", "--gpu", "rtx4090")
+    with_latent, without = (fit_of(report, text_only=True, latent=latent) for latent in (True, False))
+    assert {**with_latent, "latent": None} == {**without, "latent": None}
+
+
+def test_dtypes():
+    report = data("12B", "--gpu", "h200", "--dtype", "float32", "--kv-cache-dtype", "bfloat16")
+    assert report["weights"]["text_bytes"] == 4 * sum(part["parameters"] for part in report["weights"]["text"].values())
+    assert report["cache"][0]["groups"][0]["bytes_per_token"] == 327_680
+    report = data("12B", "--gpu", "h200", "--kv-cache-dtype", "float32")
+    assert report["cache"][0]["groups"][0]["bytes_per_token"] == 2 * 327_680
+
+
+def test_no_latent_is_planned_for():
+    report = data("31B", "--gpu", "h200", "--no-latent")
+    assert [group["latent"] for group in report["attention"]] == [False, False]
+    assert [group["latent"] for group in data("31B", "--gpu", "h200")["attention"]] == [False, True]
+
+
+def test_max_model_len_bounds_the_longest_sequence():
+    report = data("31B", "--gpu", "h200", "--max-model-len", "5000")
+    assert fit_of(report, text_only=True, latent=True)["longest_sequence"] == 5000
+    assert list(report["cache"][0]["bytes_per_sequence"]) == ["2000"]  # the longer defaults are left out
+
+
+def test_a_length_that_does_not_fit_is_said():
+    result = invoke("12B", "--gpu", "rtx4090", "--gpu-memory-utilization", "1")
+    assert "do not fit" not in result.stdout
+    result = invoke("E4B", "--gpu", "rtx4090", "--gpu-memory-utilization", "0.7")
+    assert "A sequence of 131,072 tokens does not fit: the longest one has" in result.stdout
+
+
+# Where the model comes from
+
+
+@pytest.mark.parametrize("name", ["e2b", "E2B", "26b", "26b-a4b"])
+def test_variant_by_any_case(name):
+    assert data(name, "--gpu", "h200")["model"]["name"] in ("Gemma 4 E2B", "Gemma 4 26B-A4B")
+
+
+def test_folder_and_file(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(VARIANTS["12B"]))
+    folder, file = (data(str(path), "--gpu", "h200") for path in (tmp_path, tmp_path / "config.json"))
+    assert folder["model"].pop("name") != file["model"].pop("name")
+    named = data("12B", "--gpu", "h200")
+    named["model"].pop("name")
+    assert folder == file == named
+
+
+def test_text_only_checkpoint_has_no_towers(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(VARIANTS["31B"]["text_config"]))
+    report = data(str(tmp_path), "--gpu", "h200")
+    assert report["weights"]["towers"] == {}
+    result = invoke(str(tmp_path), "--gpu", "h200")
+    assert "has no vision or audio parts" in result.stdout
+    assert "all parts" not in result.stdout
+
+
+# Tables
+
+
+def test_tables_are_plain_and_complete():
+    result = invoke("31B", "--gpu", "h200")
+    assert result.exit_code == 0
+    assert "\x1b" not in result.stdout
+    assert "…" not in result.stdout
+    words = ["sliding", "global", "latent of 640", "819,200", "51,200", "838.9", "16.956", "61.395", "vision (not loaded"]
+    for word in [*words, "text only", "all parts", "K and V", "sequences of 2,000", "tokens in them", "not flash:"]:
+        assert word in result.stdout, word
+    for column in ("61.39", "62.55"):
+        assert column in result.stdout
+    assert all(line == line.rstrip() for line in result.stdout.splitlines())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_tables_fit_into_100_columns(name):
+    lines = invoke(name, "--gpu", "h200").stdout.splitlines()
+    assert max(len(line) for line in lines if not line.startswith("    not ")) <= 100
+
+
+def test_weights_that_do_not_fit_are_said():
+    result = invoke("31B", "--gpu", "rtx4090")
+    assert result.exit_code == 0
+    assert "The weights alone, 61.4 GB, do not fit into the 23.2 GB that may be used." in result.stdout
+    assert "short" in result.stdout
+
+
+def test_cpu():
+    result = invoke("E2B", "--gpu", "cpu")
+    assert "needs an NVIDIA GPU" in result.stdout
+    assert "quarter of free memory" in result.stdout
+
+
+def test_help_begins_with_three_examples():
+    text = invoke("--help").output
+    assert text.index("Examples:") < text.index("Options:")
+    assert text.count("  culet plan ") == 3
+
+
+# Picture
+
+
+def test_picture(tmp_path: Path):
+    file = tmp_path / "plan.svg"
+    result = invoke("E2B", "--gpu", "h200", "--svg", str(file), "--json")
+    assert result.exit_code == 0
+    json.loads(result.stdout)  # the notice about the file is not among the data
+    assert str(file) in result.stderr
+    root = ElementTree.parse(file).getroot()
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}circle"))) == 20
+
+
+def test_picture_that_cannot_be_written(tmp_path: Path):
+    error = refusal("E2B", "--gpu", "h200", "--svg", str(tmp_path / "missing" / "plan.svg"))
+    assert isinstance(error, ConfigError)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        (("31B", "--gpu", "h300"), ConfigError, "unknown GPU: 'h300'"),
+        (("31B", "--gpu", "h200", "--attention-backend", "flash"), ConfigError, "head dim"),
+        (("31B", "--gpu", "h200", "--attention-backend", "global=flash"), ConfigError, "layer 5 (global, head dim 512)"),
+        (("31B", "--gpu", "cpu", "--attention-backend", "triton"), ConfigError, "layer 0 (sliding, head dim 256)"),
+        (("31B", "--gpu", "h200", "--attention-backend", "fast"), ConfigError, "unknown attention backend: 'fast'"),
+        (("31B", "--gpu", "h200", "--max-model-len", "999999"), ConfigError, "positions end at 262144"),
+        (("31B", "--gpu", "h200", "--max-model-len", "0"), ConfigError, "max-model-len"),
+        (("31B", "--gpu", "h200", "--seq-len", "0"), ConfigError, "seq-len"),
+        (("31B", "--gpu", "h200", "--seq-len", "300000"), ConfigError, "from 1 to 262144"),
+        (("31B", "--gpu", "h200", "--gpu-memory-utilization", "1.5"), ConfigError, "gpu-memory-utilization"),
+        (("31B", "--gpu", "h200", "--gpu-memory-utilization", "nan"), ConfigError, "gpu-memory-utilization"),
+        (("E5B", "--gpu", "h200"), CheckpointError, "no such folder"),
+        (("./nowhere", "--gpu", "h200"), CheckpointError, "no such folder"),
+    ],
+)
+def test_refusals(arguments, kind, words):
+    error = refusal(*arguments)
+    assert isinstance(error, kind)
+    assert words in str(error)
+
+
+def test_unknown_model_lists_the_variants():
+    assert "E2B, E4B, 12B, 26B-A4B, 31B" in str(refusal("E5B", "--gpu", "h200"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("31B", "--gpu", "nope"),
+        ("31B", "--dtype", "int3"),
+        ("31B", "--seq-len", "many"),
+        (),
+        ("31B", "--nope"),
+        ("/nowhere/at/all",),
+    ],
+)
+def test_exit_code_and_one_line(arguments, capsys: pytest.CaptureFixture[str]):
+    assert run(["plan", *arguments]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.strip().splitlines()
+    assert lines[0].startswith("error: ")
+    assert lines[1].startswith("hint: ")
+    assert len(lines) == 2
+
+
+# As a process
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("gpu", ["h200", "rtx4090"])
+def test_answers_in_two_seconds(name, gpu):
+    begin = time.perf_counter()
+    command = [sys.executable, "-m", "culet.cli.plan", name, "--gpu", gpu]
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"NO_COLOR": "1"})
+    seconds = time.perf_counter() - begin
+    assert process.returncode == 0, process.stderr
+    assert f"Gemma 4 {name} on {gpu}" in process.stdout
+    assert seconds < 2
+
+
+def test_neither_torch_nor_numpy_is_imported():
+    code = (
+        "import sys\n"
+        "from culet.cli.main import run\n"
+        "assert run(['plan', '31B', '--gpu', 'h200', '--json', '--svg', sys.argv[1]]) == 0\n"
+        "heavy = {'torch', 'numpy', 'triton', 'transformers', 'huggingface_hub', 'tokenizers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    process = subprocess.run([sys.executable, "-c", code, os.devnull], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr

@@ -1,0 +1,163 @@
+"""StepPlan rows as tensors, against a plain loop over tokens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from culet.cache.spec import CacheLayout, KVSpec, plan_cache
+from culet.errors import InternalError
+from culet.runner.fill import fill
+from culet.types import PageTable, Row, StepPlan
+
+CPU = torch.device("cpu")
+WINDOW = 20
+NUM_SLABS = 400
+
+
+def make_layout() -> CacheLayout:
+    sliding = [KVSpec(layer, 2, 8, 8, WINDOW, False, 4) for layer in range(3)]
+    return plan_cache([*sliding, KVSpec(3, 1, 16, 4, None, True, 4)], page_multiple=4, slab_bytes=3 * 128 * 8)
+
+
+LAYOUT = make_layout()
+
+
+def make_row(slot: int, start: int, num_new: int, num_logits: int, pages: random.Random) -> Row:
+    """A row as the scheduler makes it, with the store rule and pages behind the window gone."""
+    end = start + num_new
+    tables, store_from = [], []
+    for group in LAYOUT.groups:
+        size = group.page_tokens
+        stored = start if group.window is None else max(start, end - group.window - max(num_logits, 1) + 1)
+        first = min(group.first_visible(start), stored) // size if start else stored // size
+        tables.append(PageTable(first, tuple(pages.randrange(NUM_SLABS) for _ in range(first, (end - 1) // size + 1))))
+        store_from.append(stored)
+    return Row(slot, start, num_new, num_logits, tuple(tables), tuple(store_from))
+
+
+def make_tokens(num_slots: int = 16, room: int = 300) -> torch.Tensor:
+    return torch.arange(num_slots * room).view(num_slots, room)
+
+
+def rows_of(kind: str, seed: int) -> list[Row]:
+    chance = random.Random(seed)
+    rows = []
+    for slot in chance.sample(range(16), chance.randint(1, 9)):
+        start = chance.choice((0, 3, 19, 20, 55, 150))
+        num_new = 1 if kind == "decode" else chance.choice((1, 1, 5, 21, 90))
+        logits = {"decode": 1, "prefill": chance.choice((0, 1)), "mixed": chance.choice((0, 1, min(4, num_new), num_new))}[kind]
+        rows.append(make_row(slot, start, num_new, logits, chance))
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
+@pytest.mark.parametrize("seed", range(12))
+def test_fill(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CULET_CHECK_PAGES", "1")
+    rows, tokens = rows_of(kind, seed), make_tokens()
+    batch = fill(StepPlan(1, (), (), tuple(rows)), LAYOUT, tokens, CPU, num_slabs=NUM_SLABS)
+    token = 0
+    wanted = []
+    for index, row in enumerate(rows):
+        assert batch.row_begin_B1[index] == token
+        assert batch.context_B[index] == row.start
+        facts = batch.rows[index]
+        assert (facts.start, facts.num_queries) == (row.start, row.num_new)
+        for offset in range(row.num_new):
+            position = row.start + offset
+            assert batch.positions_T[token] == position
+            assert batch.token_ids_T[token] == tokens[row.slot, position]
+            for group in LAYOUT.groups:
+                table, size = row.tables[group.index], group.page_tokens
+                slot = -1
+                if position >= row.store_from[group.index]:
+                    slot = table.pages[position // size - table.first] * size + position % size
+                assert batch.groups[group.index].slot_T[token] == slot
+            if offset >= row.num_new - row.num_logits:
+                wanted.append(token)
+            token += 1
+        for group in LAYOUT.groups:
+            own, table = batch.groups[group.index], row.tables[group.index]
+            assert own.first_B[index] == table.first * group.page_tokens
+            assert own.pages_BP[index].tolist() == [*table.pages, *[0] * (own.pages_BP.shape[1] - len(table.pages))]
+            all_stored = all(own.slot_T[i] >= 0 for i in range(token - row.num_new, token))
+            assert facts.is_stored[group.index] == all_stored
+            assert own.visible_2T is None
+    assert batch.num_tokens == token == batch.row_begin_B1[-1]
+    assert batch.logits_index_L.tolist() == wanted
+    assert (batch.tail is None) == (len(wanted) == token)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tail(seed: int) -> None:
+    rows = rows_of("mixed", seed)
+    batch = fill(StepPlan(1, (), (), tuple(rows)), LAYOUT, make_tokens(), CPU)
+    tail = batch.tail
+    if tail is None:
+        assert all(row.num_logits == row.num_new for row in rows)
+        return
+    kept = [(index, row) for index, row in enumerate(rows) if row.num_logits]
+    assert torch.equal(tail.token_ids_T, batch.token_ids_T[batch.logits_index_L])
+    assert torch.equal(tail.positions_T, batch.positions_T[batch.logits_index_L])
+    assert tail.logits_index_L.tolist() == list(range(tail.num_tokens))
+    assert tail.row_begin_B1.diff().tolist() == [row.num_logits for _, row in kept]
+    for place, (index, row) in enumerate(kept):
+        first = row.start + row.num_new - row.num_logits
+        assert tail.context_B[place] == first
+        assert (tail.rows[place].start, tail.rows[place].num_queries) == (first, row.num_logits)
+        assert all(tail.rows[place].is_stored)
+        for own, whole in zip(tail.groups, batch.groups, strict=True):
+            assert torch.equal(own.pages_BP[place], whole.pages_BP[index])
+            assert own.first_B[place] == whole.first_B[index]
+        # What the name promises: every key that the tail sees is in pages.
+        for group in LAYOUT.groups:
+            assert group.first_visible(first) >= row.store_from[group.index] or row.store_from[group.index] == row.start
+    assert tail.tail is None
+
+
+def test_no_logits_at_all() -> None:
+    chance = random.Random(0)
+    batch = fill(StepPlan(1, (), (), (make_row(0, 0, 30, 0, chance),)), LAYOUT, make_tokens(), CPU)
+    assert batch.logits_index_L.numel() == 0
+    assert batch.tail is not None
+    assert batch.tail.num_tokens == 0
+    assert batch.tail.rows == ()
+
+
+def test_without_tail() -> None:
+    chance = random.Random(0)
+    plan = StepPlan(1, (), (), (make_row(0, 0, 30, 1, chance),))
+    batch = fill(plan, LAYOUT, make_tokens(), CPU, with_tail=False)
+    assert batch.tail is None
+    assert batch.logits_index_L.tolist() == [29]
+
+
+def spoiled(row: Row, group: int, table: PageTable) -> Row:
+    tables = list(row.tables)
+    tables[group] = table
+    return Row(row.slot, row.start, row.num_new, row.num_logits, tuple(tables), row.store_from)
+
+
+def bad_rows() -> list[tuple[str, Row]]:
+    row = make_row(2, 55, 5, 1, random.Random(0))
+    sliding, glob = row.tables
+    return [
+        ("group sliding, row 1.*page 400", spoiled(row, 0, PageTable(sliding.first, (400, *sliding.pages[1:])))),
+        ("group global, row 1.*page -1", spoiled(row, 1, PageTable(glob.first, (*glob.pages[:-1], -1)))),
+        ("group global, row 1.*new position 59", spoiled(row, 1, PageTable(glob.first, glob.pages[:-1]))),
+        ("group sliding, row 1.*context position 36", spoiled(row, 0, PageTable(sliding.first + 1, sliding.pages[1:]))),
+        ("row 1: slot 16", Row(16, 55, 5, 1, row.tables, row.store_from)),
+        ("row 1: start 298", Row(2, 298, 5, 1, row.tables, row.store_from)),
+        ("row 1: start 55, 5 new tokens, 6 logits", Row(2, 55, 5, 6, row.tables, row.store_from)),
+    ]
+
+
+@pytest.mark.parametrize(("message", "row"), bad_rows())
+def test_check_pages(message: str, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CULET_CHECK_PAGES", "1")
+    good = make_row(1, 19, 1, 1, random.Random(5))
+    with pytest.raises(InternalError, match=message):
+        fill(StepPlan(1, (), (), (good, row)), LAYOUT, make_tokens(), CPU, num_slabs=NUM_SLABS)

@@ -1,0 +1,254 @@
+"""Tokens and text: the tokenizer, decoding token by token, stop strings."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import pairwise
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, trainers
+
+from culet.engine.text import IncrementalDecoder, StopMatcher, Tokenizer, check_token_ids
+from culet.errors import BadRequest, CheckpointError
+
+SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", '<|"|>', "<|think|>"]
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "model", "said", "hello", "world", "café", "naïve"]
+
+
+def write_tokenizer(folder, decoder=None):
+    """A small BPE in Gemma's form: spaces as U+2581, unknown characters as byte tokens, special tokens beside it."""
+    learner = tokenizers.Tokenizer(models.BPE())
+    learner.normalizer = normalizers.Replace(" ", "\u2581")
+    learner.train_from_iterator(
+        [" " + word for word in WORDS] + WORDS, trainers.BpeTrainer(vocab_size=120, show_progress=False)
+    )
+    learnt = learner.get_vocab()
+    merges = [tuple(merge) for merge in json.loads(learner.to_str())["model"]["merges"]]
+    pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(learnt, key=learnt.__getitem__), "\n"]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.decoder = decoder or decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """(ours, the library's own)"""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    theirs = write_tokenizer(folder)
+    return Tokenizer(folder), theirs
+
+
+# The tokenizer
+
+
+def test_encode_adds_nothing_by_itself(both):
+    ours, _ = both
+    bos = ours.token_id("<bos>")
+    ids = ours.encode("hello world")
+    assert bos not in ids
+    assert ours.encode("hello world", add_bos=True) == [bos, *ids]
+    assert ours.encode("<bos>hello world", add_bos=True) == [bos, *ids]
+    assert ours.encode("", add_bos=True) == [bos]
+
+
+def test_special_tokens(both):
+    ours, theirs = both
+    ids = ours.encode("<|turn>user\nhello<turn|>\n")
+    assert ids[0] == ours.token_id("<|turn>")
+    assert ours.token_id("<turn|>") in ids
+    assert ours.decode(ids) == "user\nhello\n"
+    assert ours.decode(ids, skip_special=False) == "<|turn>user\nhello<turn|>\n"
+    assert ours.token_id("<no such token>") is None
+    assert ours.special_ids == {ours.token_id(name) for name in SPECIAL}
+    assert ours.vocab_size == theirs.get_vocab_size()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_round_trip(both, text):
+    ours, theirs = both
+    ids = ours.encode(text)
+    assert ids == theirs.encode(text, add_special_tokens=False).ids
+    expected = text.replace("\u2581", " ")  # the one character that a tokenizer of this form cannot keep
+    assert ours.decode(ids, skip_special=False) == expected
+    assert theirs.decode(ids, skip_special_tokens=False) == expected
+
+
+def test_ids_beyond_the_vocabulary_are_no_text(both):
+    ours, _ = both
+    ids = ours.encode("the fox")
+    assert ours.decode([*ids, ours.vocab_size + 5, 10**6]) == "the fox"
+
+
+@pytest.mark.parametrize("prompt", ["half \ud800 pair", 3, None, b"bytes"])
+def test_text_that_is_none(both, prompt):
+    with pytest.raises(BadRequest, match="prompt"):
+        both[0].encode(prompt)
+
+
+def test_missing_and_broken_files(tmp_path):
+    with pytest.raises(CheckpointError, match="no such file") as caught:
+        Tokenizer(tmp_path)
+    assert "tokenizer.json" in caught.value.hint
+    for content in ("", "{", "[]", '{"model": 3}'):
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(CheckpointError, match="not a tokenizer"):
+            Tokenizer(tmp_path)
+
+
+def test_other_decoders_are_refused(tmp_path):
+    write_tokenizer(tmp_path, decoders.WordPiece())
+    with pytest.raises(CheckpointError, match="WordPiece"):
+        Tokenizer(tmp_path)
+
+
+def test_check_token_ids():
+    import numpy as np
+
+    assert check_token_ids([1, np.int64(5), 9], 10) == (1, 5, 9)
+    for bad in ([10], [-1], [1, "2"], [1.0], [True], [None]):
+        with pytest.raises(BadRequest, match=r"prompt\[\d\]: got .* expected a token id from 0 to 9"):
+            check_token_ids(bad, 10)
+    with pytest.raises(BadRequest, match="no tokens"):
+        check_token_ids([], 10)
+
+
+# Decoding token by token
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_pieces_add_up_and_hold_no_half_characters(both, data):
+    ours, _ = both
+    text = data.draw(st.text(st.sampled_from("the fox 你好🎉é\n👩\u200d👩\u200d👧"), max_size=30))
+    ids = ours.encode(text)
+    decoder = IncrementalDecoder(ours, skip_special=False)
+    given_out, index = "", 0
+    while index < len(ids):
+        step = data.draw(st.integers(1, 4))
+        piece = decoder.push(ids[index : index + step])
+        index += step
+        assert "\ufffd" not in piece
+        given_out += piece
+        assert text.startswith(given_out)
+    assert decoder.flush() == ""
+    assert given_out == text
+
+
+def test_a_character_appears_with_its_last_byte(both):
+    ours, _ = both
+    ids = ours.encode("🎉")
+    assert len(ids) == 4
+    decoder = IncrementalDecoder(ours)
+    assert [decoder.push([token_id]) for token_id in ids] == ["", "", "", "🎉"]
+
+
+def test_bytes_that_never_become_a_character(both):
+    ours, _ = both
+    byte = {value: ours.token_id(f"<0x{value:02X}>") for value in range(256)}
+    decoder = IncrementalDecoder(ours)
+    assert decoder.push([byte[0xF0], byte[0x9F]]) == ""
+    assert decoder.flush() == "\ufffd"
+    assert decoder.push(ours.encode("fox")) == "fox"  # the decoder is as new
+    # A wrong byte does not take its neighbours with it.
+    assert ours.decode([byte[0xE4], byte[0xBD], byte[0xA0], byte[0xFF], *ours.encode("the")]) == "你\ufffdthe"
+
+
+def test_special_tokens_are_hidden_or_kept(both):
+    ours, _ = both
+    ids = ours.encode("the<turn|>")
+    for skip_special, expected in ((True, "the"), (False, "the<turn|>")):
+        decoder = IncrementalDecoder(ours, skip_special=skip_special)
+        assert "".join(decoder.push([token_id]) for token_id in ids) + decoder.flush() == expected
+
+
+def test_cost_per_token_does_not_grow(both):
+    """Random bytes are the worst case of decoders that look back: hardly ever is a character complete."""
+    ours, _ = both
+    token = ours.token_id("<0x80>")
+
+    def seconds(count: int) -> float:
+        decoder = IncrementalDecoder(ours)
+        begin = time.perf_counter()
+        for _ in range(count):
+            decoder.push([token])
+        return time.perf_counter() - begin
+
+    seconds(1000)
+    assert seconds(100_000) < 40 * seconds(10_000) + 0.5
+
+
+# Stop strings
+
+
+def stop_by_definition(text: str, stops: list[str]) -> tuple[str, bool]:
+    """(text before the stop string that is complete first, whether one is)"""
+    found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    return (text[: min(found)[1]], True) if found else (text, False)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    text=st.text("ab\n", max_size=24),
+    stops=st.lists(st.text("ab\n", min_size=1, max_size=6), max_size=4),
+    cuts=st.lists(st.integers(0, 24), max_size=8),
+)
+def test_stops_at_every_split(text, stops, cuts):
+    borders = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    matcher = StopMatcher(stops)
+    given_out, is_met = "", False
+    for begin, end in pairwise(borders):
+        piece, is_met = matcher.push(text[begin:end])
+        given_out += piece
+        if not is_met:
+            seen = text[:end]
+            held = seen[len(given_out) :]
+            # What is held back is the longest end of the text that begins a stop string, and no more.
+            longest = max((k for stop in stops for k in range(len(stop)) if seen.endswith(stop[:k])), default=0)
+            assert len(held) == longest
+    if not is_met:
+        given_out += matcher.flush()
+    assert (given_out, is_met) == stop_by_definition(text, stops)
+
+
+def test_every_split_of_one_text():
+    text, stops = "Once upon a time. User: and then\nUser", ["\nUser:", "User:"]
+    for first in range(len(text)):
+        for second in range(first, len(text)):
+            matcher = StopMatcher(stops)
+            parts = [matcher.push(part) for part in (text[:first], text[first:second], text[second:])]
+            assert "".join(piece for piece, _ in parts) == "Once upon a time. "
+            assert parts[-1][1]
+            assert matcher.matched == "User:"
+
+
+def test_nothing_follows_a_stop():
+    matcher = StopMatcher(["END"])
+    assert matcher.push("text EN") == ("text ", False)
+    assert matcher.push("D more") == ("", True)
+    assert matcher.push("more") == ("", True)
+    assert matcher.flush() == ""
+
+
+def test_without_stop_strings_all_passes():
+    matcher = StopMatcher([])
+    assert matcher.push("anything") == ("anything", False)
+    assert matcher.flush() == ""
+
+
+def test_long_stop_strings_cost_no_more():
+    matcher = StopMatcher(["a" * 5000 + "b", "a" * 4999 + "c"])
+    begin = time.perf_counter()
+    given_out = "".join(matcher.push("a")[0] for _ in range(20_000))
+    assert len(given_out) == 15_000
+    assert time.perf_counter() - begin < 5

@@ -1,0 +1,225 @@
+"""Loading weights: single and sharded files, what is skipped, what is refused, and how much memory it takes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from culet.errors import CheckpointError
+from culet.models.checkpoint import open_checkpoint
+from culet.models.gemma4 import Gemma4
+from culet.models.weights import load_model
+from tests.models import tiny_checkpoints as tiny
+
+CPU = torch.device("cpu")
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Gemma4:
+    return load_model(open_checkpoint(str(folder)), dtype=dtype, device=CPU)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A writable copy of a wrapped checkpoint with KV sharing, towers and dead weights."""
+    shutil.copytree(tiny.checkpoint_folder("E2B"), tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def shard(folder: Path, num_files: int = 3) -> list[str]:
+    """Split the single file as large checkpoints are."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = [f"model-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
+    weight_map = {name: names[i % num_files] for i, name in enumerate(tensors)}
+    for file in names:
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return names
+
+
+def same(a: Gemma4, b: Gemma4) -> bool:
+    pairs = zip(a.state_dict().items(), b.state_dict().items(), strict=True)
+    return all(name == other and torch.equal(value, twin) for (name, value), (other, twin) in pairs)
+
+
+@pytest.mark.parametrize("shape", tiny.SHAPES)
+def test_every_parameter_is_filled(shape: str) -> None:
+    """All that a model allocates is covered by the tensors of a checkpoint, once, and nothing else is."""
+    spec = open_checkpoint(str(tiny.checkpoint_folder(shape))).spec
+    model = Gemma4(spec, dtype=torch.float32, device=CPU)
+    for parameter in model.parameters():
+        parameter.zero_()
+    for placement in model.placements().values():
+        placement.target.add_(1)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, torch.ones_like(parameter)), name
+
+
+def test_sharded(folder: Path) -> None:
+    whole = load(folder)
+    shard(folder)
+    assert same(load(folder), whole)
+
+
+def test_towers_are_never_allocated(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    assert any("vision_tower" in name for name in tensors)
+    assert any("audio_tower" in name for name in tensors)
+    text = sum(value.numel() for name, value in tensors.items() if name.startswith("model.language_model."))
+    dead = sum(value.numel() for name, value in tensors.items() if is_dead(name))
+    assert dead > 0
+    assert sum(parameter.numel() for parameter in load(folder).parameters()) == text - dead
+
+
+def is_dead(name: str) -> bool:
+    parts = name.split(".")
+    return "language_model" in name and "layers" in parts and int(parts[3]) >= 5 and parts[-2] in ("k_proj", "v_proj", "k_norm")
+
+
+def test_stored_head_and_12b_embedder_are_skipped(folder: Path) -> None:
+    whole = load(folder)
+    rewrite(
+        folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(3), "model.vision_embedder.x": torch.zeros(3)})
+    )
+    assert same(load(folder), whole)
+
+
+def test_dtype(folder: Path) -> None:
+    """Matrices are converted; norms and other small scales stay float32."""
+    exact, model = load(folder), load(folder, torch.bfloat16)
+    assert torch.equal(model.embedding, exact.embedding.bfloat16())
+    assert model._layers[0].mlp.gate_up.weight.dtype == torch.bfloat16
+    assert torch.equal(model._layers[0].input_norm, exact._layers[0].input_norm)
+
+
+LAYER = "model.language_model.layers.0."
+
+
+def remove(*names: str) -> Callable[[dict[str, Tensor]], None]:
+    return lambda tensors: [tensors.pop(name) for name in names] and None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (remove(LAYER + "layer_scalar"), r"1 tensor \(layers\.0\.layer_scalar\) missing"),
+        (remove(*(LAYER + f"self_attn.{x}_proj.weight" for x in "qkvo")), r"4 tensors \(.*q_proj.*\) missing"),
+        (lambda t: t.update({LAYER + "self_attn.q_proj.bias": torch.zeros(1)}), r"1 tensor \(.*q_proj\.bias\) unexpected"),
+        (
+            lambda t: t.update({f"x{i}": torch.zeros(1) for i in range(9)}),
+            r"9 tensors \(x0, x1, x2, x3, x4, \.\.\.\) unexpected",
+        ),
+        (lambda t: t.update({LAYER + "layer_scalar": torch.zeros(2)}), r"layer_scalar: \[2\], expected \[1\]\) misshapen"),
+        (
+            lambda t: t.update({"model.norm.weight": t["model.language_model.norm.weight"].clone()}),
+            r"1 tensor \(model\..*norm\.weight\) unexpected",
+        ),
+        (
+            lambda t: t.update({LAYER + "layer_scalar": torch.zeros(1, dtype=torch.int8)}),
+            r"layer_scalar: I8\) of a type that is not served",
+        ),
+    ],
+)
+def test_wrong_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None], message: str) -> None:
+    rewrite(folder, change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(folder)
+    assert caught.value.hint
+    assert "\n" not in caught.value.message
+
+
+def test_truncated(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read"):
+        load(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"not a tensor file at all"])
+def test_corrupt(folder: Path, content: bytes) -> None:
+    names = shard(folder)
+    (folder / names[1]).write_bytes(content)
+    with pytest.raises(CheckpointError, match=names[1]):
+        load(folder)
+
+
+def test_missing_files(folder: Path) -> None:
+    names = shard(folder)
+    (folder / names[2]).unlink()
+    with pytest.raises(CheckpointError, match=f"1 file .{names[2]}. named in .* missing"):
+        load(folder)
+    for name in (*names[:2], "model.safetensors.index.json"):
+        (folder / name).unlink()
+    with pytest.raises(CheckpointError, match="no weights in the folder"):
+        load(folder)
+
+
+@pytest.mark.parametrize("weight_map", [None, [], {"a": 1}, {"a": "../model.safetensors"}])
+def test_bad_index(folder: Path, weight_map: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError):
+        load(folder)
+
+
+PEAK = """
+import resource, sys, torch
+from pathlib import Path
+from culet.models.checkpoint import open_checkpoint
+from culet.models.weights import load_model
+checkpoint = open_checkpoint(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model = load_model(checkpoint, dtype=torch.bfloat16, device=torch.device("cpu"), progress=False)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+weights = sum(p.numel() * p.element_size() for p in model.parameters())
+print((after - before) * 1024, weights)
+"""
+
+
+def test_peak_memory(tmp_path: Path) -> None:
+    """Beside the weights, loading takes no more than the largest of 12 files (and what the allocator keeps)."""
+    from transformers import Gemma4ForCausalLM
+
+    with torch.device("meta"):
+        shape = Gemma4ForCausalLM(
+            tiny.text_config("E4B", hidden_size=1024, intermediate_size=4096, vocab_size=8192, vocab_size_per_layer_input=8192)
+        )
+    names = [name for name in shape.state_dict() if name != "lm_head.weight"]
+    tensors = {name: shape.state_dict()[name] for name in names}
+    total = sum(value.numel() * 2 for value in tensors.values())
+    weight_map, largest, size, files = {}, 0, 0, [{}]
+    for name in names:
+        value = torch.zeros(tensors[name].shape, dtype=torch.bfloat16)
+        if size + value.nbytes > total / 12 and files[-1]:
+            files.append({})
+            size = 0
+        files[-1][name] = value
+        size += value.nbytes
+        largest = max(largest, size)
+    for index, part in enumerate(files):
+        save_file(part, tmp_path / f"part{index}.safetensors")
+        weight_map |= {name: f"part{index}.safetensors" for name in part}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    shape.config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["Gemma4ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    del files
+    done = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True)
+    taken, weights = map(int, done.stdout.split())
+    assert weights > 400e6
+    assert largest < weights / 8
+    assert weights * 0.9 < taken < weights + largest + 64e6
