@@ -29,6 +29,7 @@ QUERY_BLOCK = 256  # queries of a long row that share one masked product
 FEW_KEYS = 128  # rows that see fewer keys share a product however they differ; longer ones within a factor of two
 
 Ints = NDArray[np.int64]
+RowsView = tuple[tuple[int, int], tuple[int, int]]  # size and stride of a layer's memory as rows that begin at every unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class _Plan:
     """What a batch reads, worked out once for all layers of the group."""
 
     batch: ForwardBatch
+    rows_view: RowsView
     products: tuple[_Product, ...]
     long_rows: tuple[_LongRow, ...]
 
@@ -88,68 +90,68 @@ class ReferenceBackend:
             self.plan(batch, pool)
             plan = self._plans[-1]
         if len(plan.products) == 1 and plan.products[0].tokens is None:
-            return self._run_product(plan.products[0], layer, pool, q_TNH)
+            return self._run_product(plan.products[0], layer, pool, plan.rows_view, q_TNH)
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         for part in plan.products:
             assert part.tokens is not None
-            result = self._run_product(part, layer, pool, q_TNH[part.tokens])
+            result = self._run_product(part, layer, pool, plan.rows_view, q_TNH[part.tokens])
             if part.places is None:
                 out_TNH[part.tokens] = result
             else:
                 out_TNH[part.tokens[part.places]] = result[part.places]
         for row in plan.long_rows:
-            self._run_long(row, layer, pool, q_TNH, k_TGH, v_TGH, out_TNH)
+            shape = (self.group.spec.num_kv_heads, row.num_paged)
+            k_GSH, v_GSH = self._gather(layer, pool, plan.rows_view, row.key_rows, shape)
+                layer, pool, plan.rows_view, row.key_rows, (self.group.spec.num_kv_heads, row.num_paged)
+            )
+            if row.has_fresh:
+                k_GSH = torch.cat((k_GSH, k_TGH[row.tokens].float().transpose(0, 1)), 1)
+                v_GSH = torch.cat((v_GSH, v_TGH[row.tokens].float().transpose(0, 1)), 1)
+            out_TNH[row.tokens] = self._run_long(row, q_TNH[row.tokens], k_GSH, v_GSH)
         return out_TNH
 
-    def _gather(self, layer: int, pool: Pool, key_rows: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def _gather(
+        self, layer: int, pool: Pool, rows_view: RowsView, key_rows: Tensor, shape: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values [*shape, H] in float32 from rows of the flat pool."""
         spec = self.group.spec
-        planes = pool.planes(layer)
-        unit = _row_unit(planes)
-        room = planes.untyped_storage().nbytes() // planes.element_size() - planes.storage_offset()
-        # Rows of W elements that begin at every multiple of the unit. index_select copies whole rows: 4 to 6 times as fast
-        # as indexing [page, head, token] (300 keys x 2 heads x 64: 12 for 80 us).
-        flat = planes.as_strided(((room - spec.width) // unit + 1, spec.width), (unit, 1))
+        # index_select copies whole rows: 4 to 6 times as fast as indexing [page, head, token] (300 keys x 2 heads x 64: 12
+        # for 80 us).
+        flat = pool.planes(layer).as_strided(*rows_view)
         found = flat.index_select(0, key_rows).float().view(spec.num_planes, *shape, spec.width)
         if spec.latent:
             return found[0][..., spec.width - spec.head_dim :], found[0][..., : spec.head_dim]
         return found[0], found[1]
 
-    def _run_product(self, part: _Product, layer: int, pool: Pool, q_XNH: Tensor) -> Tensor:
+    def _run_product(self, part: _Product, layer: int, pool: Pool, rows_view: RowsView, q_XNH: Tensor) -> Tensor:
         """Outputs of the B * Q places, as queries are given."""
         rows, queries, num_kv = part.num_rows, part.num_queries, self.group.spec.num_kv_heads
-        k_BGSH, v_BGSH = self._gather(layer, pool, part.key_rows, (rows, num_kv, part.num_keys))
+        k_BGSH, v_BGSH = self._gather(layer, pool, rows_view, part.key_rows, (rows, num_kv, part.num_keys))
         # Heads that share a KV head are more queries of it: keys are read once for all of them.
-        q = q_XNH.float().view(rows, queries, num_kv, -1, q_XNH.shape[-1]).transpose(1, 2).flatten(2, 3)
+        size = q_XNH.shape[-1]
+        if queries == 1:
+            q = q_XNH.float().view(rows, num_kv, -1, size)
+        else:
+            q = q_XNH.float().view(rows, queries, num_kv, -1, size).transpose(1, 2).flatten(2, 3)
         out = F.scaled_dot_product_attention(q, k_BGSH, v_BGSH, attn_mask=part.mask, scale=1.0)
-        out = out.unflatten(2, (queries, -1)).transpose(1, 2)
+        if queries > 1:
+            out = out.view(rows, num_kv, queries, -1, size).transpose(1, 2)
         return out.reshape(q_XNH.shape).to(q_XNH.dtype)
 
-    def _run_long(
-        self, row: _LongRow, layer: int, pool: Pool, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, out_TNH: Tensor
-    ) -> None:
-        """Fill `out_TNH` for one row."""
-        num_kv = self.group.spec.num_kv_heads
-        k_GSH, v_GSH = self._gather(layer, pool, row.key_rows, (num_kv, row.num_paged))
-        if row.has_fresh:
-            k_GSH = torch.cat((k_GSH, k_TGH[row.tokens].float().transpose(0, 1)), 1)
-            v_GSH = torch.cat((v_GSH, v_TGH[row.tokens].float().transpose(0, 1)), 1)
-        q_RGQH = q_TNH[row.tokens].float().unflatten(1, (num_kv, -1)).permute(2, 1, 0, 3)
-        out_QGRH = out_TNH[row.tokens].unflatten(1, (num_kv, -1))
+    def _run_long(self, row: _LongRow, q_QNH: Tensor, k_GSH: Tensor, v_GSH: Tensor) -> Tensor:
+        """Outputs of one row's queries, block by block."""
+        q_RGQH = q_QNH.float().unflatten(1, (k_GSH.shape[0], -1)).permute(2, 1, 0, 3)
         repeat = q_RGQH.shape[0]
+        parts = []
         for block, (lo, hi) in enumerate(row.bounds):
             queries = slice(block * QUERY_BLOCK, (block + 1) * QUERY_BLOCK)
             keys = slice(lo - row.first_key, hi + 1 - row.first_key)
-            position = torch.arange(lo, hi + 1, device=q_TNH.device)
+            position = torch.arange(lo, hi + 1, device=q_QNH.device)
             mask = (position >= row.lo_Q[queries, None]) & (position <= row.hi_Q[queries, None])
             k, v = k_GSH[:, keys].expand(repeat, -1, -1, -1), v_GSH[:, keys].expand(repeat, -1, -1, -1)
             out = F.scaled_dot_product_attention(q_RGQH[:, :, queries], k, v, attn_mask=mask, scale=1.0)
-            out_QGRH[queries] = out.permute(2, 1, 0, 3).to(out_QGRH.dtype)
-
-
-def _row_unit(planes: Tensor) -> int:
-    """Elements between possible beginnings of a stored row, whatever the slab's size."""
-    return math.gcd(planes.stride(1), planes.shape[-1])
+            parts.append(out.permute(2, 1, 0, 3))
+        return torch.cat(parts).reshape(q_QNH.shape).to(q_QNH.dtype)
 
 
 class _Planner:
@@ -163,20 +165,23 @@ class _Planner:
         self.pages_BP, self.first_B = own.pages_BP.cpu().numpy(), own.first_B.cpu().numpy()
         self.begin_B1 = batch.row_begin_B1.cpu().numpy().astype(np.int64)
         self.lo_T, self.hi_T = self._visible()
-        planes = pool.planes(group.layers[0])
-        unit = _row_unit(planes)
+        # The last layer's planes begin last, so what lies within their reach does so for all layers.
+        planes = pool.planes(group.layers[-1])
+        unit = math.gcd(planes.stride(1), planes.shape[-1])  # a stored row begins at a multiple of it, whatever the slab's size
+        room = planes.untyped_storage().nbytes() // planes.element_size() - planes.storage_offset()
+        self.rows_view: RowsView = ((room - planes.shape[-1]) // unit + 1, planes.shape[-1]), (unit, 1)
         self.plane_step, self.page_step, self.head_step = (planes.stride(dim) // unit for dim in range(3))
         self.token_step = planes.stride(3) // unit
 
     def plan(self) -> _Plan:
         rows = self.batch.rows
         if not rows:
-            return _Plan(self.batch, (), ())
+            return _Plan(self.batch, self.rows_view, (), ())
         index = self.group.index
         few = [i for i, row in enumerate(rows) if row.num_queries <= FEW_QUERIES and row.is_stored[index]]
         chosen = set(few) if len(few) < len(rows) else range(len(rows))
         long_rows = tuple(self._long_row(i) for i in range(len(rows)) if i not in chosen)
-        return _Plan(self.batch, self._products(np.array(few, dtype=np.int64)), long_rows)
+        return _Plan(self.batch, self.rows_view, self._products(np.array(few, dtype=np.int64)), long_rows)
 
     def _visible(self) -> tuple[Ints, Ints]:
         """First and last key position that each query sees."""
@@ -204,6 +209,8 @@ class _Planner:
             return ()
         lo_B = np.minimum.reduceat(self.lo_T, self.begin_B1[:-1])[rows_B]
         hi_B = np.maximum.reduceat(self.hi_T, self.begin_B1[:-1])[rows_B]
+        if rows_B.size == 1 or int((hi_B - lo_B).max()) < FEW_KEYS:
+            return (self._product(rows_B, lo_B, hi_B),)
         # Buckets by powers of two of the number of keys, so that no row is padded to more than twice its length.
         bucket_B = np.frexp(np.maximum(hi_B - lo_B, FEW_KEYS).astype(np.float64))[1]
         products = []
@@ -220,11 +227,10 @@ class _Planner:
         query_BQ = np.minimum(np.arange(num_queries), queries_B[:, None] - 1)
         token_X = (begin_B[:, None] + query_BQ).reshape(-1)
         position_BS = lo_B[:, None] + np.arange(num_keys)
-        seen_XS = (position_BS.repeat(num_queries, 0) >= self.lo_T[token_X, None]) & (
-            position_BS.repeat(num_queries, 0) <= self.hi_T[token_X, None]
-        )
         mask = None
-        if not seen_XS.all():
+        if num_queries > 1 or not (hi_B - lo_B == num_keys - 1).all():
+            position_XS = position_BS.repeat(num_queries, 0)
+            seen_XS = (position_XS >= self.lo_T[token_X, None]) & (position_XS <= self.hi_T[token_X, None])
             shape = (rows_B.size, 1, num_queries * self.repeat, num_keys)
             mask_XS = np.where(seen_XS, np.float32(0), np.float32(-np.inf)).repeat(self.repeat, 0)
             mask = self._tensor(mask_XS.reshape(shape))

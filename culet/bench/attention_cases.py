@@ -107,7 +107,9 @@ def make_case(
         begins.append(begins[-1] + queries)
         tables.append(table)
         slots.append((position, (position - first) // page_tokens, (position - first) % page_tokens))
-    shuffle = torch.cat((torch.zeros(1, dtype=torch.long), 1 + torch.randperm(owned - 1, generator=torch.Generator().manual_seed(seed))))
+    shuffle = torch.cat(
+        (torch.zeros(1, dtype=torch.long), 1 + torch.randperm(owned - 1, generator=torch.Generator().manual_seed(seed)))
+    )
     num_tokens = begins[-1]
 
     def random(*size: int) -> Tensor:

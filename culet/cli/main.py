@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import click
 
 from culet import __version__, env
-from culet.errors import CuletError, InternalError, exit_code
+from culet.errors import CuletError, InternalError, UserError, exit_code
 from culet.log import setup_logging
 from culet.registry import load
 
@@ -64,7 +64,8 @@ def run(arguments: Sequence[str]) -> int:
         report(error.format_message())
         return 1
     except CuletError as error:
-        report(error.message, error.hint)
+        command = f"culet {arguments[0]}" if arguments and arguments[0] in COMMANDS else "culet"
+        report(error.message, error.hint or (f"see `{command} --help`" if isinstance(error, UserError) else ""))
         return exit_code(error)
     except (KeyboardInterrupt, click.Abort):
         return _INTERRUPTED

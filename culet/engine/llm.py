@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -154,7 +154,7 @@ class LLM:
         enable_thinking: bool = False,
     ) -> list[Result]:
         """Answer one conversation, or each of several, through the model's chat template."""
-        conversations = [messages] if _is_conversation(messages) else list(messages)
+        conversations = [messages] if _is_conversation(messages) else _as_list(messages, "messages", "a list of messages")
         prompts = [self._render(conversation, tools, enable_thinking) for conversation in conversations]
         return self._run(prompts, params)
 
@@ -195,10 +195,15 @@ class LLM:
         """Token ids of each prompt: one text, one list of ids, or a list of either."""
         if isinstance(prompts, str):
             return [self._encode(prompts)]
-        prompts = list(prompts)
+        prompts = _as_list(prompts, "prompts", "a text, token ids, or a list of either")
         if prompts and all(isinstance(entry, int) for entry in prompts):
             return [prompts]
-        return [self._encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        return [
+            self._encode(prompt)
+            if isinstance(prompt, str)
+            else _as_list(prompt, f"prompt {index}", "a text or a list of token ids")
+            for index, prompt in enumerate(prompts)
+        ]
 
     def _encode(self, text: str) -> list[int]:
         """Token ids of a plain text. It begins with <bos>, which Gemma was never without; chat templates write their own."""
@@ -302,9 +307,16 @@ class Stream(Iterator[Delta]):
         self.close()
 
 
+def _as_list(value: Any, name: str, expected: str) -> list[Any]:
+    """`value` as a list; a mapping, bytes or something that cannot be walked is refused."""
+    if isinstance(value, Mapping | bytes) or not isinstance(value, Iterable):
+        raise BadRequest(f"{name}: got {type(value).__name__}, expected {expected}")
+    return list(value)
+
+
 def _is_conversation(prompt: Any) -> bool:
     """Whether this is a list of messages."""
-    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def _params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -86,7 +86,7 @@ def longest_sequence(layout: CacheLayout, num_slabs: int, limit: int) -> int:
 
 
 def slabs_for_cpu(layout: CacheLayout, *, max_num_seqs: int, chunk: int, max_position: int, asked_len: int | None) -> int:
-    """Slabs of a CPU's cache: `max_num_seqs` sequences of moderate length, or one of `asked_len`, within a share of the rest."""
+    """Slabs of a CPU's cache: `max_num_seqs` moderate sequences or one of `asked_len`, within a share of what is free."""
     typical = min(asked_len or max_position, CPU_SEQUENCE_LEN)
     wanted = max(max_num_seqs * _roomy_slabs(layout, typical, chunk), least_slabs(layout, asked_len or 2))
     bound = free_cpu_memory() // CPU_MEMORY_SHARE // layout.slab_bytes

@@ -9,6 +9,7 @@ X all projected columns · F MLP width · E experts · K experts per token · P 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -51,13 +52,26 @@ class HeadShape:
     eps: float
 
 
+@lru_cache
+def _constant(value: float, device: torch.device) -> Tensor:
+    return torch.tensor(value, device=device)
+
+
 def _rms(x: Tensor, eps: float) -> Tensor:
-    """x / rms(x) over the last dim, float32."""
-    return F.rms_norm(x.float(), x.shape[-1:], None, eps)
+    """x / sqrt(mean(x ** 2) + eps) over the last dim, a new float32 tensor."""
+    # Fewer and cheaper calls than F.rms_norm, which is made of six on a CPU: 13 for 21 us on 384 columns.
+    x = x.float()
+    size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * torch.addcmul(_constant(eps, x.device), size, size, value=1.0 / x.shape[-1]).rsqrt_()
 
 
 def _rms_weighted(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x.float(), x.shape[-1:], weight, eps)
+    return _rms(x, eps).mul_(weight)
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype), without the cost of a call where there is nothing to do."""
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def embed(token_ids_T: Tensor, table_VD: Tensor, scale: float) -> Tensor:
@@ -67,7 +81,7 @@ def embed(token_ids_T: Tensor, table_VD: Tensor, scale: float) -> Tensor:
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight: the weight itself, not 1 + weight."""
-    return _rms_weighted(x_TD, weight_D, eps).to(x_TD.dtype)
+    return _as(_rms_weighted(x_TD, weight_D, eps), x_TD.dtype)
 
 
 def residual_norm(
@@ -77,14 +91,14 @@ def residual_norm(
     total = _rms_weighted(delta_TD, weight_D, eps).add_(x_TD)
     if scalar is not None:
         total.mul_(scalar)
-    x_TD = total.to(x_TD.dtype)
+    x_TD = _as(total, x_TD.dtype)
     # The next norm reads the rounded stream, as every later reader of it does.
     return x_TD, None if next_weight_D is None else rms_norm(x_TD, next_weight_D, eps)
 
 
 def sum_norms(a_TD: Tensor, b_TD: Tensor, weight_a_D: Tensor, weight_b_D: Tensor, eps: float) -> Tensor:
     """norm(a) * weight_a + norm(b) * weight_b: dense MLP and experts before their joint norm."""
-    return _rms_weighted(a_TD, weight_a_D, eps).add_(_rms_weighted(b_TD, weight_b_D, eps)).to(a_TD.dtype)
+    return _as(_rms_weighted(a_TD, weight_a_D, eps).add_(_rms_weighted(b_TD, weight_b_D, eps)), a_TD.dtype)
 
 
 def rope(positions_T: Tensor, inv_freq: Tensor) -> Rope:
@@ -121,8 +135,8 @@ def stores(slot_T: Tensor, page_tokens: int) -> Stores | None:
 
 def prepare_q(q_TX: Tensor, weight_NH: Tensor, turn: Rope, heads: HeadShape) -> Tensor:
     """Per-head norm, weight and rope of queries alone, [T, N, H]."""
-    q = _rms(q_TX.unflatten(-1, (heads.num_heads, heads.head_dim)), heads.eps).mul_(weight_NH)
-    return _rotate_last(q, turn).to(q_TX.dtype)
+    q = _rms(q_TX.view(-1, heads.num_heads, heads.head_dim), heads.eps).mul_(weight_NH)
+    return _as(_rotate_last(q, turn), q_TX.dtype)
 
 
 def prepare_qkv(
@@ -136,24 +150,24 @@ def prepare_qkv(
     """
     num_q, num_qk, size, rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads, heads.head_dim, heads.rotated_dims
     dtype = qkv_TX.dtype
-    normed = _rms(qkv_TX.unflatten(-1, (-1, size)), heads.eps)
+    normed = _rms(qkv_TX.view(qkv_TX.shape[0], -1, size), heads.eps)
     scaled = normed[:, :num_qk] * weight_MH
     if heads.k_eq_v:
         q = _rotate_last(scaled[:, :num_q], turn)
         k_rot = _rotate(scaled[:, num_q:, :rotated], turn)
         if heads.latent:
-            row = torch.cat((normed[:, num_q:], k_rot), -1).to(dtype)
+            row = _as(torch.cat((normed[:, num_q:], k_rot), -1), dtype)
             k, v = row[..., rotated:], row[..., :size]
             new = row[:, None]
         else:
-            k, v = torch.cat((scaled[:, num_q:, rotated:], k_rot), -1).to(dtype), normed[:, num_q:].to(dtype)
+            k, v = _as(torch.cat((scaled[:, num_q:, rotated:], k_rot), -1), dtype), _as(normed[:, num_q:], dtype)
             new = torch.stack((k, v), 1)
     else:
         qk = _rotate_last(scaled, turn)
-        q, k, v = qk[:, :num_q], qk[:, num_q:].to(dtype), normed[:, num_qk:].to(dtype)
+        q, k, v = qk[:, :num_q], _as(qk[:, num_q:], dtype), _as(normed[:, num_qk:], dtype)
         new = torch.stack((k, v), 1)
     store(planes, new, where)
-    return q.to(dtype), k, v
+    return _as(q, dtype), k, v
 
 
 def store(planes: Tensor, new_TPGW: Tensor, where: Stores | None) -> None:
@@ -161,18 +175,18 @@ def store(planes: Tensor, new_TPGW: Tensor, where: Stores | None) -> None:
     if where is not None:
         if where.token_S is not None:
             new_TPGW = new_TPGW[where.token_S]
-        planes[:, where.page_S, :, where.offset_S] = new_TPGW.to(planes.dtype)
+        planes[:, where.page_S, :, where.offset_S] = _as(new_TPGW, planes.dtype)
 
 
 def gelu_mul(gate_up_TF: Tensor) -> Tensor:
     """gelu_tanh(gate) * up, where the columns are gate | up."""
     gate, up = gate_up_TF.float().chunk(2, -1)
-    return F.gelu(gate, approximate="tanh").mul_(up).to(gate_up_TF.dtype)
+    return _as(F.gelu(gate, approximate="tanh").mul_(up), gate_up_TF.dtype)
 
 
 def gelu_gate(gate_TP: Tensor, value_TP: Tensor) -> Tensor:
     """gelu_tanh(gate) * value, for per-layer embeddings."""
-    return F.gelu(gate_TP.float(), approximate="tanh").mul_(value_TP).to(gate_TP.dtype)
+    return _as(F.gelu(gate_TP.float(), approximate="tanh").mul_(value_TP), gate_TP.dtype)
 
 
 def ple_combine(context_TX: Tensor, embedded_TX: Tensor, weight_P: Tensor, scale: float, eps: float) -> Tensor:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.kernels.dispatch import for_device
 from culet.kernels.reference import HeadShape, Rope
-from culet.layers.linear import Linear, Placement, empty_vector
+from culet.layers.linear import Layer, Linear, Placement, empty_vector
 from culet.layers.rope import all_heads, plain_columns, rotated_columns
 
 
@@ -31,7 +31,7 @@ class Pass:
     fresh: dict[int, tuple[Tensor, Tensor]]  # new K and V of layers whose KV other layers read
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """One layer's attention. Weights are permuted at load to the column order that `HeadShape` states."""
 
     def __init__(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from culet.kernels.dispatch import for_device
-from culet.layers.linear import Linear, Placement
+from culet.layers.linear import Layer, Linear, Placement
 
 
-class MLP(nn.Module):
+class MLP(Layer):
     """down(gelu_tanh(gate(x)) * up(x)), gate and up merged."""
 
     def __init__(self, hidden_size: int, width: int, *, dtype: torch.dtype, device: torch.device) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from culet.kernels.dispatch import for_device
-from culet.layers.linear import Placement, empty_vector, empty_weight
+from culet.layers.linear import Layer, Placement, empty_vector, empty_weight
 
 
-class Experts(nn.Module):
+class Experts(Layer):
     """The router's choice of experts for each token, and their weighted sum."""
 
     def __init__(

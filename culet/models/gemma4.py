@@ -17,7 +17,7 @@ from culet.cache.pool import Pool
 from culet.kernels.dispatch import for_device
 from culet.kernels.reference import HeadShape
 from culet.layers.attention import Attention, Pass
-from culet.layers.linear import Linear, Placement, empty_vector
+from culet.layers.linear import Layer, Linear, Placement, empty_vector
 from culet.layers.mlp import MLP
 from culet.layers.moe import Experts
 from culet.layers.rope import inverse_frequencies
@@ -39,7 +39,7 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(value, dtype=dtype))
 
 
-class PerLayerEmbedding(nn.Module):
+class PerLayerEmbedding(Layer):
     """A second, narrow embedding for every layer (E2B, E4B): looked up by token, mixed with the first embedding."""
 
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -66,7 +66,7 @@ class PerLayerEmbedding(nn.Module):
         yield "per_layer_projection_norm.weight", Placement(self.norm)
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     """Attention, MLP (with experts beside it in MoE models), per-layer embedding, and the scalar on the whole stream."""
 
     def __init__(
@@ -145,7 +145,7 @@ class DecoderLayer(nn.Module):
             yield f"{prefix}post_per_layer_input_norm.weight", Placement(self.post_ple_norm)
 
 
-class Gemma4(nn.Module):
+class Gemma4(Layer):
     """The decoder over a paged cache. Parameters are allocated unfilled: `models/weights.py` fills and finishes them."""
 
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, latent: bool = True) -> None:

@@ -20,6 +20,7 @@ from culet.models.gemma4 import Gemma4, Hidden
 from culet.runner.fill import fill
 from culet.sampling.logprobs import LogprobTensors, as_mappings, compute_logprobs, to_host
 from culet.sampling.sampler import History, sample
+from culet.sampling.staging import on_device
 from culet.sampling.verify import count_accepted
 from culet.types import Drawn, Entry, Logprobs, Row, StepPlan, StepResult
 
@@ -103,7 +104,7 @@ class Runner:
 
     def _enter(self, entry: Entry) -> None:
         """A sequence takes a slot."""
-        self.tokens_SL[entry.slot, : len(entry.token_ids)] = torch.tensor(entry.token_ids, device=self.tokens_SL.device)
+        self.tokens_SL[entry.slot, : len(entry.token_ids)] = on_device(entry.token_ids, self.tokens_SL.device)
         self._entries[entry.slot] = entry
 
     def _entry(self, slot: int) -> Entry:
@@ -148,7 +149,8 @@ class Runner:
             if wanted:
                 rows, counts = list(wanted), list(wanted.values())
                 if len(rows) < len(settings):
-                    logits_RV, tokens_R = logits_RV[rows], tokens_R[rows]
+                    index = on_device(rows, logits_RV.device)
+                    logits_RV, tokens_R = logits_RV[index], tokens_R[index]
                 tensors = compute_logprobs(logits_RV, tokens_R, max(counts))
                 scored.append(_Scored([part.start + row for row in rows], counts, tensors))
         return torch.cat(tokens), scored
@@ -158,11 +160,11 @@ class Runner:
         if sources == list(range(last_LD.shape[0])):
             return self.model.logits(last_LD)
         distinct = sorted(set(sources))
-        logits_LV = self.model.logits(last_LD[distinct])
+        logits_LV = self.model.logits(last_LD[on_device(distinct, last_LD.device)])
         if sources == distinct:
             return logits_LV
         place = {source: index for index, source in enumerate(distinct)}
-        return logits_LV[[place[source] for source in sources]]
+        return logits_LV[on_device([place[source] for source in sources], last_LD.device)]
 
     def _verify(self, groups: Sequence[_Group], tokens_R: Tensor) -> Tensor | None:
         """How many drafts each group keeps, [G]; None where no row has drafts. Before the draws are written over them."""
@@ -171,11 +173,9 @@ class Runner:
             return None
         device = tokens_R.device
         # Padding repeats a group's last draw; its columns are not compared.
-        draws_GK = torch.tensor(
-            [[group.first + min(k, group.num_drafts) for k in range(width)] for group in groups], device=device
-        )
-        facts_3G = torch.tensor([[group.slot, group.position, group.num_drafts] for group in groups], device=device).T
-        slots_G, positions_G, num_drafts_G = facts_3G
+        draws_GK = on_device([[group.first + min(k, group.num_drafts) for k in range(width)] for group in groups], device)
+        facts = [(group.slot, group.position, group.num_drafts) for group in groups]
+        slots_G, positions_G, num_drafts_G = on_device(facts, device).T
         column_K = torch.arange(width, device=device)
         positions_GK = torch.minimum(positions_G[:, None] + column_K, (positions_G + num_drafts_G)[:, None])
         return count_accepted(tokens_R[draws_GK], self.tokens_SL[slots_G[:, None], positions_GK], num_drafts_G)
@@ -185,7 +185,7 @@ class Runner:
         if not groups:
             return
         places = [(group.slot, group.position + index) for group in groups for index in range(group.size)]
-        slots_R, positions_R = torch.tensor(places, device=tokens_R.device).T
+        slots_R, positions_R = on_device(places, tokens_R.device).T
         self.tokens_SL[slots_R, positions_R] = tokens_R
 
     def _propose(
@@ -194,9 +194,8 @@ class Runner:
         """Let the drafter write its proposals behind each sequence; returns how many there are for each group."""
         if self.drafter is None or not groups:
             return (0,) * len(groups)
-        slots_G, positions_G, sources_G = torch.tensor(
-            [[group.slot, group.position, group.source] for group in groups], device=self.tokens_SL.device
-        ).T
+        facts = [(group.slot, group.position, group.source) for group in groups]
+        slots_G, positions_G, sources_G = on_device(facts, self.tokens_SL.device).T
         if accepted_G is not None:
             positions_G, sources_G = positions_G + accepted_G, sources_G + accepted_G
         length_G = positions_G + 1

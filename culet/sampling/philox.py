@@ -12,34 +12,43 @@ the batch, in which step it is made, or whether the sequence was preempted meanw
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-_ROUND_A, _ROUND_B = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_KEY_A, _KEY_B = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
-_LOW = np.uint64(0xFFFFFFFF)
-_WORD = np.uint64(32)
+_ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
+_KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
+_LOW = 0xFFFFFFFF
+_FEW = 16  # up to here a loop over Python's integers is faster than numpy
 
-Words = npt.NDArray[np.uint64]  # 32-bit words, kept in 64 bits so that products do not overflow
+# 32-bit words: Python's integers, or arrays of uint64, in which products do not overflow.
+Words = TypeVar("Words", int, npt.NDArray[Any])
 
 
-def philox(key: tuple[Words, Words], counter: tuple[Words, Words, Words, Words], num_rounds: int = 10) -> tuple[Words, ...]:
-    """Philox-4x32 of each counter under its key: four output words, elementwise over arrays of equal shape."""
+def philox(key: tuple[Words, Words], counter: tuple[Words, Words, Words, Words]) -> tuple[Words, Words, Words, Words]:
+    """Philox-4x32-10 of each counter under its key: four output words, elementwise over arrays of equal shape."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
-    for _ in range(num_rounds):
-        a, b = _ROUND_A * c0, _ROUND_B * c2
-        c0, c1, c2, c3 = (b >> _WORD) ^ c1 ^ k0, b & _LOW, (a >> _WORD) ^ c3 ^ k1, a & _LOW
+    for _ in range(10):
+        a, b = c0 * _ROUND_A, c2 * _ROUND_B
+        c0, c1, c2, c3 = (b >> 32) ^ c1 ^ k0, b & _LOW, (a >> 32) ^ c3 ^ k1, a & _LOW
         k0, k1 = (k0 + _KEY_A) & _LOW, (k1 + _KEY_B) & _LOW
     return c0, c1, c2, c3
 
 
-def uniforms(seeds: Sequence[int], samples: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
+def uniforms(seeds: Sequence[int], samples: Sequence[int], positions: Sequence[int]) -> list[float]:
     """One number in [0, 1) for each (seed, sample, position)."""
+    if len(seeds) <= _FEW:
+        outputs = [
+            philox((seed & _LOW, seed >> 32), (position & _LOW, sample & _LOW, 0, 0))
+            for seed, sample, position in zip(seeds, samples, positions, strict=True)
+        ]
+        return [((x0 >> 5 << 26) + (x1 >> 6)) * 2.0**-53 for x0, x1, _, _ in outputs]
     seed = np.asarray(seeds, dtype=np.uint64)
     zero = np.zeros_like(seed)
     counter = (np.asarray(positions, dtype=np.uint64) & _LOW, np.asarray(samples, dtype=np.uint64) & _LOW, zero, zero)
-    x0, x1, _, _ = philox((seed & _LOW, seed >> _WORD), counter)
-    bits = ((x0 >> np.uint64(5)) << np.uint64(26)) + (x1 >> np.uint64(6))
-    return bits.astype(np.float64) * 2.0**-53
+    words0, words1, _, _ = philox((seed & _LOW, seed >> 32), counter)
+    bits = ((words0 >> 5) << 26) + (words1 >> 6)
+    many: list[float] = (bits.astype(np.float64) * 2.0**-53).tolist()
+    return many

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from culet.sampling.philox import uniforms
 from culet.sampling.ranking import argmax, top_columns
+from culet.sampling.staging import on_device
 from culet.types import Sampling
 
 MAX_CANDIDATES = 1024  # up to this top-k, work is done on that many columns instead of the whole vocabulary
@@ -49,7 +50,10 @@ def sample(logits_RV: Tensor, settings: Sequence[Sampling], positions: Sequence[
         step = len(rows) if draw in (_draw_best, _draw_few) else FULL_ROWS
         for begin in range(0, len(rows), step):
             some = rows[begin : begin + step]
-            tokens_R[some] = draw(_Part.of(logits_RV, some, settings, uniform[some].tolist()))
+            part = _Part.of(logits_RV, some, settings, [uniform[row] for row in some])
+            if len(some) == len(settings):
+                return draw(part)
+            tokens_R[on_device(some, tokens_R.device)] = draw(part)
     return tokens_R
 
 
@@ -62,12 +66,13 @@ def adjust(logits_RV: Tensor, settings: Sequence[Sampling], positions: Sequence[
         return logits_RV
     logits_RV = logits_RV.clone()
     if biases:
-        rows, tokens, values = (torch.tensor(column, device=logits_RV.device) for column in zip(*biases, strict=True))
+        rows, tokens, values = (on_device(column, logits_RV.device) for column in zip(*biases, strict=True))
         logits_RV.index_put_((rows, tokens), values.to(logits_RV.dtype), accumulate=True)
     if penalised:
         assert history is not None, "penalties need the earlier tokens"
-        logits_RV[penalised] = _penalise(
-            logits_RV[penalised],
+        index = on_device(penalised, logits_RV.device)
+        logits_RV[index] = _penalise(
+            logits_RV[index],
             [settings[row] for row in penalised],
             [positions[row] for row in penalised],
             History(
@@ -81,15 +86,15 @@ def _penalise(logits_HV: Tensor, settings: Sequence[Sampling], lengths: Sequence
     """Apply the three penalties in place to rows with a history of `lengths` tokens; only those tokens' logits are read."""
     device = logits_HV.device
     column_M = torch.arange(max(lengths), device=device)
-    is_seen_HM = column_M < torch.tensor(lengths, device=device)[:, None]
-    is_output_HM = is_seen_HM & (column_M >= torch.tensor(history.prompt_lens, device=device)[:, None])
-    tokens_HM = history.tokens_SL[:, : max(lengths)][list(history.slots)]
+    is_seen_HM = column_M < on_device(lengths, device)[:, None]
+    is_output_HM = is_seen_HM & (column_M >= on_device(history.prompt_lens, device)[:, None])
+    tokens_HM = history.tokens_SL[:, : max(lengths)][on_device(history.slots, device)]
     # Columns behind the end stand for the first token once more: equal tokens are given equal logits, so that the order
     # of writing them back does not matter.
     tokens_HM = torch.where(is_seen_HM, tokens_HM, tokens_HM[:, :1])
 
     def setting(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=logits_HV.dtype, device=device)[:, None]
+        return on_device(values, device, logits_HV.dtype)[:, None]
 
     repetition = setting([one.repetition_penalty for one in settings])
     frequency = setting([one.frequency_penalty for one in settings])
@@ -125,8 +130,10 @@ class _Part:
             [one.min_p for one in chosen],
             uniform,
         ]
-        columns = torch.tensor(numbers, dtype=torch.float64).to(logits_RV.device, non_blocking=True)[..., None]
-        return cls(logits_RV if len(rows) == logits_RV.shape[0] else logits_RV[rows], max(top_k), *columns)
+        columns = on_device(numbers, logits_RV.device, torch.float64)[..., None]
+        if len(rows) < logits_RV.shape[0]:
+            logits_RV = logits_RV[on_device(rows, logits_RV.device)]
+        return cls(logits_RV, max(top_k), *columns)
 
     def only(self, is_in_R: Tensor) -> _Part:
         """The rows that `is_in_R` marks."""

@@ -38,16 +38,16 @@ def check_fits(request: Request, layout: CacheLayout, num_pages: int, max_model_
 
 
 def reserved_pages(sequence: Sequence, budget: int) -> int:
-    """Pages that computing all known tokens of `sequence` still takes, and one more per group to grow.
+    """Pages that `sequence` is sure to take yet: for the tokens it was admitted with, and one more per group to grow.
 
-    In groups with a window that is what it holds while its largest chunk is in flight.
+    In groups with a window that is what it holds while its next chunk is in flight.
     """
     reserved = 0
     for pages in sequence.groups:
         group = pages.group
-        peak = min(group.pages_for(len(sequence.tokens)) + 1, group.pages_for(sequence.max_kv_len))
-        bound = max_held_pages(group, min(budget, len(sequence.tokens)), 1)
+        peak = min(group.pages_for(sequence.prefill_end) + 1, group.pages_for(sequence.max_kv_len))
+        bound = max_held_pages(group, min(budget, sequence.num_uncomputed), 1)
         if bound is not None:
             peak = min(peak, bound)
-        reserved += max(0, peak - len(pages.held))
+        reserved += max(0, peak - pages.num_held)
     return reserved

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from culet.scheduler.budget import Grant
-from culet.scheduler.sequence import Sequence, first_stored
+from culet.scheduler.sequence import Sequence
 from culet.scheduler.supply import PageSupply
 from culet.types import Row
 
@@ -35,7 +35,7 @@ def shape_row(one: Sequence, num_new: int, num_drafts: int) -> RowShape:
     """A row of `num_new` tokens for `one`."""
     draws = num_new - num_drafts == one.num_uncomputed
     num_logits = num_new if one.is_scored_next else num_drafts + 1 if draws else 0
-    store_from = tuple([first_stored(pages.group, one.num_computed, num_new, num_logits) for pages in one.groups])
+    store_from = tuple([pages.first_stored(one.num_computed, num_new, num_logits) for pages in one.groups])
     end = one.num_computed + num_new
     missing = tuple([pages.num_missing(end, first) for pages, first in zip(one.groups, store_from, strict=True)])
     return RowShape(num_new, num_drafts, num_logits, store_from, missing, draws)
@@ -58,7 +58,7 @@ def commit_row(one: Sequence, shape: RowShape, supply: PageSupply) -> PlannedRow
     assert one.slot is not None
     end = one.num_computed + shape.num_new
     for pages, first, count in zip(one.groups, shape.store_from, shape.num_missing, strict=True):
-        pages.extend(end, first, supply.take(count))
+        pages.extend(end, first, supply.take(count) if count else [])
     row = Row(
         slot=one.slot,
         start=one.num_computed,

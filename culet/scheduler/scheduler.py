@@ -135,11 +135,12 @@ class Scheduler:
         self._expire()
         entries: list[Entry] = []
         planned: list[PlannedRow] = []
+        num_preempted = self.counters.preemptions
         grants = share_budget(filter(self._is_ready, self._running), self.budget)
         for grant in grants:
             if grant.sequence.is_running:  # else an older one has taken its pages just now
                 planned += self._plan_row(grant, may_preempt=True)
-        if len(planned) == len(grants):  # nobody lacks pages
+        if len(planned) == len(grants) and self.counters.preemptions == num_preempted:  # nobody lacks pages
             for one, rows in self._admissions(self.budget - sum(plan.row.num_new for plan in planned)):
                 entries.append(one.entry())
                 planned += rows
@@ -199,16 +200,17 @@ class Scheduler:
 
     def _admissions(self, budget: int) -> Iterator[tuple[Sequence, list[PlannedRow]]]:
         """Start waiting sequences, strictly in order, while tokens, slots and pages last."""
-        reserved = sum(reserved_pages(one, self.budget) for one in self._running if one.num_uncomputed > 1)
+        if not (self._waiting and budget and len(self._running) < self._max_running):
+            return
+        reserved = sum(reserved_pages(one, self.budget) for one in self._running)
         while self._waiting and budget and len(self._running) < self._max_running:
             one = self._waiting[0]
-            if one.rows_in_flight:  # preempted a moment ago; its result decides what there is to compute
-                return
+            assert not one.rows_in_flight, "a preempted sequence starts again before its last result is known"
             rows = self._admit(one, budget, reserved)
             if not rows:
                 return
             budget -= rows[0].row.num_new
-            reserved += reserved_pages(one, self.budget) if one.num_uncomputed > 1 else 0
+            reserved += reserved_pages(one, self.budget)
             yield one, rows
 
     def _admit(self, one: Sequence, budget: int, reserved: int) -> list[PlannedRow]:
@@ -335,7 +337,8 @@ class Scheduler:
         if one.is_running:  # else preempted since: the tokens count, the pages are gone
             one.num_computed += num_drawn - 1
             one.num_proposed = drawn.num_proposed
-            one.release_beyond(self.supply)
+            if num_drawn <= num_drafts:
+                one.release_beyond(self.supply)
         reason = None
         accepted: list[int] = []
         for token_id in drawn.token_ids:

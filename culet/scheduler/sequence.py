@@ -22,13 +22,6 @@ def span(num_tokens: int, page_tokens: int) -> int:
     return 0 if num_tokens == 0 else (num_tokens + page_tokens - 2) // page_tokens + 1
 
 
-def first_stored(group: KVGroup, start: int, num_new: int, num_logits: int) -> int:
-    """Position from which a row's new tokens leave KV: all that its last `num_logits` queries or a later step can see."""
-    if group.window is None:
-        return start
-    return max(start, start + num_new - group.window - max(num_logits, 1) + 1)
-
-
 def max_held_pages(group: KVGroup, num_new: int, num_logits: int) -> int | None:
     """Most pages a sequence holds in `group` while a row of `num_new` tokens is in flight; None: no bound but its length.
 
@@ -49,6 +42,9 @@ class GroupPages:
 
     def __init__(self, group: KVGroup) -> None:
         self.group = group
+        # Read for every row of every step, so without the detour through the group's layers.
+        self.window = group.window
+        self.page_tokens = group.page_tokens
         self.first = 0
         self.pages: list[int] = []  # page ids, or HOLE
         self._table: PageTable | None = None
@@ -56,6 +52,10 @@ class GroupPages:
     @property
     def held(self) -> list[int]:
         return [page for page in self.pages if page != HOLE]
+
+    @property
+    def num_held(self) -> int:
+        return len(self.pages) - self.pages.count(HOLE)
 
     @property
     def table(self) -> PageTable:
@@ -70,7 +70,9 @@ class GroupPages:
 
     def cut_behind(self, position: int) -> list[int]:
         """Drop the pages that no query at `position` or later sees; returns those that were held."""
-        first = self.group.first_visible(position) // self.group.page_tokens
+        if self.window is None:
+            return []
+        first = (position - self.window + 1) // self.page_tokens
         if first <= self.first or not self.pages:
             return []
         behind = [page for page in self.pages[: first - self.first] if page != HOLE]
@@ -79,7 +81,7 @@ class GroupPages:
 
     def cut_beyond(self, num_tokens: int) -> list[int]:
         """Drop the pages that hold only tokens from `num_tokens` on; returns those that were held."""
-        end = self.group.pages_for(num_tokens) - self.first
+        end = -(-num_tokens // self.page_tokens) - self.first
         if end >= len(self.pages):
             return []
         beyond = self.pages[end:]
@@ -87,16 +89,22 @@ class GroupPages:
         self.reset(self.first, self.pages[:end])
         return beyond
 
+    def first_stored(self, start: int, num_new: int, num_logits: int) -> int:
+        """Position from which a row's new tokens leave KV: all that its last `num_logits` queries or a later step can see."""
+        if self.window is None:
+            return start
+        return max(start, start + num_new - self.window - max(num_logits, 1) + 1)
+
     def num_missing(self, end: int, stored: int) -> int:
         """Fresh pages needed to hold positions `stored .. end - 1`."""
-        begin = max(self.first + len(self.pages), stored // self.group.page_tokens)
-        return max(0, self.group.pages_for(end) - begin)
+        begin = max(self.first + len(self.pages), stored // self.page_tokens)
+        return max(0, -(-end // self.page_tokens) - begin)
 
     def extend(self, end: int, stored: int, fresh: list[int]) -> None:
         """Add pages up to position `end`: `fresh` ones from `stored` on, holes before."""
         if not self.pages:
-            self.first = max(self.first, stored // self.group.page_tokens)
-        num_added = self.group.pages_for(end) - self.first - len(self.pages)
+            self.first = max(self.first, stored // self.page_tokens)
+        num_added = -(-end // self.page_tokens) - self.first - len(self.pages)
         if num_added > 0:
             self.reset(self.first, [*self.pages, *[HOLE] * (num_added - len(fresh)), *fresh])
 
@@ -110,6 +118,7 @@ class Sequence:
         self.sampling: Sampling = request.sampling_of(sample)
         self.arrival = arrival
         self.tokens: list[int] = list(request.prompt_token_ids)
+        self.prompt_len = len(self.tokens)
         self.keys = keys
         self.groups = tuple(GroupPages(group) for group in layout.groups)
         self.slot: int | None = None
@@ -135,10 +144,6 @@ class Sequence:
         return self.slot is not None
 
     @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
     def num_output(self) -> int:
         return len(self.tokens) - self.prompt_len
 
@@ -159,7 +164,7 @@ class Sequence:
 
     @property
     def num_held(self) -> int:
-        return sum(len(pages.held) for pages in self.groups)
+        return sum(pages.num_held for pages in self.groups)
 
     @property
     def needs_scoring(self) -> bool:
@@ -200,12 +205,14 @@ class Sequence:
     def release_behind(self, supply: PageSupply) -> None:
         """Give back the pages that no query from `num_computed` on sees."""
         for pages in self.groups:
-            supply.give_back(pages.cut_behind(self.num_computed))
+            if behind := pages.cut_behind(self.num_computed):
+                supply.give_back(behind)
 
     def release_beyond(self, supply: PageSupply) -> None:
         """Give back the pages that hold only rejected tokens."""
         for pages in self.groups:
-            supply.give_back(pages.cut_beyond(self.num_computed))
+            if beyond := pages.cut_beyond(self.num_computed):
+                supply.give_back(beyond)
 
     def release_all(self, supply: PageSupply) -> None:
         """Give back every page and start from nothing."""
@@ -220,14 +227,14 @@ class Sequence:
         False, and nothing done, where the copies do not fit.
         """
         for pages, table in zip(self.groups, checkpoint.tables, strict=True):
-            begin, end = pages.group.first_visible(length) // pages.group.page_tokens, length // pages.group.page_tokens
+            begin, end = pages.group.first_visible(length) // pages.page_tokens, length // pages.page_tokens
             shared = list(table.pages[begin - table.first : end - table.first])
             supply.arena.share(shared)
             pages.reset(begin, shared)
         partial = [
-            (pages, table.pages[length // pages.group.page_tokens - table.first])
+            (pages, table.pages[length // pages.page_tokens - table.first])
             for pages, table in zip(self.groups, checkpoint.tables, strict=True)
-            if length % pages.group.page_tokens
+            if length % pages.page_tokens
         ]
         # Hold the sources before taking anything: taking may evict the very checkpoint they belong to.
         supply.arena.share([source for _, source in partial])
@@ -247,12 +254,11 @@ class Sequence:
         """Go on from `parent`'s state as its current plan leaves it; the copies are for the next plan."""
         length = parent.num_computed
         for pages, theirs in zip(self.groups, parent.groups, strict=True):
-            page_tokens = pages.group.page_tokens
-            begin, end = pages.group.first_visible(length) // page_tokens, length // page_tokens
+            begin, end = pages.group.first_visible(length) // pages.page_tokens, length // pages.page_tokens
             own = theirs.pages[begin - theirs.first : end - theirs.first]
             assert HOLE not in own, "forked into tokens that were not stored"
             supply.arena.share(own)
-            if length % page_tokens:
+            if length % pages.page_tokens:
                 own.append(supply.copy_of(theirs.pages[end - theirs.first]))
             pages.reset(begin, own)
         self.num_computed = length

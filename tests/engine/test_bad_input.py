@@ -79,7 +79,7 @@ BROKEN_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change_config(folder, model_type="llama", architectures=["LlamaForCausalLM"]),
         "'llama'",
     ),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
     "truncated weights": (truncate_weights, "model.safetensors"),
     "truncated header": (truncate_header, "model.safetensors"),
     "missing tensor": (drop_tensor, "layers.1.mlp.up_proj.weight"),

@@ -10,7 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 import pytest
-from fake_runner import VOCAB, Drive, FakeRunner, make_layout, make_request, try_add
+from drive import Drive, make_layout, make_request, try_add
+from fake_runner import VOCAB, FakeRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -131,8 +132,8 @@ WORLDS = {
     "roomy": World(num_pages=200, max_drafts=2, ahead=True),  # where checkpoints live long
     "drafts": World(max_drafts=4, max_tokens=80),
     "drafts ahead": World(max_drafts=3, ahead=True, num_pages=36, max_tokens=80),
-    "growth": World(groups=((4, 2), (None, 2)), max_num_seqs=12, max_drafts=2, max_prompt=12, max_tokens=40),
-    "growth ahead": World(groups=((4, 2), (None, 2)), max_num_seqs=12, ahead=True, max_prompt=12, max_tokens=40),
+    "growth": World(groups=((3, 1), (None, 1)), num_pages=80, max_num_seqs=16, max_drafts=2, max_prompt=8, max_tokens=60),
+    "growth ahead": World(groups=((4, 2), (None, 1)), num_pages=70, max_num_seqs=16, ahead=True, max_prompt=8, max_tokens=60),
     "three groups": World(groups=((5, 2), (None, 4), (16, 8)), num_pages=60, max_drafts=2),
     "no cache": World(prefix_caching=False, num_pages=34, max_drafts=3),
     "long chunks": World(groups=((6, 4), (None, 16)), budget=128, num_pages=36, max_prompt=120, max_drafts=1),

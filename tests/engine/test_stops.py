@@ -42,7 +42,7 @@ def run(llm: LLM, **changes: object) -> tuple[str, str, int]:
 
 def test_stop_strings_at_every_place(llm: LLM, text: str) -> None:
     """Any piece of the text, whether or not it falls on token borders, ends the text before its first occurrence."""
-    for begin in range(0, len(text) - 8, 5):
+    for begin in range(0, len(text) - 8, 13):
         for length in (1, 2, 7):
             stop = text[begin : begin + length]
             got, reason, num_tokens = run(llm, stop=stop)

@@ -94,7 +94,9 @@ else:
 
     def replace_tables(case: AttentionCase) -> object:
         kv = case.kv
-        return replace(kv, pages_BP=torch.cat((kv.pages_BP[:1] * 0, kv.pages_BP)), first_B=torch.cat((kv.first_B[:1] * 0, kv.first_B)))
+        return replace(
+            kv, pages_BP=torch.cat((kv.pages_BP[:1] * 0, kv.pages_BP)), first_B=torch.cat((kv.first_B[:1] * 0, kv.first_B))
+        )
 
     def test_decode_with_intervals() -> None:
         case = make_case(SLIDING, [(50, 8), (10, 1)], dtype=torch.float32, seed=5, images=[(0, 52, 5)])

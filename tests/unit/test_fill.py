@@ -144,10 +144,12 @@ def spoiled(row: Row, group: int, table: PageTable) -> Row:
 def bad_rows() -> list[tuple[str, Row]]:
     row = make_row(2, 55, 5, 1, random.Random(0))
     sliding, glob = row.tables
+    later = make_row(2, 70, 5, 1, random.Random(0))  # its last token begins a page
     return [
         ("group sliding, row 1.*page 400", spoiled(row, 0, PageTable(sliding.first, (400, *sliding.pages[1:])))),
         ("group global, row 1.*page -1", spoiled(row, 1, PageTable(glob.first, (*glob.pages[:-1], -1)))),
-        ("group global, row 1.*new position 59", spoiled(row, 1, PageTable(glob.first, glob.pages[:-1]))),
+        ("group global, row 1.*context position 54", spoiled(row, 1, PageTable(glob.first, glob.pages[:-1]))),
+        ("group global, row 1.*new position 74", spoiled(later, 1, PageTable(0, later.tables[1].pages[:-1]))),
         ("group sliding, row 1.*context position 36", spoiled(row, 0, PageTable(sliding.first + 1, sliding.pages[1:]))),
         ("row 1: slot 16", Row(16, 55, 5, 1, row.tables, row.store_from)),
         ("row 1: start 298", Row(2, 298, 5, 1, row.tables, row.store_from)),

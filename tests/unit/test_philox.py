@@ -31,7 +31,14 @@ def words(*values: int) -> tuple[np.ndarray, ...]:
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
 def test_known_answers(counter, key, expected):
+    assert philox(key, counter) == expected
     assert tuple(int(word[0]) for word in philox(words(*key), words(*counter))) == expected
+
+
+def test_few_and_many_draws_agree():
+    seeds, samples, positions = [7, 2**64 - 1, 2**32] * 40, list(range(120)), [index * 2000 for index in range(120)]
+    one_by_one = [uniforms([s], [i], [p])[0] for s, i, p in zip(seeds, samples, positions, strict=True)]
+    assert uniforms(seeds, samples, positions) == one_by_one
 
 
 def test_uniform_is_built_from_the_first_two_words():
@@ -45,13 +52,13 @@ def test_every_part_of_the_key_matters():
     base = (7, 0, 10)
     others = [(8, 0, 10), (7 + 2**32, 0, 10), (7, 1, 10), (7, 0, 11), (2**64 - 1, 0, 10)]
     draws = uniforms(*zip(base, *others, strict=True))
-    assert len(set(draws.tolist())) == len(draws)
+    assert len(set(draws)) == len(draws)
     assert draws[0] == uniforms(*zip(base, strict=True))[0]
 
 
 def test_uniforms_are_uniform():
     count = 20_000
-    draws = uniforms([5] * count, [0] * count, range(count))
+    draws = np.array(uniforms([5] * count, [0] * count, range(count)))
     assert draws.min() >= 0.0
     assert draws.max() < 1.0
     observed = np.histogram(draws, bins=50, range=(0, 1))[0]

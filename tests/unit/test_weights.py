@@ -177,26 +177,29 @@ def test_bad_index(folder: Path, weight_map: object) -> None:
 
 
 PEAK = """
-import resource, sys, torch
+import sys, torch
 from pathlib import Path
 from culet.models.checkpoint import open_checkpoint
 from culet.models.weights import load_model
 checkpoint = open_checkpoint(sys.argv[1])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():  # not ru_maxrss, in which a child process begins with what its parent held
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+before = peak()
 model = load_model(checkpoint, dtype=torch.bfloat16, device=torch.device("cpu"), progress=False)
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+after = peak()
 weights = sum(p.numel() * p.element_size() for p in model.parameters())
 print((after - before) * 1024, weights)
 """
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_peak_memory(tmp_path: Path) -> None:
     """Beside the weights, loading takes no more than the largest of 12 files (and what the allocator keeps)."""
     from transformers import Gemma4ForCausalLM
 
     with torch.device("meta"):
         shape = Gemma4ForCausalLM(
-            tiny.text_config("E4B", hidden_size=1024, intermediate_size=4096, vocab_size=8192, vocab_size_per_layer_input=8192)
+            tiny.text_config("E4B", hidden_size=768, intermediate_size=3072, vocab_size=8192, vocab_size_per_layer_input=8192)
         )
     names = [name for name in shape.state_dict() if name != "lm_head.weight"]
     tensors = {name: shape.state_dict()[name] for name in names}
@@ -212,7 +215,7 @@ def test_peak_memory(tmp_path: Path) -> None:
         largest = max(largest, size)
     for index, part in enumerate(files):
         save_file(part, tmp_path / f"part{index}.safetensors")
-        weight_map |= {name: f"part{index}.safetensors" for name in part}
+        weight_map |= dict.fromkeys(part, f"part{index}.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     shape.config.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["Gemma4ForCausalLM"]}
@@ -220,6 +223,6 @@ def test_peak_memory(tmp_path: Path) -> None:
     del files
     done = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True)
     taken, weights = map(int, done.stdout.split())
-    assert weights > 400e6
+    assert weights > 250e6
     assert largest < weights / 8
-    assert weights * 0.9 < taken < weights + largest + 64e6
+    assert weights * 0.9 < taken < weights + largest + 48e6

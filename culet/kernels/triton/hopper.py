@@ -93,7 +93,9 @@ def _score(q_smem, k_smem, v_smem, r_smem, stage, S_LAYOUT: gl.constexpr, M: gl.
     if ROT > 0:
         # K is the latent's columns from ROT on. Slices start at multiples of their length, hence four of equal length.
         rows = v_smem.index(stage)
-        s = warpgroup_mma(q_smem.slice(0, ROT, dim=1), rows.slice(ROT, ROT, dim=1).permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma(
+            q_smem.slice(0, ROT, dim=1), rows.slice(ROT, ROT, dim=1).permute((1, 0)), s, use_acc=False, is_async=True
+        )
         s = warpgroup_mma(q_smem.slice(ROT, ROT, dim=1), rows.slice(2 * ROT, ROT, dim=1).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma(q_smem.slice(2 * ROT, ROT, dim=1), rows.slice(3 * ROT, ROT, dim=1).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma(q_smem.slice(3 * ROT, ROT, dim=1), r_smem.index(stage).permute((1, 0)), s, is_async=True)
@@ -143,6 +145,8 @@ def _compute(
     QUERIES: gl.constexpr = M // GROUP
     dtype: gl.constexpr = Q.dtype.element_ty
 
+    if not SHARED:
+        row_smem = gl.allocate_shared_memory(gl.float32, [2, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     count = 0
     for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
         head = work % KV_HEADS
@@ -183,13 +187,17 @@ def _compute(
             fence_async_shared()
         else:
             p_operand = gl.convert_layout(p.to(dtype), P_LAYOUT)
+            row_smem.index(1).store(shrink)
 
         for _ in range(tile_lo + 1, tile_hi):
             key += BN
             after = (count + 1) % STAGES
             mbarrier.wait(full_k.index(after), ((count + 1) // STAGES) & 1)
             s = _score(q_smem, k_smem, v_smem, r_smem, after, S_LAYOUT, M, BN, ROT)
-            o = o * gl.expand_dims(gl.convert_layout(shrink, ROWS_O), 1)
+            if SHARED:
+                o = o * gl.expand_dims(gl.convert_layout(shrink, ROWS_O), 1)
+            else:
+                o = o * gl.expand_dims(row_smem.index(1).load(ROWS_O), 1)
             if ROT == 0:
                 mbarrier.wait(full_v.index(stage), (count // STAGES) & 1)
             if SHARED:
@@ -212,10 +220,13 @@ def _compute(
                     r_smem.index((count + 1) & 1).store(p.to(dtype))
                 fence_async_shared()
             else:
-                # Opaque, so that the softmax runs while the values are multiplied and is not put off until they are.
-                p_next = gl.inline_asm_elementwise(
-                    "mov.b32 $0, $1;", "=r,r", [gl.convert_layout(p.to(dtype), P_LAYOUT)], gl.bfloat16, is_pure=False, pack=2
-                )
+                p_next = gl.convert_layout(p.to(dtype), P_LAYOUT)
+                # These keep work where it is written, since the assembler does not move stores over the fence: the sum, that
+                # nobody reads, keeps the softmax beside the multiplication of the values; the factor, read back once the
+                # next scores are issued, keeps the shrinking of o beside those.
+                row_smem.index(0).store(l)
+                row_smem.index(1).store(shrink)
+                fence_async_shared()
             o = warpgroup_mma_wait(0, deps=(o_next,))
             if not SHARED:
                 p_operand = p_next

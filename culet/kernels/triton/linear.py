@@ -21,8 +21,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from culet.kernels.triton.chain import enter, fetch_rows, options
 from culet.kernels.triton.launch import Launch
 
 PLAIN, GATED, GELU_TIMES, SOFTCAP = 0, 1, 2, 3  # epilogues
@@ -39,6 +39,7 @@ class Tile:
     num_warps: int = 4
     num_stages: int = 1
     split_k: int = 1
+    fetch: int = 0  # columns of its weight rows that a chained program asks for while it waits
 
 
 @triton.jit
@@ -124,7 +125,7 @@ def _rows_step(
     return a0, a1, a2, a3, b0, b1, b2, b3
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _rows_kernel(
     x,
     w,
@@ -142,6 +143,7 @@ def _rows_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     EPILOGUE: tl.constexpr,
+    FETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_N weight rows per program, all of K, NUM_M tokens (1 to 4, fewer may be real)."""
@@ -155,17 +157,15 @@ def _rows_kernel(
     # Sums stay spread over K in registers until the end: no shuffles in the loop.
     zero = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     sums = (zero, zero, zero, zero, zero, zero, zero, zero)
-    if PDL:
-        # Weights do not depend on the kernel before: the first of them are on their way while it ends.
-        first = _load_weights(w_ptrs, 0, cols, K, WHOLE == 0)
-        gdc_launch_dependents()
-        gdc_wait()
-        sums = _rows_step(sums, first, up_ptrs, x, x_stride, M, 0, cols, K, NUM_M, WHOLE == 0, HAS_UP)
-    BEGIN: tl.constexpr = BLOCK_K if PDL else 0
-    for k in tl.range(BEGIN, WHOLE, BLOCK_K, num_stages=STAGES):
+    if PDL and FETCH > 0:
+        fetch_rows(w + safe_rows[:, None] * K, 0, K, FETCH)
+        if HAS_UP:
+            fetch_rows(w + (safe_rows[:, None] + N) * K, 0, K, FETCH)
+    enter(PDL)
+    for k in tl.range(0, WHOLE, BLOCK_K, num_stages=STAGES):
         tile = _load_weights(w_ptrs, k, cols, K, False)
         sums = _rows_step(sums, tile, up_ptrs, x, x_stride, M, k, cols, K, NUM_M, False, HAS_UP)
-    if WHOLE < K and (WHOLE > 0 or not PDL):
+    if WHOLE < K:
         tile = _load_weights(w_ptrs, WHOLE, cols, K, True)
         sums = _rows_step(sums, tile, up_ptrs, x, x_stride, M, WHOLE, cols, K, NUM_M, True, HAS_UP)
     a0, a1, a2, a3, b0, b1, b2, b3 = sums
@@ -186,7 +186,7 @@ def _store_row(
     tl.store(y + m * y_stride + rows, out.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _tiles_kernel(
     x,
     w,
@@ -207,11 +207,10 @@ def _tiles_kernel(
     SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr,
     EPILOGUE: tl.constexpr,
+    FETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A [BLOCK_N weight rows, BLOCK_M tokens] tile per program, over K or one of SPLIT_K parts of it."""
-    if PDL:
-        gdc_launch_dependents()
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_K)
@@ -224,8 +223,12 @@ def _tiles_kernel(
     begin = tl.program_id(1) * part_k
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if PDL:
-        gdc_wait()
+    if PDL and FETCH > 0:
+        # Weights do not depend on the kernel before: they are on their way while it ends.
+        fetch_rows(w + safe_rows[:, None] * K, begin, K, FETCH)
+        if EPILOGUE == 1:
+            fetch_rows(w + (safe_rows[:, None] + N) * K, begin, K, FETCH)
+    enter(PDL)
     for step in tl.range(0, part_k, BLOCK_K, num_stages=STAGES):
         k = begin + step
         if K % (BLOCK_K * SPLIT_K) == 0:
@@ -305,16 +308,14 @@ def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue:
         "BLOCK_K": tile.block_k,
         "STAGES": tile.num_stages,
         "EPILOGUE": epilogue,
+        "FETCH": min(tile.fetch, size_k),
         "PDL": pdl,
     }
-    options: dict[str, Any] = {"num_warps": tile.num_warps}
-    if pdl:
-        options["launch_pdl"] = True
     tiles = triton.cdiv(num_rows, tile.block_n)
     if tile.kernel == "rows":
         assert num_tokens <= 4, f"the rows kernel serves 1 to 4 tokens, got {num_tokens}"
         common["NUM_M"] = 1 if num_tokens == 1 else 2 if num_tokens == 2 else 4
-        return Launch(_rows_kernel, (tiles,), common, options)
+        return Launch(_rows_kernel, (tiles,), common, options(tile.num_warps, pdl))
     common["BLOCK_M"] = max(MIN_COLUMNS, triton.next_power_of_2(num_tokens))
     common["SPLIT_K"] = tile.split_k
     parts, arrivals = (out, out) if tile.split_k == 1 else workspace(x_MK.device)
@@ -322,4 +323,6 @@ def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue:
         planes = tile.split_k * (2 if epilogue == GATED else 1)
         assert planes * common["BLOCK_M"] * num_rows <= _MAX_PARTS, f"{tile} needs more workspace than there is"
         assert tiles <= _MAX_ARRIVALS, f"{tile} needs more arrival counters than there are"
-    return Launch(_tiles_kernel, (tiles, tile.split_k), {**common, "parts": parts, "arrivals": arrivals}, options)
+    return Launch(
+        _tiles_kernel, (tiles, tile.split_k), {**common, "parts": parts, "arrivals": arrivals}, options(tile.num_warps, pdl)
+    )

@@ -21,9 +21,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from culet.kernels.triton.chain import is_chained, options
+from culet.kernels.triton.chain import enter, fetch_rows, is_chained, options
 from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.linear import gelu, workspace
 
@@ -49,7 +48,7 @@ class RowTile:
     num_stages: int = 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _route_kernel(
     x,
     router,
@@ -72,15 +71,15 @@ def _route_kernel(
     PDL: tl.constexpr,
 ):
     """Logits of BLOCK_T tokens over one of SPLIT parts of D; the last part to arrive chooses the experts."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     names = tl.arange(0, BLOCK_E)
     cols = tl.arange(0, BLOCK_D)
     is_token = tokens < T
     part_d: tl.constexpr = (D + BLOCK_D * SPLIT - 1) // (BLOCK_D * SPLIT) * BLOCK_D
     begin = tl.program_id(1) * part_d
+    if PDL and SPLIT > 1:
+        fetch_rows(router + tl.where(names < E, names, 0)[:, None] * D, begin, D, part_d)
+    enter(PDL)
     logits = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
     squares = tl.zeros((BLOCK_T,), tl.float32)
     for step in tl.range(0, part_d, BLOCK_D, num_stages=STAGES):
@@ -114,7 +113,8 @@ def _route_kernel(
         if arrived == SPLIT - 1:
             logits = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
             squares = tl.zeros((BLOCK_T,), tl.float32)
-            for part in tl.range(0, SPLIT):
+            # Unrolled: the parts' loads are under way together.
+            for part in tl.static_range(SPLIT):
                 other = parts + part * width
                 logits += tl.load(other + offsets, mask=is_token[:, None], other=0.0, cache_modifier=".cg")
                 squares += tl.load(other + squares_at, mask=is_token, other=0.0, cache_modifier=".cg")
@@ -176,9 +176,7 @@ def _assigned_up_kernel(
     PDL: tl.constexpr,
 ):
     """hidden[a, n] = gelu(gate row n . x) * (up row n . x) for one assignment a and BLOCK_N rows."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(PDL)
     assignment = tl.program_id(1)
     expert = tl.load(ids + assignment).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -219,13 +217,17 @@ def _assigned_down_kernel(
     PDL: tl.constexpr,
 ):
     """y[t, n] = sum over t's experts of weight * (down row n . hidden), BLOCK_N rows; the experts' widths as one long sum."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     cols = tl.arange(0, BLOCK_K)
     safe_rows = tl.where(rows < D, rows, 0)
+    if PDL:
+        # The ids are the router's, two kernels ago at least: they may be read before the wait.
+        slots = tl.arange(0, triton.next_power_of_2(TOP_K))
+        chosen = tl.load(ids + token * TOP_K + tl.minimum(slots, TOP_K - 1)).to(tl.int64)
+        their_rows = (chosen[None, :] * D + safe_rows[:, None]).reshape(BLOCK_N * triton.next_power_of_2(TOP_K), 1)
+        fetch_rows(down + their_rows * F, 0, F, F)
+    enter(PDL)
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     LENGTH: tl.constexpr = TOP_K * F
     for k in tl.range(0, LENGTH, BLOCK_K, num_stages=STAGES):
@@ -241,12 +243,10 @@ def _assigned_down_kernel(
     tl.store(y + token * y_stride + rows, tl.sum(total, 1).to(y.dtype.element_ty), mask=rows < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["A", "T"])
 def _group_kernel(ids, members, counts, A, T, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """members[e, :counts[e]] = the assignments of expert e, rising. One program per expert."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(PDL)
     expert = tl.program_id(0)
     offsets = tl.arange(0, CHUNK)
     count = 0
@@ -272,7 +272,7 @@ def _find_block(counts, block, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: 
     return expert, first, mine
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _grouped_up_kernel(
     x,
     members,
@@ -293,9 +293,7 @@ def _grouped_up_kernel(
     PDL: tl.constexpr,
 ):
     """hidden[a, n] for BLOCK_M assignments of one expert and BLOCK_N gate and up rows."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(PDL)
     expert, first, mine = _find_block(counts, tl.program_id(1), E, BLOCK_E, BLOCK_M)
     if expert < E:
         place = first + tl.arange(0, BLOCK_M)
@@ -326,7 +324,7 @@ def _grouped_up_kernel(
         tl.store(out_ptrs, out.to(hidden.dtype.element_ty), mask=is_real[None, :] & (rows < F)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _grouped_down_kernel(
     hidden,
     members,
@@ -345,9 +343,7 @@ def _grouped_down_kernel(
     PDL: tl.constexpr,
 ):
     """out[a, n] = down row n . hidden[a] for BLOCK_M assignments of one expert and BLOCK_N rows."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(PDL)
     expert, first, mine = _find_block(counts, tl.program_id(1), E, BLOCK_E, BLOCK_M)
     if expert < E:
         place = first + tl.arange(0, BLOCK_M)
@@ -384,9 +380,7 @@ def _combine_kernel(
     PDL: tl.constexpr,
 ):
     """y[t] = sum_j weights[t, j] * out[t * K + j]."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(PDL)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_D,), tl.float32)
@@ -403,17 +397,20 @@ DOWN_ROWS = RowTile(4, 1024, 4)
 UP_TILES = {16: GroupTile(16, 64, 128, 4, 3), 32: GroupTile(32, 64, 128, 4, 3), 128: GroupTile(128, 64, 64, 8, 3)}
 DOWN_TILES = {16: GroupTile(16, 64, 64, 4, 4), 32: GroupTile(32, 64, 64, 4, 4), 128: GroupTile(128, 128, 64, 8, 3)}
 GROUP_CHUNK = 2048
-ROUTE_SPLIT_TOKENS = 256  # up to this many tokens D is split over programs, so that more than a few of them read the router
+ROUTE_FEW, ROUTE_MANY = (16, 64, 4), (32, 64, 4)  # tokens, columns, warps
+ROUTE_SPLIT = 11  # parts of D at most: they spread the router's weights over programs
+ROUTE_PROGRAMS = 264  # beyond this D is split no further
 
 
-def describe_route(x_TD: Tensor, router_ED: Tensor, expert_scale_E: Tensor, out: tuple[Tensor, Tensor], eps: float, **extra: Any) -> Launch:
+def describe_route(
+    x_TD: Tensor, router_ED: Tensor, expert_scale_E: Tensor, out: tuple[Tensor, Tensor], eps: float, **extra: Any
+) -> Launch:
     """The router's launch; `out` is (weights, ids). `extra`: pdl."""
     num_tokens, size = x_TD.shape
     num_experts, top_k = router_ED.shape[0], out[0].shape[1]
-    is_split = num_tokens <= ROUTE_SPLIT_TOKENS
-    block_t, block_d = (16, 64) if is_split else (64, 32)
+    block_t, block_d, num_warps = extra.get("tile") or (ROUTE_FEW if num_tokens <= 512 else ROUTE_MANY)
     block_e = max(16, triton.next_power_of_2(num_experts))
-    split = min(22, triton.cdiv(size, block_d)) if is_split else 1
+    split = max(1, min(ROUTE_SPLIT, ROUTE_PROGRAMS // triton.cdiv(num_tokens, block_t), triton.cdiv(size, block_d)))
     parts, arrivals = workspace(x_TD.device) if split > 1 else (out[0], out[1])
     arguments = {
         "x": x_TD,
@@ -436,7 +433,9 @@ def describe_route(x_TD: Tensor, router_ED: Tensor, expert_scale_E: Tensor, out:
         "STAGES": 2,
         "PDL": bool(extra.get("pdl", False)),
     }
-    return Launch(_route_kernel, (triton.cdiv(num_tokens, block_t), split), arguments, options(4, bool(extra.get("pdl", False))))
+    return Launch(
+        _route_kernel, (triton.cdiv(num_tokens, block_t), split), arguments, options(num_warps, bool(extra.get("pdl", False)))
+    )
 
 
 def describe_assigned(
@@ -449,7 +448,15 @@ def describe_assigned(
     hidden = torch.empty(num_tokens * top_k, width, dtype=x_TD.dtype, device=x_TD.device)
     shape = {"D": size, "F": width, "TOP_K": top_k, "PDL": bool(extra.get("pdl", False))}
     first = {"x": x_TD, "ids": ids_TK, "gate_up": gate_up_EFD, "hidden": hidden, "x_stride": x_TD.stride(0), **shape}
-    second = {"hidden": hidden, "ids": ids_TK, "weights": weights_TK, "down": down_EDF, "y": y_TD, "y_stride": y_TD.stride(0), **shape}
+    second = {
+        "hidden": hidden,
+        "ids": ids_TK,
+        "weights": weights_TK,
+        "down": down_EDF,
+        "y": y_TD,
+        "y_stride": y_TD.stride(0),
+        **shape,
+    }
     return [
         Launch(
             _assigned_up_kernel,
@@ -502,11 +509,18 @@ def describe_grouped(
     ]
 
 
-def _grouped(kernel: Any, outputs: int, assigned: int, num_experts: int, tile: GroupTile, arguments: dict[str, Any], extra: Any) -> Launch:
+def _grouped(
+    kernel: Any, outputs: int, assigned: int, num_experts: int, tile: GroupTile, arguments: dict[str, Any], extra: Any
+) -> Launch:
     """A grouped launch over as many blocks as there can be: those without assignments return at once."""
     blocks = min(assigned, assigned // tile.block_m + num_experts)
     sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "STAGES": tile.num_stages}
-    return Launch(kernel, (triton.cdiv(outputs, tile.block_n), blocks), {**arguments, **sizes}, options(tile.num_warps, bool(extra.get("pdl", False))))
+    return Launch(
+        kernel,
+        (triton.cdiv(outputs, tile.block_n), blocks),
+        {**arguments, **sizes},
+        options(tile.num_warps, bool(extra.get("pdl", False))),
+    )
 
 
 def route(x_TD: Tensor, router_ED: Tensor, expert_scale_E: Tensor, top_k: int, eps: float) -> tuple[Tensor, Tensor]:

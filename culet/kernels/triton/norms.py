@@ -17,31 +17,57 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from culet.kernels.triton.chain import is_chained, options
+from culet.kernels.triton.chain import enter, is_chained, options
 from culet.kernels.triton.launch import Launch
 
 
 @triton.jit
-def _norm(x, weight, cols, inside, D: tl.constexpr, eps: tl.constexpr):
-    """norm of a float32 row whose columns past D are zero."""
-    scale = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
-    return x * scale * tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+def _norm(x, weight, D: tl.constexpr, eps: tl.constexpr):
+    """norm of a float32 row whose columns past D are zero, under weights that were loaded before."""
+    return x * tl.rsqrt(tl.sum(x * x, 0) / D + eps) * weight
+
+
+@triton.jit
+def _load(pointer, cols, inside):
+    return tl.load(pointer + cols, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _rms_norm_kernel(
     x, weight, y, x_stride, y_stride, D: tl.constexpr, eps: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_D)
     inside = cols < D
-    row = tl.load(x + token * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + token * y_stride + cols, _norm(row, weight, cols, inside, D, eps).to(y.dtype.element_ty), mask=inside)
+    w = _load(weight, cols, inside)
+    enter(PDL)
+    row = _load(x + token * x_stride, cols, inside)
+    tl.store(y + token * y_stride + cols, _norm(row, w, D, eps).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum_norms_kernel(
+    a,
+    b,
+    weight_a,
+    weight_b,
+    y,
+    a_stride,
+    b_stride,
+    D: tl.constexpr,
+    eps: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_D)
+    inside = cols < D
+    w_a, w_b = _load(weight_a, cols, inside), _load(weight_b, cols, inside)
+    enter(PDL)
+    total = _norm(_load(a + token * a_stride, cols, inside), w_a, D, eps)
+    total += _norm(_load(b + token * b_stride, cols, inside), w_b, D, eps)
+    tl.store(y + token * D + cols, total.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -70,28 +96,37 @@ def _residual_norm_kernel(
     PDL: tl.constexpr,
 ):
     """All of this file's residual norms; the outputs are contiguous [T, D]."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_D)
     inside = cols < D
-    row = tl.load(x + token * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    change = tl.load(delta + token * delta_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    # Weights first: nothing has to be awaited for them, and a miss for each of them in turn would cost more than the rest.
+    w = _load(weight, cols, inside)
     if IS_JOINT:
-        more = tl.load(other + token * other_stride + cols, mask=inside, other=0.0).to(tl.float32)
-        change = _norm(change, delta_weight, cols, inside, D, eps) + _norm(more, other_weight, cols, inside, D, eps)
-        change = change.to(out.dtype.element_ty).to(tl.float32)
-    row += _norm(change, weight, cols, inside, D, eps)
+        w_delta, w_other = _load(delta_weight, cols, inside), _load(other_weight, cols, inside)
+    if NUM_NEXT >= 1:
+        w_a = _load(next_a, cols, inside)
+    if NUM_NEXT >= 2:
+        w_b = _load(next_b, cols, inside)
     if HAS_SCALAR:
-        row *= tl.load(scalar).to(tl.float32)
+        factor = tl.load(scalar).to(tl.float32)
+    enter(PDL)
+    row = _load(x + token * x_stride, cols, inside)
+    change = _load(delta + token * delta_stride, cols, inside)
+    if IS_JOINT:
+        more = _load(other + token * other_stride, cols, inside)
+        change = _norm(change, w_delta, D, eps) + _norm(more, w_other, D, eps)
+        change = change.to(out.dtype.element_ty).to(tl.float32)
+    row += _norm(change, w, D, eps)
+    if HAS_SCALAR:
+        row *= factor
     rounded = row.to(out.dtype.element_ty)
     tl.store(out + token * D + cols, rounded, mask=inside)
     if NUM_NEXT >= 1:
         row = rounded.to(tl.float32)
-        tl.store(out_a + token * D + cols, _norm(row, next_a, cols, inside, D, eps).to(out.dtype.element_ty), mask=inside)
+        scale = tl.rsqrt(tl.sum(row * row, 0) / D + eps)
+        tl.store(out_a + token * D + cols, (row * scale * w_a).to(out.dtype.element_ty), mask=inside)
     if NUM_NEXT >= 2:
-        tl.store(out_b + token * D + cols, _norm(row, next_b, cols, inside, D, eps).to(out.dtype.element_ty), mask=inside)
+        tl.store(out_b + token * D + cols, (row * scale * w_b).to(out.dtype.element_ty), mask=inside)
 
 
 def _num_warps(size: int) -> int:
@@ -100,9 +135,25 @@ def _num_warps(size: int) -> int:
 
 def describe_rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, y_TD: Tensor, pdl: bool) -> Launch:
     num_tokens, size = x_TD.shape
-    arguments: dict[str, Any] = {"x": x_TD, "weight": weight_D, "y": y_TD, "x_stride": x_TD.stride(0), "y_stride": y_TD.stride(0)}
+    arguments: dict[str, Any] = {
+        "x": x_TD,
+        "weight": weight_D,
+        "y": y_TD,
+        "x_stride": x_TD.stride(0),
+        "y_stride": y_TD.stride(0),
+    }
     arguments |= {"D": size, "eps": eps, "BLOCK_D": triton.next_power_of_2(size), "PDL": pdl}
     return Launch(_rms_norm_kernel, (num_tokens,), arguments, options(_num_warps(size), pdl))
+
+
+def describe_sum_norms(
+    a_TD: Tensor, b_TD: Tensor, weight_a_D: Tensor, weight_b_D: Tensor, eps: float, y_TD: Tensor, pdl: bool
+) -> Launch:
+    num_tokens, size = a_TD.shape
+    arguments: dict[str, Any] = {"a": a_TD, "b": b_TD, "weight_a": weight_a_D, "weight_b": weight_b_D, "y": y_TD}
+    arguments |= {"a_stride": a_TD.stride(0), "b_stride": b_TD.stride(0), "D": size, "eps": eps}
+    arguments |= {"BLOCK_D": triton.next_power_of_2(size), "PDL": pdl}
+    return Launch(_sum_norms_kernel, (num_tokens,), arguments, options(_num_warps(size), pdl))
 
 
 def describe_residual(
@@ -165,6 +216,14 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     y_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     if x_TD.shape[0]:
         describe_rms_norm(x_TD, weight_D, eps, y_TD, is_chained(x_TD.device)).run()
+    return y_TD
+
+
+def sum_norms(a_TD: Tensor, b_TD: Tensor, weight_a_D: Tensor, weight_b_D: Tensor, eps: float) -> Tensor:
+    """norm(a) * weight_a + norm(b) * weight_b: dense MLP and experts before their joint norm."""
+    y_TD = torch.empty(a_TD.shape, dtype=a_TD.dtype, device=a_TD.device)
+    if a_TD.shape[0]:
+        describe_sum_norms(a_TD, b_TD, weight_a_D, weight_b_D, eps, y_TD, is_chained(a_TD.device)).run()
     return y_TD
 
 

@@ -17,9 +17,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from culet.kernels.triton.chain import is_chained, options
+from culet.kernels.triton.chain import enter, is_chained, options
 from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.linear import cap_tanh, gelu
 
@@ -30,9 +29,7 @@ BLOCK = 1024  # columns per program of the plain elementwise kernels: 128 thread
 def _embed_kernel(
     ids, table, y, table_stride, y_stride, D: tl.constexpr, scale: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(PDL)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = cols < D
@@ -46,9 +43,7 @@ def _gelu_times_kernel(
     gate, value, y, gate_stride, value_stride, y_stride, N: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):
     """y[t, n] = gelu(gate[t, n]) * value[t, n]."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(PDL)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = cols < N
@@ -74,9 +69,7 @@ def _ple_kernel(
     PDL: tl.constexpr,
 ):
     """BLOCK_L layers of one token."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(PDL)
     token = tl.program_id(0).to(tl.int64)
     layers = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
     cols = tl.arange(0, BLOCK_P)
@@ -90,9 +83,7 @@ def _ple_kernel(
 
 @triton.jit
 def _softcap_kernel(logits, y, logits_stride, V, cap: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(PDL)
     row = tl.program_id(1).to(tl.int64)
     cols = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = cols < V
@@ -113,7 +104,9 @@ def describe_gelu_times(gate_TN: Tensor, value_TN: Tensor, y_TN: Tensor, pdl: bo
     block = min(BLOCK, triton.next_power_of_2(size))
     arguments: dict[str, Any] = {"gate": gate_TN, "value": value_TN, "y": y_TN, "gate_stride": gate_TN.stride(0)}
     arguments |= {"value_stride": value_TN.stride(0), "y_stride": y_TN.stride(0), "N": size, "BLOCK_N": block, "PDL": pdl}
-    return Launch(_gelu_times_kernel, (num_tokens, triton.cdiv(size, block)), arguments, options(4 if block == BLOCK else 1, pdl))
+    return Launch(
+        _gelu_times_kernel, (num_tokens, triton.cdiv(size, block)), arguments, options(4 if block == BLOCK else 1, pdl)
+    )
 
 
 def describe_ple(

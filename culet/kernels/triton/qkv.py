@@ -17,10 +17,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from culet.kernels.reference import HeadShape, Rope
-from culet.kernels.triton.chain import is_chained, options
+from culet.kernels.triton.chain import enter, is_chained, options
 from culet.kernels.triton.launch import Launch
 
 
@@ -30,14 +29,12 @@ class Slots(NamedTuple):
     slot_T: Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _rope_kernel(
     positions, inv_freq, cos, sin, T, HALF: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
 ):
     """cos and signed sin [T, 2 * HALF] of position * frequency."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(PDL)
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.arange(0, BLOCK_H)
     inside = (tokens < T)[:, None] & (cols < HALF)[None, :]
@@ -52,7 +49,16 @@ def _rope_kernel(
 
 
 @triton.jit
-def _load_heads(base, heads, is_head, rot_begin: tl.constexpr, nope_begin: tl.constexpr, H: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr):
+def _load_heads(
+    base,
+    heads,
+    is_head,
+    rot_begin: tl.constexpr,
+    nope_begin: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
     """First and second halves of the rotated columns and the others, of [heads, H] rows at `base`; float32."""
     half = tl.arange(0, R // 2)[None, :]
     rows = base + heads[:, None] * H
@@ -75,7 +81,18 @@ def _scales(first, second, nope, H: tl.constexpr, R: tl.constexpr, eps: tl.const
 
 
 @triton.jit
-def _store_parts(rows, first, second, nope, mask, rot_begin: tl.constexpr, nope_begin: tl.constexpr, H: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr):
+def _store_parts(
+    rows,
+    first,
+    second,
+    nope,
+    mask,
+    rot_begin: tl.constexpr,
+    nope_begin: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
     """Write the halves and the others to their columns of the rows that `rows` points at; `mask` is a column."""
     half = tl.arange(0, R // 2)[None, :]
     plain = tl.arange(0, BLOCK_P)[None, :]
@@ -121,22 +138,18 @@ def _prepare_kernel(
     PDL: tl.constexpr,
 ):
     """HEADS heads of one token: the first cdiv(N, HEADS) programs queries, the others keys and values."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(1).to(tl.int64)
     half = tl.arange(0, R // 2)[None, :]
-    plain = tl.arange(0, BLOCK_P)[None, :]
-    c = tl.load(cos + token * R + half)
-    s = tl.load(sin + token * R + R // 2 + half)
     base = qkv + token * qkv_stride
     NUM_Q: tl.constexpr = (N + HEADS - 1) // HEADS
     NOPE: tl.constexpr = H - R
     if tl.program_id(0) < NUM_Q:
         heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
         is_head = heads < N
-        first, second, nope = _load_heads(base, heads, is_head, NOPE, 0, H, R, BLOCK_P)
         w_first, w_second, w_nope = _load_heads(weight, heads, is_head, NOPE, 0, H, R, BLOCK_P)
+        enter(PDL)
+        c, s = tl.load(cos + token * R + half), tl.load(sin + token * R + R // 2 + half)
+        first, second, nope = _load_heads(base, heads, is_head, NOPE, 0, H, R, BLOCK_P)
         scale = _scales(first, second, nope, H, R, eps)
         first, second, nope = first * scale * w_first, second * scale * w_second, nope * scale * w_nope
         rows = q_out + (token * N + heads)[:, None] * H
@@ -147,15 +160,17 @@ def _prepare_kernel(
         mask = is_head[:, None]
         is_stored = mask & HAS_STORE
         cache_rows = planes + heads[:, None].to(tl.int64) * head_stride
+        K_ROT: tl.constexpr = 0 if K_EQ_V else NOPE
+        K_NOPE: tl.constexpr = R if K_EQ_V else 0
+        w_first, w_second, w_nope = _load_heads(weight + N * H, heads, is_head, K_ROT, K_NOPE, H, R, BLOCK_P)
+        enter(PDL)
+        c, s = tl.load(cos + token * R + half), tl.load(sin + token * R + R // 2 + half)
+        first, second, nope = _load_heads(base + N * H, heads, is_head, K_ROT, K_NOPE, H, R, BLOCK_P)
         if HAS_STORE:
             slot = tl.load(slots + token)
             is_stored = mask & (slot >= 0)
             slot = tl.maximum(slot, 0)
             cache_rows += (slot // page_tokens) * page_stride + (slot % page_tokens) * WIDTH
-        K_ROT: tl.constexpr = 0 if K_EQ_V else NOPE
-        K_NOPE: tl.constexpr = R if K_EQ_V else 0
-        first, second, nope = _load_heads(base + N * H, heads, is_head, K_ROT, K_NOPE, H, R, BLOCK_P)
-        w_first, w_second, w_nope = _load_heads(weight + N * H, heads, is_head, K_ROT, K_NOPE, H, R, BLOCK_P)
         scale = _scales(first, second, nope, H, R, eps)
         first, second, nope = first * scale, second * scale, nope * scale
         a, b = first * w_first, second * w_second

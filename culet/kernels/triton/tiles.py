@@ -1,12 +1,21 @@
-"""Tile tables: which tile each kernel takes on which GPU, and where that was measured."""
+"""Tile tables: which tile each attention kernel takes on which GPU, and where that was measured.
+
+A row applies to one class of architecture and one shape of head; the first that fits wins. Rows that say "not measured" were
+compiled for their architecture and fit its shared memory (a test holds this), no more.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
+import torch
 from torch import Tensor
 
 from culet.kernels.attention_inputs import PagedKV
+
+# Bytes of shared memory that one program may use.
+SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
 
 @dataclass(frozen=True)
@@ -20,7 +29,6 @@ class DecodeTile:
     programs: int = 132
     min_tiles: int = 1  # key tiles that a split holds at least
     swapped: bool = False  # keys on the M side of the matrix unit, for wgmma at few query rows
-    measured: str = "not measured"
 
 
 @dataclass(frozen=True)
@@ -31,12 +39,82 @@ class PrefillTile:
     keys: int
     warps: int
     stages: int
-    measured: str = "not measured"
+
+
+@dataclass(frozen=True)
+class TileRow:
+    """One row of a table: for which architectures and shapes, which tile, and where it was measured."""
+
+    capabilities: tuple[int, ...]
+    head_dim: int  # up to this one
+    latent: bool
+    packed_rows: int  # up to so many packed query rows (decode only)
+    tile: DecodeTile | PrefillTile
+    measured: str
+    per_sm: int = 1  # programs per multiprocessor that fill the GPU (decode only)
+
+
+ANY = (80, 86, 89, 90, 100, 120)
+NOT_HOPPER = (80, 86, 89, 100, 120)
+SMALL = (86, 89, 120)  # 99 KB of shared memory
+MANY = 1 << 30
+UNMEASURED = "not measured"
+
+DECODE = (
+    TileRow(ANY, 128, False, MANY, DecodeTile(16, 32, 4, 2), UNMEASURED),
+    TileRow(ANY, 128, True, MANY, DecodeTile(16, 32, 4, 2), UNMEASURED),
+    TileRow(ANY, 256, False, 16, DecodeTile(16, 32, 4, 3), UNMEASURED, per_sm=2),
+    TileRow(ANY, 256, False, MANY, DecodeTile(32, 32, 4, 3), UNMEASURED, per_sm=2),
+    TileRow(ANY, 512, False, 16, DecodeTile(16, 32, 4, 3), UNMEASURED),
+    TileRow(ANY, 512, False, MANY, DecodeTile(32, 16, 4, 3), UNMEASURED),
+    TileRow(ANY, 512, True, 16, DecodeTile(16, 32, 4, 3), UNMEASURED, per_sm=2),
+    TileRow((90,), 512, True, MANY, DecodeTile(32, 64, 8, 2, swapped=True), UNMEASURED),
+    TileRow(ANY, 512, True, MANY, DecodeTile(32, 32, 8, 3), UNMEASURED),
+)
+PREFILL = (
+    TileRow(ANY, 128, False, MANY, PrefillTile(64, 32, 4, 2), UNMEASURED),
+    TileRow(ANY, 128, True, MANY, PrefillTile(64, 32, 4, 2), UNMEASURED),
+    TileRow((90,), 256, False, MANY, PrefillTile(128, 64, 8, 2), UNMEASURED),
+    TileRow((80, 100), 256, False, MANY, PrefillTile(64, 64, 8, 2), UNMEASURED),
+    TileRow(SMALL, 256, False, MANY, PrefillTile(64, 32, 4, 2), UNMEASURED),
+    TileRow((90,), 512, False, MANY, PrefillTile(64, 32, 8, 2), UNMEASURED),
+    TileRow(NOT_HOPPER, 512, False, MANY, PrefillTile(64, 16, 8, 2), UNMEASURED),
+    TileRow((90, 80), 512, True, MANY, PrefillTile(64, 32, 8, 2), UNMEASURED),
+    TileRow((100,), 512, True, MANY, PrefillTile(32, 32, 8, 2), UNMEASURED),
+    TileRow(SMALL, 512, True, MANY, PrefillTile(64, 16, 8, 2), UNMEASURED),
+)
+
+
+@cache
+def device_facts(device: torch.device) -> tuple[int, int]:
+    """(capability as the tables name it, multiprocessors); the interpreter on a CPU poses as an H200."""
+    if device.type != "cuda":
+        return 90, 132
+    major, minor = torch.cuda.get_device_capability(device)
+    known = [capability for capability in SHARED_MEMORY if capability <= major * 10 + minor]
+    return max(known), torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def find_row(table: tuple[TileRow, ...], capability: int, head_dim: int, latent: bool, packed_rows: int = 0) -> TileRow:
+    """The first row of `table` that fits; raises LookupError where none does."""
+    for row in table:
+        fits = head_dim <= row.head_dim and latent == row.latent and packed_rows <= row.packed_rows
+        if fits and capability in row.capabilities:
+            return row
+    raise LookupError(f"no tile for head dim {head_dim}, latent {latent}, {packed_rows} packed rows on sm_{capability}")
 
 
 def decode_tile(q_TNH: Tensor, kv: PagedKV, num_rows: int, max_queries: int) -> DecodeTile:
-    return DecodeTile(16, 32, 4, 3)
+    """The tile for `num_rows` rows of up to `max_queries` query tokens."""
+    capability, num_sms = device_facts(q_TNH.device)
+    packed = max_queries * q_TNH.shape[1] // kv.num_kv_heads
+    row = find_row(DECODE, capability, kv.head_dim, kv.is_latent, packed)
+    assert isinstance(row.tile, DecodeTile)
+    return replace(row.tile, programs=row.per_sm * num_sms)
 
 
 def prefill_tile(q_TNH: Tensor, kv: PagedKV) -> PrefillTile:
-    return PrefillTile(64, 64, 8, 2)
+    """The tile for long rows."""
+    row = find_row(PREFILL, device_facts(q_TNH.device)[0], kv.head_dim, kv.is_latent)
+    assert isinstance(row.tile, PrefillTile)
+    return row.tile

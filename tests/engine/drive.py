@@ -1,0 +1,259 @@
+"""A scheduler on the fake runner, audited after every move, and what its tests ask of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import count
+
+from fake_runner import STOP, FakeRunner, expected_tokens
+
+from culet.cache.spec import CacheLayout, KVGroup, KVSpec
+from culet.config import ScheduleConfig
+from culet.errors import CuletError
+from culet.scheduler.scheduler import Scheduler
+from culet.scheduler.sequence import HOLE, max_held_pages
+from culet.types import FinishReason, Request, Row, Sampling, StepPlan, StepResult, TokenDelta
+
+
+def make_layout(*groups: tuple[int | None, int]) -> CacheLayout:
+    """Groups of (window, page tokens)."""
+    return CacheLayout(
+        slab_bytes=1,
+        groups=tuple(
+            KVGroup(
+                name=f"g{index}",
+                index=index,
+                specs=(KVSpec(index, num_kv_heads=1, head_dim=2, rotated_dims=2, window=window, latent=False, itemsize=4),),
+                page_tokens=page_tokens,
+            )
+            for index, (window, page_tokens) in enumerate(groups)
+        ),
+    )
+
+
+def make_request(
+    request_id: str,
+    prompt: list[int] | tuple[int, ...],
+    max_tokens: int = 8,
+    *,
+    n: int = 1,
+    seed: int = 0,
+    stop: bool = True,
+    prompt_logprobs: int | None = None,
+    priority: int = 0,
+    deadline: float | None = None,
+) -> Request:
+    sampling = Sampling(
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        logit_bias=(),
+        seed=seed,
+        sample=0,
+        logprobs=0,
+        prompt_logprobs=prompt_logprobs,
+    )
+    stop_token_ids = frozenset({STOP}) if stop else frozenset()
+    return Request(request_id, tuple(prompt), sampling, n, max_tokens, stop_token_ids, priority, deadline)
+
+
+@dataclass
+class Told:
+    """What came out for one sample."""
+
+    tokens: list[int] = field(default_factory=list)
+    num_logprobs: int = 0
+    scores: list[dict[int, float]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    num_cached: int = 0
+    num_deltas: int = 0
+    error: str = ""
+
+
+class Drive:
+    """A scheduler with a fake runner, stepped synchronously or one plan ahead, and audited after every move."""
+
+    def __init__(self, scheduler: Scheduler, runner: FakeRunner, *, ahead: bool = False) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.ahead = ahead
+        self.requests: dict[str, Request] = {}
+        self.told: dict[tuple[str, int], Told] = {}
+        self.waiting_result: StepResult | None = None
+
+    def add(self, request: Request) -> None:
+        """Add, or raise what the scheduler raises."""
+        self.scheduler.add(request)
+        self.requests[request.request_id] = request
+        for sample in range(request.n):
+            self.told[request.request_id, sample] = Told()
+
+    def step(self, *, between: list[tuple[str, int | None]] | None = None) -> StepPlan | None:
+        """Schedule, execute, cancel `between`, apply; in ahead mode the result applied is that of the plan before."""
+        plan = self.scheduler.schedule()
+        audit(self.scheduler)
+        result = None if plan is None else self.runner.execute(plan)
+        for request_id, sample in between or []:
+            self.scheduler.cancel(request_id, sample)
+            audit(self.scheduler)
+        if self.ahead:
+            if self.waiting_result is None and plan is None:
+                assert not self.scheduler.has_work, "work is left, but nothing is planned"
+            result, self.waiting_result = self.waiting_result, result
+        elif plan is None:
+            assert not self.scheduler.has_work, "work is left, but nothing is planned"
+        if result is not None:
+            self.scheduler.apply(result)
+        audit(self.scheduler)
+        for delta in self.scheduler.deltas():
+            self.hear(delta)
+        return plan
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Step until nothing is left."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+        assert not self.scheduler.has_work
+        for delta in self.scheduler.deltas():
+            self.hear(delta)
+
+    def hear(self, delta: TokenDelta) -> None:
+        told = self.told[delta.request_id, delta.sample]
+        request = self.requests[delta.request_id]
+        assert told.finish_reason is None, "told something after the end"
+        assert told.num_deltas == 0 or delta.num_cached_tokens == 0
+        told.num_deltas += 1
+        told.num_cached += delta.num_cached_tokens
+        told.tokens += delta.token_ids
+        told.num_logprobs += len(delta.logprobs)
+        told.scores += [dict(score) for score in delta.prompt_logprobs]
+        told.finish_reason = delta.finish_reason
+        told.error = delta.error
+        expected = expected_tokens(request, delta.sample)
+        assert told.tokens == expected[: len(told.tokens)], f"{delta.request_id}/{delta.sample} drew other tokens"
+        assert told.num_logprobs == len(told.tokens)
+        if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert told.tokens == expected
+            assert (delta.finish_reason is FinishReason.STOP) == (expected[-1] in request.stop_token_ids)
+            assert delta.stop_token_id == (expected[-1] if delta.finish_reason is FinishReason.STOP else None)
+            if request.sampling.prompt_logprobs is not None and delta.sample == 0:
+                prompt = request.prompt_token_ids
+                assert told.scores == [{prompt[i]: float(-i)} for i in range(1, len(prompt))]
+        elif delta.finish_reason is None:
+            assert delta.token_ids or delta.prompt_logprobs
+            assert delta.stop_token_id is None
+            assert len(told.tokens) < len(expected)
+
+    def check_end(self) -> None:
+        """Everything has ended, and every page is free once checkpoints are dropped."""
+        assert all(told.finish_reason is not None for told in self.told.values())
+        counters, arena = self.scheduler.counters, self.scheduler.supply.arena
+        assert counters.finished == len(self.told)
+        assert counters.prefix_hits == self.runner.counts["hits"]
+        assert counters.prefix_hit_tokens == self.runner.counts["hit tokens"]
+        assert counters.forks == self.runner.counts["forks"]
+        assert arena.num_free + arena.num_reclaimable == arena.num_pages
+        self.scheduler.drop_checkpoints()
+        assert arena.num_free == arena.num_pages
+        assert arena.num_reclaimable == 0
+
+
+def audit(scheduler: Scheduler) -> None:
+    """Every page's references are exactly those of the sequences, checkpoints and copies that are there."""
+    arena, prefix = scheduler.supply.arena, scheduler.supply.prefix
+    held: Counter[int] = Counter(scheduler.supply.pending_sources)
+    last_row = {id(plan.owner): plan.row for _, planned in scheduler._in_flight for plan in planned}
+    for one in scheduler._running:
+        assert one.slot is not None
+        row = last_row.get(id(one))
+        num_new, num_logits = (row.num_new, row.num_logits) if row and one.rows_in_flight else (0, 0)
+        for pages in one.groups:
+            held.update(pages.held)
+            bound = max_held_pages(pages.group, num_new, num_logits)
+            assert bound is None or len(pages.held) <= bound, f"{len(pages.held)} pages held, the bound is {bound}"
+            assert pages.group.window is not None or HOLE not in pages.pages
+    for one in scheduler._waiting:
+        assert one.slot is None
+        assert one.num_held == 0
+    kept: Counter[int] = Counter()
+    for checkpoint in prefix.checkpoints() if prefix else []:
+        kept.update(checkpoint.pages)
+    num_free = num_reclaimable = 0
+    for page in range(arena.num_pages):
+        assert arena.num_references(page) == (held[page], kept[page]), f"page {page} is counted wrongly"
+        num_free += not held[page] and not kept[page]
+        num_reclaimable += bool(not held[page] and kept[page])
+    assert (arena.num_free, arena.num_reclaimable) == (num_free, num_reclaimable)
+    slots = [one.slot for one in scheduler._running] + scheduler._free_slots
+    assert sorted(slots) == list(range(len(slots)))
+    assert [one.order for one in scheduler._running] == sorted(one.order for one in scheduler._running)
+    assert [one.order for one in scheduler._waiting] == sorted(one.order for one in scheduler._waiting)
+
+
+def try_add(drive: Drive, request: Request) -> CuletError | None:
+    """Add; returns the refusal instead of raising it."""
+    try:
+        drive.add(request)
+    except CuletError as error:
+        return error
+    return None
+
+
+LAYOUT = make_layout((8, 4), (None, 8))
+
+
+def make(
+    layout: CacheLayout = LAYOUT,
+    num_pages: int = 200,
+    *,
+    seqs: int = 8,
+    budget: int = 64,
+    queue: int = 100,
+    ahead: bool = False,
+    max_drafts: int = 0,
+    prefix_caching: bool = True,
+) -> Drive:
+    """A scheduler and a fake runner, with a clock that stands still unless `drive.now` is set."""
+    drive: Drive
+    scheduler = Scheduler(
+        layout,
+        num_pages,
+        ScheduleConfig(seqs, budget, queue),
+        max_model_len=1000,
+        prefix_caching=prefix_caching,
+        max_drafts=max_drafts,
+        clock=lambda: getattr(drive, "now", 0.0),
+    )
+    runner = FakeRunner(layout, num_pages, max_num_seqs=seqs, budget=budget, max_drafts=max_drafts)
+    drive = Drive(scheduler, runner, ahead=ahead)
+    return drive
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    return [(7 * i * i + 3 * i + salt) % 40 + 1 for i in range(length)]
+
+
+def endless(name: str, length: int, max_tokens: int = 20, **kwargs: object) -> Request:
+    """A request that stops only at max_tokens."""
+    return make_request(name, prompt(length), max_tokens, stop=False, **kwargs)  # type: ignore[arg-type]
+
+
+def row_of(plan: StepPlan | None, slot: int) -> Row:
+    assert plan is not None
+    return next(row for row in plan.rows if row.slot == slot)
+
+
+def first_seed(length: int, wanted: str, sample: int = 0) -> int:
+    """A seed with which the sample draws its first stop token at once, or late."""
+    for seed in count():
+        tokens = expected_tokens(make_request("x", prompt(length), 30, seed=seed), sample)
+        if {"at once": tokens == [STOP], "late": 5 < len(tokens) < 30, "never": STOP not in tokens}[wanted]:
+            return seed
+    raise AssertionError

@@ -1,0 +1,438 @@
+"""The runner on a small random model: draws, samples that share logits, log-probabilities, drafts and their rollback.
+
+Most tests drive it by the real scheduler; what comes out is compared with steps that compute everything anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from culet.attention.reference import ReferenceBackend
+from culet.cache.pool import Pool
+from culet.cache.spec import plan_cache
+from culet.config import ScheduleConfig
+from culet.drafters.base import Draft
+from culet.models.checkpoint import open_checkpoint
+from culet.models.tiny import write_checkpoint
+from culet.models.weights import load_model
+from culet.runner import runner as runner_module
+from culet.runner.runner import Runner
+from culet.sampling.sampler import History, sample
+from culet.scheduler.scheduler import Scheduler
+from culet.types import Entry, PageTable, Request, Row, Sampling, StepPlan
+
+MAX_LEN = 160
+CPU = torch.device("cpu")
+GREEDY = Sampling(
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    logit_bias=(),
+    seed=11,
+    sample=0,
+    logprobs=None,
+    prompt_logprobs=None,
+)
+GEMMA = replace(GREEDY, temperature=1.0, top_k=64, top_p=0.95)
+# Penalties that change nearly every draw, so that a history that is off by one shows.
+PENALISED = replace(GEMMA, repetition_penalty=1.4, presence_penalty=1.5, frequency_penalty=1.0, top_k=0)
+SETTINGS = {"greedy": GREEDY, "gemma": GEMMA, "penalised": PENALISED}
+
+
+@pytest.fixture(scope="module", params=["E2B", "31B"])
+def model(request, tmp_path_factory):
+    folder = write_checkpoint(tmp_path_factory.mktemp("model"), request.param, dtype=torch.float32)
+    return load_model(open_checkpoint(str(folder)), dtype=torch.float32, device=CPU, progress=False)
+
+
+@pytest.fixture(scope="module")
+def one_model(tmp_path_factory):
+    folder = write_checkpoint(tmp_path_factory.mktemp("model"), "31B", dtype=torch.float32)
+    return load_model(open_checkpoint(str(folder)), dtype=torch.float32, device=CPU, progress=False)
+
+
+def parts(model, num_slabs: int):
+    specs = model.spec.kv_specs(4)
+    per_token = [sum(spec.bytes_per_token for spec in specs if spec.kind == kind) for kind in {spec.kind for spec in specs}]
+    layout = plan_cache(specs, slab_bytes=16 * max(per_token))  # the smallest pages there are
+    backends = [ReferenceBackend(group, model.spec.layers[0].num_heads) for group in layout.groups]
+    return layout, Pool(layout, num_slabs, torch.float32, CPU), backends
+
+
+class Rig:
+    """A scheduler and a runner; `run` drives them until every request has ended."""
+
+    def __init__(self, model, *, budget=64, max_num_seqs=8, num_slabs=200, drafter=None, prefix_caching=False):
+        layout, pool, backends = parts(model, num_slabs)
+        self.scheduler = Scheduler(
+            layout,
+            num_slabs,
+            ScheduleConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
+            max_model_len=MAX_LEN,
+            prefix_caching=prefix_caching,
+            max_drafts=drafter.max_drafts if drafter else 0,
+        )
+        self.runner = Runner(model, pool, backends, max_num_seqs=max_num_seqs, max_model_len=MAX_LEN, drafter=drafter)
+        self.results = []
+
+    def run(self, *requests: Request):
+        """(tokens, logprobs, prompt logprobs) by (request id, sample)."""
+        for request in requests:
+            self.scheduler.add(request)
+        out: dict[tuple[str, int], tuple[list, list, list]] = {}
+        while self.scheduler.has_work:
+            plan = self.scheduler.schedule()
+            assert plan is not None
+            result = self.runner.execute(plan)
+            self.results.append((plan, result))
+            self.scheduler.apply(result)
+            for delta in self.scheduler.deltas():
+                tokens, logprobs, scores = out.setdefault((delta.request_id, delta.sample), ([], [], []))
+                tokens += delta.token_ids
+                logprobs += delta.logprobs
+                scores += delta.prompt_logprobs
+        return out
+
+
+def request(name: str, prompt_len: int, sampling: Sampling, *, num_tokens=20, n=1) -> Request:
+    generator = torch.Generator().manual_seed(sum(name.encode()) * 1000 + prompt_len)
+    prompt = torch.randint(120, 600, (prompt_len,), generator=generator).tolist()
+    return Request(name, tuple(prompt), sampling, n, num_tokens, frozenset())
+
+
+def assert_close(ours, theirs) -> None:
+    """Log-probabilities of the same tokens, equal but for the order of summation."""
+    assert [next(iter(one)) for one in ours] == [next(iter(one)) for one in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert dict(mine) == pytest.approx(dict(other), abs=1e-4)
+
+
+def logits_anew(model, tokens: list[int]) -> torch.Tensor:
+    """Logits [T, V] of all positions, computed in one go without a cache from before."""
+    layout, pool, backends = parts(model, 40)
+    runner = Runner(model, pool, backends, max_num_seqs=1, max_model_len=MAX_LEN)
+    tables, page = [], 0
+    for group in layout.groups:
+        count = group.pages_for(len(tokens))
+        tables.append(PageTable(0, tuple(range(page, page + count))))
+        page += count
+    captured = []
+    original = model.forward
+
+    def capture(*arguments):
+        hidden = original(*arguments)
+        captured.append(hidden.last_LD)
+        return hidden
+
+    row = Row(0, 0, len(tokens), len(tokens), tuple(tables), (0,) * len(tables))
+    model.forward = capture
+    try:
+        runner.execute(StepPlan(0, (Entry(0, tuple(tokens), len(tokens), GREEDY),), (), (row,)))
+    finally:
+        del model.forward
+    with torch.inference_mode():
+        return model.logits(captured[0])
+
+
+def continued_anew(model, one: Request, sampling: Sampling) -> list[int]:
+    """The request's output, each token drawn from logits that are computed from the first token on."""
+    tokens = list(one.prompt_token_ids)
+    for _ in range(one.max_tokens):
+        history = History(torch.tensor([tokens]), [0], [len(one.prompt_token_ids)])
+        tokens.append(int(sample(logits_anew(model, tokens)[-1:], [sampling], [len(tokens)], history)))
+    return tokens[len(one.prompt_token_ids) :]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_continues_as_if_computed_anew(model, name):
+    one = request(name, 45, SETTINGS[name], num_tokens=12)
+    expected = continued_anew(model, one, SETTINGS[name])
+    assert len(set(expected)) > 3  # not a constant that a broken cache would also give
+    assert Rig(model, budget=17).run(one)[name, 0][0] == expected
+
+
+def test_neighbours_do_not_matter(model):
+    requests = [request(f"{name}{length}", length, SETTINGS[name]) for name in SETTINGS for length in (3, 31, 70)]
+    together = Rig(model, max_num_seqs=6, budget=40).run(*requests)
+    for one in requests:
+        assert Rig(model).run(one)[one.request_id, 0] == together[one.request_id, 0]
+
+
+def test_preemption_changes_nothing(model):
+    requests = [request(f"r{index}", 40, GEMMA, num_tokens=30) for index in range(4)]
+    layout, _, _ = parts(model, 1)
+    # Room for two requests at their end: at the beginning more start, and then they fight.
+    tight = Rig(model, num_slabs=2 * sum(group.pages_for(70) for group in layout.groups))
+    out = tight.run(*requests)
+    assert tight.scheduler.counters.preemptions > 0
+    assert out == Rig(model, num_slabs=400).run(*requests)
+
+
+def test_prefix_hits_change_nothing(model):
+    requests = [request(f"r{index}", 130, replace(SETTINGS[name], logprobs=0)) for index, name in enumerate(SETTINGS)]
+    rig = Rig(model, prefix_caching=True)
+    first = rig.run(*requests)
+    again = rig.run(*requests)
+    assert rig.scheduler.counters.prefix_hits == 3
+    for key, (tokens, logprobs, _) in first.items():
+        assert again[key][0] == tokens
+        assert [list(one.values()) for one in again[key][1]] == [
+            pytest.approx(list(one.values()), abs=1e-4) for one in logprobs
+        ]
+
+
+# Samples that share logits
+
+
+@pytest.mark.parametrize("name", ["gemma", "penalised"])
+def test_samples_share_the_prompt_but_not_the_draws(model, name):
+    sampling = replace(SETTINGS[name], logprobs=2)
+    one = request("n", 37, sampling, n=4)
+    rig = Rig(model)
+    calls = count_logits(rig)
+    out = rig.run(one)
+    assert calls[0] == 1  # one position's logits for four draws
+    outputs = [tuple(out["n", index][0]) for index in range(4)]
+    assert len(set(outputs)) == 4
+    for index in range(4):
+        alone = replace(one, request_id="alone", sampling=replace(sampling, sample=index), n=1)
+        # A request's own sample number is 0; here it stands in for the sample by its settings.
+        alone_rig = Rig(model)
+        alone_rig.scheduler.add(alone)
+        sequence = alone_rig.scheduler._alive["alone"][0]
+        sequence.sampling = replace(sampling, sample=index)
+        tokens, logprobs, _ = alone_rig.run()["alone", 0]
+        assert tokens == out["n", index][0]
+        assert_close(out["n", index][1], logprobs)
+
+
+def count_logits(rig: Rig) -> list[int]:
+    """Rows of every call for logits, as they are made."""
+    calls: list[int] = []
+
+    class Counting:
+        def __init__(self, model):
+            self._model = model
+
+        def __getattr__(self, name):
+            return getattr(self._model, name)
+
+        def logits(self, last_LD):
+            calls.append(last_LD.shape[0])
+            return self._model.logits(last_LD)
+
+    rig.runner.model = Counting(rig.runner.model)
+    return calls
+
+
+def test_logits_only_where_needed(one_model):
+    rig = Rig(one_model, budget=16)
+    calls = count_logits(rig)
+    rig.run(request("long", 60, GREEDY, num_tokens=3))
+    assert calls == [1, 1, 1]  # none in the middle of the prompt
+
+
+# Log-probabilities
+
+
+def test_logprobs_are_those_of_the_model(model):
+    wanted = {"none": None, "chosen": 0, "five": 5, "two": 2}
+    sampling = replace(PENALISED, temperature=1.3)  # none of which shows in the log-probabilities
+    requests = [request(name, 20, replace(sampling, logprobs=count)) for name, count in wanted.items()]
+    out = Rig(model).run(*requests)
+    assert out["none", 0][1] == []
+    for one in requests[1:]:
+        tokens, logprobs, _ = out[one.request_id, 0]
+        count = wanted[one.request_id]
+        expected = logits_anew(model, [*one.prompt_token_ids, *tokens])[19:-1].double().log_softmax(-1)
+        assert len(logprobs) == len(tokens)
+        for index, (token, found) in enumerate(zip(tokens, logprobs, strict=True)):
+            assert next(iter(found)) == token
+            top = expected[index].topk(count).indices.tolist() if count else []
+            assert set(found) == {token, *top}
+            for other, value in found.items():
+                assert value == pytest.approx(expected[index, other].item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("budget", [7, 100])
+def test_prompt_logprobs(model, monkeypatch, budget):
+    monkeypatch.setattr(runner_module, "LOGITS_ROWS", 5)
+    one = request("scored", 41, replace(GEMMA, prompt_logprobs=3, logprobs=1))
+    rig = Rig(model, budget=budget)
+    calls = count_logits(rig)
+    tokens, logprobs, scores = rig.run(one, request("beside", 23, GREEDY))["scored", 0]
+    assert max(calls) <= 5
+    assert len(tokens) == len(logprobs) == 20
+    prompt = one.prompt_token_ids
+    expected = logits_anew(model, list(prompt)).double().log_softmax(-1)
+    assert len(scores) == len(prompt) - 1
+    for index, found in enumerate(scores):
+        assert next(iter(found)) == prompt[index + 1]
+        assert set(found) == {prompt[index + 1], *expected[index].topk(3).indices.tolist()}
+        for other, value in found.items():
+            assert value == pytest.approx(expected[index, other].item(), abs=1e-4)
+
+
+def test_prompt_logprobs_of_one_token(model):
+    one = request("short", 1, replace(GREEDY, prompt_logprobs=0), num_tokens=2)
+    tokens, _, scores = Rig(model).run(one)["short", 0]
+    assert len(tokens) == 2
+    assert scores == []
+
+
+# Drafts
+
+
+class ListDrafter:
+    """Proposes from lists of what sequences will say, spoilt where `is_wrong` says so."""
+
+    taps = (0, -1)
+    reads_target_pages = False
+
+    def __init__(self, outputs, prompt_lens, *, max_drafts=4, is_wrong=lambda position: False):
+        self.outputs = outputs  # by first prompt token
+        self.prompt_lens = prompt_lens
+        self.max_drafts = max_drafts
+        self.is_wrong = is_wrong
+        self.seen = []
+
+    def kv_specs(self):
+        return []
+
+    def commit(self, batch, tapped):
+        assert set(tapped) == {0, -1}
+        assert tapped[-1].shape[0] == batch.logits_index_L.shape[0]
+
+    def propose(self, batch, tapped, drawers):
+        rows, counts = [], []
+        for slot, length, source in zip(drawers.slots, drawers.length_R.tolist(), drawers.source_R.tolist(), strict=True):
+            first = int(drawers.tokens_SL[slot, 0])
+            said = length - self.prompt_lens[first]
+            newest = int(drawers.tokens_SL[slot, length - 1])
+            assert newest == self.outputs[first][said - 1]  # the sequence is what it would be without drafts
+            self.seen.append((length, source))
+            ahead = self.outputs[first][said : said + self.max_drafts]
+            counts.append(len(ahead))
+            wrong = [token + self.is_wrong(length + index) for index, token in enumerate(ahead)]
+            rows.append(wrong + [0] * (self.max_drafts - len(ahead)))
+        return Draft(torch.tensor(rows), tuple(counts))
+
+
+MISTAKES = {
+    "always right": lambda position: False,
+    "always wrong": lambda position: True,
+    "sometimes wrong": lambda position: position % 3 == 0,
+    "late": lambda position: position % 7 == 6,
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_drafts_change_nothing_but_the_number_of_steps(model, name, mistake):
+    requests = [
+        request(f"d{length}", length, replace(SETTINGS[name], seed=length, logprobs=1), num_tokens=30) for length in (5, 33, 64)
+    ]
+    plain = Rig(model, max_num_seqs=4)
+    expected = plain.run(*requests)
+    drafter = ListDrafter(
+        {one.prompt_token_ids[0]: expected[one.request_id, 0][0] for one in requests},
+        {one.prompt_token_ids[0]: len(one.prompt_token_ids) for one in requests},
+        is_wrong=MISTAKES[mistake],
+    )
+    assert len(drafter.outputs) == 3
+    rig = Rig(model, max_num_seqs=4, drafter=drafter)
+    out = rig.run(*requests)
+    for key, (tokens, logprobs, _) in expected.items():
+        assert out[key][0] == tokens
+        assert_close(out[key][1], logprobs)
+    counters = rig.scheduler.counters
+    if mistake == "always right":
+        assert counters.rolled_back_tokens == 0
+        assert len(rig.results) < len(plain.results) / 3
+    else:
+        assert counters.rollbacks > 5
+    if mistake == "always wrong":
+        kept = [len(drawn.token_ids) for _, result in rig.results for drawn in result.drawn]
+        assert set(kept) == {1}
+
+
+def test_accepted_drafts_by_hand(one_model):
+    """One verify row: what is accepted, where the new token stands, and what the drafter is told."""
+    one = request("hand", 9, GREEDY, num_tokens=8)
+    expected = Rig(one_model).run(one)["hand", 0][0]
+    first, length = one.prompt_token_ids[0], 9
+    drafter = ListDrafter({first: expected}, {first: length}, is_wrong=lambda position: position == length + 3)
+    rig = Rig(one_model, drafter=drafter)
+    rig.scheduler.add(one)
+    rows = []
+    for _ in range(2):
+        plan = rig.scheduler.schedule()
+        result = rig.runner.execute(plan)
+        rig.scheduler.apply(result)
+        rows.append((plan.rows[0], result.drawn[0]))
+    (_, prefill), (verify, drawn) = rows
+    assert (prefill.token_ids, prefill.num_proposed) == (tuple(expected[:1]), 4)
+    assert (verify.start, verify.num_new, verify.num_drafts, verify.num_logits) == (length, 5, 4, 5)
+    # Drafts stand at positions 10 to 13, the one at 12 is wrong: two are kept, the third is the target's own.
+    assert drawn.token_ids == tuple(expected[1:4])
+    assert rig.runner.tokens_SL[verify.slot, : length + 4].tolist() == [*one.prompt_token_ids, *expected[:4]]
+    assert drafter.seen == [(length + 1, 0), (length + 4, 2)]
+    assert rig.runner.tokens_SL[verify.slot, length + 4 : length + 8].tolist() == expected[4:8]  # the next proposals wait
+
+
+# How a step is run
+
+
+def test_waits_for_the_device_once(one_model, monkeypatch):
+    """A step of greedy, sampled and scored sequences brings its results to the host in one piece."""
+    rig = Rig(one_model)
+    for name, sampling in {**SETTINGS, "logprobs": replace(GEMMA, logprobs=3)}.items():
+        rig.scheduler.add(request(name, 10, replace(sampling, top_k=64)))
+    rig.scheduler.apply(rig.runner.execute(rig.scheduler.schedule()))
+    plan = rig.scheduler.schedule()
+    waits = []
+    for name in ("tolist", "item", "__bool__", "__int__", "__float__", "nonzero"):
+        original = getattr(torch.Tensor, name)
+        spy = lambda self, *rest, _original=original, _name=name: (waits.append(_name), _original(self, *rest))[1]  # noqa: E731
+        monkeypatch.setattr(torch.Tensor, name, spy)
+    # The reference backend plans on the host; only what the runner itself does is counted.
+    monkeypatch.setattr(rig.runner.model, "forward", lambda *arguments: forward(*arguments), raising=False)
+    before: list[int] = []
+    original_forward = type(one_model).forward
+
+    def forward(*arguments):
+        hidden = original_forward(one_model, *arguments)
+        before.append(len(waits))
+        return hidden
+
+    rig.runner.execute(plan)
+    assert waits[before[0] :] == ["tolist"]
+
+
+def test_slots_are_taken_over(one_model):
+    """A shorter sequence in a used slot sees nothing of its predecessor, not even under penalties."""
+    rig = Rig(one_model, max_num_seqs=1)
+    rig.run(request("before", 60, PENALISED, num_tokens=30))
+    after = request("after", 6, PENALISED)
+    assert rig.run(after)["after", 0] == Rig(one_model).run(after)["after", 0]
+
+
+def test_a_step_without_rows(one_model):
+    rig = Rig(one_model)
+    result = rig.runner.execute(StepPlan(7, (Entry(0, (1, 2, 3), 3, GREEDY),), (), ()))
+    assert (result.step_id, result.drawn) == (7, ())
+
+
+def test_a_slot_without_entry_is_our_fault(one_model):
+    rig = Rig(one_model)
+    tables = tuple(PageTable(0, (0,)) for _ in rig.runner.pool.layout.groups)
+    row = Row(2, 0, 1, 1, tables, (0,) * len(tables), draw_slots=(2,))
+    with pytest.raises(AssertionError, match="no sequence has entered"):
+        rig.runner.execute(StepPlan(0, (), (), (row,)))

@@ -1,0 +1,211 @@
+"""What sequences share: samples of one prompt, prompts that begin alike, and prompt log-probabilities beside them."""
+
+from __future__ import annotations
+
+import pytest
+from drive import Drive, endless, first_seed, make, make_layout, make_request, prompt, row_of
+from fake_runner import STOP
+
+from culet.types import FinishReason, Request
+
+# Samples
+
+
+def test_samples_fork_from_one_prompt() -> None:
+    drive = make()
+    drive.add(endless("a", 21, 12, n=4))
+    plan = drive.step()
+    assert plan is not None
+    (row,) = plan.rows
+    assert row.draw_slots == (0, 1, 2, 3)
+    assert [entry.slot for entry in plan.entries] == [0, 1, 2, 3]
+    assert [entry.sampling.sample for entry in plan.entries] == [0, 1, 2, 3]
+    assert plan.copies == ()  # the prompt's last tokens are written in this very step
+    # 21 tokens: two full pages of 8 are shared, the third is everyone's own; of the window 14.. two pages of 4, one partial.
+    assert drive.scheduler.stats().num_held_pages == {"g0": 2 + 4, "g1": 2 + 4}
+    plan = drive.step()
+    assert plan is not None
+    assert len(plan.copies) == 6
+    assert {source for source, _ in plan.copies} == {row.tables[0].pages[-1], row.tables[1].pages[-1]}
+    assert len(plan.rows) == 4
+    drive.run()
+    drive.check_end()
+    assert drive.runner.counts["forks"] == 3
+    assert len({tuple(told.tokens) for told in drive.told.values()}) == 4
+
+
+def test_samples_that_cannot_fork_wait_in_the_queue() -> None:
+    drive = make(seqs=2)
+    drive.add(endless("a", 21, 12, n=5))
+    drive.run()
+    drive.check_end()
+    assert drive.scheduler.counters.forks == 1
+
+
+def test_samples_fork_without_a_copy_where_pages_are_full() -> None:
+    drive = make()
+    drive.add(endless("a", 16, 4, n=3))
+    plans = [drive.step() for _ in range(3)]
+    assert all(plan is not None and plan.copies == () for plan in plans)
+    drive.run()
+    drive.check_end()
+
+
+def test_a_fork_outlives_its_parent_before_its_pages_are_copied() -> None:
+    drive = make(num_pages=20)
+    drive.add(endless("a", 21, 12, n=2))
+    drive.step(between=[("a", 0)])
+    drive.add(make_request("b", prompt(40, 1), 4, stop=False))  # takes the pages that are free now
+    drive.run()
+    drive.check_end()
+
+
+def test_forks_that_end_before_their_copies_leave_nothing() -> None:
+    drive = make()
+    drive.add(endless("a", 21, 12, n=3))
+    drive.step(between=[("a", None)])
+    assert not drive.scheduler.has_work
+    drive.check_end()
+
+
+def test_a_fork_that_stops_at_once_keeps_no_page_without_content() -> None:
+    seed = first_seed(21, "at once", sample=1)
+    drive = make()
+    drive.add(make_request("a", prompt(21), 12, seed=seed, n=2))
+    drive.step()
+    assert drive.told["a", 1].finish_reason is FinishReason.STOP
+    drive.add(make_request("b", [*prompt(21), STOP, 5], 4))
+    drive.run()
+    drive.check_end()
+
+
+def test_the_next_sample_computes_the_prompt_when_the_first_is_cancelled() -> None:
+    drive = make(budget=8)
+    drive.add(endless("a", 30, 5, n=3))
+    drive.step()
+    drive.scheduler.cancel("a", 0)
+    drive.run()
+    drive.check_end()
+    assert [drive.told["a", sample].finish_reason for sample in range(3)] == ["cancel", "length", "length"]
+
+
+# Prefix reuse
+
+
+def computed(drive: Drive, request: Request) -> int:
+    """Tokens that `request` makes the runner compute, alone, when it draws one token."""
+    before = drive.runner.counts["tokens"]
+    drive.add(request)
+    drive.run()
+    return drive.runner.counts["tokens"] - before
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_same_prompt_again_computes_one_token(ahead: bool) -> None:
+    for length in (21, 24, 32, 100):
+        drive = make(ahead=ahead)
+        assert computed(drive, endless("a", length, 1)) == length
+        assert computed(drive, endless("b", length, 1, seed=5)) == 1
+        assert drive.told["b", 0].num_cached == length - 1
+        assert drive.told["a", 0].num_cached == 0
+        drive.check_end()
+
+
+def test_the_next_turn_computes_only_what_is_new() -> None:
+    drive = make()
+    first = make_request("a", prompt(30), 20, seed=first_seed(30, "late"))
+    drive.add(first)
+    drive.run()
+    turn = [*prompt(30), *drive.told["a", 0].tokens]
+    # The KV of the last token was never needed, so it is computed with the new ones.
+    assert computed(drive, make_request("b", [*turn, 1, 2, 3], 1)) == 4
+    assert drive.told["b", 0].num_cached == len(turn) - 1
+    # An answer that is left out of the next turn: the end of the prompt is still there.
+    assert computed(drive, make_request("c", [*prompt(30), 9, 9], 1)) == 2
+    drive.check_end()
+
+
+def test_the_third_of_three_with_a_common_beginning_hits_the_junction() -> None:
+    drive = make()
+    common = prompt(43)
+    assert computed(drive, make_request("a", [*common, *prompt(30, 1)], 1)) == 73
+    # Five pages of 8 are known, but nobody kept a window there; the second one does.
+    assert computed(drive, make_request("b", [*common, *prompt(30, 2)], 1)) == 73
+    assert drive.told["b", 0].num_cached == 0
+    assert computed(drive, make_request("c", [*common, *prompt(30, 3)], 1)) == 33
+    assert drive.told["c", 0].num_cached == 40
+    drive.check_end()
+
+
+def test_a_hit_shares_full_pages_and_copies_the_others() -> None:
+    drive = make()
+    drive.add(endless("a", 21, 30))
+    drive.step()
+    drive.add(make_request("b", [*prompt(21), 1, 2, 3], 30, stop=False))  # while the first one goes on
+    plan = drive.step()
+    assert plan is not None
+    assert len(plan.copies) == 2
+    mine, theirs = row_of(plan, 1), row_of(plan, 0)
+    assert mine.start == 21
+    assert mine.tables[1].pages[:2] == theirs.tables[1].pages[:2]
+    assert mine.tables[1].pages[2] != theirs.tables[1].pages[2]
+    drive.run()
+    drive.check_end()
+
+
+def test_checkpoints_give_way_to_sequences() -> None:
+    drive = make(num_pages=16)
+    for number in range(6):
+        drive.add(make_request(str(number), prompt(40, number), 6, stop=False))
+        drive.run()
+    assert drive.scheduler.stats().num_checkpoints > 0
+    assert drive.scheduler.counters.preemptions == 0
+    drive.check_end()
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    drive = make(prefix_caching=False)
+    assert computed(drive, endless("a", 30, 1)) == computed(drive, endless("b", 30, 1)) == 30
+    assert drive.scheduler.stats().num_free_pages == 200
+
+
+def test_a_hit_that_does_not_fit_beside_its_checkpoint_starts_from_nothing() -> None:
+    drive = make(make_layout((None, 4)), num_pages=2)
+    assert computed(drive, endless("a", 6, 1)) == 6
+    assert computed(drive, endless("b", 6, 1)) == 6  # two pages, both the checkpoint's, and no third to copy into
+    drive.check_end()
+
+
+# Log-probabilities of the prompt
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_prompt_logprobs_come_in_chunks_and_complete(ahead: bool) -> None:
+    drive = make(budget=600, num_pages=400, ahead=ahead)
+    drive.add(endless("a", 600, 3))
+    drive.run()
+    drive.add(make_request("b", prompt(600), 3, stop=False, prompt_logprobs=0, n=2))
+    sizes = []
+    while drive.scheduler.has_work:
+        plan = drive.step()
+        for row in plan.rows if plan else ():
+            if row.is_prompt_logprobs:
+                sizes.append(row.num_new)
+                assert row.num_logits == row.num_new
+                assert row.store_from == (row.start, row.start)
+    assert sizes == [256, 256, 88]
+    assert drive.told["b", 0].num_cached == 0
+    assert len(drive.told["b", 0].scores) == 599  # Drive compares them
+    assert drive.told["b", 1].scores == []
+    drive.check_end()
+
+
+def test_prompt_logprobs_are_not_told_twice_after_a_preemption() -> None:
+    drive = make(make_layout((None, 4)), num_pages=40, budget=16)
+    drive.add(endless("a", 4, 120))
+    drive.step()
+    drive.add(make_request("b", prompt(60), 60, stop=False, prompt_logprobs=0))
+    drive.run()
+    assert drive.scheduler.counters.preemptions > 0
+    assert len(drive.told["b", 0].scores) == 59
+    drive.check_end()

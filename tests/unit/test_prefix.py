@@ -1,0 +1,210 @@
+"""Prefix checkpoints: found by content, the longest first, evicted the least used first, and never wrong."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from culet.cache.arena import Arena
+from culet.cache.prefix import PageKeys, PrefixCache
+from culet.cache.spec import CacheLayout, KVGroup, KVSpec
+from culet.types import PageTable
+
+WINDOW, SMALL, LARGE = 6, 2, 4  # window and page tokens of the group with one; page tokens of the group without
+
+
+def group(index: int, window: int | None, page_tokens: int) -> KVGroup:
+    spec = KVSpec(index, num_kv_heads=1, head_dim=2, rotated_dims=2, window=window, latent=False, itemsize=4)
+    return KVGroup(f"g{index}", index, (spec,), page_tokens)
+
+
+LAYOUT = CacheLayout(1, (group(0, WINDOW, SMALL), group(1, None, LARGE)))
+
+
+class Cache:
+    """A PrefixCache whose sequences are gone: only checkpoints hold pages."""
+
+    def __init__(self, num_pages: int = 100) -> None:
+        self.arena = Arena(num_pages)
+        self.prefix = PrefixCache(self.arena, LAYOUT)
+
+    def insert(self, tokens: list[int], *, salt: bytes = b"", first: int = 0) -> None:
+        """A checkpoint at the end of `tokens`; the windowed table begins with logical page `first`."""
+        tables, taken = [], []
+        for one in LAYOUT.groups:
+            begin = first if one.window else 0
+            pages = self.arena.take(one.pages_for(len(tokens)) - begin)
+            taken += pages
+            tables.append(PageTable(begin, tuple(pages)))
+        self.prefix.insert(tokens, len(tokens), PageKeys(self.prefix.page_tokens, salt), tables)
+        self.arena.give_back(taken)
+
+    def find(self, tokens: list[int], *, salt: bytes = b"", limit: int | None = None) -> tuple[int, int]:
+        """(resume, known)."""
+        limit = len(tokens) - 1 if limit is None else limit
+        match = self.prefix.find(tokens, PageKeys(self.prefix.page_tokens, salt), limit)
+        assert (match.checkpoint is None) == (match.resume == 0)
+        return match.resume, match.known
+
+
+def test_a_longer_prompt_resumes_at_the_end_of_a_shorter_one() -> None:
+    cache = Cache()
+    cache.insert([1, 2, 3, 4, 5, 6, 7])
+    assert cache.find([1, 2, 3, 4, 5, 6, 7, 8]) == (7, 4)
+    assert cache.find([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]) == (7, 4)
+
+
+def test_the_same_prompt_resumes_at_its_last_token() -> None:
+    cache = Cache()
+    for length in (7, 8):  # the last page is full, or not
+        tokens = list(range(length))
+        cache.insert(tokens)
+        assert cache.find(tokens) == (length - 1, length // LARGE * LARGE)
+
+
+def test_without_the_token_before_the_window_only_a_longer_prompt_hits() -> None:
+    cache = Cache()
+    tokens = list(range(11))
+    # At 11 the window begins with token 6, the fourth page; at 10 with token 5, the page before.
+    cache.insert(tokens, first=3)
+    assert cache.find(tokens) == (0, 8)
+    assert cache.find([*tokens, 99]) == (11, 8)
+    # The same tokens with one page more replace it.
+    cache.insert(tokens, first=2)
+    assert cache.prefix.num_checkpoints == 1
+    assert cache.find(tokens) == (10, 8)
+
+
+def test_a_table_that_lacks_pages_is_an_assertion() -> None:
+    with pytest.raises(AssertionError, match="lacks pages"):
+        Cache().insert(list(range(11)), first=4)
+
+
+def test_skipped_pages_cannot_be_kept() -> None:
+    cache = Cache()
+    pages = tuple(cache.arena.take(3))
+    with pytest.raises(AssertionError, match="not stored"):
+        cache.prefix.insert(list(range(8)), 8, PageKeys(LARGE), (PageTable(0, (-1, -1, *pages[:2])), PageTable(0, pages[1:])))
+
+
+def test_the_longest_of_several_wins() -> None:
+    cache = Cache()
+    tokens = list(range(20))
+    for length in (3, 5, 8, 10, 13):
+        cache.insert(tokens[:length])
+    for length in range(2, 20):
+        best = max(
+            end
+            for end in (0, 3, 5, 8, 10, 13, length - 1)
+            if end < length and (end in (0, 3, 5, 8, 10, 13) or end + 1 in (3, 5, 8, 10, 13))
+        )
+        assert cache.find(tokens[:length])[0] == best, length
+
+
+def test_a_limit_holds() -> None:
+    cache = Cache()
+    tokens = list(range(20))
+    cache.insert(tokens[:5])
+    cache.insert(tokens[:12])
+    assert cache.find(tokens, limit=11)[0] == 11
+    assert cache.find(tokens, limit=10)[0] == 5
+    assert cache.find(tokens, limit=3)[0] == 0
+    assert cache.find(tokens, limit=0)[0] == 0
+
+
+def test_equal_pages_at_other_places_do_not_match() -> None:
+    cache = Cache()
+    cache.insert([9, 9, 9, 9, 1, 2, 3, 4, 5])
+    assert cache.find([1, 2, 3, 4, 5, 6]) == (0, 0)
+    assert cache.find([8, 8, 8, 8, 1, 2, 3, 4, 5, 6]) == (0, 0)
+
+
+def test_known_pages_reach_beyond_the_best_checkpoint() -> None:
+    cache = Cache()
+    cache.insert([1, 2])
+    cache.insert(list(range(1, 15)))
+    assert cache.find([*range(1, 11), 99]) == (2, 8)
+
+
+def test_salts_keep_prompts_apart() -> None:
+    cache = Cache()
+    tokens = list(range(9))
+    cache.insert(tokens, salt=b"one")
+    assert cache.find(tokens, salt=b"two") == (0, 0)
+    assert cache.find(tokens, salt=b"one") == (8, 8)
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    cache = Cache()
+    prompts = [[number] * 5 for number in range(4)]
+    for prompt in prompts:
+        cache.insert(prompt)
+    match = cache.prefix.find([*prompts[0], 7], PageKeys(LARGE), 5)
+    assert match.checkpoint is not None
+    cache.prefix.touch(match.checkpoint)
+    cache.insert(prompts[1])  # known already: counts as used
+    cache.prefix.make_room(cache.arena.num_free + 1)
+    assert [cache.find([*prompt, 7])[0] for prompt in prompts] == [5, 5, 0, 5]
+    cache.prefix.make_room(cache.arena.num_free + 1)
+    assert [cache.find([*prompt, 7])[0] for prompt in prompts] == [5, 5, 0, 0]
+
+
+def test_eviction_spares_what_frees_nothing() -> None:
+    cache = Cache()
+    cache.insert([1] * 5)
+    owned = cache.prefix.checkpoints()[0].pages
+    cache.arena.share(owned)  # a sequence runs on it
+    cache.insert([2] * 5)
+    cache.prefix.make_room(cache.arena.num_pages)
+    assert cache.find([1] * 6)[0] == 5
+    assert cache.find([2] * 6)[0] == 0
+    cache.arena.give_back(owned)
+    cache.prefix.make_room(cache.arena.num_pages)
+    assert cache.prefix.num_checkpoints == 0
+    assert cache.arena.num_free == cache.arena.num_pages
+
+
+def test_checkpoints_that_share_all_their_pages_can_be_evicted() -> None:
+    cache = Cache()
+    pages = cache.arena.take(3)
+    tables = (PageTable(0, tuple(pages[:2])), PageTable(0, tuple(pages[2:])))
+    for length in (3, 4):  # the same pages, twice
+        cache.prefix.insert([1, 2, 3, 4], length, PageKeys(LARGE), tables)
+    cache.arena.give_back(pages)
+    assert cache.arena.num_reclaimable == 3
+    cache.prefix.make_room(cache.arena.num_pages)
+    assert cache.arena.num_free == cache.arena.num_pages
+
+
+def test_nothing_is_left_behind() -> None:
+    cache = Cache(400)
+    chance = random.Random(3)
+    for _ in range(200):
+        tokens = [chance.randrange(2) for _ in range(chance.randint(1, 20))]
+        cache.prefix.make_room(20)
+        cache.insert(tokens)
+        assert cache.find([*tokens, 1])[0] == len(tokens)
+    cache.prefix.clear()
+    assert cache.arena.num_free == cache.arena.num_pages
+    assert not cache.prefix._nodes
+
+
+def test_a_look_up_does_not_visit_unrelated_checkpoints() -> None:
+    """Its cost grows with the prompt, not with the number of checkpoints."""
+    cache = Cache(40_000)
+    tokens = list(range(1000, 1040))
+    cache.insert(tokens)
+    for number in range(2000):
+        cache.insert([number, *tokens])
+
+    class Counting(dict):
+        gets = 0
+
+        def __contains__(self, key: object) -> bool:
+            Counting.gets += 1
+            return super().__contains__(key)
+
+    cache.prefix._nodes = Counting(cache.prefix._nodes)
+    assert cache.find([*tokens, 1]) == (40, 40)
+    assert Counting.gets <= len(tokens) // LARGE + 2
