@@ -190,7 +190,7 @@ def bench_linear(best: dict[tuple[str, int], Tile], only: str) -> None:
             x, factor = random(tokens, shape.k), random(tokens, shape.n)
             dtype = torch.float32 if shape.epilogue == SOFTCAP else torch.bfloat16
             y = torch.empty(tokens, shape.n, dtype=dtype, device="cuda")
-            # Every launch follows a small kernel that makes its input, as in a layer: what a chained launch gains shows only so.
+            # Every launch follows a small kernel that makes its input, as in a layer: only so does chaining show.
             source = random(tokens, shape.k)
             before = pointwise.describe_gelu_times(source, source, x, True).run
             before()

@@ -102,8 +102,6 @@ class ReferenceBackend:
         for row in plan.long_rows:
             shape = (self.group.spec.num_kv_heads, row.num_paged)
             k_GSH, v_GSH = self._gather(layer, pool, plan.rows_view, row.key_rows, shape)
-                layer, pool, plan.rows_view, row.key_rows, (self.group.spec.num_kv_heads, row.num_paged)
-            )
             if row.has_fresh:
                 k_GSH = torch.cat((k_GSH, k_TGH[row.tokens].float().transpose(0, 1)), 1)
                 v_GSH = torch.cat((v_GSH, v_TGH[row.tokens].float().transpose(0, 1)), 1)

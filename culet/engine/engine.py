@@ -18,7 +18,7 @@ from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, plan_cache
 from culet.config import CacheConfig, Config, ScheduleConfig
 from culet.engine import memory
-from culet.engine.text import ChatTemplate, IncrementalDecoder, StopMatcher, Tokenizer, check_token_ids
+from culet.engine.text import ChatTemplate, IncrementalDecoder, NumberTokenizer, StopMatcher, Tokenizer, check_token_ids
 from culet.errors import BadRequest, ConfigError, ContextTooLong
 from culet.log import chose, logger
 from culet.models.checkpoint import open_checkpoint
@@ -77,7 +77,8 @@ class Engine:
         checkpoint = open_checkpoint(config.model.model, config.model.revision)
         self.spec: ModelSpec = checkpoint.spec
         self.defaults: ModelDefaults = checkpoint.defaults
-        self.tokenizer = Tokenizer(checkpoint.folder)
+        is_random = checkpoint.random_seed is not None
+        self.tokenizer = NumberTokenizer(self.spec.vocab_size) if is_random else Tokenizer(checkpoint.folder)
         # The models without per-layer embeddings were trained to begin an answer without thinking with an empty thought.
         self.chat_template = ChatTemplate.of_checkpoint(checkpoint.folder, empty_thought=self.spec.ple_dim == 0)
         self.device = resolve_device(config.model.device)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 from culet.config import Config, build_config
 from culet.engine.engine import Delta, Engine
@@ -33,6 +33,8 @@ class Sample:
     logprobs: tuple[Logprobs, ...] | None  # per token: token id -> log-probability; None if not asked for
     finish_reason: str  # stop, length, cancel, timeout or error
     error: str = ""  # what went wrong, where finish_reason is error
+    first_token_at: float = field(default=0.0, compare=False)  # time.perf_counter() when the first token came
+    last_token_at: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class _Collected:
     logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
     finish_reason: dict[int, str] = field(default_factory=dict)
     error: dict[int, str] = field(default_factory=dict)
+    first_token_at: dict[int, float] = field(default_factory=dict)
+    last_token_at: dict[int, float] = field(default_factory=dict)
 
     def add(self, delta: Delta) -> None:
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
@@ -80,6 +84,9 @@ class _Collected:
         self.text.setdefault(delta.sample, []).append(delta.text)
         self.token_ids.setdefault(delta.sample, []).extend(delta.token_ids)
         self.logprobs.setdefault(delta.sample, []).extend(delta.logprobs)
+        if delta.token_ids:
+            self.last_token_at[delta.sample] = time.perf_counter()
+            self.first_token_at.setdefault(delta.sample, self.last_token_at[delta.sample])
         if delta.finish_reason is not None:
             self.finish_reason[delta.sample] = delta.finish_reason.value
             self.error[delta.sample] = delta.error
@@ -97,6 +104,8 @@ class _Collected:
                 logprobs=None if sampling.logprobs is None else tuple(self.logprobs[sample]),
                 finish_reason=self.finish_reason[sample],
                 error=self.error[sample],
+                first_token_at=self.first_token_at.get(sample, 0.0),
+                last_token_at=self.last_token_at.get(sample, 0.0),
             )
             for sample in range(self.request.n)
         )
@@ -154,7 +163,9 @@ class LLM:
         enable_thinking: bool = False,
     ) -> list[Result]:
         """Answer one conversation, or each of several, through the model's chat template."""
-        conversations = [messages] if _is_conversation(messages) else _as_list(messages, "messages", "a list of messages")
+        if _is_conversation(messages):
+            messages = [messages]
+        conversations = _as_list(messages, "messages", "a list of messages")
         prompts = [self._render(conversation, tools, enable_thinking) for conversation in conversations]
         return self._run(prompts, params)
 
@@ -314,7 +325,7 @@ def _as_list(value: Any, name: str, expected: str) -> list[Any]:
     return list(value)
 
 
-def _is_conversation(prompt: Any) -> bool:
+def _is_conversation(prompt: object) -> TypeGuard[Sequence[Message]]:
     """Whether this is a list of messages."""
     return isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from culet.engine.stops import StopMatcher
 from culet.engine.template import ChatTemplate
-from culet.engine.tokenizer import IncrementalDecoder, Tokenizer, check_token_ids
+from culet.engine.tokenizer import IncrementalDecoder, NumberTokenizer, Tokenizer, check_token_ids
 
-__all__ = ["ChatTemplate", "IncrementalDecoder", "StopMatcher", "Tokenizer", "check_token_ids"]
+__all__ = ["ChatTemplate", "IncrementalDecoder", "NumberTokenizer", "StopMatcher", "Tokenizer", "check_token_ids"]

@@ -93,6 +93,35 @@ class Tokenizer:
         return token.encode("utf-8", errors="replace")
 
 
+class NumberTokenizer(Tokenizer):
+    """Stands in for a model without a vocabulary: token 17 is written ` 17`, and numbers are all that it reads."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._special_ids = frozenset()
+        self._pieces = {}
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    def token_id(self, token: str) -> int | None:
+        return int(token) if token.isdecimal() and int(token) < self._vocab_size else None
+
+    def encode(self, text: str, *, add_bos: bool = False) -> list[int]:
+        if not isinstance(text, str):
+            raise BadRequest(f"prompt: got {type(text).__name__}, expected a string")
+        token_ids = [self.token_id(word) for word in text.split()]
+        known = [token_id for token_id in token_ids if token_id is not None]
+        if len(known) < len(token_ids):
+            hint = f"as in '17 4 1305', each below {self._vocab_size}"
+            raise BadRequest("prompt: a model with random weights reads the numbers of tokens, not words", hint=hint)
+        return known
+
+    def _make_piece(self, token_id: int) -> bytes:
+        return f" {token_id}".encode() if token_id < self._vocab_size else b""
+
+
 def _read_decoder(tokenizer: tokenizers.Tokenizer, path: Path) -> tuple[list[tuple[str, str]], bool]:
     """(text replacements, whether tokens like <0x0A> stand for bytes) of the decoder that the file states."""
     state: dict[str, Any] | None = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else None

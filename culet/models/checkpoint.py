@@ -24,16 +24,24 @@ _NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A Gemma 4 checkpoint on this machine's disk."""
+    """A Gemma 4 checkpoint on this machine's disk, or (`random_seed`) one whose weights are drawn and which has no files."""
 
     folder: Path
     config: dict[str, Any]  # config.json as it is
     spec: ModelSpec
     defaults: ModelDefaults
+    random_seed: int | None = None
 
 
 def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
-    """Find `model`, a folder or a hub id (then downloaded, unless the hub is offline), and read what it says."""
+    """Find `model`, a folder or a hub id (then downloaded, unless the hub is offline), and read what it says.
+
+    `random:31B` is a model of the 31B's dimensions with random weights, for measurements; see `random_checkpoint.py`.
+    """
+    if model.startswith("random:"):
+        from culet.models.random_checkpoint import open_random
+
+        return open_random(model)
     folder = _local_folder(model, revision) or _download(model, revision)
     config = read_json(folder / CONFIG_FILE)
     spec = read_spec(config)

@@ -23,6 +23,7 @@ from culet.errors import CheckpointError
 from culet.layers.linear import Placement
 from culet.models.checkpoint import Checkpoint, read_json
 from culet.models.gemma4 import Gemma4
+from culet.models.random_weights import draw_model
 from culet.models.spec import ModelSpec
 
 SINGLE_FILE = "model.safetensors"
@@ -55,6 +56,8 @@ def load_model(
     checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, latent: bool = True, progress: bool = True
 ) -> Gemma4:
     """The checkpoint's decoder with its weights on `device` in `dtype`, ready to run."""
+    if checkpoint.random_seed is not None:
+        return draw_model(checkpoint.spec, checkpoint.random_seed, dtype=dtype, device=device, latent=latent)
     stored = _read_headers(checkpoint.folder)
     chosen = _match_names(stored, checkpoint.spec)
     # On the meta device first: a checkpoint that does not fit is refused before memory is taken for it.

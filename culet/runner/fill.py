@@ -146,19 +146,34 @@ class _Staged:
         """The arrays as tensors on `device`."""
         if torch.device(device).type == "cpu":
             return {name: torch.from_numpy(array) for name, array in self._arrays.items()}
-        begin, places = 0, {}
+        host = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
+        self.pack(host.numpy())
+        return self.unpack(host.to(device, non_blocking=True))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(_room, self._arrays.values()))
+
+    def pack(self, buffer: NDArray[np.uint8]) -> None:
+        """Lay the arrays one after the other."""
+        begin = 0
+        for array in self._arrays.values():
+            buffer[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
+            begin += _room(array)
+
+    def unpack(self, packed: Tensor) -> dict[str, Tensor]:
+        """Views of a packed buffer, wherever it went."""
+        found, begin = {}, 0
         for name, array in self._arrays.items():
-            places[name] = begin
-            begin += -(-array.nbytes // 8) * 8  # 8-byte steps, so that every part may be read as int64
-        host = torch.empty(begin, dtype=torch.uint8, pin_memory=True)
-        buffer = host.numpy()
-        for name, array in self._arrays.items():
-            buffer[places[name] : places[name] + array.nbytes] = array.reshape(-1).view(np.uint8)
-        sent = host.to(device, non_blocking=True)
-        return {
-            name: sent[places[name] : places[name] + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-            for name, array in self._arrays.items()
-        }
+            dtype = torch.int32 if array.dtype == np.int32 else torch.int64
+            found[name] = packed[begin : begin + array.nbytes].view(dtype).view(array.shape)
+            begin += _room(array)
+        return found
+
+
+def _room(array: NDArray[np.generic]) -> int:
+    """Bytes in steps of 8, so that every part may be read as int64."""
+    return -(-array.nbytes // 8) * 8
 
 
 def _check_rows(rows: Sequence[Row], layout: CacheLayout, tokens_SL: Tensor, num_slabs: int | None) -> None:

@@ -38,7 +38,7 @@ def check_fits(request: Request, layout: CacheLayout, num_pages: int, max_model_
 
 
 def reserved_pages(sequence: Sequence, budget: int) -> int:
-    """Pages that `sequence` is sure to take yet: for the tokens it was admitted with, and one more per group to grow.
+    """Pages that `sequence` lacks for the tokens it is admitted with, and one more per group to grow.
 
     In groups with a window that is what it holds while its next chunk is in flight.
     """

@@ -202,7 +202,8 @@ class Scheduler:
         """Start waiting sequences, strictly in order, while tokens, slots and pages last."""
         if not (self._waiting and budget and len(self._running) < self._max_running):
             return
-        reserved = sum(reserved_pages(one, self.budget) for one in self._running)
+        # Prompts that are not all computed have been promised pages that they do not hold yet.
+        reserved = sum(reserved_pages(one, self.budget) for one in self._running if one.num_uncomputed > 1)
         while self._waiting and budget and len(self._running) < self._max_running:
             one = self._waiting[0]
             assert not one.rows_in_flight, "a preempted sequence starts again before its last result is known"
@@ -210,7 +211,7 @@ class Scheduler:
             if not rows:
                 return
             budget -= rows[0].row.num_new
-            reserved += reserved_pages(one, self.budget)
+            reserved += reserved_pages(one, self.budget) if one.num_uncomputed > 1 else 0
             yield one, rows
 
     def _admit(self, one: Sequence, budget: int, reserved: int) -> list[PlannedRow]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from culet.cache.spec import CacheLayout, KVSpec, plan_cache
 from culet.errors import InternalError
-from culet.runner.fill import fill
+from culet.runner.fill import _Staged, fill
 from culet.types import PageTable, Row, StepPlan
 
 CPU = torch.device("cpu")
@@ -163,3 +164,23 @@ def test_check_pages(message: str, row: Row, monkeypatch: pytest.MonkeyPatch) ->
     good = make_row(1, 19, 1, 1, random.Random(5))
     with pytest.raises(InternalError, match=message):
         fill(StepPlan(1, (), (), (good, row)), LAYOUT, make_tokens(), CPU, num_slabs=NUM_SLABS)
+
+
+def test_arrays_travel_packed() -> None:
+    """What goes to a GPU in one copy comes out as it went in, whatever the sizes."""
+    chance = np.random.default_rng(0)
+    arrays = {
+        "odd": chance.integers(0, 99, 5, dtype=np.int32),
+        "long": chance.integers(-1, 2**40, 7, dtype=np.int64),
+        "empty": np.zeros(0, dtype=np.int64),
+        "table": chance.integers(0, 99, (3, 5), dtype=np.int32),
+        "last": chance.integers(0, 99, 1, dtype=np.int64),
+    }
+    staged = _Staged()
+    for name, array in arrays.items():
+        staged.add(name, array)
+    buffer = torch.zeros(staged.num_bytes, dtype=torch.uint8)
+    staged.pack(buffer.numpy())
+    for name, tensor in staged.unpack(buffer).items():
+        assert tensor.dtype == torch.from_numpy(arrays[name]).dtype
+        assert np.array_equal(tensor.numpy(), arrays[name])

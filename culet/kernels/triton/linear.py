@@ -225,9 +225,10 @@ def _tiles_kernel(
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if PDL and FETCH > 0:
         # Weights do not depend on the kernel before: they are on their way while it ends.
-        fetch_rows(w + safe_rows[:, None] * K, begin, K, FETCH)
+        FETCHED: tl.constexpr = FETCH if FETCH < part_k else part_k
+        fetch_rows(w + safe_rows[:, None] * K, begin, K, FETCHED)
         if EPILOGUE == 1:
-            fetch_rows(w + (safe_rows[:, None] + N) * K, begin, K, FETCH)
+            fetch_rows(w + (safe_rows[:, None] + N) * K, begin, K, FETCHED)
     enter(PDL)
     for step in tl.range(0, part_k, BLOCK_K, num_stages=STAGES):
         k = begin + step

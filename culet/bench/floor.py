@@ -1,0 +1,107 @@
+"""The shortest time that memory and arithmetic of a GPU allow: bytes that must move, operations that must be done. No torch.
+
+Each part of a step takes the longer of its bytes at the GPU's bandwidth and its operations at the GPU's rate; parts follow one
+another, nothing is reused between layers, and launches cost nothing. So no engine can be faster, and none can be as fast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from culet.models.spec import LayerSpec, ModelSpec
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What a GPU was seen to reach: a large copy, and a large bf16 matrix product."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+    def seconds(self, num_bytes: float, flops: float) -> float:
+        return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
+
+
+# Measured, not the data sheet's. By what the driver's name of the GPU contains.
+PEAKS: dict[str, Peaks] = {"H200": Peaks(4.2e12, 790e12)}
+
+
+def find_peaks(gpu_name: str) -> Peaks | None:
+    """What is known of a GPU; None where nothing was measured."""
+    return next((peaks for name, peaks in PEAKS.items() if name in gpu_name), None)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Floors of one model on one GPU. `latent` counts K=V layers' cache rows once, as Culet stores them by default."""
+
+    spec: ModelSpec
+    peaks: Peaks
+    latent: bool = True
+    itemsize: int = 2
+
+    def decode_step(self, num_seqs: int, context: int, num_queries: int = 1) -> float:
+        """Seconds of a step with `num_queries` new tokens for each of `num_seqs` sequences of `context` tokens."""
+        num_tokens = num_seqs * num_queries
+        dense = self._dense_weights(self.spec.layers) + self._head_weights
+        seconds = self.peaks.seconds(self.itemsize * dense, 2 * dense * num_tokens) + self._experts(num_tokens)
+        for layer in self.spec.layers:
+            keys = context if layer.window is None else min(context, layer.window)
+            flops = 4 * num_tokens * layer.num_heads * layer.head_dim * keys
+            seconds += self.peaks.seconds(num_seqs * keys * self._bytes_per_key(layer), flops)
+        return seconds
+
+    def prefill(self, num_seqs: int, prompt_len: int) -> float:
+        """Seconds to compute `num_seqs` prompts, all in one go, up to the first token of each.
+
+        Layers that read other layers' KV run on the last token alone, where it does not show in the operations.
+        """
+        owners = [layer for layer in self.spec.layers if layer.owns_kv]
+        num_tokens = num_seqs * prompt_len
+        read = self._dense_weights(self.spec.layers) + self._head_weights
+        flops = 2 * self._dense_weights(owners) * num_tokens + 2 * self._head_weights * num_seqs
+        seconds = self.peaks.seconds(self.itemsize * read, flops) + self._experts(num_tokens)
+        for layer in owners:
+            keys = prompt_len if layer.window is None else min(prompt_len, layer.window)
+            pairs = keys * (keys + 1) / 2 + (prompt_len - keys) * keys
+            seconds += num_seqs * 4 * layer.num_heads * layer.head_dim * pairs / self.peaks.flops_per_s
+        return seconds
+
+    def tokens_per_s(self, num_seqs: int, prompt_len: int, output_len: int) -> float:
+        """Output tokens per second of `num_seqs` requests that begin at once, their prompts included."""
+        # A step's floor grows with the context almost in a straight line: its middle stands for the whole.
+        decode = (output_len - 1) * self.decode_step(num_seqs, prompt_len + output_len // 2)
+        return num_seqs * output_len / (self.prefill(num_seqs, prompt_len) + decode)
+
+    @property
+    def _head_weights(self) -> int:
+        return self.spec.vocab_size * self.spec.hidden_size
+
+    def _dense_weights(self, layers: tuple[LayerSpec, ...] | list[LayerSpec]) -> int:
+        """Elements that every token of a step reads: attention, MLP, router and per-layer projections of `layers`."""
+        spec = self.spec
+        total = len(spec.layers) * spec.ple_dim * spec.hidden_size
+        for layer in layers:
+            total += 2 * spec.hidden_size * layer.num_heads * layer.head_dim
+            if layer.owns_kv:
+                total += (1 if layer.k_eq_v else 2) * spec.hidden_size * layer.num_kv_heads * layer.head_dim
+            total += 3 * spec.hidden_size * layer.mlp_width + 2 * spec.hidden_size * spec.ple_dim
+            if spec.moe is not None:
+                total += spec.hidden_size * spec.moe.num_experts
+        return total
+
+    def _experts(self, num_tokens: int) -> float:
+        """Seconds in routed experts, all layers: those that tokens meet which choose independently and evenly."""
+        moe = self.spec.moe
+        if moe is None:
+            return 0.0
+        expert = 3 * self.spec.hidden_size * moe.width
+        met = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** num_tokens)
+        read, flops = met * expert * self.itemsize, 2 * num_tokens * moe.top_k * expert
+        return self.peaks.seconds(len(self.spec.layers) * read, len(self.spec.layers) * flops)
+
+    def _bytes_per_key(self, layer: LayerSpec) -> int:
+        """Cache bytes of one key and value of a layer. Layers that share another's KV read it again."""
+        latent = self.latent and layer.k_eq_v
+        width = layer.head_dim + layer.rope.rotated_dims if latent else 2 * layer.head_dim
+        return layer.num_kv_heads * width * self.itemsize
