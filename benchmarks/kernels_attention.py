@@ -19,16 +19,20 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
+from culet.attention.triton import TritonBackend
 from culet.bench.attention_cases import SHAPES, AttentionCase, AttentionShape, make_case
+from culet.cache.spec import KVGroup, KVSpec
 from culet.kernels import reference_attention as eager
 from culet.kernels.triton import decode as decode_kernel
-from culet.kernels.triton import hopper, prefill
+from culet.kernels.triton import hopper_decode, hopper_prefill, prefill
 from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.tiles import DecodeTile, PrefillTile, decode_tile, prefill_tile
 
@@ -85,20 +89,55 @@ def prefill_calls(case: AttentionCase, tile: PrefillTile | None, with_fresh: boo
     ]
 
 
-def hopper_calls(case: AttentionCase, with_fresh: bool, programs: int = 132) -> list[Launch]:
-    rows = 64 if case.shape.head_dim == 512 else 128
-    tiles = torch.from_numpy(prefill.query_tiles(case.tile_rows, rows // case.shape.group, case.shape.window))
+def hopper_calls(case: AttentionCase, with_fresh: bool) -> list[Launch]:
+    per_tile = hopper_prefill.hopper_prefill_rows(case.shape.head_dim) // case.shape.group
+    tiles = torch.from_numpy(prefill.query_tiles(case.tile_rows, per_tile, case.shape.window))
     return [
-        hopper.hopper_launch(
+        hopper_prefill.hopper_prefill_launch(
             case.q_TNH,
             case.kv,
             case.rows,
             tiles.to(case.q_TNH.device),
             fresh=case.fresh if with_fresh else None,
             out_TNH=torch.full_like(case.q_TNH, float("nan")),
-            programs=programs,
         )
     ]
+
+
+def hopper_decode_calls(case: AttentionCase, programs: int = 132) -> list[Launch]:
+    tile = hopper_decode.hopper_decode_tile(programs)
+    rows = decode_kernel.scratch_rows(tile, case.shape.num_kv_heads, case.shape.group, case.max_queries)
+    return hopper_decode.hopper_decode_launches(
+        case.q_TNH,
+        case.kv,
+        case.rows,
+        max_queries=case.max_queries,
+        out_TNH=torch.full_like(case.q_TNH, float("nan")),
+        tile=tile,
+        scratch=decode_kernel.Scratch.allocate(rows, case.shape.head_dim, case.q_TNH.device),
+    )
+
+
+class BackendCall:
+    """A call of the backend itself, as a Launch is called."""
+
+    def __init__(self, case: AttentionCase, is_stored: bool) -> None:
+        shape = case.shape
+        rotated = shape.width - shape.head_dim
+        spec = KVSpec(0, shape.num_kv_heads, shape.head_dim, rotated, shape.window, shape.latent, 2)
+        tokens = torch.zeros(case.q_TNH.shape[0], dtype=torch.long, device=case.q_TNH.device)
+        group = GroupBatch(case.kv.pages_BP, case.kv.first_B, tokens, case.rows.visible_2T)
+        facts = tuple(RowFacts(start, queries, (is_stored,)) for start, queries in case.spans)
+        rows = case.rows
+        self.batch = ForwardBatch(tokens, tokens, rows.row_begin_B1, rows.context_B, tokens, facts, (group,), None)
+        self.pool: Any = SimpleNamespace(planes=lambda layer: case.kv.planes)
+        self.backend = TritonBackend(KVGroup("checked", 0, (spec,), shape.page_tokens), shape.num_heads)
+        self.case = case
+        self.arguments: dict[str, Any] = {}
+
+    def run(self) -> None:
+        self.backend.plan(self.batch, self.pool)
+        self.arguments["OUT"] = self.backend.run(0, self.batch, self.pool, self.case.q_TNH, *self.case.fresh)
 
 
 def worst_error(calls: Sequence[Launch], expected: torch.Tensor) -> float:
@@ -139,17 +178,12 @@ def timed_case(shape: AttentionShape, name: str, device: str) -> AttentionCase:
 def decode_candidates(shape: AttentionShape, max_queries: int, num_rows: int) -> list[DecodeTile]:
     packed = max(16, 1 << (shape.group * max_queries - 1).bit_length())
     if shape.latent:
-        grid = (
-            [(32, 4, 3), (32, 4, 5), (64, 4, 3), (64, 8, 3), (32, 8, 3)]
-            if packed == 16
-            else [(32, 4, 3), (32, 8, 3), (64, 8, 3)]
-        )
-        swapped = [(64, 4, 2), (64, 8, 2)]
+        grid = [(32, 4, 3), (32, 4, 5), (64, 4, 3)] if packed == 16 else [(32, 4, 3), (64, 8, 3)]
     elif shape.head_dim == 512:
-        grid, swapped = [(32, 4, 3), (16, 4, 3), (32, 8, 3), (16, 4, 5), (32, 4, 5)], []
+        grid = [(32, 4, 3), (16, 4, 5), (32, 4, 5)]
     else:
-        grid, swapped = [(32, 4, 3), (64, 4, 3), (64, 8, 3), (32, 4, 5), (16, 4, 5), (32, 2, 3)], [(64, 4, 2)]
-    tiles = [DecodeTile(packed, *entry) for entry in grid] + [DecodeTile(packed, *entry, swapped=True) for entry in swapped]
+        grid = [(64, 4, 3), (32, 4, 5), (64, 4, 5), (16, 4, 5), (16, 4, 7)]
+    tiles = [DecodeTile(packed, *entry) for entry in grid]
     programs = (132, 264, 528) if num_rows * shape.num_kv_heads < 264 else (132,)
     return [replace(tile, programs=count) for tile in tiles for count in programs]
 
@@ -162,14 +196,60 @@ def check_spans(shape: AttentionShape) -> dict[str, tuple[str, list[tuple[int, i
         "decode ragged": ("decode", [(context, 1) for context in ragged], {}),
         "decode one": ("decode", [(9000, 1)], {}),
         "decode many": ("decode", [(37 * row % 2500, 1) for row in range(100)], {}),
-        "verify ragged": ("decode", [(context, 1 + index % 7) for index, context in enumerate(ragged)], {}),
+        "verify ragged": ("decode", [(context, 1 + index % 8) for index, context in enumerate(ragged)], {}),
         "verify 16": ("decode", [(5000, 16), (3, 16), (window - 8, 16)], {}),
         "verify image": ("decode", [(2000, 16), (40, 3)], {"images": [(0, 2003, 9)]}),
         "prefill ragged": ("prefill", [(0, 1000), (1500, 777), (5, 33), (window, 17), (4097, 513)], {}),
         "prefill first": ("prefill", [(0, 2500), (0, 1), (0, 65), (0, 1023)], {}),
         "prefill chunk": ("prefill", [(700, 3000), (3333, 2049)], {"stored_tail": window}),
+        "mixed": ("mixed", [(1000, 1), (0, 300), (2000, 4), (900, 1700), (5, 1), (window, 16), (300, 17)], {}),
         "prefill images": ("prefill", [(100, 2500), (900, 600)], {"images": [(0, 300, 256), (0, 900, 1400), (1, 1001, 280)]}),
     }
+
+
+def graph_error(case: AttentionCase, make: Callable[[AttentionCase], list[Launch]]) -> float:
+    """Capture at these lengths, replay at others: the worst error over all of them."""
+    launches = make(case)
+    for launch in launches:
+        launch.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch.run()
+    worst = 0.0
+    longest = case.spans[0][0]
+    shortest = 0 if case.shape.window is None else longest - 12
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(shortest, longest + 1, (len(case.spans),), generator=generator, dtype=torch.int32)
+        case.rows.context_B.copy_(lengths)
+        launches[-1].arguments["OUT"].fill_(float("nan"))
+        graph.replay()
+        expected = eager.decode_attention(case.q_TNH.float(), case.kv, case.rows, max_queries=case.max_queries)
+        got = launches[-1].arguments["OUT"].float()
+        error = float(((got - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+        worst = error if error != error else max(worst, error)
+    return worst
+
+
+def run_graph_checks(names: Sequence[str], device: str, with_hopper: bool, results: list[dict[str, Any]]) -> bool:
+    good = True
+    for shape_name in names:
+        for queries in (1, 4):
+            case = make_case(SHAPES[shape_name], [(5000, queries)] * 12, device=device, seed=11)
+            makers = {"decode": lambda case: decode_calls(case, None)}
+            if with_hopper and hopper_decode.hopper_decode_serves(case.kv):
+                makers["hopper"] = hopper_decode_calls
+            for variant, make in makers.items():
+                error = graph_error(case, make)
+                entry = {"shape": shape_name, "check": f"graph {queries}", "variant": variant, "error": error}
+                entry["ok"] = error <= TOLERANCE
+                good &= entry["ok"]
+                results.append(entry)
+                if not entry["ok"]:
+                    print("CHECK", entry, flush=True)
+    return good
 
 
 def run_checks(names: Sequence[str], chosen: str, device: str, with_hopper: bool, results: list[dict[str, Any]]) -> bool:
@@ -184,27 +264,31 @@ def run_checks(names: Sequence[str], chosen: str, device: str, with_hopper: bool
             if kind == "decode":
                 expected = eager.decode_attention(case.q_TNH.float(), case.kv, case.rows, max_queries=case.max_queries)
                 variants["decode"] = lambda case=case: decode_calls(case, None)
-                for tile in decode_candidates(shape, case.max_queries, 1)[::3]:
-                    if tile.swapped and "31B" in shape_name:
-                        variants[f"swapped {tile.warps}"] = lambda case=case, tile=tile: decode_calls(
-                            case, replace(tile, rows=min(64, tile.rows))
-                        )
+                if with_hopper and case.rows.visible_2T is None and hopper_decode.hopper_decode_serves(case.kv):
+                    variants["hopper"] = lambda case=case: hopper_decode_calls(case)
             else:
                 tiles = torch.tensor([[row, 0] for row in range(len(spans))])
                 expected = eager.prefill_attention(case.q_TNH.float(), case.kv, case.rows, tiles, fresh=case.fresh)
-                variants["fresh"] = lambda case=case: prefill_calls(case, None, True)
-                if "stored_tail" not in extra or shape.window is None:
+                if kind == "prefill":
+                    variants["fresh"] = lambda case=case: prefill_calls(case, None, True)
+                if "stored_tail" not in extra:
                     variants["paged"] = lambda case=case: prefill_calls(case, None, False)
                 text = case.rows.visible_2T is None
                 if (
                     with_hopper
                     and text
                     and all(context == 0 for context, _ in spans)
-                    and hopper.can_serve(case.kv, shape.group, fresh=True)
+                    and hopper_prefill.hopper_prefill_serves(case.kv, shape.group, fresh=True)
                 ):
                     variants["hopper fresh"] = lambda case=case: hopper_calls(case, True)
-                if with_hopper and text and "stored_tail" not in extra and hopper.can_serve(case.kv, shape.group, fresh=False):
+                if (
+                    with_hopper
+                    and text
+                    and "stored_tail" not in extra
+                    and hopper_prefill.hopper_prefill_serves(case.kv, shape.group, fresh=False)
+                ):
                     variants["hopper paged"] = lambda case=case: hopper_calls(case, False)
+            variants["backend"] = lambda case=case, extra=extra: [BackendCall(case, "stored_tail" not in extra)]
             for variant, calls in variants.items():
                 entry: dict[str, Any] = {"shape": shape_name, "check": check, "variant": variant}
                 try:
@@ -226,18 +310,19 @@ def timed_variants(
     variants: dict[str, Callable[[], list[Launch]]] = {}
     if name in DECODE_CASES:
         rows, queries, _ = DECODE_CASES[name]
-        if not sweep:
-            return {"table": lambda: decode_calls(case, None)}
-        for tile in decode_candidates(shape, queries, rows):
-            label = f"{tile.rows}x{tile.keys} w{tile.warps} s{tile.stages} p{tile.programs}{' swapped' if tile.swapped else ''}"
+        variants["table"] = lambda: decode_calls(case, None)
+        for tile in decode_candidates(shape, queries, rows) if sweep else ():
+            label = f"{tile.rows}x{tile.keys} w{tile.warps} s{tile.stages} p{tile.programs}"
             variants[label] = lambda tile=tile: decode_calls(case, tile)
+        if with_hopper and hopper_decode.hopper_decode_serves(case.kv):
+            for programs in (132, 264) if sweep else (132,):
+                variants[f"hopper p{programs}"] = lambda programs=programs: hopper_decode_calls(case, programs)
         return variants
     for with_fresh in (True, False):
         suffix = "fresh" if with_fresh else "paged"
         variants[f"triton {suffix}"] = lambda with_fresh=with_fresh: prefill_calls(case, None, with_fresh)
-        if with_hopper and hopper.can_serve(case.kv, shape.group, fresh=with_fresh):
+        if with_hopper and hopper_prefill.hopper_prefill_serves(case.kv, shape.group, fresh=with_fresh):
             variants[f"hopper {suffix}"] = lambda with_fresh=with_fresh: hopper_calls(case, with_fresh)
-            variants[f"hopper {suffix} grid"] = lambda with_fresh=with_fresh: hopper_calls(case, with_fresh, 1 << 30)
     return variants
 
 
@@ -273,6 +358,7 @@ def warm(names: Sequence[str], args: argparse.Namespace) -> None:
     jobs: list[tuple[Any, ...]] = []
     for shape_name in names:
         if args.check:
+            jobs += [("graph", shape_name, str(queries)) for queries in (1, 4)]
             jobs += [("check", shape_name, check) for check in check_spans(SHAPES[shape_name]) if re.search(args.check, check)]
         if args.time or args.sweep:
             jobs += [("time", shape_name, name) for name in ORDER if re.search(args.case, name)]
@@ -293,10 +379,22 @@ def warm(names: Sequence[str], args: argparse.Namespace) -> None:
         os.waitpid(child, 0)
 
 
+def _chained(calls: Callable[[], list[Launch]]) -> list[Launch]:
+    """The launches of a call on CPU tensors, with the options that the GPU's have."""
+    launches = []
+    for launch in calls():
+        if "PDL" in launch.arguments:
+            launch = replace(launch, arguments=launch.arguments | {"PDL": True}, options=launch.options | {"launch_pdl": True})
+        launches.append(launch)
+    return launches
+
+
 def _warm_one(job: tuple[Any, ...], args: argparse.Namespace) -> None:
     kind, shape_name, name = job
     shape = SHAPES[shape_name]
-    if kind == "time":
+    if kind == "graph":
+        spans, extra = [(0, int(name))] * 12, {}
+    elif kind == "time":
         rows, queries = (DECODE_CASES[name][0], DECODE_CASES[name][1]) if name in DECODE_CASES else (4, 100)
         spans, extra = [(0, queries)] * rows, {}
     else:
@@ -307,16 +405,19 @@ def _warm_one(job: tuple[Any, ...], args: argparse.Namespace) -> None:
     calls: list[Callable[[], list[Launch]]] = []
     if kind == "time":
         calls = list(timed_variants(shape, name, small, args.sweep, not args.no_hopper).values())
-    elif check_spans(shape)[name][0] == "decode":
+    elif kind == "graph" or check_spans(shape)[name][0] == "decode":
         calls = [lambda: decode_calls(small, None)]
-        for tile in decode_candidates(shape, small.max_queries, 1)[::3]:
-            if tile.swapped and "31B" in shape_name:
-                calls.append(lambda tile=tile: decode_calls(small, replace(tile, rows=min(64, tile.rows))))
+        if not args.no_hopper and hopper_decode.hopper_decode_serves(small.kv) and small.rows.visible_2T is None:
+            calls.append(lambda: hopper_decode_calls(small))
     else:
         calls = [lambda fresh=fresh: prefill_calls(small, None, fresh) for fresh in (True, False)]
+        for fresh in (True, False):
+            serves = hopper_prefill.hopper_prefill_serves(small.kv, shape.group, fresh=fresh)
+            if not args.no_hopper and small.rows.visible_2T is None and serves:
+                calls.append(lambda fresh=fresh: hopper_calls(small, fresh))
     for call in calls:
         try:
-            for launch in call():
+            for launch in _chained(call):
                 launch.warm()
         except Exception as error:
             print("WARM", shape_name, name, repr(error)[:200], flush=True)
@@ -360,6 +461,7 @@ def main() -> None:
     good = True
     if args.check:
         good = run_checks(names, args.check, "cuda", not args.no_hopper, checks)
+        good &= run_graph_checks(names, "cuda", not args.no_hopper, checks)
         print(f"checked after {time.time() - begin:.0f} s", flush=True)
     if args.time or args.sweep:
         run_times(timed, "cuda", args.sweep, not args.no_hopper, args.case, times)

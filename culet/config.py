@@ -34,6 +34,9 @@ class ModelConfig:
     dtype: str = option("auto", "Precision of weights and activations.", choices=("auto", "bfloat16", "float32"))
     max_model_len: int | None = option(None, "Longest prompt + output in tokens (default: what the model allows).")
     attention_backend: str = option("auto", "Attention backend for all layers, or per group as sliding=NAME,global=NAME.")
+    enforce_eager: bool = option(
+        False, "Launch every kernel by itself instead of replaying CUDA graphs.", flag="--enforce-eager/--no-enforce-eager"
+    )
 
     def __post_init__(self) -> None:
         _positive(self, "max_model_len")
@@ -70,6 +73,11 @@ class ScheduleConfig:
     max_num_seqs: int = option(128, "Most sequences that run at once.")
     max_num_batched_tokens: int = option(8192, "Most new tokens in one step; longer prompts are computed in chunks.")
     max_queue_len: int = option(4096, "Most requests that wait; the next one is refused.")
+    async_scheduling: bool = option(
+        True,
+        "Launch a step before the last one's tokens are known, so that a GPU never waits (on a CPU only if asked for).",
+        flag="--async-scheduling/--no-async-scheduling",
+    )
 
     def __post_init__(self) -> None:
         _positive(self, "max_num_seqs", "max_num_batched_tokens", "max_queue_len")

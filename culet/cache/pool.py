@@ -11,13 +11,19 @@ from culet.cache.spec import CacheLayout, KVGroup
 class Pool:
     """All KV pages. `k_pages(layer)` and `v_pages(layer)` are views [page, kv_head, token, head_dim] into one buffer."""
 
-    def __init__(self, layout: CacheLayout, num_slabs: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layout: CacheLayout, num_slabs: int, dtype: torch.dtype, device: torch.device, *, has_spare: bool = False
+    ) -> None:
+        """`has_spare` adds one page that no sequence owns and nobody writes: what rows that only pad a batch read."""
         for group in layout.groups:
-            assert group.spec.itemsize == dtype.itemsize, f"group {group.name} was planned for {group.spec.itemsize}-byte elements"
+            assert group.spec.itemsize == dtype.itemsize, (
+                f"group {group.name} was planned for {group.spec.itemsize}-byte elements"
+            )
         self.layout = layout
-        self.num_slabs = num_slabs
+        self.num_slabs = num_slabs  # those of the arena: without the spare one
+        self.spare_page = num_slabs if has_spare else None
         # Zeroed, so that padding keys are finite: a masked score times garbage NaN would still be NaN.
-        self._slabs = torch.zeros(num_slabs, layout.slab_bytes // dtype.itemsize, dtype=dtype, device=device)
+        self._slabs = torch.zeros(num_slabs + has_spare, layout.slab_bytes // dtype.itemsize, dtype=dtype, device=device)
         self._planes = {
             layer: self._view(group, position) for group in layout.groups for position, layer in enumerate(group.layers)
         }
@@ -27,7 +33,7 @@ class Pool:
         spec = group.spec
         token, head = spec.width, spec.width * group.page_tokens
         plane = head * spec.num_kv_heads
-        size = (spec.num_planes, self.num_slabs, spec.num_kv_heads, group.page_tokens, spec.width)
+        size = (spec.num_planes, self._slabs.shape[0], spec.num_kv_heads, group.page_tokens, spec.width)
         stride = (plane, self._slabs.stride(0), head, token, 1)
         return self._slabs.as_strided(size, stride, position * spec.num_planes * plane)
 
@@ -47,6 +53,6 @@ class Pool:
 
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy whole slabs, for sequences that part ways inside a page."""
-        if copies:
-            source, target = torch.tensor(copies, device=self._slabs.device).T
-            self._slabs[target] = self._slabs[source]
+        # One by one: a gather of them all would need their bytes once more, and the arena has left nothing.
+        for source, target in copies:
+            self._slabs[target].copy_(self._slabs[source])

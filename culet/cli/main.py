@@ -18,6 +18,7 @@ COMMANDS: dict[str, str] = {
     "generate": "culet.cli.generate:generate",
     "chat": "culet.cli.chat:chat",
     "plan": "culet.cli.plan:plan",
+    "bench": "culet.cli.bench:bench",
     "doctor": "culet.cli.doctor:doctor",
 }
 

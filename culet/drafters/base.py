@@ -20,7 +20,7 @@ class Drawers:
     """The sequences that drew in a step, in the order of StepResult.drawn, after rejected drafts were taken back."""
 
     slots: tuple[int, ...]
-    tokens_SL: Tensor  # int64; the slots' tokens
+    tokens_SL: Tensor  # int32; the slots' tokens
     length_R: Tensor  # int64; tokens of each sequence now: the newest, at length - 1, has no KV yet
     source_R: Tensor  # int64; which of the tokens with logits the newest token was drawn from
 

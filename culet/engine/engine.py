@@ -77,8 +77,7 @@ class Engine:
         checkpoint = open_checkpoint(config.model.model, config.model.revision)
         self.spec: ModelSpec = checkpoint.spec
         self.defaults: ModelDefaults = checkpoint.defaults
-        is_random = checkpoint.random_seed is not None
-        self.tokenizer = NumberTokenizer(self.spec.vocab_size) if is_random else Tokenizer(checkpoint.folder)
+        self.tokenizer = NumberTokenizer(self.spec.vocab_size) if checkpoint.random else Tokenizer(checkpoint.folder)
         # The models without per-layer embeddings were trained to begin an answer without thinking with an empty thought.
         self.chat_template = ChatTemplate.of_checkpoint(checkpoint.folder, empty_thought=self.spec.ple_dim == 0)
         self.device = resolve_device(config.model.device)

@@ -23,14 +23,22 @@ _NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
+class RandomDraw:
+    """How weights are drawn that no file holds; `random_weights.py` does it."""
+
+    seed: int = 0
+    kind: str = "normal"  # or "narrow", "calm"
+
+
+@dataclass(frozen=True)
 class Checkpoint:
-    """A Gemma 4 checkpoint on this machine's disk, or (`random_seed`) one whose weights are drawn and which has no files."""
+    """A Gemma 4 checkpoint on this machine's disk, or (`random`) one whose weights are drawn and which has no files."""
 
     folder: Path
     config: dict[str, Any]  # config.json as it is
     spec: ModelSpec
     defaults: ModelDefaults
-    random_seed: int | None = None
+    random: RandomDraw | None = None
 
 
 def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:

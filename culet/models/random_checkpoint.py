@@ -2,6 +2,9 @@
 
     random:31B                         a variant by name, or the folder or config.json of a checkpoint
     random:31B,layers=6,seed=1         the same with fewer layers, and other weights
+    random:31B,layers=12,draw=calm     the same, drawn in another way
+
+`random_weights.py` draws them.
 """
 
 from __future__ import annotations
@@ -10,39 +13,40 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from culet.cache.spec import plan_cache
 from culet.errors import ConfigError
-from culet.models.checkpoint import Checkpoint, read_config
+from culet.models.checkpoint import Checkpoint, RandomDraw, read_config
 from culet.models.spec import LayerSpec, ModelSpec, read_spec
 from culet.models.variants import VARIANTS
-from culet.types import MAX_SEED, ModelDefaults
+from culet.types import ModelDefaults
 
 PREFIX = "random:"
+KINDS = ("normal", "narrow", "calm")  # how weights are drawn: see random_weights.py
 _HINT = f"as in random:31B or random:31B,layers=6,seed=1; known: {', '.join(VARIANTS)}, or a checkpoint's folder"
 
 
-def random_name(model: str, *, num_layers: int | None = None, seed: int = 0) -> str:
-    """The name under which a model of `model`'s dimensions, with random weights, is opened."""
-    layers = "" if num_layers is None else f",layers={num_layers}"
-    return f"{PREFIX}{model}{layers}" + (f",seed={seed}" if seed else "")
+def random_name(model: str, *, num_layers: int | None = None, draw: str = "normal") -> str:
+    """The name of a model of `model`'s dimensions (a variant, or where its config.json is) with random weights."""
+    return f"{PREFIX}{model}" + (f",layers={num_layers}" if num_layers else "") + (f",draw={draw}" if draw != "normal" else "")
 
 
 def open_random(name: str) -> Checkpoint:
     """The checkpoint that `random:...` names: a config and a seed, and no folder."""
     model, *options = name.removeprefix(PREFIX).split(",")
-    numbers: dict[str, int] = {}
-    for option in options:
-        key, _, value = option.partition("=")
-        if key not in ("layers", "seed") or not value.isdecimal() or int(value) > MAX_SEED:
-            raise ConfigError(f"model: got {name!r}, in which {option!r} is no layers=N and no seed=N", hint=_HINT)
-        numbers[key] = int(value)
+    given = dict(option.partition("=")[::2] for option in options)
+    for key, value in given.items():
+        if value not in KINDS if key == "draw" else key not in ("layers", "seed") or not value.isdecimal():
+            known = f"layers=N, seed=N, draw={'|'.join(KINDS)}"
+            raise ConfigError(f"model: got {name!r}, in which {key}={value} is not one of {known}", hint=_HINT)
     if not model:
         raise ConfigError(f"model: got {name!r}, expected a variant's name", hint=_HINT)
     config = _find_config(model)
     spec = read_spec(config)
-    if "layers" in numbers:
-        spec = reduce_depth(spec, numbers["layers"])
+    if "layers" in given:
+        spec = reduce_depth(spec, int(given["layers"]))
     defaults = ModelDefaults(eos_token_ids=spec.eos_token_ids)
-    return Checkpoint(folder=Path(name), config=config, spec=spec, defaults=defaults, random_seed=numbers.get("seed", 0))
+    draw = RandomDraw(int(given.get("seed", 0)), given.get("draw", KINDS[0]))
+    return Checkpoint(folder=Path(name), config=config, spec=spec, defaults=defaults, random=draw)
 
 
 def _find_config(model: str) -> dict[str, Any]:
@@ -63,10 +67,18 @@ def variant_of(spec: ModelSpec) -> str | None:
     return None
 
 
-def twin_depth(spec: ModelSpec) -> int:
-    """Layers of the smallest model that still has all that this one has: both kinds, and both among shared layers."""
+def twin_depth(spec: ModelSpec, itemsize: int, *, latent: bool = True) -> int:
+    """Layers of the smallest model that has all that this one has: both kinds, both among shared layers, and pages as long."""
     pattern = _pattern(spec)
-    return min(len(spec.layers), 2 * pattern if spec.num_kv_shared else pattern)
+    wanted = _page_tokens(spec, itemsize, latent)
+    for num_layers in range(2 * pattern if spec.num_kv_shared else pattern, len(spec.layers), pattern):
+        if _page_tokens(reduce_depth(spec, num_layers), itemsize, latent) == wanted:
+            return num_layers
+    return len(spec.layers)
+
+
+def _page_tokens(spec: ModelSpec, itemsize: int, latent: bool) -> list[int]:
+    return [group.page_tokens for group in plan_cache(spec.kv_specs(itemsize, latent=latent)).groups]
 
 
 def _pattern(spec: ModelSpec) -> int:
@@ -79,14 +91,15 @@ def reduce_depth(spec: ModelSpec, num_layers: int) -> ModelSpec:
     full_depth = len(spec.layers)
     if not 2 <= num_layers <= full_depth:
         raise ConfigError(f"layers: got {num_layers}, expected 2 to {full_depth}", hint=_HINT)
-    # Layers that own KV come first and must be of both kinds, so that every shared one has a source.
-    num_owners = max(num_layers - round(spec.num_kv_shared * num_layers / full_depth), min(num_layers, _pattern(spec)))
+    # Layers that own KV come first, in whole patterns, as in the published models: each shared one has a source of its kind.
+    num_owners = num_layers - round(spec.num_kv_shared * num_layers / full_depth)
+    if spec.num_kv_shared:
+        pattern = _pattern(spec)
+        num_owners = min(num_layers, max(pattern, num_owners // pattern * pattern))
     layers: list[LayerSpec] = []
     for index in range(num_layers):
         is_global = spec.layers[index].is_global or index + 1 == num_layers
-        like = next(
-            layer for layer in spec.layers if (layer.is_global, layer.owns_kv) == (is_global, index < num_owners)
-        )
+        like = next(layer for layer in spec.layers if (layer.is_global, layer.owns_kv) == (is_global, index < num_owners))
         source = index
         if not like.owns_kv:
             source = next(layer.index for layer in reversed(layers) if layer.owns_kv and layer.is_global == is_global)

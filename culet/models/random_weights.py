@@ -6,31 +6,50 @@ import zlib
 
 import torch
 
+from culet.models.checkpoint import RandomDraw
 from culet.models.gemma4 import Gemma4
 from culet.models.spec import ModelSpec
 
 WEIGHT_STD = 0.02
+NARROW_BOUND = 1e-3
 # Norms, the layer scalar and the scales of router and experts: 1, so that the stream neither dies out nor grows beyond bounds.
 _ONES = ("norm.weight", "norm_1.weight", "norm_2.weight", "scale", "layer_scalar")
+_CALM_ROUTING = 4.0  # standard deviation of the router's logits: the last expert chosen then weighs little
 
 
-def draw_model(spec: ModelSpec, seed: int, *, dtype: torch.dtype, device: torch.device, latent: bool = True) -> Gemma4:
-    """A Gemma4 on `device` whose matrices are N(0, 0.02), so that different tokens pick different experts.
+def draw_model(spec: ModelSpec, draw: RandomDraw, *, dtype: torch.dtype, device: torch.device, latent: bool = True) -> Gemma4:
+    """A Gemma4 on `device` with random matrices and norms of 1.
 
-    Each tensor depends on its name, its shape, the seed and the kind of device alone. So a model with fewer layers, in another
+    `normal` draws N(0, 0.02), so that different tokens pick different experts; `narrow` is uniform within 1e-3.
+
+    Each tensor depends on its name, its shape, the draw and the kind of device alone. So a model with fewer layers, in another
     precision or with another cache has the same weights, up to the rounding to bfloat16 that all of them go through.
+
+    With all norms 1 scores of keys have a standard deviation of 16 and more: attention is all but a maximum, routing all but
+    even, and both turn a rounding error into another answer. `calm` is `normal` with norms that have the temper of a trained
+    model's: it is for comparing answers.
     """
     device = torch.device(device)
     model = Gemma4(spec, dtype=dtype, device=device, latent=latent)
     generator = torch.Generator(device=device)
     for name, place in model.placements().items():
         if name.endswith(_ONES):
-            place.target.fill_(1.0)
+            place.target.fill_(_scale(name, place.target.shape[0]) if draw.kind == "calm" else 1.0)
             continue
-        generator.manual_seed(((seed << 32) + zlib.crc32(name.encode())) % (1 << 63))
+        generator.manual_seed(((draw.seed << 32) + zlib.crc32(name.encode())) % (1 << 63))
         value = torch.empty(place.target.shape, dtype=torch.bfloat16, device=device)
-        place.fill(value.normal_(0.0, WEIGHT_STD, generator=generator))
+        if draw.kind == "narrow":
+            place.fill(value.uniform_(-NARROW_BOUND, NARROW_BOUND, generator=generator))
+        else:
+            place.fill(value.normal_(0.0, WEIGHT_STD, generator=generator))
     model.finish()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the largest draw is gone; the cache's size is taken from what is free
     return model
+
+
+def _scale(name: str, size: int) -> float:
+    """A calm model's value for one of its norms or scales."""
+    if name.endswith("q_norm.weight"):
+        return float(size**-0.5)
+    return _CALM_ROUTING / WEIGHT_STD if name.endswith("router.scale") else 1.0

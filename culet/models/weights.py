@@ -56,8 +56,8 @@ def load_model(
     checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, latent: bool = True, progress: bool = True
 ) -> Gemma4:
     """The checkpoint's decoder with its weights on `device` in `dtype`, ready to run."""
-    if checkpoint.random_seed is not None:
-        return draw_model(checkpoint.spec, checkpoint.random_seed, dtype=dtype, device=device, latent=latent)
+    if checkpoint.random is not None:
+        return draw_model(checkpoint.spec, checkpoint.random, dtype=dtype, device=device, latent=latent)
     stored = _read_headers(checkpoint.folder)
     chosen = _match_names(stored, checkpoint.spec)
     # On the meta device first: a checkpoint that does not fit is refused before memory is taken for it.

@@ -17,7 +17,8 @@ from torch import Tensor
 from culet import env
 from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
 from culet.cache.spec import CacheLayout, KVGroup
-from culet.errors import InternalError
+from culet.kernels.staging import Staged
+from culet.runner.checks import check_step
 from culet.types import Row, StepPlan
 
 Ints = NDArray[np.int64]
@@ -43,12 +44,13 @@ def fill(
     row_T = np.repeat(np.arange(len(rows)), new_B)
     position_T = np.arange(begin_B1[-1]) + (start_B - begin_B1[:-1])[row_T]
     if env.CHECK_PAGES.is_set():
-        _check_rows(rows, layout, tokens_SL, num_slabs)
+        num_slots, room = tokens_SL.shape
+        check_step(plan, layout, num_slots=num_slots, room=room, num_slabs=num_slabs)
     flat_T = slot_B[row_T] * tokens_SL.shape[1] + position_T
     logits_T = _last_of_rows(begin_B1, logits_B)
     tables = [_table(rows, group, row_T, position_T) for group in layout.groups]
 
-    staged = _Staged()
+    staged = Staged()
     staged.add("flat", flat_T)
     staged.add("position", position_T)
     staged.add("begin", begin_B1.astype(np.int32))
@@ -131,78 +133,3 @@ def _table(
     column_T = np.where(is_stored_T, (position_T - first_B[row_T]) // size, 0)
     slot_T = np.where(is_stored_T, pages_BP[row_T, column_T] * np.int64(size) + position_T % size, -1)
     return pages_BP, first_B.astype(np.int32), slot_T
-
-
-class _Staged:
-    """Arrays that go to the device together, in one copy."""
-
-    def __init__(self) -> None:
-        self._arrays: dict[str, NDArray[np.generic]] = {}
-
-    def add(self, name: str, array: NDArray[np.generic]) -> None:
-        self._arrays[name] = np.ascontiguousarray(array)
-
-    def send(self, device: torch.device) -> dict[str, Tensor]:
-        """The arrays as tensors on `device`."""
-        if torch.device(device).type == "cpu":
-            return {name: torch.from_numpy(array) for name, array in self._arrays.items()}
-        host = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
-        self.pack(host.numpy())
-        return self.unpack(host.to(device, non_blocking=True))
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(_room, self._arrays.values()))
-
-    def pack(self, buffer: NDArray[np.uint8]) -> None:
-        """Lay the arrays one after the other."""
-        begin = 0
-        for array in self._arrays.values():
-            buffer[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
-            begin += _room(array)
-
-    def unpack(self, packed: Tensor) -> dict[str, Tensor]:
-        """Views of a packed buffer, wherever it went."""
-        found, begin = {}, 0
-        for name, array in self._arrays.items():
-            dtype = torch.int32 if array.dtype == np.int32 else torch.int64
-            found[name] = packed[begin : begin + array.nbytes].view(dtype).view(array.shape)
-            begin += _room(array)
-        return found
-
-
-def _room(array: NDArray[np.generic]) -> int:
-    """Bytes in steps of 8, so that every part may be read as int64."""
-    return -(-array.nbytes // 8) * 8
-
-
-def _check_rows(rows: Sequence[Row], layout: CacheLayout, tokens_SL: Tensor, num_slabs: int | None) -> None:
-    """Refuse a row that would read or write outside of its pages; on by CULET_CHECK_PAGES."""
-    num_slots, room = tokens_SL.shape
-    for number, row in enumerate(rows):
-        end = row.start + row.num_new
-        if not 0 <= row.slot < num_slots:
-            raise InternalError(f"row {number}: slot {row.slot}, expected 0 to {num_slots - 1}")
-        if row.start < 0 or row.num_new < 1 or end > room or not 0 <= row.num_logits <= row.num_new:
-            raise InternalError(
-                f"row {number}: start {row.start}, {row.num_new} new tokens, {row.num_logits} logits, room for {room} tokens"
-            )
-        for group in layout.groups:
-            table, store_from = row.tables[group.index], row.store_from[group.index]
-            where = f"group {group.name}, row {number} (slot {row.slot})"
-            for page in table.pages:
-                if page < 0 or (num_slabs is not None and page >= num_slabs):
-                    raise InternalError(f"{where}: page {page}, expected 0 to {'?' if num_slabs is None else num_slabs - 1}")
-            covered = table.first * group.page_tokens, (table.first + len(table.pages)) * group.page_tokens
-            # Read: what the first new token sees of the context. Written: the new tokens from store_from on.
-            first_read = group.first_visible(row.start)
-            for position in (first_read, row.start - 1) if first_read < row.start else ():
-                if not covered[0] <= position < covered[1]:
-                    raise InternalError(
-                        f"{where}: context position {position} is outside of pages for {covered[0]} to {covered[1] - 1}"
-                    )
-            for position in (max(row.start, store_from), end - 1) if store_from < end else ():
-                if not covered[0] <= position < covered[1]:
-                    raise InternalError(
-                        f"{where}: new position {position} is outside of pages for {covered[0]} to {covered[1] - 1}"
-                    )

@@ -1,4 +1,7 @@
-"""From a StepPlan to a StepResult: fill, forward, logits, draws. Waits for the device once, at the end of a step.
+"""From a StepPlan to a StepResult: fill, forward, logits, draws.
+
+`launch` gives a step to the device and returns at once; `Pending.result` waits for that step, and for none that was launched
+after it. Steps run in the order in which they are launched, so the next one may be launched before the result is there.
 
 Shapes: S slots · L a slot's tokens, or tokens whose logits are needed · R draws · G groups of draws, one per slot that
 draws · K draws of the longest group · D model · V vocabulary.
@@ -6,23 +9,26 @@ draws · K draws of the longest group · D model · V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from culet import env
 from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.drafters.base import Draft, Drafter, Drawers
+from culet.kernels.staging import HostCopy, on_device
 from culet.models.gemma4 import Gemma4, Hidden
+from culet.runner.checks import check_step
 from culet.runner.fill import fill
-from culet.sampling.logprobs import LogprobTensors, as_mappings, compute_logprobs, to_host
+from culet.runner.graphs import FixedSteps
+from culet.sampling.logprobs import LogprobTensors, as_mappings, compute_logprobs
 from culet.sampling.sampler import History, sample
-from culet.sampling.staging import on_device
 from culet.sampling.verify import count_accepted
-from culet.types import Drawn, Entry, Logprobs, Row, StepPlan, StepResult
+from culet.types import Drawn, Entry, Logprobs, Row, Sampling, StepPlan, StepResult
 
 LOGITS_ROWS = 256  # logits computed at a time: 256 MiB at Gemma's vocabulary
 
@@ -70,17 +76,57 @@ class Runner:
         self.drafter = drafter
         # The step after the last may be planned before the last token is known to be the last: one place more.
         width = max_model_len + 1 + (drafter.max_drafts if drafter is not None else 0)
-        self.tokens_SL = torch.zeros(max_num_seqs, width, dtype=torch.int64, device=model.device)
+        self.tokens_SL = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=model.device)
+        self.fixed: FixedSteps | None = None  # steps of fixed shapes, once `use_fixed_steps` has made them
         self._entries: list[Entry | None] = [None] * max_num_seqs
+        self._sample = _sampler_for(model.device)
 
-    @torch.inference_mode()
+    def use_fixed_steps(self) -> FixedSteps:
+        """From now on run decode and verify steps in fixed shapes, so that they can be captured as CUDA graphs."""
+        drafter = self.drafter
+        self.fixed = FixedSteps(
+            self.model,
+            self.pool,
+            self.backends,
+            self.tokens_SL,
+            query_counts=(1,) if drafter is None else (1, drafter.max_drafts + 1),
+            taps=() if drafter is None else drafter.taps,
+        )
+        return self.fixed
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Plans must come in the order in which they were made."""
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Pending:
+        """Give one step to the device; nothing here waits for it. Plans must come in the order in which they were made."""
+        if env.CHECK_PAGES.is_set():
+            num_slots, room = self.tokens_SL.shape
+            check_step(plan, self.pool.layout, num_slots=num_slots, room=room, num_slabs=self.pool.num_slabs)
         for entry in plan.entries:
             self._enter(entry)
         self.pool.copy_pages(plan.copies)
         if not plan.rows:
-            return StepResult(plan.step_id, ())
+            return Pending(plan.step_id, [], HostCopy([]), False, [], {}, ())
+        batch, hidden = self._forward(plan)
+        if self.drafter is not None:
+            self.drafter.commit(batch, hidden.tapped)
+        prompts = self._score_prompts(plan.rows, hidden.last_LD)
+        groups = _draw_groups(plan.rows)
+        tokens_R, scored = self._draw(groups, hidden.last_LD)
+        accepted_G = self._verify(groups, tokens_R)
+        self._append(groups, tokens_R)
+        num_proposed = self._propose(batch, hidden, groups, accepted_G)
+        parts = [*scored, *(part for parts in prompts.values() for part in parts)]
+        tensors = [tensor for part in parts for tensor in (part.tensors.chosen_L, part.tensors.top_LK, part.tensors.top_ids_LK)]
+        copy = HostCopy([tokens_R, *([] if accepted_G is None else [accepted_G]), *tensors])
+        return Pending(plan.step_id, groups, copy, accepted_G is not None, scored, prompts, num_proposed)
+
+    def _forward(self, plan: StepPlan) -> tuple[ForwardBatch, Hidden]:
+        """Fill and forward: in a fixed shape where there is one for these rows, else in the step's own."""
+        if self.fixed is not None and (bucket := self.fixed.find(plan.rows)) is not None:
+            return self.fixed.run(plan, bucket)
         batch = fill(
             plan,
             self.pool.layout,
@@ -91,20 +137,12 @@ class Runner:
         )
         self.model.plan(batch, self.pool, self.backends)
         taps = self.drafter.taps if self.drafter is not None else ()
-        hidden = self.model.forward(batch, self.pool, self.backends, taps)
-        if self.drafter is not None:
-            self.drafter.commit(batch, hidden.tapped)
-        prompts = self._score_prompts(plan.rows, hidden.last_LD)
-        groups = _draw_groups(plan.rows)
-        tokens_R, scored = self._draw(groups, hidden.last_LD)
-        accepted_G = self._verify(groups, tokens_R)
-        self._append(groups, tokens_R)
-        num_proposed = self._propose(batch, hidden, groups, accepted_G)
-        return _result(plan, groups, tokens_R, accepted_G, scored, prompts, num_proposed)
+        return batch, self.model.forward(batch, self.pool, self.backends, taps)
 
     def _enter(self, entry: Entry) -> None:
         """A sequence takes a slot."""
-        self.tokens_SL[entry.slot, : len(entry.token_ids)] = on_device(entry.token_ids, self.tokens_SL.device)
+        token_ids = on_device(entry.token_ids, self.tokens_SL.device, torch.int32)
+        self.tokens_SL[entry.slot, : len(entry.token_ids)] = token_ids
         self._entries[entry.slot] = entry
 
     def _entry(self, slot: int) -> Entry:
@@ -125,7 +163,7 @@ class Runner:
                 found[row.slot] = []
                 for part in _parts(count):
                     logits_LV = self.model.logits(last_LD[begin + part.start : begin + part.stop])
-                    chosen_L = self.tokens_SL[row.slot, first + part.start : first + part.stop]
+                    chosen_L = self.tokens_SL[row.slot, first + part.start : first + part.stop].long()
                     tensors = compute_logprobs(logits_LV, chosen_L, num_top)
                     chosen = list(entry.token_ids[first + part.start : first + part.stop])
                     found[row.slot].append(_Scored(chosen, [num_top] * len(chosen), tensors))
@@ -143,7 +181,7 @@ class Runner:
             logits_RV = self._logits(last_LD, sources[part])
             settings = [entry.sampling for entry in entries[part]]
             history = History(self.tokens_SL, slots[part], [entry.prompt_len for entry in entries[part]])
-            tokens_R = sample(logits_RV, settings, positions[part], history)
+            tokens_R = self._sample(logits_RV, settings, positions[part], history)
             tokens.append(tokens_R)
             wanted = {row: one.logprobs for row, one in enumerate(settings) if one.logprobs is not None}
             if wanted:
@@ -184,9 +222,9 @@ class Runner:
         """Write the draws to the slots. What lies behind the first rejected draft is no token yet, and written again."""
         if not groups:
             return
-        places = [(group.slot, group.position + index) for group in groups for index in range(group.size)]
-        slots_R, positions_R = on_device(places, tokens_R.device).T
-        self.tokens_SL[slots_R, positions_R] = tokens_R
+        width = self.tokens_SL.shape[1]
+        places = [group.slot * width + group.position + index for group in groups for index in range(group.size)]
+        self.tokens_SL.view(-1).index_copy_(0, on_device(places, tokens_R.device), tokens_R.to(self.tokens_SL.dtype))
 
     def _propose(
         self, batch: ForwardBatch, hidden: Hidden, groups: Sequence[_Group], accepted_G: Tensor | None
@@ -203,8 +241,52 @@ class Runner:
         draft: Draft = self.drafter.propose(batch, hidden.tapped, drawers)
         assert max(draft.counts) <= self.drafter.max_drafts, f"more than {self.drafter.max_drafts} drafts proposed"
         column_K = torch.arange(draft.token_ids_RK.shape[1], device=self.tokens_SL.device)
-        self.tokens_SL[slots_G[:, None], length_G[:, None] + column_K] = draft.token_ids_RK
+        proposed = draft.token_ids_RK.to(self.tokens_SL.dtype)
+        self.tokens_SL[slots_G[:, None], length_G[:, None] + column_K] = proposed
         return draft.counts
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A step that was launched: its draws are on their way to the host."""
+
+    step_id: int
+    groups: Sequence[_Group]
+    copy: HostCopy  # drawn tokens, accepted drafts if any row has drafts, then log-probabilities
+    has_drafts: bool
+    scored: Sequence[_Scored]
+    prompts: Mapping[int, Sequence[_Scored]]
+    num_proposed: Sequence[int]
+
+    def result(self) -> StepResult:
+        """Wait for this step and tell what it drew."""
+        values = iter(self.copy.lists())
+        tokens = [int(token) for token in next(values, [])]
+        accepted = [int(count) for count in next(values)] if self.has_drafts else [0] * len(self.groups)
+
+        def mappings(part: _Scored, chosen: Sequence[int]) -> Iterator[Logprobs]:
+            return as_mappings(chosen, next(values), next(values), next(values), part.counts)
+
+        logprobs: dict[int, Logprobs] = {}
+        for part in self.scored:
+            logprobs.update(zip(part.of, mappings(part, [tokens[draw] for draw in part.of]), strict=True))
+        drawn = []
+        for group, num_kept, count in zip(self.groups, accepted, self.num_proposed, strict=True):
+            draws = range(group.first, group.first + num_kept + 1)
+            own = tuple([logprobs[draw] for draw in draws if draw in logprobs]) if logprobs else ()
+            drawn.append(Drawn(group.slot, tuple([tokens[draw] for draw in draws]), own, count))
+        prompts = {
+            slot: tuple(one for part in parts for one in mappings(part, part.of)) for slot, parts in self.prompts.items()
+        }
+        return StepResult(self.step_id, tuple(drawn), prompts)
+
+
+def _sampler_for(device: torch.device) -> Callable[[Tensor, Sequence[Sampling], Sequence[int], History], Tensor]:
+    if device.type != "cuda":
+        return sample
+    from culet.sampling.on_gpu import GpuSampler  # needs Triton
+
+    return GpuSampler().sample
 
 
 def _parts(count: int) -> Iterator[slice]:
@@ -225,37 +307,3 @@ def _draw_groups(rows: Sequence[Row]) -> list[_Group]:
             groups.append(group)
             first += group.size
     return groups
-
-
-def _result(
-    plan: StepPlan,
-    groups: Sequence[_Group],
-    tokens_R: Tensor,
-    accepted_G: Tensor | None,
-    scored: Sequence[_Scored],
-    prompts: Mapping[int, Sequence[_Scored]],
-    num_proposed: Sequence[int],
-) -> StepResult:
-    """Bring everything to the host, in one copy."""
-    parts = [*scored, *(part for parts in prompts.values() for part in parts)]
-    tensors = [tensor for part in parts for tensor in (part.tensors.chosen_L, part.tensors.top_LK, part.tensors.top_ids_LK)]
-    values = iter(to_host([tokens_R, *([] if accepted_G is None else [accepted_G]), *tensors]))
-    tokens = [int(token) for token in next(values)]
-    accepted = [0] * len(groups) if accepted_G is None else [int(count) for count in next(values)]
-
-    def mappings(part: _Scored, chosen: Sequence[int]) -> Iterator[Logprobs]:
-        return as_mappings(chosen, next(values), next(values), next(values), part.counts)
-
-    logprobs: dict[int, Logprobs] = {}
-    for part in scored:
-        logprobs.update(zip(part.of, mappings(part, [tokens[draw] for draw in part.of]), strict=True))
-    drawn = []
-    for group, num_kept, count in zip(groups, accepted, num_proposed, strict=True):
-        draws = range(group.first, group.first + num_kept + 1)
-        own = tuple(logprobs[draw] for draw in draws if draw in logprobs)
-        drawn.append(Drawn(group.slot, tuple(tokens[draw] for draw in draws), own, count))
-    return StepResult(
-        plan.step_id,
-        tuple(drawn),
-        {slot: tuple(one for part in parts for one in mappings(part, part.of)) for slot, parts in prompts.items()},
-    )

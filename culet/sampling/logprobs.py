@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from culet.sampling.ranking import top_columns
@@ -33,14 +32,6 @@ def compute_logprobs(logits_LV: Tensor, chosen_L: Tensor, num_top: int) -> Logpr
         return LogprobTensors(chosen.flatten(), empty, empty.long())
     values_LK, ids_LK = top_columns(logits_LV, min(num_top, logits_LV.shape[-1]))
     return LogprobTensors(chosen.flatten(), values_LK - scale_L1, ids_LK)
-
-
-def to_host(tensors: Sequence[Tensor]) -> list[list[float]]:
-    """Flat lists of all tensors after a single wait for the device; whole numbers below 2**53 come back exact."""
-    if not tensors:
-        return []
-    joined = iter(torch.cat([tensor.flatten().double() for tensor in tensors]).tolist())
-    return [[next(joined) for _ in range(tensor.numel())] for tensor in tensors]
 
 
 def as_mappings(

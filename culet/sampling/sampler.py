@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from culet.kernels.staging import on_device
 from culet.sampling.philox import uniforms
 from culet.sampling.ranking import argmax, top_columns
-from culet.sampling.staging import on_device
 from culet.types import Sampling
 
 MAX_CANDIDATES = 1024  # up to this top-k, work is done on that many columns instead of the whole vocabulary
@@ -30,14 +30,18 @@ FULL_ROWS = 16  # rows whose whole vocabulary is weighed at once: bounds the mem
 class History:
     """Where penalties find the earlier tokens: row r drew, or will draw, at `positions[r]` of slot `slots[r]`."""
 
-    tokens_SL: Tensor  # int64, the slots' tokens
+    tokens_SL: Tensor  # int32 or int64, the slots' tokens
     slots: Sequence[int]
     prompt_lens: Sequence[int]
 
 
 def sample(logits_RV: Tensor, settings: Sequence[Sampling], positions: Sequence[int], history: History | None = None) -> Tensor:
     """Draw one token per row: int64 [R], on the logits' device. `positions[r]` is the place of the token in its sequence."""
-    logits_RV = adjust(logits_RV, settings, positions, history)
+    return draw(adjust(logits_RV, settings, positions, history), settings, positions)
+
+
+def draw(logits_RV: Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+    """`sample` from logits that bias and penalties are in already."""
     if all(one.temperature == 0 for one in settings):
         return argmax(logits_RV)
     # Each row goes the way its own settings say, so that its result does not depend on its neighbours' settings.
@@ -46,14 +50,14 @@ def sample(logits_RV: Tensor, settings: Sequence[Sampling], positions: Sequence[
         ways.setdefault(_way(one), []).append(row)
     uniform = uniforms([one.seed for one in settings], [one.sample for one in settings], positions)
     tokens_R = torch.empty(len(settings), dtype=torch.int64, device=logits_RV.device)
-    for draw, rows in ways.items():
-        step = len(rows) if draw in (_draw_best, _draw_few) else FULL_ROWS
+    for way, rows in ways.items():
+        step = len(rows) if way in (_draw_best, _draw_few) else FULL_ROWS
         for begin in range(0, len(rows), step):
             some = rows[begin : begin + step]
             part = _Part.of(logits_RV, some, settings, [uniform[row] for row in some])
             if len(some) == len(settings):
-                return draw(part)
-            tokens_R[on_device(some, tokens_R.device)] = draw(part)
+                return way(part)
+            tokens_R[on_device(some, tokens_R.device)] = way(part)
     return tokens_R
 
 
@@ -88,7 +92,7 @@ def _penalise(logits_HV: Tensor, settings: Sequence[Sampling], lengths: Sequence
     column_M = torch.arange(max(lengths), device=device)
     is_seen_HM = column_M < on_device(lengths, device)[:, None]
     is_output_HM = is_seen_HM & (column_M >= on_device(history.prompt_lens, device)[:, None])
-    tokens_HM = history.tokens_SL[:, : max(lengths)][on_device(history.slots, device)]
+    tokens_HM = history.tokens_SL[:, : max(lengths)][on_device(history.slots, device)].long()
     # Columns behind the end stand for the first token once more: equal tokens are given equal logits, so that the order
     # of writing them back does not matter.
     tokens_HM = torch.where(is_seen_HM, tokens_HM, tokens_HM[:, :1])

@@ -1,4 +1,4 @@
-"""The Triton attention kernels against their eager twins, in Triton's interpreter (which must be on before they are imported)."""
+"""The Triton attention kernels against their eager twins, in Triton's interpreter (on before they are imported)."""
 
 from __future__ import annotations
 
@@ -62,12 +62,11 @@ else:
         assert_close(got, expected)
 
     @pytest.mark.parametrize("shape", [SLIDING, SLIDING_BIG_PAGES, GLOBAL, LATENT], ids=["sliding", "big", "global", "latent"])
-    @pytest.mark.parametrize("swapped", [False, True], ids=["rows", "keys"])
     @pytest.mark.parametrize("programs", [1, 24], ids=["one-split", "split"])
-    def test_decode_of_ragged_rows(shape: AttentionShape, swapped: bool, programs: int) -> None:
+    def test_decode_of_ragged_rows(shape: AttentionShape, programs: int) -> None:
         spans = [(100, 1), (0, 1), (39, 1), (40, 1), (63, 1), (150, 1)]
         case = make_case(shape, spans, dtype=torch.float32, seed=1)
-        check_decode(case, DecodeTile(16, 32, 4, 2, programs=programs, swapped=swapped))
+        check_decode(case, DecodeTile(16, 32, 4, 2, programs=programs))
 
     @pytest.mark.parametrize("shape", [SLIDING, GLOBAL, LATENT], ids=["sliding", "global", "latent"])
     def test_verify_mixed_with_decode(shape: AttentionShape) -> None:

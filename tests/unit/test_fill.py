@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +13,8 @@ import torch
 
 from culet.cache.spec import CacheLayout, KVSpec, plan_cache
 from culet.errors import InternalError
-from culet.runner.fill import _Staged, fill
+from culet.kernels.staging import Staged
+from culet.runner.fill import fill
 from culet.types import PageTable, Row, StepPlan
 
 CPU = torch.device("cpu")
@@ -147,11 +151,17 @@ def bad_rows() -> list[tuple[str, Row]]:
     sliding, glob = row.tables
     later = make_row(2, 70, 5, 1, random.Random(0))  # its last token begins a page
     return [
-        ("group sliding, row 1.*page 400", spoiled(row, 0, PageTable(sliding.first, (400, *sliding.pages[1:])))),
-        ("group global, row 1.*page -1", spoiled(row, 1, PageTable(glob.first, (*glob.pages[:-1], -1)))),
-        ("group global, row 1.*context position 54", spoiled(row, 1, PageTable(glob.first, glob.pages[:-1]))),
-        ("group global, row 1.*new position 74", spoiled(later, 1, PageTable(0, later.tables[1].pages[:-1]))),
-        ("group sliding, row 1.*context position 36", spoiled(row, 0, PageTable(sliding.first + 1, sliding.pages[1:]))),
+        (
+            "group sliding.*layers 0 to 2.*row 1.*page 400",
+            spoiled(row, 0, PageTable(sliding.first, (400, *sliding.pages[1:]))),
+        ),
+        ("group global.*layers 3.*row 1.*page -1", spoiled(row, 1, PageTable(glob.first, (*glob.pages[:-1], -1)))),
+        ("group global.*layers 3.*row 1.*context position 54", spoiled(row, 1, PageTable(glob.first, glob.pages[:-1]))),
+        ("group global.*layers 3.*row 1.*new position 74", spoiled(later, 1, PageTable(0, later.tables[1].pages[:-1]))),
+        (
+            "group sliding.*layers 0 to 2.*row 1.*context position 36",
+            spoiled(row, 0, PageTable(sliding.first + 1, sliding.pages[1:])),
+        ),
         ("row 1: slot 16", Row(16, 55, 5, 1, row.tables, row.store_from)),
         ("row 1: start 298", Row(2, 298, 5, 1, row.tables, row.store_from)),
         ("row 1: start 55, 5 new tokens, 6 logits", Row(2, 55, 5, 6, row.tables, row.store_from)),
@@ -159,11 +169,19 @@ def bad_rows() -> list[tuple[str, Row]]:
 
 
 @pytest.mark.parametrize(("message", "row"), bad_rows())
-def test_check_pages(message: str, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_pages(message: str, row: Row, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
+    monkeypatch.setenv("CULET_CACHE_DIR", str(tmp_path))
     good = make_row(1, 19, 1, 1, random.Random(5))
-    with pytest.raises(InternalError, match=message):
-        fill(StepPlan(1, (), (), (good, row)), LAYOUT, make_tokens(), CPU, num_slabs=NUM_SLABS)
+    with pytest.raises(InternalError, match=message) as caught:
+        fill(StepPlan(7, (), (), (good, row)), LAYOUT, make_tokens(), CPU, num_slabs=NUM_SLABS)
+    (dump,) = (tmp_path / "dumps").iterdir()
+    assert str(dump) in caught.value.hint
+    step = json.loads(dump.read_text())
+    assert step["step_id"] == 7
+    assert step["fault"] in caught.value.message
+    assert [one["slot"] for one in step["rows"]] == [good.slot, row.slot]
+    assert step["rows"][1]["tables"] == json.loads(json.dumps([asdict(table) for table in row.tables]))
 
 
 def test_arrays_travel_packed() -> None:
@@ -176,7 +194,7 @@ def test_arrays_travel_packed() -> None:
         "table": chance.integers(0, 99, (3, 5), dtype=np.int32),
         "last": chance.integers(0, 99, 1, dtype=np.int64),
     }
-    staged = _Staged()
+    staged = Staged()
     for name, array in arrays.items():
         staged.add(name, array)
     buffer = torch.zeros(staged.num_bytes, dtype=torch.uint8)

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from culet.kernels.staging import HostCopy
 from culet.sampling import sampler
-from culet.sampling.logprobs import as_mappings, compute_logprobs, to_host
+from culet.sampling.logprobs import as_mappings, compute_logprobs
 from culet.sampling.philox import uniforms
 from culet.sampling.ranking import CHUNK, MIN_CHUNKS, argmax, top_columns
 from culet.sampling.sampler import History, adjust, sample
@@ -283,7 +284,7 @@ def test_logprobs():
     chosen = torch.tensor([4, 17, int(logits[2].argmax())])
     tensors = compute_logprobs(logits, chosen, 5)
     expected = logits.double().log_softmax(-1)
-    lists = to_host([tensors.chosen_L, tensors.top_LK, tensors.top_ids_LK])
+    lists = HostCopy([tensors.chosen_L, tensors.top_LK, tensors.top_ids_LK]).lists()
     rows = list(as_mappings(chosen.tolist(), *lists, counts=[5, 0, 3]))
     assert [next(iter(row)) for row in rows] == chosen.tolist()
     for index, (row, count) in enumerate(zip(rows, (5, 0, 3), strict=True)):
@@ -298,11 +299,12 @@ def test_logprobs():
 def test_logprobs_of_the_chosen_alone():
     logits = torch.randn(2, 9)
     tensors = compute_logprobs(logits, torch.tensor([1, 2]), 0)
-    lists = to_host([tensors.chosen_L, tensors.top_LK, tensors.top_ids_LK])
+    lists = HostCopy([tensors.chosen_L, tensors.top_LK, tensors.top_ids_LK]).lists()
     assert [list(row) for row in as_mappings([1, 2], *lists, counts=[0, 0])] == [[1], [2]]
 
 
 def test_to_host_keeps_token_ids_exact():
     ids = torch.tensor([[0, 262143], [2**31 - 1, 2**40 + 1]])
-    assert to_host([ids, torch.tensor([0.5])]) == [[0.0, 262143.0, float(2**31 - 1), float(2**40 + 1)], [0.5]]
-    assert to_host([]) == []
+    assert HostCopy([ids, torch.tensor([0.5])]).lists() == [[0.0, 262143.0, float(2**31 - 1), float(2**40 + 1)], [0.5]]
+    assert HostCopy([ids]).lists() == [ids.flatten().tolist()]
+    assert HostCopy([]).lists() == []

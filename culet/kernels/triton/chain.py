@@ -1,9 +1,8 @@
 """Programmatic dependent launch: a kernel's programs start while the kernel before it still runs, and wait inside.
 
-A chained kernel first does what needs no other kernel's output (it fetches weights), then calls `enter`: wait until the kernel
-before has ended, then let the next one start. Since a kernel lets the next one start only after its own wait, whatever was
-written two kernels ago is complete when a program starts, and may be read before `enter`. Kernels that are not ours
-(cuBLAS) may stand anywhere between.
+A chained kernel first does what needs no other kernel's output (a norm loads its weights), then calls `enter`: wait until the
+kernel before has ended, then let the next one start. Since a kernel lets the next one start only after its own wait, whatever
+was written two kernels ago is complete when a program starts. Kernels that are not ours (cuBLAS) may stand anywhere between.
 """
 
 from __future__ import annotations
@@ -34,17 +33,3 @@ def enter(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-
-
-@triton.jit
-def fetch_rows(rows, begin, end, COLUMNS: tl.constexpr):
-    """Ask the L2 for COLUMNS columns from `begin` on, none at or past `end`, of the rows that the column `rows` points at."""
-    LINE: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
-    LINES: tl.constexpr = triton.next_power_of_2((COLUMNS + LINE - 1) // LINE)
-    at = begin + tl.arange(0, LINES) * LINE
-    # Lines past the end are asked for as the last one: the instruction takes no mask.
-    at = tl.minimum(at, end - 1)
-    pointers = rows + at[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.uint64)], dtype=tl.int32, is_pure=False, pack=1
-    )

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from culet.kernels.attention_inputs import PagedKV, RaggedRows
+from culet.kernels.triton.chain import enter, is_chained, options
 from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.tiles import DecodeTile, decode_tile
 
@@ -61,41 +62,28 @@ def _row_splits(
 
 @triton.jit
 def _key_rows(PAGES, tile, first, lo, hi, stride_page, WIDTH: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr):
-    """Positions of a tile's keys, which of them exist, and the element offset of each one's row in its plane (of head 0)."""
+    """Positions of a tile's keys, and the element offset of each one's row in its plane (of head 0).
+
+    Keys outside lo .. hi - 1, which the caller masks, are read where the nearest key inside lies: clamping a row index
+    costs less than a mask on every load, and nothing unwritten is ever touched.
+    """
     offset = tile * BN + tl.arange(0, BN)
-    key = first + offset
-    there = (key >= lo) & (key < hi)
+    inside = tl.minimum(tl.maximum(offset, lo - first), hi - 1 - first)
     if PAGE % BN == 0:  # a tile lies within one page
-        page = tl.load(PAGES + tile * BN // PAGE).to(tl.int64)
-        row = page * stride_page + (tile * BN % PAGE + tl.arange(0, BN)) * WIDTH
+        column = tile * BN // PAGE
+        row = tl.load(PAGES + column).to(tl.int64) * stride_page + (inside - column * PAGE) * WIDTH
     else:
-        page = tl.load(PAGES + offset // PAGE, mask=there, other=0).to(tl.int64)
-        row = page * stride_page + (offset % PAGE) * WIDTH
-    return key, there, row
+        row = tl.load(PAGES + inside // PAGE).to(tl.int64) * stride_page + (inside % PAGE) * WIDTH
+    return first + offset, row
 
 
 @triton.jit
-def _score(q, k, s, SWAP: tl.constexpr):
-    if SWAP:
-        s = tl.dot(k, tl.trans(q), s, input_precision="ieee")
-    else:
-        s = tl.dot(q, tl.trans(k), s, input_precision="ieee")
-    return s
+def _score(q, k):
+    return tl.dot(q, tl.trans(k), input_precision="ieee")
 
 
 @triton.jit
-def _accumulate(p, v, o, SWAP: tl.constexpr):
-    if SWAP:
-        o = tl.dot(tl.trans(v), p, o, input_precision="ieee")
-    else:
-        o = tl.dot(p, v, o, input_precision="ieee")
-    return o
-
-
-@triton.jit
-def _store(OUT, row_offset, o, row_ok, BEGIN: tl.constexpr, COLUMNS: tl.constexpr, SWAP: tl.constexpr):
-    if SWAP:
-        o = tl.trans(o)
+def _store(OUT, row_offset, o, row_ok, BEGIN: tl.constexpr, COLUMNS: tl.constexpr):
     column = BEGIN + tl.arange(0, COLUMNS)
     tl.store(OUT + row_offset[:, None] + column[None, :], o.to(OUT.dtype.element_ty), mask=row_ok[:, None])
 
@@ -106,7 +94,8 @@ def _decode(
     num_rows, target, num_tokens, stride_table, stride_page, stride_q_token, stride_out_token,
     ROWS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, ROT: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, MAX_QUERIES: tl.constexpr, MIN_TILES: tl.constexpr,
-    M: tl.constexpr, M_TILES: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr, HAS_VISIBLE: tl.constexpr,
+    M: tl.constexpr, M_TILES: tl.constexpr, BN: tl.constexpr, HAS_VISIBLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of one row for one KV head. ROT > 0: K is a latent of rows v_rot | nope | k_rot, ROT wide at both ends."""
     item = tl.program_id(0) // M_TILES
@@ -114,7 +103,6 @@ def _decode(
     head = tl.program_id(1)
     LATENT: tl.constexpr = ROT > 0
     WIDTH: tl.constexpr = HEAD + ROT
-    AXIS: tl.constexpr = 0 if SWAP else 1  # the axis of keys in a tile of scores
 
     row = 0
     split = item
@@ -127,6 +115,7 @@ def _decode(
         row = tl.sum((tl.cumsum(splits_R, 0) <= item).to(tl.int32), 0)
         split = item - tl.sum(tl.where(rows < row, splits_R, 0), 0)
         slot = tl.sum(tl.where((rows < row) & (splits_R > 1), splits_R, 0), 0)  # one-split rows leave no partial sums
+    enter(PDL)  # before any return: a program that left early would let the next kernel overtake the one before this
     if row >= num_rows:
         return
     begin = tl.load(ROW_BEGIN + row)
@@ -156,72 +145,78 @@ def _decode(
         seen_lo = tl.load(VISIBLE + token)
         seen_hi = tl.load(VISIBLE + num_tokens + token)
 
-    PART_B: tl.constexpr = 2 * ROT if LATENT else HEAD
-    q_rows = Q + token.to(tl.int64)[:, None] * stride_q_token + (head * GROUP + packed % GROUP)[:, None] * HEAD
-    column_b = tl.arange(0, PART_B)
-    q_b = tl.load(q_rows + column_b[None, :])
+    # Heads are taken in parts of PART columns whose scores are summed at the end: one long chain of dependent matrix
+    # instructions would take longer than the keys take to arrive.
+    PART: tl.constexpr = ROT if LATENT else HEAD // 2
+    column = tl.arange(0, PART)[None, :]
+    q_rows = Q + token.to(tl.int64)[:, None] * stride_q_token + (head * GROUP + packed % GROUP)[:, None] * HEAD + column
+    q_0 = tl.load(q_rows)
+    q_1 = tl.load(q_rows + PART)
+    o_0 = tl.zeros([M, PART], tl.float32)
+    o_1 = tl.zeros([M, PART], tl.float32)
     if LATENT:
-        column_r = tl.arange(0, ROT)
-        q_c = tl.load(q_rows + 2 * ROT + column_r[None, :])
-        q_d = tl.load(q_rows + 3 * ROT + column_r[None, :])
-        o_a = tl.zeros([ROT, M] if SWAP else [M, ROT], tl.float32)
-        o_c = tl.zeros([ROT, M] if SWAP else [M, ROT], tl.float32)
-    o_b = tl.zeros([PART_B, M] if SWAP else [M, PART_B], tl.float32)
+        q_2 = tl.load(q_rows + 2 * PART)
+        q_3 = tl.load(q_rows + 3 * PART)
+        o_2 = tl.zeros([M, PART], tl.float32)
+        o_3 = tl.zeros([M, PART], tl.float32)
     m = tl.full([M], UNSEEN, tl.float32)
-    l = tl.zeros([M], tl.float32)  # noqa: E741
+    total = tl.zeros([M, BN], tl.float32)  # summed over its columns at the end: once, not for every tile
     PAGES += row * stride_table
     K += head * (PAGE * WIDTH)
     V += head * (PAGE * WIDTH)
-    zero = tl.zeros([BN, M] if SWAP else [M, BN], tl.float32)
 
     for tile in range(tile_begin, tile_end):
-        key, there, offset = _key_rows(PAGES, tile, first, lo, hi, stride_page, WIDTH, PAGE, BN)
-        rows_K = K + offset[:, None]
+        key, offset = _key_rows(PAGES, tile, first, lo, hi, stride_page, WIDTH, PAGE, BN)
+        rows_K = K + offset[:, None] + column
         if LATENT:
-            k_a = tl.load(rows_K + column_r[None, :], mask=there[:, None], other=0.0)
-            k_b = tl.load(rows_K + ROT + column_b[None, :], mask=there[:, None], other=0.0)
-            k_c = tl.load(rows_K + 3 * ROT + column_r[None, :], mask=there[:, None], other=0.0)
-            k_d = tl.load(rows_K + 4 * ROT + column_r[None, :], mask=there[:, None], other=0.0)
-            s = _score(q_b, k_b, zero, SWAP)
-            s = _score(q_c, k_c, s, SWAP)
-            s = _score(q_d, k_d, s, SWAP)
+            v_0 = tl.load(rows_K)
+            v_1 = tl.load(rows_K + PART)
+            v_2 = tl.load(rows_K + 2 * PART)
+            v_3 = tl.load(rows_K + 3 * PART)
+            k_3 = tl.load(rows_K + 4 * PART)
+            s = (_score(q_0, v_1) + _score(q_1, v_2)) + (_score(q_2, v_3) + _score(q_3, k_3))
         else:
-            k_b = tl.load(rows_K + column_b[None, :], mask=there[:, None], other=0.0)
-            s = _score(q_b, k_b, zero, SWAP)
-        k_pos = tl.expand_dims(key, 1 - AXIS)
-        visible = (k_pos <= tl.expand_dims(seen_hi, AXIS)) & (k_pos >= tl.expand_dims(seen_lo, AXIS))
+            k_0 = tl.load(rows_K)
+            k_1 = tl.load(rows_K + PART)
+            s = _score(q_0, k_0) + _score(q_1, k_1)
+        visible = key[None, :] <= seen_hi[:, None]
+        if HAS_VISIBLE or WINDOW > 0:
+            visible = visible & (key[None, :] >= seen_lo[:, None])
         s = tl.where(visible, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, AXIS) * LOG2E)
-        p = tl.exp2(s * LOG2E - tl.expand_dims(m_new, AXIS))
-        shrink = tl.exp2(m - m_new)
-        l = l * shrink + tl.sum(p, AXIS)  # noqa: E741
+        m_new = tl.maximum(m, tl.max(s, 1) * LOG2E)
+        p = tl.exp2(s * LOG2E - m_new[:, None])
+        shrink = tl.exp2(m - m_new)[:, None]
+        total = total * shrink + p
         m = m_new
         p = p.to(Q.dtype.element_ty)
-        shrink = tl.expand_dims(shrink, AXIS)
+        if not LATENT:
+            rows_V = V + offset[:, None] + column
+            v_0 = tl.load(rows_V)
+            v_1 = tl.load(rows_V + PART)
+        o_0 = tl.dot(p, v_0, o_0 * shrink, input_precision="ieee")
+        o_1 = tl.dot(p, v_1, o_1 * shrink, input_precision="ieee")
         if LATENT:
-            o_a = _accumulate(p, k_a, o_a * shrink, SWAP)
-            o_b = _accumulate(p, k_b, o_b * shrink, SWAP)
-            o_c = _accumulate(p, k_c, o_c * shrink, SWAP)
-        else:
-            v_b = tl.load(V + offset[:, None] + column_b[None, :], mask=there[:, None], other=0.0)
-            o_b = _accumulate(p, v_b, o_b * shrink, SWAP)
+            o_2 = tl.dot(p, v_2, o_2 * shrink, input_precision="ieee")
+            o_3 = tl.dot(p, v_3, o_3 * shrink, input_precision="ieee")
 
-    scale = tl.expand_dims(1.0 / tl.where(l > 0.0, l, 1.0), AXIS)
-    PART_BEGIN: tl.constexpr = ROT  # where o_b starts
+    sums = tl.sum(total, 1)
+    scale = (1.0 / tl.where(sums > 0.0, sums, 1.0))[:, None]
     if splits == 1:
         out_row = token.to(tl.int64) * stride_out_token + (head * GROUP + packed % GROUP) * HEAD
-        _store(OUT, out_row, o_b * scale, row_ok, PART_BEGIN, PART_B, SWAP)
+        _store(OUT, out_row, o_0 * scale, row_ok, 0, PART)
+        _store(OUT, out_row, o_1 * scale, row_ok, PART, PART)
         if LATENT:
-            _store(OUT, out_row, o_a * scale, row_ok, 0, ROT, SWAP)
-            _store(OUT, out_row, o_c * scale, row_ok, 3 * ROT, ROT, SWAP)
+            _store(OUT, out_row, o_2 * scale, row_ok, 2 * PART, PART)
+            _store(OUT, out_row, o_3 * scale, row_ok, 3 * PART, PART)
     else:
         part_row = ((slot + split) * KV_HEADS + head) * (MAX_QUERIES * GROUP) + packed
-        tl.store(LSE + part_row, m + tl.log2(l), mask=row_ok)
+        tl.store(LSE + part_row, m + tl.log2(sums), mask=row_ok)
         part_row = part_row.to(tl.int64) * HEAD
-        _store(PARTIAL, part_row, o_b * scale, row_ok, PART_BEGIN, PART_B, SWAP)
+        _store(PARTIAL, part_row, o_0 * scale, row_ok, 0, PART)
+        _store(PARTIAL, part_row, o_1 * scale, row_ok, PART, PART)
         if LATENT:
-            _store(PARTIAL, part_row, o_a * scale, row_ok, 0, ROT, SWAP)
-            _store(PARTIAL, part_row, o_c * scale, row_ok, 3 * ROT, ROT, SWAP)
+            _store(PARTIAL, part_row, o_2 * scale, row_ok, 2 * PART, PART)
+            _store(PARTIAL, part_row, o_3 * scale, row_ok, 3 * PART, PART)
 
 
 @triton.jit(do_not_specialize=["num_rows", "target"])
@@ -229,6 +224,7 @@ def _join(
     FIRST, ROW_BEGIN, CONTEXT, OUT, PARTIAL, LSE, num_rows, target, stride_out_token,
     ROWS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, WINDOW: tl.constexpr,
     MAX_QUERIES: tl.constexpr, MIN_TILES: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Join a row's splits for one query token and head: out = sum_s 2^lse_s o_s / sum_s 2^lse_s, COLUMNS of it."""
     token = tl.program_id(0)
@@ -243,6 +239,7 @@ def _join(
         ends = tl.load(ROW_BEGIN + rows + 1, mask=rows < num_rows, other=2147483647)
         row = tl.sum((ends <= token).to(tl.int32), 0)
         slot = tl.sum(tl.where((rows < row) & (splits_R > 1), splits_R, 0), 0)
+    enter(PDL)  # before any return: a program that left early would let the next kernel overtake the one before this
     if row >= num_rows:
         return
     begin = tl.load(ROW_BEGIN + row)
@@ -256,7 +253,7 @@ def _join(
     packed = (token - begin) * GROUP + query_head % GROUP
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     m = UNSEEN
-    l = 0.0  # noqa: E741
+    total_weight = 0.0
     o = tl.zeros([COLUMNS], tl.float32)
     for s0 in range(0, splits, SPLITS):
         s = s0 + tl.arange(0, SPLITS)
@@ -266,11 +263,11 @@ def _join(
         m_new = tl.maximum(m, tl.max(lse, 0))
         weight = tl.exp2(lse - m_new)
         shrink = tl.exp2(m - m_new)
-        l = l * shrink + tl.sum(weight, 0)  # noqa: E741
+        total_weight = total_weight * shrink + tl.sum(weight, 0)
         o = o * shrink + tl.sum(part * weight[:, None], 0)
         m = m_new
     out = OUT + token.to(tl.int64) * stride_out_token + query_head * HEAD + column
-    tl.store(out, (o / l).to(OUT.dtype.element_ty))
+    tl.store(out, (o / total_weight).to(OUT.dtype.element_ty))
 
 
 @dataclass(frozen=True)
@@ -289,16 +286,58 @@ class Scratch:
         )
 
 
-def _target(tile: DecodeTile, num_kv_heads: int, group: int, max_queries: int) -> int:
-    """Splits of all rows together that fill the GPU."""
-    m_tiles = -(-max_queries * group // tile.rows)
-    return max(1, tile.programs // (num_kv_heads * m_tiles))
-
-
 def scratch_rows(tile: DecodeTile, num_kv_heads: int, group: int, max_queries: int) -> int:
     """Most partial rows that a call can leave: a row with a share of x >= 1.5 splits gets at most x + 1/2 of them."""
-    target = _target(tile, num_kv_heads, group, max_queries)
+    target = tile.target(num_kv_heads, group, max_queries)
     return (target + target // 3 + 2) * num_kv_heads * max_queries * group
+
+
+def _shape(
+    num_heads: int, kv: PagedKV, rows: RaggedRows, max_queries: int, out_TNH: Tensor, tile: DecodeTile
+) -> dict[str, Any]:
+    """What the two kernels must agree on."""
+    group = num_heads // kv.num_kv_heads
+    return {
+        "num_rows": rows.num_rows,
+        "target": tile.target(kv.num_kv_heads, group, max_queries),
+        "stride_out_token": out_TNH.stride(0),
+        "ROWS": 1 if rows.num_rows == 1 else max(16, triton.next_power_of_2(rows.num_rows)),
+        "GROUP": group,
+        "KV_HEADS": kv.num_kv_heads,
+        "HEAD": kv.head_dim,
+        "WINDOW": kv.window or 0,
+        "MAX_QUERIES": max_queries,
+        "MIN_TILES": tile.min_tiles,
+        "BN": tile.keys,
+        "FIRST": kv.first_B,
+        "ROW_BEGIN": rows.row_begin_B1,
+        "CONTEXT": rows.context_B,
+        "OUT": out_TNH,
+        "PDL": is_chained(out_TNH.device),
+    }
+
+
+def join_launch(
+    num_tokens: int,
+    num_heads: int,
+    kv: PagedKV,
+    rows: RaggedRows,
+    *,
+    max_queries: int,
+    out_TNH: Tensor,
+    tile: DecodeTile,
+    scratch: Scratch | None,
+) -> Launch:
+    """The launch that joins the splits which a decode kernel with this tile left in `scratch`."""
+    shape = _shape(num_heads, kv, rows, max_queries, out_TNH, tile)
+    columns = min(kv.head_dim, 128)
+    shape |= {
+        "PARTIAL": None if scratch is None else scratch.partial,
+        "LSE": None if scratch is None else scratch.lse,
+        "COLUMNS": columns,
+        "SPLITS": min(64, triton.next_power_of_2(shape["target"])),
+    }
+    return Launch(_join, (num_tokens, num_heads, kv.head_dim // columns), shape, options(4, shape["PDL"]))
 
 
 def decode_launches(
@@ -313,63 +352,36 @@ def decode_launches(
 ) -> list[Launch]:
     """The launches of one call, in order."""
     num_tokens, num_heads, head_dim = q_TNH.shape
-    num_kv_heads, group = kv.num_kv_heads, num_heads // kv.num_kv_heads
     rotated = kv.width - head_dim
     assert not rotated or rotated * 4 == head_dim, f"a latent of {rotated} rotated dims at head dim {head_dim}"
-    assert q_TNH.stride(1) == head_dim and out_TNH.stride(1) == head_dim, "heads of a token must be contiguous"
-    target = _target(tile, num_kv_heads, group, max_queries)
-    m_tiles = -(-max_queries * group // tile.rows)
-    shape: dict[str, Any] = {
-        "num_rows": rows.num_rows,
-        "target": target,
-        "stride_out_token": out_TNH.stride(0),
-        "ROWS": 1 if rows.num_rows == 1 else max(16, triton.next_power_of_2(rows.num_rows)),
-        "GROUP": group,
-        "KV_HEADS": num_kv_heads,
-        "HEAD": head_dim,
-        "WINDOW": kv.window or 0,
-        "MAX_QUERIES": max_queries,
-        "MIN_TILES": tile.min_tiles,
-        "BN": tile.keys,
-        "FIRST": kv.first_B,
-        "ROW_BEGIN": rows.row_begin_B1,
-        "CONTEXT": rows.context_B,
-        "OUT": out_TNH,
+    assert q_TNH.stride(1) == out_TNH.stride(1) == head_dim, "heads of a token must be contiguous"
+    shape = _shape(num_heads, kv, rows, max_queries, out_TNH, tile)
+    target, m_tiles = shape["target"], -(-max_queries * shape["GROUP"] // tile.rows)
+    shape |= {
         "PARTIAL": None if scratch is None else scratch.partial,
         "LSE": None if scratch is None else scratch.lse,
+        "Q": q_TNH,
+        "K": kv.planes[0],
+        "V": kv.planes[-1],
+        "PAGES": kv.pages_BP,
+        "VISIBLE": rows.visible_2T,
+        "num_tokens": num_tokens,
+        "stride_table": kv.pages_BP.stride(0),
+        "stride_page": kv.planes.stride(1),
+        "stride_q_token": q_TNH.stride(0),
+        "ROT": rotated,
+        "PAGE": kv.page_tokens,
+        "M": tile.rows,
+        "M_TILES": m_tiles,
+        "HAS_VISIBLE": rows.visible_2T is not None,
     }
+    items = rows.num_rows + (target if target > 1 else 0)
     decode = Launch(
-        _decode,
-        ((target + rows.num_rows if target > 1 else rows.num_rows) * m_tiles, num_kv_heads),
-        shape
-        | {
-            "Q": q_TNH,
-            "K": kv.planes[0],
-            "V": kv.planes[-1],
-            "PAGES": kv.pages_BP,
-            "VISIBLE": rows.visible_2T,
-            "num_tokens": num_tokens,
-            "stride_table": kv.pages_BP.stride(0),
-            "stride_page": kv.planes.stride(1),
-            "stride_q_token": q_TNH.stride(0),
-            "ROT": rotated,
-            "PAGE": kv.page_tokens,
-            "M": tile.rows,
-            "M_TILES": m_tiles,
-            "SWAP": tile.swapped,
-            "HAS_VISIBLE": rows.visible_2T is not None,
-        },
-        {"num_warps": tile.warps, "num_stages": tile.stages},
+        _decode, (items * m_tiles, kv.num_kv_heads), shape, options(tile.warps, shape["PDL"]) | {"num_stages": tile.stages}
     )
     if target == 1:
         return [decode]
-    columns = min(head_dim, 128)
-    join = Launch(
-        _join,
-        (num_tokens, num_heads, head_dim // columns),
-        shape | {"COLUMNS": columns, "SPLITS": min(64, triton.next_power_of_2(target))},
-        {"num_warps": 4},
-    )
+    join = join_launch(num_tokens, num_heads, kv, rows, max_queries=max_queries, out_TNH=out_TNH, tile=tile, scratch=scratch)
     return [decode, join]
 
 

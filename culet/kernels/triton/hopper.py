@@ -240,7 +240,9 @@ def attend(
 
 
 @gluon.jit
-def allocate(dtype: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, STAGES: gl.constexpr):
+def allocate(
+    dtype: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, STAGES: gl.constexpr
+):
     """Shared memory and barriers of a program."""
     SMEM: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_smem = gl.allocate_shared_memory(dtype, [M, HEAD], SMEM)

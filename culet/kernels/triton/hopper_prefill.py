@@ -43,9 +43,7 @@ def _fetch(
 ):  # fmt: skip
     """The fetching warp."""
     head = gl.program_id(0) % num_kv_heads
-    row, _, _, begin, _, _, tile_lo, tile_hi = _span(
-        TILES, ROW_BEGIN, CONTEXT, FIRST, num_kv_heads, WINDOW, QUERIES, BN, PAGED
-    )
+    row, _, _, begin, _, _, tile_lo, tile_hi = _span(TILES, ROW_BEGIN, CONTEXT, FIRST, num_kv_heads, WINDOW, QUERIES, BN, PAGED)
     for tile in range(tile_lo, tile_hi):
         if PAGED:
             page = gl.load(PAGES + row * stride_table + tile * BN // PAGE)

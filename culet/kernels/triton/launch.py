@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+_is_warming = False  # launches compile and do not run
+
+
+@contextmanager
+def only_warm() -> Iterator[None]:
+    """Within, every launch compiles its kernel, or finds it on disk, and does not run."""
+    global _is_warming
+    before, _is_warming = _is_warming, True
+    try:
+        yield
+    finally:
+        _is_warming = before
 
 
 @dataclass(frozen=True)
@@ -18,6 +33,9 @@ class Launch:
     options: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> None:
+        if _is_warming:
+            self.warm()
+            return
         self.kernel[self.grid](**self.arguments, **self.options)
 
     def warm(self) -> Any:

@@ -18,12 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.chain import enter, fetch_rows, options
+from culet.kernels.triton.chain import enter, is_chained, options
 from culet.kernels.triton.launch import Launch
+from culet.kernels.triton.maths import cap_tanh, gelu
+from culet.kernels.triton.pointwise import gelu_gate, gelu_mul, softcap
 
 PLAIN, GATED, GELU_TIMES, SOFTCAP = 0, 1, 2, 3  # epilogues
 MIN_COLUMNS = 16  # fewer tokens are padded to this many columns of the tensor cores' tile
@@ -39,20 +42,6 @@ class Tile:
     num_warps: int = 4
     num_stages: int = 1
     split_k: int = 1
-    fetch: int = 0  # columns of its weight rows that a chained program asks for while it waits
-
-
-@triton.jit
-def gelu(x):
-    """tanh-form GELU: x * sigmoid(2 u) is x * (1 + tanh u) / 2, without the cancellation."""
-    u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    return x / (1.0 + tl.exp(-2.0 * u))
-
-
-@triton.jit
-def cap_tanh(x, cap: tl.constexpr):
-    """cap * tanh(x / cap), from tanh(z) = 1 - 2 / (exp(2 z) + 1): right at both ends."""
-    return cap * (1.0 - 2.0 / (tl.exp(x * (2.0 / cap)) + 1.0))
 
 
 @triton.jit
@@ -143,7 +132,6 @@ def _rows_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     EPILOGUE: tl.constexpr,
-    FETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_N weight rows per program, all of K, NUM_M tokens (1 to 4, fewer may be real)."""
@@ -157,10 +145,6 @@ def _rows_kernel(
     # Sums stay spread over K in registers until the end: no shuffles in the loop.
     zero = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     sums = (zero, zero, zero, zero, zero, zero, zero, zero)
-    if PDL and FETCH > 0:
-        fetch_rows(w + safe_rows[:, None] * K, 0, K, FETCH)
-        if HAS_UP:
-            fetch_rows(w + (safe_rows[:, None] + N) * K, 0, K, FETCH)
     enter(PDL)
     for k in tl.range(0, WHOLE, BLOCK_K, num_stages=STAGES):
         tile = _load_weights(w_ptrs, k, cols, K, False)
@@ -207,7 +191,6 @@ def _tiles_kernel(
     SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr,
     EPILOGUE: tl.constexpr,
-    FETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A [BLOCK_N weight rows, BLOCK_M tokens] tile per program, over K or one of SPLIT_K parts of it."""
@@ -223,12 +206,6 @@ def _tiles_kernel(
     begin = tl.program_id(1) * part_k
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if PDL and FETCH > 0:
-        # Weights do not depend on the kernel before: they are on their way while it ends.
-        FETCHED: tl.constexpr = FETCH if FETCH < part_k else part_k
-        fetch_rows(w + safe_rows[:, None] * K, begin, K, FETCHED)
-        if EPILOGUE == 1:
-            fetch_rows(w + (safe_rows[:, None] + N) * K, begin, K, FETCHED)
     enter(PDL)
     for step in tl.range(0, part_k, BLOCK_K, num_stages=STAGES):
         k = begin + step
@@ -309,7 +286,6 @@ def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue:
         "BLOCK_K": tile.block_k,
         "STAGES": tile.num_stages,
         "EPILOGUE": epilogue,
-        "FETCH": min(tile.fetch, size_k),
         "PDL": pdl,
     }
     tiles = triton.cdiv(num_rows, tile.block_n)
@@ -327,3 +303,87 @@ def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue:
     return Launch(
         _tiles_kernel, (tiles, tile.split_k), {**common, "parts": parts, "arrivals": arrivals}, options(tile.num_warps, pdl)
     )
+
+
+# Which kernel serves which shape, by measurement on an H200 (docs/LOG.md): 1 to 32 tokens, the models' shapes, each launch
+# after a small kernel that makes its input. More tokens are cuBLAS's.
+MAX_TOKENS = 32
+ENOUGH_PROGRAMS = 128  # K is split until there are as many; more parts cost more than they spread
+
+
+def choose_tile(num_tokens: int, num_rows: int, size_k: int, epilogue: int = PLAIN) -> Tile:
+    """The tile for a shape: `num_rows` outputs (of GATED: half the weight's rows), `size_k` inputs."""
+    if num_tokens > MAX_TOKENS or size_k % 64:
+        return Tile("cublas")
+    is_gated = epilogue == GATED
+    if num_tokens == 1 and (num_rows < (4096 if is_gated else 8192) or num_rows > 1 << 16):
+        return Tile("rows", 4, min(1024, triton.next_power_of_2(size_k)))
+    if num_tokens == 2 and num_rows <= 2560 and not is_gated:
+        return Tile("rows", 4, min(1024, triton.next_power_of_2(size_k)))
+    programs, block_k, num_stages = triton.cdiv(num_rows, 64), 128, 3 if is_gated else 4
+    if is_gated and programs < ENOUGH_PROGRAMS:
+        if num_tokens > 16:
+            return Tile("tiles", 16, 256, 2, 3, 2)
+        return Tile("tiles", 64, 128, 4, 3, _split(programs, 2 * ENOUGH_PROGRAMS, size_k // 128))
+    if is_gated and num_tokens > 16 and programs < 2 * ENOUGH_PROGRAMS:
+        block_k, num_stages = 64, 4  # so that two programs fit a multiprocessor: all run at once
+    if num_tokens > 16 and epilogue == PLAIN and num_rows * size_k < 6 << 20:
+        return Tile("cublas")
+    return Tile("tiles", 64, block_k, 4, num_stages, 1 if is_gated else _split(programs, ENOUGH_PROGRAMS, size_k // 128))
+
+
+def _split(programs: int, wanted: int, steps: int) -> int:
+    """Parts of K, a power of two up to 8, each of at least two of `steps` steps."""
+    split = 1
+    while programs * split < wanted and split < 8 and steps >= 4 * split:
+        split *= 2
+    return split
+
+
+def _run(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue: int, **extra: Any) -> Tensor:
+    if x_MK.stride(1) != 1:
+        x_MK = x_MK.contiguous()
+    describe(x_MK, weight_NK, out, tile, epilogue, pdl=is_chained(x_MK.device), **extra).run()
+    return out
+
+
+def _serves(x_MK: Tensor, weight_NK: Tensor, num_rows: int, epilogue: int) -> Tile | None:
+    """The tile, or None where torch's linear is better or the tensors are not what the kernels read."""
+    if not x_MK.shape[0] or not weight_NK.is_contiguous() or x_MK.dim() != 2:
+        return None
+    tile = choose_tile(x_MK.shape[0], num_rows, x_MK.shape[1], epilogue)
+    return None if tile.kernel == "cublas" else tile
+
+
+def linear(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    """x @ weight^T, [M, N]."""
+    tile = _serves(x_MK, weight_NK, weight_NK.shape[0], PLAIN)
+    if tile is None:
+        return F.linear(x_MK, weight_NK)
+    return _run(x_MK, weight_NK, x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0]), tile, PLAIN)
+
+
+def gated_linear(x_MK: Tensor, gate_up_NK: Tensor) -> Tensor:
+    """gelu_tanh(x @ gate^T) * (x @ up^T), [M, F], where the weight's rows are gate, then up."""
+    num_rows = gate_up_NK.shape[0] // 2
+    tile = _serves(x_MK, gate_up_NK, num_rows, GATED)
+    if tile is None:
+        return gelu_mul(F.linear(x_MK, gate_up_NK))
+    return _run(x_MK, gate_up_NK, x_MK.new_empty(x_MK.shape[0], num_rows), tile, GATED)
+
+
+def linear_gelu_times(x_MK: Tensor, weight_NK: Tensor, factor_MN: Tensor) -> Tensor:
+    """gelu_tanh(x @ weight^T) * factor, [M, N]: the gate of per-layer embeddings."""
+    tile = _serves(x_MK, weight_NK, weight_NK.shape[0], GELU_TIMES)
+    if tile is None:
+        return gelu_gate(F.linear(x_MK, weight_NK), factor_MN)
+    return _run(x_MK, weight_NK, x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0]), tile, GELU_TIMES, factor=factor_MN)
+
+
+def capped_head(x_LD: Tensor, table_VD: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(x @ table^T / cap), [L, V] float32, without rounding in between; None: no cap."""
+    tile = _serves(x_LD, table_VD, table_VD.shape[0], SOFTCAP)
+    if tile is None:
+        return softcap(F.linear(x_LD, table_VD), cap)
+    out = torch.empty(x_LD.shape[0], table_VD.shape[0], dtype=torch.float32, device=x_LD.device)
+    return _run(x_LD, table_VD, out, tile, PLAIN if cap is None else SOFTCAP, softcap=cap)

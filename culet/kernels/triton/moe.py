@@ -1,8 +1,6 @@
-"""Routed experts: the router in one launch, and the experts by assignment (few tokens) or by groups of tokens (more).
+"""Routed experts by assignment (few tokens) or by groups of tokens (more).
 
-    u = x / rms(x); logits = router @ u; ids = top K of the logits, equal ones by rising id
-    weights = softmax(logits[ids]) * expert_scale[ids]                                          route
-    y[t] = sum_j weights[t, j] * down[ids[t, j]] @ (gelu(gate[ids[t, j]] @ x[t]) * (up[ids[t, j]] @ x[t]))    experts
+    y[t] = sum_j weights[t, j] * down[ids[t, j]] @ (gelu(gate[ids[t, j]] @ x[t]) * (up[ids[t, j]] @ x[t]))
 
 By assignment: one launch multiplies each chosen expert's gate and up rows with its token, one adds up a token's experts;
 weights are read once per assignment. By groups: each expert's assignments are listed on the device (no host sync, so that
@@ -22,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.chain import enter, fetch_rows, is_chained, options
+from culet.kernels.triton.chain import enter, is_chained, options
 from culet.kernels.triton.launch import Launch
-from culet.kernels.triton.linear import gelu, workspace
+from culet.kernels.triton.maths import gelu
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,118 +44,6 @@ class RowTile:
     block_k: int
     num_warps: int = 4
     num_stages: int = 1
-
-
-@triton.jit(do_not_specialize=["T"])
-def _route_kernel(
-    x,
-    router,
-    expert_scale,
-    weights,
-    ids,
-    parts,
-    arrivals,
-    T,
-    x_stride,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    eps: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Logits of BLOCK_T tokens over one of SPLIT parts of D; the last part to arrive chooses the experts."""
-    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    names = tl.arange(0, BLOCK_E)
-    cols = tl.arange(0, BLOCK_D)
-    is_token = tokens < T
-    part_d: tl.constexpr = (D + BLOCK_D * SPLIT - 1) // (BLOCK_D * SPLIT) * BLOCK_D
-    begin = tl.program_id(1) * part_d
-    if PDL and SPLIT > 1:
-        fetch_rows(router + tl.where(names < E, names, 0)[:, None] * D, begin, D, part_d)
-    enter(PDL)
-    logits = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
-    squares = tl.zeros((BLOCK_T,), tl.float32)
-    for step in tl.range(0, part_d, BLOCK_D, num_stages=STAGES):
-        inside = cols < D - begin - step
-        x_tile = tl.load(
-            x + tokens[:, None].to(tl.int64) * x_stride + begin + step + cols[None, :],
-            mask=is_token[:, None] & inside[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        # The router as columns: [BLOCK_D, BLOCK_E].
-        r_tile = tl.load(
-            router + names[None, :] * D + begin + step + cols[:, None],
-            mask=(names < E)[None, :] & inside[:, None],
-            other=0.0,
-        )
-        # Three tf32 products stand for one float32 one: which experts a token gets must not hang on rounding.
-        logits = tl.dot(x_tile, r_tile, logits, input_precision="tf32x3")
-        squares += tl.sum(x_tile * x_tile, 1)
-    if SPLIT == 1:
-        _choose(logits, squares, expert_scale, weights, ids, tokens, T, D, E, TOP_K, eps, BLOCK_T, BLOCK_E)
-    else:
-        # A part holds the logits, then the squares, of this launch's tokens.
-        offsets = tokens[:, None] * BLOCK_E + names[None, :]
-        width = tl.num_programs(0) * BLOCK_T * (BLOCK_E + 1)
-        squares_at = tl.num_programs(0) * BLOCK_T * BLOCK_E + tokens
-        mine = parts + tl.program_id(1) * width
-        tl.store(mine + offsets, logits, mask=is_token[:, None])
-        tl.store(mine + squares_at, squares, mask=is_token)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel")
-        if arrived == SPLIT - 1:
-            logits = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
-            squares = tl.zeros((BLOCK_T,), tl.float32)
-            # Unrolled: the parts' loads are under way together.
-            for part in tl.static_range(SPLIT):
-                other = parts + part * width
-                logits += tl.load(other + offsets, mask=is_token[:, None], other=0.0, cache_modifier=".cg")
-                squares += tl.load(other + squares_at, mask=is_token, other=0.0, cache_modifier=".cg")
-            _choose(logits, squares, expert_scale, weights, ids, tokens, T, D, E, TOP_K, eps, BLOCK_T, BLOCK_E)
-            tl.store(arrivals + tl.program_id(0), 0)  # ready for the next launch
-
-
-@triton.jit
-def _choose(
-    logits,
-    squares,
-    expert_scale,
-    weights,
-    ids,
-    tokens,
-    T,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    eps: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    """Top-k and its softmax for logits [BLOCK_T, BLOCK_E] of which x's rms has not been divided out yet."""
-    names = tl.arange(0, BLOCK_E)[None, :]
-    SLOTS: tl.constexpr = triton.next_power_of_2(TOP_K)
-    slots = tl.arange(0, SLOTS)[None, :]
-    left = tl.where(names < E, logits * tl.rsqrt(squares / D + eps)[:, None], float("-inf"))
-    values = tl.full((BLOCK_T, SLOTS), float("-inf"), tl.float32)
-    chosen = tl.zeros((BLOCK_T, SLOTS), tl.int32)
-    for j in tl.static_range(TOP_K):
-        best = tl.max(left, 1)
-        name = tl.min(tl.where(left == best[:, None], names, BLOCK_E - 1), 1)
-        values = tl.where(slots == j, best[:, None], values)
-        chosen = tl.where(slots == j, name[:, None], chosen)
-        left = tl.where(names == name[:, None], float("-inf"), left)
-    share = tl.exp(values - tl.max(values, 1)[:, None])
-    share = share / tl.sum(share, 1)[:, None]
-    mask = (tokens < T)[:, None] & (slots < TOP_K)
-    share *= tl.load(expert_scale + chosen, mask=mask, other=0.0)
-    offsets = tokens[:, None] * TOP_K + slots
-    tl.store(weights + offsets, share, mask=mask)
-    tl.store(ids + offsets, chosen, mask=mask)
 
 
 @triton.jit
@@ -221,12 +107,6 @@ def _assigned_down_kernel(
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     cols = tl.arange(0, BLOCK_K)
     safe_rows = tl.where(rows < D, rows, 0)
-    if PDL:
-        # The ids are the router's, two kernels ago at least: they may be read before the wait.
-        slots = tl.arange(0, triton.next_power_of_2(TOP_K))
-        chosen = tl.load(ids + token * TOP_K + tl.minimum(slots, TOP_K - 1)).to(tl.int64)
-        their_rows = (chosen[None, :] * D + safe_rows[:, None]).reshape(BLOCK_N * triton.next_power_of_2(TOP_K), 1)
-        fetch_rows(down + their_rows * F, 0, F, F)
     enter(PDL)
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     LENGTH: tl.constexpr = TOP_K * F
@@ -391,51 +271,22 @@ def _combine_kernel(
 
 
 # Measured on an H200, 128 experts of 704, 8 a token, hidden 2816 (docs/LOG.md).
-ASSIGNED_TOKENS = 8  # up to this many tokens go by assignment
-UP_ROWS = RowTile(4, 1024, 4)
-DOWN_ROWS = RowTile(4, 1024, 4)
-UP_TILES = {16: GroupTile(16, 64, 128, 4, 3), 32: GroupTile(32, 64, 128, 4, 3), 128: GroupTile(128, 64, 64, 8, 3)}
-DOWN_TILES = {16: GroupTile(16, 64, 64, 4, 4), 32: GroupTile(32, 64, 64, 4, 4), 128: GroupTile(128, 128, 64, 8, 3)}
-GROUP_CHUNK = 2048
-ROUTE_FEW, ROUTE_MANY = (16, 64, 4), (32, 64, 4)  # tokens, columns, warps
-ROUTE_SPLIT = 11  # parts of D at most: they spread the router's weights over programs
-ROUTE_PROGRAMS = 264  # beyond this D is split no further
-
-
-def describe_route(
-    x_TD: Tensor, router_ED: Tensor, expert_scale_E: Tensor, out: tuple[Tensor, Tensor], eps: float, **extra: Any
-) -> Launch:
-    """The router's launch; `out` is (weights, ids). `extra`: pdl."""
-    num_tokens, size = x_TD.shape
-    num_experts, top_k = router_ED.shape[0], out[0].shape[1]
-    block_t, block_d, num_warps = extra.get("tile") or (ROUTE_FEW if num_tokens <= 512 else ROUTE_MANY)
-    block_e = max(16, triton.next_power_of_2(num_experts))
-    split = max(1, min(ROUTE_SPLIT, ROUTE_PROGRAMS // triton.cdiv(num_tokens, block_t), triton.cdiv(size, block_d)))
-    parts, arrivals = workspace(x_TD.device) if split > 1 else (out[0], out[1])
-    arguments = {
-        "x": x_TD,
-        "router": router_ED,
-        "expert_scale": expert_scale_E,
-        "weights": out[0],
-        "ids": out[1],
-        "parts": parts,
-        "arrivals": arrivals,
-        "T": num_tokens,
-        "x_stride": x_TD.stride(0),
-        "D": size,
-        "E": num_experts,
-        "TOP_K": top_k,
-        "eps": eps,
-        "BLOCK_T": block_t,
-        "BLOCK_E": block_e,
-        "BLOCK_D": block_d,
-        "SPLIT": split,
-        "STAGES": 2,
-        "PDL": bool(extra.get("pdl", False)),
-    }
-    return Launch(
-        _route_kernel, (triton.cdiv(num_tokens, block_t), split), arguments, options(num_warps, bool(extra.get("pdl", False)))
-    )
+ASSIGNED_TOKENS = 4  # up to this many tokens go by assignment
+UP_ROWS = RowTile(8, 256, 4)
+DOWN_ROWS = RowTile(8, 1024, 4)
+UP_TILES = {
+    16: GroupTile(16, 64, 128, 4, 3),
+    32: GroupTile(32, 64, 128, 4, 3),
+    64: GroupTile(64, 64, 64, 4, 4),
+    128: GroupTile(128, 64, 64, 8, 3),
+}
+DOWN_TILES = {
+    16: GroupTile(16, 128, 64, 4, 4),
+    32: GroupTile(32, 128, 64, 4, 4),
+    64: GroupTile(64, 128, 64, 4, 4),
+    128: GroupTile(128, 128, 64, 8, 3),
+}
+GROUP_CHUNK = 4096
 
 
 def describe_assigned(
@@ -480,7 +331,7 @@ def describe_grouped(
     num_tokens, top_k = ids_TK.shape
     num_experts, size, width = down_EDF.shape
     assigned = num_tokens * top_k
-    block_m = 16 if assigned <= 16 * num_experts else 32 if assigned <= 32 * num_experts else 128
+    block_m = next((size for size in (16, 32, 64) if assigned < size * num_experts), 128)
     up, down = extra.get("up", UP_TILES[block_m]), extra.get("down", DOWN_TILES[block_m])
     device, pdl = x_TD.device, bool(extra.get("pdl", False))
     members = torch.empty(num_experts, num_tokens, dtype=torch.int32, device=device)
@@ -493,11 +344,11 @@ def describe_grouped(
     first = {"x": x_TD, "gate_up": gate_up_EFD, "hidden": hidden, "x_stride": x_TD.stride(0), "TOP_K": top_k, **lists, **shape}
     second = {"hidden": hidden, "down": down_EDF, "out": out, **lists, **shape}
     third = {"out": out, "weights": weights_TK, "y": y_TD, "y_stride": y_TD.stride(0), "D": size, "TOP_K": top_k}
-    chunk = min(GROUP_CHUNK, max(128, triton.next_power_of_2(assigned)))
+    chunk, group_warps = min(GROUP_CHUNK, max(128, triton.next_power_of_2(assigned))), 4 if assigned <= GROUP_CHUNK else 8
     grouping = {"ids": ids_TK, "A": assigned, "T": num_tokens, "CHUNK": chunk, "PDL": pdl, **lists}
     block_d = min(1024, triton.next_power_of_2(size))
     return [
-        Launch(_group_kernel, (num_experts,), grouping, options(4, bool(extra.get("pdl", False)))),
+        Launch(_group_kernel, (num_experts,), grouping, options(group_warps, bool(extra.get("pdl", False)))),
         _grouped(_grouped_up_kernel, width, assigned, num_experts, up, first, extra),
         _grouped(_grouped_down_kernel, size, assigned, num_experts, down, second, extra),
         Launch(
@@ -523,17 +374,11 @@ def _grouped(
     )
 
 
-def route(x_TD: Tensor, router_ED: Tensor, expert_scale_E: Tensor, top_k: int, eps: float) -> tuple[Tensor, Tensor]:
-    """Weights [T, K] (float32) and ids [T, K] (int32) of each token's experts, in one launch."""
-    weights = torch.empty(x_TD.shape[0], top_k, dtype=torch.float32, device=x_TD.device)
-    ids = torch.empty(x_TD.shape[0], top_k, dtype=torch.int32, device=x_TD.device)
-    describe_route(x_TD, router_ED, expert_scale_E, (weights, ids), eps, pdl=is_chained(x_TD.device)).run()
-    return weights, ids
-
-
 def experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
     """sum over a token's experts of weight * down(gelu_tanh(gate(x)) * up(x)), [T, D]."""
     y_TD = torch.empty_like(x_TD)
+    if not x_TD.shape[0]:
+        return y_TD
     describe = describe_assigned if x_TD.shape[0] <= ASSIGNED_TOKENS else describe_grouped
     for launch in describe(x_TD, weights_TK, experts_TK, gate_up_EFD, down_EDF, y_TD, pdl=is_chained(x_TD.device)):
         launch.run()

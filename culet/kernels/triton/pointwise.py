@@ -20,7 +20,7 @@ from torch import Tensor
 
 from culet.kernels.triton.chain import enter, is_chained, options
 from culet.kernels.triton.launch import Launch
-from culet.kernels.triton.linear import cap_tanh, gelu
+from culet.kernels.triton.maths import cap_tanh, gelu
 
 BLOCK = 1024  # columns per program of the plain elementwise kernels: 128 threads x 8
 

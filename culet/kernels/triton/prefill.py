@@ -22,7 +22,7 @@ from culet.kernels.triton.tiles import PrefillTile, prefill_tile
 
 
 @triton.jit
-def _softmax_step(s, m, l, key, seen_lo, seen_hi, is_edge):
+def _softmax_step(s, m, total, key, seen_lo, seen_hi, is_edge):
     """Masked probabilities of a tile, and the running maximum, sum and shrink factor."""
     if is_edge:
         seen = (key[None, :] <= seen_hi[:, None]) & (key[None, :] >= seen_lo[:, None])
@@ -30,7 +30,7 @@ def _softmax_step(s, m, l, key, seen_lo, seen_hi, is_edge):
     m_new = tl.maximum(m, tl.max(s, 1) * LOG2E)
     p = tl.exp2(s * LOG2E - m_new[:, None])
     shrink = tl.exp2(m - m_new)
-    return p, m_new, l * shrink + tl.sum(p, 1), shrink
+    return p, m_new, total * shrink + tl.sum(p, 1), shrink
 
 
 @triton.jit(do_not_specialize=["num_tokens", "stride_table"])
@@ -85,7 +85,7 @@ def _prefill(
         o_a = tl.zeros([M, ROT], tl.float32)
         o_c = tl.zeros([M, ROT], tl.float32)
     m = tl.full([M], UNSEEN, tl.float32)
-    l = tl.zeros([M], tl.float32)  # noqa: E741
+    total = tl.zeros([M], tl.float32)
 
     PAGES += row * stride_table
     K += head * (PAGE * WIDTH)
@@ -99,29 +99,28 @@ def _prefill(
     inner_end = (tl.minimum(all_hi, paged_hi) - first) // BN
     for tile in range(tile_begin, tile_end):
         is_edge = (tile < inner_begin) | (tile >= inner_end)
-        key, there, offset = _key_rows(PAGES, tile, first, paged_lo, paged_hi, stride_page, WIDTH, PAGE, BN)
-        # A context key after the window's end of one row is masked by `is_edge`; a key outside pages is not there at all.
-        key = tl.where(there, key, 2147483647)
+        key, offset = _key_rows(PAGES, tile, first, paged_lo, paged_hi, stride_page, WIDTH, PAGE, BN)
+        key = tl.where(key < paged_hi, key, 2147483647)  # keys from there on are fresh ones, read below
         rows_K = K + offset[:, None]
         if LATENT:
-            k_a = tl.load(rows_K + column_r[None, :], mask=there[:, None], other=0.0)
-            k_b = tl.load(rows_K + ROT + column_b[None, :], mask=there[:, None], other=0.0)
-            k_c = tl.load(rows_K + 3 * ROT + column_r[None, :], mask=there[:, None], other=0.0)
-            k_d = tl.load(rows_K + 4 * ROT + column_r[None, :], mask=there[:, None], other=0.0)
+            k_a = tl.load(rows_K + column_r[None, :])
+            k_b = tl.load(rows_K + ROT + column_b[None, :])
+            k_c = tl.load(rows_K + 3 * ROT + column_r[None, :])
+            k_d = tl.load(rows_K + 4 * ROT + column_r[None, :])
             s = tl.dot(q_b, tl.trans(k_b), input_precision="ieee")
             s = tl.dot(q_c, tl.trans(k_c), s, input_precision="ieee")
             s = tl.dot(q_d, tl.trans(k_d), s, input_precision="ieee")
         else:
-            k_b = tl.load(rows_K + column_b[None, :], mask=there[:, None], other=0.0)
+            k_b = tl.load(rows_K + column_b[None, :])
             s = tl.dot(q_b, tl.trans(k_b), input_precision="ieee")
-        p, m, l, shrink = _softmax_step(s, m, l, key, seen_lo, seen_hi, is_edge)  # noqa: E741
+        p, m, total, shrink = _softmax_step(s, m, total, key, seen_lo, seen_hi, is_edge)
         p = p.to(Q.dtype.element_ty)
         if LATENT:
             o_a = tl.dot(p, k_a, o_a * shrink[:, None], input_precision="ieee")
             o_b = tl.dot(p, k_b, o_b * shrink[:, None], input_precision="ieee")
             o_c = tl.dot(p, k_c, o_c * shrink[:, None], input_precision="ieee")
         else:
-            v_b = tl.load(V + offset[:, None] + column_b[None, :], mask=there[:, None], other=0.0)
+            v_b = tl.load(V + offset[:, None] + column_b[None, :])
             o_b = tl.dot(p, v_b, o_b * shrink[:, None], input_precision="ieee")
 
     if HAS_FRESH:
@@ -134,30 +133,29 @@ def _prefill(
         for tile in range(fresh_lo // BN, tl.cdiv(fresh_hi, BN)):
             is_edge = (tile < inner_begin) | (tile >= inner_end)
             offset = tile * BN + tl.arange(0, BN)
-            there = (offset < fresh_hi)[:, None]
-            fresh = offset[:, None] * stride_fresh
+            fresh = tl.minimum(offset, fresh_hi - 1)[:, None] * stride_fresh
             if LATENT:
-                k_a = tl.load(FRESH_V + fresh + column_r[None, :], mask=there, other=0.0)
-                k_b = tl.load(FRESH_V + fresh + ROT + column_b[None, :], mask=there, other=0.0)
-                k_c = tl.load(FRESH_V + fresh + 3 * ROT + column_r[None, :], mask=there, other=0.0)
-                k_d = tl.load(FRESH_V + fresh + 4 * ROT + column_r[None, :], mask=there, other=0.0)
+                k_a = tl.load(FRESH_V + fresh + column_r[None, :])
+                k_b = tl.load(FRESH_V + fresh + ROT + column_b[None, :])
+                k_c = tl.load(FRESH_V + fresh + 3 * ROT + column_r[None, :])
+                k_d = tl.load(FRESH_V + fresh + 4 * ROT + column_r[None, :])
                 s = tl.dot(q_b, tl.trans(k_b), input_precision="ieee")
                 s = tl.dot(q_c, tl.trans(k_c), s, input_precision="ieee")
                 s = tl.dot(q_d, tl.trans(k_d), s, input_precision="ieee")
             else:
-                k_b = tl.load(FRESH_K + fresh + column_b[None, :], mask=there, other=0.0)
+                k_b = tl.load(FRESH_K + fresh + column_b[None, :])
                 s = tl.dot(q_b, tl.trans(k_b), input_precision="ieee")
-            p, m, l, shrink = _softmax_step(s, m, l, context + offset, seen_lo, seen_hi, is_edge)  # noqa: E741
+            p, m, total, shrink = _softmax_step(s, m, total, context + offset, seen_lo, seen_hi, is_edge)
             p = p.to(Q.dtype.element_ty)
             if LATENT:
                 o_a = tl.dot(p, k_a, o_a * shrink[:, None], input_precision="ieee")
                 o_b = tl.dot(p, k_b, o_b * shrink[:, None], input_precision="ieee")
                 o_c = tl.dot(p, k_c, o_c * shrink[:, None], input_precision="ieee")
             else:
-                v_b = tl.load(FRESH_V + fresh + column_b[None, :], mask=there, other=0.0)
+                v_b = tl.load(FRESH_V + fresh + column_b[None, :])
                 o_b = tl.dot(p, v_b, o_b * shrink[:, None], input_precision="ieee")
 
-    scale = (1.0 / l)[:, None]
+    scale = (1.0 / total)[:, None]
     out = OUT + token.to(tl.int64)[:, None] * stride_out_token + (head * GROUP + packed % GROUP)[:, None] * HEAD
     tl.store(out + ROT + column_b[None, :], (o_b * scale).to(OUT.dtype.element_ty), mask=row_ok[:, None])
     if LATENT:
@@ -199,7 +197,7 @@ def prefill_launch(
     rotated = kv.width - head_dim
     assert not rotated or rotated * 4 == head_dim, f"a latent of {rotated} rotated dims at head dim {head_dim}"
     assert tile.rows % group == 0, f"{tile.rows} rows do not hold whole tokens of {group} query heads"
-    assert q_TNH.stride(1) == head_dim and out_TNH.stride(1) == head_dim, "heads of a token must be contiguous"
+    assert q_TNH.stride(1) == out_TNH.stride(1) == head_dim, "heads of a token must be contiguous"
     if fresh is not None:
         assert all(part.stride(1) == kv.width for part in fresh), "fresh heads of a token must be contiguous"
         assert fresh[0].stride(0) == fresh[1].stride(0), "fresh keys and values must have one token stride"

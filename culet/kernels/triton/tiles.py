@@ -28,7 +28,11 @@ class DecodeTile:
     stages: int
     programs: int = 132
     min_tiles: int = 1  # key tiles that a split holds at least
-    swapped: bool = False  # keys on the M side of the matrix unit, for wgmma at few query rows
+
+    def target(self, num_kv_heads: int, group: int, max_queries: int) -> int:
+        """Splits of all rows together that fill the GPU."""
+        m_tiles = -(-max_queries * group // self.rows)
+        return max(1, self.programs // (num_kv_heads * m_tiles))
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ DECODE = (
     TileRow(ANY, 512, False, 16, DecodeTile(16, 32, 4, 3), UNMEASURED),
     TileRow(ANY, 512, False, MANY, DecodeTile(32, 16, 4, 3), UNMEASURED),
     TileRow(ANY, 512, True, 16, DecodeTile(16, 32, 4, 3), UNMEASURED, per_sm=2),
-    TileRow((90,), 512, True, MANY, DecodeTile(32, 64, 8, 2, swapped=True), UNMEASURED),
+    TileRow((90,), 512, True, MANY, DecodeTile(32, 64, 8, 3), UNMEASURED),
     TileRow(ANY, 512, True, MANY, DecodeTile(32, 32, 8, 3), UNMEASURED),
 )
 PREFILL = (

@@ -1,0 +1,168 @@
+"""`culet bench offline`: time the workloads through `LLM.generate`, as users call it.
+
+Prompts are random tokens, all requests of a row begin at once, decoding is greedy without an early end, and nothing is reused
+between prompts. Sampling, text and stop checks are on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from culet.bench.prompts import make_prompts
+from culet.bench.settings import given_settings
+from culet.bench.twin import Verdict, check_rows, free_memory
+from culet.bench.workloads import START, THROUGHPUT, TPOT, Workload
+from culet.config import Config
+from culet.engine.llm import LLM, Result
+from culet.errors import CuletError, InternalError
+from culet.log import logger
+from culet.types import SamplingParams
+
+NEVER = "\x00 no model writes this \x00"  # a stop string that is looked for all the while
+WARM_UP_LENS = (16, 64)  # prompt and output tokens of the warm-up
+START_LIMIT_S = 900
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One row as it came out."""
+
+    row: Workload
+    value: float  # in the row's unit; the best of `runs`
+    runs: tuple[float, ...]
+    details: dict[str, Any] = field(default_factory=dict)
+    verdict: Verdict | None = None  # None: not checked
+
+
+def run_rows(
+    config: Config,
+    rows: Sequence[Workload],
+    *,
+    best_of: int = 3,
+    check: bool = True,
+    check_layers: int | None = None,
+    report: Callable[[Measured], None] = lambda measured: None,
+) -> list[Measured]:
+    """Measure each row; `report` is called with it at once. Starts come first, while the GPU is free; then the check."""
+    done: list[Measured] = []
+
+    def note(measured: Measured) -> None:
+        done.append(measured)
+        logger.info("%s: %.2f %s", measured.row.label, measured.value, measured.row.unit)
+        report(measured)
+
+    for row in rows:
+        if row.kind == START:
+            note(measure_start(config))
+    timed = [row for row in rows if row.kind != START]
+    if timed:
+        verdicts = check_rows(config, timed, num_layers=check_layers) if check else {}
+        with LLM.from_config(config) as llm:
+            _warm_up(llm, timed)
+            for row in timed:
+                note(measure(llm, row, best_of=best_of, verdict=verdicts.get(row)))
+        free_memory()
+    return done
+
+
+def _warm_up(llm: LLM, rows: Sequence[Workload]) -> None:
+    """A short run at each number of sequences."""
+    prompt_len, output_len = WARM_UP_LENS
+    for num_seqs in sorted({row.num_seqs for row in rows}):
+        row = Workload(THROUGHPUT, num_seqs, prompt_len, output_len)
+        llm.generate(make_prompts(row, llm.engine.spec.vocab_size, seed=0), _params(row))
+
+
+def _params(row: Workload) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=row.output_len, ignore_eos=True, stop=(NEVER,))
+
+
+def measure(llm: LLM, row: Workload, *, best_of: int = 3, verdict: Verdict | None = None) -> Measured:
+    """Time one row; of several runs the best counts."""
+    runs: list[float] = []
+    details: dict[str, Any] = {}
+    for number in range(row.repeats(best_of)):
+        prompts = make_prompts(row, llm.engine.spec.vocab_size, seed=2 + number)
+        preempted = llm.engine.stats().counters.preemptions
+        _synchronize(llm)
+        began = time.perf_counter()
+        results = llm.generate(prompts, _params(row))
+        seconds = time.perf_counter() - began
+        value, found = _evaluate(row, results, began, seconds)
+        stats = llm.engine.stats()
+        found |= {"preemptions": stats.counters.preemptions - preempted, "num_pages": stats.num_pages}
+        is_better = not runs or (value > max(runs) if row.is_larger_better else value < min(runs))
+        details = found if is_better else details
+        runs.append(value)
+    return Measured(row, max(runs) if row.is_larger_better else min(runs), tuple(runs), details, verdict)
+
+
+def _synchronize(llm: LLM) -> None:
+    if llm.engine.device.type == "cuda":
+        torch.cuda.synchronize(llm.engine.device)
+
+
+def _evaluate(row: Workload, results: Sequence[Result], began: float, seconds: float) -> tuple[float, dict[str, Any]]:
+    """(the row's value, what else is worth knowing) of one run."""
+    samples = [result.samples[0] for result in results]
+    for sample in samples:
+        if len(sample.token_ids) != row.output_len:
+            raise InternalError(
+                f"{row.label}: a sequence ended with {sample.finish_reason} after {len(sample.token_ids)} tokens "
+                f"of {row.output_len}: {sample.error or 'no reason given'}"
+            )
+    first = [1e3 * (sample.first_token_at - began) for sample in samples]
+    details = {"seconds": seconds, "ttft_ms_median": median(first), "ttft_ms_max": max(first)}
+    total = sum(len(sample.token_ids) for sample in samples)
+    gaps = [1e3 * (sample.last_token_at - sample.first_token_at) / max(1, row.output_len - 1) for sample in samples]
+    if row.output_len > 1:
+        # Without preemptions, all sequences were in the cache together if none ended before the last one began.
+        is_together = max(sample.first_token_at for sample in samples) <= min(sample.last_token_at for sample in samples)
+        details |= {"tpot_ms_median": median(gaps), "tpot_ms_max": max(gaps), "tokens_per_s": total / seconds}
+        details["all_at_once"] = is_together
+    if row.kind == THROUGHPUT:
+        return total / seconds, details
+    return median(gaps) if row.kind == TPOT else median(first), details
+
+
+def measure_start(config: Config) -> Measured:
+    """Seconds until the first request is accepted, in processes of their own: with no compiled kernels, then with them."""
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="culet-bench-") as folder:
+        for name in ("cold", "cached"):
+            found[name] = _start_once(config, Path(folder))
+    cold, cached = found["cold"]["ready_s"], found["cached"]["ready_s"]
+    details = {"cold_s": cold, "cached_s": cached, "cold": found["cold"], "cached": found["cached"]}
+    return Measured(Workload(START), cold, (cold,), details)
+
+
+def _start_once(config: Config, caches: Path) -> dict[str, Any]:
+    """What `culet.bench.start` reports, with every cache of compiled code in `caches`."""
+    folders = {
+        name: str(caches / name.lower())
+        for name in ("CULET_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "culet.bench.start", json.dumps(given_settings(config))],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=START_LIMIT_S,
+        env={**os.environ, **folders},
+        check=False,
+    )
+    if done.returncode:
+        raise CuletError(f"{START}: the process that was timed failed with exit code {done.returncode}; its words are above")
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report

@@ -1,0 +1,42 @@
+"""A start, timed in a process of its own: python -m culet.bench.start '{"model": "random:31B"}'
+
+Prints one JSON object: seconds to import torch and Culet, from there until the first request is accepted (`ready_s`), and from
+there to that request's first token, which tells whether anything was put off.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+PROMPT_LEN = 64
+
+
+def main() -> int:
+    began = time.perf_counter()
+    from culet.config import build_config
+    from culet.engine.llm import LLM
+    from culet.errors import CuletError, exit_code
+    from culet.log import setup_logging
+    from culet.types import SamplingParams
+
+    setup_logging()
+    imported = time.perf_counter()
+    try:
+        with LLM.from_config(build_config(json.loads(sys.argv[1]))) as llm:
+            prompt = [token_id % llm.engine.spec.vocab_size for token_id in range(1000, 1000 + PROMPT_LEN)]
+            stream = llm.stream(prompt, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+            ready = time.perf_counter()
+            next(stream)
+            first = time.perf_counter()
+            stream.close()
+    except CuletError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return exit_code(error)
+    print(json.dumps({"import_s": imported - began, "ready_s": ready - imported, "first_token_s": first - ready}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

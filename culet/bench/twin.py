@@ -1,0 +1,163 @@
+"""Whether the engine's answers are right: a twin of fewer layers answers each workload, and a plain float32 model judges it.
+
+The twin has the measured model's dimensions, page sizes and settings, so it goes through the same kernels, batches and graphs;
+its weights are random and calm (`models/random_weights.py`). The judge has the same weights in float32, the eager twins of all
+kernels, the reference attention, and K and V stored apart. It reads a prompt with the twin's answer behind it and says how far
+each token lay below its own favourite. A right answer picks the favourite, or one so close that bf16 cannot tell them apart.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from culet.attention.reference import ReferenceBackend
+from culet.bench.prompts import make_prompts
+from culet.bench.settings import given_settings
+from culet.bench.workloads import CHECKED_TOKENS, START, Workload
+from culet.cache.pool import Pool
+from culet.cache.spec import plan_cache
+from culet.config import Config, build_config
+from culet.engine.llm import LLM
+from culet.kernels import reference
+from culet.log import logger
+from culet.models.checkpoint import open_checkpoint
+from culet.models.random_checkpoint import PREFIX, random_name, twin_depth
+from culet.models.weights import load_model
+from culet.runner.fill import fill
+from culet.types import PageTable, Row, SamplingParams, StepPlan
+
+# In standard deviations of the logits. What a wrong kernel answers lies some four below the favourite; bf16 costs up to 0.1,
+# most of it where two experts were all but equal.
+TOLERANCE = 0.3
+JUDGED_SEQUENCES = 4  # of each workload
+CHUNK = 4096  # tokens that the judge computes at a time
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the twin's greedy tokens look to the eager float32 model."""
+
+    num_layers: int
+    num_tokens: int
+    num_equal: int  # of them the judge's own favourites
+    worst: float  # how far below its favourite a token lay, in standard deviations of the logits
+    tolerance: float = TOLERANCE
+
+    @property
+    def is_right(self) -> bool:
+        # Not `not worst > ...`: NaN is wrong. Ties are rare, so most tokens must be the favourites themselves.
+        return self.worst <= self.tolerance and 2 * self.num_equal >= self.num_tokens
+
+    def document(self) -> dict[str, Any]:
+        worst = None if math.isnan(self.worst) else self.worst  # JSON knows no NaN
+        return asdict(self) | {"worst": worst, "is_right": self.is_right}
+
+
+@dataclass(frozen=True)
+class _Answer:
+    prompt: list[int]
+    token_ids: list[int]
+
+
+def check_rows(config: Config, rows: Sequence[Workload], *, num_layers: int | None = None) -> dict[Workload, Verdict]:
+    """A verdict for each row but `start`; the engine of `config` is not running meanwhile, so that the memory is ours."""
+    rows = [row for row in rows if row.kind != START]
+    if not rows:
+        return {}
+    checkpoint = open_checkpoint(config.model.model, config.model.revision)
+    base = config.model.model.removeprefix(PREFIX).partition(",")[0]
+    itemsize = 4 if config.model.dtype == "float32" else 2
+    num_layers = num_layers or twin_depth(checkpoint.spec, itemsize, latent=config.cache.latent)
+    name = random_name(base, num_layers=num_layers, draw="calm")
+    logger.info("check: %d layers of %s answer each workload, an eager float32 model judges the answers", num_layers, base)
+    answers, device = _ask_twin(name, config, rows)
+    judge = _Judge(name, device)
+    verdicts = {shape: _judge(judge, given, num_layers) for shape, given in answers.items()}
+    del judge
+    free_memory()
+    return {row: verdicts[_shape(row)] for row in rows}
+
+
+def free_memory() -> None:
+    """Give back what closed engines and dropped models held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _shape(row: Workload) -> tuple[int, int]:
+    """Rows alike in this ask the same of the twin."""
+    return row.num_seqs, row.prompt_len
+
+
+def _ask_twin(name: str, config: Config, rows: Sequence[Workload]) -> tuple[dict[tuple[int, int], list[_Answer]], torch.device]:
+    """The twin's first greedy tokens, of a few sequences of each workload, and the device it ran on."""
+    params = SamplingParams(temperature=0, max_tokens=CHECKED_TOKENS, ignore_eos=True)
+    answers: dict[tuple[int, int], list[_Answer]] = {}
+    given = {field: value for field, value in given_settings(config).items() if field not in ("model", "revision")}
+    with LLM.from_config(build_config({**given, "model": name})) as llm:
+        for row in rows:
+            if _shape(row) in answers:
+                continue
+            prompts = make_prompts(row, llm.engine.spec.vocab_size, seed=1)
+            results = llm.generate(prompts, params)
+            chosen = torch.linspace(0, len(prompts) - 1, min(len(prompts), JUDGED_SEQUENCES)).long().tolist()
+            answers[_shape(row)] = [_Answer(prompts[index], list(results[index].token_ids)) for index in chosen]
+        device = llm.engine.device
+    free_memory()
+    return answers, device
+
+
+def _judge(judge: _Judge, answers: Sequence[_Answer], num_layers: int) -> Verdict:
+    gaps = torch.cat([judge.gaps(answer.prompt, answer.token_ids) for answer in answers])
+    worst = float(gaps.max()) if not bool(gaps.isnan().any()) else float("nan")
+    return Verdict(num_layers, gaps.numel(), int((gaps == 0).sum()), worst)
+
+
+class _Judge:
+    """The eager path: float32, reference kernels, reference attention, K and V apart."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._model = load_model(open_checkpoint(name), dtype=torch.float32, device=device, latent=False, progress=False)
+        for module in self._model.modules():
+            if hasattr(module, "ops"):
+                setattr(module, "ops", reference)  # noqa: B010 (a module of functions, which nn.Module's types do not foresee)
+        spec = self._model.spec
+        self._layout = plan_cache(spec.kv_specs(4, latent=False))
+        num_heads = spec.layers[0].num_heads
+        self._backends = [ReferenceBackend(group, num_heads) for group in self._layout.groups]
+
+    @torch.inference_mode()
+    def gaps(self, prompt: Sequence[int], token_ids: Sequence[int]) -> Tensor:
+        """How far each of `token_ids`, which follow `prompt`, lies below the favourite, in deviations of the logits."""
+        model, layout = self._model, self._layout
+        tokens_SL = torch.tensor([[*prompt, *token_ids[:-1]]], device=model.device)
+        length = tokens_SL.shape[1]
+        # Every token is kept in pages, windows or not: the judge takes no short cuts.
+        tables, num_slabs = [], 0
+        for group in layout.groups:
+            pages = group.pages_for(length)
+            tables.append(PageTable(0, tuple(range(num_slabs, num_slabs + pages))))
+            num_slabs += pages
+        pool = Pool(layout, num_slabs, torch.float32, model.device)
+        parts = []
+        for start in range(0, length, CHUNK):
+            num_new = min(CHUNK, length - start)
+            num_logits = max(0, min(num_new, start + num_new - (len(prompt) - 1)))
+            store_from = (start,) * len(layout.groups)
+            row = Row(0, start, num_new, num_logits, tuple(tables), store_from)
+            batch = fill(StepPlan(0, (), (), (row,)), layout, tokens_SL, model.device)
+            model.plan(batch, pool, self._backends)
+            hidden = model.forward(batch, pool, self._backends)
+            if num_logits:
+                parts.append(model.logits(hidden.last_LD))
+        logits_LV = torch.cat(parts)
+        chosen_L = logits_LV.gather(1, torch.tensor(token_ids, device=model.device)[:, None]).squeeze(1)
+        return ((logits_LV.amax(1) - chosen_L) / logits_LV.std(1)).cpu()

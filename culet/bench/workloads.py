@@ -1,0 +1,113 @@
+"""The rows of `culet bench offline`: what is asked of the engine, and what is measured. No torch.
+
+    tpot:8x1000+256         8 prompts of 1000 tokens, 256 output tokens each: time per output token
+    ttft:1x8000             one prompt of 8000 tokens: time to the first token
+    throughput:80x1000+1000 80 requests at once: output tokens per second, prompts included
+    start                   seconds from the beginning of loading to the first accepted request, in a process of its own
+
+`tpot`, `ttft`, `chat` and `summarise` alone stand for the rows that Culet's results are stated in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from culet.errors import ConfigError
+
+TPOT, TTFT, THROUGHPUT, START = "tpot", "ttft", "throughput", "start"
+UNITS = {TPOT: "ms", TTFT: "ms", THROUGHPUT: "tok/s", START: "s"}
+CHECKED_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One row: requests that all begin at once."""
+
+    kind: str
+    num_seqs: int = 1
+    prompt_len: int = 0
+    output_len: int = 0
+
+    @property
+    def label(self) -> str:
+        """The row's name as one types it."""
+        if self.kind == START:
+            return START
+        output = "" if self.kind == TTFT else f"+{self.output_len}"
+        return f"{self.kind}:{self.num_seqs}x{self.prompt_len}{output}"
+
+    @property
+    def title(self) -> str:
+        """The row's name as one reads it."""
+        if self.kind == START:
+            return "start to ready"
+        named = {STANDARD["chat"][0]: "chat: ", STANDARD["summarise"][0]: "summarise: "}.get(self, "")
+        seqs = "1 sequence" if self.num_seqs == 1 else f"{self.num_seqs} sequences"
+        if self.kind == TTFT:
+            return f"TTFT, {seqs}, {self.prompt_len} in"
+        what = "TPOT" if self.kind == TPOT else f"{named}throughput"
+        return f"{what}, {seqs}, {self.prompt_len} in, {self.output_len} out"
+
+    @property
+    def unit(self) -> str:
+        return UNITS[self.kind]
+
+    @property
+    def is_larger_better(self) -> bool:
+        return self.kind == THROUGHPUT
+
+    @property
+    def total_len(self) -> int:
+        """Tokens of one sequence at its end, also in the check's run."""
+        return self.prompt_len + max(self.output_len, CHECKED_TOKENS)
+
+    def repeats(self, best_of: int) -> int:
+        """Runs of which the best counts: single sequences are short enough to be disturbed."""
+        return best_of if self.num_seqs == 1 and self.kind in (TPOT, TTFT) else 1
+
+
+STANDARD: dict[str, tuple[Workload, ...]] = {
+    TPOT: (
+        Workload(TPOT, 1, 1000, 256),
+        Workload(TPOT, 8, 1000, 256),
+        Workload(TPOT, 32, 1000, 256),
+        Workload(TPOT, 1, 32000, 256),
+    ),
+    TTFT: (Workload(TTFT, 1, 1000, 1), Workload(TTFT, 1, 8000, 1), Workload(TTFT, 1, 32000, 1)),
+    "chat": (Workload(THROUGHPUT, 80, 1000, 1000),),
+    "summarise": (Workload(THROUGHPUT, 80, 8000, 1000),),
+    START: (Workload(START),),
+}
+DEFAULT_ROWS = ",".join(STANDARD)
+_CUSTOM = re.compile(r"(tpot|throughput):(\d+)x(\d+)\+(\d+)|(ttft):(\d+)x(\d+)")
+_HINT = f"expected names of {', '.join(STANDARD)}, or rows like tpot:8x1000+256, ttft:1x8000 or throughput:80x1000+1000"
+
+
+def parse_rows(text: str) -> list[Workload]:
+    """The rows that a comma-separated list names, each once and in its order."""
+    rows: dict[Workload, None] = {}
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        rows.update(dict.fromkeys(STANDARD.get(name) or [_custom(name)]))
+    if not rows:
+        raise ConfigError("rows: got none", hint=_HINT)
+    return list(rows)
+
+
+def _custom(name: str) -> Workload:
+    match = _CUSTOM.fullmatch(name)
+    if match is None:
+        raise ConfigError(f"rows: got {name!r}", hint=_HINT)
+    if match[5]:
+        row = Workload(match[5], int(match[6]), int(match[7]), 1)
+    else:
+        row = Workload(match[1], int(match[2]), int(match[3]), int(match[4]))
+    if min(row.num_seqs, row.prompt_len) < 1 or row.output_len < (2 if row.kind == TPOT else 1):
+        raise ConfigError(f"rows: got {name!r}, in which a number is too small", hint=_HINT)
+    return row
+
+
+def longest(rows: Sequence[Workload]) -> int:
+    """Tokens of the longest sequence among the rows; 0 where there is none."""
+    return max((row.total_len for row in rows if row.kind != START), default=0)

@@ -1,0 +1,373 @@
+"""`culet bench`: how fast the engine and its kernels are here, beside what the GPU could do at most and what a peer does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from culet import __version__, env
+from culet.cli.options import config_options, given
+from culet.config import config_fields
+from culet.errors import ConfigError, InternalError
+
+if TYPE_CHECKING:
+    import torch
+    from rich.table import Table
+
+    from culet.bench.attention_cases import AttentionShape
+    from culet.bench.floor import Peaks
+    from culet.bench.kernels import KernelCase, KernelLine
+    from culet.bench.offline import Measured
+    from culet.bench.workloads import Workload
+    from culet.config import Config
+
+
+@click.group()
+def bench() -> None:
+    """Measure speed on this machine.
+
+    \b
+    Examples:
+      culet bench offline google/gemma-4-E4B-it
+      culet bench offline --random 31B --rows tpot,ttft --json 31B.json --plot 31B.svg
+      culet bench kernels --shape 31B.global
+    """
+
+
+def peak_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What the GPU can do, where we do not know it."""
+    for option in (
+        click.option("--tflops", type=click.FLOAT, help="bf16 TFLOP/s that this GPU reaches, for the floor."),
+        click.option("--bandwidth", type=click.FLOAT, help="TB/s that this GPU reaches, for the floor."),
+    ):
+        command = option(command)
+    return command
+
+
+@bench.command()
+@click.argument("source", metavar="[MODEL]", required=False)
+@click.option(
+    "--random", "variant", metavar="NAME", help="Random weights at a variant's dimensions: E2B, E4B, 12B, 26B-A4B, 31B."
+)
+@click.option("--num-layers", type=click.INT, help="With --random: fewer layers than the variant has.")
+@click.option(
+    "--draw", type=click.Choice(["normal", "narrow"]), default="normal", help="Random weights: N(0, 0.02), or within 1e-3."
+)
+@click.option("--rows", default=None, help="What to measure, as tpot,ttft,chat,summarise,start or tpot:8x1000+256,ttft:1x8000.")
+@click.option("--best-of", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of rows with one sequence.")
+@click.option("--check/--no-check", default=True, help="Check a twin's tokens against an eager model. [default: on]")
+@click.option("--check-layers", type=click.INT, help="Layers of the twin (default: the fewest with the model's page sizes).")
+@click.option("--json", "json_file", metavar="FILE", help="Write everything as JSON, after each row.")
+@click.option("--plot", "plot_file", metavar="FILE", help="Draw the rows against the floor, as SVG.")
+@peak_options
+@config_options
+def offline(
+    source: str | None,
+    variant: str | None,
+    num_layers: int | None,
+    draw: str,
+    json_file: str | None,
+    plot_file: str | None,
+    **options: Any,
+) -> None:
+    """Time requests through LLM.generate: per token, to the first token, and many at once.
+
+    \b
+    Rows:
+      tpot        ms per output token: 1, 8 and 32 sequences of 1000 + 256 tokens, and 1 of 32000 + 256
+      ttft        ms to the first token of 1000, 8000 and 32000
+      chat        80 requests of 1000 + 1000 tokens at once, output tokens per second
+      summarise   80 requests of 8000 + 1000 tokens
+      start       seconds from loading to the first accepted request, with and without compiled kernels
+
+    \b
+    Examples:
+      culet bench offline google/gemma-4-E4B-it --rows tpot,ttft
+      culet bench offline --random 31B --json 31B.json --plot 31B.svg
+      culet bench offline --random 26B-A4B --rows tpot:4x2000+128,throughput:64x500+500
+    """
+    from culet.bench.settings import bench_config
+    from culet.bench.workloads import DEFAULT_ROWS, parse_rows
+
+    rows = parse_rows(DEFAULT_ROWS if options["rows"] is None else options["rows"])
+    files = _Files(json_file, plot_file)
+    chosen = given(options, config_fields())
+    chosen["model"] = _model_name(source or chosen.get("model"), variant, num_layers, draw)
+    config = bench_config(chosen, rows)
+    _Offline(config, rows, files, options).run()
+
+
+def _model_name(model: str | None, variant: str | None, num_layers: int | None, draw: str) -> str:
+    """The model's name: a checkpoint, or `random:...`."""
+    from culet.models.random_checkpoint import PREFIX, random_name
+
+    if (model is None) == (variant is None):
+        problem = "no model" if model is None else f"got both a model, {model}, and --random {variant}"
+        raise ConfigError(problem, hint="name a checkpoint, or --random with one of E2B, E4B, 12B, 26B-A4B, 31B")
+    if variant is None:
+        assert model is not None
+        if num_layers is not None and not model.startswith(PREFIX):
+            raise ConfigError("num-layers: a checkpoint has the layers it has", hint="give --random NAME with it")
+        return model
+    return random_name(variant, num_layers=num_layers, draw=draw)
+
+
+class _Files:
+    """Where results go; refused before anything is measured if it cannot be written."""
+
+    def __init__(self, json_file: str | None, plot_file: str | None) -> None:
+        self.json = Path(json_file) if json_file else None
+        self.plot = Path(plot_file) if plot_file else None
+        for path in (self.json, self.plot):
+            if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+                raise ConfigError(f"cannot write {path}: no such folder", hint="name a file in a folder that exists")
+
+    def write_json(self, document: dict[str, Any]) -> None:
+        if self.json is not None:
+            _write(self.json, json.dumps(document, indent=1) + "\n")
+
+    def write_plot(self, picture: str) -> None:
+        if self.plot is not None:
+            _write(self.plot, picture)
+            click.echo(f"wrote {self.plot}", err=True)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}", hint="name a file in a folder that may be written"
+        ) from error
+
+
+class _Offline:
+    """One run of `bench offline`: measures, and keeps table and files up to date row by row."""
+
+    def __init__(self, config: Config, rows: list[Workload], files: _Files, options: dict[str, Any]) -> None:
+        from culet.bench.report import Line, Setting
+        from culet.bench.settings import all_settings
+        from culet.engine.engine import resolve_device, resolve_dtype
+        from culet.models.checkpoint import open_checkpoint
+
+        self.config, self.rows, self.files, self.options = config, rows, files, options
+        device = resolve_device(config.model.device)
+        name = device_name(device)
+        peaks = _peaks(name, options)
+        if files.plot is not None and peaks is None:
+            raise ConfigError(f"plot: no floor is known for {name}", hint="give --bandwidth and --tflops")
+        self.setting = Setting(
+            model=config.model.model,
+            spec=open_checkpoint(config.model.model, config.model.revision).spec,
+            device=name,
+            peaks=peaks,
+            dtype=str(resolve_dtype(config.model.dtype, device)).removeprefix("torch."),
+            latent=config.cache.latent,
+            settings=all_settings(config),
+            versions=versions(),
+        )
+        self.lines: list[Line] = []
+
+    def run(self) -> None:
+        from culet.bench import report
+        from culet.bench.offline import run_rows
+
+        options = self.options
+        layers = options["check_layers"]
+        run_rows(
+            self.config, self.rows, best_of=options["best_of"], check=options["check"], check_layers=layers, report=self._note
+        )
+        print_table(report.table(self.lines, self.setting), report.remarks(self.lines))
+        wrong = [line.row.label for line in self.lines if line.right is False]
+        if wrong:
+            raise InternalError(f"wrong answers in {', '.join(wrong)}: their speed means nothing")
+
+    def _note(self, measured: Measured) -> None:
+        from culet.bench import report
+
+        self.lines.append(report.line_of(measured, self.setting))
+        self.files.write_json(report.document(self.lines, self.setting))
+        if len(self.lines) == len(self.rows):
+            self.files.write_plot(report.draw(self.lines, f"{self.setting.model} on {self.setting.device}"))
+
+
+def device_name(device: torch.device) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _peaks(name: str, options: dict[str, Any]) -> Peaks | None:
+    from culet.bench.floor import Peaks, find_peaks
+
+    bandwidth, tflops = options["bandwidth"], options["tflops"]
+    if bandwidth is None and tflops is None:
+        return find_peaks(name)
+    if not (bandwidth and tflops and bandwidth > 0 and tflops > 0):
+        raise ConfigError("bandwidth and tflops: expected both, above 0", hint="as in --bandwidth 3.35 --tflops 700")
+    return Peaks(bandwidth * 1e12, tflops * 1e12)
+
+
+def versions() -> dict[str, str]:
+    """What a result depends on."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    found = {"culet": __version__, "torch": torch.__version__, "python": sys.version.split()[0]}
+    try:
+        found["triton"] = version("triton")
+    except PackageNotFoundError:
+        found["triton"] = "none"
+    return found
+
+
+def print_table(table: Table, remarks: list[str]) -> None:
+    """A table on stdout; without colour where it is no terminal or NO_COLOR is set."""
+    from rich.console import Console
+
+    is_plain = not sys.stdout.isatty() or env.NO_COLOR.get() != ""
+    console = Console(highlight=False, color_system=None if is_plain else "auto", width=None if sys.stdout.isatty() else 160)
+    with console.capture() as captured:
+        console.print(table)
+        for remark in remarks:
+            console.print(remark, markup=False, soft_wrap=True)
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()), color=False if is_plain else None)
+
+
+@bench.command()
+@click.option("--shape", "shapes", multiple=True, help="A variant's layers, as 31B.global or E4B.sliding; repeatable.")
+@click.option("--case", "cases", multiple=True, help="As 'decode 32@8000', 'verify 32x4@8000', 'prefill 4x1000'; repeatable.")
+@click.option("--heads", type=click.INT, help="Query heads of a shape of your own.")
+@click.option("--kv-heads", type=click.INT, help="KV heads.")
+@click.option("--head-dim", type=click.INT, help="Size of a head.")
+@click.option("--window", type=click.INT, help="Keys that a query sees (default: all).")
+@click.option("--latent", is_flag=True, help="K and V stored once, in rows five quarters of a head wide.")
+@click.option("--page-tokens", type=click.INT, help="Tokens of a page (default: the shape's; 64 for one of your own).")
+@click.option("--rows", type=click.INT, help="Sequences of a case of your own.")
+@click.option("--queries", type=click.INT, default=1, show_default=True, help="Query tokens of each.")
+@click.option("--keys", type=click.INT, default=0, show_default=True, help="Keys before them.")
+@click.option("--ragged", is_flag=True, help="Any number of keys up to --keys, instead of equal numbers.")
+@click.option(
+    "--backend", default="auto", show_default=True, help="Attention backend; auto is what would serve the shape here."
+)
+@click.option("--device", default="auto", show_default=True, help="Where to run: auto, cpu, cuda or cuda:N.")
+@click.option(
+    "--repeats", type=click.IntRange(min=1), default=25, show_default=True, help="Replays, of which the median counts."
+)
+@click.option("--check/--no-check", default=True, help="Compare with float32 on the same inputs. [default: on]")
+@click.option("--json", "json_file", metavar="FILE", help="Write everything as JSON.")
+@peak_options
+def kernels(shapes: tuple[str, ...], cases: tuple[str, ...], json_file: str | None, **options: Any) -> None:
+    """Time attention: the cases in which a peer was measured, or any shape.
+
+    \b
+    Examples:
+      culet bench kernels
+      culet bench kernels --shape 31B.global --case "decode 32@8000" --case "verify 32x4@8000"
+      culet bench kernels --heads 16 --kv-heads 1 --head-dim 512 --latent --rows 64 --keys 20000 --ragged
+    """
+    from culet.bench.kernels import kernel_document, time_case
+    from culet.engine.engine import resolve_device
+
+    files = _Files(json_file, None)
+    device = resolve_device(options["device"])
+    name = device_name(device)
+    peaks = _peaks(name, options)
+    lines: list[KernelLine] = []
+    for shape_name, shape, case in _kernel_cases(shapes, cases, options):
+        repeats, check = options["repeats"], options["check"]
+        line = time_case(
+            shape_name, shape, case, device=device, backend=options["backend"], repeats=repeats, check=check, peaks=peaks
+        )
+        lines.append(line)
+        click.echo(f"{line.shape} {line.case}: {line.microseconds:.1f} us ({line.backend})", err=True)
+        files.write_json(kernel_document(lines, name, versions()))
+    print_table(kernel_table(lines, name), [])
+    wrong = [f"{line.shape} {line.case}" for line in lines if line.is_right is False]
+    if wrong:
+        raise InternalError(f"wrong results in {', '.join(wrong)}: their speed means nothing")
+
+
+def _kernel_cases(
+    shapes: tuple[str, ...], cases: tuple[str, ...], options: dict[str, Any]
+) -> list[tuple[str, AttentionShape, KernelCase]]:
+    """Every shape in every case that the options name; without any, those in which the peer was measured."""
+    from culet.bench import kernels as bench_kernels
+    from culet.bench.anchors import FA4, KERNEL_CASES
+
+    own_shape = _own_shape(options)
+    if own_shape is not None and shapes:
+        raise ConfigError("shape: got one by name and one by its numbers", hint="give one or the other")
+    page_tokens = options["page_tokens"]
+    named = [(name, bench_kernels.find_shape(name)) for name in shapes or (() if own_shape else tuple(FA4))]
+    if page_tokens is not None:
+        from dataclasses import replace
+
+        named = [(name, bench_kernels.check_shape(replace(shape, page_tokens=page_tokens))) for name, shape in named]
+    if own_shape is not None:
+        named = [("own", own_shape)]
+    chosen = [bench_kernels.parse_case(case) for case in cases]
+    if options["rows"] is not None:
+        chosen.append(
+            bench_kernels.make_kernel_case(options["rows"], options["queries"], options["keys"], ragged=options["ragged"])
+        )
+    elif options["ragged"] or options["keys"] or options["queries"] != 1:
+        raise ConfigError(
+            "rows: is missing", hint="a case of your own has --rows, and --queries, --keys and --ragged if need be"
+        )
+    chosen = chosen or [bench_kernels.parse_case(case) for case in KERNEL_CASES]
+    return [(name, shape, case) for name, shape in named for case in chosen]
+
+
+def _own_shape(options: dict[str, Any]) -> AttentionShape | None:
+    """The shape that --heads, --kv-heads and --head-dim give; None where none of them is there."""
+    numbers = {name: options[name] for name in ("heads", "kv_heads", "head_dim")}
+    if all(value is None for value in numbers.values()):
+        if options["window"] is not None or options["latent"]:
+            raise ConfigError("heads: is missing", hint="a shape of your own has --heads, --kv-heads and --head-dim")
+        return None
+    missing = [name for name, value in numbers.items() if value is None]
+    if missing:
+        hint = "a shape of your own has --heads, --kv-heads and --head-dim"
+        raise ConfigError(f"{missing[0].replace('_', '-')}: is missing", hint=hint)
+    from culet.bench.attention_cases import AttentionShape
+    from culet.bench.kernels import check_shape
+
+    page_tokens = 64 if options["page_tokens"] is None else options["page_tokens"]
+    return check_shape(
+        AttentionShape(
+            num_heads=numbers["heads"],
+            num_kv_heads=numbers["kv_heads"],
+            head_dim=numbers["head_dim"],
+            window=options["window"],
+            latent=options["latent"],
+            page_tokens=page_tokens,
+        )
+    )
+
+
+def kernel_table(lines: list[KernelLine], device: str) -> Table:
+    """One line per case."""
+    from culet.bench.report import number, percent, plain_table
+
+    with_peer, with_floor = (any(getattr(line, name) for line in lines) for name in ("fa4_us", "floor_us"))
+    columns = ["us", "TB/s", "TFLOP/s"]
+    columns += ["floor us", "of it"] if with_floor else []
+    columns += ["FA4 us", "x", "Triton us", "x"] if with_peer else []
+    table = plain_table(f"Attention on {device}", ("shape", "case", "backend"), [*columns, "error"])
+    for line in lines:
+        us = line.microseconds
+        cells = [number(us), f"{line.num_bytes / us / 1e6:.2f}", f"{line.flops / us / 1e6:.0f}"]
+        if with_floor:
+            cells += [number(line.floor_us), percent(line.floor_us / us if line.floor_us else None)]
+        if with_peer:
+            for peer in (line.fa4_us, line.triton_us):
+                cells += [number(peer), f"{peer / us:.2f}" if peer else "-"]
+        table.add_row(line.shape, line.case, line.backend, *cells, "-" if line.error is None else f"{line.error:.1e}")
+    return table

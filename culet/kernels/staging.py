@@ -1,0 +1,120 @@
+"""Small data on its way between host and device, without a wait for the device.
+
+Copies to a GPU start from pinned memory and are ordered with the kernels that are launched after them; the pinned memory
+comes from torch's own cache, which hands a piece out again only when the copies from it are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_DTYPES = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+}
+
+
+def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """`values` as a tensor, without waiting for the device: `torch.tensor(..., device=...)` and indexing by a list would."""
+    host = torch.tensor(values, dtype=dtype)
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+class Staged:
+    """Arrays that go to the device together, in one copy."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, NDArray[np.generic]] = {}
+
+    def add(self, name: str, array: NDArray[np.generic]) -> None:
+        self._arrays[name] = np.ascontiguousarray(array)
+
+    def send(self, device: torch.device) -> dict[str, Tensor]:
+        """The arrays as tensors on `device`."""
+        if torch.device(device).type == "cpu":
+            return {name: torch.from_numpy(array) for name, array in self._arrays.items()}
+        return self.unpack(self._packed().to(device, non_blocking=True))
+
+    def send_into(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The arrays as views of `buffer` (uint8, on a device), which is overwritten as far as they reach."""
+        taken = buffer[: self.num_bytes]
+        taken.copy_(self._packed() if buffer.is_cuda else torch.from_numpy(self._bytes()), non_blocking=True)
+        return self.unpack(taken)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(_room, self._arrays.values()))
+
+    def _packed(self) -> Tensor:
+        host = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
+        self.pack(host.numpy())
+        return host
+
+    def _bytes(self) -> NDArray[np.uint8]:
+        host = np.empty(self.num_bytes, dtype=np.uint8)
+        self.pack(host)
+        return host
+
+    def pack(self, buffer: NDArray[np.uint8]) -> None:
+        """Lay the arrays one after the other."""
+        begin = 0
+        for array in self._arrays.values():
+            buffer[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
+            begin += _room(array)
+
+    def unpack(self, packed: Tensor) -> dict[str, Tensor]:
+        """Views of a packed buffer, wherever it went."""
+        found, begin = {}, 0
+        for name, array in self._arrays.items():
+            found[name] = packed[begin : begin + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
+            begin += _room(array)
+        return found
+
+
+def _room(array: NDArray[np.generic]) -> int:
+    """Bytes in steps of 16: every part may be read as any type, and kernels that ask for aligned pointers are the same."""
+    return -(-array.nbytes // 16) * 16
+
+
+class HostCopy:
+    """Tensors on their way to the host, all in one piece; whole numbers below 2**53 come back exact."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._sizes = [tensor.numel() for tensor in tensors]
+        self._host: Tensor | None = None
+        self._done: torch.cuda.Event | None = None
+        if not tensors:
+            return
+        dtype = torch.float64 if any(tensor.is_floating_point() for tensor in tensors) else torch.int64
+        parts = [tensor.flatten().to(dtype) for tensor in tensors]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if joined.is_cuda:
+            self._host = torch.empty(joined.shape, dtype=dtype, pin_memory=True)
+            self._host.copy_(joined, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+        else:
+            self._host = joined
+
+    def lists(self) -> list[list[Any]]:
+        """Flat lists of all tensors. Waits for them, and for nothing that was launched after them."""
+        if self._host is None:
+            return []
+        if self._done is not None:
+            self._done.synchronize()
+        joined = self._host.tolist()
+        found, begin = [], 0
+        for size in self._sizes:
+            found.append(joined[begin : begin + size])
+            begin += size
+        return found

@@ -1,0 +1,19 @@
+"""Functions of one number, float32, for use inside kernels."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gelu(x):
+    """tanh-form GELU: x * sigmoid(2 u) is x * (1 + tanh u) / 2, without the cancellation."""
+    u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    return x / (1.0 + tl.exp(-2.0 * u))
+
+
+@triton.jit
+def cap_tanh(x, cap: tl.constexpr):
+    """cap * tanh(x / cap), from tanh(z) = 1 - 2 / (exp(2 z) + 1): right at both ends."""
+    return cap * (1.0 - 2.0 / (tl.exp(x * (2.0 / cap)) + 1.0))

@@ -1,0 +1,95 @@
+"""The debug switch CULET_CHECK_PAGES: every page index and position of a step is checked before anything is launched.
+
+On a GPU a wild index is an illegal access some kernels later, or another sequence's memory. Here it is a Python error that
+names group, row and value, and a file that holds the whole step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from culet import env
+from culet.cache.spec import CacheLayout
+from culet.errors import InternalError
+from culet.types import Row, StepPlan
+
+
+def check_step(plan: StepPlan, layout: CacheLayout, *, num_slots: int, room: int, num_slabs: int | None) -> None:
+    """Refuse a step that would read or write outside of its pages or of the `room` tokens of a slot."""
+    fault = next(_faults(plan, layout, num_slots, room, num_slabs), None)
+    if fault is not None:
+        raise InternalError(f"step {plan.step_id}: {fault}", hint=f"the step is in {_dump(plan, layout, fault)}; report it")
+
+
+def _faults(plan: StepPlan, layout: CacheLayout, num_slots: int, room: int, num_slabs: int | None) -> Iterator[str]:
+    limit = "?" if num_slabs is None else str(num_slabs - 1)
+    for entry in plan.entries:
+        if not 0 <= entry.slot < num_slots or len(entry.token_ids) > room:
+            yield f"entry of slot {entry.slot} (0 to {num_slots - 1}) with {len(entry.token_ids)} tokens, room for {room}"
+    for pair in plan.copies:
+        for page in pair:
+            if page < 0 or (num_slabs is not None and page >= num_slabs):
+                yield f"copy of page {pair[0]} to page {pair[1]}: expected 0 to {limit}"
+    for number, row in enumerate(plan.rows):
+        yield from _row_faults(number, row, num_slots, room)
+        for group in layout.groups:
+            table = row.tables[group.index]
+            where = f"group {group.name} (layers {_span(group.layers)}), row {number} (slot {row.slot})"
+            for page in table.pages:
+                if page < 0 or (num_slabs is not None and page >= num_slabs):
+                    yield f"{where}: page {page}, expected 0 to {limit}"
+            covered = table.first * group.page_tokens, (table.first + len(table.pages)) * group.page_tokens
+            for kind, position in _touched(row, group.index, group.first_visible(row.start)):
+                if not covered[0] <= position < covered[1]:
+                    yield f"{where}: {kind} position {position} is outside of pages for {covered[0]} to {covered[1] - 1}"
+
+
+def _row_faults(number: int, row: Row, num_slots: int, room: int) -> Iterator[str]:
+    for slot in (row.slot, *row.draw_slots):
+        if not 0 <= slot < num_slots:
+            yield f"row {number}: slot {slot}, expected 0 to {num_slots - 1}"
+    if row.start < 0 or row.num_new < 1 or row.start + row.num_new > room or not 0 <= row.num_logits <= row.num_new:
+        yield f"row {number}: start {row.start}, {row.num_new} new tokens, {row.num_logits} logits, room for {room} tokens"
+
+
+def _touched(row: Row, group: int, first_read: int) -> Iterator[tuple[str, int]]:
+    """First and last position that is read of the context, and that is written of the new tokens."""
+    if first_read < row.start:
+        yield "context", first_read
+        yield "context", row.start - 1
+    end = row.start + row.num_new
+    if row.store_from[group] < end:
+        yield "new", max(row.start, row.store_from[group])
+        yield "new", end - 1
+
+
+def _span(layers: tuple[int, ...]) -> str:
+    return f"{layers[0]} to {layers[-1]}" if len(layers) > 1 else str(layers[0])
+
+
+def _dump(plan: StepPlan, layout: CacheLayout, fault: str) -> Path:
+    """Write the step to the cache folder; prompts stay out of it, only their lengths are kept."""
+    folder = Path(env.CACHE_DIR.get()).expanduser() / "dumps"
+    path = folder / f"step-{plan.step_id}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
+    facts = {
+        "fault": fault,
+        "step_id": plan.step_id,
+        "groups": [
+            {"name": group.name, "layers": group.layers, "page_tokens": group.page_tokens, "window": group.window}
+            for group in layout.groups
+        ],
+        "entries": [{"slot": entry.slot, "num_tokens": len(entry.token_ids)} for entry in plan.entries],
+        "copies": plan.copies,
+        "rows": [asdict(row) for row in plan.rows],
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(facts, indent=1))
+    except OSError as error:
+        return Path(f"no file ({path}: {error.strerror})")
+    return path

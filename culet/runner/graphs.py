@@ -1,0 +1,279 @@
+"""Decode and verify steps in fixed shapes, and the CUDA graphs that replay them with one launch.
+
+A step whose every row needs logits for all of its few new tokens (decode: one, verify: drafts and one more) fits a
+**bucket**: so many rows of at most so many tokens. It is filled into the bucket's own buffers and padded; rows that only pad
+store nothing and read the pool's spare page, which holds zeros. On a GPU each bucket is captured once at start, from the
+tokens' ids to the last hidden states, and replayed: how long sequences are is read on the device, so a graph serves
+any lengths. Graphs share one memory pool: they run one after another, and the largest is captured first.
+
+Shapes: T tokens of a bucket, padding included · B rows · P table columns · S slots · L a slot's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from culet.attention.base import AttentionBackend
+from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
+from culet.cache.pool import Pool
+from culet.cache.spec import KVGroup
+from culet.kernels.staging import Staged
+from culet.models.gemma4 import Gemma4, Hidden
+from culet.types import PageTable, Row, StepPlan
+
+FIRST_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128)
+SIZE_STEP = 32  # from the last of them on
+Int32s = NDArray[np.int32]
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """The shape of a captured step: up to `num_rows` sequences with up to `num_queries` new tokens each."""
+
+    num_queries: int
+    num_rows: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows * self.num_queries
+
+    @property
+    def num_table_rows(self) -> int:
+        """Rows of its page tables. Where sequences may have fewer tokens than fit, what is left goes to rows that pad."""
+        return self.num_rows if self.num_queries == 1 else 2 * self.num_rows
+
+
+def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Numbers of rows that get a bucket: close together where few rows run, `max_num_seqs` itself the last."""
+    sizes = [*FIRST_SIZES, *range(FIRST_SIZES[-1] + SIZE_STEP, max_num_seqs, SIZE_STEP)]
+    return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
+
+
+def table_columns(group: KVGroup, max_len: int, max_queries: int) -> int:
+    """Columns of a page table that hold any decode or verify row of a sequence of up to `max_len` tokens."""
+    if group.window is None:
+        return group.pages_for(max_len)
+    seen = min(max_len, group.window - 1 + max_queries)
+    return min(group.pages_for(max_len), (seen + group.page_tokens - 2) // group.page_tokens + 1)
+
+
+class TableRows:
+    """The slots' page tables as host arrays. A row is written anew only when its PageTable is another object."""
+
+    def __init__(self, group: KVGroup, num_slots: int, num_columns: int) -> None:
+        self.group = group
+        self.num_columns = num_columns
+        self._pages_SP = np.zeros((num_slots, num_columns), dtype=np.int32)
+        self._tables: list[PageTable | None] = [None] * num_slots
+
+    def fits(self, row: Row) -> bool:
+        return len(row.tables[self.group.index].pages) <= self.num_columns
+
+    def read(self, rows: Sequence[Row], slot_B: NDArray[np.int64]) -> tuple[Int32s, Int32s]:
+        """pages_BP, as wide as the longest of them, and first_B; columns behind a row's own hold old entries."""
+        index, width, first = self.group.index, 1, []
+        for row in rows:
+            table = row.tables[index]
+            count = len(table.pages)
+            if self._tables[row.slot] is not table:
+                self._pages_SP[row.slot, :count] = table.pages
+                self._tables[row.slot] = table
+            width = max(width, count)
+            first.append(table.first)
+        return self._pages_SP[slot_B, :width], np.array(first, dtype=np.int32) * np.int32(self.group.page_tokens)
+
+
+@dataclass
+class _Step:
+    """One bucket: its buffers as a batch, and once captured the graph and what it leaves."""
+
+    bucket: Bucket
+    buffer: Tensor  # uint8; what a step sends to the device, in one copy
+    flat_T: Tensor  # int64; where each token's id stands among all slots' tokens
+    batch: ForwardBatch
+    graph: torch.cuda.CUDAGraph | None = None
+    hidden: Hidden | None = None
+
+
+class FixedSteps:
+    """All buckets of a runner. `run` answers a step that `find` has a bucket for; captured or not, the result is the same."""
+
+    def __init__(
+        self,
+        model: Gemma4,
+        pool: Pool,
+        backends: Sequence[AttentionBackend],
+        tokens_SL: Tensor,
+        *,
+        query_counts: Sequence[int] = (1,),
+        taps: tuple[int, ...] = (),
+    ) -> None:
+        assert pool.spare_page is not None, "rows that pad a batch need the pool's spare page"
+        self.model, self.pool, self.backends, self.taps = model, pool, backends, taps
+        self.tokens_SL = tokens_SL
+        num_slots, max_len = tokens_SL.shape
+        self.buckets = [Bucket(queries, size) for queries in sorted(query_counts) for size in bucket_sizes(num_slots)]
+        groups = pool.layout.groups
+        most_rows = max(bucket.num_table_rows for bucket in self.buckets)
+        columns = [table_columns(group, max_len, max(query_counts)) for group in groups]
+        self._rows = [TableRows(group, num_slots, count) for group, count in zip(groups, columns, strict=True)]
+        self._tables = [torch.full((most_rows, n), pool.spare_page, dtype=torch.int32, device=model.device) for n in columns]
+        self._steps = {bucket: self._make_step(bucket) for bucket in self.buckets}
+
+    def find(self, rows: Sequence[Row]) -> Bucket | None:
+        """The smallest bucket that holds these rows; None where they need a step of their own shape."""
+        most = 0
+        for row in rows:
+            if row.num_logits != row.num_new or row.is_prompt_logprobs or not all(table.fits(row) for table in self._rows):
+                return None
+            most = max(most, row.num_new)
+        return next((one for one in self.buckets if one.num_queries >= most and one.num_rows >= len(rows)), None)
+
+    def run(self, plan: StepPlan, bucket: Bucket) -> tuple[ForwardBatch, Hidden]:
+        """The step's batch, its tokens' ids not filled in on the host's side, and what the forward pass leaves; no padding."""
+        step = self._steps[bucket]
+        num_tokens = plan.num_tokens
+        batch = self._fill(plan.rows, step)
+        if step.graph is None:
+            self.model.plan(batch, self.pool, self.backends)
+            hidden = self._forward(step, batch)
+        else:
+            assert step.hidden is not None
+            step.graph.replay()
+            hidden = step.hidden
+        tapped = {layer: tensor[:num_tokens] for layer, tensor in hidden.tapped.items()}
+        return _cut(batch, len(plan.rows), num_tokens), Hidden(hidden.last_LD[:num_tokens], tapped)
+
+    @torch.inference_mode()
+    def capture(self, buckets: Sequence[Bucket] | None = None, *, memory: tuple[int, int] | None = None) -> tuple[int, int]:
+        """Capture `buckets` (default: all), the largest first, into one memory pool; returns the pool's handle."""
+        memory = memory or torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(self.model.device)
+        stream.wait_stream(torch.cuda.current_stream(self.model.device))
+        with torch.cuda.stream(stream):
+            for bucket in sorted(buckets or self.buckets, key=lambda one: -one.num_tokens):
+                self._capture(self._steps[bucket], memory)
+        torch.cuda.current_stream(self.model.device).wait_stream(stream)
+        return memory
+
+    @property
+    def num_captured(self) -> int:
+        return sum(step.graph is not None for step in self._steps.values())
+
+    def _capture(self, step: _Step, memory: tuple[int, int]) -> None:
+        self._fill((), step)
+        self.model.plan(step.batch, self.pool, self.backends)
+        # Once outside of a capture: kernels are compiled and loaded, and libraries take their workspaces.
+        self._forward(step, step.batch)
+        torch.cuda.current_stream(self.model.device).synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=memory, capture_error_mode="thread_local")
+        try:
+            hidden = self._forward(step, step.batch)
+        finally:
+            graph.capture_end()
+        step.graph, step.hidden = graph, hidden
+
+    def _forward(self, step: _Step, batch: ForwardBatch) -> Hidden:
+        step.batch.token_ids_T.copy_(self.tokens_SL.view(-1).index_select(0, step.flat_T))
+        return self.model.forward(batch, self.pool, self.backends, self.taps)
+
+    def _make_step(self, bucket: Bucket) -> _Step:
+        """Buffers of a bucket. Small arrays lie in one buffer; page tables, which all buckets share, are widened from it."""
+        device, groups = self.model.device, self.pool.layout.groups
+        staged = self._stage((), bucket)
+        # `staged` has tables of one column; they stand last, and the widest ones need this much more.
+        room = sum(bucket.num_table_rows * table.shape[1] * 4 for table in self._tables)
+        buffer = torch.zeros(staged.num_bytes + room, dtype=torch.uint8, device=device)
+        sent = staged.unpack(buffer[: staged.num_bytes])
+        is_stored = (True,) * len(groups)
+        batch = ForwardBatch(
+            token_ids_T=torch.zeros(bucket.num_tokens, dtype=torch.int64, device=device),
+            positions_T=sent["position"],
+            row_begin_B1=sent["begin"],
+            context_B=sent["context"],
+            logits_index_L=torch.arange(bucket.num_tokens, device=device),
+            rows=(RowFacts(0, bucket.num_queries, is_stored),) * bucket.num_table_rows,
+            groups=tuple(
+                GroupBatch(self._tables[g.index][: bucket.num_table_rows], sent[f"first{g.index}"], sent[f"slot{g.index}"])
+                for g in groups
+            ),
+            tail=None,
+        )
+        return _Step(bucket, buffer, sent["flat"], batch)
+
+    def _stage(self, rows: Sequence[Row], bucket: Bucket) -> Staged:
+        """The step's small arrays, padded to the bucket, then the rows' page tables, as wide as they are."""
+        facts_B3 = np.array([(row.slot, row.start, row.num_new) for row in rows], dtype=np.int64).reshape(-1, 3)
+        slot_B, start_B, new_B = facts_B3.T
+        num_rows, num_tokens = len(rows), int(new_B.sum())
+        # Padding rows take what is left of the tokens, as many each as fit; behind them are rows of none.
+        left = bucket.num_tokens - num_tokens
+        pad_B = np.clip(left - np.arange(bucket.num_table_rows - num_rows) * bucket.num_queries, 0, bucket.num_queries)
+        count_B = np.concatenate((new_B, pad_B))
+        begin_B1 = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(count_B)))
+        assert begin_B1[-1] == bucket.num_tokens, f"{num_tokens} tokens in {num_rows} rows do not fit {bucket}"
+        context_B = np.concatenate((start_B, np.zeros(len(pad_B), dtype=np.int64)))
+        row_T = np.repeat(np.arange(len(count_B)), count_B)
+        position_T = np.arange(bucket.num_tokens) + (context_B - begin_B1[:-1])[row_T]
+        flat_T = np.zeros(bucket.num_tokens, dtype=np.int64)
+        flat_T[:num_tokens] = slot_B[row_T[:num_tokens]] * self.tokens_SL.shape[1] + position_T[:num_tokens]
+        staged = Staged()
+        staged.add("flat", flat_T)
+        staged.add("position", position_T)
+        staged.add("begin", begin_B1.astype(np.int32))
+        staged.add("context", context_B.astype(np.int32))
+        real_T, position = row_T[:num_tokens], position_T[:num_tokens]
+        tables = []
+        for table in self._rows:
+            size, slot_T = table.group.page_tokens, np.full(bucket.num_tokens, -1, dtype=np.int64)
+            first_B = np.zeros(bucket.num_table_rows, dtype=np.int32)
+            pages_BP, first_B[:num_rows] = table.read(rows, slot_B)
+            slot_T[:num_tokens] = pages_BP[real_T, (position - first_B[real_T]) // size] * np.int64(size) + position % size
+            staged.add(f"first{table.group.index}", first_B)
+            staged.add(f"slot{table.group.index}", slot_T)
+            # What an earlier, larger step left in the rows that pad belongs to somebody else.
+            spare_BP = np.full((bucket.num_table_rows, pages_BP.shape[1]), self.pool.spare_page, dtype=np.int32)
+            spare_BP[:num_rows] = pages_BP
+            tables.append(spare_BP)
+        for index, pages_BP in enumerate(tables):
+            staged.add(f"pages{index}", pages_BP)
+        return staged
+
+    def _fill(self, rows: Sequence[Row], step: _Step) -> ForwardBatch:
+        """Send a step to its bucket's buffers; the batch has its rows, and the padding ones that are not empty."""
+        sent = self._stage(rows, step.bucket).send_into(step.buffer)
+        for index, table in enumerate(self._tables):
+            pages_BP = sent[f"pages{index}"]
+            table[: pages_BP.shape[0], : pages_BP.shape[1]].copy_(pages_BP)
+        if step.graph is not None:
+            return step.batch
+        counts = [row.num_new for row in rows]
+        left = step.bucket.num_tokens - sum(counts)
+        facts = [RowFacts(row.start, row.num_new, (True,) * len(self._tables)) for row in rows]
+        while left > 0:
+            facts.append(RowFacts(0, min(left, step.bucket.num_queries), (True,) * len(self._tables)))
+            left -= facts[-1].num_queries
+        return replace(_cut(step.batch, len(facts), step.bucket.num_tokens), rows=tuple(facts))
+
+
+def _cut(batch: ForwardBatch, num_rows: int, num_tokens: int) -> ForwardBatch:
+    """The first rows and tokens of a batch, as views."""
+    return ForwardBatch(
+        token_ids_T=batch.token_ids_T[:num_tokens],
+        positions_T=batch.positions_T[:num_tokens],
+        row_begin_B1=batch.row_begin_B1[: num_rows + 1],
+        context_B=batch.context_B[:num_rows],
+        logits_index_L=batch.logits_index_L[:num_tokens],
+        rows=batch.rows[:num_rows],
+        groups=tuple(
+            GroupBatch(group.pages_BP[:num_rows], group.first_B[:num_rows], group.slot_T[:num_tokens]) for group in batch.groups
+        ),
+        tail=None,
+    )
