@@ -27,8 +27,10 @@ class Variable:
 
 LOG_LEVEL = Variable("CULET_LOG_LEVEL", "info", "Lowest level that is logged: debug, info, warning or error.")
 CACHE_DIR = Variable("CULET_CACHE_DIR", "~/.cache/culet", "Folder for compiled kernels and other things that can be rebuilt.")
-CHECK_PAGES = Variable("CULET_CHECK_PAGES", "0", "1 checks every page index and position before a launch and raises on a bad one.")
+CHECK_PAGES = Variable(
+    "CULET_CHECK_PAGES", "0", "1 checks every page index and position before a launch and raises on a bad one."
+)
 NO_COLOR = Variable("NO_COLOR", "", "Any value turns colour off.")
-HUB_OFFLINE = Variable("HF_HUB_OFFLINE", "0", "1 keeps huggingface_hub from the network: only downloaded models are used.")
+HUB_OFFLINE = Variable("HF_HUB_OFFLINE", "0", "1 keeps Culet off the network: only downloaded models are used.")
 
 VARIABLES = (LOG_LEVEL, CACHE_DIR, CHECK_PAGES, NO_COLOR, HUB_OFFLINE)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import StrEnum
 from types import MappingProxyType
 
 from culet.errors import BadRequest
@@ -21,7 +21,7 @@ from culet.errors import BadRequest
 MAX_SEED = 2**64 - 1
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a sequence ended; the values are those of the OpenAI API, plus `cancel`, `timeout` and `error`."""
 
     STOP = "stop"

@@ -8,5 +8,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_reference_pages_are_up_to_date():
-    done = subprocess.run([sys.executable, ROOT / "scripts/make_reference.py", "--check"], capture_output=True, text=True, cwd=ROOT)
+    command = [sys.executable, ROOT / "scripts/make_reference.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + "run `make reference`"
