@@ -66,9 +66,10 @@ class AttentionCase:
         return max(queries for _, queries in self.spans)
 
     @property
-    def tile_rows(self) -> list[tuple[int, int, int]]:
-        """(row, start, query tokens), as `query_tiles` takes them."""
-        return [(row, context, queries) for row, (context, queries) in enumerate(self.spans)]
+    def tile_rows(self) -> list[tuple[int, int, int, int]]:
+        """(row, first token, query tokens, position of the first), as `query_tiles` takes them."""
+        begins = self.rows.row_begin_B1.tolist()
+        return [(row, begins[row], queries, context) for row, (context, queries) in enumerate(self.spans)]
 
 
 def make_case(

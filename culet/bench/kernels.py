@@ -6,6 +6,7 @@ as in serving; what is timed is one layer's `run`, replayed from a CUDA graph, w
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import time
@@ -28,6 +29,7 @@ from culet.cache.spec import CacheLayout, KVGroup, KVSpec
 from culet.errors import ConfigError, UnsupportedError
 from culet.kernels import reference
 from culet.kernels.attention_inputs import PagedKV, RaggedRows
+from culet.kernels.compiling import use_disk_cache
 from culet.kernels.reference_attention import prefill_attention
 from culet.registry import load, lookup
 from culet.runner.fill import fill
@@ -128,7 +130,8 @@ class KernelLine:
             "floor_us": self.floor_us,
             "fa4_us": self.fa4_us,
             "triton_us": self.triton_us,
-            "error": self.error,
+            "error": None if self.error is None or math.isnan(self.error) else self.error,
+            "is_right": self.is_right,
         }
 
 
@@ -221,6 +224,9 @@ def time_case(
 ) -> KernelLine:
     """Time one case on the backend that serves its shape here, or on the one asked for."""
     _refuse_cpu(device, backend)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        use_disk_cache()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     step = Step(shape, case, device, dtype)
     plan = plan_attention((step.group,), shape.num_heads, str(device), backend)

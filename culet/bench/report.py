@@ -200,11 +200,13 @@ def remarks(lines: Sequence[Line]) -> list[str]:
     """What the table leaves unsaid."""
     said = [f"{line.row.title}: {line.note}" for line in lines if line.note]
     for line in lines:
+        details = line.more.get("details", {})
         if line.row.kind == START:
-            details = line.more["details"]
             said.append(f"start to ready: {details['cold_s']:.1f} s cold, {details['cached_s']:.1f} s with kernels cached")
-        if line.more.get("details", {}).get("preemptions"):
-            said.append(f"{line.row.title}: {line.more['details']['preemptions']} preemptions for want of cache")
+        if details.get("preemptions"):
+            said.append(f"{line.row.title}: {details['preemptions']} preemptions for want of cache")
+        elif details.get("all_at_once") is False:
+            said.append(f"{line.row.title}: some sequences waited until others had ended")
         if line.right is False:
             check = line.more["check"]
             said.append(

@@ -1,7 +1,7 @@
 """A start, timed in a process of its own: python -m culet.bench.start '{"model": "random:31B"}'
 
-Prints one JSON object: seconds to import torch and Culet, from there until the first request is accepted (`ready_s`), and from
-there to that request's first token, which tells whether anything was put off.
+Prints one JSON object: seconds to import torch and Culet, from there until the first request is accepted (`ready_s`; `parts` is
+the engine's own account of them), and from there to that request's first token, which tells whether anything was put off.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ def main() -> int:
             next(stream)
             first = time.perf_counter()
             stream.close()
+            parts = llm.engine.start_times.parts
     except CuletError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_code(error)
-    print(json.dumps({"import_s": imported - began, "ready_s": ready - imported, "first_token_s": first - ready}))
+    report = {"import_s": imported - began, "ready_s": ready - imported, "first_token_s": first - ready, "parts": parts}
+    print(json.dumps(report))
     return 0
 
 

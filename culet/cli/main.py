@@ -19,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "chat": "culet.cli.chat:chat",
     "plan": "culet.cli.plan:plan",
     "bench": "culet.cli.bench:bench",
+    "warmup": "culet.cli.warmup:warmup",
     "doctor": "culet.cli.doctor:doctor",
 }
 

@@ -1,14 +1,16 @@
 """The engine: builds all parts from a Config, and turns requests into deltas of tokens and text, step by step.
 
-One step is schedule -> execute -> apply -> deltas. The engine knows no transport and no waiting: whoever drives it calls
-`step` while `has_work`.
+One step is schedule -> launch -> result -> apply -> deltas; on a GPU the next one is scheduled and launched before the
+result of this one is awaited. The engine knows no transport and no waiting: whoever drives it calls `step` while `has_work`.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -18,15 +20,18 @@ from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, plan_cache
 from culet.config import CacheConfig, Config, ScheduleConfig
 from culet.engine import memory
+from culet.engine.start import StartTimes
 from culet.engine.text import ChatTemplate, IncrementalDecoder, NumberTokenizer, StopMatcher, Tokenizer, check_token_ids
+from culet.engine.trial import Trial
 from culet.errors import BadRequest, ConfigError, ContextTooLong
+from culet.kernels.compiling import use_disk_cache
 from culet.log import chose, logger
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.spec import ModelSpec
 from culet.models.weights import load_model
 from culet.registry import load
-from culet.runner.runner import Runner
+from culet.runner.runner import Pending, Runner
 from culet.scheduler.scheduler import Scheduler
 from culet.scheduler.stats import SchedulerStats
 from culet.types import FinishReason, Logprobs, ModelDefaults, Request, Sampling, SamplingParams, TokenDelta
@@ -74,6 +79,7 @@ class Engine:
     """A loaded model that answers requests. Not thread-safe: one caller drives it."""
 
     def __init__(self, config: Config, *, progress: bool = True) -> None:
+        times = StartTimes()
         checkpoint = open_checkpoint(config.model.model, config.model.revision)
         self.spec: ModelSpec = checkpoint.spec
         self.defaults: ModelDefaults = checkpoint.defaults
@@ -88,16 +94,31 @@ class Engine:
         _check_cache_dtype(config.cache, self.dtype)
         layout = plan_cache(self.spec.kv_specs(self.dtype.itemsize, latent=config.cache.latent))
         backends = self._plan_backends(layout)
-        free_before = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
-        model = load_model(checkpoint, dtype=self.dtype, device=self.device, latent=config.cache.latent, progress=progress)
-        num_slabs = self._size_cache(model, layout, backends, free_before)
+        is_gpu = self.device.type == "cuda"
+        if is_gpu:
+            torch.cuda.set_device(self.device)  # Triton launches on the current device
+        compiles = use_disk_cache() if is_gpu else None
+        free_before = torch.cuda.mem_get_info(self.device)[0] if is_gpu else 0
+        with times.part("weights"):
+            model = load_model(checkpoint, dtype=self.dtype, device=self.device, latent=config.cache.latent, progress=progress)
+        num_slabs = self._size_cache(model, layout, backends, free_before, times)
         self.max_model_len = self._resolve_max_model_len(layout, num_slabs)
-        pool = Pool(layout, num_slabs, self.dtype, self.device)
+        with times.part("KV cache"):
+            pool = Pool(layout, num_slabs, self.dtype, self.device, has_spare=is_gpu)
         self._scheduler = Scheduler(
             layout, num_slabs, schedule, max_model_len=self.max_model_len, prefix_caching=config.cache.enable_prefix_caching
         )
         self._runner = Runner(model, pool, backends, max_num_seqs=schedule.max_num_seqs, max_model_len=self.max_model_len)
+        if is_gpu and not config.model.enforce_eager:
+            self._capture_graphs(times)
         self._texts: dict[str, dict[int, _SampleText]] = {}  # by request and sample, while they run
+        self._in_flight: deque[Pending] = deque()  # steps that were launched and not yet applied, oldest first
+        self._max_in_flight = 1 + _looks_ahead(config, self.device)
+        if compiles is not None:
+            times.note("kernels", f"{compiles.compiled} compiled, {compiles.found} found on disk")
+        self.kernels_compiled = 0 if compiles is None else compiles.compiled
+        self.start_times = times
+        times.finish()
 
     # Building
 
@@ -110,11 +131,19 @@ class Engine:
             chose(f"attention of {taken.need.group} layers", taken.backend, taken.why)
         return [load(plan.path(group))(group, num_heads) for group in layout.groups]
 
-    def _size_cache(self, model: Gemma4, layout: CacheLayout, backends: Sequence[AttentionBackend], free_before: int) -> int:
+    def _size_cache(
+        self,
+        model: Gemma4,
+        layout: CacheLayout,
+        backends: Sequence[AttentionBackend],
+        free_before: int,
+        times: StartTimes,
+    ) -> int:
         """Slabs of the arena: as asked for, or what the device leaves."""
         config, schedule = self.config.cache, self.config.schedule
-        if config.kv_cache_memory_bytes is not None:
-            return config.kv_cache_memory_bytes // layout.slab_bytes
+        asked = None if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes // layout.slab_bytes
+        if self.device.type == "cpu" and asked is not None:
+            return asked
         if self.device.type == "cpu":
             return memory.slabs_for_cpu(
                 layout,
@@ -123,20 +152,33 @@ class Engine:
                 max_position=self.spec.max_position,
                 asked_len=self.config.model.max_model_len,
             )
-        sampling = self.resolve_sampling(SamplingParams(seed=0))
-        plan = memory.heaviest_step(
-            layout, sampling, max_num_seqs=schedule.max_num_seqs, num_tokens=schedule.max_num_batched_tokens
+        trial = Trial(
+            model,
+            layout,
+            backends,
+            schedule,
+            self.resolve_sampling(SamplingParams(seed=0)),
+            max_model_len=self.config.model.max_model_len or self.spec.max_position,
+            has_graphs=not self.config.model.enforce_eager,
         )
-        longest = max(row.num_new for row in plan.rows)
-
-        def run_once() -> None:
-            pool = Pool(layout, 1, self.dtype, self.device)
-            Runner(model, pool, backends, max_num_seqs=schedule.max_num_seqs, max_model_len=longest + 1).execute(plan)
-
-        reserve = memory.measure_peak(self.device, run_once)
+        with times.part("kernels"):
+            trial.compile_kernels()
+        if asked is not None:
+            return asked
+        with times.part("memory trial"):
+            needs = trial.measure()
         return memory.slabs_for_gpu(
-            layout, self.device, utilization=config.gpu_memory_utilization, free_before=free_before, reserve=reserve
+            layout, self.device, utilization=config.gpu_memory_utilization, free_before=free_before, needs=needs
         )
+
+    def _capture_graphs(self, times: StartTimes) -> None:
+        with times.part("graphs"):
+            fixed = self._runner.use_fixed_steps()
+            fixed.capture()
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+        sizes = ", ".join(str(bucket.num_rows) for bucket in fixed.buckets)
+        chose("CUDA graphs", fixed.num_captured, f"decode steps of up to {sizes} sequences")
 
     def _resolve_max_model_len(self, layout: CacheLayout, num_slabs: int) -> int:
         """As asked for, if model and cache can hold it; else the most that they can."""
@@ -247,17 +289,22 @@ class Engine:
         return self._scheduler.stats()
 
     def step(self) -> list[Delta]:
-        """Run one step and return what it brought; requests that ended for other reasons are in there too."""
-        plan = self._scheduler.schedule()
-        if plan is not None:
-            try:
-                result = self._runner.execute(plan)
-            except BaseException as error:
-                # What pages hold is unknown now: every request ends, and the engine is ready for new ones.
-                self._scheduler.fail(f"{type(error).__name__}: {error}")
-                self._scheduler.deltas()
-                self._texts.clear()
-                raise
+        """Run one step and return what it brought; requests that ended for other reasons are in there too.
+
+        With look-ahead the next step is launched before this one's result is awaited, so the device has always work.
+        """
+        try:
+            while len(self._in_flight) < self._max_in_flight and (plan := self._scheduler.schedule()) is not None:
+                self._in_flight.append(self._runner.launch(plan))
+            result = self._in_flight.popleft().result() if self._in_flight else None
+        except BaseException as error:
+            # What pages hold is unknown now: every request ends, and the engine is ready for new ones.
+            self._in_flight.clear()
+            self._scheduler.fail(f"{type(error).__name__}: {error}")
+            self._scheduler.deltas()
+            self._texts.clear()
+            raise
+        if result is not None:
             self._scheduler.apply(result)
         deltas = []
         for delta in self._scheduler.deltas():
@@ -331,6 +378,11 @@ def _check_cache_dtype(config: CacheConfig, dtype: torch.dtype) -> None:
         raise ConfigError(f"kv-cache-dtype: got {config.kv_cache_dtype}, the model runs in {name}", hint=f"use auto or {name}")
 
 
+def _looks_ahead(config: Config, device: torch.device) -> bool:
+    """Whether a step is launched before the last one's result is there; a CPU has nothing to gain by it."""
+    return config.schedule.async_scheduling and (device.type != "cpu" or "async_scheduling" in config.given)
+
+
 def _resolve_schedule(config: Config, device: torch.device) -> ScheduleConfig:
     """The schedule as given; on a CPU smaller defaults, since steps there gain little from more tokens."""
     schedule = config.schedule
@@ -338,6 +390,7 @@ def _resolve_schedule(config: Config, device: torch.device) -> ScheduleConfig:
         return schedule
     for name, value in (("max_num_seqs", CPU_MAX_NUM_SEQS), ("max_num_batched_tokens", CPU_MAX_NUM_BATCHED_TOKENS)):
         if name not in config.given and getattr(schedule, name) > value:
-            schedule = replace(schedule, **{name: value})
+            changed: dict[str, Any] = {name: value}
+            schedule = replace(schedule, **changed)
             chose(name.replace("_", "-"), value, "the device is a CPU")
     return schedule

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,13 +14,25 @@ from culet.errors import ConfigError
 from culet.log import chose
 from culet.scheduler.admission import least_pages
 from culet.scheduler.sequence import max_held_pages
-from culet.types import Entry, PageTable, Row, Sampling, StepPlan
 
 CPU_SEQUENCE_LEN = 2048  # tokens for which a CPU's cache is sized, per sequence that may run
 CPU_MEMORY_SHARE = 4  # the CPU's cache takes at most one part in this many of what is free
 _ALLOCATOR_SLACK = 1.05  # the caching allocator rounds up; measured peaks are multiplied by this
 MIB = 1 << 20
 GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes on the GPU besides weights and pages."""
+
+    activations: int  # of the heaviest step
+    buffers: int  # of slots and of fixed steps, which stay
+    graphs: int
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.buffers + self.graphs
 
 
 def cpu_has_bfloat16() -> bool:
@@ -105,32 +118,21 @@ def _roomy_slabs(layout: CacheLayout, num_tokens: int, chunk: int) -> int:
     return total
 
 
-def slabs_for_gpu(layout: CacheLayout, device: torch.device, *, utilization: float, free_before: int, reserve: int) -> int:
-    """Slabs that fill the GPU up to `utilization`, after the weights that are there now and `reserve` for activations."""
+def slabs_for_gpu(layout: CacheLayout, device: torch.device, *, utilization: float, free_before: int, needs: Needs) -> int:
+    """Slabs that fill the GPU up to `utilization`, after the weights that are there now and what steps need."""
     _, total = torch.cuda.mem_get_info(device)
     weights = torch.cuda.memory_allocated(device)
     budget = int(min(total * utilization, free_before))
-    left = budget - weights - reserve
-    parts = f"{budget / GIB:.2f} GiB allowed - {weights / GIB:.2f} weights - {reserve / GIB:.2f} activations"
+    left = budget - weights - needs.total - layout.slab_bytes  # one slab is the spare page
+    parts = f"{budget / GIB:.2f} GiB allowed - {weights / GIB:.2f} weights - {needs.activations / GIB:.2f} activations"
+    parts += f" - {needs.buffers / GIB:.2f} buffers - {needs.graphs / GIB:.2f} graphs"
     if left < layout.slab_bytes:
         raise ConfigError(
             f"no memory is left for the KV cache: {parts}",
             hint="raise --gpu-memory-utilization, lower --max-num-batched-tokens or --max-num-seqs, or use a larger GPU",
         )
-    chose("kv-cache-memory-bytes", f"{left / GIB:.2f} GiB", parts)
+    chose("kv-cache-memory-bytes", f"{left} ({left / GIB:.2f} GiB)", parts)
     return left // layout.slab_bytes
-
-
-def heaviest_step(layout: CacheLayout, sampling: Sampling, *, max_num_seqs: int, num_tokens: int) -> StepPlan:
-    """A step of `num_tokens` tokens in as many rows as may run. All pages are page 0: for measuring, not for meaning."""
-    num_rows = min(max_num_seqs, num_tokens)
-    lengths = [num_tokens // num_rows + (index < num_tokens % num_rows) for index in range(num_rows)]
-    entries, rows = [], []
-    for slot, length in enumerate(lengths):
-        entries.append(Entry(slot, (0,) * length, length, sampling))
-        tables = tuple(PageTable(0, (0,) * group.pages_for(length)) for group in layout.groups)
-        rows.append(Row(slot, 0, length, 1, tables, (0,) * len(layout.groups), draw_slots=(slot,)))
-    return StepPlan(0, tuple(entries), (), tuple(rows))
 
 
 def measure_peak(device: torch.device, run: Callable[[], object]) -> int:

@@ -30,19 +30,19 @@ def prefill_attention(
     q_TNH: Tensor,
     kv: PagedKV,
     rows: RaggedRows,
-    tiles_X2: Tensor,
+    tiles_X5: Tensor,
     *,
     fresh: tuple[Tensor, Tensor] | None = None,
     out_TNH: Tensor | None = None,
     **_launch: Any,
 ) -> Tensor:
-    """Attention of the rows that `tiles_X2` names in its first column.
+    """Attention of the rows that `tiles_X5` names in its first column.
 
     Keys from the row's first query token on come from `fresh` (k_TGH, v_TGH of the same T tokens), earlier ones from pages;
     without `fresh` all come from pages.
     """
     out_TNH = torch.zeros_like(q_TNH) if out_TNH is None else out_TNH
-    for row in sorted(set(tiles_X2[:, 0].tolist())):
+    for row in sorted(set(tiles_X5[:, 0].tolist())):
         _attend(row, q_TNH, kv, rows, fresh, out_TNH)
     return out_TNH
 

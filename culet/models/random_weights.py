@@ -36,7 +36,7 @@ def draw_model(spec: ModelSpec, draw: RandomDraw, *, dtype: torch.dtype, device:
         if name.endswith(_ONES):
             place.target.fill_(_scale(name, place.target.shape[0]) if draw.kind == "calm" else 1.0)
             continue
-        generator.manual_seed(((draw.seed << 32) + zlib.crc32(name.encode())) % (1 << 63))
+        generator.manual_seed(zlib.crc32(f"{draw.seed} {name}".encode()))  # a CPU's generator takes 32 bits
         value = torch.empty(place.target.shape, dtype=torch.bfloat16, device=device)
         if draw.kind == "narrow":
             place.fill(value.uniform_(-NARROW_BOUND, NARROW_BOUND, generator=generator))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,6 +118,7 @@ class FixedSteps:
         assert pool.spare_page is not None, "rows that pad a batch need the pool's spare page"
         self.model, self.pool, self.backends, self.taps = model, pool, backends, taps
         self.tokens_SL = tokens_SL
+        self._stream: torch.cuda.Stream | None = None
         num_slots, max_len = tokens_SL.shape
         self.buckets = [Bucket(queries, size) for queries in sorted(query_counts) for size in bucket_sizes(num_slots)]
         groups = pool.layout.groups
@@ -151,22 +153,23 @@ class FixedSteps:
         return _cut(batch, len(plan.rows), num_tokens), Hidden(hidden.last_LD[:num_tokens], tapped)
 
     @torch.inference_mode()
-    def capture(self, buckets: Sequence[Bucket] | None = None, *, memory: tuple[int, int] | None = None) -> tuple[int, int]:
+    def capture(self, buckets: Sequence[Bucket] | None = None, *, memory: Any = None) -> Any:
         """Capture `buckets` (default: all), the largest first, into one memory pool; returns the pool's handle."""
         memory = memory or torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(self.model.device)
-        stream.wait_stream(torch.cuda.current_stream(self.model.device))
-        with torch.cuda.stream(stream):
+        # One stream for all: libraries keep a workspace for each.
+        self._stream = self._stream or torch.cuda.Stream(self.model.device)
+        self._stream.wait_stream(torch.cuda.current_stream(self.model.device))
+        with torch.cuda.stream(self._stream):
             for bucket in sorted(buckets or self.buckets, key=lambda one: -one.num_tokens):
                 self._capture(self._steps[bucket], memory)
-        torch.cuda.current_stream(self.model.device).wait_stream(stream)
+        torch.cuda.current_stream(self.model.device).wait_stream(self._stream)
         return memory
 
     @property
     def num_captured(self) -> int:
         return sum(step.graph is not None for step in self._steps.values())
 
-    def _capture(self, step: _Step, memory: tuple[int, int]) -> None:
+    def _capture(self, step: _Step, memory: Any) -> None:
         self._fill((), step)
         self.model.plan(step.batch, self.pool, self.backends)
         # Once outside of a capture: kernels are compiled and loaded, and libraries take their workspaces.

@@ -255,7 +255,7 @@ def test_an_error_in_a_step_frees_everything(monkeypatch: pytest.MonkeyPatch) ->
         raise InternalError("the device is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine._runner, "execute", fail)
+        patch.setattr(llm.engine._runner, "launch", fail)
         with pytest.raises(InternalError, match="gone"):
             llm.generate([prompt(5), prompt(6)], GREEDY)
     assert not llm.engine.has_work

@@ -1,13 +1,15 @@
-"""Attention on Hopper in Gluon: the parts that prefill and decode share.
+"""Attention on Hopper in Gluon: the parts that prefill and decode at head dim 512 share.
 
-One warp fetches key tiles with the bulk copy engine; two warpgroups compute. While the values of tile i are multiplied, the
-scores of tile i + 1 are ready and pass through the softmax, so the matrix units do not wait for it. At head dim 512 both
-warpgroups share 64 packed rows: each scores half of the keys and then accumulates half of the columns, so the
-probabilities pass through shared memory (over the latent: through the rows that held k_rot, which nobody reads any more). At head
-dim 256 each warpgroup has 64 rows of its own.
+A program of 64 packed query rows has three roles. One warp fetches key tiles with the bulk copy engine. One warpgroup scores
+them: it holds all 64 scores of a row, so the softmax needs no exchange with others. Two warpgroups multiply
+probabilities and values, half of the columns each: 64 x 512 sums fill their registers. So while the values of tile i are
+multiplied, tile i + 1 is scored and tile i + 2 is on its way. Over the latent, probabilities take the place of k_rot,
+which nobody reads any more once a tile is scored.
 
-Names of shared memory: q queries, k keys, v values (over the latent: the rows' first HEAD columns), r k_rot or probabilities,
-row two numbers per packed row. Barriers: full_* a stage has arrived, empty_* it may be overwritten.
+Shared memory: q queries, k keys, v values (over the latent: the rows' first HEAD columns), r k_rot or probabilities, row numbers
+of each packed row: two places for the factors by which earlier sums shrink, one for the final sums. Barriers: full_k, full_v a
+stage has arrived; empty_k, empty_v it may be overwritten; ready (0, 1) probabilities are there, (2) the queries, (3) the final
+sums; taken (0, 1) probabilities have been read.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def fetch_tile(
 
 
 @gluon.jit
-def _score(q_smem, k_smem, v_smem, r_smem, stage, S_LAYOUT: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, ROT: gl.constexpr):
+def score(q_smem, k_smem, v_smem, r_smem, stage, S_LAYOUT: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, ROT: gl.constexpr):
     """Issue the scores of a stage's keys."""
     s = gl.zeros([M, BN], gl.float32, S_LAYOUT)
     if ROT > 0:
@@ -73,11 +75,10 @@ def _score(q_smem, k_smem, v_smem, r_smem, stage, S_LAYOUT: gl.constexpr, M: gl.
 
 
 @gluon.jit
-def _softmax(s, m, total, last, key, MASKED: gl.constexpr, WINDOW: gl.constexpr, SHARED: gl.constexpr):
+def softmax(s, m, total, last, key, MASKED: gl.constexpr, WINDOW: gl.constexpr):
     """Probabilities of a tile, the running maximum and sum, the factor by which earlier sums shrink.
 
-    `last` is the last key each row sees. With SHARED the sum stays spread over the columns until the end, which saves an
-    exchange between the warpgroups.
+    `last` is the last key each row sees.
     """
     if MASKED:
         seen = gl.expand_dims(key, 0) <= gl.expand_dims(last, 1)
@@ -87,16 +88,12 @@ def _softmax(s, m, total, last, key, MASKED: gl.constexpr, WINDOW: gl.constexpr,
     m_new = gl.maximum(m, gl.max(s, 1) * LOG2E)
     p = gl.exp2(s * LOG2E - gl.expand_dims(m_new, 1))
     shrink = gl.exp2(m - m_new)
-    if SHARED:
-        total = total * gl.expand_dims(shrink, 1) + p
-    else:
-        total = total * shrink + gl.sum(p, 1)
-    return p, m_new, total, shrink
+    return p, m_new, total * shrink + gl.sum(p, 1), shrink
 
 
 @gluon.jit
-def _probabilities(r_smem, count, STAGES: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, ROT: gl.constexpr):
-    """Where the probabilities of the `count`-th tile lie, if the warpgroups share rows."""
+def _place(r_smem, count, STAGES: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, ROT: gl.constexpr):
+    """Where the probabilities of the `count`-th tile lie."""
     if ROT > 0:
         place = r_smem.index(count % STAGES)._reinterpret(r_smem.dtype, [M, BN], gl.NVMMASharedLayout(128, 16, 2))
     else:
@@ -105,149 +102,104 @@ def _probabilities(r_smem, count, STAGES: gl.constexpr, M: gl.constexpr, BN: gl.
 
 
 @gluon.jit
-def _step(
-    q_smem, k_smem, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v, count, o, m, total, shrink, p_operand, last, key,
-    MASKED: gl.constexpr, WINDOW: gl.constexpr, ROT: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+def score_tiles(
+    q_smem, k_smem, v_smem, r_smem, row_smem, full_k, empty_k, ready, taken, last, first_key, num_tiles,
+    WINDOW: gl.constexpr, ROT: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the values of tile `count` while tile count + 1 is scored and passes through the softmax."""
-    SHARED: gl.constexpr = M == 64
-    stage = count % STAGES
-    after = (count + 1) % STAGES
-    mbarrier.wait(full_k.index(after), ((count + 1) // STAGES) & 1)
-    s = _score(q_smem, k_smem, v_smem, r_smem, after, S_LAYOUT, M, BN, ROT)
-    if SHARED:
-        o = o * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT)), 1)
-    else:
-        o = o * gl.expand_dims(row_smem.index(1).load(gl.SliceLayout(1, O_LAYOUT)), 1)
-    if ROT == 0:
-        mbarrier.wait(full_v.index(stage), (count // STAGES) & 1)
-    if SHARED:
-        o_next = warpgroup_mma(_probabilities(r_smem, count, STAGES, M, BN, ROT), v_smem.index(stage), o, is_async=True)
-    else:
-        o_next = warpgroup_mma(p_operand, v_smem.index(stage), o, is_async=True)
-    s = warpgroup_mma_wait(1, deps=(s,))
-    if ROT == 0:
+    """The scoring warpgroup, over `num_tiles` key tiles from `first_key` on: final sums and maxima of the rows."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    key = first_key + gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT))
+    m = gl.full([M], UNSEEN, gl.float32, ROWS)
+    total = gl.zeros([M], gl.float32, ROWS)
+    mbarrier.wait(ready.index(2), 0)
+    for count in range(num_tiles):
+        stage = count % STAGES
+        mbarrier.wait(full_k.index(stage), (count // STAGES) & 1)
+        s = score(q_smem, k_smem, v_smem, r_smem, stage, S_LAYOUT, M, BN, ROT)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        if ROT == 0:
+            gl.thread_barrier()
+            mbarrier.arrive(empty_k.index(stage), count=1)
+        p, m, total, shrink = softmax(s, m, total, last, key, True, WINDOW)
+        key += BN
+        mbarrier.wait(taken.index(count & 1), ((count // 2) & 1) ^ 1)
+        _place(r_smem, count, STAGES, M, BN, ROT).store(p.to(q_smem.dtype))
+        row_smem.index(count & 1).store(shrink)
+        fence_async_shared()
         gl.thread_barrier()
-        mbarrier.arrive(empty_k.index(after), count=1)
-    p, m, total, shrink = _softmax(s, m, total, last, key, MASKED, WINDOW, SHARED)
-    if SHARED:
-        _probabilities(r_smem, count + 1, STAGES, M, BN, ROT).store(p.to(q_smem.dtype))
-        fence_async_shared()
-    else:
-        p_next = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
-        # These keep work where it is written, since the assembler does not move stores over the fence: the sum, that nobody
-        # reads, keeps the softmax beside the multiplication of the values; the factor, read back once the next scores are
-        # issued, keeps the shrinking of o beside those.
-        row_smem.index(0).store(total)
-        row_smem.index(1).store(shrink)
-        fence_async_shared()
-    o = warpgroup_mma_wait(0, deps=(o_next,))
+        mbarrier.arrive(ready.index(count & 1), count=1)
+    row_smem.index(2).store(total)
     gl.thread_barrier()
-    mbarrier.arrive(empty_v.index(stage), count=1)
-    if not SHARED:
-        p_operand = p_next
-    return count + 1, o, m, total, shrink, p_operand
+    mbarrier.arrive(ready.index(3), count=1)
+    return total, m
 
 
 @gluon.jit
-def attend(
-    q_smem, k_smem, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v,
-    last, first_key, num_tiles, whole_begin, whole_end, row_end,
-    WINDOW: gl.constexpr, ROT: gl.constexpr, HEAD: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Attention of the rows in q_smem over `num_tiles` >= 1 key tiles from `first_key` on: output, running sum and maximum.
-
-    Tiles whole_begin .. whole_end - 1 are seen whole by every row. Keys from row_end on were never written: whatever lies
-    there, NaN too, must not get into the sums.
-    """
-    SHARED: gl.constexpr = M == 64
-    ROWS_S: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    ROWS_O: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    key = first_key + gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT))
-    m = gl.full([M], UNSEEN, gl.float32, ROWS_S)
-    if SHARED:
-        total = gl.zeros([M, BN], gl.float32, S_LAYOUT)
-    else:
-        total = gl.zeros([M], gl.float32, ROWS_S)
-    o = gl.zeros([M, HEAD], gl.float32, O_LAYOUT)
-    mbarrier.wait(full_k.index(0), 0)
-    s = _score(q_smem, k_smem, v_smem, r_smem, 0, S_LAYOUT, M, BN, ROT)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    if ROT == 0:
-        gl.thread_barrier()
-        mbarrier.arrive(empty_k.index(0), count=1)
-    p, m, total, shrink = _softmax(s, m, total, last, key, True, WINDOW, SHARED)
-    if SHARED:
-        _probabilities(r_smem, 0, STAGES, M, BN, ROT).store(p.to(q_smem.dtype))
-        fence_async_shared()
-        p_operand = shrink
-    else:
-        p_operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
-        row_smem.index(1).store(shrink)
-    count = 0
-    if SHARED:
-        for _ in range(1, num_tiles):
-            key += BN
-            count, o, m, total, shrink, p_operand = _step(
-                q_smem, k_smem, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v, count, o, m, total, shrink, p_operand,
-                last, key, True, WINDOW, ROT, M, BN, STAGES, S_LAYOUT, O_LAYOUT,
-            )  # fmt: skip
-    else:  # masks are dear here: 32 scores a thread
-        whole_begin = gl.minimum(gl.maximum(whole_begin, 1), num_tiles)
-        whole_end = gl.minimum(gl.maximum(whole_end, whole_begin), num_tiles)
-        for _ in range(1, whole_begin):
-            key += BN
-            count, o, m, total, shrink, p_operand = _step(
-                q_smem, k_smem, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v, count, o, m, total, shrink, p_operand,
-                last, key, True, WINDOW, ROT, M, BN, STAGES, S_LAYOUT, O_LAYOUT,
-            )  # fmt: skip
-        for _ in range(whole_begin, whole_end):
-            count, o, m, total, shrink, p_operand = _step(
-                q_smem, k_smem, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v, count, o, m, total, shrink, p_operand,
-                last, key, False, WINDOW, ROT, M, BN, STAGES, S_LAYOUT, O_LAYOUT,
-            )  # fmt: skip
-        key += (whole_end - whole_begin) * BN
-        for _ in range(whole_end, num_tiles):
-            key += BN
-            count, o, m, total, shrink, p_operand = _step(
-                q_smem, k_smem, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v, count, o, m, total, shrink, p_operand,
-                last, key, True, WINDOW, ROT, M, BN, STAGES, S_LAYOUT, O_LAYOUT,
-            )  # fmt: skip
-
-    o = o * gl.expand_dims(gl.convert_layout(shrink, ROWS_O), 1)
-    stage = count % STAGES
-    if ROT == 0:
-        mbarrier.wait(full_v.index(stage), (count // STAGES) & 1)
-    written = row_end - (first_key + (num_tiles - 1) * BN)
+def _clear_unwritten(v_smem, stage, written, BN: gl.constexpr, HEAD: gl.constexpr):
+    """Zero the rows of a stage from `written` on: a probability of 0 times NaN would be NaN."""
     if written < BN:
         CLEAR: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
         there = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(1, CLEAR)) < written, 1)
         for column in gl.static_range(0, HEAD, 128):
             part = v_smem.index(stage).slice(column, 128, dim=1)
-            part.store(gl.where(there, part.load(CLEAR), 0.0).to(q_smem.dtype))
+            part.store(gl.where(there, part.load(CLEAR), 0.0).to(v_smem.dtype))
         fence_async_shared()
         gl.thread_barrier()
-    if SHARED:
-        o_next = warpgroup_mma(_probabilities(r_smem, count, STAGES, M, BN, ROT), v_smem.index(stage), o, is_async=True)
-        total_rows = gl.sum(total, 1)
-    else:
-        o_next = warpgroup_mma(p_operand, v_smem.index(stage), o, is_async=True)
-        total_rows = total
-    o = warpgroup_mma_wait(0, deps=(o_next,))
-    return o, total_rows, m
 
 
 @gluon.jit
-def allocate(
-    dtype: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, STAGES: gl.constexpr
-):
+def _value_tile(
+    v_smem, r_smem, row_smem, full, empty_v, ready, taken, count, o, written,
+    IS_LAST: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    O_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    stage = count % STAGES
+    mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+    if IS_LAST:
+        _clear_unwritten(v_smem, stage, written, BN, HEAD)
+    mbarrier.wait(ready.index(count & 1), (count // 2) & 1)
+    o = o * gl.expand_dims(row_smem.index(count & 1).load(gl.SliceLayout(1, O_LAYOUT)), 1)
+    o = warpgroup_mma(_place(r_smem, count, STAGES, M, BN, ROT), v_smem.index(stage), o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=(o,))
+    gl.thread_barrier()
+    mbarrier.arrive(empty_v.index(stage), count=1)
+    mbarrier.arrive(taken.index(count & 1), count=1)
+    return o
+
+
+@gluon.jit
+def value_tiles(
+    v_smem, r_smem, row_smem, full, empty_v, ready, taken, num_tiles, written,
+    HEAD: gl.constexpr, ROT: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, O_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The two multiplying warpgroups: the attention of the rows over `num_tiles` >= 1 key tiles.
+
+    Of the last tile only `written` keys were ever written: whatever lies behind, NaN too, must not get into the sums.
+    `full` are the barriers on which the values arrive.
+    """
+    o = gl.zeros([M, HEAD], gl.float32, O_LAYOUT)
+    for count in range(num_tiles - 1):
+        o = _value_tile(
+            v_smem, r_smem, row_smem, full, empty_v, ready, taken, count, o, written, False, HEAD, ROT, M, BN, STAGES, O_LAYOUT
+        )
+    if ROT > 0:
+        # Over the latent the scores read the same rows: wait until they have before rows are cleared.
+        mbarrier.wait(ready.index((num_tiles - 1) & 1), ((num_tiles - 1) // 2) & 1)
+    o = _value_tile(
+        v_smem, r_smem, row_smem, full, empty_v, ready, taken, num_tiles - 1, o, written, True, HEAD, ROT, M, BN, STAGES, O_LAYOUT
+    )
+    mbarrier.wait(ready.index(3), 0)
+    total = row_smem.index(2).load(gl.SliceLayout(1, O_LAYOUT))
+    return o * gl.expand_dims(1.0 / gl.where(total > 0.0, total, 1.0), 1)
+
+
+@gluon.jit
+def allocate(dtype: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, STAGES: gl.constexpr):
     """Shared memory and barriers of a program."""
     SMEM: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_smem = gl.allocate_shared_memory(dtype, [M, HEAD], SMEM)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BN, HEAD], SMEM)
-    row_smem = gl.allocate_shared_memory(gl.float32, [2, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    row_smem = gl.allocate_shared_memory(gl.float32, [3, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if ROT > 0:
         k_smem = v_smem
         r_smem = gl.allocate_shared_memory(dtype, [STAGES, BN, ROT], SMEM)
@@ -261,13 +213,19 @@ def allocate(
     full_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full_k.index(stage), count=1)
         mbarrier.init(full_v.index(stage), count=1)
         mbarrier.init(empty_k.index(stage), count=1)
         mbarrier.init(empty_v.index(stage), count=1)
+    for place in gl.static_range(4):
+        mbarrier.init(ready.index(place), count=1)
+    for place in gl.static_range(2):
+        mbarrier.init(taken.index(place), count=1)
     fence_async_shared()
-    return q_smem, k_smem, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v
+    return q_smem, k_smem, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v, ready, taken
 
 
 def describe(matrix: Tensor, columns: int) -> TensorDescriptor:

@@ -12,11 +12,11 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from culet.kernels.attention_inputs import PagedKV, RaggedRows
 from culet.kernels.triton.decode import Scratch, join_launch
-from culet.kernels.triton.hopper import KEYS, allocate, attend, describe, fetch_tile, page_matrix, pages_fit
+from culet.kernels.triton.hopper import KEYS, allocate, describe, fetch_tile, page_matrix, pages_fit, score_tiles, value_tiles
 from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.tiles import DecodeTile
 
@@ -120,15 +120,14 @@ def _fetch(
 
 
 @gluon.jit
-def _compute(
-    q_smem, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v,
-    Q, OUT, PARTIAL, LSE, FIRST, ROW_BEGIN, CONTEXT, num_rows, target, stride_q_token, stride_out_token,
+def _values(
+    q_smem, v_smem, r_smem, row_smem, full_k, empty_v, ready, taken,
+    Q, OUT, PARTIAL, FIRST, ROW_BEGIN, CONTEXT, num_rows, target, stride_q_token, stride_out_token,
     ROWS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr,
     MAX_QUERIES: gl.constexpr, M: gl.constexpr, M_TILES: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The two computing warpgroups."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BN // 2, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HEAD // 2, 16])
+    """The multiplying warpgroups; they also bring the queries in and the output, or this split's part of it, out."""
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HEAD // 4, 16])  # wider ones need more registers
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     head = gl.program_id(1)
     _, split, slot, splits, begin, num_queries, context, first, tile_lo, tile_hi = _work(
@@ -137,22 +136,18 @@ def _compute(
     row_first = (gl.program_id(0) % M_TILES) * M
     if (tile_hi > tile_lo) & (row_first < num_queries * GROUP):
         packed = row_first + gl.arange(0, M, gl.SliceLayout(1, LOAD))
-        token = begin + packed // GROUP
         column = gl.arange(0, HEAD, gl.SliceLayout(0, LOAD))
-        q_row = token.to(gl.int64) * stride_q_token + (head * GROUP + packed % GROUP) * HEAD
+        q_row = (begin + packed // GROUP).to(gl.int64) * stride_q_token + (head * GROUP + packed % GROUP) * HEAD
         is_query = gl.expand_dims(packed < num_queries * GROUP, 1)
         q = gl.load(Q + gl.expand_dims(q_row, 1) + gl.expand_dims(column, 0), mask=is_query, other=0.0)
         q_smem.store(q)
         fence_async_shared()
-        packed_s = row_first + gl.arange(0, M, gl.SliceLayout(1, S_LAYOUT))
-        last = context + gl.minimum(packed_s // GROUP, num_queries - 1)
-        o, total, m = attend(
-            q_smem, v_smem, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v,
-            last, first + tile_lo * BN, tile_hi - tile_lo, 0, 0, context + num_queries,
-            0, ROT, HEAD, M, BN, STAGES, S_LAYOUT, O_LAYOUT,
-        )  # fmt: skip
-        scale = gl.convert_layout(1.0 / gl.where(total > 0.0, total, 1.0), gl.SliceLayout(1, O_LAYOUT))
-        o = o * gl.expand_dims(scale, 1)
+        gl.thread_barrier()
+        mbarrier.arrive(ready.index(2), count=1)
+        written = context + num_queries - (first + (tile_hi - 1) * BN)
+        o = value_tiles(
+            v_smem, r_smem, row_smem, full_k, empty_v, ready, taken, tile_hi - tile_lo, written, HEAD, ROT, M, BN, STAGES, O_LAYOUT
+        )
         packed_o = row_first + gl.arange(0, M, gl.SliceLayout(1, O_LAYOUT))
         column_o = gl.expand_dims(gl.arange(0, HEAD, gl.SliceLayout(0, O_LAYOUT)), 0)
         is_row = gl.expand_dims(packed_o < num_queries * GROUP, 1)
@@ -160,10 +155,32 @@ def _compute(
             out_row = (begin + packed_o // GROUP).to(gl.int64) * stride_out_token + (head * GROUP + packed_o % GROUP) * HEAD
             gl.store(OUT + gl.expand_dims(out_row, 1) + column_o, o.to(OUT.dtype.element_ty), mask=is_row)
         else:
-            base = ((slot + split) * KV_HEADS + head) * (MAX_QUERIES * GROUP)
-            gl.store(LSE + base + packed_s, m + gl.log2(total), mask=packed_s < num_queries * GROUP)
-            part_row = (base + packed_o).to(gl.int64) * HEAD
+            part_row = (((slot + split) * KV_HEADS + head) * (MAX_QUERIES * GROUP) + packed_o).to(gl.int64) * HEAD
             gl.store(PARTIAL + gl.expand_dims(part_row, 1) + column_o, o, mask=is_row)
+
+
+@gluon.jit
+def _scores(
+    q_smem, v_smem, r_smem, row_smem, full_k, empty_k, ready, taken, LSE, FIRST, ROW_BEGIN, CONTEXT, num_rows, target,
+    ROWS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, ROT: gl.constexpr,
+    MAX_QUERIES: gl.constexpr, M: gl.constexpr, M_TILES: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The scoring warpgroup."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    _, split, slot, splits, _, num_queries, context, first, tile_lo, tile_hi = _work(
+        ROW_BEGIN, CONTEXT, FIRST, num_rows, target, ROWS, BN, MAX_QUERIES, M_TILES, 4
+    )
+    row_first = (gl.program_id(0) % M_TILES) * M
+    if (tile_hi > tile_lo) & (row_first < num_queries * GROUP):
+        packed = row_first + gl.arange(0, M, gl.SliceLayout(1, S_LAYOUT))
+        last = context + gl.minimum(packed // GROUP, num_queries - 1)
+        total, m = score_tiles(
+            q_smem, v_smem, v_smem, r_smem, row_smem, full_k, empty_k, ready, taken, last, first + tile_lo * BN, tile_hi - tile_lo,
+            0, ROT, M, BN, STAGES, S_LAYOUT,
+        )  # fmt: skip
+        if splits > 1:
+            base = ((slot + split) * KV_HEADS + gl.program_id(1)) * (MAX_QUERIES * GROUP)
+            gl.store(LSE + base + packed, m + gl.log2(total), mask=packed < num_queries * GROUP)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "target", "stride_table", "page_rows"])
@@ -174,30 +191,28 @@ def _decode_hopper(
     MAX_QUERIES: gl.constexpr, M: gl.constexpr, M_TILES: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One split of one row for one KV head, M packed rows of it."""
-    q_smem, _, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v = allocate(
+    q_smem, _, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v, ready, taken = allocate(
         Q.dtype.element_ty, M, BN, HEAD, ROT, STAGES
     )
     gl.warp_specialize(
         [
-            (
-                _compute,
-                (
-                    q_smem, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v,
-                    Q, OUT, PARTIAL, LSE, FIRST, ROW_BEGIN, CONTEXT, num_rows, target, stride_q_token, stride_out_token,
-                    ROWS, KV_HEADS, GROUP, HEAD, ROT, MAX_QUERIES, M, M_TILES, BN, STAGES,
-                ),
-            ),
-            (
-                _fetch,
-                (
-                    V_DESC, R_DESC, v_smem, r_smem, full_k, full_v, empty_k, empty_v,
-                    PAGES, FIRST, ROW_BEGIN, CONTEXT, num_rows, target, stride_table, page_rows,
-                    ROWS, GROUP, ROT, PAGE, MAX_QUERIES, M, M_TILES, BN, STAGES,
-                ),
-            ),
+            (_values, (
+                q_smem, v_smem, r_smem, row_smem, full_k, empty_v, ready, taken,
+                Q, OUT, PARTIAL, FIRST, ROW_BEGIN, CONTEXT, num_rows, target, stride_q_token, stride_out_token,
+                ROWS, KV_HEADS, GROUP, HEAD, ROT, MAX_QUERIES, M, M_TILES, BN, STAGES,
+            )),
+            (_scores, (
+                q_smem, v_smem, r_smem, row_smem, full_k, empty_k, ready, taken, LSE, FIRST, ROW_BEGIN, CONTEXT, num_rows, target,
+                ROWS, KV_HEADS, GROUP, ROT, MAX_QUERIES, M, M_TILES, BN, STAGES,
+            )),
+            (_fetch, (
+                V_DESC, R_DESC, v_smem, r_smem, full_k, full_v, empty_k, empty_v,
+                PAGES, FIRST, ROW_BEGIN, CONTEXT, num_rows, target, stride_table, page_rows,
+                ROWS, GROUP, ROT, PAGE, MAX_QUERIES, M, M_TILES, BN, STAGES,
+            )),
         ],
-        [1],
-        [40],
+        [4, 1],
+        [120, 40],
     )  # fmt: skip
 
 

@@ -1,4 +1,8 @@
-"""Prefill on Hopper: a tile of packed query rows per program, keys all from pages or all from the fresh tensors, text rule."""
+"""Prefill on Hopper: a tile of packed query rows per program, keys all from pages or all from the fresh tensors, text rule.
+
+Head dim 512 takes 64 rows through the three roles of `hopper.py`. Head dim 256 takes 128 rows, 64 for each of two warpgroups that
+both score and multiply: while the values of tile i are multiplied, the scores of tile i + 1 pass through the softmax.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +11,42 @@ from typing import Any
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from culet.kernels.attention_inputs import PagedKV, RaggedRows
-from culet.kernels.triton.hopper import KEYS, allocate, attend, describe, fetch_tile, page_matrix, pages_fit
+from culet.kernels.attention_inputs import PagedKV
+from culet.kernels.triton.hopper import (
+    KEYS,
+    UNSEEN,
+    allocate,
+    describe,
+    fetch_tile,
+    page_matrix,
+    pages_fit,
+    score,
+    score_tiles,
+    softmax,
+    value_tiles,
+)
 from culet.kernels.triton.launch import Launch
 
 
 @gluon.jit
-def _span(
-    TILES, ROW_BEGIN, CONTEXT, FIRST, num_kv_heads,
-    WINDOW: gl.constexpr, QUERIES: gl.constexpr, BN: gl.constexpr, PAGED: gl.constexpr,
-):  # fmt: skip
+def _span(TILES, num_kv_heads, WINDOW: gl.constexpr, QUERIES: gl.constexpr, BN: gl.constexpr, PAGED: gl.constexpr):
     """This program's row, queries, first token and position; position of key tile 0, and the key tiles in sight."""
-    tile_id = gl.program_id(0) // num_kv_heads
-    row = gl.load(TILES + tile_id * 2)
-    query_begin = gl.load(TILES + tile_id * 2 + 1)
-    begin = gl.load(ROW_BEGIN + row)
-    num_queries = gl.load(ROW_BEGIN + row + 1) - begin
-    context = gl.load(CONTEXT + row)
-    origin = gl.load(FIRST + row) if PAGED else context
+    tile = TILES + gl.program_id(0) // num_kv_heads * 5
+    row = gl.load(tile)
+    query_begin = gl.load(tile + 1)
+    begin = gl.load(tile + 2)
+    num_queries = gl.load(tile + 3)
+    context = gl.load(tile + 4)
+    origin = context
+    if PAGED:
+        origin = context * 0  # pages are read here by groups without a window, whose tables begin at position 0
     hi = context + gl.minimum(query_begin + QUERIES, num_queries)
     lo = origin
     if WINDOW > 0:
@@ -37,13 +57,13 @@ def _span(
 @gluon.jit
 def _fetch(
     K_DESC, V_DESC, R_DESC, k_smem, v_smem, r_smem, full_k, full_v, empty_k, empty_v,
-    TILES, PAGES, FIRST, ROW_BEGIN, CONTEXT, num_kv_heads, stride_table, page_rows,
+    TILES, PAGES, num_kv_heads, stride_table, page_rows,
     WIDTH: gl.constexpr, ROT: gl.constexpr, PAGE: gl.constexpr, WINDOW: gl.constexpr,
     QUERIES: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
     """The fetching warp."""
     head = gl.program_id(0) % num_kv_heads
-    row, _, _, begin, _, _, tile_lo, tile_hi = _span(TILES, ROW_BEGIN, CONTEXT, FIRST, num_kv_heads, WINDOW, QUERIES, BN, PAGED)
+    row, _, _, begin, _, _, tile_lo, tile_hi = _span(TILES, num_kv_heads, WINDOW, QUERIES, BN, PAGED)
     for tile in range(tile_lo, tile_hi):
         if PAGED:
             page = gl.load(PAGES + row * stride_table + tile * BN // PAGE)
@@ -58,83 +78,219 @@ def _fetch(
 
 
 @gluon.jit
-def _compute(
-    q_smem, k_smem, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v,
-    Q, OUT, TILES, FIRST, ROW_BEGIN, CONTEXT, num_kv_heads, stride_q_token, stride_out_token,
-    GROUP: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, WINDOW: gl.constexpr,
-    M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr,
-):  # fmt: skip
-    """The two computing warpgroups."""
-    SHARED: gl.constexpr = M == 64
-    WARPS: gl.constexpr = [4, 2] if SHARED else [8, 1]
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS, [16, BN // 2 if SHARED else BN, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS, [16, HEAD // 2 if SHARED else HEAD, 16])
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
-    QUERIES: gl.constexpr = M // GROUP
-    head = gl.program_id(0) % num_kv_heads
-    _, query_begin, num_queries, begin, context, origin, tile_lo, tile_hi = _span(
-        TILES, ROW_BEGIN, CONTEXT, FIRST, num_kv_heads, WINDOW, QUERIES, BN, PAGED
-    )
+def _packed_rows(
+    head, query_begin, num_queries, begin, stride, M: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, LOAD: gl.constexpr
+):
+    """Element offsets [M, HEAD] of the packed rows in a tensor [T, N, H], and which rows are there; others repeat the last."""
     packed = gl.arange(0, M, gl.SliceLayout(1, LOAD))
     query = query_begin + packed // GROUP
     token = (begin + gl.minimum(query, num_queries - 1)).to(gl.int64)
-    query_head = head * GROUP + packed % GROUP
+    offset = token * stride + (head * GROUP + packed % GROUP) * HEAD
     column = gl.arange(0, HEAD, gl.SliceLayout(0, LOAD))
-    q = gl.load(Q + gl.expand_dims(token * stride_q_token + query_head * HEAD, 1) + gl.expand_dims(column, 0))
-    q_smem.store(q)
+    return gl.expand_dims(offset, 1) + gl.expand_dims(column, 0), gl.expand_dims(query < num_queries, 1)
+
+
+@gluon.jit
+def _values(
+    q_smem, v_smem, r_smem, row_smem, full, empty_v, ready, taken, Q, OUT, TILES, num_kv_heads, stride_q_token, stride_out_token,
+    GROUP: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, WINDOW: gl.constexpr,
+    M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr,
+):  # fmt: skip
+    """The multiplying warpgroups at head dim 512; they also bring the queries in and the output out."""
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HEAD // 4, 16])  # wider ones need more registers
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+    head = gl.program_id(0) % num_kv_heads
+    _, query_begin, num_queries, begin, context, origin, tile_lo, tile_hi = _span(
+        TILES, num_kv_heads, WINDOW, M // GROUP, BN, PAGED
+    )
+    offset, _ = _packed_rows(head, query_begin, num_queries, begin, stride_q_token, M, GROUP, HEAD, LOAD)
+    q_smem.store(gl.load(Q + offset))
     fence_async_shared()
-    last = context + gl.minimum(query_begin + gl.arange(0, M, gl.SliceLayout(1, S_LAYOUT)) // GROUP, num_queries - 1)
-    first_seen = context + query_begin  # last key of the tile's first query
-    last_seen = context + gl.minimum(query_begin + QUERIES, num_queries) - 1
-    first_key = origin + tile_lo * BN
-    whole_begin = 0
-    if WINDOW > 0:
-        whole_begin = (gl.maximum(last_seen - WINDOW + 1 - first_key, 0) + BN - 1) // BN
-    o, total, _ = attend(
-        q_smem, k_smem, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v,
-        last, first_key, tile_hi - tile_lo, whole_begin, (first_seen + 1 - first_key) // BN, context + num_queries,
-        WINDOW, ROT, HEAD, M, BN, STAGES, S_LAYOUT, O_LAYOUT,
-    )  # fmt: skip
-    o = o * gl.expand_dims(gl.convert_layout(1.0 / total, gl.SliceLayout(1, O_LAYOUT)), 1)
+    gl.thread_barrier()
+    mbarrier.arrive(ready.index(2), count=1)
+    written = context + num_queries - (origin + (tile_hi - 1) * BN)
+    o = value_tiles(
+        v_smem, r_smem, row_smem, full, empty_v, ready, taken, tile_hi - tile_lo, written, HEAD, ROT, M, BN, STAGES, O_LAYOUT
+    )
     q_smem.store(o.to(Q.dtype.element_ty))  # the queries are done with: through their place, so that rows leave whole
-    result = q_smem.load(LOAD)
-    out = OUT + gl.expand_dims(token * stride_out_token + query_head * HEAD, 1) + gl.expand_dims(column, 0)
-    gl.store(out, result, mask=gl.expand_dims(query < num_queries, 1))
+    offset, is_row = _packed_rows(head, query_begin, num_queries, begin, stride_out_token, M, GROUP, HEAD, LOAD)
+    gl.store(OUT + offset, q_smem.load(LOAD), mask=is_row)
+
+
+@gluon.jit
+def _scores(
+    q_smem, k_smem, v_smem, r_smem, row_smem, full_k, empty_k, ready, taken, TILES, num_kv_heads,
+    GROUP: gl.constexpr, ROT: gl.constexpr, WINDOW: gl.constexpr,
+    M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr,
+):  # fmt: skip
+    """The scoring warpgroup at head dim 512."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    _, query_begin, num_queries, _, context, origin, tile_lo, tile_hi = _span(
+        TILES, num_kv_heads, WINDOW, M // GROUP, BN, PAGED
+    )
+    last = context + gl.minimum(query_begin + gl.arange(0, M, gl.SliceLayout(1, S_LAYOUT)) // GROUP, num_queries - 1)
+    score_tiles(
+        q_smem, k_smem, v_smem, r_smem, row_smem, full_k, empty_k, ready, taken, last, origin + tile_lo * BN, tile_hi - tile_lo,
+        WINDOW, ROT, M, BN, STAGES, S_LAYOUT,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _step(
+    q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, count, o, m, total, p_operand, last, key,
+    MASKED: gl.constexpr, WINDOW: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Multiply the values of tile `count` while tile count + 1 is scored and passes through the softmax."""
+    stage = count % STAGES
+    after = (count + 1) % STAGES
+    mbarrier.wait(full_k.index(after), ((count + 1) // STAGES) & 1)
+    s = score(q_smem, k_smem, v_smem, v_smem, after, S_LAYOUT, M, BN, 0)
+    o = o * gl.expand_dims(row_smem.index(1).load(gl.SliceLayout(1, O_LAYOUT)), 1)
+    mbarrier.wait(full_v.index(stage), (count // STAGES) & 1)
+    o_next = warpgroup_mma(p_operand, v_smem.index(stage), o, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    gl.thread_barrier()
+    mbarrier.arrive(empty_k.index(after), count=1)
+    p, m, total, shrink = softmax(s, m, total, last, key, MASKED, WINDOW)
+    p_next = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
+    # These keep work where it is written, since the assembler does not move stores over the fence: the sum, that nobody
+    # reads, keeps the softmax beside the multiplication of the values; the factor, read back once the next scores are
+    # issued, keeps the shrinking of o beside those.
+    row_smem.index(0).store(total)
+    row_smem.index(1).store(shrink)
+    fence_async_shared()
+    o = warpgroup_mma_wait(0, deps=(o_next,))
+    gl.thread_barrier()
+    mbarrier.arrive(empty_v.index(stage), count=1)
+    return count + 1, o, m, total, p_next
+
+
+@gluon.jit
+def _compute(
+    q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v,
+    Q, OUT, TILES, num_kv_heads, stride_q_token, stride_out_token,
+    GROUP: gl.constexpr, HEAD: gl.constexpr, WINDOW: gl.constexpr,
+    M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr,
+):  # fmt: skip
+    """The two computing warpgroups at head dim 256."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BN, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HEAD, 16])
+    ROWS_S: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    ROWS_O: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+    QUERIES: gl.constexpr = M // GROUP
+    head = gl.program_id(0) % num_kv_heads
+    _, query_begin, num_queries, begin, context, origin, tile_lo, tile_hi = _span(TILES, num_kv_heads, WINDOW, QUERIES, BN, PAGED)
+    offset, _ = _packed_rows(head, query_begin, num_queries, begin, stride_q_token, M, GROUP, HEAD, LOAD)
+    q_smem.store(gl.load(Q + offset))
+    fence_async_shared()
+    last = context + gl.minimum(query_begin + gl.arange(0, M, ROWS_S) // GROUP, num_queries - 1)
+    first_key = origin + tile_lo * BN
+    num_tiles = tile_hi - tile_lo
+    # Tiles whole_begin .. whole_end - 1 are seen whole by every row: masks are dear here, 32 scores a thread.
+    whole_begin = 1
+    if WINDOW > 0:
+        last_seen = context + gl.minimum(query_begin + QUERIES, num_queries) - 1
+        whole_begin = gl.maximum((gl.maximum(last_seen - WINDOW + 1 - first_key, 0) + BN - 1) // BN, 1)
+    whole_begin = gl.minimum(whole_begin, num_tiles)
+    whole_end = gl.minimum(gl.maximum((context + query_begin + 1 - first_key) // BN, whole_begin), num_tiles)
+
+    key = first_key + gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT))
+    m = gl.full([M], UNSEEN, gl.float32, ROWS_S)
+    total = gl.zeros([M], gl.float32, ROWS_S)
+    o = gl.zeros([M, HEAD], gl.float32, O_LAYOUT)
+    mbarrier.wait(full_k.index(0), 0)
+    s = score(q_smem, k_smem, v_smem, v_smem, 0, S_LAYOUT, M, BN, 0)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    gl.thread_barrier()
+    mbarrier.arrive(empty_k.index(0), count=1)
+    p, m, total, shrink = softmax(s, m, total, last, key, True, WINDOW)
+    p_operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
+    row_smem.index(1).store(shrink)
+    count = 0
+    for _ in range(1, whole_begin):
+        key += BN
+        count, o, m, total, p_operand = _step(
+            q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, count, o, m, total, p_operand, last, key,
+            True, WINDOW, M, BN, STAGES, S_LAYOUT, O_LAYOUT,
+        )  # fmt: skip
+    for _ in range(whole_begin, whole_end):
+        count, o, m, total, p_operand = _step(
+            q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, count, o, m, total, p_operand, last, key,
+            False, WINDOW, M, BN, STAGES, S_LAYOUT, O_LAYOUT,
+        )  # fmt: skip
+    key += (whole_end - whole_begin) * BN
+    for _ in range(whole_end, num_tiles):
+        key += BN
+        count, o, m, total, p_operand = _step(
+            q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, count, o, m, total, p_operand, last, key,
+            True, WINDOW, M, BN, STAGES, S_LAYOUT, O_LAYOUT,
+        )  # fmt: skip
+
+    o = o * gl.expand_dims(row_smem.index(1).load(ROWS_O), 1)
+    stage = count % STAGES
+    mbarrier.wait(full_v.index(stage), (count // STAGES) & 1)
+    written = context + num_queries - (first_key + (num_tiles - 1) * BN)
+    if written < BN:  # behind lie other rows' keys: a probability of 0 times NaN would be NaN
+        there = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(1, LOAD)) < written, 1)
+        rows = v_smem.index(stage)
+        rows.store(gl.where(there, rows.load(LOAD), 0.0).to(q_smem.dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+    o = warpgroup_mma(p_operand, v_smem.index(stage), o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=(o,))
+    o = o * gl.expand_dims(gl.convert_layout(1.0 / total, ROWS_O), 1)
+    q_smem.store(o.to(Q.dtype.element_ty))
+    offset, is_row = _packed_rows(head, query_begin, num_queries, begin, stride_out_token, M, GROUP, HEAD, LOAD)
+    gl.store(OUT + offset, q_smem.load(LOAD), mask=is_row)
 
 
 @gluon.jit(do_not_specialize=["num_kv_heads", "stride_table", "page_rows"])
 def _prefill_hopper(
-    K_DESC, V_DESC, R_DESC, Q, OUT, TILES, PAGES, FIRST, ROW_BEGIN, CONTEXT,
-    num_kv_heads, stride_table, page_rows, stride_q_token, stride_out_token,
+    K_DESC, V_DESC, R_DESC, Q, OUT, TILES, PAGES, num_kv_heads, stride_table, page_rows, stride_q_token, stride_out_token,
     GROUP: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, PAGE: gl.constexpr,
     WINDOW: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
     """One query tile and KV head. ROT > 0: latent rows v_rot | nope | k_rot, V_DESC their first HEAD columns."""
-    q_smem, k_smem, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v = allocate(
+    q_smem, k_smem, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v, ready, taken = allocate(
         Q.dtype.element_ty, M, BN, HEAD, ROT, STAGES
     )
-    gl.warp_specialize(
-        [
-            (
-                _compute,
-                (
-                    q_smem, k_smem, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v,
-                    Q, OUT, TILES, FIRST, ROW_BEGIN, CONTEXT, num_kv_heads, stride_q_token, stride_out_token,
-                    GROUP, HEAD, ROT, WINDOW, M, BN, STAGES, PAGED,
-                ),
-            ),
-            (
-                _fetch,
-                (
+    if M == 64:
+        full = full_k if ROT > 0 else full_v
+        gl.warp_specialize(
+            [
+                (_values, (
+                    q_smem, v_smem, r_smem, row_smem, full, empty_v, ready, taken, Q, OUT, TILES, num_kv_heads,
+                    stride_q_token, stride_out_token, GROUP, HEAD, ROT, WINDOW, M, BN, STAGES, PAGED,
+                )),
+                (_scores, (
+                    q_smem, k_smem, v_smem, r_smem, row_smem, full_k, empty_k, ready, taken, TILES, num_kv_heads,
+                    GROUP, ROT, WINDOW, M, BN, STAGES, PAGED,
+                )),
+                (_fetch, (
                     K_DESC, V_DESC, R_DESC, k_smem, v_smem, r_smem, full_k, full_v, empty_k, empty_v,
-                    TILES, PAGES, FIRST, ROW_BEGIN, CONTEXT, num_kv_heads, stride_table, page_rows,
-                    HEAD + ROT, ROT, PAGE, WINDOW, M // GROUP, BN, STAGES, PAGED,
-                ),
-            ),
-        ],
-        [1],
-        [24],
-    )  # fmt: skip
+                    TILES, PAGES, num_kv_heads, stride_table, page_rows, HEAD + ROT, ROT, PAGE, WINDOW, M // GROUP, BN, STAGES, PAGED,
+                )),
+            ],
+            [4, 1],
+            [128, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_compute, (
+                    q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, Q, OUT, TILES, num_kv_heads,
+                    stride_q_token, stride_out_token, GROUP, HEAD, WINDOW, M, BN, STAGES, PAGED,
+                )),
+                (_fetch, (
+                    K_DESC, V_DESC, R_DESC, k_smem, v_smem, r_smem, full_k, full_v, empty_k, empty_v,
+                    TILES, PAGES, num_kv_heads, stride_table, page_rows, HEAD + ROT, ROT, PAGE, WINDOW, M // GROUP, BN, STAGES, PAGED,
+                )),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
 
 
 def hopper_prefill_rows(head_dim: int) -> int:
@@ -143,28 +299,24 @@ def hopper_prefill_rows(head_dim: int) -> int:
 
 
 def hopper_prefill_serves(kv: PagedKV, group: int, *, fresh: bool) -> bool:
-    """Whether this kernel takes the shape, with all keys from the fresh tensors or from pages."""
+    """Whether this kernel takes the shape, with all keys from the fresh tensors or from pages (of groups without a window)."""
     if kv.head_dim not in (256, 512) or hopper_prefill_rows(kv.head_dim) % group or (kv.is_latent and kv.head_dim != 512):
         return False
-    return fresh or pages_fit(kv)
+    return fresh or (kv.window is None and pages_fit(kv))
 
 
 def hopper_prefill_launch(
-    q_TNH: Tensor,
-    kv: PagedKV,
-    rows: RaggedRows,
-    tiles_X2: Tensor,
-    *,
-    fresh: tuple[Tensor, Tensor] | None,
-    out_TNH: Tensor,
+    q_TNH: Tensor, kv: PagedKV, tiles_X5: Tensor, *, fresh: tuple[Tensor, Tensor] | None, out_TNH: Tensor
 ) -> Launch:
     """The launch for tiles (of `query_tiles`) whose keys all come from `fresh`, or without it all from pages."""
     head_dim, num_kv_heads, rotated = kv.head_dim, kv.num_kv_heads, kv.width - kv.head_dim
+    assert q_TNH.stride(1) == out_TNH.stride(1) == head_dim, "heads of a token must be contiguous"
     if fresh is None:
         keys, values = page_matrix(kv.planes[0]), page_matrix(kv.planes[-1])
     else:
         # Over the latent, v_TGH begins where the whole rows do.
         whole = (fresh[1], fresh[1]) if rotated else fresh
+        assert all(part.stride(1) == kv.width for part in whole), "fresh heads of a token must be contiguous"
         keys, values = (part.as_strided((part.shape[0], num_kv_heads * kv.width), (part.stride(0), 1)) for part in whole)
     v_desc = describe(values, head_dim)
     arguments: dict[str, Any] = {
@@ -173,11 +325,8 @@ def hopper_prefill_launch(
         "R_DESC": describe(values, rotated) if rotated else v_desc,
         "Q": q_TNH,
         "OUT": out_TNH,
-        "TILES": tiles_X2,
+        "TILES": tiles_X5,
         "PAGES": kv.pages_BP,
-        "FIRST": kv.first_B,
-        "ROW_BEGIN": rows.row_begin_B1,
-        "CONTEXT": rows.context_B,
         "num_kv_heads": num_kv_heads,
         "stride_table": kv.pages_BP.stride(0),
         "page_rows": kv.planes.stride(1) // kv.width,
@@ -193,4 +342,4 @@ def hopper_prefill_launch(
         "STAGES": 2 if rotated or head_dim == 256 else 1,
         "PAGED": fresh is None,
     }
-    return Launch(_prefill_hopper, (tiles_X2.shape[0] * num_kv_heads,), arguments, {"num_warps": 8})
+    return Launch(_prefill_hopper, (tiles_X5.shape[0] * num_kv_heads,), arguments, {"num_warps": 8})

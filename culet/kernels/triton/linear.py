@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.chain import enter, is_chained, options
+from culet.kernels.triton.chain import enter, is_chained, options, shared_memory, stages_that_fit
 from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.maths import cap_tanh, gelu
 from culet.kernels.triton.pointwise import gelu_gate, gelu_mul, softcap
@@ -266,7 +266,7 @@ def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue: int = PLAIN, **extra: Any) -> Launch:
-    """The launch of `tile` for these tensors. `extra`: factor (GELU_TIMES), softcap (SOFTCAP), pdl."""
+    """The launch of `tile` for these tensors. `extra`: factor (GELU_TIMES), softcap (SOFTCAP), pdl, shared (bytes)."""
     num_tokens, size_k = x_MK.shape
     num_rows = out.shape[1]
     factor, softcap, pdl = extra.get("factor"), float(extra.get("softcap") or 1.0), bool(extra.get("pdl", False))
@@ -295,6 +295,9 @@ def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue:
         return Launch(_rows_kernel, (tiles,), common, options(tile.num_warps, pdl))
     common["BLOCK_M"] = max(MIN_COLUMNS, triton.next_power_of_2(num_tokens))
     common["SPLIT_K"] = tile.split_k
+    rows_per_stage = common["BLOCK_M"] + tile.block_n * (2 if epilogue == GATED else 1)
+    limit = int(extra.get("shared") or shared_memory(x_MK.device))
+    common["STAGES"] = stages_that_fit(tile.num_stages, rows_per_stage * tile.block_k * x_MK.element_size(), limit)
     parts, arrivals = (out, out) if tile.split_k == 1 else workspace(x_MK.device)
     if tile.split_k > 1:
         planes = tile.split_k * (2 if epilogue == GATED else 1)
@@ -305,8 +308,8 @@ def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue:
     )
 
 
-# Which kernel serves which shape, by measurement on an H200 (docs/LOG.md): 1 to 32 tokens, the models' shapes, each launch
-# after a small kernel that makes its input. More tokens are cuBLAS's.
+# Which kernel serves which shape, by measurement on an H200 (docs/LOG.md): 1 to 32 tokens, the shapes of all five models, each
+# launch after a small kernel that makes its input. More tokens are cuBLAS's.
 MAX_TOKENS = 32
 ENOUGH_PROGRAMS = 128  # K is split until there are as many; more parts cost more than they spread
 
@@ -316,20 +319,17 @@ def choose_tile(num_tokens: int, num_rows: int, size_k: int, epilogue: int = PLA
     if num_tokens > MAX_TOKENS or size_k % 64:
         return Tile("cublas")
     is_gated = epilogue == GATED
-    if num_tokens == 1 and (num_rows < (4096 if is_gated else 8192) or num_rows > 1 << 16):
-        return Tile("rows", 4, min(1024, triton.next_power_of_2(size_k)))
-    if num_tokens == 2 and num_rows <= 2560 and not is_gated:
-        return Tile("rows", 4, min(1024, triton.next_power_of_2(size_k)))
-    programs, block_k, num_stages = triton.cdiv(num_rows, 64), 128, 3 if is_gated else 4
-    if is_gated and programs < ENOUGH_PROGRAMS:
-        if num_tokens > 16:
-            return Tile("tiles", 16, 256, 2, 3, 2)
-        return Tile("tiles", 64, 128, 4, 3, _split(programs, 2 * ENOUGH_PROGRAMS, size_k // 128))
-    if is_gated and num_tokens > 16 and programs < 2 * ENOUGH_PROGRAMS:
-        block_k, num_stages = 64, 4  # so that two programs fit a multiprocessor: all run at once
-    if num_tokens > 16 and epilogue == PLAIN and num_rows * size_k < 6 << 20:
-        return Tile("cublas")
-    return Tile("tiles", 64, block_k, 4, num_stages, 1 if is_gated else _split(programs, ENOUGH_PROGRAMS, size_k // 128))
+    by_rows = num_tokens == 1 and (num_rows <= (4096 if is_gated else 8192) or num_rows > 1 << 16)
+    if by_rows or (num_tokens == 2 and num_rows <= 2560 and not is_gated):
+        # Long rows of a narrow matrix: fewer of them in a program, so that there are enough programs.
+        return Tile("rows", 2 if size_k > 8192 and num_rows <= 4096 else 4, min(1024, triton.next_power_of_2(size_k)))
+    programs = triton.cdiv(num_rows, 64)
+    split = _split(programs, ENOUGH_PROGRAMS, size_k // 128)
+    if not is_gated:
+        return Tile("tiles", 64, 128, 4, 4, split)
+    if programs < ENOUGH_PROGRAMS or (num_tokens > 16 and programs < 2 * ENOUGH_PROGRAMS):
+        return Tile("tiles", 64, 64, 4, 4, split)  # two programs to a multiprocessor, so that all run at once
+    return Tile("tiles", 64, 128, 4, 3, split)
 
 
 def _split(programs: int, wanted: int, steps: int) -> int:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.chain import enter, is_chained, options
+from culet.kernels.triton.chain import enter, is_chained, options, shared_memory, stages_that_fit
 from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.maths import gelu
 
@@ -272,12 +272,12 @@ def _combine_kernel(
 
 # Measured on an H200, 128 experts of 704, 8 a token, hidden 2816 (docs/LOG.md).
 ASSIGNED_TOKENS = 4  # up to this many tokens go by assignment
-UP_ROWS = RowTile(8, 256, 4)
+UP_ROWS, UP_ROWS_ONE = RowTile(4, 256, 4), RowTile(8, 256, 4)  # the second at one token
 DOWN_ROWS = RowTile(8, 1024, 4)
 UP_TILES = {
     16: GroupTile(16, 64, 128, 4, 3),
     32: GroupTile(32, 64, 128, 4, 3),
-    64: GroupTile(64, 64, 64, 4, 4),
+    64: GroupTile(64, 64, 64, 4, 3),
     128: GroupTile(128, 64, 64, 8, 3),
 }
 DOWN_TILES = {
@@ -295,7 +295,7 @@ def describe_assigned(
     """The two launches by assignment. `extra`: up and down (RowTile), pdl."""
     num_tokens, top_k = ids_TK.shape
     _, size, width = down_EDF.shape
-    up, down = extra.get("up", UP_ROWS), extra.get("down", DOWN_ROWS)
+    up, down = extra.get("up", UP_ROWS_ONE if num_tokens == 1 else UP_ROWS), extra.get("down", DOWN_ROWS)
     hidden = torch.empty(num_tokens * top_k, width, dtype=x_TD.dtype, device=x_TD.device)
     shape = {"D": size, "F": width, "TOP_K": top_k, "PDL": bool(extra.get("pdl", False))}
     first = {"x": x_TD, "ids": ids_TK, "gate_up": gate_up_EFD, "hidden": hidden, "x_stride": x_TD.stride(0), **shape}
@@ -327,7 +327,7 @@ def describe_assigned(
 def describe_grouped(
     x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, y_TD: Tensor, **extra: Any
 ) -> list[Launch]:
-    """The four launches by groups. `extra`: up and down (GroupTile), pdl."""
+    """The four launches by groups. `extra`: up and down (GroupTile), pdl, shared (bytes)."""
     num_tokens, top_k = ids_TK.shape
     num_experts, size, width = down_EDF.shape
     assigned = num_tokens * top_k
@@ -348,9 +348,9 @@ def describe_grouped(
     grouping = {"ids": ids_TK, "A": assigned, "T": num_tokens, "CHUNK": chunk, "PDL": pdl, **lists}
     block_d = min(1024, triton.next_power_of_2(size))
     return [
-        Launch(_group_kernel, (num_experts,), grouping, options(group_warps, bool(extra.get("pdl", False)))),
-        _grouped(_grouped_up_kernel, width, assigned, num_experts, up, first, extra),
-        _grouped(_grouped_down_kernel, size, assigned, num_experts, down, second, extra),
+        Launch(_group_kernel, (num_experts,), grouping, options(group_warps, pdl)),
+        _grouped(_grouped_up_kernel, width, up, first, pdl=pdl, shared=extra.get("shared")),
+        _grouped(_grouped_down_kernel, size, down, second, pdl=pdl, shared=extra.get("shared")),
         Launch(
             _combine_kernel,
             (num_tokens, triton.cdiv(size, block_d)),
@@ -360,18 +360,16 @@ def describe_grouped(
     ]
 
 
-def _grouped(
-    kernel: Any, outputs: int, assigned: int, num_experts: int, tile: GroupTile, arguments: dict[str, Any], extra: Any
-) -> Launch:
+def _grouped(kernel: Any, outputs: int, tile: GroupTile, arguments: dict[str, Any], **extra: Any) -> Launch:
     """A grouped launch over as many blocks as there can be: those without assignments return at once."""
-    blocks = min(assigned, assigned // tile.block_m + num_experts)
-    sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "STAGES": tile.num_stages}
-    return Launch(
-        kernel,
-        (triton.cdiv(outputs, tile.block_n), blocks),
-        {**arguments, **sizes},
-        options(tile.num_warps, bool(extra.get("pdl", False))),
-    )
+    hidden, num_experts, pdl = arguments["hidden"], arguments["E"], bool(extra.get("pdl", False))
+    blocks = min(hidden.shape[0], hidden.shape[0] // tile.block_m + num_experts)
+    rows = tile.block_m + tile.block_n * (2 if "gate_up" in arguments else 1)
+    limit = int(extra.get("shared") or shared_memory(hidden.device))
+    stages = stages_that_fit(tile.num_stages, rows * tile.block_k * hidden.element_size(), limit)
+    sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "STAGES": stages}
+    grid = (triton.cdiv(outputs, tile.block_n), blocks)
+    return Launch(kernel, grid, {**arguments, **sizes}, options(tile.num_warps, pdl))
 
 
 def experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> Tensor:

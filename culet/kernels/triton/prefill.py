@@ -35,7 +35,7 @@ def _softmax_step(s, m, total, key, seen_lo, seen_hi, is_edge):
 
 @triton.jit(do_not_specialize=["num_tokens", "stride_table"])
 def _prefill(
-    Q, K, V, FRESH_K, FRESH_V, TILES, PAGES, FIRST, ROW_BEGIN, CONTEXT, VISIBLE, OUT,
+    Q, K, V, FRESH_K, FRESH_V, TILES, PAGES, FIRST, VISIBLE, OUT,
     num_tokens, stride_table, stride_page, stride_fresh, stride_q_token, stride_out_token,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, HAS_FRESH: tl.constexpr, HAS_VISIBLE: tl.constexpr,
@@ -43,15 +43,15 @@ def _prefill(
     """One tile of M packed rows against the keys it sees. ROT > 0: latent rows v_rot | nope | k_rot, ROT wide at both ends."""
     head = tl.program_id(0) % KV_HEADS
     tile_id = tl.program_id(0) // KV_HEADS
-    row = tl.load(TILES + tile_id * 2)
-    query_begin = tl.load(TILES + tile_id * 2 + 1)
+    row = tl.load(TILES + tile_id * 5)
+    query_begin = tl.load(TILES + tile_id * 5 + 1)
+    begin = tl.load(TILES + tile_id * 5 + 2)
+    num_queries = tl.load(TILES + tile_id * 5 + 3)
+    context = tl.load(TILES + tile_id * 5 + 4)
     LATENT: tl.constexpr = ROT > 0
     WIDTH: tl.constexpr = HEAD + ROT
     PART_B: tl.constexpr = 2 * ROT if LATENT else HEAD
 
-    begin = tl.load(ROW_BEGIN + row)
-    num_queries = tl.load(ROW_BEGIN + row + 1) - begin
-    context = tl.load(CONTEXT + row)
     first = tl.load(FIRST + row)
     packed = tl.arange(0, M)
     query = query_begin + packed // GROUP
@@ -163,29 +163,33 @@ def _prefill(
         tl.store(out + 3 * ROT + column_r[None, :], (o_c * scale).to(OUT.dtype.element_ty), mask=row_ok[:, None])
 
 
-def query_tiles(rows: Sequence[tuple[int, int, int]], queries_per_tile: int, window: int | None) -> np.ndarray:
-    """int32 [X, 2]: (row, first query token within it) of each tile of the given (row, start, num_queries), most keys first.
+def query_tiles(rows: Sequence[tuple[int, int, int, int]], queries_per_tile: int, window: int | None) -> np.ndarray:
+    """Tiles of rows given as (row, first token, query tokens, position of the first): int32 [X, 5], most keys first.
 
-    Programs start in this order, so the longest ones do not end up alone at the end.
+    A tile is (row, first query within it, first token, query tokens, position of the first): all that a program needs in one
+    place, since each further load would put off its start. Programs start in this order, so that the longest ones do
+    not end up alone at the end.
     """
     parts = []
-    for row, start, num_queries in rows:
+    for row, begin, num_queries, start in rows:
         first = np.arange(0, num_queries, queries_per_tile, dtype=np.int64)
         keys = start + np.minimum(first + queries_per_tile, num_queries)
         if window is not None:
             keys = np.minimum(keys, window + queries_per_tile - 1)
-        parts.append(np.stack((np.full_like(first, row), first, keys), axis=1))
+        facts = (np.full_like(first, fact) for fact in (row, begin, num_queries, start))
+        row_X, begin_X, num_X, start_X = facts
+        parts.append(np.stack((row_X, first, begin_X, num_X, start_X, keys), axis=1))
     if not parts:
-        return np.zeros((0, 2), dtype=np.int32)
+        return np.zeros((0, 5), dtype=np.int32)
     tiles = np.concatenate(parts)
-    return np.ascontiguousarray(tiles[np.argsort(-tiles[:, 2], kind="stable"), :2].astype(np.int32))
+    return np.ascontiguousarray(tiles[np.argsort(-tiles[:, 5], kind="stable"), :5].astype(np.int32))
 
 
 def prefill_launch(
     q_TNH: Tensor,
     kv: PagedKV,
     rows: RaggedRows,
-    tiles_X2: Tensor,
+    tiles_X5: Tensor,
     *,
     fresh: tuple[Tensor, Tensor] | None,
     out_TNH: Tensor,
@@ -203,18 +207,16 @@ def prefill_launch(
         assert fresh[0].stride(0) == fresh[1].stride(0), "fresh keys and values must have one token stride"
     return Launch(
         _prefill,
-        (tiles_X2.shape[0] * num_kv_heads,),
+        (tiles_X5.shape[0] * num_kv_heads,),
         {
             "Q": q_TNH,
             "K": kv.planes[0],
             "V": kv.planes[-1],
             "FRESH_K": None if fresh is None else fresh[0],
             "FRESH_V": None if fresh is None else fresh[1],
-            "TILES": tiles_X2,
+            "TILES": tiles_X5,
             "PAGES": kv.pages_BP,
             "FIRST": kv.first_B,
-            "ROW_BEGIN": rows.row_begin_B1,
-            "CONTEXT": rows.context_B,
             "VISIBLE": rows.visible_2T,
             "OUT": out_TNH,
             "num_tokens": num_tokens,
@@ -242,19 +244,19 @@ def prefill_attention(
     q_TNH: Tensor,
     kv: PagedKV,
     rows: RaggedRows,
-    tiles_X2: Tensor,
+    tiles_X5: Tensor,
     *,
     fresh: tuple[Tensor, Tensor] | None = None,
     out_TNH: Tensor | None = None,
     tile: PrefillTile | None = None,
 ) -> Tensor:
-    """Attention of the query tokens that `tiles_X2` covers (of `query_tiles`, for this tile's tokens).
+    """Attention of the query tokens that `tiles_X5` covers (of `query_tiles`, for this tile's tokens).
 
     Keys from the row's first query token on come from `fresh` (k_TGH, v_TGH of the same T tokens), earlier ones from pages;
     without `fresh` all come from pages.
     """
     out_TNH = torch.empty_like(q_TNH) if out_TNH is None else out_TNH
     tile = tile or prefill_tile(q_TNH, kv)
-    if tiles_X2.shape[0]:
-        prefill_launch(q_TNH, kv, rows, tiles_X2, fresh=fresh, out_TNH=out_TNH, tile=tile).run()
+    if tiles_X5.shape[0]:
+        prefill_launch(q_TNH, kv, rows, tiles_X5, fresh=fresh, out_TNH=out_TNH, tile=tile).run()
     return out_TNH

@@ -22,9 +22,10 @@ from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.linear import workspace
 
 # Measured on an H200 at 128 experts, hidden 2816 (docs/LOG.md).
-FEW_TOKENS = 8
-FEW_ROWS, FEW_WARPS = 4, 8  # experts per program
-TILE, TILE_WARPS = (16, 64), 4  # tokens, columns
+FEW_TOKENS = 16
+FEW = (1, 1)  # experts per program, warps: one warp needs no barriers, neither for its sum nor for the choice
+TILE, LARGE_TILE = (16, 64, 4), (32, 128, 4)  # tokens, columns, warps
+LARGE_TOKENS = 1024  # from here on LARGE_TILE
 MAX_SPLIT = 11  # parts of D at most: they spread the router's weights over programs
 MAX_PROGRAMS = 264  # beyond this D is split no further
 
@@ -149,14 +150,13 @@ def _route_few_kernel(
 def _dot_exactly(x, r, total):
     """x @ r for float32 r: which experts a token gets must not hang on rounding. [T, D] x [D, E]."""
     if x.dtype == tl.bfloat16:
-        # Three bfloat16 numbers hold a float32 one, and their products with x are exact.
+        # Three bfloat16 numbers hold a float32 one, and their products with x are exact. The sum starts anew for each tile:
+        # tensor cores cut off what they add to a large sum, and do not round it.
         high = r.to(tl.bfloat16)
         rest = r - high.to(tl.float32)
         middle = rest.to(tl.bfloat16)
         low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        total = tl.dot(x, low, total)
-        total = tl.dot(x, middle, total)
-        return tl.dot(x, high, total)
+        return total + tl.dot(x, high, tl.dot(x, middle, tl.dot(x, low)))
     return tl.dot(x.to(tl.float32), r, total, input_precision="tf32x3")
 
 
@@ -208,11 +208,11 @@ def describe_route(
     tensors = {"x": x_TD, "router": router_ED, "expert_scale": expert_scale_E, "weights": out[0], "ids": out[1]}
     common = {**tensors, **shape, "eps": eps, "BLOCK_E": block_e, "PDL": pdl}
     if num_tokens <= FEW_TOKENS and "tile" not in extra:
-        rows, num_warps = extra.get("few", (FEW_ROWS, FEW_WARPS))
+        rows, num_warps = extra.get("few", FEW)
         logits, arrivals = workspace(x_TD.device)
         few = {"logits": logits, "arrivals": arrivals, "ROWS": rows, "BLOCK_D": triton.next_power_of_2(size)}
         return Launch(_route_few_kernel, (block_e // rows, num_tokens), {**common, **few}, options(num_warps, pdl))
-    block_t, block_d, num_warps = extra.get("tile", (*TILE, TILE_WARPS))
+    block_t, block_d, num_warps = extra.get("tile", TILE if num_tokens < LARGE_TOKENS else LARGE_TILE)
     blocks = triton.cdiv(num_tokens, block_t)
     split = max(1, min(MAX_SPLIT, MAX_PROGRAMS // blocks, triton.cdiv(size, block_d)))
     parts, arrivals = workspace(x_TD.device) if split > 1 else (out[0], out[1])

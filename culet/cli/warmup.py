@@ -1,0 +1,41 @@
+"""`culet warmup`: compile a model's kernels now, so that no later start has to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from culet.cli.options import config_of, config_options
+from culet.errors import UnsupportedError
+
+
+@click.command()
+@click.argument("source", metavar="[MODEL]", required=False)
+@config_options
+def warmup(source: str | None, **options: Any) -> None:
+    """Compile every kernel of a model for this GPU and keep them on disk, under CULET_CACHE_DIR.
+
+    Kernels depend on the model's shape, on --max-num-seqs and on --max-num-batched-tokens: give those that will be served.
+
+    \b
+    Examples:
+      culet warmup google/gemma-4-31B-it
+      culet warmup random:26B-A4B
+      culet warmup ./my-gemma --max-num-seqs 64
+    """
+    config = config_of(options | ({"model": source} if source is not None else {}))
+
+    import torch
+
+    from culet.engine.engine import Engine
+    from culet.kernels.compiling import cache_folder
+
+    if config.model.device == "cpu" or not torch.cuda.is_available():
+        raise UnsupportedError("warmup: no GPU is to be used, and a CPU needs no compiled kernels", hint="see `culet doctor`")
+    engine = Engine(config)
+    seconds = engine.start_times.parts.get("kernels", 0.0)
+    if engine.kernels_compiled:
+        click.echo(f"{engine.kernels_compiled} kernels compiled in {seconds:.1f} s and kept in {cache_folder()}")
+    else:
+        click.echo(f"nothing to compile: all kernels are in {cache_folder()}")

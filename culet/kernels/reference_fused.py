@@ -1,0 +1,53 @@
+"""Eager twins of the GPU's fused ops that join several of `reference`: the same results, one op after the other.
+
+Shapes: M tokens · K inputs · N outputs · F MLP width · T tokens · D model · L tokens with logits · V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from culet.kernels.reference import gelu_gate, gelu_mul, residual_norm, rms_norm, softcap, sum_norms
+
+
+def linear(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    """x @ weight^T, [M, N]."""
+    return F.linear(x_MK, weight_NK)
+
+
+def gated_linear(x_MK: Tensor, gate_up_NK: Tensor) -> Tensor:
+    """gelu_tanh(x @ gate^T) * (x @ up^T), [M, F], where the weight's rows are gate, then up."""
+    return gelu_mul(F.linear(x_MK, gate_up_NK))
+
+
+def linear_gelu_times(x_MK: Tensor, weight_NK: Tensor, factor_MN: Tensor) -> Tensor:
+    """gelu_tanh(x @ weight^T) * factor, [M, N]: the gate of per-layer embeddings."""
+    return gelu_gate(F.linear(x_MK, weight_NK), factor_MN)
+
+
+def capped_head(x_LD: Tensor, table_VD: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(x @ table^T / cap), [L, V] float32; None: no cap."""
+    return softcap(F.linear(x_LD, table_VD), cap)
+
+
+def residual_norm_two(
+    x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, next_a_D: Tensor, next_b_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x' = x + norm(delta) * weight, and both norm(x') * next_a and norm(x') * next_b."""
+    x_TD, _ = residual_norm(x_TD, delta_TD, weight_D, None, None, eps)
+    return x_TD, rms_norm(x_TD, next_a_D, eps), rms_norm(x_TD, next_b_D, eps)
+
+
+def residual_norm_joint(
+    x_TD: Tensor,
+    a_TD: Tensor,
+    b_TD: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    scalar: Tensor | None,
+    next_weight_D: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor | None]:
+    """residual_norm of delta = norm(a) * weights[0] + norm(b) * weights[1], with weights[2] as its own norm's."""
+    delta_TD = sum_norms(a_TD, b_TD, weights[0], weights[1], eps)
+    return residual_norm(x_TD, delta_TD, weights[2], scalar, next_weight_D, eps)

@@ -1,0 +1,141 @@
+"""Steps of fixed shapes against steps of their own shape: buckets, padding, page tables that are kept between steps.
+
+The same code that a GPU captures as graphs runs here without a capture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_runner import GEMMA, GREEDY, MAX_LEN, SETTINGS, ListDrafter, Rig, model, one_model, parts, request
+
+from culet.cache.pool import Pool
+from culet.runner.graphs import Bucket, FixedSteps, bucket_sizes, table_columns
+from culet.runner.runner import Runner
+from culet.types import PageTable, Row
+
+__all__ = ["model", "one_model"]  # fixtures
+
+
+class FixedRig(Rig):
+    """A Rig whose decode and verify steps run in buckets; keeps the buckets that were used."""
+
+    def __init__(self, model, *, max_num_seqs=8, num_slabs=200, drafter=None, is_poisoned=False, **rest):
+        super().__init__(model, max_num_seqs=max_num_seqs, num_slabs=num_slabs, drafter=drafter, **rest)
+        layout, _, backends = parts(model, 1)
+        pool = Pool(layout, num_slabs, torch.float32, torch.device("cpu"), has_spare=True)
+        if is_poisoned:  # every page but the spare one
+            pool._slabs[:num_slabs] = float("nan")
+        self.pool = pool
+        self.runner = Runner(model, pool, backends, max_num_seqs=max_num_seqs, max_model_len=MAX_LEN, drafter=drafter)
+        self.fixed = self.runner.use_fixed_steps()
+        self.used: list[Bucket] = []
+        run = self.fixed.run
+
+        def spy(plan, bucket):
+            self.used.append(bucket)
+            return run(plan, bucket)
+
+        self.fixed.run = spy  # type: ignore[method-assign]
+
+
+def test_bucket_sizes():
+    assert bucket_sizes(1) == (1,)
+    assert bucket_sizes(7) == (1, 2, 4, 7)
+    assert bucket_sizes(128) == (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128)
+    assert bucket_sizes(200) == (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 200)
+    for count in range(1, 300):  # none is padded by more than half of itself and one
+        size = next(size for size in bucket_sizes(300) if size >= count)
+        assert size - count <= count // 2 + 1
+
+
+def fixed_steps(model, max_num_seqs=16, query_counts=(1,)) -> FixedSteps:
+    layout, _, backends = parts(model, 1)
+    pool = Pool(layout, 4, torch.float32, torch.device("cpu"), has_spare=True)
+    tokens_SL = torch.zeros(max_num_seqs, 400, dtype=torch.int32)
+    return FixedSteps(model, pool, backends, tokens_SL, query_counts=query_counts)
+
+
+def row(slot=0, start=40, num_new=1, num_logits=1, num_pages=3, **changes) -> Row:
+    tables = (PageTable(0, (0,) * num_pages),) * 2
+    return replace(Row(slot, start, num_new, num_logits, tables, (start, start), draw_slots=(slot,)), **changes)
+
+
+def test_which_bucket(one_model):
+    fixed = fixed_steps(one_model, query_counts=(1, 5))
+    assert fixed.find([row()]) == Bucket(1, 1)
+    assert fixed.find([row(slot) for slot in range(5)]) == Bucket(1, 8)
+    assert fixed.find([row(slot) for slot in range(16)]) == Bucket(1, 16)
+    assert fixed.find([row(0), row(1, num_new=3, num_logits=3, num_drafts=2)]) == Bucket(5, 2)
+    assert fixed.find([row(0, num_new=6, num_logits=6, num_drafts=5)]) is None  # more drafts than were foreseen
+    assert fixed.find([row(0), row(1, num_new=4, num_logits=1)]) is None  # a prompt's end
+    assert fixed.find([row(0), row(1, num_logits=0)]) is None  # a prompt's middle
+    assert fixed.find([row(is_prompt_logprobs=True)]) is None
+    assert fixed.find([row(slot) for slot in range(17)]) is None
+    too_wide = table_columns(fixed.pool.layout.groups[0], 400, 5) + 1
+    assert fixed.find([row(num_pages=too_wide)]) is None
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_fixed_steps_change_nothing(model, name):
+    lengths = (1, 3, 31, 70, 90)
+    requests = [request(f"{name}{n}", n, SETTINGS[name], num_tokens=16 + 6 * index) for index, n in enumerate(lengths)]
+    plain = Rig(model, max_num_seqs=6, budget=40).run(*requests)
+    rig = FixedRig(model, max_num_seqs=6, budget=40, is_poisoned=True)
+    assert rig.run(*requests) == plain
+    assert {bucket.num_rows for bucket in rig.used} >= {1, 2, 4, 6}
+    assert not rig.pool._slabs[rig.pool.spare_page].any()  # padding stored nothing
+
+
+def test_fixed_steps_under_preemption(model):
+    requests = [request(f"r{index}", 40, GEMMA, num_tokens=30) for index in range(4)]
+    layout, _, _ = parts(model, 1)
+    tight = FixedRig(model, num_slabs=2 * sum(group.pages_for(70) for group in layout.groups), is_poisoned=True)
+    out = tight.run(*requests)
+    assert tight.scheduler.counters.preemptions > 0
+    assert out == Rig(model, num_slabs=400).run(*requests)
+
+
+def test_fixed_steps_after_prefix_hits(model):
+    requests = [request(f"r{index}", 130, GEMMA, num_tokens=20) for index in range(3)]
+    rig = FixedRig(model, prefix_caching=True, is_poisoned=True)
+    first, again = rig.run(*requests), rig.run(*requests)
+    assert rig.scheduler.counters.prefix_hits == 3
+    assert again == first == Rig(model).run(*requests)
+
+
+def test_samples_that_part_ways(model):
+    one = request("n", 37, replace(GEMMA, logprobs=2), n=5)
+    rig = FixedRig(model)
+    out, plain = rig.run(one), Rig(model).run(one)
+    assert {key: tokens for key, (tokens, _, _) in out.items()} == {key: tokens for key, (tokens, _, _) in plain.items()}
+    assert Bucket(1, 8) in rig.used
+
+
+@pytest.mark.parametrize("mistake", ["right", "sometimes"])
+def test_verify_steps(model, mistake):
+    """Rows with all drafts, some and none in one bucket, padded by rows of many tokens, of one and of none."""
+    requests = [
+        request(f"d{length}", length, replace(GREEDY, seed=length), num_tokens=length + 1) for length in (5, 13, 33, 41)
+    ]
+    expected = Rig(model, max_num_seqs=5).run(*requests)
+    drafter = ListDrafter(
+        {one.prompt_token_ids[0]: expected[one.request_id, 0][0] for one in requests},
+        {one.prompt_token_ids[0]: len(one.prompt_token_ids) for one in requests},
+        max_drafts=3,
+        is_wrong=lambda position: mistake == "sometimes" and position % 3 == 0,
+    )
+    rig = FixedRig(model, max_num_seqs=5, drafter=drafter, is_poisoned=True)
+    out = rig.run(*requests)
+    assert {key: value[0] for key, value in out.items()} == {key: value[0] for key, value in expected.items()}
+    assert {bucket.num_queries for bucket in rig.used} == {1, 4}
+    plans = [plan.rows for plan, _ in rig.results if rig.fixed.find(plan.rows) is not None]
+    assert any(len({row.num_new for row in rows}) > 1 for rows in plans)
+
+
+def test_a_pool_without_spare_page_is_our_fault(one_model):
+    rig = Rig(one_model)
+    with pytest.raises(AssertionError, match="spare page"):
+        rig.runner.use_fixed_steps()

@@ -1,0 +1,319 @@
+"""The fused Triton kernels besides attention against their eager twins, in Triton's interpreter (float32, small sizes)."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INTERPRETED:
+
+    def test_kernels_in_the_interpreter() -> None:
+        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+        assert " passed" in done.stdout
+
+else:
+    from culet.kernels import reference, reference_fused
+    from culet.kernels.triton import linear, moe, norms, penalties, pointwise, qkv, route, sampling
+    from culet.kernels.triton.linear import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile
+    from culet.sampling import sampler
+    from culet.sampling.logprobs import compute_logprobs
+    from culet.types import Sampling
+
+    EPS = 1e-6
+
+    @pytest.fixture(autouse=True)
+    def seed() -> None:
+        torch.manual_seed(11)
+        random.seed(11)
+
+    def assert_close(got: Tensor | None, expected: Tensor | None) -> None:
+        if expected is None:
+            assert got is None
+            return
+        assert got is not None
+        assert got.shape == expected.shape
+        assert not got.isnan().any()
+        error = (got - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+        assert error.max() < 3e-6, f"worst row {int(error.argmax())}: {float(error.max()):.2e}"
+
+    def weight(size: int) -> Tensor:
+        return torch.rand(size) + 0.5
+
+    # --- linear ---
+
+    def twin(epilogue: int, x: Tensor, w: Tensor, factor: Tensor) -> Tensor:
+        if epilogue == GATED:
+            return reference_fused.gated_linear(x, w)
+        if epilogue == GELU_TIMES:
+            return reference_fused.linear_gelu_times(x, w, factor)
+        return reference_fused.capped_head(x, w, 3.0) if epilogue == SOFTCAP else reference_fused.linear(x, w)
+
+    @pytest.mark.parametrize("epilogue", [PLAIN, GATED, GELU_TIMES, SOFTCAP])
+    @pytest.mark.parametrize(
+        ("tokens", "tile"),
+        [
+            (1, Tile("rows", 16, 128)),
+            (2, Tile("rows", 8, 256)),
+            (3, Tile("rows", 16, 64)),
+            (4, Tile("rows", 16, 512)),
+            (1, Tile("tiles", 16, 64)),
+            (9, Tile("tiles", 32, 64, split_k=2)),
+            (17, Tile("tiles", 16, 128, split_k=4)),
+        ],
+    )
+    def test_linear(epilogue: int, tokens: int, tile: Tile) -> None:
+        size, rows = 320, 44  # neither divides by the tile
+        x, factor = torch.randn(tokens, 2 * size)[:, :size], torch.randn(tokens, 3 * rows)[:, rows : 2 * rows]
+        w = torch.randn(rows * (2 if epilogue == GATED else 1), size) / size**0.5
+        out = torch.full((tokens, rows), float("nan"))
+        for _ in range(2):  # twice: the arrival counters must be left as they were found
+            linear.describe(x, w, out, tile, epilogue, factor=factor, softcap=3.0).run()
+            assert_close(out, twin(epilogue, x, w, factor))
+
+    @pytest.mark.parametrize("tokens", [0, 1, 2, 5, 33])
+    def test_linear_chooses_for_itself(tokens: int) -> None:
+        x, w, factor = torch.randn(tokens, 128), torch.randn(64, 128), torch.randn(tokens, 64)
+        assert_close_or_empty(linear.linear(x, w), reference_fused.linear(x, w))
+        assert_close_or_empty(linear.gated_linear(x, w), reference_fused.gated_linear(x, w))
+        assert_close_or_empty(linear.linear_gelu_times(x, w, factor), reference_fused.linear_gelu_times(x, w, factor))
+        assert_close_or_empty(linear.capped_head(x, w, 30.0), reference_fused.capped_head(x, w, 30.0))
+        assert_close_or_empty(linear.capped_head(x, w, None), reference_fused.capped_head(x, w, None))
+
+    def assert_close_or_empty(got: Tensor, expected: Tensor) -> None:
+        assert got.shape == expected.shape
+        if got.numel():
+            assert_close(got, expected)
+
+    # --- norms and small pieces ---
+
+    @pytest.mark.parametrize("size", [96, 130])
+    def test_norms(size: int) -> None:
+        x, a, b = (torch.randn(3, 2 * size)[:, :size] for _ in range(3))
+        w = [weight(size) for _ in range(4)]
+        scalar = torch.tensor([0.7])
+        assert_close(norms.rms_norm(x, w[0], EPS), reference.rms_norm(x, w[0], EPS))
+        assert_close(norms.sum_norms(a, b, w[0], w[1], EPS), reference.sum_norms(a, b, w[0], w[1], EPS))
+        for one in (None, scalar):
+            for following in (None, w[1]):
+                got = norms.residual_norm(x, a, w[0], one, following, EPS)
+                for mine, theirs in zip(got, reference.residual_norm(x, a, w[0], one, following, EPS), strict=True):
+                    assert_close(mine, theirs)
+        two = norms.residual_norm_two(x, a, w[0], w[1], w[2], EPS)
+        for mine, theirs in zip(two, reference_fused.residual_norm_two(x, a, w[0], w[1], w[2], EPS), strict=True):
+            assert_close(mine, theirs)
+        for following in (None, w[3]):
+            joint = norms.residual_norm_joint(x, a, b, (w[0], w[1], w[2]), scalar, following, EPS)
+            wanted = reference_fused.residual_norm_joint(x, a, b, (w[0], w[1], w[2]), scalar, following, EPS)
+            for mine, theirs in zip(joint, wanted, strict=True):
+                assert_close(mine, theirs)
+
+    def test_small_pieces() -> None:
+        table, ids = torch.randn(50, 128), torch.randint(0, 50, (5,))
+        assert_close(pointwise.embed(ids, table[:, 32:96], 2.5), reference.embed(ids, table[:, 32:96], 2.5))
+        gate_up = torch.randn(5, 2 * 1100) * 3
+        assert_close(pointwise.gelu_mul(gate_up), reference.gelu_mul(gate_up))
+        gate, values = torch.randn(5, 32), torch.randn(5, 6, 32)
+        assert_close(pointwise.gelu_gate(gate, values[:, 2]), reference.gelu_gate(gate, values[:, 2]))
+        context, embedded, w = torch.randn(5, 6 * 32), torch.randn(5, 6 * 32), weight(32)
+        assert_close(
+            pointwise.ple_combine(context, embedded, w, 0.3, EPS), reference.ple_combine(context, embedded, w, 0.3, EPS)
+        )
+        logits = torch.randn(3, 1500) * 40
+        assert_close(pointwise.softcap(logits.clone(), 30.0), reference.softcap(logits.clone(), 30.0))
+        assert pointwise.softcap(logits, None) is logits
+
+    @pytest.mark.parametrize("tokens", [3, 70])  # one head per program, and several
+    @pytest.mark.parametrize(
+        "heads",
+        [
+            reference.HeadShape(4, 2, 32, 32, False, False, EPS),
+            reference.HeadShape(4, 1, 64, 16, False, False, EPS),
+            reference.HeadShape(4, 2, 64, 16, True, False, EPS),
+            reference.HeadShape(6, 3, 64, 16, True, True, EPS),
+        ],
+    )
+    def test_prepare_qkv(tokens: int, heads: reference.HeadShape) -> None:
+        size, num_kv, rotated = heads.head_dim, heads.num_kv_heads, heads.rotated_dims
+        x = torch.randn(tokens, (heads.num_heads + num_kv * (1 if heads.k_eq_v else 2)) * size)
+        w = torch.rand(heads.num_heads + num_kv, size) + 0.5
+        positions = torch.randint(0, 100000, (tokens,))
+        frequencies = 1e4 ** (-torch.arange(0, rotated, 2) / size)
+        turn, twin_turn = qkv.rope(positions, frequencies), reference.rope(positions, frequencies)
+        for mine, theirs in zip(turn, twin_turn, strict=True):
+            assert_close(mine, theirs)
+        # Pages inside larger slabs; everything else in them must stay as it is.
+        width, planes, page, pages = (size + rotated, 1, 16, 40) if heads.latent else (size, 2, 16, 40)
+        slab = torch.full((pages, 700 + planes * num_kv * page * width), float("nan"))
+        shape, stride = (planes, pages, num_kv, page, width), (num_kv * page * width, slab.stride(0), page * width, width, 1)
+        mine, theirs = slab.clone(), slab.clone()
+        slots = torch.randperm(pages * page)[:tokens]
+        slots[1::3] = -1
+        where, twin_where = qkv.stores(slots, page), reference.stores(slots, page)
+        got = qkv.prepare_qkv(x, w, turn, mine.as_strided(shape, stride, 320), where, heads)
+        wanted = reference.prepare_qkv(x.clone(), w, twin_turn, theirs.as_strided(shape, stride, 320), twin_where, heads)
+        for one, other in zip(got, wanted, strict=True):
+            assert_close(one, other)
+        assert torch.equal(mine.isnan(), theirs.isnan())
+        assert torch.allclose(mine.nan_to_num(0), theirs.nan_to_num(0), atol=1e-5)
+        queries = replace(heads, num_kv_heads=0)
+        own = x[:, : heads.num_heads * size]
+        mine_q = qkv.prepare_q(own, w[: heads.num_heads], turn, queries)
+        assert_close(mine_q, reference.prepare_q(own.clone(), w[: heads.num_heads], twin_turn, queries))
+
+    # --- experts ---
+
+    D, E, K, WIDTH = 192, 8, 3, 48
+
+    @pytest.mark.parametrize("tokens", [1, 3, 17, 40])
+    def test_route(tokens: int) -> None:
+        x, router, scale = torch.randn(tokens, D), torch.randn(E, D) / D**0.5, torch.rand(E) + 0.5
+        for _ in range(2):
+            weights, ids = route.route(x, router, scale, K, EPS)
+            wanted, wanted_ids = reference.route(x, router, scale, K, EPS)
+            assert torch.equal(ids.long(), wanted_ids)
+            assert_close(weights, wanted)
+
+    @pytest.mark.parametrize("tokens", [2, 20])
+    def test_route_takes_the_lower_of_equal_experts(tokens: int) -> None:
+        router = torch.randn(1, D).expand(E, D).contiguous()
+        _, ids = route.route(torch.randn(tokens, D), router, torch.ones(E), K, EPS)
+        assert ids.tolist() == [list(range(K))] * tokens
+
+    @pytest.mark.parametrize("tokens", [2, 20])
+    def test_route_of_what_is_no_number_names_distinct_experts(tokens: int) -> None:
+        x = torch.full((tokens, D), float("nan"))
+        _, ids = route.route(x, torch.randn(E, D), torch.ones(E), K, EPS)
+        assert all(len(set(row)) == K and set(row) <= set(range(E)) for row in ids.tolist())
+
+    @pytest.mark.parametrize("tokens", [1, 4, 19, 90])
+    @pytest.mark.parametrize("way", [moe.describe_assigned, moe.describe_grouped])
+    def test_experts(tokens: int, way: object) -> None:
+        if tokens > 20 and way is moe.describe_assigned:
+            pytest.skip("not served by assignment")
+        x, gate_up = torch.randn(tokens, D), torch.randn(E, 2 * WIDTH, D) / D**0.5
+        down = torch.randn(E, D, WIDTH) / WIDTH**0.5
+        weights, ids = (
+            torch.rand(tokens, K),
+            torch.stack([torch.randperm(E - 1)[:K] for _ in range(tokens)]),
+        )  # the last is idle
+        wanted = reference.experts(x, weights, ids, gate_up, down)
+        y = torch.full_like(x, float("nan"))
+        tiles = {"up": moe.RowTile(16, 128), "down": moe.RowTile(32, 64)}
+        if way is moe.describe_grouped:
+            tiles = {"up": moe.GroupTile(16, 32, 64), "down": moe.GroupTile(32, 64, 32)}
+        for launch in way(x, weights, ids.int(), gate_up, down, y, **tiles):  # type: ignore[operator]
+            launch.run()
+        assert_close(y, wanted)
+
+    # --- sampling ---
+
+    def setting(**given: object) -> Sampling:
+        plain = Sampling(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), random.getrandbits(64), random.randrange(3), None, None)
+        return replace(plain, **given)  # type: ignore[arg-type]
+
+    SETTINGS = [
+        {"temperature": 0.0},
+        {},
+        {"temperature": 0.7, "min_p": 0.1},
+        {"top_k": 1},
+        {"top_k": 5, "top_p": 0.5},
+        {"top_k": 64, "top_p": 0.95},
+        {"top_k": 64, "temperature": 0.3, "min_p": 0.05},
+        {"top_k": 64, "top_p": 0.3, "temperature": 5.0},
+    ]
+
+    def on_rows(settings: list[Sampling]) -> sampling.RowSettings:
+        def column(name: str, dtype: torch.dtype) -> Tensor:
+            return torch.tensor([getattr(one, name) for one in settings], dtype=dtype)
+
+        return sampling.RowSettings(
+            column("temperature", torch.float64),
+            column("top_k", torch.int32),
+            column("top_p", torch.float64),
+            column("min_p", torch.float64),
+            torch.tensor([one.seed - (1 << 64) * (one.seed >> 63) for one in settings]),
+            column("sample", torch.int32),
+        )
+
+    def logits_of(kind: str, rows: int, width: int) -> Tensor:
+        logits = torch.randn(rows, width) * 4
+        if kind == "rounded":  # as a head in bfloat16 leaves them: many equal ones
+            return logits.bfloat16().float()
+        if kind == "equal":
+            return torch.zeros(rows, width)
+        if kind == "one":
+            logits[:, width // 2] += 30
+        return logits
+
+    @pytest.mark.parametrize("kind", ["plain", "rounded", "equal", "one"])
+    @pytest.mark.parametrize("width", [300, 4500])
+    def test_draw(kind: str, width: int) -> None:
+        settings = [setting(**one) for one in SETTINGS]
+        logits = logits_of(kind, len(settings), width)
+        positions = [random.randrange(100000) for _ in settings]
+        at = torch.tensor(positions, dtype=torch.int32)
+        assert sampling.draw(logits, on_rows(settings), at).tolist() == sampler.sample(logits, settings, positions).tolist()
+        # A grammar's bits: only the tokens whose bit is set.
+        is_allowed = torch.rand(len(settings), width) > 0.5
+        words = torch.zeros(len(settings), -(-width // 32), dtype=torch.int64)
+        for token in range(width):
+            words[:, token // 32] |= is_allowed[:, token].long() << (token % 32)
+        allowed = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+        masked = logits.masked_fill(~is_allowed, float("-inf"))
+        wanted = sampler.sample(masked, settings, positions).tolist()
+        assert sampling.draw(logits, on_rows(settings), at, allowed).tolist() == wanted
+
+    @pytest.mark.parametrize("kind", ["plain", "rounded", "equal"])
+    def test_logprobs(kind: str) -> None:
+        logits, chosen = logits_of(kind, 3, 4500), torch.randint(0, 4500, (3,))
+        for num_top in (0, 1, 20, 64):
+            got, wanted = sampling.logprobs(logits, chosen, num_top), compute_logprobs(logits, chosen, num_top)
+            assert torch.allclose(got.chosen_L, wanted.chosen_L, atol=1e-5)
+            assert torch.allclose(got.top_LK, wanted.top_LK, atol=1e-5)
+            assert torch.equal(got.top_ids_LK, wanted.top_ids_LK)
+
+    def test_penalties() -> None:
+        width, tokens = 500, torch.randint(0, 60, (4, 600))
+        settings = [
+            setting(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2),
+            setting(),
+            setting(repetition_penalty=0.8, frequency_penalty=-0.3),
+        ]
+        lengths, slots, prompts = [300, 10, 571], [2, 0, 3], [100, 5, 571]
+        logits = torch.randn(3, width) * 3
+        wanted = sampler.adjust(logits, settings, lengths, sampler.History(tokens, slots, prompts))
+        rows = [0, 2]
+
+        def whole(values: list[int]) -> Tensor:
+            return torch.tensor([values[row] for row in rows], dtype=torch.int32)
+
+        def number(name: str) -> Tensor:
+            return torch.tensor([getattr(settings[row], name) for row in rows], dtype=torch.float32)
+
+        some = penalties.Penalties(
+            whole([0, 1, 2]),
+            whole(slots),
+            whole(lengths),
+            whole(prompts),
+            number("repetition_penalty"),
+            number("frequency_penalty"),
+            number("presence_penalty"),
+        )
+        counts = torch.zeros(2, width, dtype=torch.int32)
+        penalties.penalise(logits, tokens, some, max(lengths), counts)
+        assert torch.allclose(logits, wanted, atol=1e-6)
+        assert not counts.any()
