@@ -16,17 +16,17 @@ from culet.kernels.triton import moe, pointwise, route
 from culet.kernels.triton.launch import Launch
 
 HIDDEN, EXPERTS, TOP_K, WIDTH = 2816, 128, 8, 704
-UP_ROWS = [moe.RowTile(8, 256), moe.RowTile(4, 1024), moe.RowTile(4, 256)]
-DOWN_ROWS = [moe.RowTile(8, 1024), moe.RowTile(16, 256), moe.RowTile(4, 1024)]
+UP_ROWS = [moe.RowTile(4, 256), moe.RowTile(8, 256)]
+DOWN_ROWS = [moe.RowTile(8, 1024), moe.RowTile(16, 256)]
 SMALL_UP = [moe.GroupTile(16, 64, 128, 4, 3), moe.GroupTile(16, 128, 64, 4, 3)]
 SMALL_DOWN = [moe.GroupTile(16, 128, 64, 4, 4), moe.GroupTile(16, 64, 64, 4, 5)]
 MID_UP = [moe.GroupTile(64, 64, 64, 4, 4), moe.GroupTile(64, 64, 64, 4, 3), moe.GroupTile(32, 64, 128, 4, 3)]
 MID_DOWN = [moe.GroupTile(64, 128, 64, 4, 4), moe.GroupTile(64, 128, 64, 4, 3), moe.GroupTile(32, 128, 64, 4, 4)]
-LARGE_UP = [moe.GroupTile(128, 64, 64, 8, 3), moe.GroupTile(128, 64, 64, 4, 3), moe.GroupTile(128, 64, 64, 4, 2)]
-LARGE_DOWN = [moe.GroupTile(128, 128, 64, 8, 3), moe.GroupTile(128, 128, 64, 4, 3), moe.GroupTile(256, 64, 64, 4, 3)]
-MOE_TOKENS = (1, 2, 4, 8, 32, 64, 128, 256, 512, 1024, 2048, 8192)
-ROUTE_FEW = [(1, 1), (2, 2), (2, 4), (4, 4)]  # experts per program, warps
-ROUTE_TILES = [(16, 64, 4), (32, 64, 4), (32, 128, 4), (64, 64, 8)]  # tokens, columns, warps
+LARGE_UP = [moe.GroupTile(128, 64, 64, 8, 3), moe.GroupTile(128, 64, 64, 4, 3)]
+LARGE_DOWN = [moe.GroupTile(128, 128, 64, 8, 3), moe.GroupTile(128, 128, 64, 4, 3)]
+MOE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+ROUTE_FEW = [(1, 1), (2, 2)]  # experts per program, warps
+ROUTE_TILES = [(16, 64, 4), (32, 128, 4)]  # tokens, columns, warps
 
 
 def moe_variants(tokens: int) -> list[tuple[str, Callable[..., list[Launch]], list[tuple[Any, Any]]]]:

@@ -96,7 +96,6 @@ def hopper_calls(case: AttentionCase, with_fresh: bool) -> list[Launch]:
         hopper_prefill.hopper_prefill_launch(
             case.q_TNH,
             case.kv,
-            case.rows,
             tiles.to(case.q_TNH.device),
             fresh=case.fresh if with_fresh else None,
             out_TNH=torch.full_like(case.q_TNH, float("nan")),
@@ -180,11 +179,12 @@ def decode_candidates(shape: AttentionShape, max_queries: int, num_rows: int) ->
     if shape.latent:
         grid = [(32, 4, 3), (32, 4, 5), (64, 4, 3)] if packed == 16 else [(32, 4, 3), (64, 8, 3)]
     elif shape.head_dim == 512:
-        grid = [(32, 4, 3), (16, 4, 5), (32, 4, 5)]
+        grid = [(32, 4, 3), (32, 4, 5), (64, 8, 3), (16, 4, 9)]
     else:
-        grid = [(64, 4, 3), (32, 4, 5), (64, 4, 5), (16, 4, 5), (16, 4, 7)]
+        grid = [(32, 4, 5), (64, 4, 5), (16, 4, 5), (64, 4, 3)]
     tiles = [DecodeTile(packed, *entry) for entry in grid]
-    programs = (132, 264, 528) if num_rows * shape.num_kv_heads < 264 else (132,)
+    programs = (132, 264, 528) if shape.head_dim == 256 and num_rows > 1 else (132, 264)
+    programs = programs if num_rows * shape.num_kv_heads < 264 else (132,)
     return [replace(tile, programs=count) for tile in tiles for count in programs]
 
 
@@ -219,7 +219,8 @@ def graph_error(case: AttentionCase, make: Callable[[AttentionCase], list[Launch
             launch.run()
     worst = 0.0
     longest = case.spans[0][0]
-    shortest = 0 if case.shape.window is None else longest - 12
+    # A sliding table begins where the longest row's window does: shorter rows would see keys before it.
+    shortest = 0 if case.shape.window is None else int(case.kv.first_B[0]) + case.shape.window - 1
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
         lengths = torch.randint(shortest, longest + 1, (len(case.spans),), generator=generator, dtype=torch.int32)

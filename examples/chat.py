@@ -1,6 +1,6 @@
 """Answer in a conversation, piece by piece.
 
-    python examples/chat.py google/gemma-4-E2B-it "Why is the sky blue?"
+python examples/chat.py google/gemma-4-E2B-it "Why is the sky blue?"
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Continue a few prompts at once.
 
-    python examples/generate.py google/gemma-4-E2B-it
+python examples/generate.py google/gemma-4-E2B-it
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Draw several samples of one prompt, with seeds and log-probabilities.
 
-    python examples/sample.py google/gemma-4-E2B-it
+python examples/sample.py google/gemma-4-E2B-it
 """
 
 import sys

@@ -318,7 +318,7 @@ def _plan_group(need: AttentionNeed, gpu: Gpu, choice: str, available: Collectio
     why = (
         "asked for"
         if choice != "auto"
-        else "the first in order of preference that can"
+        else "first in preference that can"
         if len(able) > 1
         else "the only one that can"
     )

@@ -1,13 +1,14 @@
 """Attention by our own kernels on NVIDIA GPUs, sm_80 to sm_120: every Gemma 4 shape, any mix of rows in one step.
 
-Rows of few query tokens (decode, verify, tails) go through one call that is split along the keys; it depends on shapes alone, and
-can be captured in a CUDA graph and replayed at other lengths. Rows of many go through tiles planned on the host. On
-Hopper the latent's decode and the text rule's prefill have kernels of their own.
+Rows of few query tokens (decode, verify, tails) go through one call that is split along the keys; it depends on shapes
+alone, and can be captured in a CUDA graph and replayed at other lengths. Rows of many go through tiles planned on the
+host. On Hopper the latent's decode and the text rule's prefill have kernels of their own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -25,15 +26,15 @@ from culet.kernels.triton.tiles import DecodeTile, PrefillTile, decode_tile, dev
 
 FEW_QUERIES = 16  # rows with up to this many query tokens are split along their keys
 
-LongRow = tuple[int, int, int]  # row, position of its first query token, query tokens
+LongRow = tuple[int, int, int, int]  # row, its first token, query tokens, position of the first
 
 
 @dataclass(frozen=True)
 class _LongTiles:
     """Query tiles of the rows with many query tokens, by the kernel that takes them."""
 
-    hopper_X2: Tensor | None
-    general_X2: Tensor | None
+    hopper_X5: Tensor | None
+    general_X5: Tensor | None
     hopper_reads_fresh: bool
 
 
@@ -61,8 +62,11 @@ class TritonBackend:
     def plan(self, batch: ForwardBatch, pool: Pool) -> None:
         """Sort the rows by kernel. No device work where all rows have few query tokens."""
         few = [row.num_queries for row in batch.rows if 0 < row.num_queries <= self.few_queries]
+        ends = accumulate(row.num_queries for row in batch.rows)
         long_rows = [
-            (index, row.start, row.num_queries) for index, row in enumerate(batch.rows) if row.num_queries > self.few_queries
+            (index, end - row.num_queries, row.num_queries, row.start)
+            for index, (row, end) in enumerate(zip(batch.rows, ends, strict=True))
+            if row.num_queries > self.few_queries
         ]
         max_queries = 1 << (max(few) - 1).bit_length() if few else 0
         self._plans = [*self._plans[-1:], _Plan(batch, max_queries, long_rows)]
@@ -124,18 +128,18 @@ class TritonBackend:
         tiles = plan.tiles.get(fresh is not None)
         if tiles is None:
             tiles = plan.tiles[fresh is not None] = self._long_tiles(plan, q_TNH, kv, rows, tile, has_fresh=fresh is not None)
-        if tiles.hopper_X2 is not None:
+        if tiles.hopper_X5 is not None:
             source = fresh if tiles.hopper_reads_fresh else None
-            hopper_prefill_launch(q_TNH, kv, rows, tiles.hopper_X2, fresh=source, out_TNH=out_TNH).run()
-        if tiles.general_X2 is not None:
-            prefill_launch(q_TNH, kv, rows, tiles.general_X2, fresh=fresh, out_TNH=out_TNH, tile=tile).run()
+            hopper_prefill_launch(q_TNH, kv, tiles.hopper_X5, fresh=source, out_TNH=out_TNH).run()
+        if tiles.general_X5 is not None:
+            prefill_launch(q_TNH, kv, rows, tiles.general_X5, fresh=fresh, out_TNH=out_TNH, tile=tile).run()
 
     def _long_tiles(
         self, plan: _Plan, q_TNH: Tensor, kv: PagedKV, rows: RaggedRows, tile: PrefillTile, *, has_fresh: bool
     ) -> _LongTiles:
         """Hopper's own kernel takes keys from one source; what needs both, or intervals, goes to the general kernel."""
         group, window = self.num_heads // kv.num_kv_heads, kv.window
-        stored = [plan.batch.rows[row].is_stored[self.group.index] for row, _, _ in plan.long_rows]
+        stored = [plan.batch.rows[row].is_stored[self.group.index] for row, _, _, _ in plan.long_rows]
         assert has_fresh or all(stored), "rows whose keys are not all in pages need their fresh keys"
         is_hopper = q_TNH.is_cuda and device_facts(q_TNH.device)[0] == 90 and q_TNH.dtype == torch.bfloat16
         is_hopper = is_hopper and rows.visible_2T is None
@@ -144,27 +148,22 @@ class TritonBackend:
             return _LongTiles(_send(query_tiles(plan.long_rows, per_tile, window), q_TNH.device), None, False)
         general, fresh_only = query_tiles(plan.long_rows, tile.rows // group, window), None
         if is_hopper and has_fresh and hopper_prefill_serves(kv, group, fresh=True):
-            starts = np.zeros(len(plan.batch.rows), dtype=np.int64)
-            for row, start, _ in plan.long_rows:
-                starts[row] = start
             per_tile = hopper_prefill_rows(kv.head_dim) // group
             everything = query_tiles(plan.long_rows, per_tile, window)
-            is_fresh = starts[everything[:, 0]] == 0
+            is_fresh = everything[:, 4] == 0
             if window is not None:
                 is_fresh |= everything[:, 1] >= window - 1
             fresh_only = everything[is_fresh]
-            # The general kernel's tiles cover what is left, in its own size: a multiple of tokens both agree on.
-            general = _split(everything[~is_fresh], per_tile, tile.rows // group, plan.batch)
+            general = _split(everything[~is_fresh], per_tile, tile.rows // group)
         return _LongTiles(_send(fresh_only, q_TNH.device), _send(general, q_TNH.device), True)
 
 
-def _split(tiles: np.ndarray, have: int, want: int, batch: ForwardBatch) -> np.ndarray:
+def _split(tiles_X5: np.ndarray, have: int, want: int) -> np.ndarray:
     """Tiles of `have` query tokens as tiles of `want`, a divisor of it, without those past a row's end."""
     assert have % want == 0, f"tiles of {have} query tokens are no whole number of tiles of {want}"
-    parts = np.repeat(tiles, have // want, axis=0)
-    parts[:, 1] += np.tile(np.arange(have // want, dtype=parts.dtype) * want, len(tiles))
-    num_queries = np.array([row.num_queries for row in batch.rows])
-    return np.ascontiguousarray(parts[parts[:, 1] < num_queries[parts[:, 0]]])
+    parts = np.repeat(tiles_X5, have // want, axis=0)
+    parts[:, 1] += np.tile(np.arange(have // want, dtype=parts.dtype) * want, len(tiles_X5))
+    return np.ascontiguousarray(parts[parts[:, 1] < parts[:, 3]])
 
 
 def _send(tiles: np.ndarray | None, device: torch.device) -> Tensor | None:

@@ -25,7 +25,7 @@ from culet.cache.pool import Pool
 from culet.cache.spec import plan_cache
 from culet.config import Config, build_config
 from culet.engine.llm import LLM
-from culet.kernels import reference
+from culet.kernels.dispatch import eager_kernels
 from culet.log import logger
 from culet.models.checkpoint import open_checkpoint
 from culet.models.random_checkpoint import PREFIX, random_name, twin_depth
@@ -128,7 +128,7 @@ class _Judge:
         self._model = load_model(open_checkpoint(name), dtype=torch.float32, device=device, latent=False, progress=False)
         for module in self._model.modules():
             if hasattr(module, "ops"):
-                setattr(module, "ops", reference)  # noqa: B010 (a module of functions, which nn.Module's types do not foresee)
+                setattr(module, "ops", eager_kernels())  # noqa: B010 (a module of functions, which nn.Module's types do not foresee)
         spec = self._model.spec
         self._layout = plan_cache(spec.kv_specs(4, latent=False))
         num_heads = spec.layers[0].num_heads

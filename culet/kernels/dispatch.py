@@ -1,7 +1,7 @@
-"""Which kernels serve a device: the eager twins of `reference` on a CPU, our Triton kernels on a GPU.
+"""Which kernels serve a device: the eager twins on a CPU, our Triton kernels on a GPU.
 
-An op is a public function of `reference`; a Triton module serves it by a function of the same name and parameters. Where no
-Triton module has one, the eager twin serves on the GPU too, and the log says so.
+An op is a public function of `reference` or `reference_fused`; a Triton module serves it by a function of the same name and
+parameters. Where no Triton module has one, the eager twin serves on the GPU too, and the log says so.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from functools import cache
 from importlib import import_module
 from inspect import isfunction
 from types import ModuleType
+from typing import Any
 
 import torch
 
-from culet.kernels import reference
+from culet.kernels import reference, reference_fused
 from culet.log import logger
 from culet.registry import lookup
 
@@ -27,28 +28,38 @@ EAGER_ON_GPU = frozenset({"head", "store"})
 def for_device(device: torch.device | str) -> ModuleType:
     """The kernels that serve `device`, as a module."""
     kind = lookup("kernel device", torch.device(device).type, KERNELS)
-    return reference if kind == EAGER else _triton_kernels()
+    return eager_kernels() if kind == EAGER else triton_kernels()
 
 
-def op_names() -> list[str]:
-    """Every op, by name."""
-    return [
-        name
-        for name, value in vars(reference).items()
-        if isfunction(value) and value.__module__ == reference.__name__ and not name.startswith("_")
-    ]
+def eager_ops() -> dict[str, Any]:
+    """Every op by name, as its eager twin."""
+    return {
+        name: value
+        for module in (reference, reference_fused)
+        for name, value in vars(module).items()
+        if isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    }
 
 
 @cache
-def _triton_kernels() -> ModuleType:
+def eager_kernels() -> ModuleType:
+    """Every op in plain torch."""
+    found = ModuleType("culet.kernels.eager", "Every op in plain torch.")
+    vars(found).update(eager_ops())
+    return found
+
+
+@cache
+def triton_kernels() -> ModuleType:
+    """Every op as a GPU runs it."""
     modules = [import_module(f"culet.kernels.triton.{name}") for name in TRITON_MODULES]
     found = ModuleType("culet.kernels.on_gpu", "Every op as a GPU runs it.")
     without = []
-    for name in op_names():
+    for name, eager in eager_ops().items():
         twin = next((vars(module)[name] for module in modules if name in vars(module)), None)
         if twin is None and name not in EAGER_ON_GPU:
             without.append(name)
-        setattr(found, name, twin or getattr(reference, name))
+        setattr(found, name, twin or eager)
     if without:
         logger.warning("kernels: no Triton kernel for %s: torch serves, more slowly", ", ".join(without))
     return found

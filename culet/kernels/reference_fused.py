@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from culet.kernels.reference import gelu_gate, gelu_mul, residual_norm, rms_norm, softcap, sum_norms
+from culet.kernels.reference import gelu_gate, gelu_mul, head, residual_norm, rms_norm, softcap, sum_norms
 
 
 def linear(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def linear_gelu_times(x_MK: Tensor, weight_NK: Tensor, factor_MN: Tensor) -> Ten
 
 def capped_head(x_LD: Tensor, table_VD: Tensor, cap: float | None) -> Tensor:
     """cap * tanh(x @ table^T / cap), [L, V] float32; None: no cap."""
-    return softcap(F.linear(x_LD, table_VD), cap)
+    return softcap(head(x_LD, table_VD), cap)
 
 
 def residual_norm_two(

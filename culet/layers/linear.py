@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from culet.kernels.dispatch import for_device
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,11 @@ class Linear(Layer):
 
     def __init__(self, out_features: int, in_features: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
+        self.ops = for_device(device)
         self.weight = empty_weight(out_features, in_features, dtype=dtype, device=device)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return F.linear(x_TD, self.weight)
+        return self.ops.linear(x_TD, self.weight)
 
     def rows(self, begin: int, end: int, order: Tensor | None = None) -> Placement:
         """The placement of a projection that fills rows `begin .. end - 1`."""

@@ -22,7 +22,7 @@ class MLP(Layer):
         self.down = Linear(hidden_size, width, dtype=dtype, device=device)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down(self.ops.gelu_mul(self.gate_up(x_TD)))
+        return self.down(self.ops.gated_linear(x_TD, self.gate_up.weight))
 
     def placements(self, prefix: str) -> Iterator[tuple[str, Placement]]:
         yield f"{prefix}gate_proj.weight", self.gate_up.rows(0, self.width)

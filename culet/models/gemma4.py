@@ -57,7 +57,7 @@ class PerLayerEmbedding(Layer):
         """Inputs of `layers`, [T, layers, P]; `x_TD` are the decoder's input embeddings."""
         columns = slice(layers.start * self.dim, layers.stop * self.dim)
         embedded = self.ops.embed(token_ids_T, self.table[:, columns], self.table_scale)
-        context = torch.nn.functional.linear(x_TD, self.projection.weight[columns])
+        context = self.ops.linear(x_TD, self.projection.weight[columns])
         return self.ops.ple_combine(context, embedded, self.norm, self.context_scale, self.eps)
 
     def placements(self) -> Iterator[tuple[str, Placement]]:
@@ -115,15 +115,18 @@ class DecoderLayer(Layer):
         """
         ops, eps = self.ops, self.eps
         attended = self.attention(normed_TD, shared)
+        if self.experts is not None:
+            pre_norms = self.pre_mlp_norm, self.pre_experts_norm
+            x_TD, normed, for_experts = ops.residual_norm_two(x_TD, attended, self.post_attention_norm, *pre_norms, eps)
+            weights = self.post_dense_norm, self.post_experts_norm, self.post_mlp_norm
+            dense, routed = self.mlp(normed), self.experts(x_TD, for_experts)
+            return ops.residual_norm_joint(x_TD, dense, routed, weights, self.scalar, next_norm_D, eps)
         x_TD, normed = ops.residual_norm(x_TD, attended, self.post_attention_norm, None, self.pre_mlp_norm, eps)
         out = self.mlp(normed)
-        if self.experts is not None:
-            routed = self.experts(x_TD, ops.rms_norm(x_TD, self.pre_experts_norm, eps))
-            out = ops.sum_norms(out, routed, self.post_dense_norm, self.post_experts_norm, eps)
         if ple_TP is None:
             return ops.residual_norm(x_TD, out, self.post_mlp_norm, self.scalar, next_norm_D, eps)
         x_TD, _ = ops.residual_norm(x_TD, out, self.post_mlp_norm, None, None, eps)
-        extra = self.ple_projection(ops.gelu_gate(self.ple_gate(x_TD), ple_TP))
+        extra = self.ple_projection(ops.linear_gelu_times(x_TD, self.ple_gate.weight, ple_TP))
         return ops.residual_norm(x_TD, extra, self.post_ple_norm, self.scalar, next_norm_D, eps)
 
     def placements(self, prefix: str) -> Iterator[tuple[str, Placement]]:
@@ -219,7 +222,7 @@ class Gemma4(Layer):
 
     def logits(self, last_LD: Tensor) -> Tensor:
         """Logits [L, V], float32 and softcapped; the head is the embedding table."""
-        return self.ops.softcap(self.ops.head(last_LD, self.embedding), self.spec.final_softcap)
+        return self.ops.capped_head(last_LD, self.embedding, self.spec.final_softcap)
 
     def placements(self) -> dict[str, Placement]:
         """Every tensor of a checkpoint that has a place here, by its name below the decoder's prefix."""

@@ -128,7 +128,7 @@ else:
         check_prefill(case, PrefillTile(32, 32, 4, 2), True)
 
     def test_tiles_are_ordered_by_work() -> None:
-        tiles = query_tiles([(0, 0, 40), (2, 100, 20)], 16, None)
-        assert tiles[0].tolist() == [2, 16]
-        assert sorted(map(tuple, tiles.tolist())) == [(0, 0), (0, 16), (0, 32), (2, 0), (2, 16)]
-        assert query_tiles([], 16, None).shape == (0, 2)
+        tiles = query_tiles([(0, 0, 40, 0), (2, 50, 20, 100)], 16, None)
+        assert tiles[0].tolist() == [2, 16, 50, 20, 100]
+        assert sorted(map(tuple, tiles[:, :2].tolist())) == [(0, 0), (0, 16), (0, 32), (2, 0), (2, 16)]
+        assert query_tiles([], 16, None).shape == (0, 5)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from culet.kernels.triton.tiles import SHARED_MEMORY
+from culet.kernels.triton.tiles import SHARED_MEMORY, device_facts
 
 
 @cache
@@ -25,12 +25,9 @@ def is_chained(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-@cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may use on `device`."""
-    if device.type != "cuda":
-        return SHARED_MEMORY[90]
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return SHARED_MEMORY[device_facts(device)[0]]
 
 
 def stages_that_fit(wanted: int, bytes_per_stage: int, limit: int) -> int:

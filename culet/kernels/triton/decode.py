@@ -335,7 +335,8 @@ def join_launch(
         "PARTIAL": None if scratch is None else scratch.partial,
         "LSE": None if scratch is None else scratch.lse,
         "COLUMNS": columns,
-        "SPLITS": min(64, triton.next_power_of_2(shape["target"])),
+        # Taken at a time; twice what a row gets on average.
+        "SPLITS": min(64, max(4, triton.next_power_of_2(2 * shape["target"] // rows.num_rows))),
     }
     return Launch(_join, (num_tokens, num_heads, kv.head_dim // columns), shape, options(4, shape["PDL"]))
 

@@ -6,10 +6,10 @@ probabilities and values, half of the columns each: 64 x 512 sums fill their reg
 multiplied, tile i + 1 is scored and tile i + 2 is on its way. Over the latent, probabilities take the place of k_rot,
 which nobody reads any more once a tile is scored.
 
-Shared memory: q queries, k keys, v values (over the latent: the rows' first HEAD columns), r k_rot or probabilities, row numbers
-of each packed row: two places for the factors by which earlier sums shrink, one for the final sums. Barriers: full_k, full_v a
-stage has arrived; empty_k, empty_v it may be overwritten; ready (0, 1) probabilities are there, (2) the queries, (3) the final
-sums; taken (0, 1) probabilities have been read.
+Shared memory: q queries, k keys, v values (over the latent: the rows' first HEAD columns), r k_rot or probabilities, row
+numbers of each packed row: two places for the factors by which earlier sums shrink, one for the final sums. Barriers:
+full_k, full_v a stage has arrived; empty_k, empty_v it may be overwritten; ready (0, 1) probabilities are there, (2) the
+queries, (3) the final sums; taken (0, 1) probabilities have been read.
 """
 
 from __future__ import annotations
@@ -186,7 +186,23 @@ def value_tiles(
         # Over the latent the scores read the same rows: wait until they have before rows are cleared.
         mbarrier.wait(ready.index((num_tiles - 1) & 1), ((num_tiles - 1) // 2) & 1)
     o = _value_tile(
-        v_smem, r_smem, row_smem, full, empty_v, ready, taken, num_tiles - 1, o, written, True, HEAD, ROT, M, BN, STAGES, O_LAYOUT
+        v_smem,
+        r_smem,
+        row_smem,
+        full,
+        empty_v,
+        ready,
+        taken,
+        num_tiles - 1,
+        o,
+        written,
+        True,
+        HEAD,
+        ROT,
+        M,
+        BN,
+        STAGES,
+        O_LAYOUT,
     )
     mbarrier.wait(ready.index(3), 0)
     total = row_smem.index(2).load(gl.SliceLayout(1, O_LAYOUT))
@@ -194,7 +210,9 @@ def value_tiles(
 
 
 @gluon.jit
-def allocate(dtype: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, STAGES: gl.constexpr):
+def allocate(
+    dtype: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, STAGES: gl.constexpr
+):
     """Shared memory and barriers of a program."""
     SMEM: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_smem = gl.allocate_shared_memory(dtype, [M, HEAD], SMEM)

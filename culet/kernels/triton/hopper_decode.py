@@ -146,7 +146,21 @@ def _values(
         mbarrier.arrive(ready.index(2), count=1)
         written = context + num_queries - (first + (tile_hi - 1) * BN)
         o = value_tiles(
-            v_smem, r_smem, row_smem, full_k, empty_v, ready, taken, tile_hi - tile_lo, written, HEAD, ROT, M, BN, STAGES, O_LAYOUT
+            v_smem,
+            r_smem,
+            row_smem,
+            full_k,
+            empty_v,
+            ready,
+            taken,
+            tile_hi - tile_lo,
+            written,
+            HEAD,
+            ROT,
+            M,
+            BN,
+            STAGES,
+            O_LAYOUT,
         )
         packed_o = row_first + gl.arange(0, M, gl.SliceLayout(1, O_LAYOUT))
         column_o = gl.expand_dims(gl.arange(0, HEAD, gl.SliceLayout(0, O_LAYOUT)), 0)
@@ -175,8 +189,8 @@ def _scores(
         packed = row_first + gl.arange(0, M, gl.SliceLayout(1, S_LAYOUT))
         last = context + gl.minimum(packed // GROUP, num_queries - 1)
         total, m = score_tiles(
-            q_smem, v_smem, v_smem, r_smem, row_smem, full_k, empty_k, ready, taken, last, first + tile_lo * BN, tile_hi - tile_lo,
-            0, ROT, M, BN, STAGES, S_LAYOUT,
+            q_smem, v_smem, v_smem, r_smem, row_smem, full_k, empty_k, ready, taken,
+            last, first + tile_lo * BN, tile_hi - tile_lo, 0, ROT, M, BN, STAGES, S_LAYOUT,
         )  # fmt: skip
         if splits > 1:
             base = ((slot + split) * KV_HEADS + gl.program_id(1)) * (MAX_QUERIES * GROUP)
@@ -202,7 +216,8 @@ def _decode_hopper(
                 ROWS, KV_HEADS, GROUP, HEAD, ROT, MAX_QUERIES, M, M_TILES, BN, STAGES,
             )),
             (_scores, (
-                q_smem, v_smem, r_smem, row_smem, full_k, empty_k, ready, taken, LSE, FIRST, ROW_BEGIN, CONTEXT, num_rows, target,
+                q_smem, v_smem, r_smem, row_smem, full_k, empty_k, ready, taken,
+                LSE, FIRST, ROW_BEGIN, CONTEXT, num_rows, target,
                 ROWS, KV_HEADS, GROUP, ROT, MAX_QUERIES, M, M_TILES, BN, STAGES,
             )),
             (_fetch, (

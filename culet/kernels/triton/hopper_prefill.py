@@ -1,7 +1,8 @@
 """Prefill on Hopper: a tile of packed query rows per program, keys all from pages or all from the fresh tensors, text rule.
 
-Head dim 512 takes 64 rows through the three roles of `hopper.py`. Head dim 256 takes 128 rows, 64 for each of two warpgroups that
-both score and multiply: while the values of tile i are multiplied, the scores of tile i + 1 pass through the softmax.
+Head dim 512 takes 64 rows through the three roles of `hopper.py`. Head dim 256 takes 128 rows, 64 for each of two
+warpgroups that both score and multiply: while the values of tile i are multiplied, the scores of tile i + 1 pass through
+the softmax.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def _packed_rows(
 
 @gluon.jit
 def _values(
-    q_smem, v_smem, r_smem, row_smem, full, empty_v, ready, taken, Q, OUT, TILES, num_kv_heads, stride_q_token, stride_out_token,
+    q_smem, v_smem, r_smem, row_smem, full, empty_v, ready, taken,
+    Q, OUT, TILES, num_kv_heads, stride_q_token, stride_out_token,
     GROUP: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, WINDOW: gl.constexpr,
     M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
@@ -181,7 +183,9 @@ def _compute(
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     QUERIES: gl.constexpr = M // GROUP
     head = gl.program_id(0) % num_kv_heads
-    _, query_begin, num_queries, begin, context, origin, tile_lo, tile_hi = _span(TILES, num_kv_heads, WINDOW, QUERIES, BN, PAGED)
+    _, query_begin, num_queries, begin, context, origin, tile_lo, tile_hi = _span(
+        TILES, num_kv_heads, WINDOW, QUERIES, BN, PAGED
+    )
     offset, _ = _packed_rows(head, query_begin, num_queries, begin, stride_q_token, M, GROUP, HEAD, LOAD)
     q_smem.store(gl.load(Q + offset))
     fence_async_shared()
@@ -270,7 +274,8 @@ def _prefill_hopper(
                 )),
                 (_fetch, (
                     K_DESC, V_DESC, R_DESC, k_smem, v_smem, r_smem, full_k, full_v, empty_k, empty_v,
-                    TILES, PAGES, num_kv_heads, stride_table, page_rows, HEAD + ROT, ROT, PAGE, WINDOW, M // GROUP, BN, STAGES, PAGED,
+                    TILES, PAGES, num_kv_heads, stride_table, page_rows,
+                    HEAD + ROT, ROT, PAGE, WINDOW, M // GROUP, BN, STAGES, PAGED,
                 )),
             ],
             [4, 1],
@@ -285,7 +290,8 @@ def _prefill_hopper(
                 )),
                 (_fetch, (
                     K_DESC, V_DESC, R_DESC, k_smem, v_smem, r_smem, full_k, full_v, empty_k, empty_v,
-                    TILES, PAGES, num_kv_heads, stride_table, page_rows, HEAD + ROT, ROT, PAGE, WINDOW, M // GROUP, BN, STAGES, PAGED,
+                    TILES, PAGES, num_kv_heads, stride_table, page_rows,
+                    HEAD + ROT, ROT, PAGE, WINDOW, M // GROUP, BN, STAGES, PAGED,
                 )),
             ],
             [1],

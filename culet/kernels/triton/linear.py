@@ -322,7 +322,8 @@ def choose_tile(num_tokens: int, num_rows: int, size_k: int, epilogue: int = PLA
     by_rows = num_tokens == 1 and (num_rows <= (4096 if is_gated else 8192) or num_rows > 1 << 16)
     if by_rows or (num_tokens == 2 and num_rows <= 2560 and not is_gated):
         # Long rows of a narrow matrix: fewer of them in a program, so that there are enough programs.
-        return Tile("rows", 2 if size_k > 8192 and num_rows <= 4096 else 4, min(1024, triton.next_power_of_2(size_k)))
+        is_narrow = num_tokens == 1 and size_k > 8192 and num_rows <= 4096
+        return Tile("rows", 2 if is_narrow else 4, min(1024, triton.next_power_of_2(size_k)))
     programs = triton.cdiv(num_rows, 64)
     split = _split(programs, ENOUGH_PROGRAMS, size_k // 128)
     if not is_gated:
@@ -351,6 +352,8 @@ def _serves(x_MK: Tensor, weight_NK: Tensor, num_rows: int, epilogue: int) -> Ti
     """The tile, or None where torch's linear is better or the tensors are not what the kernels read."""
     if not x_MK.shape[0] or not weight_NK.is_contiguous() or x_MK.dim() != 2:
         return None
+    if x_MK.is_cuda and x_MK.dtype != torch.bfloat16:
+        return None  # the tensor cores would round float32 to tf32
     tile = choose_tile(x_MK.shape[0], num_rows, x_MK.shape[1], epilogue)
     return None if tile.kernel == "cublas" else tile
 

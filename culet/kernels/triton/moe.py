@@ -286,7 +286,8 @@ DOWN_TILES = {
     64: GroupTile(64, 128, 64, 4, 4),
     128: GroupTile(128, 128, 64, 8, 3),
 }
-GROUP_CHUNK = 4096
+BLOCKS = ((16, 16), (32, 32), (64, 96))  # assignments per tile, where an expert has fewer than so many on average; else 128
+GROUP_CHUNK = 4096  # assignments that a program looks at together
 
 
 def describe_assigned(
@@ -331,7 +332,7 @@ def describe_grouped(
     num_tokens, top_k = ids_TK.shape
     num_experts, size, width = down_EDF.shape
     assigned = num_tokens * top_k
-    block_m = next((size for size in (16, 32, 64) if assigned < size * num_experts), 128)
+    block_m = next((block for block, most in BLOCKS if assigned < most * num_experts), 128)
     up, down = extra.get("up", UP_TILES[block_m]), extra.get("down", DOWN_TILES[block_m])
     device, pdl = x_TD.device, bool(extra.get("pdl", False))
     members = torch.empty(num_experts, num_tokens, dtype=torch.int32, device=device)
@@ -355,7 +356,7 @@ def describe_grouped(
             _combine_kernel,
             (num_tokens, triton.cdiv(size, block_d)),
             {**third, "BLOCK_D": block_d, "PDL": pdl},
-            options(4, bool(extra.get("pdl", False))),
+            options(4, pdl),
         ),
     ]
 

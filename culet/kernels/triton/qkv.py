@@ -137,7 +137,10 @@ def _prepare_kernel(
     BLOCK_P: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """HEADS heads of one token: the first cdiv(N, HEADS) programs queries, the others keys and values."""
+    """HEADS heads of one token: the first cdiv(N, HEADS) programs queries, the others keys and values.
+
+    At one head per program its weights are loaded before the wait; at several, where registers decide, only when needed.
+    """
     token = tl.program_id(1).to(tl.int64)
     half = tl.arange(0, R // 2)[None, :]
     base = qkv + token * qkv_stride
@@ -146,11 +149,14 @@ def _prepare_kernel(
     if tl.program_id(0) < NUM_Q:
         heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
         is_head = heads < N
-        w_first, w_second, w_nope = _load_heads(weight, heads, is_head, NOPE, 0, H, R, BLOCK_P)
+        if HEADS == 1:
+            w_first, w_second, w_nope = _load_heads(weight, heads, is_head, NOPE, 0, H, R, BLOCK_P)
         enter(PDL)
         c, s = tl.load(cos + token * R + half), tl.load(sin + token * R + R // 2 + half)
         first, second, nope = _load_heads(base, heads, is_head, NOPE, 0, H, R, BLOCK_P)
         scale = _scales(first, second, nope, H, R, eps)
+        if HEADS > 1:
+            w_first, w_second, w_nope = _load_heads(weight, heads, is_head, NOPE, 0, H, R, BLOCK_P)
         first, second, nope = first * scale * w_first, second * scale * w_second, nope * scale * w_nope
         rows = q_out + (token * N + heads)[:, None] * H
         _store_parts(rows, first * c - second * s, second * c + first * s, nope, is_head[:, None], NOPE, 0, H, R, BLOCK_P)
@@ -162,7 +168,8 @@ def _prepare_kernel(
         cache_rows = planes + heads[:, None].to(tl.int64) * head_stride
         K_ROT: tl.constexpr = 0 if K_EQ_V else NOPE
         K_NOPE: tl.constexpr = R if K_EQ_V else 0
-        w_first, w_second, w_nope = _load_heads(weight + N * H, heads, is_head, K_ROT, K_NOPE, H, R, BLOCK_P)
+        if HEADS == 1:
+            w_first, w_second, w_nope = _load_heads(weight + N * H, heads, is_head, K_ROT, K_NOPE, H, R, BLOCK_P)
         enter(PDL)
         c, s = tl.load(cos + token * R + half), tl.load(sin + token * R + R // 2 + half)
         first, second, nope = _load_heads(base + N * H, heads, is_head, K_ROT, K_NOPE, H, R, BLOCK_P)
@@ -173,6 +180,8 @@ def _prepare_kernel(
             cache_rows += (slot // page_tokens) * page_stride + (slot % page_tokens) * WIDTH
         scale = _scales(first, second, nope, H, R, eps)
         first, second, nope = first * scale, second * scale, nope * scale
+        if HEADS > 1:
+            w_first, w_second, w_nope = _load_heads(weight + N * H, heads, is_head, K_ROT, K_NOPE, H, R, BLOCK_P)
         a, b = first * w_first, second * w_second
         k_first, k_second = a * c - b * s, b * c + a * s
         if IS_LATENT:
@@ -223,7 +232,7 @@ def describe_prepare(
     size, rotated = heads.head_dim, heads.rotated_dims
     has_store = slot_T is not None and planes is not None
     # Few tokens: a head per program, for latency. Many: several, since starting programs would cost more than the reads.
-    per_program = 1 if num_tokens <= 64 else 4
+    per_program = 1 if num_tokens <= 64 else max(1, 1024 // size)
     num_programs = triton.cdiv(heads.num_heads, per_program) + triton.cdiv(heads.num_kv_heads, per_program)
     arguments: dict[str, Any] = {
         "qkv": qkv_TX,

@@ -138,14 +138,13 @@ def _weigh(values, best, heat, least):
 
 
 @triton.jit
-def _threshold(keys, k, low, AXES: tl.constexpr):
+def _threshold(keys, k, low):
     """A key t such that at least k keys are >= t and fewer than k are > t; `low` is known to have at least k above or at it."""
-    high = (tl.max(keys, 0) if AXES == 1 else tl.max(tl.max(keys, 1), 0)).to(tl.int64) + 1
+    high = tl.max(keys, 0).to(tl.int64) + 1
     low = low.to(tl.int64)
     while high - low > 1:
         middle = low + (high - low) // 2
-        reached = (keys >= middle.to(tl.int32)).to(tl.int32)
-        number = tl.sum(reached, 0) if AXES == 1 else tl.sum(tl.sum(reached, 1), 0)
+        number = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0)
         low = tl.where(number >= k, middle, low)
         high = tl.where(number > k, high, tl.where(number == k, middle + 1, middle))
     return low.to(tl.int32)
@@ -174,7 +173,7 @@ def _select(
     heights = tl.load(peaks + every, mask=every < num_chunks, other=float("-inf"))
     keys = tl.where(every < num_chunks, _sortable(heights), LOWEST)
     num_picked = tl.minimum(k, num_chunks)
-    bound = _threshold(keys, num_picked, tl.min(keys, 0), 1)
+    bound = _threshold(keys, num_picked, tl.min(keys, 0))
     above, equal = (keys > bound).to(tl.int32), ((keys == bound) & (every < num_chunks)).to(tl.int32)
     spare = num_picked - tl.sum(above, 0)
     picked = above + equal * (tl.cumsum(equal, 0) <= spare).to(tl.int32)
@@ -186,11 +185,12 @@ def _select(
     cols = chunks[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     mask = (slots < num_picked)[:, None] & (cols < V)
     keys2 = tl.where(mask, _sortable(_load_logits(logits, allowed, cols, mask, HAS_MASK)), LOWEST)
+    keys2 = tl.reshape(keys2, (TOP * WIDTH,), can_reorder=True)  # one axis, in any order: counting is all that follows
     # Where k chunks were picked, each has a column at its peak, so at least k columns reach the lowest of those peaks.
     low = tl.where(num_picked == k, bound, LOWEST)
     k = tl.minimum(k, V)
-    bound2 = _threshold(keys2, k, low, 2)
-    spare2 = k - tl.sum(tl.sum((keys2 > bound2).to(tl.int32), 1), 0)
+    bound2 = _threshold(keys2, k, low)
+    spare2 = k - tl.sum((keys2 > bound2).to(tl.int32), 0)
     # Gather them a few chunks at a time: all at once would take more registers and shared memory than there are.
     num_kept = 0
     num_equal = 0
@@ -466,25 +466,12 @@ def describe_logprobs(logits_LV: Tensor, chosen_L: Tensor, num_top: int, out: Ra
     num_rows, width = logits_LV.shape
     device, num_chunks = logits_LV.device, triton.cdiv(width, CHUNK)
     peaks, sums = (torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device) for _ in range(2))
-    arguments: dict[str, Any] = {
-        "logits": logits_LV,
-        "peaks": peaks,
-        "sums": sums,
-        "chosen": chosen_L,
-        "places": torch.empty(num_rows, 2 * MAX_TOP_K, dtype=torch.int32, device=device),
-        "ranked": torch.empty(num_rows, MAX_TOP_K, dtype=torch.float32, device=device),
-        "chosen_out": out.chosen_L,
-        "top_out": out.top_LK,
-        "ids_out": out.top_ids_LK,
-        "k": num_top,
-        "V": width,
-        "logits_stride": logits_LV.stride(0),
-        "num_chunks": num_chunks,
-        "WIDTH": CHUNK,
-        "BLOCK_C": triton.next_power_of_2(num_chunks),
-        "TOP": MAX_TOP_K,
-        "PDL": pdl,
-    }
+    places = torch.empty(num_rows, 2 * MAX_TOP_K, dtype=torch.int32, device=device)
+    ranked = torch.empty(num_rows, MAX_TOP_K, dtype=torch.float32, device=device)
+    arguments: dict[str, Any] = {"logits": logits_LV, "peaks": peaks, "sums": sums, "chosen": chosen_L, "places": places}
+    arguments |= {"ranked": ranked, "chosen_out": out.chosen_L, "top_out": out.top_LK, "ids_out": out.top_ids_LK}
+    arguments |= {"k": num_top, "V": width, "logits_stride": logits_LV.stride(0), "num_chunks": num_chunks}
+    arguments |= {"WIDTH": CHUNK, "BLOCK_C": triton.next_power_of_2(num_chunks), "TOP": MAX_TOP_K, "PDL": pdl}
     return [
         describe_peaks(logits_LV, None, (peaks, sums), pdl),
         Launch(_logprobs_kernel, (num_rows,), arguments, options(16, pdl)),

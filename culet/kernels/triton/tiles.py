@@ -56,6 +56,7 @@ class TileRow:
     tile: DecodeTile | PrefillTile
     measured: str
     per_sm: int = 1  # programs per multiprocessor that fill the GPU (decode only)
+    page_tokens: int = 1 << 30  # up to pages of so many tokens (decode only): a tile within one page needs one table entry
 
 
 ANY = (80, 86, 89, 90, 100, 120)
@@ -63,17 +64,22 @@ NOT_HOPPER = (80, 86, 89, 100, 120)
 SMALL = (86, 89, 120)  # 99 KB of shared memory
 MANY = 1 << 30
 UNMEASURED = "not measured"
+H200 = "H200, 2026-11-15"
 
 DECODE = (
     TileRow(ANY, 128, False, MANY, DecodeTile(16, 32, 4, 2), UNMEASURED),
     TileRow(ANY, 128, True, MANY, DecodeTile(16, 32, 4, 2), UNMEASURED),
+    TileRow((90,), 256, False, 16, DecodeTile(16, 16, 4, 5), H200, per_sm=2, page_tokens=16),
+    TileRow((90,), 256, False, 16, DecodeTile(16, 32, 4, 5), H200, per_sm=4),
     TileRow(ANY, 256, False, 16, DecodeTile(16, 32, 4, 3), UNMEASURED, per_sm=2),
     TileRow(ANY, 256, False, MANY, DecodeTile(32, 32, 4, 3), UNMEASURED, per_sm=2),
-    TileRow(ANY, 512, False, 16, DecodeTile(16, 32, 4, 3), UNMEASURED),
+    TileRow((90,), 512, False, 16, DecodeTile(16, 32, 4, 5), H200),
+    TileRow(ANY, 512, False, 16, DecodeTile(16, 16, 4, 3), UNMEASURED),
     TileRow(ANY, 512, False, MANY, DecodeTile(32, 16, 4, 3), UNMEASURED),
+    TileRow((90,), 512, True, 16, DecodeTile(16, 32, 4, 5), H200, per_sm=2),
     TileRow(ANY, 512, True, 16, DecodeTile(16, 32, 4, 3), UNMEASURED, per_sm=2),
-    TileRow((90,), 512, True, MANY, DecodeTile(32, 64, 8, 3), UNMEASURED),
-    TileRow(ANY, 512, True, MANY, DecodeTile(32, 32, 8, 3), UNMEASURED),
+    TileRow((90,), 512, True, MANY, DecodeTile(32, 32, 4, 3), H200, per_sm=2),
+    TileRow(ANY, 512, True, MANY, DecodeTile(32, 16, 4, 3), UNMEASURED),
 )
 PREFILL = (
     TileRow(ANY, 128, False, MANY, PrefillTile(64, 32, 4, 2), UNMEASURED),
@@ -99,26 +105,29 @@ def device_facts(device: torch.device) -> tuple[int, int]:
     return max(known), torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def find_row(table: tuple[TileRow, ...], capability: int, head_dim: int, latent: bool, packed_rows: int = 0) -> TileRow:
+def find_row(table: tuple[TileRow, ...], capability: int, kv: PagedKV, packed_rows: int = 0) -> TileRow:
     """The first row of `table` that fits; raises LookupError where none does."""
     for row in table:
-        fits = head_dim <= row.head_dim and latent == row.latent and packed_rows <= row.packed_rows
-        if fits and capability in row.capabilities:
+        is_shape = kv.head_dim <= row.head_dim and kv.is_latent == row.latent
+        is_size = packed_rows <= row.packed_rows and kv.page_tokens <= row.page_tokens
+        if is_shape and is_size and capability in row.capabilities:
             return row
-    raise LookupError(f"no tile for head dim {head_dim}, latent {latent}, {packed_rows} packed rows on sm_{capability}")
+    raise LookupError(
+        f"no tile for head dim {kv.head_dim}, latent {kv.is_latent}, {packed_rows} packed rows on sm_{capability}"
+    )
 
 
 def decode_tile(q_TNH: Tensor, kv: PagedKV, num_rows: int, max_queries: int) -> DecodeTile:
     """The tile for `num_rows` rows of up to `max_queries` query tokens."""
     capability, num_sms = device_facts(q_TNH.device)
     packed = max_queries * q_TNH.shape[1] // kv.num_kv_heads
-    row = find_row(DECODE, capability, kv.head_dim, kv.is_latent, packed)
+    row = find_row(DECODE, capability, kv, packed)
     assert isinstance(row.tile, DecodeTile)
     return replace(row.tile, programs=row.per_sm * num_sms)
 
 
 def prefill_tile(q_TNH: Tensor, kv: PagedKV) -> PrefillTile:
     """The tile for long rows."""
-    row = find_row(PREFILL, device_facts(q_TNH.device)[0], kv.head_dim, kv.is_latent)
+    row = find_row(PREFILL, device_facts(q_TNH.device)[0], kv)
     assert isinstance(row.tile, PrefillTile)
     return row.tile

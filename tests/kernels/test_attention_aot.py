@@ -1,0 +1,125 @@
+"""Every tile row compiles for the architecture it is written for and fits its shared memory, without a GPU.
+
+The compiler itself refuses nothing: a tile that asks for too much fails only when it is launched.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from culet.bench.attention_cases import SHAPES, AttentionShape
+from culet.kernels.attention_inputs import PagedKV, RaggedRows
+from culet.kernels.triton.decode import Scratch, decode_launches
+from culet.kernels.triton.hopper_decode import hopper_decode_launches, hopper_decode_serves, hopper_decode_tile
+from culet.kernels.triton.hopper_prefill import hopper_prefill_launch, hopper_prefill_serves
+from culet.kernels.triton.launch import Launch
+from culet.kernels.triton.prefill import prefill_launch
+from culet.kernels.triton.tiles import DECODE, PREFILL, SHARED_MEMORY, DecodeTile, PrefillTile, find_row
+
+CAPABILITIES = (80, 89, 90, 100, 120)
+# Drafters' head dim, besides the models' own.
+ALL_SHAPES = SHAPES | {"drafter": AttentionShape(32, 8, 128, None, False, 64)}
+QUICK = {("31B.sliding", 89), ("31B.global", 120), ("E4B.global", 80), ("12B.global", 89)}
+
+
+def on_meta(shape: AttentionShape, num_rows: int, num_queries: int) -> tuple[torch.Tensor, PagedKV, RaggedRows]:
+    def ints(*size: int) -> torch.Tensor:
+        return torch.empty(*size, dtype=torch.int32, device="meta")
+
+    num_planes = 1 if shape.latent else 2
+    size = (num_planes, 8, shape.num_kv_heads, shape.page_tokens, shape.width)
+    planes = torch.empty(size, dtype=torch.bfloat16, device="meta")
+    kv = PagedKV(planes, ints(num_rows, 64), ints(num_rows), shape.head_dim, shape.window)
+    q_TNH = torch.empty(num_rows * num_queries, shape.num_heads, shape.head_dim, dtype=torch.bfloat16, device="meta")
+    return q_TNH, kv, RaggedRows(ints(num_rows + 1), ints(num_rows))
+
+
+def fresh_on_meta(shape: AttentionShape, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    whole = torch.empty(num_tokens, shape.num_kv_heads, shape.width, dtype=torch.bfloat16, device="meta")
+    if shape.latent:
+        return whole[..., shape.width - shape.head_dim :], whole[..., : shape.head_dim]
+    return whole, torch.empty_like(whole)
+
+
+def assert_fits(launch: Launch, capability: int) -> None:
+    compiled = launch.compile_for(capability)
+    assert compiled.asm["cubin"]
+    used, limit = compiled.metadata.shared, SHARED_MEMORY[capability]
+    assert used <= limit, f"{used} bytes of shared memory on sm_{capability}, which has {limit}"
+
+
+def check_decode(shape: AttentionShape, capability: int, max_queries: int) -> None:
+    q_TNH, kv, rows = on_meta(shape, 8, max_queries)
+    tile = find_row(DECODE, capability, kv, max_queries * shape.group).tile
+    assert isinstance(tile, DecodeTile)
+    scratch = Scratch.allocate(16, shape.head_dim, "meta")
+    launches = decode_launches(q_TNH, kv, rows, max_queries=max_queries, out_TNH=q_TNH, tile=tile, scratch=scratch)
+    for launch in launches:
+        assert_fits(launch, capability)
+
+
+def check_prefill(shape: AttentionShape, capability: int, *, with_fresh: bool) -> None:
+    q_TNH, kv, rows = on_meta(shape, 4, 256)
+    tile = find_row(PREFILL, capability, kv).tile
+    assert isinstance(tile, PrefillTile)
+    fresh = fresh_on_meta(shape, q_TNH.shape[0]) if with_fresh else None
+    tiles = torch.empty(16, 5, dtype=torch.int32, device="meta")
+    assert_fits(prefill_launch(q_TNH, kv, rows, tiles, fresh=fresh, out_TNH=q_TNH, tile=tile), capability)
+
+
+@pytest.mark.parametrize(("name", "capability"), sorted(QUICK))
+def test_tiles_fit(name: str, capability: int) -> None:
+    check_decode(ALL_SHAPES[name], capability, 1)
+
+
+def test_prefill_tile_fits_the_smallest_shared_memory() -> None:
+    check_prefill(SHAPES["31B.global"], 89, with_fresh=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("name", sorted(ALL_SHAPES))
+def test_every_tile_fits(name: str, capability: int) -> None:
+    for max_queries in (1, 4, 16):
+        check_decode(ALL_SHAPES[name], capability, max_queries)
+    check_prefill(ALL_SHAPES[name], capability, with_fresh=True)
+    check_prefill(ALL_SHAPES[name], capability, with_fresh=False)
+
+
+@pytest.mark.parametrize("name", ["31B.global", pytest.param("12B.global", marks=pytest.mark.slow)])
+def test_hopper_decode_fits(name: str) -> None:
+    shape = SHAPES[name]
+    q_TNH, kv, rows = on_meta(shape, 8, 1)
+    assert hopper_decode_serves(kv)
+    scratch = Scratch.allocate(16, shape.head_dim, "meta")
+    tile = hopper_decode_tile(132)
+    for launch in hopper_decode_launches(q_TNH, kv, rows, max_queries=1, out_TNH=q_TNH, tile=tile, scratch=scratch):
+        assert_fits(launch, 90)
+
+
+@pytest.mark.parametrize(
+    ("name", "with_fresh"),
+    [
+        ("31B.global", False),
+        ("31B.sliding", True),
+        pytest.param("12B.global", False, marks=pytest.mark.slow),
+        pytest.param("31B.global", True, marks=pytest.mark.slow),
+        pytest.param("E4B.global", True, marks=pytest.mark.slow),
+        pytest.param("E4B.sliding", True, marks=pytest.mark.slow),
+        pytest.param("E2B.global", False, marks=pytest.mark.slow),
+    ],
+)
+def test_hopper_prefill_fits(name: str, with_fresh: bool) -> None:
+    shape = SHAPES[name]
+    q_TNH, kv, _ = on_meta(shape, 4, 256)
+    assert hopper_prefill_serves(kv, shape.group, fresh=with_fresh)
+    fresh = fresh_on_meta(shape, q_TNH.shape[0]) if with_fresh else None
+    tiles = torch.empty(16, 5, dtype=torch.int32, device="meta")
+    assert_fits(hopper_prefill_launch(q_TNH, kv, tiles, fresh=fresh, out_TNH=q_TNH), 90)

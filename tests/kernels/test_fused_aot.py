@@ -1,0 +1,129 @@
+"""The fused kernels compile for every architecture at the models' real sizes, and fit its shared memory. No GPU is needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter cannot compile", allow_module_level=True)
+
+from culet.kernels.reference import HeadShape, Rope
+from culet.kernels.triton import linear, moe, norms, penalties, pointwise, qkv, route, sampling
+from culet.kernels.triton.launch import Launch
+from culet.kernels.triton.linear import GATED, PLAIN, SOFTCAP
+from culet.kernels.triton.tiles import SHARED_MEMORY
+
+ARCHITECTURES = (80, 89, 90, 100, 120)
+FEW_ARCHITECTURES = (80, 90)  # for kernels without tensor cores or large tiles: before and after chaining
+EPS = 1e-6
+
+
+def meta(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*size, dtype=dtype, device="meta")
+
+
+def floats(*size: int) -> Tensor:
+    return meta(*size, dtype=torch.float32)
+
+
+def whole(*size: int) -> Tensor:
+    return meta(*size, dtype=torch.int32)
+
+
+def linear_of(tokens: int, rows: int, size: int, epilogue: int, **extra: object) -> Launch:
+    tile = linear.choose_tile(tokens, rows, size, epilogue)
+    out = floats(tokens, rows) if epilogue == SOFTCAP else meta(tokens, rows)
+    weight = meta(rows * (2 if epilogue == GATED else 1), size)
+    return linear.describe(meta(tokens, size), weight, out, tile, epilogue, softcap=30.0, **extra)
+
+
+def grouped_of(tokens: int, index: int, **extra: object) -> Launch:
+    x, gate_up, down = meta(tokens, 2816), meta(128, 1408, 2816), meta(128, 2816, 704)
+    return moe.describe_grouped(x, floats(tokens, 8), whole(tokens, 8), gate_up, down, meta(tokens, 2816), **extra)[index]
+
+
+def assigned_of(index: int, **extra: object) -> Launch:
+    x, gate_up, down = meta(2, 2816), meta(128, 1408, 2816), meta(128, 2816, 704)
+    return moe.describe_assigned(x, floats(2, 8), whole(2, 8), gate_up, down, meta(2, 2816), **extra)[index]
+
+
+def route_of(tokens: int, **extra: object) -> Launch:
+    extra.pop("shared")
+    out = floats(tokens, 8), whole(tokens, 8)
+    return route.describe_route(meta(tokens, 2816), floats(128, 2816), floats(128), out, EPS, **extra)
+
+
+# With tensor cores or large tiles: on every architecture.
+TILED: dict[str, Callable[..., Launch]] = {
+    "linear 32 tokens": lambda **extra: linear_of(32, 5376, 21504, PLAIN, **extra),
+    "gated 16 tokens": lambda **extra: linear_of(16, 21504, 5376, GATED, **extra),
+    "gated 32 tokens": lambda **extra: linear_of(32, 10240, 2560, GATED, **extra),
+    "route 64 tokens": lambda **extra: route_of(64, **extra),
+    "experts up 32 tokens": lambda **extra: grouped_of(32, 1, **extra),
+    "experts up 256 tokens": lambda **extra: grouped_of(256, 1, **extra),
+    "experts up 8192 tokens": lambda **extra: grouped_of(8192, 1, **extra),
+    "experts down 8192 tokens": lambda **extra: grouped_of(8192, 2, **extra),
+}
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+@pytest.mark.parametrize("name", TILED)
+def test_tiled_kernels_fit(name: str, capability: int) -> None:
+    launch = TILED[name](pdl=capability >= 90, shared=SHARED_MEMORY[capability])
+    compiled = launch.compile_for(capability)
+    assert compiled.metadata.shared <= SHARED_MEMORY[capability]
+    assert compiled.asm["cubin"]
+
+
+def small_launches(pdl: bool) -> Iterator[Launch]:
+    yield linear_of(1, 2560, 10240, PLAIN, pdl=pdl)
+    yield linear_of(1, 2112, 2816, GATED, pdl=pdl)
+    yield linear_of(1, 262144, 2560, SOFTCAP, pdl=pdl)
+    yield route_of(1, pdl=pdl, shared=0)
+    yield from (assigned_of(index, pdl=pdl) for index in range(2))
+    yield grouped_of(512, 0, pdl=pdl)
+    yield grouped_of(512, 3, pdl=pdl)
+    x, w = meta(4, 5376), floats(5376)
+    yield norms.describe_residual(x, (x, x), (w, w, w), floats(1), (w, w), EPS, (x, x, x), pdl)
+    for heads in (HeadShape(32, 16, 256, 256, False, False, EPS), HeadShape(32, 4, 512, 128, True, True, EPS)):
+        columns = (heads.num_heads + heads.num_kv_heads * (1 if heads.k_eq_v else 2)) * heads.head_dim
+        turn = Rope(floats(128, 1, heads.rotated_dims), floats(128, 1, heads.rotated_dims))
+        width, planes = (640, 1) if heads.latent else (256, 2)
+        pages = meta(planes, 8, heads.num_kv_heads, 32, width)
+        q, k = meta(128, heads.num_heads, heads.head_dim), meta(128, heads.num_kv_heads, width)
+        weight, slots = floats(heads.num_heads + heads.num_kv_heads, heads.head_dim), meta(128, dtype=torch.int64)
+        yield qkv.describe_prepare(meta(128, columns), weight, turn, pages, slots, heads, (q, k, k), pdl)
+    yield pointwise.describe_ple(meta(2, 10752), meta(2, 10752), floats(256), 0.02, EPS, meta(2, 42, 256), pdl)
+
+
+def sampling_launches(pdl: bool) -> Iterator[Launch]:
+    logits, wide = floats(4, 262144), meta(4, dtype=torch.float64)
+    settings = sampling.RowSettings(wide, whole(4), wide, wide, meta(4, dtype=torch.int64), whole(4))
+    tokens = meta(4, dtype=torch.int64)
+    yield from sampling.describe_draw(logits, settings, whole(4), whole(4, 8192), tokens, pdl=pdl)
+    out = sampling.Ranked(floats(4), floats(4, 20), meta(4, 20, dtype=torch.int64))
+    yield sampling.describe_logprobs(logits, tokens, 20, out, pdl)[1]
+    rows = penalties.Penalties(*(whole(2) for _ in range(4)), *(floats(2) for _ in range(3)))
+    yield from penalties.describe_penalise(logits, meta(4, 4096, dtype=torch.int64), rows, 4096, whole(2, 262144), pdl)
+
+
+@pytest.mark.parametrize("capability", FEW_ARCHITECTURES)
+@pytest.mark.parametrize("launches", [small_launches, sampling_launches])
+def test_other_kernels_compile(launches: Callable[[bool], Iterator[Launch]], capability: int) -> None:
+    for launch in launches(capability >= 90):
+        compiled = launch.compile_for(capability)
+        assert compiled.metadata.shared <= SHARED_MEMORY[89], (
+            f"{launch.kernel.__name__} would not fit the smallest architecture"
+        )
+
+
+def test_a_tile_that_does_not_fit_loses_stages() -> None:
+    full = linear_of(32, 21504, 5376, GATED, shared=SHARED_MEMORY[90])
+    less = linear_of(32, 21504, 5376, GATED, shared=SHARED_MEMORY[89])
+    assert full.arguments["STAGES"] > less.arguments["STAGES"] >= 1
