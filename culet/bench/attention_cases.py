@@ -81,12 +81,14 @@ def make_case(
     seed: int = 0,
     images: Sequence[tuple[int, int, int]] = (),
     stored_tail: int | None = None,
+    whole_pages: bool = False,
     num_layers: int = 2,
 ) -> AttentionCase:
     """Random inputs for rows of (context, query tokens).
 
     `images` are (row, first position, tokens) inside the rows' query tokens: those see the whole image. `stored_tail` keeps
-    only the last so many of a row's query tokens in pages, as a chunk longer than the window does. Pages lie `num_layers`
+    only the last so many of a row's query tokens in pages, as a chunk longer than the window does; `whole_pages` writes a
+    sliding row's first page from its beginning. Pages lie `num_layers`
     apart, as in a slab, in random order; page 0 belongs to nobody; whatever no row wrote is NaN.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -95,6 +97,7 @@ def make_case(
     for context, queries in spans:
         lowest = 0 if shape.window is None else max(0, context - shape.window + 1)
         first = lowest // page_tokens * page_tokens
+        lowest = first if whole_pages else lowest
         columns = -(-(context + queries - first) // page_tokens)
         stored_from = context if stored_tail is None else max(context, context + queries - stored_tail)
         position = torch.cat((torch.arange(lowest, context), torch.arange(stored_from, context + queries)))

@@ -243,6 +243,8 @@ def _write_weights(path: Path, spec: ModelSpec, words: slice, dtype: torch.dtype
             tensor = torch.rand(shape, generator=generator) + 0.5
         else:
             tensor = torch.randn(shape, generator=generator) * shape[-1] ** -0.5  # keeps the stream's size
+        if name.endswith("q_norm.weight"):
+            tensor *= 3.0 * shape[-1] ** -0.5  # scores of a few units: sharper attention would amplify rounding errors
         if name == "norm.weight":
             tensor *= 4.0  # logits of a few units, so that the model has preferences
         if name == "embed_tokens.weight":

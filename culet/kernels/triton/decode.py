@@ -98,9 +98,10 @@ def _decode(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of one row for one KV head. ROT > 0: K is a latent of rows v_rot | nope | k_rot, ROT wide at both ends."""
-    item = tl.program_id(0) // M_TILES
+    # Heads before items: programs without work come last, where they cannot crowd the others onto few multiprocessors.
     m_tile = tl.program_id(0) % M_TILES
-    head = tl.program_id(1)
+    head = tl.program_id(0) // M_TILES % KV_HEADS
+    item = tl.program_id(0) // (M_TILES * KV_HEADS)
     LATENT: tl.constexpr = ROT > 0
     WIDTH: tl.constexpr = HEAD + ROT
 
@@ -288,7 +289,7 @@ class Scratch:
 
 def scratch_rows(tile: DecodeTile, num_kv_heads: int, group: int, max_queries: int) -> int:
     """Most partial rows that a call can leave: a row with a share of x >= 1.5 splits gets at most x + 1/2 of them."""
-    target = tile.target(num_kv_heads, group, max_queries)
+    target = tile.most_splits(num_kv_heads, group, max_queries)
     return (target + target // 3 + 2) * num_kv_heads * max_queries * group
 
 
@@ -299,7 +300,7 @@ def _shape(
     group = num_heads // kv.num_kv_heads
     return {
         "num_rows": rows.num_rows,
-        "target": tile.target(kv.num_kv_heads, group, max_queries),
+        "target": tile.target(kv, rows.num_rows, group, max_queries),
         "stride_out_token": out_TNH.stride(0),
         "ROWS": 1 if rows.num_rows == 1 else max(16, triton.next_power_of_2(rows.num_rows)),
         "GROUP": group,
@@ -330,7 +331,8 @@ def join_launch(
 ) -> Launch:
     """The launch that joins the splits which a decode kernel with this tile left in `scratch`."""
     shape = _shape(num_heads, kv, rows, max_queries, out_TNH, tile)
-    columns = min(kv.head_dim, 128)
+    # Few rows need many programs to be quick, many rows few: each one must work out the splits anew.
+    columns = min(kv.head_dim, 128) if num_tokens * num_heads < 1024 else kv.head_dim
     shape |= {
         "PARTIAL": None if scratch is None else scratch.partial,
         "LSE": None if scratch is None else scratch.lse,
@@ -378,7 +380,7 @@ def decode_launches(
     }
     items = rows.num_rows + (target if target > 1 else 0)
     decode = Launch(
-        _decode, (items * m_tiles, kv.num_kv_heads), shape, options(tile.warps, shape["PDL"]) | {"num_stages": tile.stages}
+        _decode, (items * m_tiles * kv.num_kv_heads,), shape, options(tile.warps, shape["PDL"]) | {"num_stages": tile.stages}
     )
     if target == 1:
         return [decode]

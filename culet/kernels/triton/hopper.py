@@ -213,11 +213,14 @@ def value_tiles(
 def allocate(
     dtype: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Shared memory and barriers of a program."""
+    """Shared memory and barriers of a program. 128 rows are two warpgroups' 64: q and row come twice, and both empty a stage."""
     SMEM: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_smem = gl.allocate_shared_memory(dtype, [M, HEAD], SMEM)
+    if M == 64:
+        q_smem = gl.allocate_shared_memory(dtype, [M, HEAD], SMEM)
+    else:
+        q_smem = gl.allocate_shared_memory(dtype, [2, M // 2, HEAD], SMEM)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BN, HEAD], SMEM)
-    row_smem = gl.allocate_shared_memory(gl.float32, [3, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    row_smem = gl.allocate_shared_memory(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if ROT > 0:
         k_smem = v_smem
         r_smem = gl.allocate_shared_memory(dtype, [STAGES, BN, ROT], SMEM)
@@ -236,8 +239,8 @@ def allocate(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full_k.index(stage), count=1)
         mbarrier.init(full_v.index(stage), count=1)
-        mbarrier.init(empty_k.index(stage), count=1)
-        mbarrier.init(empty_v.index(stage), count=1)
+        mbarrier.init(empty_k.index(stage), count=M // 64)
+        mbarrier.init(empty_v.index(stage), count=M // 64)
     for place in gl.static_range(4):
         mbarrier.init(ready.index(place), count=1)
     for place in gl.static_range(2):

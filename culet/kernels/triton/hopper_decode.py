@@ -47,10 +47,11 @@ def _add(a, b):
 @gluon.jit
 def _work(
     ROW_BEGIN, CONTEXT, FIRST, num_rows, target,
-    ROWS: gl.constexpr, BN: gl.constexpr, MAX_QUERIES: gl.constexpr, M_TILES: gl.constexpr, WARPS: gl.constexpr,
+    ROWS: gl.constexpr, KV_HEADS: gl.constexpr, BN: gl.constexpr, MAX_QUERIES: gl.constexpr, M_TILES: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """This program's row and split, where its partial sums go, how many splits the row has, and its key tiles (or none)."""
-    item = gl.program_id(0) // M_TILES
+    item = gl.program_id(0) // (M_TILES * KV_HEADS)
     row = 0
     split = item
     slot = 0
@@ -89,17 +90,18 @@ def _work(
 def _fetch(
     V_DESC, R_DESC, v_smem, r_smem, full_k, full_v, empty_k, empty_v,
     PAGES, FIRST, ROW_BEGIN, CONTEXT, num_rows, target, stride_table, page_rows,
-    ROWS: gl.constexpr, GROUP: gl.constexpr, ROT: gl.constexpr, PAGE: gl.constexpr, MAX_QUERIES: gl.constexpr,
-    M: gl.constexpr, M_TILES: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, ROT: gl.constexpr, PAGE: gl.constexpr,
+    MAX_QUERIES: gl.constexpr, M: gl.constexpr, M_TILES: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The fetching warp."""
+    head = gl.program_id(0) // M_TILES % KV_HEADS
     row, _, _, _, _, num_queries, _, _, tile_lo, tile_hi = _work(
-        ROW_BEGIN, CONTEXT, FIRST, num_rows, target, ROWS, BN, MAX_QUERIES, M_TILES, 1
+        ROW_BEGIN, CONTEXT, FIRST, num_rows, target, ROWS, KV_HEADS, BN, MAX_QUERIES, M_TILES, 1
     )
     if (gl.program_id(0) % M_TILES) * M < num_queries * GROUP:
         for tile in range(tile_lo, tile_hi):
             page = gl.load(PAGES + row * stride_table + tile * BN // PAGE)
-            y = page * page_rows + gl.program_id(1) * PAGE + tile * BN % PAGE
+            y = page * page_rows + head * PAGE + tile * BN % PAGE
             fetch_tile(
                 V_DESC,
                 V_DESC,
@@ -129,9 +131,9 @@ def _values(
     """The multiplying warpgroups; they also bring the queries in and the output, or this split's part of it, out."""
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HEAD // 4, 16])  # wider ones need more registers
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
-    head = gl.program_id(1)
+    head = gl.program_id(0) // M_TILES % KV_HEADS
     _, split, slot, splits, begin, num_queries, context, first, tile_lo, tile_hi = _work(
-        ROW_BEGIN, CONTEXT, FIRST, num_rows, target, ROWS, BN, MAX_QUERIES, M_TILES, 8
+        ROW_BEGIN, CONTEXT, FIRST, num_rows, target, ROWS, KV_HEADS, BN, MAX_QUERIES, M_TILES, 8
     )
     row_first = (gl.program_id(0) % M_TILES) * M
     if (tile_hi > tile_lo) & (row_first < num_queries * GROUP):
@@ -181,19 +183,24 @@ def _scores(
 ):  # fmt: skip
     """The scoring warpgroup."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    head = gl.program_id(0) // M_TILES % KV_HEADS
     _, split, slot, splits, _, num_queries, context, first, tile_lo, tile_hi = _work(
-        ROW_BEGIN, CONTEXT, FIRST, num_rows, target, ROWS, BN, MAX_QUERIES, M_TILES, 4
+        ROW_BEGIN, CONTEXT, FIRST, num_rows, target, ROWS, KV_HEADS, BN, MAX_QUERIES, M_TILES, 4
     )
     row_first = (gl.program_id(0) % M_TILES) * M
+    packed = row_first + gl.arange(0, M, gl.SliceLayout(1, S_LAYOUT))
+    # This kernel is not chained, so all before it is done: the joining kernel may start now, and waits for this one itself.
+    packed = gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [packed], gl.int32, is_pure=False, pack=1
+    )
     if (tile_hi > tile_lo) & (row_first < num_queries * GROUP):
-        packed = row_first + gl.arange(0, M, gl.SliceLayout(1, S_LAYOUT))
         last = context + gl.minimum(packed // GROUP, num_queries - 1)
         total, m = score_tiles(
             q_smem, v_smem, v_smem, r_smem, row_smem, full_k, empty_k, ready, taken,
             last, first + tile_lo * BN, tile_hi - tile_lo, 0, ROT, M, BN, STAGES, S_LAYOUT,
         )  # fmt: skip
         if splits > 1:
-            base = ((slot + split) * KV_HEADS + gl.program_id(1)) * (MAX_QUERIES * GROUP)
+            base = ((slot + split) * KV_HEADS + head) * (MAX_QUERIES * GROUP)
             gl.store(LSE + base + packed, m + gl.log2(total), mask=packed < num_queries * GROUP)
 
 
@@ -223,7 +230,7 @@ def _decode_hopper(
             (_fetch, (
                 V_DESC, R_DESC, v_smem, r_smem, full_k, full_v, empty_k, empty_v,
                 PAGES, FIRST, ROW_BEGIN, CONTEXT, num_rows, target, stride_table, page_rows,
-                ROWS, GROUP, ROT, PAGE, MAX_QUERIES, M, M_TILES, BN, STAGES,
+                ROWS, KV_HEADS, GROUP, ROT, PAGE, MAX_QUERIES, M, M_TILES, BN, STAGES,
             )),
         ],
         [4, 1],
@@ -255,7 +262,7 @@ def hopper_decode_launches(
     num_tokens, num_heads, head_dim = q_TNH.shape
     num_kv_heads, group, rotated = kv.num_kv_heads, num_heads // kv.num_kv_heads, kv.width - head_dim
     m_tiles = -(-max_queries * group // HOPPER_ROWS)
-    target = tile.target(num_kv_heads, group, max_queries)
+    target = tile.target(kv, rows.num_rows, group, max_queries)
     matrix = page_matrix(kv.planes[0])
     arguments: dict[str, Any] = {
         "V_DESC": describe(matrix, head_dim),
@@ -287,7 +294,7 @@ def hopper_decode_launches(
         "STAGES": 2,
     }
     items = rows.num_rows + (target if target > 1 else 0)
-    decode = Launch(_decode_hopper, (items * m_tiles, num_kv_heads), arguments, {"num_warps": 8})
+    decode = Launch(_decode_hopper, (items * m_tiles * num_kv_heads,), arguments, {"num_warps": 8})
     if target == 1:
         return [decode]
     return [

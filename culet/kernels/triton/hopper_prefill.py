@@ -140,7 +140,7 @@ def _scores(
 @gluon.jit
 def _step(
     q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, count, o, m, total, p_operand, last, key,
-    MASKED: gl.constexpr, WINDOW: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    HALF: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Multiply the values of tile `count` while tile count + 1 is scored and passes through the softmax."""
@@ -148,7 +148,7 @@ def _step(
     after = (count + 1) % STAGES
     mbarrier.wait(full_k.index(after), ((count + 1) // STAGES) & 1)
     s = score(q_smem, k_smem, v_smem, v_smem, after, S_LAYOUT, M, BN, 0)
-    o = o * gl.expand_dims(row_smem.index(1).load(gl.SliceLayout(1, O_LAYOUT)), 1)
+    o = o * gl.expand_dims(row_smem.index(2 * HALF + 1).load(gl.SliceLayout(1, O_LAYOUT)), 1)
     mbarrier.wait(full_v.index(stage), (count // STAGES) & 1)
     o_next = warpgroup_mma(p_operand, v_smem.index(stage), o, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
@@ -159,8 +159,8 @@ def _step(
     # These keep work where it is written, since the assembler does not move stores over the fence: the sum, that nobody
     # reads, keeps the softmax beside the multiplication of the values; the factor, read back once the next scores are
     # issued, keeps the shrinking of o beside those.
-    row_smem.index(0).store(total)
-    row_smem.index(1).store(shrink)
+    row_smem.index(2 * HALF).store(total)
+    row_smem.index(2 * HALF + 1).store(shrink)
     fence_async_shared()
     o = warpgroup_mma_wait(0, deps=(o_next,))
     gl.thread_barrier()
@@ -170,22 +170,24 @@ def _step(
 
 @gluon.jit
 def _compute(
-    q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v,
+    q_both, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, ready,
     Q, OUT, TILES, num_kv_heads, stride_q_token, stride_out_token,
-    GROUP: gl.constexpr, HEAD: gl.constexpr, WINDOW: gl.constexpr,
+    HALF: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, WINDOW: gl.constexpr,
     M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
-    """The two computing warpgroups at head dim 256."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BN, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HEAD, 16])
+    """One of the two computing warpgroups at head dim 256, with M rows: the first or the last half of the tile's."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
     ROWS_S: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     ROWS_O: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     QUERIES: gl.constexpr = M // GROUP
+    q_smem = q_both.index(HALF)
     head = gl.program_id(0) % num_kv_heads
     _, query_begin, num_queries, begin, context, origin, tile_lo, tile_hi = _span(
-        TILES, num_kv_heads, WINDOW, QUERIES, BN, PAGED
+        TILES, num_kv_heads, WINDOW, 2 * QUERIES, BN, PAGED
     )
+    query_begin += HALF * QUERIES
     offset, _ = _packed_rows(head, query_begin, num_queries, begin, stride_q_token, M, GROUP, HEAD, LOAD)
     q_smem.store(gl.load(Q + offset))
     fence_async_shared()
@@ -198,7 +200,8 @@ def _compute(
         last_seen = context + gl.minimum(query_begin + QUERIES, num_queries) - 1
         whole_begin = gl.maximum((gl.maximum(last_seen - WINDOW + 1 - first_key, 0) + BN - 1) // BN, 1)
     whole_begin = gl.minimum(whole_begin, num_tiles)
-    whole_end = gl.minimum(gl.maximum((context + query_begin + 1 - first_key) // BN, whole_begin), num_tiles)
+    first_seen = context + gl.minimum(query_begin, num_queries - 1)
+    whole_end = gl.minimum(gl.maximum((first_seen + 1 - first_key) // BN, whole_begin), num_tiles)
 
     key = first_key + gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT))
     m = gl.full([M], UNSEEN, gl.float32, ROWS_S)
@@ -211,37 +214,42 @@ def _compute(
     mbarrier.arrive(empty_k.index(0), count=1)
     p, m, total, shrink = softmax(s, m, total, last, key, True, WINDOW)
     p_operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
-    row_smem.index(1).store(shrink)
+    row_smem.index(2 * HALF + 1).store(shrink)
     count = 0
     for _ in range(1, whole_begin):
         key += BN
         count, o, m, total, p_operand = _step(
-            q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, count, o, m, total, p_operand, last, key,
-            True, WINDOW, M, BN, STAGES, S_LAYOUT, O_LAYOUT,
+            q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, count, o, m, total, p_operand,
+            last, key, HALF, True, WINDOW, M, BN, STAGES, S_LAYOUT, O_LAYOUT,
         )  # fmt: skip
     for _ in range(whole_begin, whole_end):
         count, o, m, total, p_operand = _step(
-            q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, count, o, m, total, p_operand, last, key,
-            False, WINDOW, M, BN, STAGES, S_LAYOUT, O_LAYOUT,
+            q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, count, o, m, total, p_operand,
+            last, key, HALF, False, WINDOW, M, BN, STAGES, S_LAYOUT, O_LAYOUT,
         )  # fmt: skip
     key += (whole_end - whole_begin) * BN
     for _ in range(whole_end, num_tiles):
         key += BN
         count, o, m, total, p_operand = _step(
-            q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, count, o, m, total, p_operand, last, key,
-            True, WINDOW, M, BN, STAGES, S_LAYOUT, O_LAYOUT,
+            q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, count, o, m, total, p_operand,
+            last, key, HALF, True, WINDOW, M, BN, STAGES, S_LAYOUT, O_LAYOUT,
         )  # fmt: skip
 
-    o = o * gl.expand_dims(row_smem.index(1).load(ROWS_O), 1)
+    o = o * gl.expand_dims(row_smem.index(2 * HALF + 1).load(ROWS_O), 1)
     stage = count % STAGES
     mbarrier.wait(full_v.index(stage), (count // STAGES) & 1)
     written = context + num_queries - (first_key + (num_tiles - 1) * BN)
     if written < BN:  # behind lie other rows' keys: a probability of 0 times NaN would be NaN
-        there = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(1, LOAD)) < written, 1)
-        rows = v_smem.index(stage)
-        rows.store(gl.where(there, rows.load(LOAD), 0.0).to(q_smem.dtype))
-        fence_async_shared()
-        gl.thread_barrier()
+        if HALF == 0:
+            there = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(1, LOAD)) < written, 1)
+            for column in gl.static_range(0, HEAD, 64):
+                part = v_smem.index(stage).slice(column, 64, dim=1)
+                part.store(gl.where(there, part.load(LOAD), 0.0).to(q_smem.dtype))
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(ready.index(0), count=1)
+        else:
+            mbarrier.wait(ready.index(0), 0)
     o = warpgroup_mma(p_operand, v_smem.index(stage), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=(o,))
     o = o * gl.expand_dims(gl.convert_layout(1.0 / total, ROWS_O), 1)
@@ -285,8 +293,12 @@ def _prefill_hopper(
         gl.warp_specialize(
             [
                 (_compute, (
-                    q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, Q, OUT, TILES, num_kv_heads,
-                    stride_q_token, stride_out_token, GROUP, HEAD, WINDOW, M, BN, STAGES, PAGED,
+                    q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, ready, Q, OUT, TILES, num_kv_heads,
+                    stride_q_token, stride_out_token, 0, GROUP, HEAD, WINDOW, M // 2, BN, STAGES, PAGED,
+                )),
+                (_compute, (
+                    q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, ready, Q, OUT, TILES, num_kv_heads,
+                    stride_q_token, stride_out_token, 1, GROUP, HEAD, WINDOW, M // 2, BN, STAGES, PAGED,
                 )),
                 (_fetch, (
                     K_DESC, V_DESC, R_DESC, k_smem, v_smem, r_smem, full_k, full_v, empty_k, empty_v,
@@ -294,8 +306,8 @@ def _prefill_hopper(
                     HEAD + ROT, ROT, PAGE, WINDOW, M // GROUP, BN, STAGES, PAGED,
                 )),
             ],
-            [1],
-            [24],
+            [4, 1],
+            [240, 24],
         )  # fmt: skip
 
 
@@ -348,4 +360,4 @@ def hopper_prefill_launch(
         "STAGES": 2 if rotated or head_dim == 256 else 1,
         "PAGED": fresh is None,
     }
-    return Launch(_prefill_hopper, (tiles_X5.shape[0] * num_kv_heads,), arguments, {"num_warps": 8})
+    return Launch(_prefill_hopper, (tiles_X5.shape[0] * num_kv_heads,), arguments, {"num_warps": 8 if head_dim == 512 else 4})

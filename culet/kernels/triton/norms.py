@@ -130,7 +130,7 @@ def _residual_norm_kernel(
 
 
 def _num_warps(size: int) -> int:
-    return 16 if size > 4096 else 8 if size > 2048 else 4 if size > 512 else 2
+    return 8 if size > 2048 else 4 if size > 512 else 2
 
 
 def describe_rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, y_TD: Tensor, pdl: bool) -> Launch:

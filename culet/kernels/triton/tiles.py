@@ -29,10 +29,16 @@ class DecodeTile:
     programs: int = 132
     min_tiles: int = 1  # key tiles that a split holds at least
 
-    def target(self, num_kv_heads: int, group: int, max_queries: int) -> int:
+    def most_splits(self, num_kv_heads: int, group: int, max_queries: int) -> int:
         """Splits of all rows together that fill the GPU."""
         m_tiles = -(-max_queries * group // self.rows)
         return max(1, self.programs // (num_kv_heads * m_tiles))
+
+    def target(self, kv: PagedKV, num_rows: int, group: int, max_queries: int) -> int:
+        """Splits to aim for. Rows within a window are about equally long: where they fill the GPU unsplit, 1."""
+        m_tiles = -(-max_queries * group // self.rows)
+        is_full = kv.window is not None and num_rows * kv.num_kv_heads * m_tiles >= self.programs
+        return 1 if is_full else self.most_splits(kv.num_kv_heads, group, max_queries)
 
 
 @dataclass(frozen=True)
