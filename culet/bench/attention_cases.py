@@ -138,10 +138,11 @@ def make_case(
             source = fresh if fresh is not None else (fresh_k, fresh_v)[plane]
             content[is_new.to(device)] = source[(begins[row] + position[is_new] - contexts[row]).to(device)]
             planes[plane][page_K, :, slot_K] = content
-    int32 = {"dtype": torch.int32, "device": device}
-    kv = PagedKV(planes, pages_BP.to(device), torch.tensor(firsts, **int32), shape.head_dim, shape.window)
+    first_B = torch.tensor(firsts, dtype=torch.int32, device=device)
+    kv = PagedKV(planes, pages_BP.to(device), first_B, shape.head_dim, shape.window)
     visible_2T = _visible(shape, spans, begins, images).to(device) if images else None
-    rows = RaggedRows(torch.tensor(begins, **int32), torch.tensor(contexts, **int32), visible_2T)
+    row_begin_B1, context_B = torch.tensor(begins, dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32)
+    rows = RaggedRows(row_begin_B1.to(device), context_B.to(device), visible_2T)
     q_TNH = random(num_tokens, shape.num_heads, shape.head_dim)
     return AttentionCase(shape, q_TNH, kv, rows, (fresh_k, fresh_v), tuple((int(c), int(q)) for c, q in spans))
 

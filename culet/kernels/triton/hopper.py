@@ -213,7 +213,7 @@ def value_tiles(
 def allocate(
     dtype: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Shared memory and barriers of a program. 128 rows are two warpgroups' 64: q and row come twice, and both empty a stage."""
+    """Shared memory and barriers of a program. 128 rows are two warpgroups' 64: q and row come twice, both empty a stage."""
     SMEM: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     if M == 64:
         q_smem = gl.allocate_shared_memory(dtype, [M, HEAD], SMEM)
