@@ -59,7 +59,7 @@ TOLERANCE = 5e-3
 
 def decode_calls(case: AttentionCase, tile: DecodeTile | None) -> list[Launch]:
     group, device = case.shape.group, case.q_TNH.device
-    tile = tile or decode_tile(case.q_TNH, case.kv, case.rows.num_rows, case.max_queries)
+    tile = tile or decode_tile(case.q_TNH, case.kv, case.max_queries)
     rows = decode_kernel.scratch_rows(tile, case.shape.num_kv_heads, group, case.max_queries)
     scratch = decode_kernel.Scratch.allocate(rows, case.shape.head_dim, device)
     return decode_kernel.decode_launches(

@@ -315,13 +315,7 @@ def _plan_group(need: AttentionNeed, gpu: Gpu, choice: str, available: Collectio
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
         raise UnsupportedError(f"no attention backend serves layer {need.layers[0]} ({need.group}): {reasons}")
     taken = able[0] if choice == "auto" else choice
-    why = (
-        "asked for"
-        if choice != "auto"
-        else "first in preference that can"
-        if len(able) > 1
-        else "the only one that can"
-    )
+    why = "asked for" if choice != "auto" else "first in preference that can" if len(able) > 1 else "the only one that can"
     passed_over = (
         f"could, but {taken} was asked for" if choice != "auto" else f"could, but {taken} comes first in order of preference"
     )

@@ -116,6 +116,7 @@ class Engine:
         self._max_in_flight = 1 + _looks_ahead(config, self.device)
         if compiles is not None:
             times.note("kernels", f"{compiles.compiled} compiled, {compiles.found} found on disk")
+            compiles.begin_serving()
         self.kernels_compiled = 0 if compiles is None else compiles.compiled
         self.start_times = times
         times.finish()
@@ -176,7 +177,6 @@ class Engine:
             fixed = self._runner.use_fixed_steps()
             fixed.capture()
             torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
         sizes = ", ".join(str(bucket.num_rows) for bucket in fixed.buckets)
         chose("CUDA graphs", fixed.num_captured, f"decode steps of up to {sizes} sequences")
 

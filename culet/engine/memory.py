@@ -136,7 +136,7 @@ def slabs_for_gpu(layout: CacheLayout, device: torch.device, *, utilization: flo
 
 
 def measure_peak(device: torch.device, run: Callable[[], object]) -> int:
-    """Bytes that `run` needs on the GPU at its peak, beyond what is allocated now."""
+    """Bytes that `run` needs on the GPU at its peak, beyond what is allocated now; torch's allocator keeps them for later."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -144,5 +144,4 @@ def measure_peak(device: torch.device, run: Callable[[], object]) -> int:
     run()
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
-    torch.cuda.empty_cache()
     return int(peak * _ALLOCATOR_SLACK)

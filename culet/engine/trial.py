@@ -101,33 +101,33 @@ class Trial:
     # Memory
 
     def measure(self) -> Needs:
-        """What the heaviest steps and a few graphs take; everything is given back."""
+        """What the heaviest steps and a few graphs take; all but the steps' own is given back."""
         device = self.model.device
         before = torch.cuda.memory_allocated(device)
         runner = self._runner()
         fixed = runner.use_fixed_steps() if self.has_graphs else None
-        buffers = torch.cuda.memory_allocated(device) - before - 2 * self.layout.slab_bytes
-        num_rows = min(self.max_num_seqs, self.budget)
-        lengths = [self.budget // num_rows + (index < self.budget % num_rows) for index in range(num_rows)]
-        steps = [self._plan([(0, min(length, self.max_model_len - 1), 1) for length in lengths])]
-        if self.budget < self.max_model_len:
-            steps.append(self._plan([(0, self.budget, 1)]))
-        steps.append(self._scored_plan(min(MAX_SCORED_CHUNK, self.budget, self.max_model_len - 1)))
-        activations = max(measure_peak(device, _launching(runner, plan)) for plan in steps)
+        buffers = max(0, torch.cuda.memory_allocated(device) - before - 2 * self.layout.slab_bytes)
         graphs = 0
         if fixed is not None:
-            sizes = [fixed.buckets[-1], *fixed.buckets[-2:-1]]
             taken, memory = [], None
-            for bucket in sizes:
+            for bucket in [fixed.buckets[-1], *fixed.buckets[-2:-1]]:
                 free = _free(device)
                 memory = fixed.capture([bucket], memory=memory)
                 taken.append(max(0, free - _free(device)))
             graphs = taken[0] + max(taken[-1] if len(taken) > 1 else 0, LEAST_GRAPH) * (len(fixed.buckets) - 1)
-        del runner, fixed
-        gc.collect()
-        torch._C._cuda_clearCublasWorkspaces()
-        _free(device)
-        return Needs(activations, max(0, buffers), graphs)
+            runner.fixed = fixed = None
+            gc.collect()
+            torch._C._cuda_clearCublasWorkspaces()
+        # The heaviest last: what it took stays with torch's allocator, cut to size for the steps to come.
+        return Needs(max(measure_peak(device, _launching(runner, plan)) for plan in self._heavy_steps()), buffers, graphs)
+
+    def _heavy_steps(self) -> Iterator[StepPlan]:
+        """Prompt tokens whose every logit is wanted; as many rows as may run; one long chunk."""
+        yield self._scored_plan(min(MAX_SCORED_CHUNK, self.budget, self.max_model_len - 1))
+        num_rows = min(self.max_num_seqs, self.budget)
+        lengths = [self.budget // num_rows + (index < self.budget % num_rows) for index in range(num_rows)]
+        yield self._plan([(0, min(length, self.max_model_len - 1), 1) for length in lengths])
+        yield self._plan([(0, min(self.budget, self.max_model_len - 1), 1)])
 
     # Steps
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from culet import __version__, env
+from culet.log import logger
 
 _MAX_WORKERS = 16
 
@@ -23,14 +24,24 @@ class CompileCount:
     compiled: int = 0
     found: int = 0
     seconds: float = 0.0  # spent compiling, by all workers together
+    is_serving: bool = False
 
-    def listen(self, *, times: Any, cache_hit: bool, **_: Any) -> None:
+    def listen(self, *, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
         """What Triton calls after each kernel."""
         if cache_hit:
             self.found += 1
-        else:
-            self.compiled += 1
-            self.seconds += times.total / 1e6
+            return
+        self.compiled += 1
+        self.seconds += times.total / 1e6
+        if self.is_serving:
+            name = getattr(src, "name", "?")
+            logger.warning(
+                "kernel %s was compiled while serving, in %.1f s: the start has not foreseen it", name, times.total / 1e6
+            )
+
+    def begin_serving(self) -> None:
+        """From now on every compilation is one too many, and is told."""
+        self.is_serving = True
 
 
 def cache_folder() -> Path:

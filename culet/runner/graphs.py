@@ -90,6 +90,14 @@ class TableRows:
         return self._pages_SP[slot_B, :width], np.array(first, dtype=np.int32) * np.int32(self.group.page_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where the token that follows each of a step's tokens stands, on the device."""
+
+    positions_R: Tensor  # int32; in its sequence
+    places_R: Tensor  # int64; among all slots' tokens
+
+
 @dataclass
 class _Step:
     """One bucket: its buffers as a batch, and once captured the graph and what it leaves."""
@@ -97,6 +105,7 @@ class _Step:
     bucket: Bucket
     buffer: Tensor  # uint8; what a step sends to the device, in one copy
     flat_T: Tensor  # int64; where each token's id stands among all slots' tokens
+    following: Placed
     batch: ForwardBatch
     graph: torch.cuda.CUDAGraph | None = None
     hidden: Hidden | None = None
@@ -137,8 +146,11 @@ class FixedSteps:
             most = max(most, row.num_new)
         return next((one for one in self.buckets if one.num_queries >= most and one.num_rows >= len(rows)), None)
 
-    def run(self, plan: StepPlan, bucket: Bucket) -> tuple[ForwardBatch, Hidden]:
-        """The step's batch, its tokens' ids not filled in on the host's side, and what the forward pass leaves; no padding."""
+    def run(self, plan: StepPlan, bucket: Bucket) -> tuple[ForwardBatch, Hidden, Placed]:
+        """The step's batch, what the forward pass leaves, and where what is drawn from it goes; all without the padding.
+
+        Good until the next run of the same bucket is launched.
+        """
         step = self._steps[bucket]
         num_tokens = plan.num_tokens
         batch = self._fill(plan.rows, step)
@@ -150,19 +162,15 @@ class FixedSteps:
             step.graph.replay()
             hidden = step.hidden
         tapped = {layer: tensor[:num_tokens] for layer, tensor in hidden.tapped.items()}
-        return _cut(batch, len(plan.rows), num_tokens), Hidden(hidden.last_LD[:num_tokens], tapped)
+        following = Placed(step.following.positions_R[:num_tokens], step.following.places_R[:num_tokens])
+        return _cut(batch, len(plan.rows), num_tokens), Hidden(hidden.last_LD[:num_tokens], tapped), following
 
     @torch.inference_mode()
     def capture(self, buckets: Sequence[Bucket] | None = None, *, memory: Any = None) -> Any:
         """Capture `buckets` (default: all), the largest first, into one memory pool; returns the pool's handle."""
         memory = memory or torch.cuda.graph_pool_handle()
-        # One stream for all: libraries keep a workspace for each.
-        self._stream = self._stream or torch.cuda.Stream(self.model.device)
-        self._stream.wait_stream(torch.cuda.current_stream(self.model.device))
-        with torch.cuda.stream(self._stream):
-            for bucket in sorted(buckets or self.buckets, key=lambda one: -one.num_tokens):
-                self._capture(self._steps[bucket], memory)
-        torch.cuda.current_stream(self.model.device).wait_stream(self._stream)
+        for bucket in sorted(buckets or self.buckets, key=lambda one: -one.num_tokens):
+            self._capture(self._steps[bucket], memory)
         return memory
 
     @property
@@ -170,17 +178,21 @@ class FixedSteps:
         return sum(step.graph is not None for step in self._steps.values())
 
     def _capture(self, step: _Step, memory: Any) -> None:
+        device = self.model.device
         self._fill((), step)
         self.model.plan(step.batch, self.pool, self.backends)
-        # Once outside of a capture: kernels are compiled and loaded, and libraries take their workspaces.
+        # Once outside of a capture: kernels are compiled and loaded, and what is made at first use is made.
         self._forward(step, step.batch)
-        torch.cuda.current_stream(self.model.device).synchronize()
+        torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=memory, capture_error_mode="thread_local")
-        try:
-            hidden = self._forward(step, step.batch)
-        finally:
-            graph.capture_end()
+        # One stream for all captures: libraries keep a workspace for each.
+        self._stream = self._stream or torch.cuda.Stream(device)
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=memory, capture_error_mode="thread_local")
+            try:
+                hidden = self._forward(step, step.batch)
+            finally:
+                graph.capture_end()
         step.graph, step.hidden = graph, hidden
 
     def _forward(self, step: _Step, batch: ForwardBatch) -> Hidden:
@@ -209,7 +221,7 @@ class FixedSteps:
             ),
             tail=None,
         )
-        return _Step(bucket, buffer, sent["flat"], batch)
+        return _Step(bucket, buffer, sent["flat"], Placed(sent["next_position"], sent["next_flat"]), batch)
 
     def _stage(self, rows: Sequence[Row], bucket: Bucket) -> Staged:
         """The step's small arrays, padded to the bucket, then the rows' page tables, as wide as they are."""
@@ -230,6 +242,8 @@ class FixedSteps:
         staged = Staged()
         staged.add("flat", flat_T)
         staged.add("position", position_T)
+        staged.add("next_flat", flat_T + 1)
+        staged.add("next_position", (position_T + 1).astype(np.int32))
         staged.add("begin", begin_B1.astype(np.int32))
         staged.add("context", context_B.astype(np.int32))
         real_T, position = row_T[:num_tokens], position_T[:num_tokens]

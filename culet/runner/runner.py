@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -24,11 +25,11 @@ from culet.kernels.staging import HostCopy, on_device
 from culet.models.gemma4 import Gemma4, Hidden
 from culet.runner.checks import check_step
 from culet.runner.fill import fill
-from culet.runner.graphs import FixedSteps
+from culet.runner.graphs import FixedSteps, Placed
 from culet.sampling.logprobs import LogprobTensors, as_mappings, compute_logprobs
 from culet.sampling.sampler import History, sample
 from culet.sampling.verify import count_accepted
-from culet.types import Drawn, Entry, Logprobs, Row, Sampling, StepPlan, StepResult
+from culet.types import Drawn, Entry, Logprobs, Row, StepPlan, StepResult
 
 LOGITS_ROWS = 256  # logits computed at a time: 256 MiB at Gemma's vocabulary
 
@@ -104,26 +105,27 @@ class Runner:
         if env.CHECK_PAGES.is_set():
             num_slots, room = self.tokens_SL.shape
             check_step(plan, self.pool.layout, num_slots=num_slots, room=room, num_slabs=self.pool.num_slabs)
-        for entry in plan.entries:
-            self._enter(entry)
+        self._enter(plan.entries)
         self.pool.copy_pages(plan.copies)
         if not plan.rows:
             return Pending(plan.step_id, [], HostCopy([]), False, [], {}, ())
-        batch, hidden = self._forward(plan)
+        batch, hidden, placed = self._forward(plan)
         if self.drafter is not None:
             self.drafter.commit(batch, hidden.tapped)
         prompts = self._score_prompts(plan.rows, hidden.last_LD)
         groups = _draw_groups(plan.rows)
-        tokens_R, scored = self._draw(groups, hidden.last_LD)
+        if not _draws_follow_rows(plan.rows, groups):
+            placed = None
+        tokens_R, scored = self._draw(groups, hidden.last_LD, placed)
         accepted_G = self._verify(groups, tokens_R)
-        self._append(groups, tokens_R)
+        self._append(groups, tokens_R, placed)
         num_proposed = self._propose(batch, hidden, groups, accepted_G)
         parts = [*scored, *(part for parts in prompts.values() for part in parts)]
         tensors = [tensor for part in parts for tensor in (part.tensors.chosen_L, part.tensors.top_LK, part.tensors.top_ids_LK)]
         copy = HostCopy([tokens_R, *([] if accepted_G is None else [accepted_G]), *tensors])
         return Pending(plan.step_id, groups, copy, accepted_G is not None, scored, prompts, num_proposed)
 
-    def _forward(self, plan: StepPlan) -> tuple[ForwardBatch, Hidden]:
+    def _forward(self, plan: StepPlan) -> tuple[ForwardBatch, Hidden, Placed | None]:
         """Fill and forward: in a fixed shape where there is one for these rows, else in the step's own."""
         if self.fixed is not None and (bucket := self.fixed.find(plan.rows)) is not None:
             return self.fixed.run(plan, bucket)
@@ -137,13 +139,19 @@ class Runner:
         )
         self.model.plan(batch, self.pool, self.backends)
         taps = self.drafter.taps if self.drafter is not None else ()
-        return batch, self.model.forward(batch, self.pool, self.backends, taps)
+        return batch, self.model.forward(batch, self.pool, self.backends, taps), None
 
-    def _enter(self, entry: Entry) -> None:
-        """A sequence takes a slot."""
-        token_ids = on_device(entry.token_ids, self.tokens_SL.device, torch.int32)
-        self.tokens_SL[entry.slot, : len(entry.token_ids)] = token_ids
-        self._entries[entry.slot] = entry
+    def _enter(self, entries: Sequence[Entry]) -> None:
+        """Sequences take their slots; their tokens go to the device in one copy."""
+        if not entries:
+            return
+        tokens = on_device(list(chain.from_iterable(entry.token_ids for entry in entries)), self.tokens_SL.device, torch.int32)
+        begin = 0
+        for entry in entries:
+            end = begin + len(entry.token_ids)
+            self.tokens_SL[entry.slot, : end - begin].copy_(tokens[begin:end])
+            self._entries[entry.slot] = entry
+            begin = end
 
     def _entry(self, slot: int) -> Entry:
         entry = self._entries[slot]
@@ -170,8 +178,11 @@ class Runner:
             begin += row.num_logits
         return found
 
-    def _draw(self, groups: Sequence[_Group], last_LD: Tensor) -> tuple[Tensor, list[_Scored]]:
-        """Draw all tokens of the step, as if every draft were accepted: tokens [R], and the log-probabilities asked for."""
+    def _draw(self, groups: Sequence[_Group], last_LD: Tensor, placed: Placed | None) -> tuple[Tensor, list[_Scored]]:
+        """Draw all tokens of the step, as if every draft were accepted: tokens [R], and the log-probabilities asked for.
+
+        `placed` has the draws' positions on the device already, where they are those of the step's tokens.
+        """
         slots = [group.slot for group in groups for _ in range(group.size)]
         sources = [group.source + index for group in groups for index in range(group.size)]
         positions = [group.position + index for group in groups for index in range(group.size)]
@@ -181,7 +192,8 @@ class Runner:
             logits_RV = self._logits(last_LD, sources[part])
             settings = [entry.sampling for entry in entries[part]]
             history = History(self.tokens_SL, slots[part], [entry.prompt_len for entry in entries[part]])
-            tokens_R = self._sample(logits_RV, settings, positions[part], history)
+            on_gpu = {} if placed is None else {"positions_R": placed.positions_R[part]}
+            tokens_R = self._sample(logits_RV, settings, positions[part], history, **on_gpu)
             tokens.append(tokens_R)
             wanted = {row: one.logprobs for row, one in enumerate(settings) if one.logprobs is not None}
             if wanted:
@@ -218,13 +230,17 @@ class Runner:
         positions_GK = torch.minimum(positions_G[:, None] + column_K, (positions_G + num_drafts_G)[:, None])
         return count_accepted(tokens_R[draws_GK], self.tokens_SL[slots_G[:, None], positions_GK], num_drafts_G)
 
-    def _append(self, groups: Sequence[_Group], tokens_R: Tensor) -> None:
+    def _append(self, groups: Sequence[_Group], tokens_R: Tensor, placed: Placed | None) -> None:
         """Write the draws to the slots. What lies behind the first rejected draft is no token yet, and written again."""
         if not groups:
             return
-        width = self.tokens_SL.shape[1]
-        places = [group.slot * width + group.position + index for group in groups for index in range(group.size)]
-        self.tokens_SL.view(-1).index_copy_(0, on_device(places, tokens_R.device), tokens_R.to(self.tokens_SL.dtype))
+        if placed is None:
+            width = self.tokens_SL.shape[1]
+            places = [group.slot * width + group.position + index for group in groups for index in range(group.size)]
+            places_R = on_device(places, tokens_R.device)
+        else:
+            places_R = placed.places_R
+        self.tokens_SL.view(-1).index_copy_(0, places_R, tokens_R.to(self.tokens_SL.dtype))
 
     def _propose(
         self, batch: ForwardBatch, hidden: Hidden, groups: Sequence[_Group], accepted_G: Tensor | None
@@ -281,12 +297,20 @@ class Pending:
         return StepResult(self.step_id, tuple(drawn), prompts)
 
 
-def _sampler_for(device: torch.device) -> Callable[[Tensor, Sequence[Sampling], Sequence[int], History], Tensor]:
+def _sampler_for(device: torch.device) -> Callable[..., Tensor]:
+    """`sample`, or what does the same on a GPU and takes the positions there too, if it is given them."""
     if device.type != "cuda":
-        return sample
+        return lambda *arguments, positions_R=None: sample(*arguments)
     from culet.sampling.on_gpu import GpuSampler  # needs Triton
 
     return GpuSampler().sample
+
+
+def _draws_follow_rows(rows: Sequence[Row], groups: Sequence[_Group]) -> bool:
+    """Whether there is one draw for each token of the step, in their order and for the slots they belong to."""
+    return len(groups) == len(rows) and all(
+        group.slot == row.slot and group.size == row.num_new for row, group in zip(rows, groups, strict=True)
+    )
 
 
 def _parts(count: int) -> Iterator[slice]:

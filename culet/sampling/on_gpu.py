@@ -30,15 +30,21 @@ class GpuSampler:
         self._has_few = self._has_open = False
 
     def sample(
-        self, logits_RV: Tensor, settings: Sequence[Sampling], positions: Sequence[int], history: History | None = None
+        self,
+        logits_RV: Tensor,
+        settings: Sequence[Sampling],
+        positions: Sequence[int],
+        history: History | None = None,
+        positions_R: Tensor | None = None,
     ) -> Tensor:
-        """As `sampler.sample`."""
+        """As `sampler.sample`; `positions_R` are the positions once more, int32, where they are on the device already."""
         logits_RV = sampler.adjust(logits_RV, settings, positions, history)
         self._keep(settings, logits_RV.device)
         assert self._columns is not None
         if len(self._others) == len(settings):
             return sampler.draw(logits_RV, settings, positions)
-        positions_R = on_device(positions, logits_RV.device, torch.int32)
+        if positions_R is None:
+            positions_R = on_device(positions, logits_RV.device, torch.int32)
         tokens_R = draw_by_kernels(logits_RV, self._columns, positions_R, has_few=self._has_few, has_open=self._has_open)
         if self._others:
             index = on_device(self._others, logits_RV.device)

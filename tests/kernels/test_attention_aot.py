@@ -24,8 +24,9 @@ from culet.kernels.triton.prefill import prefill_launch
 from culet.kernels.triton.tiles import DECODE, PREFILL, SHARED_MEMORY, DecodeTile, PrefillTile, find_row
 
 CAPABILITIES = (80, 89, 90, 100, 120)
-# Drafters' head dim, besides the models' own.
-ALL_SHAPES = SHAPES | {"drafter": AttentionShape(32, 8, 128, None, False, 64)}
+# One for each kind of row in the tables; other variants differ in the number of KV heads alone.
+ALL_SHAPES = {name: SHAPES[name] for name in ("31B.sliding", "31B.global", "12B.global", "E4B.sliding", "E4B.global")}
+ALL_SHAPES["drafter"] = AttentionShape(32, 8, 128, None, False, 64)
 QUICK = {("31B.sliding", 89), ("31B.global", 120), ("E4B.global", 80), ("12B.global", 89)}
 
 

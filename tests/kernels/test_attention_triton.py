@@ -24,9 +24,12 @@ if not INTERPRETED:
         assert " passed" in done.stdout
 
 else:
+    from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
+    from culet.attention.triton import TritonBackend
     from culet.bench.attention_cases import AttentionCase, AttentionShape, make_case
+    from culet.cache.spec import KVGroup, KVSpec
     from culet.kernels import reference_attention as eager
-    from culet.kernels.attention_inputs import RaggedRows
+    from culet.kernels.attention_inputs import PagedKV, RaggedRows
     from culet.kernels.triton.decode import decode_attention
     from culet.kernels.triton.prefill import prefill_attention, query_tiles
     from culet.kernels.triton.tiles import DecodeTile, PrefillTile
@@ -91,7 +94,7 @@ else:
         expected = eager.decode_attention(case.q_TNH, case.kv, case.rows, max_queries=4)
         assert_close(out[[0, 13]], expected[[0, 13]])
 
-    def replace_tables(case: AttentionCase) -> object:
+    def replace_tables(case: AttentionCase) -> PagedKV:
         kv = case.kv
         return replace(
             kv, pages_BP=torch.cat((kv.pages_BP[:1] * 0, kv.pages_BP)), first_B=torch.cat((kv.first_B[:1] * 0, kv.first_B))
@@ -132,3 +135,46 @@ else:
         assert tiles[0].tolist() == [2, 16, 50, 20, 100]
         assert sorted(map(tuple, tiles[:, :2].tolist())) == [(0, 0), (0, 16), (0, 32), (2, 0), (2, 16)]
         assert query_tiles([], 16, None).shape == (0, 5)
+
+    class OneLayerPool:
+        """As much of a pool as a backend asks for."""
+
+        def __init__(self, planes: torch.Tensor) -> None:
+            self._planes = planes
+
+        def planes(self, layer: int) -> torch.Tensor:
+            assert layer == 0
+            return self._planes
+
+    def run_backend(case: AttentionCase, *, is_stored: bool, with_fresh: bool = True) -> torch.Tensor:
+        shape = case.shape
+        rotated = shape.width - shape.head_dim
+        spec = KVSpec(0, shape.num_kv_heads, shape.head_dim, rotated, shape.window, shape.latent, itemsize=4)
+        backend = TritonBackend(KVGroup("tested", 0, (spec,), shape.page_tokens), shape.num_heads)
+        tokens = torch.zeros(case.q_TNH.shape[0], dtype=torch.long)
+        group = GroupBatch(case.kv.pages_BP, case.kv.first_B, tokens, case.rows.visible_2T)
+        facts = tuple(RowFacts(start, queries, (is_stored,)) for start, queries in case.spans)
+        begins, contexts = case.rows.row_begin_B1, case.rows.context_B
+        batch = ForwardBatch(tokens, tokens, begins, contexts, tokens, facts, (group,), None)
+        pool = OneLayerPool(case.kv.planes)
+        fresh = case.fresh if with_fresh else tuple(part[:0] for part in case.fresh)
+        backend.plan(batch, pool)
+        return backend.run(0, batch, pool, case.q_TNH, *fresh)
+
+    def all_rows(case: AttentionCase) -> torch.Tensor:
+        rows = torch.tensor([[row, 0] for row in range(len(case.spans))])
+        return eager.prefill_attention(case.q_TNH, case.kv, case.rows, rows, fresh=case.fresh)
+
+    @pytest.mark.parametrize("shape", [SLIDING, LATENT], ids=["sliding", "latent"])
+    def test_backend_takes_any_mix_of_rows(shape: AttentionShape) -> None:
+        case = make_case(shape, [(100, 1), (0, 50), (30, 4), (70, 33), (5, 1)], dtype=torch.float32, seed=10)
+        assert_close(run_backend(case, is_stored=True), all_rows(case))
+
+    def test_backend_reads_fresh_keys_of_a_long_chunk() -> None:
+        case = make_case(SLIDING, [(25, 90), (60, 1)], dtype=torch.float32, seed=11, stored_tail=40)
+        assert_close(run_backend(case, is_stored=False), all_rows(case))
+
+    def test_backend_reads_a_long_tail_from_pages() -> None:
+        """A tail has other tokens than the step whose fresh keys it is given."""
+        case = make_case(SLIDING, [(70, 20), (3, 1)], dtype=torch.float32, seed=12)
+        assert_close(run_backend(case, is_stored=True, with_fresh=False), all_rows(case))

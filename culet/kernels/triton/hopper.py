@@ -12,6 +12,8 @@ full_k, full_v a stage has arrived; empty_k, empty_v it may be overwritten; read
 queries, (3) the final sums; taken (0, 1) probabilities have been read.
 """
 
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
+
 from __future__ import annotations
 
 from torch import Tensor

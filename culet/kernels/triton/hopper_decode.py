@@ -4,6 +4,8 @@ The matrix units are far from busy at so few rows; what counts is that the bulk 
 every latent row is read once for both scores and values.
 """
 
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
+
 from __future__ import annotations
 
 from typing import Any

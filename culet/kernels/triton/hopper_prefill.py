@@ -5,6 +5,8 @@ warpgroups that both score and multiply: while the values of tile i are multipli
 the softmax.
 """
 
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
+
 from __future__ import annotations
 
 from typing import Any

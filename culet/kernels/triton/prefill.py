@@ -5,6 +5,8 @@ come from pages; the chunk's own come from the fresh tensors, since a chunk long
 early tokens, or from pages too where the caller gives no fresh tensors. Tiles that every row sees whole are not masked.
 """
 
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
+
 from __future__ import annotations
 
 from collections.abc import Sequence

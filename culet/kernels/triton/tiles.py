@@ -75,14 +75,14 @@ H200 = "H200, 2026-11-15"
 DECODE = (
     TileRow(ANY, 128, False, MANY, DecodeTile(16, 32, 4, 2), UNMEASURED),
     TileRow(ANY, 128, True, MANY, DecodeTile(16, 32, 4, 2), UNMEASURED),
-    TileRow((90,), 256, False, 16, DecodeTile(16, 16, 4, 5), H200, per_sm=2, page_tokens=16),
-    TileRow((90,), 256, False, 16, DecodeTile(16, 32, 4, 5), H200, per_sm=4),
+    TileRow((90,), 256, False, 16, DecodeTile(16, 16, 4, 5), H200, page_tokens=16),
+    TileRow((90,), 256, False, 16, DecodeTile(16, 32, 4, 5), H200),
     TileRow(ANY, 256, False, 16, DecodeTile(16, 32, 4, 3), UNMEASURED, per_sm=2),
     TileRow(ANY, 256, False, MANY, DecodeTile(32, 32, 4, 3), UNMEASURED, per_sm=2),
     TileRow((90,), 512, False, 16, DecodeTile(16, 32, 4, 5), H200),
     TileRow(ANY, 512, False, 16, DecodeTile(16, 16, 4, 3), UNMEASURED),
     TileRow(ANY, 512, False, MANY, DecodeTile(32, 16, 4, 3), UNMEASURED),
-    TileRow((90,), 512, True, 16, DecodeTile(16, 32, 4, 5), H200, per_sm=2),
+    TileRow((90,), 512, True, 16, DecodeTile(16, 32, 4, 5), H200),
     TileRow(ANY, 512, True, 16, DecodeTile(16, 32, 4, 3), UNMEASURED, per_sm=2),
     TileRow((90,), 512, True, MANY, DecodeTile(32, 32, 4, 3), H200, per_sm=2),
     TileRow(ANY, 512, True, MANY, DecodeTile(32, 16, 4, 3), UNMEASURED),
@@ -90,12 +90,13 @@ DECODE = (
 PREFILL = (
     TileRow(ANY, 128, False, MANY, PrefillTile(64, 32, 4, 2), UNMEASURED),
     TileRow(ANY, 128, True, MANY, PrefillTile(64, 32, 4, 2), UNMEASURED),
-    TileRow((90,), 256, False, MANY, PrefillTile(128, 64, 8, 2), UNMEASURED),
+    TileRow((90,), 256, False, MANY, PrefillTile(128, 64, 8, 2), H200),
     TileRow((80, 100), 256, False, MANY, PrefillTile(64, 64, 8, 2), UNMEASURED),
     TileRow(SMALL, 256, False, MANY, PrefillTile(64, 32, 4, 2), UNMEASURED),
-    TileRow((90,), 512, False, MANY, PrefillTile(64, 32, 8, 2), UNMEASURED),
+    TileRow((90,), 512, False, MANY, PrefillTile(64, 32, 8, 2), H200),
     TileRow(NOT_HOPPER, 512, False, MANY, PrefillTile(64, 16, 8, 2), UNMEASURED),
-    TileRow((90, 80), 512, True, MANY, PrefillTile(64, 32, 8, 2), UNMEASURED),
+    TileRow((90,), 512, True, MANY, PrefillTile(64, 32, 8, 2), H200),
+    TileRow((80,), 512, True, MANY, PrefillTile(64, 32, 8, 2), UNMEASURED),
     TileRow((100,), 512, True, MANY, PrefillTile(32, 32, 8, 2), UNMEASURED),
     TileRow(SMALL, 512, True, MANY, PrefillTile(64, 16, 8, 2), UNMEASURED),
 )
@@ -123,8 +124,8 @@ def find_row(table: tuple[TileRow, ...], capability: int, kv: PagedKV, packed_ro
     )
 
 
-def decode_tile(q_TNH: Tensor, kv: PagedKV, num_rows: int, max_queries: int) -> DecodeTile:
-    """The tile for `num_rows` rows of up to `max_queries` query tokens."""
+def decode_tile(q_TNH: Tensor, kv: PagedKV, max_queries: int) -> DecodeTile:
+    """The tile for rows of up to `max_queries` query tokens."""
     capability, num_sms = device_facts(q_TNH.device)
     packed = max_queries * q_TNH.shape[1] // kv.num_kv_heads
     row = find_row(DECODE, capability, kv, packed)
