@@ -186,16 +186,6 @@ def _triton_refuses(need: AttentionNeed, arch: Arch) -> str | None:
     return None
 
 
-def _hopper_refuses(need: AttentionNeed, arch: Arch) -> str | None:
-    if arch.tensor_cores != "wgmma":
-        return f"needs sm_90 (wgmma and TMA), this is {arch.name}"
-    if need.head_dim not in (256, 512):
-        return f"serves head dims 256 and 512, not {need.head_dim}"
-    if need.kv_itemsize != 2:
-        return "serves a bfloat16 cache only"
-    return None
-
-
 def _flash_refuses(need: AttentionNeed, arch: Arch) -> str | None:
     if not arch.is_gpu:
         return "needs an NVIDIA GPU"
@@ -218,8 +208,7 @@ def _reference_refuses(need: AttentionNeed, arch: Arch) -> str | None:
 
 # In order of preference. A new backend is one file and one line here.
 BACKENDS: dict[str, Backend] = {
-    "hopper": Backend("culet.attention.hopper:HopperBackend", "ours, for sm_90 prefill", _hopper_refuses),
-    "triton": Backend("culet.attention.triton:TritonBackend", "ours, every Gemma 4 shape on sm_80 to sm_120", _triton_refuses),
+    "triton": Backend("culet.attention.triton:TritonBackend", "ours, every Gemma 4 shape, sm_80 to sm_120", _triton_refuses),
     "flash": Backend("culet.attention.flash:FlashBackend", "the FlashAttention packages, where installed", _flash_refuses),
     "reference": Backend(
         "culet.attention.reference:ReferenceBackend", "torch on any device: exact, not fast", _reference_refuses

@@ -42,7 +42,7 @@ def plan_for(name: str, gpu: str, choice: str = "auto", **options: Any) -> Atten
 
 def test_table_covers_the_architectures():
     assert list(ARCHS) == ["cpu", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
-    assert list(BACKENDS) == ["hopper", "triton", "flash", "reference"]
+    assert list(BACKENDS) == ["triton", "flash", "reference"]
     assert {ARCHS[name].shared_bytes // 1024 for name in ("sm_86", "sm_89", "sm_120")} == {99}
 
 
@@ -78,11 +78,6 @@ def test_reference_takes_everything_everywhere(arch):
             "sm_89",
             "192 KiB of shared memory .* sm_89 has 99 KiB",
         ),
-        ("hopper", SLIDING, "sm_89", "needs sm_90"),
-        ("hopper", SLIDING, "sm_100", "needs sm_90"),
-        ("hopper", SLIDING, "cpu", "needs sm_90"),
-        ("hopper", replace(SLIDING, head_dim=128), "sm_90", "256 and 512, not 128"),
-        ("hopper", replace(SLIDING, kv_itemsize=4), "sm_90", "bfloat16 cache only"),
         ("flash", GLOBAL, "sm_90", "stop at head dim 256 on sm_90, these layers have 512"),
         ("flash", replace(GLOBAL, latent=False, width=512), "sm_80", "stop at head dim 256"),
         ("flash", replace(SLIDING, latent=True, width=320), "sm_90", "latent"),
@@ -99,8 +94,6 @@ def test_refusals(backend, need, arch, words):
 
 
 def test_what_they_take():
-    assert BACKENDS["hopper"].refuses(SLIDING, ARCHS["sm_90"]) is None
-    assert BACKENDS["hopper"].refuses(GLOBAL, ARCHS["sm_90"]) is None
     assert BACKENDS["flash"].refuses(SLIDING, ARCHS["sm_90"]) is None
     assert BACKENDS["triton"].refuses(replace(GLOBAL, image_mask=True), ARCHS["sm_89"]) is None
 
@@ -109,13 +102,10 @@ def test_what_they_take():
 
 
 def test_first_in_order_of_preference_wins_and_every_other_has_a_reason():
-    plan = plan_for("31B", "h200", built=ALL)
-    assert [group.backend for group in plan.groups] == ["hopper", "hopper"]
     plan = plan_for("31B", "rtx4090", built=ALL)
     for group in plan.groups:
         assert group.backend == "triton"
-        assert set(group.others) == {"hopper", "flash", "reference"}
-        assert "sm_90" in group.others["hopper"]
+        assert set(group.others) == {"flash", "reference"}
         assert "preference" in group.others["reference"]
     assert "preference" in plan.of("sliding").others["flash"]
     assert "256" in plan.of("global").others["flash"]
@@ -127,7 +117,6 @@ def test_what_is_not_built_is_never_taken():
     for group in plan.groups:
         assert group.backend == "reference"
         assert group.others["triton"] == NOT_BUILT
-        assert group.others["hopper"] == NOT_BUILT
     with pytest.raises(ConfigError, match="not in this version"):
         plan_for("31B", "h200", "triton", built=("reference",))
 
@@ -166,7 +155,7 @@ def test_explicit_choice():
     assert plan.of("sliding").why.startswith("asked for")
     assert plan.of("sliding").others["triton"] == "could, but flash was asked for"
     plan = plan_for("E4B", "h200", " global = reference ", built=ALL)
-    assert [group.backend for group in plan.groups] == ["hopper", "reference"]
+    assert [group.backend for group in plan.groups] == ["triton", "reference"]
     plan = plan_for("31B", "h200", "reference", built=ALL)
     assert {group.backend for group in plan.groups} == {"reference"}
 
@@ -176,7 +165,7 @@ def test_explicit_choice():
     [
         ("31B", "h200", "flash", ["'flash'", "layer 5", "global", "head dim 512", "stop at head dim 256"]),
         ("E2B", "h200", "sliding=triton,global=flash", ["layer 4", "head dim 512"]),
-        ("31B", "rtx4090", "hopper", ["layer 0", "sliding", "head dim 256", "needs sm_90"]),
+        ("31B", "rtx5090", "sliding=flash", ["layer 0", "sliding", "head dim 256", "do not exist for sm_120"]),
         ("31B", "cpu", "global=triton", ["layer 5", "head dim 512", "NVIDIA"]),
     ],
 )
@@ -191,9 +180,9 @@ def test_choice_that_cannot_serve_names_layer_head_dim_and_reason(name, gpu, cho
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        ("fast", "hopper, reference, triton"),
+        ("fast", "flash, reference, triton"),
         ("", "auto, flash"),
-        ("sliding=fast", "auto, flash, hopper, reference, triton"),
+        ("sliding=fast", "auto, flash, reference, triton"),
         ("local=triton", "global, sliding"),
         ("sliding=triton,", "global, sliding"),
         ("sliding=", "auto, flash"),
@@ -289,7 +278,7 @@ def test_detect_asks_torch(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_picture_shows_each_layer_at_each_backend(name):
-    plan = plan_for(name, "h200", built=("triton", "flash", "reference"))
+    plan = plan_for(name, "h200", built=("triton", "reference"))
     spec = read_spec(VARIANTS[name])
     owners = [layer.index for layer in spec.layers if layer.owns_kv]
     root = ElementTree.fromstring(draw(plan, owners, "<model> & co"))
@@ -300,7 +289,7 @@ def test_picture_shows_each_layer_at_each_backend(name):
     num_global = sum(layer.is_global for layer in spec.layers)
     assert styles.count("taken0") == len(spec.layers) - num_global
     assert styles.count("taken1") == num_global
-    assert styles.count("later") == len(spec.layers)  # hopper
+    assert styles.count("later") == len(spec.layers) - num_global  # flash where it could
     assert styles.count("cannot") == num_global  # flash at head dim 512
     assert len(list(root.iter(f"{space}circle"))) == spec.num_kv_shared
     assert root.find(f"{space}title").text == "<model> & co"
