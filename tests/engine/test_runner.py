@@ -152,7 +152,7 @@ def continued_anew(model, one: Request, sampling: Sampling) -> list[int]:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_continues_as_if_computed_anew(model, name):
-    one = request(name, 45, SETTINGS[name], num_tokens=12)
+    one = request(name, 47, SETTINGS[name], num_tokens=12)
     expected = continued_anew(model, one, SETTINGS[name])
     assert len(set(expected)) > 3  # not a constant that a broken cache would also give
     assert Rig(model, budget=17).run(one)[name, 0][0] == expected

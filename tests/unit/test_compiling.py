@@ -1,0 +1,81 @@
+"""Compiled kernels are kept on disk, counted, and told of where they come too late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from culet.kernels import compiling
+from culet.kernels.triton.launch import Launch, only_warm
+from culet.kernels.triton.norms import describe_rms_norm
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("CULET_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    yield tmp_path
+    triton.knobs.compilation.listener = None
+    triton.knobs.cache.dir = str(Path.home() / ".triton" / "cache")
+
+
+def a_kernel(size: int) -> Launch:
+    meta = torch.device("meta")
+    x_TD = torch.empty(3, size, dtype=torch.bfloat16, device=meta)
+    return describe_rms_norm(x_TD, torch.empty(size, device=meta), 1e-6, torch.empty_like(x_TD), True)
+
+
+def test_kernels_are_compiled_once(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    count = compiling.use_disk_cache()
+    a_kernel(48).compile_for(90)
+    assert (count.compiled, count.found) == (1, 0)
+    assert count.seconds > 0
+    assert any((cache / "triton").rglob("*.cubin"))
+    again = compiling.use_disk_cache()  # as another process would
+    a_kernel(48).compile_for(90)
+    assert (again.compiled, again.found) == (0, 1)
+    again.begin_serving()
+    with caplog.at_level("WARNING", logger="culet"):
+        a_kernel(48).compile_for(90)
+        assert not caplog.records
+        a_kernel(96).compile_for(90)
+    assert "while serving" in caplog.text
+    assert "_rms_norm_kernel" in caplog.text
+
+
+def test_the_users_own_cache_wins(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "own"))
+    before = triton.knobs.cache.dir
+    compiling.use_disk_cache()
+    assert triton.knobs.cache.dir == before
+
+
+def test_marks_differ(cache: Path) -> None:
+    mark = compiling.mark_of("31B", 90)
+    assert mark == compiling.mark_of("31B", 90)
+    assert mark != compiling.mark_of("31B", 89)
+    assert mark.is_relative_to(cache)
+
+
+def test_only_warm_launches_nothing() -> None:
+    class Kernel:
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            return lambda **arguments: self.seen.append("run")
+
+        def warmup(self, **arguments: object) -> None:
+            self.seen.append("warm")
+
+    kernel = Kernel()
+    launch = Launch(kernel, (1,), {})
+    launch.run()
+    with only_warm():
+        launch.run()
+    launch.run()
+    assert kernel.seen == ["run", "warm", "run"]

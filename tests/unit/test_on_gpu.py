@@ -1,0 +1,111 @@
+"""How draws are handed to the GPU's kernels: the kernels stand in here by the eager sampler, which says what they must draw."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from culet.sampling import on_gpu, sampler
+from culet.sampling.on_gpu import GpuSampler, is_served
+from culet.sampling.sampler import History, sample
+from culet.types import Sampling
+
+BASE = Sampling(
+    temperature=1.0,
+    top_k=20,
+    top_p=0.9,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    logit_bias=(),
+    seed=2**64 - 5,
+    sample=3,
+    logprobs=None,
+    prompt_logprobs=None,
+)
+KINDS = {
+    "greedy": replace(BASE, temperature=0.0),
+    "few": BASE,
+    "all": replace(BASE, top_k=0, top_p=1.0, min_p=0.01, seed=7),
+    "wide": replace(BASE, top_k=65, seed=8),
+    "nucleus": replace(BASE, top_k=0, top_p=0.8, seed=9),
+    "biased": replace(BASE, logit_bias=((5, 9.0), (6, float("-inf")))),
+    "penalised": replace(BASE, repetition_penalty=1.5, frequency_penalty=0.7),
+}
+
+
+class Kernels:
+    """Draws as the kernels do, from what they are given, and keeps count."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def draw(self, logits_RV: Tensor, columns: Any, positions_R: Tensor, *, has_few: bool, has_open: bool) -> Tensor:
+        assert positions_R.dtype == torch.int32
+        self.calls.append({"columns": columns, "has_few": has_few, "has_open": has_open})
+        rows = []
+        for row in range(logits_RV.shape[0]):
+            top_k = int(columns.top_k_R[row])
+            one = replace(
+                BASE,
+                temperature=float(columns.temperature_R[row]),
+                top_k=top_k,
+                top_p=float(columns.top_p_R[row]),
+                min_p=float(columns.min_p_R[row]),
+                seed=int(columns.seed_R[row]) % 2**64,
+                sample=int(columns.sample_R[row]),
+            )
+            assert one.temperature == 0 or (has_few if top_k > 0 else has_open)
+            rows.append(one)
+        return sampler.draw(logits_RV, rows, positions_R.tolist())
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    kernels = Kernels()
+    monkeypatch.setattr(on_gpu, "draw_by_kernels", kernels.draw)
+    return kernels
+
+
+def test_which_rows_the_kernels_serve() -> None:
+    assert {name for name, one in KINDS.items() if not is_served(one)} == {"wide", "nucleus"}
+
+
+@pytest.mark.parametrize("names", [[name] for name in KINDS] + [list(KINDS), list(KINDS)[::-1], ["wide", "nucleus"]])
+def test_draws_are_those_of_the_eager_sampler(names: list[str], kernels: Kernels) -> None:
+    settings = [KINDS[name] for name in names]
+    gpu = GpuSampler()
+    for step in range(6):
+        generator = torch.Generator().manual_seed(step)
+        logits = 3 * torch.randn(len(names), 5000, generator=generator)
+        history = History(
+            torch.randint(0, 5000, (len(names), 50), generator=generator), list(range(len(names))), [9] * len(names)
+        )
+        positions = [20 + step + row for row in range(len(names))]
+        before = logits.clone()
+        positions_R = torch.tensor(positions, dtype=torch.int32) if step % 2 else None
+        got = gpu.sample(logits, settings, positions, history, positions_R)
+        assert got.tolist() == sample(logits, settings, positions, history).tolist()
+        assert torch.equal(logits, before)  # log-probabilities are still to be computed from them
+
+
+def test_settings_go_to_the_device_once(kernels: Kernels) -> None:
+    gpu = GpuSampler()
+    logits = torch.randn(2, 300)
+    for settings in ([KINDS["few"], KINDS["greedy"]],) * 3:
+        gpu.sample(logits, list(settings), [5, 6])
+    gpu.sample(logits, [KINDS["few"], KINDS["all"]], [5, 6])
+    gpu.sample(logits[:1], [KINDS["few"]], [5])
+    kept = [call["columns"] for call in kernels.calls]
+    assert kept[0] is kept[1] is kept[2]
+    assert kept[3] is not kept[2]
+    assert kept[4].top_k_R.shape == (1,)
+    assert [(call["has_few"], call["has_open"]) for call in kernels.calls] == [(True, False)] * 3 + [
+        (True, True),
+        (True, False),
+    ]
