@@ -19,7 +19,8 @@ from torch import Tensor
 
 from culet.attention import reference as attention_reference
 from culet.errors import CheckpointError
-from culet.kernels import reference
+from culet.kernels import reference, reference_fused
+from culet.kernels.dispatch import eager_kernels
 from culet.layers import attention as attention_layer
 from culet.layers.moe import Experts
 from culet.models import gemma4
@@ -59,6 +60,13 @@ def _untouched_models_agree() -> None:
     assert all(clean_error(shape) <= 1e-4 for shape in tiny.SHAPES)
 
 
+def spring(monkeypatch: pytest.MonkeyPatch, op: str, trap: Callable[..., Any]) -> None:
+    """Put `trap` in the place of an op, wherever models and other ops find it."""
+    for module in (reference, reference_fused, eager_kernels()):
+        if hasattr(module, op):
+            monkeypatch.setattr(module, op, trap)
+
+
 def trap_values(monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., Tensor], only_k_eq_v: bool = True) -> None:
     """Have `spoil(k, v, qkv, weight, turn, heads)` give the values that layers store and read (pages without latent)."""
     original = reference.prepare_qkv
@@ -72,7 +80,7 @@ def trap_values(monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., Tensor], o
             reference.store(planes, torch.stack((k, v), 1), where)
         return q, k, v
 
-    monkeypatch.setattr(reference, "prepare_qkv", prepare_qkv)
+    spring(monkeypatch, "prepare_qkv", prepare_qkv)
 
 
 def key_as_value(k: Tensor, v: Tensor, qkv: Tensor, weight: Tensor, turn: Any, heads: Any) -> Tensor:
@@ -166,7 +174,7 @@ def test_layer_scalar_scales_the_stream(shape: str, monkeypatch: pytest.MonkeyPa
     ) -> Any:
         return original(x, delta, weight if scalar is None else weight * scalar, None, next_weight, eps)
 
-    monkeypatch.setattr(reference, "residual_norm", residual_norm)
+    spring(monkeypatch, "residual_norm", residual_norm)
     assert error_of(load(shape), shape) > SEEN
 
 
@@ -180,7 +188,7 @@ def test_layer_scalar_comes_after_the_per_layer_embedding(monkeypatch: pytest.Mo
             return original(x * scalar, delta, weight, None, next_weight, eps)
         return original(x, delta, weight, scalar, next_weight, eps)
 
-    monkeypatch.setattr(reference, "residual_norm", residual_norm)
+    spring(monkeypatch, "residual_norm", residual_norm)
     assert error_of(load("E2B"), "E2B") > SEEN
 
 
@@ -248,7 +256,7 @@ def test_experts_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     def route(x: Tensor, router: Tensor, expert_scale: Tensor, top_k: int, eps: float) -> tuple[Tensor, Tensor]:
         return original(x, router, torch.ones_like(expert_scale), top_k, eps)
 
-    monkeypatch.setattr(reference, "route", route)
+    spring(monkeypatch, "route", route)
     assert error_of(load("26B-A4B"), "26B-A4B") > SEEN
 
 
@@ -275,7 +283,7 @@ def test_post_norms_are_not_swapped() -> None:
 
 def test_joint_norm_follows_the_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dense MLP and experts summed without their own norms."""
-    monkeypatch.setattr(reference, "sum_norms", lambda a, b, weight_a, weight_b, eps: a + b)
+    spring(monkeypatch, "sum_norms", lambda a, b, weight_a, weight_b, eps: a + b)
     assert error_of(load("26B-A4B"), "26B-A4B") > SEEN
 
 
