@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
 from culet.attention.triton import TritonBackend
+from culet.bench.anchors import FA4, KERNEL_CASES, kernel_anchor
 from culet.bench.attention_cases import SHAPES, AttentionCase, AttentionShape, make_case
 from culet.cache.spec import KVGroup, KVSpec
 from culet.kernels import reference_attention as eager
@@ -45,15 +46,6 @@ DECODE_CASES = {  # name -> (rows, query tokens, keys before them)
     "decode 1@100000": (1, 1, 100000),
 }
 PREFILL_CASES = {"prefill 1x8192": (1, 8192), "prefill 4x1000": (4, 1000)}
-ORDER = (*PREFILL_CASES, *DECODE_CASES)
-FA4 = {  # microseconds on an H200, in ORDER
-    "31B.sliding": (514, 170, 170, 164, 20, 162, 657, 20),
-    "31B.global": (7164, 520, 635, 92, 41, 632, 324, 244),
-    "26B.sliding": (272, 91, 92, 89, 18, 89, 331, 18),
-    "26B.global": (3560, 265, 341, 81, 30, 325, 171, 136),
-    "E4B.sliding": (95, 51, 32, 32, 15, 27, 62, 15),
-    "E4B.global": (1802, 139, 330, 68, 30, 321, 171, 135),
-}
 TOLERANCE = 5e-3
 
 
@@ -333,7 +325,7 @@ def run_times(
     flush = torch.empty(256 << 20, dtype=torch.int8, device=device)
     for shape_name in names:
         shape = SHAPES[shape_name]
-        for name in ORDER:
+        for name in KERNEL_CASES:
             if not re.search(only_case, name):
                 continue
             case = timed_case(shape, name, device)
@@ -362,7 +354,7 @@ def warm(names: Sequence[str], args: argparse.Namespace) -> None:
             jobs += [("graph", shape_name, str(queries)) for queries in (1, 4)]
             jobs += [("check", shape_name, check) for check in check_spans(SHAPES[shape_name]) if re.search(args.check, check)]
         if args.time or args.sweep:
-            jobs += [("time", shape_name, name) for name in ORDER if re.search(args.case, name)]
+            jobs += [("time", shape_name, name) for name in KERNEL_CASES if re.search(args.case, name)]
     workers = min(len(jobs), max(1, (os.cpu_count() or 2) - 1))
     children = []
     for worker in range(workers):
@@ -430,12 +422,12 @@ def report(checks: list[dict[str, Any]], times: list[dict[str, Any]]) -> None:
         worst = max((entry.get("error", float("nan")) for entry in checks), default=0.0)
         print(f"checks: {len(checks) - len(failed)} of {len(checks)} within {TOLERANCE}, worst {worst:.2e}")
     for shape_name in SHAPES:
-        for name in ORDER:
+        for name in KERNEL_CASES:
             here = [entry for entry in times if entry["shape"] == shape_name and entry["case"] == name]
             if not here:
                 continue
             best = sorted((entry for entry in here if "us" in entry), key=lambda entry: entry["us"])
-            anchor = dict(zip(ORDER, FA4[shape_name], strict=True))[name] if shape_name in FA4 else float("nan")
+            anchor = kernel_anchor(FA4, shape_name, name) or float("nan")
             line = " | ".join(f"{entry['variant']} {entry['us']}{' NAN' if entry['nan'] else ''}" for entry in best[:4])
             ratio = anchor / best[0]["us"] if best else float("nan")
             broken = sum("failure" in entry for entry in here)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from fake_runner import STOP, FakeRunner, expected_tokens
@@ -13,7 +13,8 @@ from culet.config import ScheduleConfig
 from culet.errors import CuletError
 from culet.scheduler.scheduler import Scheduler
 from culet.scheduler.sequence import HOLE, max_held_pages
-from culet.types import FinishReason, Request, Row, Sampling, StepPlan, StepResult, TokenDelta
+from culet.types import FinishReason, Request, Row, StepPlan, StepResult, TokenDelta
+from tests.samplings import PLAIN
 
 
 def make_layout(*groups: tuple[int | None, int]) -> CacheLayout:
@@ -44,20 +45,7 @@ def make_request(
     priority: int = 0,
     deadline: float | None = None,
 ) -> Request:
-    sampling = Sampling(
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        logit_bias=(),
-        seed=seed,
-        sample=0,
-        logprobs=0,
-        prompt_logprobs=prompt_logprobs,
-    )
+    sampling = replace(PLAIN, seed=seed, logprobs=0, prompt_logprobs=prompt_logprobs)
     stop_token_ids = frozenset({STOP}) if stop else frozenset()
     return Request(request_id, tuple(prompt), sampling, n, max_tokens, stop_token_ids, priority, deadline)
 

@@ -23,23 +23,11 @@ from culet.runner.runner import Runner
 from culet.sampling.sampler import History, sample
 from culet.scheduler.scheduler import Scheduler
 from culet.types import Entry, PageTable, Request, Row, Sampling, StepPlan
+from tests import samplings
 
 MAX_LEN = 160
 CPU = torch.device("cpu")
-GREEDY = Sampling(
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    logit_bias=(),
-    seed=11,
-    sample=0,
-    logprobs=None,
-    prompt_logprobs=None,
-)
+GREEDY = replace(samplings.GREEDY, seed=11)
 GEMMA = replace(GREEDY, temperature=1.0, top_k=64, top_p=0.95)
 # Penalties that change nearly every draw, so that a history that is off by one shows.
 PENALISED = replace(GEMMA, repetition_penalty=1.4, presence_penalty=1.5, frequency_penalty=1.0, top_k=0)

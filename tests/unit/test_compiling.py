@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 
+from culet.cli.main import run
 from culet.kernels import compiling
 from culet.kernels.triton.launch import Launch, only_warm
 from culet.kernels.triton.norms import describe_rms_norm
@@ -59,6 +60,13 @@ def test_marks_differ(cache: Path) -> None:
     assert mark == compiling.mark_of("31B", 90)
     assert mark != compiling.mark_of("31B", 89)
     assert mark.is_relative_to(cache)
+
+
+def test_warmup_without_a_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["warmup", "random:E2B", "--device", "cpu"]) == 1
+    assert "no GPU" in capsys.readouterr().err
+    assert run(["warmup"]) == 1
+    assert "no model" in capsys.readouterr().err
 
 
 def test_only_warm_launches_nothing() -> None:

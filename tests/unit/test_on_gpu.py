@@ -12,22 +12,9 @@ from torch import Tensor
 from culet.sampling import on_gpu, sampler
 from culet.sampling.on_gpu import GpuSampler, is_served
 from culet.sampling.sampler import History, sample
-from culet.types import Sampling
+from tests.samplings import PLAIN
 
-BASE = Sampling(
-    temperature=1.0,
-    top_k=20,
-    top_p=0.9,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    logit_bias=(),
-    seed=2**64 - 5,
-    sample=3,
-    logprobs=None,
-    prompt_logprobs=None,
-)
+BASE = replace(PLAIN, top_k=20, top_p=0.9, seed=2**64 - 5, sample=3)
 KINDS = {
     "greedy": replace(BASE, temperature=0.0),
     "few": BASE,

@@ -18,22 +18,8 @@ from culet.sampling.philox import uniforms
 from culet.sampling.ranking import CHUNK, MIN_CHUNKS, argmax, top_columns
 from culet.sampling.sampler import History, adjust, sample
 from culet.types import Sampling
+from tests.samplings import GREEDY, PLAIN
 
-PLAIN = Sampling(
-    temperature=1.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    logit_bias=(),
-    seed=0,
-    sample=0,
-    logprobs=None,
-    prompt_logprobs=None,
-)
-GREEDY = replace(PLAIN, temperature=0.0)
 WIDE = CHUNK * MIN_CHUNKS * 2  # wide enough for the chunked ranking
 
 
