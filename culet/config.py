@@ -17,6 +17,9 @@ def option(default: Any, doc: str, *, flag: str = "", choices: tuple[str, ...] =
     return field(default=default, metadata={"doc": doc, "flag": flag, "choices": choices})
 
 
+MAX_BATCHED_TOKENS = 65535  # CUDA's bound on the second axis of a grid, which kernels of a whole step use for its tokens
+
+
 def _positive(part: object, *names: str) -> None:
     for name in names:
         value = getattr(part, name)
@@ -81,6 +84,11 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "max_num_seqs", "max_num_batched_tokens", "max_queue_len")
+        if self.max_num_batched_tokens > MAX_BATCHED_TOKENS:
+            raise ConfigError(
+                f"max-num-batched-tokens: got {self.max_num_batched_tokens}, at most {MAX_BATCHED_TOKENS} fit a launch",
+                hint="longer prompts are computed in chunks",
+            )
 
 
 @dataclass(frozen=True)

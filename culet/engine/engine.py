@@ -92,6 +92,7 @@ class Engine:
         schedule = self.config.schedule
 
         _check_cache_dtype(config.cache, self.dtype)
+        self._check_max_model_len()
         layout = plan_cache(self.spec.kv_specs(self.dtype.itemsize, latent=config.cache.latent))
         backends = self._plan_backends(layout)
         is_gpu = self.device.type == "cuda"
@@ -180,11 +181,17 @@ class Engine:
         sizes = ", ".join(str(bucket.num_rows) for bucket in fixed.buckets)
         chose("CUDA graphs", fixed.num_captured, f"decode steps of up to {sizes} sequences")
 
-    def _resolve_max_model_len(self, layout: CacheLayout, num_slabs: int) -> int:
-        """As asked for, if model and cache can hold it; else the most that they can."""
+    def _check_max_model_len(self) -> None:
+        """Before anything is sized by it: buffers of a trial would be refused by the GPU instead."""
         wanted, limit = self.config.model.max_model_len, self.spec.max_position
         if wanted is not None and wanted > limit:
             raise ConfigError(f"max-model-len: got {wanted}, the model's positions end at {limit}", hint=f"at most {limit}")
+        if wanted is not None and wanted < 2:
+            raise ConfigError(f"max-model-len: got {wanted}, a prompt and its output have at least 2 tokens")
+
+    def _resolve_max_model_len(self, layout: CacheLayout, num_slabs: int) -> int:
+        """As asked for, if the cache can hold it; else the most that it can."""
+        wanted, limit = self.config.model.max_model_len, self.spec.max_position
         fits = memory.longest_sequence(layout, num_slabs, wanted or limit)
         if fits < 2 or (wanted is not None and fits < wanted):
             need = memory.least_slabs(layout, wanted or 2)

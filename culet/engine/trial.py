@@ -61,7 +61,8 @@ class Trial:
         gpu = (properties.name, properties.major, properties.minor, properties.multi_processor_count)
         backends = [type(backend).__qualname__ for backend in self.backends]
         facts = (self.model.spec, self.model.dtype, self.model.latent, self.layout, backends)
-        mark = mark_of(gpu, torch.__version__, facts, self.max_num_seqs, self.budget)
+        # A short context or no graphs leave kernels out, which a later start may need.
+        mark = mark_of(gpu, torch.__version__, facts, self.max_num_seqs, self.budget, self._longest, self.has_graphs)
         if mark.exists():
             return False
         runner = self._runner()
@@ -78,9 +79,13 @@ class Trial:
         mark.touch()
         return True
 
+    @property
+    def _longest(self) -> int:
+        """Most new tokens of a row, with room for a context before it unless there is none at all."""
+        return max(1, min(self.budget, self.max_model_len - CONTEXT))
+
     def _ladder(self) -> Iterator[StepPlan]:
-        longest = min(self.budget, self.max_model_len - CONTEXT)
-        for count in sorted({min(count, longest) for count in TOKEN_COUNTS}):
+        for count in sorted({min(count, self._longest) for count in TOKEN_COUNTS}):
             yield self._plan([(0, count, 1)])
             if count > max(QUERY_COUNTS):
                 yield self._plan([(CONTEXT, count, 1)])

@@ -122,6 +122,8 @@ REQUESTS: dict[str, tuple[list[str], str]] = {
     ),
     "cache without a page": (["hello", "--kv-cache-memory-bytes", "1000"], "slabs"),
     "max-model-len beyond the cache": (["hello", "--kv-cache-memory-bytes", "KV", "--max-model-len", "2000"], "slabs"),
+    "max-model-len without room for an output": (["hello", "--max-model-len", "1"], "max-model-len: got 1"),
+    "more tokens than a launch": (["hello", "--max-num-batched-tokens", "65536"], "max-num-batched-tokens: got 65536"),
     "max-model-len beyond the model": (["hello", "--max-model-len", "5000"], "max-model-len: got 5000"),
     "unknown dtype": (["hello", "--dtype", "int3"], "--dtype"),
     "unknown device": (["hello", "--device", "tpu"], "device: got 'tpu'"),

@@ -6,6 +6,7 @@ The compiler itself refuses nothing: a tile that asks for too much fails only wh
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +22,16 @@ from culet.kernels.triton.hopper_decode import hopper_decode_launches, hopper_de
 from culet.kernels.triton.hopper_prefill import hopper_prefill_launch, hopper_prefill_serves
 from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.prefill import prefill_launch
-from culet.kernels.triton.tiles import DECODE, PREFILL, SHARED_MEMORY, DecodeTile, PrefillTile, find_row
+from culet.kernels.triton.tiles import (
+    DECODE,
+    PREFILL,
+    SHARED_MEMORY,
+    DecodeTile,
+    PrefillTile,
+    decode_tile,
+    find_row,
+    prefill_tile,
+)
 
 CAPABILITIES = (80, 89, 90, 100, 120)
 # One for each kind of row in the tables; other variants differ in the number of KV heads alone.
@@ -82,6 +92,19 @@ def test_tiles_fit(name: str, capability: int) -> None:
 
 def test_prefill_tile_fits_the_smallest_shared_memory() -> None:
     check_prefill(SHAPES["31B.global"], 89, with_fresh=False)
+
+
+@pytest.mark.parametrize("name", ["31B.sliding", "E4B.global", pytest.param("31B.global", marks=pytest.mark.slow)])
+def test_float32_fits_too(name: str) -> None:
+    """A cache of four-byte elements, on an H200: what a device that is none poses as."""
+    q_TNH, kv, rows = on_meta(ALL_SHAPES[name], 4, 1)
+    q_TNH, kv = q_TNH.float(), replace(kv, planes=kv.planes.float())
+    scratch = Scratch.allocate(16, kv.head_dim, "meta")
+    tile = decode_tile(q_TNH, kv, 1)
+    decode, *_ = decode_launches(q_TNH, kv, rows, max_queries=1, out_TNH=q_TNH, tile=tile, scratch=scratch)
+    assert_fits(decode, 90)
+    tiles = torch.empty(16, 5, dtype=torch.int32, device="meta")
+    assert_fits(prefill_launch(q_TNH, kv, rows, tiles, fresh=None, out_TNH=q_TNH, tile=prefill_tile(q_TNH, kv)), 90)
 
 
 @pytest.mark.slow

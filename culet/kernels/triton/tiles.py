@@ -130,11 +130,16 @@ def decode_tile(q_TNH: Tensor, kv: PagedKV, max_queries: int) -> DecodeTile:
     packed = max_queries * q_TNH.shape[1] // kv.num_kv_heads
     row = find_row(DECODE, capability, kv, packed)
     assert isinstance(row.tile, DecodeTile)
-    return replace(row.tile, programs=row.per_sm * num_sms)
+    tile = replace(row.tile, programs=row.per_sm * num_sms)
+    # The tables are written for two bytes an element: four of them would not fit the shared memory.
+    return tile if q_TNH.element_size() <= 2 else replace(tile, keys=max(16, tile.keys // 2), stages=2)
 
 
 def prefill_tile(q_TNH: Tensor, kv: PagedKV) -> PrefillTile:
     """The tile for long rows."""
     row = find_row(PREFILL, device_facts(q_TNH.device)[0], kv)
     assert isinstance(row.tile, PrefillTile)
-    return row.tile
+    tile = row.tile
+    if q_TNH.element_size() <= 2:
+        return tile
+    return replace(tile, rows=max(16, tile.rows // 2), keys=max(16, tile.keys // 2))  # as in `decode_tile`

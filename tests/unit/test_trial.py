@@ -1,0 +1,45 @@
+"""The steps by which a start compiles kernels and finds out what memory it needs: possible ones, whatever the settings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from culet.cache.spec import plan_cache
+from culet.config import ScheduleConfig
+from culet.engine.trial import Trial
+from culet.models.spec import read_spec
+from culet.models.variants import VARIANTS
+from culet.types import Sampling
+
+SAMPLING = Sampling(
+    temperature=1.0, top_k=64, top_p=0.95, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
+    logit_bias=(), seed=0, sample=0, logprobs=None, prompt_logprobs=None,
+)  # fmt: skip
+
+
+def a_trial(max_model_len: int, **schedule: int) -> Trial:
+    layout = plan_cache(read_spec(VARIANTS["E2B"]).kv_specs(torch.bfloat16.itemsize, latent=True))
+    # Plans need no model.
+    return Trial(
+        None,  # type: ignore[arg-type]
+        layout,
+        [],
+        ScheduleConfig(**schedule),
+        SAMPLING,
+        max_model_len=max_model_len,
+        has_graphs=True,
+    )
+
+
+@pytest.mark.parametrize("max_model_len", [2, 63, 64, 65, 130, 5000])
+def test_steps_are_possible(max_model_len: int) -> None:
+    trial = a_trial(max_model_len, max_num_seqs=20, max_num_batched_tokens=2048)
+    plans = [*trial._ladder(), *trial._heavy_steps()]
+    assert len(plans) > 5
+    for plan in plans:
+        assert 1 <= plan.num_tokens <= 2048
+        assert len({row.slot for row in plan.rows}) == len(plan.rows) <= 20
+        for entry, row in zip(plan.entries, plan.rows, strict=True):
+            assert row.num_new >= max(1, row.num_logits)
+            assert len(entry.token_ids) == row.start + row.num_new <= max_model_len
