@@ -18,14 +18,14 @@ SAMPLING = Sampling(
 )  # fmt: skip
 
 
-def a_trial(max_model_len: int, **schedule: int) -> Trial:
+def a_trial(max_model_len: int) -> Trial:
     layout = plan_cache(read_spec(VARIANTS["E2B"]).kv_specs(torch.bfloat16.itemsize, latent=True))
     # Plans need no model.
     return Trial(
         None,  # type: ignore[arg-type]
         layout,
         [],
-        ScheduleConfig(**schedule),
+        ScheduleConfig(max_num_seqs=20, max_num_batched_tokens=2048),
         SAMPLING,
         max_model_len=max_model_len,
         has_graphs=True,
@@ -34,7 +34,7 @@ def a_trial(max_model_len: int, **schedule: int) -> Trial:
 
 @pytest.mark.parametrize("max_model_len", [2, 63, 64, 65, 130, 5000])
 def test_steps_are_possible(max_model_len: int) -> None:
-    trial = a_trial(max_model_len, max_num_seqs=20, max_num_batched_tokens=2048)
+    trial = a_trial(max_model_len)
     plans = [*trial._ladder(), *trial._heavy_steps()]
     assert len(plans) > 5
     for plan in plans:
