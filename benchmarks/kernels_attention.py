@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
 from culet.attention.triton import TritonBackend
 from culet.bench.anchors import FA4, KERNEL_CASES, kernel_anchor
 from culet.bench.attention_cases import SHAPES, AttentionCase, AttentionShape, make_case
+from culet.bench.timing import flush_buffer, replay_times
 from culet.cache.spec import KVGroup, KVSpec
 from culet.kernels import reference_attention as eager
 from culet.kernels.triton import decode as decode_kernel
@@ -138,24 +140,6 @@ def worst_error(calls: Sequence[Launch], expected: torch.Tensor) -> float:
     torch.cuda.synchronize()
     got = calls[-1].arguments["OUT"].float()
     return float(((got - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
-
-
-def milliseconds(run: Callable[[], None], repeats: int, flush: torch.Tensor) -> float:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for _ in range(3):
-        graph.replay()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for begin, end in events:
-        flush.zero_()
-        begin.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return sorted(begin.elapsed_time(end) for begin, end in events)[repeats // 2]
 
 
 def timed_case(shape: AttentionShape, name: str, device: str) -> AttentionCase:
@@ -322,7 +306,7 @@ def timed_variants(
 def run_times(
     names: Sequence[str], device: str, sweep: bool, with_hopper: bool, only_case: str, results: list[dict[str, Any]]
 ) -> None:
-    flush = torch.empty(256 << 20, dtype=torch.int8, device=device)
+    flush = flush_buffer()
     for shape_name in names:
         shape = SHAPES[shape_name]
         for name in KERNEL_CASES:
@@ -338,7 +322,7 @@ def run_times(
                         for launch in launches:
                             launch.run()
 
-                    entry["us"] = round(1000 * milliseconds(run, 15 if name in PREFILL_CASES else 25, flush), 1)
+                    entry["us"] = round(median(replay_times(run, 15 if name in PREFILL_CASES else 25, flush)), 1)
                     entry["nan"] = bool(launches[-1].arguments["OUT"].isnan().any())
                 except Exception as error:
                     entry["failure"] = repr(error)[:200]

@@ -24,6 +24,7 @@ from culet.attention.plan import BACKENDS, plan_attention
 from culet.bench.anchors import FA4, GPU, KERNEL_CASES, UNIFIED_TRITON, kernel_anchor
 from culet.bench.attention_cases import SHAPES, AttentionShape
 from culet.bench.floor import Peaks
+from culet.bench.timing import flush_buffer, replay_times
 from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, KVGroup, KVSpec
 from culet.errors import ConfigError, UnsupportedError
@@ -36,7 +37,6 @@ from culet.runner.fill import fill
 from culet.types import PageTable, Row, StepPlan
 
 NUM_LAYERS = 2  # that share a slab, so that pages lie apart as in a model
-FLUSH_BYTES = 256 << 20  # more than any L2 cache
 VERIFY_QUERIES = 16  # rows with up to this many query tokens are decode or verify: all of them need logits
 TOLERANCE = 5e-3  # ||a - b|| / ||b|| of a token's head, against float32 on the same inputs
 _SPREAD = 0.3  # deviation of queries and keys; scores then have one of about two
@@ -269,23 +269,8 @@ def _worst_error(got: Tensor, expected: Tensor) -> float:
 
 
 def _time_on_gpu(run: Callable[[], object], repeats: int) -> list[float]:
-    """Microseconds of each of `repeats` replays of a CUDA graph of one call, each with a cold L2 cache."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for _ in range(3):
-        graph.replay()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for begin, end in events:
-        flush.zero_()
-        begin.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return [1e3 * begin.elapsed_time(end) for begin, end in events]
+    """Microseconds of each of `repeats` calls."""
+    return replay_times(run, repeats, flush_buffer())
 
 
 def _time_on_cpu(run: Callable[[], object], repeats: int) -> list[float]:
