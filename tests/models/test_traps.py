@@ -1,6 +1,6 @@
 """The details that implementers of Gemma 4 most often get wrong: each is sprung here, and the comparison must see it.
 
-Stop and suppress tokens and the empty thought (the eighth), and what assistants are fed (the ninth), are in test_traps_engine.py.
+The eighth (stop and suppressed tokens, the empty thought) and the ninth (what assistants are fed) are in test_traps_engine.py.
 """
 
 from __future__ import annotations
