@@ -15,6 +15,7 @@ from culet.log import setup_logging
 from culet.registry import load
 
 COMMANDS: dict[str, str] = {
+    "serve": "culet.cli.serve:serve",
     "generate": "culet.cli.generate:generate",
     "chat": "culet.cli.chat:chat",
     "plan": "culet.cli.plan:plan",

@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from culet.config import Config, build_config, config_fields
-from culet.errors import ConfigError
+from culet.config import PARTS, SERVE_PARTS, Config, build_config, config_fields
 from culet.types import SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,7 +33,16 @@ _SAMPLING: tuple[tuple[str, click.ParamType, str], ...] = (
 
 def config_options(command: F) -> F:
     """Add one flag per config field: its doc line is the help, its type the value's, as `build_config` will check it."""
-    for _, entry in reversed(config_fields().values()):
+    return _options_of(PARTS, command)
+
+
+def serve_options(command: F) -> F:
+    """The same for the settings of the web server."""
+    return _options_of(SERVE_PARTS, command)
+
+
+def _options_of(parts: Mapping[str, type], command: F) -> F:
+    for _, entry in reversed(config_fields(parts).values()):
         command = _config_option(entry)(command)
     return command
 
@@ -74,15 +82,8 @@ def given(options: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any
 
 
 def config_of(options: Mapping[str, Any]) -> Config:
-    """The Config that the command's options ask for; a model is required."""
-    chosen = given(options, config_fields())
-    if not chosen.get("model"):
-        raise ConfigError(
-            "no model: --model is missing",
-            hint="give a checkpoint, as in --model google/gemma-4-E2B-it, "
-            "or write a tiny random one: python -m culet.models.tiny FOLDER",
-        )
-    return build_config(chosen)
+    """The Config that the command's options ask for; without a model it is the built-in one."""
+    return build_config(given(options, config_fields()))
 
 
 def sampling_of(options: Mapping[str, Any]) -> SamplingParams:

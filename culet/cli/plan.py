@@ -14,7 +14,7 @@ import click
 from culet import env
 from culet.attention.picture import draw
 from culet.attention.plan import GPUS, AttentionPlan, Gpu, find_gpu, plan_attention
-from culet.cache.spec import CacheLayout, plan_cache
+from culet.cache.spec import CacheLayout, plan_cache, stored_as
 from culet.config import CacheConfig, Config, ModelConfig, build_config
 from culet.errors import CheckpointError, ConfigError
 from culet.models.checkpoint import read_config
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 GB, MB = 1_000_000_000, 1_000_000
 DEFAULT_SEQ_LENS = (2000, 8192, 32768)
 _ITEMSIZES = {"bfloat16": 2, "float32": 4}
+_NAMES = {1: "fp8_e4m3", 2: "bfloat16", 4: "float32"}
 _DTYPE = click.Choice(("auto", "bfloat16", "float32"))
 
 
@@ -70,7 +71,7 @@ class Facts:
     help=f"Share of the memory to use. [default: {CacheConfig().gpu_memory_utilization}]",
 )
 @click.option("--dtype", type=_DTYPE, help="Precision of the weights. [default: auto]")
-@click.option("--kv-cache-dtype", type=_DTYPE, help="Precision of the KV cache. [default: auto, that of the weights]")
+@click.option("--kv-cache-dtype", help="auto, fp8, or per group as sliding=fp8,global=auto. [default: auto, the weights']")
 @click.option("--latent/--no-latent", default=None, help="Keep K and V of K=V layers once. [default: on]")
 @click.option("--max-model-len", type=int, help="Longest prompt + output in tokens. [default: what the model allows]")
 @click.option(
@@ -109,8 +110,8 @@ def gather(model: str, gpu_name: str, config: Config, seq_lens: Sequence[int] = 
     auto = "bfloat16" if gpu.arch.has_bfloat16 else "float32"
     dtype = auto if config.model.dtype == "auto" else config.model.dtype
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
-    itemsize = _ITEMSIZES[kv_dtype]
-    layouts = {latent: plan_cache(spec.kv_specs(itemsize, latent=latent)) for latent in (True, False)}
+    kept = {latent: spec.kv_specs(_ITEMSIZES[dtype], latent=latent) for latent in (True, False)}
+    layouts = {latent: plan_cache(stored_as(specs, config.cache.kv_cache_dtype)) for latent, specs in kept.items()}
     groups = layouts[config.cache.latent].groups
     readers = {group.name: spec.readers(group.layers) for group in groups}
     choice = config.model.attention_backend
@@ -221,6 +222,7 @@ def _cache(facts: Facts, latent: bool) -> dict[str, Any]:
         "groups": [
             {
                 "group": group.name,
+                "dtype": _NAMES[group.spec.itemsize],
                 "num_kv_layers": len(group.layers),
                 "window": group.window,
                 "bytes_per_token": group.bytes_per_token,
@@ -335,6 +337,7 @@ def _print_cache(console: Console, facts: Facts) -> None:
 
     groups = layout.groups
     row("stored as", [f"latent of {group.spec.width}" if group.spec.latent else "K and V" for group in groups])
+    row("precision", [_NAMES[group.spec.itemsize] for group in groups])
     row("layers that keep KV", [str(len(group.layers)) for group in groups])
     row("bytes per token", [f"{group.bytes_per_token:,}" for group in groups])
     windows = [group.window * group.bytes_per_token if group.window else 0 for group in groups]

@@ -110,7 +110,7 @@ function draw(live) {
 }
 
 async function showPlan() {
-  const picture = await call("live/plan.svg");
+  const picture = await call("plan.svg");
   document.getElementById("plan-picture").src = URL.createObjectURL(await picture.blob());
   hasPlan = true;
 }
@@ -118,7 +118,7 @@ async function showPlan() {
 async function refresh(complain) {
   try {
     const since = samples.at(-1)?.time ?? 0;
-    const live = await (await call(`live/samples?since=${since}`)).json();
+    const live = await (await call(`live?since=${since}`)).json();
     const known = since && live.samples.length && live.samples[0].time < since ? [] : samples; // the server began anew
     samples = [...known, ...live.samples].slice(-2 * SPAN_S);
     if (samples.length) draw(live);

@@ -1,0 +1,132 @@
+"""The web application: every endpoint of every API, its OpenAPI document, and the gate before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from culet import __version__
+from culet.errors import CuletError
+from culet.registry import load
+from culet.serve import metrics
+from culet.serve.endpoint import Endpoint
+from culet.serve.errors import HttpRefusal
+from culet.serve.gate import DEFERRED, Gate
+from culet.serve.service import Service
+from culet.serve.streams import ClientGone
+
+# Modules with endpoints: each has a tuple ENDPOINTS, and may have PUBLIC_PATHS that need no key.
+MODULES = (
+    "culet.serve.chat",
+    "culet.serve.completions",
+    "culet.serve.responses",
+    "culet.serve.messages",
+    "culet.serve.metrics",
+    "culet.serve.basics",
+    "culet.serve.web_page",
+)
+_REFERENCE = "#/components/schemas/{name}"
+_ERROR = {"description": 'What is wrong, in OpenAI\'s form: `{"error": {"message": ..., "type": ..., "code": ...}}`.'}
+
+
+def create_app(service: Service) -> ASGIApp:
+    """The application for `service`: what uvicorn calls."""
+    # No /docs: its page would fetch scripts from another host.
+    app = FastAPI(title="Culet", version=__version__, docs_url=None, redoc_url=None)
+    endpoints: list[Endpoint] = []
+    public: list[str] = []
+    for name in MODULES:
+        endpoints += load(f"{name}:ENDPOINTS")
+        public += _optional(name, "PUBLIC_PATHS")
+    metrics.attach(service)
+    for endpoint in endpoints:
+        _add(app, service, endpoint)
+    _document(app, endpoints)
+    for kind in (CuletError, HTTPException, ClientGone, Exception):
+        app.add_exception_handler(kind, _leave_to_gate)
+    gate: ASGIApp = Gate(app, service, public)
+    origins = [origin.strip() for origin in service.settings.allowed_origins.split(",") if origin.strip()]
+    if origins:
+        gate = CORSMiddleware(gate, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+    return gate
+
+
+def _optional(module: str, name: str) -> tuple[str, ...]:
+    try:
+        found: tuple[str, ...] = load(f"{module}:{name}")
+    except AttributeError:
+        return ()
+    return found
+
+
+def _add(app: FastAPI, service: Service, endpoint: Endpoint) -> None:
+    async def handle(request: Request) -> Response:
+        return await endpoint.handle(service, request)
+
+    app.add_api_route(
+        endpoint.path,
+        handle,
+        methods=[endpoint.method],
+        name=endpoint.handle.__name__,
+        description=endpoint.handle.__doc__,
+        response_model=None,
+        openapi_extra=_entry(endpoint),
+    )
+
+
+def _entry(endpoint: Endpoint) -> dict[str, Any]:
+    """What OpenAPI says of an endpoint besides its path."""
+    answer: dict[str, Any] = {"description": "The answer."}
+    if endpoint.answer is not None:
+        answer["content"] = {"application/json": {"schema": _reference(endpoint.answer)}}
+    entry: dict[str, Any] = {"responses": {"200": answer, "4XX": _ERROR, "5XX": _ERROR}}
+    if endpoint.body is not None:
+        content = {"application/json": {"schema": _reference(endpoint.body)}}
+        entry["requestBody"] = {"required": True, "content": content}
+    return entry
+
+
+def _reference(kind: type) -> dict[str, str]:
+    return {"$ref": _REFERENCE.format(name=kind.__name__)}
+
+
+def _document(app: FastAPI, endpoints: list[Endpoint]) -> None:
+    """Have the OpenAPI document name the structs."""
+    make: Callable[[], dict[str, Any]] = app.openapi
+    kinds = [kind for endpoint in endpoints for kind in (endpoint.body, endpoint.answer) if kind is not None]
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            found = make()
+            _, components = msgspec.json.schema_components(dict.fromkeys(kinds), ref_template=_REFERENCE)
+            found.setdefault("components", {}).setdefault("schemas", {}).update(components)
+            app.openapi_schema = found
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+class _Deferred(Response):
+    """No answer: the gate gives it, in the form of all errors."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[DEFERRED] = self._error
+
+
+async def _leave_to_gate(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        words = {404: "there is no such path", 405: "this path does not take that method"}
+        error = HttpRefusal(error.status_code, words.get(error.status_code, "refused"))
+    return _Deferred(error)

@@ -1,0 +1,37 @@
+"""Earlier messages as OpenAI's clients send them, in the form that chat templates read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from culet.errors import BadRequest
+
+
+def parse_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with the arguments of tool calls as objects; clients send them as JSON text."""
+    return [_parsed(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _parsed(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    parsed = []
+    for number, call in enumerate(calls):
+        function = dict(call["function"])
+        function["arguments"] = _object(function.get("arguments"), f"{where}.tool_calls[{number}].function.arguments")
+        parsed.append({**call, "function": function})
+    return {**message, "tool_calls": parsed}
+
+
+def _object(arguments: object, where: str) -> object:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise BadRequest(f"{where}: not valid JSON") from None
+    if not isinstance(arguments, dict):
+        raise BadRequest(f"{where}: got {type(arguments).__name__}, expected a JSON object")
+    return arguments

@@ -1,0 +1,233 @@
+"""GET /metrics: Prometheus metrics under the names of vLLM, which dashboards and gateways look for, and ours beside them.
+
+What the engine counts is read from its latest report when a scraper asks; what is measured per request is kept here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
+
+from culet import __version__
+from culet.serve.client import State
+from culet.serve.endpoint import Endpoint
+from culet.serve.service import Finished, Service
+from culet.serve.wire import Ready, Stats
+
+_SHORT = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+)
+_TOKEN = (
+    0.001,
+    0.0025,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    10.0,
+)
+_WHOLE = (
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+    1920.0,
+)
+_COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
+_REASONS = {"tool_calls": "stop", "cancel": "abort", "timeout": "abort"}  # as vLLM names why a sample ended
+_LABEL = ("model_name",)
+
+
+class Metrics:
+    """Everything that a scraper sees of one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._model = service.names[0]
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(_EngineReport(service, self._model))
+        ProcessCollector(registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(f"vllm:{name}", text, _LABEL, buckets=buckets, registry=self.registry)
+            made.labels(self._model)
+            return made
+
+        self._first = histogram("time_to_first_token_seconds", "From a request to its first token.", _SHORT)
+        self._gap = histogram("inter_token_latency_seconds", "Between the steps that bring a sample's tokens.", _TOKEN)
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds", "Per token after the first, mean of a request.", _TOKEN
+        )
+        self._whole = histogram("e2e_request_latency_seconds", "From a request to its last token.", _WHOLE)
+        self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", _COUNTS)
+        self._generated = histogram("request_generation_tokens", "Tokens that a request generated.", _COUNTS)
+        self._n = histogram("request_params_n", "Samples that a request asked for.", (1.0, 2.0, 5.0, 10.0, 20.0))
+        self._max_tokens = histogram("request_params_max_tokens", "Tokens that a request allowed.", _COUNTS)
+        labels = (*_LABEL, "finished_reason")
+        self._ended = Counter("vllm:request_success", "Samples by why they ended.", labels, registry=self.registry)
+        self._failed = Counter("culet:request_errors", "Requests that failed.", (*_LABEL, "error"), registry=self.registry)
+        self._reasoning = Counter("culet:reasoning_tokens", "Tokens of thoughts.", _LABEL, registry=self.registry)
+        for reason in ("stop", "length", "abort"):
+            self._ended.labels(self._model, reason)
+        self._reasoning.labels(self._model)
+        service.observers.append(self.observe)
+
+    def observe(self, finished: Finished) -> None:
+        """A request has ended."""
+        model = self._model
+        if finished.error:
+            self._failed.labels(model, finished.error).inc()
+        for reason in finished.finish_reasons:
+            self._ended.labels(model, _REASONS.get(reason, reason)).inc()
+        self._prompt.labels(model).observe(finished.num_prompt_tokens)
+        self._generated.labels(model).observe(finished.num_generated_tokens)
+        self._n.labels(model).observe(finished.n)
+        self._max_tokens.labels(model).observe(finished.max_tokens)
+        self._reasoning.labels(model).inc(finished.num_reasoning_tokens)
+        if finished.first_token_s is None:
+            return
+        self._first.labels(model).observe(finished.first_token_s)
+        self._whole.labels(model).observe(finished.total_s)
+        gap = self._gap.labels(model)
+        for seconds in finished.gaps_s:
+            gap.observe(seconds)
+        num_later = finished.num_generated_tokens / finished.n - 1
+        if num_later > 0:
+            self._per_token.labels(model).observe((finished.total_s - finished.first_token_s) / num_later)
+
+
+class _EngineReport(Collector):
+    """Gauges and counters of the engine, as it last told them; nothing while it loads or when it is dead."""
+
+    def __init__(self, service: Service, model: str) -> None:
+        self._service, self._model = service, model
+
+    def collect(self) -> Iterator[Metric]:
+        service = self._service
+        yield self._gauge("culet:engine_up", "Whether the engine takes requests.", float(service.is_ready))
+        yield self._gauge("culet:requests_in_flight", "Requests that the web server waits for.", service.num_samples)
+        yield self._counter("culet:engine_restarts", "Times that a dead engine was started again.", service.num_restarts)
+        engine = service._engine
+        if engine is None or engine.facts is None or engine.state is State.DEAD:
+            return
+        yield self._info(engine.facts)
+        if engine.stats is not None:
+            yield from self._of_stats(engine.stats, engine.facts)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=_LABEL)
+        family.add_metric([self._model], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=_LABEL)
+        family.add_metric([self._model], value)
+        return family
+
+    def _info(self, facts: Ready) -> Metric:
+        family = InfoMetricFamily("culet:engine", "What is served, and where.", labels=_LABEL)
+        values = {"version": __version__, "device": facts.device, "dtype": facts.dtype}
+        family.add_metric([self._model], {**values, "max_model_len": str(facts.max_model_len)})
+        return family
+
+    def _of_stats(self, stats: Stats, facts: Ready) -> Iterator[Metric]:
+        now, counts = stats.scheduler, stats.scheduler.counters
+        used = 1 - (now.num_free_pages + now.num_checkpoint_pages) / max(1, now.num_pages)
+        yield self._gauge("vllm:num_requests_running", "Sequences that run.", now.num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait.", now.num_waiting)
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 1 is all; checkpoints give way.", used)
+        yield self._counter("vllm:prompt_tokens", "Tokens of prompts.", stats.num_prompt_tokens)
+        yield self._counter("vllm:generation_tokens", "Tokens that were generated.", stats.num_generated_tokens)
+        yield self._counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", counts.prefix_query_tokens)
+        yield self._counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", counts.prefix_hit_tokens)
+        yield self._counter("vllm:num_preemptions", "Sequences that lost their pages for a while.", counts.preemptions)
+        yield self._counter("vllm:spec_decode_num_drafts", "Rounds of drafts that were verified.", counts.verifies)
+        yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", counts.drafted_tokens)
+        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted.", counts.accepted_tokens)
+        yield self._counter("culet:steps", "Steps of the engine.", counts.steps)
+        yield self._counter("culet:dropped_tokens", "Tokens drawn for sequences that had ended.", counts.dropped_tokens)
+        yield self._gauge("culet:engine_memory_bytes", "Resident memory of the engine's process.", stats.memory_bytes)
+        yield self._gauge("culet:kv_pages", "Pages of the KV cache, all groups.", now.num_pages)
+        yield self._gauge("culet:kv_free_pages", "Pages that nobody holds.", now.num_free_pages)
+        yield self._gauge("culet:kv_checkpoint_pages", "Pages that checkpoints alone hold.", now.num_checkpoint_pages)
+        yield self._gauge("culet:kv_checkpoints", "Checkpoints of the prefix cache.", now.num_checkpoints)
+        yield self._by_group("culet:kv_group_pages", "Pages that running sequences hold, by KV group.", now.num_held_pages)
+        tokens = {group.name: now.num_held_pages.get(group.name, 0) * group.page_tokens for group in facts.groups}
+        yield self._by_group("culet:kv_group_tokens", "Tokens that these pages have room for.", tokens)
+        shares = {name: count / max(1, now.num_pages) for name, count in now.num_held_pages.items()}
+        yield self._by_group("culet:kv_group_usage_perc", "Share of all pages that the group holds.", shares)
+
+    def _by_group(self, name: str, text: str, values: Mapping[str, float]) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=(*_LABEL, "group"))
+        for group, value in values.items():
+            family.add_metric([self._model, group], value)
+        return family
+
+
+async def metrics(service: Service, request: Request) -> Response:
+    """Prometheus metrics in text form."""
+    assert service.metrics is not None
+    text = generate_latest(service.metrics.registry)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def attach(service: Service) -> None:
+    """Begin to count what this service does."""
+    if service.metrics is None:
+        service.metrics = Metrics(service)
+
+
+ENDPOINTS = (Endpoint("GET", "/metrics", metrics),)

@@ -1,0 +1,294 @@
+"""What every endpoint works with: the engine behind its process boundary, text in and out, names, limits and counts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from culet import env
+from culet.config import Config, Limits, ServeConfig, read_limits
+from culet.engine.requests import RequestRules
+from culet.engine.structured import make_grammar_check
+from culet.engine.text import ChatTemplate, NumberTokenizer, Tokenizer
+from culet.errors import CuletError, QueueFull, WorkerDied
+from culet.log import logger
+from culet.models.checkpoint import open_checkpoint
+from culet.serve.client import EngineClient, State, Stream
+from culet.serve.errors import HttpRefusal
+from culet.serve.history import parse_arguments
+from culet.serve.live import PERIOD_S, LiveSamples
+from culet.serve.wire import Script
+from culet.types import SamplingParams
+
+if TYPE_CHECKING:
+    from culet.serve.metrics import Metrics
+
+_TEXT_THREADS = 2  # the template's process takes one conversation at a time; tokenizing runs beside it
+_WATCH_PERIOD_S = 1.0
+_RATE_WINDOW_S = 60.0
+MAX_RETRY_S = 60
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Finished:
+    """One request that has ended, for logs and metrics."""
+
+    endpoint: str
+    request_id: str
+    finish_reasons: tuple[str, ...] = ()  # of each sample; empty where it failed
+    error: str = ""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_reasoning_tokens: int = 0
+    max_tokens: int = 0
+    n: int = 1
+    first_token_s: float | None = None  # from submitting to the first token
+    total_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)  # between the deltas of a sample
+
+
+class Service:
+    """The model as endpoints see it. Lives in the web process, which never loads torch."""
+
+    def __init__(self, config: Config, settings: ServeConfig, script: Script | None = None) -> None:
+        self.config, self.settings, self.script = config, settings, script
+        self.limits: Limits = read_limits(settings.limits)
+        names = (settings.served_model_name or config.model.model).split(",")
+        self.names = [name.strip() for name in names if name.strip()]
+        keys = settings.api_key if settings.api_key is not None else env.API_KEY.get()
+        self.api_keys = [key.strip() for key in keys.split(",") if key.strip()]
+        self.checkpoint = open_checkpoint(config.model.model, config.model.revision)
+        spec, folder = self.checkpoint.spec, self.checkpoint.folder
+        is_random = self.checkpoint.random is not None
+        self.tokenizer = NumberTokenizer(spec.vocab_size) if is_random else Tokenizer(folder)
+        self.template = ChatTemplate.of_checkpoint(folder, empty_thought=spec.ple_dim == 0)
+        if not is_random:  # it is here now: the engine's process need not look for it again
+            self.config = replace(config, model=replace(config.model, model=str(folder), revision=None))
+        self.grammar_check = make_grammar_check(self.tokenizer)
+        self.started_at = time.time()
+        self.is_draining = False
+        self.on_exit: Callable[[CuletError], None] = lambda error: None  # the engine is dead and stays so
+        self.observers: list[Callable[[Finished], None]] = [self._count]
+        self.metrics: Metrics | None = None
+        self.live = LiveSamples()
+        self.num_finished = 0
+        self.num_samples = 0  # in flight
+        self.num_restarts = 0
+        self._engine: EngineClient | None = None
+        self._rules: RequestRules | None = None
+        self._threads = ThreadPoolExecutor(_TEXT_THREADS, "text")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ends: deque[float] = deque(maxlen=256)  # when requests ended, to know how fast the queue moves
+
+    # The engine's life
+
+    @property
+    def engine(self) -> EngineClient:
+        """The engine's process as it is now; raises before `start`."""
+        if self._engine is None:
+            raise WorkerDied("the engine has not been started")
+        return self._engine
+
+    @property
+    def rules(self) -> RequestRules:
+        """What requests are checked against; raises until the engine is ready."""
+        if self._rules is None or self.engine.state is not State.READY:
+            raise self.engine.death()
+        return self._rules
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would be taken."""
+        return self._engine is not None and self._engine.state is State.READY and not self.is_draining
+
+    def require_ready(self) -> None:
+        """Raise what keeps a request from being taken, before any work is done for it."""
+        if self.is_draining:
+            raise WorkerDied("the server is shutting down", hint="ask another replica")
+        if not self.is_ready:
+            raise self.engine.death()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine is alive: loading, ready, and not stuck in a step."""
+        return self._engine is not None and self._engine.state is not State.DEAD and not self._is_stuck
+
+    @property
+    def _is_stuck(self) -> bool:
+        engine = self._engine
+        is_busy = engine is not None and engine.state is State.READY and engine.num_in_flight > 0
+        return is_busy and engine is not None and time.monotonic() - engine.heard_at > self.limits.step_s
+
+    async def start(self) -> None:
+        """Start the engine's process and wait until the model is loaded; raises what kept it from that."""
+        level = logging_level()
+        form = self.settings.log_format
+        engine = await EngineClient.start(self.config, log_level=level, log_form=form, script=self.script)
+        self._engine = engine
+        engine.on_death = self._on_death
+        facts = await engine.wait_ready()
+        self._rules = RequestRules(
+            vocab_size=facts.vocab_size,
+            defaults=facts.defaults,
+            max_position=facts.max_position,
+            max_model_len=facts.max_model_len,
+            max_num_seqs=facts.max_num_seqs,
+        )
+        await self._in_thread(lambda: self._warm_up())
+        self._spawn(self._watch(engine))
+        self._spawn(self._sample(engine))
+
+    def _warm_up(self) -> None:
+        """Start the template's process, so that the first chat does not wait for it."""
+        try:
+            self.template.render([{"role": "user", "content": "1"}])
+        except CuletError as error:
+            logger.warning("the chat template does not render: %s", error.message)
+
+    async def stop(self) -> None:
+        """End the engine's process and what belongs to it."""
+        for task in list(self._tasks):
+            task.cancel()
+        if self._engine is not None:
+            await self._engine.stop()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.template.close()
+        self.grammar_check.close()
+
+    def _on_death(self) -> None:
+        engine = self.engine
+        error = engine.death()
+        if self.is_draining or self._rules is None:
+            return  # who waits for the start, or for the end, hears of it there
+        logger.error("the engine is dead: %s", error.message)
+        if self.num_restarts < self.settings.max_engine_restarts:
+            self.num_restarts += 1
+            self._spawn(self._restart())
+        else:
+            self.on_exit(error)
+
+    async def _restart(self) -> None:
+        logger.warning("starting the engine again (%d of %d)", self.num_restarts, self.settings.max_engine_restarts)
+        await self.engine.stop()  # reaps the process
+        try:
+            await self.start()
+        except CuletError as error:
+            self.on_exit(error)
+        else:
+            logger.info("the engine is ready again")
+
+    async def _watch(self, engine: EngineClient) -> None:
+        """End an engine that hangs in a step, so that those who wait hear of it."""
+        while engine.state is State.READY:
+            await asyncio.sleep(_WATCH_PERIOD_S)
+            if self._is_stuck and engine is self._engine:
+                logger.error("no word from the engine for %d s: it is taken for dead", self.limits.step_s)
+                engine.kill()
+                return
+
+    async def _sample(self, engine: EngineClient) -> None:
+        """Keep what the page's plots show."""
+        while engine.state is State.READY:
+            if engine.stats is not None:
+                self.live.take(engine.stats)
+            await asyncio.sleep(PERIOD_S)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # Text
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        enable_thinking: bool | None = None,
+        add_generation_prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, by the chat template. `enable_thinking` None is the server's default."""
+        thinking = self.settings.enable_thinking if enable_thinking is None else enable_thinking
+
+        def encode() -> list[int]:
+            text = self.template.render(
+                parse_arguments(messages),
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                enable_thinking=thinking,
+                options=options,
+            )
+            return self.tokenizer.encode(text)
+
+        return await self._in_thread(encode)
+
+    async def encode_text(self, text: str, *, add_bos: bool = True) -> list[int]:
+        """Token ids of a plain text."""
+        return await self._in_thread(lambda: self.tokenizer.encode(text, add_bos=add_bos))
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    # Requests
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with; a model that is not served is a 404."""
+        if not name:
+            return self.names[0]
+        if name not in self.names:
+            raise HttpRefusal(
+                404, f"the model {name!r} is not served", hint=f"served: {', '.join(self.names)}", code="model_not_found"
+            )
+        return name
+
+    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0) -> Stream:
+        """Send a request to the engine, unless the server drains or too many wait."""
+        self.require_ready()
+        deadline = time.monotonic() + self.settings.request_timeout  # one clock for all processes of a machine
+        engine = self.engine
+        request = self.rules.make_request(engine.next_id(), prompt_token_ids, params, priority=priority, deadline=deadline)
+        facts = engine.facts
+        assert facts is not None
+        if self.num_samples + params.n > facts.max_num_seqs + facts.max_queue_len:
+            raise QueueFull(
+                f"{self.num_samples} samples run or wait, the most that may "
+                f"({facts.max_num_seqs} run, {facts.max_queue_len} wait)",
+                hint="try again later",
+            )
+        return engine.submit(request)
+
+    def retry_after_s(self) -> int:
+        """Seconds after which a refused client may come again: as long as the queue takes at its present pace."""
+        now = time.monotonic()
+        recent = [at for at in self._ends if now - at < _RATE_WINDOW_S]
+        if len(recent) < 2 or now == recent[0]:
+            return 1
+        waiting = self._engine.num_in_flight if self._engine is not None else 0
+        return max(1, min(MAX_RETRY_S, math.ceil(waiting * (now - recent[0]) / len(recent) / 2)))
+
+    def tell(self, finished: Finished) -> None:
+        """A request has ended: pass it on to whoever counts or logs."""
+        for observe in self.observers:
+            observe(finished)
+
+    def _count(self, finished: Finished) -> None:
+        self.num_finished += 1
+        if finished.first_token_s is not None:
+            self.live.note_first_token(finished.first_token_s)
+        self._ends.append(time.monotonic())
+
+
+def logging_level() -> str:
+    """The level that this process logs at, for the engine's process."""
+    return logging.getLevelName(logger.getEffectiveLevel()).lower()

@@ -1,0 +1,209 @@
+"""Tool calls in Gemma 4's own form as a grammar, from the tools' JSON schemas: for `tool_choice` required and named.
+
+    <|tool_call>call:NAME{key:value,...}<tool_call|>
+
+Keys are bare and sorted, as in training; strings stand between two quote tokens `<|"|>` with nothing escaped; numbers, true,
+false and null are bare. The schema comes from a request, so nothing in it is trusted: what is not understood allows any value.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from culet.errors import BadRequest
+
+_MAX_RULES = 20_000
+_MAX_DEPTH = 64
+_MAX_LENGTH = 4096  # of strings whose length a schema bounds
+_BARE_KEY = re.compile(r"""[^\s{}\[\],:"'<>|]+""")
+_QUOTE = '<|"|>'
+_ANY_TEXT = r"/(.|\n)+/"
+_COMMON = rf"""
+any: {_QUOTE} TEXT? {_QUOTE} | NUMBER | "true" | "false" | "null" | any_object | any_array
+any_object: "{{" (any_pair ("," any_pair)*)? "}}"
+any_pair: KEY ":" any
+any_array: "[" (any ("," any)*)? "]"
+TEXT: {_ANY_TEXT}
+KEY: /[^\s\x00-\x1f{{}}\[\],:"'<>|]{{1,64}}/
+NUMBER: /-?(0|[1-9][0-9]{{0,17}})(\.[0-9]{{1,17}})?([eE][+-]?[0-9]{{1,2}})?/
+INTEGER: /-?(0|[1-9][0-9]{{0,17}})/
+"""
+
+
+def call_grammar(tools: Sequence[Mapping[str, Any]], *, name: str | None = None, one_call: bool = False) -> str:
+    """A whole grammar: one call or several, of any of the tools or of the one that is named."""
+    return f"start: calls\n{call_rules(tools, name=name, one_call=one_call)}"
+
+
+def call_rules(tools: Sequence[Mapping[str, Any]], *, name: str | None = None, one_call: bool = False) -> str:
+    """The rules of such a grammar, from the rule `calls` on."""
+    functions = [tool["function"] for tool in tools]
+    chosen = [function for function in functions if name is None or function["name"] == name]
+    rules = _Rules()
+    alternatives = []
+    for function in chosen:
+        parameters = function.get("parameters")
+        value = rules.of_arguments(parameters if isinstance(parameters, Mapping) else {})
+        alternatives.append(f"{_literal('call:' + function['name'])} {value}")
+    rules.add("call_body", " | ".join(alternatives))
+    calls = f"calls: call{'' if one_call else '+'}\ncall: <|tool_call> call_body <tool_call|>\n"
+    return calls + rules.text() + _COMMON
+
+
+class _Rules:
+    """Rules of a grammar, made from schemas."""
+
+    def __init__(self) -> None:
+        self._rules: dict[str, str] = {}
+        self._root: Mapping[str, Any] = {}
+        self._references: dict[str, str] = {}  # of the present tool: reference -> rule
+        self._depth = 0
+
+    def text(self) -> str:
+        return "".join(f"{name}: {body}\n" for name, body in self._rules.items())
+
+    def add(self, name: str, body: str) -> str:
+        self._rules[name] = body
+        if len(self._rules) > _MAX_RULES:
+            raise BadRequest("tools: their schemas are too large to be enforced", hint='use tool_choice "auto"')
+        return name
+
+    def _new(self, body: str) -> str:
+        return self.add(f"r{len(self._rules)}", body)
+
+    def of_arguments(self, schema: Mapping[str, Any]) -> str:
+        """A rule for the arguments of a tool."""
+        self._root, self._references = schema, {}
+        properties = schema.get("properties")
+        if isinstance(properties, Mapping) and properties:
+            return self._object(schema, properties)
+        if isinstance(schema.get("$ref"), str):
+            return self._of(schema)
+        return "any_object" if schema.get("additionalProperties") else '"{" "}"'  # a tool without parameters
+
+    def _of(self, schema: object) -> str:
+        """A rule or literal for a value of `schema`."""
+        if not isinstance(schema, Mapping) or self._depth >= _MAX_DEPTH:
+            return "any"
+        self._depth += 1
+        try:
+            return self._value(schema)
+        finally:
+            self._depth -= 1
+
+    def _value(self, schema: Mapping[str, Any]) -> str:
+        if isinstance(schema.get("$ref"), str):
+            return self._reference(schema["$ref"])
+        if "const" in schema:
+            return _constant(schema["const"])
+        if isinstance(schema.get("enum"), list) and schema["enum"]:
+            return self._new(" | ".join(dict.fromkeys(map(_constant, schema["enum"]))))
+        for key in ("anyOf", "oneOf"):
+            if isinstance(schema.get(key), list) and schema[key]:
+                return self._new(" | ".join(dict.fromkeys(map(self._of, schema[key]))))
+        if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) == 1:
+            return self._of(schema["allOf"][0])
+        kinds = schema.get("type")
+        names = [kinds] if isinstance(kinds, str) else [kind for kind in kinds or [] if isinstance(kind, str)]
+        if not names and isinstance(schema.get("properties"), Mapping):
+            names = ["object"]
+        found = [self._typed(name.lower(), schema) for name in names]
+        if found and schema.get("nullable") is True:
+            found.append('"null"')
+        if not found:
+            return "any"
+        return found[0] if len(found) == 1 else self._new(" | ".join(dict.fromkeys(found)))
+
+    def _typed(self, name: str, schema: Mapping[str, Any]) -> str:
+        properties = schema.get("properties")
+        match name:
+            case "string":
+                return self._string(schema)
+            case "integer":
+                return "INTEGER"
+            case "number":
+                return "NUMBER"
+            case "boolean":
+                return self._new('"true" | "false"')
+            case "null":
+                return '"null"'
+            case "array":
+                return self._array(schema)
+            case "object" if isinstance(properties, Mapping) and properties:
+                return self._object(schema, properties)
+            case "object":
+                return "any_object"
+        return "any"
+
+    def _string(self, schema: Mapping[str, Any]) -> str:
+        low, high = _bound(schema, "minLength"), _bound(schema, "maxLength")
+        if not low and high is None:
+            return self._new(f"{_QUOTE} TEXT? {_QUOTE}")
+        body = rf"/(.|\n){{{low or 0},{'' if high is None else high}}}/"
+        return self._new(f"{_QUOTE} {self.add(f'S{len(self._rules)}', body)}{'' if low else '?'} {_QUOTE}")
+
+    def _array(self, schema: Mapping[str, Any]) -> str:
+        item = self._of(schema.get("items"))
+        low, high = _bound(schema, "minItems") or 0, _bound(schema, "maxItems")
+        if high == 0:
+            return '"[" "]"'
+        more = f'("," {item})' + (
+            f"{{{max(0, low - 1)},{'' if high is None else high - 1}}}" if low > 1 or high is not None else "*"
+        )
+        body = f"{item} {more}"
+        return self._new(f'"[" {body} "]"' if low else f'"[" ({body})? "]"')
+
+    def _object(self, schema: Mapping[str, Any], properties: Mapping[str, Any]) -> str:
+        """Keys in their order; each that is not required may be missing. `first` rules stand where nothing was written yet."""
+        required = schema.get("required")
+        needed = {key for key in required if isinstance(key, str)} if isinstance(required, list) else set()
+        keys = sorted(key for key in properties if isinstance(key, str) and _BARE_KEY.fullmatch(key))
+        if not keys:
+            return "any_object" if schema.get("additionalProperties", True) else '"{" "}"'
+        first, rest = "", ""
+        for key in reversed(keys):
+            pair = self._new(f"{_literal(key + ':')} {self._of(properties[key])}")
+            behind = f" {rest}" if rest else ""
+            begin = f"{pair}{behind}"
+            if key not in needed:
+                begin = f"({begin} | {first})" if first else f"({begin})?"
+            rest = self._new(f'"," {pair}{behind}' if key in needed else f'("," {pair})?{behind}')
+            first = self._new(begin)
+        return self._new(f'"{{" {first} "}}"')
+
+    def _reference(self, reference: str) -> str:
+        if reference in self._references:
+            return self._references[reference]
+        place: object = self._root
+        if reference != "#":
+            for step in reference.removeprefix("#").split("/")[1:]:
+                step = step.replace("~1", "/").replace("~0", "~")
+                place = place.get(step) if isinstance(place, Mapping) else None
+        if not reference.startswith("#") or not isinstance(place, Mapping):
+            return "any"
+        name = self._references[reference] = self.add(f"r{len(self._rules)}", "any")  # named first: it may contain itself
+        body = self._of(place)
+        self._rules[name] = "any" if body == name else body
+        return name
+
+
+def _constant(value: object) -> str:
+    """A literal for one value."""
+    if isinstance(value, str):
+        return f"({_QUOTE} {_literal(value)} {_QUOTE})" if value else f"({_QUOTE} {_QUOTE})"
+    if isinstance(value, bool) or value is None or isinstance(value, int | float):
+        return _literal(json.dumps(value))
+    return "any"
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text)
+
+
+def _bound(schema: Mapping[str, Any], key: str) -> int | None:
+    value = schema.get(key)
+    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_LENGTH
+    return value if is_count else None

@@ -1,0 +1,90 @@
+"""The web page at `/`: its static files, and the samples behind its plots."""
+
+from __future__ import annotations
+
+import math
+import time
+from importlib.resources import files
+
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from culet.errors import BadRequest
+from culet.serve.endpoint import Endpoint, json_response
+from culet.serve.errors import HttpRefusal
+from culet.serve.live import Sample
+from culet.serve.service import Service
+
+_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+# Nothing from other hosts, no inline script or style, no frame around us: what a model writes cannot reach out.
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_FILES = {file.name: file.read_bytes() for file in files("culet.serve").joinpath("page").iterdir() if file.is_file()}
+
+
+class Totals(Struct):
+    """Counts since the start of the engine."""
+
+    requests: int
+    output_tokens: int
+    prefix_hit_share: float
+    preemptions: int
+
+
+class Live(Struct):
+    """The samples that a page has not seen yet, and the counts now."""
+
+    uptime_s: float
+    totals: Totals
+    samples: list[Sample]
+
+
+def _file(name: str) -> Response:
+    kind = _KINDS[name[name.rindex(".") :]]
+    return Response(_FILES[name], media_type=kind, headers=_HEADERS)
+
+
+async def page(service: Service, request: Request) -> Response:
+    """The web page: a chat, and plots of the engine."""
+    return _file("index.html")
+
+
+async def page_file(service: Service, request: Request) -> Response:
+    """A static file of the web page."""
+    name = request.path_params["name"]
+    if name not in _FILES:
+        raise HttpRefusal(404, "there is no such file", code="not_found")
+    return _file(name)
+
+
+async def live_samples(service: Service, request: Request) -> Response:
+    """What the page's plots show: samples of the engine, one a second, taken after `?since=` (seconds since 1970)."""
+    try:
+        since = float(request.query_params.get("since", "0"))
+    except ValueError:
+        since = math.nan
+    if not math.isfinite(since):
+        raise BadRequest("since: expected seconds since 1970")
+    stats = service.engine.stats
+    counters = None if stats is None else stats.scheduler.counters
+    totals = Totals(
+        requests=service.num_finished,
+        output_tokens=0 if stats is None else stats.num_generated_tokens,
+        prefix_hit_share=0.0 if counters is None else counters.prefix_hit_tokens / max(1, counters.prefix_query_tokens),
+        preemptions=0 if counters is None else counters.preemptions,
+    )
+    return json_response(Live(time.time() - service.started_at, totals, service.live.since(since)))
+
+
+ENDPOINTS = (
+    Endpoint("GET", "/", page),
+    Endpoint("GET", "/page/{name}", page_file),
+    Endpoint("GET", "/live", live_samples, answer=Live),
+)
+PUBLIC_PATHS = ("/", *(f"/page/{name}" for name in _FILES))

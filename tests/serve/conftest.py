@@ -1,0 +1,55 @@
+"""Servers that the tests of this folder share. They are started once, by the first test that asks for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import Running
+
+from culet.engine.text import Tokenizer
+from culet.models.tiny import write_checkpoint
+
+ANSWER = "The small facet at the point of a cut gem."
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random checkpoint with a long context."""
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"), "31B", overrides={"max_position_embeddings": 32768})
+
+
+@pytest.fixture(scope="session")
+def encode(folder: Path) -> Callable[[str], list[int]]:
+    """Token ids of a text in which special tokens are written out."""
+    return Tokenizer(folder).encode
+
+
+@pytest.fixture(scope="session")
+def scripted(folder: Path, encode: Callable[[str], list[int]]) -> Callable[..., Running]:
+    """Starts a server whose fake engine gives these answers in turn; each ends its turn."""
+
+    def start(
+        *answers: str, settings: dict[str, Any] | None = None, config: dict[str, Any] | None = None, **script: Any
+    ) -> Running:
+        ids = [encode(answer) for answer in answers or (f"{ANSWER}<turn|>",)]
+        return Running(folder, script={"answers": ids, **script}, settings=settings, config=config)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def fake(scripted: Callable[..., Running]) -> Iterator[Running]:
+    """A server that always answers ANSWER, at once."""
+    with scripted() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tiny(folder: Path) -> Iterator[Running]:
+    """A server with a real engine and a tiny random model."""
+    config = {"device": "cpu", "max_model_len": 2048, "max_num_seqs": 16, "max_queue_len": 64}
+    with Running(folder, config=config) as server:
+        yield server

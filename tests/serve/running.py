@@ -1,0 +1,168 @@
+"""Real servers for tests: `culet serve` in a process of its own, with the engine's process behind it.
+
+With a script (token ids that are answered, see `culet.serve.wire.Script`) the fake engine runs there, and no model is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+from openai import OpenAI
+
+_SERVE = """
+import json, sys
+import msgspec
+from culet.cli.main import report
+from culet.config import build_config, build_serve_config
+from culet.errors import CuletError, exit_code
+from culet.log import setup_logging
+from culet.serve.server import serve
+from culet.serve.wire import Script
+given = json.loads(sys.argv[1])
+setup_logging(form=given["settings"].get("log_format", "text"))
+try:
+    serve(build_config(given["config"]), build_serve_config(given["settings"]), msgspec.convert(given["script"], Script | None))
+except CuletError as error:
+    report(error.message, error.hint)
+    sys.exit(exit_code(error))
+"""
+START_LIMIT_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def wait_for(condition: Callable[[], Any], limit_s: float = 10.0, what: str = "it") -> Any:
+    """The first true value of `condition`, asked again and again."""
+    deadline = time.monotonic() + limit_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {limit_s} s for {what}"
+        time.sleep(0.02)
+    return value
+
+
+class Running:
+    """A server that runs until `stop`; use it as `with`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        script: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        wait: bool = True,
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        given = {
+            "config": {"model": str(folder), **(config or {})},
+            "settings": {"port": self.port, "served_model_name": "gemma", **(settings or {})},
+            "script": script,
+        }
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by stop)
+        self.key = str((settings or {}).get("api_key") or "none").split(",")[0]
+        self.http = httpx.Client(base_url=self.url, timeout=60, headers={"authorization": f"Bearer {self.key}"})
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _SERVE, json.dumps(given)],
+            stderr=self._log,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        )
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self) -> None:
+        def is_ready() -> bool:
+            assert self.process.poll() is None, self.log()
+            try:
+                return self.http.get("/ready").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        wait_for(is_ready, START_LIMIT_S, "the server")
+
+    def log(self) -> str:
+        """What it has logged so far."""
+        self._log.seek(0)
+        return self._log.read()
+
+    def openai(self, **options: Any) -> OpenAI:
+        """The official client, without its retries."""
+        return OpenAI(base_url=f"{self.url}/v1", api_key=self.key, **{"max_retries": 0, **options})
+
+    def chat(self, **fields: Any) -> httpx.Response:
+        """A chat request as plain HTTP."""
+        return self.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hello"}], **fields})
+
+    def stats(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.http.get("/stats").json()
+        return found
+
+    def engine_id(self) -> int:
+        """Process id of the engine."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        for child in children:
+            if b"engine_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+        raise AssertionError("there is no engine process")
+
+    def memory_bytes(self) -> int:
+        """Resident memory of web and engine process together."""
+        pages = (int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in (self.process.pid, self.engine_id()))
+        return sum(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    def is_at_rest(self) -> bool:
+        """Whether nothing runs or waits, and every page is free or held by checkpoints alone."""
+        stats = self.stats()
+        now = stats["scheduler"]
+        pages = now["num_free_pages"] + now["num_checkpoint_pages"]
+        idle = not (now["num_running"] or now["num_waiting"] or stats["requests"]["in_flight"])
+        return idle and pages == now["num_pages"] and not any(now["num_held_pages"].values())
+
+    def check_well(self, limit_s: float = 5.0) -> None:
+        """No page leaked, health green, and a good request is answered."""
+        wait_for(self.is_at_rest, limit_s, "pages to come back")
+        assert self.http.get("/health").status_code == 200
+        answer = self.chat(max_tokens=2)
+        assert answer.status_code == 200, answer.text
+        wait_for(self.is_at_rest, limit_s, "pages to come back")
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def wait(self, limit_s: float = 20.0) -> int:
+        """Until the server has ended; its exit code."""
+        return self.process.wait(limit_s)
+
+    def stop(self) -> None:
+        self.http.close()
+        if self.process.poll() is None:
+            self.signal(signal.SIGTERM)
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()

@@ -1,0 +1,348 @@
+"""What goes wrong in service, on real processes: everybody gets an answer, no page leaks, and health is green after."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from running import Running, wait_for
+
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+LONG: Any = {"messages": HELLO, "stream": True, "ignore_eos": True}
+MEGABYTE = 1 << 20
+_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
+POST = _HEAD + b"\r\ncontent-length: %d\r\n\r\n"
+
+
+def events(response: httpx.Response) -> Iterator[str]:
+    return (line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: "))
+
+
+def test_engine_killed_mid_stream(scripted: Callable[..., Running]) -> None:
+    """Streams end with an error event, whole answers with a 503, health turns red, and the server exits with 2."""
+    with scripted(step_s=0.02) as server, ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(server.chat, ignore_eos=True, max_tokens=5000)
+        with server.http.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 5000}) as response:
+            source = events(response)
+            next(source)
+            os.kill(server.engine_id(), signal.SIGKILL)
+            last = list(source)[-2:]
+        assert "engine_unavailable" in last[0]
+        assert last[1] == "[DONE]"
+        answer = whole.result(10)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "engine_unavailable"
+        with pytest.raises((httpx.TransportError, AssertionError)):
+            assert server.http.get("/health").status_code == 200, "red"
+        assert server.wait() == 2
+        assert "the engine is dead" in server.log()
+
+
+def test_the_client_raises_its_own_error(scripted: Callable[..., Running]) -> None:
+    with scripted(step_s=0.02) as server:
+        stream = server.openai().chat.completions.create(
+            model="gemma", messages=HELLO, stream=True, max_tokens=5000, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        os.kill(server.engine_id(), signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="engine"):
+            list(stream)
+
+
+def test_engine_is_started_again(scripted: Callable[..., Running]) -> None:
+    with scripted(step_s=0.02, settings={"max_engine_restarts": 1}) as server:
+        with server.http.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 5000}) as response:
+            source = events(response)
+            next(source)
+            os.kill(server.engine_id(), signal.SIGKILL)
+            assert "engine_unavailable" in list(source)[-2]
+        assert server.http.get("/ready").status_code == 503
+        server.wait_ready()
+        server.check_well()
+        assert server.stats()["engine_restarts"] == 1
+        os.kill(server.engine_id(), signal.SIGKILL)
+        assert server.wait() == 2
+
+
+def test_web_process_killed(scripted: Callable[..., Running]) -> None:
+    """The engine does not outlive the server, not even one that could not say goodbye."""
+    with scripted() as server:
+        engine = Path(f"/proc/{server.engine_id()}")
+        server.process.kill()
+        server.process.wait()
+        wait_for(lambda: not engine.exists() or "zombie" in (engine / "status").read_text(), 5, "the engine to end")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_client_gone(tiny: Running, stream: bool) -> None:
+    """The work of a client that left is cancelled, and its pages are free within a second."""
+    before = tiny.stats()["scheduler"]["counters"]["cancelled"]
+    body = {"messages": HELLO, "stream": stream, "ignore_eos": True, "max_tokens": 1900}
+    with httpx.Client(base_url=tiny.url, timeout=60) as client:
+        if stream:
+            with client.stream("POST", "/v1/chat/completions", json=body) as response:
+                source = events(response)
+                for _ in range(3):
+                    next(source)
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/chat/completions", json=body, timeout=0.5)
+    left_at = time.monotonic()
+    wait_for(tiny.is_at_rest, 1.0, "pages to come back")
+    assert time.monotonic() - left_at < 1.0
+    assert tiny.stats()["scheduler"]["counters"]["cancelled"] == before + 1
+    tiny.check_well()
+
+
+def test_sigterm_lets_requests_end(scripted: Callable[..., Running], encode: Callable[[str], list[int]]) -> None:
+    """Running requests get their whole answer, new ones a 503, and the exit code is 0."""
+    with scripted(step_s=0.05) as server, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.chat, ignore_eos=True, max_tokens=30)
+        wait_for(lambda: server.stats()["requests"]["in_flight"], 5, "the request")
+        server.signal(signal.SIGTERM)
+        wait_for(lambda: server.http.get("/ready").status_code == 503, 5, "the drain")
+        late = server.chat()
+        assert late.status_code == 503
+        assert "retry-after" in late.headers
+        assert "shutting down" in late.text
+        answer = running.result(20)
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["completion_tokens"] == 30
+        assert server.wait() == 0
+
+
+def test_sigterm_does_not_wait_for_ever(scripted: Callable[..., Running]) -> None:
+    with scripted(step_s=0.05, settings={"drain_timeout": 0.3}) as server:
+        with server.http.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 5000}) as response:
+            source = events(response)
+            next(source)
+            server.signal(signal.SIGTERM)
+            assert "shutting down" in list(source)[-2]
+        assert server.wait() == 0
+
+
+def test_a_second_signal_ends_at_once(scripted: Callable[..., Running]) -> None:
+    with scripted(step_s=0.05) as server:
+        with server.http.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 5000}) as response:
+            source = events(response)
+            next(source)
+            server.signal(signal.SIGINT)
+            wait_for(lambda: httpx.get(f"{server.url}/ready").status_code == 503, 5, "the drain")
+            server.signal(signal.SIGINT)
+            assert "shutting down" in list(source)[-2]
+        assert server.wait(5) == 0
+
+
+def test_five_hundred_clients(tiny: Running) -> None:
+    """With 16 places and a queue of 64, each is answered, or refused with 429 and a time to come back."""
+
+    async def ask(client: httpx.AsyncClient, number: int) -> httpx.Response:
+        body = {"messages": HELLO, "max_tokens": 4, "ignore_eos": True, "seed": number, "stream": number % 2 == 0}
+        return await client.post("/v1/chat/completions", json=body)
+
+    async def all_at_once() -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=tiny.url, timeout=60, limits=limits) as client:
+            return await asyncio.gather(*(ask(client, number) for number in range(500)))
+
+    answers = asyncio.run(all_at_once())
+    by_status = {status: [each for each in answers if each.status_code == status] for status in (200, 429)}
+    assert len(by_status[200]) + len(by_status[429]) == 500
+    assert len(by_status[200]) >= 80
+    assert by_status[429]
+    for refused in by_status[429]:
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert refused.json()["error"]["code"] == "queue_full"
+    for each in by_status[200]:
+        assert "[DONE]" in each.text or each.json()["usage"]["completion_tokens"] == 4
+    tiny.check_well()
+
+
+def grow(server: Running, num_turns: int, num_tokens: int) -> list[int]:
+    """A conversation that grows by what the model says; cached tokens of each turn."""
+    client, messages, cached = server.openai(), list(HELLO), []
+    for turn in range(num_turns):
+        answer = client.chat.completions.create(
+            model="gemma", messages=messages, max_tokens=num_tokens, seed=turn, extra_body={"ignore_eos": True}
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
+        said = answer.choices[0].message.content or "-"
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"And turn {turn}?"}]
+    return cached
+
+
+def test_growing_conversation(tiny: Running) -> None:
+    cached = grow(tiny, 12, 100)
+    print(cached)
+    assert cached[-1] > cached[len(cached) // 2] > 0, "later turns begin where earlier ones ended"
+    tiny.check_well()
+
+
+@pytest.mark.slow
+def test_two_hundred_turns(folder: Path) -> None:
+    with Running(folder, config={"device": "cpu", "max_model_len": 32768, "max_num_seqs": 2}) as server:
+        grow(server, 20, 40)
+        before = server.memory_bytes()
+        cached = grow(server, 200, 40)
+        assert cached[-1] > 2000
+        server.check_well()
+        assert server.memory_bytes() - before < 300 * MEGABYTE
+
+
+def test_a_prompt_that_never_fits(tiny: Running) -> None:
+    for fields in ({"messages": [{"role": "user", "content": "facet " * 3000}]}, {"max_tokens": 5000}):
+        answer = tiny.chat(**fields)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert "2048" in answer.json()["error"]["message"]
+    tiny.check_well()
+
+
+@pytest.fixture(scope="module")
+def strict(scripted: Callable[..., Running]) -> Iterator[Running]:
+    """A server without patience."""
+    with scripted(settings={"limits": "header_s=1,body_s=1,body_mb=4,write_s=1,connections=300"}) as server:
+        yield server
+
+
+def read_all(sock: socket.socket) -> bytes:
+    sock.settimeout(10)
+    pieces = []
+    while piece := sock.recv(65536):
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def test_slow_loris(strict: Running) -> None:
+    """Heads and bodies that never end are given up on, and others are served meanwhile."""
+    post = POST % 99 + b"{"
+    beginnings = [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nx-slow: ", post]
+    sockets = [socket.create_connection(("127.0.0.1", strict.port)) for _ in range(40) for _ in beginnings]
+    for index, sock in enumerate(sockets):
+        sock.sendall(beginnings[index % len(beginnings)])
+    assert strict.chat().status_code == 200
+    began = time.monotonic()
+    for index, sock in enumerate(sockets):
+        answer = read_all(sock)
+        assert b" 408 " in answer.splitlines()[0], beginnings[index % len(beginnings)]
+        sock.close()
+    assert time.monotonic() - began < 8
+    strict.check_well()
+
+
+def test_a_head_without_end(strict: Running) -> None:
+    with socket.create_connection(("127.0.0.1", strict.port)) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n")
+        with pytest.raises(OSError):  # noqa: PT012 (either half of the pair may break first)
+            for number in range(4000):
+                sock.sendall(b"x-%d: %s\r\n" % (number, b"y" * 100))
+            assert not read_all(sock).endswith(b"}"), "it was answered"
+            raise OSError("it was closed")
+    strict.check_well()
+
+
+def test_too_many_connections(strict: Running) -> None:
+    sockets = [socket.create_connection(("127.0.0.1", strict.port)) for _ in range(320)]
+    assert b" 503 " in read_all(sockets[-1]).splitlines()[0]
+    for sock in sockets:
+        sock.close()
+    wait_for(lambda: strict.http.get("/health").status_code == 200, 5, "room")
+    strict.check_well()
+
+
+def test_large_bodies(strict: Running) -> None:
+    """50 MB are refused with a 413, whether their length is said first or not, and leave no memory behind."""
+    strict.check_well()
+    before = strict.memory_bytes()
+    large = b'{"messages":[{"role":"user","content":"' + b"x" * (50 * MEGABYTE)
+    headers = {"content-type": "application/json"}
+    for _ in range(3):
+        answer = strict.http.post("/v1/chat/completions", content=large, headers=headers)
+        assert answer.status_code == 413
+    with pytest.raises(openai.APIStatusError) as error:
+        strict.openai().chat.completions.create(model="gemma", messages=[{"role": "user", "content": "x" * (50 * MEGABYTE)}])
+    assert error.value.status_code == 413
+
+    def pieces() -> Iterator[bytes]:
+        for begin in range(0, len(large), 65536):
+            yield large[begin : begin + 65536]
+
+    answer = strict.http.post("/v1/chat/completions", content=pieces(), headers=headers)
+    assert answer.status_code == 413
+    strict.check_well()
+    assert strict.memory_bytes() - before < 40 * MEGABYTE
+
+
+def test_a_client_that_takes_nothing(strict: Running) -> None:
+    """Its stream is dropped once it has not read for the allowed time; the engine was never held up by it."""
+    body = b'{"messages":[{"role":"user","content":"x"}],"stream":true,"ignore_eos":true,"max_tokens":30000}'
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", strict.port)) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.sendall(POST % len(body) + body)
+        wait_for(strict.is_at_rest, 15, "the stream to be dropped")
+        wait_for(lambda: "takes nothing" in strict.log(), 15, "the log")
+    strict.check_well()
+
+
+def test_requests_that_take_too_long(scripted: Callable[..., Running]) -> None:
+    with scripted(step_s=0.05, settings={"request_timeout": 0.5}) as server:
+        answer = server.chat(ignore_eos=True, max_tokens=1000)
+        assert answer.status_code == 504
+        assert answer.json()["error"]["code"] == "timed_out"
+        with server.http.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 1000}) as response:
+            assert "timed_out" in list(events(response))[-2]
+        server.check_well()
+
+
+def test_a_queue_that_does_not_move(scripted: Callable[..., Running]) -> None:
+    with scripted(step_s=0.05, settings={"queue_timeout": 0.5}, config={"max_num_seqs": 1}) as server:
+        holder = threading.Thread(target=server.chat, kwargs={"ignore_eos": True, "max_tokens": 40})
+        holder.start()
+        wait_for(lambda: server.stats()["requests"]["in_flight"], 5, "the first")
+        answer = server.chat()
+        assert answer.status_code == 429
+        assert "retry-after" in answer.headers
+        holder.join()
+        server.check_well()
+
+
+def test_an_engine_that_hangs(scripted: Callable[..., Running]) -> None:
+    """A step that never ends turns health red; the engine is ended and those who wait hear of it."""
+    with scripted(step_s=60, settings={"limits": "step_s=1"}) as server:
+        answer = server.chat()
+        assert answer.status_code == 503
+        assert server.wait() == 2
+        assert "taken for dead" in server.log()
+
+
+def test_memory_is_flat(tiny: Running) -> None:
+    """Hundreds of requests of all kinds leave nothing behind."""
+
+    def round_of_requests() -> None:
+        with ThreadPoolExecutor(8) as pool:
+            bodies = [{"max_tokens": 4, "stream": number % 2 == 0, "n": 1 + number % 3} for number in range(60)]
+            assert {answer.status_code for answer in pool.map(lambda body: tiny.chat(**body), bodies)} == {200}
+
+    round_of_requests()
+    wait_for(tiny.is_at_rest, 5, "rest")
+    before = tiny.memory_bytes()
+    for _ in range(3):
+        round_of_requests()
+    wait_for(tiny.is_at_rest, 5, "rest")
+    assert tiny.memory_bytes() - before < 20 * MEGABYTE
