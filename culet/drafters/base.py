@@ -1,50 +1,110 @@
-"""What a drafter is to the runner. It proposes tokens; the target draws its own and keeps the proposals that agree.
+"""What a drafter is to the engine and to the runner. It proposes tokens; the target draws its own and keeps those that agree.
 
-Shapes: R sequences that drew in a step · K columns of proposals · S slots · L a slot's tokens.
+A drafter comes in two parts. Its **DrafterSpec** holds what its config says and needs no torch, so that `culet plan` can
+show it; `DRAFTERS` names the class by method, `open_drafter` opens it. `DrafterSpec.build` loads the weights and gives the
+**Drafter**, which the runner calls in every round:
+
+    the target's forward pass -> commit(its batch, tapped) -> draws, accepted drafts -> propose(draft batch) -> the next step
+
+`commit` is part of the captured graph of a decode or verify step, `propose` is a graph of its own, replayed at other lengths.
+So on a GPU both only launch: no branch on a value on the device, no copy to the host or from it, no tensor that is kept from
+call to call. What a backend plans on the host once a round must follow from shapes alone. A batch may be padded: rows behind
+the real ones have length 1, page tables of the spare page, and proposals that nobody reads.
+
+Shapes: R sequences that drew in a step, padding included · K proposals of each · T new tokens of a step · D model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
+from culet.cache.spec import CacheLayout, KVSpec
+from culet.registry import load, lookup
 
-from culet.attention.batch import ForwardBatch
-from culet.cache.spec import KVSpec
+if TYPE_CHECKING:  # this module is read by `culet plan`, which does without torch
+    from torch import Tensor
+
+    from culet.attention.base import AttentionBackend
+    from culet.attention.batch import ForwardBatch, GroupBatch
+    from culet.cache.pool import Pool
+    from culet.config import DraftChoice
+    from culet.models.gemma4 import Gemma4
+    from culet.models.spec import ModelSpec
+
+# By `method` of --speculative-config: where its DrafterSpec is. A new drafter is its files and one line here.
+DRAFTERS: dict[str, str] = {
+    "mtp": "culet.drafters.mtp_spec:MTPSpec",
+    "dflash": "culet.drafters.dflash_spec:DFlashSpec",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Drawers:
-    """The sequences that drew in a step, in the order of StepResult.drawn, after rejected drafts were taken back."""
+class DraftBatch:
+    """The sequences to draft for, after rejected drafts were taken back. Everything lies on the device."""
 
-    slots: tuple[int, ...]
-    tokens_SL: Tensor  # int32; the slots' tokens
-    length_R: Tensor  # int64; tokens of each sequence now: the newest, at length - 1, has no KV yet
-    source_R: Tensor  # int64; which of the tokens with logits the newest token was drawn from
+    newest_R: Tensor  # int64; the newest token of each sequence, which has no KV yet
+    length_R: Tensor  # int64; tokens whose KV exists, so the position of the newest
+    slot_R: Tensor  # int64; the runner's slot of each sequence
+    hidden_RD: Tensor  # the target's hidden state after its final norm, at the token that the newest was drawn from
+    groups: tuple[GroupBatch, ...]  # in the layout's order: pages_BP and first_B of these sequences; slot_T is empty
 
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Proposals for the tokens after the newest one of each sequence."""
-
-    token_ids_RK: Tensor  # int64
-    counts: tuple[int, ...]  # how many of the K columns are meant, per sequence; at most the drafter's max_drafts
+    @property
+    def num_rows(self) -> int:
+        return self.newest_R.shape[0]
 
 
 class Drafter(Protocol):
     """Proposes tokens from what the target's forward pass leaves behind."""
 
     taps: tuple[int, ...]  # target layers whose output to keep; -1 is the hidden state after the final norm
-    reads_target_pages: bool  # True binds it to the target's cache layout
     max_drafts: int  # most tokens it proposes for a sequence
 
-    def kv_specs(self) -> list[KVSpec]:
-        """Layers of its own that need KV: [] where it reads the target's."""
-
-    def commit(self, batch: ForwardBatch, tapped: Mapping[int, Tensor]) -> None:
+    def commit(self, batch: ForwardBatch, pool: Pool, tapped: Mapping[int, Tensor]) -> None:
         """After every forward pass of the target: write its own KV of the step's tokens. Rejected ones are written again."""
 
-    def propose(self, batch: ForwardBatch, tapped: Mapping[int, Tensor], drawers: Drawers) -> Draft:
-        """Proposals for every sequence that drew; without a wait for the device."""
+    def propose(self, batch: DraftBatch, pool: Pool, num_drafts: int) -> Tensor:
+        """Proposals for the tokens after the newest one of each sequence: int64 [R, num_drafts]."""
+
+
+class DrafterSpec(Protocol):
+    """A drafter's config as plain facts. No torch."""
+
+    method: str  # its key in DRAFTERS
+    model: str  # folder, hub name or random:... that the weights come from
+    taps: tuple[int, ...]
+    max_drafts: int
+    reads_target_pages: bool  # True binds it to the target's cache layout
+    num_heads: int  # query heads of its layers
+    lookback: int  # keys behind the target's window that it sees too, so that their pages must stay
+    needs_intervals: bool  # its attention masks are intervals per query (`visible_2T`), not the text rule
+
+    @classmethod
+    def open(cls, choice: DraftChoice, target: ModelSpec) -> DrafterSpec:
+        """Read the config that `choice.model` names, and refuse a drafter that was not made for `target`."""
+
+    def kv_specs(self, itemsize: int) -> list[KVSpec]:
+        """Layers of its own that store KV: [] where it reads the target's. They carry `owner=method`, which names their group,
+        and layer numbers from `len(target.layers)` on."""
+
+    def readers(self, layout: CacheLayout) -> Mapping[str, tuple[int, ...]]:
+        """By name of the KV groups that it reads: its layers, numbered from `len(target.layers)` on."""
+
+    def num_parameters(self) -> Mapping[str, int]:
+        """Weights by part, for `culet plan`."""
+
+    def build(self, target: Gemma4, backends: Mapping[int, AttentionBackend], *, progress: bool = True) -> Drafter:
+        """Load the weights to the target's device in its precision. `backends` are its own, by index of the KV group."""
+
+
+def open_drafter(choice: DraftChoice, target: ModelSpec) -> DrafterSpec:
+    """The drafter that `choice` names, fit for `target`; no weights are read."""
+    spec: DrafterSpec = load(lookup("speculative method", choice.method, DRAFTERS)).open(choice, target)
+    return spec
+
+
+def group_indices(spec: DrafterSpec, layout: CacheLayout) -> Sequence[int]:
+    """The KV groups of `layout` that the drafter reads."""
+    names = spec.readers(layout)
+    return [group.index for group in layout.groups if group.name in names]

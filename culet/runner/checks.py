@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from culet import env
-from culet.cache.spec import CacheLayout
+from culet.cache.spec import CacheLayout, KVGroup
 from culet.errors import InternalError
 from culet.types import Row, StepPlan
 
@@ -44,7 +44,7 @@ def _faults(plan: StepPlan, layout: CacheLayout, num_slots: int, room: int, num_
                 if page < 0 or (num_slabs is not None and page >= num_slabs):
                     yield f"{where}: page {page}, expected 0 to {limit}"
             covered = table.first * group.page_tokens, (table.first + len(table.pages)) * group.page_tokens
-            for kind, position in _touched(row, group.index, group.first_visible(row.start)):
+            for kind, position in _touched(row, group):
                 if not covered[0] <= position < covered[1]:
                     yield f"{where}: {kind} position {position} is outside of pages for {covered[0]} to {covered[1] - 1}"
 
@@ -57,15 +57,18 @@ def _row_faults(number: int, row: Row, num_slots: int, room: int) -> Iterator[st
         yield f"row {number}: start {row.start}, {row.num_new} new tokens, {row.num_logits} logits, room for {room} tokens"
 
 
-def _touched(row: Row, group: int, first_read: int) -> Iterator[tuple[str, int]]:
-    """First and last position that is read of the context, and that is written of the new tokens."""
+def _touched(row: Row, group: KVGroup) -> Iterator[tuple[str, int]]:
+    """First and last position that is read of the context, that is written of the new tokens, and by a drafter behind them."""
+    first_read, store_from = group.first_visible(row.start), row.store_from[group.index]
     if first_read < row.start:
         yield "context", first_read
         yield "context", row.start - 1
     end = row.start + row.num_new
-    if row.store_from[group] < end:
-        yield "new", max(row.start, row.store_from[group])
+    if store_from < end:
+        yield "new", max(row.start, store_from)
         yield "new", end - 1
+    if group.ahead and row.draw_slots:
+        yield "drafted", end + group.ahead - 1
 
 
 def _span(layers: tuple[int, ...]) -> str:

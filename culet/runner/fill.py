@@ -31,12 +31,8 @@ def fill(
     device: torch.device,
     *,
     num_slabs: int | None = None,
-    with_tail: bool = True,
 ) -> ForwardBatch:
-    """The batch of a step. `tokens_SL` holds the slots' tokens; `num_slabs` bounds the pages where they are checked.
-
-    `with_tail=False` leaves the tail out, for models in which every layer owns its KV and nothing reads it.
-    """
+    """The batch of a step. `tokens_SL` holds the slots' tokens; `num_slabs` bounds the pages where they are checked."""
     rows = plan.rows
     facts_B4 = np.array([(row.slot, row.start, row.num_new, row.num_logits) for row in rows], dtype=np.int64).reshape(-1, 4)
     slot_B, start_B, new_B, logits_B = facts_B4.T
@@ -60,7 +56,7 @@ def fill(
         staged.add(f"pages{group.index}", pages_BP)
         staged.add(f"first{group.index}", first_B)
         staged.add(f"slot{group.index}", slot_T)
-    has_tail = with_tail and logits_T.size < position_T.size
+    has_tail = logits_T.size < position_T.size
     tail_B = np.flatnonzero(logits_B)
     if has_tail:
         staged.add("tail_begin", _offsets(logits_B[tail_B]).astype(np.int32))

@@ -24,6 +24,7 @@ from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
 from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup
+from culet.drafters.base import Drafter
 from culet.kernels.staging import Staged
 from culet.models.gemma4 import Gemma4, Hidden
 from culet.types import PageTable, Row, StepPlan
@@ -58,9 +59,9 @@ def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 def table_columns(group: KVGroup, max_len: int, max_queries: int) -> int:
     """Columns of a page table that hold any decode or verify row of a sequence of up to `max_len` tokens."""
-    if group.window is None:
-        return group.pages_for(max_len)
-    seen = min(max_len, group.window - 1 + max_queries)
+    if group.reach is None:
+        return group.pages_for(max_len + group.ahead)
+    seen = min(max_len, group.reach - 1 + max_queries)
     return min(group.pages_for(max_len), (seen + group.page_tokens - 2) // group.page_tokens + 1)
 
 
@@ -122,10 +123,10 @@ class FixedSteps:
         tokens_SL: Tensor,
         *,
         query_counts: Sequence[int] = (1,),
-        taps: tuple[int, ...] = (),
+        drafter: Drafter | None = None,
     ) -> None:
         assert pool.spare_page is not None, "rows that pad a batch need the pool's spare page"
-        self.model, self.pool, self.backends, self.taps = model, pool, backends, taps
+        self.model, self.pool, self.backends, self.drafter = model, pool, backends, drafter
         self.tokens_SL = tokens_SL
         self._stream: torch.cuda.Stream | None = None
         num_slots, max_len = tokens_SL.shape
@@ -197,7 +198,10 @@ class FixedSteps:
 
     def _forward(self, step: _Step, batch: ForwardBatch) -> Hidden:
         step.batch.token_ids_T.copy_(self.tokens_SL.view(-1).index_select(0, step.flat_T))
-        return self.model.forward(batch, self.pool, self.backends, self.taps)
+        hidden = self.model.forward(batch, self.pool, self.backends, () if self.drafter is None else self.drafter.taps)
+        if self.drafter is not None:
+            self.drafter.commit(batch, self.pool, hidden.tapped)
+        return hidden
 
     def _make_step(self, bucket: Bucket) -> _Step:
         """Buffers of a bucket. Small arrays lie in one buffer; page tables, which all buckets share, are widened from it."""

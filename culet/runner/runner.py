@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,16 +21,21 @@ from culet import env
 from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
-from culet.drafters.base import Draft, Drafter, Drawers
+from culet.drafters.base import Drafter
 from culet.kernels.staging import HostCopy, on_device
 from culet.models.gemma4 import Gemma4, Hidden
 from culet.runner.checks import check_step
+from culet.runner.constrained import Constraints, StepMasks, Watched
+from culet.runner.drafting import Drafting, Drawer
 from culet.runner.fill import fill
 from culet.runner.graphs import FixedSteps, Placed
 from culet.sampling.logprobs import LogprobTensors, as_mappings, compute_logprobs
 from culet.sampling.sampler import History, sample
 from culet.sampling.verify import count_accepted
 from culet.types import Drawn, Entry, Logprobs, Row, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from culet.sampling.grammar import Grammars
 
 LOGITS_ROWS = 256  # logits computed at a time: 256 MiB at Gemma's vocabulary
 
@@ -39,9 +45,11 @@ class _Group:
     """The draws of one slot in a step: one, or after drafts one per draft and one more, at consecutive positions."""
 
     slot: int
+    row: int  # whose logits they are drawn from
     source: int  # which of the tokens with logits the first is drawn from; the next ones follow it
     position: int  # of the first
     num_drafts: int
+    num_wanted: int  # proposals to make for the next step
     first: int  # number of the first draw within the step
 
     @property
@@ -79,7 +87,9 @@ class Runner:
         width = max_model_len + 1 + (drafter.max_drafts if drafter is not None else 0)
         self.tokens_SL = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=model.device)
         self.fixed: FixedSteps | None = None  # steps of fixed shapes, once `use_fixed_steps` has made them
+        self._drafting = None if drafter is None else Drafting(drafter, pool, self.tokens_SL)
         self._entries: list[Entry | None] = [None] * max_num_seqs
+        self._constraints: Constraints | None = None  # grammars of sequences, once `use_grammars` was called
         self._sample = _sampler_for(model.device)
 
     def use_fixed_steps(self) -> FixedSteps:
@@ -91,9 +101,14 @@ class Runner:
             self.backends,
             self.tokens_SL,
             query_counts=(1,) if drafter is None else (1, drafter.max_drafts + 1),
-            taps=() if drafter is None else drafter.taps,
+            drafter=drafter,
         )
         return self.fixed
+
+    def use_grammars(self, grammars: Grammars) -> None:
+        """From now on entries may have a grammar of these."""
+        if self._constraints is None:
+            self._constraints = Constraints(grammars)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Plans must come in the order in which they were made."""
@@ -110,36 +125,36 @@ class Runner:
         if not plan.rows:
             return Pending(plan.step_id, [], HostCopy([]), False, [], {}, ())
         batch, hidden, placed = self._forward(plan)
-        if self.drafter is not None:
-            self.drafter.commit(batch, hidden.tapped)
         prompts = self._score_prompts(plan.rows, hidden.last_LD)
         groups = _draw_groups(plan.rows)
         if not _draws_follow_rows(plan.rows, groups):
             placed = None
-        tokens_R, scored = self._draw(groups, hidden.last_LD, placed)
+        masks = None if self._constraints is None else self._constraints.masks(groups)
+        tokens_R, scored = self._draw(groups, hidden.last_LD, placed, masks)
         accepted_G = self._verify(groups, tokens_R)
         self._append(groups, tokens_R, placed)
         num_proposed = self._propose(batch, hidden, groups, accepted_G)
         parts = [*scored, *(part for parts in prompts.values() for part in parts)]
         tensors = [tensor for part in parts for tensor in (part.tensors.chosen_L, part.tensors.top_LK, part.tensors.top_ids_LK)]
+        watched = None
+        if self._constraints is not None and masks is not None:
+            watched = self._constraints.watch(groups, accepted_G, num_proposed, self.tokens_SL)
+        if watched is not None and watched.proposals_AK is not None:
+            tensors.append(watched.proposals_AK)
         copy = HostCopy([tokens_R, *([] if accepted_G is None else [accepted_G]), *tensors])
-        return Pending(plan.step_id, groups, copy, accepted_G is not None, scored, prompts, num_proposed)
+        return Pending(plan.step_id, groups, copy, accepted_G is not None, scored, prompts, num_proposed, watched)
 
     def _forward(self, plan: StepPlan) -> tuple[ForwardBatch, Hidden, Placed | None]:
         """Fill and forward: in a fixed shape where there is one for these rows, else in the step's own."""
         if self.fixed is not None and (bucket := self.fixed.find(plan.rows)) is not None:
             return self.fixed.run(plan, bucket)
-        batch = fill(
-            plan,
-            self.pool.layout,
-            self.tokens_SL,
-            self.tokens_SL.device,
-            num_slabs=self.pool.num_slabs,
-            with_tail=self.model.spec.num_kv_shared > 0,
-        )
+        batch = fill(plan, self.pool.layout, self.tokens_SL, self.tokens_SL.device, num_slabs=self.pool.num_slabs)
         self.model.plan(batch, self.pool, self.backends)
         taps = self.drafter.taps if self.drafter is not None else ()
-        return batch, self.model.forward(batch, self.pool, self.backends, taps), None
+        hidden = self.model.forward(batch, self.pool, self.backends, taps)
+        if self.drafter is not None:
+            self.drafter.commit(batch, self.pool, hidden.tapped)
+        return batch, hidden, None
 
     def _enter(self, entries: Sequence[Entry]) -> None:
         """Sequences take their slots; their tokens go to the device in one copy."""
@@ -152,6 +167,8 @@ class Runner:
             self.tokens_SL[entry.slot, : end - begin].copy_(tokens[begin:end])
             self._entries[entry.slot] = entry
             begin = end
+        if self._constraints is not None:
+            self._constraints.enter(entries)
 
     def _entry(self, slot: int) -> Entry:
         entry = self._entries[slot]
@@ -178,10 +195,13 @@ class Runner:
             begin += row.num_logits
         return found
 
-    def _draw(self, groups: Sequence[_Group], last_LD: Tensor, placed: Placed | None) -> tuple[Tensor, list[_Scored]]:
+    def _draw(
+        self, groups: Sequence[_Group], last_LD: Tensor, placed: Placed | None, masks: StepMasks | None = None
+    ) -> tuple[Tensor, list[_Scored]]:
         """Draw all tokens of the step, as if every draft were accepted: tokens [R], and the log-probabilities asked for.
 
-        `placed` has the draws' positions on the device already, where they are those of the step's tokens.
+        `placed` has the draws' positions on the device already, where they are those of the step's tokens. `masks` are what
+        grammars allow.
         """
         slots = [group.slot for group in groups for _ in range(group.size)]
         sources = [group.source + index for group in groups for index in range(group.size)]
@@ -192,8 +212,10 @@ class Runner:
             logits_RV = self._logits(last_LD, sources[part])
             settings = [entry.sampling for entry in entries[part]]
             history = History(self.tokens_SL, slots[part], [entry.prompt_len for entry in entries[part]])
-            on_gpu = {} if placed is None else {"positions_R": placed.positions_R[part]}
-            tokens_R = self._sample(logits_RV, settings, positions[part], history, **on_gpu)
+            extra: dict[str, Any] = {} if placed is None else {"positions_R": placed.positions_R[part]}
+            if masks is not None:
+                extra["masks"] = masks.of(part)
+            tokens_R = self._sample(logits_RV, settings, positions[part], history, **extra)
             tokens.append(tokens_R)
             wanted = {row: one.logprobs for row, one in enumerate(settings) if one.logprobs is not None}
             if wanted:
@@ -246,20 +268,15 @@ class Runner:
         self, batch: ForwardBatch, hidden: Hidden, groups: Sequence[_Group], accepted_G: Tensor | None
     ) -> tuple[int, ...]:
         """Let the drafter write its proposals behind each sequence; returns how many there are for each group."""
-        if self.drafter is None or not groups:
+        wanted = tuple([group.num_wanted for group in groups])
+        if self._drafting is None or not any(wanted):
             return (0,) * len(groups)
-        facts = [(group.slot, group.position, group.source) for group in groups]
-        slots_G, positions_G, sources_G = on_device(facts, self.tokens_SL.device).T
-        if accepted_G is not None:
-            positions_G, sources_G = positions_G + accepted_G, sources_G + accepted_G
-        length_G = positions_G + 1
-        drawers = Drawers(tuple(group.slot for group in groups), self.tokens_SL, length_G, sources_G)
-        draft: Draft = self.drafter.propose(batch, hidden.tapped, drawers)
-        assert max(draft.counts) <= self.drafter.max_drafts, f"more than {self.drafter.max_drafts} drafts proposed"
-        column_K = torch.arange(draft.token_ids_RK.shape[1], device=self.tokens_SL.device)
-        proposed = draft.token_ids_RK.to(self.tokens_SL.dtype)
-        self.tokens_SL[slots_G[:, None], length_G[:, None] + column_K] = proposed
-        return draft.counts
+        drafted = [index for index, count in enumerate(wanted) if count]
+        if accepted_G is not None and len(drafted) < len(groups):
+            accepted_G = accepted_G[on_device(drafted, accepted_G.device)]
+        drawers = [Drawer(one.slot, one.row, one.source, one.position) for one in (groups[index] for index in drafted)]
+        self._drafting.propose(drawers, batch, hidden.last_LD, accepted_G, max(wanted))
+        return wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,11 +285,12 @@ class Pending:
 
     step_id: int
     groups: Sequence[_Group]
-    copy: HostCopy  # drawn tokens, accepted drafts if any row has drafts, then log-probabilities
+    copy: HostCopy  # drawn tokens, accepted drafts if any row has drafts, log-probabilities, proposals for grammars
     has_drafts: bool
     scored: Sequence[_Scored]
     prompts: Mapping[int, Sequence[_Scored]]
     num_proposed: Sequence[int]
+    watched: Watched | None = None
 
     def result(self) -> StepResult:
         """Wait for this step and tell what it drew."""
@@ -287,20 +305,24 @@ class Pending:
         for part in self.scored:
             logprobs.update(zip(part.of, mappings(part, [tokens[draw] for draw in part.of]), strict=True))
         drawn = []
-        for group, num_kept, count in zip(self.groups, accepted, self.num_proposed, strict=True):
+        for index, (group, num_kept, count) in enumerate(zip(self.groups, accepted, self.num_proposed, strict=True)):
             draws = range(group.first, group.first + num_kept + 1)
             own = tuple([logprobs[draw] for draw in draws if draw in logprobs]) if logprobs else ()
-            drawn.append(Drawn(group.slot, tuple([tokens[draw] for draw in draws]), own, count))
+            kept = tuple([tokens[draw] for draw in draws])
+            fault = "" if self.watched is None else self.watched.accept(index, kept)
+            drawn.append(Drawn(group.slot, kept, own, count, fault))
         prompts = {
             slot: tuple(one for part in parts for one in mappings(part, part.of)) for slot, parts in self.prompts.items()
         }
+        if self.watched is not None:
+            self.watched.take_proposals(next(values, []))
         return StepResult(self.step_id, tuple(drawn), prompts)
 
 
 def _sampler_for(device: torch.device) -> Callable[..., Tensor]:
     """`sample`, or what does the same on a GPU and takes the positions there too, if it is given them."""
     if device.type != "cuda":
-        return lambda *arguments, positions_R=None: sample(*arguments)
+        return lambda *arguments, positions_R=None, masks=None: sample(*arguments, masks=masks)
     from culet.sampling.on_gpu import GpuSampler  # needs Triton
 
     return GpuSampler().sample
@@ -323,11 +345,14 @@ def _draw_groups(rows: Sequence[Row]) -> list[_Group]:
     """The draws that a step's rows ask for, in the order of the result."""
     groups: list[_Group] = []
     end = first = 0
-    for row in rows:
+    for index, row in enumerate(rows):
         end += row.num_logits
         assert not row.num_drafts or len(row.draw_slots) == 1, "samples that share logits cannot have drafts"
+        source, position = end - 1 - row.num_drafts, row.start + row.num_new - row.num_drafts
         for slot in row.draw_slots:
-            group = _Group(slot, end - 1 - row.num_drafts, row.start + row.num_new - row.num_drafts, row.num_drafts, first)
+            # Samples that fork have pages of their own from the next step on: a drafter could not keep them apart in this one.
+            num_wanted = row.num_wanted if slot == row.slot else 0
+            group = _Group(slot, index, source, position, row.num_drafts, num_wanted, first)
             groups.append(group)
             first += group.size
     return groups

@@ -11,7 +11,8 @@ from culet.types import Request
 def least_pages(group: KVGroup, num_tokens: int) -> int:
     """Pages of `group` without which a sequence of `num_tokens` tokens with KV cannot end, computed token by token."""
     bound = max_held_pages(group, 1, 1)
-    return group.pages_for(num_tokens) if bound is None else min(group.pages_for(num_tokens), bound)
+    most = group.pages_for(num_tokens + group.ahead)
+    return most if bound is None else min(most, bound)
 
 
 def check_fits(request: Request, layout: CacheLayout, num_pages: int, max_model_len: int) -> None:
@@ -46,6 +47,7 @@ def reserved_pages(sequence: Sequence, budget: int) -> int:
     for pages in sequence.groups:
         group = pages.group
         peak = min(group.pages_for(sequence.prefill_end) + 1, group.pages_for(sequence.max_kv_len))
+        peak = max(peak, group.pages_for(sequence.prefill_end + group.ahead))
         bound = max_held_pages(group, min(budget, sequence.num_uncomputed), 1)
         if bound is not None:
             peak = min(peak, bound)

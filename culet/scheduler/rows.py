@@ -37,7 +37,7 @@ def shape_row(one: Sequence, num_new: int, num_drafts: int) -> RowShape:
     num_logits = num_new if one.is_scored_next else num_drafts + 1 if draws else 0
     store_from = tuple([pages.first_stored(one.num_computed, num_new, num_logits) for pages in one.groups])
     end = one.num_computed + num_new
-    missing = tuple([pages.num_missing(end, first) for pages, first in zip(one.groups, store_from, strict=True)])
+    missing = tuple([p.num_missing(end + p.ahead * draws, first) for p, first in zip(one.groups, store_from, strict=True)])
     return RowShape(num_new, num_drafts, num_logits, store_from, missing, draws)
 
 
@@ -53,12 +53,15 @@ def largest_row(grant: Grant, num_pages: int) -> RowShape | None:
         num_new, num_drafts = (num_new - num_drafts, 0) if num_drafts else (num_new // 2, 0)
 
 
-def commit_row(one: Sequence, shape: RowShape, supply: PageSupply) -> PlannedRow:
-    """Take the row's pages and count it as computed, but for what only its result can tell."""
+def commit_row(one: Sequence, shape: RowShape, supply: PageSupply, num_wanted: int = 0) -> PlannedRow:
+    """Take the row's pages and count it as computed, but for what only its result can tell.
+
+    If it draws, `num_wanted` proposals are to be made for the step after it.
+    """
     assert one.slot is not None
     end = one.num_computed + shape.num_new
     for pages, first, count in zip(one.groups, shape.store_from, shape.num_missing, strict=True):
-        pages.extend(end, first, supply.take(count) if count else [])
+        pages.extend(end + pages.ahead * shape.draws, first, supply.take(count) if count else [])
     row = Row(
         slot=one.slot,
         start=one.num_computed,
@@ -67,6 +70,7 @@ def commit_row(one: Sequence, shape: RowShape, supply: PageSupply) -> PlannedRow
         tables=tuple([pages.table for pages in one.groups]),
         store_from=shape.store_from,
         num_drafts=shape.num_drafts,
+        num_wanted=num_wanted if shape.draws else 0,
         draw_slots=(one.slot,) if shape.draws else (),
         is_prompt_logprobs=one.is_scored_next,
     )

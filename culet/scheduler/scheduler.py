@@ -54,6 +54,7 @@ class Scheduler:
         self._free_slots = list(range(config.max_num_seqs))
         self._running: list[Sequence] = []  # by order
         self._waiting: list[Sequence] = []  # by order
+        self._held: dict[str, Sequence] = {}  # by request id: not in the queue before `release`
         self._alive: dict[str, dict[int, Sequence]] = {}  # request id -> sample -> sequence
         self._deadlines: list[tuple[float, int, str]] = []  # a heap
         self._num_arrivals = 0
@@ -63,21 +64,32 @@ class Scheduler:
 
     # Requests come and go
 
-    def add(self, request: Request) -> None:
-        """Queue a request; refuses what can never fit, and what the queue has no room for."""
+    def add(self, request: Request, *, held: bool = False) -> None:
+        """Queue a request; refuses what can never fit, and what the queue has no room for. `held`: it waits for `release`."""
         check_fits(request, self.layout, self.supply.arena.num_pages, self.max_model_len)
         if request.request_id in self._alive:
             raise BadRequest(f"request_id: got {request.request_id!r}, which is still running")
-        if len(self._waiting) >= self._max_queue_len:
-            raise QueueFull(f"{len(self._waiting)} sequences wait already, the queue's bound", hint="try again later")
+        if len(self._waiting) + len(self._held) >= self._max_queue_len:
+            raise QueueFull(
+                f"{len(self._waiting) + len(self._held)} sequences wait already, the queue's bound", hint="try again later"
+            )
         arrival = self._num_arrivals
         self._num_arrivals += 1
         first, *others = [Sequence(request, sample, arrival, self.layout, self._keys()) for sample in range(request.n)]
         first.siblings = others
         self._alive[request.request_id] = {one.sample: one for one in (first, *others)}
-        insort(self._waiting, first, key=lambda one: one.order)
+        if held:
+            self._held[request.request_id] = first
+        else:
+            insort(self._waiting, first, key=lambda one: one.order)
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, arrival, request.request_id))
+
+    def release(self, request_id: str) -> None:
+        """Let a held request into the queue, in the order of its arrival. One that has ended meanwhile stays so."""
+        one = self._held.pop(request_id, None)
+        if one is not None:
+            insort(self._waiting, one, key=lambda each: each.order)
 
     def cancel(
         self, request_id: str, sample: int | None = None, reason: FinishReason = FinishReason.CANCEL, *, error: str = ""
@@ -166,8 +178,10 @@ class Scheduler:
                 self.cancel(request_id, reason=FinishReason.TIMEOUT)
 
     def _is_ready(self, one: Sequence) -> bool:
-        """Whether its next row can be planned now: not if that hangs on a token that may not come, or on drafts."""
-        return not one.draws_in_flight or (self.max_drafts == 0 and one.num_left > 0)
+        """Whether its next row can be planned now: not if that hangs on a token that may not come, on drafts or a grammar."""
+        if not one.draws_in_flight:
+            return True
+        return self.max_drafts == 0 and one.num_left > 0 and one.request.grammar is None
 
     def _plan_row(self, grant: Grant, *, may_preempt: bool) -> list[PlannedRow]:
         """The row for `grant`, smaller if pages are short; none where not even one token finds room.
@@ -180,7 +194,8 @@ class Scheduler:
             if not may_preempt or self._running[-1] is one:
                 return []
             self._preempt(self._running[-1])
-        return [commit_row(one, shape, self.supply)]
+        # The token drawn now and the one after the last draft need no proposals.
+        return [commit_row(one, shape, self.supply, max(0, min(self.max_drafts, one.num_left - 2)))]
 
     def _preempt(self, one: Sequence) -> None:
         """Take its slot and pages; it is computed again later, what it has drawn included."""
@@ -333,6 +348,13 @@ class Scheduler:
         if one.finish_reason is not None:
             self.counters.dropped_tokens += num_drawn
             return
+        if drawn.fault:
+            self._finish(one, FinishReason.ERROR)
+            self._send(one, error=drawn.fault)
+            return
+        self.counters.verifies += num_drafts > 0
+        self.counters.drafted_tokens += num_drafts
+        self.counters.accepted_tokens += num_drawn - 1
         self.counters.rolled_back_tokens += num_drafts + 1 - num_drawn
         self.counters.rollbacks += num_drawn <= num_drafts
         if one.is_running:  # else preempted since: the tokens count, the pages are gone
@@ -363,6 +385,7 @@ class Scheduler:
         self.counters.finished += 1
         self.counters.cancelled += reason is FinishReason.CANCEL
         self.counters.timed_out += reason is FinishReason.TIMEOUT
+        is_held = False
         alive = self._alive[one.request.request_id]
         del alive[one.sample]
         if not alive:
@@ -373,13 +396,18 @@ class Scheduler:
             self._leave(one)
         elif one in self._waiting:
             self._waiting.remove(one)
+        elif is_held := self._held.get(one.request.request_id) is one:
+            del self._held[one.request.request_id]
         else:
             leader = next(other for other in alive.values() if one in other.siblings)
             leader.siblings.remove(one)
         if one.siblings:  # they waited for its prompt: the next one computes it
             heir, *heir.siblings = one.siblings
             one.siblings = []
-            insort(self._waiting, heir, key=lambda each: each.order)
+            if is_held:
+                self._held[heir.request.request_id] = heir
+            else:
+                insort(self._waiting, heir, key=lambda each: each.order)
 
     def _send(
         self,

@@ -28,10 +28,10 @@ def max_held_pages(group: KVGroup, num_new: int, num_logits: int) -> int | None:
     The window before the first new token, and what the row stores. A chunk longer than the window has a hole between
     the two; the pages on both sides of it may be cut anywhere.
     """
-    if group.window is None:
+    if group.reach is None:
         return None
-    context = max(group.window - 1, 1)  # a window of one token still keeps the page that the next one goes to
-    num_stored = min(num_new, group.window + max(num_logits, 1) - 1)
+    context = max(group.reach - 1, 1)  # a window of one token still keeps the page that the next one goes to
+    num_stored = min(num_new, group.reach + max(num_logits, 1) - 1)
     if num_stored == num_new:
         return span(context + num_new, group.page_tokens)
     return span(context, group.page_tokens) + span(num_stored, group.page_tokens)
@@ -43,8 +43,9 @@ class GroupPages:
     def __init__(self, group: KVGroup) -> None:
         self.group = group
         # Read for every row of every step, so without the detour through the group's layers.
-        self.window = group.window
+        self.reach = group.reach
         self.page_tokens = group.page_tokens
+        self.ahead = group.ahead
         self.first = 0
         self.pages: list[int] = []  # page ids, or HOLE
         self._table: PageTable | None = None
@@ -70,9 +71,9 @@ class GroupPages:
 
     def cut_behind(self, position: int) -> list[int]:
         """Drop the pages that no query at `position` or later sees; returns those that were held."""
-        if self.window is None:
+        if self.reach is None:
             return []
-        first = (position - self.window + 1) // self.page_tokens
+        first = (position - self.reach + 1) // self.page_tokens
         if first <= self.first or not self.pages:
             return []
         behind = [page for page in self.pages[: first - self.first] if page != HOLE]
@@ -80,8 +81,8 @@ class GroupPages:
         return behind
 
     def cut_beyond(self, num_tokens: int) -> list[int]:
-        """Drop the pages that hold only tokens from `num_tokens` on; returns those that were held."""
-        end = -(-num_tokens // self.page_tokens) - self.first
+        """Drop the pages of tokens from `num_tokens` on alone, but for what is kept ahead; returns those that were held."""
+        end = -(-(num_tokens + self.ahead) // self.page_tokens) - self.first
         if end >= len(self.pages):
             return []
         beyond = self.pages[end:]
@@ -91,9 +92,9 @@ class GroupPages:
 
     def first_stored(self, start: int, num_new: int, num_logits: int) -> int:
         """Position from which a row's new tokens leave KV: all that its last `num_logits` queries or a later step can see."""
-        if self.window is None:
+        if self.reach is None:
             return start
-        return max(start, start + num_new - self.window - max(num_logits, 1) + 1)
+        return max(start, start + num_new - self.reach - max(num_logits, 1) + 1)
 
     def num_missing(self, end: int, stored: int) -> int:
         """Fresh pages needed to hold positions `stored .. end - 1`."""
@@ -196,7 +197,7 @@ class Sequence:
     def entry(self) -> Entry:
         """What the runner must know when it takes its slot."""
         assert self.slot is not None
-        return Entry(self.slot, tuple(self.tokens), self.prompt_len, self.sampling)
+        return Entry(self.slot, tuple(self.tokens), self.prompt_len, self.sampling, self.request.grammar)
 
     def raw_tables(self) -> tuple[PageTable, ...]:
         """Its pages with holes marked, for checkpoints."""

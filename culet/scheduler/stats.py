@@ -16,6 +16,9 @@ class Counters:
     cancelled: int = 0
     timed_out: int = 0
     finished: int = 0  # every ended sample, the cancelled and timed out included
+    verifies: int = 0  # rows with drafts whose result came
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # drafts that the target drew itself
     rolled_back_tokens: int = 0  # drafts that were not accepted
     rollbacks: int = 0  # verifies in which at least one draft was not accepted
     dropped_tokens: int = 0  # drawn after a stop, or for a sequence that had ended meanwhile

@@ -1,0 +1,118 @@
+"""MTP at work: an assistant drafts a chain of tokens over the target's own pages. It writes no KV.
+
+With L tokens whose KV exists, every draft of a round stands at one position and sees the same keys; along the chain only the
+token and the hidden state change. Where that position is, implementations differ: `hf` stands at L, the newest token's own
+place, and its sliding layers see one key more than the window; `engine` stands at L - 1, an ordinary query of the last token.
+It matters to how many drafts are accepted, never to what comes out.
+
+Shapes: R sequences · K drafts · B the target's model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from culet.attention.base import AttentionBackend
+from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
+from culet.cache.pool import Pool
+from culet.drafters.base import DraftBatch
+from culet.layers.attention import Pass
+from culet.models.assistant import Assistant
+from culet.models.assistant_spec import AssistantSpec
+from culet.models.checkpoint import RandomDraw
+from culet.models.gemma4 import Gemma4
+from culet.models.random_weights import fill_randomly
+from culet.models.weights import load_weights
+
+_TIED_HEAD = "lm_head.weight"  # stored by some tools; it is the embedding table once more
+
+
+class MTPDrafter:
+    """An assistant beside its target."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        assistant: Assistant,
+        target: Gemma4,
+        backends: Mapping[int, AttentionBackend],
+        *,
+        max_drafts: int,
+        position: str = "engine",
+    ) -> None:
+        self.assistant, self.target, self.backends = assistant, target, backends
+        self.max_drafts = max_drafts
+        self.is_hf = position == "hf"
+
+    def commit(self, batch: ForwardBatch, pool: Pool, tapped: Mapping[int, Tensor]) -> None:
+        """Nothing: the target's KV is all it reads."""
+
+    def propose(self, batch: DraftBatch, pool: Pool, num_drafts: int) -> Tensor:
+        """The likeliest token, then the one after it, and so on: int64 [R, num_drafts]."""
+        shared = self.begin(batch, pool)
+        tokens_R, hidden_RB = batch.newest_R, batch.hidden_RD
+        drafts = []
+        for number in range(num_drafts):
+            state = self.assistant(self.target.embed(tokens_R), hidden_RB, shared)
+            tokens_R = self.assistant.head.best(state)
+            drafts.append(tokens_R)
+            if number + 1 < num_drafts:
+                hidden_RB = self.assistant.next_hidden(state)
+        return torch.stack(drafts, dim=1)
+
+    def begin(self, batch: DraftBatch, pool: Pool) -> Pass:
+        """What the drafts of a round share, planned once."""
+        last_R = batch.length_R - 1  # the last key
+        groups = tuple(
+            GroupBatch(own.pages_BP, own.first_B, own.slot_T, self._visible(pool, index, last_R))
+            for index, own in enumerate(batch.groups)
+        )
+        queries = ForwardBatch(
+            token_ids_T=batch.newest_R,
+            positions_T=last_R,
+            row_begin_B1=torch.arange(batch.num_rows + 1, dtype=torch.int32, device=last_R.device),
+            context_B=last_R.int(),
+            logits_index_L=batch.newest_R[:0],
+            # Where a row starts is known on the device alone; with all keys in pages and one query no backend asks.
+            rows=(RowFacts(0, 1, (True,) * len(groups)),) * batch.num_rows,
+            groups=groups,
+            tail=None,
+        )
+        for backend in self.backends.values():
+            backend.plan(queries, pool)
+        return self.assistant.begin(queries, pool, self.backends, batch.length_R if self.is_hf else last_R)
+
+    def _visible(self, pool: Pool, index: int, last_R: Tensor) -> Tensor | None:
+        """Keys that a query sees, where that is not the text rule at the last key: int32 [2, R]."""
+        window = pool.layout.groups[index].window
+        if not self.is_hf or window is None:
+            return None
+        return torch.stack(((last_R - window).clamp(min=0), last_R)).int()
+
+
+def load_assistant(folder: Path, spec: AssistantSpec, target: Gemma4, *, progress: bool = True) -> Assistant:
+    """The assistant with its weights on the target's device in its precision, bound to the target's pages."""
+
+    def build(where: torch.device) -> Assistant:
+        return Assistant(spec, dtype=target.dtype, device=where, latent=target.latent)
+
+    def match(names: Iterable[str]) -> dict[str, str]:
+        return {name: name for name in names if name != _TIED_HEAD}
+
+    assistant = load_weights(folder, build, match, device=target.device, progress=progress)
+    assistant.bind(target)
+    return assistant
+
+
+def draw_assistant(spec: AssistantSpec, target: Gemma4, draw: RandomDraw) -> Assistant:
+    """An assistant of random weights, for measurements."""
+    assistant = Assistant(spec, dtype=target.dtype, device=target.device, latent=target.latent)
+    fill_randomly(assistant.placements(), draw, target.device)
+    assistant.finish()
+    assistant.bind(target)
+    return assistant

@@ -1,0 +1,194 @@
+"""The Gemma 4 assistant: a decoder that reads the target's pages and drafts one token at a time.
+
+Shapes: R sequences · B the target's model width · D the assistant's · V vocabulary · C clusters of tokens · J tokens of a
+cluster · K clusters that are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from culet.attention.base import AttentionBackend
+from culet.attention.batch import ForwardBatch
+from culet.cache.pool import Pool
+from culet.kernels.dispatch import for_device
+from culet.layers.attention import Pass
+from culet.layers.linear import Layer, Linear, Placement, empty_vector
+from culet.layers.rope import inverse_frequencies
+from culet.models.assistant_spec import AssistantSpec, CentroidSpec
+from culet.models.gemma4 import DecoderLayer
+from culet.models.spec import RopeSpec
+
+if TYPE_CHECKING:
+    from culet.models.gemma4 import Gemma4
+
+
+class CentroidHead(Layer):
+    """Scores clusters of tokens by their centroids, then only the tokens of the best ones.
+
+    The table is kept in the order of the clusters, so that the rows of a cluster lie together.
+    """
+
+    def __init__(self, spec: CentroidSpec, vocab_size: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.ops = for_device(device)
+        self.spec, self.vocab_size = spec, vocab_size
+        self.centroids = Linear(spec.count, size, dtype=dtype, device=device)
+        self.table = nn.Parameter(torch.empty(vocab_size, size, dtype=dtype, device=device), requires_grad=False)
+        # A vocabulary of 262,144 needs more than 16 bits.
+        self.token_ids_CJ: Tensor
+        ordering = torch.empty(spec.count, vocab_size // spec.count, dtype=torch.int64, device=device)
+        self.register_buffer("token_ids_CJ", ordering, persistent=False)
+
+    def scores(self, z_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [R, K * J], float32, of the tokens that are looked at, and which those are."""
+        chosen_RK = self.centroids(z_RD).topk(self.spec.top_k, dim=-1).indices
+        rows, size = z_RD.shape
+        table_CJD = self.table.view(*self.token_ids_CJ.shape, size)
+        logits = torch.bmm(table_CJD[chosen_RK].view(rows, -1, size), z_RD[..., None]).squeeze(-1)
+        return logits.float(), self.token_ids_CJ[chosen_RK].view(rows, -1)
+
+    def best(self, z_RD: Tensor) -> Tensor:
+        """The most likely token: int64 [R]."""
+        logits, token_ids = self.scores(z_RD)
+        return token_ids.gather(-1, logits.argmax(dim=-1, keepdim=True)).squeeze(-1)
+
+    def logits(self, z_RD: Tensor) -> Tensor:
+        """Logits [R, V], float32; -inf for the tokens that are not looked at."""
+        logits, token_ids = self.scores(z_RD)
+        everything = logits.new_full((z_RD.shape[0], self.vocab_size), float("-inf"))
+        return everything.scatter_(-1, token_ids, logits)
+
+    def placements(self) -> dict[str, Placement]:
+        return {
+            "model.embed_tokens.weight": Placement(self.table),
+            "masked_embedding.centroids.weight": Placement(self.centroids.weight),
+            "masked_embedding.token_ordering": Placement(self.token_ids_CJ.view(-1)),
+        }
+
+    def finish(self) -> None:
+        """After loading, when the table is still in the order of token ids."""
+        self.table.copy_(self.table[self.token_ids_CJ.view(-1)])
+
+
+class PlainHead(Layer):
+    """A head over the whole vocabulary."""
+
+    def __init__(self, vocab_size: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.ops = for_device(device)
+        self.table = nn.Parameter(torch.empty(vocab_size, size, dtype=dtype, device=device), requires_grad=False)
+
+    def best(self, z_RD: Tensor) -> Tensor:
+        """The most likely token: int64 [R]."""
+        return self.ops.head(z_RD, self.table).argmax(dim=-1)
+
+    def logits(self, z_RD: Tensor) -> Tensor:
+        """Logits [R, V], float32."""
+        return self.ops.head(z_RD, self.table).float()
+
+    def placements(self) -> dict[str, Placement]:
+        return {"model.embed_tokens.weight": Placement(self.table)}
+
+    def finish(self) -> None:
+        """Nothing is made of several tensors here."""
+
+
+class Assistant(Layer):
+    """Drafts over the target's pages; it writes none. Parameters are allocated unfilled, as the target's."""
+
+    def __init__(self, spec: AssistantSpec, *, dtype: torch.dtype, device: torch.device, latent: bool) -> None:
+        super().__init__()
+        device = torch.device(device)
+        decoder = spec.decoder
+        self.spec, self.dtype, self.device = spec, dtype, device
+        self.ops, self.eps = for_device(device), decoder.rms_eps
+        size = decoder.hidden_size
+        self.pre_projection = Linear(size, 2 * spec.backbone_size, dtype=dtype, device=device)
+        self.post_projection = Linear(spec.backbone_size, size, dtype=dtype, device=device)
+        kinds: dict[tuple[RopeSpec, int], int] = {}
+        self._layers = [
+            DecoderLayer(
+                decoder,
+                layer,
+                kinds.setdefault((layer.rope, layer.head_dim), len(kinds)),
+                dtype=dtype,
+                device=device,
+                latent=latent,
+            )
+            for layer in decoder.layers
+        ]
+        self.layers = nn.ModuleList(self._layers)
+        self.inv_freqs = [inverse_frequencies(rope.theta, dim, rope.rotated_dims, rope.factor, device) for rope, dim in kinds]
+        self.norm = empty_vector(size, device=device)
+        self.head: CentroidHead | PlainHead
+        if spec.centroids is not None:
+            self.head = CentroidHead(spec.centroids, decoder.vocab_size, size, dtype=dtype, device=device)
+        else:
+            self.head = PlainHead(decoder.vocab_size, size, dtype=dtype, device=device)
+
+    def begin(
+        self, batch: ForwardBatch, pool: Pool, backends: Mapping[int, AttentionBackend], rope_positions_R: Tensor
+    ) -> Pass:
+        """What all drafts of a round share: they stand at one position and see the same keys."""
+        groups = pool.layout.groups
+        # Every key is in pages: nothing is fresh.
+        nothing = torch.empty(0, device=self.device)
+        return Pass(
+            batch=batch,
+            pool=pool,
+            backends=_by_group(backends, len(groups)),
+            group_of={layer: group.index for group in groups for layer in group.layers},
+            stores=[None] * len(groups),
+            ropes=[self.ops.rope(rope_positions_R, inv_freq) for inv_freq in self.inv_freqs],
+            fresh={layer.kv_source: (nothing, nothing) for layer in self.spec.decoder.layers},
+        )
+
+    def forward(self, embedded_RB: Tensor, hidden_RB: Tensor, shared: Pass) -> Tensor:
+        """The state that `head` and `next_hidden` read, [R, D].
+
+        `embedded_RB` is the newest token in the target's scaled embedding; `hidden_RB` the target's hidden state after its
+        final norm, or what `next_hidden` made of the last draft.
+        """
+        x = self.pre_projection(torch.cat((embedded_RB, hidden_RB), dim=-1))
+        normed = self.ops.rms_norm(x, self._layers[0].input_norm, self.eps)
+        for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
+            x, normed = layer(x, normed, None, self.norm if after is None else after.input_norm, shared)
+        return normed
+
+    def next_hidden(self, z_RD: Tensor) -> Tensor:
+        """The hidden state that the draft after this one starts from, [R, B]."""
+        return self.post_projection(z_RD)
+
+    def placements(self) -> dict[str, Placement]:
+        """Every tensor of a checkpoint that has a place here, by its name there."""
+        found = {
+            "pre_projection.weight": Placement(self.pre_projection.weight),
+            "post_projection.weight": Placement(self.post_projection.weight),
+            "model.norm.weight": Placement(self.norm),
+        }
+        for index, layer in enumerate(self._layers):
+            found.update(layer.placements(f"model.layers.{index}."))
+        return found | self.head.placements()
+
+    def finish(self) -> None:
+        """After loading: what needs no target."""
+        self.head.finish()
+
+    def bind(self, target: Gemma4) -> None:
+        """After `finish`, once: fold into the queries what the target's pages leave out of their keys."""
+        for layer in self._layers:
+            source = target.attention_of(layer.attention.kv_source)
+            layer.attention.finish(source)
+            if source.key_scale_H is not None:
+                layer.attention.scale_keys(source)
+
+
+def _by_group(backends: Mapping[int, AttentionBackend], num_groups: int) -> Sequence[AttentionBackend]:
+    """`backends` as a sequence over all KV groups; those that no layer here reads hold any of them."""
+    some = next(iter(backends.values()))
+    return [backends.get(index, some) for index in range(num_groups)]

@@ -1,0 +1,208 @@
+"""The DFlash drafter: a small decoder that guesses a block of masked tokens from the target's hidden states in one pass.
+
+It keeps KV of its own. Keys and values of a **context** token (one whose target KV exists) are projected from its feature:
+the target's residual stream at a few layers, concatenated, through `fc` and a norm. They depend on no other token, so they
+are written once and never change. A **block** is the newest token and masks after it; its own keys and values are those of
+ordinary self-attention, and count only within the pass.
+
+Shapes: T tokens · D model · X several projections or taps side by side · V vocabulary · L tokens whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from culet.attention.base import AttentionBackend
+from culet.attention.batch import ForwardBatch
+from culet.cache.pool import Pool
+from culet.kernels.dispatch import for_device
+from culet.kernels.reference import HeadShape, Rope
+from culet.layers.linear import Layer, Linear, Placement, empty_vector
+from culet.layers.rope import inverse_frequencies
+from culet.models.checkpoint import RandomDraw
+from culet.models.dflash_spec import DFlashModelSpec
+from culet.models.gemma4 import Gemma4
+from culet.models.random_weights import fill_randomly
+from culet.models.weights import load_weights
+
+COMMIT_TOKENS = 1024  # features computed at a time: the taps of 1024 tokens of the 31B take 66 MiB side by side
+_IGNORED = ("embed_tokens.weight", "lm_head.weight")  # stored by some tools; the target's are used
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPass:
+    """What all layers of one pass over blocks read."""
+
+    batches: Sequence[ForwardBatch]  # by layer: the blocks under that layer's mask
+    backends: Sequence[AttentionBackend]  # by layer
+    pool: Pool
+    store: Any  # where the blocks' keys and values go, in the kernels' own form
+    turn: Rope
+
+
+class DFlashLayerModule(Layer):
+    """Attention and MLP, each behind its norm, each added to the stream."""
+
+    def __init__(self, spec: DFlashModelSpec, layer: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        """`layer` is its number in the pool: the target's layers come first."""
+        super().__init__()
+        self.ops, self.layer, self.eps = for_device(device), layer, spec.rms_eps
+        size, queries, keys = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.heads = HeadShape(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            rotated_dims=spec.head_dim,
+            k_eq_v=False,
+            latent=False,
+            eps=spec.rms_eps,
+            norm_v=False,
+        )
+        self.kv_heads = replace(self.heads, num_heads=0)  # of the context, which asks nothing
+        self.qkv = Linear(queries + 2 * keys, size, dtype=dtype, device=device)
+        self.out = Linear(size, queries, dtype=dtype, device=device)
+        self.gate_up = Linear(2 * spec.mlp_width, size, dtype=dtype, device=device)
+        self.down = Linear(size, spec.mlp_width, dtype=dtype, device=device)
+        self.q_norm, self.k_norm = (empty_vector(spec.head_dim, device=device) for _ in range(2))
+        self.input_norm, self.post_attention_norm = (empty_vector(size, device=device) for _ in range(2))
+        self.norm_weight: Tensor
+        weights = torch.empty(spec.num_heads + spec.num_kv_heads, spec.head_dim, device=device)
+        self.register_buffer("norm_weight", weights, persistent=False)
+
+    def commit(self, feature_TD: Tensor, turn: Rope, planes: Tensor, store: Any) -> None:
+        """Write the context's keys and values: projected from the feature itself, which has its norm already."""
+        first = self.heads.num_heads
+        kv_TX = self.ops.linear(feature_TD, self.qkv.weight[first * self.heads.head_dim :])
+        self.ops.prepare_qkv(kv_TX, self.norm_weight[first:], turn, planes, store, self.kv_heads)
+
+    def forward(
+        self, x_TD: Tensor, normed_TD: Tensor, next_norm_D: Tensor, index: int, shared: BlockPass
+    ) -> tuple[Tensor, Tensor]:
+        """The stream after this layer, and `next_norm_D` of it; `normed_TD` is the stream under this layer's input norm."""
+        ops, planes = self.ops, shared.pool.planes(self.layer)
+        q, k, v = ops.prepare_qkv(self.qkv(normed_TD), self.norm_weight, shared.turn, planes, shared.store, self.heads)
+        attended = shared.backends[index].run(self.layer, shared.batches[index], shared.pool, q, k, v)
+        x_TD, normed = ops.residual_norm(x_TD, self.out(attended.flatten(1)), None, None, self.post_attention_norm, self.eps)
+        widened = ops.silu_mul(self.gate_up(normed))
+        x_TD, normed = ops.residual_norm(x_TD, self.down(widened), None, None, next_norm_D, self.eps)
+        return x_TD, normed
+
+    def placements(self, prefix: str) -> Iterator[tuple[str, Placement]]:
+        heads, width = self.heads, self.down.weight.shape[1]
+        q_end, k_end = heads.num_heads * heads.head_dim, (heads.num_heads + heads.num_kv_heads) * heads.head_dim
+        yield f"{prefix}input_layernorm.weight", Placement(self.input_norm)
+        yield f"{prefix}post_attention_layernorm.weight", Placement(self.post_attention_norm)
+        yield f"{prefix}self_attn.q_proj.weight", self.qkv.rows(0, q_end)
+        yield f"{prefix}self_attn.k_proj.weight", self.qkv.rows(q_end, k_end)
+        yield f"{prefix}self_attn.v_proj.weight", self.qkv.rows(k_end, self.qkv.weight.shape[0])
+        yield f"{prefix}self_attn.o_proj.weight", Placement(self.out.weight)
+        yield f"{prefix}self_attn.q_norm.weight", Placement(self.q_norm)
+        yield f"{prefix}self_attn.k_norm.weight", Placement(self.k_norm)
+        yield f"{prefix}mlp.gate_proj.weight", self.gate_up.rows(0, width)
+        yield f"{prefix}mlp.up_proj.weight", self.gate_up.rows(width, 2 * width)
+        yield f"{prefix}mlp.down_proj.weight", Placement(self.down.weight)
+
+    def finish(self) -> None:
+        """After loading: one row of norm weights per head. Queries carry the softmax scale, which our attention has not."""
+        self.norm_weight[: self.heads.num_heads] = self.q_norm * self.heads.head_dim**-0.5
+        self.norm_weight[self.heads.num_heads :] = self.k_norm
+
+
+class DFlashModel(Layer):
+    """The drafter's decoder. Embedding and head are the target's; parameters are allocated unfilled."""
+
+    def __init__(self, spec: DFlashModelSpec, target: Gemma4, *, device: torch.device) -> None:
+        """`device` is the target's, or meta to learn the shapes alone."""
+        super().__init__()
+        dtype, first = target.dtype, len(target.spec.layers)
+        self.spec, self.ops = spec, for_device(device)
+        self.target = (target,)  # in a tuple, so that its weights are not counted as the drafter's
+        self.fc = Linear(spec.hidden_size, len(spec.taps) * spec.hidden_size, dtype=dtype, device=device)
+        self.hidden_norm, self.norm = (empty_vector(spec.hidden_size, device=device) for _ in range(2))
+        layers = [DFlashLayerModule(spec, first + index, dtype=dtype, device=device) for index in range(len(spec.layers))]
+        self.layers = nn.ModuleList(layers)
+        self._layers = layers  # the same, typed
+        # Outside the module's buffers, so that no cast of the model can round it.
+        self.inv_freq = inverse_frequencies(spec.rope_theta, spec.head_dim, spec.head_dim, 1.0, device)
+
+    def commit(self, tapped: Mapping[int, Tensor], positions_T: Tensor, slot_T: Tensor, pool: Pool) -> None:
+        """Write keys and values of context tokens, for all layers, to the slots of `slot_T` (-1: nowhere)."""
+        group = pool.layout.group_of(self._layers[0].layer)
+        for begin in range(0, positions_T.shape[0], COMMIT_TOKENS):
+            part = slice(begin, begin + COMMIT_TOKENS)
+            feature_TX = torch.cat([tapped[tap][part] for tap in self.spec.taps], -1)
+            feature_TD = self.ops.rms_norm(self.fc(feature_TX), self.hidden_norm, self.spec.rms_eps)
+            turn = self.ops.rope(positions_T[part], self.inv_freq)
+            store = self.ops.stores(slot_T[part], group.page_tokens)
+            for layer in self._layers:
+                layer.commit(feature_TD, turn, pool.planes(layer.layer), store)
+
+    def forward(
+        self, batches: Sequence[ForwardBatch], backends: Sequence[AttentionBackend], pool: Pool, slot_T: Tensor
+    ) -> Tensor:
+        """Hidden states [T, D] of blocks after the final norm; `batches` hold the same tokens under each layer's mask.
+
+        The blocks' own keys and values are written to `slot_T`, behind the context: attention finds all keys in pages.
+        """
+        (target,) = self.target
+        eps, batch = self.spec.rms_eps, batches[0]
+        group = pool.layout.group_of(self._layers[0].layer)
+        store, turn = self.ops.stores(slot_T, group.page_tokens), self.ops.rope(batch.positions_T, self.inv_freq)
+        shared = BlockPass(batches, backends, pool, store, turn)
+        x = self.ops.embed(batch.token_ids_T, target.embedding, target.embed_scale)
+        normed = self.ops.rms_norm(x, self._layers[0].input_norm, eps)
+        for index, layer in enumerate(self._layers):
+            is_last = index + 1 == len(self._layers)
+            next_norm = self.norm if is_last else self._layers[index + 1].input_norm
+            x, normed = layer(x, normed, next_norm, index, shared)
+        return normed
+
+    def logits(self, last_LD: Tensor) -> Tensor:
+        """Logits [L, V], float32 and softcapped; the head is the target's embedding table."""
+        return self.ops.capped_head(last_LD, self.target[0].embedding, self.spec.final_softcap)
+
+    def placements(self) -> dict[str, Placement]:
+        """Every tensor of a checkpoint, by its name."""
+        found = {"fc.weight": Placement(self.fc.weight), "hidden_norm.weight": Placement(self.hidden_norm)}
+        found["norm.weight"] = Placement(self.norm)
+        for index, layer in enumerate(self._layers):
+            found.update(layer.placements(f"layers.{index}."))
+        return found
+
+    def finish(self) -> None:
+        """After loading: work out what is made of several tensors."""
+        for layer in self._layers:
+            layer.finish()
+
+
+def load_dflash(folder: Path, spec: DFlashModelSpec, target: Gemma4, *, progress: bool = True) -> DFlashModel:
+    """The drafter in `folder`, on the target's device and in its precision."""
+
+    def build(device: torch.device) -> DFlashModel:
+        return DFlashModel(spec, target, device=device)
+
+    return load_weights(folder, build, _match_names, device=target.device, progress=progress)
+
+
+def draw_dflash(spec: DFlashModelSpec, target: Gemma4, draw: RandomDraw) -> DFlashModel:
+    """A drafter whose weights are drawn on the target's device: for measurements."""
+    model = DFlashModel(spec, target, device=target.device)
+    fill_randomly(model.placements(), draw, target.device)
+    model.finish()
+    return model
+
+
+def _match_names(stored: Iterable[str]) -> dict[str, str]:
+    """Name of the place -> stored name; some tools put all tensors below `model.`."""
+    chosen: dict[str, str] = {}
+    for name in stored:
+        local = name.removeprefix("model.")
+        if local not in _IGNORED:
+            chosen[name if local in chosen else local] = name
+    return chosen

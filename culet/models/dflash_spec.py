@@ -1,0 +1,210 @@
+"""A DFlash drafter's `config.json` as plain facts, in the form of the published checkpoints. No torch.
+
+Such a drafter is a small decoder of its own with neither embedding nor head: it takes the target's. It reads the residual
+stream at the output of a few target layers (**taps**), and guesses a block of masked tokens in one pass.
+docs/reference/dflash.md lists the keys and the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from culet.models.spec import ModelSpec, Section
+
+ARCHITECTURE = "DFlashDraftModel"
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_MAX_LAYERS = 100
+# Another value of these would change the maths: (key, the value that the published drafters have).
+_FIXED: tuple[tuple[str, object], ...] = (
+    ("hidden_act", "silu"),
+    ("attention_bias", False),
+    ("rope_scaling", None),
+    ("quantization_config", None),
+)
+
+
+@dataclass(frozen=True)
+class DFlashLayer:
+    """What differs between a drafter's layers: which keys a token of the block sees."""
+
+    window: int | None  # keys before and with itself; None: all of the context
+    is_causal: bool  # whether later tokens of the block are hidden from it
+
+
+@dataclass(frozen=True)
+class DFlashModelSpec:
+    """A DFlash drafter, complete."""
+
+    hidden_size: int
+    vocab_size: int
+    mlp_width: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rms_eps: float
+    final_softcap: float | None
+    layers: tuple[DFlashLayer, ...]
+    taps: tuple[int, ...]  # target layers, in the order in which `fc` reads them
+    block_size: int  # tokens of a block: the newest one, then masks
+    mask_token_id: int
+
+    def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of all tensors of a checkpoint."""
+        D, queries, keys = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        yield "fc.weight", (D, len(self.taps) * D)
+        yield "hidden_norm.weight", (D,)
+        yield "norm.weight", (D,)
+        for index in range(len(self.layers)):
+            layer = f"layers.{index}."
+            yield f"{layer}input_layernorm.weight", (D,)
+            yield f"{layer}post_attention_layernorm.weight", (D,)
+            yield f"{layer}self_attn.q_proj.weight", (queries, D)
+            yield f"{layer}self_attn.k_proj.weight", (keys, D)
+            yield f"{layer}self_attn.v_proj.weight", (keys, D)
+            yield f"{layer}self_attn.o_proj.weight", (D, queries)
+            yield f"{layer}self_attn.q_norm.weight", (self.head_dim,)
+            yield f"{layer}self_attn.k_norm.weight", (self.head_dim,)
+            yield f"{layer}mlp.gate_proj.weight", (self.mlp_width, D)
+            yield f"{layer}mlp.up_proj.weight", (self.mlp_width, D)
+            yield f"{layer}mlp.down_proj.weight", (D, self.mlp_width)
+
+
+def read_dflash(config: Mapping[str, object], target: ModelSpec) -> DFlashModelSpec:
+    """The facts of a drafter's `config.json`; refuses one that was not made for `target`, by the key that says so."""
+    root = Section(config)
+    if config.get("architectures") != [ARCHITECTURE]:
+        hint = 'an assistant of Google\'s is used with "method": "mtp"' if "assistant" in str(config.get("model_type")) else ""
+        raise root.error("architectures", f"got {config.get('architectures')!r}, expected {[ARCHITECTURE]!r}", hint)
+    for key, expected in _FIXED:
+        value = config.get(key)
+        if value is not None and value != expected:
+            wanted = "it absent" if expected is None else repr(expected)
+            raise root.error(key, f"got {value!r}, expected {wanted}", "no published DFlash drafter is built like that")
+    own = root.section("dflash_config", {})
+    _check_pairing(root, own, target)
+    num_heads, num_kv_heads = root.whole("num_attention_heads"), root.whole("num_key_value_heads")
+    head_dim, block_size = root.whole("head_dim"), (own if "block_size" in own.values else root).whole("block_size", least=2)
+    if num_heads % num_kv_heads:
+        problem = f"got {num_kv_heads}, which does not divide num_attention_heads {num_heads}"
+        raise root.error("num_key_value_heads", problem)
+    if head_dim % 2:
+        raise root.error("head_dim", f"got {head_dim}, expected an even number: rope turns pairs")
+    softcap = config.get("final_logit_softcapping", target.final_softcap)
+    return DFlashModelSpec(
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        mlp_width=root.whole("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope_theta=_read_theta(root),
+        rms_eps=root.number("rms_norm_eps", 1e-6),
+        final_softcap=None if softcap is None else root.number("final_logit_softcapping", target.final_softcap),
+        layers=_read_layers(root, own, block_size),
+        taps=_read_taps(root, own, target),
+        block_size=block_size,
+        mask_token_id=_read_mask(root, own, target),
+    )
+
+
+def _check_pairing(root: Section, own: Section, target: ModelSpec) -> None:
+    """Width, vocabulary and depth must be the target's."""
+    hint = "a DFlash drafter serves the one model that it was trained for"
+    for key, found, expected in (
+        ("hidden_size", root.whole("hidden_size"), target.hidden_size),
+        ("vocab_size", root.whole("vocab_size", target.vocab_size), target.vocab_size),
+        ("num_target_layers", root.whole("num_target_layers", len(target.layers)), len(target.layers)),
+    ):
+        if found != expected:
+            raise root.error(key, f"got {found}, but the model it is to draft for has {expected}", hint)
+
+
+def _read_theta(root: Section) -> float:
+    """The one rope of all layers, by either of its spellings."""
+    if root.values.get("rope_parameters") is None:
+        return root.number("rope_theta", 1e6)
+    rope = root.section("rope_parameters")
+    if rope.values.get("rope_type", "default") != "default":
+        raise rope.error("rope_type", f"got {rope.values['rope_type']!r}, expected 'default'")
+    return rope.number("rope_theta")
+
+
+def _read_layers(root: Section, own: Section, block_size: int) -> tuple[DFlashLayer, ...]:
+    num_layers = root.whole("num_hidden_layers")
+    if num_layers > _MAX_LAYERS:
+        raise root.error("num_hidden_layers", f"got {num_layers}, expected at most {_MAX_LAYERS}")
+    kinds = root.values.get("layer_types")
+    kinds = [_FULL] * num_layers if kinds is None else kinds
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in (_SLIDING, _FULL) for kind in kinds):
+        raise root.error("layer_types", f"got {kinds!r}, expected {num_layers} of {_SLIDING!r} and {_FULL!r}")
+    window = root.whole("sliding_window") if _SLIDING in kinds else 0
+    if window and window < block_size:
+        raise root.error("sliding_window", f"got {window}, fewer than the {block_size} tokens of a block")
+    stated = own.values.get("is_causal")
+    if stated is not None and not isinstance(stated, bool):
+        raise own.error("is_causal", f"got {stated!r}, expected true or false")
+    return tuple(
+        DFlashLayer(window if kind == _SLIDING else None, kind == _SLIDING if stated is None else stated) for kind in kinds
+    )
+
+
+def _read_taps(root: Section, own: Section, target: ModelSpec) -> tuple[int, ...]:
+    section = own if "target_layer_ids" in own.values else root
+    taps = section.values.get("target_layer_ids")
+    num_layers = len(target.layers)
+    if not isinstance(taps, list) or not taps:
+        raise section.error("target_layer_ids", f"got {taps!r}, expected a list of the target's layers")
+    for tap in taps:
+        if isinstance(tap, bool) or not isinstance(tap, int) or not 0 <= tap < num_layers:
+            raise section.error("target_layer_ids", f"got {tap!r}, the target's layers are 0 to {num_layers - 1}")
+    if len(set(taps)) < len(taps):
+        raise section.error("target_layer_ids", f"got {taps}, in which a layer stands twice")
+    return tuple(taps)
+
+
+def _read_mask(root: Section, own: Section, target: ModelSpec) -> int:
+    section = own if "mask_token_id" in own.values else root
+    mask = section.whole("mask_token_id", least=0)
+    if mask >= target.vocab_size:
+        raise section.error("mask_token_id", f"got {mask}, the target's tokens are 0 to {target.vocab_size - 1}")
+    return mask
+
+
+def make_config(target: ModelSpec, **overrides: Any) -> dict[str, Any]:
+    """`config.json` of a drafter for `target` with the published drafters' proportions; `overrides` replace keys of it."""
+    size, num_layers = target.hidden_size, overrides.get("num_hidden_layers", 5)
+    head_dim = overrides.get("head_dim", 128 if size >= 1024 else 32)
+    num_heads = 1 << (max(1, size // head_dim) - 1).bit_length()
+    config = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        "hidden_size": size,
+        "vocab_size": target.vocab_size,
+        "intermediate_size": 2 * size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": min(8, num_heads),
+        "head_dim": head_dim,
+        "layer_types": [*[_SLIDING] * (num_layers - 1), _FULL],
+        "sliding_window": 2048,
+        "max_position_embeddings": target.max_position,
+        "rope_theta": 1e6,
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "final_logit_softcapping": target.final_softcap,
+        "block_size": 16,
+        "num_target_layers": len(target.layers),
+        "dflash_config": {"mask_token_id": 4, "target_layer_ids": spread_taps(len(target.layers))},
+    }
+    return config | overrides
+
+
+def spread_taps(num_layers: int, count: int = 6) -> list[int]:
+    """Evenly spread target layers from the second to the third from the end, as the published drafters tap them."""
+    first, last = min(1, num_layers - 1), max(num_layers - 3, min(1, num_layers - 1))
+    return sorted({round(first + index * (last - first) / (count - 1)) for index in range(count)})

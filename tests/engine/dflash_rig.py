@@ -1,0 +1,224 @@
+"""A tiny target with a tiny random DFlash drafter, the real scheduler and runner, and every block that was drafted."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+
+from dflash_oracle import DFlashOracle
+
+from culet.attention.reference import ReferenceBackend
+from culet.cache.pool import Pool
+from culet.cache.spec import plan_cache
+from culet.config import DraftChoice, ScheduleConfig
+from culet.drafters.base import DraftBatch
+from culet.drafters.dflash import DFlashDrafter
+from culet.drafters.dflash_spec import DFlashSpec
+from culet.engine.memory import least_slabs
+from culet.models.checkpoint import open_checkpoint
+from culet.models.dflash_random import TINY, write_dflash
+from culet.models.gemma4 import Gemma4
+from culet.models.tiny import write_checkpoint
+from culet.models.weights import load_model
+from culet.runner.runner import Runner
+from culet.scheduler.scheduler import Scheduler
+from culet.types import Entry, PageTable, Request, Row, StepPlan
+from tests.samplings import GREEDY
+
+MAX_LEN = 160
+CPU = torch.device("cpu")
+# Layers to tap: in the KV-sharing shape the last of them runs on the tail alone when nobody taps it.
+TAPS = {"E2B": [1, 3, 7], "12B": [0, 2, 4], "31B": [0, 2, 5]}
+
+
+@dataclass
+class Pair:
+    """A target and the folder of its drafter."""
+
+    model: Gemma4
+    folder: Path
+    spec: DFlashSpec
+
+    @property
+    def oracle(self) -> DFlashOracle:
+        return DFlashOracle(self.folder, self.model.embedding, self.model.embed_scale)
+
+
+def make_pair(folder: Path, shape: str, **overrides) -> Pair:
+    """A random target of `shape` and a random drafter for it, both float32."""
+    target = write_checkpoint(folder / "target", shape, dtype=torch.float32)
+    checkpoint = open_checkpoint(str(target))
+    own = {"dflash_config": {"mask_token_id": 4, "target_layer_ids": TAPS[shape]}}
+    drafter = write_dflash(folder / "drafter", checkpoint.spec, overrides=TINY | own | overrides, dtype=torch.float32, seed=3)
+    model = load_model(checkpoint, dtype=torch.float32, device=CPU, progress=False)
+    return Pair(model, drafter, DFlashSpec.open(DraftChoice("dflash", str(drafter)), checkpoint.spec))
+
+
+@dataclass
+class Round:
+    """One block, as it was drafted."""
+
+    tokens: list[int]  # the sequence up to the newest token
+    logits: Tensor  # [block, V]
+
+
+class Watched(DFlashDrafter):
+    """A drafter that keeps every block it drafts, and may propose what it is told instead: `told[tokens]` -> next tokens."""
+
+    def watch(self, tokens_SL: Tensor, told: dict[int, list[int]], is_wrong) -> Watched:
+        self.tokens_SL, self.told, self.is_wrong = tokens_SL, told, is_wrong
+        self.rounds: list[Round] = []
+        return self
+
+    def block_states(self, batch: DraftBatch, pool: Pool) -> Tensor:
+        self.states = super().block_states(batch, pool)
+        return self.states
+
+    def propose(self, batch: DraftBatch, pool: Pool, num_drafts: int) -> Tensor:
+        proposals = super().propose(batch, pool, num_drafts)
+        logits = self.model.logits(self.states).unflatten(0, (batch.num_rows, -1))
+        assert torch.equal(proposals, logits[:, 1 : num_drafts + 1].argmax(-1))
+        for row, (slot, length) in enumerate(zip(batch.slot_R.tolist(), batch.length_R.tolist(), strict=True)):
+            tokens = self.tokens_SL[slot, : length + 1].tolist()
+            assert tokens[-1] == int(batch.newest_R[row])
+            self.rounds.append(Round(tokens, logits[row].clone()))
+            for index in range(num_drafts):
+                whole = self.told.get(tokens[0], [])
+                place = length + 1 + index
+                if place < len(whole):
+                    proposals[row, index] = whole[place] + self.is_wrong(place)
+        return proposals
+
+
+class Rig:
+    """A scheduler and a runner; `run` drives them until every request has ended."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        *,
+        drafts=True,
+        budget=64,
+        max_num_seqs=8,
+        num_slabs=300,
+        prefix_caching=False,
+        told: dict[int, list[int]] | None = None,
+        is_wrong=lambda place: False,
+        has_spare=False,
+        backend=ReferenceBackend,  # of the drafter
+        longest=0,  # the cache holds little more than one sequence of so many tokens
+    ):
+        model = pair.model
+        specs = model.spec.kv_specs(4) + (pair.spec.kv_specs(4) if drafts else [])
+        kinds = {spec.kind for spec in specs}
+        per_token = [sum(spec.bytes_per_token for spec in specs if spec.kind == kind) for kind in kinds]
+        layout = plan_cache(specs, slab_bytes=16 * max(per_token))  # the smallest pages there are
+        num_slabs = least_slabs(layout, longest) + 2 if longest else num_slabs
+        self.pool = Pool(layout, num_slabs, torch.float32, CPU, has_spare=has_spare)
+        num_heads = model.spec.layers[0].num_heads
+        own = [ReferenceBackend(group, num_heads) for group in layout.groups if group.name != "dflash"]
+        self.drafter: Watched | None = None
+        if drafts:
+            group = next(group for group in layout.groups if group.name == "dflash")
+            planned = backend(group, pair.spec.num_heads)
+            built = pair.spec.build(model, {group.index: planned}, progress=False)
+            self.drafter = Watched(built.model, planned, max_drafts=built.max_drafts)
+        self.scheduler = Scheduler(
+            layout,
+            num_slabs,
+            ScheduleConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
+            max_model_len=MAX_LEN,
+            prefix_caching=prefix_caching,
+            max_drafts=self.drafter.max_drafts if self.drafter else 0,
+        )
+        self.runner = Runner(model, self.pool, own, max_num_seqs=max_num_seqs, max_model_len=MAX_LEN, drafter=self.drafter)
+        if self.drafter:
+            self.drafter.watch(self.runner.tokens_SL, told or {}, is_wrong)
+
+    @property
+    def rounds(self) -> list[Round]:
+        return self.drafter.rounds if self.drafter else []
+
+    def run(self, *requests: Request, cancel_at: dict[int, str] | None = None) -> dict[tuple[str, int], list[int]]:
+        """Tokens by (request id, sample); `cancel_at` ends requests after so many steps."""
+        for request in requests:
+            self.scheduler.add(request)
+        out: dict[tuple[str, int], list[int]] = {}
+        step = 0
+        while self.scheduler.has_work:
+            plan = self.scheduler.schedule()
+            assert plan is not None
+            self.scheduler.apply(self.runner.execute(plan))
+            step += 1
+            if cancel_at and step in cancel_at:
+                self.scheduler.cancel(cancel_at[step])
+            for delta in self.scheduler.deltas():
+                out.setdefault((delta.request_id, delta.sample), []).extend(delta.token_ids)
+        return out
+
+    def check_pages(self) -> None:
+        """Nothing is held any more but what checkpoints keep."""
+        arena = self.scheduler.supply.arena
+        assert arena.num_free + arena.num_reclaimable == arena.num_pages
+        self.scheduler.drop_checkpoints()
+        assert arena.num_free == arena.num_pages
+
+
+def make_request(name: str, prompt: list[int], num_tokens: int = 20, sampling=GREEDY, n: int = 1) -> Request:
+    return Request(name, tuple(prompt), sampling, n, num_tokens, frozenset())
+
+
+def make_prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(120, 600, (length,), generator=generator).tolist()
+
+
+def taps_of(pair: Pair, tokens: list[int]) -> dict[int, Tensor]:
+    """The target's streams [T, D] at the drafter's taps, computed in one go."""
+    model = pair.model
+    layout = plan_cache(model.spec.kv_specs(4))
+    pool = Pool(layout, 200, torch.float32, CPU)
+    backends = [ReferenceBackend(group, model.spec.layers[0].num_heads) for group in layout.groups]
+    runner = Runner(model, pool, backends, max_num_seqs=1, max_model_len=len(tokens) + 1)
+    tables, page = [], 0
+    for group in layout.groups:
+        count = group.pages_for(len(tokens))
+        tables.append(PageTable(0, tuple(range(page, page + count))))
+        page += count
+    found: list[dict[int, Tensor]] = []
+    original = model.forward
+
+    def capture(batch, pool, backends, taps=()):
+        hidden = original(batch, pool, backends, pair.spec.taps)
+        found.append(hidden.tapped)
+        return hidden
+
+    row = Row(0, 0, len(tokens), len(tokens), tuple(tables), (0,) * len(tables))
+    model.forward = capture
+    try:
+        runner.execute(StepPlan(0, (Entry(0, tuple(tokens), len(tokens), GREEDY),), (), (row,)))
+    finally:
+        del model.forward
+    return found[0]
+
+
+def assert_like_oracle(pair: Pair, rounds: list[Round], at_least: int) -> None:
+    """Every block's logits are the oracle's to 1e-4."""
+    assert len(rounds) >= at_least, f"{len(rounds)} blocks were drafted, expected {at_least} at the least"
+    oracle, streams = pair.oracle, {}
+    for one in sorted(rounds, key=lambda one: -len(one.tokens)):
+        context = tuple(one.tokens[:-1])
+        whole = next((known for known in streams if known[: len(context)] == context), None)
+        if whole is None:
+            whole, streams[context] = context, taps_of(pair, list(context))
+        tapped = {tap: stream[: len(context)] for tap, stream in streams[whole].items()}
+        with torch.inference_mode():
+            expected = oracle.logits(tapped, one.tokens[-1])
+        error = float((one.logits - expected).abs().max())
+        assert error < 1e-4, f"block after {len(context)} tokens: off by {error:.2e}"

@@ -1,0 +1,147 @@
+"""DFlash through scheduler and runner: blocks are those of a dense oracle whatever happened, and the output never changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from dflash_rig import Pair, Rig, assert_like_oracle, make_pair, make_prompt, make_request
+
+from tests.samplings import GREEDY
+
+LENGTHS = (1, 3, 31, 75)  # prompts within and beyond the windows, of the target (32) and of the drafter (24)
+MISTAKES = {
+    "right": lambda place: 0,
+    "wrong": lambda place: 1,
+    "mixed": lambda place: int(place % 5 == 0 or place % 7 == 0),
+}
+
+
+@pytest.fixture(scope="module", params=["E2B", "31B"])
+def pair(request, tmp_path_factory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("pair"), request.param)
+
+
+def requests(num_tokens: int = 20):
+    return [make_request(f"r{length}", make_prompt(length), num_tokens) for length in LENGTHS]
+
+
+def told(requests, out) -> dict[int, list[int]]:
+    """What each sequence will say, by its first token."""
+    return {one.prompt_token_ids[0]: [*one.prompt_token_ids, *out[one.request_id, 0]] for one in requests}
+
+
+@pytest.mark.parametrize("budget", [13, 200])
+def test_blocks_of_a_batch(pair, budget):
+    """Different lengths side by side, in one go and in chunks; a random drafter is wrong, so every draft is rejected."""
+    expected = Rig(pair, drafts=False).run(*requests())
+    rig = Rig(pair, budget=budget)
+    assert rig.run(*requests()) == expected
+    assert rig.scheduler.counters.rollbacks > 20
+    assert_like_oracle(pair, rig.rounds, at_least=4 * 18)
+    rig.check_pages()
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_blocks_after_acceptance(pair, mistake):
+    """Drafts that are accepted, rejected, and both: the context is that of the tokens that stayed."""
+    ones = requests(40)
+    expected = Rig(pair, drafts=False).run(*ones)
+    rig = Rig(pair, budget=40, told=told(ones, expected), is_wrong=MISTAKES[mistake])
+    assert rig.run(*ones) == expected
+    if mistake == "right":
+        assert rig.scheduler.counters.steps < 20
+    assert_like_oracle(pair, rig.rounds, at_least=12)
+    rig.check_pages()
+
+
+def conversation(pair, **settings):
+    """Three turns of one conversation and two prompts that begin alike, one after another: (rig, output, all requests)."""
+    rig, out, asked = Rig(pair, budget=50, **settings), {}, []
+
+    def ask(name: str, prompt: list[int]) -> list[int]:
+        asked.append(make_request(name, prompt, 14))
+        out.update(rig.run(asked[-1]))
+        return [*prompt, *out[name, 0]]
+
+    history = ask("turn1", make_prompt(41))
+    history = ask("turn2", history + make_prompt(9, seed=1))
+    ask("turn3", history + make_prompt(3, seed=2))
+    stem = make_prompt(64, seed=3)
+    ask("left", stem)
+    ask("again", stem)
+    ask("right", stem + make_prompt(5, seed=4))
+    return rig, out, asked
+
+
+def test_a_prefix_hit_holds_the_drafters_context(pair):
+    """Blocks after a hit are those without one, and so is the number of steps: acceptance does not fall."""
+    _, plain, asked = conversation(pair, drafts=False)
+    say, wrong = told(asked, plain), MISTAKES["mixed"]
+    # Turns of one conversation begin with the same token: the longest of them tells them all.
+    for one in sorted(asked, key=lambda one: len(one.prompt_token_ids)):
+        say[one.prompt_token_ids[0]] = [*one.prompt_token_ids, *plain[one.request_id, 0]]
+    cold, out_cold, _ = conversation(pair, told=say, is_wrong=wrong)
+    warm, out_warm, _ = conversation(pair, told=say, is_wrong=wrong, prefix_caching=True)
+    assert out_cold == out_warm == plain
+    assert warm.scheduler.counters.prefix_hits >= 4
+    assert warm.scheduler.counters.prefix_hit_tokens > 200
+    assert [one.tokens for one in warm.rounds] == [one.tokens for one in cold.rounds]
+    for ours, theirs in zip(warm.rounds, cold.rounds, strict=True):
+        assert float((ours.logits - theirs.logits).abs().max()) < 1e-4
+    assert warm.scheduler.counters.rollbacks == cold.scheduler.counters.rollbacks
+    assert_like_oracle(pair, warm.rounds, at_least=20)
+    warm.check_pages()
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_preemption(pair, prefix_caching):
+    """Too few pages for all: who is preempted is computed again, its context too."""
+    ones = [make_request(f"r{length}", make_prompt(length), 60) for length in (5, 9, 17, 40)]
+    expected = Rig(pair, drafts=False).run(*ones)
+    rig = Rig(
+        pair, longest=101, told=told(ones, expected), is_wrong=MISTAKES["mixed"], prefix_caching=prefix_caching, budget=70
+    )
+    assert rig.run(*ones) == expected
+    assert rig.scheduler.counters.preemptions >= 1
+    assert_like_oracle(pair, rig.rounds, at_least=20)
+    rig.check_pages()
+
+
+def test_cancels(pair):
+    """Pages of a cancelled sequence go to others at once: nobody's context suffers."""
+    ones = [make_request(f"r{index}", make_prompt(20 + 7 * index, seed=index), 24) for index in range(8)]
+    expected = Rig(pair, drafts=False).run(*ones)
+    rig = Rig(pair, num_slabs=60, max_num_seqs=4, told=told(ones, expected), is_wrong=MISTAKES["mixed"], prefix_caching=True)
+    out = rig.run(*ones, cancel_at={2: "r1", 4: "r0", 5: "r3", 9: "r5"})
+    ended = {("r1", 0), ("r0", 0), ("r3", 0), ("r5", 0)}
+    for key, tokens in out.items():
+        assert tokens == (expected[key][: len(tokens)] if key in ended else expected[key])
+    assert rig.scheduler.counters.cancelled >= 3
+    assert_like_oracle(pair, rig.rounds, at_least=20)
+    rig.check_pages()
+
+
+def test_samples_of_one_prompt(pair):
+    """Samples that fork share a prompt's pages in the step in which they fork; each drafts on its own afterwards."""
+    sampling = replace(GREEDY, temperature=1.0, seed=5)
+    ones = [make_request("many", make_prompt(37), 16, sampling, n=4), make_request("one", make_prompt(50), 16)]
+    expected = Rig(pair, drafts=False).run(*ones)
+    assert len({tuple(tokens) for (name, _), tokens in expected.items() if name == "many"}) > 1
+    rig = Rig(pair, prefix_caching=True)
+    assert rig.run(*ones) == expected
+    assert rig.scheduler.counters.forks == 3
+    assert_like_oracle(pair, rig.rounds, at_least=50)
+    rig.check_pages()
+
+
+def test_steps_of_fixed_shapes(pair):
+    """Padded steps, as graphs replay them: rows that only pad leave nothing behind, and drafts are the same."""
+    ones = requests(16)
+    expected = Rig(pair).run(*ones)
+    rig = Rig(pair, has_spare=True)
+    rig.runner.use_fixed_steps()
+    assert rig.run(*ones) == expected
+    assert_like_oracle(pair, rig.rounds, at_least=40)
+    for layer in range(pair.spec.first_layer, pair.spec.first_layer + len(pair.spec.shape.layers)):
+        assert not rig.pool.planes(layer)[:, rig.pool.spare_page].any()

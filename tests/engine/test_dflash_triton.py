@@ -1,0 +1,39 @@
+"""A DFlash drafter on our Triton backend, in Triton's interpreter: the same blocks as the dense oracle's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+
+    def test_blocks_in_the_interpreter() -> None:
+        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+        assert " passed" in done.stdout
+
+else:
+    from dflash_rig import Rig, assert_like_oracle, make_pair, make_prompt, make_request
+
+    from culet.attention.triton import TritonBackend
+
+    @pytest.mark.parametrize("is_causal", [None, pytest.param(False, marks=pytest.mark.slow)])
+    def test_blocks(tmp_path, is_causal) -> None:
+        """Sliding and full layers, non-causal as published and everywhere, after a chunk and after rejected drafts."""
+        own = {"mask_token_id": 4, "target_layer_ids": [0, 2, 5]}
+        if is_causal is not None:
+            own["is_causal"] = is_causal
+        pair = make_pair(tmp_path, "31B", dflash_config=own)
+        ones = [make_request("long", make_prompt(33), 4)]
+        if is_causal is not None:
+            ones.append(make_request("short", make_prompt(2), 4))
+        rig = Rig(pair, budget=30, backend=TritonBackend)
+        assert rig.run(*ones) == Rig(pair, drafts=False).run(*ones)
+        assert_like_oracle(pair, rig.rounds, at_least=2)

@@ -1,0 +1,238 @@
+"""The ninth detail that implementers of Gemma 4 get wrong, the assistant: each trap is sprung, and the test must see it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from culet.drafters.mtp import MTPDrafter
+from culet.layers.attention import Pass
+from culet.models.assistant import Assistant, CentroidHead
+from culet.models.assistant_spec import CentroidSpec
+from culet.models.gemma4 import Gemma4
+from tests.models import tiny_assistants
+from tests.models import tiny_checkpoints as tiny
+from tests.models.draft_rig import DraftRig
+
+LENGTHS = (5, tiny.WINDOW, 3 * tiny.WINDOW + 5)
+NUM_DRAFTS = 3
+SEEN = 1e-2  # a sprung trap shows at least a hundred times the tolerance
+KINDS = ("E4B", "26B-A4B", "31B")  # a head in two steps, experts, and K = V over the latent
+
+
+@functools.cache
+def wanted(shape: str, length: int) -> Tensor:
+    return tiny_assistants.oracle_drafts(shape, tiny.telling_prompt(shape, length), 9, NUM_DRAFTS, "engine")[1]
+
+
+def errors_of(rig: DraftRig, shape: str) -> list[float]:
+    """By draft: largest difference to transformers' logits, as a share of the largest; what only one looks at counts fully."""
+    prompts = [tiny.telling_prompt(shape, length) for length in LENGTHS]
+    _, got_RKV = rig.drafts(prompts, [9] * len(prompts), NUM_DRAFTS)
+    found = []
+    for draft in range(NUM_DRAFTS):
+        worst = 0.0
+        for row, length in enumerate(LENGTHS):
+            got, want = got_RKV[row, draft], wanted(shape, length)[draft]
+            seen = got.isfinite()
+            unseen_best = float(want[~seen].max()) if not bool(seen.all()) else float("-inf")
+            worst = max(worst, float((got - want)[seen].abs().max() / want.abs().max()) if bool(seen.any()) else 1.0)
+            worst = max(worst, 1.0 if unseen_best > float(want[seen].min()) else 0.0)
+        found.append(worst)
+    return found
+
+
+@functools.cache
+def clean_errors(shape: str) -> list[float]:
+    return errors_of(DraftRig(shape), shape)
+
+
+@pytest.fixture(autouse=True)
+def _untouched_assistants_agree() -> None:
+    """Without a trap the same comparison passes, so that what a test sees is the trap."""
+    assert all(max(clean_errors(shape)) <= 1e-4 for shape in KINDS)
+
+
+@pytest.mark.parametrize("shape", KINDS)
+def test_the_embedding_comes_before_the_hidden_state(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Assistant.forward
+    monkeypatch.setattr(Assistant, "forward", lambda self, embedded, hidden, shared: forward(self, hidden, embedded, shared))
+    assert min(errors_of(DraftRig(shape), shape)) > SEEN
+
+
+@pytest.mark.parametrize("shape", KINDS)
+def test_the_hidden_state_is_the_one_after_the_final_norm(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = DraftRig(shape)
+    last = len(rig.drafter.target.spec.layers) - 1
+    monkeypatch.setattr("tests.models.draft_rig.AFTER_FINAL_NORM", last)
+    read = rig.harness.step
+
+    def step(parts: list, taps: tuple[int, ...]) -> list[Tensor]:
+        """The stream after the last layer, of the tokens with logits."""
+        logits = read(parts, taps)
+        hidden = rig.harness.hidden
+        assert hidden is not None
+        ends = torch.tensor([size for _, size, _ in parts]).cumsum(0) - 1
+        stream = hidden.tapped[last]
+        hidden.tapped[last] = stream[ends] if stream.shape[0] > len(parts) else stream
+        return logits
+
+    rig.harness.step = step  # type: ignore[method-assign, assignment]
+    assert min(errors_of(rig, shape)) > SEEN
+
+
+@pytest.mark.parametrize("shape", KINDS)
+def test_the_embedding_is_the_targets_and_scaled(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gemma4, "embed", lambda self, token_ids: self.embedding[token_ids])
+    assert min(errors_of(DraftRig(shape), shape)) > SEEN
+
+
+@pytest.mark.parametrize("shape", KINDS)
+def test_its_own_table_is_no_input(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trap: the assistant's own embedding of the token, scaled as a decoder's, instead of the projected pair."""
+    rig = DraftRig(shape)
+    assistant, table = rig.drafter.assistant, tiny_assistants.assistant_oracle(shape).model.embed_tokens.weight
+    size = assistant.spec.decoder.hidden_size
+
+    def embed(self: Gemma4, token_ids: Tensor) -> Tensor:
+        rows = table.detach()[token_ids] * size**0.5
+        return torch.nn.functional.pad(rows, (0, self.spec.hidden_size - size))
+
+    assistant.pre_projection.weight.copy_(torch.eye(*assistant.pre_projection.weight.shape))
+    monkeypatch.setattr(Gemma4, "embed", embed)
+    assert min(errors_of(rig, shape)) > SEEN
+
+
+@pytest.mark.parametrize("shape", KINDS)
+def test_its_own_table_is_the_head(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trap: the target's head over the state that is projected back to the target's width."""
+    rig = DraftRig(shape)
+    assistant, target = rig.drafter.assistant, rig.drafter.target
+    monkeypatch.setattr(assistant.head, "logits", lambda z_RD: target.logits(assistant.next_hidden(z_RD)))
+    assert min(errors_of(rig, shape)) > SEEN
+
+
+@pytest.mark.parametrize("shape", KINDS)
+@pytest.mark.parametrize("what", ["position", "keys"])
+def test_position_and_keys_stay_along_the_chain(shape: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trap: each draft moves on by one, in its angle, or in the window of keys that it sees."""
+    begin, forward = MTPDrafter.begin, Assistant.forward
+    moves: list[Callable[[int], Pass]] = []
+
+    def begin_movable(self: MTPDrafter, batch: object, pool: object) -> Pass:
+        def moved(by: int) -> Pass:
+            length = batch.length_R  # type: ignore[attr-defined]
+            if what == "position":
+                shared = begin(self, batch, pool)  # type: ignore[arg-type]
+                ropes = [self.assistant.ops.rope(length - 1 + by, one) for one in self.assistant.inv_freqs]
+                shared.ropes[:] = ropes  # type: ignore[index]
+                return shared
+            window = pool.layout.groups[0].window  # type: ignore[attr-defined]
+            last = length - 1
+            visible = torch.stack(((last - window + 1 + by).clamp(min=0).minimum(last), last)).int()
+            monkeypatch.setattr(MTPDrafter, "_visible", lambda _, __, index, ___: visible if index == 0 else None)
+            return begin(self, batch, pool)  # type: ignore[arg-type]
+
+        moves[:] = [moved]
+        counts[0] = 0
+        return moved(0)
+
+    counts = [0]
+
+    def forward_moved(self: Assistant, embedded: Tensor, hidden: Tensor, _: Pass) -> Tensor:
+        counts[0] += 1
+        return forward(self, embedded, hidden, moves[0](counts[0] - 1))
+
+    monkeypatch.setattr(MTPDrafter, "begin", begin_movable)
+    monkeypatch.setattr(Assistant, "forward", forward_moved)
+    first, *others = errors_of(DraftRig(shape), shape)
+    assert first <= 1e-4  # the first draft has not moved
+    assert min(others) > 10 * 1e-4
+    assert max(others) > SEEN / 2
+
+
+@pytest.mark.parametrize("shape", KINDS)
+def test_the_hidden_state_moves_along_the_chain(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trap: every draft starts from the target's hidden state again."""
+    held: list[Tensor] = []
+    forward = Assistant.forward
+
+    def forward_held(self: Assistant, embedded: Tensor, hidden: Tensor, shared: Pass) -> Tensor:
+        held.append(hidden)
+        return forward(self, embedded, held[0], shared)
+
+    monkeypatch.setattr(Assistant, "forward", forward_held)
+    first, *others = errors_of(DraftRig(shape), shape)
+    assert first <= 1e-4
+    assert min(others) > SEEN
+
+
+@pytest.mark.parametrize("shape", ["E2B", "E4B"])
+@pytest.mark.parametrize("trap", ["ignored", "narrow"])
+def test_token_ordering(shape: str, trap: str) -> None:
+    """The traps: tokens taken in the order of their ids; and an order in too few bits (here 7 of the 8 it takes)."""
+    rig = DraftRig(shape)
+    head = rig.drafter.assistant.head
+    assert isinstance(head, CentroidHead)
+    assert head.token_ids_CJ.dtype == torch.int64
+    if trap == "ignored":
+        head.token_ids_CJ.copy_(torch.arange(tiny.VOCAB).view_as(head.token_ids_CJ))
+    else:
+        head.token_ids_CJ.remainder_(128)
+    assert max(errors_of(rig, shape)) > SEEN
+
+
+def test_token_ordering_of_a_real_vocabulary() -> None:
+    """Ids beyond 16 bits come back whole: the token that a state was made for is found, wherever the order puts it."""
+    vocab, size = 262_144, 8
+    head = CentroidHead(CentroidSpec(2048, 32), vocab, size, dtype=torch.float32, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    places = head.placements()
+    table = torch.randn(vocab, size, generator=generator)
+    order = torch.randperm(vocab, generator=generator)
+    clusters = torch.randn(2048, size, generator=generator)
+    places["model.embed_tokens.weight"].fill(table)
+    places["masked_embedding.centroids.weight"].fill(clusters)
+    places["masked_embedding.token_ordering"].fill(order)
+    head.finish()
+    state = torch.randn(5, size, generator=generator)
+    for row, token in enumerate(head.best(state).tolist()):
+        chosen = (clusters @ state[row]).topk(32).indices
+        among = order.view(2048, 128)[chosen].flatten()
+        assert token == int(among[(table[among] @ state[row]).argmax()])
+    assert int(head.best(state).max()) > 65_535
+
+
+@pytest.mark.parametrize("shape", KINDS)
+@pytest.mark.parametrize("is_global", [False, True])
+def test_keys_are_those_of_the_last_owner_of_the_kind(shape: str, is_global: bool) -> None:
+    """The trap: another layer of the same kind, which has the same shape."""
+    rig = DraftRig(shape)
+    target = rig.drafter.target
+    owners = [layer.index for layer in target.spec.layers if layer.owns_kv and layer.is_global == is_global]
+    others = [owner for owner in owners if owner != owners[-1]]
+    for layer in rig.drafter.assistant._layers:
+        if layer.attention.kv_source == owners[-1]:
+            layer.attention.kv_source = others[-1]
+    begin = rig.drafter.assistant.begin
+
+    def begin_elsewhere(*arguments: object) -> Pass:
+        shared = begin(*arguments)  # type: ignore[arg-type]
+        nothing = next(iter(shared.fresh.values()))
+        shared.fresh.update(dict.fromkeys(others, nothing))
+        return shared
+
+    rig.drafter.assistant.begin = begin_elsewhere  # type: ignore[method-assign, assignment]
+    assert min(errors_of(rig, shape)) > SEEN
+
+
+def test_the_latent_needs_the_targets_key_norm_in_the_assistants_queries() -> None:
+    rig = DraftRig("31B")
+    for layer in rig.drafter.assistant._layers:
+        if layer.attention.heads.latent:
+            layer.attention.norm_weight[:] = layer.attention.q_norm
+    assert max(errors_of(rig, "31B")) > SEEN
