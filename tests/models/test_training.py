@@ -1,0 +1,238 @@
+"""Training at toy size: it learns, it can be taken up again, and what it exports is what transformers and Culet run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from culet import LLM, SamplingParams
+from culet.attention.reference import ReferenceBackend
+from culet.config import DraftChoice
+from culet.drafters.base import open_drafter
+from culet.models.checkpoint import open_checkpoint
+from culet.models.weights import load_model
+from tests.models.dflash_oracle import DFlashOracle
+from tests.models.draft_rig import DraftRig
+from tests.models.harness import Harness
+from tests.models.training_pack import FIRST_WORD, write_pack
+from training.acceptance import Output, as_batch, count, dflash_drafts, mtp_drafts
+from training.batches import Mixture, Packer, load_parts
+from training.drafters import Assistant, DFlash
+from training.export import read_weights
+from training.generate import Sampling, generate
+from training.loop import Log, Settings, Training
+from training.model import Target
+from training.optimiser import Optimiser, orthogonalised
+from training.run import main
+from training.shapes import MINI_ASSISTANT, MINI_DFLASH, MINI_TARGET
+from training.target import target_loss
+
+F32 = torch.float32
+CPU = torch.device("cpu")
+TEXT = [2, 105, *range(FIRST_WORD + 3, FIRST_WORD + 8), 106, 105, *range(FIRST_WORD + 8, FIRST_WORD + 40)]
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pack(tmp_path_factory.mktemp("pack"))
+
+
+@pytest.fixture(scope="module")
+def work(pack: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All three stages, some seconds of each."""
+    folder = tmp_path_factory.mktemp("work")
+    options = ["--pack", str(pack), "--work", str(folder), "--mini", "--device", "cpu", "--rows", "8", "--own-prompts", "24"]
+    assert main([*options, "--steps", "80,30,30"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(work: Path) -> Target:
+    model = Target(MINI_TARGET)
+    read_weights(model, work / "embedded" / "target")
+    return model
+
+
+@pytest.fixture(scope="module")
+def entries(work: Path) -> list[dict]:
+    return [json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()]
+
+
+def test_it_learns(entries: list[dict]) -> None:
+    (losses,) = [entry["losses"] for entry in entries if entry.get("event") == "held out"]
+    assert losses["chat"] < 1.5, "counting is not learnt"
+    emitted = {(e["stage"], e["temperature"]): e["tokens_per_verify"] for e in entries if e.get("event") == "acceptance"}
+    assert set(emitted) == {(stage, temperature) for stage in ("assistant", "dflash") for temperature in (0.0, 1.0)}
+    assert emitted["assistant", 0.0] > 1.2
+
+
+def test_a_stage_that_is_done_is_not_done_again(work: Path, pack: Path, entries: list[dict]) -> None:
+    before = (work / "embedded/target/model.safetensors").stat().st_mtime_ns
+    options = ["--pack", str(pack), "--work", str(work), "--mini", "--device", "cpu", "--stages", "target"]
+    assert main([*options, "--rows", "8", "--steps", "80,30,30"]) == 0
+    assert (work / "embedded/target/model.safetensors").stat().st_mtime_ns == before
+
+
+@torch.no_grad()
+def test_logits_are_those_of_transformers(work: Path, target: Target) -> None:
+    from transformers import AutoModelForCausalLM
+
+    oracle = AutoModelForCausalLM.from_pretrained(work / "embedded/target", dtype=F32).eval()
+    ids = torch.randint(5, 800, (3, 4 * MINI_TARGET.window), generator=torch.Generator().manual_seed(1))
+    ours = target.logits(target(ids, torch.zeros_like(ids), F32).hidden_BTD)
+    torch.testing.assert_close(ours, oracle(ids).logits, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_documents_of_a_row_do_not_see_each_other(target: Target) -> None:
+    a, b = TEXT[:13], TEXT[5:24]
+    length = 4 * MINI_TARGET.window
+    packed = torch.tensor([[*a, *b, *[0] * (length - len(a) - len(b))]])
+    first = torch.tensor([[0] * len(a) + [len(a)] * len(b) + list(range(len(a) + len(b), length))])
+    alone = torch.tensor([[*b, *[0] * (length - len(b))]])
+    inside = target(packed, first, F32).hidden_BTD[0, len(a) : len(a) + len(b)]
+    torch.testing.assert_close(inside, target(alone, torch.zeros_like(alone), F32).hidden_BTD[0, : len(b)], atol=1e-4, rtol=0)
+
+
+def test_culet_writes_what_training_writes(work: Path, target: Target) -> None:
+    prompts = [TEXT[:size] for size in (9, 14, 30)]
+    ours = generate(target, prompts, max_new=40, sampling=Sampling(0.0), dtype=F32)
+    with LLM(str(work / "embedded/target"), device="cpu", dtype="float32") as llm:
+        results = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40))
+    assert [list(result.token_ids) for result in results] == ours
+
+
+def test_mtp_drafts_are_those_of_culet(work: Path, target: Target) -> None:
+    assistant = Assistant(MINI_ASSISTANT, MINI_TARGET)
+    read_weights(assistant, work / "embedded/assistant")
+    batch = as_batch([Output(TEXT, [])], 4 * MINI_TARGET.window, CPU)
+    with torch.no_grad():
+        ours = mtp_drafts(target, assistant, batch, 3, F32)[0]
+    served = load_model(open_checkpoint(str(work / "embedded/target")), dtype=F32, device=CPU)
+    spec = open_drafter(DraftChoice("mtp", str(work / "embedded/assistant")), served.spec)
+    places = (3, MINI_TARGET.window - 1, MINI_TARGET.window, 30)
+    rig = DraftRig.__new__(DraftRig)
+    rig.harness = Harness(served, page_tokens=4, lookback=spec.lookback)
+    layout = rig.harness.layout
+    readers = [group for group in layout.groups if group.name in spec.readers(layout)]
+    rig.drafter = spec.build(served, {group.index: ReferenceBackend(group, spec.num_heads) for group in readers})
+    theirs, _ = rig.drafts([TEXT[: place + 1] for place in places], [TEXT[place + 1] for place in places], 3)
+    for place, drafts in zip(places, theirs, strict=True):
+        expected = ours[place].tolist()
+        fed = TEXT[place + 2 : place + 4]  # ours is fed the text; Culet its own drafts: the same while they agree
+        agreed = next((index for index in range(2) if drafts[index] != fed[index]), 2)
+        assert drafts[: agreed + 1] == expected[: agreed + 1]
+
+
+@torch.no_grad()
+def test_dflash_drafts_are_those_of_the_published_form(work: Path, target: Target) -> None:
+    drafter = DFlash(MINI_DFLASH, MINI_TARGET)
+    read_weights(drafter, work / "embedded/dflash")
+    batch = as_batch([Output(TEXT, [])], 4 * MINI_TARGET.window, CPU)
+    ours = dflash_drafts(target, drafter, batch, F32)[0]
+    taps = target(batch.ids_BT, batch.first_BT, F32, MINI_DFLASH.taps).taps
+    oracle = DFlashOracle(work / "embedded/dflash", target.embedding, target.embedding_scale)
+    for place in (0, 5, 20, len(TEXT) - 2):
+        context = {tap: stream[0, : place + 1] for tap, stream in taps.items()}
+        assert oracle.logits(context, TEXT[place + 1])[1:].argmax(-1).tolist() == ours[place].tolist()
+
+
+def test_checkpoints_open_in_culet(work: Path) -> None:
+    served = open_checkpoint(str(work / "embedded/target")).spec
+    for method, name in (("mtp", "assistant"), ("dflash", "dflash")):
+        assert open_drafter(DraftChoice(method, str(work / "embedded" / name)), served).max_drafts >= 3
+
+
+def _training(pack: Path, folder: Path, steps: int) -> Training:
+    torch.manual_seed(3)
+    target = Target(MINI_TARGET)
+    settings = Settings("t", steps=steps, row_len=128, rows_per_batch=2, rows_per_chunk=6, warmup_steps=5, log_every=4)
+    phases = [Mixture({"plain": 1, "chat": 1}), Mixture({"chat": 1}, learn_all=False)]
+    optimiser = Optimiser(target)
+    log = Log(folder / "log.jsonl")
+    parts = load_parts(pack / "train")
+    return Training(target, optimiser, target_loss(target, F32), settings, parts=parts, phases=phases, folder=folder, log=log)
+
+
+def test_taken_up_where_it_stopped(pack: Path, tmp_path: Path) -> None:
+    """Stopped in the middle of a chunk: the same weights as without a stop."""
+    whole = _training(pack, tmp_path / "whole", 12)
+    whole.run()
+    begun = _training(pack, tmp_path / "parts", 12)
+    begun.stop_at = 7
+    begun.run()
+    assert begun.step == 7
+    rest = _training(pack, tmp_path / "parts", 12)
+    assert rest.step == 7
+    rest.run()
+    for one, other in zip(whole.module.parameters(), rest.module.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
+
+
+def test_rows_are_whole_documents(pack: Path) -> None:
+    parts = load_parts(pack / "train")
+    documents = {
+        tuple(part.tokens[begin:end].tolist())
+        for part in parts.values()
+        for begin, end in zip(part.starts, part.ends, strict=True)
+    }
+    rows = Packer(parts, 128, 40).chunk({"plain": 1, "chat": 3}, learn_all=False)
+    assert rows is not None
+    chat_tokens = tokens = 0
+    for ids, first in zip(rows.ids.tolist(), rows.first.tolist(), strict=True):
+        for begin in sorted(set(first)):
+            document = tuple(token for token, start in zip(ids, first, strict=True) if start == begin)
+            if document != (0,):
+                assert document in documents
+                tokens += len(document)
+                chat_tokens += len(document) * (document[1] == 105)
+    assert chat_tokens / tokens == pytest.approx(0.75, abs=0.03)
+    learnt = rows.learnt[rows.ids == 105]
+    assert not learnt.any()
+
+
+def test_a_long_document_is_cut_into_rows(pack: Path) -> None:
+    parts = load_parts(pack / "train")
+    rows = Packer(parts, 16, 60).chunk({"plain": 1}, learn_all=True)
+    assert rows is not None
+    assert (rows.ids != 0).mean() > 0.6
+
+
+def test_acceptance_is_counted_in_rounds() -> None:
+    output = Output([1, 2], [10, 11, 12, 13, 14, 15])
+    drafts = torch.full((8, 3), -1)
+    drafts[1] = torch.tensor([11, 12, 99])  # after 10: two right, and the target's own 13
+    drafts[4] = torch.tensor([14, 15, 16])  # after 13: two right, and the output is over
+    result = count([output], [drafts], 3)
+    assert result.tokens_per_verify == pytest.approx((3 + 2) / 2)
+    assert result.by_draft == (1.0, 1.0, 0.0)
+
+
+def test_repetitive_outputs_are_left_out() -> None:
+    again = Output([1], list(range(10, 18)) * 3)
+    assert again.is_repetitive
+    assert not Output([1], list(range(10, 18)) * 2).is_repetitive
+    result = count([again], [torch.zeros(30, 3)], 3)
+    assert (result.num_outputs, result.num_repetitive) == (1, 1)
+
+
+def test_orthogonalised() -> None:
+    torch.manual_seed(0)
+    for shape in ((4, 24, 16), (4, 16, 24)):
+        values = torch.linalg.svdvals(orthogonalised(torch.randn(*shape)).float())
+        assert float(values.min()) > 0.5
+        assert float(values.max()) < 1.4
+
+
+def test_top_p_draws() -> None:
+    from training.generate import draw
+
+    logits = torch.log(torch.tensor([[0.6, 0.3, 0.08, 0.02]])).repeat(2000, 1)
+    drawn = draw(logits, Sampling(1.0, top_k=4, top_p=0.85), torch.Generator().manual_seed(0))
+    share = np.bincount(drawn.numpy(), minlength=4) / 2000
+    assert share[2] == share[3] == 0
+    assert share[0] == pytest.approx(2 / 3, abs=0.04)

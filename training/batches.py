@@ -1,0 +1,233 @@
+"""Training text as packed rows: whole documents side by side in rows of one length, drawn from weighted parts.
+
+A pack is a folder with `train` and `held_out`; in each, a part is `<part>.npy` (token ids, uint16, documents one after the
+other), `<part>.ends.npy` (where each document ends) and, where not all tokens are to be learnt, `<part>.loss.npy` (0 or 1).
+
+Documents of a part come in a fresh random order each time round. Everything is drawn from (seed, chunk), so that training goes
+on after a stop with the rows that would have come.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+PAD = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Documents of one kind."""
+
+    name: str
+    tokens: NDArray[np.uint16]
+    ends: NDArray[np.int64]
+    learnt: NDArray[np.bool_] | None = None  # per token: is it to be learnt
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        return np.concatenate((np.zeros(1, np.int64), self.ends[:-1]))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed rows: `first` is the index of the first token of each token's document, `learnt` says if it is a goal."""
+
+    ids: NDArray[np.uint16]
+    first: NDArray[np.int16]
+    learnt: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(
+            torch.from_numpy(self.ids.astype(np.int32)).to(device, non_blocking=True),
+            torch.from_numpy(self.first.astype(np.int32)).to(device, non_blocking=True),
+            torch.from_numpy(self.learnt).to(device, non_blocking=True),
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed rows on a device."""
+
+    ids_BT: Tensor
+    first_BT: Tensor
+    learnt_BT: Tensor
+
+    def __getitem__(self, rows: slice) -> Batch:
+        return Batch(self.ids_BT[rows], self.first_BT[rows], self.learnt_BT[rows])
+
+    @property
+    def goals(self) -> Tensor:
+        """The token after each; the last column is a stand-in that is never learnt."""
+        return torch.cat((self.ids_BT[:, 1:], self.ids_BT[:, :1]), 1).long()
+
+    @property
+    def is_goal(self) -> Tensor:
+        """Is the token after this one of the same document, and to be learnt."""
+        T = self.ids_BT.shape[1]
+        follows = self.first_BT[:, 1:] <= torch.arange(T - 1, device=self.ids_BT.device)
+        goal = follows & self.learnt_BT[:, 1:]
+        return torch.cat((goal, torch.zeros_like(goal[:, :1])), 1)
+
+
+def load_parts(folder: Path) -> dict[str, Part]:
+    """The parts of one split."""
+    parts = {}
+    for path in sorted(folder.glob("*.ends.npy")):
+        name = path.name.removesuffix(".ends.npy")
+        learnt = folder / f"{name}.loss.npy"
+        parts[name] = Part(
+            name,
+            np.load(folder / f"{name}.npy"),
+            np.load(path).astype(np.int64),
+            np.load(learnt).astype(bool) if learnt.exists() else None,
+        )
+    if not parts:
+        raise FileNotFoundError(f"{folder}: no training text; `training/data` makes it")
+    return parts
+
+
+class _Stream:
+    """Documents of a part, for ever: (part's start, length) pieces of at most a row, in a new order each time round."""
+
+    def __init__(self, part: Part, row_len: int, seed: int) -> None:
+        starts, lengths = part.starts, part.ends - part.starts
+        pieces = -(-lengths // row_len)
+        document = np.repeat(np.arange(len(lengths)), pieces)
+        number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        self._starts = starts[document] + number * row_len
+        self._lengths = np.minimum(row_len, lengths[document] - number * row_len)
+        self._random = np.random.default_rng(seed)
+        self._order: list[int] = []
+
+    def next(self) -> tuple[int, int]:
+        if not self._order:
+            self._order = self._random.permutation(len(self._starts)).tolist()
+        piece = self._order.pop()
+        return int(self._starts[piece]), int(self._lengths[piece])
+
+
+class Packer:
+    """Chunks of packed rows from weighted parts."""
+
+    def __init__(self, parts: Mapping[str, Part], row_len: int, rows_per_chunk: int, seed: int = 0) -> None:
+        self._names = sorted(parts)
+        self._parts = [parts[name] for name in self._names]
+        self._streams = [_Stream(part, row_len, seed + index) for index, part in enumerate(self._parts)]
+        self._row_len, self._rows = row_len, rows_per_chunk
+        self._seed, self._chunk = seed, 0
+        self._owed = np.zeros(len(self._names))  # tokens each part is behind its share
+
+    def chunk(self, weights: Mapping[str, float], *, learn_all: bool, build: bool = True) -> Rows | None:
+        """The next chunk; `build=False` only moves on, for training that is taken up again."""
+        share = np.array([weights.get(name, 0.0) for name in self._names])
+        share = share / share.sum()
+        placed: list[tuple[int, int, int, int]] = []  # part, its start, length, where in the chunk
+        row = 0
+        used = 0
+        while row < self._rows:
+            part = int(np.argmax(self._owed + share))
+            start, length = self._streams[part].next()
+            self._owed += share * length
+            self._owed[part] -= length
+            if used + length > self._row_len:
+                row, used = row + 1, 0
+                if row == self._rows:
+                    break  # this document is dropped; it comes again the next time round
+            placed.append((part, start, length, row * self._row_len + used))
+            used += length
+        self._chunk += 1
+        if not build:
+            return None
+        rows = self._build(placed, learn_all)
+        order = np.random.default_rng((self._seed, self._chunk)).permutation(self._rows)
+        return Rows(rows.ids[order], rows.first[order], rows.learnt[order])
+
+    def _build(self, placed: Sequence[tuple[int, int, int, int]], learn_all: bool) -> Rows:
+        size = self._rows * self._row_len
+        ids = np.full(size, PAD, np.uint16)
+        first = np.arange(size, dtype=np.int64) % self._row_len
+        learnt = np.zeros(size, bool)
+        table = np.array(placed, dtype=np.int64)
+        for index, part in enumerate(self._parts):
+            mine = table[table[:, 0] == index]
+            if not len(mine):
+                continue
+            lengths = mine[:, 2]
+            offset = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            source, goal = np.repeat(mine[:, 1], lengths) + offset, np.repeat(mine[:, 3], lengths) + offset
+            ids[goal] = part.tokens[source]
+            first[goal] = np.repeat(mine[:, 3] % self._row_len, lengths)
+            learnt[goal] = True if learn_all or part.learnt is None else part.learnt[source]
+        shape = (self._rows, self._row_len)
+        return Rows(ids.reshape(shape), first.astype(np.int16).reshape(shape), learnt.reshape(shape))
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What is learnt in a phase of training: weights of the parts (by tokens), and whether prompts are goals, too."""
+
+    weights: Mapping[str, float]
+    learn_all: bool = True
+
+
+class Feed:
+    """Batches on a device, made ahead by a thread; `phase` may be changed while it runs (chunks ahead keep theirs)."""
+
+    def __init__(
+        self,
+        packer: Packer,
+        phases: Sequence[Mixture],
+        *,
+        rows_per_batch: int,
+        device: torch.device,
+        history: Sequence[int] = (),
+        ahead: int = 2,
+    ) -> None:
+        """`history` lists the phases of the chunks that were begun already: all but the last are passed over."""
+        self.phase = history[-1] if history else 0
+        self.history = list(history[:-1])
+        self.taken = 0  # batches of the last chunk in history
+        self._packer, self._phases, self._size, self._device = packer, phases, rows_per_batch, device
+        for number in self.history:
+            packer.chunk(phases[number].weights, learn_all=phases[number].learn_all, build=False)
+        self._queue: Queue[tuple[int, Rows]] = Queue(maxsize=ahead)
+        threading.Thread(target=self._fill, daemon=True).start()
+
+    def _fill(self) -> None:
+        while True:
+            phase = self.phase
+            rows = self._packer.chunk(self._phases[phase].weights, learn_all=self._phases[phase].learn_all)
+            assert rows is not None
+            self._queue.put((phase, rows))
+
+    def batches(self, skip: int = 0) -> Iterator[Batch]:
+        """Batches for ever; the first `skip` of the first chunk were taken before."""
+        while True:
+            phase, rows = self._queue.get()
+            self.history.append(phase)
+            chunk = rows.to(self._device)
+            for number, begin in enumerate(range(0, len(rows) - self._size + 1, self._size), start=1):
+                self.taken = number
+                if number > skip:
+                    yield chunk[begin : begin + self._size]
+            skip = 0
+
+
+def fixed_rows(parts: Mapping[str, Part], row_len: int, num_rows: int, weights: Mapping[str, float] | None = None) -> Rows:
+    """The same rows each time, for evaluation."""
+    weights = weights or {name: float(len(part.tokens)) for name, part in parts.items()}
+    rows = Packer(parts, row_len, num_rows, seed=1234).chunk(weights, learn_all=True)
+    assert rows is not None
+    return rows

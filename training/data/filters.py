@@ -1,0 +1,43 @@
+"""Which answers of the teacher are worth learning: short, plain, complete, and nobody else's identity."""
+
+from __future__ import annotations
+
+import re
+
+_IDENTITY = re.compile(
+    r"\b(?:qwen|alibaba|tongyi|openai|chatgpt|gpt|anthropic|claude|gemini|deepmind|language model|ai assistant|ai model|as an ai|i'?m an ai|"
+    r"i am an ai|artificial intelligence (?:assistant|language|model)|my training data|knowledge cutoff|trained by|created by alibaba)\b",
+    re.IGNORECASE,
+)
+_MARKUP = re.compile(r"```|\*\*|^#|^\s*[-*•]\s|^\s*\d+[.)]\s|https?://|[{}<>|\\_`]|\$|::", re.MULTILINE)
+_REFUSAL = re.compile(r"\b(?:i'm sorry, but|i cannot assist|i can't assist|i'm unable|as a (?:text|machine|computer))\b", re.IGNORECASE)
+_LONGEST = {"story": 90, "poem": 60}  # words
+_NON_ASCII = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "–": "-", "—": "-", "…": "..."})
+
+
+def repeats(text: str) -> bool:
+    """Whether four words in a row come twice, or a word thrice in a row."""
+    words = re.findall(r"\w+", text.lower())
+    fours = [tuple(words[i : i + 4]) for i in range(len(words) - 3)]
+    return len(set(fours)) < len(fours) or any(len(set(words[i : i + 3])) == 1 for i in range(len(words) - 2))
+
+
+def good_answer(question: str, answer: str, kind: str) -> bool:
+    """Whether an answer may be kept."""
+    words = answer.split()
+    plain = answer.translate(_NON_ASCII)
+    return (
+        1 <= len(words) <= _LONGEST.get(kind, 48)
+        and plain.isascii()
+        and (kind == "poem" or ("\n" not in answer and answer[-1] in ".!?\"'"))
+        and not _IDENTITY.search(answer)
+        and not _MARKUP.search(answer)
+        and not _REFUSAL.search(answer)
+        and not repeats(answer)
+        and answer.strip().lower() != question.strip().lower()
+    )
+
+
+def plain_answer(answer: str) -> str:
+    """Typographic marks as ASCII, white space joined within lines."""
+    return "\n".join(re.sub(r"[ \t]+", " ", line).strip() for line in answer.translate(_NON_ASCII).strip().splitlines())

@@ -1,0 +1,119 @@
+"""Many continuations at once, by the target as it is trained: for text of its own to train drafters on, and to look at.
+
+Prompts of different lengths lie in rows of one length; each row's next token goes where its text ends.
+
+Shapes: B rows · P longest prompt · T prompt and output · D model · H head size · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from training.model import KV, Block, Target, Turn, rms
+from training.shapes import SLIDING
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; 0 is greedy. The rest are the model's own defaults."""
+
+    temperature: float = 1.0
+    top_k: int = 64
+    top_p: float = 0.95
+
+
+def draw(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:
+    """One token of each row, [B]."""
+    if sampling.temperature == 0:
+        return logits_BV.argmax(-1)
+    best, ids = (logits_BV / sampling.temperature).topk(min(sampling.top_k, logits_BV.shape[-1]), dim=-1)
+    chance = best.softmax(-1)
+    chance = chance.masked_fill(chance.cumsum(-1) - chance >= sampling.top_p, 0.0)
+    return ids.gather(1, torch.multinomial(chance, 1, generator=generator)).squeeze(1)
+
+
+@torch.no_grad()
+def generate(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new: int,
+    sampling: Sampling,
+    dtype: torch.dtype,
+    generator: torch.Generator | None = None,
+    suppress: Sequence[int] = (),
+) -> list[list[int]]:
+    """Outputs of the prompts, each up to and with its stop token."""
+    device, window = target.embedding.device, target.shape.window
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    longest = -(-int(lengths.max()) // window) * window
+    ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
+    rows = torch.arange(len(prompts), device=device)
+    hidden, caches = _prefill(target, ids, longest + max_new, dtype)
+    last_BD = hidden[rows, lengths - 1]
+    turn = target.turns(longest + max_new, device)
+    stops = torch.tensor(target.shape.eos_token_ids, device=device)
+    done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    drawn = []
+    for number in range(max_new):
+        logits = target.logits(last_BD)
+        if suppress:
+            logits[:, list(suppress)] = float("-inf")
+        token_B = draw(logits, sampling, generator).masked_fill(done, 0)
+        drawn.append(token_B)
+        done = done | torch.isin(token_B, stops)
+        if number % 16 == 15 and bool(done.all()):
+            break
+        last_BD = _decode(target, token_B, lengths + number, caches, turn, dtype)
+    out = torch.stack(drawn, 1).tolist()
+    stop_set = set(target.shape.eos_token_ids)
+    return [_until_stop(tokens, stop_set) for tokens in out]
+
+
+def _until_stop(tokens: list[int], stops: set[int]) -> list[int]:
+    for index, token in enumerate(tokens):
+        if token in stops:
+            return tokens[: index + 1]
+    return tokens
+
+
+def _prefill(target: Target, ids_BP: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, list[KV]]:
+    """Hidden states of the prompts, and each layer's KV with room for `length` tokens."""
+    first = torch.zeros_like(ids_BP)
+    turn = target.turns(ids_BP.shape[1], ids_BP.device)
+    x = target.embed(ids_BP, dtype)
+    caches = []
+    for block in target.blocks:
+        x, kv = block(x, turn[block.kind], first)
+        room = [torch.zeros(len(ids_BP), length, part.shape[-1], dtype=dtype, device=part.device) for part in kv]
+        for whole, part in zip(room, kv, strict=True):
+            whole[:, : part.shape[1]] = part
+        caches.append(KV(*room))
+    return rms(x, target.final_gain, target.shape.eps), caches
+
+
+def _decode(
+    target: Target, token_B: Tensor, position_B: Tensor, caches: list[KV], turn: dict[str, Turn], dtype: torch.dtype
+) -> Tensor:
+    """Hidden states [B, D] of one more token per row, whose KV is added to the caches."""
+    x = target.embed(token_B[:, None], dtype)
+    here = {kind: Turn(each.cos[position_B, None], each.sin[position_B, None]) for kind, each in turn.items()}
+    rows = torch.arange(len(token_B), device=token_B.device)
+    reach = int(position_B.max()) + 1
+    key_T = torch.arange(reach, device=token_B.device)
+    for block, cache in zip(target.blocks, caches, strict=True):
+        assert isinstance(block, Block)
+        q, own = block.project(rms(x, block.input_gain, block.eps), here[block.kind])
+        assert own is not None
+        cache.k[rows, position_B], cache.v[rows, position_B] = own.k[:, 0], own.v[:, 0]
+        visible = key_T <= position_B[:, None]
+        if block.kind == SLIDING:
+            visible = visible & (key_T > position_B[:, None] - block.window)
+        scores = (q[:, 0] @ cache.k[:, :reach].transpose(1, 2)).float().masked_fill(~visible[:, None], float("-inf"))
+        out = scores.softmax(-1).to(dtype) @ cache.v[:, :reach]
+        x = block.finish(x, out.flatten(1)[:, None])
+    return rms(x[:, 0], target.final_gain, target.shape.eps)

@@ -1,0 +1,280 @@
+"""Train the built-in model, its assistant and its DFlash drafter, one after the other, and write them as checkpoints.
+
+    python -m training.run --pack out/pack --work out/training --seconds 240,70,80
+    python -m training.run --pack out/pack --work out/training --mini --steps 40,20,20 --device cpu
+
+Each stage can be stopped and taken up again: what it needs is in the work folder, and a stage that is done is not done again.
+The log is `log.jsonl` there; `embedded/` has the checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from training.acceptance import Output, measure
+from training.batches import Mixture, Part, load_parts
+from training.draft_losses import dflash_loss, dflash_row_loss, mtp_loss, mtp_row_loss
+from training.drafters import Assistant, DFlash
+from training.export import copy_tokenizer, read_weights, round_to_bfloat16, write_checkpoint
+from training.generate import Sampling, generate
+from training.loop import Log, Settings, Training
+from training.model import Target, next_token_loss
+from training.optimiser import Optimiser
+from training.prompts import cut_prompts
+from training.shapes import (
+    MINI_ASSISTANT,
+    MINI_DFLASH,
+    MINI_TARGET,
+    AssistantShape,
+    DFlashShape,
+    TargetShape,
+)
+from training.target import held_out_losses, perplexity, target_loss
+
+STAGES = ("target", "assistant", "dflash")
+TEMPERATURES = (0.0, 1.0)
+OWN_PARTS = ("own-0", "own-1")  # the target's own outputs at those temperatures
+OWN_SHARE = 0.7  # of what drafters are trained on; the rest is the text itself
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained, on what, for how long."""
+
+    pack: Path
+    work: Path
+    target: TargetShape
+    assistant: AssistantShape
+    dflash: DFlashShape
+    seconds: tuple[float, ...]  # by stage
+    steps: tuple[int, ...]
+    row_len: int
+    rows: int
+    anchors: int
+    own_prompts: int
+    max_new: int
+    device: torch.device
+    dtype: torch.dtype
+    compiles: bool
+
+    def settings(self, stage: str) -> Settings:
+        index = STAGES.index(stage)
+        rows = self.rows if stage == "target" else max(1, self.rows // 2)
+        common = Settings(stage, seconds=self.seconds[index], steps=self.steps[index], row_len=self.row_len)
+        chunk = max(rows, 64 if self.device.type == "cpu" else 2048)
+        common = replace(common, warmup_steps=max(1, min(50, common.steps // 10)))
+        if stage != "target":
+            common = replace(common, decay_from=0.3)
+        return replace(common, rows_per_batch=rows, rows_per_chunk=chunk // rows * rows)
+
+
+class Run:
+    """The three stages over one work folder."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.log = Log(plan.work / "log.jsonl")
+        self.parts, self.held_out = load_parts(plan.pack / "train"), load_parts(plan.pack / "held_out")
+        self.phases = read_phases(plan.pack, self.parts)
+        torch.manual_seed(0)
+        self.target = Target(plan.target).to(plan.device)
+
+    def folder(self, stage: str) -> Path:
+        names = {"target": "target", "assistant": "assistant", "dflash": "dflash"}
+        return self.plan.work / "embedded" / names[stage]
+
+    def train_target(self) -> None:
+        plan, target = self.plan, self.target
+        if (self.folder("target") / "model.safetensors").exists():
+            read_weights(target, self.folder("target"))
+            return
+        head = None
+        if plan.compiles:
+            head = torch.compile(next_token_loss)
+            for block in target.blocks:
+                block.compile()
+        loss_of = target_loss(target, plan.dtype, head)
+        training = Training(
+            target,
+            Optimiser(target),
+            loss_of,
+            plan.settings("target"),
+            parts=self.parts,
+            phases=self.phases,
+            folder=plan.work,
+            log=self.log,
+        )
+        training.run()
+        losses = held_out_losses(loss_of, self.held_out, row_len=plan.row_len, rows=plan.rows, device=plan.device)
+        self.log.write(stage="target", event="held out", losses=losses, perplexity=_perplexities(losses))
+        write_checkpoint(self.folder("target"), plan.target.config(), target)
+        copy_tokenizer(plan.pack / "tokenizer", self.folder("target"))
+        read_weights(target, self.folder("target"))  # drafters learn from the weights as they were rounded
+
+    def own_outputs(self, parts: dict[str, Part], count: int, temperature: float, seed: int) -> list[Output]:
+        """What the target writes after prompts of `parts`."""
+        plan = self.plan
+        longest = plan.row_len - plan.max_new
+        prompts = cut_prompts(parts, count, longest=min(longest, plan.target.window * 2), seed=seed)
+        generator = torch.Generator(plan.device).manual_seed(seed)
+        outputs: list[Output] = []
+        size = 2048 if plan.device.type == "cuda" else 32
+        for begin in range(0, len(prompts), size):
+            some = prompts[begin : begin + size]
+            sampling = Sampling(temperature)
+            texts = generate(self.target, some, max_new=plan.max_new, sampling=sampling, dtype=plan.dtype, generator=generator)
+            outputs += [Output(prompt, text) for prompt, text in zip(some, texts, strict=True)]
+        return outputs
+
+    def own_parts(self) -> dict[str, Part]:
+        """The target's outputs as parts to train on; made once and kept."""
+        parts = {}
+        for number, (name, temperature) in enumerate(zip(OWN_PARTS, TEMPERATURES, strict=True)):
+            path = self.plan.work / f"{name}.npz"
+            if not path.exists():
+                began = time.perf_counter()
+                outputs = self.own_outputs(self.parts, self.plan.own_prompts, temperature, seed=number + 1)
+                _save_outputs(path, [output for output in outputs if not output.is_repetitive])
+                self.log.write(event="own outputs", part=name, outputs=len(outputs), seconds=time.perf_counter() - began)
+            stored = np.load(path)
+            parts[name] = Part(name, stored["tokens"], stored["ends"], stored["learnt"])
+        return parts
+
+    def train_drafter(self, stage: str) -> None:
+        plan = self.plan
+        drafter: Assistant | DFlash
+        if stage == "assistant":
+            drafter = Assistant(plan.assistant, plan.target).to(plan.device)
+        else:
+            drafter = DFlash(plan.dflash, plan.target).to(plan.device)
+        if not (self.folder(stage) / "model.safetensors").exists():
+            self._train_drafter(stage, drafter)
+            round_to_bfloat16(drafter)
+            config = plan.assistant.config(plan.target) if stage == "assistant" else plan.dflash.config(plan.target)
+            write_checkpoint(self.folder(stage), config, drafter)
+        read_weights(drafter, self.folder(stage))
+        self.evaluate_drafter(stage, drafter)
+
+    def _train_drafter(self, stage: str, drafter: Assistant | DFlash) -> None:
+        plan, own = self.plan, self.own_parts()
+        text = self.phases[-1].weights
+        total = sum(text.values())
+        weights = {name: (1 - OWN_SHARE) * value / total for name, value in text.items()}
+        weights |= dict.fromkeys(OWN_PARTS, OWN_SHARE / len(OWN_PARTS))
+        for parameter in self.target.parameters():
+            parameter.requires_grad_(False)
+        compiled = torch.compile if plan.compiles else _as_it_is
+        if isinstance(drafter, Assistant):
+            loss_of = mtp_loss(self.target, drafter, plan.dtype, compiled(mtp_row_loss))
+        else:
+            loss_of = dflash_loss(self.target, drafter, plan.dtype, anchors=plan.anchors, per_row=compiled(dflash_row_loss))
+        if plan.compiles:
+            for block in [*self.target.blocks, *(drafter.blocks if isinstance(drafter, Assistant) else drafter.layers)]:
+                block.compile()
+        Training(
+            drafter,
+            Optimiser(drafter),
+            loss_of,
+            plan.settings(stage),
+            parts=self.parts | own,
+            phases=[Mixture(weights, learn_all=False)],
+            folder=plan.work,
+            log=self.log,
+        ).run()
+
+    def evaluate_drafter(self, stage: str, drafter: Assistant | DFlash) -> None:
+        """Acceptance on held-out prompts."""
+        plan = self.plan
+        num_drafts = 3 if stage == "assistant" else plan.dflash.block_size - 1
+        for temperature in TEMPERATURES:
+            outputs = self.own_outputs(self.held_out, 512 if plan.device.type == "cuda" else 8, temperature, seed=7)
+            row_len = -(-(max(len(each.prompt) + len(each.tokens) for each in outputs)) // 256) * 256
+            result = measure(self.target, drafter, outputs, num_drafts=num_drafts, row_len=row_len, dtype=plan.dtype)
+            self.log.write(stage=stage, event="acceptance", temperature=temperature, **asdict(result))
+
+
+def _as_it_is(function: object) -> object:
+    return function
+
+
+def _perplexities(losses: dict[str, float]) -> dict[str, float]:
+    return {name: round(perplexity(loss), 3) for name, loss in losses.items()}
+
+
+def _save_outputs(path: Path, outputs: list[Output]) -> None:
+    tokens = [token for output in outputs for token in (*output.prompt, *output.tokens)]
+    lengths = [len(output.prompt) + len(output.tokens) for output in outputs]
+    learnt = [flag for output in outputs for flag in (*[False] * len(output.prompt), *[True] * len(output.tokens))]
+    arrays = {"tokens": np.array(tokens, np.uint16), "ends": np.cumsum(lengths), "learnt": np.array(learnt, bool)}
+    np.savez(path, allow_pickle=False, **arrays)
+
+
+def read_phases(pack: Path, parts: dict[str, Part]) -> list[Mixture]:
+    """The mixtures of `pack.json`: weights of the main phase, then of the last one, in which prompts are no goals."""
+    stated = json.loads((pack / "pack.json").read_text())["parts"]
+    for name in parts:
+        if name not in stated:
+            raise ValueError(f"{pack}/pack.json: says nothing of the part {name!r}; it has {', '.join(stated)}")
+    main, last = ({name: float(stated[name][key]) for name in parts} for key in ("weight_main", "weight_last"))
+    return [Mixture(main, learn_all=True), Mixture(last, learn_all=False)]
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(each) for each in text.split(","))
+
+
+def read_plan(arguments: argparse.Namespace) -> Plan:
+    device = torch.device(arguments.device)
+    is_mini = arguments.mini
+    return Plan(
+        pack=arguments.pack,
+        work=arguments.work,
+        target=MINI_TARGET if is_mini else TargetShape(),
+        assistant=MINI_ASSISTANT if is_mini else AssistantShape(),
+        dflash=MINI_DFLASH if is_mini else DFlashShape(),
+        seconds=_numbers(arguments.seconds),
+        steps=tuple(int(each) for each in _numbers(arguments.steps)),
+        row_len=128 if is_mini else 2048,
+        rows=arguments.rows,
+        anchors=8 if is_mini else 96,
+        own_prompts=arguments.own_prompts,
+        max_new=32 if is_mini else 192,
+        device=device,
+        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        compiles=device.type == "cuda",
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m training.run", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--pack", type=Path, required=True, help="folder of the training text")
+    parser.add_argument("--work", type=Path, required=True, help="folder for states, log and checkpoints")
+    parser.add_argument("--stages", default=",".join(STAGES), help=f"which of {', '.join(STAGES)} (default: all)")
+    parser.add_argument("--seconds", default="240,70,80", help="time of each stage")
+    parser.add_argument("--steps", default="1e9,1e9,1e9", help="most steps of each stage")
+    parser.add_argument("--rows", type=int, default=32, help="rows of a batch of the target's (default: 32)")
+    parser.add_argument("--own-prompts", type=int, default=16_384, help="own outputs for the drafters, per temperature")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--mini", action="store_true", help="a model of a few thousand weights, for tests")
+    given = parser.parse_args(arguments)
+    torch._dynamo.config.automatic_dynamic_shapes = False
+    torch._dynamo.config.recompile_limit = 64
+    run = Run(read_plan(given))
+    stages = given.stages.split(",")
+    run.train_target()
+    for stage in STAGES[1:]:
+        if stage in stages:
+            run.train_drafter(stage)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
