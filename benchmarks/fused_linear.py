@@ -125,7 +125,7 @@ def bench_linear(only: str) -> None:
             y = torch.empty(tokens, shape.n, dtype=dtype, device="cuda")
             # Every launch follows a small kernel that makes its input, as in a layer: only so does chaining show.
             source = random(tokens, shape.k)
-            before = pointwise.describe_gelu_times(source, source, x, True).run
+            before = pointwise.describe_gate_times(source, source, x, True).run
             before()
             want = linear_twin(shape, x, weights[0], factor)
             base = 2 * graph_us([step for w in weights for step in (before, partial(cublas, shape, x, w, factor))])

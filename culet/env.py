@@ -30,7 +30,10 @@ CACHE_DIR = Variable("CULET_CACHE_DIR", "~/.cache/culet", "Folder for compiled k
 CHECK_PAGES = Variable(
     "CULET_CHECK_PAGES", "0", "1 checks every page index and position before a launch and raises on a bad one."
 )
+API_KEY = Variable(
+    "CULET_API_KEY", "", "Key, or several separated by commas, that clients of `culet serve` must send; --api-key comes first."
+)
 NO_COLOR = Variable("NO_COLOR", "", "Any value turns colour off.")
 HUB_OFFLINE = Variable("HF_HUB_OFFLINE", "0", "1 keeps Culet off the network: only downloaded models are used.")
 
-VARIABLES = (LOG_LEVEL, CACHE_DIR, CHECK_PAGES, NO_COLOR, HUB_OFFLINE)
+VARIABLES = (LOG_LEVEL, CACHE_DIR, CHECK_PAGES, API_KEY, NO_COLOR, HUB_OFFLINE)

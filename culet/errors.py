@@ -9,6 +9,7 @@ CuletError                   what failed, got and expected; `hint` names the fix
 │   └── ContextTooLong       a prompt, or prompt + max_tokens, beyond the model or the cache
 ├── CapacityError            the caller may try again: exit code 1
 │   ├── QueueFull            too many requests waiting
+│   ├── TimedOut             a request that took longer than it may
 │   └── OutOfPages           the arena has no page left (handled by preemption; never reaches users)
 └── InternalError            we failed: exit code 2
     └── WorkerDied           the engine or a worker process is gone
@@ -63,6 +64,10 @@ class QueueFull(CapacityError):
     """The waiting queue is at its bound."""
 
 
+class TimedOut(CapacityError):
+    """A request took longer than it may."""
+
+
 class OutOfPages(CapacityError):
     """The arena has fewer free pages than asked for."""
 
@@ -79,6 +84,7 @@ class WorkerDied(InternalError):
 HTTP_STATUS: dict[type[CuletError], int] = {
     UserError: 400,
     CapacityError: 429,
+    TimedOut: 504,
     InternalError: 500,
     WorkerDied: 503,
 }

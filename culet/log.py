@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+import time
 
 from culet import env
 
 logger = logging.getLogger("culet")
 
 
-def setup_logging(level: str | None = None) -> None:
-    """Send Culet's log to stderr; stdout is for data. Called by the command line, never by a library import."""
+class _JsonLines(logging.Formatter):
+    """One JSON object per line: time, level, message, and the `fields` that a call passes as `extra`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+        entry = {"time": stamp, "level": record.levelname.lower(), "message": record.getMessage()}
+        entry |= getattr(record, "fields", {})
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str, ensure_ascii=False)
+
+
+def setup_logging(level: str | None = None, form: str = "text") -> None:
+    """Send Culet's log to stderr, as text or as lines of JSON; stdout is for data. Called by programs, not by imports."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    text = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
+    handler.setFormatter(_JsonLines() if form == "json" else text)
     logger.handlers[:] = [handler]
     logger.propagate = False
     logger.setLevel((level or env.LOG_LEVEL.get()).upper())

@@ -10,11 +10,13 @@ what it draws. So a step can be planned before the last one's tokens have reache
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Any
 
 from culet.errors import BadRequest
 
@@ -29,6 +31,79 @@ class FinishReason(StrEnum):
     CANCEL = "cancel"
     TIMEOUT = "timeout"
     ERROR = "error"
+
+
+MAX_GRAMMAR_CHARS = 1 << 20
+GRAMMAR_FAULT = "structured output: "  # what errors of a grammar begin with: the caller's, not ours
+MAX_CHOICES = 10_000
+# Between the parts of a JSON document: one space, or a line break and what indents the next line. Without a bound a model that
+# is unsure writes spaces until its tokens are spent.
+WHITE_SPACE = r"(\n[ \t]{0,64}| )?"
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What an output must look like, as plain text: what the grammar engine compiles, and the key it is kept by."""
+
+    kind: str  # json_schema, regex, or lark (Lark's notation or GBNF)
+    text: str
+    is_strict: bool = True  # json_schema: refuse keywords that cannot be held, instead of leaving them aside
+    after_thought: bool = False  # the model may think first; the grammar holds from the end of the thought on
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """A form that the output must have: exactly one of the first five."""
+
+    json: str | Mapping[str, Any] | bool | None = None  # a JSON schema
+    json_object: bool = False  # any JSON object
+    regex: str | None = None
+    grammar: str | None = None  # in Lark's notation, or GBNF
+    choice: Sequence[str] | None = None  # one of these texts
+    strict: bool = True  # for `json`: refuse a schema with keywords that cannot be held, instead of leaving those aside
+    after_thought: bool = False  # the model may think first; what it says afterwards has the form
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json", "regex", "grammar", "choice") if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            got = " and ".join(given) or "nothing"
+            raise BadRequest(f"structured_outputs: got {got}, expected one of json, json_object, regex, grammar, choice")
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                raise BadRequest(f"structured_outputs.{name}: got {type(getattr(self, name)).__name__}, expected a string")
+        if self.choice is not None:
+            texts = () if isinstance(self.choice, str) or not isinstance(self.choice, Sequence) else tuple(self.choice)
+            if not 1 <= len(texts) <= MAX_CHOICES or not all(isinstance(text, str) and text for text in texts):
+                raise BadRequest(f"structured_outputs.choice: expected a list of 1 to {MAX_CHOICES} texts that are not empty")
+            object.__setattr__(self, "choice", texts)
+        if len(self.spec().text) > MAX_GRAMMAR_CHARS:
+            raise BadRequest(f"structured_outputs.{given[0]}: longer than {MAX_GRAMMAR_CHARS} characters")
+
+    def spec(self) -> GrammarSpec:
+        """The same as the grammar engine takes it."""
+        if self.regex is not None:
+            kind, text = "regex", self.regex
+        elif self.grammar is not None:
+            kind, text = "lark", self.grammar
+        elif self.choice is not None:
+            kind, text = "lark", "start: " + " | ".join(json.dumps(text) for text in self.choice)
+        else:
+            kind, text = "json_schema", _schema_text(self.json if self.json is not None else {"type": "object"})
+        return GrammarSpec(kind, text, self.strict, self.after_thought)
+
+
+def _schema_text(schema: object) -> str:
+    """A JSON schema as canonical text: the order of keys is kept, for it is the order in which they are written."""
+    try:
+        parsed = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(parsed, Mapping | bool):
+            raise BadRequest(f"JSON schema: got {type(parsed).__name__}, expected an object")
+        return json.dumps(parsed if isinstance(parsed, bool) else dict(parsed), separators=(",", ":"), allow_nan=False)
+    except RecursionError as error:
+        raise BadRequest("JSON schema: nested too deep") from error
+    except (TypeError, ValueError) as error:
+        raise BadRequest(f"JSON schema: not valid JSON: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -51,6 +126,7 @@ class SamplingParams:
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    structured_outputs: StructuredOutputs | None = None  # a form that the output must have
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -147,6 +223,7 @@ class Request:
     stop_token_ids: frozenset[int]  # eos tokens included, unless the caller ignores them
     priority: int = 0  # lower goes first; equal ones go by arrival
     deadline: float | None = None  # on the scheduler's clock; None: no limit
+    grammar: GrammarSpec | None = None  # what the output must look like
 
     def sampling_of(self, sample: int) -> Sampling:
         return replace(self.sampling, sample=sample)
@@ -160,6 +237,7 @@ class Entry:
     token_ids: tuple[int, ...]  # prompt, and what was generated before a preemption
     prompt_len: int
     sampling: Sampling
+    grammar: GrammarSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +267,7 @@ class Row:
     tables: tuple[PageTable, ...]  # one per KV group, in the layout's order; they cover the new tokens that are stored
     store_from: tuple[int, ...]  # per KV group: new tokens before this position leave no KV (no later step sees them)
     num_drafts: int = 0  # the last new tokens are the first so many proposals, to verify; then num_logits = num_drafts + 1
+    num_wanted: int = 0  # proposals that its draw slots want for their next step
     draw_slots: tuple[int, ...] = ()  # slots that draw from the last logits: usually (slot,), n of them where samples fork
     is_prompt_logprobs: bool = False  # the logits are those of prompt tokens: report log-probabilities of what follows
 
@@ -218,6 +297,7 @@ class Drawn:
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
     num_proposed: int = 0  # drafts for the next step that wait in the slot's buffer
+    fault: str = ""  # why its grammar cannot go on; then the tokens do not count
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ NOTE = "<!-- Written by scripts/make_reference.py: change the code and run `make
 
 def settings() -> str:
     """One table per part of Config."""
-    lines = ["# Settings", "", NOTE, "Each is a flag of the command line and a keyword of `LLM(...)`.", ""]
-    for name, part in config.PARTS.items():
+    intro = "Each is a flag of the command line and a keyword of `LLM(...)`; those of `serve` are flags of `culet serve` alone."
+    lines = ["# Settings", "", NOTE, intro, ""]
+    for name, part in {**config.PARTS, **config.SERVE_PARTS}.items():
         lines += [f"## {name}", "", part.__doc__ or "", "", "| keyword | flag | default | meaning |", "|---|---|---|---|"]
         for setting in fields(part):
             flag = setting.metadata["flag"] or "--" + setting.name.replace("_", "-")

@@ -18,6 +18,9 @@ class AttentionBackend(Protocol):
     window). Softmax scale is 1: Gemma's norms carry it. Query head j reads KV head j // (num_heads / num_kv_heads).
     """
 
+    group: KVGroup
+    num_heads: int
+
     def __init__(self, group: KVGroup, num_heads: int) -> None: ...
 
     def plan(self, batch: ForwardBatch, pool: Pool) -> None:

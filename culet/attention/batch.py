@@ -17,6 +17,7 @@ class RowFacts:
     start: int  # position of the first query token
     num_queries: int
     is_stored: tuple[bool, ...]  # per KV group: every key a query of this row sees can be read from pages
+    is_text: bool = False  # `visible_2T`, where a step has one, says of this row only what the text rule does
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,11 +171,21 @@ class Backend:
         return find_spec(self.path.partition(":")[0]) is not None
 
 
+NO_E4M3 = "GPUs before sm_89 cannot convert to an fp8 (e4m3) cache: leave --kv-cache-dtype at auto"
+
+
+def _has_e4m3(need: AttentionNeed, arch: Arch) -> bool:
+    """Whether the pages' precision is one that this GPU, or a CPU, converts to."""
+    return need.kv_itemsize > 1 or arch.capability is None or arch.capability >= (8, 9)
+
+
 def _triton_refuses(need: AttentionNeed, arch: Arch) -> str | None:
     if not arch.is_gpu:
         return "needs an NVIDIA GPU"
     if arch.name not in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"):
         return f"serves sm_80 to sm_120, this is {arch.name}"
+    if not _has_e4m3(need, arch):
+        return NO_E4M3
     if need.head_dim < 16 or need.head_dim & (need.head_dim - 1):
         return f"head dim {need.head_dim} is not a power of two of at least 16"
     # The smallest tile: 16 query rows and 16 keys with their values, or 16 latent rows.
@@ -203,7 +213,7 @@ def _flash_refuses(need: AttentionNeed, arch: Arch) -> str | None:
 
 
 def _reference_refuses(need: AttentionNeed, arch: Arch) -> str | None:
-    return None
+    return None if _has_e4m3(need, arch) else NO_E4M3  # the kernel that writes the pages cannot convert either
 
 
 # In order of preference. A new backend is one file and one line here.

@@ -19,6 +19,7 @@ from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup
 from culet.kernels.attention_inputs import PagedKV, RaggedRows
 from culet.kernels.triton.decode import Scratch, decode_launches, scratch_rows
+from culet.kernels.triton.hopper import KEYS
 from culet.kernels.triton.hopper_decode import hopper_decode_launches, hopper_decode_serves, hopper_decode_tile
 from culet.kernels.triton.hopper_prefill import hopper_prefill_launch, hopper_prefill_rows, hopper_prefill_serves
 from culet.kernels.triton.prefill import prefill_launch, query_tiles
@@ -33,9 +34,10 @@ LongRow = tuple[int, int, int, int]  # row, its first token, query tokens, posit
 class _LongTiles:
     """Query tiles of the rows with many query tokens, by the kernel that takes them."""
 
-    hopper_X5: Tensor | None
-    general_X5: Tensor | None
-    hopper_reads_fresh: bool
+    paged_X5: Tensor | None  # Hopper's own kernel, all keys from pages
+    fresh_X5: Tensor | None  # Hopper's own kernel, all keys from the fresh tensors
+    general_X5: Tensor | None  # the general kernel, by the text rule
+    masked_X5: Tensor | None  # the general kernel, by the tokens' own intervals
 
 
 @dataclass
@@ -44,7 +46,9 @@ class _Plan:
 
     batch: ForwardBatch
     max_queries: int  # of the rows with few query tokens, rounded up to a power of two; 0: there are none
+    is_few_masked: bool  # one of these rows has intervals of its own
     long_rows: list[LongRow]
+    masked_rows: list[LongRow]  # the same with intervals of their own
     tiles: dict[bool, _LongTiles] = field(default_factory=dict)  # by whether the fresh keys belong to this batch
 
 
@@ -61,28 +65,42 @@ class TritonBackend:
 
     def plan(self, batch: ForwardBatch, pool: Pool) -> None:
         """Sort the rows by kernel. No device work where all rows have few query tokens."""
-        few = [row.num_queries for row in batch.rows if 0 < row.num_queries <= self.few_queries]
+        has_masks = batch.groups[self.group.index].visible_2T is not None
         ends = accumulate(row.num_queries for row in batch.rows)
-        long_rows = [
-            (index, end - row.num_queries, row.num_queries, row.start)
-            for index, (row, end) in enumerate(zip(batch.rows, ends, strict=True))
-            if row.num_queries > self.few_queries
-        ]
-        max_queries = min(self.few_queries, 1 << (max(few) - 1).bit_length()) if few else 0
-        self._plans = [*self._plans[-1:], _Plan(batch, max_queries, long_rows)]
+        max_few, is_few_masked = 0, False
+        long_rows: list[LongRow] = []
+        masked_rows: list[LongRow] = []
+        for index, (row, end) in enumerate(zip(batch.rows, ends, strict=True)):
+            is_masked = has_masks and not row.is_text
+            if row.num_queries > self.few_queries:
+                facts = (index, end - row.num_queries, row.num_queries, row.start)
+                (masked_rows if is_masked else long_rows).append(facts)
+            elif row.num_queries:
+                max_few, is_few_masked = max(max_few, row.num_queries), is_few_masked or is_masked
+        max_queries = min(self.few_queries, 1 << (max_few - 1).bit_length()) if max_few else 0
+        self._plans = [*self._plans[-1:], _Plan(batch, max_queries, is_few_masked, long_rows, masked_rows)]
 
     def run(self, layer: int, batch: ForwardBatch, pool: Pool, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> Tensor:
         """Launch the kernels of one layer."""
         plan = self._find(batch, pool)
         facts = batch.groups[self.group.index]
         kv = PagedKV(pool.planes(layer), facts.pages_BP, facts.first_B, self.group.spec.head_dim, self.group.window)
-        rows = RaggedRows(batch.row_begin_B1, batch.context_B, facts.visible_2T)
+        rows = RaggedRows(batch.row_begin_B1, batch.context_B)
+        masked = RaggedRows(batch.row_begin_B1, batch.context_B, facts.visible_2T)
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         if plan.max_queries:
-            self._run_few(plan.max_queries, q_TNH, kv, rows, out_TNH)
-        if plan.long_rows:
+            self._run_few(plan.max_queries, q_TNH, kv, masked if plan.is_few_masked else rows, out_TNH)
+        if plan.long_rows or plan.masked_rows:
             fresh = (k_TGH, v_TGH) if k_TGH.shape[0] == batch.num_tokens else None
-            self._run_long(plan, q_TNH, kv, rows, fresh, out_TNH)
+            tile, tiles = self._long_tiles(plan, q_TNH, kv, has_fresh=fresh is not None)
+            if tiles.paged_X5 is not None:
+                hopper_prefill_launch(q_TNH, kv, tiles.paged_X5, fresh=None, out_TNH=out_TNH).run()
+            if tiles.fresh_X5 is not None:
+                hopper_prefill_launch(q_TNH, kv, tiles.fresh_X5, fresh=fresh, out_TNH=out_TNH).run()
+            if tiles.general_X5 is not None:
+                prefill_launch(q_TNH, kv, rows, tiles.general_X5, fresh=fresh, out_TNH=out_TNH, tile=tile).run()
+            if tiles.masked_X5 is not None:
+                prefill_launch(q_TNH, kv, masked, tiles.masked_X5, fresh=fresh, out_TNH=out_TNH, tile=tile).run()
         return out_TNH
 
     def _find(self, batch: ForwardBatch, pool: Pool) -> _Plan:
@@ -121,41 +139,36 @@ class TritonBackend:
         ]
         return Scratch.allocate(max(sizes), kv.head_dim, q_TNH.device)
 
-    def _run_long(
-        self, plan: _Plan, q_TNH: Tensor, kv: PagedKV, rows: RaggedRows, fresh: tuple[Tensor, Tensor] | None, out_TNH: Tensor
-    ) -> None:
+    def _long_tiles(self, plan: _Plan, q_TNH: Tensor, kv: PagedKV, *, has_fresh: bool) -> tuple[PrefillTile, _LongTiles]:
+        """Which kernel takes which queries, once a step. Hopper's own takes the text rule, and keys from one source."""
         tile = prefill_tile(q_TNH, kv)
-        tiles = plan.tiles.get(fresh is not None)
-        if tiles is None:
-            tiles = plan.tiles[fresh is not None] = self._long_tiles(plan, q_TNH, kv, rows, tile, has_fresh=fresh is not None)
-        if tiles.hopper_X5 is not None:
-            source = fresh if tiles.hopper_reads_fresh else None
-            hopper_prefill_launch(q_TNH, kv, tiles.hopper_X5, fresh=source, out_TNH=out_TNH).run()
-        if tiles.general_X5 is not None:
-            prefill_launch(q_TNH, kv, rows, tiles.general_X5, fresh=fresh, out_TNH=out_TNH, tile=tile).run()
-
-    def _long_tiles(
-        self, plan: _Plan, q_TNH: Tensor, kv: PagedKV, rows: RaggedRows, tile: PrefillTile, *, has_fresh: bool
-    ) -> _LongTiles:
-        """Hopper's own kernel takes keys from one source; what needs both, or intervals, goes to the general kernel."""
+        if has_fresh in plan.tiles:
+            return tile, plan.tiles[has_fresh]
         group, window = self.num_heads // kv.num_kv_heads, kv.window
-        stored = [plan.batch.rows[row].is_stored[self.group.index] for row, _, _, _ in plan.long_rows]
-        assert has_fresh or all(stored), "rows whose keys are not all in pages need their fresh keys"
+        rows = [*plan.long_rows, *plan.masked_rows]
+        is_stored = all(plan.batch.rows[row].is_stored[self.group.index] for row, _, _, _ in rows)
+        assert has_fresh or is_stored, "rows whose keys are not all in pages need their fresh keys"
         is_hopper = q_TNH.is_cuda and device_facts(q_TNH.device)[0] == 90 and q_TNH.dtype == torch.bfloat16
-        is_hopper = is_hopper and rows.visible_2T is None
-        if is_hopper and all(stored) and window is None and hopper_prefill_serves(kv, group, fresh=False):
-            per_tile = hopper_prefill_rows(kv.head_dim) // group
-            return _LongTiles(_send(query_tiles(plan.long_rows, per_tile, window), q_TNH.device), None, False)
-        general, fresh_only = query_tiles(plan.long_rows, tile.rows // group, window), None
-        if is_hopper and has_fresh and hopper_prefill_serves(kv, group, fresh=True):
-            per_tile = hopper_prefill_rows(kv.head_dim) // group
-            everything = query_tiles(plan.long_rows, per_tile, window)
-            is_fresh = everything[:, 4] == 0
+        can_page = is_hopper and is_stored and window is None and hopper_prefill_serves(kv, group, fresh=False)
+        can_take_fresh = is_hopper and has_fresh and hopper_prefill_serves(kv, group, fresh=True)
+        per_tile = tile.rows // group
+        masked = query_tiles(plan.masked_rows, per_tile, window)
+        paged = fresh = None
+        if can_page or can_take_fresh:
+            everything = query_tiles(plan.long_rows, hopper_prefill_rows(kv.head_dim) // group, window)
+            sees_fresh = everything[:, 4] == 0
             if window is not None:
-                is_fresh |= everything[:, 1] >= window - 1
-            fresh_only = everything[is_fresh]
-            general = _split(everything[~is_fresh], per_tile, tile.rows // group)
-        return _LongTiles(_send(fresh_only, q_TNH.device), _send(general, q_TNH.device), True)
+                sees_fresh |= everything[:, 1] >= window - 1
+            # Whole tiles of pages come as quickly as fresh ones, and all rows then in one launch; halves of tiles do not.
+            sees_fresh &= can_take_fresh and not (can_page and kv.page_tokens % KEYS == 0)
+            fresh, rest = everything[sees_fresh], everything[~sees_fresh]
+            paged, rest = (rest, rest[:0]) if can_page else (None, rest)
+            general = _split(rest, hopper_prefill_rows(kv.head_dim) // group, per_tile)
+        else:
+            general = query_tiles(plan.long_rows, per_tile, window)
+        sent = [_send(tiles, q_TNH.device) for tiles in (paged, fresh, general, masked)]
+        plan.tiles[has_fresh] = _LongTiles(*sent)
+        return tile, plan.tiles[has_fresh]
 
 
 def _split(tiles_X5: np.ndarray, have: int, want: int) -> np.ndarray:

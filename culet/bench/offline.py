@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -31,7 +32,7 @@ from culet.log import logger
 from culet.types import SamplingParams
 
 NEVER = "\x00 no model writes this \x00"  # a stop string that is looked for all the while
-WARM_UP_LENS = (16, 64)  # prompt and output tokens of the warm-up
+WARM_UP_LENS = (16, 8)  # prompt and output tokens of the warm-up
 START_LIMIT_S = 900
 
 
@@ -63,17 +64,19 @@ def run_rows(
         logger.info("%s: %.2f %s", measured.row.label, measured.value, measured.row.unit)
         report(measured)
 
-    for row in rows:
-        if row.kind == START:
-            note(measure_start(config))
     timed = [row for row in rows if row.kind != START]
-    if timed:
-        verdicts = check_rows(config, timed, num_layers=check_layers) if check else {}
-        with LLM.from_config(config) as llm:
-            _warm_up(llm, timed)
-            for row in timed:
-                note(measure(llm, row, best_of=best_of, verdict=verdicts.get(row)))
-        free_memory()
+    with ExitStack() as stack:
+        if len(timed) < len(rows):
+            caches = _cache_folders(stack.enter_context(tempfile.TemporaryDirectory(prefix="culet-bench-")))
+            note(measure_start(config, caches))
+            stack.enter_context(_environment(caches))  # what has been compiled serves the other rows too
+        if timed:
+            verdicts = check_rows(config, timed, num_layers=check_layers) if check else {}
+            with LLM.from_config(config) as llm:
+                _warm_up(llm, timed)
+                for row in timed:
+                    note(measure(llm, row, best_of=best_of, verdict=verdicts.get(row)))
+            free_memory()
     return done
 
 
@@ -137,29 +140,42 @@ def _evaluate(row: Workload, results: Sequence[Result], began: float, seconds: f
     return median(gaps) if row.kind == TPOT else median(first), details
 
 
-def measure_start(config: Config) -> Measured:
-    """Seconds until the first request is accepted, in processes of their own: with no compiled kernels, then with them."""
-    found = {}
-    with tempfile.TemporaryDirectory(prefix="culet-bench-") as folder:
-        for name in ("cold", "cached"):
-            found[name] = _start_once(config, Path(folder))
+def _cache_folders(folder: str) -> dict[str, str]:
+    """Environment variables that put every cache of compiled code into `folder`."""
+    names = ("CULET_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
+    return {name: str(Path(folder) / name.lower()) for name in names}
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def measure_start(config: Config, caches: Mapping[str, str]) -> Measured:
+    """Seconds until the first request is accepted, in processes of their own: with the empty `caches`, then with them full."""
+    found = {name: _start_once(config, caches) for name in ("cold", "cached")}
     cold, cached = found["cold"]["ready_s"], found["cached"]["ready_s"]
     details = {"cold_s": cold, "cached_s": cached, "cold": found["cold"], "cached": found["cached"]}
     return Measured(Workload(START), cold, (cold,), details)
 
 
-def _start_once(config: Config, caches: Path) -> dict[str, Any]:
-    """What `culet.bench.start` reports, with every cache of compiled code in `caches`."""
-    folders = {
-        name: str(caches / name.lower())
-        for name in ("CULET_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
-    }
+def _start_once(config: Config, caches: Mapping[str, str]) -> dict[str, Any]:
+    """What `culet.bench.start` reports."""
     done = subprocess.run(
         [sys.executable, "-m", "culet.bench.start", json.dumps(given_settings(config))],
         stdout=subprocess.PIPE,
         text=True,
         timeout=START_LIMIT_S,
-        env={**os.environ, **folders},
+        env={**os.environ, **caches},
         check=False,
     )
     if done.returncode:

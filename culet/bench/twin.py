@@ -36,7 +36,8 @@ from culet.types import PageTable, Row, SamplingParams, StepPlan
 # In standard deviations of the logits. What a wrong kernel answers lies some four below the favourite; bf16 costs up to 0.1,
 # most of it where two experts were all but equal.
 TOLERANCE = 0.3
-JUDGED_SEQUENCES = 4  # of each workload
+JUDGED_SEQUENCES = 4  # of each workload, at most
+JUDGED_TOKENS = 8192  # prompt tokens of them together, unless one has more: the judge is slow
 CHUNK = 4096  # tokens that the judge computes at a time
 
 
@@ -108,7 +109,8 @@ def _ask_twin(name: str, config: Config, rows: Sequence[Workload]) -> tuple[dict
                 continue
             prompts = make_prompts(row, llm.engine.spec.vocab_size, seed=1)
             results = llm.generate(prompts, params)
-            chosen = torch.linspace(0, len(prompts) - 1, min(len(prompts), JUDGED_SEQUENCES)).long().tolist()
+            count = min(len(prompts), JUDGED_SEQUENCES, max(1, JUDGED_TOKENS // row.prompt_len))
+            chosen = torch.linspace(0, len(prompts) - 1, count).long().tolist()
             answers[_shape(row)] = [_Answer(prompts[index], list(results[index].token_ids)) for index in chosen]
         device = llm.engine.device
     free_memory()

@@ -9,33 +9,35 @@ from culet.cache.spec import CacheLayout, KVGroup
 
 
 class Pool:
-    """All KV pages. `k_pages(layer)` and `v_pages(layer)` are views [page, kv_head, token, head_dim] into one buffer."""
+    """All KV pages, in `dtype` or, where the layout says so, in e4m3.
+
+    `k_pages(layer)` and `v_pages(layer)` are views [page, kv_head, token, head_dim] into one buffer.
+    """
 
     def __init__(
         self, layout: CacheLayout, num_slabs: int, dtype: torch.dtype, device: torch.device, *, has_spare: bool = False
     ) -> None:
         """`has_spare` adds one page that no sequence owns and nobody writes: what rows that only pad a batch read."""
-        for group in layout.groups:
-            assert group.spec.itemsize == dtype.itemsize, (
-                f"group {group.name} was planned for {group.spec.itemsize}-byte elements"
-            )
         self.layout = layout
         self.num_slabs = num_slabs  # those of the arena: without the spare one
         self.spare_page = num_slabs if has_spare else None
         # Zeroed, so that padding keys are finite: a masked score times garbage NaN would still be NaN.
-        self._slabs = torch.zeros(num_slabs + has_spare, layout.slab_bytes // dtype.itemsize, dtype=dtype, device=device)
+        self._slabs = torch.zeros(num_slabs + has_spare, layout.slab_bytes, dtype=torch.uint8, device=device)
         self._planes = {
-            layer: self._view(group, position) for group in layout.groups for position, layer in enumerate(group.layers)
+            layer: self._view(group, position, dtype) for group in layout.groups for position, layer in enumerate(group.layers)
         }
 
-    def _view(self, group: KVGroup, position: int) -> Tensor:
-        """Planes of the group's `position`-th layer: [plane, page, kv_head, token, width]."""
+    def _view(self, group: KVGroup, position: int, dtype: torch.dtype) -> Tensor:
+        """Planes of the group's `position`-th layer: [plane, page, kv_head, token, width], in e4m3 or in `dtype`."""
         spec = group.spec
+        dtype = torch.float8_e4m3fn if spec.is_fp8 else dtype
+        assert spec.itemsize == dtype.itemsize, f"group {group.name} was planned for {spec.itemsize}-byte elements"
+        slabs = self._slabs.view(dtype)
         token, head = spec.width, spec.width * group.page_tokens
         plane = head * spec.num_kv_heads
-        size = (spec.num_planes, self._slabs.shape[0], spec.num_kv_heads, group.page_tokens, spec.width)
-        stride = (plane, self._slabs.stride(0), head, token, 1)
-        return self._slabs.as_strided(size, stride, position * spec.num_planes * plane)
+        size = (spec.num_planes, slabs.shape[0], spec.num_kv_heads, group.page_tokens, spec.width)
+        stride = (plane, slabs.stride(0), head, token, 1)
+        return slabs.as_strided(size, stride, position * spec.num_planes * plane)
 
     def planes(self, layer: int) -> Tensor:
         """[plane, page, kv_head, token, width]: K and V, or the one latent plane."""

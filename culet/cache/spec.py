@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from culet.errors import ConfigError
+from culet.registry import lookup
 
 PAGE_MULTIPLE = 16  # page tokens are a multiple of this, so that kernel tiles divide pages
 PREFERRED_SLIDING_PAGE = 64  # tokens; larger pages waste window, smaller ones cost table entries
@@ -30,7 +33,10 @@ class KVSpec:
     rotated_dims: int  # head dims that rope turns; only the latent cares
     window: int | None  # keys a query sees, itself included; None: all
     latent: bool  # K and V stored once
-    itemsize: int  # bytes per element
+    itemsize: int  # bytes per element; one byte is fp8 (e4m3)
+    owner: str = ""  # the drafter whose layer this is; "": the target's own
+    ahead: int = 0  # positions from a sequence's end on that a drafter writes as scratch in every round
+    lookback: int = 0  # keys behind the window that a drafter sees too
 
     @property
     def width(self) -> int:
@@ -42,12 +48,19 @@ class KVSpec:
         return 1 if self.latent else 2
 
     @property
+    def is_fp8(self) -> bool:
+        """Whether rows are rounded to e4m3: what a query reads is the same whether or not it passed through a page."""
+        return self.itemsize == 1
+
+    @property
     def bytes_per_token(self) -> int:
         return self.num_planes * self.num_kv_heads * self.width * self.itemsize
 
     @property
-    def kind(self) -> tuple[int, int, int, int | None, bool, int]:
-        """Layers of equal kind share a group."""
+    def kind(self) -> tuple[object, ...]:
+        """Layers of equal kind share a group; a drafter's layers are one group whatever they are."""
+        if self.owner:
+            return (self.owner,)
         return (self.num_kv_heads, self.head_dim, self.rotated_dims, self.window, self.latent, self.itemsize)
 
 
@@ -74,6 +87,16 @@ class KVGroup:
         return self.spec.window
 
     @property
+    def reach(self) -> int | None:
+        """Keys that must stay: the window, and what a drafter sees behind it; None: all."""
+        return None if self.window is None else self.window + self.spec.lookback
+
+    @property
+    def ahead(self) -> int:
+        """Positions from a sequence's end on that need pages too."""
+        return self.spec.ahead
+
+    @property
     def bytes_per_token(self) -> int:
         return sum(spec.bytes_per_token for spec in self.specs)
 
@@ -82,8 +105,8 @@ class KVGroup:
         return -(-num_tokens // self.page_tokens)
 
     def first_visible(self, position: int) -> int:
-        """First key that a query at `position` sees."""
-        return 0 if self.window is None else max(0, position - self.window + 1)
+        """First key that a query at `position`, or a drafter's in its place, sees."""
+        return 0 if self.reach is None else max(0, position - self.reach + 1)
 
 
 @dataclass(frozen=True)
@@ -103,7 +126,31 @@ class CacheLayout:
 
 
 def group_name(spec: KVSpec) -> str:
+    if spec.owner:
+        return spec.owner
     return "global" if spec.window is None else "sliding"
+
+
+PRECISIONS = {"auto": 0, "bfloat16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1}  # bytes per element; auto: the model's
+
+
+def stored_as(specs: Sequence[KVSpec], choice: str) -> list[KVSpec]:
+    """`specs` in the precision of `--kv-cache-dtype`: a name of PRECISIONS for all groups, or sliding=NAME,global=NAME.
+
+    A drafter's own layers keep theirs: they are few, and their keys carry no factors that fit them into e4m3.
+    """
+    names = list(dict.fromkeys(group_name(spec) for spec in specs if not spec.owner))
+    chosen = dict.fromkeys(names, choice.strip())
+    if "=" in choice:
+        chosen = dict.fromkeys(names, "auto")
+        for part in choice.split(","):
+            group, is_pair, name = (word.strip() for word in part.partition("="))
+            if not is_pair:
+                raise ConfigError(f"kv-cache-dtype: got {part.strip()!r} among groups", hint="as in sliding=fp8,global=auto")
+            lookup("group of layers", group, chosen)
+            chosen[group] = name
+    sizes = {group: lookup("kv-cache-dtype", name, PRECISIONS) for group, name in chosen.items()}
+    return [replace(spec, itemsize=sizes.get(group_name(spec)) or spec.itemsize) for spec in specs]
 
 
 def plan_cache(specs: Sequence[KVSpec], *, page_multiple: int = PAGE_MULTIPLE, slab_bytes: int | None = None) -> CacheLayout:
@@ -112,9 +159,11 @@ def plan_cache(specs: Sequence[KVSpec], *, page_multiple: int = PAGE_MULTIPLE, s
     for spec in specs:
         kinds.setdefault(spec.kind, []).append(spec)
     # Sliding groups first: theirs is the larger number of pages, and the order is that of Row.tables.
-    ordered = sorted(kinds.values(), key=lambda group: (group[0].window is None, group[0].layer))
+    # A drafter's come last, and take the slab as the target's groups make it.
+    ordered = sorted(kinds.values(), key=lambda group: (group[0].owner, group[0].window is None, group[0].layer))
     per_token = [sum(spec.bytes_per_token for spec in group) for group in ordered]
-    slab_bytes = slab_bytes or _choose_slab(per_token, page_multiple)
+    own = [size for size, group in zip(per_token, ordered, strict=True) if not group[0].owner]
+    slab_bytes = slab_bytes or max(_choose_slab(own, page_multiple), max(per_token) * page_multiple)
     names = [group_name(group[0]) for group in ordered]
     groups = []
     for index, (members, size) in enumerate(zip(ordered, per_token, strict=True)):

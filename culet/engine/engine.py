@@ -6,7 +6,6 @@ result of this one is awaited. The engine knows no transport and no waiting: who
 
 from __future__ import annotations
 
-import secrets
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +16,15 @@ import torch
 from culet.attention.base import AttentionBackend
 from culet.attention.plan import plan_attention
 from culet.cache.pool import Pool
-from culet.cache.spec import CacheLayout, plan_cache
+from culet.cache.spec import CacheLayout, plan_cache, stored_as
 from culet.config import CacheConfig, Config, ScheduleConfig
 from culet.engine import memory
+from culet.engine.requests import RequestRules, resolve_sampling
 from culet.engine.start import StartTimes
-from culet.engine.text import ChatTemplate, IncrementalDecoder, NumberTokenizer, StopMatcher, Tokenizer, check_token_ids
+from culet.engine.structured import GrammarQueue
+from culet.engine.text import ChatTemplate, IncrementalDecoder, NumberTokenizer, StopMatcher, Tokenizer
 from culet.engine.trial import Trial
-from culet.errors import BadRequest, ConfigError, ContextTooLong
+from culet.errors import ConfigError
 from culet.kernels.compiling import use_disk_cache
 from culet.log import chose, logger
 from culet.models.checkpoint import open_checkpoint
@@ -34,8 +35,9 @@ from culet.registry import load
 from culet.runner.runner import Pending, Runner
 from culet.scheduler.scheduler import Scheduler
 from culet.scheduler.stats import SchedulerStats
-from culet.types import FinishReason, Logprobs, ModelDefaults, Request, Sampling, SamplingParams, TokenDelta
+from culet.types import FinishReason, Logprobs, ModelDefaults, Request, SamplingParams, TokenDelta
 
+COMPILE_WAIT_S = 0.02  # at a time, so that cancels and new requests are heeded
 CPU_MAX_NUM_SEQS = 32
 CPU_MAX_NUM_BATCHED_TOKENS = 1024
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -91,9 +93,10 @@ class Engine:
         self.config = replace(config, schedule=_resolve_schedule(config, self.device))
         schedule = self.config.schedule
 
-        _check_cache_dtype(config.cache, self.dtype)
         self._check_max_model_len()
-        layout = plan_cache(self.spec.kv_specs(self.dtype.itemsize, latent=config.cache.latent))
+        specs = self.spec.kv_specs(self.dtype.itemsize, latent=config.cache.latent)
+        layout = plan_cache(stored_as(specs, config.cache.kv_cache_dtype))
+        _check_cache_dtype(layout, config.cache, self.dtype)
         backends = self._plan_backends(layout)
         is_gpu = self.device.type == "cuda"
         if is_gpu:
@@ -102,6 +105,7 @@ class Engine:
         free_before = torch.cuda.mem_get_info(self.device)[0] if is_gpu else 0
         with times.part("weights"):
             model = load_model(checkpoint, dtype=self.dtype, device=self.device, latent=config.cache.latent, progress=progress)
+            model.scale_keys([layer for group in layout.groups if group.spec.is_fp8 for layer in group.layers])
         num_slabs = self._size_cache(model, layout, backends, free_before, times)
         self.max_model_len = self._resolve_max_model_len(layout, num_slabs)
         with times.part("KV cache"):
@@ -112,6 +116,7 @@ class Engine:
         self._runner = Runner(model, pool, backends, max_num_seqs=schedule.max_num_seqs, max_model_len=self.max_model_len)
         if is_gpu and not config.model.enforce_eager:
             self._capture_graphs(times)
+        self._grammars = GrammarQueue(self.tokenizer, self.spec.vocab_size, self.defaults)
         self._texts: dict[str, dict[int, _SampleText]] = {}  # by request and sample, while they run
         self._in_flight: deque[Pending] = deque()  # steps that were launched and not yet applied, oldest first
         self._max_in_flight = 1 + _looks_ahead(config, self.device)
@@ -128,7 +133,7 @@ class Engine:
         num_heads = self.spec.layers[0].num_heads
         readers = {group.name: self.spec.readers(group.layers) for group in layout.groups}
         choice = self.config.model.attention_backend
-        plan = plan_attention(layout.groups, num_heads, str(self.device), choice, readers=readers)
+        self.plan = plan = plan_attention(layout.groups, num_heads, str(self.device), choice, readers=readers)
         for taken in plan.groups:
             chose(f"attention of {taken.need.group} layers", taken.backend, taken.why)
         return [load(plan.path(group))(group, num_heads) for group in layout.groups]
@@ -159,7 +164,7 @@ class Engine:
             layout,
             backends,
             schedule,
-            self.resolve_sampling(SamplingParams(seed=0)),
+            resolve_sampling(SamplingParams(seed=0), self.defaults, self.spec.vocab_size),
             max_model_len=self.config.model.max_model_len or self.spec.max_position,
             has_graphs=not self.config.model.enforce_eager,
         )
@@ -208,82 +213,57 @@ class Engine:
 
     # Requests
 
-    def make_request(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        deadline: float | None = None,
-    ) -> Request:
-        """Fill in every default and refuse what cannot be served, before any work is done."""
-        prompt = check_token_ids(prompt_token_ids, self.spec.vocab_size)
-        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", tuple(params.logit_bias or ()))):
-            if any(token_id >= self.spec.vocab_size for token_id in ids):
-                raise BadRequest(f"{name}: got {max(ids)}, expected token ids below {self.spec.vocab_size}")
-        if params.n > self.config.schedule.max_num_seqs:
-            raise BadRequest(
-                f"n: got {params.n}, but at most {self.config.schedule.max_num_seqs} sequences run at once",
-                hint="lower n or raise --max-num-seqs",
-            )
-        if len(prompt) >= self.max_model_len:
-            raise ContextTooLong(
-                f"the prompt has {len(prompt)} tokens, the context holds {self.max_model_len} and the output needs one",
-                hint=f"a prompt of at most {self.max_model_len - 1} tokens, or a larger --max-model-len "
-                f"(the model allows {self.spec.max_position})",
-            )
-        max_tokens = params.max_tokens or self.max_model_len - len(prompt)
-        if len(prompt) + max_tokens > self.max_model_len:
-            raise ContextTooLong(
-                f"{len(prompt)} prompt tokens + {max_tokens} max_tokens = {len(prompt) + max_tokens}, "
-                f"the context holds {self.max_model_len}",
-                hint=f"max_tokens of at most {self.max_model_len - len(prompt)}, a shorter prompt, or a larger --max-model-len",
-            )
-        eos = () if params.ignore_eos else self.defaults.eos_token_ids
-        return Request(
-            request_id=request_id,
-            prompt_token_ids=prompt,
-            sampling=self.resolve_sampling(params),
-            n=params.n,
-            max_tokens=max_tokens,
-            stop_token_ids=frozenset(eos) | frozenset(params.stop_token_ids),
-            priority=priority,
-            deadline=deadline,
-        )
+    @property
+    def layout(self) -> CacheLayout:
+        """How the KV cache is cut into pages."""
+        return self._scheduler.layout
 
-    def resolve_sampling(self, params: SamplingParams) -> Sampling:
-        """`params` with the model's defaults; without a seed, a random one."""
-        model = self.defaults
-        bias = dict(params.logit_bias or {}) | dict.fromkeys(model.suppress_token_ids, float("-inf"))
-        top_k = model.top_k if params.top_k is None else params.top_k
-        limit = self.spec.vocab_size
-        return Sampling(
-            temperature=model.temperature if params.temperature is None else params.temperature,
-            top_k=max(0, top_k),
-            top_p=model.top_p if params.top_p is None else params.top_p,
-            min_p=model.min_p if params.min_p is None else params.min_p,
-            repetition_penalty=model.repetition_penalty if params.repetition_penalty is None else params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            logit_bias=tuple(sorted(bias.items())),
-            seed=secrets.randbits(64) if params.seed is None else params.seed,
-            sample=0,
-            logprobs=None if params.logprobs is None else min(params.logprobs, limit),
-            prompt_logprobs=None if params.prompt_logprobs is None else min(params.prompt_logprobs, limit),
+    @property
+    def rules(self) -> RequestRules:
+        """What requests are checked against and completed with."""
+        return RequestRules(
+            vocab_size=self.spec.vocab_size,
+            defaults=self.defaults,
+            max_position=self.spec.max_position,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.config.schedule.max_num_seqs,
         )
 
     def add(self, request: Request, stop: Sequence[str] = ()) -> None:
-        """Queue a request; a sample ends before the first of the `stop` strings that it writes."""
-        if request.request_id in self._texts:
-            raise BadRequest(f"request id {request.request_id!r} is in use")
-        self._scheduler.add(request)
+        """Queue a request for `step`; a sample ends before the first of the `stop` strings that it writes."""
+        self.add_silent(request)
         self._texts[request.request_id] = {sample: _SampleText(self.tokenizer, stop) for sample in range(request.n)}
 
-    def cancel(self, request_id: str) -> None:
-        """End a request; nothing more is heard of it. Unknown ids are fine: it may have ended by itself."""
-        if self._texts.pop(request_id, None) is not None:
-            self._scheduler.cancel(request_id)
+    def add_silent(self, request: Request) -> None:
+        """Queue a request for `advance`: its caller makes text of the tokens.
+
+        One with a grammar starts when that is compiled. See that it can be (`check_grammar`) before.
+        """
+        if request.grammar is None:
+            self._scheduler.add(request)
+            return
+        self._runner.use_grammars(self._grammars.grammars)
+        self._scheduler.add(request, held=True)
+        if self._grammars.submit(request):
+            self._scheduler.release(request.request_id)
+
+    def check_grammar(self, request: Request) -> None:
+        """Refuse a request whose grammar cannot be compiled within the limits; waits for the answer."""
+        if request.grammar is not None:
+            self._grammars.check(request.grammar)
+
+    def prepare_grammars(self) -> None:
+        """Be ready for grammars: the first one would stop the engine for some 3 s, to index the vocabulary."""
+        self._grammars.grammars.prepare()
+
+    def cancel(self, request_id: str, sample: int | None = None, reason: FinishReason = FinishReason.CANCEL) -> None:
+        """End a request, or one sample of it. Unknown ids are fine: it may have ended by itself.
+
+        Of a whole request that is ended so, `step` tells nothing more; `advance` tells that it ended, and why.
+        """
+        if sample is None:
+            self._texts.pop(request_id, None)
+        self._scheduler.cancel(request_id, sample, reason)
 
     # The loop
 
@@ -296,10 +276,19 @@ class Engine:
         return self._scheduler.stats()
 
     def step(self) -> list[Delta]:
+        """`advance`, with the text of what it brought; for requests that came by `add`."""
+        spoken = (self._speak(delta) for delta in self.advance())
+        return [delta for delta in spoken if delta is not None]
+
+    def advance(self) -> list[TokenDelta]:
         """Run one step and return what it brought; requests that ended for other reasons are in there too.
 
         With look-ahead the next step is launched before this one's result is awaited, so the device has always work.
         """
+        for request_id, error in self._grammars.done():
+            if error:
+                self._scheduler.cancel(request_id, reason=FinishReason.ERROR, error=error)
+            self._scheduler.release(request_id)
         try:
             while len(self._in_flight) < self._max_in_flight and (plan := self._scheduler.schedule()) is not None:
                 self._in_flight.append(self._runner.launch(plan))
@@ -310,14 +299,13 @@ class Engine:
             self._scheduler.fail(f"{type(error).__name__}: {error}")
             self._scheduler.deltas()
             self._texts.clear()
+            self._grammars.forget()
             raise
         if result is not None:
             self._scheduler.apply(result)
-        deltas = []
-        for delta in self._scheduler.deltas():
-            if (spoken := self._speak(delta)) is not None:
-                deltas.append(spoken)
-        return deltas
+        else:
+            self._grammars.wait(COMPILE_WAIT_S)  # nothing else is to be done
+        return self._scheduler.deltas()
 
     def _speak(self, delta: TokenDelta) -> Delta | None:
         """The delta with its text; None for samples that were ended before."""
@@ -379,10 +367,14 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return _DTYPES["float32" if name == "auto" else name]
 
 
-def _check_cache_dtype(config: CacheConfig, dtype: torch.dtype) -> None:
-    if config.kv_cache_dtype != "auto" and _DTYPES[config.kv_cache_dtype] != dtype:
-        name = str(dtype).removeprefix("torch.")
-        raise ConfigError(f"kv-cache-dtype: got {config.kv_cache_dtype}, the model runs in {name}", hint=f"use auto or {name}")
+def _check_cache_dtype(layout: CacheLayout, config: CacheConfig, dtype: torch.dtype) -> None:
+    """A 16- or 32-bit cache is that of the model: kernels multiply queries and keys as they are."""
+    for group in layout.groups:
+        if not group.spec.is_fp8 and group.spec.itemsize != dtype.itemsize:
+            name = str(dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"kv-cache-dtype: got {config.kv_cache_dtype}, the model runs in {name}", hint=f"use auto, fp8 or {name}"
+            )
 
 
 def _looks_ahead(config: Config, device: torch.device) -> bool:

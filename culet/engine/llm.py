@@ -10,11 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self, TypeGuard
 
-from culet.config import Config, build_config
+from culet.config import BUILT_IN, Config, build_config
 from culet.engine.engine import Delta, Engine
 from culet.errors import BadRequest, ConfigError, QueueFull, UserError
 from culet.types import Logprobs, Request, SamplingParams
@@ -123,7 +123,7 @@ class LLM:
     Keywords are the names of the settings (`culet generate --help`, with underscores). One thread at a time.
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
+    def __init__(self, model: str = BUILT_IN, **settings: Any) -> None:
         self._start(build_config({"model": str(model), **settings}))
 
     @classmethod
@@ -167,6 +167,8 @@ class LLM:
             messages = [messages]
         conversations = _as_list(messages, "messages", "a list of messages")
         prompts = [self._render(conversation, tools, enable_thinking) for conversation in conversations]
+        if enable_thinking:
+            params = [_thinking_first(one) for one in _params_per_prompt(params, len(prompts))]
         return self._run(prompts, params)
 
     def stream(
@@ -184,8 +186,9 @@ class LLM:
         prompts = [self._render(prompt, tools, enable_thinking)] if _is_conversation(prompt) else self._token_lists(prompt)
         if len(prompts) != 1:
             raise BadRequest(f"stream: got {len(prompts)} prompts, expected one", hint="open one stream for each")
-        params = params or SamplingParams()
-        request = self.engine.make_request(next(self._ids), prompts[0], params)
+        params = _thinking_first(params or SamplingParams()) if enable_thinking else params or SamplingParams()
+        request = self.engine.rules.make_request(next(self._ids), prompts[0], params)
+        self.engine.check_grammar(request)
         self._add(request, params)
         return Stream(self, request)
 
@@ -272,7 +275,9 @@ class LLM:
     def _checked(self, index: int, prompt: Sequence[int], params: SamplingParams) -> Request:
         """The request for a prompt; what is wrong with it is said with the prompt's number."""
         try:
-            return self.engine.make_request(next(self._ids), prompt, params)
+            request = self.engine.rules.make_request(next(self._ids), prompt, params)
+            self.engine.check_grammar(request)
+            return request
         except UserError as error:
             raise type(error)(f"prompt {index}: {error.message}", hint=error.hint) from None
 
@@ -328,6 +333,12 @@ def _as_list(value: Any, name: str, expected: str) -> list[Any]:
 def _is_conversation(prompt: object) -> TypeGuard[Sequence[Message]]:
     """Whether this is a list of messages."""
     return isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _thinking_first(params: SamplingParams) -> SamplingParams:
+    """The same, but a form that the output must have is that of what comes after the thought."""
+    form = params.structured_outputs
+    return params if form is None else replace(params, structured_outputs=replace(form, after_thought=True))
 
 
 def _params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -114,7 +114,8 @@ def _roomy_slabs(layout: CacheLayout, num_tokens: int, chunk: int) -> int:
     total = 0
     for group in layout.groups:
         bound = max_held_pages(group, min(chunk, num_tokens), 1)
-        total += group.pages_for(num_tokens) if bound is None else min(group.pages_for(num_tokens), bound)
+        most = group.pages_for(num_tokens + group.ahead)
+        total += most if bound is None else min(most, bound)
     return total
 
 

@@ -148,9 +148,9 @@ class Trial:
             tables, store_from = [], []
             for group in self.layout.groups:
                 first = group.first_visible(start) // group.page_tokens
-                tables.append(PageTable(first, (0,) * (group.pages_for(end) - first)))
-                last = end if group.window is None else end - group.window - max(num_logits, 1) + 1
-                store_from.append(start if group.window is None else max(start, last))
+                tables.append(PageTable(first, (0,) * (group.pages_for(end + group.ahead) - first)))
+                last = end if group.reach is None else end - group.reach - max(num_logits, 1) + 1
+                store_from.append(start if group.reach is None else max(start, last))
             draws = (slot,) if num_logits else ()
             rows.append(Row(slot, start, num_new, num_logits, tuple(tables), tuple(store_from), draw_slots=draws))
         return StepPlan(0, tuple(entries), (), tuple(rows))

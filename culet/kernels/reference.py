@@ -8,6 +8,7 @@ X all projected columns · F MLP width · E experts · K experts per token · P 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -50,6 +51,7 @@ class HeadShape:
     k_eq_v: bool
     latent: bool
     eps: float
+    norm_v: bool = True  # values are normed, as Gemma's are; not in a DFlash drafter
 
 
 @lru_cache
@@ -74,6 +76,11 @@ def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)
 
 
+def _kept(x: Tensor, planes: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 keys or values as `dtype`, rounded as their pages hold them: fresh or stored, attention reads the same."""
+    return _as(x.to(planes.dtype) if planes.dtype is torch.float8_e4m3fn else x, dtype)
+
+
 def embed(token_ids_T: Tensor, table_VD: Tensor, scale: float) -> Tensor:
     """table[ids] * scale, [T, D]. The caller has rounded `scale` to the table's dtype."""
     return table_VD.index_select(0, token_ids_T).mul_(scale)
@@ -84,11 +91,25 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return _as(_rms_weighted(x_TD, weight_D, eps), x_TD.dtype)
 
 
+def weights_ahead(weights: Sequence[Tensor], num_bytes: int) -> Tensor | None:
+    """What kernels take as `ahead`, to ask the cache for up to `num_bytes` of weights that are read soon; here, nothing."""
+    return None
+
+
 def residual_norm(
-    x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, scalar: Tensor | None, next_weight_D: Tensor | None, eps: float
+    x_TD: Tensor,
+    delta_TD: Tensor,
+    weight_D: Tensor | None,
+    scalar: Tensor | None,
+    next_weight_D: Tensor | None,
+    eps: float,
+    ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """x' = (x + norm(delta) * weight) * scalar, and the next block's input norm(x') * next_weight (None: not wanted)."""
-    total = _rms_weighted(delta_TD, weight_D, eps).add_(x_TD)
+    """x' = (x + norm(delta) * weight) * scalar, and the next block's input norm(x') * next_weight (None: not wanted).
+
+    Without a `weight_D` delta is added as it is: a decoder that norms before its blocks only.
+    """
+    total = delta_TD.float() + x_TD if weight_D is None else _rms_weighted(delta_TD, weight_D, eps).add_(x_TD)
     if scalar is not None:
         total.mul_(scalar)
     x_TD = _as(total, x_TD.dtype)
@@ -133,20 +154,28 @@ def stores(slot_T: Tensor, page_tokens: int) -> Stores | None:
     return Stores(token_S, slot_T // page_tokens, slot_T % page_tokens)
 
 
-def prepare_q(q_TX: Tensor, weight_NH: Tensor, turn: Rope, heads: HeadShape) -> Tensor:
+def prepare_q(q_TX: Tensor, weight_NH: Tensor, turn: Rope, heads: HeadShape, ahead: Tensor | None = None) -> Tensor:
     """Per-head norm, weight and rope of queries alone, [T, N, H]."""
     q = _rms(q_TX.view(-1, heads.num_heads, heads.head_dim), heads.eps).mul_(weight_NH)
     return _as(_rotate_last(q, turn), q_TX.dtype)
 
 
 def prepare_qkv(
-    qkv_TX: Tensor, weight_MH: Tensor, turn: Rope, planes: Tensor, where: Stores | None, heads: HeadShape
+    qkv_TX: Tensor,
+    weight_MH: Tensor,
+    turn: Rope,
+    planes: Tensor,
+    where: Stores | None,
+    heads: HeadShape,
+    ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values as attention reads them; the new KV is written to its pages.
 
-    With n = projected head / rms: q = rope(n * weight), k = rope(n * weight), v = n. `weight_MH` has a row for each query
-    and key head; in a latent layer the query rows carry the key norm's weights of the `nope` columns, where key rows are 1.
-    planes [plane, page, G, token, width]. Returns q [T, N, H], k and v [T, G, H] (of a latent: overlapping views).
+    With n = projected head / rms: q = rope(n * weight), k = rope(n * weight), v = n (or as projected). `weight_MH` has a
+    row for each query and key head; in a latent layer the query rows carry the key norm's weights of the `nope` columns,
+    where key rows are 1.
+    planes [plane, page, G, token, width], in the activations' dtype or e4m3. Returns q [T, N, H], k and v [T, G, H] (of a
+    latent: overlapping views), the last two as rounded in pages.
     """
     num_q, num_qk, size, rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads, heads.head_dim, heads.rotated_dims
     dtype = qkv_TX.dtype
@@ -156,15 +185,17 @@ def prepare_qkv(
         q = _rotate_last(scaled[:, :num_q], turn)
         k_rot = _rotate(scaled[:, num_q:, :rotated], turn)
         if heads.latent:
-            row = _as(torch.cat((normed[:, num_q:], k_rot), -1), dtype)
+            row = _kept(torch.cat((normed[:, num_q:], k_rot), -1), planes, dtype)
             k, v = row[..., rotated:], row[..., :size]
             new = row[:, None]
         else:
-            k, v = _as(torch.cat((scaled[:, num_q:, rotated:], k_rot), -1), dtype), _as(normed[:, num_q:], dtype)
+            k = _kept(torch.cat((scaled[:, num_q:, rotated:], k_rot), -1), planes, dtype)
+            v = _kept(normed[:, num_q:], planes, dtype)
             new = torch.stack((k, v), 1)
     else:
         qk = _rotate_last(scaled, turn)
-        q, k, v = qk[:, :num_q], _as(qk[:, num_q:], dtype), _as(normed[:, num_qk:], dtype)
+        values = (normed if heads.norm_v else qkv_TX.view(normed.shape))[:, num_qk:]
+        q, k, v = qk[:, :num_q], _kept(qk[:, num_q:], planes, dtype), _kept(values, planes, dtype)
         new = torch.stack((k, v), 1)
     store(planes, new, where)
     return _as(q, dtype), k, v
@@ -182,6 +213,12 @@ def gelu_mul(gate_up_TF: Tensor) -> Tensor:
     """gelu_tanh(gate) * up, where the columns are gate | up."""
     gate, up = gate_up_TF.float().chunk(2, -1)
     return _as(F.gelu(gate, approximate="tanh").mul_(up), gate_up_TF.dtype)
+
+
+def silu_mul(gate_up_TF: Tensor) -> Tensor:
+    """silu(gate) * up, where the columns are gate | up: the MLP of DFlash drafters."""
+    gate, up = gate_up_TF.float().chunk(2, -1)
+    return _as(F.silu(gate).mul_(up), gate_up_TF.dtype)
 
 
 def gelu_gate(gate_TP: Tensor, value_TP: Tensor) -> Tensor:

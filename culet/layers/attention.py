@@ -17,6 +17,8 @@ from culet.kernels.reference import HeadShape, Rope
 from culet.layers.linear import Layer, Linear, Placement, empty_vector
 from culet.layers.rope import all_heads, plain_columns, rotated_columns
 
+MAX_E4M3 = 448.0
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -49,12 +51,14 @@ class Attention(Layer):
         self.ops = for_device(device)
         self.layer, self.kv_source, self.heads, self.rope_kind = layer, kv_source, heads, rope_kind
         self.is_source = False  # set where later layers read this one's KV
+        self.ahead: Tensor | None = None  # weights that are read after this layer's attention
         size, num_kv = heads.head_dim, heads.num_kv_heads
         projected = heads.num_heads + num_kv * (1 if heads.k_eq_v else 2)
         self.qkv = Linear(projected * size, hidden_size, dtype=dtype, device=device)
         self.out = Linear(hidden_size, heads.num_heads * size, dtype=dtype, device=device)
         self.q_norm = empty_vector(size, device=device)
         self.k_norm = empty_vector(size, device=device) if num_kv else None
+        self.key_scale_H: Tensor | None = None  # columns nope | rot; what keys are multiplied by to fit e4m3
         self.norm_weight: Tensor
         self.register_buffer("norm_weight", torch.empty(heads.num_heads + num_kv, size, device=device), persistent=False)
 
@@ -62,17 +66,23 @@ class Attention(Layer):
     def owns_kv(self) -> bool:
         return self.kv_source == self.layer
 
-    def forward(self, x_TD: Tensor, shared: Pass) -> Tensor:
-        pool, group, turn = shared.pool, shared.group_of[self.kv_source], shared.ropes[self.rope_kind]
-        qkv_TX = self.qkv(x_TD)
+    def forward(self, x_TD: Tensor, shared: Pass, whole: Pass | None = None) -> Tensor:
+        """Attention of the tokens of `shared`. With `whole`, `x_TD` has all tokens of that pass, whose tail is `shared`."""
+        pool, group = shared.pool, shared.group_of[self.kv_source]
+        every = shared if whole is None else whole
+        qkv_TX, turn = self.qkv(x_TD), every.ropes[self.rope_kind]
         if self.owns_kv:
             planes = pool.planes(self.layer)
-            q, k, v = self.ops.prepare_qkv(qkv_TX, self.norm_weight, turn, planes, shared.stores[group], self.heads)
+            q, k, v = self.ops.prepare_qkv(qkv_TX, self.norm_weight, turn, planes, every.stores[group], self.heads, self.ahead)
             if self.is_source:
                 shared.fresh[self.layer] = k, v
         else:
-            q = self.ops.prepare_q(qkv_TX, self.norm_weight, turn, self.heads)
+            q = self.ops.prepare_q(qkv_TX, self.norm_weight, turn, self.heads, self.ahead)
             k, v = shared.fresh[self.kv_source]
+        if whole is not None:
+            q = q[whole.batch.logits_index_L]
+        if not q.shape[0]:
+            return x_TD[:0]
         out_TNH = shared.backends[group].run(self.kv_source, shared.batch, pool, q, k, v)
         return self.out(out_TNH.flatten(1))
 
@@ -108,3 +118,32 @@ class Attention(Layer):
         self.norm_weight[: heads.num_heads] = q_weight
         if k_weight is not None:
             self.norm_weight[heads.num_heads :] = k_weight
+
+    def scale_keys(self, source: Attention) -> None:
+        """After `finish`, where the source's pages are e4m3: keys grow by powers of two, queries shrink by the same.
+
+        No product changes by a bit, and no key can leave e4m3's range: after its norm |n| <= sqrt(H), rope turns a pair of
+        columns within their circle, so |K| <= sqrt(H) * max|w| of the pair. V = n, and what a latent shares with it, fits as
+        it is.
+        """
+        heads, num_q, rotated = self.heads, self.heads.num_heads, self.heads.rotated_dims
+        if source.key_scale_H is None:
+            source.key_scale_H = source._largest_key_scale()
+        scale_H = source.key_scale_H
+        self.norm_weight[:num_q] /= scale_H
+        if self.owns_kv:
+            # Keys' columns are rot | nope in a K=V layer, nope | rot in others.
+            self.norm_weight[num_q:] *= scale_H.roll(rotated) if heads.k_eq_v else scale_H
+
+    def _largest_key_scale(self) -> Tensor:
+        heads, rotated = self.heads, self.heads.rotated_dims
+        assert self.k_norm is not None
+        weight = self.k_norm.abs()
+        if heads.k_eq_v:
+            weight = weight.roll(-rotated)
+        plain, turned = weight[: heads.head_dim - rotated], weight[heads.head_dim - rotated :]
+        bound = torch.cat((plain, torch.maximum(*turned.chunk(2)).repeat(2))) * heads.head_dim**0.5
+        scale = torch.exp2((MAX_E4M3 / bound).log2().floor().clamp(-32, 32))
+        if heads.latent:
+            scale[: heads.head_dim - rotated] = 1.0
+        return scale

@@ -11,6 +11,7 @@ from typing import Any
 
 from culet import env
 from culet.errors import BadRequest, CheckpointError, ConfigError
+from culet.models.embedded import embedded_folder, introduce, is_embedded
 from culet.models.spec import ModelSpec, read_spec
 from culet.types import ModelDefaults, SamplingParams
 
@@ -50,10 +51,17 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
         from culet.models.random_checkpoint import open_random
 
         return open_random(model)
-    folder = _local_folder(model, revision) or _download(model, revision)
+    folder = find_folder(model, revision)
+    if is_embedded(model):
+        introduce()
     config = read_json(folder / CONFIG_FILE)
     spec = read_spec(config)
     return Checkpoint(folder=folder, config=config, spec=spec, defaults=read_defaults(folder, spec))
+
+
+def find_folder(model: str, revision: str | None = None) -> Path:
+    """The folder of `model`, which is one or names one on the hub: then downloaded, unless the hub is offline."""
+    return _local_folder(model, revision) or _download(model, revision)
 
 
 def read_config(model: str, revision: str | None = None) -> dict[str, Any]:
@@ -78,6 +86,8 @@ def _local_path(model: str) -> Path | None:
 
 def _local_folder(model: str, revision: str | None) -> Path | None:
     """The folder that `model` names; None where it is a hub id."""
+    if is_embedded(model):
+        return embedded_folder(model)
     path = _local_path(model)
     if path is not None and path.is_dir():
         if revision is not None:

@@ -5,7 +5,7 @@ Shapes: T new tokens of all rows · L tokens whose logits are needed · D model 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,9 @@ from culet.layers.moe import Experts
 from culet.layers.rope import inverse_frequencies
 from culet.models.spec import LayerSpec, ModelSpec, RopeSpec
 
+# Weights that are asked into the L2 cache while it would idle: during attention, and during per-layer embeddings.
+AHEAD_IN_ATTENTION = 20 << 20
+AHEAD_IN_PLE = 16 << 20
 AFTER_FINAL_NORM = -1  # the tap that names the hidden state after the final norm
 
 
@@ -31,7 +34,7 @@ class Hidden:
     """What a forward pass leaves: the last hidden states, and the residual stream where it was tapped."""
 
     last_LD: Tensor  # after the final norm, for the tokens whose logits are needed
-    tapped: dict[int, Tensor]  # by layer: its output [T, D]; of layers that ran on the tail alone, the tail's tokens
+    tapped: dict[int, Tensor]  # by layer: its output [T, D]; after the final norm, that of the tokens with logits
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:
@@ -100,21 +103,31 @@ class DecoderLayer(Layer):
             self.post_dense_norm = empty_vector(size, device=device)
             self.post_experts_norm = empty_vector(size, device=device)
         self.has_ple = spec.ple_dim > 0
+        self.ahead: Tensor | None = None  # weights of the next layer
         if self.has_ple:
             self.ple_gate = Linear(spec.ple_dim, size, dtype=dtype, device=device)
             self.ple_projection = Linear(size, spec.ple_dim, dtype=dtype, device=device)
             self.post_ple_norm = empty_vector(size, device=device)
 
     def forward(
-        self, x_TD: Tensor, normed_TD: Tensor, ple_TP: Tensor | None, next_norm_D: Tensor | None, shared: Pass
+        self,
+        x_TD: Tensor,
+        normed_TD: Tensor,
+        ple_TP: Tensor | None,
+        next_norm_D: Tensor | None,
+        shared: Pass,
+        whole: Pass | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream after this layer, and `next_norm_D` of it.
 
         `normed_TD` is the stream under this layer's input norm: each layer ends with the norm that the next begins with,
-        so that one kernel does both.
+        so that one kernel does both. With `whole` it has all tokens of that pass, whose KV is written, and the rest of the
+        layer is for the tokens of `shared`, its tail, alone.
         """
         ops, eps = self.ops, self.eps
-        attended = self.attention(normed_TD, shared)
+        attended = self.attention(normed_TD, shared, whole)
+        if not x_TD.shape[0]:
+            return x_TD, None
         if self.experts is not None:
             pre_norms = self.pre_mlp_norm, self.pre_experts_norm
             x_TD, normed, for_experts = ops.residual_norm_two(x_TD, attended, self.post_attention_norm, *pre_norms, eps)
@@ -125,7 +138,7 @@ class DecoderLayer(Layer):
         out = self.mlp(normed)
         if ple_TP is None:
             return ops.residual_norm(x_TD, out, self.post_mlp_norm, self.scalar, next_norm_D, eps)
-        x_TD, _ = ops.residual_norm(x_TD, out, self.post_mlp_norm, None, None, eps)
+        x_TD, _ = ops.residual_norm(x_TD, out, self.post_mlp_norm, None, None, eps, self.ahead)
         extra = self.ple_projection(ops.linear_gelu_times(x_TD, self.ple_gate.weight, ple_TP))
         return ops.residual_norm(x_TD, extra, self.post_ple_norm, self.scalar, next_norm_D, eps)
 
@@ -182,36 +195,45 @@ class Gemma4(Layer):
         """Host work of all backends for a step; before `forward`, and outside of a captured graph."""
         for backend in backends:
             backend.plan(batch, pool)
-            if batch.tail is not None and batch.tail.num_tokens and self.spec.num_kv_shared:
+            if batch.tail is not None and batch.tail.num_tokens:
                 backend.plan(batch.tail, pool)
 
     def forward(
         self, batch: ForwardBatch, pool: Pool, backends: Sequence[AttentionBackend], taps: tuple[int, ...] = ()
     ) -> Hidden:
-        """Run a step: write the new tokens' KV, return the hidden states that logits are made of."""
+        """Run a step: write the new tokens' KV, return the hidden states that logits are made of.
+
+        From the last layer that owns KV on, only the tail's tokens go on, once that layer's KV is written; but not before
+        the last tapped layer: a drafter needs the stream of every token.
+        """
         ops, spec, eps = self.ops, self.spec, self.spec.rms_eps
-        num_kv_layers, num_layers = self.num_kv_layers, len(spec.layers)
+        num_layers = len(spec.layers)
         tail = batch.tail
-        has_short_end = tail is not None and num_kv_layers < num_layers
+        first_short = max(self.num_kv_layers - 1, max(taps, default=AFTER_FINAL_NORM) + 1) if tail is not None else num_layers
         x = embedded = ops.embed(batch.token_ids_T, self.embedding, self.embed_scale)
-        shared = self._pass(batch, pool, backends)
-        ple = self._per_layer(batch.token_ids_T, embedded, slice(0, num_kv_layers if has_short_end else num_layers))
+        shared, whole = self._pass(batch, pool, backends), None
+        ple = self._per_layer(batch.token_ids_T, embedded, slice(0, first_short))
         normed = ops.rms_norm(x, self._layers[0].input_norm, eps)
         tapped: dict[int, Tensor] = {}
         first = 0  # layer of the first column of `ple`
         for index, layer in enumerate(self._layers):
-            if has_short_end and index == num_kv_layers:
+            if index == first_short:
                 assert tail is not None
-                x, normed = x[batch.logits_index_L], normed[batch.logits_index_L]
+                x = x[batch.logits_index_L]
+                if index < self.num_kv_layers:
+                    whole = shared
+                else:
+                    normed = normed[batch.logits_index_L]
                 shared = self._pass(tail, pool, backends, shared)
                 ple = self._per_layer(tail.token_ids_T, embedded[batch.logits_index_L], slice(index, num_layers))
                 first = index
-            if x.shape[0]:
+            if x.shape[0] or whole is not None:
                 is_last = index + 1 == num_layers
                 # After the last layer a long prompt is cut to the tokens that count before it is normed, not after.
                 needs_cut = is_last and x.shape[0] != batch.logits_index_L.shape[0]
                 next_norm = None if needs_cut else self.norm if is_last else self._layers[index + 1].input_norm
-                x, normed = layer(x, normed, None if ple is None else ple[:, index - first], next_norm, shared)
+                x, normed = layer(x, normed, None if ple is None else ple[:, index - first], next_norm, shared, whole)
+                whole = None
             if index in taps:
                 tapped[index] = x
         if normed is None:
@@ -219,6 +241,15 @@ class Gemma4(Layer):
         if AFTER_FINAL_NORM in taps:
             tapped[AFTER_FINAL_NORM] = normed
         return Hidden(normed, tapped)
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """What the first layer sees of these tokens, [T, D]: the table's rows times the scale."""
+        embedded: Tensor = self.ops.embed(token_ids_T, self.embedding, self.embed_scale)
+        return embedded
+
+    def attention_of(self, layer: int) -> Attention:
+        """The attention of one layer, for drafters that read its pages."""
+        return self._layers[layer].attention
 
     def logits(self, last_LD: Tensor) -> Tensor:
         """Logits [L, V], float32 and softcapped; the head is the embedding table."""
@@ -239,6 +270,22 @@ class Gemma4(Layer):
             layer.attention.finish(self._layers[layer.attention.kv_source].attention)
             if layer.experts is not None:
                 layer.experts.finish()
+        self.ask_ahead(AHEAD_IN_ATTENTION, AHEAD_IN_PLE)
+
+    def ask_ahead(self, in_attention: int, in_ple: int) -> None:
+        """Let layers ask for so many bytes of the weights that come after their attention, and of the next layer's."""
+        for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
+            small = [layer.ple_gate.weight, layer.ple_projection.weight] if layer.has_ple else []
+            weights = [layer.attention.out.weight, *small, layer.mlp.gate_up.weight]
+            layer.attention.ahead = self.ops.weights_ahead(weights, in_attention)
+            if layer.has_ple and after is not None:
+                layer.ahead = self.ops.weights_ahead([after.attention.qkv.weight], in_ple)
+
+    def scale_keys(self, owners: Collection[int]) -> None:
+        """Once, after loading: fit the keys of the layers `owners`, whose pages are e4m3, into its range."""
+        for layer in self._layers:
+            if layer.attention.kv_source in owners:
+                layer.attention.scale_keys(self._layers[layer.attention.kv_source].attention)
 
     def _pass(self, batch: ForwardBatch, pool: Pool, backends: Sequence[AttentionBackend], before: Pass | None = None) -> Pass:
         """What the layers of a pass share; after `before` (the whole step) for its tail, which stores nothing."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 
 import torch
 
+from culet.layers.linear import Placement
 from culet.models.checkpoint import RandomDraw
 from culet.models.gemma4 import Gemma4
 from culet.models.spec import ModelSpec
@@ -31,21 +33,29 @@ def draw_model(spec: ModelSpec, draw: RandomDraw, *, dtype: torch.dtype, device:
     """
     device = torch.device(device)
     model = Gemma4(spec, dtype=dtype, device=device, latent=latent)
+    fill_randomly(model.placements(), draw, device)
+    model.finish()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the largest draw is gone; the cache's size is taken from what is free
+    return model
+
+
+def fill_randomly(places: Mapping[str, Placement], draw: RandomDraw, device: torch.device) -> None:
+    """Draw a model's, or a drafter's, tensors."""
     generator = torch.Generator(device=device)
-    for name, place in model.placements().items():
+    for name, place in places.items():
         if name.endswith(_ONES):
             place.target.fill_(_scale(name, place.target.shape[0]) if draw.kind == "calm" else 1.0)
             continue
         generator.manual_seed(zlib.crc32(f"{draw.seed} {name}".encode()))  # a CPU's generator takes 32 bits
+        if not place.target.is_floating_point():  # an order of tokens
+            place.fill(torch.randperm(place.target.numel(), generator=generator, device=device))
+            continue
         value = torch.empty(place.target.shape, dtype=torch.bfloat16, device=device)
         if draw.kind == "narrow":
             place.fill(value.uniform_(-NARROW_BOUND, NARROW_BOUND, generator=generator))
         else:
             place.fill(value.normal_(0.0, WEIGHT_STD, generator=generator))
-    model.finish()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the largest draw is gone; the cache's size is taken from what is free
-    return model
 
 
 def _scale(name: str, size: int) -> float:

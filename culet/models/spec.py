@@ -171,7 +171,7 @@ _FIXED_HINTS = {"quantization_config": "quantised weights are not served in this
 
 
 @dataclass(frozen=True)
-class _Section:
+class Section:
     """One JSON object of the config; reads are typed, and what is wrong is reported under the key's full name."""
 
     values: Mapping[str, object]
@@ -209,18 +209,18 @@ class _Section:
             raise self.error(key, f"got {value!r}, expected true or false")
         return value
 
-    def section(self, key: str, default: Mapping[str, object] | None = None) -> _Section:
+    def section(self, key: str, default: Mapping[str, object] | None = None) -> Section:
         value = self._get(key, default, "an object")
         if not isinstance(value, Mapping):
             raise self.error(key, f"got {type(value).__name__}, expected an object")
-        return _Section(value, f"{self.prefix}{key}.")
+        return Section(value, f"{self.prefix}{key}.")
 
 
 def read_spec(config: Mapping[str, object]) -> ModelSpec:
     """The facts of a Gemma 4 `config.json`, wrapped multimodal or text-only, in either form."""
     if not isinstance(config, Mapping):
         raise CheckpointError(f"config.json: got {type(config).__name__}, expected an object")
-    root = _Section(config)
+    root = Section(config)
     family = _read_family(root)
     text = root.section("text_config") if family.wraps_text else root
     if family.wraps_text and text.values.get("model_type", family.text_type) != family.text_type:
@@ -252,7 +252,7 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
     )
 
 
-def _read_family(root: _Section) -> _Family:
+def _read_family(root: Section) -> _Family:
     model_type = root.values.get("model_type")
     if isinstance(model_type, str) and model_type in _FAMILIES:
         return _FAMILIES[model_type]
@@ -264,7 +264,7 @@ def _read_family(root: _Section) -> _Family:
     raise root.error("model_type", f"{got}, expected one of {', '.join(_FAMILIES)}", hint)
 
 
-def _read_architecture(root: _Section, family: _Family) -> str:
+def _read_architecture(root: Section, family: _Family) -> str:
     value = root.values.get("architectures")
     if value is not None and value != [family.architecture]:
         hint = "the checkpoint was saved from a class that is not the whole model, or from another model"
@@ -272,7 +272,7 @@ def _read_architecture(root: _Section, family: _Family) -> str:
     return family.architecture
 
 
-def _check_fixed(section: _Section) -> None:
+def _check_fixed(section: Section) -> None:
     for key, expected in _FIXED:
         value = section.values.get(key, expected)
         if value is not None and value != expected:
@@ -282,7 +282,7 @@ def _check_fixed(section: _Section) -> None:
             raise section.error(key, f"{got}, expected {wanted}", hint)
 
 
-def _read_eos(section: _Section) -> tuple[int, ...]:
+def _read_eos(section: Section) -> tuple[int, ...]:
     """`eos_token_id` as a tuple: one id, a list of them, or () where it is absent."""
     value = section.values.get("eos_token_id")
     ids: list[int] = []
@@ -293,7 +293,7 @@ def _read_eos(section: _Section) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _read_image_attention(text: _Section, family: _Family) -> str:
+def _read_image_attention(text: Section, family: _Family) -> str:
     """Which layers let image tokens see a whole image."""
     value = text.values.get("use_bidirectional_attention", family.bidirectional)
     if value not in (None, "vision"):
@@ -302,7 +302,7 @@ def _read_image_attention(text: _Section, family: _Family) -> str:
     return "causal" if value is None else family.image_attention
 
 
-def _read_moe(text: _Section, family: _Family) -> MoESpec | None:
+def _read_moe(text: Section, family: _Family) -> MoESpec | None:
     if not text.flag("enable_moe_block"):
         return None
     if not family.has_moe:
@@ -313,7 +313,7 @@ def _read_moe(text: _Section, family: _Family) -> MoESpec | None:
     return moe
 
 
-def _read_layers(text: _Section, family: _Family) -> tuple[LayerSpec, ...]:
+def _read_layers(text: Section, family: _Family) -> tuple[LayerSpec, ...]:
     types = _read_layer_types(text)
     num_layers = len(types)
     num_heads = text.whole("num_attention_heads")
@@ -347,7 +347,7 @@ def _read_layers(text: _Section, family: _Family) -> tuple[LayerSpec, ...]:
     return tuple(layers)
 
 
-def _kv_source(text: _Section, types: list[str], index: int, first_shared: int) -> int:
+def _kv_source(text: Section, types: list[str], index: int, first_shared: int) -> int:
     """The last layer before the shared ones that is of the same kind."""
     for source in range(first_shared - 1, -1, -1):
         if types[source] == types[index]:
@@ -358,7 +358,7 @@ def _kv_source(text: _Section, types: list[str], index: int, first_shared: int) 
     raise text.error("num_kv_shared_layers", problem)
 
 
-def _read_layer_types(text: _Section) -> list[str]:
+def _read_layer_types(text: Section) -> list[str]:
     num_layers = text.whole("num_hidden_layers")
     if num_layers > _MAX_LAYERS:
         raise text.error("num_hidden_layers", f"got {num_layers}, expected at most {_MAX_LAYERS}")
@@ -379,7 +379,7 @@ def _read_layer_types(text: _Section) -> list[str]:
     return [*map(str, value[:-1]), _FULL]
 
 
-def _read_shapes(text: _Section, types: list[str], k_eq_v: bool) -> list[tuple[int, int]]:
+def _read_shapes(text: Section, types: list[str], k_eq_v: bool) -> list[tuple[int, int]]:
     """(head_dim, num_kv_heads) of each layer, from `per_layer_config` or from the keys for global layers."""
     sliding = (text.whole("head_dim"), text.whole("num_key_value_heads"))
     shapes = [sliding] * len(types)
@@ -407,13 +407,13 @@ def _read_shapes(text: _Section, types: list[str], k_eq_v: bool) -> list[tuple[i
     return shapes
 
 
-def _layer_index(overrides: _Section, key: str, num_layers: int) -> int:
+def _layer_index(overrides: Section, key: str, num_layers: int) -> int:
     if not isinstance(key, str) or not key.isdecimal() or len(key) > 6 or int(key) >= num_layers:
         raise overrides.error(str(key), f"is no layer, expected an index from 0 to {num_layers - 1}")
     return int(key)
 
 
-def _check_legacy_keys(text: _Section, types: list[str], shapes: list[tuple[int, int]], k_eq_v: bool) -> None:
+def _check_legacy_keys(text: Section, types: list[str], shapes: list[tuple[int, int]], k_eq_v: bool) -> None:
     """Where both forms are in one file, they must say the same."""
     head_dim, num_kv_heads = shapes[types.index(_FULL)]
     if text.whole("global_head_dim", head_dim) != head_dim:
@@ -423,7 +423,7 @@ def _check_legacy_keys(text: _Section, types: list[str], shapes: list[tuple[int,
         raise text.error("num_global_key_value_heads", problem)
 
 
-def _read_rope(text: _Section, kind: str, head_dim: int) -> RopeSpec:
+def _read_rope(text: Section, kind: str, head_dim: int) -> RopeSpec:
     """Rope of one kind of layer."""
     if text.values.get("rope_parameters") is None:
         for key in ("rope_theta", "rope_local_base_freq"):

@@ -1,4 +1,4 @@
-"""Fill a Gemma4 from safetensors files: checked by name and shape first, then streamed tensor by tensor.
+"""Fill a model, or a drafter, from safetensors files: checked by name and shape first, then streamed tensor by tensor.
 
 Each file is mapped, not read, and let go before the next is opened, so that the host needs room for the largest file beside
 the weights themselves. Weights of the vision and audio parts are passed over by name; nothing is allocated for them.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from rich.console import Console
@@ -33,6 +33,7 @@ _PREFIXES = ("model.language_model.", "model.")
 _TOWERS = re.compile(r"model\.(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\.")
 _TIED_HEAD = "lm_head.weight"  # stored by some tools; it is the embedding table once more
 _FLOATS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+_INTS = {"I64": 8, "I32": 4}  # only where the place is one of integers
 _NUM_LISTED = 5  # names that an error spells out
 
 
@@ -46,10 +47,21 @@ class _Stored:
 
     @property
     def num_bytes(self) -> int:
-        size = _FLOATS.get(self.dtype, 1)
+        size = (_FLOATS | _INTS).get(self.dtype, 1)
         for length in self.shape:
             size *= length
         return size
+
+
+class Fillable(Protocol):
+    """A module whose parameters a checkpoint fills."""
+
+    def placements(self) -> dict[str, Placement]: ...
+
+    def finish(self) -> None: ...
+
+
+M = TypeVar("M", bound=Fillable)
 
 
 def load_model(
@@ -58,11 +70,33 @@ def load_model(
     """The checkpoint's decoder with its weights on `device` in `dtype`, ready to run."""
     if checkpoint.random is not None:
         return draw_model(checkpoint.spec, checkpoint.random, dtype=dtype, device=device, latent=latent)
-    stored = _read_headers(checkpoint.folder)
-    chosen = _match_names(stored, checkpoint.spec)
+
+    def build(where: torch.device) -> Gemma4:
+        return Gemma4(checkpoint.spec, dtype=dtype, device=where, latent=latent)
+
+    def match(names: Iterable[str]) -> dict[str, str]:
+        return _match_names(names, checkpoint.spec)
+
+    return load_weights(checkpoint.folder, build, match, device=device, progress=progress)
+
+
+def load_weights(
+    folder: Path,
+    build: Callable[[torch.device], M],
+    match: Callable[[Iterable[str]], dict[str, str]],
+    *,
+    device: torch.device,
+    progress: bool = True,
+) -> M:
+    """What `build` makes on `device`, filled from `folder`'s files and finished.
+
+    `match` gives, out of the names that are stored, those to read: by the name of their place.
+    """
+    stored = _read_headers(folder)
+    chosen = match(stored)
     # On the meta device first: a checkpoint that does not fit is refused before memory is taken for it.
-    _check(checkpoint.folder, Gemma4(checkpoint.spec, dtype=dtype, device=torch.device("meta"), latent=latent), stored, chosen)
-    model = Gemma4(checkpoint.spec, dtype=dtype, device=torch.device(device), latent=latent)
+    _check(folder, build(torch.device("meta")).placements(), stored, chosen)
+    model = build(torch.device(device))
     _stream(model.placements(), stored, chosen, progress)
     model.finish()
     return model
@@ -109,7 +143,7 @@ def _open(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"{file}: cannot be read: {problem}", hint=hint) from error
 
 
-def _match_names(stored: dict[str, _Stored], spec: ModelSpec) -> dict[str, str]:
+def _match_names(stored: Iterable[str], spec: ModelSpec) -> dict[str, str]:
     """Decoder name -> stored name, of all tensors but the known dead ones."""
     dead = {
         f"layers.{layer.index}.self_attn.{part}.weight"
@@ -136,9 +170,8 @@ def _listed(names: list[str], noun: str) -> str:
     return f"{len(names)} {noun}{'' if len(names) == 1 else 's'} ({', '.join(names[:_NUM_LISTED])}{more})"
 
 
-def _check(folder: Path, model: Gemma4, stored: dict[str, _Stored], chosen: dict[str, str]) -> None:
+def _check(folder: Path, places: dict[str, Placement], stored: dict[str, _Stored], chosen: dict[str, str]) -> None:
     """Refuse a checkpoint whose tensors are not those of the model, with a list of what is wrong."""
-    places = model.placements()
     problems = []
     missing = [name for name in places if name not in chosen]
     if missing:
@@ -154,7 +187,11 @@ def _check(folder: Path, model: Gemma4, stored: dict[str, _Stored], chosen: dict
     ]
     if misshapen:
         problems.append(f"{_listed(misshapen, 'tensor')} misshapen")
-    strange = [f"{chosen[name]}: {there.dtype}" for name, there in known if there.dtype not in _FLOATS]
+    strange = [
+        f"{chosen[name]}: {there.dtype}"
+        for name, there in known
+        if there.dtype not in (_FLOATS if places[name].target.is_floating_point() else _INTS)
+    ]
     if strange:
         problems.append(f"{_listed(strange, 'tensor')} of a type that is not served")
     if problems:

@@ -1,33 +1,53 @@
-"""`sample` on a GPU: the same draws by two or three kernels, without a wait for the host.
+"""`sample` on a GPU: the same draws by a few kernels, without a wait for the host.
 
-Rows that the kernels do not serve (top-k above 64, top-p of the whole vocabulary) are drawn by the eager sampler.
-Shapes: R rows to draw · V vocabulary.
+Rows that the kernels do not serve (top-k above 64, top-p of the whole vocabulary) are drawn by the eager sampler, on the
+device too.
+Shapes: R rows to draw · V vocabulary · X biased tokens · H rows with penalties.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from culet.kernels.staging import Staged, on_device
+from culet.kernels.triton.masks import add_bias, apply_bitmask
+from culet.kernels.triton.penalties import Penalties, penalise
 from culet.kernels.triton.sampling import MAX_TOP_K, RowSettings
 from culet.kernels.triton.sampling import draw as draw_by_kernels
 from culet.sampling import sampler
-from culet.sampling.sampler import History
+from culet.sampling.sampler import History, TokenMasks
 from culet.types import Sampling
+
+PENALISED_ROWS = 16  # rows whose tokens are counted at once: bounds the counts to 16 MiB at Gemma's vocabulary
+
+
+@dataclass
+class _Kept:
+    """What the last call's rows asked for, on the device: most steps draw for the same ones again."""
+
+    settings: list[Sampling]
+    columns: RowSettings
+    biases: tuple[Tensor, Tensor, Tensor] | None  # rows, tokens, values
+    others: list[int]  # rows that the kernels do not serve
+    penalised: list[int]
+    has_few: bool
+    has_open: bool
+    needs_copy: bool  # log-probabilities are still to be computed from the logits
+    slots: list[int] = field(default_factory=list)  # of the penalised rows, whose `penalties` these are
+    penalties: Penalties | None = None  # without lengths, which change in every step
 
 
 class GpuSampler:
-    """Keeps the settings of the rows it last drew for on the device: most steps draw for the same ones again."""
+    """Keeps the settings of the rows it last drew for on the device."""
 
     def __init__(self) -> None:
-        self._settings: list[Sampling] = []
-        self._columns: RowSettings | None = None
-        self._others: list[int] = []  # rows that the kernels do not serve
-        self._has_few = self._has_open = False
+        self._kept: _Kept | None = None
+        self._counts_HV: Tensor | None = None
 
     def sample(
         self,
@@ -36,34 +56,79 @@ class GpuSampler:
         positions: Sequence[int],
         history: History | None = None,
         positions_R: Tensor | None = None,
+        *,
+        masks: TokenMasks | None = None,
     ) -> Tensor:
-        """As `sampler.sample`; `positions_R` are the positions once more, int32, where they are on the device already."""
-        logits_RV = sampler.adjust(logits_RV, settings, positions, history)
-        self._keep(settings, logits_RV.device)
-        assert self._columns is not None
-        if len(self._others) == len(settings):
-            return sampler.draw(logits_RV, settings, positions)
+        """As `sampler.sample`; `positions_R` are the positions once more, int32, where they are on the device already.
+
+        Logits are overwritten, unless a row wants log-probabilities of them.
+        """
+        kept = self._keep(settings, logits_RV)
         if positions_R is None:
             positions_R = on_device(positions, logits_RV.device, torch.int32)
-        tokens_R = draw_by_kernels(logits_RV, self._columns, positions_R, has_few=self._has_few, has_open=self._has_open)
-        if self._others:
-            index = on_device(self._others, logits_RV.device)
-            others, places = [settings[row] for row in self._others], [positions[row] for row in self._others]
+        logits_RV = self._adjust(kept, logits_RV, positions, positions_R, history, masks)
+        if len(kept.others) == len(settings):
+            return sampler.draw(logits_RV, settings, positions)
+        tokens_R = draw_by_kernels(logits_RV, kept.columns, positions_R, has_few=kept.has_few, has_open=kept.has_open)
+        if kept.others:
+            index = on_device(kept.others, logits_RV.device)
+            others, places = [settings[row] for row in kept.others], [positions[row] for row in kept.others]
             tokens_R[index] = sampler.draw(logits_RV[index], others, places)
         return tokens_R
 
-    def _keep(self, settings: Sequence[Sampling], device: torch.device) -> None:
+    def _adjust(
+        self,
+        kept: _Kept,
+        logits_RV: Tensor,
+        positions: Sequence[int],
+        positions_R: Tensor,
+        history: History | None,
+        masks: TokenMasks | None,
+    ) -> Tensor:
+        """Logits after bias, penalties and masks."""
+        if kept.biases is None and not kept.penalised and masks is None:
+            return logits_RV
+        device = logits_RV.device
+        if kept.needs_copy:
+            logits_RV = logits_RV.clone()
+        if kept.biases is not None:
+            add_bias(logits_RV, *kept.biases)
+        if kept.penalised:
+            assert history is not None, "penalties need the earlier tokens"
+            self._penalise(kept, logits_RV, positions, positions_R, history)
+        if masks is not None:
+            bits_AW = masks.bits_AW.to(device, non_blocking=True)
+            apply_bitmask(logits_RV, bits_AW, on_device(masks.rows, device, torch.int32))
+        return logits_RV
+
+    def _penalise(
+        self, kept: _Kept, logits_RV: Tensor, positions: Sequence[int], positions_R: Tensor, history: History
+    ) -> None:
+        slots = [history.slots[row] for row in kept.penalised]
+        if kept.penalties is None or kept.slots != slots:
+            kept.slots, kept.penalties = slots, _send_penalties(kept, history, logits_RV.device)
+        width, found = logits_RV.shape[1], kept.penalties
+        if self._counts_HV is None or self._counts_HV.shape[1] != width:
+            self._counts_HV = torch.zeros(PENALISED_ROWS, width, dtype=torch.int32, device=logits_RV.device)
+        lengths_H = positions_R[found.rows_H]
+        for begin in range(0, len(slots), PENALISED_ROWS):
+            part = slice(begin, begin + PENALISED_ROWS)
+            some = Penalties(*(column[part] for column in found._replace(lengths_H=lengths_H)))
+            max_len = max(positions[row] for row in kept.penalised[part])
+            penalise(logits_RV, history.tokens_SL, some, max_len, self._counts_HV)
+
+    def _keep(self, settings: Sequence[Sampling], logits_RV: Tensor) -> _Kept:
         """Bring the settings to the device, unless they are those of the last call."""
-        if len(settings) == len(self._settings) and all(map(lambda a, b: a is b, settings, self._settings)):
-            return
-        self._settings = list(settings)
-        self._others = [row for row, one in enumerate(settings) if not is_served(one)]
-        others = set(self._others)
+        kept = self._kept
+        if kept is not None and len(settings) == len(kept.settings) and all(map(lambda a, b: a is b, settings, kept.settings)):
+            return kept
+        device = logits_RV.device
+        others = [row for row, one in enumerate(settings) if not is_served(one)]
         # A row that is drawn elsewhere stands as a greedy one, the cheapest.
-        heat = [0.0 if row in others else one.temperature for row, one in enumerate(settings)]
+        heat = [one.temperature for one in settings]
+        for row in others:
+            heat[row] = 0.0
         drawn = [one for one, temperature in zip(settings, heat, strict=True) if temperature > 0]
-        self._has_few = any(one.top_k > 0 for one in drawn)
-        self._has_open = any(one.top_k <= 0 for one in drawn)
         staged = Staged()
         staged.add("temperature", np.array(heat, dtype=np.float64))
         staged.add("top_k", np.array([min(one.top_k, MAX_TOP_K) for one in settings], dtype=np.int32))
@@ -71,10 +136,45 @@ class GpuSampler:
         staged.add("min_p", np.array([one.min_p for one in settings], dtype=np.float64))
         staged.add("seed", np.array([one.seed for one in settings], dtype=np.uint64).view(np.int64))
         staged.add("sample", np.array([one.sample for one in settings], dtype=np.int32))
-        sent = staged.send(device)
-        self._columns = RowSettings(
-            *(sent[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "sample")),
+        columns = RowSettings(*staged.send(device).values())
+        self._kept = _Kept(
+            settings=list(settings),
+            columns=columns,
+            biases=_send_biases(settings, logits_RV),
+            others=others,
+            penalised=[row for row, one in enumerate(settings) if one.needs_history],
+            has_few=any(one.top_k > 0 for one in drawn),
+            has_open=any(one.top_k <= 0 for one in drawn),
+            needs_copy=any(one.logprobs is not None for one in settings),
         )
+        return self._kept
+
+
+def _send_biases(settings: Sequence[Sampling], logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    biases = sampler.biases_of(settings, logits_RV.shape[-1])
+    if not biases:
+        return None
+    rows, tokens, values = zip(*biases, strict=True)
+    staged = Staged()
+    staged.add("row", np.array(rows, dtype=np.int32))
+    staged.add("token", np.array(tokens, dtype=np.int32))
+    staged.add("value", np.array(values, dtype=np.float32))
+    sent = staged.send(logits_RV.device)
+    return sent["row"], sent["token"], sent["value"]
+
+
+def _send_penalties(kept: _Kept, history: History, device: torch.device) -> Penalties:
+    """The penalised rows' settings; their lengths stand empty."""
+    some = [kept.settings[row] for row in kept.penalised]
+    staged = Staged()
+    staged.add("rows", np.array(kept.penalised, dtype=np.int32))
+    staged.add("slots", np.array(kept.slots, dtype=np.int32))
+    staged.add("lengths", np.zeros(len(some), dtype=np.int32))
+    staged.add("prompt_lens", np.array([history.prompt_lens[row] for row in kept.penalised], dtype=np.int32))
+    staged.add("repetition", np.array([one.repetition_penalty for one in some], dtype=np.float32))
+    staged.add("frequency", np.array([one.frequency_penalty for one in some], dtype=np.float32))
+    staged.add("presence", np.array([one.presence_penalty for one in some], dtype=np.float32))
+    return Penalties(*staged.send(device).values())
 
 
 def is_served(one: Sampling) -> bool:

@@ -1,9 +1,10 @@
 """From logits to tokens, row by row, so that no row's draw depends on its neighbours.
 
 A row's logits pass, in this order: logit bias (suppressed tokens have -inf), repetition penalty over prompt and output,
-frequency and presence penalty over the output, temperature, top-k, top-p over what top-k left, min-p. Then one uniform
-number u, keyed by (seed, sample, position) (see `philox`), picks the first token, in the order of token ids, whose
-cumulative probability exceeds u times the total. Temperature 0 takes the largest logit, the lowest id of equal ones.
+frequency and presence penalty over the output, a grammar's mask of allowed tokens, temperature, top-k, top-p over what
+top-k left, min-p. Then one uniform number u, keyed by (seed, sample, position) (see `philox`), picks the first token, in
+the order of token ids, whose cumulative probability exceeds u times the total. Temperature 0 takes the largest logit, the
+lowest id of equal ones.
 
 Probabilities and sums are float64: so the same draw comes out on every device, whatever the order of summation.
 Shapes: R rows to draw · V vocabulary · C candidate tokens · H rows with penalties · M tokens of the longest history.
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from culet.kernels.reference_sampling import add_bias, apply_bitmask
 from culet.kernels.staging import on_device
 from culet.sampling.philox import uniforms
 from culet.sampling.ranking import argmax, top_columns
@@ -35,13 +37,28 @@ class History:
     prompt_lens: Sequence[int]
 
 
-def sample(logits_RV: Tensor, settings: Sequence[Sampling], positions: Sequence[int], history: History | None = None) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens a grammar lets some rows draw. Other rows draw freely."""
+
+    rows: Sequence[int]
+    bits_AW: Tensor  # int32, a line per row: bit t % 32 of word t // 32 is 1 where token t is allowed; on any device
+
+
+def sample(
+    logits_RV: Tensor,
+    settings: Sequence[Sampling],
+    positions: Sequence[int],
+    history: History | None = None,
+    *,
+    masks: TokenMasks | None = None,
+) -> Tensor:
     """Draw one token per row: int64 [R], on the logits' device. `positions[r]` is the place of the token in its sequence."""
-    return draw(adjust(logits_RV, settings, positions, history), settings, positions)
+    return draw(adjust(logits_RV, settings, positions, history, masks=masks), settings, positions)
 
 
 def draw(logits_RV: Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
-    """`sample` from logits that bias and penalties are in already."""
+    """`sample` from logits that bias, penalties and masks are in already."""
     if all(one.temperature == 0 for one in settings):
         return argmax(logits_RV)
     # Each row goes the way its own settings say, so that its result does not depend on its neighbours' settings.
@@ -61,17 +78,27 @@ def draw(logits_RV: Tensor, settings: Sequence[Sampling], positions: Sequence[in
     return tokens_R
 
 
-def adjust(logits_RV: Tensor, settings: Sequence[Sampling], positions: Sequence[int], history: History | None = None) -> Tensor:
-    """Logits after bias and penalties; the input is left as it is, and returned where nothing changes."""
-    width = logits_RV.shape[-1]
-    biases = [(row, token, bias) for row, one in enumerate(settings) for token, bias in one.logit_bias if token < width]
+def biases_of(settings: Sequence[Sampling], width: int) -> list[tuple[int, int, float]]:
+    """(row, token, bias) of all rows."""
+    return [(row, token, bias) for row, one in enumerate(settings) for token, bias in one.logit_bias if token < width]
+
+
+def adjust(
+    logits_RV: Tensor,
+    settings: Sequence[Sampling],
+    positions: Sequence[int],
+    history: History | None = None,
+    *,
+    masks: TokenMasks | None = None,
+) -> Tensor:
+    """Logits after bias, penalties and masks; the input is left as it is, and returned where nothing changes."""
+    biases = biases_of(settings, logits_RV.shape[-1])
     penalised = [row for row, one in enumerate(settings) if one.needs_history]
-    if not biases and not penalised:
+    if not biases and not penalised and masks is None:
         return logits_RV
     logits_RV = logits_RV.clone()
     if biases:
-        rows, tokens, values = (on_device(column, logits_RV.device) for column in zip(*biases, strict=True))
-        logits_RV.index_put_((rows, tokens), values.to(logits_RV.dtype), accumulate=True)
+        add_bias(logits_RV, *(on_device(column, logits_RV.device) for column in zip(*biases, strict=True)))
     if penalised:
         assert history is not None, "penalties need the earlier tokens"
         index = on_device(penalised, logits_RV.device)
@@ -83,6 +110,8 @@ def adjust(logits_RV: Tensor, settings: Sequence[Sampling], positions: Sequence[
                 history.tokens_SL, [history.slots[row] for row in penalised], [history.prompt_lens[row] for row in penalised]
             ),
         )
+    if masks is not None:
+        apply_bitmask(logits_RV, masks.bits_AW.to(logits_RV.device), on_device(masks.rows, logits_RV.device))
     return logits_RV
 
 
@@ -199,19 +228,25 @@ def _draw_ranked(part: _Part) -> Tensor:
     """Draw by top-p of the whole vocabulary, or by a wide top-k.
 
     The most likely tokens nearly always make up top_p, and the rest need not be sorted (30 ms a row on a CPU for 262,144
-    tokens). Whether they do is known on the host only after a wait; the settings that lead here are rare.
+    tokens). Whether they do is known on the host only after a wait: a GPU sorts at once.
     """
     width = part.logits_RV.shape[-1]
+    if part.logits_RV.device.type != "cpu":
+        return _draw_sorted(part)
     values_RC, ids_RC = top_columns(part.logits_RV, MAX_CANDIDATES)
     total_R1 = part.weigh(part.logits_RV, values_RC[:, :1]).sum(dim=-1, keepdim=True)
     head_RC = part.weigh(values_RC, values_RC[:, :1])
     fits_R = ((head_RC.sum(dim=-1, keepdim=True) >= part.top_p_R1 * total_R1) & (part.top_k_R1 >= width)).flatten()
     tokens_R = _pick_ranked(part, part.keep(head_RC, total_R1), ids_RC)
     if not bool(fits_R.all()):
-        rest = part.only(~fits_R)
-        values_RV, ids_RV = rest.logits_RV.sort(dim=-1, descending=True, stable=True)
-        tokens_R[~fits_R] = _pick_ranked(rest, rest.keep(rest.weigh(values_RV, values_RV[:, :1])), ids_RV)
+        tokens_R[~fits_R] = _draw_sorted(part.only(~fits_R))
     return tokens_R
+
+
+def _draw_sorted(part: _Part) -> Tensor:
+    """Draw by any filters: the whole vocabulary in order."""
+    values_RV, ids_RV = part.logits_RV.sort(dim=-1, descending=True, stable=True)
+    return _pick_ranked(part, part.keep(part.weigh(values_RV, values_RV[:, :1])), ids_RV)
 
 
 def _pick_ranked(part: _Part, weights_RC: Tensor, ids_RC: Tensor) -> Tensor:

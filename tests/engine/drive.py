@@ -17,18 +17,18 @@ from culet.types import FinishReason, Request, Row, StepPlan, StepResult, TokenD
 from tests.samplings import PLAIN
 
 
-def make_layout(*groups: tuple[int | None, int]) -> CacheLayout:
-    """Groups of (window, page tokens)."""
+def make_layout(*groups: tuple[int | None, int] | tuple[int | None, int, int]) -> CacheLayout:
+    """Groups of (window, page tokens), or (None, page tokens, tokens that a drafter writes ahead)."""
     return CacheLayout(
         slab_bytes=1,
         groups=tuple(
             KVGroup(
                 name=f"g{index}",
                 index=index,
-                specs=(KVSpec(index, num_kv_heads=1, head_dim=2, rotated_dims=2, window=window, latent=False, itemsize=4),),
+                specs=(KVSpec(index, 1, 2, 2, window, latent=False, itemsize=4, ahead=ahead[0] if ahead else 0),),
                 page_tokens=page_tokens,
             )
-            for index, (window, page_tokens) in enumerate(groups)
+            for index, (window, page_tokens, *ahead) in enumerate(groups)
         ),
     )
 

@@ -92,6 +92,8 @@ class FakeRunner:
         drawn: list[Drawn] = []
         for row in plan.rows:
             drawn += self._draw(row)
+        for row in plan.rows:
+            self._scribble(row)
         scores = {row.slot: self._score(row) for row in plan.rows if row.is_prompt_logprobs}
         return StepResult(plan.step_id, tuple(drawn), scores)
 
@@ -168,6 +170,17 @@ class FakeRunner:
                     f"slot {row.slot} reads a wrong key at {key}"
                 )
                 assert written.get(key, row.slot) == row.slot, f"{key} is read and written in the same step"
+
+    def _scribble(self, row: Row) -> None:
+        """What a drafter with pages of its own does after the draws: it writes a block behind the tokens with KV."""
+        for group in self.layout.groups if row.draw_slots else ():
+            begin = len(self.slots[row.slot].tokens) - 1  # the newest token has no KV
+            for position in range(begin, begin + group.ahead):
+                page, _, offset = self._at(row, group, position)
+                if self.page_group[page] != group.index:
+                    self.page_group[page], self.memory[page] = group.index, {}
+                self.memory[page][offset] = (position, -1)
+                self.counts["scribbled"] += 1
 
     def _draw(self, row: Row) -> list[Drawn]:
         slot, end = self.slots[row.slot], row.start + row.num_new

@@ -27,7 +27,7 @@ class FixedRig(Rig):
         layout, _, backends = parts(model, 1)
         pool = Pool(layout, num_slabs, torch.float32, torch.device("cpu"), has_spare=True)
         if is_poisoned:  # every page but the spare one
-            pool._slabs[:num_slabs] = float("nan")
+            pool._slabs[:num_slabs] = 255  # a NaN in every precision
         self.pool = pool
         self.runner = Runner(model, pool, backends, max_num_seqs=max_num_seqs, max_model_len=MAX_LEN, drafter=drafter)
         self.fixed = self.runner.use_fixed_steps()

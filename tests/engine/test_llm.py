@@ -94,6 +94,24 @@ def test_after_a_prefix_hit(shape: str) -> None:
     assert list(result.token_ids) == greedy(shape, turn, 16)
 
 
+@pytest.mark.parametrize("choice", ["fp8", "sliding=fp8"])
+def test_fp8_cache(choice: str) -> None:
+    """Half the bytes, other logits; prefix hits, chunks and preemption find the same keys."""
+    plain = make("31B", kv_cache_dtype=choice, enable_prefix_caching=False)
+    sizes = [group.spec.itemsize for group in plain.engine._runner.pool.layout.groups]
+    assert sizes == [1, 1 if choice == "fp8" else 4]
+    params = dataclasses.replace(GREEDY, max_tokens=1, logprobs=5)
+    wanted = plain.generate(prompts_of(), params)
+    slab = plain.engine._runner.pool.layout.slab_bytes
+    llm = make("31B", kv_cache_dtype=choice, kv_cache_memory_bytes=12 * slab, max_num_batched_tokens=33, max_model_len=160)
+    for _ in range(2):
+        got = llm.generate(prompts_of(), params)
+        for mine, theirs in zip(got, wanted, strict=True):
+            assert mine.token_ids == theirs.token_ids
+            assert mine.logprobs[0][mine.token_ids[0]] == pytest.approx(theirs.logprobs[0][mine.token_ids[0]], abs=0.02)
+    assert any(result.num_cached_tokens for result in got)
+
+
 def test_old_config_form() -> None:
     llm = LLM(str(folder_of("31B", "old")), device="cpu", max_model_len=256)
     token_ids = prompts_of()[4]

@@ -14,7 +14,6 @@ from culet.attention.reference import ReferenceBackend
 from culet.cache.pool import Pool
 from culet.cache.spec import plan_cache
 from culet.config import ScheduleConfig
-from culet.drafters.base import Draft
 from culet.models.checkpoint import open_checkpoint
 from culet.models.tiny import write_checkpoint
 from culet.models.weights import load_model
@@ -68,6 +67,8 @@ class Rig:
             max_drafts=drafter.max_drafts if drafter else 0,
         )
         self.runner = Runner(model, pool, backends, max_num_seqs=max_num_seqs, max_model_len=MAX_LEN, drafter=drafter)
+        if drafter is not None:
+            drafter.tokens_SL = self.runner.tokens_SL
         self.results = []
 
     def run(self, *requests: Request):
@@ -282,35 +283,33 @@ class ListDrafter:
     """Proposes from lists of what sequences will say, spoilt where `is_wrong` says so."""
 
     taps = (0, -1)
-    reads_target_pages = False
 
     def __init__(self, outputs, prompt_lens, *, max_drafts=4, is_wrong=lambda position: False):
         self.outputs = outputs  # by first prompt token
         self.prompt_lens = prompt_lens
         self.max_drafts = max_drafts
         self.is_wrong = is_wrong
+        self.tokens_SL = None  # the runner's
         self.seen = []
 
-    def kv_specs(self):
-        return []
-
-    def commit(self, batch, tapped):
+    def commit(self, batch, pool, tapped):
         assert set(tapped) == {0, -1}
         assert tapped[-1].shape[0] == batch.logits_index_L.shape[0]
+        self.last_LD = tapped[-1]
 
-    def propose(self, batch, tapped, drawers):
-        rows, counts = [], []
-        for slot, length, source in zip(drawers.slots, drawers.length_R.tolist(), drawers.source_R.tolist(), strict=True):
-            first = int(drawers.tokens_SL[slot, 0])
-            said = length - self.prompt_lens[first]
-            newest = int(drawers.tokens_SL[slot, length - 1])
-            assert newest == self.outputs[first][said - 1]  # the sequence is what it would be without drafts
+    def propose(self, batch, pool, num_drafts):
+        rows = []
+        for row, (slot, length) in enumerate(zip(batch.slot_R.tolist(), batch.length_R.tolist(), strict=True)):
+            first = int(self.tokens_SL[slot, 0])
+            said = length + 1 - self.prompt_lens[first]
+            assert int(self.tokens_SL[slot, length]) == int(batch.newest_R[row])
+            assert int(batch.newest_R[row]) == self.outputs[first][said - 1]  # as it would be without drafts
+            source = int((self.last_LD == batch.hidden_RD[row]).all(-1).nonzero()[0])
             self.seen.append((length, source))
-            ahead = self.outputs[first][said : said + self.max_drafts]
-            counts.append(len(ahead))
-            wrong = [token + self.is_wrong(length + index) for index, token in enumerate(ahead)]
-            rows.append(wrong + [0] * (self.max_drafts - len(ahead)))
-        return Draft(torch.tensor(rows), tuple(counts))
+            ahead = self.outputs[first][said : said + num_drafts]
+            wrong = [token + self.is_wrong(length + 1 + index) for index, token in enumerate(ahead)]
+            rows.append(wrong + [0] * (num_drafts - len(ahead)))
+        return torch.tensor(rows)
 
 
 MISTAKES = {
@@ -371,7 +370,7 @@ def test_accepted_drafts_by_hand(one_model):
     # Drafts stand at positions 10 to 13, the one at 12 is wrong: two are kept, the third is the target's own.
     assert drawn.token_ids == tuple(expected[1:4])
     assert rig.runner.tokens_SL[verify.slot, : length + 4].tolist() == [*one.prompt_token_ids, *expected[:4]]
-    assert drafter.seen == [(length + 1, 0), (length + 4, 2)]
+    assert drafter.seen == [(length, 0), (length + 3, 2)]
     assert rig.runner.tokens_SL[verify.slot, length + 4 : length + 8].tolist() == expected[4:8]  # the next proposals wait
 
 

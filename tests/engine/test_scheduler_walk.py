@@ -25,7 +25,7 @@ from culet.types import Request
 class World:
     """What a walk takes place in."""
 
-    groups: tuple[tuple[int | None, int], ...] = ((8, 4), (None, 8))
+    groups: tuple[tuple[int | None, int] | tuple[int | None, int, int], ...] = ((8, 4), (None, 8))
     num_pages: int = 40
     max_num_seqs: int = 8
     budget: int = 32
@@ -135,6 +135,8 @@ WORLDS = {
     "growth": World(groups=((3, 1), (None, 1)), num_pages=80, max_num_seqs=16, max_drafts=2, max_prompt=8, max_tokens=60),
     "growth ahead": World(groups=((4, 2), (None, 1)), num_pages=70, max_num_seqs=16, ahead=True, max_prompt=8, max_tokens=60),
     "three groups": World(groups=((5, 2), (None, 4), (16, 8)), num_pages=60, max_drafts=2),
+    "drafter": World(groups=((8, 4), (None, 8), (None, 6, 5)), num_pages=60, max_drafts=4, max_tokens=60),
+    "drafter ahead": World(groups=((8, 4), (None, 8), (None, 1, 7)), num_pages=160, max_drafts=3, ahead=True),
     "no cache": World(prefix_caching=False, num_pages=34, max_drafts=3),
     "long chunks": World(groups=((6, 4), (None, 16)), budget=128, num_pages=36, max_prompt=120, max_drafts=1),
     "tiny budget": World(budget=3, max_drafts=2, num_pages=20, max_prompt=30),
@@ -156,7 +158,7 @@ def test_walk_of_ten_thousand_steps() -> None:
     assert total["cancelled"] >= 500
     assert total["rollbacks"] >= 500
     assert total["prefix_hits"] >= 100
-    for name in ("forks", "timed_out", "holes", "copies", "mixed", "refused", "dropped_tokens"):
+    for name in ("forks", "timed_out", "holes", "copies", "mixed", "refused", "dropped_tokens", "scribbled"):
         assert total[name] >= 50, f"{name} happened {total[name]} times only"
 
 
@@ -170,6 +172,7 @@ def test_walk_long(seed: int) -> None:
 @given(
     windows=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=0, max_size=2),
     whole_page=st.integers(1, 9),
+    drafter=st.lists(st.tuples(st.none(), st.integers(1, 9), st.integers(1, 8)), min_size=0, max_size=1),
     spare_pages=st.integers(0, 20),
     max_num_seqs=st.integers(1, 6),
     budget=st.integers(1, 40),
@@ -180,6 +183,7 @@ def test_walk_long(seed: int) -> None:
 def test_walk_in_any_world(
     windows: list[tuple[int, int]],
     whole_page: int,
+    drafter: list[tuple[None, int, int]],
     spare_pages: int,
     max_num_seqs: int,
     budget: int,
@@ -189,9 +193,12 @@ def test_walk_in_any_world(
 ) -> None:
     """Pages of any size, windows down to one token, and memory down to what one request needs."""
     world = World(
-        groups=(*windows, (None, whole_page)),
+        groups=(*windows, (None, whole_page), *drafter),
         # About one request of middling length: many are refused, most of the others must wait or be preempted.
-        num_pages=60 // whole_page + sum(window // page + 3 for window, page in windows) + spare_pages,
+        num_pages=60 // whole_page
+        + sum(window // page + 3 for window, page in windows)
+        + sum((60 + ahead) // page + 1 for _, page, ahead in drafter)
+        + spare_pages,
         max_num_seqs=max_num_seqs,
         budget=budget,
         max_drafts=max_drafts,

@@ -40,13 +40,15 @@ ALL_SHAPES["drafter"] = AttentionShape(32, 8, 128, None, False, 64)
 QUICK = {("31B.sliding", 89), ("31B.global", 120), ("E4B.global", 80), ("12B.global", 89)}
 
 
-def on_meta(shape: AttentionShape, num_rows: int, num_queries: int) -> tuple[torch.Tensor, PagedKV, RaggedRows]:
+def on_meta(
+    shape: AttentionShape, num_rows: int, num_queries: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, PagedKV, RaggedRows]:
     def ints(*size: int) -> torch.Tensor:
         return torch.empty(*size, dtype=torch.int32, device="meta")
 
     num_planes = 1 if shape.latent else 2
     size = (num_planes, 8, shape.num_kv_heads, shape.page_tokens, shape.width)
-    planes = torch.empty(size, dtype=torch.bfloat16, device="meta")
+    planes = torch.empty(size, dtype=dtype, device="meta")
     kv = PagedKV(planes, ints(num_rows, 64), ints(num_rows), shape.head_dim, shape.window)
     q_TNH = torch.empty(num_rows * num_queries, shape.num_heads, shape.head_dim, dtype=torch.bfloat16, device="meta")
     return q_TNH, kv, RaggedRows(ints(num_rows + 1), ints(num_rows))
@@ -66,8 +68,8 @@ def assert_fits(launch: Launch, capability: int) -> None:
     assert used <= limit, f"{used} bytes of shared memory on sm_{capability}, which has {limit}"
 
 
-def check_decode(shape: AttentionShape, capability: int, max_queries: int) -> None:
-    q_TNH, kv, rows = on_meta(shape, 8, max_queries)
+def check_decode(shape: AttentionShape, capability: int, max_queries: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    q_TNH, kv, rows = on_meta(shape, 8, max_queries, dtype)
     tile = find_row(DECODE, capability, kv, max_queries * shape.group).tile
     assert isinstance(tile, DecodeTile)
     scratch = Scratch.allocate(16, shape.head_dim, "meta")
@@ -76,8 +78,8 @@ def check_decode(shape: AttentionShape, capability: int, max_queries: int) -> No
         assert_fits(launch, capability)
 
 
-def check_prefill(shape: AttentionShape, capability: int, *, with_fresh: bool) -> None:
-    q_TNH, kv, rows = on_meta(shape, 4, 256)
+def check_prefill(shape: AttentionShape, capability: int, *, with_fresh: bool, dtype: torch.dtype = torch.bfloat16) -> None:
+    q_TNH, kv, rows = on_meta(shape, 4, 256, dtype)
     tile = find_row(PREFILL, capability, kv).tile
     assert isinstance(tile, PrefillTile)
     fresh = fresh_on_meta(shape, q_TNH.shape[0]) if with_fresh else None
@@ -88,6 +90,19 @@ def check_prefill(shape: AttentionShape, capability: int, *, with_fresh: bool) -
 @pytest.mark.parametrize(("name", "capability"), sorted(QUICK))
 def test_tiles_fit(name: str, capability: int) -> None:
     check_decode(ALL_SHAPES[name], capability, 1)
+
+
+@pytest.mark.parametrize("capability", [89, 90])
+def test_a_drafters_block_fits(capability: int) -> None:
+    """16 tokens of the 31B's DFlash drafter, which see each other both ways."""
+    shape = AttentionShape(64, 8, 128, None, False, 640)
+    q_TNH, kv, rows = on_meta(shape, 8, 16)
+    rows = replace(rows, visible_2T=torch.empty(2, q_TNH.shape[0], dtype=torch.int32, device="meta"))
+    tile = find_row(DECODE, capability, kv, 16 * shape.group).tile
+    assert isinstance(tile, DecodeTile)
+    scratch = Scratch.allocate(16, shape.head_dim, "meta")
+    for launch in decode_launches(q_TNH, kv, rows, max_queries=16, out_TNH=q_TNH, tile=tile, scratch=scratch):
+        assert_fits(launch, capability)
 
 
 def test_prefill_tile_fits_the_smallest_shared_memory() -> None:
@@ -117,6 +132,32 @@ def test_every_tile_fits(name: str, capability: int) -> None:
     check_prefill(ALL_SHAPES[name], capability, with_fresh=False)
 
 
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(("name", "capability"), [("31B.global", 89), ("31B.sliding", 90)])
+def test_fp8_pages_fit(name: str, capability: int) -> None:
+    check_decode(SHAPES[name], capability, 1, FP8)
+    check_prefill(SHAPES[name], capability, with_fresh=True, dtype=FP8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES[1:])
+@pytest.mark.parametrize("name", sorted(ALL_SHAPES))
+def test_every_tile_fits_with_fp8_pages(name: str, capability: int) -> None:
+    for max_queries in (1, 4, 16):
+        check_decode(ALL_SHAPES[name], capability, max_queries, FP8)
+    check_prefill(ALL_SHAPES[name], capability, with_fresh=True, dtype=FP8)
+    check_prefill(ALL_SHAPES[name], capability, with_fresh=False, dtype=FP8)
+
+
+def test_hopper_kernels_leave_fp8_pages_to_the_general_ones() -> None:
+    _, kv, _ = on_meta(SHAPES["31B.global"], 8, 1, FP8)
+    assert not hopper_decode_serves(kv)
+    assert not hopper_prefill_serves(kv, SHAPES["31B.global"].group, fresh=False)
+    assert hopper_prefill_serves(kv, SHAPES["31B.global"].group, fresh=True)
+
+
 @pytest.mark.parametrize("name", ["31B.global", pytest.param("12B.global", marks=pytest.mark.slow)])
 def test_hopper_decode_fits(name: str) -> None:
     shape = SHAPES[name]
@@ -137,6 +178,7 @@ def test_hopper_decode_fits(name: str) -> None:
         pytest.param("31B.global", True, marks=pytest.mark.slow),
         pytest.param("E4B.global", True, marks=pytest.mark.slow),
         pytest.param("E4B.sliding", True, marks=pytest.mark.slow),
+        ("E4B.global", False),  # pages of 160 tokens: tiles in halves
         pytest.param("E2B.global", False, marks=pytest.mark.slow),
     ],
 )

@@ -24,14 +24,15 @@ if not INTERPRETED:
         assert " passed" in done.stdout
 
 else:
+    from culet.attention import triton as backend_module
     from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
     from culet.attention.triton import TritonBackend
     from culet.bench.attention_cases import AttentionCase, AttentionShape, make_case
     from culet.cache.spec import KVGroup, KVSpec
     from culet.kernels import reference_attention as eager
     from culet.kernels.attention_inputs import PagedKV, RaggedRows
-    from culet.kernels.triton.decode import decode_attention
-    from culet.kernels.triton.prefill import prefill_attention, query_tiles
+    from culet.kernels.triton.decode import decode_attention, decode_launches
+    from culet.kernels.triton.prefill import prefill_attention, prefill_launch, query_tiles
     from culet.kernels.triton.tiles import DecodeTile, PrefillTile
 
     SLIDING = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=32, window=40, latent=False, page_tokens=16)
@@ -146,14 +147,18 @@ else:
             assert layer == 0
             return self._planes
 
-    def run_backend(case: AttentionCase, *, is_stored: bool, with_fresh: bool = True) -> torch.Tensor:
+    def run_backend(
+        case: AttentionCase, *, is_stored: bool, with_fresh: bool = True, text_rows: tuple[int, ...] = ()
+    ) -> torch.Tensor:
         shape = case.shape
         rotated = shape.width - shape.head_dim
         spec = KVSpec(0, shape.num_kv_heads, shape.head_dim, rotated, shape.window, shape.latent, itemsize=4)
         backend = TritonBackend(KVGroup("tested", 0, (spec,), shape.page_tokens), shape.num_heads)
         tokens = torch.zeros(case.q_TNH.shape[0], dtype=torch.long)
         group = GroupBatch(case.kv.pages_BP, case.kv.first_B, tokens, case.rows.visible_2T)
-        facts = tuple(RowFacts(start, queries, (is_stored,)) for start, queries in case.spans)
+        facts = tuple(
+            RowFacts(start, queries, (is_stored,), is_text=row in text_rows) for row, (start, queries) in enumerate(case.spans)
+        )
         begins, contexts = case.rows.row_begin_B1, case.rows.context_B
         batch = ForwardBatch(tokens, tokens, begins, contexts, tokens, facts, (group,), None)
         pool = OneLayerPool(case.kv.planes)
@@ -178,3 +183,46 @@ else:
         """A tail has other tokens than the step whose fresh keys it is given."""
         case = make_case(SLIDING, [(70, 20), (3, 1)], dtype=torch.float32, seed=12)
         assert_close(run_backend(case, is_stored=True, with_fresh=False), all_rows(case))
+
+    def test_backend_spares_text_rows_the_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+        """In a step with images, rows without one take the kernels that text alone takes."""
+        spans, images = [(0, 17), (20, 20), (30, 1), (60, 17)], [(1, 25, 15)]
+        case = make_case(SLIDING, spans, dtype=torch.float32, seed=13, images=images)
+        seen: list[tuple[int, ...]] = []
+
+        def launch(q_TNH, kv, rows, tiles_X5, **options):  # type: ignore[no-untyped-def]
+            if rows.visible_2T is not None:
+                seen.append(tuple(sorted(set(tiles_X5[:, 0].tolist()))))
+            return prefill_launch(q_TNH, kv, rows, tiles_X5, **options)
+
+        def decode(q_TNH, kv, rows, **options):  # type: ignore[no-untyped-def]
+            assert rows.visible_2T is None
+            return decode_launches(q_TNH, kv, rows, **options)
+
+        monkeypatch.setattr(backend_module, "prefill_launch", launch)
+        monkeypatch.setattr(backend_module, "decode_launches", decode)
+        assert_close(run_backend(case, is_stored=True, text_rows=(0, 2, 3)), all_rows(case))
+        assert seen == [(1,)]
+        monkeypatch.undo()
+        assert_close(run_backend(case, is_stored=True), all_rows(case))  # nobody says which are text: all by intervals
+
+    def in_fp8(case: AttentionCase) -> AttentionCase:
+        """Pages of e4m3, and the fresh keys as they are rounded there."""
+        k, v = case.fresh
+        whole = torch.cat((v[..., : case.shape.width - case.shape.head_dim], k), -1) if case.shape.latent else None
+        if whole is not None:
+            whole = whole.to(torch.float8_e4m3fn).float()
+            fresh = whole[..., case.shape.width - case.shape.head_dim :], whole[..., : case.shape.head_dim]
+        else:
+            fresh = k.to(torch.float8_e4m3fn).float(), v.to(torch.float8_e4m3fn).float()
+        return replace(case, kv=replace(case.kv, planes=case.kv.planes.to(torch.float8_e4m3fn)), fresh=fresh)
+
+    @pytest.mark.parametrize("shape", [SLIDING, GLOBAL, LATENT], ids=["sliding", "global", "latent"])
+    def test_fp8_pages(shape: AttentionShape) -> None:
+        """Decode, verify, prompts and chunks over pages of e4m3, whatever nobody wrote being NaN there too."""
+        few = in_fp8(make_case(shape, [(60, 1), (30, 3)], dtype=torch.float32, seed=14))
+        assert few.kv.planes.float().isnan().any()
+        check_decode(few, DecodeTile(16, 32, 4, 2, programs=8))
+        long = in_fp8(make_case(shape, [(30, 20)], dtype=torch.float32, seed=15))
+        check_prefill(long, PrefillTile(32, 32, 4, 2), with_fresh=False)
+        check_prefill(long, PrefillTile(32, 32, 4, 2), with_fresh=True)

@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter cannot compile", allow_module_level=True)
 
 from culet.kernels.reference import HeadShape, Rope
-from culet.kernels.triton import linear, moe, norms, penalties, pointwise, qkv, route, sampling
+from culet.kernels.triton import linear, masks, moe, norms, penalties, pointwise, qkv, route, sampling
 from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.linear import GATED, PLAIN, SOFTCAP
 from culet.kernels.triton.tiles import SHARED_MEMORY
@@ -106,9 +106,12 @@ def sampling_launches(pdl: bool) -> Iterator[Launch]:
     logits, wide = floats(4, 262144), meta(4, dtype=torch.float64)
     settings = sampling.RowSettings(wide, whole(4), wide, wide, meta(4, dtype=torch.int64), whole(4))
     tokens = meta(4, dtype=torch.int64)
-    yield from sampling.describe_draw(logits, settings, whole(4), whole(4, 8192), tokens, pdl=pdl)
+    yield from sampling.describe_draw(logits, settings, whole(4), tokens, pdl=pdl)
     out = sampling.Ranked(floats(4), floats(4, 20), meta(4, 20, dtype=torch.int64))
     yield sampling.describe_logprobs(logits, tokens, 20, out, pdl)[1]
+    yield masks.describe_bias(logits, whole(300), whole(300), floats(300), pdl)
+    yield masks.describe_bitmask(logits, whole(2, 8192), whole(2), pdl)
+    yield masks.describe_bitmask(logits, whole(4, 8192), None, pdl)
     rows = penalties.Penalties(*(whole(2) for _ in range(4)), *(floats(2) for _ in range(3)))
     yield from penalties.describe_penalise(logits, meta(4, 4096, dtype=torch.int64), rows, 4096, whole(2, 262144), pdl)
 

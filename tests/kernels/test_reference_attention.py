@@ -56,7 +56,7 @@ class Scene:
         size, window = self.group.page_tokens, self.group.window
         total = sum(-(-(start + new) // size) + 1 for start, new, _ in self.rows) + 3
         pool = Pool(self.layout, total, torch.float32, torch.device("cpu"))
-        pool._slabs.fill_(NAN)
+        pool._slabs.fill_(255)  # a NaN in every precision
         free = list(range(1, total))  # page 0 stays foreign: unused columns point at it
         random.Random(3).shuffle(free)
         tables, firsts = [], []

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from culet.attention.reference import ReferenceBackend
 from culet.cache.pool import Pool
-from culet.cache.spec import KVGroup, plan_cache
+from culet.cache.spec import KVGroup, plan_cache, stored_as
 from culet.models.gemma4 import Gemma4, Hidden
 from culet.runner.fill import fill
 from culet.types import PageTable, Row, StepPlan
+
+NAN_BYTE = 255  # a NaN in every precision that pages may have
 
 
 @dataclass
@@ -31,9 +33,19 @@ class Harness:
     """Runs steps over hand-made page tables. `page_tokens` are those of the widest group."""
 
     def __init__(
-        self, model: Gemma4, *, num_slots: int = 8, max_len: int = 256, page_tokens: int = 4, num_slabs: int = 0, seed: int = 0
+        self,
+        model: Gemma4,
+        *,
+        num_slots: int = 8,
+        max_len: int = 256,
+        page_tokens: int = 4,
+        num_slabs: int = 0,
+        seed: int = 0,
+        kv_cache_dtype: str = "auto",
+        lookback: int = 0,
     ) -> None:
-        specs = model.spec.kv_specs(model.dtype.itemsize, latent=model.latent)
+        specs = stored_as(model.spec.kv_specs(model.dtype.itemsize, latent=model.latent), kv_cache_dtype)
+        specs = [replace(spec, lookback=lookback) for spec in specs]
         per_group: dict[object, int] = {}
         for spec in specs:
             per_group[spec.kind] = per_group.get(spec.kind, 0) + spec.bytes_per_token
@@ -41,7 +53,7 @@ class Harness:
         num_slabs = num_slabs or sum(-(-max_len // group.page_tokens) + 1 for group in self.layout.groups) * num_slots
         self.model = model
         self.pool = Pool(self.layout, num_slabs, model.dtype, torch.device("cpu"))
-        self.pool._slabs.fill_(float("nan"))
+        self.pool._slabs.fill_(NAN_BYTE)
         num_heads = model.spec.layers[0].num_heads
         self.backends = [ReferenceBackend(group, num_heads) for group in self.layout.groups]
         self.tokens_SL = torch.zeros(num_slots, max_len, dtype=torch.int64)
@@ -78,8 +90,8 @@ class Harness:
         tables, store_from = [], []
         for group in self.layout.groups:
             first_stored = track.start
-            if group.window is not None:
-                first_stored = max(track.start, end - group.window - max(num_logits, 1) + 1)
+            if group.reach is not None:
+                first_stored = max(track.start, end - group.reach - max(num_logits, 1) + 1)
             own = track.pages[group.index]
             for position in range(first_stored, end):
                 if position // group.page_tokens not in own:
@@ -100,7 +112,7 @@ class Harness:
                 self.free.insert(0, own.pop(page))
 
     def _spoil(self, page: int) -> None:
-        self.pool._slabs[page] = float("nan")
+        self.pool._slabs[page] = NAN_BYTE
 
     def drop(self, track: Track, group: KVGroup | None = None) -> None:
         """Forget a sequence's KV, as a preemption does."""

@@ -158,7 +158,7 @@ def decoder_of(model: Any) -> Any:
 
 @pytest.mark.parametrize("shape", ["E2B", "31B"])
 def test_taps(shape: str) -> None:
-    """A tap holds the residual stream at a layer's output: of all tokens, or of the tail in layers that ran on it alone."""
+    """A tap holds the residual stream of all tokens at a layer's output, also where layers behind it run on the tail alone."""
     token_ids, _ = expected(shape, LENGTHS[-1])
     oracle, outputs = tiny.oracle(shape), {}
     layers = decoder_of(oracle).layers
@@ -169,14 +169,22 @@ def test_taps(shape: str) -> None:
     tiny.oracle_logits(oracle, token_ids)
     for hook in hooks:
         hook.remove()
+    last = [tapped_up_to(shape, token_ids, taps[:count], outputs) for count in range(len(taps) + 1)]
+    for states in last[1:]:
+        assert_close(states, last[0])
+
+
+def tapped_up_to(shape: str, token_ids: list[int], taps: tuple[int, ...], outputs: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Compare the taps of a step that wants two logits, and of a chunk that wants none; returns the last hidden states."""
     harness = Harness(culet_model(shape))
-    harness.step([(harness.add(token_ids), len(token_ids), 2)], taps=(*taps, AFTER_FINAL_NORM))
-    tapped = harness.hidden.tapped
-    num_kv_layers = culet_model(shape).num_kv_layers
-    for tap in taps:
-        is_short = shape == "E2B" and tap >= num_kv_layers
-        assert_close(tapped[tap], outputs[tap][-2:] if is_short else outputs[tap])
-    assert torch.equal(tapped[AFTER_FINAL_NORM], harness.hidden.last_LD)
+    track = harness.add(token_ids)
+    for begin, end, num_logits in ((0, 5, 0), (5, len(token_ids), 2)):
+        harness.step([(track, end - begin, num_logits)], taps=(*taps, AFTER_FINAL_NORM))
+        tapped = harness.hidden.tapped
+        for tap in taps:
+            assert_close(tapped[tap], outputs[tap][begin:end])
+        assert torch.equal(tapped[AFTER_FINAL_NORM], harness.hidden.last_LD)
+    return harness.hidden.last_LD
 
 
 @pytest.mark.parametrize("shape", ["E2B", "E4B"])

@@ -1,6 +1,7 @@
 """The details that implementers of Gemma 4 most often get wrong: each is sprung here, and the comparison must see it.
 
-The eighth (stop and suppressed tokens, the empty thought) and the ninth (what assistants are fed) are in test_traps_engine.py.
+The eighth (stop and suppressed tokens, the empty thought) is in test_traps_engine.py, the ninth (assistants) in
+test_traps_assistant.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The eighth trap through the engine as users call it, and as much of the ninth as there is without an assistant."""
+"""The eighth trap through the engine as users call it, and of the ninth what the target hands to an assistant."""
 
 from __future__ import annotations
 

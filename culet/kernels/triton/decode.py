@@ -172,15 +172,15 @@ def _decode(
         key, offset = _key_rows(PAGES, tile, first, lo, hi, stride_page, WIDTH, PAGE, BN)
         rows_K = K + offset[:, None] + column
         if LATENT:
-            v_0 = tl.load(rows_K)
-            v_1 = tl.load(rows_K + PART)
-            v_2 = tl.load(rows_K + 2 * PART)
-            v_3 = tl.load(rows_K + 3 * PART)
-            k_3 = tl.load(rows_K + 4 * PART)
+            v_0 = tl.load(rows_K).to(Q.dtype.element_ty)
+            v_1 = tl.load(rows_K + PART).to(Q.dtype.element_ty)
+            v_2 = tl.load(rows_K + 2 * PART).to(Q.dtype.element_ty)
+            v_3 = tl.load(rows_K + 3 * PART).to(Q.dtype.element_ty)
+            k_3 = tl.load(rows_K + 4 * PART).to(Q.dtype.element_ty)
             s = (_score(q_0, v_1) + _score(q_1, v_2)) + (_score(q_2, v_3) + _score(q_3, k_3))
         else:
-            k_0 = tl.load(rows_K)
-            k_1 = tl.load(rows_K + PART)
+            k_0 = tl.load(rows_K).to(Q.dtype.element_ty)
+            k_1 = tl.load(rows_K + PART).to(Q.dtype.element_ty)
             s = _score(q_0, k_0) + _score(q_1, k_1)
         visible = key[None, :] <= seen_hi[:, None]
         if HAS_VISIBLE or WINDOW > 0:
@@ -194,8 +194,8 @@ def _decode(
         p = p.to(Q.dtype.element_ty)
         if not LATENT:
             rows_V = V + offset[:, None] + column
-            v_0 = tl.load(rows_V)
-            v_1 = tl.load(rows_V + PART)
+            v_0 = tl.load(rows_V).to(Q.dtype.element_ty)
+            v_1 = tl.load(rows_V + PART).to(Q.dtype.element_ty)
         o_0 = tl.dot(p, v_0, o_0 * shrink, input_precision="ieee")
         o_1 = tl.dot(p, v_1, o_1 * shrink, input_precision="ieee")
         if LATENT:

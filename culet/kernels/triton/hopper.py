@@ -36,25 +36,41 @@ KEYS = 64  # keys of a tile
 
 
 @gluon.jit
+def _copy(DESC, y, y_half, x, barrier, smem, COLUMNS: gl.constexpr, ROWS: gl.constexpr):
+    """Fetch a tile of ROWS x COLUMNS at row y; where boxes have half of the rows and 64 columns, from y and y_half."""
+    if DESC.block_shape[0] == ROWS:
+        tma.async_copy_global_to_shared(DESC, [y, x], barrier, smem)
+    else:
+        for column in gl.static_range(0, COLUMNS, 64):
+            first = smem.slice(0, ROWS // 2, dim=0).slice(column, 64, dim=1)
+            second = smem.slice(ROWS // 2, ROWS // 2, dim=0).slice(column, 64, dim=1)
+            tma.async_copy_global_to_shared(DESC, [y, x + column], barrier, first)
+            tma.async_copy_global_to_shared(DESC, [y_half, x + column], barrier, second)
+
+
+@gluon.jit
 def fetch_tile(
-    K_DESC, V_DESC, R_DESC, k_smem, v_smem, r_smem, full_k, full_v, empty_k, empty_v, count, y, x,
-    ROT: gl.constexpr, STAGES: gl.constexpr,
+    K_DESC, V_DESC, R_DESC, k_smem, v_smem, r_smem, full_k, full_v, empty_k, empty_v, count, y, y_half, x,
+    ROT: gl.constexpr, BN: gl.constexpr, HEAD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fetch the `count`-th key tile of this program, at row y and column x of the descriptors, into its stage."""
+    """Fetch the `count`-th key tile of this program, at row y and column x of the descriptors, into its stage.
+
+    Where descriptors take half a tile, since only halves lie within a page, its second half is at row y_half.
+    """
     stage = count % STAGES
     phase = (count // STAGES) & 1
     if ROT > 0:
         mbarrier.wait(empty_v.index(stage), phase ^ 1)
-        mbarrier.expect(full_k.index(stage), V_DESC.block_type.nbytes + R_DESC.block_type.nbytes)
-        tma.async_copy_global_to_shared(V_DESC, [y, x], full_k.index(stage), v_smem.index(stage))
-        tma.async_copy_global_to_shared(R_DESC, [y, x + 4 * ROT], full_k.index(stage), r_smem.index(stage))
+        mbarrier.expect(full_k.index(stage), 2 * BN * (HEAD + ROT))
+        _copy(V_DESC, y, y_half, x, full_k.index(stage), v_smem.index(stage), HEAD, BN)
+        _copy(R_DESC, y, y_half, x + HEAD, full_k.index(stage), r_smem.index(stage), ROT, BN)
     else:
         mbarrier.wait(empty_k.index(stage), phase ^ 1)
-        mbarrier.expect(full_k.index(stage), K_DESC.block_type.nbytes)
-        tma.async_copy_global_to_shared(K_DESC, [y, x], full_k.index(stage), k_smem.index(stage))
+        mbarrier.expect(full_k.index(stage), 2 * BN * HEAD)
+        _copy(K_DESC, y, y_half, x, full_k.index(stage), k_smem.index(stage), HEAD, BN)
         mbarrier.wait(empty_v.index(stage), phase ^ 1)
-        mbarrier.expect(full_v.index(stage), V_DESC.block_type.nbytes)
-        tma.async_copy_global_to_shared(V_DESC, [y, x], full_v.index(stage), v_smem.index(stage))
+        mbarrier.expect(full_v.index(stage), 2 * BN * HEAD)
+        _copy(V_DESC, y, y_half, x, full_v.index(stage), v_smem.index(stage), HEAD, BN)
 
 
 @gluon.jit
@@ -251,11 +267,10 @@ def allocate(
     return q_smem, k_smem, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v, ready, taken
 
 
-def describe(matrix: Tensor, columns: int) -> TensorDescriptor:
-    """A descriptor of tiles of KEYS rows x `columns` of a matrix."""
-    return TensorDescriptor(
-        matrix, list(matrix.shape), list(matrix.stride()), [KEYS, columns], gl.NVMMASharedLayout(128, 16, 2)
-    )
+def describe(matrix: Tensor, columns: int, *, in_halves: bool = False) -> TensorDescriptor:
+    """A descriptor of tiles of KEYS rows x `columns` of a matrix, or of halves of a tile, 64 columns of it at a time."""
+    box = [KEYS // 2, 64] if in_halves else [KEYS, columns]
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), box, gl.NVMMASharedLayout(128, 16, 2))
 
 
 def page_matrix(plane: Tensor) -> Tensor:
@@ -265,6 +280,6 @@ def page_matrix(plane: Tensor) -> Tensor:
     return plane.as_strided((span // width, width), (width, 1))
 
 
-def pages_fit(kv: PagedKV) -> bool:
-    """Whether key tiles can be fetched from these pages: tiles within pages, all rows on one grid."""
-    return kv.page_tokens % KEYS == 0 and kv.planes.stride(1) % kv.width == 0
+def pages_fit(kv: PagedKV, part: int = KEYS) -> bool:
+    """Whether key tiles can be fetched from these pages in parts of `part` keys: 16-bit ones, all rows on one grid."""
+    return kv.planes.element_size() == 2 and kv.page_tokens % part == 0 and kv.planes.stride(1) % kv.width == 0

@@ -92,8 +92,9 @@ def _work(
 def _fetch(
     V_DESC, R_DESC, v_smem, r_smem, full_k, full_v, empty_k, empty_v,
     PAGES, FIRST, ROW_BEGIN, CONTEXT, num_rows, target, stride_table, page_rows,
-    ROWS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, ROT: gl.constexpr, PAGE: gl.constexpr,
-    MAX_QUERIES: gl.constexpr, M: gl.constexpr, M_TILES: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr,
+    PAGE: gl.constexpr, MAX_QUERIES: gl.constexpr, M: gl.constexpr, M_TILES: gl.constexpr, BN: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """The fetching warp."""
     head = gl.program_id(0) // M_TILES % KV_HEADS
@@ -105,22 +106,9 @@ def _fetch(
             page = gl.load(PAGES + row * stride_table + tile * BN // PAGE)
             y = page * page_rows + head * PAGE + tile * BN % PAGE
             fetch_tile(
-                V_DESC,
-                V_DESC,
-                R_DESC,
-                v_smem,
-                v_smem,
-                r_smem,
-                full_k,
-                full_v,
-                empty_k,
-                empty_v,
-                tile - tile_lo,
-                y,
-                0,
-                ROT,
-                STAGES,
-            )
+                V_DESC, V_DESC, R_DESC, v_smem, v_smem, r_smem, full_k, full_v, empty_k, empty_v, tile - tile_lo, y, y, 0,
+                ROT, BN, HEAD, STAGES,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -232,7 +220,7 @@ def _decode_hopper(
             (_fetch, (
                 V_DESC, R_DESC, v_smem, r_smem, full_k, full_v, empty_k, empty_v,
                 PAGES, FIRST, ROW_BEGIN, CONTEXT, num_rows, target, stride_table, page_rows,
-                ROWS, KV_HEADS, GROUP, ROT, PAGE, MAX_QUERIES, M, M_TILES, BN, STAGES,
+                ROWS, KV_HEADS, GROUP, HEAD, ROT, PAGE, MAX_QUERIES, M, M_TILES, BN, STAGES,
             )),
         ],
         [4, 1],

@@ -61,23 +61,35 @@ def _span(TILES, num_kv_heads, WINDOW: gl.constexpr, QUERIES: gl.constexpr, BN: 
 def _fetch(
     K_DESC, V_DESC, R_DESC, k_smem, v_smem, r_smem, full_k, full_v, empty_k, empty_v,
     TILES, PAGES, num_kv_heads, stride_table, page_rows,
-    WIDTH: gl.constexpr, ROT: gl.constexpr, PAGE: gl.constexpr, WINDOW: gl.constexpr,
+    HEAD: gl.constexpr, ROT: gl.constexpr, PAGE: gl.constexpr, WINDOW: gl.constexpr,
     QUERIES: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
     """The fetching warp."""
     head = gl.program_id(0) % num_kv_heads
-    row, _, _, begin, _, _, tile_lo, tile_hi = _span(TILES, num_kv_heads, WINDOW, QUERIES, BN, PAGED)
+    row, query_begin, num_queries, begin, context, origin, tile_lo, tile_hi = _span(
+        TILES, num_kv_heads, WINDOW, QUERIES, BN, PAGED
+    )
+    HALF: gl.constexpr = BN // 2
+    last_half = (context + gl.minimum(query_begin + QUERIES, num_queries) - origin - 1) // HALF
     for tile in range(tile_lo, tile_hi):
         if PAGED:
             page = gl.load(PAGES + row * stride_table + tile * BN // PAGE)
             y = page * page_rows + head * PAGE + tile * BN % PAGE
+            y_half = y
             x = 0
+            if PAGE % BN != 0:
+                # Behind the last key there may be no page: its half is fetched twice, and nobody sees the second.
+                half = gl.minimum(tile * 2 + 1, last_half)
+                page = gl.load(PAGES + row * stride_table + half * HALF // PAGE)
+                y_half = page * page_rows + head * PAGE + half * HALF % PAGE
         else:
             y = begin + tile * BN
-            x = head * WIDTH
+            y_half = y
+            x = head * (HEAD + ROT)
         fetch_tile(
-            K_DESC, V_DESC, R_DESC, k_smem, v_smem, r_smem, full_k, full_v, empty_k, empty_v, tile - tile_lo, y, x, ROT, STAGES
-        )
+            K_DESC, V_DESC, R_DESC, k_smem, v_smem, r_smem, full_k, full_v, empty_k, empty_v, tile - tile_lo, y, y_half, x,
+            ROT, BN, HEAD, STAGES,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -285,7 +297,7 @@ def _prefill_hopper(
                 (_fetch, (
                     K_DESC, V_DESC, R_DESC, k_smem, v_smem, r_smem, full_k, full_v, empty_k, empty_v,
                     TILES, PAGES, num_kv_heads, stride_table, page_rows,
-                    HEAD + ROT, ROT, PAGE, WINDOW, M // GROUP, BN, STAGES, PAGED,
+                    HEAD, ROT, PAGE, WINDOW, M // GROUP, BN, STAGES, PAGED,
                 )),
             ],
             [4, 1],
@@ -305,7 +317,7 @@ def _prefill_hopper(
                 (_fetch, (
                     K_DESC, V_DESC, R_DESC, k_smem, v_smem, r_smem, full_k, full_v, empty_k, empty_v,
                     TILES, PAGES, num_kv_heads, stride_table, page_rows,
-                    HEAD + ROT, ROT, PAGE, WINDOW, M // GROUP, BN, STAGES, PAGED,
+                    HEAD, ROT, PAGE, WINDOW, M // GROUP, BN, STAGES, PAGED,
                 )),
             ],
             [4, 1],
@@ -322,7 +334,7 @@ def hopper_prefill_serves(kv: PagedKV, group: int, *, fresh: bool) -> bool:
     """Whether this kernel takes the shape, with all keys from the fresh tensors or from pages (of groups without a window)."""
     if kv.head_dim not in (256, 512) or hopper_prefill_rows(kv.head_dim) % group or (kv.is_latent and kv.head_dim != 512):
         return False
-    return fresh or (kv.window is None and pages_fit(kv))
+    return fresh or (kv.window is None and pages_fit(kv, KEYS // 2))
 
 
 def hopper_prefill_launch(
@@ -338,11 +350,12 @@ def hopper_prefill_launch(
         whole = (fresh[1], fresh[1]) if rotated else fresh
         assert all(part.stride(1) == kv.width for part in whole), "fresh heads of a token must be contiguous"
         keys, values = (part.as_strided((part.shape[0], num_kv_heads * kv.width), (part.stride(0), 1)) for part in whole)
-    v_desc = describe(values, head_dim)
+    in_halves = fresh is None and kv.page_tokens % KEYS != 0
+    v_desc = describe(values, head_dim, in_halves=in_halves)
     arguments: dict[str, Any] = {
-        "K_DESC": v_desc if rotated else describe(keys, head_dim),
+        "K_DESC": v_desc if rotated else describe(keys, head_dim, in_halves=in_halves),
         "V_DESC": v_desc,
-        "R_DESC": describe(values, rotated) if rotated else v_desc,
+        "R_DESC": describe(values, rotated, in_halves=in_halves) if rotated else v_desc,
         "Q": q_TNH,
         "OUT": out_TNH,
         "TILES": tiles_X5,

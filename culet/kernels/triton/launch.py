@@ -76,4 +76,5 @@ _TYPES = {
     torch.int64: "i64",
     torch.int8: "i8",
     torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
 }

@@ -42,6 +42,7 @@ class Tile:
     num_warps: int = 4
     num_stages: int = 1
     split_k: int = 1
+    preload: int = 1  # weight tiles that are loaded before the wait for the kernel before, which makes the input
 
 
 @triton.jit
@@ -79,7 +80,7 @@ def _load_weights(w_ptrs, k, cols, K: tl.constexpr, MASKED: tl.constexpr):
 def _rows_step(
     sums,
     w_tile,
-    up_ptrs,
+    up_tile,
     x,
     x_stride,
     M,
@@ -104,7 +105,7 @@ def _rows_step(
         a2 += w_tile * x2
         a3 += w_tile * x3
     if HAS_UP:
-        up_tile = _load_weights(up_ptrs, k, cols, K, MASKED).to(tl.float32)
+        up_tile = up_tile.to(tl.float32)
         b0 += up_tile * x0
         if NUM_M >= 2:
             b1 += up_tile * x1
@@ -131,6 +132,7 @@ def _rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    PRELOAD: tl.constexpr,
     EPILOGUE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -139,19 +141,27 @@ def _rows_kernel(
     cols = tl.arange(0, BLOCK_K)
     safe_rows = tl.where(rows < N, rows, 0).to(tl.int64)
     w_ptrs = w + safe_rows[:, None] * K + cols[None, :]
-    up_ptrs = w_ptrs + tl.cast(N, tl.int64) * K  # gate rows first, then as many up rows
     HAS_UP: tl.constexpr = EPILOGUE == 1
+    up_ptrs = w_ptrs + tl.cast(N, tl.int64) * K if HAS_UP else w_ptrs  # gate rows first, then as many up rows
     WHOLE: tl.constexpr = K // BLOCK_K * BLOCK_K
+    BEFORE: tl.constexpr = PRELOAD * BLOCK_K  # columns whose weights are loaded before the wait; at most WHOLE
     # Sums stay spread over K in registers until the end: no shuffles in the loop.
     zero = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     sums = (zero, zero, zero, zero, zero, zero, zero, zero)
+    if PRELOAD > 0:
+        tile = _load_weights(w_ptrs, 0, cols, K, False)
+        up = _load_weights(up_ptrs, 0, cols, K, False) if HAS_UP else tile
     enter(PDL)
-    for k in tl.range(0, WHOLE, BLOCK_K, num_stages=STAGES):
+    if PRELOAD > 0:
+        sums = _rows_step(sums, tile, up, x, x_stride, M, 0, cols, K, NUM_M, False, HAS_UP)
+    for k in tl.range(BEFORE, WHOLE, BLOCK_K, num_stages=STAGES):
         tile = _load_weights(w_ptrs, k, cols, K, False)
-        sums = _rows_step(sums, tile, up_ptrs, x, x_stride, M, k, cols, K, NUM_M, False, HAS_UP)
+        up = _load_weights(up_ptrs, k, cols, K, False) if HAS_UP else tile
+        sums = _rows_step(sums, tile, up, x, x_stride, M, k, cols, K, NUM_M, False, HAS_UP)
     if WHOLE < K:
         tile = _load_weights(w_ptrs, WHOLE, cols, K, True)
-        sums = _rows_step(sums, tile, up_ptrs, x, x_stride, M, WHOLE, cols, K, NUM_M, True, HAS_UP)
+        up = _load_weights(up_ptrs, WHOLE, cols, K, True) if HAS_UP else tile
+        sums = _rows_step(sums, tile, up, x, x_stride, M, WHOLE, cols, K, NUM_M, True, HAS_UP)
     a0, a1, a2, a3, b0, b1, b2, b3 = sums
     _store_row(y, factor, tl.sum(a0, 1), tl.sum(b0, 1), 0, rows, M, N, y_stride, factor_stride, softcap, EPILOGUE)
     if NUM_M >= 2:
@@ -168,6 +178,31 @@ def _store_row(
     mask = (rows < N) & (m < M)
     out = _finish(total, up, factor, m * factor_stride + rows, mask, softcap, EPILOGUE)
     tl.store(y + m * y_stride + rows, out.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _tiles_step(
+    total,
+    up,
+    w_tile,
+    up_tile,
+    x_ptrs,
+    k,
+    is_token,
+    cols,
+    K: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_UP: tl.constexpr,
+):
+    """Add columns k + cols to the sums of the weight tile's rows, and of the up rows."""
+    if MASKED:
+        x_tile = tl.load(x_ptrs + k, mask=is_token[None, :] & (cols < K - k)[:, None], other=0.0)
+    else:
+        x_tile = tl.load(x_ptrs + k, mask=is_token[None, :], other=0.0)
+    total = tl.dot(w_tile, x_tile, total)
+    if HAS_UP:
+        up = tl.dot(up_tile, x_tile, up)
+    return total, up
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -190,6 +225,7 @@ def _tiles_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr,
+    PRELOAD: tl.constexpr,
     EPILOGUE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -199,31 +235,30 @@ def _tiles_kernel(
     cols = tl.arange(0, BLOCK_K)
     safe_rows = tl.where(rows < N, rows, 0).to(tl.int64)
     w_ptrs = w + safe_rows[:, None] * K + cols[None, :]
-    up_ptrs = w_ptrs + tl.cast(N, tl.int64) * K
+    HAS_UP: tl.constexpr = EPILOGUE == 1
+    MASKED: tl.constexpr = K % (BLOCK_K * SPLIT_K) != 0
+    up_ptrs = w_ptrs + tl.cast(N, tl.int64) * K if HAS_UP else w_ptrs
     x_ptrs = x + tokens[None, :] * x_stride + cols[:, None]
     is_token = tokens < M
     part_k: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K) * BLOCK_K
     begin = tl.program_id(1) * part_k
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if PRELOAD > 0:
+        w_tile = _load_weights(w_ptrs, begin, cols, K, MASKED)
+        up_tile = _load_weights(up_ptrs, begin, cols, K, MASKED) if HAS_UP else w_tile
+    if PRELOAD > 1:
+        w_next = _load_weights(w_ptrs, begin + BLOCK_K, cols, K, MASKED)
+        up_next = _load_weights(up_ptrs, begin + BLOCK_K, cols, K, MASKED) if HAS_UP else w_next
     enter(PDL)
-    for step in tl.range(0, part_k, BLOCK_K, num_stages=STAGES):
-        k = begin + step
-        if K % (BLOCK_K * SPLIT_K) == 0:
-            w_tile = tl.load(w_ptrs + k, eviction_policy="evict_first")
-            x_tile = tl.load(x_ptrs + k, mask=is_token[None, :], other=0.0)
-        else:
-            inside = cols < K - k
-            w_tile = tl.load(w_ptrs + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            x_tile = tl.load(x_ptrs + k, mask=is_token[None, :] & inside[:, None], other=0.0)
-        total = tl.dot(w_tile, x_tile, total)
-        if EPILOGUE == 1:
-            if K % (BLOCK_K * SPLIT_K) == 0:
-                up_tile = tl.load(up_ptrs + k, eviction_policy="evict_first")
-            else:
-                inside = cols < K - k
-                up_tile = tl.load(up_ptrs + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            up = tl.dot(up_tile, x_tile, up)
+    if PRELOAD > 0:
+        total, up = _tiles_step(total, up, w_tile, up_tile, x_ptrs, begin, is_token, cols, K, MASKED, HAS_UP)
+    if PRELOAD > 1:
+        total, up = _tiles_step(total, up, w_next, up_next, x_ptrs, begin + BLOCK_K, is_token, cols, K, MASKED, HAS_UP)
+    for step in tl.range(PRELOAD * BLOCK_K, part_k, BLOCK_K, num_stages=STAGES):
+        w_tile = _load_weights(w_ptrs, begin + step, cols, K, MASKED)
+        up_tile = _load_weights(up_ptrs, begin + step, cols, K, MASKED) if HAS_UP else w_tile
+        total, up = _tiles_step(total, up, w_tile, up_tile, x_ptrs, begin + step, is_token, cols, K, MASKED, HAS_UP)
     mask = (rows < N)[:, None] & is_token[None, :]
     out_offsets = tokens[None, :] * y_stride + rows[:, None]
     factor_offsets = tokens[None, :] * factor_stride + rows[:, None]
@@ -291,10 +326,12 @@ def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue:
     tiles = triton.cdiv(num_rows, tile.block_n)
     if tile.kernel == "rows":
         assert num_tokens <= 4, f"the rows kernel serves 1 to 4 tokens, got {num_tokens}"
+        common["PRELOAD"] = min(tile.preload, size_k // tile.block_k, 1)
         common["NUM_M"] = 1 if num_tokens == 1 else 2 if num_tokens == 2 else 4
         return Launch(_rows_kernel, (tiles,), common, options(tile.num_warps, pdl))
     common["BLOCK_M"] = max(MIN_COLUMNS, triton.next_power_of_2(num_tokens))
     common["SPLIT_K"] = tile.split_k
+    common["PRELOAD"] = min(tile.preload, triton.cdiv(size_k, tile.block_k * tile.split_k), 2)
     rows_per_stage = common["BLOCK_M"] + tile.block_n * (2 if epilogue == GATED else 1)
     limit = int(extra.get("shared") or shared_memory(x_MK.device))
     common["STAGES"] = stages_that_fit(tile.num_stages, rows_per_stage * tile.block_k * x_MK.element_size(), limit)

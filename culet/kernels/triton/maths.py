@@ -14,6 +14,12 @@ def gelu(x):
 
 
 @triton.jit
+def silu(x):
+    """x * sigmoid(x)."""
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
 def cap_tanh(x, cap: tl.constexpr):
     """cap * tanh(x / cap), from tanh(z) = 1 - 2 / (exp(2 z) + 1): right at both ends."""
     return cap * (1.0 - 2.0 / (tl.exp(x * (2.0 / cap)) + 1.0))

@@ -1,7 +1,7 @@
 """RMS norms with what stands around them: residual adds, layer scalars, the next block's norm. One program per token.
 
     norm(x, w) = x / sqrt(mean(x^2) + eps) * w                                        rms_norm
-    x' = (x + norm(delta, w)) * scalar; next = norm(x', next_w)                       residual_norm
+    x' = (x + norm(delta, w)) * scalar; next = norm(x', next_w)                       residual_norm (w None: x + delta)
     the same with two next norms (dense MLP and experts read one stream)             residual_norm_two
     the same with delta = norm(a, w_a) + norm(b, w_b) (dense MLP and experts joined)  residual_norm_joint
 
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from culet.kernels.triton.ahead import ask_ahead, programs_for
 from culet.kernels.triton.chain import enter, is_chained, options
 from culet.kernels.triton.launch import Launch
 
@@ -70,7 +71,7 @@ def _sum_norms_kernel(
     tl.store(y + token * D + cols, total.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_ahead"])
 def _residual_norm_kernel(
     x,
     delta,
@@ -84,23 +85,35 @@ def _residual_norm_kernel(
     out,
     out_a,
     out_b,
+    ahead,
+    num_tokens,
+    num_ahead,
     x_stride,
     delta_stride,
     other_stride,
     D: tl.constexpr,
     eps: tl.constexpr,
     IS_JOINT: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     HAS_SCALAR: tl.constexpr,
     NUM_NEXT: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    IS_ASKING: tl.constexpr,
+    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All of this file's residual norms; the outputs are contiguous [T, D]."""
+    """All of this file's residual norms; the outputs are contiguous [T, D]. Programs behind the tokens' ask for weights."""
+    if IS_ASKING:  # noqa: SIM102 (no `and` of a constant and a value)
+        if tl.program_id(0) >= num_tokens:
+            program = tl.program_id(0) - num_tokens
+            ask_ahead(ahead, num_ahead, program, tl.num_programs(0) - num_tokens, THREADS, PDL)
+            return
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_D)
     inside = cols < D
     # Weights first: nothing has to be awaited for them, and a miss for each of them in turn would cost more than the rest.
-    w = _load(weight, cols, inside)
+    if HAS_NORM:
+        w = _load(weight, cols, inside)
     if IS_JOINT:
         w_delta, w_other = _load(delta_weight, cols, inside), _load(other_weight, cols, inside)
     if NUM_NEXT >= 1:
@@ -116,7 +129,9 @@ def _residual_norm_kernel(
         more = _load(other + token * other_stride, cols, inside)
         change = _norm(change, w_delta, D, eps) + _norm(more, w_other, D, eps)
         change = change.to(out.dtype.element_ty).to(tl.float32)
-    row += _norm(change, w, D, eps)
+    if HAS_NORM:
+        change = _norm(change, w, D, eps)
+    row += change
     if HAS_SCALAR:
         row *= factor
     rounded = row.to(out.dtype.element_ty)
@@ -165,16 +180,18 @@ def describe_residual(
     eps: float,
     outs: tuple[Tensor, ...],
     pdl: bool,
+    ahead: Tensor | None = None,
 ) -> Launch:
-    """`deltas` is one tensor, or two to join; `weights` the norm before the add, and before it those of the two joined."""
+    """`deltas` is one tensor, or two to join; `weights` the norm before the add (none: no norm), before it those of the two."""
     num_tokens, size = x_TD.shape
     is_joint = len(deltas) == 2
+    asking = programs_for(ahead, num_tokens)
     spare = outs[0]  # stands where a flag says nothing is read or written
     arguments: dict[str, Any] = {
         "x": x_TD,
         "delta": deltas[0],
         "other": deltas[1] if is_joint else spare,
-        "weight": weights[-1],
+        "weight": weights[-1] if weights else spare,
         "delta_weight": weights[0] if is_joint else spare,
         "other_weight": weights[1] if is_joint else spare,
         "scalar": spare if scalar is None else scalar,
@@ -183,18 +200,24 @@ def describe_residual(
         "out": outs[0],
         "out_a": outs[1] if len(outs) > 1 else spare,
         "out_b": outs[2] if len(outs) > 2 else spare,
+        "ahead": ahead if asking else spare,
+        "num_tokens": num_tokens,
+        "num_ahead": 0 if ahead is None else ahead.shape[0],
         "x_stride": x_TD.stride(0),
         "delta_stride": deltas[0].stride(0),
         "other_stride": deltas[1].stride(0) if is_joint else 0,
         "D": size,
         "eps": eps,
         "IS_JOINT": is_joint,
+        "HAS_NORM": bool(weights),
         "HAS_SCALAR": scalar is not None,
         "NUM_NEXT": len(next_weights),
         "BLOCK_D": triton.next_power_of_2(size),
+        "IS_ASKING": asking > 0,
+        "THREADS": 32 * _num_warps(size),
         "PDL": pdl,
     }
-    return Launch(_residual_norm_kernel, (num_tokens,), arguments, options(_num_warps(size), pdl))
+    return Launch(_residual_norm_kernel, (num_tokens + asking,), arguments, options(_num_warps(size), pdl))
 
 
 def _residual(
@@ -204,10 +227,11 @@ def _residual(
     scalar: Tensor | None,
     next_weights: tuple[Tensor, ...],
     eps: float,
+    ahead: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     outs = tuple(torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) for _ in range(1 + len(next_weights)))
     if x_TD.shape[0]:
-        describe_residual(x_TD, deltas, weights, scalar, next_weights, eps, outs, is_chained(x_TD.device)).run()
+        describe_residual(x_TD, deltas, weights, scalar, next_weights, eps, outs, is_chained(x_TD.device), ahead).run()
     return outs
 
 
@@ -228,10 +252,28 @@ def sum_norms(a_TD: Tensor, b_TD: Tensor, weight_a_D: Tensor, weight_b_D: Tensor
 
 
 def residual_norm(
-    x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, scalar: Tensor | None, next_weight_D: Tensor | None, eps: float
+    x_TD: Tensor,
+    delta_TD: Tensor,
+    weight_D: Tensor | None,
+    scalar: Tensor | None,
+    next_weight_D: Tensor | None,
+    eps: float,
+    ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """x' = (x + norm(delta) * weight) * scalar, and the next block's input norm(x') * next_weight (None: not wanted)."""
-    outs = _residual(x_TD, (delta_TD,), (weight_D,), scalar, () if next_weight_D is None else (next_weight_D,), eps)
+    """x' = (x + norm(delta) * weight) * scalar, and the next block's input norm(x') * next_weight (None: not wanted).
+
+    Without a `weight_D` delta is added as it is: a decoder that norms before its blocks only. `ahead` (see `weights_ahead`)
+    are weights that are read soon.
+    """
+    outs = _residual(
+        x_TD,
+        (delta_TD,),
+        () if weight_D is None else (weight_D,),
+        scalar,
+        () if next_weight_D is None else (next_weight_D,),
+        eps,
+        ahead,
+    )
     return outs[0], outs[1] if next_weight_D is not None else None
 
 

@@ -1,7 +1,8 @@
-"""Small fused pieces: embedding, GELU products, per-layer embeddings, the logits' cap. float32 inside, one rounding.
+"""Small fused pieces: embedding, GELU and SiLU products, per-layer embeddings, the logits' cap. float32 inside, one rounding.
 
     embed         table[ids] * scale
     gelu_mul      gelu(gate) * up, columns gate | up
+    silu_mul      silu(gate) * up, columns gate | up
     gelu_gate     gelu(gate) * value
     ple_combine   (norm(context * scale) * weight + embedded) / sqrt(2), per layer
     softcap       cap * tanh(logits / cap)
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from culet.kernels.triton.chain import enter, is_chained, options
 from culet.kernels.triton.launch import Launch
-from culet.kernels.triton.maths import cap_tanh, gelu
+from culet.kernels.triton.maths import cap_tanh, gelu, silu
 
 BLOCK = 1024  # columns per program of the plain elementwise kernels: 128 threads x 8
 
@@ -39,17 +40,27 @@ def _embed_kernel(
 
 
 @triton.jit
-def _gelu_times_kernel(
-    gate, value, y, gate_stride, value_stride, y_stride, N: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
+def _gate_times_kernel(
+    gate,
+    value,
+    y,
+    gate_stride,
+    value_stride,
+    y_stride,
+    N: tl.constexpr,
+    IS_SILU: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """y[t, n] = gelu(gate[t, n]) * value[t, n]."""
+    """y[t, n] = gelu(gate[t, n]) * value[t, n], or with silu in gelu's place."""
     enter(PDL)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = cols < N
     a = tl.load(gate + token * gate_stride + cols, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(value + token * value_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + token * y_stride + cols, (gelu(a) * b).to(y.dtype.element_ty), mask=inside)
+    opened = silu(a) if IS_SILU else gelu(a)
+    tl.store(y + token * y_stride + cols, (opened * b).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -99,13 +110,14 @@ def describe_embed(token_ids_T: Tensor, table_VD: Tensor, scale: float, y_TD: Te
     return Launch(_embed_kernel, (token_ids_T.shape[0], triton.cdiv(size, block)), arguments, options(4, pdl))
 
 
-def describe_gelu_times(gate_TN: Tensor, value_TN: Tensor, y_TN: Tensor, pdl: bool) -> Launch:
+def describe_gate_times(gate_TN: Tensor, value_TN: Tensor, y_TN: Tensor, pdl: bool, *, is_silu: bool = False) -> Launch:
     num_tokens, size = y_TN.shape
     block = min(BLOCK, triton.next_power_of_2(size))
     arguments: dict[str, Any] = {"gate": gate_TN, "value": value_TN, "y": y_TN, "gate_stride": gate_TN.stride(0)}
-    arguments |= {"value_stride": value_TN.stride(0), "y_stride": y_TN.stride(0), "N": size, "BLOCK_N": block, "PDL": pdl}
+    arguments |= {"value_stride": value_TN.stride(0), "y_stride": y_TN.stride(0), "N": size, "IS_SILU": is_silu}
+    arguments |= {"BLOCK_N": block, "PDL": pdl}
     return Launch(
-        _gelu_times_kernel, (num_tokens, triton.cdiv(size, block)), arguments, options(4 if block == BLOCK else 1, pdl)
+        _gate_times_kernel, (num_tokens, triton.cdiv(size, block)), arguments, options(4 if block == BLOCK else 1, pdl)
     )
 
 
@@ -140,11 +152,20 @@ def gelu_mul(gate_up_TF: Tensor) -> Tensor:
     return gelu_gate(gate, up)
 
 
+def silu_mul(gate_up_TF: Tensor) -> Tensor:
+    """silu(gate) * up, where the columns are gate | up: the MLP of DFlash drafters."""
+    gate, up = gate_up_TF.chunk(2, -1)
+    y_TF = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if y_TF.shape[0]:
+        describe_gate_times(gate, up, y_TF, is_chained(y_TF.device), is_silu=True).run()
+    return y_TF
+
+
 def gelu_gate(gate_TP: Tensor, value_TP: Tensor) -> Tensor:
     """gelu_tanh(gate) * value, for per-layer embeddings."""
     y_TP = torch.empty(gate_TP.shape, dtype=gate_TP.dtype, device=gate_TP.device)
     if y_TP.shape[0]:
-        describe_gelu_times(gate_TP, value_TP, y_TP, is_chained(y_TP.device)).run()
+        describe_gate_times(gate_TP, value_TP, y_TP, is_chained(y_TP.device)).run()
     return y_TP
 
 

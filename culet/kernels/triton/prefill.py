@@ -105,15 +105,15 @@ def _prefill(
         key = tl.where(key < paged_hi, key, 2147483647)  # keys from there on are fresh ones, read below
         rows_K = K + offset[:, None]
         if LATENT:
-            k_a = tl.load(rows_K + column_r[None, :])
-            k_b = tl.load(rows_K + ROT + column_b[None, :])
-            k_c = tl.load(rows_K + 3 * ROT + column_r[None, :])
-            k_d = tl.load(rows_K + 4 * ROT + column_r[None, :])
+            k_a = tl.load(rows_K + column_r[None, :]).to(Q.dtype.element_ty)
+            k_b = tl.load(rows_K + ROT + column_b[None, :]).to(Q.dtype.element_ty)
+            k_c = tl.load(rows_K + 3 * ROT + column_r[None, :]).to(Q.dtype.element_ty)
+            k_d = tl.load(rows_K + 4 * ROT + column_r[None, :]).to(Q.dtype.element_ty)
             s = tl.dot(q_b, tl.trans(k_b), input_precision="ieee")
             s = tl.dot(q_c, tl.trans(k_c), s, input_precision="ieee")
             s = tl.dot(q_d, tl.trans(k_d), s, input_precision="ieee")
         else:
-            k_b = tl.load(rows_K + column_b[None, :])
+            k_b = tl.load(rows_K + column_b[None, :]).to(Q.dtype.element_ty)
             s = tl.dot(q_b, tl.trans(k_b), input_precision="ieee")
         p, m, total, shrink = _softmax_step(s, m, total, key, seen_lo, seen_hi, is_edge)
         p = p.to(Q.dtype.element_ty)
@@ -122,7 +122,7 @@ def _prefill(
             o_b = tl.dot(p, k_b, o_b * shrink[:, None], input_precision="ieee")
             o_c = tl.dot(p, k_c, o_c * shrink[:, None], input_precision="ieee")
         else:
-            v_b = tl.load(V + offset[:, None] + column_b[None, :])
+            v_b = tl.load(V + offset[:, None] + column_b[None, :]).to(Q.dtype.element_ty)
             o_b = tl.dot(p, v_b, o_b * shrink[:, None], input_precision="ieee")
 
     if HAS_FRESH:

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from culet.kernels.reference import HeadShape, Rope
+from culet.kernels.triton.ahead import ask_ahead, programs_for
 from culet.kernels.triton.chain import enter, is_chained, options
 from culet.kernels.triton.launch import Launch
 
@@ -109,6 +110,14 @@ def _store_columns(rows, values, begin: tl.constexpr, width: tl.constexpr, mask,
 
 
 @triton.jit
+def _kept(x, IS_FP8: tl.constexpr):
+    """Keys or values rounded as their pages hold them: fresh or stored, attention reads the same."""
+    if IS_FP8:
+        x = x.to(tl.float8e4nv).to(tl.float32)
+    return x
+
+
+@triton.jit(do_not_specialize=["num_ahead"])
 def _prepare_kernel(
     qkv,
     weight,
@@ -119,6 +128,8 @@ def _prepare_kernel(
     q_out,
     k_out,
     v_out,
+    ahead,
+    num_ahead,
     qkv_stride,
     plane_stride,
     page_stride,
@@ -132,20 +143,31 @@ def _prepare_kernel(
     eps: tl.constexpr,
     K_EQ_V: tl.constexpr,
     IS_LATENT: tl.constexpr,
+    NORM_V: tl.constexpr,
+    IS_FP8: tl.constexpr,
     HAS_STORE: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    IS_ASKING: tl.constexpr,
+    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """HEADS heads of one token: the first cdiv(N, HEADS) programs queries, the others keys and values.
 
     At one head per program its weights are loaded before the wait; at several, where registers decide, only when needed.
+    Where IS_ASKING, programs behind the heads' ask for the weights that are read after attention.
     """
     token = tl.program_id(1).to(tl.int64)
     half = tl.arange(0, R // 2)[None, :]
     base = qkv + token * qkv_stride
     NUM_Q: tl.constexpr = (N + HEADS - 1) // HEADS
+    NUM_HEADS: tl.constexpr = NUM_Q + (G + HEADS - 1) // HEADS
     NOPE: tl.constexpr = H - R
+    if IS_ASKING:  # noqa: SIM102 (no `and` of a constant and a value)
+        if tl.program_id(0) >= NUM_HEADS:
+            program = (tl.program_id(0) - NUM_HEADS) * tl.num_programs(1) + tl.program_id(1)
+            ask_ahead(ahead, num_ahead, program, (tl.num_programs(0) - NUM_HEADS) * tl.num_programs(1), THREADS, PDL)
+            return
     if tl.program_id(0) < NUM_Q:
         heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
         is_head = heads < N
@@ -183,8 +205,9 @@ def _prepare_kernel(
         if HEADS > 1:
             w_first, w_second, w_nope = _load_heads(weight + N * H, heads, is_head, K_ROT, K_NOPE, H, R, BLOCK_P)
         a, b = first * w_first, second * w_second
-        k_first, k_second = a * c - b * s, b * c + a * s
+        k_first, k_second = _kept(a * c - b * s, IS_FP8), _kept(b * c + a * s, IS_FP8)
         if IS_LATENT:
+            first, second, nope = _kept(first, IS_FP8), _kept(second, IS_FP8), _kept(nope, IS_FP8)
             # One row v_rot | nope | k_rot: V is its first H columns, K its last H.
             rows = k_out + (token * G + heads)[:, None] * WIDTH
             _store_parts(rows, first, second, nope, mask, 0, R, H, R, BLOCK_P)
@@ -197,14 +220,16 @@ def _prepare_kernel(
         else:
             k_rows = k_out + (token * G + heads)[:, None] * H
             v_rows = v_out + (token * G + heads)[:, None] * H
-            k_nope = nope * w_nope
+            k_nope = _kept(nope * w_nope, IS_FP8)
             _store_parts(k_rows, k_first, k_second, k_nope, mask, NOPE, 0, H, R, BLOCK_P)
             if HAS_STORE:
                 _store_parts(cache_rows, k_first, k_second, k_nope, is_stored, NOPE, 0, H, R, BLOCK_P)
             if not K_EQ_V:
                 first, second, nope = _load_heads(base + (N + G) * H, heads, is_head, 0, R, H, R, BLOCK_P)
-                scale = _scales(first, second, nope, H, R, eps)
-                first, second, nope = first * scale, second * scale, nope * scale
+                if NORM_V:
+                    scale = _scales(first, second, nope, H, R, eps)
+                    first, second, nope = first * scale, second * scale, nope * scale
+            first, second, nope = _kept(first, IS_FP8), _kept(second, IS_FP8), _kept(nope, IS_FP8)
             _store_parts(v_rows, first, second, nope, mask, 0, R, H, R, BLOCK_P)
             if HAS_STORE:
                 _store_parts(cache_rows + plane_stride, first, second, nope, is_stored, 0, R, H, R, BLOCK_P)
@@ -226,6 +251,7 @@ def describe_prepare(
     heads: HeadShape,
     outs: tuple[Tensor, Tensor, Tensor],
     pdl: bool,
+    ahead: Tensor | None = None,
 ) -> Launch:
     """`outs` is (q, k, v), with the latent rows in place of k and v where the cache holds them once."""
     num_tokens = qkv_TX.shape[0]
@@ -234,6 +260,8 @@ def describe_prepare(
     # Few tokens: a head per program, for latency. Many: several, since starting programs would cost more than the reads.
     per_program = 1 if num_tokens <= 64 else max(1, 1024 // size)
     num_programs = triton.cdiv(heads.num_heads, per_program) + triton.cdiv(heads.num_kv_heads, per_program)
+    num_warps = 1 if per_program == 1 else 4
+    asking = triton.cdiv(programs_for(ahead, num_tokens), num_tokens)
     arguments: dict[str, Any] = {
         "qkv": qkv_TX,
         "weight": weight_MH,
@@ -244,6 +272,8 @@ def describe_prepare(
         "q_out": outs[0],
         "k_out": outs[1],
         "v_out": outs[2],
+        "ahead": ahead if asking else outs[0],
+        "num_ahead": 0 if ahead is None else ahead.shape[0],
         "qkv_stride": qkv_TX.stride(0),
         "plane_stride": planes.stride(0) if has_store and planes is not None else 0,
         "page_stride": planes.stride(1) if has_store and planes is not None else 0,
@@ -257,12 +287,16 @@ def describe_prepare(
         "eps": heads.eps,
         "K_EQ_V": heads.k_eq_v,
         "IS_LATENT": heads.latent,
+        "NORM_V": heads.norm_v,
+        "IS_FP8": planes is not None and planes.dtype is torch.float8_e4m3fn,
         "HAS_STORE": has_store,
         "HEADS": per_program,
         "BLOCK_P": max(1, triton.next_power_of_2(size - rotated)),
+        "IS_ASKING": asking > 0,
+        "THREADS": 32 * num_warps,
         "PDL": pdl,
     }
-    return Launch(_prepare_kernel, (num_programs, num_tokens), arguments, options(1 if per_program == 1 else 4, pdl))
+    return Launch(_prepare_kernel, (num_programs + asking, num_tokens), arguments, options(num_warps, pdl))
 
 
 def rope(positions_T: Tensor, inv_freq: Tensor) -> Rope:
@@ -280,22 +314,29 @@ def stores(slot_T: Tensor, page_tokens: int) -> Slots:
     return Slots(slot_T)
 
 
-def prepare_q(q_TX: Tensor, weight_NH: Tensor, turn: Rope, heads: HeadShape) -> Tensor:
-    """Per-head norm, weight and rope of queries alone, [T, N, H]."""
+def prepare_q(q_TX: Tensor, weight_NH: Tensor, turn: Rope, heads: HeadShape, ahead: Tensor | None = None) -> Tensor:
+    """Per-head norm, weight and rope of queries alone, [T, N, H]; `ahead` are weights that are read after attention."""
     q = q_TX.new_empty(q_TX.shape[0], heads.num_heads, heads.head_dim)
     if q_TX.shape[0]:
         # A layer that reads another's KV has no KV heads of its own, so no program writes the last two outputs.
-        describe_prepare(q_TX, weight_NH, turn, None, None, heads, (q, q, q), is_chained(q.device)).run()
+        describe_prepare(q_TX, weight_NH, turn, None, None, heads, (q, q, q), is_chained(q.device), ahead).run()
     return q
 
 
 def prepare_qkv(
-    qkv_TX: Tensor, weight_MH: Tensor, turn: Rope, planes: Tensor, where: Slots | None, heads: HeadShape
+    qkv_TX: Tensor,
+    weight_MH: Tensor,
+    turn: Rope,
+    planes: Tensor,
+    where: Slots | None,
+    heads: HeadShape,
+    ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values as attention reads them; the new KV is written to its pages.
 
-    `weight_MH` has a row for each query and key head. planes [plane, page, G, token, width]. Returns q [T, N, H], k and v
-    [T, G, H] (of a latent: overlapping views).
+    `weight_MH` has a row for each query and key head. planes [plane, page, G, token, width], in the activations' dtype or
+    e4m3. Returns q [T, N, H], k and v [T, G, H] (of a latent: overlapping views), the last two as rounded in pages. `ahead`
+    (see `weights_ahead`) are weights that are read after attention.
     """
     num_tokens, size, num_kv = qkv_TX.shape[0], heads.head_dim, heads.num_kv_heads
     q = qkv_TX.new_empty(num_tokens, heads.num_heads, size)
@@ -307,5 +348,5 @@ def prepare_qkv(
         outs = (q, k, v)
     if num_tokens:
         slot_T = None if where is None else where.slot_T
-        describe_prepare(qkv_TX, weight_MH, turn, planes, slot_T, heads, outs, is_chained(q.device)).run()
+        describe_prepare(qkv_TX, weight_MH, turn, planes, slot_T, heads, outs, is_chained(q.device), ahead).run()
     return q, k, v

@@ -59,26 +59,19 @@ def _sortable(x):
 
 
 @triton.jit
-def _load_logits(logits, allowed, cols, mask, HAS_MASK: tl.constexpr):
-    """Logits of one row, -inf where `mask` or the row's bits of allowed tokens say no."""
-    values = tl.load(logits + cols, mask=mask, other=float("-inf")).to(tl.float32)
-    if HAS_MASK:
-        word = tl.load(allowed + cols // 32, mask=mask, other=0)
-        values = tl.where(((word >> (cols % 32)) & 1) != 0, values, float("-inf"))
-    return values
+def _load_logits(logits, cols, mask):
+    """Logits of one row, -inf where `mask` says no."""
+    return tl.load(logits + cols, mask=mask, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["V"])
 def _peaks_kernel(
     logits,
-    allowed,
     peaks,
     sums,
     V,
     logits_stride,
-    allowed_stride,
     num_chunks,
-    HAS_MASK: tl.constexpr,
     HAS_SUMS: tl.constexpr,
     CHUNKS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -89,7 +82,7 @@ def _peaks_kernel(
     row = tl.program_id(1).to(tl.int64)
     chunks = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
     cols = chunks[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    values = _load_logits(logits + row * logits_stride, allowed + row * allowed_stride, cols, cols < V, HAS_MASK)
+    values = _load_logits(logits + row * logits_stride, cols, cols < V)
     best = tl.max(values, 1)
     tl.store(peaks + row * num_chunks + chunks, best, mask=chunks < num_chunks)
     if HAS_SUMS:
@@ -100,7 +93,6 @@ def _peaks_kernel(
 @triton.jit(do_not_specialize=["V"])
 def _weights_kernel(
     logits,
-    allowed,
     peaks,
     weights,
     temperature,
@@ -108,9 +100,7 @@ def _weights_kernel(
     min_p,
     V,
     logits_stride,
-    allowed_stride,
     num_chunks,
-    HAS_MASK: tl.constexpr,
     CHUNKS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -125,7 +115,7 @@ def _weights_kernel(
         best = tl.max(tl.load(peaks + row * num_chunks + every, mask=every < num_chunks, other=float("-inf")), 0)
         chunks = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
         cols = chunks[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-        values = _load_logits(logits + row * logits_stride, allowed + row * allowed_stride, cols, cols < V, HAS_MASK)
+        values = _load_logits(logits + row * logits_stride, cols, cols < V)
         share = _weigh(values, best, heat, tl.load(min_p + row))
         tl.store(weights + row * num_chunks + chunks, tl.sum(share, 1), mask=chunks < num_chunks)
 
@@ -153,14 +143,12 @@ def _threshold(keys, k, low):
 @triton.jit
 def _select(
     logits,
-    allowed,
     peaks,
     places,
     values_out,
     k,
     V,
     num_chunks,
-    HAS_MASK: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_C: tl.constexpr,
     TOP: tl.constexpr,
@@ -184,7 +172,7 @@ def _select(
     chunks = tl.load(chunks_kept + slots, mask=slots < num_picked, other=0)
     cols = chunks[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     mask = (slots < num_picked)[:, None] & (cols < V)
-    keys2 = tl.where(mask, _sortable(_load_logits(logits, allowed, cols, mask, HAS_MASK)), LOWEST)
+    keys2 = tl.where(mask, _sortable(_load_logits(logits, cols, mask)), LOWEST)
     keys2 = tl.reshape(keys2, (TOP * WIDTH,), can_reorder=True)  # one axis, in any order: counting is all that follows
     # Where k chunks were picked, each has a column at its peak, so at least k columns reach the lowest of those peaks.
     low = tl.where(num_picked == k, bound, LOWEST)
@@ -199,7 +187,7 @@ def _select(
         some = tl.load(chunks_kept + few, mask=few < num_picked, other=0)
         some_cols = some[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
         some_mask = (few < num_picked)[:, None] & (some_cols < V)
-        values = _load_logits(logits, allowed, some_cols, some_mask, HAS_MASK)
+        values = _load_logits(logits, some_cols, some_mask)
         keys3 = tl.where(some_mask, _sortable(values), LOWEST)
         equal3 = ((keys3 == bound2) & some_mask).to(tl.int32)
         in_rows = tl.sum(equal3, 1)
@@ -226,13 +214,13 @@ def _uniform(seed, sample, position):
 
 
 @triton.jit
-def _pick_best(logits, allowed, peaks, V, num_chunks, HAS_MASK: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr):
+def _pick_best(logits, peaks, V, num_chunks, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr):
     """Column of the largest logit, the lowest of equal ones."""
     every = tl.arange(0, BLOCK_C)
     heights = tl.load(peaks + every, mask=every < num_chunks, other=float("-inf"))
     chunk = tl.min(tl.where((heights == tl.max(heights, 0)) & (every < num_chunks), every, BLOCK_C - 1), 0)
     cols = chunk * WIDTH + tl.arange(0, WIDTH)
-    values = _load_logits(logits, allowed, cols, cols < V, HAS_MASK)
+    values = _load_logits(logits, cols, cols < V)
     return tl.min(tl.where((values == tl.max(values, 0)) & (cols < V), cols, V - 1), 0)
 
 
@@ -258,7 +246,6 @@ def _pick_few(ids, values, number, uniform, heat, nucleus, least, TOP: tl.conste
 @triton.jit
 def _pick_open(
     logits,
-    allowed,
     peaks,
     weights,
     uniform,
@@ -266,7 +253,6 @@ def _pick_open(
     least,
     V,
     num_chunks,
-    HAS_MASK: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -280,7 +266,7 @@ def _pick_open(
     chunk = tl.minimum(chunk, tl.max(tl.where(parts > 0, every, 0), 0))
     reached = tl.sum(tl.where(every < chunk, parts, 0.0), 0)
     cols = chunk * WIDTH + inside
-    share = _weigh(_load_logits(logits, allowed, cols, cols < V, HAS_MASK), best, heat, least)
+    share = _weigh(_load_logits(logits, cols, cols < V), best, heat, least)
     place = tl.sum((reached + tl.cumsum(share, 0) <= target).to(tl.int32), 0)
     return chunk * WIDTH + tl.minimum(place, tl.max(tl.where(share > 0, inside, 0), 0))
 
@@ -288,7 +274,6 @@ def _pick_open(
 @triton.jit(do_not_specialize=["V"])
 def _draw_kernel(
     logits,
-    allowed,
     peaks,
     weights,
     places,
@@ -303,9 +288,7 @@ def _draw_kernel(
     tokens,
     V,
     logits_stride,
-    allowed_stride,
     num_chunks,
-    HAS_MASK: tl.constexpr,
     HAS_FEW: tl.constexpr,
     HAS_OPEN: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -316,11 +299,11 @@ def _draw_kernel(
     """tokens[r], by the row's settings. One program per row."""
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
-    my_logits, my_allowed = logits + row * logits_stride, allowed + row * allowed_stride
+    my_logits = logits + row * logits_stride
     my_peaks = peaks + row * num_chunks
     heat = tl.load(temperature + row)
     if heat <= 0:
-        token = _pick_best(my_logits, my_allowed, my_peaks, V, num_chunks, HAS_MASK, WIDTH, BLOCK_C)
+        token = _pick_best(my_logits, my_peaks, V, num_chunks, WIDTH, BLOCK_C)
         tl.store(tokens + row, token.to(tl.int64))
     else:
         uniform = _uniform(tl.load(seed + row), tl.load(sample + row), tl.load(positions + row))
@@ -329,17 +312,13 @@ def _draw_kernel(
         if k > 0:
             if HAS_FEW:
                 my_places, my_ranked = places + row * (2 * TOP), ranked + row * TOP
-                ids, values = _select(
-                    my_logits, my_allowed, my_peaks, my_places, my_ranked, k, V, num_chunks, HAS_MASK, WIDTH, BLOCK_C, TOP
-                )
+                ids, values = _select(my_logits, my_peaks, my_places, my_ranked, k, V, num_chunks, WIDTH, BLOCK_C, TOP)
                 few = _pick_few(ids, values, tl.minimum(k, V), uniform, heat, tl.load(top_p + row), least, TOP)
                 tl.store(tokens + row, few.to(tl.int64))
         else:
             if HAS_OPEN:
                 my_weights = weights + row * num_chunks
-                open_ = _pick_open(
-                    my_logits, my_allowed, my_peaks, my_weights, uniform, heat, least, V, num_chunks, HAS_MASK, WIDTH, BLOCK_C
-                )
+                open_ = _pick_open(my_logits, my_peaks, my_weights, uniform, heat, least, V, num_chunks, WIDTH, BLOCK_C)
                 tl.store(tokens + row, open_.to(tl.int64))
 
 
@@ -377,7 +356,7 @@ def _logprobs_kernel(
     if k > 0:
         slots = tl.arange(0, TOP)
         ids, values = _select(
-            logits, logits, peaks, places + row * (2 * TOP), ranked + row * TOP, k, V, num_chunks, False, WIDTH, BLOCK_C, TOP
+            logits, peaks, places + row * (2 * TOP), ranked + row * TOP, k, V, num_chunks, WIDTH, BLOCK_C, TOP
         )
         other = values[None, :]
         is_before = (other > values[:, None]) | ((other == values[:, None]) & (slots[None, :] < slots[:, None]))
@@ -386,31 +365,26 @@ def _logprobs_kernel(
         tl.store(ids_out + row * k + rank, ids.to(tl.int64), mask=slots < k)
 
 
-def describe_peaks(logits_RV: Tensor, allowed_RW: Tensor | None, out: tuple[Tensor, Tensor | None], pdl: bool) -> Launch:
+def describe_peaks(logits_RV: Tensor, out: tuple[Tensor, Tensor | None], pdl: bool) -> Launch:
     """`out` is (peaks, sums or None)."""
     num_rows, width = logits_RV.shape
     peaks, sums = out
-    arguments = _common(logits_RV, allowed_RW) | {"peaks": peaks, "sums": peaks if sums is None else sums}
+    arguments = _common(logits_RV) | {"peaks": peaks, "sums": peaks if sums is None else sums}
     arguments |= {"HAS_SUMS": sums is not None, "CHUNKS": TILE_CHUNKS, "PDL": pdl}
     return Launch(_peaks_kernel, (triton.cdiv(width, CHUNK * TILE_CHUNKS), num_rows), arguments, options(4, pdl))
 
 
-def _common(logits_RV: Tensor, allowed_RW: Tensor | None) -> dict[str, Any]:
+def _common(logits_RV: Tensor) -> dict[str, Any]:
     return {
         "logits": logits_RV,
-        "allowed": logits_RV if allowed_RW is None else allowed_RW,
         "V": logits_RV.shape[1],
         "logits_stride": logits_RV.stride(0),
-        "allowed_stride": 0 if allowed_RW is None else allowed_RW.stride(0),
         "num_chunks": triton.cdiv(logits_RV.shape[1], CHUNK),
-        "HAS_MASK": allowed_RW is not None,
         "WIDTH": CHUNK,
     }
 
 
-def describe_draw(
-    logits_RV: Tensor, settings: RowSettings, positions_R: Tensor, allowed_RW: Tensor | None, tokens_R: Tensor, **ways: Any
-) -> list[Launch]:
+def describe_draw(logits_RV: Tensor, settings: RowSettings, positions_R: Tensor, tokens_R: Tensor, **ways: Any) -> list[Launch]:
     """All launches of a draw. `ways`: has_few, has_open (rows of these kinds may be there), pdl."""
     num_rows, width = logits_RV.shape
     device, pdl = logits_RV.device, bool(ways.get("pdl", False))
@@ -420,9 +394,9 @@ def describe_draw(
     weights = torch.empty(num_rows if has_open else 0, num_chunks, dtype=torch.float64, device=device)
     places = torch.empty(num_rows, 2 * MAX_TOP_K, dtype=torch.int32, device=device)
     ranked = torch.empty(num_rows, MAX_TOP_K, dtype=torch.float32, device=device)
-    common = _common(logits_RV, allowed_RW) | {"peaks": peaks, "BLOCK_C": triton.next_power_of_2(num_chunks), "PDL": pdl}
+    common = _common(logits_RV) | {"peaks": peaks, "BLOCK_C": triton.next_power_of_2(num_chunks), "PDL": pdl}
     fields = {"temperature": settings.temperature_R, "top_k": settings.top_k_R, "min_p": settings.min_p_R}
-    launches = [describe_peaks(logits_RV, allowed_RW, (peaks, None), pdl)]
+    launches = [describe_peaks(logits_RV, (peaks, None), pdl)]
     if has_open:
         grid = (triton.cdiv(num_chunks, TILE_CHUNKS), num_rows)
         arguments = {**common, **fields, "weights": weights, "CHUNKS": TILE_CHUNKS}
@@ -444,20 +418,19 @@ def draw(
     logits_RV: Tensor,
     settings: RowSettings,
     positions_R: Tensor,
-    allowed_RW: Tensor | None = None,
     *,
     has_few: bool = True,
     has_open: bool = True,
 ) -> Tensor:
     """One token per row, int64 [R]: greedy, top-k up to MAX_TOP_K with top-p and min-p, or temperature and min-p alone.
 
-    `positions_R` (int32) is the place of each token in its sequence. `allowed_RW`: int32 words, bit t % 32 of word t // 32 says
-    whether token t may be drawn. `has_few` and `has_open` are false where the caller knows that no row is of that kind.
+    `positions_R` (int32) is the place of each token in its sequence. `has_few` and `has_open` are false where the caller knows
+    that no row is of that kind.
     """
     tokens_R = torch.empty(logits_RV.shape[0], dtype=torch.int64, device=logits_RV.device)
     if logits_RV.shape[0]:
         ways = {"has_few": has_few, "has_open": has_open, "pdl": is_chained(logits_RV.device)}
-        for launch in describe_draw(logits_RV, settings, positions_R, allowed_RW, tokens_R, **ways):
+        for launch in describe_draw(logits_RV, settings, positions_R, tokens_R, **ways):
             launch.run()
     return tokens_R
 
@@ -473,7 +446,7 @@ def describe_logprobs(logits_LV: Tensor, chosen_L: Tensor, num_top: int, out: Ra
     arguments |= {"k": num_top, "V": width, "logits_stride": logits_LV.stride(0), "num_chunks": num_chunks}
     arguments |= {"WIDTH": CHUNK, "BLOCK_C": triton.next_power_of_2(num_chunks), "TOP": MAX_TOP_K, "PDL": pdl}
     return [
-        describe_peaks(logits_LV, None, (peaks, sums), pdl),
+        describe_peaks(logits_LV, (peaks, sums), pdl),
         Launch(_logprobs_kernel, (num_rows,), arguments, options(16, pdl)),
     ]
 

@@ -62,6 +62,7 @@ class TileRow:
     tile: DecodeTile | PrefillTile
     measured: str
     per_sm: int = 1  # programs per multiprocessor that fill the GPU (decode only)
+    is_fp8: bool = False  # only for pages of e4m3; other rows serve these too
     page_tokens: int = 1 << 30  # up to pages of so many tokens (decode only): a tile within one page needs one table entry
 
 
@@ -73,7 +74,9 @@ UNMEASURED = "not measured"
 H200 = "H200, 2026-11-15"
 
 DECODE = (
-    TileRow(ANY, 128, False, MANY, DecodeTile(16, 32, 4, 2), UNMEASURED),
+    TileRow(ANY, 128, False, 16, DecodeTile(16, 32, 4, 2), UNMEASURED),
+    # A DFlash drafter's block: 16 tokens of 4 or 8 query heads a KV head. Tiles of 16 rows would read its keys up to 8 times.
+    TileRow(ANY, 128, False, MANY, DecodeTile(64, 32, 4, 3), UNMEASURED),
     TileRow(ANY, 128, True, MANY, DecodeTile(16, 32, 4, 2), UNMEASURED),
     TileRow((90,), 256, False, 16, DecodeTile(16, 16, 4, 5), H200, page_tokens=16),
     TileRow((90,), 256, False, 16, DecodeTile(16, 32, 4, 5), H200),
@@ -93,6 +96,8 @@ PREFILL = (
     TileRow((90,), 256, False, MANY, PrefillTile(128, 64, 8, 2), H200),
     TileRow((80, 100), 256, False, MANY, PrefillTile(64, 64, 8, 2), UNMEASURED),
     TileRow(SMALL, 256, False, MANY, PrefillTile(64, 32, 4, 2), UNMEASURED),
+    TileRow(SMALL, 512, False, MANY, PrefillTile(32, 32, 8, 2), UNMEASURED, is_fp8=True),
+    TileRow(SMALL, 512, True, MANY, PrefillTile(32, 32, 8, 2), UNMEASURED, is_fp8=True),
     TileRow((90,), 512, False, MANY, PrefillTile(64, 32, 8, 2), H200),
     TileRow(NOT_HOPPER, 512, False, MANY, PrefillTile(64, 16, 8, 2), UNMEASURED),
     TileRow((90,), 512, True, MANY, PrefillTile(64, 32, 8, 2), H200),
@@ -117,7 +122,8 @@ def find_row(table: tuple[TileRow, ...], capability: int, kv: PagedKV, packed_ro
     for row in table:
         is_shape = kv.head_dim <= row.head_dim and kv.is_latent == row.latent
         is_size = packed_rows <= row.packed_rows and kv.page_tokens <= row.page_tokens
-        if is_shape and is_size and capability in row.capabilities:
+        is_kind = kv.planes.element_size() == 1 or not row.is_fp8
+        if is_shape and is_size and is_kind and capability in row.capabilities:
             return row
     raise LookupError(
         f"no tile for head dim {kv.head_dim}, latent {kv.is_latent}, {packed_rows} packed rows on sm_{capability}"

@@ -1,0 +1,327 @@
+"""Compare grammar engines on a vocabulary of Gemma's size: compile time, time per mask, time per token, memory.
+
+    python benchmarks/grammar_engines.py [--vocab 262144] [--limit 20] [--engine llguidance|xgrammar]
+
+Gemma's own tokenizer cannot be shipped, so the vocabulary is made up: Gemma's special tokens at their ids, 256 byte tokens, runs
+of white space, punctuation as it stands in code and JSON, single digits, and words and pieces of words in several scripts, with and
+without a space before them. Each (engine, grammar) runs in a process of its own with a time limit: what exceeds it is shown as
+such. Masks are walked along one random document: at each step any allowed token, the end where it is allowed one time in four.
+xgrammar is not a dependency of Culet: `pip install xgrammar` before comparing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import numpy as np
+
+SPECIALS = {
+    **{0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>", 4: "<mask>", 46: "<|tool>", 47: "<tool|>", 48: "<|tool_call>"},
+    **{49: "<tool_call|>", 50: "<|tool_response>", 51: "<tool_response|>", 52: '<|"|>', 98: "<|think|>", 100: "<|channel>"},
+    **{101: "<channel|>", 105: "<|turn>", 106: "<turn|>"},
+}
+EOS = (106, 1)
+MAX_WALK = 300
+_SCRIPTS = (("a", "z", 9), ("а", "я", 2), ("ぁ", "ん", 2), ("一", "龥", 3), ("α", "ω", 1), ("ا", "ي", 1), ("가", "힣", 1))
+
+
+def make_vocabulary(size: int, seed: int = 0) -> list[bytes]:
+    """`size` distinct tokens as bytes, the same for the same seed; small sizes keep the beginning of large ones."""
+    random_ = random.Random(seed)
+    tokens: dict[bytes, None] = {}
+    for token_id in range(120):
+        tokens[SPECIALS.get(token_id, f"<unused{token_id}>").encode()] = None
+    ordinary: dict[bytes, None] = {bytes([byte]): None for byte in range(256)}
+    for sign in (" ", "\n", "\t"):
+        ordinary.update(dict.fromkeys((sign * count).encode() for count in range(1, 32)))
+    signs = (
+        '"',
+        '":',
+        '":"',
+        '", "',
+        '","',
+        '"}',
+        '"]',
+        "{",
+        '{"',
+        "}",
+        "}}",
+        "[",
+        '["',
+        "]",
+        "],",
+        "()",
+        "();",
+        "://",
+        "...",
+        "->",
+        "**",
+        "##",
+    )
+    ordinary.update(dict.fromkeys(sign.encode() for sign in signs))
+    ordinary.update(dict.fromkeys((" " + sign).encode() for sign in signs))
+    scripts = [script for script in _SCRIPTS for _ in range(script[2])]
+    while len(ordinary) < size - len(tokens):
+        low, high, _ = random_.choice(scripts)
+        length = min(1 + int(random_.expovariate(0.28)), 16)
+        word = "".join(chr(random_.randint(ord(low), ord(high))) for _ in range(length))
+        word = random_.choice((word, " " + word, " " + word, word.capitalize(), " " + word.capitalize(), word + "_"))
+        ordinary[word.encode()] = None
+    return [*tokens, *list(ordinary)[: size - len(tokens)]]
+
+
+class Engine(Protocol):
+    """What the trial needs of an engine; `kind` is json_schema or regex."""
+
+    def compile(self, kind: str, text: str) -> None: ...
+    def fill(self) -> np.ndarray: ...
+    def accept(self, token_id: int) -> bool: ...
+    def rollback(self, count: int) -> None: ...
+
+
+class LLGuidance:
+    """llguidance: parses as it goes, a grammar is ready almost at once."""
+
+    def __init__(self, vocabulary: list[bytes]) -> None:
+        import llguidance
+        import llguidance.numpy as bitmasks
+
+        self._library, self._bitmasks = llguidance, bitmasks
+
+        class Plain:
+            eos_token_id, bos_token_id, tokens = EOS[0], 2, vocabulary
+            special_token_ids = list(SPECIALS)
+
+            def __call__(self, text: bytes) -> list[int]:
+                return [120 + byte for byte in text]
+
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(Plain()), n_vocab=len(vocabulary), eos_token=list(EOS)
+        )
+        self._mask = bitmasks.allocate_token_bitmask(1, len(vocabulary))
+
+    def compile(self, kind: str, text: str) -> None:
+        matcher = self._library.LLMatcher
+        grammar = matcher.grammar_from_json_schema(text) if kind == "json_schema" else matcher.grammar_from_regex(text)
+        self._matcher = matcher(self._tokenizer, grammar, log_level=0)
+        if self._matcher.is_error():
+            raise ValueError(self._matcher.get_error())
+
+    def fill(self) -> np.ndarray:
+        self._bitmasks.fill_next_token_bitmask(self._matcher, self._mask, 0)
+        if self._matcher.is_error():
+            raise ValueError(self._matcher.get_error())
+        return self._mask[0]
+
+    def accept(self, token_id: int) -> bool:
+        return self._matcher.consume_token(token_id)
+
+    def rollback(self, count: int) -> None:
+        assert self._matcher.rollback(count)
+
+
+class XGrammar:
+    """xgrammar: compiles the whole grammar against the vocabulary, masks are then looked up."""
+
+    def __init__(self, vocabulary: list[bytes]) -> None:
+        import torch
+        import xgrammar
+
+        tokens = list(vocabulary)
+        for token_id in SPECIALS:
+            tokens[token_id] = b""  # how it marks what is no text
+        info = xgrammar.TokenizerInfo(tokens, vocab_size=len(tokens), stop_token_ids=list(EOS))
+        self._library = xgrammar
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._mask = torch.zeros(1, -(-len(tokens) // 32), dtype=torch.int32)
+
+    def compile(self, kind: str, text: str) -> None:
+        compiled = self._compiler.compile_json_schema(text) if kind == "json_schema" else self._compiler.compile_regex(text)
+        self._matcher = self._library.GrammarMatcher(compiled)
+
+    def fill(self) -> np.ndarray:
+        self._matcher.fill_next_token_bitmask(self._mask)
+        return self._mask[0].numpy()
+
+    def accept(self, token_id: int) -> bool:
+        return self._matcher.accept_token(token_id)
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+
+
+ENGINES: dict[str, Callable[[list[bytes]], Engine]] = {"llguidance": LLGuidance, "xgrammar": XGrammar}
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def _doubling(depth: int, key: str) -> dict[str, Any]:
+    """Definitions that each name the next one twice: written out they are 2**depth schemas."""
+    defs: dict[str, Any] = {f"d{n}": {key: [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(depth)}
+    return {"$defs": {**defs, f"d{depth}": {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = _object({"a": schema})
+    return schema
+
+
+def cases() -> dict[str, tuple[str, str]]:
+    """Grammars by name: what people send, then what breaks things."""
+    kinds = [
+        {"type": "string"},
+        {"type": "integer"},
+        {"enum": ["red", "green", "blue"]},
+        {"type": "array", "items": {"type": "number"}},
+    ]
+    node = _object({"value": {"type": "integer"}, "children": {"type": "array", "items": {"$ref": "#/$defs/node"}}})
+    schemas: dict[str, Any] = {
+        "small: 3 fields": _object({"name": {"type": "string"}, "age": {"type": "integer"}, "ok": {"type": "boolean"}}),
+        "any JSON object": {"type": "object"},
+        "large: 200 fields": _object({f"field_{n}": kinds[n % 4] for n in range(200)}),
+        "recursive tree": {"$defs": {"node": node}, "$ref": "#/$defs/node"},
+        "formats and patterns": _object(
+            {
+                "id": {"type": "string", "format": "uuid"},
+                "when": {"type": "string", "format": "date-time"},
+                "code": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"},
+                "n": {"type": "integer", "minimum": 17, "maximum": 123456},
+            }
+        ),
+        "enum of 20,000": {"enum": [f"value number {n * 7919}" for n in range(20_000)]},
+        "optional 60 of 60": {"type": "object", "properties": {f"f{n}": {"type": "string"} for n in range(60)}},
+        "text of 1 to 50,000": {"type": "string", "minLength": 1, "maxLength": 50_000},
+        "array of 20,000": {"type": "array", "items": {"type": "integer"}, "minItems": 20_000, "maxItems": 20_000},
+        "2^24 by anyOf": _doubling(24, "anyOf"),
+        "2^24 by allOf": _doubling(24, "allOf"),
+        "nested 200 deep": _nested(200),
+        "10 x 10 x 10 x 10 oneOf": {
+            "allOf": [{"anyOf": [_object({f"k{m}{n}": {"type": "string"}}) for n in range(10)]} for m in range(4)]
+        },
+    }
+    regexes = {
+        "regex date": r"\d{4}-\d{2}-\d{2}",
+        "regex (a?){400}a{400}": "(a?){400}a{400}",
+        "regex ((\\w{1,50}){1,50}){1,50}": r"((\w{1,50}){1,50}){1,50}",
+        "regex (.*a.{20}){5}": "(.*a.{20}){5}",
+        "regex \\p{L}{1,3000}": r"\p{L}{1,3000}",
+    }
+    found = {name: ("json_schema", json.dumps(schema)) for name, schema in schemas.items()}
+    return found | {name: ("regex", text) for name, text in regexes.items()}
+
+
+def _rss_mib() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / 2**20
+
+
+def _run(engine_name: str, size: int, kind: str, text: str, sink: Connection) -> None:
+    """Child process: times of one engine on one grammar, sent as they are known."""
+    vocabulary = make_vocabulary(size)
+    before = _rss_mib()
+    began = time.perf_counter()
+    engine = ENGINES[engine_name](vocabulary)
+    setup_s, setup_mib = time.perf_counter() - began, _rss_mib() - before
+    before, began = _rss_mib(), time.perf_counter()
+    try:
+        engine.compile(kind, text)
+    except Exception as error:
+        sink.send({"error": str(error).splitlines()[0][:70], "compile_s": time.perf_counter() - began})
+        return
+    compile_s = time.perf_counter() - began
+    sink.send({"setup_s": setup_s, "setup_mib": setup_mib, "compile_s": compile_s, "mib": _rss_mib() - before})
+    random_, fills, accepts, count = random.Random(1), [], [], 0
+    try:
+        while count < MAX_WALK:
+            began = time.perf_counter()
+            mask = engine.fill()
+            fills.append(time.perf_counter() - began)
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:size])
+            ends = [token_id for token_id in EOS if token_id in allowed]
+            others = allowed[~np.isin(allowed, EOS)]
+            if ends and (not len(others) or random_.random() < 0.25):
+                break
+            token_id = int(others[random_.randrange(len(others))])
+            began = time.perf_counter()
+            assert engine.accept(token_id), f"refuses token {token_id} that its mask allows"
+            accepts.append(time.perf_counter() - began)
+            count += 1
+        if count > 3:
+            mask = engine.fill().copy()
+            engine.rollback(2)
+            engine.fill()
+    except Exception as error:
+        sink.send({"error": str(error).splitlines()[0][:70]})
+    sink.send({"fills": fills, "accepts": accepts, "mib": _rss_mib() - before})
+
+
+def _trial(engine: str, size: int, kind: str, text: str, limit_s: float) -> dict[str, Any]:
+    """Everything that the child said within the limit."""
+    context = multiprocessing.get_context("spawn")
+    source, sink = context.Pipe(duplex=False)
+    child = context.Process(target=_run, args=(engine, size, kind, text, sink))
+    child.start()
+    sink.close()
+    found: dict[str, Any] = {}
+    deadline = time.monotonic() + limit_s + 15  # the vocabulary and the imports are not the grammar's fault
+    try:
+        while source.poll(max(0.0, deadline - time.monotonic())):
+            found |= source.recv()
+        found["timed_out"] = True
+    except EOFError:
+        pass
+    child.kill()
+    child.join()
+    if child.exitcode not in (0, -9):
+        found["error"] = f"the process died ({child.exitcode})"
+    return found
+
+
+def _percentiles(values: list[float]) -> str:
+    if not values:
+        return f"{'-':>8} {'-':>8} {'-':>8}"
+    ordered = sorted(values)
+    worst = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
+    return f"{statistics.median(values) * 1e6:8.0f} {worst * 1e6:8.0f} {ordered[-1] * 1e6:8.0f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--vocab", type=int, default=262_144, help="tokens of the vocabulary")
+    parser.add_argument("--limit", type=float, default=20.0, help="seconds for one grammar")
+    parser.add_argument("--engine", choices=sorted(ENGINES), action="append", help="only this one")
+    parser.add_argument("--case", default="", help="only grammars whose name contains this")
+    options = parser.parse_args()
+    print(f"vocabulary of {options.vocab} tokens; times of masks and tokens in microseconds")
+    print(
+        f"{'grammar':34} {'engine':11} {'compile ms':>10} {'mask p50':>8} {'p99':>8} {'max':>8} {'token p50':>9} {'MiB':>6}  note"
+    )
+    for name, (kind, text) in cases().items():
+        if options.case not in name:
+            continue
+        for engine in options.engine or sorted(ENGINES):
+            found = _trial(engine, options.vocab, kind, text, options.limit)
+            note = found.get("error", "") or ("over the limit" if found.get("timed_out") else "")
+            compiled = f"{found['compile_s'] * 1e3:10.1f}" if "compile_s" in found else f"{'-':>10}"
+            token = f"{statistics.median(found['accepts']) * 1e6:9.1f}" if found.get("accepts") else f"{'-':>9}"
+            mib = f"{found['mib']:6.1f}" if "mib" in found else f"{'-':>6}"
+            print(f"{name:34} {engine:11} {compiled} {_percentiles(found.get('fills', []))} {token} {mib}  {note}", flush=True)
+            if name.startswith("small") and "setup_s" in found:
+                print(f"{'':34} {engine:11} vocabulary made ready in {found['setup_s']:.2f} s, {found['setup_mib']:.0f} MiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""From sampling parameters to a Request with nothing left open. No torch: the server does this outside the engine's process."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from culet.engine.text import check_token_ids
+from culet.errors import BadRequest, ContextTooLong
+from culet.types import ModelDefaults, Request, Sampling, SamplingParams
+
+
+@dataclass(frozen=True)
+class RequestRules:
+    """What a request is checked against and completed with: the model's defaults, and the limits of one engine."""
+
+    vocab_size: int
+    defaults: ModelDefaults
+    max_position: int  # of the model
+    max_model_len: int  # of this engine
+    max_num_seqs: int
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> Request:
+        """Fill in every default and refuse what cannot be served, before any work is done."""
+        prompt = check_token_ids(prompt_token_ids, self.vocab_size)
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", tuple(params.logit_bias or ()))):
+            if any(token_id >= self.vocab_size for token_id in ids):
+                raise BadRequest(f"{name}: got {max(ids)}, expected token ids below {self.vocab_size}")
+        if params.n > self.max_num_seqs:
+            raise BadRequest(
+                f"n: got {params.n}, but at most {self.max_num_seqs} sequences run at once",
+                hint="lower n or raise --max-num-seqs",
+            )
+        eos = () if params.ignore_eos else self.defaults.eos_token_ids
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling=resolve_sampling(params, self.defaults, self.vocab_size),
+            n=params.n,
+            max_tokens=self._max_tokens(len(prompt), params.max_tokens),
+            stop_token_ids=frozenset(eos) | frozenset(params.stop_token_ids),
+            priority=priority,
+            deadline=deadline,
+            grammar=None if params.structured_outputs is None else params.structured_outputs.spec(),
+        )
+
+    def _max_tokens(self, prompt_len: int, asked: int | None) -> int:
+        """Tokens that the output may have: as asked for if the context holds them, else refused with the arithmetic."""
+        limit = self.max_model_len
+        if prompt_len >= limit:
+            raise ContextTooLong(
+                f"the prompt has {prompt_len} tokens, the context holds {limit} and the output needs one",
+                hint=f"a prompt of at most {limit - 1} tokens, or a larger --max-model-len "
+                f"(the model allows {self.max_position})",
+            )
+        max_tokens = asked or limit - prompt_len
+        if prompt_len + max_tokens > limit:
+            raise ContextTooLong(
+                f"{prompt_len} prompt tokens + {max_tokens} max_tokens = {prompt_len + max_tokens}, the context holds {limit}",
+                hint=f"max_tokens of at most {limit - prompt_len}, a shorter prompt, or a larger --max-model-len",
+            )
+        return max_tokens
+
+
+def resolve_sampling(params: SamplingParams, defaults: ModelDefaults, vocab_size: int) -> Sampling:
+    """`params` with the model's defaults; without a seed, a random one."""
+    bias = dict(params.logit_bias or {}) | dict.fromkeys(defaults.suppress_token_ids, float("-inf"))
+    top_k = defaults.top_k if params.top_k is None else params.top_k
+    penalty = params.repetition_penalty
+    return Sampling(
+        temperature=defaults.temperature if params.temperature is None else params.temperature,
+        top_k=max(0, top_k),
+        top_p=defaults.top_p if params.top_p is None else params.top_p,
+        min_p=defaults.min_p if params.min_p is None else params.min_p,
+        repetition_penalty=defaults.repetition_penalty if penalty is None else penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=tuple(sorted(bias.items())),
+        seed=secrets.randbits(64) if params.seed is None else params.seed,
+        sample=0,
+        logprobs=None if params.logprobs is None else min(params.logprobs, vocab_size),
+        prompt_logprobs=None if params.prompt_logprobs is None else min(params.prompt_logprobs, vocab_size),
+    )
