@@ -18,11 +18,13 @@ run:  ## write a tiny random Gemma 4 checkpoint and generate from it
 
 test:  ## format, lint and type checks, then the test suite (what CI runs)
 	@scripts/make-venv $(VENV) test
+	@scripts/get-chromium $(VENV)
 	@$(MAKE) --no-print-directory lint
 	$(PYTEST) -m "not slow and not gpu"
 
 test-all:  ## the test suite with the long soaks and full matrices
 	@scripts/make-venv $(VENV) test
+	@scripts/get-chromium $(VENV)
 	@$(MAKE) --no-print-directory lint
 	$(PYTEST) -m "not gpu"
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from enum import StrEnum
 from types import TracebackType
 from typing import Self, cast
@@ -222,8 +221,9 @@ class EngineClient(asyncio.Protocol):
         process = self._process
         assert process is not None
         self.on_death = lambda: None
-        with suppress(OSError):
-            self._send(Stop())
+        if self.state is State.STARTING:
+            process.kill()  # it hears nothing while it loads, and nothing of it is of use
+        self._send(Stop())
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(None, lambda: process.wait(_STOP_LIMIT_S))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import time
@@ -143,7 +144,9 @@ class Service:
             max_model_len=facts.max_model_len,
             max_num_seqs=facts.max_num_seqs,
         )
-        await self._in_thread(lambda: self._warm_up())
+        await self._in_thread(self._warm_up)
+        gc.collect()
+        gc.freeze()  # what stands now stays: no collection need look at it again
         self._spawn(self._watch(engine))
         self._spawn(self._sample(engine))
 

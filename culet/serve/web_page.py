@@ -41,6 +41,7 @@ class Live(Struct):
     """The samples that a page has not seen yet, and the counts now."""
 
     uptime_s: float
+    has_plan: bool  # whether there is a picture at /plan.svg
     totals: Totals
     samples: list[Sample]
 
@@ -79,7 +80,9 @@ async def live_samples(service: Service, request: Request) -> Response:
         prefix_hit_share=0.0 if counters is None else counters.prefix_hit_tokens / max(1, counters.prefix_query_tokens),
         preemptions=0 if counters is None else counters.preemptions,
     )
-    return json_response(Live(time.time() - service.started_at, totals, service.live.since(since)))
+    facts = service.engine.facts
+    has_plan = facts is not None and bool(facts.plan_svg)
+    return json_response(Live(time.time() - service.started_at, has_plan, totals, service.live.since(since)))
 
 
 ENDPOINTS = (

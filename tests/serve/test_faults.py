@@ -186,7 +186,6 @@ def grow(server: Running, num_turns: int, num_tokens: int) -> list[int]:
 
 def test_growing_conversation(tiny: Running) -> None:
     cached = grow(tiny, 12, 100)
-    print(cached)
     assert cached[-1] > cached[len(cached) // 2] > 0, "later turns begin where earlier ones ended"
     tiny.check_well()
 
@@ -289,9 +288,6 @@ def test_large_bodies(strict: Running) -> None:
 def test_a_client_that_takes_nothing(strict: Running) -> None:
     """Its stream is dropped once it has not read for the allowed time; the engine was never held up by it."""
     body = b'{"messages":[{"role":"user","content":"x"}],"stream":true,"ignore_eos":true,"max_tokens":30000}'
-    head = (
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-    )
     with socket.create_connection(("127.0.0.1", strict.port)) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.sendall(POST % len(body) + body)

@@ -12,7 +12,7 @@ const SVG = "http://www.w3.org/2000/svg";
 
 let samples = [];
 let timer = 0;
-let hasPlan = false;
+let isPlanShown = false;
 
 const rate = (value) => (value >= 1000 ? `${(value / 1000).toFixed(1)}k` : value.toFixed(value < 10 ? 1 : 0));
 const percent = (value) => `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`;
@@ -112,7 +112,7 @@ function draw(live) {
 async function showPlan() {
   const picture = await call("plan.svg");
   document.getElementById("plan-picture").src = URL.createObjectURL(await picture.blob());
-  hasPlan = true;
+  isPlanShown = true;
 }
 
 async function refresh(complain) {
@@ -122,7 +122,7 @@ async function refresh(complain) {
     const known = since && live.samples.length && live.samples[0].time < since ? [] : samples; // the server began anew
     samples = [...known, ...live.samples].slice(-2 * SPAN_S);
     if (samples.length) draw(live);
-    if (!hasPlan) await showPlan();
+    if (live.has_plan && !isPlanShown) await showPlan();
   } catch (error) {
     complain(error);
   }

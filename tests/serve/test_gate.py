@@ -1,0 +1,305 @@
+"""Who and what is let in: keys, origins, hosts, bounds on every field, and errors that say no more than they should."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from running import Running
+
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def locked(scripted: Callable[..., Running]) -> Iterator[Running]:
+    """A server with two keys and one allowed origin, which logs JSON."""
+    settings = {"api_key": "first-key,second-key", "allowed_origins": "https://good.example", "log_format": "json"}
+    with scripted(settings=settings) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": "Bearer first-key"},
+        {"authorization": "bearer second-key"},
+        {"x-api-key": "second-key"},
+    ],
+)
+def test_keys_open(locked: Running, headers: dict[str, str]) -> None:
+    assert httpx.get(f"{locked.url}/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "Bearer"},
+        {"authorization": "Basic first-key"},
+        {"authorization": "Bearer first-key,second-key"},
+        {"authorization": "Bearer first-ke\xe9"},
+        {"x-api-key": "first-key "[:-2]},
+    ],
+)
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/models", "/v1/chat/completions", "/stats", "/plan.svg", "/version", "/openapi.json", "/metrics", "/docs", "/nope"],
+)
+def test_nothing_opens_without(locked: Running, path: str, headers: dict[str, str]) -> None:
+    raw = {name: value.encode("latin-1") for name, value in headers.items()}
+    answer = httpx.get(f"{locked.url}{path}", headers=raw)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert answer.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize(
+    "path", ["//v1/models", "/health/../v1/models", "/health/", "/health%2f..%2fv1/models", "/./v1/models", "/HEALTH", "*"]
+)
+def test_no_way_around(locked: Running, path: str) -> None:
+    """Paths that look like a public one are not."""
+    import socket
+
+    with socket.create_connection(("127.0.0.1", locked.port)) as sock:
+        sock.settimeout(5)
+        sock.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nx-forwarded-prefix: /v1\r\nconnection: close\r\n\r\n".encode())
+        status = sock.recv(4096).split()[1]
+    assert status in (b"401", b"400")
+
+
+def test_public_paths(locked: Running) -> None:
+    for path in ("/health", "/ready"):
+        assert httpx.get(f"{locked.url}{path}").status_code == 200
+        assert httpx.post(f"{locked.url}{path}", json={}).status_code == 401
+
+
+def test_the_client_raises_its_own_error(locked: Running) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{locked.url}/v1", api_key="wrong", max_retries=0).models.list()
+
+
+def test_origins(locked: Running, fake: Running) -> None:
+    """No page of another origin may call, unless its origin is named."""
+    ask = {"origin": "https://good.example", "access-control-request-method": "POST"}
+    assert httpx.options(f"{locked.url}/v1/models", headers=ask).headers["access-control-allow-origin"] == ask["origin"]
+    bad = ask | {"origin": "https://bad.example"}
+    assert "access-control-allow-origin" not in httpx.options(f"{locked.url}/v1/models", headers=bad).headers
+    for answer in (fake.http.options("/v1/models", headers=ask), fake.http.get("/v1/models", headers=ask)):
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_foreign_names(fake: Running, locked: Running) -> None:
+    """Without a key, a server of this machine alone is not reached by another machine's name (DNS rebinding)."""
+    for host, status in (
+        ("evil.example", 403),
+        ("evil.example:8000", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost:1", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:8000", 200),
+    ):
+        assert fake.http.get("/v1/models", headers={"host": host}).status_code == status
+    assert locked.http.get("/v1/models", headers={"host": "evil.example"}).status_code == 200, "the key says who it is"
+
+
+def test_only_json(fake: Running) -> None:
+    """A form of another site's page needs no leave to be sent: it is not read."""
+    body = json.dumps({"messages": HELLO})
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        answer = fake.http.post("/v1/chat/completions", content=body, headers={"content-type": kind})
+        assert answer.status_code == 415
+
+
+def test_request_ids(fake: Running) -> None:
+    assert fake.chat().headers["x-request-id"] != fake.chat().headers["x-request-id"]
+    given = fake.http.get("/v1/models", headers={"x-request-id": "job-17.a:b"})
+    assert given.headers["x-request-id"] == "job-17.a:b"
+    refused = fake.http.get("/v1/models", headers={"x-request-id": "no good id!"})
+    assert re.fullmatch("[0-9a-f]{32}", refused.headers["x-request-id"])
+
+
+def test_log_lines_are_json(locked: Running) -> None:
+    locked.http.post("/v1/chat/completions", json={"messages": HELLO}, headers={"x-request-id": "logged"})
+    locked.http.get("/a%0ab")
+    lines = [json.loads(line) for line in locked.log().splitlines()]
+    (entry,) = [line for line in lines if line.get("request_id") == "logged"]
+    assert (entry["status"], entry["path"], entry["finish"]) == (200, "/v1/chat/completions", "stop")
+    assert entry["generated_tokens"] > 5
+    assert entry["first_token_s"] > 0
+    assert "first-key" not in locked.log()
+
+
+def test_paths_and_methods(fake: Running) -> None:
+    for method, path, status in (
+        ("GET", "/nope", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/health", 405),
+        ("PUT", "/v1/models", 405),
+        ("GET", "/docs", 404),
+    ):
+        answer = fake.http.request(method, path, headers=JSON)
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+BAD_FIELDS: list[tuple[str, str]] = [
+    ("temperature", "NaN"),
+    ("temperature", "1e999"),
+    ("temperature", "-0.1"),
+    ("temperature", '"hot"'),
+    ("temperature", "true"),
+    ("top_p", "0"),
+    ("top_p", "1.5"),
+    ("top_k", "-2"),
+    ("top_k", "99999999999999999999"),
+    ("min_p", "2"),
+    ("n", "0"),
+    ("n", "17"),
+    ("n", "100000"),
+    ("n", "1.5"),
+    ("max_tokens", "-1"),
+    ("max_tokens", "0"),
+    ("max_tokens", "4294967296"),
+    ("max_completion_tokens", "0"),
+    ("seed", "99999999999999999999999"),
+    ("stop", '""'),
+    ("stop", json.dumps(["x"] * 17)),
+    ("stop", '[""]'),
+    ("stop_token_ids", "[-1]"),
+    ("stop_token_ids", "[4000000]"),
+    ("presence_penalty", "3"),
+    ("repetition_penalty", "0"),
+    ("logit_bias", '{"x": 1}'),
+    ("logit_bias", '{"5": 101}'),
+    ("logit_bias", '{"-5": 1}'),
+    ("logit_bias", '{"4000000": 1}'),
+    ("logit_bias", json.dumps(dict.fromkeys(map(str, range(1025)), 1))),
+    ("top_logprobs", "3"),
+    ("priority", "1001"),
+    ("messages", "[]"),
+    ("messages", '"hi"'),
+    ("messages", '[{"role": "robot", "content": "x"}]'),
+    ("messages", '[{"role": "user"}]'),
+    ("messages", '[{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]'),
+    ("messages", '[{"role": "user", "content": [{"type": "text"}]}]'),
+    ("messages", '[{"role": "user", "content": "\\ud800"}]'),
+    ("messages", '[{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"f","arguments":"{"}}]}]'),
+    ("messages", '[{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"f","arguments":"[]"}}]}]'),
+    ("messages", "[" * 3000),
+    ("tools", '[{"type": "function", "function": {"name": "two words"}}]'),
+    ("tools", json.dumps([{"type": "function", "function": {"name": "f"}}] * 129)),
+    ("tool_choice", '"maybe"'),
+    ("tool_choice", '"required"'),
+    ("chat_template", '"{{ 7 * 7 }}"'),
+    ("chat_template_kwargs", '{"messages": []}'),
+    ("stream", '"yes"'),
+    ("model", "7"),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), BAD_FIELDS)
+def test_bad_fields(fake: Running, field: str, value: str) -> None:
+    """Each is a 400 that names the field, and nothing of our insides."""
+    parts = {"messages": json.dumps(HELLO), field: value}
+    body = "{" + ",".join(f'"{name}": {part}' for name, part in parts.items()) + "}"
+    answer = fake.http.post("/v1/chat/completions", content=body.encode("utf-8", "surrogatepass"), headers=JSON)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert not re.search(r"Traceback|File \"|/culet/|0x[0-9a-f]{6}|msgspec", error["message"])
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"messages": 1}', b'"' + b"x" * 1000, b'{"a":' * 2000]
+)
+def test_bodies_that_are_none(fake: Running, body: bytes) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+        assert fake.http.post(path, content=body, headers=JSON).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": []},
+        {"prompt": ""},
+        {"prompt": [""]},
+        {"prompt": [1, "x"]},
+        {"prompt": [[]]},
+        {"prompt": [4000000]},
+        {"prompt": ["x"] * 129},
+        {"prompt": "x", "max_tokens": 0},
+        {"prompt": "x", "logprobs": 21},
+        {"prompt": "x", "best_of": 2},
+        {"prompt": "x", "suffix": "y"},
+        {},
+    ],
+)
+def test_bad_completions(fake: Running, fields: dict[str, Any]) -> None:
+    answer = fake.http.post("/v1/completions", json=fields)
+    # An empty text is no empty prompt: it begins with <bos>.
+    assert answer.status_code == (200 if fields.get("prompt") in ("", [""]) else 400), answer.text
+
+
+def test_tokens_there_and_back(fake: Running) -> None:
+    text = "A cut gem: ünïcode, \N{GEM STONE}, <|turn>"
+    tokens = fake.http.post("/tokenize", json={"prompt": text}).json()
+    assert tokens["count"] == len(tokens["tokens"])
+    assert fake.http.post("/detokenize", json={"tokens": tokens["tokens"]}).json()["prompt"] == f"<bos>{text}"
+    assert fake.http.post("/detokenize", json={"tokens": [4000000]}).status_code == 400
+    chat = fake.http.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
+    rendered = fake.http.post("/detokenize", json={"tokens": chat}).json()["prompt"]
+    assert rendered.startswith("<bos><|turn>user\nHello<turn|>\n<|turn>model\n")
+
+
+def test_thinking_is_off_unless_asked_for(fake: Running) -> None:
+    def has_thought(fields: dict[str, Any]) -> bool:
+        tokens = fake.http.post("/tokenize", json={"messages": HELLO, **fields}).json()["tokens"]
+        return "<|think|>" in fake.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+
+    assert not has_thought({})
+    assert has_thought({"chat_template_kwargs": {"enable_thinking": True}})
+
+
+def walk(schema: Any, place: str = "") -> Iterator[str]:
+    """Places in a JSON schema where something has no bound."""
+    if isinstance(schema, list):
+        for index, each in enumerate(schema):
+            yield from walk(each, f"{place}[{index}]")
+    if not isinstance(schema, dict):
+        return
+    kind = schema.get("type")
+    if kind == "integer" and not {"minimum", "maximum"} <= set(schema):
+        yield place
+    if kind == "number" and not ({"maximum"} <= set(schema) and {"minimum", "exclusiveMinimum"} & set(schema)):
+        yield place
+    if kind == "array" and "maxItems" not in schema:
+        yield place
+    if kind == "string" and not {"maxLength", "pattern", "enum", "const"} & set(schema):
+        yield place
+    for name, each in schema.items():
+        yield from walk(each, f"{place}.{name}")
+
+
+def test_every_field_that_is_taken_has_a_bound(fake: Running) -> None:
+    document = fake.http.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    taken = {
+        operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+        for path in document["paths"].values()
+        for operation in path.values()
+        if "requestBody" in operation
+    }
+    assert {"ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest"} <= taken
+    todo, seen = list(taken), set()
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        assert list(walk(schemas[name])) == [], name
+        todo += [other for other in re.findall(r"schemas/(\w+)", json.dumps(schemas[name])) if other not in seen]

@@ -1,0 +1,141 @@
+"""How `culet serve` starts, and how it does not: one line and a hint, and nothing left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from running import Running, free_port, wait_for
+
+
+def culet_serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "culet.cli.main", "serve", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CULET_LOG_LEVEL": "warning", **environment},
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["./nowhere"], "./nowhere: no such folder"),
+        (["a", "--model", "b"], "model: got it twice"),
+        (["x", "--port", "70000"], "port: got 70000"),
+        (["x", "--limits", "n=0"], "limits: n: got '0'"),
+        (["x", "--limits", "bodies=3"], "limits: unknown name 'bodies'"),
+        (["x", "--request-timeout", "nan"], "request-timeout: got nan"),
+        (["x", "--tool-call-parser", "hermes"], "tool-call-parser: got 'hermes'"),
+    ],
+)
+def test_users_mistakes(arguments: list[str], message: str) -> None:
+    done = culet_serve(*arguments)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert message in lines[0]
+    assert lines[0].startswith("error: ")
+    assert len(lines) == 2
+    assert lines[1].startswith("hint: ")
+
+
+def test_a_port_that_is_taken(folder: Path) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        port = sock.getsockname()[1]
+        done = culet_serve(str(folder), "--port", str(port), "--enable-auto-tool-choice", "--tool-call-parser", "gemma4")
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+
+
+def test_what_the_engine_refuses_is_said_by_the_server(folder: Path) -> None:
+    done = culet_serve(str(folder), "--port", str(free_port()), "--max-model-len", "9999999", "--device", "cpu")
+    assert done.returncode == 1
+    assert "max-model-len: got 9999999" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_summary_and_endpoints(folder: Path) -> None:
+    """The command itself, with a model: it says what it chose, and stops on Ctrl-C while nothing runs."""
+    port = free_port()
+    command = [sys.executable, "-m", "culet.cli.main", "serve", str(folder), "--port", str(port), "--device", "cpu"]
+    settings = ["--served-model-name", "gemma,other", "--max-model-len", "512"]
+    process = subprocess.Popen(
+        [*command, *settings], stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+
+        def status(path: str) -> int:
+            try:
+                return httpx.get(f"http://127.0.0.1:{port}{path}").status_code
+            except httpx.TransportError:
+                return 0
+
+        wait_for(lambda: status("/health") == 200, 30, "the server")
+        assert status("/ready") in (200, 503)
+        wait_for(lambda: status("/ready") == 200, 60, "the model")
+        get = httpx.Client(base_url=f"http://127.0.0.1:{port}").get
+        assert [card["id"] for card in get("/v1/models").json()["data"]] == ["gemma", "other"]
+        assert get("/plan.svg").text.startswith("<svg")
+        assert set(get("/version").json()) == {"version"}
+        groups = get("/stats").json()["engine"]["groups"]
+        assert {group["name"] for group in groups} == {"sliding", "global"}
+        process.send_signal(signal.SIGINT)
+        _, log = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0
+    for words in ("gemma, other on cpu in float32", "sliding: 4 layers", "context: 512 tokens", f"http://127.0.0.1:{port}"):
+        assert words in log
+
+
+def test_stopped_while_it_loads(folder: Path) -> None:
+    with Running(folder, config={"device": "cpu"}, wait=False) as server:
+        wait_for(lambda: "children" and Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text(), 30)
+        began = time.monotonic()
+        time.sleep(0.5)
+        server.signal(signal.SIGTERM)
+        assert server.wait(10) in (0, -signal.SIGTERM)
+        assert time.monotonic() - began < 5
+
+
+def test_requests_while_it_loads(folder: Path) -> None:
+    with Running(folder, config={"device": "cpu"}, wait=False) as server:
+
+        def early() -> httpx.Response | None:
+            try:
+                return server.chat()
+            except httpx.TransportError:
+                return None
+
+        answer = wait_for(early, 30, "the port")
+        if answer.status_code != 200:  # else it was quicker than we
+            assert answer.status_code == 503
+            assert "retry-after" in answer.headers
+            assert server.http.get("/health").json()["engine"] == "starting"
+
+
+def test_keys_from_the_environment(scripted: Callable[..., Running], folder: Path, encode: Callable[[str], list[int]]) -> None:
+    script = {"answers": [encode("Hi.<turn|>")]}
+    with Running(folder, script=script, environment={"CULET_API_KEY": "of-the-shell"}) as server:
+        assert server.http.get("/v1/models").status_code == 401
+        assert server.http.get("/v1/models", headers={"authorization": "Bearer of-the-shell"}).status_code == 200
+        assert "of-the-shell" not in server.log()
+
+
+def test_the_web_process_has_no_torch() -> None:
+    code = "import sys, culet.serve.server; print(json.dumps('torch' in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", f"import json; {code}"], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) is False
