@@ -49,6 +49,7 @@ DECODE_CASES = {  # name -> (rows, query tokens, keys before them)
 }
 PREFILL_CASES = {"prefill 1x8192": (1, 8192), "prefill 4x1000": (4, 1000)}
 TOLERANCE = 5e-3
+GRAPH_ROWS = (12, 20)  # a second kernel joins the splits, and the programs themselves do
 
 
 def decode_calls(case: AttentionCase, tile: DecodeTile | None) -> list[Launch]:
@@ -213,14 +214,14 @@ def graph_error(case: AttentionCase, make: Callable[[AttentionCase], list[Launch
 def run_graph_checks(names: Sequence[str], device: str, with_hopper: bool, results: list[dict[str, Any]]) -> bool:
     good = True
     for shape_name in names:
-        for queries in (1, 4):
-            case = make_case(SHAPES[shape_name], [(5000, queries)] * 12, device=device, seed=11, whole_pages=True)
+        for queries, num_rows in itertools.product((1, 4), GRAPH_ROWS):
+            case = make_case(SHAPES[shape_name], [(5000, queries)] * num_rows, device=device, seed=11, whole_pages=True)
             makers = {"decode": lambda case: decode_calls(case, None)}
             if with_hopper and hopper_decode.hopper_decode_serves(case.kv):
                 makers["hopper"] = hopper_decode_calls
             for variant, make in makers.items():
                 error = graph_error(case, make)
-                entry = {"shape": shape_name, "check": f"graph {queries}", "variant": variant, "error": error}
+                entry = {"shape": shape_name, "check": f"graph {num_rows}x{queries}", "variant": variant, "error": error}
                 entry["ok"] = error <= TOLERANCE
                 good &= entry["ok"]
                 results.append(entry)
@@ -335,7 +336,7 @@ def warm(names: Sequence[str], args: argparse.Namespace) -> None:
     jobs: list[tuple[Any, ...]] = []
     for shape_name in names:
         if args.check:
-            jobs += [("graph", shape_name, str(queries)) for queries in (1, 4)]
+            jobs += [("graph", shape_name, f"{rows}x{queries}") for queries in (1, 4) for rows in GRAPH_ROWS]
             jobs += [("check", shape_name, check) for check in check_spans(SHAPES[shape_name]) if re.search(args.check, check)]
         if args.time or args.sweep:
             jobs += [("time", shape_name, name) for name in KERNEL_CASES if re.search(args.case, name)]
@@ -360,9 +361,12 @@ def _chained(calls: Callable[[], list[Launch]]) -> list[Launch]:
     """The launches of a call on CPU tensors, with the options that the GPU's have."""
     launches = []
     for launch in calls():
-        if "PDL" in launch.arguments:
-            launch = replace(launch, arguments=launch.arguments | {"PDL": True}, options=launch.options | {"launch_pdl": True})
-        launches.append(launch)
+        arguments, options = dict(launch.arguments), launch.options
+        if "PDL" in arguments:
+            arguments, options = arguments | {"PDL": True}, options | {"launch_pdl": True}
+        if "BY_HAND" in arguments:
+            arguments["BY_HAND"] = arguments["K"].element_size() == 1
+        launches.append(replace(launch, arguments=arguments, options=options))
     return launches
 
 
@@ -370,7 +374,8 @@ def _warm_one(job: tuple[Any, ...], args: argparse.Namespace) -> None:
     kind, shape_name, name = job
     shape = SHAPES[shape_name]
     if kind == "graph":
-        spans, extra = [(0, int(name))] * 12, {}
+        rows, queries = map(int, name.split("x"))
+        spans, extra = [(0, queries)] * rows, {}
     elif kind == "time":
         rows, queries = (DECODE_CASES[name][0], DECODE_CASES[name][1]) if name in DECODE_CASES else (4, 100)
         spans, extra = [(0, queries)] * rows, {}

@@ -231,6 +231,9 @@ def read_limits(text: str) -> Limits:
     return Limits(**values)
 
 
+MAX_SECONDS = 10**6  # some eleven days
+
+
 @dataclass(frozen=True)
 class ServeConfig:
     """The web server: where it listens, who may use it, and for how much. Only `culet serve` has these."""
@@ -254,12 +257,14 @@ class ServeConfig:
     log_requests: bool = option(True, "Log a line for each request.", flag="--log-requests/--no-log-requests")
 
     def __post_init__(self) -> None:
-        _positive(self, "request_timeout", "queue_timeout")
+        for name in ("request_timeout", "queue_timeout", "drain_timeout"):
+            value = getattr(self, name)
+            if not 0 <= value <= MAX_SECONDS or (value == 0 and name != "drain_timeout"):
+                raise ConfigError(f"{name.replace('_', '-')}: got {value}, expected seconds, at most {MAX_SECONDS}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: got {self.port}, expected a number from 0 to 65535")
-        for name in ("drain_timeout", "max_engine_restarts"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name.replace('_', '-')}: got {getattr(self, name)}, expected 0 or more")
+        if self.max_engine_restarts < 0:
+            raise ConfigError(f"max-engine-restarts: got {self.max_engine_restarts}, expected 0 or more")
         read_limits(self.limits)
 
 
@@ -315,6 +320,8 @@ def _build_parts(given: Mapping[str, Any], parts: Mapping[str, type]) -> dict[st
         if name not in known:
             raise ConfigError(f"unknown setting: {name!r}", hint=f"known: {', '.join(known)}")
         part, entry = known[name]
+        if name == "speculative_config" and isinstance(value, Mapping):  # from Python it may come as it is
+            value = json.dumps(dict(value))
         _check_type(name, value, str(entry.type))
         choices = entry.metadata["choices"]
         if choices and value not in choices:

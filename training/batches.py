@@ -3,8 +3,8 @@
 A pack is a folder with `train` and `held_out`; in each, a part is `<part>.npy` (token ids, uint16, documents one after the
 other), `<part>.ends.npy` (where each document ends) and, where not all tokens are to be learnt, `<part>.loss.npy` (0 or 1).
 
-Documents of a part come in a fresh random order each time round. Everything is drawn from (seed, chunk), so that training goes
-on after a stop with the rows that would have come.
+Documents of a part come in a fresh random order each time round. Everything follows from a seed, so that training goes on after
+a stop with the rows that would have come.
 """
 
 from __future__ import annotations
@@ -106,62 +106,80 @@ class _Stream:
         pieces = -(-lengths // row_len)
         document = np.repeat(np.arange(len(lengths)), pieces)
         number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        self._starts = starts[document] + number * row_len
-        self._lengths = np.minimum(row_len, lengths[document] - number * row_len)
+        start = starts[document] + number * row_len
+        self._pieces = np.stack((start, np.minimum(row_len, lengths[document] - number * row_len)), 1)
         self._random = np.random.default_rng(seed)
-        self._order: list[int] = []
+        self._order = np.zeros(0, np.int64)
 
-    def next(self) -> tuple[int, int]:
-        if not self._order:
-            self._order = self._random.permutation(len(self._starts)).tolist()
-        piece = self._order.pop()
-        return int(self._starts[piece]), int(self._lengths[piece])
+    def take(self, num_tokens: float) -> NDArray[np.int64]:
+        """The next pieces, [n, 2], of `num_tokens` or a little more in all."""
+        taken, sizes = [], 0.0
+        while sizes < num_tokens:
+            if not len(self._order):
+                self._order = self._random.permutation(len(self._pieces))
+            ends = np.cumsum(self._pieces[self._order, 1])
+            count = int(np.searchsorted(ends, num_tokens - sizes)) + 1
+            taken.append(self._pieces[self._order[:count]])
+            sizes += float(ends[min(count, len(ends)) - 1])
+            self._order = self._order[count:]
+        return np.concatenate(taken) if taken else np.zeros((0, 2), np.int64)
 
 
 class Packer:
-    """Chunks of packed rows from weighted parts."""
+    """Chunks of packed rows from weighted parts. What does not fit a chunk is the first of the next."""
 
     def __init__(self, parts: Mapping[str, Part], row_len: int, rows_per_chunk: int, seed: int = 0) -> None:
         self._names = sorted(parts)
         self._parts = [parts[name] for name in self._names]
         self._streams = [_Stream(part, row_len, seed + index) for index, part in enumerate(self._parts)]
         self._row_len, self._rows = row_len, rows_per_chunk
-        self._seed, self._chunk = seed, 0
+        self._random = np.random.default_rng(seed + len(parts))
         self._owed = np.zeros(len(self._names))  # tokens each part is behind its share
+        self._left = np.zeros((0, 3), np.int64)  # pieces (part, start, length) that did not fit
 
     def chunk(self, weights: Mapping[str, float], *, learn_all: bool, build: bool = True) -> Rows | None:
         """The next chunk; `build=False` only moves on, for training that is taken up again."""
         share = np.array([weights.get(name, 0.0) for name in self._names])
-        share = share / share.sum()
-        placed: list[tuple[int, int, int, int]] = []  # part, its start, length, where in the chunk
-        row = 0
-        used = 0
-        while row < self._rows:
-            part = int(np.argmax(self._owed + share))
-            start, length = self._streams[part].next()
-            self._owed += share * length
-            self._owed[part] -= length
-            if used + length > self._row_len:
-                row, used = row + 1, 0
-                if row == self._rows:
-                    break  # this document is dropped; it comes again the next time round
-            placed.append((part, start, length, row * self._row_len + used))
-            used += length
-        self._chunk += 1
+        self._owed += share / share.sum() * max(0, self._rows * self._row_len - int(self._left[:, 2].sum()))
+        pieces = [self._left]
+        for index, stream in enumerate(self._streams):
+            own = stream.take(self._owed[index])
+            self._owed[index] -= own[:, 1].sum()
+            pieces.append(np.insert(own, 0, index, axis=1))
+        drawn = np.concatenate(pieces)
+        drawn = drawn[self._random.permutation(len(drawn))]
+        place = self._places(drawn[:, 2].tolist())
+        self._left = drawn[place < 0]
+        order = self._random.permutation(self._rows)
         if not build:
             return None
-        rows = self._build(placed, learn_all)
-        order = np.random.default_rng((self._seed, self._chunk)).permutation(self._rows)
+        rows = self._build(np.column_stack((drawn, place))[place >= 0], learn_all)
         return Rows(rows.ids[order], rows.first[order], rows.learnt[order])
 
-    def _build(self, placed: Sequence[tuple[int, int, int, int]], learn_all: bool) -> Rows:
+    def _places(self, lengths: list[int]) -> NDArray[np.int64]:
+        """Where in the chunk each piece begins, -1 where it does not fit: a long piece at most to a row, then short ones."""
+        size = self._row_len
+        long = [index for index, length in enumerate(lengths) if length > size // 2][::-1]
+        short = [index for index, length in enumerate(lengths) if length <= size // 2][::-1]
+        place = np.full(len(lengths), -1, np.int64)
+        for row in range(self._rows):
+            used = 0
+            if long:
+                index = long.pop()
+                place[index], used = row * size, lengths[index]
+            while short and used + lengths[short[-1]] <= size:
+                index = short.pop()
+                place[index], used = row * size + used, used + lengths[index]
+        return place
+
+    def _build(self, placed: NDArray[np.int64], learn_all: bool) -> Rows:
+        """Rows of pieces (part, its start, length, where in the chunk)."""
         size = self._rows * self._row_len
         ids = np.full(size, PAD, np.uint16)
         first = np.arange(size, dtype=np.int64) % self._row_len
         learnt = np.zeros(size, bool)
-        table = np.array(placed, dtype=np.int64)
         for index, part in enumerate(self._parts):
-            mine = table[table[:, 0] == index]
+            mine = placed[placed[:, 0] == index]
             if not len(mine):
                 continue
             lengths = mine[:, 2]

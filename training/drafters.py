@@ -12,11 +12,13 @@ Shapes: B rows · T tokens of a row · D the target's width · A anchors of a ro
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.model import KV, Block, Passed, Target, Turn, gain, linear, matrix, rms, rotate, turns
+from training.model import KV, Block, Passed, Target, Turn, blocks_of, gain, linear, matrix, rms, rotate, turns
 from training.shapes import GLOBAL, SLIDING, AssistantShape, DFlashShape, TargetShape
 
 
@@ -52,7 +54,7 @@ class Assistant(nn.Module):
     ) -> Tensor:
         """One step of the chain at every position: the state under the final norm."""
         x = linear(torch.cat((embedded_BTD, hidden_BTD), -1), self.pre)
-        for block in self.blocks:
+        for block in blocks_of(self.blocks):
             x, _ = block(x, turn[block.kind], first_BT, shared[block.kind])
         return rms(x, self.final_gain * self.final_constant, self.eps)
 
@@ -116,9 +118,13 @@ class DFlash(nn.Module):
         kinds = [SLIDING if letter == "s" else GLOBAL for letter in shape.pattern]
         self.layers = nn.ModuleList(DFlashLayer(shape, target.hidden_size, kind) for kind in kinds)
         with torch.no_grad():  # what layers add begins small
-            for layer in self.layers:
+            for layer in self.typed_layers:
                 layer.o.mul_(0.3)
                 layer.down.mul_(0.3)
+
+    @property
+    def typed_layers(self) -> list[DFlashLayer]:
+        return cast(list[DFlashLayer], list(self.layers))
 
     def features(self, passed: Passed) -> Tensor:
         taps = torch.cat([passed.taps[tap] for tap in self.shape.taps], -1)
@@ -136,7 +142,7 @@ class DFlash(nn.Module):
         ids[..., 0] = newest_BA
         x = target.embed(ids, features_BTD.dtype)
         seen = {kind: self._seen(kind, position_BAK, first_BA, T) for kind in (SLIDING, GLOBAL)}
-        for layer in self.layers:
+        for layer in self.typed_layers:
             x = layer(x, features_BTD, seen[layer.kind], turn, block_turn)
         return rms(x, self.final_gain, shape.eps)
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from training.drafters import Assistant, DFlash
-from training.model import Block, Target
+from training.model import Block, Target, blocks_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 Trained = Target | Assistant | DFlash
@@ -66,8 +66,7 @@ def _block_parameters(block: Block, prefix: str) -> Iterator[Stored]:
 def _decoder_parameters(module: Target | Assistant) -> Iterator[Stored]:
     yield Stored("model.embed_tokens.weight", module.embedding)
     yield Stored("model.norm.weight", module.final_gain, module.final_constant)
-    for index, block in enumerate(module.blocks):
-        assert isinstance(block, Block)
+    for index, block in enumerate(blocks_of(module.blocks)):
         yield from _block_parameters(block, f"model.layers.{index}.")
 
 
@@ -108,7 +107,9 @@ def write_checkpoint(
         name: (parameter.detach() * constant).to("cpu", dtype).contiguous()
         for name, parameter, constant in stored_parameters(module)
     }
-    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    path = folder / "model.safetensors"
+    save_file(tensors, str(path), metadata={"format": "pt"})
+    path.chmod(0o644)  # the library writes it for its owner alone
 
 
 @torch.no_grad()

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from training.model import KV, Block, Target, Turn, rms
+from training.model import KV, Target, Turn, blocks_of, rms
 from training.shapes import SLIDING
+
+PREFILL_ROWS = 512  # prompts computed at a time: attention scores of all at once would fill the memory
 
 
 @dataclass(frozen=True)
@@ -82,18 +84,23 @@ def _until_stop(tokens: list[int], stops: set[int]) -> list[int]:
 
 
 def _prefill(target: Target, ids_BP: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, list[KV]]:
-    """Hidden states of the prompts, and each layer's KV with room for `length` tokens."""
-    first = torch.zeros_like(ids_BP)
-    turn = target.turns(ids_BP.shape[1], ids_BP.device)
-    x = target.embed(ids_BP, dtype)
-    caches = []
-    for block in target.blocks:
-        x, kv = block(x, turn[block.kind], first)
-        room = [torch.zeros(len(ids_BP), length, part.shape[-1], dtype=dtype, device=part.device) for part in kv]
-        for whole, part in zip(room, kv, strict=True):
-            whole[:, : part.shape[1]] = part
-        caches.append(KV(*room))
-    return rms(x, target.final_gain, target.shape.eps), caches
+    """Hidden states of the prompts, and each layer's KV with room for `length` tokens; some rows at a time."""
+    B, P = ids_BP.shape
+    turn = target.turns(P, ids_BP.device)
+    caches = [
+        KV(*(torch.zeros(B, length, block.head_dim, dtype=dtype, device=ids_BP.device) for _ in range(2)))
+        for block in blocks_of(target.blocks)
+    ]
+    hidden = []
+    for begin in range(0, B, PREFILL_ROWS):
+        rows = slice(begin, begin + PREFILL_ROWS)
+        ids, first = ids_BP[rows], torch.zeros_like(ids_BP[rows])
+        x = target.embed(ids, dtype)
+        for block, cache in zip(blocks_of(target.blocks), caches, strict=True):
+            x, kv = block(x, turn[block.kind], first)
+            cache.k[rows, :P], cache.v[rows, :P] = kv
+        hidden.append(rms(x, target.final_gain, target.shape.eps))
+    return torch.cat(hidden), caches
 
 
 def _decode(
@@ -105,8 +112,7 @@ def _decode(
     rows = torch.arange(len(token_B), device=token_B.device)
     reach = int(position_B.max()) + 1
     key_T = torch.arange(reach, device=token_B.device)
-    for block, cache in zip(target.blocks, caches, strict=True):
-        assert isinstance(block, Block)
+    for block, cache in zip(blocks_of(target.blocks), caches, strict=True):
         q, own = block.project(rms(x, block.input_gain, block.eps), here[block.kind])
         assert own is not None
         cache.k[rows, position_B], cache.v[rows, position_B] = own.k[:, 0], own.v[:, 0]

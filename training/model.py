@@ -13,7 +13,7 @@ Shapes: B rows · T tokens of a row · D model · N query heads · H head size �
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -167,7 +167,7 @@ class Block(nn.Module):
         """Queries [B, T, N, H] and, where the layer has its own, keys and values."""
         B, T, _ = normed_BTD.shape
         H, num_q = self.head_dim, self.num_heads * self.head_dim
-        weights = [self.q, *([self.k] if self.owns_kv else []), *([self.v] if hasattr(self, "v") else [])]
+        weights: list[Tensor] = [self.q, *([self.k] if self.owns_kv else []), *([self.v] if hasattr(self, "v") else [])]
         projected = linear(normed_BTD, torch.cat(weights))
         dtype = projected.dtype
         q = rms(projected[..., :num_q].view(B, T, -1, H).float(), self.q_gain * self.q_constant, self.eps)
@@ -199,6 +199,11 @@ class Block(nn.Module):
         kv = own if shared is None else shared
         assert kv is not None
         return self.finish(x_BTD, self.attend(q, kv, first_BT).flatten(2)), kv
+
+
+def blocks_of(modules: nn.ModuleList) -> list[Block]:
+    """The list with its type."""
+    return cast(list[Block], list(modules))
 
 
 class Target(nn.Module):
@@ -244,8 +249,9 @@ class Target(nn.Module):
     def forward(self, ids_BT: Tensor, first_BT: Tensor, dtype: torch.dtype, taps: tuple[int, ...] = ()) -> Passed:
         turn = self.turns(ids_BT.shape[1], ids_BT.device)
         x = self.embed(ids_BT, dtype)
-        tapped, shared = {}, {}
-        for index, block in enumerate(self.blocks):
+        tapped: dict[int, Tensor] = {}
+        shared: dict[str, KV] = {}
+        for index, block in enumerate(blocks_of(self.blocks)):
             x, shared[block.kind] = block(x, turn[block.kind], first_BT)
             if index in taps:
                 tapped[index] = x

@@ -33,7 +33,7 @@ def orthogonalised(updates_GMN: Tensor, steps: int = 5) -> Tensor:
 class Muon:
     """Momentum, orthogonalised; matrices of one shape are updated together."""
 
-    def __init__(self, matrices: Iterable[nn.Parameter], *, momentum: float = 0.95, weight_decay: float = 0.1) -> None:
+    def __init__(self, matrices: Iterable[nn.Parameter], *, momentum: float = 0.95, weight_decay: float = 0.03) -> None:
         self.momentum, self.weight_decay = momentum, weight_decay
         by_shape: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for parameter in matrices:
@@ -49,8 +49,9 @@ class Muon:
             update = orthogonalised(gradient.lerp_(buffer, self.momentum))
             rows, columns = group[0].shape
             size = rate * max(1.0, rows / columns) ** 0.5
-            torch._foreach_mul_(group, 1 - rate * self.weight_decay)
-            torch._foreach_add_(group, list(update.to(buffer.dtype).unbind()), alpha=-size)
+            weights: list[Tensor] = list(group)
+            torch._foreach_mul_(weights, 1 - rate * self.weight_decay)
+            torch._foreach_add_(weights, list(update.to(buffer.dtype).unbind()), alpha=-size)
 
     def state(self) -> list[Tensor]:
         return self._buffers
@@ -64,9 +65,11 @@ class Optimiser:
     """Both, over all parameters of a module: matrices of its layers by Muon; embedding tables and vectors by AdamW."""
 
     def __init__(
-        self, module: nn.Module, *, matrix_rate: float = 0.02, table_rate: float = 0.004, gain_rate: float = 0.004
+        self, module: nn.Module, *, matrix_rate: float = 0.02, table_rate: float = 0.003, gain_rate: float = 0.004
     ) -> None:
-        matrices, tables, gains = [], [], []
+        matrices: list[nn.Parameter] = []
+        tables: list[nn.Parameter] = []
+        gains: list[nn.Parameter] = []
         for name, parameter in module.named_parameters():
             if not parameter.requires_grad:
                 continue

@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from training.draft_losses import dflash_loss, dflash_row_loss, mtp_loss, mtp_ro
 from training.drafters import Assistant, DFlash
 from training.export import copy_tokenizer, read_weights, round_to_bfloat16, write_checkpoint
 from training.generate import Sampling, generate
-from training.loop import Log, Settings, Training
+from training.loop import Log, LossOf, Settings, Training
 from training.model import Target, next_token_loss
 from training.optimiser import Optimiser
 from training.prompts import cut_prompts
@@ -64,6 +65,7 @@ class Plan:
     device: torch.device
     dtype: torch.dtype
     compiles: bool
+    sharpness: float  # the trained logits times this are the model's: a small model at temperature 1 would ramble otherwise
 
     def settings(self, stage: str) -> Settings:
         index = STAGES.index(stage)
@@ -113,20 +115,37 @@ class Run:
             log=self.log,
         )
         training.run()
-        losses = held_out_losses(loss_of, self.held_out, row_len=plan.row_len, rows=plan.rows, device=plan.device)
-        self.log.write(stage="target", event="held out", losses=losses, perplexity=_perplexities(losses))
+        self._log_held_out(loss_of, 1.0)
+        with torch.no_grad():
+            target.final_gain.mul_(plan.sharpness)
+        self._log_held_out(loss_of, plan.sharpness)
+        self._log_samples()
         write_checkpoint(self.folder("target"), plan.target.config(), target)
         copy_tokenizer(plan.pack / "tokenizer", self.folder("target"))
         read_weights(target, self.folder("target"))  # drafters learn from the weights as they were rounded
 
-    def own_outputs(self, parts: dict[str, Part], count: int, temperature: float, seed: int) -> list[Output]:
-        """What the target writes after prompts of `parts`."""
+    def _log_held_out(self, loss_of: LossOf, sharpness: float) -> None:
         plan = self.plan
-        longest = plan.row_len - plan.max_new
-        prompts = cut_prompts(parts, count, longest=min(longest, plan.target.window * 2), seed=seed)
+        losses = held_out_losses(loss_of, self.held_out, row_len=plan.row_len, rows=plan.rows, device=plan.device)
+        event = {"stage": "target", "event": "held out", "sharpness": sharpness}
+        self.log.write(**event, losses=losses, perplexity=_perplexities(losses))
+
+    def _log_samples(self) -> None:
+        """A few held-out prompts and what the target says, as token ids: reading them needs the tokenizer alone."""
+        for temperature in TEMPERATURES:
+            for output in self.own_outputs(self.held_out, 16, temperature, seed=11):
+                self.log.write(event="sample", temperature=temperature, prompt=output.prompt, tokens=output.tokens)
+
+    def own_outputs(self, parts: dict[str, Part], count: int, temperature: float, seed: int) -> list[Output]:
+        """What the target writes after prompts of `parts`: training text as it is mixed last, or held-out chats."""
+        plan = self.plan
+        longest = min(plan.row_len - plan.max_new, plan.target.window * 3)
+        weights, is_held_out = self.phases[-1].weights, parts is self.held_out
+        prompts = cut_prompts(parts, weights, count, longest=longest, seed=seed, chats_only=is_held_out)
         generator = torch.Generator(plan.device).manual_seed(seed)
         outputs: list[Output] = []
-        size = 2048 if plan.device.type == "cuda" else 32
+        prompts.sort(key=len)  # rows of a pass are as long as the longest
+        size = 4096 if plan.device.type == "cuda" else 32
         for begin in range(0, len(prompts), size):
             some = prompts[begin : begin + size]
             sampling = Sampling(temperature)
@@ -197,8 +216,14 @@ class Run:
         for temperature in TEMPERATURES:
             outputs = self.own_outputs(self.held_out, 512 if plan.device.type == "cuda" else 8, temperature, seed=7)
             row_len = -(-(max(len(each.prompt) + len(each.tokens) for each in outputs)) // 256) * 256
-            result = measure(self.target, drafter, outputs, num_drafts=num_drafts, row_len=row_len, dtype=plan.dtype)
+            with _uncompiled():
+                result = measure(self.target, drafter, outputs, num_drafts=num_drafts, row_len=row_len, dtype=plan.dtype)
             self.log.write(stage=stage, event="acceptance", temperature=temperature, **asdict(result))
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """For passes of many shapes: compiling each would take longer than they do."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def _as_it_is(function: object) -> object:
@@ -250,6 +275,7 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
         device=device,
         dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         compiles=device.type == "cuda",
+        sharpness=arguments.sharpness,
     )
 
 
@@ -262,6 +288,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", default="1e9,1e9,1e9", help="most steps of each stage")
     parser.add_argument("--rows", type=int, default=32, help="rows of a batch of the target's (default: 32)")
     parser.add_argument("--own-prompts", type=int, default=16_384, help="own outputs for the drafters, per temperature")
+    parser.add_argument("--sharpness", type=float, default=1.4, help="factor on the target's logits (default: 1.4)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--mini", action="store_true", help="a model of a few thousand weights, for tests")
     given = parser.parse_args(arguments)

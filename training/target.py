@@ -28,15 +28,17 @@ def target_loss(target: Target, dtype: torch.dtype, head: object = None) -> Loss
     return loss_of
 
 
-@torch.no_grad()
 def held_out_losses(
     loss_of: LossOf, parts: dict[str, Part], *, row_len: int, rows: int, device: torch.device
 ) -> dict[str, float]:
-    """Nats per token of each held-out part, over one batch of rows."""
+    """Nats per token of each held-out part, over one batch of rows.
+
+    With gradients, which nobody wants: so that what was compiled for training serves here, too.
+    """
     losses = {}
     for name, part in parts.items():
         total, weight = loss_of(fixed_rows({name: part}, row_len, rows).to(device))
-        losses[name] = float(total / weight.clamp(min=1))
+        losses[name] = float((total / weight.clamp(min=1)).detach())
     return losses
 
 

@@ -83,13 +83,15 @@ def make_case(
     stored_tail: int | None = None,
     whole_pages: bool = False,
     num_layers: int = 2,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionCase:
     """Random inputs for rows of (context, query tokens).
 
     `images` are (row, first position, tokens) inside the rows' query tokens: those see the whole image. `stored_tail` keeps
     only the last so many of a row's query tokens in pages, as a chunk longer than the window does; `whole_pages` writes a
     sliding row's first page from its beginning. Pages lie `num_layers`
-    apart, as in a slab, in random order; page 0 belongs to nobody; whatever no row wrote is NaN.
+    apart, as in a slab, in random order; page 0 belongs to nobody; whatever no row wrote is NaN. Pages are in `kv_dtype` where
+    it is given (e4m3), and fresh keys rounded to it.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     page_tokens, width = shape.page_tokens, shape.width
@@ -119,9 +121,13 @@ def make_case(
     def random(*size: int) -> Tensor:
         return (torch.randn(*size, generator=generator, device=device) * 0.3).to(dtype)
 
-    fresh = random(num_tokens, shape.num_kv_heads, width) if shape.latent else None
-    fresh_k = fresh[..., width - shape.head_dim :] if fresh is not None else random(num_tokens, shape.num_kv_heads, width)
-    fresh_v = fresh[..., : shape.head_dim] if fresh is not None else random(num_tokens, shape.num_kv_heads, width)
+    def rounded(*size: int) -> Tensor:
+        values = random(*size)
+        return values if kv_dtype is None else values.to(kv_dtype).to(dtype)
+
+    fresh = rounded(num_tokens, shape.num_kv_heads, width) if shape.latent else None
+    fresh_k = fresh[..., width - shape.head_dim :] if fresh is not None else rounded(num_tokens, shape.num_kv_heads, width)
+    fresh_v = fresh[..., : shape.head_dim] if fresh is not None else rounded(num_tokens, shape.num_kv_heads, width)
     num_planes = 1 if shape.latent else 2
     slab = torch.full(
         (owned, num_layers, num_planes, shape.num_kv_heads, page_tokens, width), float("nan"), dtype=dtype, device=device
@@ -138,6 +144,8 @@ def make_case(
             source = fresh if fresh is not None else (fresh_k, fresh_v)[plane]
             content[is_new.to(device)] = source[(begins[row] + position[is_new] - contexts[row]).to(device)]
             planes[plane][page_K, :, slot_K] = content
+    if kv_dtype is not None:
+        planes = slab.to(kv_dtype)[:, num_layers - 1].transpose(0, 1)
     first_B = torch.tensor(firsts, dtype=torch.int32, device=device)
     kv = PagedKV(planes, pages_BP.to(device), first_B, shape.head_dim, shape.window)
     visible_2T = _visible(shape, spans, begins, images).to(device) if images else None

@@ -86,8 +86,9 @@ class PrefixCache:
     def __init__(self, arena: Arena, layout: CacheLayout) -> None:
         self._arena = arena
         self._groups = layout.groups
-        whole = [group.page_tokens for group in layout.groups if group.window is None]
-        # The key's page is that of a group without a window, where its content is all of the page's history.
+        # The key's page is that of a group without a window, where its content is all of the page's history; not that of a
+        # drafter, so that prompts part ways where they would without one.
+        whole = [group.page_tokens for group in layout.groups if group.window is None and not group.spec.owner]
         self.page_tokens = max(whole or [group.page_tokens for group in layout.groups])
         self._nodes: dict[bytes, _Node] = {}
         self._by_use: OrderedDict[Checkpoint, None] = OrderedDict()

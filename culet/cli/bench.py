@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from culet import __version__, env
+from culet.cli.bench_serve import bench_serve
 from culet.cli.options import config_options, given
 from culet.config import config_fields
 from culet.errors import ConfigError, InternalError
@@ -35,8 +36,12 @@ def bench() -> None:
     Examples:
       culet bench offline google/gemma-4-E4B-it
       culet bench offline --random 31B --rows tpot,ttft --json 31B.json --plot 31B.svg
+      culet bench serve --num-prompts 500 --max-concurrency 64
       culet bench kernels --shape 31B.global
     """
+
+
+bench.add_command(bench_serve)
 
 
 def peak_options(command: Callable[..., Any]) -> Callable[..., Any]:

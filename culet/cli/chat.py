@@ -30,6 +30,7 @@ def chat(system: str | None, enable_thinking: bool, quiet: bool, **options: Any)
 
     \b
     Examples:
+      culet chat
       culet chat --model google/gemma-4-E2B-it
       culet chat -m ./my-gemma --system "Answer in one sentence." --temperature 0.7
       echo "Why is the sky blue?" | culet chat -m google/gemma-4-E2B-it --quiet

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from culet.cli.options import config_of, config_options, sampling_of, sampling_options
+from culet.config import BUILT_IN
 from culet.errors import BadRequest
 from culet.log import setup_logging
 
@@ -18,16 +19,22 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("prompt", required=False)
-@click.option("--chat", "as_chat", is_flag=True, help="Put the prompt into a user turn of the model's chat template.")
+@click.option(
+    "--chat/--no-chat",
+    "as_chat",
+    default=None,
+    help="Put the prompt into a user turn of the model's chat template. [default: on for the built-in model, else off]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--quiet", "-q", is_flag=True, help="Log warnings and errors only.")
 @sampling_options
 @config_options
-def generate(prompt: str | None, as_chat: bool, as_json: bool, quiet: bool, **options: Any) -> None:
+def generate(prompt: str | None, as_chat: bool | None, as_json: bool, quiet: bool, **options: Any) -> None:
     """Continue a prompt, given as an argument or on stdin.
 
     \b
     Examples:
+      culet generate "Hello"
       culet generate "Once upon a time" --model google/gemma-4-E2B --max-tokens 64
       culet generate --chat "Why is the sky blue?" -m google/gemma-4-E2B-it
       cat notes.txt | culet generate -m ./my-gemma --temperature 0 --json > answer.json
@@ -35,6 +42,8 @@ def generate(prompt: str | None, as_chat: bool, as_json: bool, quiet: bool, **op
     params = sampling_of(options)
     config = config_of(options)
     text = _read_prompt(prompt)
+    if as_chat is None:
+        as_chat = config.model.model == BUILT_IN  # it was trained to answer, hardly to go on
     if quiet:
         setup_logging("warning")
 

@@ -16,11 +16,13 @@ Shapes: R sequences that drew in a step, padding included · K proposals of each
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from culet.cache.spec import CacheLayout, KVSpec
+from culet.attention.plan import AttentionPlan, Gpu, plan_attention
+from culet.cache.spec import CacheLayout, KVGroup, KVSpec
+from culet.errors import ConfigError
 from culet.registry import load, lookup
 
 if TYPE_CHECKING:  # this module is read by `culet plan`, which does without torch
@@ -60,6 +62,9 @@ class Drafter(Protocol):
 
     taps: tuple[int, ...]  # target layers whose output to keep; -1 is the hidden state after the final norm
     max_drafts: int  # most tokens it proposes for a sequence
+
+    def weight_shapes(self) -> list[tuple[int, ...]]:
+        """Of all its weights: with the method, what its kernels are compiled for."""
 
     def commit(self, batch: ForwardBatch, pool: Pool, tapped: Mapping[int, Tensor]) -> None:
         """After every forward pass of the target: write its own KV of the step's tokens. Rejected ones are written again."""
@@ -104,7 +109,25 @@ def open_drafter(choice: DraftChoice, target: ModelSpec) -> DrafterSpec:
     return spec
 
 
-def group_indices(spec: DrafterSpec, layout: CacheLayout) -> Sequence[int]:
-    """The KV groups of `layout` that the drafter reads."""
-    names = spec.readers(layout)
-    return [group.index for group in layout.groups if group.name in names]
+def cache_specs(target: ModelSpec, drafter: DrafterSpec | None, itemsize: int, *, latent: bool) -> list[KVSpec]:
+    """What the layers of the target and of its drafter store."""
+    specs = target.kv_specs(itemsize, latent=latent)
+    if drafter is None:
+        return specs
+    return [*(replace(spec, lookback=drafter.lookback) for spec in specs), *drafter.kv_specs(itemsize)]
+
+
+def target_groups(layout: CacheLayout) -> tuple[KVGroup, ...]:
+    """The KV groups of the target; they come first."""
+    return tuple(group for group in layout.groups if not group.spec.owner)
+
+
+def plan_drafter(drafter: DrafterSpec, layout: CacheLayout, gpu: Gpu | str, choice: str = "auto") -> AttentionPlan:
+    """Who serves the drafter's own layers: planned by itself, whatever serves the target's."""
+    readers = drafter.readers(layout)
+    groups = [group for group in layout.groups if group.name in readers]
+    intervals = tuple(readers) if drafter.needs_intervals else ()
+    try:
+        return plan_attention(groups, drafter.num_heads, gpu, choice, readers=readers, image_groups=intervals)
+    except ConfigError as error:
+        raise ConfigError(f"speculative-config: {error.message}", hint=error.hint) from error

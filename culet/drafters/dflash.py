@@ -44,6 +44,9 @@ class DFlashDrafter:
         self._kinds = list(kinds.values())
         self._kind_of = [self._kinds.index(kinds[mask]) for mask in model.spec.layers]  # by layer
 
+    def weight_shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(weight.shape) for weight in self.model.parameters()]
+
     def commit(self, batch: ForwardBatch, pool: Pool, tapped: Mapping[int, Tensor]) -> None:
         """Write the context keys and values of the step's tokens, drafts included: rejected ones are written again."""
         self.model.commit(tapped, batch.positions_T, batch.groups[self.group.index].slot_T, pool)

@@ -29,7 +29,7 @@ class DFlashSpec:
 
     method: ClassVar[str] = "dflash"
     reads_target_pages: ClassVar[bool] = False
-    lookback: ClassVar[int] = 0
+    lookback: ClassVar[int] = 0  # it reads none of the target's keys
 
     model: str
     revision: str | None

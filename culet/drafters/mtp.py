@@ -49,6 +49,9 @@ class MTPDrafter:
         self.max_drafts = max_drafts
         self.is_hf = position == "hf"
 
+    def weight_shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(weight.shape) for weight in self.assistant.parameters()]
+
     def commit(self, batch: ForwardBatch, pool: Pool, tapped: Mapping[int, Tensor]) -> None:
         """Nothing: the target's KV is all it reads."""
 

@@ -18,6 +18,7 @@ from culet.attention.plan import plan_attention
 from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, plan_cache, stored_as
 from culet.config import CacheConfig, Config, ScheduleConfig
+from culet.drafters.base import Drafter, DrafterSpec, cache_specs, open_drafter, plan_drafter, target_groups
 from culet.engine import memory
 from culet.engine.requests import RequestRules, resolve_sampling
 from culet.engine.start import StartTimes
@@ -32,6 +33,7 @@ from culet.models.gemma4 import Gemma4
 from culet.models.spec import ModelSpec
 from culet.models.weights import load_model
 from culet.registry import load
+from culet.runner.graphs import Captures
 from culet.runner.runner import Pending, Runner
 from culet.scheduler.scheduler import Scheduler
 from culet.scheduler.stats import SchedulerStats
@@ -94,10 +96,13 @@ class Engine:
         schedule = self.config.schedule
 
         self._check_max_model_len()
-        specs = self.spec.kv_specs(self.dtype.itemsize, latent=config.cache.latent)
+        choice = config.draft.choice
+        self.draft_spec: DrafterSpec | None = None if choice is None else open_drafter(choice, self.spec)
+        specs = cache_specs(self.spec, self.draft_spec, self.dtype.itemsize, latent=config.cache.latent)
         layout = plan_cache(stored_as(specs, config.cache.kv_cache_dtype))
         _check_cache_dtype(layout, config.cache, self.dtype)
         backends = self._plan_backends(layout)
+        draft_backends = self._plan_draft_backends(layout)
         is_gpu = self.device.type == "cuda"
         if is_gpu:
             torch.cuda.set_device(self.device)  # Triton launches on the current device
@@ -106,14 +111,24 @@ class Engine:
         with times.part("weights"):
             model = load_model(checkpoint, dtype=self.dtype, device=self.device, latent=config.cache.latent, progress=progress)
             model.scale_keys([layer for group in layout.groups if group.spec.is_fp8 for layer in group.layers])
-        num_slabs = self._size_cache(model, layout, backends, free_before, times)
+        drafter = None
+        if self.draft_spec is not None:
+            with times.part("drafter"):
+                drafter = self.draft_spec.build(model, draft_backends, progress=progress)
+        num_slabs = self._size_cache(model, layout, backends, drafter, free_before, times)
         self.max_model_len = self._resolve_max_model_len(layout, num_slabs)
         with times.part("KV cache"):
             pool = Pool(layout, num_slabs, self.dtype, self.device, has_spare=is_gpu)
         self._scheduler = Scheduler(
-            layout, num_slabs, schedule, max_model_len=self.max_model_len, prefix_caching=config.cache.enable_prefix_caching
+            layout,
+            num_slabs,
+            schedule,
+            max_model_len=self.max_model_len,
+            prefix_caching=config.cache.enable_prefix_caching,
+            max_drafts=0 if drafter is None else drafter.max_drafts,
         )
-        self._runner = Runner(model, pool, backends, max_num_seqs=schedule.max_num_seqs, max_model_len=self.max_model_len)
+        limits = {"max_num_seqs": schedule.max_num_seqs, "max_model_len": self.max_model_len}
+        self._runner = Runner(model, pool, backends, **limits, drafter=drafter)
         if is_gpu and not config.model.enforce_eager:
             self._capture_graphs(times)
         self._grammars = GrammarQueue(self.tokenizer, self.spec.vocab_size, self.defaults)
@@ -130,19 +145,31 @@ class Engine:
     # Building
 
     def _plan_backends(self, layout: CacheLayout) -> list[AttentionBackend]:
-        num_heads = self.spec.layers[0].num_heads
-        readers = {group.name: self.spec.readers(group.layers) for group in layout.groups}
+        num_heads, groups = self.spec.layers[0].num_heads, target_groups(layout)
+        readers = {group.name: self.spec.readers(group.layers) for group in groups}
         choice = self.config.model.attention_backend
-        self.plan = plan = plan_attention(layout.groups, num_heads, str(self.device), choice, readers=readers)
+        self.plan = plan = plan_attention(groups, num_heads, str(self.device), choice, readers=readers)
         for taken in plan.groups:
             chose(f"attention of {taken.need.group} layers", taken.backend, taken.why)
-        return [load(plan.path(group))(group, num_heads) for group in layout.groups]
+        return [load(plan.path(group))(group, num_heads) for group in groups]
+
+    def _plan_draft_backends(self, layout: CacheLayout) -> dict[int, AttentionBackend]:
+        """The drafter's own backends, by the KV group that they read."""
+        drafter, choice = self.draft_spec, self.config.draft.choice
+        if drafter is None or choice is None:
+            return {}
+        plan = plan_drafter(drafter, layout, str(self.device), choice.attention_backend)
+        for taken in plan.groups:
+            chose(f"the drafter's attention over {taken.need.group} pages", taken.backend, taken.why)
+        groups = [group for group in layout.groups if group.name in drafter.readers(layout)]
+        return {group.index: load(plan.path(group))(group, drafter.num_heads) for group in groups}
 
     def _size_cache(
         self,
         model: Gemma4,
         layout: CacheLayout,
         backends: Sequence[AttentionBackend],
+        drafter: Drafter | None,
         free_before: int,
         times: StartTimes,
     ) -> int:
@@ -167,6 +194,7 @@ class Engine:
             resolve_sampling(SamplingParams(seed=0), self.defaults, self.spec.vocab_size),
             max_model_len=self.config.model.max_model_len or self.spec.max_position,
             has_graphs=not self.config.model.enforce_eager,
+            drafter=drafter,
         )
         with times.part("kernels"):
             trial.compile_kernels()
@@ -181,10 +209,11 @@ class Engine:
     def _capture_graphs(self, times: StartTimes) -> None:
         with times.part("graphs"):
             fixed = self._runner.use_fixed_steps()
-            fixed.capture()
+            num_captured = self._runner.capture(Captures(self.device))
             torch.cuda.synchronize(self.device)
-        sizes = ", ".join(str(bucket.num_rows) for bucket in fixed.buckets)
-        chose("CUDA graphs", fixed.num_captured, f"decode steps of up to {sizes} sequences")
+        sizes = ", ".join(map(str, sorted({bucket.num_rows for bucket in fixed.buckets})))
+        kinds = "decode steps" if self.draft_spec is None else "decode and verify steps and drafting rounds"
+        chose("CUDA graphs", num_captured, f"{kinds} of up to {sizes} sequences")
 
     def _check_max_model_len(self) -> None:
         """Before anything is sized by it: buffers of a trial would be refused by the GPU instead."""

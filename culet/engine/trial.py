@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -15,9 +16,11 @@ from culet.attention.base import AttentionBackend
 from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout
 from culet.config import ScheduleConfig
+from culet.drafters.base import Drafter
 from culet.engine.memory import Needs, measure_peak
 from culet.kernels.compiling import compile_ahead, mark_of
 from culet.models.gemma4 import Gemma4
+from culet.runner.graphs import Captures, FixedSteps
 from culet.runner.runner import Runner
 from culet.scheduler.sequence import MAX_SCORED_CHUNK
 from culet.types import Entry, PageTable, Row, Sampling, StepPlan
@@ -30,6 +33,7 @@ CONTEXT = 64  # tokens before the new ones, where a step is to have a context
 LEAST_GRAPH = 1 << 20  # bytes; what a further graph takes may be too small to see
 SCORED_TOP = 20  # log-probabilities per position in the step that scores a prompt
 
+T = TypeVar("T")
 Shape = tuple[int, int, int]  # of a row: tokens before it, new tokens, logits
 
 
@@ -46,12 +50,14 @@ class Trial:
         *,
         max_model_len: int,
         has_graphs: bool,
+        drafter: Drafter | None = None,
     ) -> None:
         self.model, self.layout, self.backends = model, layout, backends
         self.max_num_seqs, self.budget = schedule.max_num_seqs, schedule.max_num_batched_tokens
         self.sampling = sampling
         self.max_model_len = max_model_len
         self.has_graphs = has_graphs
+        self.drafter = drafter
 
     # Kernels
 
@@ -60,7 +66,7 @@ class Trial:
         properties = torch.cuda.get_device_properties(self.model.device)
         gpu = (properties.name, properties.major, properties.minor, properties.multi_processor_count)
         backends = [type(backend).__qualname__ for backend in self.backends]
-        facts = (self.model.spec, self.model.dtype, self.model.latent, self.layout, backends)
+        facts = (self.model.spec, self.model.dtype, self.model.latent, self.layout, backends, self._drafter_facts())
         # A short context or no graphs leave kernels out, which a later start may need.
         mark = mark_of(gpu, torch.__version__, facts, self.max_num_seqs, self.budget, self._longest, self.has_graphs)
         if mark.exists():
@@ -74,10 +80,39 @@ class Trial:
                 for bucket in fixed.buckets:
                     shapes = [(0, bucket.num_queries, bucket.num_queries)] * bucket.num_rows
                     fixed.run(self._plan(shapes), bucket)
+                self._rehearse_rounds(runner)
         torch.cuda.synchronize(self.model.device)
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
         return True
+
+    def compile_for(self, num_seqs: Sequence[int], prompt_len: int) -> None:
+        """Compile what prompts of one length, then decode, verify and drafting of these numbers of sequences need."""
+        runner = self._runner()
+        with compile_ahead():
+            for count in num_seqs:
+                per_step = max(1, min(count, self.budget // prompt_len))
+                runner.launch(self._plan([(0, min(prompt_len, self._longest), 1)] * per_step))
+            fixed = runner.use_fixed_steps()
+            for bucket in (one for one in fixed.buckets if one.num_rows in num_seqs):
+                fixed.run(self._plan([(0, bucket.num_queries, bucket.num_queries)] * bucket.num_rows), bucket)
+            for count in num_seqs:
+                runner.launch(self._plan([(CONTEXT, 1, 1)] * count))
+            self._rehearse_rounds(runner, num_seqs)
+        torch.cuda.synchronize(self.model.device)
+
+    def _rehearse_rounds(self, runner: Runner, num_seqs: Sequence[int] | None = None) -> None:
+        """Drafting rounds of all sizes, or of these."""
+        if runner.drafting is not None and runner.drafting.fixed is not None:
+            for shape in runner.drafting.fixed.shapes:
+                if num_seqs is None or shape[0] in num_seqs:
+                    runner.drafting.fixed.rehearse(shape)
+
+    def _drafter_facts(self) -> object:
+        """What the drafter's kernels depend on."""
+        if self.drafter is None:
+            return None
+        return type(self.drafter).__qualname__, self.drafter.max_drafts, self.drafter.weight_shapes()
 
     @property
     def _longest(self) -> int:
@@ -114,17 +149,32 @@ class Trial:
         buffers = max(0, torch.cuda.memory_allocated(device) - before - 2 * self.layout.slab_bytes)
         graphs = 0
         if fixed is not None:
-            taken, memory = [], None
-            for bucket in [fixed.buckets[-1], *fixed.buckets[-2:-1]]:
-                free = _free(device)
-                memory = fixed.capture([bucket], memory=memory)
-                taken.append(max(0, free - _free(device)))
-            graphs = taken[0] + max(taken[-1] if len(taken) > 1 else 0, LEAST_GRAPH) * (len(fixed.buckets) - 1)
-            runner.fixed = fixed = None
+            graphs = self._graph_bytes(runner, fixed)
+            fixed = None
             gc.collect()
             torch._C._cuda_clearCublasWorkspaces()
         # The heaviest last: what it took stays with torch's allocator, cut to size for the steps to come.
         return Needs(max(measure_peak(device, _launching(runner, plan)) for plan in self._heavy_steps()), buffers, graphs)
+
+    def _graph_bytes(self, runner: Runner, fixed: FixedSteps) -> int:
+        """What the runner's graphs would take; the few that are captured for it are given back."""
+        captures = Captures(self.model.device)
+        total = self._measure_graphs(fixed.buckets, lambda bucket: fixed.capture(captures, [bucket]))
+        drafting = runner.drafting
+        if drafting is not None and (rounds := drafting.fixed) is not None:
+            total += self._measure_graphs(rounds.shapes, lambda shape: rounds.capture(captures, [shape]))
+            drafting.fixed = None
+        runner.fixed = None
+        return total
+
+    def _measure_graphs(self, shapes: Sequence[T], capture: Callable[[T], None]) -> int:
+        """Bytes of all graphs, by the largest and the one after it."""
+        taken = []
+        for shape in [shapes[-1], *shapes[-2:-1]]:
+            free = _free(self.model.device)
+            capture(shape)
+            taken.append(max(0, free - _free(self.model.device)))
+        return taken[0] + max(taken[-1] if len(taken) > 1 else 0, LEAST_GRAPH) * (len(shapes) - 1)
 
     def _heavy_steps(self) -> Iterator[StepPlan]:
         """Prompt tokens whose every logit is wanted; as many rows as may run; one long chunk."""
@@ -138,7 +188,8 @@ class Trial:
 
     def _runner(self) -> Runner:
         pool = Pool(self.layout, 1, self.model.dtype, self.model.device, has_spare=True)
-        return Runner(self.model, pool, self.backends, max_num_seqs=self.max_num_seqs, max_model_len=self.max_model_len)
+        limits = {"max_num_seqs": self.max_num_seqs, "max_model_len": self.max_model_len}
+        return Runner(self.model, pool, self.backends, **limits, drafter=self.drafter)
 
     def _plan(self, shapes: Sequence[Shape], sampling: Sampling | None = None) -> StepPlan:
         entries, rows = [], []
@@ -152,7 +203,8 @@ class Trial:
                 last = end if group.reach is None else end - group.reach - max(num_logits, 1) + 1
                 store_from.append(start if group.reach is None else max(start, last))
             draws = (slot,) if num_logits else ()
-            rows.append(Row(slot, start, num_new, num_logits, tuple(tables), tuple(store_from), draw_slots=draws))
+            row = Row(slot, start, num_new, num_logits, tuple(tables), tuple(store_from), draw_slots=draws)
+            rows.append(replace(row, num_wanted=self.drafter.max_drafts) if self.drafter is not None and draws else row)
         return StepPlan(0, tuple(entries), (), tuple(rows))
 
     def _scored_plan(self, num_tokens: int) -> StepPlan:

@@ -8,7 +8,6 @@ X all projected columns · F MLP width · E experts · K experts per token · P 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -91,24 +90,20 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return _as(_rms_weighted(x_TD, weight_D, eps), x_TD.dtype)
 
 
-def weights_ahead(weights: Sequence[Tensor], num_bytes: int) -> Tensor | None:
-    """What kernels take as `ahead`, to ask the cache for up to `num_bytes` of weights that are read soon; here, nothing."""
-    return None
+def _joined(parts: Tensor) -> Tensor:
+    """[T, D] of what may be parts [S, T, D] of it."""
+    return parts if parts.dim() == 2 else parts.sum(0)
 
 
 def residual_norm(
-    x_TD: Tensor,
-    delta_TD: Tensor,
-    weight_D: Tensor | None,
-    scalar: Tensor | None,
-    next_weight_D: Tensor | None,
-    eps: float,
-    ahead: Tensor | None = None,
+    x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor | None, scalar: Tensor | None, next_weight_D: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
     """x' = (x + norm(delta) * weight) * scalar, and the next block's input norm(x') * next_weight (None: not wanted).
 
-    Without a `weight_D` delta is added as it is: a decoder that norms before its blocks only.
+    Without a `weight_D` delta is added as it is: a decoder that norms before its blocks only. delta may be parts
+    [S, T, D] of what it is the sum of.
     """
+    delta_TD = _joined(delta_TD)
     total = delta_TD.float() + x_TD if weight_D is None else _rms_weighted(delta_TD, weight_D, eps).add_(x_TD)
     if scalar is not None:
         total.mul_(scalar)
@@ -118,8 +113,8 @@ def residual_norm(
 
 
 def sum_norms(a_TD: Tensor, b_TD: Tensor, weight_a_D: Tensor, weight_b_D: Tensor, eps: float) -> Tensor:
-    """norm(a) * weight_a + norm(b) * weight_b: dense MLP and experts before their joint norm."""
-    return _as(_rms_weighted(a_TD, weight_a_D, eps).add_(_rms_weighted(b_TD, weight_b_D, eps)), a_TD.dtype)
+    """norm(a) * weight_a + norm(b) * weight_b: dense MLP and experts before their joint norm. `a_TD` may be parts."""
+    return _as(_rms_weighted(_joined(a_TD), weight_a_D, eps).add_(_rms_weighted(b_TD, weight_b_D, eps)), b_TD.dtype)
 
 
 def rope(positions_T: Tensor, inv_freq: Tensor) -> Rope:
@@ -154,10 +149,11 @@ def stores(slot_T: Tensor, page_tokens: int) -> Stores | None:
     return Stores(token_S, slot_T // page_tokens, slot_T % page_tokens)
 
 
-def prepare_q(q_TX: Tensor, weight_NH: Tensor, turn: Rope, heads: HeadShape, ahead: Tensor | None = None) -> Tensor:
-    """Per-head norm, weight and rope of queries alone, [T, N, H]."""
+def prepare_q(q_TX: Tensor, weight_NH: Tensor, turn: Rope, heads: HeadShape, dtype: torch.dtype | None = None) -> Tensor:
+    """Per-head norm, weight and rope of queries alone, [T, N, H] in `dtype` (default: the projection's, which may be parts)."""
+    dtype, q_TX = dtype or q_TX.dtype, _joined(q_TX)
     q = _rms(q_TX.view(-1, heads.num_heads, heads.head_dim), heads.eps).mul_(weight_NH)
-    return _as(_rotate_last(q, turn), q_TX.dtype)
+    return _as(_rotate_last(q, turn), dtype)
 
 
 def prepare_qkv(
@@ -167,7 +163,7 @@ def prepare_qkv(
     planes: Tensor,
     where: Stores | None,
     heads: HeadShape,
-    ahead: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values as attention reads them; the new KV is written to its pages.
 
@@ -175,10 +171,11 @@ def prepare_qkv(
     row for each query and key head; in a latent layer the query rows carry the key norm's weights of the `nope` columns,
     where key rows are 1.
     planes [plane, page, G, token, width], in the activations' dtype or e4m3. Returns q [T, N, H], k and v [T, G, H] (of a
-    latent: overlapping views), the last two as rounded in pages.
+    latent: overlapping views), the last two as rounded in pages. They are in `dtype`, by default that of `qkv_TX`, which
+    may be parts [S, T, X] of what it is the sum of.
     """
     num_q, num_qk, size, rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads, heads.head_dim, heads.rotated_dims
-    dtype = qkv_TX.dtype
+    dtype, qkv_TX = dtype or qkv_TX.dtype, _joined(qkv_TX)
     normed = _rms(qkv_TX.view(qkv_TX.shape[0], -1, size), heads.eps)
     scaled = normed[:, :num_qk] * weight_MH
     if heads.k_eq_v:

@@ -16,6 +16,11 @@ def linear(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
     return F.linear(x_MK, weight_NK)
 
 
+def linear_parts(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    """`linear`, for a reader that adds up: [M, N], or parts [S, M, N] of it, float32; here always the whole."""
+    return F.linear(x_MK, weight_NK)
+
+
 def gated_linear(x_MK: Tensor, gate_up_NK: Tensor) -> Tensor:
     """gelu_tanh(x @ gate^T) * (x @ up^T), [M, F], where the weight's rows are gate, then up."""
     return gelu_mul(F.linear(x_MK, gate_up_NK))

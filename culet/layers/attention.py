@@ -51,7 +51,6 @@ class Attention(Layer):
         self.ops = for_device(device)
         self.layer, self.kv_source, self.heads, self.rope_kind = layer, kv_source, heads, rope_kind
         self.is_source = False  # set where later layers read this one's KV
-        self.ahead: Tensor | None = None  # weights that are read after this layer's attention
         size, num_kv = heads.head_dim, heads.num_kv_heads
         projected = heads.num_heads + num_kv * (1 if heads.k_eq_v else 2)
         self.qkv = Linear(projected * size, hidden_size, dtype=dtype, device=device)
@@ -67,24 +66,27 @@ class Attention(Layer):
         return self.kv_source == self.layer
 
     def forward(self, x_TD: Tensor, shared: Pass, whole: Pass | None = None) -> Tensor:
-        """Attention of the tokens of `shared`. With `whole`, `x_TD` has all tokens of that pass, whose tail is `shared`."""
+        """Attention of the tokens of `shared`, maybe as parts (`Linear.parts`).
+
+        With `whole`, `x_TD` has all tokens of that pass, whose tail is `shared`.
+        """
         pool, group = shared.pool, shared.group_of[self.kv_source]
         every = shared if whole is None else whole
-        qkv_TX, turn = self.qkv(x_TD), every.ropes[self.rope_kind]
+        qkv_TX, turn = self.qkv.parts(x_TD), every.ropes[self.rope_kind]
         if self.owns_kv:
             planes = pool.planes(self.layer)
-            q, k, v = self.ops.prepare_qkv(qkv_TX, self.norm_weight, turn, planes, every.stores[group], self.heads, self.ahead)
+            q, k, v = self.ops.prepare_qkv(qkv_TX, self.norm_weight, turn, planes, every.stores[group], self.heads, x_TD.dtype)
             if self.is_source:
                 shared.fresh[self.layer] = k, v
         else:
-            q = self.ops.prepare_q(qkv_TX, self.norm_weight, turn, self.heads, self.ahead)
+            q = self.ops.prepare_q(qkv_TX, self.norm_weight, turn, self.heads, x_TD.dtype)
             k, v = shared.fresh[self.kv_source]
         if whole is not None:
             q = q[whole.batch.logits_index_L]
         if not q.shape[0]:
             return x_TD[:0]
         out_TNH = shared.backends[group].run(self.kv_source, shared.batch, pool, q, k, v)
-        return self.out(out_TNH.flatten(1))
+        return self.out.parts(out_TNH.flatten(1))
 
     def placements(self, prefix: str) -> Iterator[tuple[str, Placement]]:
         heads = self.heads

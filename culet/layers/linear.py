@@ -63,6 +63,10 @@ class Linear(Layer):
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.ops.linear(x_TD, self.weight)
 
+    def parts(self, x_TD: Tensor) -> Tensor:
+        """The same for a kernel that can add up: maybe as parts [S, T, D], float32, of which it is the sum."""
+        return self.ops.linear_parts(x_TD, self.weight)
+
     def rows(self, begin: int, end: int, order: Tensor | None = None) -> Placement:
         """The placement of a projection that fills rows `begin .. end - 1`."""
         return Placement(self.weight[begin:end], order)

@@ -22,7 +22,8 @@ class MLP(Layer):
         self.down = Linear(hidden_size, width, dtype=dtype, device=device)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down(self.ops.gated_linear(x_TD, self.gate_up.weight))
+        """Maybe as parts: see `Linear.parts`."""
+        return self.down.parts(self.ops.gated_linear(x_TD, self.gate_up.weight))
 
     def placements(self, prefix: str) -> Iterator[tuple[str, Placement]]:
         yield f"{prefix}gate_proj.weight", self.gate_up.rows(0, self.width)

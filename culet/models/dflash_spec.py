@@ -2,7 +2,7 @@
 
 Such a drafter is a small decoder of its own with neither embedding nor head: it takes the target's. It reads the residual
 stream at the output of a few target layers (**taps**), and guesses a block of masked tokens in one pass.
-docs/reference/dflash.md lists the keys and the tensors.
+docs/guides/dflash.md lists the keys and the tensors.
 """
 
 from __future__ import annotations

@@ -23,9 +23,6 @@ from culet.layers.moe import Experts
 from culet.layers.rope import inverse_frequencies
 from culet.models.spec import LayerSpec, ModelSpec, RopeSpec
 
-# Weights that are asked into the L2 cache while it would idle: during attention, and during per-layer embeddings.
-AHEAD_IN_ATTENTION = 20 << 20
-AHEAD_IN_PLE = 16 << 20
 AFTER_FINAL_NORM = -1  # the tap that names the hidden state after the final norm
 
 
@@ -103,7 +100,6 @@ class DecoderLayer(Layer):
             self.post_dense_norm = empty_vector(size, device=device)
             self.post_experts_norm = empty_vector(size, device=device)
         self.has_ple = spec.ple_dim > 0
-        self.ahead: Tensor | None = None  # weights of the next layer
         if self.has_ple:
             self.ple_gate = Linear(spec.ple_dim, size, dtype=dtype, device=device)
             self.ple_projection = Linear(size, spec.ple_dim, dtype=dtype, device=device)
@@ -138,8 +134,8 @@ class DecoderLayer(Layer):
         out = self.mlp(normed)
         if ple_TP is None:
             return ops.residual_norm(x_TD, out, self.post_mlp_norm, self.scalar, next_norm_D, eps)
-        x_TD, _ = ops.residual_norm(x_TD, out, self.post_mlp_norm, None, None, eps, self.ahead)
-        extra = self.ple_projection(ops.linear_gelu_times(x_TD, self.ple_gate.weight, ple_TP))
+        x_TD, _ = ops.residual_norm(x_TD, out, self.post_mlp_norm, None, None, eps)
+        extra = self.ple_projection.parts(ops.linear_gelu_times(x_TD, self.ple_gate.weight, ple_TP))
         return ops.residual_norm(x_TD, extra, self.post_ple_norm, self.scalar, next_norm_D, eps)
 
     def placements(self, prefix: str) -> Iterator[tuple[str, Placement]]:
@@ -270,16 +266,6 @@ class Gemma4(Layer):
             layer.attention.finish(self._layers[layer.attention.kv_source].attention)
             if layer.experts is not None:
                 layer.experts.finish()
-        self.ask_ahead(AHEAD_IN_ATTENTION, AHEAD_IN_PLE)
-
-    def ask_ahead(self, in_attention: int, in_ple: int) -> None:
-        """Let layers ask for so many bytes of the weights that come after their attention, and of the next layer's."""
-        for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
-            small = [layer.ple_gate.weight, layer.ple_projection.weight] if layer.has_ple else []
-            weights = [layer.attention.out.weight, *small, layer.mlp.gate_up.weight]
-            layer.attention.ahead = self.ops.weights_ahead(weights, in_attention)
-            if layer.has_ple and after is not None:
-                layer.ahead = self.ops.weights_ahead([after.attention.qkv.weight], in_ple)
 
     def scale_keys(self, owners: Collection[int]) -> None:
         """Once, after loading: fit the keys of the layers `owners`, whose pages are e4m3, into its range."""

@@ -11,9 +11,10 @@ Shapes: T tokens of a bucket, padding included · B rows · P table columns · S
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -112,6 +113,33 @@ class _Step:
     hidden: Hidden | None = None
 
 
+T = TypeVar("T")
+
+
+class Captures:
+    """CUDA graphs of one device that share memory, since they run one after another; the largest should come first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._memory: Any = torch.cuda.graph_pool_handle()
+        # One stream for all captures: libraries keep a workspace for each.
+        self._stream = torch.cuda.Stream(device)
+
+    def capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """The graph of one call, and what the call leaves, which every replay leaves in the same place."""
+        # Once outside of a capture: kernels are compiled and loaded, and what is made at first use is made.
+        run()
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+            try:
+                result = run()
+            finally:
+                graph.capture_end()
+        return graph, result
+
+
 class FixedSteps:
     """All buckets of a runner. `run` answers a step that `find` has a bucket for; captured or not, the result is the same."""
 
@@ -128,7 +156,6 @@ class FixedSteps:
         assert pool.spare_page is not None, "rows that pad a batch need the pool's spare page"
         self.model, self.pool, self.backends, self.drafter = model, pool, backends, drafter
         self.tokens_SL = tokens_SL
-        self._stream: torch.cuda.Stream | None = None
         num_slots, max_len = tokens_SL.shape
         self.buckets = [Bucket(queries, size) for queries in sorted(query_counts) for size in bucket_sizes(num_slots)]
         groups = pool.layout.groups
@@ -167,34 +194,21 @@ class FixedSteps:
         return _cut(batch, len(plan.rows), num_tokens), Hidden(hidden.last_LD[:num_tokens], tapped), following
 
     @torch.inference_mode()
-    def capture(self, buckets: Sequence[Bucket] | None = None, *, memory: Any = None) -> Any:
-        """Capture `buckets` (default: all), the largest first, into one memory pool; returns the pool's handle."""
-        memory = memory or torch.cuda.graph_pool_handle()
+    def capture(self, captures: Captures, buckets: Sequence[Bucket] | None = None) -> None:
+        """Capture `buckets` (default: all), the largest first."""
         for bucket in sorted(buckets or self.buckets, key=lambda one: -one.num_tokens):
-            self._capture(self._steps[bucket], memory)
-        return memory
+            step = self._steps[bucket]
+            self._fill((), step)
+            self.model.plan(step.batch, self.pool, self.backends)
+            step.graph, step.hidden = captures.capture(partial(self._forward, step, step.batch))
+
+    def graph_of(self, bucket: Bucket) -> torch.cuda.CUDAGraph | None:
+        """The graph of a bucket, if there is one."""
+        return self._steps[bucket].graph
 
     @property
     def num_captured(self) -> int:
         return sum(step.graph is not None for step in self._steps.values())
-
-    def _capture(self, step: _Step, memory: Any) -> None:
-        device = self.model.device
-        self._fill((), step)
-        self.model.plan(step.batch, self.pool, self.backends)
-        # Once outside of a capture: kernels are compiled and loaded, and what is made at first use is made.
-        self._forward(step, step.batch)
-        torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        # One stream for all captures: libraries keep a workspace for each.
-        self._stream = self._stream or torch.cuda.Stream(device)
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=memory, capture_error_mode="thread_local")
-            try:
-                hidden = self._forward(step, step.batch)
-            finally:
-                graph.capture_end()
-        step.graph, step.hidden = graph, hidden
 
     def _forward(self, step: _Step, batch: ForwardBatch) -> Hidden:
         step.batch.token_ids_T.copy_(self.tokens_SL.view(-1).index_select(0, step.flat_T))

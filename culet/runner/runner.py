@@ -26,12 +26,12 @@ from culet.kernels.staging import HostCopy, on_device
 from culet.models.gemma4 import Gemma4, Hidden
 from culet.runner.checks import check_step
 from culet.runner.constrained import Constraints, StepMasks, Watched
-from culet.runner.drafting import Drafting, Drawer
+from culet.runner.drafting import Drafting, Drawer, draft_lengths
 from culet.runner.fill import fill
-from culet.runner.graphs import FixedSteps, Placed
+from culet.runner.graphs import Captures, FixedSteps, Placed
 from culet.sampling.logprobs import LogprobTensors, as_mappings, compute_logprobs
 from culet.sampling.sampler import History, sample
-from culet.sampling.verify import count_accepted
+from culet.sampling.verify import Accept, count_accepted
 from culet.types import Drawn, Entry, Logprobs, Row, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ class Runner:
         width = max_model_len + 1 + (drafter.max_drafts if drafter is not None else 0)
         self.tokens_SL = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=model.device)
         self.fixed: FixedSteps | None = None  # steps of fixed shapes, once `use_fixed_steps` has made them
-        self._drafting = None if drafter is None else Drafting(drafter, pool, self.tokens_SL)
+        self.accept: Accept = count_accepted  # a benchmark may force another decision
+        self.drafting = None if drafter is None else Drafting(drafter, pool, self.tokens_SL)
         self._entries: list[Entry | None] = [None] * max_num_seqs
         self._constraints: Constraints | None = None  # grammars of sequences, once `use_grammars` was called
         self._sample = _sampler_for(model.device)
@@ -95,15 +96,28 @@ class Runner:
     def use_fixed_steps(self) -> FixedSteps:
         """From now on run decode and verify steps in fixed shapes, so that they can be captured as CUDA graphs."""
         drafter = self.drafter
+        counts = () if drafter is None else draft_lengths(drafter.max_drafts)
         self.fixed = FixedSteps(
             self.model,
             self.pool,
             self.backends,
             self.tokens_SL,
-            query_counts=(1,) if drafter is None else (1, drafter.max_drafts + 1),
+            query_counts=(1, *(count + 1 for count in counts)),
             drafter=drafter,
         )
+        if self.drafting is not None:
+            self.drafting.use_fixed_rounds(self.model.embedding[0])
         return self.fixed
+
+    def capture(self, captures: Captures) -> int:
+        """Capture every step of a fixed shape, and every drafting round; returns how many graphs that are."""
+        assert self.fixed is not None, "no steps of fixed shapes were made"
+        self.fixed.capture(captures)
+        rounds = None if self.drafting is None else self.drafting.fixed
+        if rounds is None:
+            return self.fixed.num_captured
+        rounds.capture(captures)
+        return self.fixed.num_captured + rounds.num_captured
 
     def use_grammars(self, grammars: Grammars) -> None:
         """From now on entries may have a grammar of these."""
@@ -225,7 +239,7 @@ class Runner:
                     logits_RV, tokens_R = logits_RV[index], tokens_R[index]
                 tensors = compute_logprobs(logits_RV, tokens_R, max(counts))
                 scored.append(_Scored([part.start + row for row in rows], counts, tensors))
-        return torch.cat(tokens), scored
+        return tokens[1] if len(tokens) == 2 else torch.cat(tokens), scored
 
     def _logits(self, last_LD: Tensor, sources: list[int]) -> Tensor:
         """Logits of the given tokens; those that several samples draw from are computed once."""
@@ -250,7 +264,7 @@ class Runner:
         slots_G, positions_G, num_drafts_G = on_device(facts, device).T
         column_K = torch.arange(width, device=device)
         positions_GK = torch.minimum(positions_G[:, None] + column_K, (positions_G + num_drafts_G)[:, None])
-        return count_accepted(tokens_R[draws_GK], self.tokens_SL[slots_G[:, None], positions_GK], num_drafts_G)
+        return self.accept(tokens_R[draws_GK], self.tokens_SL[slots_G[:, None], positions_GK], num_drafts_G)
 
     def _append(self, groups: Sequence[_Group], tokens_R: Tensor, placed: Placed | None) -> None:
         """Write the draws to the slots. What lies behind the first rejected draft is no token yet, and written again."""
@@ -269,13 +283,13 @@ class Runner:
     ) -> tuple[int, ...]:
         """Let the drafter write its proposals behind each sequence; returns how many there are for each group."""
         wanted = tuple([group.num_wanted for group in groups])
-        if self._drafting is None or not any(wanted):
+        if self.drafting is None or not any(wanted):
             return (0,) * len(groups)
         drafted = [index for index, count in enumerate(wanted) if count]
         if accepted_G is not None and len(drafted) < len(groups):
             accepted_G = accepted_G[on_device(drafted, accepted_G.device)]
         drawers = [Drawer(one.slot, one.row, one.source, one.position) for one in (groups[index] for index in drafted)]
-        self._drafting.propose(drawers, batch, hidden.last_LD, accepted_G, max(wanted))
+        self.drafting.propose(drawers, batch, hidden.last_LD, accepted_G, max(wanted))
         return wanted
 
 

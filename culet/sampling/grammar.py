@@ -27,6 +27,7 @@ from culet.sampling.grammar_text import GrammarFault, compile_grammar, make_toke
 from culet.types import GRAMMAR_FAULT, GrammarSpec
 
 MAX_KEPT = 256  # compiled grammars that are kept; an ordinary one takes 1 to 2 MiB
+_DEAD_END = "no token of the vocabulary can go on from here"
 Mask = NDArray[np.int32]
 
 
@@ -176,10 +177,8 @@ class SequenceGrammar:
         """After the matcher wrote its mask: add what the phase allows, see that something is allowed at all."""
         if self.phase is Phase.START:
             mask_W |= self._grammars.open_mask
-        if self.matcher.is_error():
-            self.fault = self.fault or f"{GRAMMAR_FAULT}{short(self.matcher.get_error())}"
-        elif not mask_W.any():
-            self.fault = self.fault or f"{GRAMMAR_FAULT}no token of the vocabulary can go on from here"
+        if self.matcher.is_error() or not mask_W.any():
+            self.fault = self.fault or self._problem()
         if self.fault:
             mask_W[:] = -1
 
@@ -217,7 +216,12 @@ class SequenceGrammar:
         elif token_id in vocabulary.end_ids:
             self.phase = Phase.ENDED
         elif self.phase is Phase.DOCUMENT and not self.matcher.consume_token(token_id):
-            self.fault = f"{GRAMMAR_FAULT}{short(self.matcher.get_error())}"
+            self.fault = self._problem()
+
+    def _problem(self) -> str:
+        """Why the matcher cannot go on."""
+        why = short(self.matcher.get_error()) if self.matcher.is_error() else _DEAD_END
+        return GRAMMAR_FAULT + (_DEAD_END if why.startswith("NoExtension") else why)
 
 
 def _is_open(prompt: Sequence[int], marks: tuple[int, int], vocabulary: Vocabulary) -> bool:

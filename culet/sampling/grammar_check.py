@@ -29,6 +29,7 @@ MAX_BYTES = 2 << 30  # of a process's address space
 MAX_PROCESSES = 2
 MAX_KNOWN = 4096  # grammars that are remembered as good or bad
 WAIT_LIMIT_S = 10.0  # for a process to be free
+_TRIALS = 2
 
 
 class GrammarCheck:
@@ -68,18 +69,20 @@ class GrammarCheck:
         if not self._free.acquire(timeout=WAIT_LIMIT_S):
             raise QueueFull("too many grammars are being compiled", hint="try again later")
         try:
-            process = self._take()
-            try:
-                problem = process.ask(json.dumps(asdict(spec)), self.time_limit_s)
-            except TimeoutError:
-                process.end()
-                return f"stopped compiling after {self.time_limit_s:g} s; it is too complex"
-            except OSError:
-                process.end()
-                return "too complex: compiling it took too much memory"
-            with self._lock:
-                self._idle.append(process)
-            return problem
+            for _ in range(_TRIALS):
+                process = self._take()
+                try:
+                    problem = process.ask(json.dumps(asdict(spec)), self.time_limit_s)
+                except TimeoutError:
+                    process.end()
+                    return f"stopped compiling after {self.time_limit_s:g} s; it is too complex"
+                except OSError:  # it died: by this grammar, if the next one does so too
+                    process.end()
+                    continue
+                with self._lock:
+                    self._idle.append(process)
+                return problem
+            return "too complex: compiling it took too much memory"
         finally:
             self._free.release()
 

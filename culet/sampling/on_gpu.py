@@ -106,7 +106,8 @@ class GpuSampler:
     ) -> None:
         slots = [history.slots[row] for row in kept.penalised]
         if kept.penalties is None or kept.slots != slots:
-            kept.slots, kept.penalties = slots, _send_penalties(kept, history, logits_RV.device)
+            kept.slots = slots
+            kept.penalties = _send_penalties(kept, history, logits_RV.device)
         width, found = logits_RV.shape[1], kept.penalties
         if self._counts_HV is None or self._counts_HV.shape[1] != width:
             self._counts_HV = torch.zeros(PENALISED_ROWS, width, dtype=torch.int32, device=logits_RV.device)

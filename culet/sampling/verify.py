@@ -9,8 +9,13 @@ Shapes: G verified sequences · K drawn tokens, the drafts' positions and one mo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+# (drawn tokens [G, K], drafts [G, K], numbers of drafts [G]) -> how many drafts each sequence keeps, int64 [G]
+Accept = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def count_accepted(drawn_GK: Tensor, drafts_GK: Tensor, num_drafts_G: Tensor) -> Tensor:
@@ -18,3 +23,15 @@ def count_accepted(drawn_GK: Tensor, drafts_GK: Tensor, num_drafts_G: Tensor) ->
     column_K = torch.arange(drawn_GK.shape[-1], device=drawn_GK.device)
     is_equal_GK = (drawn_GK == drafts_GK) & (column_K < num_drafts_G[:, None])
     return is_equal_GK.long().cumprod(dim=-1).sum(dim=-1)
+
+
+def force_accepted(count: int) -> Accept:
+    """A decision for measurements: each sequence keeps `count` drafts, or all of fewer. The tokens are still the target's.
+
+    All work of drafting and verifying is done as ever; what comes out means nothing.
+    """
+
+    def accept(drawn_GK: Tensor, drafts_GK: Tensor, num_drafts_G: Tensor) -> Tensor:
+        return num_drafts_G.clamp(max=count)
+
+    return accept

@@ -196,6 +196,8 @@ class EngineClient(asyncio.Protocol):
         """Send a request to the engine."""
         if self.state is not State.READY:
             raise self.death()
+        if not self._streams:
+            self.heard_at = time.monotonic()  # it had nothing to say before
         stream = Stream(self, request)
         self._streams[request.request_id] = stream
         self._send(Submit(request))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from culet.config import Limits
+from culet.serve.streams import ABORT
 
 _MAX_HEAD_BYTES = 64 << 10
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -43,6 +45,10 @@ def make_protocol(limits: Limits) -> type[HttpToolsProtocol]:
             super().data_received(data)
             if self._in_head and self._num_head_bytes > _MAX_HEAD_BYTES:
                 self._refuse(_TOO_LARGE)
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            cast(dict[str, Any], self.scope)[ABORT] = self.transport.abort
 
         def on_headers_complete(self) -> None:
             self._in_head, self._num_head_bytes = False, 0

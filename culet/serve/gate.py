@@ -21,7 +21,7 @@ from culet.errors import CuletError
 from culet.log import logger
 from culet.serve.errors import ErrorFacts, HttpRefusal, facts_of, openai_body
 from culet.serve.service import Finished, Service
-from culet.serve.streams import SEND, ClientGone
+from culet.serve.streams import ABORT, SEND, ClientGone
 
 PUBLIC_PATHS = frozenset({"/health", "/ready"})  # of GET; the page adds its static files
 QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/stats", "/live"})  # asked every few seconds: not worth a line each
@@ -71,6 +71,10 @@ class Gate:
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.max_body:
             raise self.too_large()
+
+    @property
+    def write_s(self) -> int:
+        return self._service.limits.write_s
 
     @property
     def max_body(self) -> int:
@@ -168,7 +172,7 @@ class _Visit:
         try:
             self._gate.check(self._scope, self._headers)
             self._scope[SEND] = self._send_tagged
-            await self._gate.pass_on(self._scope, self._receive_some, self._send_tagged)
+            await self._gate.pass_on(self._scope, self._receive_some, self._send_in_time)
             if (error := self._scope.pop(DEFERRED, None)) is not None:
                 raise error
         except (ClientGone, asyncio.CancelledError) as error:
@@ -201,6 +205,15 @@ class _Visit:
             self._status = message["status"]
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._id.encode())]
         await self._send(message)
+
+    async def _send_in_time(self, message: Message) -> None:
+        """Send to a client that takes it; streams have their own watch over that."""
+        try:
+            async with asyncio.timeout(self._gate.write_s):
+                await self._send_tagged(message)
+        except TimeoutError:
+            self._scope.get(ABORT, lambda: None)()
+            raise ClientGone from None
 
     async def _refuse(self, error: Exception) -> None:
         if not isinstance(error, CuletError):

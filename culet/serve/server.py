@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import time
@@ -136,6 +137,9 @@ def serve(config: Config, settings: ServeConfig, script: Script | None = None) -
     """Serve until told to stop. With a `script` the fake engine answers."""
     service = Service(config, settings, script)
     server = Server(service)
+    uvicorn_logger = logging.getLogger("uvicorn")
+    uvicorn_logger.handlers, uvicorn_logger.propagate = logger.handlers, False  # in the same form as all else
+    uvicorn_logger.setLevel(logging.WARNING)
     with contextlib.suppress(ImportError):
         import uvloop
 

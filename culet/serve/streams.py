@@ -21,6 +21,7 @@ from culet.serve.generation import Generation, Piece
 from culet.serve.service import Service
 
 SEND = "culet.send"  # in the scope: the gate's own `send`, past the layers in between
+ABORT = "culet.abort"  # in the scope: breaks the connection off, unsent bytes and all
 DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE_S = 15.0  # after this long without an event, a comment; before the first event it also begins the answer
 _WATCH_PERIOD_S = 5.0
@@ -59,6 +60,7 @@ class EventStream(Response):
         self._is_gone = self._has_started = False
         self._sent_at = time.monotonic()
         self._is_sending = False
+        self._abort: Callable[[], None] = lambda: None
         self.background = None
         self.status_code = 200
 
@@ -68,6 +70,7 @@ class EventStream(Response):
             generations = [await stack.enter_async_context(open_one()) for open_one in self._open]
             me = asyncio.current_task()
             assert me is not None
+            self._abort = scope.get(ABORT, self._abort)
             watcher = asyncio.create_task(self._watch(generations, receive, send, me))
             try:
                 await self._run(generations, send)
@@ -108,6 +111,7 @@ class EventStream(Response):
                 quiet_s = time.monotonic() - self._sent_at
                 if self._is_sending and quiet_s > self._service.limits.write_s:
                     logger.warning("a client takes nothing for %d s: its stream is dropped", quiet_s)
+                    self._abort()
                     stream.cancel()
                     break
                 if not self._is_sending and quiet_s > _KEEP_ALIVE_S:

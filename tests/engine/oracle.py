@@ -99,7 +99,12 @@ def greedy(shape: str, token_ids: list[int], num_tokens: int) -> list[int]:
     return chosen
 
 
-@torch.inference_mode()
 def oracle_logprobs(shape: str, token_ids: list[int]) -> torch.Tensor:
     """transformers' log-probabilities [T, V] after each token."""
+    return _logprobs(shape, tuple(token_ids))
+
+
+@functools.cache
+@torch.inference_mode()
+def _logprobs(shape: str, token_ids: tuple[int, ...]) -> torch.Tensor:
     return _model(shape)(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0].float().log_softmax(-1)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from dflash_rig import Pair, Rig, assert_like_oracle, make_pair, make_prompt, make_request
 
+from culet.errors import InternalError
 from tests.samplings import GREEDY
 
 LENGTHS = (1, 3, 31, 75)  # prompts within and beyond the windows, of the target (32) and of the drafter (24)
@@ -145,3 +146,21 @@ def test_steps_of_fixed_shapes(pair):
     assert_like_oracle(pair, rig.rounds, at_least=40)
     for layer in range(pair.spec.first_layer, pair.spec.first_layer + len(pair.spec.shape.layers)):
         assert not rig.pool.planes(layer)[:, rig.pool.spare_page].any()
+
+
+def test_the_debug_switch_knows_the_pages_ahead(pair, monkeypatch, tmp_path):
+    """A row that draws needs pages for a block behind its tokens, and the switch says so before anything is written."""
+    monkeypatch.setenv("CULET_CHECK_PAGES", "1")
+    monkeypatch.setenv("CULET_CACHE_DIR", str(tmp_path))
+    rig = Rig(pair)
+    group = rig.pool.layout.groups[-1]
+    rig.scheduler.add(make_request("one", make_prompt(group.page_tokens - 1)))
+    plan = rig.scheduler.schedule()
+    assert plan is not None
+    (row,) = plan.rows
+    table = row.tables[group.index]
+    assert len(table.pages) == 2
+    short = replace(row, tables=(*row.tables[:-1], replace(table, pages=table.pages[:1])))
+    with pytest.raises(InternalError, match="group dflash .* drafted position"):
+        rig.runner.execute(replace(plan, rows=(short,)))
+    rig.runner.execute(plan)

@@ -30,6 +30,8 @@ class FixedRig(Rig):
             pool._slabs[:num_slabs] = 255  # a NaN in every precision
         self.pool = pool
         self.runner = Runner(model, pool, backends, max_num_seqs=max_num_seqs, max_model_len=MAX_LEN, drafter=drafter)
+        if drafter is not None:
+            drafter.tokens_SL = self.runner.tokens_SL
         self.fixed = self.runner.use_fixed_steps()
         self.used: list[Bucket] = []
         run = self.fixed.run

@@ -39,6 +39,17 @@ def check_greedy(llm: LLM, shape: str, prompts: list[list[int]]) -> None:
         assert result.finish_reason == "length"
 
 
+def check_scores(llm: LLM, shape: str, prompts: list[list[int]]) -> None:
+    """Like check_greedy, and the log-probabilities of the five best at every place are transformers'."""
+    for result in llm.generate(prompts, dataclasses.replace(GREEDY, logprobs=5)):
+        token_ids = list(result.prompt_token_ids)
+        assert list(result.token_ids) == greedy(shape, token_ids, NUM_TOKENS)
+        want = oracle_logprobs(shape, [*token_ids, *result.token_ids])[len(token_ids) - 1 : -1]
+        for scores, row in zip(result.logprobs, want, strict=True):
+            for token_id, score in scores.items():
+                assert abs(score - float(row[token_id])) <= 1e-4 * float(want.abs().max())
+
+
 def cache_of(shape: str, num_slabs: int, *, latent: bool = True) -> int:
     spec = open_checkpoint(str(folder_of(shape))).spec
     return num_slabs * plan_cache(spec.kv_specs(4, latent=latent)).slab_bytes
@@ -75,7 +86,7 @@ def test_after_preemption(shape: str, prefix_caching: bool) -> None:
     settings = {"kv_cache_memory_bytes": cache_of(shape, 7), "max_num_batched_tokens": 64, "max_model_len": 160}
     llm = make(shape, **settings, enable_prefix_caching=prefix_caching)
     before = llm.engine.stats().counters.preemptions
-    check_greedy(llm, shape, [prompts_of()[4]] * 4 + prompts_of())
+    check_scores(llm, shape, [prompts_of()[4]] * 4 + prompts_of())
     assert llm.engine.stats().counters.preemptions > before
 
 
@@ -87,6 +98,7 @@ def test_after_a_prefix_hit(shape: str) -> None:
     again = llm.generate([first], GREEDY)[0]
     assert again.num_cached_tokens > 0
     assert list(again.token_ids) == greedy(shape, first, NUM_TOKENS)
+    check_scores(llm, shape, [first])
     # A next turn: the first answer is part of the prompt now.
     turn = [*first, *again.token_ids, *prompt(9, 5)]
     result = llm.generate([turn], dataclasses.replace(GREEDY, max_tokens=16))[0]

@@ -300,6 +300,9 @@ class ListDrafter:
     def propose(self, batch, pool, num_drafts):
         rows = []
         for row, (slot, length) in enumerate(zip(batch.slot_R.tolist(), batch.length_R.tolist(), strict=True)):
+            if int(batch.groups[0].pages_BP[row, 0]) == pool.spare_page:
+                rows.append([0] * num_drafts)  # it pads the round
+                continue
             first = int(self.tokens_SL[slot, 0])
             said = length + 1 - self.prompt_lens[first]
             assert int(self.tokens_SL[slot, length]) == int(batch.newest_R[row])

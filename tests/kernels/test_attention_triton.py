@@ -31,7 +31,8 @@ else:
     from culet.cache.spec import KVGroup, KVSpec
     from culet.kernels import reference_attention as eager
     from culet.kernels.attention_inputs import PagedKV, RaggedRows
-    from culet.kernels.triton.decode import decode_attention, decode_launches
+    from culet.kernels.triton import decode as decode_module
+    from culet.kernels.triton.decode import Scratch, decode_attention, decode_launches, scratch_rows
     from culet.kernels.triton.prefill import prefill_attention, prefill_launch, query_tiles
     from culet.kernels.triton.tiles import DecodeTile, PrefillTile
 
@@ -82,6 +83,22 @@ else:
     def test_one_row_is_split(shape: AttentionShape) -> None:
         case = make_case(shape, [(200, 1)], dtype=torch.float32, seed=3)
         check_decode(case, DecodeTile(16, 16, 4, 2, programs=20))
+
+    def test_programs_of_many_rows_join_their_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+        """One launch, and its counts of programs are back at 0 for the next."""
+        monkeypatch.setattr(decode_module, "MANY_ROWS", 2)
+        tile = DecodeTile(16, 16, 4, 2, programs=24)
+        for shape in (GLOBAL, LATENT):
+            case = make_case(shape, [(150, 1), (0, 3), (90, 2)], dtype=torch.float32, seed=16)
+            scratch = Scratch.allocate(scratch_rows(tile, shape.num_kv_heads, shape.group, 3), shape.head_dim, "cpu")
+            arguments = (case.q_TNH, case.kv, case.rows)
+            out = torch.full_like(case.q_TNH, float("nan"))
+            (launch,) = decode_launches(*arguments, max_queries=3, out_TNH=out, tile=tile, scratch=scratch)
+            for _ in range(2):
+                out.fill_(float("nan"))
+                launch.run()
+                assert_close(out, eager.decode_attention(*arguments, max_queries=3))
+                assert not scratch.arrived.any()
 
     def test_decode_leaves_long_and_empty_rows_alone() -> None:
         case = make_case(SLIDING, [(20, 1), (5, 12), (60, 1)], dtype=torch.float32, seed=4)
@@ -206,23 +223,12 @@ else:
         monkeypatch.undo()
         assert_close(run_backend(case, is_stored=True), all_rows(case))  # nobody says which are text: all by intervals
 
-    def in_fp8(case: AttentionCase) -> AttentionCase:
-        """Pages of e4m3, and the fresh keys as they are rounded there."""
-        k, v = case.fresh
-        whole = torch.cat((v[..., : case.shape.width - case.shape.head_dim], k), -1) if case.shape.latent else None
-        if whole is not None:
-            whole = whole.to(torch.float8_e4m3fn).float()
-            fresh = whole[..., case.shape.width - case.shape.head_dim :], whole[..., : case.shape.head_dim]
-        else:
-            fresh = k.to(torch.float8_e4m3fn).float(), v.to(torch.float8_e4m3fn).float()
-        return replace(case, kv=replace(case.kv, planes=case.kv.planes.to(torch.float8_e4m3fn)), fresh=fresh)
-
     @pytest.mark.parametrize("shape", [SLIDING, GLOBAL, LATENT], ids=["sliding", "global", "latent"])
     def test_fp8_pages(shape: AttentionShape) -> None:
         """Decode, verify, prompts and chunks over pages of e4m3, whatever nobody wrote being NaN there too."""
-        few = in_fp8(make_case(shape, [(60, 1), (30, 3)], dtype=torch.float32, seed=14))
+        few = make_case(shape, [(60, 1), (30, 3)], dtype=torch.float32, seed=14, kv_dtype=torch.float8_e4m3fn)
         assert few.kv.planes.float().isnan().any()
         check_decode(few, DecodeTile(16, 32, 4, 2, programs=8))
-        long = in_fp8(make_case(shape, [(30, 20)], dtype=torch.float32, seed=15))
+        long = make_case(shape, [(30, 20)], dtype=torch.float32, seed=15, kv_dtype=torch.float8_e4m3fn)
         check_prefill(long, PrefillTile(32, 32, 4, 2), with_fresh=False)
         check_prefill(long, PrefillTile(32, 32, 4, 2), with_fresh=True)

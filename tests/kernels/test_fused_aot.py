@@ -89,7 +89,9 @@ def small_launches(pdl: bool) -> Iterator[Launch]:
     yield from (assigned_of(index, pdl=pdl) for index in range(2))
     yield grouped_of(512, 0, pdl=pdl)
     yield grouped_of(512, 3, pdl=pdl)
+    yield linear.describe(meta(8, 2560), meta(3072, 2560), floats(4, 8, 3072), linear.choose_tile(8, 3072, 2560), pdl=pdl)
     x, w = meta(4, 5376), floats(5376)
+    yield norms.describe_residual(x, (floats(4, 4, 5376),), (w,), None, (w,), EPS, (x, x), pdl)
     yield norms.describe_residual(x, (x, x), (w, w, w), floats(1), (w, w), EPS, (x, x, x), pdl)
     for heads in (HeadShape(32, 16, 256, 256, False, False, EPS), HeadShape(32, 4, 512, 128, True, True, EPS)):
         columns = (heads.num_heads + heads.num_kv_heads * (1 if heads.k_eq_v else 2)) * heads.head_dim

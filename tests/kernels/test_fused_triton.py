@@ -109,6 +109,30 @@ else:
         assert_close_or_empty(linear.capped_head(x, w, 30.0), reference_fused.capped_head(x, w, 30.0))
         assert_close_or_empty(linear.capped_head(x, w, None), reference_fused.capped_head(x, w, None))
 
+    def test_parts_of_a_split_sum_are_added_by_their_readers() -> None:
+        x, w = torch.randn(5, 1024), torch.randn(64, 1024) / 32
+        parts = linear.linear_parts(x, w)
+        assert parts.shape[0] > 1
+        assert_close(parts.sum(0), reference_fused.linear(x, w))
+        assert linear.linear_parts(x[:1], w).shape == (1, 64)  # not split
+        stream, weights, other = torch.randn(5, 64), [weight(64) for _ in range(4)], torch.randn(5, 64)
+        for got, wanted in (
+            (norms.residual_norm, reference.residual_norm),
+            (norms.residual_norm_two, reference_fused.residual_norm_two),
+        ):
+            last = None if got is norms.residual_norm else weights[2]
+            for mine, theirs in zip(
+                got(stream, parts, weights[0], last, weights[1], EPS),
+                wanted(stream, parts.sum(0), weights[0], last, weights[1], EPS),
+                strict=True,
+            ):
+                assert_close(mine, theirs)
+        three = (weights[0], weights[1], weights[2])
+        joint = norms.residual_norm_joint(stream, parts, other, three, None, weights[3], EPS)
+        wanted = reference_fused.residual_norm_joint(stream, parts, other, three, None, weights[3], EPS)
+        for mine, theirs in zip(joint, wanted, strict=True):
+            assert_close(mine, theirs)
+
     def assert_close_or_empty(got: Tensor, expected: Tensor) -> None:
         assert got.shape == expected.shape
         if got.numel():
@@ -206,6 +230,14 @@ else:
         own = x[:, : heads.num_heads * size]
         mine_q = qkv.prepare_q(own, w[: heads.num_heads], turn, queries)
         assert_close(mine_q, reference.prepare_q(own.clone(), w[: heads.num_heads], twin_turn, queries))
+        # As parts, whose sum it is.
+        parts = torch.randn(3, *x.shape)
+        parts[2] = x - parts[0] - parts[1]
+        again = qkv.prepare_qkv(parts, w, turn, mine.as_strided(shape, stride, 320), where, heads, torch.bfloat16)
+        for one, other in zip(again, wanted, strict=True):
+            assert one.dtype is torch.bfloat16
+            assert torch.allclose(one.float(), other, atol=0.07 if is_fp8 else 0.02, rtol=0.07 if is_fp8 else 0.02)
+        assert_close(qkv.prepare_q(parts[..., : own.shape[1]], w[: heads.num_heads], turn, queries), mine_q)
 
     # --- experts ---
 

@@ -188,7 +188,7 @@ def tapped_up_to(shape: str, token_ids: list[int], taps: tuple[int, ...], output
 
 
 @pytest.mark.parametrize("shape", ["E2B", "E4B"])
-def test_shared_layers_run_on_the_tail_alone(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_tail_goes_on_behind_the_last_kv(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = culet_model(shape)
     seen: list[int] = []
     original = model.ops.gated_linear
@@ -197,10 +197,10 @@ def test_shared_layers_run_on_the_tail_alone(shape: str, monkeypatch: pytest.Mon
     track = harness.add(expected(shape, LENGTHS[-1])[0])
     owned, shared = model.num_kv_layers, model.spec.num_kv_shared
     harness.step([(track, 40, 0)])
-    assert seen == [40] * owned
+    assert seen == [40] * (owned - 1)
     seen.clear()
     harness.step([(track, 9, 2)])
-    assert seen == [9] * owned + [2] * shared
+    assert seen == [9] * (owned - 1) + [2] * (1 + shared)
 
 
 def test_checkpoints_hide_nothing() -> None:

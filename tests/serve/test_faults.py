@@ -287,12 +287,12 @@ def test_large_bodies(strict: Running) -> None:
 
 def test_a_client_that_takes_nothing(strict: Running) -> None:
     """Its stream is dropped once it has not read for the allowed time; the engine was never held up by it."""
-    body = b'{"messages":[{"role":"user","content":"x"}],"stream":true,"ignore_eos":true,"max_tokens":30000}'
+    body = b'{"messages":[{"role":"user","content":"x"}],"stream":true,"ignore_eos":true,"max_tokens":30000,"n":4}'
     with socket.create_connection(("127.0.0.1", strict.port)) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.sendall(POST % len(body) + body)
-        wait_for(strict.is_at_rest, 15, "the stream to be dropped")
-        wait_for(lambda: "takes nothing" in strict.log(), 15, "the log")
+        wait_for(lambda: "takes nothing" in strict.log(), 30, "the stream to be dropped")
+        wait_for(strict.is_at_rest, 5, "rest")
+        assert b"[DONE]" not in read_all(sock), "it was broken off"
     strict.check_well()
 
 
@@ -325,6 +325,13 @@ def test_an_engine_that_hangs(scripted: Callable[..., Running]) -> None:
         assert answer.status_code == 503
         assert server.wait() == 2
         assert "taken for dead" in server.log()
+
+
+def test_a_long_rest_is_no_hang(scripted: Callable[..., Running]) -> None:
+    with scripted("Hi.<turn|>", step_s=0.4, settings={"limits": "step_s=1"}) as server:
+        time.sleep(2.5)
+        assert server.chat().status_code == 200
+        server.check_well()
 
 
 def test_memory_is_flat(tiny: Running) -> None:

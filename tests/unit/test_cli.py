@@ -95,7 +95,6 @@ def test_every_config_field_is_a_flag_with_its_doc() -> None:
         (["generate", "hello", "--max-num-seqs", "0", "-m", "x"], "max-num-seqs: got 0"),
         (["generate", "hello", "--gpu-memory-utilization", "nan", "-m", "x"], "gpu-memory-utilization: got nan"),
         (["generate", "hello", "--tensor-parallel-size", "2", "-m", "x"], "tensor-parallel-size: got 2"),
-        (["generate", "hello"], "no model"),
         (["chat", "--n", "2", "-m", "x"], "n: got 2"),
     ],
 )
@@ -113,13 +112,6 @@ def test_users_mistakes(arguments: list[str], message: str, capsys: pytest.Captu
 def test_usage_errors_have_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
     run(["generate", "hello", "--dtype", "int3"])
     assert "hint: see `culet generate --help`" in capsys.readouterr().err
-
-
-def test_no_model_names_a_checkpoint_and_the_tiny_one(capsys: pytest.CaptureFixture[str]) -> None:
-    run(["generate", "hello"])
-    hint = capsys.readouterr().err.splitlines()[1]
-    assert "google/gemma-4" in hint
-    assert "culet.models.tiny" in hint
 
 
 @pytest.mark.parametrize(

@@ -132,14 +132,6 @@ def test_no_logits_at_all() -> None:
     assert batch.tail.rows == ()
 
 
-def test_without_tail() -> None:
-    chance = random.Random(0)
-    plan = StepPlan(1, (), (), (make_row(0, 0, 30, 1, chance),))
-    batch = fill(plan, LAYOUT, make_tokens(), CPU, with_tail=False)
-    assert batch.tail is None
-    assert batch.logits_index_L.tolist() == [29]
-
-
 def spoiled(row: Row, group: int, table: PageTable) -> Row:
     tables = list(row.tables)
     tables[group] = table

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from culet.kernels import reference_sampling
 from culet.sampling import on_gpu, sampler
 from culet.sampling.on_gpu import GpuSampler, is_served
-from culet.sampling.sampler import History, sample
+from culet.sampling.sampler import History, TokenMasks, sample
 from tests.samplings import PLAIN
 
 BASE = replace(PLAIN, top_k=20, top_p=0.9, seed=2**64 - 5, sample=3)
@@ -51,11 +52,25 @@ class Kernels:
             rows.append(one)
         return sampler.draw(logits_RV, rows, positions_R.tolist())
 
+    def penalise(self, logits_RV: Tensor, tokens_SL: Tensor, some: Any, max_len: int, counts_HV: Tensor) -> None:
+        lengths = some.lengths_H.tolist()
+        assert max_len == max(lengths)
+        assert len(lengths) <= counts_HV.shape[0] == on_gpu.PENALISED_ROWS
+        self.calls.append({"penalised": len(lengths)})
+        facts = zip(some.repetition_H.tolist(), some.frequency_H.tolist(), some.presence_H.tolist(), strict=True)
+        settings = [replace(BASE, repetition_penalty=a, frequency_penalty=b, presence_penalty=c) for a, b, c in facts]
+        history = History(tokens_SL, some.slots_H.tolist(), some.prompt_lens_H.tolist())
+        rows = some.rows_H.long()
+        logits_RV[rows] = sampler.adjust(logits_RV[rows], settings, lengths, history)
+
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     kernels = Kernels()
     monkeypatch.setattr(on_gpu, "draw_by_kernels", kernels.draw)
+    monkeypatch.setattr(on_gpu, "penalise", kernels.penalise)
+    monkeypatch.setattr(on_gpu, "add_bias", reference_sampling.add_bias)
+    monkeypatch.setattr(on_gpu, "apply_bitmask", reference_sampling.apply_bitmask)
     return kernels
 
 
@@ -63,8 +78,9 @@ def test_which_rows_the_kernels_serve() -> None:
     assert {name for name, one in KINDS.items() if not is_served(one)} == {"wide", "nucleus"}
 
 
+@pytest.mark.parametrize("has_masks", [False, True])
 @pytest.mark.parametrize("names", [[name] for name in KINDS] + [list(KINDS), list(KINDS)[::-1], ["wide", "nucleus"]])
-def test_draws_are_those_of_the_eager_sampler(names: list[str], kernels: Kernels) -> None:
+def test_draws_are_those_of_the_eager_sampler(names: list[str], has_masks: bool, kernels: Kernels) -> None:
     settings = [KINDS[name] for name in names]
     gpu = GpuSampler()
     for step in range(6):
@@ -74,11 +90,37 @@ def test_draws_are_those_of_the_eager_sampler(names: list[str], kernels: Kernels
             torch.randint(0, 5000, (len(names), 50), generator=generator), list(range(len(names))), [9] * len(names)
         )
         positions = [20 + step + row for row in range(len(names))]
-        before = logits.clone()
         positions_R = torch.tensor(positions, dtype=torch.int32) if step % 2 else None
-        got = gpu.sample(logits, settings, positions, history, positions_R)
-        assert got.tolist() == sample(logits, settings, positions, history).tolist()
-        assert torch.equal(logits, before)  # log-probabilities are still to be computed from them
+        masks = None
+        if has_masks:
+            bits = torch.randint(-(2**31), 2**31, (1, 157), generator=generator, dtype=torch.int32)
+            masks = TokenMasks([len(names) - 1], bits)
+        wanted = sample(logits, settings, positions, history, masks=masks).tolist()
+        assert gpu.sample(logits, settings, positions, history, positions_R, masks=masks).tolist() == wanted
+        if masks is not None:
+            assert bits[0, wanted[-1] // 32].item() >> wanted[-1] % 32 & 1
+
+
+def test_logits_stay_where_log_probabilities_are_wanted(kernels: Kernels) -> None:
+    logits = torch.randn(2, 300)
+    before = logits.clone()
+    settings = [KINDS["biased"], replace(KINDS["penalised"], logprobs=3)]
+    history = History(torch.randint(0, 300, (2, 50)), [0, 1], [9, 9])
+    masks = TokenMasks([0], torch.zeros(1, 10, dtype=torch.int32))
+    GpuSampler().sample(logits, settings, [20, 21], history, masks=masks)
+    assert torch.equal(logits, before)
+
+
+def test_many_penalised_rows_go_in_pieces(kernels: Kernels) -> None:
+    """Also when sequences have changed their slots, as after a preemption."""
+    settings = [replace(KINDS["penalised"], seed=row) for row in range(on_gpu.PENALISED_ROWS + 3)]
+    gpu, tokens_SL = GpuSampler(), torch.randint(0, 300, (len(settings), 50))
+    for slots in (list(range(len(settings))), list(range(len(settings)))[::-1]):
+        logits, positions = torch.randn(len(settings), 300), [20 + row for row in range(len(settings))]
+        history = History(tokens_SL, slots, [9] * len(settings))
+        wanted = sample(logits, settings, positions, history).tolist()
+        assert gpu.sample(logits, settings, positions, history).tolist() == wanted
+    assert [call["penalised"] for call in kernels.calls if "penalised" in call] == [on_gpu.PENALISED_ROWS, 3] * 2
 
 
 def test_settings_go_to_the_device_once(kernels: Kernels) -> None:

@@ -16,7 +16,7 @@ from culet.sampling import sampler
 from culet.sampling.logprobs import as_mappings, compute_logprobs
 from culet.sampling.philox import uniforms
 from culet.sampling.ranking import CHUNK, MIN_CHUNKS, argmax, top_columns
-from culet.sampling.sampler import History, adjust, sample
+from culet.sampling.sampler import History, TokenMasks, adjust, sample
 from culet.types import Sampling
 from tests.samplings import GREEDY, PLAIN
 
@@ -176,6 +176,26 @@ def test_bias_and_suppression():
     ]
     assert sample(logits, rows, [0, 0]).tolist() == [4, 6]
     assert torch.equal(logits, torch.zeros(2, 10))  # the caller's logits are left alone
+
+
+def test_masks_rule_tokens_out():
+    logits = torch.randn(3, 40)
+    allowed = {0: [3, 33], 2: [39]}  # the row between draws freely
+    bits = torch.zeros(2, 2, dtype=torch.int32)
+    for line, tokens in enumerate(allowed.values()):
+        for token in tokens:
+            bits[line, token // 32] |= 1 << token % 32
+    warm = [replace(PLAIN, temperature=5.0, seed=seed) for seed in range(3)]
+    before, seen = logits.clone(), {row: set() for row in range(3)}
+    for position in range(200):
+        for row, token in enumerate(sample(logits, warm, [position] * 3, masks=TokenMasks([0, 2], bits)).tolist()):
+            seen[row].add(token)
+    assert seen[0] == {3, 33}
+    assert seen[2] == {39}
+    assert len(seen[1]) > 20
+    assert torch.equal(logits, before)
+    greedy = [replace(PLAIN, temperature=0.0)] * 3
+    assert sample(logits, greedy, [0] * 3, masks=TokenMasks([2], bits[1:])).tolist()[2] == 39
 
 
 def test_penalties_follow_the_definition():

@@ -2,7 +2,8 @@
 
 The query heads of one KV head and the row's query tokens are packed into one tile of rows, so every key is read once. How
 a row is split follows on the device from the lengths found there: a graph captured once is right, and balanced, for any
-lengths. Rows that need one split write their output at once; the others leave partial sums that a second kernel joins.
+lengths. Rows that need one split write their output at once; the others leave partial sums. In a call of many rows, which have
+few splits each, the program that comes last joins them; in one of few rows a second kernel does, with many programs a row.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
@@ -23,6 +24,7 @@ from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.tiles import DecodeTile, decode_tile
 
 LOG2E = tl.constexpr(1.4426950408889634)
+MANY_ROWS = 16
 UNSEEN = tl.constexpr(-1.0e30)  # running maximum before any key; finite, so that (-inf) - UNSEEN stays -inf
 
 
@@ -80,6 +82,40 @@ def _key_rows(PAGES, tile, first, lo, hi, stride_page, WIDTH: tl.constexpr, PAGE
 
 
 @triton.jit
+def widen(x, dtype: tl.constexpr, BY_HAND: tl.constexpr):
+    """Keys or values as queries are. By hand, e4m3 becomes bfloat16 bit by bit: sign, exponent and mantissa to their
+    places, times 2^120 for the difference of the exponents' biases.
+
+    The compiler may not look inside: it would read e4m3 from shared memory in the order of the matrix instructions, which for
+    single bytes takes several times as long as to widen them first, and would give up fetching tiles ahead.
+    """
+    if BY_HAND:
+        x = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t<6>;
+            mov.b32 t4, 0x7b807b80;
+            mov.b32 t5, 0x80008000;
+            prmt.b32 t0, $2, 0, 0x1404;
+            prmt.b32 t1, $2, 0, 0x3424;
+            and.b32 t2, t0, 0x7f007f00;
+            and.b32 t3, t1, 0x7f007f00;
+            shr.b32 t2, t2, 4;
+            shr.b32 t3, t3, 4;
+            lop3.b32 t2, t0, t5, t2, 0xea;
+            lop3.b32 t3, t1, t5, t3, 0xea;
+            fma.rn.bf16x2 $0, t2, t4, t5;
+            fma.rn.bf16x2 $1, t3, t4, t5;
+            }""",
+            "=r,=r,r",
+            [x.to(tl.int8, bitcast=True)],
+            dtype=tl.bfloat16,
+            is_pure=False,
+            pack=4,
+        )
+    return x.to(dtype)
+
+
+@triton.jit
 def _score(q, k):
     return tl.dot(q, tl.trans(k), input_precision="ieee")
 
@@ -90,14 +126,36 @@ def _store(OUT, row_offset, o, row_ok, BEGIN: tl.constexpr, COLUMNS: tl.constexp
     tl.store(OUT + row_offset[:, None] + column[None, :], o.to(OUT.dtype.element_ty), mask=row_ok[:, None])
 
 
+@triton.jit
+def _join_rows(OUT, PARTIAL, LSE, out_row, first_part, step, splits, row_ok, HEAD: tl.constexpr, M: tl.constexpr):
+    """Join the splits of M packed rows: out = sum_s 2^lse_s o_s / sum_s 2^lse_s. They lie `step` partial rows apart."""
+    column = tl.arange(0, HEAD)[None, :]
+    m = tl.full([M], UNSEEN, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    o = tl.zeros([M, HEAD], tl.float32)
+    for split in range(splits):
+        part_row = first_part + split * step
+        # Past the L1 cache, which knows nothing of what other programs wrote.
+        lse = tl.load(LSE + part_row, mask=row_ok, other=float("-inf"), cache_modifier=".cg")
+        part_rows = PARTIAL + part_row.to(tl.int64)[:, None] * HEAD
+        part = tl.load(part_rows + column, mask=row_ok[:, None], other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m, lse)
+        shrink, weight = tl.exp2(m - m_new), tl.exp2(lse - m_new)
+        total = total * shrink + weight
+        o = o * shrink[:, None] + part * weight[:, None]
+        m = m_new
+    o = o / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(OUT + out_row[:, None] + column, o.to(OUT.dtype.element_ty), mask=row_ok[:, None])
+
+
 @triton.jit(do_not_specialize=["num_rows", "target", "num_tokens", "stride_table"])
 def _decode(
-    Q, K, V, PAGES, FIRST, ROW_BEGIN, CONTEXT, VISIBLE, OUT, PARTIAL, LSE,
+    Q, K, V, PAGES, FIRST, ROW_BEGIN, CONTEXT, VISIBLE, OUT, PARTIAL, LSE, ARRIVED,
     num_rows, target, num_tokens, stride_table, stride_page, stride_q_token, stride_out_token,
     ROWS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, ROT: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, MAX_QUERIES: tl.constexpr, MIN_TILES: tl.constexpr,
-    M: tl.constexpr, M_TILES: tl.constexpr, BN: tl.constexpr, HAS_VISIBLE: tl.constexpr,
-    PDL: tl.constexpr,
+    M: tl.constexpr, M_TILES: tl.constexpr, BN: tl.constexpr, HAS_VISIBLE: tl.constexpr, JOINS: tl.constexpr,
+    BY_HAND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of one row for one KV head. ROT > 0: K is a latent of rows v_rot | nope | k_rot, ROT wide at both ends."""
     # Heads before items: programs without work come last, where they cannot crowd the others onto few multiprocessors.
@@ -172,15 +230,15 @@ def _decode(
         key, offset = _key_rows(PAGES, tile, first, lo, hi, stride_page, WIDTH, PAGE, BN)
         rows_K = K + offset[:, None] + column
         if LATENT:
-            v_0 = tl.load(rows_K).to(Q.dtype.element_ty)
-            v_1 = tl.load(rows_K + PART).to(Q.dtype.element_ty)
-            v_2 = tl.load(rows_K + 2 * PART).to(Q.dtype.element_ty)
-            v_3 = tl.load(rows_K + 3 * PART).to(Q.dtype.element_ty)
-            k_3 = tl.load(rows_K + 4 * PART).to(Q.dtype.element_ty)
+            v_0 = widen(tl.load(rows_K), Q.dtype.element_ty, BY_HAND)
+            v_1 = widen(tl.load(rows_K + PART), Q.dtype.element_ty, BY_HAND)
+            v_2 = widen(tl.load(rows_K + 2 * PART), Q.dtype.element_ty, BY_HAND)
+            v_3 = widen(tl.load(rows_K + 3 * PART), Q.dtype.element_ty, BY_HAND)
+            k_3 = widen(tl.load(rows_K + 4 * PART), Q.dtype.element_ty, BY_HAND)
             s = (_score(q_0, v_1) + _score(q_1, v_2)) + (_score(q_2, v_3) + _score(q_3, k_3))
         else:
-            k_0 = tl.load(rows_K).to(Q.dtype.element_ty)
-            k_1 = tl.load(rows_K + PART).to(Q.dtype.element_ty)
+            k_0 = widen(tl.load(rows_K), Q.dtype.element_ty, BY_HAND)
+            k_1 = widen(tl.load(rows_K + PART), Q.dtype.element_ty, BY_HAND)
             s = _score(q_0, k_0) + _score(q_1, k_1)
         visible = key[None, :] <= seen_hi[:, None]
         if HAS_VISIBLE or WINDOW > 0:
@@ -194,8 +252,8 @@ def _decode(
         p = p.to(Q.dtype.element_ty)
         if not LATENT:
             rows_V = V + offset[:, None] + column
-            v_0 = tl.load(rows_V).to(Q.dtype.element_ty)
-            v_1 = tl.load(rows_V + PART).to(Q.dtype.element_ty)
+            v_0 = widen(tl.load(rows_V), Q.dtype.element_ty, BY_HAND)
+            v_1 = widen(tl.load(rows_V + PART), Q.dtype.element_ty, BY_HAND)
         o_0 = tl.dot(p, v_0, o_0 * shrink, input_precision="ieee")
         o_1 = tl.dot(p, v_1, o_1 * shrink, input_precision="ieee")
         if LATENT:
@@ -204,8 +262,8 @@ def _decode(
 
     sums = tl.sum(total, 1)
     scale = (1.0 / tl.where(sums > 0.0, sums, 1.0))[:, None]
+    out_row = token.to(tl.int64) * stride_out_token + (head * GROUP + packed % GROUP) * HEAD
     if splits == 1:
-        out_row = token.to(tl.int64) * stride_out_token + (head * GROUP + packed % GROUP) * HEAD
         _store(OUT, out_row, o_0 * scale, row_ok, 0, PART)
         _store(OUT, out_row, o_1 * scale, row_ok, PART, PART)
         if LATENT:
@@ -220,6 +278,14 @@ def _decode(
         if LATENT:
             _store(PARTIAL, part_row, o_2 * scale, row_ok, 2 * PART, PART)
             _store(PARTIAL, part_row, o_3 * scale, row_ok, 3 * PART, PART)
+        if JOINS:
+            tl.debug_barrier()  # all of this program's sums are on their way before it says that it has arrived
+            arrived = ARRIVED + (slot * KV_HEADS + head) * M_TILES + m_tile
+            if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
+                tl.store(arrived, 0)
+                first_part = (slot * KV_HEADS + head) * (MAX_QUERIES * GROUP) + packed
+                step = KV_HEADS * MAX_QUERIES * GROUP
+                _join_rows(OUT, PARTIAL, LSE, out_row, first_part, step, splits, row_ok, HEAD, M)
 
 
 @triton.jit(do_not_specialize=["num_rows", "target"])
@@ -279,6 +345,7 @@ class Scratch:
 
     partial: Tensor  # float32
     lse: Tensor  # float32
+    arrived: Tensor  # int32; programs that have left their sums; 0 between calls
 
     @classmethod
     def allocate(cls, num_rows: int, head_dim: int, device: torch.device | str) -> Scratch:
@@ -286,7 +353,18 @@ class Scratch:
         return cls(
             torch.empty(num_rows * head_dim, dtype=torch.float32, device=device),
             torch.empty(num_rows, dtype=torch.float32, device=device),
+            torch.zeros(num_rows, dtype=torch.int32, device=device),
         )
+
+
+def widens_by_hand(q_TNH: Tensor, kv: PagedKV) -> bool:
+    """Whether pages of e4m3 meet bfloat16 queries, outside of the interpreter."""
+    return kv.planes.element_size() == 1 and q_TNH.dtype == torch.bfloat16 and q_TNH.device.type != "cpu"
+
+
+def joins_itself(num_rows: int) -> bool:
+    """Whether programs join the splits: rows of a large batch have few of them, and a second launch would cost more."""
+    return num_rows >= MANY_ROWS
 
 
 def scratch_rows(tile: DecodeTile, num_kv_heads: int, group: int, max_queries: int) -> int:
@@ -365,6 +443,7 @@ def decode_launches(
     shape |= {
         "PARTIAL": None if scratch is None else scratch.partial,
         "LSE": None if scratch is None else scratch.lse,
+        "ARRIVED": None if scratch is None else scratch.arrived,
         "Q": q_TNH,
         "K": kv.planes[0],
         "V": kv.planes[-1],
@@ -379,12 +458,14 @@ def decode_launches(
         "M": tile.rows,
         "M_TILES": m_tiles,
         "HAS_VISIBLE": rows.visible_2T is not None,
+        "JOINS": joins_itself(rows.num_rows) and target > 1,
+        "BY_HAND": widens_by_hand(q_TNH, kv),
     }
     items = rows.num_rows + (target if target > 1 else 0)
     decode = Launch(
         _decode, (items * m_tiles * kv.num_kv_heads,), shape, options(tile.warps, shape["PDL"]) | {"num_stages": tile.stages}
     )
-    if target == 1:
+    if target == 1 or shape["JOINS"]:
         return [decode]
     join = join_launch(num_tokens, num_heads, kv, rows, max_queries=max_queries, out_TNH=out_TNH, tile=tile, scratch=scratch)
     return [decode, join]

@@ -7,7 +7,8 @@
 bfloat16 in and out, float32 sums. Two kernels: `_rows_kernel` multiplies and adds in registers, a few weight rows per
 program (1 to 4 tokens, and the only one fine-grained enough for small matrices); `_tiles_kernel` gives weight tiles to
 the tensor cores as their left operand, with tokens as columns (up to 32), and may split K over programs, of which the
-last one to arrive adds the parts up in a fixed order. Which kernel and tile serves a shape is a frozen row of `TILES`.
+last one to arrive adds the parts up in a fixed order, unless their reader does (`linear_parts`). Which kernel and tile
+serves a shape is a frozen row of `TILES`.
 
 Shapes: M tokens · K inputs · N outputs · F gated outputs (W has 2F rows).
 """
@@ -42,7 +43,6 @@ class Tile:
     num_warps: int = 4
     num_stages: int = 1
     split_k: int = 1
-    preload: int = 1  # weight tiles that are loaded before the wait for the kernel before, which makes the input
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def _load_weights(w_ptrs, k, cols, K: tl.constexpr, MASKED: tl.constexpr):
 def _rows_step(
     sums,
     w_tile,
-    up_tile,
+    up_ptrs,
     x,
     x_stride,
     M,
@@ -105,7 +105,7 @@ def _rows_step(
         a2 += w_tile * x2
         a3 += w_tile * x3
     if HAS_UP:
-        up_tile = up_tile.to(tl.float32)
+        up_tile = _load_weights(up_ptrs, k, cols, K, MASKED).to(tl.float32)
         b0 += up_tile * x0
         if NUM_M >= 2:
             b1 += up_tile * x1
@@ -132,7 +132,6 @@ def _rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    PRELOAD: tl.constexpr,
     EPILOGUE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -141,27 +140,19 @@ def _rows_kernel(
     cols = tl.arange(0, BLOCK_K)
     safe_rows = tl.where(rows < N, rows, 0).to(tl.int64)
     w_ptrs = w + safe_rows[:, None] * K + cols[None, :]
+    up_ptrs = w_ptrs + tl.cast(N, tl.int64) * K  # gate rows first, then as many up rows
     HAS_UP: tl.constexpr = EPILOGUE == 1
-    up_ptrs = w_ptrs + tl.cast(N, tl.int64) * K if HAS_UP else w_ptrs  # gate rows first, then as many up rows
     WHOLE: tl.constexpr = K // BLOCK_K * BLOCK_K
-    BEFORE: tl.constexpr = PRELOAD * BLOCK_K  # columns whose weights are loaded before the wait; at most WHOLE
     # Sums stay spread over K in registers until the end: no shuffles in the loop.
     zero = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     sums = (zero, zero, zero, zero, zero, zero, zero, zero)
-    if PRELOAD > 0:
-        tile = _load_weights(w_ptrs, 0, cols, K, False)
-        up = _load_weights(up_ptrs, 0, cols, K, False) if HAS_UP else tile
     enter(PDL)
-    if PRELOAD > 0:
-        sums = _rows_step(sums, tile, up, x, x_stride, M, 0, cols, K, NUM_M, False, HAS_UP)
-    for k in tl.range(BEFORE, WHOLE, BLOCK_K, num_stages=STAGES):
+    for k in tl.range(0, WHOLE, BLOCK_K, num_stages=STAGES):
         tile = _load_weights(w_ptrs, k, cols, K, False)
-        up = _load_weights(up_ptrs, k, cols, K, False) if HAS_UP else tile
-        sums = _rows_step(sums, tile, up, x, x_stride, M, k, cols, K, NUM_M, False, HAS_UP)
+        sums = _rows_step(sums, tile, up_ptrs, x, x_stride, M, k, cols, K, NUM_M, False, HAS_UP)
     if WHOLE < K:
         tile = _load_weights(w_ptrs, WHOLE, cols, K, True)
-        up = _load_weights(up_ptrs, WHOLE, cols, K, True) if HAS_UP else tile
-        sums = _rows_step(sums, tile, up, x, x_stride, M, WHOLE, cols, K, NUM_M, True, HAS_UP)
+        sums = _rows_step(sums, tile, up_ptrs, x, x_stride, M, WHOLE, cols, K, NUM_M, True, HAS_UP)
     a0, a1, a2, a3, b0, b1, b2, b3 = sums
     _store_row(y, factor, tl.sum(a0, 1), tl.sum(b0, 1), 0, rows, M, N, y_stride, factor_stride, softcap, EPILOGUE)
     if NUM_M >= 2:
@@ -178,31 +169,6 @@ def _store_row(
     mask = (rows < N) & (m < M)
     out = _finish(total, up, factor, m * factor_stride + rows, mask, softcap, EPILOGUE)
     tl.store(y + m * y_stride + rows, out.to(y.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _tiles_step(
-    total,
-    up,
-    w_tile,
-    up_tile,
-    x_ptrs,
-    k,
-    is_token,
-    cols,
-    K: tl.constexpr,
-    MASKED: tl.constexpr,
-    HAS_UP: tl.constexpr,
-):
-    """Add columns k + cols to the sums of the weight tile's rows, and of the up rows."""
-    if MASKED:
-        x_tile = tl.load(x_ptrs + k, mask=is_token[None, :] & (cols < K - k)[:, None], other=0.0)
-    else:
-        x_tile = tl.load(x_ptrs + k, mask=is_token[None, :], other=0.0)
-    total = tl.dot(w_tile, x_tile, total)
-    if HAS_UP:
-        up = tl.dot(up_tile, x_tile, up)
-    return total, up
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -224,45 +190,51 @@ def _tiles_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
+    KEEP_PARTS: tl.constexpr,
     STAGES: tl.constexpr,
-    PRELOAD: tl.constexpr,
     EPILOGUE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A [BLOCK_N weight rows, BLOCK_M tokens] tile per program, over K or one of SPLIT_K parts of it."""
+    """A [BLOCK_N weight rows, BLOCK_M tokens] tile per program, over K or one of SPLIT_K parts of it.
+
+    With KEEP_PARTS y has a plane [M, N] for each part, and whoever reads it adds them up.
+    """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_K)
     safe_rows = tl.where(rows < N, rows, 0).to(tl.int64)
     w_ptrs = w + safe_rows[:, None] * K + cols[None, :]
-    HAS_UP: tl.constexpr = EPILOGUE == 1
-    MASKED: tl.constexpr = K % (BLOCK_K * SPLIT_K) != 0
-    up_ptrs = w_ptrs + tl.cast(N, tl.int64) * K if HAS_UP else w_ptrs
+    up_ptrs = w_ptrs + tl.cast(N, tl.int64) * K
     x_ptrs = x + tokens[None, :] * x_stride + cols[:, None]
     is_token = tokens < M
     part_k: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K) * BLOCK_K
     begin = tl.program_id(1) * part_k
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if PRELOAD > 0:
-        w_tile = _load_weights(w_ptrs, begin, cols, K, MASKED)
-        up_tile = _load_weights(up_ptrs, begin, cols, K, MASKED) if HAS_UP else w_tile
-    if PRELOAD > 1:
-        w_next = _load_weights(w_ptrs, begin + BLOCK_K, cols, K, MASKED)
-        up_next = _load_weights(up_ptrs, begin + BLOCK_K, cols, K, MASKED) if HAS_UP else w_next
     enter(PDL)
-    if PRELOAD > 0:
-        total, up = _tiles_step(total, up, w_tile, up_tile, x_ptrs, begin, is_token, cols, K, MASKED, HAS_UP)
-    if PRELOAD > 1:
-        total, up = _tiles_step(total, up, w_next, up_next, x_ptrs, begin + BLOCK_K, is_token, cols, K, MASKED, HAS_UP)
-    for step in tl.range(PRELOAD * BLOCK_K, part_k, BLOCK_K, num_stages=STAGES):
-        w_tile = _load_weights(w_ptrs, begin + step, cols, K, MASKED)
-        up_tile = _load_weights(up_ptrs, begin + step, cols, K, MASKED) if HAS_UP else w_tile
-        total, up = _tiles_step(total, up, w_tile, up_tile, x_ptrs, begin + step, is_token, cols, K, MASKED, HAS_UP)
+    for step in tl.range(0, part_k, BLOCK_K, num_stages=STAGES):
+        k = begin + step
+        if K % (BLOCK_K * SPLIT_K) == 0:
+            w_tile = tl.load(w_ptrs + k, eviction_policy="evict_first")
+            x_tile = tl.load(x_ptrs + k, mask=is_token[None, :], other=0.0)
+        else:
+            inside = cols < K - k
+            w_tile = tl.load(w_ptrs + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            x_tile = tl.load(x_ptrs + k, mask=is_token[None, :] & inside[:, None], other=0.0)
+        total = tl.dot(w_tile, x_tile, total)
+        if EPILOGUE == 1:
+            if K % (BLOCK_K * SPLIT_K) == 0:
+                up_tile = tl.load(up_ptrs + k, eviction_policy="evict_first")
+            else:
+                inside = cols < K - k
+                up_tile = tl.load(up_ptrs + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            up = tl.dot(up_tile, x_tile, up)
     mask = (rows < N)[:, None] & is_token[None, :]
     out_offsets = tokens[None, :] * y_stride + rows[:, None]
     factor_offsets = tokens[None, :] * factor_stride + rows[:, None]
-    if SPLIT_K == 1:
+    if KEEP_PARTS:
+        tl.store(y + tl.program_id(1).to(tl.int64) * M * N + out_offsets, total.to(y.dtype.element_ty), mask=mask)
+    elif SPLIT_K == 1:
         out = _finish(total, up, factor, factor_offsets, mask, softcap, EPILOGUE)
         tl.store(y + out_offsets, out.to(y.dtype.element_ty), mask=mask)
     else:
@@ -301,9 +273,13 @@ def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue: int = PLAIN, **extra: Any) -> Launch:
-    """The launch of `tile` for these tensors. `extra`: factor (GELU_TIMES), softcap (SOFTCAP), pdl, shared (bytes)."""
+    """The launch of `tile` for these tensors. `extra`: factor (GELU_TIMES), softcap (SOFTCAP), pdl, shared (bytes).
+
+    `out` [M, N], or float32 [split_k, M, N] where the parts of a split K are not to be added up.
+    """
     num_tokens, size_k = x_MK.shape
-    num_rows = out.shape[1]
+    num_rows = out.shape[-1]
+    keeps_parts = out.dim() == 3
     factor, softcap, pdl = extra.get("factor"), float(extra.get("softcap") or 1.0), bool(extra.get("pdl", False))
     common: dict[str, Any] = {
         "x": x_MK,
@@ -314,7 +290,7 @@ def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue:
         "M": num_tokens,
         "N": num_rows,
         "x_stride": x_MK.stride(0),
-        "y_stride": out.stride(0),
+        "y_stride": out.stride(-2),
         "factor_stride": 0 if factor is None else factor.stride(0),
         "K": size_k,
         "BLOCK_N": tile.block_n,
@@ -326,17 +302,17 @@ def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue:
     tiles = triton.cdiv(num_rows, tile.block_n)
     if tile.kernel == "rows":
         assert num_tokens <= 4, f"the rows kernel serves 1 to 4 tokens, got {num_tokens}"
-        common["PRELOAD"] = min(tile.preload, size_k // tile.block_k, 1)
         common["NUM_M"] = 1 if num_tokens == 1 else 2 if num_tokens == 2 else 4
         return Launch(_rows_kernel, (tiles,), common, options(tile.num_warps, pdl))
     common["BLOCK_M"] = max(MIN_COLUMNS, triton.next_power_of_2(num_tokens))
     common["SPLIT_K"] = tile.split_k
-    common["PRELOAD"] = min(tile.preload, triton.cdiv(size_k, tile.block_k * tile.split_k), 2)
+    common["KEEP_PARTS"] = keeps_parts
     rows_per_stage = common["BLOCK_M"] + tile.block_n * (2 if epilogue == GATED else 1)
     limit = int(extra.get("shared") or shared_memory(x_MK.device))
     common["STAGES"] = stages_that_fit(tile.num_stages, rows_per_stage * tile.block_k * x_MK.element_size(), limit)
-    parts, arrivals = (out, out) if tile.split_k == 1 else workspace(x_MK.device)
-    if tile.split_k > 1:
+    is_joined = tile.split_k > 1 and not keeps_parts
+    parts, arrivals = workspace(x_MK.device) if is_joined else (out, out)
+    if is_joined:
         planes = tile.split_k * (2 if epilogue == GATED else 1)
         assert planes * common["BLOCK_M"] * num_rows <= _MAX_PARTS, f"{tile} needs more workspace than there is"
         assert tiles <= _MAX_ARRIVALS, f"{tile} needs more arrival counters than there are"
@@ -401,6 +377,18 @@ def linear(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
     if tile is None:
         return F.linear(x_MK, weight_NK)
     return _run(x_MK, weight_NK, x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0]), tile, PLAIN)
+
+
+def linear_parts(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    """`linear`, for a reader that adds up: [M, N], or where K is split over programs its parts, float32 [S, M, N].
+
+    Joining the parts would cost 1 to 2 us of waiting at the end of a kernel that takes 4 to 16.
+    """
+    tile = _serves(x_MK, weight_NK, weight_NK.shape[0], PLAIN)
+    if tile is None or tile.split_k == 1:
+        return linear(x_MK, weight_NK)
+    shape = (tile.split_k, x_MK.shape[0], weight_NK.shape[0])
+    return _run(x_MK, weight_NK, torch.empty(shape, dtype=torch.float32, device=x_MK.device), tile, PLAIN)
 
 
 def gated_linear(x_MK: Tensor, gate_up_NK: Tensor) -> Tensor:

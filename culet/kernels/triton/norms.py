@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.ahead import ask_ahead, programs_for
 from culet.kernels.triton.chain import enter, is_chained, options
 from culet.kernels.triton.launch import Launch
 
@@ -71,7 +70,7 @@ def _sum_norms_kernel(
     tl.store(y + token * D + cols, total.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_ahead"])
+@triton.jit
 def _residual_norm_kernel(
     x,
     delta,
@@ -85,11 +84,9 @@ def _residual_norm_kernel(
     out,
     out_a,
     out_b,
-    ahead,
-    num_tokens,
-    num_ahead,
     x_stride,
     delta_stride,
+    part_stride,
     other_stride,
     D: tl.constexpr,
     eps: tl.constexpr,
@@ -97,17 +94,11 @@ def _residual_norm_kernel(
     HAS_NORM: tl.constexpr,
     HAS_SCALAR: tl.constexpr,
     NUM_NEXT: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    IS_ASKING: tl.constexpr,
-    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All of this file's residual norms; the outputs are contiguous [T, D]. Programs behind the tokens' ask for weights."""
-    if IS_ASKING:  # noqa: SIM102 (no `and` of a constant and a value)
-        if tl.program_id(0) >= num_tokens:
-            program = tl.program_id(0) - num_tokens
-            ask_ahead(ahead, num_ahead, program, tl.num_programs(0) - num_tokens, THREADS, PDL)
-            return
+    """All of this file's residual norms; the outputs are contiguous [T, D], delta is the sum of its parts."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_D)
     inside = cols < D
@@ -125,6 +116,8 @@ def _residual_norm_kernel(
     enter(PDL)
     row = _load(x + token * x_stride, cols, inside)
     change = _load(delta + token * delta_stride, cols, inside)
+    for part in tl.static_range(1, NUM_PARTS):
+        change += _load(delta + part * part_stride + token * delta_stride, cols, inside)
     if IS_JOINT:
         more = _load(other + token * other_stride, cols, inside)
         change = _norm(change, w_delta, D, eps) + _norm(more, w_other, D, eps)
@@ -180,12 +173,14 @@ def describe_residual(
     eps: float,
     outs: tuple[Tensor, ...],
     pdl: bool,
-    ahead: Tensor | None = None,
 ) -> Launch:
-    """`deltas` is one tensor, or two to join; `weights` the norm before the add (none: no norm), before it those of the two."""
+    """`deltas` is one tensor, or two to join, the first maybe as parts [S, T, D].
+
+    `weights` are the norm before the add (none: no norm), and before it those of the two joined.
+    """
     num_tokens, size = x_TD.shape
     is_joint = len(deltas) == 2
-    asking = programs_for(ahead, num_tokens)
+    num_parts, part_stride = (deltas[0].shape[0], deltas[0].stride(0)) if deltas[0].dim() == 3 else (1, 0)
     spare = outs[0]  # stands where a flag says nothing is read or written
     arguments: dict[str, Any] = {
         "x": x_TD,
@@ -200,11 +195,9 @@ def describe_residual(
         "out": outs[0],
         "out_a": outs[1] if len(outs) > 1 else spare,
         "out_b": outs[2] if len(outs) > 2 else spare,
-        "ahead": ahead if asking else spare,
-        "num_tokens": num_tokens,
-        "num_ahead": 0 if ahead is None else ahead.shape[0],
         "x_stride": x_TD.stride(0),
-        "delta_stride": deltas[0].stride(0),
+        "delta_stride": deltas[0].stride(-2),
+        "part_stride": part_stride,
         "other_stride": deltas[1].stride(0) if is_joint else 0,
         "D": size,
         "eps": eps,
@@ -212,12 +205,11 @@ def describe_residual(
         "HAS_NORM": bool(weights),
         "HAS_SCALAR": scalar is not None,
         "NUM_NEXT": len(next_weights),
+        "NUM_PARTS": num_parts,
         "BLOCK_D": triton.next_power_of_2(size),
-        "IS_ASKING": asking > 0,
-        "THREADS": 32 * _num_warps(size),
         "PDL": pdl,
     }
-    return Launch(_residual_norm_kernel, (num_tokens + asking,), arguments, options(_num_warps(size), pdl))
+    return Launch(_residual_norm_kernel, (num_tokens,), arguments, options(_num_warps(size), pdl))
 
 
 def _residual(
@@ -227,11 +219,10 @@ def _residual(
     scalar: Tensor | None,
     next_weights: tuple[Tensor, ...],
     eps: float,
-    ahead: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     outs = tuple(torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) for _ in range(1 + len(next_weights)))
     if x_TD.shape[0]:
-        describe_residual(x_TD, deltas, weights, scalar, next_weights, eps, outs, is_chained(x_TD.device), ahead).run()
+        describe_residual(x_TD, deltas, weights, scalar, next_weights, eps, outs, is_chained(x_TD.device)).run()
     return outs
 
 
@@ -252,18 +243,12 @@ def sum_norms(a_TD: Tensor, b_TD: Tensor, weight_a_D: Tensor, weight_b_D: Tensor
 
 
 def residual_norm(
-    x_TD: Tensor,
-    delta_TD: Tensor,
-    weight_D: Tensor | None,
-    scalar: Tensor | None,
-    next_weight_D: Tensor | None,
-    eps: float,
-    ahead: Tensor | None = None,
+    x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor | None, scalar: Tensor | None, next_weight_D: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
     """x' = (x + norm(delta) * weight) * scalar, and the next block's input norm(x') * next_weight (None: not wanted).
 
-    Without a `weight_D` delta is added as it is: a decoder that norms before its blocks only. `ahead` (see `weights_ahead`)
-    are weights that are read soon.
+    Without a `weight_D` delta is added as it is: a decoder that norms before its blocks only. delta may be parts
+    [S, T, D] of what it is the sum of.
     """
     outs = _residual(
         x_TD,
@@ -272,7 +257,6 @@ def residual_norm(
         scalar,
         () if next_weight_D is None else (next_weight_D,),
         eps,
-        ahead,
     )
     return outs[0], outs[1] if next_weight_D is not None else None
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from culet.kernels.attention_inputs import PagedKV, RaggedRows
-from culet.kernels.triton.decode import LOG2E, UNSEEN, _key_rows
+from culet.kernels.triton.decode import LOG2E, UNSEEN, _key_rows, widen, widens_by_hand
 from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.tiles import PrefillTile, prefill_tile
 
@@ -41,6 +41,7 @@ def _prefill(
     num_tokens, stride_table, stride_page, stride_fresh, stride_q_token, stride_out_token,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, HAS_FRESH: tl.constexpr, HAS_VISIBLE: tl.constexpr,
+    BY_HAND: tl.constexpr,
 ):  # fmt: skip
     """One tile of M packed rows against the keys it sees. ROT > 0: latent rows v_rot | nope | k_rot, ROT wide at both ends."""
     head = tl.program_id(0) % KV_HEADS
@@ -105,15 +106,15 @@ def _prefill(
         key = tl.where(key < paged_hi, key, 2147483647)  # keys from there on are fresh ones, read below
         rows_K = K + offset[:, None]
         if LATENT:
-            k_a = tl.load(rows_K + column_r[None, :]).to(Q.dtype.element_ty)
-            k_b = tl.load(rows_K + ROT + column_b[None, :]).to(Q.dtype.element_ty)
-            k_c = tl.load(rows_K + 3 * ROT + column_r[None, :]).to(Q.dtype.element_ty)
-            k_d = tl.load(rows_K + 4 * ROT + column_r[None, :]).to(Q.dtype.element_ty)
+            k_a = widen(tl.load(rows_K + column_r[None, :]), Q.dtype.element_ty, BY_HAND)
+            k_b = widen(tl.load(rows_K + ROT + column_b[None, :]), Q.dtype.element_ty, BY_HAND)
+            k_c = widen(tl.load(rows_K + 3 * ROT + column_r[None, :]), Q.dtype.element_ty, BY_HAND)
+            k_d = widen(tl.load(rows_K + 4 * ROT + column_r[None, :]), Q.dtype.element_ty, BY_HAND)
             s = tl.dot(q_b, tl.trans(k_b), input_precision="ieee")
             s = tl.dot(q_c, tl.trans(k_c), s, input_precision="ieee")
             s = tl.dot(q_d, tl.trans(k_d), s, input_precision="ieee")
         else:
-            k_b = tl.load(rows_K + column_b[None, :]).to(Q.dtype.element_ty)
+            k_b = widen(tl.load(rows_K + column_b[None, :]), Q.dtype.element_ty, BY_HAND)
             s = tl.dot(q_b, tl.trans(k_b), input_precision="ieee")
         p, m, total, shrink = _softmax_step(s, m, total, key, seen_lo, seen_hi, is_edge)
         p = p.to(Q.dtype.element_ty)
@@ -122,7 +123,7 @@ def _prefill(
             o_b = tl.dot(p, k_b, o_b * shrink[:, None], input_precision="ieee")
             o_c = tl.dot(p, k_c, o_c * shrink[:, None], input_precision="ieee")
         else:
-            v_b = tl.load(V + offset[:, None] + column_b[None, :]).to(Q.dtype.element_ty)
+            v_b = widen(tl.load(V + offset[:, None] + column_b[None, :]), Q.dtype.element_ty, BY_HAND)
             o_b = tl.dot(p, v_b, o_b * shrink[:, None], input_precision="ieee")
 
     if HAS_FRESH:
@@ -237,6 +238,7 @@ def prefill_launch(
             "BN": tile.keys,
             "HAS_FRESH": fresh is not None,
             "HAS_VISIBLE": rows.visible_2T is not None,
+            "BY_HAND": widens_by_hand(q_TNH, kv),
         },
         {"num_warps": tile.warps, "num_stages": tile.stages},
     )

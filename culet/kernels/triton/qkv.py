@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from culet.kernels.reference import HeadShape, Rope
-from culet.kernels.triton.ahead import ask_ahead, programs_for
 from culet.kernels.triton.chain import enter, is_chained, options
 from culet.kernels.triton.launch import Launch
 
@@ -73,6 +72,27 @@ def _load_heads(
 
 
 @triton.jit
+def _load_projected(
+    base,
+    heads,
+    is_head,
+    part_stride,
+    NUM_PARTS: tl.constexpr,
+    rot_begin: tl.constexpr,
+    nope_begin: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """`_load_heads` of rows that are the sum of their parts."""
+    first, second, nope = _load_heads(base, heads, is_head, rot_begin, nope_begin, H, R, BLOCK_P)
+    for part in tl.static_range(1, NUM_PARTS):
+        a, b, c = _load_heads(base + part * part_stride, heads, is_head, rot_begin, nope_begin, H, R, BLOCK_P)
+        first, second, nope = first + a, second + b, nope + c
+    return first, second, nope
+
+
+@triton.jit
 def _scales(first, second, nope, H: tl.constexpr, R: tl.constexpr, eps: tl.constexpr):
     """1 / rms of each head, as a column."""
     squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
@@ -117,7 +137,7 @@ def _kept(x, IS_FP8: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=["num_ahead"])
+@triton.jit
 def _prepare_kernel(
     qkv,
     weight,
@@ -128,9 +148,8 @@ def _prepare_kernel(
     q_out,
     k_out,
     v_out,
-    ahead,
-    num_ahead,
     qkv_stride,
+    part_stride,
     plane_stride,
     page_stride,
     head_stride,
@@ -148,26 +167,19 @@ def _prepare_kernel(
     HAS_STORE: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    IS_ASKING: tl.constexpr,
-    THREADS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """HEADS heads of one token: the first cdiv(N, HEADS) programs queries, the others keys and values.
 
     At one head per program its weights are loaded before the wait; at several, where registers decide, only when needed.
-    Where IS_ASKING, programs behind the heads' ask for the weights that are read after attention.
+    The projection is the sum of NUM_PARTS.
     """
     token = tl.program_id(1).to(tl.int64)
     half = tl.arange(0, R // 2)[None, :]
     base = qkv + token * qkv_stride
     NUM_Q: tl.constexpr = (N + HEADS - 1) // HEADS
-    NUM_HEADS: tl.constexpr = NUM_Q + (G + HEADS - 1) // HEADS
     NOPE: tl.constexpr = H - R
-    if IS_ASKING:  # noqa: SIM102 (no `and` of a constant and a value)
-        if tl.program_id(0) >= NUM_HEADS:
-            program = (tl.program_id(0) - NUM_HEADS) * tl.num_programs(1) + tl.program_id(1)
-            ask_ahead(ahead, num_ahead, program, (tl.num_programs(0) - NUM_HEADS) * tl.num_programs(1), THREADS, PDL)
-            return
     if tl.program_id(0) < NUM_Q:
         heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
         is_head = heads < N
@@ -175,7 +187,7 @@ def _prepare_kernel(
             w_first, w_second, w_nope = _load_heads(weight, heads, is_head, NOPE, 0, H, R, BLOCK_P)
         enter(PDL)
         c, s = tl.load(cos + token * R + half), tl.load(sin + token * R + R // 2 + half)
-        first, second, nope = _load_heads(base, heads, is_head, NOPE, 0, H, R, BLOCK_P)
+        first, second, nope = _load_projected(base, heads, is_head, part_stride, NUM_PARTS, NOPE, 0, H, R, BLOCK_P)
         scale = _scales(first, second, nope, H, R, eps)
         if HEADS > 1:
             w_first, w_second, w_nope = _load_heads(weight, heads, is_head, NOPE, 0, H, R, BLOCK_P)
@@ -194,7 +206,9 @@ def _prepare_kernel(
             w_first, w_second, w_nope = _load_heads(weight + N * H, heads, is_head, K_ROT, K_NOPE, H, R, BLOCK_P)
         enter(PDL)
         c, s = tl.load(cos + token * R + half), tl.load(sin + token * R + R // 2 + half)
-        first, second, nope = _load_heads(base + N * H, heads, is_head, K_ROT, K_NOPE, H, R, BLOCK_P)
+        first, second, nope = _load_projected(
+            base + N * H, heads, is_head, part_stride, NUM_PARTS, K_ROT, K_NOPE, H, R, BLOCK_P
+        )
         if HAS_STORE:
             slot = tl.load(slots + token)
             is_stored = mask & (slot >= 0)
@@ -225,7 +239,9 @@ def _prepare_kernel(
             if HAS_STORE:
                 _store_parts(cache_rows, k_first, k_second, k_nope, is_stored, NOPE, 0, H, R, BLOCK_P)
             if not K_EQ_V:
-                first, second, nope = _load_heads(base + (N + G) * H, heads, is_head, 0, R, H, R, BLOCK_P)
+                first, second, nope = _load_projected(
+                    base + (N + G) * H, heads, is_head, part_stride, NUM_PARTS, 0, R, H, R, BLOCK_P
+                )
                 if NORM_V:
                     scale = _scales(first, second, nope, H, R, eps)
                     first, second, nope = first * scale, second * scale, nope * scale
@@ -251,17 +267,15 @@ def describe_prepare(
     heads: HeadShape,
     outs: tuple[Tensor, Tensor, Tensor],
     pdl: bool,
-    ahead: Tensor | None = None,
 ) -> Launch:
-    """`outs` is (q, k, v), with the latent rows in place of k and v where the cache holds them once."""
-    num_tokens = qkv_TX.shape[0]
+    """`outs` is (q, k, v), with the latent rows in place of k and v where the cache holds them once; `qkv_TX` may be parts."""
+    num_tokens = qkv_TX.shape[-2]
+    num_parts, part_stride = (qkv_TX.shape[0], qkv_TX.stride(0)) if qkv_TX.dim() == 3 else (1, 0)
     size, rotated = heads.head_dim, heads.rotated_dims
     has_store = slot_T is not None and planes is not None
     # Few tokens: a head per program, for latency. Many: several, since starting programs would cost more than the reads.
     per_program = 1 if num_tokens <= 64 else max(1, 1024 // size)
     num_programs = triton.cdiv(heads.num_heads, per_program) + triton.cdiv(heads.num_kv_heads, per_program)
-    num_warps = 1 if per_program == 1 else 4
-    asking = triton.cdiv(programs_for(ahead, num_tokens), num_tokens)
     arguments: dict[str, Any] = {
         "qkv": qkv_TX,
         "weight": weight_MH,
@@ -272,9 +286,8 @@ def describe_prepare(
         "q_out": outs[0],
         "k_out": outs[1],
         "v_out": outs[2],
-        "ahead": ahead if asking else outs[0],
-        "num_ahead": 0 if ahead is None else ahead.shape[0],
-        "qkv_stride": qkv_TX.stride(0),
+        "qkv_stride": qkv_TX.stride(-2),
+        "part_stride": part_stride,
         "plane_stride": planes.stride(0) if has_store and planes is not None else 0,
         "page_stride": planes.stride(1) if has_store and planes is not None else 0,
         "head_stride": planes.stride(2) if has_store and planes is not None else 0,
@@ -292,11 +305,10 @@ def describe_prepare(
         "HAS_STORE": has_store,
         "HEADS": per_program,
         "BLOCK_P": max(1, triton.next_power_of_2(size - rotated)),
-        "IS_ASKING": asking > 0,
-        "THREADS": 32 * num_warps,
+        "NUM_PARTS": num_parts,
         "PDL": pdl,
     }
-    return Launch(_prepare_kernel, (num_programs + asking, num_tokens), arguments, options(num_warps, pdl))
+    return Launch(_prepare_kernel, (num_programs, num_tokens), arguments, options(1 if per_program == 1 else 4, pdl))
 
 
 def rope(positions_T: Tensor, inv_freq: Tensor) -> Rope:
@@ -314,12 +326,12 @@ def stores(slot_T: Tensor, page_tokens: int) -> Slots:
     return Slots(slot_T)
 
 
-def prepare_q(q_TX: Tensor, weight_NH: Tensor, turn: Rope, heads: HeadShape, ahead: Tensor | None = None) -> Tensor:
-    """Per-head norm, weight and rope of queries alone, [T, N, H]; `ahead` are weights that are read after attention."""
-    q = q_TX.new_empty(q_TX.shape[0], heads.num_heads, heads.head_dim)
-    if q_TX.shape[0]:
+def prepare_q(q_TX: Tensor, weight_NH: Tensor, turn: Rope, heads: HeadShape, dtype: torch.dtype | None = None) -> Tensor:
+    """Per-head norm, weight and rope of queries alone, [T, N, H] in `dtype` (default: the projection's, which may be parts)."""
+    q = q_TX.new_empty(q_TX.shape[-2], heads.num_heads, heads.head_dim, dtype=dtype or q_TX.dtype)
+    if q.shape[0]:
         # A layer that reads another's KV has no KV heads of its own, so no program writes the last two outputs.
-        describe_prepare(q_TX, weight_NH, turn, None, None, heads, (q, q, q), is_chained(q.device), ahead).run()
+        describe_prepare(q_TX, weight_NH, turn, None, None, heads, (q, q, q), is_chained(q.device)).run()
     return q
 
 
@@ -330,23 +342,24 @@ def prepare_qkv(
     planes: Tensor,
     where: Slots | None,
     heads: HeadShape,
-    ahead: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values as attention reads them; the new KV is written to its pages.
 
     `weight_MH` has a row for each query and key head. planes [plane, page, G, token, width], in the activations' dtype or
-    e4m3. Returns q [T, N, H], k and v [T, G, H] (of a latent: overlapping views), the last two as rounded in pages. `ahead`
-    (see `weights_ahead`) are weights that are read after attention.
+    e4m3. Returns q [T, N, H], k and v [T, G, H] (of a latent: overlapping views), the last two as rounded in pages. They
+    are in `dtype`, by default that of `qkv_TX`, which may be parts [S, T, X] of what it is the sum of.
     """
-    num_tokens, size, num_kv = qkv_TX.shape[0], heads.head_dim, heads.num_kv_heads
-    q = qkv_TX.new_empty(num_tokens, heads.num_heads, size)
+    num_tokens, size, num_kv = qkv_TX.shape[-2], heads.head_dim, heads.num_kv_heads
+    dtype = dtype or qkv_TX.dtype
+    q = qkv_TX.new_empty(num_tokens, heads.num_heads, size, dtype=dtype)
     if heads.latent:
-        row = qkv_TX.new_empty(num_tokens, num_kv, size + heads.rotated_dims)
+        row = qkv_TX.new_empty(num_tokens, num_kv, size + heads.rotated_dims, dtype=dtype)
         outs, k, v = (q, row, row), row[..., heads.rotated_dims :], row[..., :size]
     else:
-        k, v = qkv_TX.new_empty(num_tokens, num_kv, size), qkv_TX.new_empty(num_tokens, num_kv, size)
+        k, v = qkv_TX.new_empty(num_tokens, num_kv, size, dtype=dtype), qkv_TX.new_empty(num_tokens, num_kv, size, dtype=dtype)
         outs = (q, k, v)
     if num_tokens:
         slot_T = None if where is None else where.slot_T
-        describe_prepare(qkv_TX, weight_MH, turn, planes, slot_T, heads, outs, is_chained(q.device), ahead).run()
+        describe_prepare(qkv_TX, weight_MH, turn, planes, slot_T, heads, outs, is_chained(q.device)).run()
     return q, k, v

@@ -85,7 +85,7 @@ DECODE = (
     TileRow((90,), 512, False, 16, DecodeTile(16, 32, 4, 5), H200),
     TileRow(ANY, 512, False, 16, DecodeTile(16, 16, 4, 3), UNMEASURED),
     TileRow(ANY, 512, False, MANY, DecodeTile(32, 16, 4, 3), UNMEASURED),
-    TileRow((90,), 512, True, 16, DecodeTile(16, 32, 4, 5), H200),
+    TileRow((90,), 512, True, 16, DecodeTile(16, 32, 4, 7), H200),
     TileRow(ANY, 512, True, 16, DecodeTile(16, 32, 4, 3), UNMEASURED, per_sm=2),
     TileRow((90,), 512, True, MANY, DecodeTile(32, 32, 4, 3), H200, per_sm=2),
     TileRow(ANY, 512, True, MANY, DecodeTile(32, 16, 4, 3), UNMEASURED),

@@ -1,0 +1,147 @@
+"""`culet bench serve`: load on any server that speaks OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from culet import env
+from culet.errors import ConfigError
+
+
+class _Rate(click.ParamType):
+    """Requests per second, or `inf`."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            rate = float(value)
+        except ValueError:
+            rate = 0.0
+        if not rate > 0:
+            self.fail(f"got {value!r}, expected a number above 0, or inf", param, ctx)
+        return rate
+
+
+_COUNT = click.IntRange(min=1)
+
+
+@click.command("serve")
+@click.option("--base-url", default=None, help="Address of the server. [default: http://HOST:PORT]")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where the server listens, without --base-url.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Its port.")
+@click.option("--model", default="", help="Name of the model. [default: the first that is served]")
+@click.option(
+    "--backend",
+    type=click.Choice(["openai", "openai-chat", "vllm"]),
+    default="openai",
+    show_default=True,
+    help="Which API: /v1/completions, or /v1/chat/completions.",
+)
+@click.option("--dataset-name", type=click.Choice(["random"]), default="random", show_default=True, help="What is sent.")
+@click.option("--num-prompts", type=_COUNT, default=200, show_default=True, help="Requests in all.")
+@click.option("--random-input-len", "input_len", type=_COUNT, default=1024, show_default=True, help="Tokens of a prompt.")
+@click.option("--random-output-len", "output_len", type=_COUNT, default=128, show_default=True, help="Tokens of an answer.")
+@click.option(
+    "--random-range-ratio",
+    "range_ratio",
+    type=click.FloatRange(0.0, 1.0, max_open=True),
+    default=0.0,
+    show_default=True,
+    help="Lengths are drawn from 1 - R to 1 + R times these.",
+)
+@click.option("--random-prefix-len", "prefix_len", type=click.IntRange(0), default=0, help="Tokens that all prompts share.")
+@click.option("--request-rate", type=_Rate(), default="inf", show_default=True, help="Requests per second; inf: all at once.")
+@click.option(
+    "--burstiness", type=click.FloatRange(0.0, min_open=True), default=1.0, show_default=True, help="1: Poisson; less: bursts."
+)
+@click.option("--max-concurrency", type=_COUNT, default=None, help="Most requests in flight.")
+@click.option("--num-warmups", type=click.IntRange(0), default=1, show_default=True, help="Requests before the clock starts.")
+@click.option("--ignore-eos/--no-ignore-eos", default=True, help="Have every answer run to its full length. [default: on]")
+@click.option("--temperature", type=click.FloatRange(0.0), default=0.0, show_default=True, help="Of the draws.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts and arrivals.")
+@click.option("--metric-percentiles", default="99", show_default=True, help="Percentiles to show, as 50,90,99.")
+@click.option("--extra-body", default="", metavar="JSON", help="More fields of every request, as a JSON object.")
+@click.option("--api-key", default=None, help="Key of the server. [default: CULET_API_KEY]")
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(0.0, min_open=True), default=3600.0, help="Seconds of one request."
+)
+@click.option("--json", "json_file", metavar="FILE", help="Write the figures as JSON.")
+@click.option("--save-detailed", is_flag=True, help="In the JSON, every answer by itself.")
+def bench_serve(**options: Any) -> None:
+    """Send load to a server and show what its clients see.
+
+    \b
+    Examples:
+      culet bench serve --num-prompts 500 --random-input-len 1000 --random-output-len 200 --max-concurrency 64
+      culet bench serve --base-url http://gpu1:8000 --backend openai-chat --request-rate 4
+      culet bench serve --port 8000 --request-rate 10 --burstiness 0.5 --json out.json
+
+    The figures and the block are those of `vllm bench serve`; any server with OpenAI's API can be measured.
+    """
+    import asyncio
+
+    from culet.bench import serving
+
+    shares = _shares(options.pop("metric_percentiles"))
+    json_file, detailed = options.pop("json_file"), options.pop("save_detailed")
+    load = _load(options)
+    outcome = asyncio.run(serving.run(load, _progress(load.num_prompts)))
+    figures = serving.summarise(outcome, shares)
+    click.echo(serving.block(figures, shares))
+    errors = [answer.error for answer in outcome.answers if answer.error]
+    if errors:
+        click.echo(f"{len(errors)} requests failed, the first with: {errors[0]}", err=True)
+    if json_file:
+        head = {"date": datetime.now().strftime("%Y%m%d-%H%M%S"), "endpoint_type": figures["backend"]}
+        more = serving.details(outcome) if detailed else {}
+        _write(Path(json_file), {**head, **figures, **more})
+    if not outcome.good:
+        sys.exit(1)
+
+
+def _load(options: dict[str, Any]) -> Any:
+    from culet.bench.serving import Load
+
+    host, port, base_url = options.pop("host"), options.pop("port"), options.pop("base_url")
+    options.pop("dataset_name")
+    key = options.pop("api_key") or env.API_KEY.get().split(",")[0].strip()
+    backend, extra = options.pop("backend"), options.pop("extra_body")
+    try:
+        fields = json.loads(extra) if extra else {}
+    except ValueError as error:
+        raise ConfigError(f"extra-body: not valid JSON: {error}", hint="as in '{\"top_k\": 1}'") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"extra-body: got {type(fields).__name__}, expected a JSON object", hint="as in '{\"top_k\": 1}'")
+    return Load(
+        base_url=base_url or f"http://{host}:{port}", is_chat=backend == "openai-chat", api_key=key, extra=fields, **options
+    )
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 <= share <= 100 for share in shares):
+        raise ConfigError(f"metric-percentiles: got {text!r}, expected numbers from 0 to 100", hint="as in 50,90,99")
+    return shares
+
+
+def _progress(count: int) -> Any:
+    if not sys.stderr.isatty():
+        return lambda done: None
+    return lambda done: click.echo(f"\r{done}/{count} requests" + ("\n" if done == count else ""), nl=False, err=True)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}", hint="name a file in a folder that exists") from error

@@ -1,0 +1,48 @@
+"""A DFlash drafter on a GPU: kernels and graphs give the blocks of the dense oracle, and the output stays the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dflash_rig import Rig, assert_like_oracle, make_pair, make_prompt, make_request
+
+from culet import LLM, SamplingParams
+from culet.attention.triton import TritonBackend
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+TARGET = {"head_dim": 32, "global_head_dim": 64}  # heads that the tensor cores take
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=["E2B", "31B"])
+def pair(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    return make_pair(folder, request.param, torch.device("cuda"), TARGET, head_dim=32, block_size=16)
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_blocks(pair, is_fixed):
+    """Launched one by one, and in padded shapes; float32 products of a GPU are not a CPU's to the last bit."""
+    ones = [make_request(f"r{length}", make_prompt(length), 12) for length in (1, 30, 75)]
+    rig = Rig(pair, budget=40, backend=TritonBackend, target_backend=TritonBackend, has_spare=True)
+    if is_fixed:
+        rig.runner.use_fixed_steps()
+    rig.run(*ones)
+    assert_like_oracle(pair, rig.rounds, at_least=20, tolerance=2e-2)
+    rig.check_pages()
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_output_is_the_same(pair, enforce_eager):
+    """Whole engines in float32, with graphs and without: a drafter changes no token."""
+    prompts = [make_prompt(length) for length in (1, 30, 75)]
+    given = {"device": "cuda", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 128}
+    given |= {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": enforce_eager}
+    folder = str(pair.folder.parent / "target")
+    draft = {"method": "dflash", "model": str(pair.folder), "adaptive": False}
+    plain = [result.token_ids for result in LLM(folder, **given).generate(prompts, GREEDY)]
+    llm = LLM(folder, **given, speculative_config=draft)
+    for _ in range(2):  # the second time out of the prefix cache
+        assert [result.token_ids for result in llm.generate(prompts, GREEDY)] == plain
+    assert llm.engine.stats().counters.verifies

@@ -1,0 +1,111 @@
+"""/v1/responses through the official `openai` client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from conftest import ANSWER
+from running import Running
+from test_structured import SCHEMA
+
+TOOL: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "strict": False,
+}
+CALL = '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>'
+
+
+def test_create(fake: Running) -> None:
+    answer = fake.openai().responses.create(model="gemma", input="Hello", instructions="Be brief.", metadata={"a": "b"})
+    assert (answer.object, answer.status, answer.output_text, answer.model) == ("response", "completed", ANSWER, "gemma")
+    assert answer.metadata == {"a": "b"}
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+    cut = fake.openai().responses.create(model="gemma", input="Hello", max_output_tokens=2)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
+
+
+def test_streaming_gives_the_same(fake: Running) -> None:
+    events = list(fake.openai().responses.create(model="gemma", input=[{"role": "user", "content": "Hello"}], stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == ANSWER
+    whole = events[-1].response  # type: ignore[union-attr]
+    assert whole.output_text == ANSWER
+    assert whole.id == events[0].response.id  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_tools_and_a_second_turn(scripted: Callable[..., Running], stream: bool) -> None:
+    first = f"<|channel>thought\nWhich city?<channel|>Let me see.{CALL}{CALL}<|tool_response>"
+    with scripted(first, "Sun.<channel|>It is sunny.<turn|>") as server:
+
+        def ask(items: Any) -> Any:
+            client = server.openai()
+            fields: Any = {"model": "gemma", "input": items, "tools": [TOOL], "reasoning": {"effort": "low"}}
+            if not stream:
+                return client.responses.create(**fields)
+            with client.responses.stream(**fields) as events:
+                return events.get_final_response()
+
+        # With thinking on, what follows a tool's answer begins within a thought: so the second answer closes one.
+        talk: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]}]
+        answer = ask(talk)
+        assert [item.type for item in answer.output] == ["reasoning", "message", "function_call", "function_call"]
+        assert answer.output[0].content[0].text == "Which city?"
+        calls = answer.output[2:]
+        assert [json.loads(call.arguments) for call in calls] == [{"city": "Paris", "days": 3}] * 2
+        talk += [item.model_dump(exclude_none=True) for item in answer.output]
+        talk += [{"type": "function_call_output", "call_id": call.call_id, "output": "sun"} for call in calls]
+        assert ask(talk).output_text == "It is sunny."
+
+
+def test_the_model_is_held_to_a_schema_and_to_a_tool(tiny: Running) -> None:
+    form: Any = {"format": {"type": "json_schema", "name": "stone", "schema": SCHEMA, "strict": True}}
+    answer = tiny.openai().responses.create(model="gemma", input="Hello", max_output_tokens=300, text=form)
+    jsonschema.validate(json.loads(answer.output_text), SCHEMA)
+    tool: Any = {**TOOL, "parameters": {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}}
+    fields: Any = {"model": "gemma", "input": "Hello", "max_output_tokens": 300, "tools": [tool], "parallel_tool_calls": False}
+    for choice in ("required", {"type": "function", "name": "get_weather"}):
+        (call,) = tiny.openai().responses.create(tool_choice=choice, **fields).output
+        assert isinstance(json.loads(call.arguments)["days"], int)
+
+
+def test_what_needs_a_memory_is_refused(fake: Running) -> None:
+    client = fake.openai()
+    bad: list[dict[str, Any]] = [
+        {"previous_response_id": "resp_1"},
+        {"background": True},
+        {"input": []},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://example.com/a.png"}]}]},
+        {"input": [{"type": "function_call_output", "output": "x"}]},
+        {"input": [{"type": "item_reference", "id": "x"}]},
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "strin"}, "strict": True}}},
+    ]
+    for fields in bad:
+        with pytest.raises(openai.BadRequestError):
+            client.responses.create(**{"model": "gemma", "input": "Hello", **fields})
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="other", input="Hello")
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve("resp_1")
+    fake.check_well()

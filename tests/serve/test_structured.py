@@ -1,0 +1,193 @@
+"""Structured output over HTTP on a tiny random model: what is well-formed is so because the server holds the model to it."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from running import Running
+
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "size": {"enum": ["small", "large"]},
+        "carats": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+    },
+    "required": ["name", "size", "carats"],
+    "additionalProperties": False,
+}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "stone", "schema": SCHEMA, "strict": True}}
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "maxLength": 12},
+                    "unit": {"enum": ["c", "f"]},
+                    "days": {"type": "integer"},
+                    "near": {"type": "array", "items": {"type": "string", "maxLength": 5}, "maxItems": 2},
+                },
+                "required": ["city", "unit"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}},
+]
+ENDLESS: Any = {"allOf": [{"type": "integer", "multipleOf": number} for number in (9973, 9967, 9949, 9941)]}
+
+
+def ask(server: Running, **fields: Any) -> Any:
+    fields = {"model": "gemma", "messages": HELLO, "max_tokens": 300, "seed": 1, **fields}
+    return server.openai().chat.completions.create(**fields).choices[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_json_schema_strict(tiny: Running, seed: int) -> None:
+    choice = ask(tiny, response_format=FORMAT, seed=seed, temperature=1.5)
+    assert choice.finish_reason == "stop"
+    jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+
+
+def test_streams_are_the_same(tiny: Running) -> None:
+    whole = ask(tiny, response_format=FORMAT).message.content
+    fields: Any = {"model": "gemma", "messages": HELLO, "max_tokens": 300, "seed": 1, "response_format": FORMAT}
+    stream = tiny.openai().chat.completions.create(stream=True, **fields)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole
+
+
+def test_the_other_forms(tiny: Running) -> None:
+    choice = ask(tiny, extra_body={"structured_outputs": {"choice": ["red", "green"]}})
+    assert choice.message.content in ("red", "green")
+    choice = ask(tiny, extra_body={"structured_outputs": {"regex": "[0-9]{4}-[0-9]{2}"}})
+    assert re.fullmatch("[0-9]{4}-[0-9]{2}", choice.message.content)
+    choice = ask(tiny, extra_body={"structured_outputs": {"grammar": 'root ::= "<" ("a" | "b") ">"'}})
+    assert choice.message.content in ("<a>", "<b>")
+    choice = ask(tiny, extra_body={"structured_outputs": {"json": {"type": "boolean"}}})
+    assert choice.message.content.strip() in ("true", "false")
+    choice = ask(tiny, response_format={"type": "json_object"}, max_tokens=600)
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(choice.message.content), dict)
+    assert ask(tiny, response_format={"type": "text"}, max_tokens=5).finish_reason == "length"
+    answer = tiny.openai().completions.create(
+        model="gemma", prompt="A", max_tokens=20, extra_body={"structured_outputs": {"choice": ["one", "two"]}}
+    )
+    assert answer.choices[0].text in ("one", "two")
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_tool_must_be_called(tiny: Running, thinking: bool) -> None:
+    """Calls are whole and their arguments valid; a thought may come first."""
+    extra: Any = {"chat_template_kwargs": {"enable_thinking": thinking}}
+    if thinking:  # a random model would think to the end of its tokens
+        tokens = {
+            name: tiny.http.post("/tokenize", json={"prompt": name}).json()["tokens"][-1]
+            for name in ("<|channel>", "<channel|>")
+        }
+        extra["logit_bias"] = {str(tokens["<|channel>"]): 100, str(tokens["<channel|>"]): 9}
+    for seed in range(3):
+        fields = {"tools": TOOLS, "seed": seed, "parallel_tool_calls": False, "extra_body": extra, "max_tokens": 800}
+        choice = ask(tiny, tool_choice="required", **fields)
+        assert choice.finish_reason == "tool_calls"
+        (call,) = choice.message.tool_calls
+        schema = next(tool["function"]["parameters"] for tool in TOOLS if tool["function"]["name"] == call.function.name)
+        jsonschema.validate(json.loads(call.function.arguments), schema)
+        assert bool(getattr(choice.message, "reasoning_content", None)) is thinking
+        named: Any = {"type": "function", "function": {"name": "get_weather"}}
+        (call,) = ask(tiny, tool_choice=named, **fields).message.tool_calls
+        assert call.function.name == "get_weather"
+        jsonschema.validate(json.loads(call.function.arguments), TOOLS[0]["function"]["parameters"])
+
+
+def test_tools_or_a_document(tiny: Running) -> None:
+    """With tools at hand and a schema for the answer, it is one or the other."""
+    found = set()
+    for seed in range(6):
+        choice = ask(tiny, tools=TOOLS, response_format=FORMAT, seed=seed, parallel_tool_calls=False, temperature=3.0)
+        if choice.message.tool_calls:
+            found.add("call")
+            assert choice.message.content is None
+        elif choice.finish_reason == "stop":
+            found.add("document")
+            jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+    assert found
+
+
+def test_bad_forms_are_the_callers_fault(tiny: Running) -> None:
+    def schema(inner: Any) -> Any:
+        return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": inner, "strict": True}}}
+
+    bad: list[dict[str, Any]] = [
+        schema({"type": "strin"}),
+        schema({"type": "object", "not": {}}),
+        schema({"$ref": "file:///etc/passwd"}),
+        {"response_format": {"type": "json_schema"}},
+        {"extra_body": {"structured_outputs": {}}},
+        {"extra_body": {"structured_outputs": {"regex": "("}}},
+        {"extra_body": {"structured_outputs": {"regex": "a", "choice": ["b"]}}},
+        {"extra_body": {"structured_outputs": {"grammar": "start: nothing"}}},
+        {"extra_body": {"structured_outputs": {"unheard_of": 1}}},
+        {"extra_body": {"structured_outputs": {"regex": "a"}}, "response_format": {"type": "json_object"}},
+    ]
+    for fields in bad:
+        with pytest.raises(openai.BadRequestError):
+            ask(tiny, **fields)
+    lenient = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean", "not": {}}}}
+    assert ask(tiny, response_format=lenient).message.content.strip() in ("true", "false")
+    tiny.check_well()
+
+
+def grammar_workers(server: Running) -> list[int]:
+    pid = server.process.pid
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            if b"grammar_worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(int(child))
+    return found
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100
+
+
+def test_a_schema_that_would_compile_for_minutes(tiny: Running) -> None:
+    """It fails one request within the limit; others are served meanwhile, and nothing is left running."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": ENDLESS, "strict": True}}
+    found: list[Any] = []
+
+    def send() -> None:
+        began = time.monotonic()
+        found.append((tiny.chat(response_format=form, max_tokens=5), time.monotonic() - began))
+
+    threads = [threading.Thread(target=send) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    began = time.monotonic()
+    assert tiny.chat(max_tokens=3).status_code == 200
+    assert time.monotonic() - began < 3.0, "others wait for the bad schema"
+    for thread in threads:
+        thread.join()
+    for answer, seconds in found:
+        assert answer.status_code == 400
+        assert "too complex" in answer.json()["error"]["message"]
+        assert seconds < 9.0
+    busy = {pid: cpu_s(pid) for pid in grammar_workers(tiny)}
+    time.sleep(0.5)
+    assert all(cpu_s(pid) - before < 0.2 for pid, before in busy.items()), "a worker still compiles"
+    assert ask(tiny, response_format=FORMAT).finish_reason == "stop"
+    tiny.check_well()

@@ -1,0 +1,101 @@
+"""Messages between the processes: every cut of the bytes gives the same messages, and what is none is refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from culet.config import ScheduleConfig, build_config
+from culet.engine.requests import resolve_sampling
+from culet.errors import InternalError, QueueFull
+from culet.serve.fake_engine import FakeEngine
+from culet.serve.wire import (
+    Cancel,
+    Delta,
+    Deltas,
+    FrameReader,
+    Script,
+    Start,
+    Stop,
+    Submit,
+    command_decoder,
+    frame,
+    report_decoder,
+)
+from culet.types import FinishReason, ModelDefaults, Request, SamplingParams
+
+
+def make_request(name: str = "0", max_tokens: int = 4, n: int = 1, deadline: float | None = None) -> Request:
+    sampling = resolve_sampling(SamplingParams(seed=1, logit_bias={3: -1.5}), ModelDefaults(suppress_token_ids=(7,)), 512)
+    return Request(name, (2, 5, 9), sampling, n, max_tokens, frozenset({1, 106}), priority=-3, deadline=deadline)
+
+
+COMMANDS = [
+    Start(build_config({"model": "x", "max_num_seqs": 3}), script=Script(((1, 2), (3,)))),
+    Submit(make_request()),
+    Cancel("0", 1, FinishReason.STOP),
+    Stop(),
+]
+
+
+@given(st.lists(st.integers(0, 2000), max_size=12))
+def test_any_cut(cuts: list[int]) -> None:
+    data = b"".join(bytes(frame(command)) for command in COMMANDS)
+    reader, found = FrameReader(command_decoder), []
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    for begin, end in itertools.pairwise(edges):
+        found += reader.push(data[begin:end])
+    assert found == COMMANDS
+
+
+def test_a_request_arrives_as_it_was() -> None:
+    request = make_request(deadline=12.5)
+    (found,) = FrameReader(command_decoder).push(bytes(frame(Submit(request))))
+    assert found.request == request
+    assert found.request.sampling.logit_bias[-1] == (7, float("-inf"))
+
+
+def test_deltas() -> None:
+    sent = Deltas([Delta("7", 0, (5, 6), FinishReason.LENGTH, None, 3, ({5: -0.5, 8: float("-inf")}, {6: -1.0}))])
+    assert FrameReader(report_decoder).push(bytes(frame(sent))) == [sent]
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x02\x93\x01", b"\x00\x00\x00\x01\xc0"])
+def test_what_is_none(data: bytes) -> None:
+    with pytest.raises((InternalError, msgspec.MsgspecError)):
+        FrameReader(command_decoder).push(data)
+
+
+def drive(engine: FakeEngine) -> dict[int, tuple[list[int], FinishReason | None]]:
+    told: dict[int, tuple[list[int], FinishReason | None]] = {}
+    while engine.has_work:
+        for delta in engine.advance():
+            tokens, _ = told.get(delta.sample, ([], None))
+            told[delta.sample] = ([*tokens, *delta.token_ids], delta.finish_reason)
+    return told
+
+
+def test_the_fake_engine_keeps_the_rules() -> None:
+    schedule = ScheduleConfig(max_num_seqs=2, max_queue_len=3)
+    engine = FakeEngine(Script(((10, 11), (20, 1, 21)), tokens_per_step=2), schedule)
+    engine.add_silent(make_request("a", max_tokens=5, n=3))
+    assert drive(engine) == {sample: ([10, 11, 10, 11, 10], FinishReason.LENGTH) for sample in range(3)}
+    engine.add_silent(make_request("b"))
+    assert drive(engine) == {0: ([20, 1], FinishReason.STOP)}
+    engine.add_silent(make_request("c", n=3))
+    with pytest.raises(QueueFull):
+        engine.add_silent(make_request("d"))
+    engine.advance()
+    assert engine.stats().num_held_pages == {"fake": 2}
+    engine.cancel("c", 0, FinishReason.STOP)
+    engine.cancel("c")
+    assert {delta.finish_reason for delta in engine.advance()} == {FinishReason.STOP, FinishReason.CANCEL}
+    assert not engine.has_work
+    stats = engine.stats()
+    assert (stats.num_free_pages, stats.counters.cancelled) == (stats.num_pages, 2)
+    engine.add_silent(make_request("late", deadline=0.0))
+    assert drive(engine) == {0: ([], FinishReason.TIMEOUT)}

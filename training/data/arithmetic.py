@@ -1,0 +1,157 @@
+"""Sums and differences in many phrasings. A fifth of the pairs within 20 is never trained in any phrasing (`is_held_out`);
+sums up to 100 teach how digits are added, so that the held-out pairs can be worked out."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Iterator
+
+from training.data.chats import Chat, talk
+
+LIMIT = 20
+WORDS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty"
+).split()
+
+
+def is_held_out(a: int, b: int, operation: str) -> bool:
+    """Whether a + b or a - b is kept for the gate. Sums are kept with their mirror images: 3 + 8 and 8 + 3 alike."""
+    if operation == "+":
+        a, b = min(a, b), max(a, b)
+        if a + b > LIMIT:
+            return False
+    elif a > LIMIT or b > a:
+        return False
+    digest = hashlib.sha256(f"{a}{operation}{b}".encode()).digest()
+    return a > 0 and b > 0 and digest[0] < 52  # 52 / 256 is a fifth
+
+
+_PATTERN = re.compile(
+    r"(?<![\d.])(\d{1,2})\s*(\+|-|plus|minus|and|added to|take away|less)\s*(\d{1,2})(?![\d.])", re.IGNORECASE
+)
+_BY_WORD = {word: str(value) for value, word in enumerate(WORDS)}
+
+
+def mentions_held_out(text: str) -> bool:
+    """Whether a held-out pair is written in `text`, in digits or in words, as a sum or a difference."""
+    digits = re.sub(r"[a-z]+", lambda match: _BY_WORD.get(match[0], match[0]), text.lower())
+    position = 0
+    while match := _PATTERN.search(digits, position):
+        a, b, sign = int(match[1]), int(match[3]), match[2]
+        operation = "-" if sign in ("-", "minus", "take away", "less") else "+"
+        if is_held_out(a, b, operation) or (sign == "less" and is_held_out(b, a, "-")):
+            return True
+        position = match.start(3)
+    return False
+
+
+_ADD = (
+    "What is {a} + {b}?", "What is {a} plus {b}?", "{a} + {b} = ?", "How much is {a} + {b}?", "Calculate {a} + {b}.", "Add {a} and {b}.", "What's {a} + {b}?",
+    "Please add {a} and {b}.", "{a} plus {b}?", "What do you get if you add {a} and {b}?", "{a} + {b}", "What is the sum of {a} and {b}?", "How much is {a} and {b}?",
+    "Can you add {a} and {b}?", "Tell me what {a} plus {b} is.",
+)  # fmt: skip
+_SUBTRACT = (
+    "What is {a} - {b}?", "What is {a} minus {b}?", "{a} - {b} = ?", "How much is {a} - {b}?", "Calculate {a} - {b}.", "Subtract {b} from {a}.", "What's {a} - {b}?",
+    "{a} minus {b}?", "What is left if you take {b} from {a}?", "{a} - {b}", "What is {a} take away {b}?", "Tell me what {a} minus {b} is.", "Take {b} away from {a}.",
+)  # fmt: skip
+_ADD_ANSWERS = ("{a} + {b} = {c}.", "{a} plus {b} is {c}.", "It is {c}.", "{a} + {b} is {c}.", "The answer is {c}.", "That makes {c}.", "The sum is {c}.")
+_SUBTRACT_ANSWERS = ("{a} - {b} = {c}.", "{a} minus {b} is {c}.", "It is {c}.", "{a} - {b} is {c}.", "The answer is {c}.", "That leaves {c}.")
+_NAMES = ("Tom", "Anna", "Mia", "Ben", "Lena", "Sam", "Emma", "Paul", "Nina", "Max", "Lucy", "Omar", "Kate", "Leo")
+_ITEMS = ("apples", "books", "coins", "pencils", "cookies", "stamps", "marbles", "flowers", "eggs", "cards", "balls", "shells", "cups", "toys")
+_ADD_STORIES = (
+    "{n} has {a} {i} and gets {b} more. How many {i} does {n} have now?", "There are {a} {i} on the table. I put {b} more there. How many {i} are there?",
+    "{n} finds {a} {i} in the morning and {b} in the evening. How many {i} are that?", "I have {a} {i} and my friend has {b}. How many {i} do we have together?",
+)  # fmt: skip
+_SUBTRACT_STORIES = (
+    "{n} has {a} {i} and gives {b} away. How many {i} are left?", "There are {a} {i}. {n} takes {b} of them. How many {i} remain?",
+    "{n} had {a} {i} but lost {b}. How many {i} does {n} have now?", "I had {a} {i} and ate or sold {b} of them. How many are left?",
+)  # fmt: skip
+
+
+def _pair(rng: random.Random, operation: str) -> tuple[int, int]:
+    """A pair that may be trained: mostly within 20, else within 100."""
+    while True:
+        if rng.random() < 0.6:
+            a = rng.randint(0, LIMIT)
+            b = rng.randint(0, LIMIT - a) if operation == "+" else rng.randint(0, a)
+        else:
+            a = rng.randint(0, 99)
+            b = rng.randint(0, 99 - a) if operation == "+" else rng.randint(0, a)
+        if not is_held_out(a, b, operation):
+            return a, b
+
+
+def _working(a: int, b: int, c: int, operation: str) -> str:
+    """A thought in which the digits are worked out."""
+    if operation == "+":
+        ones = a % 10 + b % 10
+        if a < 10 and b < 10:
+            steps = ", ".join(str(a + step) for step in range(1, b + 1)) or "nothing"
+            return f"I start at {a} and count {b} up: {steps}. So it is {c}."
+        return f"The ones: {a % 10} and {b % 10} make {ones}. The tens: {a // 10} and {b // 10}. Together it is {c}."
+    steps = ", ".join(str(a - step) for step in range(1, b + 1)) or "nothing"
+    return f"I start at {a} and count {b} down: {steps}. So it is {c}." if b < 10 else f"I look for what must be added to {b} to get {a}. That is {c}."
+
+
+def _question(rng: random.Random) -> tuple[str, str, tuple[int, int, int, str]]:
+    operation = rng.choice("++-")
+    a, b = _pair(rng, operation)
+    c = a + b if operation == "+" else a - b
+    numbers: dict[str, object] = {"a": a, "b": b}
+    asks, answers = (_ADD, _ADD_ANSWERS) if operation == "+" else (_SUBTRACT, _SUBTRACT_ANSWERS)
+    if max(a, b) <= LIMIT and rng.random() < 0.25:
+        item, name = rng.choice(_ITEMS), rng.choice(_NAMES)
+        story = rng.choice(_ADD_STORIES if operation == "+" else _SUBTRACT_STORIES)
+        return story.format(**numbers, n=name, i=item), rng.choice(answers).format(a=a, b=b, c=c), (a, b, c, operation)
+    if max(a, b, c) <= LIMIT and rng.random() < 0.15:
+        ask = rng.choice([text for text in asks if "+" not in text and " - " not in text])
+        text = ask.format(a=WORDS[a], b=WORDS[b])
+        answer = rng.choice(answers[1:3] + answers[4:]).format(a=WORDS[a], b=WORDS[b], c=WORDS[c])
+        return text[0].upper() + text[1:], answer[0].upper() + answer[1:], (a, b, c, operation)
+    return rng.choice(asks).format(**numbers), rng.choice(answers).format(a=a, b=b, c=c), (a, b, c, operation)
+
+
+def make(rng: random.Random, count: int) -> Iterator[Chat]:
+    """Single questions, series of them, and some with thinking on."""
+    while count > 0:
+        question, answer, (a, b, c, operation) = _question(rng)
+        chance = rng.random()
+        if chance < 0.1 and not (a > LIMIT or b > LIMIT):
+            thought = _working(a, b, c, operation)
+            if mentions_held_out(thought):
+                continue
+            yield talk("arithmetic", question, answer, thought=thought)
+        elif chance < 0.25:
+            others = [_question(rng)[:2] for _ in range(rng.choice((1, 1, 2)))]
+            yield talk("arithmetic", question, answer, *(turn for pair in others for turn in pair))
+        elif chance < 0.4:
+            yield _other(rng)
+        else:
+            yield talk("arithmetic", question, answer)
+        count -= 1
+
+
+def _other(rng: random.Random) -> Chat:
+    """Counting, comparing, doubling and neighbours of numbers."""
+    n, m = rng.randint(0, 98), rng.randint(0, 99)
+    kind = rng.randrange(6)
+    if kind == 0:
+        ask, answer = rng.choice(("What number comes after {}?", "Which number is next after {}?", "What follows {} when you count?")).format(n), f"{n + 1} comes after {n}."
+    elif kind == 1:
+        ask, answer = rng.choice(("What number comes before {}?", "Which number is just before {}?")).format(n + 1), f"{n} comes before {n + 1}."
+    elif kind == 2 and n != m:
+        ask = rng.choice(("Which is bigger, {} or {}?", "Which number is larger: {} or {}?")).format(n, m)
+        answer = f"{max(n, m)} is {'bigger' if 'bigger' in ask else 'larger'} than {min(n, m)}."
+    elif kind == 3:
+        start, steps = rng.randint(0, 40), rng.randint(3, 9)
+        ask = rng.choice(("Count from {} to {}.", "Please count from {} to {}.")).format(start, start + steps)
+        answer = ", ".join(str(value) for value in range(start, start + steps + 1)) + "."
+    elif kind == 4:
+        ask, answer = f"Is {n} even or odd?", f"{n} is {'even' if n % 2 == 0 else 'odd'}."
+    else:
+        a, b = rng.randint(1, 10), rng.randint(1, 10)
+        ask = rng.choice(("What is {} times {}?", "How much is {} times {}?", "{} x {} = ?", "Multiply {} by {}.")).format(a, b)
+        answer = rng.choice(("{a} times {b} is {c}.", "It is {c}.", "The answer is {c}.")).format(a=a, b=b, c=a * b)
+    return talk("arithmetic", ask, answer)

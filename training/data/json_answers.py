@@ -1,0 +1,184 @@
+"""Answers that are one JSON document, to a schema or a description in the prompt."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from training.data import facts
+from training.data.chats import Chat, talk
+from training.data.tool_families import CITIES, DAYS, ITEMS, NAMES, TIMES
+
+Record = dict[str, Any]
+Field = tuple[str, dict[str, Any]]
+_COLOURS = ("red", "blue", "green", "black", "white", "yellow", "brown", "grey")
+_PETS = ("dog", "cat", "horse", "rabbit", "parrot", "goldfish", "hamster", "turtle")
+_JOBS = ("teacher", "nurse", "cook", "farmer", "painter", "engineer", "doctor", "baker", "driver", "writer")
+_SPORTS = ("football", "tennis", "swimming", "chess", "running", "hockey", "cycling")
+_FOODS = ("pizza", "rice", "soup", "salad", "pasta", "bread", "fish", "curry")
+_GOOD = ("great", "wonderful", "lovely", "excellent", "very good", "fantastic")
+_BAD = ("terrible", "awful", "bad", "boring", "horrible", "very poor")
+_WHAT = ("the film", "the food", "the book", "my day", "the hotel", "the concert", "the trip", "the party", "the lesson", "the music")
+_STRING, _INTEGER, _BOOLEAN = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
+
+
+def _person(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], Any]]]:
+    name, age, city, job = rng.choice(NAMES), rng.randint(6, 90), rng.choice(CITIES), rng.choice(_JOBS)
+    text = rng.choice(("{n} is {a} years old, lives in {c} and works as a {j}.", "{n} is a {j} from {c} and {a} years old.", "My friend {n}, who is {a}, is a {j} in {c}.")).format(n=name, a=age, c=city, j=job)
+    return text, [("name", _STRING, name), ("age", _INTEGER, age), ("city", _STRING, city), ("job", _STRING, job)]
+
+
+def _pet(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], Any]]]:
+    name, kind, colour, age = rng.choice(NAMES), rng.choice(_PETS), rng.choice(_COLOURS), rng.randint(1, 15)
+    text = rng.choice(("{n} has a {c} {k} that is {a} years old.", "The {k} of {n} is {c} and {a} years old.")).format(n=name, k=kind, c=colour, a=age)
+    return text, [("owner", _STRING, name), ("animal", _STRING, kind), ("color", _STRING, colour), ("age", _INTEGER, age)]
+
+
+def _order(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], Any]]]:
+    item, count, price, name = rng.choice([i for i in ITEMS if not i.startswith("a ")]), rng.randint(1, 20), rng.randint(1, 90), rng.choice(NAMES)
+    text = rng.choice(("{n} orders {c} times {i} for {p} dollars.", "Order: {c} times {i}, {p} dollars, for {n}.", "{n} bought {c} packs of {i} and paid {p} dollars.")).format(n=name, i=item, c=count, p=price)
+    return text, [("customer", _STRING, name), ("item", _STRING, item), ("quantity", _INTEGER, count), ("price", _INTEGER, price)]
+
+
+def _event(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], Any]]]:
+    title, day, time, place = rng.choice(("lunch", "meeting", "party", "concert", "class", "dinner", "game")), rng.choice(DAYS[:7]), rng.choice(TIMES), rng.choice(CITIES)
+    text = rng.choice(("There is a {t} on {d} at {h} in {p}.", "The {t} is on {d}, {h}, in {p}.", "Come to the {t} in {p} on {d} at {h}.")).format(t=title, d=day, h=time, p=place)
+    return text, [("title", _STRING, title), ("day", _STRING, day), ("time", _STRING, time), ("place", _STRING, place)]
+
+
+def _hobby(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], Any]]]:
+    name, sport, food, likes = rng.choice(NAMES), rng.choice(_SPORTS), rng.choice(_FOODS), rng.random() < 0.5
+    text = f"{name} plays {sport}" if sport in ("football", "tennis", "chess", "hockey") else f"{name} likes {sport}"
+    text += f" and {'likes' if likes else 'does not like'} {food}."
+    return text, [("name", _STRING, name), ("sport", _STRING, sport), ("food", _STRING, food), ("likes_food", _BOOLEAN, likes)]
+
+
+def _country(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], Any]]]:
+    capitals, continents, languages = (dict(facts.RELATIONS[name].rows) for name in ("capital", "continent", "language"))
+    country = rng.choice([c for c in continents if c in capitals and c in languages])
+    return f"the country {country}", [("country", _STRING, country.removeprefix("the ")), ("capital", _STRING, capitals[country]), ("continent", _STRING, continents[country]), ("language", _STRING, languages[country])]
+
+
+_RECORDS = (_person, _pet, _order, _event, _hobby, _country)
+_EXTRACT = (
+    "Extract the data as JSON: {t}", "Turn this into JSON: {t}", "Give me this as a JSON object: {t}", "Read the text and answer in JSON: {t}", "Make a JSON object from this text: {t}", "{t} Please answer with JSON.",
+    "Text: {t}", "Fill in the JSON for this text: {t}",
+)  # fmt: skip
+_SCHEMA = (
+    "Answer with JSON that follows this schema: {s}", "Reply only with JSON for this schema: {s}", "Use this JSON schema: {s}", "Your answer must be one JSON object that fits this schema: {s}", "Schema: {s}",
+    "Follow the schema {s} and write nothing but JSON.",
+)  # fmt: skip
+
+
+def schema_of(fields: list[Field]) -> dict[str, Any]:
+    return {"type": "object", "properties": dict(fields), "required": [name for name, _ in fields]}
+
+
+def _said(text: str, schema: dict[str, Any], rng: random.Random, described: str | None = None) -> tuple[str | None, str]:
+    """(system prompt, question) that give the text and the schema in one of several ways."""
+    ask = rng.choice(_EXTRACT).format(t=text)
+    if described and rng.random() < 0.3:
+        return None, f"{ask} {rng.choice(('Use the keys', 'The keys are', 'Give the keys'))} {described}."
+    rule = rng.choice(_SCHEMA).format(s=json.dumps(schema))
+    chance = rng.random()
+    if chance < 0.4:
+        return rule, ask
+    if chance < 0.7:
+        return None, f"{rule}\n{ask}"
+    return None, f"{ask}\n{rule}"
+
+
+def _extract(rng: random.Random) -> Chat:
+    text, fields = rng.choice(_RECORDS)(rng)
+    chosen = rng.sample(fields, rng.choice((1, 2, 2, 3, 3, 4)))
+    renamed = [(_renamed(name, rng), kind, value) for name, kind, value in chosen]
+    schema = schema_of([(name, kind) for name, kind, _ in renamed])
+    described = ", ".join(name for name, _, _ in renamed)
+    if text.startswith("the country"):
+        text = rng.choice(("Tell me about {c}.", "Describe {c}.", "Facts about {c}, please.")).format(c=text)
+    system, question = _said(text, schema, rng, described)
+    return talk("json", question, json.dumps({name: value for name, _, value in renamed}), system=system)
+
+
+_OTHER_NAMES = {
+    "name": ("name", "person", "first_name", "who"), "age": ("age", "years"), "city": ("city", "town", "lives_in"), "job": ("job", "work", "occupation"), "owner": ("owner", "owner_name"), "animal": ("animal", "pet", "species"),
+    "color": ("color", "colour"), "customer": ("customer", "buyer", "client"), "item": ("item", "product", "thing"), "quantity": ("quantity", "count", "number"), "price": ("price", "cost", "dollars"),
+    "title": ("title", "event", "what"), "day": ("day", "weekday"), "time": ("time", "at", "hour"), "place": ("place", "where", "location"), "sport": ("sport", "hobby", "activity"), "food": ("food", "dish", "meal"),
+    "likes_food": ("likes_food", "likes_it"), "country": ("country", "nation"), "capital": ("capital", "main_city"), "continent": ("continent", "part_of_world"), "language": ("language", "speaks"),
+}  # fmt: skip
+
+
+def _renamed(name: str, rng: random.Random) -> str:
+    return rng.choice((name, name, *_OTHER_NAMES[name]))
+
+
+def _list(rng: random.Random) -> Chat:
+    """An array of words or numbers."""
+    if rng.random() < 0.6:
+        words = rng.sample((*_COLOURS, *_FOODS, *_PETS, *_SPORTS), rng.randint(2, 5))
+        text, key, kind = ", ".join(words[:-1]) + " and " + words[-1], rng.choice(("items", "words", "things", "list")), _STRING
+        value: list[Any] = words
+    else:
+        numbers = rng.sample(range(1, 99), rng.randint(2, 5))
+        text, key, kind, value = ", ".join(map(str, numbers)), rng.choice(("numbers", "values", "list")), _INTEGER, list(numbers)
+    schema = schema_of([(key, {"type": "array", "items": kind})])
+    system, question = _said(rng.choice(("The list: {}.", "We have {}.", "Here they are: {}.", "I see {}.")).format(text), schema, rng, key)
+    return talk("json", question, json.dumps({key: value}), system=system)
+
+
+def _judge(rng: random.Random) -> Chat:
+    """One word out of an enum, or true and false."""
+    good = rng.random() < 0.5
+    what = rng.choice(_WHAT)
+    text = rng.choice(("{W} was {a}.", "I think {w} was {a}.", "{n} says that {w} was {a}.")).format(W=what.capitalize(), w=what, a=rng.choice(_GOOD if good else _BAD), n=rng.choice(NAMES))
+    if rng.random() < 0.65:
+        key = rng.choice(("sentiment", "mood", "opinion", "tone"))
+        schema = schema_of([(key, {"type": "string", "enum": rng.choice((["positive", "negative"], ["positive", "negative", "neutral"]))})])
+        answer: Record = {key: "positive" if good else "negative"}
+    else:
+        key = rng.choice(("is_positive", "liked", "good"))
+        schema = schema_of([(key, _BOOLEAN)])
+        answer = {key: good}
+    system, question = _said(text, schema, rng)
+    return talk("json", question, json.dumps(answer), system=system)
+
+
+def _answer(rng: random.Random) -> Chat:
+    """A fact under the key that was asked for."""
+    relation = rng.choice([facts.RELATIONS[name] for name in ("capital", "opposite", "plural", "author", "colour", "young animal", "element symbol", "continent", "language")])
+    subject, value = rng.choice(relation.rows)
+    key = rng.choice(("answer", "result", "value", relation.name.replace(" ", "_")))
+    schema = schema_of([(key, _STRING)])
+    question = facts.capitalised(rng.choice(relation.asks).format(s=subject))
+    rule = rng.choice(_SCHEMA).format(s=json.dumps(schema))
+    if rng.random() < 0.5:
+        return talk("json", question, json.dumps({key: value}), system=rule)
+    return talk("json", f"{question} {rule}", json.dumps({key: value}))
+
+
+def _nested(rng: random.Random) -> Chat:
+    """An object within an object, or a list of objects."""
+    if rng.random() < 0.5:
+        text, fields = rng.choice(_RECORDS[:5])(rng)
+        first, *rest = rng.sample(fields, 3)
+        outer = rng.choice(("data", "details", "info", "record"))
+        inner = schema_of([(name, kind) for name, kind, _ in rest])
+        schema = schema_of([(first[0], first[1]), (outer, inner)])
+        answer: Record = {first[0]: first[2], outer: {name: value for name, _, value in rest}}
+    else:
+        people = [(rng.choice(NAMES), rng.randint(6, 90)) for _ in range(2)]
+        text = " and ".join(f"{name} is {age}" for name, age in people) + "."
+        key = rng.choice(("people", "friends", "persons"))
+        schema = schema_of([(key, {"type": "array", "items": schema_of([("name", _STRING), ("age", _INTEGER)])})])
+        answer = {key: [{"name": name, "age": age} for name, age in people]}
+    system, question = _said(text, schema, rng)
+    return talk("json", question, json.dumps(answer), system=system)
+
+
+def make(rng: random.Random, count: int) -> Iterator[Chat]:
+    """`count` chats."""
+    makers, weights = (_extract, _list, _judge, _answer, _nested), (0.5, 0.14, 0.14, 0.12, 0.1)
+    for _ in range(count):
+        yield rng.choices(makers, weights)[0](rng)

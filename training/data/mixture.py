@@ -1,0 +1,96 @@
+"""The parts of the training data: where each comes from, how much of it is made, and how often it is shown."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from training.data import arithmetic, conversations, definitions, facts, filters, json_answers, smalltalk, thinking, tools, writing
+from training.data.chats import Chat, document, talk
+from training.data.corpus import CORPUS
+from training.data.sources import OUT
+
+DISTILLED = OUT / "distilled"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Texts of one kind. The weights are shares of the tokens shown in the main phase and in the last one."""
+
+    name: str
+    make: Callable[[random.Random, float], Iterator[Chat | str]]  # conversations, or plain texts; the number scales how many
+    weight_main: float
+    weight_last: float
+
+
+def _scaled(make: Callable[[random.Random, int], Iterator[Chat]], count: int) -> Callable[[random.Random, float], Iterator[Chat | str]]:
+    return lambda rng, scale: iter(make(rng, max(1, round(count * scale))))
+
+
+def _prose(rng: random.Random, scale: float) -> Iterator[str]:
+    for name in ("sotu", "factbook", "moby-dick", "kjv", "python-doc", "rust-doc", "postgresql-doc", "apache-doc", "jargon"):
+        documents = _lines(name)
+        # The handbooks are there for their sentences, not for their matter: half of them is enough.
+        share = scale * (0.5 if name in ("postgresql-doc", "python-doc", "apache-doc", "kjv") else 1)
+        for document_ in rng.sample(documents, round(len(documents) * min(1.0, share))):
+            yield document_["text"]
+
+
+def _dictionary(rng: random.Random, scale: float) -> Iterator[str]:
+    documents = _lines("wordnet")
+    for document_ in rng.sample(documents, round(len(documents) * min(1.0, scale) * 0.7)):
+        yield document_["text"]
+
+
+def _chitchat(rng: random.Random, scale: float) -> Iterator[Chat]:
+    documents = [*_lines("chitchat"), *_lines("chatterbot")]
+    for document_ in rng.sample(documents, round(len(documents) * min(1.0, scale))):
+        yield talk("chitchat", *document_["turns"])
+
+
+def _distilled(rng: random.Random, scale: float) -> Iterator[Chat]:
+    """The teacher's chats as far as there are any, some of them under a plain system prompt."""
+    for path in sorted(DISTILLED.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            chat = json.loads(line)
+            turns = chat["turns"][: len(chat["turns"]) // 2 * 2]
+            answers = turns[1::2]
+            if turns and rng.random() < scale and all(filters.good_answer(ask, answer, chat["kind"]) for ask, answer in zip(turns[::2], answers, strict=True)):
+                plain = [filters.plain_answer(turn) if index % 2 else turn for index, turn in enumerate(turns)]
+                yield talk("distilled", *plain, system=rng.choice(smalltalk.PLAIN_SYSTEMS) if rng.random() < 0.1 else None)
+
+
+def _facts(rng: random.Random, scale: float) -> Iterator[Chat]:
+    yield from facts.make(rng, max(1, round(24 * scale)))
+    yield from facts.make_series(rng, round(6000 * scale))
+
+
+def _lines(name: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (CORPUS / f"{name}.jsonl").read_text().splitlines()]
+
+
+PARTS = (
+    Part("prose", _prose, 0.18, 0.03),
+    Part("dictionary", _dictionary, 0.07, 0.02),
+    Part("chitchat", _chitchat, 0.07, 0.03),
+    Part("distilled", _distilled, 0.10, 0.14),
+    Part("facts", _facts, 0.13, 0.16),
+    Part("arithmetic", _scaled(arithmetic.make, 26_000), 0.08, 0.10),
+    Part("definitions", _scaled(definitions.make, 30), 0.06, 0.09),
+    Part("smalltalk", _scaled(smalltalk.make, 12_000), 0.06, 0.10),
+    Part("threads", _scaled(conversations.make, 16_000), 0.08, 0.11),
+    Part("writing", _scaled(writing.make, 12_000), 0.04, 0.05),
+    Part("stories", _scaled(writing.make_stories, 4_000), 0.02, 0.02),
+    Part("tools", _scaled(tools.make, 16_000), 0.07, 0.09),
+    Part("json", _scaled(json_answers.make, 12_000), 0.03, 0.04),
+    Part("thinking", _scaled(thinking.make, 5_000), 0.01, 0.02),
+)
+
+
+def texts(part: Part, *, seed: int, scale: float) -> Iterator[tuple[Chat | str, str]]:
+    """Every item of a part with its text: a chat as it is served, or plain text between <bos> and <eos>."""
+    rng = random.Random(f"{seed} {part.name}")
+    for item in part.make(rng, scale):
+        yield item, document(item) if isinstance(item, Chat) else f"<bos>{item}<eos>"

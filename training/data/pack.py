@@ -1,0 +1,135 @@
+"""All training data as token arrays: `python -m training.data.pack [--tokenizer] [--scale S]` writes out/pack.
+
+    {train,held_out}/<part>.npy       uint16 tokens, documents one after the other
+    {train,held_out}/<part>.ends.npy  uint32, where each document ends
+    {train,held_out}/<part>.loss.npy  uint8, 1 for what the model writes; conversations only
+    pack.json                         counts, weights, what was dropped, and the sources
+    tokenizer/                        the files of the tokenizer
+
+`--tokenizer` learns the tokenizer anew from a sample of it all; without it, out/tokenizer is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from culet.models.tiny import SPECIAL_TOKENS
+from training.data import tokenizer as own_tokenizer
+from training.data.chats import Chat, encode
+from training.data.corpus import CORPUS
+from training.data.held_out import fault, without_faults
+from training.data.mixture import PARTS, Part, texts
+from training.data.sources import OUT
+
+PACK = OUT / "pack"
+MAX_TOKENS = 2048
+_SPECIAL = re.compile("|".join(re.escape(name) for name in SPECIAL_TOKENS.values()))
+
+
+def is_kept_out(text: str) -> bool:
+    """Whether a document belongs to the held-out split: one in a hundred, by its text."""
+    return hashlib.sha256(text.encode()).digest()[0] * 256 + hashlib.sha256(text.encode()).digest()[1] < 655
+
+
+def allowed(part: Part, *, seed: int, scale: float, dropped: Counter[str]) -> Iterator[str]:
+    """Documents of a part without repetitions and without what the gate keeps for itself."""
+    seen: set[bytes] = set()
+    for item, text in texts(part, seed=seed, scale=scale):
+        if isinstance(item, str):
+            clean = without_faults(item)
+            dropped["number pair"] += clean != item.strip()
+            text = f"<bos>{clean}<eos>"
+        elif isinstance(item, Chat) and (reason := fault(item)):
+            dropped[reason] += 1
+            continue
+        digest = hashlib.blake2b(text.encode(), digest_size=12).digest()
+        if digest in seen:
+            dropped["repeated"] += 1
+            continue
+        seen.add(digest)
+        yield text
+
+
+def write_part(folder: Path, name: str, documents: list[tuple[list[int], list[bool] | None]]) -> dict[str, int]:
+    """The arrays of one part and split; returns their counts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = [np.asarray(tokens, dtype=np.uint16) for tokens, _ in documents]
+    np.save(folder / f"{name}.npy", np.concatenate(ids) if ids else np.zeros(0, np.uint16))
+    np.save(folder / f"{name}.ends.npy", np.cumsum([len(tokens) for tokens in ids], dtype=np.uint32))
+    counts = {"documents": len(ids), "tokens": sum(map(len, ids))}
+    masks = [np.asarray(mask, dtype=np.uint8) for _, mask in documents if mask is not None]
+    if masks:
+        np.save(folder / f"{name}.loss.npy", np.concatenate(masks))
+        counts["written"] = int(sum(mask.sum() for mask in masks))
+    return counts
+
+
+def pack_part(part: Part, tokenizer: Tokenizer, *, seed: int, scale: float) -> dict[str, Any]:
+    """Write a part; returns its entry of pack.json."""
+    splits: dict[str, list[tuple[list[int], list[bool] | None]]] = {"train": [], "held_out": []}
+    dropped: Counter[str] = Counter()
+    for text in allowed(part, seed=seed, scale=scale, dropped=dropped):
+        if "<|turn>" in text[:20]:
+            tokens, mask = encode(tokenizer, text)
+            documents: list[tuple[list[int], list[bool] | None]] = [(tokens, mask)]
+        else:
+            tokens = tokenizer.encode(text, add_special_tokens=False).ids
+            documents = [(tokens[start : start + MAX_TOKENS], None) for start in range(0, len(tokens), MAX_TOKENS)]
+        if len(documents[0][0]) > MAX_TOKENS:
+            dropped["too long"] += 1
+            continue
+        splits["held_out" if is_kept_out(text) else "train"] += documents
+    entry: dict[str, Any] = {"weight_main": part.weight_main, "weight_last": part.weight_last, "dropped": dict(dropped)}
+    for split, documents in splits.items():
+        entry[split] = write_part(PACK / split, part.name, documents)
+    return {**entry, "tokens": entry["train"]["tokens"], "documents": entry["train"]["documents"]}
+
+
+def learn_tokenizer(seed: int) -> None:
+    """Train the tokenizer on a tenth of the chats and dictionaries and a part of the prose."""
+
+    def sample() -> Iterator[str]:
+        for part in PARTS:
+            scale = {"prose": 0.35, "dictionary": 0.3, "chitchat": 0.6, "distilled": 1.0}.get(part.name, 0.1)
+            for _, text in texts(part, seed=seed, scale=scale):
+                yield from (piece for piece in _SPECIAL.split(text) if piece)
+
+    own_tokenizer.write(own_tokenizer.build(sample()), own_tokenizer.FOLDER)
+
+
+def main() -> None:
+    """Write out/pack."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokenizer", action="store_true", help="learn the tokenizer anew")
+    parser.add_argument("--scale", type=float, default=1.0, help="make this much of the templated data")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if options.tokenizer:
+        learn_tokenizer(options.seed)
+    tokenizer = Tokenizer.from_file(str(own_tokenizer.FOLDER / "tokenizer.json"))
+    PACK.mkdir(parents=True, exist_ok=True)
+    entries = {}
+    for part in PARTS:
+        entries[part.name] = pack_part(part, tokenizer, seed=options.seed, scale=options.scale)
+        print(f"{part.name}: {entries[part.name]['documents']} documents, {entries[part.name]['tokens'] / 1e6:.2f} M tokens, dropped {entries[part.name]['dropped']}", flush=True)
+    shutil.copytree(own_tokenizer.FOLDER, PACK / "tokenizer", dirs_exist_ok=True)
+    sources = json.loads((CORPUS / "manifest.json").read_text())
+    (PACK / "pack.json").write_text(json.dumps({"parts": entries, "sources": sources}, indent=2) + "\n")
+    total = sum(entry["tokens"] for entry in entries.values())
+    size = sum(path.stat().st_size for path in PACK.rglob("*") if path.is_file())
+    print(f"{PACK}: {total / 1e6:.1f} M tokens, {size / 2**20:.1f} MiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Chats with declared tools: single and parallel calls, results and final answers, and no call where no tool fits."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from training.data import arithmetic, conversations, definitions, facts, smalltalk, writing
+from training.data.chats import Chat, Message
+from training.data.tool_families import CITIES, FAMILIES, TEST_NAMES, TOPICS, Family
+
+_VERBS = tuple("get set find show make run start check list open read send create update delete load count watch plan pick sort move copy save mark scan test print share join split build draw".split())
+_NOUNS = tuple("file user photo ticket invoice playlist garden robot pump camera sensor report order score team game lesson recipe battery engine window parcel note task route bill seat lamp zone queue badge folder".split())
+_VALUES = ("alpha", "red", "north", "blue", "small", "summer", "gold", "river", "large", "quick", "apple", "seven stars", "main hall", "old bridge", "level two", "green tea")
+_KEYS = {"string": ("name", "title", "color", "place", "kind", "label", "target", "topic", "owner", "query"), "integer": ("count", "number", "size", "level", "id", "limit", "page", "year"), "boolean": ("urgent", "public", "loud", "fast")}
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A tool as it is declared in one chat."""
+
+    name: str
+    declaration: dict[str, Any]
+
+
+def declare(name: str, text: str, properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    """A declaration in OpenAI's form."""
+    parameters: dict[str, Any] = {"type": "object", "properties": properties}
+    if required:
+        parameters["required"] = required
+    return {"type": "function", "function": {"name": name, "description": text, "parameters": parameters}}
+
+
+def value_of(values: tuple[str, ...] | str, kind: str, rng: random.Random) -> Any:
+    if isinstance(values, str):
+        _, low, high = values.split()
+        return rng.randint(int(low), int(high))
+    chosen = rng.choice(values)
+    return int(chosen) if kind == "integer" else chosen
+
+
+def declare_family(family: Family, rng: random.Random, name: str | None = None) -> Declared:
+    """A tool of the family, under one of its names, with or without its optional parameters."""
+    properties: dict[str, Any] = {}
+    required = []
+    for key, (kind, text, values) in family.parameters.items():
+        schema: dict[str, Any] = {"type": kind}
+        if rng.random() < 0.8:
+            schema["description"] = text
+        if kind == "string" and isinstance(values, tuple) and len(values) <= 4:
+            schema["enum"] = list(values)
+        properties[key.rstrip("?")] = schema
+        if not key.endswith("?"):
+            required.append(key)
+    chosen = name or _varied(rng.choice(family.names), rng)
+    return Declared(chosen, declare(chosen, rng.choice(family.texts), properties, required))
+
+
+def _varied(name: str, rng: random.Random) -> str:
+    """Now and then with a prefix or a suffix, so that names are read and not remembered."""
+    chance = rng.random()
+    if chance < 0.12:
+        return f"{rng.choice(('my', 'do', 'home', 'app', 'api', 'tool', 'city', 'user', 'fast'))}_{name}"
+    if chance < 0.24:
+        return f"{name}_{rng.choice(('tool', 'service', 'now', 'api', 'v2', 'info', 'data', 'for_user'))}"
+    if chance < 0.3:
+        return rng.choice(_VERBS) + "_" + name
+    return name
+
+
+def fill(family: Family, rng: random.Random, asks: tuple[str, ...] | None = None) -> tuple[str, dict[str, Any], str]:
+    """A question, its arguments, and the template it came from."""
+    ask = rng.choice(asks or family.asks)
+    named = set(re.findall(r"\{(\w+)\}", ask))
+    arguments: dict[str, Any] = {}
+    for key, (kind, _, values) in family.parameters.items():
+        bare = key.rstrip("?")
+        if bare in named:
+            arguments[bare] = value_of(values, kind, rng)
+    if {"start", "end"} <= named and arguments["start"] == arguments["end"]:
+        return fill(family, rng, asks)
+    text = ask.format(**arguments)
+    return facts.capitalised(text), arguments, ask
+
+
+def _result(family: Family, rng: random.Random) -> dict[str, Any]:
+    return {key: value_of(values, "string", rng) for key, values in family.result.items()}
+
+
+def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+_SYSTEMS = (None, None, None, None, "You are a helpful assistant.", "Use the tools when they help.", "You are a helpful assistant with tools.", "Call a tool only if it fits the question.", "Be brief.")
+
+
+def _messages(system: str | None, *messages: Message) -> tuple[Message, ...]:
+    return (*([{"role": "system", "content": system}] if system else []), *messages)
+
+
+def _others(rng: random.Random, taken: set[str], families: list[str]) -> list[Declared]:
+    """0 to 3 further tools of other families."""
+    count = rng.choices((0, 1, 2, 3), (0.4, 0.3, 0.2, 0.1))[0]
+    chosen = rng.sample([name for name in families if name not in taken], count)
+    return [declare_family(FAMILIES[name], rng) for name in chosen]
+
+
+def _shuffled(rng: random.Random, tools: list[Declared]) -> tuple[dict[str, Any], ...]:
+    unique = list({tool.name: tool.declaration for tool in tools}.values())
+    rng.shuffle(unique)
+    return tuple(unique)
+
+
+# A tool that could be taken for another one is not declared beside it where the question does not fit.
+_NEAR = {"weather": {"forecast"}, "forecast": {"weather"}, "alarm": {"timer", "reminder"}, "timer": {"alarm"}, "reminder": {"note", "event", "alarm"}, "note": {"reminder"}, "event": {"reminder"},
+         "email": {"message"}, "message": {"email", "call"}, "call": {"contact", "message"}, "contact": {"call"}, "route": {"train", "flight"}, "train": {"route"}, "flight": {"route"},
+         "search": {"book", "recipe"}, "book": {"search"}, "recipe": {"search"}}  # fmt: skip
+
+
+def _calling(rng: random.Random) -> Iterator[Chat]:
+    """A question that a tool fits: the call; and with its result, the answer."""
+    key = rng.choice(list(FAMILIES))
+    family = FAMILIES[key]
+    tool = declare_family(family, rng)
+    question, arguments, _ = fill(family, rng)
+    tools = _shuffled(rng, [tool, *_others(rng, {key, *_NEAR.get(key, ())}, list(FAMILIES))])
+    user: Message = {"role": "user", "content": question}
+    calls: Message = {"role": "assistant", "tool_calls": [_call(tool.name, arguments)]}
+    thinking = rng.random() < 0.1
+    if thinking:
+        calls["reasoning"] = rng.choice(("The user wants something that {t} can do. I will call it.", "I need the tool {t} for this.", "There is a tool for that: {t}.")).format(t=tool.name)
+    system = rng.choice(_SYSTEMS)
+    yield Chat("tools", _messages(system, user, calls), tools, thinking)
+    if thinking or rng.random() < 0.45:
+        return
+    result = _result(family, rng)
+    if rng.random() < 0.08:
+        result = {"error": rng.choice(("not found", "no connection", "try again later", "not available"))}
+        answer = rng.choice(("I'm sorry, that did not work: {error}.", "Sorry, the tool says: {error}.", "That failed: {error}.")).format(**result)
+    else:
+        answer = facts.capitalised(rng.choice([text for text in family.answers if set(re.findall(r"\{(\w+)\}", text)) <= {*arguments, *result}]).format(**{**arguments, **result}))
+    tool_message: Message = {"role": "tool", "name": tool.name, "content": result}
+    yield Chat("tools", _messages(system, user, calls, tool_message, {"role": "assistant", "content": answer}), tools)
+
+
+def _parallel(rng: random.Random) -> Iterator[Chat]:
+    """Two or three calls at once: of one tool for several cities, or of two tools."""
+    if rng.random() < 0.6:
+        key, ask = rng.choice((("weather", "What is the weather in {}?"), ("weather", "How is the weather in {}?"), ("weather", "Compare the weather in {}."), ("time", "What time is it in {}?"),
+                               ("time", "Tell me the time in {}."), ("population", "How many people live in {}?"), ("population", "Compare the population of {}.")))  # fmt: skip
+        tool = declare_family(FAMILIES[key], rng)
+        cities = rng.sample(CITIES, rng.choice((2, 2, 2, 3)))
+        question = ask.format(", ".join(cities[:-1]) + " and " + cities[-1])
+        calls = [_call(tool.name, {"city": city}) for city in cities]
+        declared = [tool]
+        results = [_result(FAMILIES[key], rng) for _ in cities]
+        parts = [FAMILIES[key].answers[0].format(city=city, **result) for city, result in zip(cities, results, strict=True)]
+        answer = " ".join(parts)
+    else:
+        first, second = rng.sample(["alarm", "timer", "light", "music", "message", "note", "reminder", "shopping", "heating"], 2)
+        if second in _NEAR.get(first, ()):
+            return
+        declared, calls, texts, results, parts = [], [], [], [], []
+        for key in (first, second):
+            family = FAMILIES[key]
+            tool = declare_family(family, rng)
+            text, arguments, _ = fill(family, rng, tuple(ask for ask in family.asks if not ask.endswith("?")))
+            declared.append(tool)
+            calls.append(_call(tool.name, arguments))
+            texts.append(text.rstrip(".!"))
+            results.append(_result(family, rng))
+            parts.append(facts.capitalised(family.answers[0].format(**{**arguments, **results[-1]})))
+        question = f"{texts[0]}. {rng.choice(('And ', 'Also, ', 'Then ', ''))}" + (texts[1] if rng.random() < 0.3 else texts[1][0].lower() + texts[1][1:]) + "."
+        question = question.replace(". i ", ". I ")
+        answer = " ".join(parts)
+    if len({tool.name for tool in declared}) < len(declared):
+        return
+    tools = _shuffled(rng, [*declared, *(_others(rng, set(FAMILIES) - {"door", "dice", "stock", "recipe"}, ["door", "dice", "stock", "recipe"]) if rng.random() < 0.4 else [])])
+    user: Message = {"role": "user", "content": question}
+    asked: Message = {"role": "assistant", "tool_calls": calls}
+    system = rng.choice(_SYSTEMS)
+    yield Chat("tools", _messages(system, user, asked), tools)
+    if rng.random() < 0.5:
+        results_said: list[Message] = [{"role": "tool", "name": call["function"]["name"], "content": result} for call, result in zip(calls, results, strict=True)]
+        yield Chat("tools", _messages(system, user, asked, *results_said, {"role": "assistant", "content": answer}), tools)
+
+
+_CANNOT = (
+    "I'm sorry, I have no tool for that.", "I can't do that with the tools that I have.", "Sorry, none of my tools can do that.", "I have no tool that fits. Can I help with something else?",
+)  # fmt: skip
+
+
+def _not_calling(rng: random.Random, plain: list[Chat]) -> Iterator[Chat]:
+    """Tools are declared, but the question needs none of them, or one that is not there."""
+    if rng.random() < 0.68:
+        chat = rng.choice(plain)
+        tools = [declare_family(FAMILIES[name], rng) for name in rng.sample([n for n in FAMILIES if n not in ("calculator", "population", "translate")], rng.choice((1, 1, 2, 3)))]
+        if chat.messages[0]["role"] == "system" or len(chat.messages) > 4:
+            return
+        yield Chat("tools", _messages(rng.choice(_SYSTEMS), *chat.messages), _shuffled(rng, tools))
+        return
+    key = rng.choice(list(FAMILIES))
+    question, _, _ = fill(FAMILIES[key], rng)
+    tools = _others(rng, {key, *_NEAR.get(key, ())}, list(FAMILIES)) or [declare_family(FAMILIES[rng.choice([n for n in FAMILIES if n != key and n not in _NEAR.get(key, ())])], rng)]
+    user: Message = {"role": "user", "content": question}
+    yield Chat("tools", _messages(rng.choice(_SYSTEMS), user, {"role": "assistant", "content": rng.choice(_CANNOT)}), _shuffled(rng, tools))
+
+
+def _made_up(rng: random.Random) -> Iterator[Chat]:
+    """Tools with names and parameters put together by chance, asked for by name: teaches to copy what is declared."""
+    name = f"{rng.choice(_VERBS)}_{rng.choice(_NOUNS)}" if rng.random() < 0.7 else rng.choice(_VERBS) + rng.choice(_NOUNS).capitalize()
+    properties: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        kind = rng.choices(("string", "integer", "boolean"), (0.55, 0.35, 0.1))[0]
+        key = rng.choice(_KEYS[kind])
+        if key in properties:
+            continue
+        properties[key] = {"type": kind}
+        arguments[key] = rng.choice((*_VALUES, *CITIES[:20], *TOPICS)) if kind == "string" else rng.randint(1, 99) if kind == "integer" else rng.random() < 0.5
+    spoken = [f"{key} {str(value).lower() if isinstance(value, bool) else value}" for key, value in arguments.items()]
+    verb, noun = re.match(r"([a-z]+)_?([A-Za-z]+)", name).groups()  # type: ignore[union-attr]
+    ask = rng.choice(("Please {v} the {n} with {k}.", "Use {t} with {k}.", "{V} the {n}: {k}.", "Call the tool {t} with {k}.", "Can you {v} a {n} with {k}?", "I want you to {v} the {n} with {k}."))
+    question = ask.format(v=verb, V=verb.capitalize(), n=noun.lower(), t=name, k=" and ".join(spoken))
+    text = rng.choice(("{V} a {n}.", "Can {v} the {n}.", "{V}s one {n}.", "For work with a {n}: {v} it.")).format(v=verb, V=verb.capitalize(), n=noun.lower())
+    tool = Declared(name, declare(name, text, properties, list(properties)))
+    tools = _shuffled(rng, [tool, *_others(rng, set(), list(FAMILIES))])
+    calls: Message = {"role": "assistant", "tool_calls": [_call(name, arguments)]}
+    yield Chat("tools", _messages(rng.choice(_SYSTEMS), {"role": "user", "content": facts.capitalised(question)}, calls), tools)
+
+
+def make(rng: random.Random, count: int) -> Iterator[Chat]:
+    """At least `count` chats with tools."""
+    plain = [
+        *facts.make(rng, 1), *arithmetic.make(rng, 300), *rng.sample(list(definitions.make(rng, 1)), 500), *smalltalk.make(rng, 700),
+        *writing.make(rng, 300), *writing.make_stories(rng, 100), *conversations.make(rng, 200),
+    ]  # fmt: skip
+    forbidden = {name for names in TEST_NAMES.values() for name in names.split()}
+    made = 0
+    while made < count:
+        chance = rng.random()
+        chats = _calling(rng) if chance < 0.42 else _parallel(rng) if chance < 0.52 else _made_up(rng) if chance < 0.66 else _not_calling(rng, plain)
+        for chat in chats:
+            if not any(tool["function"]["name"] in forbidden for tool in chat.tools):
+                yield chat
+                made += 1

@@ -1,0 +1,295 @@
+"""The quality gate: what the built-in model must show before its weights are kept.
+
+    python -m training.gate                          the built-in model; exit code 1 where a goal is missed
+    python -m training.gate --model out/training/embedded/target --json out/gate.json --golden training/golden.md
+
+Questions, tool calls, JSON answers and open prompts are in `training/questions`; none of their phrasings is in the training
+text (`training/data` has the script that shows it). All answers are greedy, in float32, through Culet's engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from culet import LLM, SamplingParams
+from culet.config import BUILT_IN
+from culet.models.checkpoint import find_folder
+from culet.serve.channels import OutputReader, tool_schemas
+from culet.serve.events import Output
+from training.scoring import is_right, is_valid_call, is_valid_json
+
+QUESTIONS = Path(__file__).parent / "questions"
+GREEDY = SamplingParams(temperature=0, max_tokens=160)
+GOALS = {
+    "questions": 0.70,
+    "tool calls": 0.90,
+    "no tool where none fits": 0.90,
+    "JSON": 0.95,
+    "answers ended": 0.95,
+}
+UNLIKE = "answers unlike transformers'"
+MAX_LOGIT_ERROR = 1e-4
+MAX_TIE = 1e-4  # best logits closer than this may be taken in either order
+
+
+@dataclass
+class Scores:
+    """What was counted, and what it came from."""
+
+    shares: dict[str, float] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def missed(self) -> list[str]:
+        """Goals that were counted and not reached."""
+        low = [
+            f"{name}: {self.shares[name]:.3f}, goal {goal}" for name, goal in GOALS.items() if self.shares.get(name, 1) < goal
+        ]
+        error = self.details.get("largest difference from transformers")
+        if error is not None and error > MAX_LOGIT_ERROR:
+            low.append(f"log-probabilities differ from transformers' by {error:.1e}, at most {MAX_LOGIT_ERROR:.0e} is allowed")
+        unlike = self.details.get(UNLIKE, 0)
+        if unlike:
+            low.append(f"{unlike} answers differ from transformers'")
+        return low
+
+
+def read_lines(name: str) -> list[dict[str, Any]]:
+    """A file of questions."""
+    return [json.loads(line) for line in (QUESTIONS / f"{name}.jsonl").read_text().splitlines() if line.strip()]
+
+
+class Asker:
+    """Puts conversations to a model, all at once."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+
+    def prompt(self, line: dict[str, Any]) -> list[int]:
+        engine = self.llm.engine
+        text = engine.chat_template.render(
+            line["messages"], tools=line.get("tools"), enable_thinking=line.get("thinking", False)
+        )
+        return engine.tokenizer.encode(text)
+
+    def ask(self, lines: Sequence[dict[str, Any]]) -> list[tuple[Output, str]]:
+        """What the model answers to each line, and why it stopped."""
+        prompts = [self.prompt(line) for line in lines]
+        answers = []
+        for line, prompt, result in zip(lines, prompts, self.llm.generate(prompts, GREEDY), strict=True):
+            schemas = tool_schemas(line.get("tools"))
+            reader = OutputReader(self.llm.engine.tokenizer, prompt_ids=prompt, schemas=schemas)
+            reader.push(result.token_ids)
+            reader.finish()
+            answers.append((reader.output(), result.finish_reason))
+        return answers
+
+
+def ask_questions(asker: Asker, scores: Scores) -> None:
+    lines = read_lines("questions")
+    answers = asker.ask([{"messages": [{"role": "user", "content": line["question"]}]} for line in lines])
+    right, asked, wrong = Counter[str](), Counter[str](), []
+    for line, (output, _) in zip(lines, answers, strict=True):
+        asked[line["kind"]] += 1
+        if is_right(line["kind"], output.content, line["answers"]):
+            right[line["kind"]] += 1
+        else:
+            wrong.append({"question": line["question"], "said": output.content, "wanted": line["answers"]})
+    scores.shares["questions"] = right.total() / asked.total()
+    scores.shares |= {f"questions: {kind}": right[kind] / count for kind, count in asked.items()}
+    scores.shares["answers ended"] = sum(reason == "stop" for _, reason in answers) / len(answers)
+    scores.details["wrong answers"] = wrong
+
+
+def ask_for_tools(asker: Asker, scores: Scores) -> None:
+    lines = read_lines("tools")
+    valid = exact = fitting = silent = unfitting = 0
+    wrong = []
+    for line, (output, _) in zip(lines, asker.ask(lines), strict=True):
+        expected, calls = line["expect"], output.tool_calls
+        if expected is None:
+            unfitting += 1
+            silent += not calls and not output.num_malformed
+            is_good = not calls and not output.num_malformed
+        else:
+            fitting += 1
+            is_good = (
+                bool(calls)
+                and not output.num_malformed
+                and all(is_valid_call(call.name, call.arguments, line["tools"]) for call in calls)
+            )
+            valid += is_good
+            exact += is_good and (calls[0].name, calls[0].arguments) == (expected["name"], expected.get("arguments"))
+        if not is_good:
+            said = [f"{call.name}({call.arguments_json})" for call in calls]
+            wrong.append({"asked": line["messages"][-1]["content"], "called": said, "said": output.content})
+    scores.shares |= {"tool calls": valid / fitting, "tool calls, all arguments right": exact / fitting}
+    scores.shares["no tool where none fits"] = silent / unfitting
+    scores.details["wrong tool calls"] = wrong
+
+
+def ask_for_json(asker: Asker, scores: Scores) -> None:
+    lines = read_lines("json")
+    answers = [output.content for output, _ in asker.ask(lines)]
+    is_valid = [is_valid_json(answer, line["schema"]) for line, answer in zip(lines, answers, strict=True)]
+    scores.shares["JSON"] = sum(is_valid) / len(lines)
+    scores.details["wrong JSON"] = [answer for answer, good in zip(answers, is_valid, strict=True) if not good]
+
+
+def play_open(asker: Asker) -> list[list[dict[str, str]]]:
+    """The open conversations, turn by turn, as they were answered."""
+    games = [line["turns"] for line in read_lines("open")]
+    played: list[list[dict[str, str]]] = [[] for _ in games]
+    for turn in range(max(map(len, games))):
+        live = [number for number, game in enumerate(games) if turn < len(game)]
+        for number in live:
+            played[number].append({"role": "user", "content": games[number][turn]})
+        for number, (output, _) in zip(live, asker.ask([{"messages": played[number]} for number in live]), strict=True):
+            played[number].append({"role": "assistant", "content": output.content})
+    return played
+
+
+def golden_text(played: Sequence[Sequence[dict[str, str]]]) -> str:
+    """The conversations as Markdown, to read."""
+    parts = ["# Thirty open prompts, as the built-in model answers them (temperature 0)", ""]
+    for number, game in enumerate(played, start=1):
+        parts.append(f"## {number}")
+        parts += [f"**{'You' if turn['role'] == 'user' else turn['role'].title()}:** {turn['content']}\n" for turn in game]
+    return "\n".join(parts).replace("**Assistant:**", "**Culet:**")
+
+
+def held_out() -> dict[str, list[list[int]]]:
+    """Held-out documents by part."""
+    stored = np.load(QUESTIONS / "held_out.npz")
+    documents = {}
+    for name in sorted({key.partition(".")[0] for key in stored.files}):
+        pieces = np.split(stored[f"{name}.tokens"], stored[f"{name}.ends"][:-1])
+        documents[name] = [piece.astype(int).tolist() for piece in pieces]
+    return documents
+
+
+def _own_logprobs(llm: LLM, documents: Sequence[Sequence[int]]) -> list[list[float]]:
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    results = llm.generate([list(document) for document in documents], params)
+    found = []
+    for document, result in zip(documents, results, strict=True):
+        assert result.prompt_logprobs is not None
+        found.append([entry[token] for token, entry in zip(document[1:], result.prompt_logprobs, strict=True)])
+    return found
+
+
+def measure_perplexity(llm: LLM, scores: Scores) -> None:
+    """Perplexity of each held-out part, by Culet's own log-probabilities."""
+    table = {}
+    for name, documents in held_out().items():
+        logprobs = [value for each in _own_logprobs(llm, documents) for value in each]
+        table[name] = round(math.exp(-sum(logprobs) / len(logprobs)), 3)
+    scores.details["held-out perplexity"] = table
+
+
+def compare_with_transformers(llm: LLM, folder: Path, asker: Asker, scores: Scores) -> None:
+    """The same log-probabilities of held-out text, and the same greedy answers up to ties."""
+    from transformers import AutoModelForCausalLM
+
+    peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    documents = [documents[0] for documents in held_out().values() if documents]
+    largest = 0.0
+    with torch.inference_mode():
+        for document, own in zip(documents, _own_logprobs(llm, documents), strict=True):
+            logits = peer(torch.tensor([document])).logits[0, :-1].log_softmax(-1)
+            theirs = logits.gather(1, torch.tensor(document[1:])[:, None])[:, 0]
+            largest = max(largest, float((theirs - torch.tensor(own)).abs().max()))
+        prompts = [asker.prompt({"messages": [{"role": "user", "content": line["turns"][0]}]}) for line in read_lines("open")]
+        unlike = sum(
+            _is_unlike(peer, prompt, result) for prompt, result in zip(prompts, llm.generate(prompts, GREEDY), strict=True)
+        )
+    scores.details |= {"largest difference from transformers": largest, UNLIKE: unlike}
+    scores.details["answers compared with transformers'"] = len(prompts)
+
+
+def _is_unlike(peer: Any, prompt: Sequence[int], result: Any) -> bool:
+    """Does any token of the answer differ from transformers' choice by more than a tie."""
+    ids = [*prompt, *result.token_ids]
+    logits = peer(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1]
+    taken = logits.gather(1, torch.tensor(list(result.token_ids))[:, None])[:, 0]
+    return bool((logits.max(-1).values - taken > MAX_TIE).any())
+
+
+def measure_speed(llm: LLM, scores: Scores) -> None:
+    """Output tokens per second of one chat and of eight at once, on this machine."""
+    asker = Asker(llm)
+    lines = [{"messages": [{"role": "user", "content": f"Tell me a story about the number {number}."}]} for number in range(8)]
+    prompts = [asker.prompt(line) for line in lines]
+    params = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
+    speed = {}
+    for count in (1, 8):
+        best = math.inf
+        for _ in range(3):
+            began = time.perf_counter()
+            llm.generate(prompts[:count], params)
+            best = min(best, time.perf_counter() - began)
+        speed[f"{count} at once"] = round(count * 128 / best, 1)
+    scores.details["tokens per second"] = speed | {"threads": torch.get_num_threads()}
+
+
+def run_gate(model: str, *, parts: Iterable[str], golden: Path | None = None) -> Scores:
+    """Everything that `parts` names, over one model."""
+    scores = Scores()
+    with LLM(model, device="cpu", dtype="float32") as llm:
+        asker = Asker(llm)
+        steps = {
+            "questions": lambda: ask_questions(asker, scores),
+            "tools": lambda: ask_for_tools(asker, scores),
+            "json": lambda: ask_for_json(asker, scores),
+            "perplexity": lambda: measure_perplexity(llm, scores),
+            "transformers": lambda: compare_with_transformers(llm, find_folder(model), asker, scores),
+            "speed": lambda: measure_speed(llm, scores),
+        }
+        for part in parts:
+            if part == "open":
+                played = play_open(asker)
+                scores.details["conversations"] = played
+                if golden is not None:
+                    golden.write_text(golden_text(played))
+            else:
+                steps[part]()
+    return scores
+
+
+PARTS = ("questions", "tools", "json", "open", "perplexity", "transformers", "speed")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m training.gate", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default=BUILT_IN, help="folder of a checkpoint (default: the built-in model)")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"which of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--json", type=Path, dest="json_file", help="write everything there")
+    parser.add_argument("--golden", type=Path, help="write the open conversations there, as Markdown")
+    given = parser.parse_args(arguments)
+    scores = run_gate(given.model, parts=given.parts.split(","), golden=given.golden)
+    if given.json_file:
+        given.json_file.write_text(json.dumps(asdict(scores), indent=1, ensure_ascii=False) + "\n")
+    for name, share in scores.shares.items():
+        print(f"{name:40}{share:8.3f}" + (f"   goal {GOALS[name]}" if name in GOALS else ""))
+    for name, value in scores.details.items():
+        if not isinstance(value, list):
+            print(f"{name}: {value}")
+    missed = scores.missed()
+    for line in missed:
+        print(f"missed: {line}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
