@@ -322,3 +322,4 @@ class TokenDelta:
     num_cached_tokens: int = 0  # prompt tokens that were found in the prefix cache
     stop_token_id: int | None = None  # the stop token that ended it; it is the last of token_ids
     error: str = ""  # what went wrong, for FinishReason.ERROR
+    queue_s: float = 0.0  # how long it waited for its start; told once, like the cached tokens

@@ -36,6 +36,10 @@ class Part:
     def starts(self) -> NDArray[np.int64]:
         return np.concatenate((np.zeros(1, np.int64), self.ends[:-1]))
 
+    def documents(self) -> list[list[int]]:
+        """Token ids of each document."""
+        return [piece.astype(int).tolist() for piece in np.split(self.tokens, self.ends[:-1])]
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -93,6 +97,7 @@ def load_parts(folder: Path) -> dict[str, Part]:
             np.load(path).astype(np.int64),
             np.load(learnt).astype(bool) if learnt.exists() else None,
         )
+    parts = {name: part for name, part in parts.items() if len(part.ends)}
     if not parts:
         raise FileNotFoundError(f"{folder}: no training text; `training/data` makes it")
     return parts

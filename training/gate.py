@@ -28,6 +28,9 @@ from culet.config import BUILT_IN
 from culet.models.checkpoint import find_folder
 from culet.serve.channels import OutputReader, tool_schemas
 from culet.serve.events import Output
+from training.acceptance import Output as Written
+from training.batches import Part
+from training.prompts import cut_prompts
 from training.scoring import is_right, is_valid_call, is_valid_json
 
 QUESTIONS = Path(__file__).parent / "questions"
@@ -39,6 +42,10 @@ GOALS = {
     "JSON": 0.95,
     "answers ended": 0.95,
 }
+DRAFTING = "tokens emitted per verify"
+DRAFTING_GOALS = {"mtp": 2.3, "dflash": 3.0}
+DRAFTERS = {"mtp": "assistant", "dflash": "dflash"}  # method, and the folder beside the target's
+NUM_DRAFTED = 48  # chats
 UNLIKE = "answers unlike transformers'"
 MAX_LOGIT_ERROR = 1e-4
 MAX_TIE = 1e-4  # best logits closer than this may be taken in either order
@@ -59,6 +66,10 @@ class Scores:
         error = self.details.get("largest difference from transformers")
         if error is not None and error > MAX_LOGIT_ERROR:
             low.append(f"log-probabilities differ from transformers' by {error:.1e}, at most {MAX_LOGIT_ERROR:.0e} is allowed")
+        for name, emitted in self.details.get(DRAFTING, {}).items():
+            goal = DRAFTING_GOALS[name.partition(" ")[0]]
+            if emitted < goal:
+                low.append(f"{DRAFTING}: {name}: {emitted}, goal {goal}")
         unlike = self.details.get(UNLIKE, 0)
         if unlike:
             low.append(f"{unlike} answers differ from transformers'")
@@ -169,14 +180,11 @@ def golden_text(played: Sequence[Sequence[dict[str, str]]]) -> str:
     return "\n".join(parts).replace("**Assistant:**", "**Culet:**")
 
 
-def held_out() -> dict[str, list[list[int]]]:
+def held_out() -> dict[str, Part]:
     """Held-out documents by part."""
     stored = np.load(QUESTIONS / "held_out.npz")
-    documents = {}
-    for name in sorted({key.partition(".")[0] for key in stored.files}):
-        pieces = np.split(stored[f"{name}.tokens"], stored[f"{name}.ends"][:-1])
-        documents[name] = [piece.astype(int).tolist() for piece in pieces]
-    return documents
+    names = sorted({key.partition(".")[0] for key in stored.files})
+    return {name: Part(name, *(stored[f"{name}.{kind}"] for kind in ("tokens", "ends", "learnt"))) for name in names}
 
 
 def _own_logprobs(llm: LLM, documents: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -192,8 +200,8 @@ def _own_logprobs(llm: LLM, documents: Sequence[Sequence[int]]) -> list[list[flo
 def measure_perplexity(llm: LLM, scores: Scores) -> None:
     """Perplexity of each held-out part, by Culet's own log-probabilities."""
     table = {}
-    for name, documents in held_out().items():
-        logprobs = [value for each in _own_logprobs(llm, documents) for value in each]
+    for name, part in held_out().items():
+        logprobs = [value for each in _own_logprobs(llm, part.documents()) for value in each]
         table[name] = round(math.exp(-sum(logprobs) / len(logprobs)), 3)
     scores.details["held-out perplexity"] = table
 
@@ -203,7 +211,7 @@ def compare_with_transformers(llm: LLM, folder: Path, asker: Asker, scores: Scor
     from transformers import AutoModelForCausalLM
 
     peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    documents = [documents[0] for documents in held_out().values() if documents]
+    documents = [part.documents()[0] for part in held_out().values()]
     largest = 0.0
     with torch.inference_mode():
         for document, own in zip(documents, _own_logprobs(llm, documents), strict=True):
@@ -224,6 +232,27 @@ def _is_unlike(peer: Any, prompt: Sequence[int], result: Any) -> bool:
     logits = peer(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1]
     taken = logits.gather(1, torch.tensor(list(result.token_ids))[:, None])[:, 0]
     return bool((logits.max(-1).values - taken > MAX_TIE).any())
+
+
+def measure_drafting(model: str, scores: Scores) -> None:
+    """Tokens emitted per verify by the engine itself, over held-out chats; repetitive outputs are left out."""
+    parts = held_out()
+    prompts = cut_prompts(parts, dict.fromkeys(parts, 1.0), NUM_DRAFTED, longest=512, seed=7, chats_only=True)
+    folder = find_folder(model).parent
+    emitted = {}
+    for temperature in (0.0, 1.0):
+        params = [SamplingParams(temperature=temperature, max_tokens=160, seed=number) for number in range(len(prompts))]
+        with LLM(model, device="cpu", dtype="float32") as plain:
+            written = plain.generate(prompts, params)
+        kept = [index for index, result in enumerate(written) if not Written(prompts[index], result.token_ids).is_repetitive]
+        for method, name in DRAFTERS.items():
+            choice = {"method": method, "model": str(folder / name), "adaptive": False, "probe": False}
+            with LLM(model, device="cpu", dtype="float32", speculative_config=json.dumps(choice)) as llm:
+                llm.generate([prompts[index] for index in kept], [params[index] for index in kept])
+                counters = llm.engine.stats().counters
+            emitted[f"{method} at temperature {temperature:g}"] = round(1 + counters.accepted_tokens / counters.verifies, 3)
+    scores.details[DRAFTING] = emitted
+    scores.details["chats drafted, and left out as repetitive"] = [len(prompts), len(prompts) - len(kept)]
 
 
 def measure_speed(llm: LLM, scores: Scores) -> None:
@@ -254,6 +283,7 @@ def run_gate(model: str, *, parts: Iterable[str], golden: Path | None = None) ->
             "json": lambda: ask_for_json(asker, scores),
             "perplexity": lambda: measure_perplexity(llm, scores),
             "transformers": lambda: compare_with_transformers(llm, find_folder(model), asker, scores),
+            "drafting": lambda: measure_drafting(model, scores),
             "speed": lambda: measure_speed(llm, scores),
         }
         for part in parts:
@@ -267,7 +297,7 @@ def run_gate(model: str, *, parts: Iterable[str], golden: Path | None = None) ->
     return scores
 
 
-PARTS = ("questions", "tools", "json", "open", "perplexity", "transformers", "speed")
+PARTS = ("questions", "tools", "json", "open", "perplexity", "transformers", "drafting", "speed")
 
 
 def main(arguments: list[str] | None = None) -> int:

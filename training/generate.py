@@ -24,8 +24,8 @@ class Sampling:
     """How tokens are drawn; 0 is greedy. The rest are the model's own defaults."""
 
     temperature: float = 1.0
-    top_k: int = 64
-    top_p: float = 0.95
+    top_k: int = 40
+    top_p: float = 0.9
 
 
 def draw(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:

@@ -102,6 +102,7 @@ class Training:
                 now = time.perf_counter()
                 speed = round(tokens / (now - told))
                 entry = {"stage": settings.name, "step": self.step, "seconds": round(self.elapsed, 1), "loss": round(loss, 4)}
+                entry["tokens"] = self.step * batch.ids_BT.numel()
                 self._log.write(**entry, rate=round(factor, 4), phase=self._feed.phase, tokens_per_s=speed)
                 sums, told, tokens = [], now, 0
             now = time.perf_counter()

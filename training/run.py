@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -43,6 +44,9 @@ from training.target import held_out_losses, perplexity, target_loss
 STAGES = ("target", "assistant", "dflash")
 TEMPERATURES = (0.0, 1.0)
 OWN_PARTS = ("own-0", "own-1")  # the target's own outputs at those temperatures
+EXPECTED_SPEED = 1.4e6  # tokens per second of the target's training on an H200
+MAX_EPOCHS = 20  # of a part, where other parts are larger
+LAST_PHASE = 0.3  # share of the training in which the last mixture is learnt
 OWN_SHARE = 0.7  # of what drafters are trained on; the rest is the text itself
 
 
@@ -70,7 +74,13 @@ class Plan:
     def settings(self, stage: str) -> Settings:
         index = STAGES.index(stage)
         rows = self.rows if stage == "target" else max(1, self.rows // 2)
-        common = Settings(stage, seconds=self.seconds[index], steps=self.steps[index], row_len=self.row_len)
+        common = Settings(
+            stage,
+            seconds=self.seconds[index],
+            steps=self.steps[index],
+            row_len=self.row_len,
+            last_phase_from=1 - LAST_PHASE,
+        )
         chunk = max(rows, 64 if self.device.type == "cpu" else 2048)
         common = replace(common, warmup_steps=max(1, min(50, common.steps // 10)))
         if stage != "target":
@@ -85,7 +95,10 @@ class Run:
         self.plan = plan
         self.log = Log(plan.work / "log.jsonl")
         self.parts, self.held_out = load_parts(plan.pack / "train"), load_parts(plan.pack / "held_out")
-        self.phases = read_phases(plan.pack, self.parts)
+        num_tokens = min(EXPECTED_SPEED * plan.seconds[0], plan.steps[0] * plan.rows * plan.row_len)
+        self.phases = read_phases(plan.pack, self.parts, num_tokens)
+        seen = {name: sum(phase.weights[name] for phase in self.phases) / len(part.tokens) for name, part in self.parts.items()}
+        self.log.write(event="epochs", tokens=num_tokens, epochs={name: round(times, 1) for name, times in seen.items()})
         torch.manual_seed(0)
         self.target = Target(plan.target).to(plan.device)
 
@@ -242,14 +255,41 @@ def _save_outputs(path: Path, outputs: list[Output]) -> None:
     np.savez(path, allow_pickle=False, **arrays)
 
 
-def read_phases(pack: Path, parts: dict[str, Part]) -> list[Mixture]:
-    """The mixtures of `pack.json`: weights of the main phase, then of the last one, in which prompts are no goals."""
+def read_phases(pack: Path, parts: Mapping[str, Part], num_tokens: float) -> list[Mixture]:
+    """The mixtures of `pack.json`: the main one, then the last, in which prompts are no goals; for about so many tokens."""
     stated = json.loads((pack / "pack.json").read_text())["parts"]
     for name in parts:
         if name not in stated:
             raise ValueError(f"{pack}/pack.json: says nothing of the part {name!r}; it has {', '.join(stated)}")
-    main, last = ({name: float(stated[name][key]) for name in parts} for key in ("weight_main", "weight_last"))
-    return [Mixture(main, learn_all=True), Mixture(last, learn_all=False)]
+    sizes = {name: float(len(part.tokens)) for name, part in parts.items()}
+    phases = []
+    for key, share, is_last in (("weight_main", 1 - LAST_PHASE, False), ("weight_last", LAST_PHASE, True)):
+        weights = {name: float(stated[name][key]) for name in parts}
+        most = {name: MAX_EPOCHS * share * size for name, size in sizes.items()}
+        phases.append(Mixture(capped(weights, most, num_tokens * share), learn_all=not is_last))
+    return phases
+
+
+def capped(weights: Mapping[str, float], most: Mapping[str, float], num_tokens: float) -> dict[str, float]:
+    """Tokens of each part out of `num_tokens`, by the weights, but at most `most` of a part while others have more to give.
+
+    What is seen too often is learnt by heart.
+    """
+    given = dict.fromkeys(weights, 0.0)
+    open_parts = {name for name, weight in weights.items() if weight > 0}
+    left = num_tokens
+    while open_parts and left > 0:
+        total = sum(weights[name] for name in open_parts)
+        full = {name for name in open_parts if given[name] + left * weights[name] / total >= most[name]}
+        if not full:
+            for name in open_parts:
+                given[name] += left * weights[name] / total
+            return given
+        for name in full:
+            left -= most[name] - given[name]
+            given[name] = most[name]
+        open_parts -= full
+    return given
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -288,7 +328,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", default="1e9,1e9,1e9", help="most steps of each stage")
     parser.add_argument("--rows", type=int, default=32, help="rows of a batch of the target's (default: 32)")
     parser.add_argument("--own-prompts", type=int, default=16_384, help="own outputs for the drafters, per temperature")
-    parser.add_argument("--sharpness", type=float, default=1.4, help="factor on the target's logits (default: 1.4)")
+    parser.add_argument("--sharpness", type=float, default=1.3, help="factor on the target's logits (default: 1.3)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--mini", action="store_true", help="a model of a few thousand weights, for tests")
     given = parser.parse_args(arguments)

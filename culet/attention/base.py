@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ class AttentionBackend(Protocol):
 
     group: KVGroup
     num_heads: int
+    is_capturable: ClassVar[bool]  # decode and verify are launched by shapes alone: a CUDA graph of it serves any lengths
 
     def __init__(self, group: KVGroup, num_heads: int) -> None: ...
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -71,6 +72,8 @@ class _Plan:
 
 class ReferenceBackend:
     """Attention for the layers of one KV group, in torch."""
+
+    is_capturable: ClassVar[bool] = False  # which keys a row reads is worked out on the host
 
     def __init__(self, group: KVGroup, num_heads: int) -> None:
         self.group = group

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -54,6 +55,8 @@ class _Plan:
 
 class TritonBackend:
     """Attention for the layers of one KV group."""
+
+    is_capturable: ClassVar[bool] = True
 
     def __init__(self, group: KVGroup, num_heads: int) -> None:
         self.group = group

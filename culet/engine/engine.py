@@ -17,9 +17,10 @@ from culet.attention.base import AttentionBackend
 from culet.attention.plan import plan_attention
 from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, plan_cache, stored_as
-from culet.config import CacheConfig, Config, ScheduleConfig
+from culet.config import CacheConfig, Config, DraftChoice, ScheduleConfig
 from culet.drafters.base import Drafter, DrafterSpec, cache_specs, open_drafter, plan_drafter, target_groups
 from culet.engine import memory
+from culet.engine.drafting import PROBE_PROMPT, PROBE_TOKENS, draft_policy, run_probe
 from culet.engine.requests import RequestRules, resolve_sampling
 from culet.engine.start import StartTimes
 from culet.engine.structured import GrammarQueue
@@ -35,6 +36,7 @@ from culet.models.weights import load_model
 from culet.registry import load
 from culet.runner.graphs import Captures
 from culet.runner.runner import Pending, Runner
+from culet.scheduler.pace import DraftPolicy
 from culet.scheduler.scheduler import Scheduler
 from culet.scheduler.stats import SchedulerStats
 from culet.types import FinishReason, Logprobs, ModelDefaults, Request, SamplingParams, TokenDelta
@@ -103,6 +105,7 @@ class Engine:
         _check_cache_dtype(layout, config.cache, self.dtype)
         backends = self._plan_backends(layout)
         draft_backends = self._plan_draft_backends(layout)
+        self._has_graphs = _captures(config, self.device, [*backends, *draft_backends.values()])
         is_gpu = self.device.type == "cuda"
         if is_gpu:
             torch.cuda.set_device(self.device)  # Triton launches on the current device
@@ -126,15 +129,19 @@ class Engine:
             max_model_len=self.max_model_len,
             prefix_caching=config.cache.enable_prefix_caching,
             max_drafts=0 if drafter is None else drafter.max_drafts,
+            policy=self._draft_policy(),
         )
         limits = {"max_num_seqs": schedule.max_num_seqs, "max_model_len": self.max_model_len}
         self._runner = Runner(model, pool, backends, **limits, drafter=drafter)
-        if is_gpu and not config.model.enforce_eager:
+        if self._has_graphs:
             self._capture_graphs(times)
         self._grammars = GrammarQueue(self.tokenizer, self.spec.vocab_size, self.defaults)
         self._texts: dict[str, dict[int, _SampleText]] = {}  # by request and sample, while they run
         self._in_flight: deque[Pending] = deque()  # steps that were launched and not yet applied, oldest first
         self._max_in_flight = 1 + _looks_ahead(config, self.device)
+        if choice is not None and choice.probe and not (checkpoint.random or choice.model.startswith("random:")):
+            with times.part("draft probe"):
+                self._probe_drafts(choice)
         if compiles is not None:
             times.note("kernels", f"{compiles.compiled} compiled, {compiles.found} found on disk")
             compiles.begin_serving()
@@ -163,6 +170,21 @@ class Engine:
             chose(f"the drafter's attention over {taken.need.group} pages", taken.backend, taken.why)
         groups = [group for group in layout.groups if group.name in drafter.readers(layout)]
         return {group.index: load(plan.path(group))(group, drafter.num_heads) for group in groups}
+
+    def _draft_policy(self) -> DraftPolicy | None:
+        drafter, choice = self.draft_spec, self.config.draft.choice
+        if drafter is None or choice is None:
+            return None
+        return draft_policy(self.spec, drafter, choice, self.device, self.dtype.itemsize)
+
+    def _probe_drafts(self, choice: DraftChoice) -> None:
+        """See by a short run whether drafts are accepted, and warn if not: nothing else would show it."""
+        text = self.chat_template.render([{"role": "user", "content": PROBE_PROMPT}])
+        prompt = self.tokenizer.encode(text)[: self.max_model_len // 2]
+        count = min(PROBE_TOKENS, self.max_model_len - len(prompt))
+        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+        self.add(self.rules.make_request("draft-probe", prompt, params))
+        run_probe(self._scheduler, self.step).tell(choice)
 
     def _size_cache(
         self,
@@ -193,7 +215,7 @@ class Engine:
             schedule,
             resolve_sampling(SamplingParams(seed=0), self.defaults, self.spec.vocab_size),
             max_model_len=self.config.model.max_model_len or self.spec.max_position,
-            has_graphs=not self.config.model.enforce_eager,
+            has_graphs=self._has_graphs,
             drafter=drafter,
         )
         with times.part("kernels"):
@@ -404,6 +426,17 @@ def _check_cache_dtype(layout: CacheLayout, config: CacheConfig, dtype: torch.dt
             raise ConfigError(
                 f"kv-cache-dtype: got {config.kv_cache_dtype}, the model runs in {name}", hint=f"use auto, fp8 or {name}"
             )
+
+
+def _captures(config: Config, device: torch.device, backends: Sequence[AttentionBackend]) -> bool:
+    """Whether steps and drafting rounds are captured as CUDA graphs: where every backend's launches can be replayed."""
+    if device.type != "cuda" or config.model.enforce_eager:
+        return False
+    planner = next((backend for backend in backends if not backend.is_capturable), None)
+    if planner is not None:
+        reason = f"{type(planner).__name__} plans {planner.group.name} layers anew on the host in every step"
+        chose("CUDA graphs", "none", reason)
+    return planner is None
 
 
 def _looks_ahead(config: Config, device: torch.device) -> bool:

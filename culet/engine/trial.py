@@ -27,7 +27,7 @@ from culet.types import Entry, PageTable, Row, Sampling, StepPlan
 
 # Kernels differ by the number of tokens in a step (tiles of products, grouped experts), of rows, and of a row's few queries.
 TOKEN_COUNTS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 513, 1024, 2048, 4096, 8192)
-ROW_COUNTS = (1, 2, 17, 33, 65, 129, 257)
+ROW_COUNTS = (1, 2, 3, 4, 6, 8, 16, 17, 32, 33, 65, 129, 257)
 QUERY_COUNTS = (1, 2, 4, 8, 16)
 CONTEXT = 64  # tokens before the new ones, where a step is to have a context
 LEAST_GRAPH = 1 << 20  # bytes; what a further graph takes may be too small to see

@@ -86,11 +86,13 @@ class DFlashLayerModule(Layer):
     ) -> tuple[Tensor, Tensor]:
         """The stream after this layer, and `next_norm_D` of it; `normed_TD` is the stream under this layer's input norm."""
         ops, planes = self.ops, shared.pool.planes(self.layer)
-        q, k, v = ops.prepare_qkv(self.qkv(normed_TD), self.norm_weight, shared.turn, planes, shared.store, self.heads)
+        qkv_TX, weight, turn, store = self.qkv.parts(normed_TD), self.norm_weight, shared.turn, shared.store
+        q, k, v = ops.prepare_qkv(qkv_TX, weight, turn, planes, store, self.heads, normed_TD.dtype)
         attended = shared.backends[index].run(self.layer, shared.batches[index], shared.pool, q, k, v)
-        x_TD, normed = ops.residual_norm(x_TD, self.out(attended.flatten(1)), None, None, self.post_attention_norm, self.eps)
-        widened = ops.silu_mul(self.gate_up(normed))
-        x_TD, normed = ops.residual_norm(x_TD, self.down(widened), None, None, next_norm_D, self.eps)
+        added = self.out.parts(attended.flatten(1))
+        x_TD, normed = ops.residual_norm(x_TD, added, None, None, self.post_attention_norm, self.eps)
+        added = self.down.parts(ops.silu_mul(self.gate_up(normed)))
+        x_TD, normed = ops.residual_norm(x_TD, added, None, None, next_norm_D, self.eps)
         return x_TD, normed
 
     def placements(self, prefix: str) -> Iterator[tuple[str, Placement]]:

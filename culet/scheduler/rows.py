@@ -80,4 +80,5 @@ def commit_row(one: Sequence, shape: RowShape, supply: PageSupply, num_wanted: i
     one.num_proposed = 0
     one.rows_in_flight += 1
     one.draws_in_flight += shape.draws
+    one.awaits_drafts = bool(shape.num_drafts or num_wanted)
     return PlannedRow(row, one, [one] if shape.draws else [])

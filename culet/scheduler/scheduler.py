@@ -19,6 +19,7 @@ from culet.config import ScheduleConfig
 from culet.errors import BadRequest, QueueFull
 from culet.scheduler.admission import check_fits, reserved_pages
 from culet.scheduler.budget import Grant, share_budget
+from culet.scheduler.pace import DraftPolicy
 from culet.scheduler.rows import PlannedRow, commit_row, largest_row
 from culet.scheduler.sequence import Sequence
 from culet.scheduler.stats import Counters, SchedulerStats
@@ -38,12 +39,17 @@ class Scheduler:
         max_model_len: int,
         prefix_caching: bool = True,
         max_drafts: int = 0,
+        policy: DraftPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_drafts`: most tokens a drafter proposes at a time; above 0, no sequence is planned on an unknown token."""
+        """`max_drafts`: most tokens a drafter proposes at a time. `policy` decides how many it should; None: always all.
+
+        A sequence that waits for drafts is not planned before they are there.
+        """
         self.layout = layout
         self.max_model_len = max_model_len
         self.max_drafts = max_drafts
+        self.policy = policy
         self.budget = config.max_num_batched_tokens
         self.supply = PageSupply(layout, num_slabs, prefix_caching=prefix_caching)
         self.counters = Counters()
@@ -77,6 +83,7 @@ class Scheduler:
         self._num_arrivals += 1
         first, *others = [Sequence(request, sample, arrival, self.layout, self._keys()) for sample in range(request.n)]
         first.siblings = others
+        first.arrived_at = self._clock()
         self._alive[request.request_id] = {one.sample: one for one in (first, *others)}
         if held:
             self._held[request.request_id] = first
@@ -136,7 +143,7 @@ class Scheduler:
             num_checkpoint_pages=arena.num_reclaimable,
             num_held_pages=held,
             num_checkpoints=prefix.num_checkpoints if prefix else 0,
-            counters=replace(self.counters),
+            counters=self.counters.copy(),
         )
 
     # A step is planned
@@ -181,7 +188,7 @@ class Scheduler:
         """Whether its next row can be planned now: not if that hangs on a token that may not come, on drafts or a grammar."""
         if not one.draws_in_flight:
             return True
-        return self.max_drafts == 0 and one.num_left > 0 and one.request.grammar is None
+        return not one.awaits_drafts and one.num_left > 0 and one.request.grammar is None
 
     def _plan_row(self, grant: Grant, *, may_preempt: bool) -> list[PlannedRow]:
         """The row for `grant`, smaller if pages are short; none where not even one token finds room.
@@ -194,8 +201,15 @@ class Scheduler:
             if not may_preempt or self._running[-1] is one:
                 return []
             self._preempt(self._running[-1])
-        # The token drawn now and the one after the last draft need no proposals.
-        return [commit_row(one, shape, self.supply, max(0, min(self.max_drafts, one.num_left - 2)))]
+        return [commit_row(one, shape, self.supply, self._num_wanted(one) if shape.draws else 0)]
+
+    def _num_wanted(self, one: Sequence) -> int:
+        """Proposals to make behind the token that `one` is about to draw."""
+        # The token drawn now and the one after the last draft need none.
+        limit = min(self.max_drafts, one.num_left - 2)
+        if limit <= 0:
+            return 0
+        return limit if self.policy is None else min(limit, self.policy.wanted(one.pace, len(self._running)))
 
     def _preempt(self, one: Sequence) -> None:
         """Take its slot and pages; it is computed again later, what it has drawn included."""
@@ -257,6 +271,8 @@ class Scheduler:
             return []
         self._waiting.remove(one)
         insort(self._running, one, key=lambda each: each.order)
+        if one.arrived_at and not one.is_announced:
+            one.queue_s = self._clock() - one.arrived_at
         self._count_prefix(one, match)
         return rows
 
@@ -352,11 +368,10 @@ class Scheduler:
             self._finish(one, FinishReason.ERROR)
             self._send(one, error=drawn.fault)
             return
-        self.counters.verifies += num_drafts > 0
-        self.counters.drafted_tokens += num_drafts
-        self.counters.accepted_tokens += num_drawn - 1
-        self.counters.rolled_back_tokens += num_drafts + 1 - num_drawn
-        self.counters.rollbacks += num_drawn <= num_drafts
+        if num_drafts:
+            self.counters.count_verify(num_drafts, num_drawn - 1)
+            if self.policy is not None:
+                self.policy.note(one.pace, num_drafts, num_drawn - 1)
         if one.is_running:  # else preempted since: the tokens count, the pages are gone
             one.num_computed += num_drawn - 1
             one.num_proposed = drawn.num_proposed
@@ -430,6 +445,7 @@ class Scheduler:
                 num_cached_tokens=0 if one.is_announced else one.num_cached,
                 stop_token_id=token_ids[-1] if is_stopped else None,
                 error=error,
+                queue_s=0.0 if one.is_announced else one.queue_s,
             )
         )
         one.is_announced = True

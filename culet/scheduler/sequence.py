@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from culet.cache.prefix import Checkpoint, PageKeys
 from culet.cache.spec import CacheLayout, KVGroup
+from culet.scheduler.pace import Pace
 from culet.scheduler.supply import PageSupply
 from culet.types import Entry, FinishReason, PageTable, Request, Sampling
 
@@ -127,11 +128,15 @@ class Sequence:
         self.rows_in_flight = 0
         self.draws_in_flight = 0
         self.num_proposed = 0  # drafts that wait in the slot's buffer
+        self.awaits_drafts = False  # its row in flight verifies drafts or asks for some: what comes next is not known
+        self.pace = Pace()  # what of its drafts was accepted
         self.prefill_end = 0  # tokens to compute before the first draw after (re)admission
         self.junction = 0  # position within the prompt where others parted ways; a chunk ends there
         self.num_scored = 0  # prompt positions whose log-probabilities were planned already
         self.num_cached = 0  # prompt tokens found in the prefix cache
         self.is_announced = False  # its first TokenDelta has left
+        self.arrived_at = 0.0  # on the scheduler's clock
+        self.queue_s = 0.0  # how long it waited for its first start
         self.siblings: list[Sequence] = []  # samples that wait for this one's prompt to be computed
         self.finish_reason: FinishReason | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 
 @dataclass
@@ -26,6 +26,36 @@ class Counters:
     prefix_query_tokens: int = 0
     prefix_hits: int = 0
     prefix_hit_tokens: int = 0
+    drafted_at: list[int] = field(default_factory=list)  # verified drafts by their place in a round, the first at 0
+    accepted_at: list[int] = field(default_factory=list)  # and those of them that were accepted
+
+    def count_verify(self, num_drafts: int, num_accepted: int) -> None:
+        """A row with drafts has come back."""
+        self.verifies += 1
+        self.drafted_tokens += num_drafts
+        self.accepted_tokens += num_accepted
+        self.rolled_back_tokens += num_drafts - num_accepted
+        self.rollbacks += num_accepted < num_drafts
+        missing = num_drafts - len(self.drafted_at)
+        if missing > 0:
+            self.drafted_at += [0] * missing
+            self.accepted_at += [0] * missing
+        for place in range(num_drafts):
+            self.drafted_at[place] += 1
+            self.accepted_at[place] += place < num_accepted
+
+    @property
+    def tokens_per_verify(self) -> float:
+        """Tokens that a verify brings, the target's own included; 0 where there was none."""
+        return 1.0 + self.accepted_tokens / self.verifies if self.verifies else 0.0
+
+    @property
+    def acceptance_at(self) -> tuple[float, ...]:
+        """Share of drafts that were accepted, by their place in a round."""
+        return tuple(kept / count for kept, count in zip(self.accepted_at, self.drafted_at, strict=True))
+
+    def copy(self) -> Counters:
+        return replace(self, drafted_at=list(self.drafted_at), accepted_at=list(self.accepted_at))
 
 
 @dataclass(frozen=True)

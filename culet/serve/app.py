@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,10 @@ def _entry(endpoint: Endpoint) -> dict[str, Any]:
     if endpoint.answer is not None:
         answer["content"] = {"application/json": {"schema": _reference(endpoint.answer)}}
     entry: dict[str, Any] = {"responses": {"200": answer, "4XX": _ERROR, "5XX": _ERROR}}
+    names = re.findall(r"{(\w+)", endpoint.path)
+    if names:
+        kind = {"type": "string", "maxLength": 256}
+        entry["parameters"] = [{"name": name, "in": "path", "required": True, "schema": kind} for name in names]
     if endpoint.body is not None:
         content = {"application/json": {"schema": _reference(endpoint.body)}}
         entry["requestBody"] = {"required": True, "content": content}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import socket
 import subprocess
 import sys
@@ -162,7 +161,7 @@ class EngineClient(asyncio.Protocol):
                 [sys.executable, "-m", "culet.serve.engine_process", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=os.environ,
+                start_new_session=True,  # Ctrl-C is for us alone: we tell it when to end
             )
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: client, sock=ours)

@@ -204,6 +204,7 @@ class EngineLoop:
             tuple(map(dict, delta.logprobs)),
             tuple(map(dict, delta.prompt_logprobs)),
             delta.error,
+            delta.queue_s,
         )
 
     def _send_stats(self) -> None:

@@ -228,6 +228,8 @@ class Generation:
     def _take(self, sample: Sample, delta: Delta) -> Piece:
         if delta.num_cached_tokens:
             self.num_cached = max(self.num_cached, delta.num_cached_tokens)
+        if delta.queue_s:
+            self._finished.queue_s = delta.queue_s
         if delta.prompt_logprobs:
             self.prompt_logprobs += delta.prompt_logprobs
         events: list[Event] = []

@@ -108,6 +108,7 @@ class Metrics:
             return made
 
         self._first = histogram("time_to_first_token_seconds", "From a request to its first token.", _SHORT)
+        self._queue = histogram("request_queue_time_seconds", "That a request waited before it was started.", _SHORT)
         self._gap = histogram("inter_token_latency_seconds", "Between the steps that bring a sample's tokens.", _TOKEN)
         self._per_token = histogram(
             "request_time_per_output_token_seconds", "Per token after the first, mean of a request.", _TOKEN
@@ -142,6 +143,7 @@ class Metrics:
             return
         self._first.labels(model).observe(finished.first_token_s)
         self._whole.labels(model).observe(finished.total_s)
+        self._queue.labels(model).observe(finished.queue_s)
         gap = self._gap.labels(model)
         for seconds in finished.gaps_s:
             gap.observe(seconds)

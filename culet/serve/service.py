@@ -18,7 +18,7 @@ from culet.config import Config, Limits, ServeConfig, read_limits
 from culet.engine.requests import RequestRules
 from culet.engine.structured import make_grammar_check
 from culet.engine.text import ChatTemplate, NumberTokenizer, Tokenizer
-from culet.errors import CuletError, QueueFull, WorkerDied
+from culet.errors import ContextTooLong, CuletError, QueueFull, WorkerDied
 from culet.log import logger
 from culet.models.checkpoint import open_checkpoint
 from culet.serve.client import EngineClient, State, Stream
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from culet.serve.metrics import Metrics
 
 _TEXT_THREADS = 2  # the template's process takes one conversation at a time; tokenizing runs beside it
+_MAX_TOKEN_CHARS = 8  # texts with more characters per token than this are rare
+_CUT_TOKENS = 1024  # more than what a cut within a text can add to the tokens before it
 _WATCH_PERIOD_S = 1.0
 _RATE_WINDOW_S = 60.0
 MAX_RETRY_S = 60
@@ -52,6 +54,7 @@ class Finished:
     num_reasoning_tokens: int = 0
     max_tokens: int = 0
     n: int = 1
+    queue_s: float = 0.0  # from submitting to the start in the engine
     first_token_s: float | None = None  # from submitting to the first token
     total_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)  # between the deltas of a sample
@@ -232,13 +235,22 @@ class Service:
                 enable_thinking=thinking,
                 options=options,
             )
-            return self.tokenizer.encode(text)
+            return self._encode(text)
 
         return await self._in_thread(encode)
 
     async def encode_text(self, text: str, *, add_bos: bool = True) -> list[int]:
         """Token ids of a plain text."""
-        return await self._in_thread(lambda: self.tokenizer.encode(text, add_bos=add_bos))
+        return await self._in_thread(lambda: self._encode(text, add_bos=add_bos))
+
+    def _encode(self, text: str, *, add_bos: bool = False) -> list[int]:
+        """Token ids of a text; one that is far too long is refused by its beginning, before seconds go into the rest of it."""
+        limit = self.rules.max_model_len
+        if len(text) > limit * _MAX_TOKEN_CHARS:
+            num_tokens = len(self.tokenizer.encode(text[: limit * _MAX_TOKEN_CHARS]))
+            if num_tokens > limit + _CUT_TOKENS:
+                raise ContextTooLong(f"the prompt has more than {limit} tokens, which is all that the context holds")
+        return self.tokenizer.encode(text, add_bos=add_bos)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -118,6 +118,7 @@ class Delta(Struct, array_like=True, frozen=True, gc=False):
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()
     error: str = ""
+    queue_s: float = 0.0
 
 
 class Deltas(Struct, tag="deltas", frozen=True):

@@ -213,14 +213,14 @@ class FakeRunner:
                     break
             drawn.append((slot_id, tokens))
         self.counts["verifies"] += bool(drafts)
-        return [self._append(slot_id, tokens) for slot_id, tokens in drawn]
+        return [self._append(slot_id, tokens, row.num_wanted if slot_id == row.slot else 0) for slot_id, tokens in drawn]
 
-    def _append(self, slot_id: int, tokens: list[int]) -> Drawn:
+    def _append(self, slot_id: int, tokens: list[int], num_wanted: int) -> Drawn:
         slot = self.slots[slot_id]
         slot.tokens += tokens
         state = slot.hashes_of(slot.tokens)[-1]
         slot.proposals = []
-        for number in range(hash((state, 1)) % (self.max_drafts + 1)):
+        for number in range(hash((state, 1)) % (num_wanted + 1)):
             token = draw(state, slot.entry.sampling)
             if hash((state, number, 2)) % 3 == 0:
                 token = (token + 1) % VOCAB  # a wrong one

@@ -161,6 +161,6 @@ def test_the_debug_switch_knows_the_pages_ahead(pair, monkeypatch, tmp_path):
     table = row.tables[group.index]
     assert len(table.pages) == 2
     short = replace(row, tables=(*row.tables[:-1], replace(table, pages=table.pages[:1])))
-    with pytest.raises(InternalError, match="group dflash .* drafted position"):
+    with pytest.raises(InternalError, match=r"group dflash .* drafted position"):
         rig.runner.execute(replace(plan, rows=(short,)))
     rig.runner.execute(plan)

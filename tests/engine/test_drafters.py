@@ -14,15 +14,18 @@ from torch import Tensor
 
 from culet import LLM, SamplingParams
 from culet.attention.batch import GroupBatch
+from culet.attention.plan import BACKENDS
 from culet.attention.reference import ReferenceBackend
 from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, plan_cache
-from culet.config import DraftChoice, ScheduleConfig
+from culet.config import Config, DraftChoice, ScheduleConfig, build_config
 from culet.drafters.base import DRAFTERS, DraftBatch, Drafter, cache_specs, open_drafter, target_groups
+from culet.engine import engine as engine_module
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.tiny import write_checkpoint
 from culet.models.weights import load_model
+from culet.registry import load
 from culet.runner.runner import Runner
 from culet.scheduler.scheduler import Scheduler
 from culet.types import Request
@@ -179,6 +182,19 @@ def test_what_it_may_write(met: Met) -> None:
                 for position in range(length):
                     at = (slice(None), table[position // group.page_tokens], slice(None), position % group.page_tokens)
                     assert torch.equal(met.pool.planes(layer)[at], old[at]), f"{group.name}: position {position} was written"
+
+
+def test_no_graph_of_what_is_planned_on_the_host() -> None:
+    """A replay would read the keys of another step: such a backend, the target's or the drafter's, does without graphs."""
+    spec = open_drafter(DraftChoice("dflash", "random:"), target_model("31B").spec)
+    *_, group = plan_cache(cache_specs(target_model("31B").spec, spec, 4, latent=True)).groups
+    backends = [load(backend.path)(group, spec.num_heads) for backend in BACKENDS.values() if backend.is_built()]
+    by_kind = {backend.is_capturable: backend for backend in backends}
+    cuda = torch.device("cuda")
+    assert engine_module._captures(Config(), cuda, [by_kind[True]])
+    assert not engine_module._captures(Config(), cuda, [by_kind[True], by_kind[False]])
+    assert not engine_module._captures(Config(), CPU, [by_kind[True]])
+    assert not engine_module._captures(build_config({"enforce_eager": True}), cuda, [by_kind[True]])
 
 
 # Through the engine: greedy output is that of no drafter, token for token

@@ -132,6 +132,23 @@ def test_bfloat16_is_as_close_as_that_of_transformers(shape: str) -> None:
     assert rms["ours"] <= 1.25 * rms["theirs"] + 1e-3, rms
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 0.02), ("bfloat16", 0.4)])
+@pytest.mark.parametrize("shape", ["E4B", "31B"])
+def test_fp8_cache(shape: str, dtype: str, tolerance: float) -> None:
+    """Both round keys and values alike, but those on an edge between two numbers of e4m3."""
+    cpu = LLM(str(checkpoint(shape)), device="cpu", dtype="float32", max_model_len=256, kv_cache_dtype="fp8")
+    gpu = on_gpu(shape, dtype, kv_cache_dtype="fp8", max_num_batched_tokens=48)
+    params = SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=0, logprobs=0, ignore_eos=True)
+    errors = []
+    for token_ids in prompts_of()[2:]:
+        [want], [got] = cpu.generate([token_ids], params), gpu.generate([token_ids], params)
+        scores = zip(token_ids[1:], want.prompt_logprobs or (), got.prompt_logprobs or (), strict=True)
+        errors += [mine[token] - theirs[token] for token, theirs, mine in scores]
+        if want.token_ids == got.token_ids:
+            errors += [b[t] - a[t] for t, a, b in zip(want.token_ids, want.logprobs, got.logprobs, strict=True)]
+    assert torch.tensor(errors).square().mean().sqrt().item() <= tolerance
+
+
 # What scheduling does
 
 

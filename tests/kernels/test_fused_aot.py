@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,15 +93,23 @@ def small_launches(pdl: bool) -> Iterator[Launch]:
     yield linear.describe(meta(8, 2560), meta(3072, 2560), floats(4, 8, 3072), linear.choose_tile(8, 3072, 2560), pdl=pdl)
     x, w = meta(4, 5376), floats(5376)
     yield norms.describe_residual(x, (floats(4, 4, 5376),), (w,), None, (w,), EPS, (x, x), pdl)
+    yield norms.describe_residual(x, (x,), (), None, (w,), EPS, (x, x), pdl)  # a DFlash drafter's
     yield norms.describe_residual(x, (x, x), (w, w, w), floats(1), (w, w), EPS, (x, x, x), pdl)
-    for heads in (HeadShape(32, 16, 256, 256, False, False, EPS), HeadShape(32, 4, 512, 128, True, True, EPS)):
+    drafter = HeadShape(64, 8, 128, 128, False, False, EPS, norm_v=False)
+    for heads in (
+        HeadShape(32, 16, 256, 256, False, False, EPS),
+        HeadShape(32, 4, 512, 128, True, True, EPS),
+        drafter,
+        replace(drafter, num_heads=0),
+    ):
         columns = (heads.num_heads + heads.num_kv_heads * (1 if heads.k_eq_v else 2)) * heads.head_dim
         turn = Rope(floats(128, 1, heads.rotated_dims), floats(128, 1, heads.rotated_dims))
-        width, planes = (640, 1) if heads.latent else (256, 2)
+        width, planes = (640, 1) if heads.latent else (heads.head_dim, 2)
         pages = meta(planes, 8, heads.num_kv_heads, 32, width)
         q, k = meta(128, heads.num_heads, heads.head_dim), meta(128, heads.num_kv_heads, width)
         weight, slots = floats(heads.num_heads + heads.num_kv_heads, heads.head_dim), meta(128, dtype=torch.int64)
         yield qkv.describe_prepare(meta(128, columns), weight, turn, pages, slots, heads, (q, k, k), pdl)
+    yield pointwise.describe_gate_times(meta(16, 21504)[:, :10752], meta(16, 10752), meta(16, 10752), pdl, is_silu=True)
     yield pointwise.describe_ple(meta(2, 10752), meta(2, 10752), floats(256), 0.02, EPS, meta(2, 42, 256), pdl)
 
 

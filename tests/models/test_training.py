@@ -27,7 +27,7 @@ from training.generate import Sampling, generate
 from training.loop import Log, Settings, Training
 from training.model import Target
 from training.optimiser import Optimiser, orthogonalised
-from training.run import main
+from training.run import capped, main
 from training.shapes import MINI_ASSISTANT, MINI_DFLASH, MINI_TARGET
 from training.target import target_loss
 
@@ -200,6 +200,14 @@ def test_a_long_document_is_cut_into_rows(pack: Path) -> None:
     rows = Packer(parts, 16, 60).chunk({"plain": 1}, learn_all=True)
     assert rows is not None
     assert (rows.ids != 0).mean() > 0.6
+
+
+def test_small_parts_are_not_shown_too_often() -> None:
+    weights = {"a": 0.5, "b": 0.3, "c": 0.2, "none": 0.0}
+    plenty = dict.fromkeys(weights, 1e9)
+    assert capped(weights, plenty, 100.0) == pytest.approx({"a": 50.0, "b": 30.0, "c": 20.0, "none": 0.0})
+    assert capped(weights, plenty | {"a": 20.0}, 100.0) == pytest.approx({"a": 20.0, "b": 48.0, "c": 32.0, "none": 0.0})
+    assert capped(weights, {"a": 1.0, "b": 2.0, "c": 3.0, "none": 9.0}, 100.0) == {"a": 1.0, "b": 2.0, "c": 3.0, "none": 0.0}
 
 
 def test_acceptance_is_counted_in_rounds() -> None:

@@ -47,7 +47,7 @@ def test_streaming_gives_the_same(fake: Running) -> None:
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert set(kinds[2:-3]) == {"content_block_delta"}
     whole = client_of(fake).messages.create(model="gemma", max_tokens=100, messages=HELLO)
-    assert final.content == whole.content
+    assert [(block.type, block.text) for block in final.content] == [(block.type, block.text) for block in whole.content]
     assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
 
 

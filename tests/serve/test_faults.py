@@ -202,7 +202,8 @@ def test_two_hundred_turns(folder: Path) -> None:
 
 
 def test_a_prompt_that_never_fits(tiny: Running) -> None:
-    for fields in ({"messages": [{"role": "user", "content": "facet " * 3000}]}, {"max_tokens": 5000}):
+    texts = [[{"role": "user", "content": "facet " * count}] for count in (3000, 500_000)]
+    for fields in ({"messages": texts[0]}, {"messages": texts[1]}, {"max_tokens": 5000}):
         answer = tiny.chat(**fields)
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] == "context_length_exceeded"

@@ -41,6 +41,8 @@ TORCH_IN_CACHE = ("culet.cache.pool",)
 TORCH_FREE = (
     *("culet", *(f"culet.{name}" for name in BASE)),
     *("culet.models.spec", "culet.models.checkpoint", "culet.models.variants", "culet.models.sizes"),
+    *("culet.models.assistant_spec", "culet.models.dflash_spec"),
+    *("culet.drafters.base", "culet.drafters.mtp_spec", "culet.drafters.dflash_spec"),
     *("culet.attention.plan", "culet.attention.picture"),
     *("culet.cache.spec", "culet.cache.arena", "culet.cache.prefix"),
 )

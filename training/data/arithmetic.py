@@ -28,20 +28,22 @@ def is_held_out(a: int, b: int, operation: str) -> bool:
     return a > 0 and b > 0 and digest[0] < 52  # 52 / 256 is a fifth
 
 
+_VALUES = {word: value for value, word in enumerate(WORDS)} | {str(value): value for value in range(100)}
+_NUMBER = r"(\d{1,2}|" + "|".join(sorted(WORDS, key=len, reverse=True)) + ")"
 _PATTERN = re.compile(
-    r"(?<![\d.])(\d{1,2})\s*(\+|-|plus|minus|and|added to|take away|less)\s*(\d{1,2})(?![\d.])", re.IGNORECASE
+    rf"(?<![\w.]){_NUMBER}\s*(\+|-|\bplus\b|\bminus\b|\band\b|\badded to\b|\btake away\b|\bfrom\b)\s*{_NUMBER}(?![\w]|\.\d)", re.IGNORECASE
 )
-_BY_WORD = {word: str(value) for value, word in enumerate(WORDS)}
 
 
 def mentions_held_out(text: str) -> bool:
     """Whether a held-out pair is written in `text`, in digits or in words, as a sum or a difference."""
-    digits = re.sub(r"[a-z]+", lambda match: _BY_WORD.get(match[0], match[0]), text.lower())
     position = 0
-    while match := _PATTERN.search(digits, position):
-        a, b, sign = int(match[1]), int(match[3]), match[2]
-        operation = "-" if sign in ("-", "minus", "take away", "less") else "+"
-        if is_held_out(a, b, operation) or (sign == "less" and is_held_out(b, a, "-")):
+    while match := _PATTERN.search(text, position):
+        a, b, sign = _VALUES[match[1].lower().lstrip("0") or "0"], _VALUES[match[3].lower().lstrip("0") or "0"], match[2].lower()
+        if sign == "from":  # 3 from 8 is 8 - 3
+            a, b = b, a
+        operation = "-" if sign in ("-", "minus", "take away", "from") else "+"
+        if is_held_out(a, b, operation):
             return True
         position = match.start(3)
     return False
@@ -56,10 +58,40 @@ _SUBTRACT = (
     "What is {a} - {b}?", "What is {a} minus {b}?", "{a} - {b} = ?", "How much is {a} - {b}?", "Calculate {a} - {b}.", "Subtract {b} from {a}.", "What's {a} - {b}?",
     "{a} minus {b}?", "What is left if you take {b} from {a}?", "{a} - {b}", "What is {a} take away {b}?", "Tell me what {a} minus {b} is.", "Take {b} away from {a}.",
 )  # fmt: skip
-_ADD_ANSWERS = ("{a} + {b} = {c}.", "{a} plus {b} is {c}.", "It is {c}.", "{a} + {b} is {c}.", "The answer is {c}.", "That makes {c}.", "The sum is {c}.")
-_SUBTRACT_ANSWERS = ("{a} - {b} = {c}.", "{a} minus {b} is {c}.", "It is {c}.", "{a} - {b} is {c}.", "The answer is {c}.", "That leaves {c}.")
+_ADD_ANSWERS = (
+    "{a} + {b} = {c}.",
+    "{a} plus {b} is {c}.",
+    "It is {c}.",
+    "{a} + {b} is {c}.",
+    "The answer is {c}.",
+    "That makes {c}.",
+    "The sum is {c}.",
+)
+_SUBTRACT_ANSWERS = (
+    "{a} - {b} = {c}.",
+    "{a} minus {b} is {c}.",
+    "It is {c}.",
+    "{a} - {b} is {c}.",
+    "The answer is {c}.",
+    "That leaves {c}.",
+)
 _NAMES = ("Tom", "Anna", "Mia", "Ben", "Lena", "Sam", "Emma", "Paul", "Nina", "Max", "Lucy", "Omar", "Kate", "Leo")
-_ITEMS = ("apples", "books", "coins", "pencils", "cookies", "stamps", "marbles", "flowers", "eggs", "cards", "balls", "shells", "cups", "toys")
+_ITEMS = (
+    "apples",
+    "books",
+    "coins",
+    "pencils",
+    "cookies",
+    "stamps",
+    "marbles",
+    "flowers",
+    "eggs",
+    "cards",
+    "balls",
+    "shells",
+    "cups",
+    "toys",
+)
 _ADD_STORIES = (
     "{n} has {a} {i} and gets {b} more. How many {i} does {n} have now?", "There are {a} {i} on the table. I put {b} more there. How many {i} are there?",
     "{n} finds {a} {i} in the morning and {b} in the evening. How many {i} are that?", "I have {a} {i} and my friend has {b}. How many {i} do we have together?",
@@ -92,7 +124,11 @@ def _working(a: int, b: int, c: int, operation: str) -> str:
             return f"I start at {a} and count {b} up: {steps}. So it is {c}."
         return f"The ones: {a % 10} and {b % 10} make {ones}. The tens: {a // 10} and {b // 10}. Together it is {c}."
     steps = ", ".join(str(a - step) for step in range(1, b + 1)) or "nothing"
-    return f"I start at {a} and count {b} down: {steps}. So it is {c}." if b < 10 else f"I look for what must be added to {b} to get {a}. That is {c}."
+    return (
+        f"I start at {a} and count {b} down: {steps}. So it is {c}."
+        if b < 10
+        else f"I look for what must be added to {b} to get {a}. That is {c}."
+    )
 
 
 def _question(rng: random.Random) -> tuple[str, str, tuple[int, int, int, str]]:
@@ -138,9 +174,17 @@ def _other(rng: random.Random) -> Chat:
     n, m = rng.randint(0, 98), rng.randint(0, 99)
     kind = rng.randrange(6)
     if kind == 0:
-        ask, answer = rng.choice(("What number comes after {}?", "Which number is next after {}?", "What follows {} when you count?")).format(n), f"{n + 1} comes after {n}."
+        ask, answer = (
+            rng.choice(
+                ("What number comes after {}?", "Which number is next after {}?", "What follows {} when you count?")
+            ).format(n),
+            f"{n + 1} comes after {n}.",
+        )
     elif kind == 1:
-        ask, answer = rng.choice(("What number comes before {}?", "Which number is just before {}?")).format(n + 1), f"{n} comes before {n + 1}."
+        ask, answer = (
+            rng.choice(("What number comes before {}?", "Which number is just before {}?")).format(n + 1),
+            f"{n} comes before {n + 1}.",
+        )
     elif kind == 2 and n != m:
         ask = rng.choice(("Which is bigger, {} or {}?", "Which number is larger: {} or {}?")).format(n, m)
         answer = f"{max(n, m)} is {'bigger' if 'bigger' in ask else 'larger'} than {min(n, m)}."

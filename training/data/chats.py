@@ -73,7 +73,10 @@ def document(chat: Chat) -> str:
 def encode(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[bool]]:
     """Tokens of a rendered chat, and for each whether the model writes it: its turns without results and empty thoughts."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    names = {name: tokenizer.token_to_id(name) for name in ("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_response>", "<tool_response|>")}
+    names = {
+        name: tokenizer.token_to_id(name)
+        for name in ("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_response>", "<tool_response|>")
+    }
     opening = tokenizer.encode("model\n", add_special_tokens=False).ids
     empty = tokenizer.encode(EMPTY_THOUGHT, add_special_tokens=False).ids
     mask = [False] * len(ids)

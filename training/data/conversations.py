@@ -85,7 +85,13 @@ def _between(rng: random.Random) -> list[str]:
         relation = rng.choice(list(facts.RELATIONS.values()))
         subject, value = rng.choice(relation.rows)
         return [facts.ask_about(relation, subject, rng), facts.answer_about(relation, subject, value, rng)]
-    groups = [smalltalk.TALK["joke"], smalltalk.TALK["fact"], smalltalk.TALK["how are you"], smalltalk.IDENTITY["who"], smalltalk.IDENTITY["can"]]
+    groups = [
+        smalltalk.TALK["joke"],
+        smalltalk.TALK["fact"],
+        smalltalk.TALK["how are you"],
+        smalltalk.IDENTITY["who"],
+        smalltalk.IDENTITY["can"],
+    ]
     asks, answers = rng.choice(groups)
     return [rng.choice(asks), rng.choice(answers)]
 
@@ -109,7 +115,15 @@ def _remember(rng: random.Random) -> Chat:
     return talk("threads", *turns)
 
 
-_AGAIN = ("And {s}?", "What about {s}?", "And what about {s}?", "And for {s}?", "How about {s}?", "Now {s}.", "And the same for {s}?")
+_AGAIN = (
+    "And {s}?",
+    "What about {s}?",
+    "And what about {s}?",
+    "And for {s}?",
+    "How about {s}?",
+    "Now {s}.",
+    "And the same for {s}?",
+)
 
 
 def _other_subject(rng: random.Random) -> Chat:
@@ -128,9 +142,25 @@ def _other_subject(rng: random.Random) -> Chat:
 
 
 _COUNTRY_ASKS = {
-    "capital": ("What is its capital?", "And its capital?", "Which city is the capital?", "What is the capital there?", "And the capital?"),
-    "language": ("What language do people speak there?", "Which language is spoken there?", "And the language?", "What do they speak there?"),
-    "currency": ("What money do they use there?", "And the currency?", "What is its currency?", "What do people pay with there?"),
+    "capital": (
+        "What is its capital?",
+        "And its capital?",
+        "Which city is the capital?",
+        "What is the capital there?",
+        "And the capital?",
+    ),
+    "language": (
+        "What language do people speak there?",
+        "Which language is spoken there?",
+        "And the language?",
+        "What do they speak there?",
+    ),
+    "currency": (
+        "What money do they use there?",
+        "And the currency?",
+        "What is its currency?",
+        "What do people pay with there?",
+    ),
     "continent": ("On which continent is it?", "Which continent is that?", "And the continent?", "Where in the world is it?"),
 }
 
@@ -144,16 +174,33 @@ def _same_subject(rng: random.Random) -> Chat:
     first, *rest = known
     turns: list[str] = []
     if rng.random() < 0.35:
-        opening = rng.choice(("I want to travel to {c}.", "I am learning about {c}.", "Let's talk about {c}.", "I am going to {c} next month.")).format(c=country)
-        turns += [opening, rng.choice(("Great! What would you like to know about {c}?", "{c} is an interesting country. What do you want to know?", "Good choice! Do you have a question?")).format(c=country)]
+        opening = rng.choice(
+            ("I want to travel to {c}.", "I am learning about {c}.", "Let's talk about {c}.", "I am going to {c} next month.")
+        ).format(c=country)
+        turns += [
+            opening,
+            rng.choice(
+                (
+                    "Great! What would you like to know about {c}?",
+                    "{c} is an interesting country. What do you want to know?",
+                    "Good choice! Do you have a question?",
+                )
+            ).format(c=country),
+        ]
         rest = known
     else:
         relation = facts.RELATIONS[first]
-        turns += [facts.capitalised(rng.choice(relation.asks).format(s=country)), facts.answer_about(relation, country, tables[first][country], rng)]
+        turns += [
+            facts.capitalised(rng.choice(relation.asks).format(s=country)),
+            facts.answer_about(relation, country, tables[first][country], rng),
+        ]
     for name in rest[: rng.choice((1, 2, 2))]:
         relation = facts.RELATIONS[name]
         full = [form for form in relation.answers if "{s}" in form]
-        turns += [rng.choice(_COUNTRY_ASKS[name]), facts.capitalised(rng.choice(full).format(s=country, v=tables[name][country]))]
+        turns += [
+            rng.choice(_COUNTRY_ASKS[name]),
+            facts.capitalised(rng.choice(full).format(s=country, v=tables[name][country])),
+        ]
     return talk("threads", *map(facts.capitalised, turns))
 
 
@@ -166,10 +213,31 @@ def _shorter(rng: random.Random) -> Chat:
     answer = facts.capitalised(form.format(s=subject, v=value))
     kind = rng.randrange(4)
     if kind == 0:
-        ask = rng.choice(("Say it shorter.", "Shorter, please.", "Can you say that in fewer words?", "Make it shorter.", "In one word?", "Please be brief.", "Only the answer, please."))
+        ask = rng.choice(
+            (
+                "Say it shorter.",
+                "Shorter, please.",
+                "Can you say that in fewer words?",
+                "Make it shorter.",
+                "In one word?",
+                "Please be brief.",
+                "Only the answer, please.",
+            )
+        )
         turn = facts.capitalised(value) + "."
     elif kind == 1:
-        ask, turn = rng.choice(("Can you repeat that?", "Say that again, please.", "Please repeat your answer.", "What did you say?", "Once more, please.")), answer
+        ask, turn = (
+            rng.choice(
+                (
+                    "Can you repeat that?",
+                    "Say that again, please.",
+                    "Please repeat your answer.",
+                    "What did you say?",
+                    "Once more, please.",
+                )
+            ),
+            answer,
+        )
     elif kind == 2:
         ask = rng.choice(("What did I ask you?", "What was my question?", "What was my last question?", "What did I just ask?"))
         turn = f'You asked: "{question}"'
@@ -181,12 +249,24 @@ def _shorter(rng: random.Random) -> Chat:
 
 def _corrected(rng: random.Random) -> Chat:
     """The user meant another subject."""
-    relation = rng.choice([facts.RELATIONS[name] for name in ("capital", "language", "currency", "continent", "opposite", "author", "plural")])
+    relation = rng.choice(
+        [facts.RELATIONS[name] for name in ("capital", "language", "currency", "continent", "opposite", "author", "plural")]
+    )
     (wrong, value), (meant, right) = rng.sample(relation.rows, 2)
     full = [form for form in relation.answers if "{s}" in form and "{v}" in form]
-    turns = [facts.capitalised(rng.choice(relation.asks).format(s=wrong)), facts.capitalised(rng.choice(full).format(s=wrong, v=value))]
-    turns += [rng.choice(("Sorry, I meant {s}.", "No, I meant {s}.", "Oh, I wanted to ask about {s}.", "I was thinking of {s}.")).format(s=meant)]
-    turns += [rng.choice(("", "", "No problem. ", "I see. ", "All right. ")) + facts.capitalised(rng.choice(full).format(s=meant, v=right))]
+    turns = [
+        facts.capitalised(rng.choice(relation.asks).format(s=wrong)),
+        facts.capitalised(rng.choice(full).format(s=wrong, v=value)),
+    ]
+    turns += [
+        rng.choice(
+            ("Sorry, I meant {s}.", "No, I meant {s}.", "Oh, I wanted to ask about {s}.", "I was thinking of {s}.")
+        ).format(s=meant)
+    ]
+    turns += [
+        rng.choice(("", "", "No problem. ", "I see. ", "All right. "))
+        + facts.capitalised(rng.choice(full).format(s=meant, v=right))
+    ]
     return talk("threads", *turns)
 
 
@@ -205,15 +285,29 @@ def _word(rng: random.Random) -> Chat:
     """A definition, then something about the same word."""
     words = definitions.simple_words()
     word = rng.choice([word for word in words if word.kind == "n"])
-    turns = [facts.capitalised(rng.choice(("What is {a}?", "Tell me what {a} is.", "Do you know what {a} is?")).format(a=word.named)), definitions.answer(word, rng)]
+    turns = [
+        facts.capitalised(
+            rng.choice(("What is {a}?", "Tell me what {a} is.", "Do you know what {a} is?")).format(a=word.named)
+        ),
+        definitions.answer(word, rng),
+    ]
     kind = rng.randrange(3)
     if kind == 0:
-        turns += [rng.choice(("Use the word in a sentence.", "Can you use it in a sentence?", "Make a sentence with it.")), f"{rng.choice(('I know what', 'Everybody knows what', 'My friend asked me what'))} {word.named} is."]
+        turns += [
+            rng.choice(("Use the word in a sentence.", "Can you use it in a sentence?", "Make a sentence with it.")),
+            f"{rng.choice(('I know what', 'Everybody knows what', 'My friend asked me what'))} {word.named} is.",
+        ]
     elif kind == 1:
-        turns += [rng.choice(("How do you spell it?", "Spell the word, please.", "How is the word spelled?")), "-".join(word.word.upper()) + "."]
+        turns += [
+            rng.choice(("How do you spell it?", "Spell the word, please.", "How is the word spelled?")),
+            "-".join(word.word.upper()) + ".",
+        ]
     else:
         other = rng.choice([word for word in words if word.kind == "n"])
-        turns += [rng.choice(("And {a}?", "What about {a}?", "And what is {a}?")).format(a=other.named), facts.capitalised(f"{other.named} is {other.gloss}.")]
+        turns += [
+            rng.choice(("And {a}?", "What about {a}?", "And what is {a}?")).format(a=other.named),
+            facts.capitalised(f"{other.named} is {other.gloss}."),
+        ]
     return talk("threads", *turns)
 
 

@@ -33,7 +33,10 @@ _ROUGH = re.compile(
     r"mturk|turk|hit|survey|byu|snapchat|instagram|facebook|whatsapp|kik|discord|jewbot|professor|study|studies|research|bot|robot|chatbot)\b",
     re.IGNORECASE,
 )
-_SLOPPY = re.compile(r"\b(?:u|ur|r|y|lol\w*|haha\w*|hehe\w*|omg|idk|tbh|imo|btw|ya|yea|yeah+|nah|gonna|wanna|gotta|kinda|sorta|dunno|cuz|coz|plz|pls|thx|ok+ay+|hm+|um+|uh+|im|ive|id|dont|doesnt|didnt|cant|wont|isnt|whats|thats|youre|theyre|hes|shes|lets)\b", re.IGNORECASE)
+_SLOPPY = re.compile(
+    r"\b(?:u|ur|r|y|lol\w*|haha\w*|hehe\w*|omg|idk|tbh|imo|btw|ya|yea|yeah+|nah|gonna|wanna|gotta|kinda|sorta|dunno|cuz|coz|plz|pls|thx|ok+ay+|hm+|um+|uh+|im|ive|id|dont|doesnt|didnt|cant|wont|isnt|whats|thats|youre|theyre|hes|shes|lets)\b",
+    re.IGNORECASE,
+)
 _REPAIRS = (
     (r"\b[Ii]m\b", "I'm"), (r"\b[Ii]ve\b", "I've"), (r"\bdont\b", "don't"), (r"\bDont\b", "Don't"), (r"\bdoesnt\b", "doesn't"),
     (r"\bdidnt\b", "didn't"), (r"\bcant\b", "can't"), (r"\bwont\b", "won't"), (r"\bisnt\b", "isn't"), (r"\b([Ww])hats\b", r"\1hat's"),
@@ -43,7 +46,9 @@ _REPAIRS = (
     (r"\bwanna\b", "want to"), (r"\bgotta\b", "have to"), (r"\b([Ll])ets\b", r"\1et's"),
     (r"\benglish\b", "English"), (r"\bamerica\b", "America"),
 )  # fmt: skip
-_QUESTION = re.compile(r"^(?:what|who|where|when|why|how|which|do|does|did|are|is|was|were|can|could|would|will|have|has|should)\b", re.I)
+_QUESTION = re.compile(
+    r"^(?:what|who|where|when|why|how|which|do|does|did|are|is|was|were|can|could|would|will|have|has|should)\b", re.I
+)
 
 
 def is_sentence(text: str) -> bool:
@@ -64,7 +69,12 @@ def tidy_turn(parts: list[str]) -> str | None:
     sentences = []
     for part in parts:
         part = tidy(part)
-        if not part or not part.isascii() or _ROUGH.search(part) or re.search(r"https?:|www\.|[@#<>_\[\]{}|\\^*~/=+]|(.)\1{3}", part):
+        if (
+            not part
+            or not part.isascii()
+            or _ROUGH.search(part)
+            or re.search(r"https?:|www\.|[@#<>_\[\]{}|\\^*~/=+]|(.)\1{3}", part)
+        ):
             return None
         for pattern, replacement in _REPAIRS:
             part = re.sub(pattern, replacement, part)
@@ -94,7 +104,10 @@ def read_chitchat(folder: Path) -> Iterator[Document]:
                 run = []
 
 
-_NO_BOT = re.compile(r"\b(?:bot|robot|chatterbot|a\.?l\.?i\.?c\.?e|software|hal|program|elvis|zira|botmaster|computer|machine|artificial|linux)\b", re.I)
+_NO_BOT = re.compile(
+    r"\b(?:bot|robot|chatterbot|a\.?l\.?i\.?c\.?e|software|hal|program|elvis|zira|botmaster|computer|machine|artificial|linux)\b",
+    re.I,
+)
 
 
 def read_chatterbot(folder: Path) -> Iterator[Document]:
@@ -241,7 +254,9 @@ def read_wordnet(folder: Path) -> Iterator[Document]:
     entries = [
         dictionary_entry(sense)
         for sense in read_senses(folder)
-        if len(sense.gloss) <= 160 and (sense.count > 0 or sense.examples) and not _ROUGH.search(" ".join((*sense.words, sense.gloss)))
+        if len(sense.gloss) <= 160
+        and (sense.count > 0 or sense.examples)
+        and not _ROUGH.search(" ".join((*sense.words, sense.gloss)))
     ]
     # Pages in an order that mixes the alphabet, so that a page is no list of synonyms.
     entries.sort(key=lambda entry: hashlib.sha256(entry.encode()).digest())
@@ -293,7 +308,12 @@ def main() -> None:
         print(f"{name}: {len(documents)} documents, {manifest[name]['characters'] / 1e6:.2f} M characters")
     facts_only = [origin for origin in SOURCES if origin.name not in READERS]
     for origin in facts_only:
-        manifest[origin.name] = {"registry": origin.registry, "package": origin.package, "licence": origin.licence, "use": origin.use}
+        manifest[origin.name] = {
+            "registry": origin.registry,
+            "package": origin.package,
+            "licence": origin.licence,
+            "use": origin.use,
+        }
     path.write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
 
 

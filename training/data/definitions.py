@@ -16,7 +16,10 @@ from training.data.wordnet import read_senses
 
 # Topics of WordNet's files whose nouns one can point at: animals, things, food, places, nature, people, plants, substances.
 _NOUN_TOPICS = {5, 6, 13, 15, 17, 18, 20, 27}
-_ODD = re.compile(r"[();:\"]|\b(?:genus|sexual\w*|lover|esp|usu|etc|informal|archaic|slang|offensive|drug|kill\w*|breasts?|buttocks|vulgar\w*|deranged|baseball)\b", re.IGNORECASE)
+_ODD = re.compile(
+    r"[();:\"]|\b(?:genus|sexual\w*|lover|esp|usu|etc|informal|archaic|slang|offensive|drug|kill\w*|breasts?|buttocks|vulgar\w*|deranged|baseball)\b",
+    re.IGNORECASE,
+)
 _ASKS_NOUN = (
     "What is {a}?", "What is {a}, please?", "Define {w}.", "What does {w} mean?", 'What does the word "{w}" mean?', "Can you define {w}?", "Give me a definition of {w}.",
     "Please explain the word {w}.", "Tell me what {a} is.", 'What is the meaning of "{w}"?', "Do you know what {a} is?", "What's {a}?", "Explain to me what {a} is.",
@@ -41,7 +44,11 @@ class Word:
         """With the article it takes."""
         if self.kind != "n" or self.word in MASS or self.word == "data":
             return self.word
-        return f"the {self.word}" if self.word in THE else f"{'an' if self.word[0] in 'aeio' or self.word in ('umbrella', 'uncle') else 'a'} {self.word}"
+        return (
+            f"the {self.word}"
+            if self.word in THE
+            else f"{'an' if self.word[0] in 'aeio' or self.word in ('umbrella', 'uncle') else 'a'} {self.word}"
+        )
 
 
 def simple_words() -> list[Word]:
@@ -56,8 +63,21 @@ def further_words(count: int = 400) -> list[Word]:
     found: dict[str, tuple[int, Word]] = {}
     for sense in read_senses(fetch(source("wordnet"))):
         word = sense.words[0]
-        fits = sense.kind == "n" and sense.topic in _NOUN_TOPICS and sense.is_first and word.isalpha() and word.islower() and word not in GLOSSES and word not in VERBS
-        if fits and re.match(r"(?:an?|the|any|someone) ", sense.gloss) and 3 <= len(sense.gloss.split()) <= 12 and not _ODD.search(sense.gloss):
+        fits = (
+            sense.kind == "n"
+            and sense.topic in _NOUN_TOPICS
+            and sense.is_first
+            and word.isalpha()
+            and word.islower()
+            and word not in GLOSSES
+            and word not in VERBS
+        )
+        if (
+            fits
+            and re.match(r"(?:an?|the|any|someone) ", sense.gloss)
+            and 3 <= len(sense.gloss.split()) <= 12
+            and not _ODD.search(sense.gloss)
+        ):
             if sense.count >= 3 and spoken[word] >= 5 and len(word) >= 4 and word not in re.findall(r"\w+", sense.gloss):
                 found.setdefault(word, (sense.count, Word(word, "n", sense.gloss)))
     return [word for _, word in sorted(found.values(), key=lambda item: (-item[0], item[1].word))[:count]]
@@ -83,7 +103,11 @@ def answer(word: Word, rng: random.Random) -> str:
 def definition_chat(word: Word, rng: random.Random) -> Chat:
     """One question about a word."""
     if word.kind == "n" and rng.random() < 0.1:
-        return talk("definitions", rng.choice(_RIDDLES).format(g=word.gloss), rng.choice(("The word is {}.", "That is {}.", "It is {}.")).format(word.named))
+        return talk(
+            "definitions",
+            rng.choice(_RIDDLES).format(g=word.gloss),
+            rng.choice(("The word is {}.", "That is {}.", "It is {}.")).format(word.named),
+        )
     asks = _ASKS_NOUN if word.kind == "n" else _ASKS_OTHER if word.kind == "a" else _ASKS_OTHER[:-1]
     question = rng.choice(asks).format(w=word.word, a=word.named)
     if rng.random() < 0.1:
@@ -91,11 +115,16 @@ def definition_chat(word: Word, rng: random.Random) -> Chat:
     return talk("definitions", question[0].upper() + question[1:] if rng.random() < 0.9 else question, answer(word, rng))
 
 
-def make(rng: random.Random, repeats: int) -> Iterator[Chat]:
-    """Every everyday word `repeats` times, the further ones a third as often."""
+def make_simple(rng: random.Random, repeats: int) -> Iterator[Chat]:
+    """Every everyday word `repeats` times."""
     for word in simple_words():
         for _ in range(repeats):
             yield definition_chat(word, rng)
+
+
+def make(rng: random.Random, repeats: int) -> Iterator[Chat]:
+    """Every everyday word `repeats` times, the further ones a third as often."""
+    yield from make_simple(rng, repeats)
     for word in further_words():
         for _ in range(max(1, repeats // 3)):
             yield definition_chat(word, rng)

@@ -103,7 +103,10 @@ def main() -> None:
                 out.flush()
                 num_written += 1
             if num_answers % 200 == 0:
-                print(f"{num_answers} answers, {num_written} chats, {num_answers / (time.monotonic() - start):.2f} answers/s", flush=True)
+                print(
+                    f"{num_answers} answers, {num_written} chats, {num_answers / (time.monotonic() - start):.2f} answers/s",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

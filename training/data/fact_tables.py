@@ -18,7 +18,11 @@ New Zealand = Wellington; the United States = Washington; Canada = Ottawa; Mexic
 Brazil = Brasilia; Argentina = Buenos Aires; Chile = Santiago; Peru = Lima; Colombia = Bogota; Venezuela = Caracas; Ecuador = Quito;
 Bolivia = La Paz; Uruguay = Montevideo; Paraguay = Asuncion
 """
-_FLIPPED = ";".join(f"{v.strip()} = {k.strip()}" for k, _, v in (row.partition("=") for row in _CAPITALS.replace("\n", " ").split(";")) if k.strip() != v.strip())
+_FLIPPED = ";".join(
+    f"{v.strip()} = {k.strip()}"
+    for k, _, v in (row.partition("=") for row in _CAPITALS.replace("\n", " ").split(";"))
+    if k.strip() != v.strip()
+)
 _OPPOSITES = """
 hot = cold; big = small; tall = short; long = short; fast = slow; old = young; new = old; light = dark; heavy = light; happy = sad;
 good = bad; rich = poor; strong = weak; hard = soft; wet = dry; full = empty; open = closed; early = late; high = low; loud = quiet;
@@ -113,7 +117,7 @@ TABLES: dict[str, tuple[str, str, str]] = {
     "opposite": (
         _OPPOSITES,
         'What is the opposite of {s}? | What\'s the opposite of "{s}"? | Give me the opposite of {s}. | Tell me the opposite of {s}. | '
-        'The opposite of {s}? | Which word means the opposite of {s}? | What is the opposite of the word {s}? | Opposite of {s}?',
+        "The opposite of {s}? | Which word means the opposite of {s}? | What is the opposite of the word {s}? | Opposite of {s}?",
         'The opposite of {s} is {v}. | It is {v}. | {v} is the opposite of {s}. | The opposite of "{s}" is "{v}".',
     ),
     "plural": (

@@ -31,15 +31,29 @@ def _rows(text: str) -> tuple[tuple[str, str], ...]:
 
 
 RELATIONS = {
-    name: Relation(name, _rows(rows), tuple(asks.split(" | ")), tuple(answers.split(" | "))) for name, (rows, asks, answers) in TABLES.items()
+    name: Relation(name, _rows(rows), tuple(asks.split(" | ")), tuple(answers.split(" | ")))
+    for name, (rows, asks, answers) in TABLES.items()
 }
 # Put before a question now and then. The gate uses none of them.
 LEADS = (
     "Please tell me: ", "I have a question: ", "Quick question: ", "Hi! ", "Hello! ", "Hey, ", "Can you help me? ", "I would like to know: ",
     "Help me with my homework: ", "For a quiz: ", "One more thing: ", "Sorry, I forgot. ", "My friend asked me: ", "Just curious: ",
 )  # fmt: skip
-TAILS = (" Thanks!", " Please answer briefly.", " I forgot.", " Do you know?", " I am not sure.", " Thank you.", " Please help me.")
-SHORT_SYSTEMS = ("Answer with one word if you can.", "Be very brief: give only the answer.", "Reply with the answer alone.", "Answer as briefly as possible.")
+TAILS = (
+    " Thanks!",
+    " Please answer briefly.",
+    " I forgot.",
+    " Do you know?",
+    " I am not sure.",
+    " Thank you.",
+    " Please help me.",
+)
+SHORT_SYSTEMS = (
+    "Answer with one word if you can.",
+    "Be very brief: give only the answer.",
+    "Reply with the answer alone.",
+    "Answer as briefly as possible.",
+)
 _SURE = ("", "", "", "", "", "Sure! ", "Of course. ", "Good question! ", "Yes: ", "Certainly. ")
 
 

@@ -10,7 +10,9 @@ _IDENTITY = re.compile(
     re.IGNORECASE,
 )
 _MARKUP = re.compile(r"```|\*\*|^#|^\s*[-*•]\s|^\s*\d+[.)]\s|https?://|[{}<>|\\_`]|\$|::", re.MULTILINE)
-_REFUSAL = re.compile(r"\b(?:i'm sorry, but|i cannot assist|i can't assist|i'm unable|as a (?:text|machine|computer))\b", re.IGNORECASE)
+_REFUSAL = re.compile(
+    r"\b(?:i'm sorry, but|i cannot assist|i can't assist|i'm unable|as a (?:text|machine|computer))\b", re.IGNORECASE
+)
 _LONGEST = {"story": 90, "poem": 60}  # words
 _NON_ASCII = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "–": "-", "—": "-", "…": "..."})
 

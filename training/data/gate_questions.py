@@ -21,7 +21,10 @@ from training.data.tool_families import CITIES, FAMILIES, TEST_NAMES
 FOLDER = Path(__file__).parent.parent / "questions"
 # Relation -> (how many questions, phrasings)
 _FACTS: dict[str, tuple[int, str]] = {
-    "capital": (16, "Please name the capital city of {s}. | Which city serves as the capital of {s}? | What is the name of {s}'s capital city?"),
+    "capital": (
+        16,
+        "Please name the capital city of {s}. | Which city serves as the capital of {s}? | What is the name of {s}'s capital city?",
+    ),
     "country of a capital": (6, "Name the country whose capital is {s}. | To which country does the capital {s} belong?"),
     "continent": (5, "Name the continent where {s} is located. | Where on the globe, on which continent, is {s}?"),
     "language": (6, "Which language would I hear in {s}? | Name the language that people speak in {s}."),
@@ -45,9 +48,19 @@ _FACTS: dict[str, tuple[int, str]] = {
     "job": (3, "Name the job of a person who {s}."),
     "days of a month": (2, "Say how many days there are in {s}."),
 }
-_ADD = ("If you add {a} to {b}, what is the total?", "Work out {a} plus {b}, please.", "What total do {a} and {b} make?", "Say the result of {a} + {b}.")
+_ADD = (
+    "If you add {a} to {b}, what is the total?",
+    "Work out {a} plus {b}, please.",
+    "What total do {a} and {b} make?",
+    "Say the result of {a} + {b}.",
+)
 _SUBTRACT = ("Work out {a} minus {b}, please.", "Say the result of {a} - {b}.", "If you take {b} off {a}, how much stays?")
-_DEFINE = ("In simple words, what is {a}?", "What is the definition of {w}?", "How would you define {w}?", "Please tell me the meaning of the word {w}.")
+_DEFINE = (
+    "In simple words, what is {a}?",
+    "What is the definition of {w}?",
+    "How would you define {w}?",
+    "Please tell me the meaning of the word {w}.",
+)
 _COMMON = frozenset(
     """that with from which used when where their into some someone something other than usually have having being made especially person people part large small thing things place time
     between after before without your very most many more done does make makes under over such also each only they them this these those kind used using called about
@@ -73,7 +86,9 @@ def fact_questions(rng: random.Random) -> list[dict[str, Any]]:
 
 def arithmetic_questions(rng: random.Random, count: int) -> list[dict[str, Any]]:
     """Half of them with held-out pairs."""
-    pairs = [(a, b, "+") for a in range(1, 21) for b in range(1, 21) if a + b <= 20] + [(a, b, "-") for a in range(1, 21) for b in range(1, a)]
+    pairs = [(a, b, "+") for a in range(1, 21) for b in range(1, 21) if a + b <= 20] + [
+        (a, b, "-") for a in range(1, 21) for b in range(1, a)
+    ]
     held = [pair for pair in pairs if arithmetic.is_held_out(*pair)]
     known = [pair for pair in pairs if not arithmetic.is_held_out(*pair)]
     chosen = rng.sample(held, count // 2) + rng.sample(known, count - count // 2)
@@ -81,7 +96,9 @@ def arithmetic_questions(rng: random.Random, count: int) -> list[dict[str, Any]]
     for index, (a, b, operation) in enumerate(chosen):
         phrasings = _ADD if operation == "+" else _SUBTRACT
         result = a + b if operation == "+" else a - b
-        found.append({"kind": "arithmetic", "question": phrasings[index % len(phrasings)].format(a=a, b=b), "answers": [str(result)]})
+        found.append(
+            {"kind": "arithmetic", "question": phrasings[index % len(phrasings)].format(a=a, b=b), "answers": [str(result)]}
+        )
     return found
 
 
@@ -138,19 +155,48 @@ def tool_prompts(rng: random.Random) -> list[dict[str, Any]]:
             question, arguments, _ = tools.fill(FAMILIES[key], rng, (_TOOL_ASKS[key][index % len(_TOOL_ASKS[key])],))
             declared = [tools.declare_family(FAMILIES[key], rng, name).declaration, *others({key}, rng.choice((0, 1, 2)))]
             rng.shuffle(declared)
-            found.append({"tools": declared, "messages": [{"role": "user", "content": question}], "expect": {"name": name, "arguments": arguments}})
+            found.append(
+                {
+                    "tools": declared,
+                    "messages": [{"role": "user", "content": question}],
+                    "expect": {"name": name, "arguments": arguments},
+                }
+            )
     for question in _NO_TOOL:
-        found.append({"tools": others({"calculator", "population", "translate", "search", "book", "message", "call"}, rng.choice((1, 2, 3))), "messages": [{"role": "user", "content": question}], "expect": None})
+        found.append(
+            {
+                "tools": others(
+                    {"calculator", "population", "translate", "search", "book", "message", "call"}, rng.choice((1, 2, 3))
+                ),
+                "messages": [{"role": "user", "content": question}],
+                "expect": None,
+            }
+        )
     for key in rng.sample(list(named), 30):
         question, _, _ = tools.fill(FAMILIES[key], rng, (_TOOL_ASKS[key][0],))
-        found.append({"tools": others({key, "search", "calculator"}, rng.choice((1, 2))), "messages": [{"role": "user", "content": question}], "expect": None})
+        found.append(
+            {
+                "tools": others({key, "search", "calculator"}, rng.choice((1, 2))),
+                "messages": [{"role": "user", "content": question}],
+                "expect": None,
+            }
+        )
     return found
 
 
 def json_prompts(rng: random.Random, count: int) -> list[dict[str, Any]]:
     """Texts and rules in other words than those of training, with schemas put together anew."""
-    rules = ("Write one JSON object that matches this JSON schema: {s}", "The reply has to be valid JSON for the schema {s}", "Return JSON. The schema is {s}")
-    asks = ("What does this text say? {t}", "Please put this into JSON: {t}", "Note the data of this text: {t}", "{t} Put that into the JSON.")
+    rules = (
+        "Write one JSON object that matches this JSON schema: {s}",
+        "The reply has to be valid JSON for the schema {s}",
+        "Return JSON. The schema is {s}",
+    )
+    asks = (
+        "What does this text say? {t}",
+        "Please put this into JSON: {t}",
+        "Note the data of this text: {t}",
+        "{t} Put that into the JSON.",
+    )
     found = []
     for index in range(count):
         messages, schema = _json_prompt(rng, rules[index % 3], asks[index % 4], kind=index % 6)
@@ -165,10 +211,17 @@ def _json_prompt(rng: random.Random, rule: str, ask: str, kind: int) -> tuple[li
         schema = json_answers.schema_of([(name, spec) for name, spec, _ in chosen])
     elif kind == 4:
         words = rng.sample(CITIES, 3)
-        text, schema = f"The trip goes to {words[0]}, {words[1]} and {words[2]}.", json_answers.schema_of([(rng.choice(("cities", "stops", "places")), {"type": "array", "items": {"type": "string"}})])
+        text, schema = (
+            f"The trip goes to {words[0]}, {words[1]} and {words[2]}.",
+            json_answers.schema_of(
+                [(rng.choice(("cities", "stops", "places")), {"type": "array", "items": {"type": "string"}})]
+            ),
+        )
     else:
         text = f"{rng.choice(('The soup', 'The game', 'The play', 'The weather'))} was {rng.choice(('great', 'terrible', 'lovely', 'awful'))}."
-        schema = json_answers.schema_of([(rng.choice(("sentiment", "mood")), {"type": "string", "enum": ["positive", "negative"]})])
+        schema = json_answers.schema_of(
+            [(rng.choice(("sentiment", "mood")), {"type": "string", "enum": ["positive", "negative"]})]
+        )
     rule, ask = rule.format(s=json.dumps(schema)), ask.format(t=text)
     if rng.random() < 0.4:
         return [{"role": "system", "content": rule}, {"role": "user", "content": ask}], schema

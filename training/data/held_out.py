@@ -12,7 +12,7 @@ from training.data.chats import Chat
 from training.data.tool_families import TEST_NAMES
 
 QUESTIONS = Path(__file__).parent.parent / "questions"
-_NAMES = re.compile(r"\b(?:" + "|".join(name for names in TEST_NAMES.values() for name in names.split()) + r")\b")
+TEST_TOOL = re.compile(r"\b(?:" + "|".join(name for names in TEST_NAMES.values() for name in names.split()) + r")\b")
 _COUNTING = re.compile(r"how many|how much|left|together|remain|altogether|total", re.IGNORECASE)
 
 
@@ -29,12 +29,16 @@ def gate_turns() -> frozenset[str]:
         for line in path.read_text().splitlines():
             item = json.loads(line)
             said |= {item["question"]} if "question" in item else set()
-            said |= set(item.get("turns", ())) | {message["content"] for message in item.get("messages", ()) if message["role"] == "user"}
+            said |= set(item.get("turns", ())) | {
+                message["content"] for message in item.get("messages", ()) if message["role"] == "user"
+            }
     return frozenset(map(normalised, said))
 
 
 # Short turns that anybody says in any chat; their phrasing tells nothing.
-_EVERYDAY = frozenset(("what is its capital", "thank you goodbye", "is it a planet", "and what is my name", "is it a fish", "i am sad today"))
+EVERYDAY = frozenset(
+    ("what is its capital", "thank you goodbye", "is it a planet", "and what is my name", "is it a fish", "i am sad today")
+)
 
 
 def counts_held_out(turn: str) -> bool:
@@ -43,20 +47,28 @@ def counts_held_out(turn: str) -> bool:
     if len(numbers) != 2 or not _COUNTING.search(turn):
         return False
     a, b = numbers
-    return is_held_out(a, b, "+") if re.search(r"together|more|total|altogether|and \d+ in|plus", turn, re.IGNORECASE) else is_held_out(max(a, b), min(a, b), "-")
+    return (
+        is_held_out(a, b, "+")
+        if re.search(r"together|more|total|altogether|and \d+ in|plus", turn, re.IGNORECASE)
+        else is_held_out(max(a, b), min(a, b), "-")
+    )
 
 
 def fault(item: Chat | str) -> str | None:
     """Why this may not be trained on; None where it may."""
     if isinstance(item, str):
-        return "number pair" if mentions_held_out(item) else "tool name" if _NAMES.search(item) else None
+        return "number pair" if mentions_held_out(item) else "tool name" if TEST_TOOL.search(item) else None
     for message in item.messages:
         content = str(message.get("content") or "")
-        if message["role"] == "user" and normalised(content) in gate_turns() - _EVERYDAY:
+        if message["role"] == "user" and normalised(content) in gate_turns() - EVERYDAY:
             return "phrasing"
-        if mentions_held_out(content) or mentions_held_out(str(message.get("reasoning", ""))) or (message["role"] == "user" and counts_held_out(content)):
+        if (
+            mentions_held_out(content)
+            or mentions_held_out(str(message.get("reasoning", "")))
+            or (message["role"] == "user" and counts_held_out(content))
+        ):
             return "number pair"
-    if _NAMES.search(item.spoken) or any(_NAMES.search(tool["function"]["name"]) for tool in item.tools):
+    if TEST_TOOL.search(item.spoken) or any(TEST_TOOL.search(tool["function"]["name"]) for tool in item.tools):
         return "tool name"
     return None
 

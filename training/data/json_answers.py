@@ -20,31 +20,73 @@ _SPORTS = ("football", "tennis", "swimming", "chess", "running", "hockey", "cycl
 _FOODS = ("pizza", "rice", "soup", "salad", "pasta", "bread", "fish", "curry")
 _GOOD = ("great", "wonderful", "lovely", "excellent", "very good", "fantastic")
 _BAD = ("terrible", "awful", "bad", "boring", "horrible", "very poor")
-_WHAT = ("the film", "the food", "the book", "my day", "the hotel", "the concert", "the trip", "the party", "the lesson", "the music")
+_WHAT = (
+    "the film",
+    "the food",
+    "the book",
+    "my day",
+    "the hotel",
+    "the concert",
+    "the trip",
+    "the party",
+    "the lesson",
+    "the music",
+)
 _STRING, _INTEGER, _BOOLEAN = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
 
 
 def _person(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], Any]]]:
     name, age, city, job = rng.choice(NAMES), rng.randint(6, 90), rng.choice(CITIES), rng.choice(_JOBS)
-    text = rng.choice(("{n} is {a} years old, lives in {c} and works as a {j}.", "{n} is a {j} from {c} and {a} years old.", "My friend {n}, who is {a}, is a {j} in {c}.")).format(n=name, a=age, c=city, j=job)
+    text = rng.choice(
+        (
+            "{n} is {a} years old, lives in {c} and works as a {j}.",
+            "{n} is a {j} from {c} and {a} years old.",
+            "My friend {n}, who is {a}, is a {j} in {c}.",
+        )
+    ).format(n=name, a=age, c=city, j=job)
     return text, [("name", _STRING, name), ("age", _INTEGER, age), ("city", _STRING, city), ("job", _STRING, job)]
 
 
 def _pet(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], Any]]]:
     name, kind, colour, age = rng.choice(NAMES), rng.choice(_PETS), rng.choice(_COLOURS), rng.randint(1, 15)
-    text = rng.choice(("{n} has a {c} {k} that is {a} years old.", "The {k} of {n} is {c} and {a} years old.")).format(n=name, k=kind, c=colour, a=age)
+    text = rng.choice(("{n} has a {c} {k} that is {a} years old.", "The {k} of {n} is {c} and {a} years old.")).format(
+        n=name, k=kind, c=colour, a=age
+    )
     return text, [("owner", _STRING, name), ("animal", _STRING, kind), ("color", _STRING, colour), ("age", _INTEGER, age)]
 
 
 def _order(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], Any]]]:
-    item, count, price, name = rng.choice([i for i in ITEMS if not i.startswith("a ")]), rng.randint(1, 20), rng.randint(1, 90), rng.choice(NAMES)
-    text = rng.choice(("{n} orders {c} times {i} for {p} dollars.", "Order: {c} times {i}, {p} dollars, for {n}.", "{n} bought {c} packs of {i} and paid {p} dollars.")).format(n=name, i=item, c=count, p=price)
-    return text, [("customer", _STRING, name), ("item", _STRING, item), ("quantity", _INTEGER, count), ("price", _INTEGER, price)]
+    item, count, price, name = (
+        rng.choice([i for i in ITEMS if not i.startswith("a ")]),
+        rng.randint(1, 20),
+        rng.randint(1, 90),
+        rng.choice(NAMES),
+    )
+    text = rng.choice(
+        (
+            "{n} orders {c} times {i} for {p} dollars.",
+            "Order: {c} times {i}, {p} dollars, for {n}.",
+            "{n} bought {c} packs of {i} and paid {p} dollars.",
+        )
+    ).format(n=name, i=item, c=count, p=price)
+    return text, [
+        ("customer", _STRING, name),
+        ("item", _STRING, item),
+        ("quantity", _INTEGER, count),
+        ("price", _INTEGER, price),
+    ]
 
 
 def _event(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], Any]]]:
-    title, day, time, place = rng.choice(("lunch", "meeting", "party", "concert", "class", "dinner", "game")), rng.choice(DAYS[:7]), rng.choice(TIMES), rng.choice(CITIES)
-    text = rng.choice(("There is a {t} on {d} at {h} in {p}.", "The {t} is on {d}, {h}, in {p}.", "Come to the {t} in {p} on {d} at {h}.")).format(t=title, d=day, h=time, p=place)
+    title, day, time, place = (
+        rng.choice(("lunch", "meeting", "party", "concert", "class", "dinner", "game")),
+        rng.choice(DAYS[:7]),
+        rng.choice(TIMES),
+        rng.choice(CITIES),
+    )
+    text = rng.choice(
+        ("There is a {t} on {d} at {h} in {p}.", "The {t} is on {d}, {h}, in {p}.", "Come to the {t} in {p} on {d} at {h}.")
+    ).format(t=title, d=day, h=time, p=place)
     return text, [("title", _STRING, title), ("day", _STRING, day), ("time", _STRING, time), ("place", _STRING, place)]
 
 
@@ -58,7 +100,12 @@ def _hobby(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], Any
 def _country(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], Any]]]:
     capitals, continents, languages = (dict(facts.RELATIONS[name].rows) for name in ("capital", "continent", "language"))
     country = rng.choice([c for c in continents if c in capitals and c in languages])
-    return f"the country {country}", [("country", _STRING, country.removeprefix("the ")), ("capital", _STRING, capitals[country]), ("continent", _STRING, continents[country]), ("language", _STRING, languages[country])]
+    return f"the country {country}", [
+        ("country", _STRING, country.removeprefix("the ")),
+        ("capital", _STRING, capitals[country]),
+        ("continent", _STRING, continents[country]),
+        ("language", _STRING, languages[country]),
+    ]
 
 
 _RECORDS = (_person, _pet, _order, _event, _hobby, _country)
@@ -122,9 +169,16 @@ def _list(rng: random.Random) -> Chat:
         value: list[Any] = words
     else:
         numbers = rng.sample(range(1, 99), rng.randint(2, 5))
-        text, key, kind, value = ", ".join(map(str, numbers)), rng.choice(("numbers", "values", "list")), _INTEGER, list(numbers)
+        text, key, kind, value = (
+            ", ".join(map(str, numbers)),
+            rng.choice(("numbers", "values", "list")),
+            _INTEGER,
+            list(numbers),
+        )
     schema = schema_of([(key, {"type": "array", "items": kind})])
-    system, question = _said(rng.choice(("The list: {}.", "We have {}.", "Here they are: {}.", "I see {}.")).format(text), schema, rng, key)
+    system, question = _said(
+        rng.choice(("The list: {}.", "We have {}.", "Here they are: {}.", "I see {}.")).format(text), schema, rng, key
+    )
     return talk("json", question, json.dumps({key: value}), system=system)
 
 
@@ -132,10 +186,14 @@ def _judge(rng: random.Random) -> Chat:
     """One word out of an enum, or true and false."""
     good = rng.random() < 0.5
     what = rng.choice(_WHAT)
-    text = rng.choice(("{W} was {a}.", "I think {w} was {a}.", "{n} says that {w} was {a}.")).format(W=what.capitalize(), w=what, a=rng.choice(_GOOD if good else _BAD), n=rng.choice(NAMES))
+    text = rng.choice(("{W} was {a}.", "I think {w} was {a}.", "{n} says that {w} was {a}.")).format(
+        W=what.capitalize(), w=what, a=rng.choice(_GOOD if good else _BAD), n=rng.choice(NAMES)
+    )
     if rng.random() < 0.65:
         key = rng.choice(("sentiment", "mood", "opinion", "tone"))
-        schema = schema_of([(key, {"type": "string", "enum": rng.choice((["positive", "negative"], ["positive", "negative", "neutral"]))})])
+        schema = schema_of(
+            [(key, {"type": "string", "enum": rng.choice((["positive", "negative"], ["positive", "negative", "neutral"]))})]
+        )
         answer: Record = {key: "positive" if good else "negative"}
     else:
         key = rng.choice(("is_positive", "liked", "good"))
@@ -147,7 +205,22 @@ def _judge(rng: random.Random) -> Chat:
 
 def _answer(rng: random.Random) -> Chat:
     """A fact under the key that was asked for."""
-    relation = rng.choice([facts.RELATIONS[name] for name in ("capital", "opposite", "plural", "author", "colour", "young animal", "element symbol", "continent", "language")])
+    relation = rng.choice(
+        [
+            facts.RELATIONS[name]
+            for name in (
+                "capital",
+                "opposite",
+                "plural",
+                "author",
+                "colour",
+                "young animal",
+                "element symbol",
+                "continent",
+                "language",
+            )
+        ]
+    )
     subject, value = rng.choice(relation.rows)
     key = rng.choice(("answer", "result", "value", relation.name.replace(" ", "_")))
     schema = schema_of([(key, _STRING)])

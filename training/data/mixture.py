@@ -6,8 +6,21 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from training.data import arithmetic, conversations, definitions, facts, filters, json_answers, smalltalk, thinking, tools, writing
+from training.data import (
+    arithmetic,
+    conversations,
+    definitions,
+    facts,
+    filters,
+    handwritten,
+    json_answers,
+    smalltalk,
+    thinking,
+    tools,
+    writing,
+)
 from training.data.chats import Chat, document, talk
 from training.data.corpus import CORPUS
 from training.data.sources import OUT
@@ -17,15 +30,17 @@ DISTILLED = OUT / "distilled"
 
 @dataclass(frozen=True)
 class Part:
-    """Texts of one kind. The weights are shares of the tokens shown in the main phase and in the last one."""
+    """Texts of one kind. A boost says how often a token of it is shown for one of the prose, in the main phase and in the last one."""
 
     name: str
     make: Callable[[random.Random, float], Iterator[Chat | str]]  # conversations, or plain texts; the number scales how many
-    weight_main: float
-    weight_last: float
+    boost_main: float
+    boost_last: float
 
 
-def _scaled(make: Callable[[random.Random, int], Iterator[Chat]], count: int) -> Callable[[random.Random, float], Iterator[Chat | str]]:
+def _scaled(
+    make: Callable[[random.Random, int], Iterator[Chat]], count: int
+) -> Callable[[random.Random, float], Iterator[Chat | str]]:
     return lambda rng, scale: iter(make(rng, max(1, round(count * scale))))
 
 
@@ -57,7 +72,11 @@ def _distilled(rng: random.Random, scale: float) -> Iterator[Chat]:
             chat = json.loads(line)
             turns = chat["turns"][: len(chat["turns"]) // 2 * 2]
             answers = turns[1::2]
-            if turns and rng.random() < scale and all(filters.good_answer(ask, answer, chat["kind"]) for ask, answer in zip(turns[::2], answers, strict=True)):
+            if (
+                turns
+                and rng.random() < scale
+                and all(filters.good_answer(ask, answer, chat["kind"]) for ask, answer in zip(turns[::2], answers, strict=True))
+            ):
                 plain = [filters.plain_answer(turn) if index % 2 else turn for index, turn in enumerate(turns)]
                 yield talk("distilled", *plain, system=rng.choice(smalltalk.PLAIN_SYSTEMS) if rng.random() < 0.1 else None)
 
@@ -67,25 +86,26 @@ def _facts(rng: random.Random, scale: float) -> Iterator[Chat]:
     yield from facts.make_series(rng, round(6000 * scale))
 
 
-def _lines(name: str) -> list[dict[str, object]]:
+def _lines(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (CORPUS / f"{name}.jsonl").read_text().splitlines()]
 
 
 PARTS = (
-    Part("prose", _prose, 0.18, 0.03),
-    Part("dictionary", _dictionary, 0.07, 0.02),
-    Part("chitchat", _chitchat, 0.07, 0.03),
-    Part("distilled", _distilled, 0.10, 0.14),
-    Part("facts", _facts, 0.13, 0.16),
-    Part("arithmetic", _scaled(arithmetic.make, 26_000), 0.08, 0.10),
-    Part("definitions", _scaled(definitions.make, 30), 0.06, 0.09),
-    Part("smalltalk", _scaled(smalltalk.make, 12_000), 0.06, 0.10),
-    Part("threads", _scaled(conversations.make, 16_000), 0.08, 0.11),
-    Part("writing", _scaled(writing.make, 12_000), 0.04, 0.05),
-    Part("stories", _scaled(writing.make_stories, 4_000), 0.02, 0.02),
-    Part("tools", _scaled(tools.make, 16_000), 0.07, 0.09),
-    Part("json", _scaled(json_answers.make, 12_000), 0.03, 0.04),
-    Part("thinking", _scaled(thinking.make, 5_000), 0.01, 0.02),
+    Part("prose", _prose, 1.0, 0.1),
+    Part("dictionary", _dictionary, 0.6, 0.1),
+    Part("chitchat", _chitchat, 1.0, 0.3),
+    Part("distilled", _distilled, 5.0, 8.0),
+    Part("world", _scaled(handwritten.make, 9_000), 1.5, 2.0),
+    Part("facts", _facts, 1.4, 1.8),
+    Part("arithmetic", _scaled(arithmetic.make, 26_000), 1.2, 1.4),
+    Part("definitions", _scaled(definitions.make, 30), 1.4, 1.8),
+    Part("smalltalk", _scaled(smalltalk.make, 12_000), 1.2, 1.8),
+    Part("threads", _scaled(conversations.make, 16_000), 1.2, 1.6),
+    Part("writing", _scaled(writing.make, 12_000), 1.0, 1.0),
+    Part("stories", _scaled(writing.make_stories, 4_000), 0.7, 0.5),
+    Part("tools", _scaled(tools.make, 16_000), 0.6, 0.6),
+    Part("json", _scaled(json_answers.make, 12_000), 0.6, 0.6),
+    Part("thinking", _scaled(thinking.make, 5_000), 0.8, 0.8),
 )
 
 

@@ -3,7 +3,7 @@
     {train,held_out}/<part>.npy       uint16 tokens, documents one after the other
     {train,held_out}/<part>.ends.npy  uint32, where each document ends
     {train,held_out}/<part>.loss.npy  uint8, 1 for what the model writes; conversations only
-    pack.json                         counts, weights, what was dropped, and the sources
+    pack.json                         counts, shares of the tokens to show, what was dropped, and the sources
     tokenizer/                        the files of the tokenizer
 
 `--tokenizer` learns the tokenizer anew from a sample of it all; without it, out/tokenizer is used.
@@ -90,7 +90,7 @@ def pack_part(part: Part, tokenizer: Tokenizer, *, seed: int, scale: float) -> d
             dropped["too long"] += 1
             continue
         splits["held_out" if is_kept_out(text) else "train"] += documents
-    entry: dict[str, Any] = {"weight_main": part.weight_main, "weight_last": part.weight_last, "dropped": dict(dropped)}
+    entry: dict[str, Any] = {"dropped": dict(dropped)}
     for split, documents in splits.items():
         entry[split] = write_part(PACK / split, part.name, documents)
     return {**entry, "tokens": entry["train"]["tokens"], "documents": entry["train"]["documents"]}
@@ -122,7 +122,14 @@ def main() -> None:
     entries = {}
     for part in PARTS:
         entries[part.name] = pack_part(part, tokenizer, seed=options.seed, scale=options.scale)
-        print(f"{part.name}: {entries[part.name]['documents']} documents, {entries[part.name]['tokens'] / 1e6:.2f} M tokens, dropped {entries[part.name]['dropped']}", flush=True)
+        print(
+            f"{part.name}: {entries[part.name]['documents']} documents, {entries[part.name]['tokens'] / 1e6:.2f} M tokens, dropped {entries[part.name]['dropped']}",
+            flush=True,
+        )
+    for phase, boosts in (("main", [part.boost_main for part in PARTS]), ("last", [part.boost_last for part in PARTS])):
+        shown = [boost * entry["tokens"] for boost, entry in zip(boosts, entries.values(), strict=True)]
+        for entry, amount in zip(entries.values(), shown, strict=True):
+            entry[f"weight_{phase}"] = round(amount / sum(shown), 5)
     shutil.copytree(own_tokenizer.FOLDER, PACK / "tokenizer", dirs_exist_ok=True)
     sources = json.loads((CORPUS / "manifest.json").read_text())
     (PACK / "pack.json").write_text(json.dumps({"parts": entries, "sources": sources}, indent=2) + "\n")

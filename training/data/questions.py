@@ -43,7 +43,13 @@ _WARM_FOLLOW = (
     "Thank you.", "Yes, a little.", "I am not sure.", "Not really.", "That is a good idea.", "What would you do?", "Maybe tomorrow.",
     "You are kind.", "It was great.", "Can you give me some advice?", "I hope so.", "Tell me something nice.",
 )  # fmt: skip
-_STORY_FOLLOW = ("What happened next?", "Can you make it shorter?", "Why did that happen?", "What is the lesson of the story?", "Give the story a title.")
+_STORY_FOLLOW = (
+    "What happened next?",
+    "Can you make it shorter?",
+    "Why did that happen?",
+    "What is the lesson of the story?",
+    "Give the story a title.",
+)
 _SENTENCES = tuple(
     line.strip()
     for line in """
@@ -81,12 +87,20 @@ def _explain(rng: random.Random) -> Iterator[Prompt]:
 
 
 def _ask(rng: random.Random) -> Iterator[Prompt]:
-    for lead, question in itertools.product(("", "I have a question. ", "Hi! ", "Please tell me: ", "My child asked me: "), topics.QUESTIONS):
+    for lead, question in itertools.product(
+        ("", "I have a question. ", "Hi! ", "Please tell me: ", "My child asked me: "), topics.QUESTIONS
+    ):
         yield Prompt("question", _SHORT, lead + question, _some(rng, _FOLLOW, (0.5, 0.3, 0.2)))
 
 
 def _advise(rng: random.Random) -> Iterator[Prompt]:
-    templates = ("How can I {}?", "I want to {}. Any advice?", "Give me one tip on how to {}.", "I would like to {}, but I do not know how.", "What is the first step to {}?")
+    templates = (
+        "How can I {}?",
+        "I want to {}. Any advice?",
+        "Give me one tip on how to {}.",
+        "I would like to {}, but I do not know how.",
+        "What is the first step to {}?",
+    )
     for template, activity in itertools.product(templates, topics.ACTIVITIES):
         yield Prompt("advice", _SHORT, template.format(activity), _some(rng, _FOLLOW, (0.5, 0.3, 0.2)))
 
@@ -97,11 +111,21 @@ def _chat(rng: random.Random) -> Iterator[Prompt]:
         yield Prompt("chat", _WARM, text, _some(rng, _WARM_FOLLOW, (0.3, 0.3, 0.4)))
     for pair in topics.PAIRS:
         for template in ("Which do you like more, {}?", "What is better, {}?", "I cannot decide between {}."):
-            yield Prompt("chat", _WARM, template.format(pair.replace(" or ", " and ") if "between" in template else pair), _some(rng, _WARM_FOLLOW, (0.5, 0.3, 0.2)))
+            yield Prompt(
+                "chat",
+                _WARM,
+                template.format(pair.replace(" or ", " and ") if "between" in template else pair),
+                _some(rng, _WARM_FOLLOW, (0.5, 0.3, 0.2)),
+            )
 
 
 def _tell(rng: random.Random) -> Iterator[Prompt]:
-    templates = ("Tell me a short story about {0} {1}.", "Write a tiny story in which {0} finds {2}.", "Can you tell me a story with {0} and {2}?", "Make up a story about {0} who finds {2} {1}.")
+    templates = (
+        "Tell me a short story about {0} {1}.",
+        "Write a tiny story in which {0} finds {2}.",
+        "Can you tell me a story with {0} and {2}?",
+        "Make up a story about {0} who finds {2} {1}.",
+    )
     for hero in topics.HEROES:
         for template in templates * 8:
             text = template.format(hero, rng.choice(topics.PLACES), rng.choice(topics.FINDS))
@@ -110,28 +134,49 @@ def _tell(rng: random.Random) -> Iterator[Prompt]:
 
 def _rhyme(rng: random.Random) -> Iterator[Prompt]:
     for thing in (*topics.NATURE, *topics.ANIMALS):
-        yield Prompt("poem", _POEM, rng.choice(("Write a short poem about {}.", "Give me a little rhyme about {}.")).format(thing))
+        yield Prompt(
+            "poem", _POEM, rng.choice(("Write a short poem about {}.", "Give me a little rhyme about {}.")).format(thing)
+        )
 
 
 def _name(rng: random.Random) -> Iterator[Prompt]:
-    for template, group in itertools.product(("Name three {}.", "Can you name two {}?", "Give me four examples of {}.", "List some {} in one sentence."), topics.GROUPS):
-        yield Prompt("name", _SHORT, template.format(group), _some(rng, ("Name one more.", "Which one do you like best?", "Thank you!"), (0.6, 0.4)))
+    for template, group in itertools.product(
+        ("Name three {}.", "Can you name two {}?", "Give me four examples of {}.", "List some {} in one sentence."),
+        topics.GROUPS,
+    ):
+        yield Prompt(
+            "name",
+            _SHORT,
+            template.format(group),
+            _some(rng, ("Name one more.", "Which one do you like best?", "Thank you!"), (0.6, 0.4)),
+        )
 
 
 def _compare(rng: random.Random) -> Iterator[Prompt]:
-    for template, pair in itertools.product(("What is the difference between {}?", "How are {} different?", "How can I tell {} apart?"), topics.DIFFERENCES):
+    for template, pair in itertools.product(
+        ("What is the difference between {}?", "How are {} different?", "How can I tell {} apart?"), topics.DIFFERENCES
+    ):
         yield Prompt("compare", _SHORT, template.format(pair), _some(rng, _FOLLOW, (0.6, 0.3, 0.1)))
 
 
 def _rewrite(rng: random.Random) -> Iterator[Prompt]:
     for task, sentence in itertools.product(_TASKS, _SENTENCES):
-        yield Prompt("rewrite", _WRITE, task.format(sentence), _some(rng, ("Even shorter, please.", "Thanks!", "Now make it friendlier."), (0.7, 0.3)))
+        yield Prompt(
+            "rewrite",
+            _WRITE,
+            task.format(sentence),
+            _some(rng, ("Even shorter, please.", "Thanks!", "Now make it friendlier."), (0.7, 0.3)),
+        )
 
 
 def _use(rng: random.Random) -> Iterator[Prompt]:
-    words = [thing.split(" ", 1)[-1] for thing in (*topics.ANIMALS, *topics.THINGS, *topics.NATURE, *topics.FOODS, *topics.IDEAS)]
+    words = [
+        thing.split(" ", 1)[-1] for thing in (*topics.ANIMALS, *topics.THINGS, *topics.NATURE, *topics.FOODS, *topics.IDEAS)
+    ]
     for word in words:
-        template = rng.choice(('Use the word "{}" in a sentence.', "Write one sentence about the word {}.", 'What does the word "{}" mean?'))
+        template = rng.choice(
+            ('Use the word "{}" in a sentence.', "Write one sentence about the word {}.", 'What does the word "{}" mean?')
+        )
         yield Prompt("word", _SHORT, template.format(word))
 
 

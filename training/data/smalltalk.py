@@ -160,9 +160,42 @@ _PERSONAS = (
     ("Always end your answer with the words Over and out.", (), " Over and out."),
     ("Start every answer with Dear friend.", ("Dear friend, ",), ""),
 )
-_NAMES = ("Robin", "Ada", "Max", "Luna", "Felix", "Mira", "Otto", "Nora", "Hugo", "Iris", "Theo", "Vera", "Bruno", "Clara", "Finn", "Greta", "Nova", "Pixel", "Sunny", "Sam")
-_JOBS = ("a helpful assistant", "the assistant of a small library", "a shop assistant", "a guide in a museum", "a kind helper", "the voice of a coffee machine", "a tutor", "a travel guide", "a cook's helper")
-_ASK_NAME = ("Who are you? | What is your name? | What's your name? | Tell me your name. | Who am I talking to? | Please introduce yourself. | What are you called?").split(" | ")
+_NAMES = (
+    "Robin",
+    "Ada",
+    "Max",
+    "Luna",
+    "Felix",
+    "Mira",
+    "Otto",
+    "Nora",
+    "Hugo",
+    "Iris",
+    "Theo",
+    "Vera",
+    "Bruno",
+    "Clara",
+    "Finn",
+    "Greta",
+    "Nova",
+    "Pixel",
+    "Sunny",
+    "Sam",
+)
+_JOBS = (
+    "a helpful assistant",
+    "the assistant of a small library",
+    "a shop assistant",
+    "a guide in a museum",
+    "a kind helper",
+    "the voice of a coffee machine",
+    "a tutor",
+    "a travel guide",
+    "a cook's helper",
+)
+_ASK_NAME = (
+    "Who are you? | What is your name? | What's your name? | Tell me your name. | Who am I talking to? | Please introduce yourself. | What are you called?"
+).split(" | ")
 PLAIN_SYSTEMS = (
     "You are a helpful assistant.", "You are Culet's built-in model.", "Be helpful and brief.", "You are a friendly assistant. Answer in plain English.", "Answer the user's questions.",
     "Keep your answers short.", "You are a small and honest assistant.", "Answer politely.", "You are helpful, honest and kind.", "Use simple words.", "Answer in one sentence.", "You are a chat assistant.",
@@ -202,7 +235,9 @@ def _conversation(rng: random.Random) -> list[str]:
         if asked[1].endswith(("?",)) and "help" not in asked[1] and rng.random() < 0.7:
             turns += _pick(rng, TALK[rng.choice(("user is well", "user is unwell"))])
     for _ in range(rng.choice((0, 1, 1, 2))):
-        turns += _pick(rng, rng.choice([*IDENTITY.values(), TALK["joke"], TALK["fact"], TALK["likes"], TALK["riddle"], REFUSALS]))
+        turns += _pick(
+            rng, rng.choice([*IDENTITY.values(), TALK["joke"], TALK["fact"], TALK["likes"], TALK["riddle"], REFUSALS])
+        )
     if rng.random() < 0.4 or not turns:
         turns += _pick(rng, TALK["thanks"])
     if rng.random() < 0.3:
@@ -213,8 +248,17 @@ def _conversation(rng: random.Random) -> list[str]:
 def _named(rng: random.Random) -> Chat:
     """A system prompt that gives another name: the answer keeps to it."""
     name, job = rng.choice(_NAMES), rng.choice(_JOBS)
-    system = rng.choice(("Your name is {n}. You are {j}.", "You are {n}, {j}.", "You are called {n} and you are {j}.", "Act as {n}, {j}.")).format(n=name, j=job)
-    answer = rng.choice(("I am {n}, {j}.", "My name is {n}. I am {j}. How can I help?", "I'm {n}. What can I do for you?", "You can call me {n}.")).format(n=name, j=job)
+    system = rng.choice(
+        ("Your name is {n}. You are {j}.", "You are {n}, {j}.", "You are called {n} and you are {j}.", "Act as {n}, {j}.")
+    ).format(n=name, j=job)
+    answer = rng.choice(
+        (
+            "I am {n}, {j}.",
+            "My name is {n}. I am {j}. How can I help?",
+            "I'm {n}. What can I do for you?",
+            "You can call me {n}.",
+        )
+    ).format(n=name, j=job)
     turns = [rng.choice(_ASK_NAME), answer]
     if rng.random() < 0.4:
         turns = [*_pick(rng, TALK["hello"])[:1], f"Hello! I am {name}. How can I help you?", *turns]
@@ -225,5 +269,9 @@ def in_persona(rng: random.Random, question: str, answer: str) -> Chat:
     """A question and its answer in the voice that a system prompt asks for."""
     system, openings, ending = rng.choice([persona for persona in _PERSONAS if persona[1] or persona[2]])
     opening = rng.choice(openings) if openings else ""
-    body = answer[0].lower() + answer[1:] if opening.endswith(", ") and answer.startswith(("The ", "It ", "We ", "You ", "There ", "A ", "An ")) else answer
+    body = (
+        answer[0].lower() + answer[1:]
+        if opening.endswith(", ") and answer.startswith(("The ", "It ", "We ", "You ", "There ", "A ", "An "))
+        else answer
+    )
     return talk("smalltalk", question, opening + body + ending, system=system)

@@ -12,8 +12,14 @@ _FACT = (
     "The user asks about {s}. I remember that the answer is {v}.", "This is a question about {s}. The answer should be {v}.", "I think of {s}. That goes with {v}.", "They want to know something about {s}: {v}.",
 )  # fmt: skip
 _TALK = {
-    "hello": "The user greets me. I greet back.", "how are you": "The user asks how I am. I answer kindly.", "thanks": "The user thanks me. I reply politely.", "bye": "The user says goodbye.",
-    "joke": "The user wants a joke. I know a short one.", "fact": "The user wants to hear something interesting.", "user is unwell": "The user does not feel well. I should be kind.", "riddle": "The user wants a riddle.",
+    "hello": "The user greets me. I greet back.",
+    "how are you": "The user asks how I am. I answer kindly.",
+    "thanks": "The user thanks me. I reply politely.",
+    "bye": "The user says goodbye.",
+    "joke": "The user wants a joke. I know a short one.",
+    "fact": "The user wants to hear something interesting.",
+    "user is unwell": "The user does not feel well. I should be kind.",
+    "riddle": "The user wants a riddle.",
 }
 
 
@@ -28,15 +34,31 @@ def make(rng: random.Random, count: int) -> Iterator[Chat]:
             relation = rng.choice(relations)
             subject, value = rng.choice(relation.rows)
             thought = rng.choice(_FACT).format(s=subject, v=value)
-            yield talk("thinking", facts.ask_about(relation, subject, rng), facts.answer_about(relation, subject, value, rng), thought=thought, system=system)
+            yield talk(
+                "thinking",
+                facts.ask_about(relation, subject, rng),
+                facts.answer_about(relation, subject, value, rng),
+                thought=thought,
+                system=system,
+            )
         elif chance < 0.7:
             word = rng.choice(words)
-            thought = rng.choice(("I explain the word {w} in simple words.", "The user wants to know what {w} means.", "I know this word: {w}.")).format(w=word.word)
-            yield talk("thinking", f"What does {word.word} mean?", definitions.answer(word, rng), thought=thought, system=system)
+            thought = rng.choice(
+                ("I explain the word {w} in simple words.", "The user wants to know what {w} means.", "I know this word: {w}.")
+            ).format(w=word.word)
+            yield talk(
+                "thinking", f"What does {word.word} mean?", definitions.answer(word, rng), thought=thought, system=system
+            )
         elif chance < 0.85:
             name = rng.choice(list(_TALK))
             asks, answers = smalltalk.TALK[name]
             yield talk("thinking", rng.choice(asks), rng.choice(answers), thought=_TALK[name], system=system)
         else:
             asks, answers = smalltalk.IDENTITY[rng.choice(("who", "maker", "can", "limits"))]
-            yield talk("thinking", rng.choice(asks), rng.choice(answers), thought="The user asks about me. I am Culet's built-in model.", system=system)
+            yield talk(
+                "thinking",
+                rng.choice(asks),
+                rng.choice(answers),
+                thought="The user asks about me. I am Culet's built-in model.",
+                system=system,
+            )

@@ -12,14 +12,113 @@ CITIES = tuple(
     "Paris Berlin Rome London Madrid Oslo Vienna Tokyo Cairo Lima Boston Chicago Toronto Sydney Prague Athens Dublin Warsaw Lisbon Helsinki Delhi Seoul Nairobi Denver Miami Zurich "
     "Munich Milan Lyon Porto Quito Havana Accra Dakar Manila Hanoi Kyoto Osaka Perth Austin Seattle Geneva Bergen Malmo Bristol Leeds York Cardiff Turin Naples".split()
 )
-NAMES = tuple("Anna Ben Clara David Emma Felix Greta Hugo Ida Jack Kate Leo Mia Noah Olga Paul Rosa Sam Tina Victor Wendy Yusuf Zoe Alice Carlos Diana Elena Frank Grace Ivan Julia Karl".split())
-ITEMS = ("milk", "bread", "eggs", "apples", "rice", "tea", "coffee", "sugar", "soap", "paper", "batteries", "a lamp", "a chair", "shoes", "a book", "a pen", "flowers", "a blanket", "honey", "olive oil")
-TASKS = ("call the dentist", "water the plants", "buy milk", "send the report", "feed the cat", "pay the rent", "book a table", "clean the kitchen", "write to Anna", "pick up the parcel", "go for a run", "charge the phone")
+NAMES = tuple(
+    "Anna Ben Clara David Emma Felix Greta Hugo Ida Jack Kate Leo Mia Noah Olga Paul Rosa Sam Tina Victor Wendy Yusuf Zoe Alice Carlos Diana Elena Frank Grace Ivan Julia Karl".split()
+)
+ITEMS = (
+    "milk",
+    "bread",
+    "eggs",
+    "apples",
+    "rice",
+    "tea",
+    "coffee",
+    "sugar",
+    "soap",
+    "paper",
+    "batteries",
+    "a lamp",
+    "a chair",
+    "shoes",
+    "a book",
+    "a pen",
+    "flowers",
+    "a blanket",
+    "honey",
+    "olive oil",
+)
+TASKS = (
+    "call the dentist",
+    "water the plants",
+    "buy milk",
+    "send the report",
+    "feed the cat",
+    "pay the rent",
+    "book a table",
+    "clean the kitchen",
+    "write to Anna",
+    "pick up the parcel",
+    "go for a run",
+    "charge the phone",
+)
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday", "today", "tomorrow")
-TIMES = ("7:00", "7:30", "8:00", "8:15", "9:00", "9:45", "10:30", "11:00", "12:00", "13:30", "14:00", "15:15", "16:00", "17:30", "18:00", "19:00", "20:00", "21:30")
-SONGS = ("Moon River", "Blue Sky", "Silent Night", "Yesterday Morning", "Golden Fields", "Rainy Day", "Little Star", "Long Road", "Winter Song", "Dancing Leaves")
-TOPICS = ("jazz", "penguins", "volcanoes", "the moon", "old clocks", "whales", "bread baking", "chess", "solar power", "Roman history", "black holes", "gardening", "cheese", "trains", "poetry", "bees")
-WORDS = ("house", "water", "friend", "thank you", "good morning", "bread", "school", "tree", "book", "where is the station", "I am hungry", "see you soon", "how much is it", "music", "summer")
+TIMES = (
+    "7:00",
+    "7:30",
+    "8:00",
+    "8:15",
+    "9:00",
+    "9:45",
+    "10:30",
+    "11:00",
+    "12:00",
+    "13:30",
+    "14:00",
+    "15:15",
+    "16:00",
+    "17:30",
+    "18:00",
+    "19:00",
+    "20:00",
+    "21:30",
+)
+SONGS = (
+    "Moon River",
+    "Blue Sky",
+    "Silent Night",
+    "Yesterday Morning",
+    "Golden Fields",
+    "Rainy Day",
+    "Little Star",
+    "Long Road",
+    "Winter Song",
+    "Dancing Leaves",
+)
+TOPICS = (
+    "jazz",
+    "penguins",
+    "volcanoes",
+    "the moon",
+    "old clocks",
+    "whales",
+    "bread baking",
+    "chess",
+    "solar power",
+    "Roman history",
+    "black holes",
+    "gardening",
+    "cheese",
+    "trains",
+    "poetry",
+    "bees",
+)
+WORDS = (
+    "house",
+    "water",
+    "friend",
+    "thank you",
+    "good morning",
+    "bread",
+    "school",
+    "tree",
+    "book",
+    "where is the station",
+    "I am hungry",
+    "see you soon",
+    "how much is it",
+    "music",
+    "summer",
+)
 LANGUAGES = ("French", "German", "Spanish", "Italian", "Portuguese", "Dutch", "Japanese", "Swedish", "Polish", "Turkish")
 ROOMS = ("kitchen", "bedroom", "living room", "bathroom", "hall", "office", "garage", "garden")
 COMPANIES = ("Acme", "Globex", "Initech", "Umbra", "Northwind", "Contoso", "Redwood", "Bluebird", "Sunrise", "Ironworks")
@@ -39,8 +138,22 @@ class Family:
     answers: tuple[str, ...]
 
 
-def _family(names: str, texts: str, parameters: dict[str, tuple[str, str, tuple[str, ...] | str]], asks: str, result: dict[str, tuple[str, ...] | str], answers: str) -> Family:
-    return Family(tuple(names.split()), tuple(texts.split(" | ")), parameters, tuple(asks.split(" | ")), result, tuple(answers.split(" | ")))
+def _family(
+    names: str,
+    texts: str,
+    parameters: dict[str, tuple[str, str, tuple[str, ...] | str]],
+    asks: str,
+    result: dict[str, tuple[str, ...] | str],
+    answers: str,
+) -> Family:
+    return Family(
+        tuple(names.split()),
+        tuple(texts.split(" | ")),
+        parameters,
+        tuple(asks.split(" | ")),
+        result,
+        tuple(answers.split(" | ")),
+    )
 
 
 _CONDITIONS = ("sunny", "rainy", "cloudy", "windy", "foggy", "snowy", "clear")
@@ -73,7 +186,11 @@ FAMILIES: dict[str, Family] = {
     "calculator": _family(
         "calculate calculator add_numbers math compute evaluate calc do_math",
         "Calculate with two numbers. | A calculator for two numbers. | Does arithmetic.",
-        {"a": ("integer", "First number", NUMBER), "b": ("integer", "Second number", NUMBER), "operation": ("string", "What to do", ("add", "subtract", "multiply", "divide"))},
+        {
+            "a": ("integer", "First number", NUMBER),
+            "b": ("integer", "Second number", NUMBER),
+            "operation": ("string", "What to do", ("add", "subtract", "multiply", "divide")),
+        },
         "Use the calculator to {operation} {a} and {b}. | Please {operation} {a} and {b}. | {operation} {a} and {b} for me. | I need to {operation} {a} and {b}.",
         {"result": "int 1 900"},
         "The result is {result}. | It is {result}.",
@@ -81,7 +198,10 @@ FAMILIES: dict[str, Family] = {
     "alarm": _family(
         "set_alarm alarm create_alarm new_alarm setAlarm wake_up add_alarm",
         "Set an alarm. | Create an alarm for a time. | Wakes the user.",
-        {"time": ("string", "When it rings", TIMES), "label?": ("string", "A name for it", ("work", "school", "gym", "medicine", "train"))},
+        {
+            "time": ("string", "When it rings", TIMES),
+            "label?": ("string", "A name for it", ("work", "school", "gym", "medicine", "train")),
+        },
         "Set an alarm for {time}. | Wake me up at {time}. | Please set an alarm at {time}. | I need an alarm for {time}. | Can you wake me at {time}? | Set an alarm for {time} called {label}.",
         {"status": ("set", "ok", "done")},
         "Your alarm is set for {time}. | Done: the alarm rings at {time}. | I have set an alarm for {time}.",
@@ -113,7 +233,23 @@ FAMILIES: dict[str, Family] = {
     "message": _family(
         "send_message text message_to send_text sendMessage chat_with send_sms",
         "Send a text message. | Sends a short message to a person. | Write to somebody.",
-        {"name": ("string", "Who gets it", NAMES), "text": ("string", "The message", ("I am late", "see you soon", "happy birthday", "I am at home", "good night", "call me back", "dinner is ready", "thank you"))},
+        {
+            "name": ("string", "Who gets it", NAMES),
+            "text": (
+                "string",
+                "The message",
+                (
+                    "I am late",
+                    "see you soon",
+                    "happy birthday",
+                    "I am at home",
+                    "good night",
+                    "call me back",
+                    "dinner is ready",
+                    "thank you",
+                ),
+            ),
+        },
         "Send {name} a message: {text}. | Text {name} that {text}. | Write to {name}: {text}. | Tell {name}: {text}. | Please message {name} with {text}.",
         {"status": ("sent", "ok")},
         "Your message to {name} is sent. | I have told {name}: {text}. | Done, {name} has your message.",
@@ -131,7 +267,21 @@ FAMILIES: dict[str, Family] = {
         "Translate a text. | Translates words into another language. | A translator.",
         {"text": ("string", "The text", WORDS), "language": ("string", "The target language", LANGUAGES)},
         'Translate "{text}" into {language}. | How do you say {text} in {language}? Use the translator. | Please translate {text} to {language}. | What is "{text}" in {language}? Please translate it.',
-        {"translation": ("maison", "Wasser", "amigo", "grazie", "bom dia", "brood", "skola", "drzewo", "livre", "Musik", "verano")},
+        {
+            "translation": (
+                "maison",
+                "Wasser",
+                "amigo",
+                "grazie",
+                "bom dia",
+                "brood",
+                "skola",
+                "drzewo",
+                "livre",
+                "Musik",
+                "verano",
+            )
+        },
         'In {language}, it is "{translation}". | The translation is "{translation}". | "{text}" in {language} is "{translation}".',
     ),
     "search": _family(
@@ -185,7 +335,11 @@ FAMILIES: dict[str, Family] = {
     "currency": _family(
         "convert_currency exchange currency money_converter convertMoney change_money",
         "Convert money. | Changes an amount into another currency. | A currency converter.",
-        {"amount": ("integer", "How much", NUMBER), "source": ("string", "From which currency", CURRENCIES), "target": ("string", "To which currency", CURRENCIES)},
+        {
+            "amount": ("integer", "How much", NUMBER),
+            "source": ("string", "From which currency", CURRENCIES),
+            "target": ("string", "To which currency", CURRENCIES),
+        },
         "How much are {amount} {source} in {target}? | Convert {amount} {source} to {target}. | Change {amount} {source} into {target}. | What are {amount} {source} worth in {target}?",
         {"value": "int 1 900"},
         "{amount} {source} are {value} {target}. | That is {value} {target}. | You get {value} {target} for {amount} {source}.",
@@ -193,7 +347,11 @@ FAMILIES: dict[str, Family] = {
     "route": _family(
         "get_route route directions navigate find_route getDirections way_to",
         "The way from one city to another. | Find a route. | Directions between two places.",
-        {"start": ("string", "Where it starts", CITIES), "end": ("string", "Where it ends", CITIES), "mode?": ("string", "How to travel", ("car", "train", "bike"))},
+        {
+            "start": ("string", "Where it starts", CITIES),
+            "end": ("string", "Where it ends", CITIES),
+            "mode?": ("string", "How to travel", ("car", "train", "bike")),
+        },
         "How do I get from {start} to {end}? | Show me the way from {start} to {end}. | Find a route from {start} to {end}. | Route from {start} to {end} by {mode}, please. | I want to go from {start} to {end} by {mode}.",
         {"hours": "int 1 20", "kilometres": "int 50 900"},
         "From {start} to {end} it is {kilometres} kilometres, about {hours} hours. | The way from {start} to {end} takes {hours} hours. | It is {kilometres} kilometres to {end}.",
@@ -201,7 +359,11 @@ FAMILIES: dict[str, Family] = {
     "flight": _family(
         "find_flight search_flights flights book_flight findFlight flight_search",
         "Find a flight. | Search flights between two cities on a day. | Looks for flights.",
-        {"origin": ("string", "From where", CITIES), "destination": ("string", "To where", CITIES), "day": ("string", "The day", DAYS)},
+        {
+            "origin": ("string", "From where", CITIES),
+            "destination": ("string", "To where", CITIES),
+            "day": ("string", "The day", DAYS),
+        },
         "Find a flight from {origin} to {destination} on {day}. | I want to fly from {origin} to {destination} on {day}. | Are there flights from {origin} to {destination} on {day}? | Flights from {origin} to {destination} on {day}, please.",
         {"departure": TIMES, "price": "int 40 900"},
         "There is a flight from {origin} to {destination} at {departure} for {price} dollars. | A flight leaves {origin} at {departure} and costs {price} dollars.",
@@ -225,7 +387,15 @@ FAMILIES: dict[str, Family] = {
     "event": _family(
         "create_event add_event calendar schedule_meeting createEvent plan_meeting",
         "Add an event to the calendar. | Plan a meeting. | Creates an appointment.",
-        {"title": ("string", "What it is", ("lunch", "a meeting", "a party", "football", "the dentist", "a concert", "piano lesson", "dinner")), "day": ("string", "The day", DAYS), "time": ("string", "When", TIMES)},
+        {
+            "title": (
+                "string",
+                "What it is",
+                ("lunch", "a meeting", "a party", "football", "the dentist", "a concert", "piano lesson", "dinner"),
+            ),
+            "day": ("string", "The day", DAYS),
+            "time": ("string", "When", TIMES),
+        },
         "Add {title} on {day} at {time} to my calendar. | Plan {title} on {day} at {time}. | I have {title} on {day} at {time}, please note it. | Put {title} into the calendar: {day} at {time}.",
         {"status": ("created", "ok", "saved")},
         "I have put {title} into your calendar: {day} at {time}. | Done: {title} on {day} at {time}. | Your event is saved.",
@@ -257,7 +427,24 @@ FAMILIES: dict[str, Family] = {
     "recipe": _family(
         "find_recipe recipe get_recipe cook recipe_search recipeFor",
         "Find a recipe. | Recipes for a dish. | How to cook something.",
-        {"dish": ("string", "The dish", ("pancakes", "tomato soup", "apple pie", "rice with beans", "bread", "lentil curry", "potato salad", "pizza", "lasagne", "omelette"))},
+        {
+            "dish": (
+                "string",
+                "The dish",
+                (
+                    "pancakes",
+                    "tomato soup",
+                    "apple pie",
+                    "rice with beans",
+                    "bread",
+                    "lentil curry",
+                    "potato salad",
+                    "pizza",
+                    "lasagne",
+                    "omelette",
+                ),
+            )
+        },
         "Find a recipe for {dish}. | I want to cook {dish}. Find a recipe, please. | Show me a recipe for {dish}. | Look up how to cook {dish}.",
         {"minutes": "int 10 90", "title": ("Easy version", "Classic style", "Grandmother's way", "For beginners")},
         'There is a recipe for {dish}: "{title}", {minutes} minutes. | I found "{title}" for {dish}. It takes {minutes} minutes.',
@@ -267,7 +454,10 @@ FAMILIES: dict[str, Family] = {
         "Find a book. | Look in the library's catalogue. | Searches books by topic.",
         {"topic": ("string", "What it is about", TOPICS)},
         "Find a book about {topic}. | I am looking for a book on {topic}. | Does the library have books about {topic}? | Search the catalogue for {topic}.",
-        {"title": ("A Little History", "The Complete Guide", "First Steps", "Stories and Facts", "The Handbook"), "shelf": "int 1 60"},
+        {
+            "title": ("A Little History", "The Complete Guide", "First Steps", "Stories and Facts", "The Handbook"),
+            "shelf": "int 1 60",
+        },
         'There is "{title}" about {topic} on shelf {shelf}. | I found "{title}". It is on shelf {shelf}.',
     ),
     "train": _family(

@@ -12,10 +12,35 @@ from training.data import arithmetic, conversations, definitions, facts, smallta
 from training.data.chats import Chat, Message
 from training.data.tool_families import CITIES, FAMILIES, TEST_NAMES, TOPICS, Family
 
-_VERBS = tuple("get set find show make run start check list open read send create update delete load count watch plan pick sort move copy save mark scan test print share join split build draw".split())
-_NOUNS = tuple("file user photo ticket invoice playlist garden robot pump camera sensor report order score team game lesson recipe battery engine window parcel note task route bill seat lamp zone queue badge folder".split())
-_VALUES = ("alpha", "red", "north", "blue", "small", "summer", "gold", "river", "large", "quick", "apple", "seven stars", "main hall", "old bridge", "level two", "green tea")
-_KEYS = {"string": ("name", "title", "color", "place", "kind", "label", "target", "topic", "owner", "query"), "integer": ("count", "number", "size", "level", "id", "limit", "page", "year"), "boolean": ("urgent", "public", "loud", "fast")}
+_VERBS = tuple(
+    "get set find show make run start check list open read send create update delete load count watch plan pick sort move copy save mark scan test print share join split build draw".split()
+)
+_NOUNS = tuple(
+    "file user photo ticket invoice playlist garden robot pump camera sensor report order score team game lesson recipe battery engine window parcel note task route bill seat lamp zone queue badge folder".split()
+)
+_VALUES = (
+    "alpha",
+    "red",
+    "north",
+    "blue",
+    "small",
+    "summer",
+    "gold",
+    "river",
+    "large",
+    "quick",
+    "apple",
+    "seven stars",
+    "main hall",
+    "old bridge",
+    "level two",
+    "green tea",
+)
+_KEYS = {
+    "string": ("name", "title", "color", "place", "kind", "label", "target", "topic", "owner", "query"),
+    "integer": ("count", "number", "size", "level", "id", "limit", "page", "year"),
+    "boolean": ("urgent", "public", "loud", "fast"),
+}
 
 
 @dataclass(frozen=True)
@@ -94,7 +119,17 @@ def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-_SYSTEMS = (None, None, None, None, "You are a helpful assistant.", "Use the tools when they help.", "You are a helpful assistant with tools.", "Call a tool only if it fits the question.", "Be brief.")
+_SYSTEMS = (
+    None,
+    None,
+    None,
+    None,
+    "You are a helpful assistant.",
+    "Use the tools when they help.",
+    "You are a helpful assistant with tools.",
+    "Call a tool only if it fits the question.",
+    "Be brief.",
+)
 
 
 def _messages(system: str | None, *messages: Message) -> tuple[Message, ...]:
@@ -131,7 +166,13 @@ def _calling(rng: random.Random) -> Iterator[Chat]:
     calls: Message = {"role": "assistant", "tool_calls": [_call(tool.name, arguments)]}
     thinking = rng.random() < 0.1
     if thinking:
-        calls["reasoning"] = rng.choice(("The user wants something that {t} can do. I will call it.", "I need the tool {t} for this.", "There is a tool for that: {t}.")).format(t=tool.name)
+        calls["reasoning"] = rng.choice(
+            (
+                "The user wants something that {t} can do. I will call it.",
+                "I need the tool {t} for this.",
+                "There is a tool for that: {t}.",
+            )
+        ).format(t=tool.name)
     system = rng.choice(_SYSTEMS)
     yield Chat("tools", _messages(system, user, calls), tools, thinking)
     if thinking or rng.random() < 0.45:
@@ -139,9 +180,15 @@ def _calling(rng: random.Random) -> Iterator[Chat]:
     result = _result(family, rng)
     if rng.random() < 0.08:
         result = {"error": rng.choice(("not found", "no connection", "try again later", "not available"))}
-        answer = rng.choice(("I'm sorry, that did not work: {error}.", "Sorry, the tool says: {error}.", "That failed: {error}.")).format(**result)
+        answer = rng.choice(
+            ("I'm sorry, that did not work: {error}.", "Sorry, the tool says: {error}.", "That failed: {error}.")
+        ).format(**result)
     else:
-        answer = facts.capitalised(rng.choice([text for text in family.answers if set(re.findall(r"\{(\w+)\}", text)) <= {*arguments, *result}]).format(**{**arguments, **result}))
+        answer = facts.capitalised(
+            rng.choice(
+                [text for text in family.answers if set(re.findall(r"\{(\w+)\}", text)) <= {*arguments, *result}]
+            ).format(**{**arguments, **result})
+        )
     tool_message: Message = {"role": "tool", "name": tool.name, "content": result}
     yield Chat("tools", _messages(system, user, calls, tool_message, {"role": "assistant", "content": answer}), tools)
 
@@ -160,7 +207,9 @@ def _parallel(rng: random.Random) -> Iterator[Chat]:
         parts = [FAMILIES[key].answers[0].format(city=city, **result) for city, result in zip(cities, results, strict=True)]
         answer = " ".join(parts)
     else:
-        first, second = rng.sample(["alarm", "timer", "light", "music", "message", "note", "reminder", "shopping", "heating"], 2)
+        first, second = rng.sample(
+            ["alarm", "timer", "light", "music", "message", "note", "reminder", "shopping", "heating"], 2
+        )
         if second in _NEAR.get(first, ()):
             return
         declared, calls, texts, results, parts = [], [], [], [], []
@@ -173,18 +222,35 @@ def _parallel(rng: random.Random) -> Iterator[Chat]:
             texts.append(text.rstrip(".!"))
             results.append(_result(family, rng))
             parts.append(facts.capitalised(family.answers[0].format(**{**arguments, **results[-1]})))
-        question = f"{texts[0]}. {rng.choice(('And ', 'Also, ', 'Then ', ''))}" + (texts[1] if rng.random() < 0.3 else texts[1][0].lower() + texts[1][1:]) + "."
+        question = (
+            f"{texts[0]}. {rng.choice(('And ', 'Also, ', 'Then ', ''))}"
+            + (texts[1] if rng.random() < 0.3 else texts[1][0].lower() + texts[1][1:])
+            + "."
+        )
         question = question.replace(". i ", ". I ")
         answer = " ".join(parts)
     if len({tool.name for tool in declared}) < len(declared):
         return
-    tools = _shuffled(rng, [*declared, *(_others(rng, set(FAMILIES) - {"door", "dice", "stock", "recipe"}, ["door", "dice", "stock", "recipe"]) if rng.random() < 0.4 else [])])
+    tools = _shuffled(
+        rng,
+        [
+            *declared,
+            *(
+                _others(rng, set(FAMILIES) - {"door", "dice", "stock", "recipe"}, ["door", "dice", "stock", "recipe"])
+                if rng.random() < 0.4
+                else []
+            ),
+        ],
+    )
     user: Message = {"role": "user", "content": question}
     asked: Message = {"role": "assistant", "tool_calls": calls}
     system = rng.choice(_SYSTEMS)
     yield Chat("tools", _messages(system, user, asked), tools)
     if rng.random() < 0.5:
-        results_said: list[Message] = [{"role": "tool", "name": call["function"]["name"], "content": result} for call, result in zip(calls, results, strict=True)]
+        results_said: list[Message] = [
+            {"role": "tool", "name": call["function"]["name"], "content": result}
+            for call, result in zip(calls, results, strict=True)
+        ]
         yield Chat("tools", _messages(system, user, asked, *results_said, {"role": "assistant", "content": answer}), tools)
 
 
@@ -197,21 +263,36 @@ def _not_calling(rng: random.Random, plain: list[Chat]) -> Iterator[Chat]:
     """Tools are declared, but the question needs none of them, or one that is not there."""
     if rng.random() < 0.68:
         chat = rng.choice(plain)
-        tools = [declare_family(FAMILIES[name], rng) for name in rng.sample([n for n in FAMILIES if n not in ("calculator", "population", "translate")], rng.choice((1, 1, 2, 3)))]
+        tools = [
+            declare_family(FAMILIES[name], rng)
+            for name in rng.sample(
+                [n for n in FAMILIES if n not in ("calculator", "population", "translate")], rng.choice((1, 1, 2, 3))
+            )
+        ]
         if chat.messages[0]["role"] == "system" or len(chat.messages) > 4:
             return
         yield Chat("tools", _messages(rng.choice(_SYSTEMS), *chat.messages), _shuffled(rng, tools))
         return
     key = rng.choice(list(FAMILIES))
     question, _, _ = fill(FAMILIES[key], rng)
-    tools = _others(rng, {key, *_NEAR.get(key, ())}, list(FAMILIES)) or [declare_family(FAMILIES[rng.choice([n for n in FAMILIES if n != key and n not in _NEAR.get(key, ())])], rng)]
+    tools = _others(rng, {key, *_NEAR.get(key, ())}, list(FAMILIES)) or [
+        declare_family(FAMILIES[rng.choice([n for n in FAMILIES if n != key and n not in _NEAR.get(key, ())])], rng)
+    ]
     user: Message = {"role": "user", "content": question}
-    yield Chat("tools", _messages(rng.choice(_SYSTEMS), user, {"role": "assistant", "content": rng.choice(_CANNOT)}), _shuffled(rng, tools))
+    yield Chat(
+        "tools",
+        _messages(rng.choice(_SYSTEMS), user, {"role": "assistant", "content": rng.choice(_CANNOT)}),
+        _shuffled(rng, tools),
+    )
 
 
 def _made_up(rng: random.Random) -> Iterator[Chat]:
     """Tools with names and parameters put together by chance, asked for by name: teaches to copy what is declared."""
-    name = f"{rng.choice(_VERBS)}_{rng.choice(_NOUNS)}" if rng.random() < 0.7 else rng.choice(_VERBS) + rng.choice(_NOUNS).capitalize()
+    name = (
+        f"{rng.choice(_VERBS)}_{rng.choice(_NOUNS)}"
+        if rng.random() < 0.7
+        else rng.choice(_VERBS) + rng.choice(_NOUNS).capitalize()
+    )
     properties: dict[str, Any] = {}
     arguments: dict[str, Any] = {}
     for _ in range(rng.choice((1, 1, 2, 3))):
@@ -220,12 +301,29 @@ def _made_up(rng: random.Random) -> Iterator[Chat]:
         if key in properties:
             continue
         properties[key] = {"type": kind}
-        arguments[key] = rng.choice((*_VALUES, *CITIES[:20], *TOPICS)) if kind == "string" else rng.randint(1, 99) if kind == "integer" else rng.random() < 0.5
+        arguments[key] = (
+            rng.choice((*_VALUES, *CITIES[:20], *TOPICS))
+            if kind == "string"
+            else rng.randint(1, 99)
+            if kind == "integer"
+            else rng.random() < 0.5
+        )
     spoken = [f"{key} {str(value).lower() if isinstance(value, bool) else value}" for key, value in arguments.items()]
     verb, noun = re.match(r"([a-z]+)_?([A-Za-z]+)", name).groups()  # type: ignore[union-attr]
-    ask = rng.choice(("Please {v} the {n} with {k}.", "Use {t} with {k}.", "{V} the {n}: {k}.", "Call the tool {t} with {k}.", "Can you {v} a {n} with {k}?", "I want you to {v} the {n} with {k}."))
+    ask = rng.choice(
+        (
+            "Please {v} the {n} with {k}.",
+            "Use {t} with {k}.",
+            "{V} the {n}: {k}.",
+            "Call the tool {t} with {k}.",
+            "Can you {v} a {n} with {k}?",
+            "I want you to {v} the {n} with {k}.",
+        )
+    )
     question = ask.format(v=verb, V=verb.capitalize(), n=noun.lower(), t=name, k=" and ".join(spoken))
-    text = rng.choice(("{V} a {n}.", "Can {v} the {n}.", "{V}s one {n}.", "For work with a {n}: {v} it.")).format(v=verb, V=verb.capitalize(), n=noun.lower())
+    text = rng.choice(("{V} a {n}.", "Can {v} the {n}.", "{V}s one {n}.", "For work with a {n}: {v} it.")).format(
+        v=verb, V=verb.capitalize(), n=noun.lower()
+    )
     tool = Declared(name, declare(name, text, properties, list(properties)))
     tools = _shuffled(rng, [tool, *_others(rng, set(), list(FAMILIES))])
     calls: Message = {"role": "assistant", "tool_calls": [_call(name, arguments)]}
@@ -235,14 +333,22 @@ def _made_up(rng: random.Random) -> Iterator[Chat]:
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
     """At least `count` chats with tools."""
     plain = [
-        *facts.make(rng, 1), *arithmetic.make(rng, 300), *rng.sample(list(definitions.make(rng, 1)), 500), *smalltalk.make(rng, 700),
+        *facts.make(rng, 1), *arithmetic.make(rng, 300), *definitions.make_simple(rng, 1), *smalltalk.make(rng, 700),
         *writing.make(rng, 300), *writing.make_stories(rng, 100), *conversations.make(rng, 200),
     ]  # fmt: skip
     forbidden = {name for names in TEST_NAMES.values() for name in names.split()}
     made = 0
     while made < count:
         chance = rng.random()
-        chats = _calling(rng) if chance < 0.42 else _parallel(rng) if chance < 0.52 else _made_up(rng) if chance < 0.66 else _not_calling(rng, plain)
+        chats = (
+            _calling(rng)
+            if chance < 0.42
+            else _parallel(rng)
+            if chance < 0.52
+            else _made_up(rng)
+            if chance < 0.66
+            else _not_calling(rng, plain)
+        )
         for chat in chats:
             if not any(tool["function"]["name"] in forbidden for tool in chat.tools):
                 yield chat

@@ -38,7 +38,9 @@ def read_senses(folder: Path) -> Iterator[Sense]:
             num_words = int(fields[3], 16)
             words = tuple(re.sub(r"\(.*\)$", "", fields[4 + 2 * i]).replace("_", " ") for i in range(num_words))
             pointers = fields[4 + 2 * num_words + 1 :]
-            parent = next((names.get(pointers[i + 1]) for i in range(0, len(pointers) - 3, 4) if pointers[i] in ("@", "@i")), None)
+            parent = next(
+                (names.get(pointers[i + 1]) for i in range(0, len(pointers) - 3, 4) if pointers[i] in ("@", "@i")), None
+            )
             gloss, *examples = re.split(r';\s*(?=")', tail.strip())
             key = (words[0].lower().replace(" ", "_"), letter)
             yield Sense(

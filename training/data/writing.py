@@ -9,7 +9,23 @@ from collections.abc import Callable, Iterator
 from training.data import facts, smalltalk, topics
 from training.data.chats import Chat, talk
 
-_PEOPLE = ("Anna", "Tom", "Maria", "Ben", "my sister", "my brother", "the teacher", "the old man", "our neighbour", "Mia", "the doctor", "my friend", "Leo", "the girl", "the boy")
+_PEOPLE = (
+    "Anna",
+    "Tom",
+    "Maria",
+    "Ben",
+    "my sister",
+    "my brother",
+    "the teacher",
+    "the old man",
+    "our neighbour",
+    "Mia",
+    "the doctor",
+    "my friend",
+    "Leo",
+    "the girl",
+    "the boy",
+)
 # base, third person, past, object
 _ACTS = tuple(
     tuple(part.strip() for part in row.split(","))
@@ -21,8 +37,31 @@ _ACTS = tuple(
     """.replace("\n", " | ").split("|")
     if row.strip()
 )
-_WHEN = ("", " in the morning", " at home", " after school", " in the garden", " every Sunday", " with a friend", " before lunch", " at the station")
-_ORDERS = ("give me the salt", "open the door", "close the window", "tell me the time", "help me with my bag", "wait a minute", "be quiet", "send me the letter", "call me tomorrow", "show me the way", "speak slowly", "bring me a glass of water")
+_WHEN = (
+    "",
+    " in the morning",
+    " at home",
+    " after school",
+    " in the garden",
+    " every Sunday",
+    " with a friend",
+    " before lunch",
+    " at the station",
+)
+_ORDERS = (
+    "give me the salt",
+    "open the door",
+    "close the window",
+    "tell me the time",
+    "help me with my bag",
+    "wait a minute",
+    "be quiet",
+    "send me the letter",
+    "call me tomorrow",
+    "show me the way",
+    "speak slowly",
+    "bring me a glass of water",
+)
 _PLAIN_WORDS = tuple(
     "apple bread chair dog egg fish garden house ink jam king lamp moon nose orange pen queen rain sun table uncle violin water yard zebra book cat door earth flower glass hat island "
     "juice kite lemon mouse night ocean paper ring ship tree wall window bird cloud dance eagle friend gold heart ice key leaf milk nest onion piano road star tiger".split()
@@ -36,35 +75,51 @@ def _sentence(rng: random.Random, tense: int) -> tuple[str, str, str, tuple[str,
 
 
 def _copy(rng: random.Random) -> tuple[str, str]:
-    text = _sentence(rng, rng.choice((1, 2)))[0] if rng.random() < 0.6 else " ".join(rng.sample(_PLAIN_WORDS, rng.randint(1, 5)))
-    return rng.choice(("Repeat after me: {}", "Say this: {}", "Please repeat: {}", "Write this down exactly: {}", "Copy this text: {}")).format(text), text
+    text = (
+        _sentence(rng, rng.choice((1, 2)))[0] if rng.random() < 0.6 else " ".join(rng.sample(_PLAIN_WORDS, rng.randint(1, 5)))
+    )
+    return rng.choice(
+        ("Repeat after me: {}", "Say this: {}", "Please repeat: {}", "Write this down exactly: {}", "Copy this text: {}")
+    ).format(text), text
 
 
 def _spell(rng: random.Random) -> tuple[str, str]:
     word = rng.choice(_PLAIN_WORDS)
     kind = rng.randrange(4)
     if kind == 0:
-        return rng.choice(('Spell the word "{}".', "Spell {}.", "How do you spell {}?")).format(word), "-".join(word.upper()) + "."
+        return rng.choice(('Spell the word "{}".', "Spell {}.", "How do you spell {}?")).format(word), "-".join(
+            word.upper()
+        ) + "."
     if kind == 1:
-        return rng.choice(("What is the first letter of {}?", 'With which letter does "{}" begin?')).format(word), f"The first letter of {word} is {word[0].upper()}."
+        return rng.choice(("What is the first letter of {}?", 'With which letter does "{}" begin?')).format(
+            word
+        ), f"The first letter of {word} is {word[0].upper()}."
     if kind == 2:
         return f"What is the last letter of {word}?", f"The last letter of {word} is {word[-1].upper()}."
-    return rng.choice(("How many letters has the word {}?", "How many letters are in {}?")).format(word), f"The word {word} has {len(word)} letters."
+    return rng.choice(("How many letters has the word {}?", "How many letters are in {}?")).format(
+        word
+    ), f"The word {word} has {len(word)} letters."
 
 
 def _case(rng: random.Random) -> tuple[str, str]:
     text = _sentence(rng, 1)[0] if rng.random() < 0.5 else rng.choice(_PLAIN_WORDS)
     if rng.random() < 0.6:
-        return rng.choice(("Write this in capital letters: {}", "Put this in upper case: {}", "Make this all capitals: {}")).format(text), text.upper()
+        return rng.choice(
+            ("Write this in capital letters: {}", "Put this in upper case: {}", "Make this all capitals: {}")
+        ).format(text), text.upper()
     return rng.choice(("Write this in small letters: {}", "Put this in lower case: {}")).format(text.upper()), text.lower()
 
 
 def _order(rng: random.Random) -> tuple[str, str]:
     words = rng.sample(_PLAIN_WORDS, rng.choice((3, 3, 4)))
     if rng.random() < 0.6:
-        return rng.choice(("Put these words in alphabetical order: {}", "Sort these words: {}", "Sort alphabetically: {}")).format(", ".join(words)), ", ".join(sorted(words)) + "."
+        return rng.choice(
+            ("Put these words in alphabetical order: {}", "Sort these words: {}", "Sort alphabetically: {}")
+        ).format(", ".join(words)), ", ".join(sorted(words)) + "."
     numbers = [str(number) for number in rng.sample(range(1, 60), 3)]
-    return rng.choice(("Sort these numbers: {}", "Put these numbers in order: {}")).format(", ".join(numbers)), ", ".join(sorted(numbers, key=int)) + "."
+    return rng.choice(("Sort these numbers: {}", "Put these numbers in order: {}")).format(", ".join(numbers)), ", ".join(
+        sorted(numbers, key=int)
+    ) + "."
 
 
 def _tense(rng: random.Random) -> tuple[str, str]:
@@ -72,7 +127,9 @@ def _tense(rng: random.Random) -> tuple[str, str]:
     kind = rng.randrange(4)
     if kind == 0:
         new = f"{who} {act[2]} {act[3]}{when}."
-        ask = rng.choice(("Put this into the past tense: {}", "Write this in the past tense: {}", "Change this to the past: {}"))
+        ask = rng.choice(
+            ("Put this into the past tense: {}", "Write this in the past tense: {}", "Change this to the past: {}")
+        )
     elif kind == 1:
         new = f"does {who} {act[0]} {act[3]}{when}?"
         ask = rng.choice(("Turn this into a question: {}", "Make a question out of this: {}", "Make this a question: {}"))
@@ -88,22 +145,41 @@ def _tense(rng: random.Random) -> tuple[str, str]:
 def _correct(rng: random.Random) -> tuple[str, str]:
     text, who, when, act = _sentence(rng, 1)
     wrong = f"{who} {act[0]} {act[3]}{when}"
-    return rng.choice(("Correct this sentence: {}", "Fix the grammar: {}", "What is wrong here? {}", "Please correct: {}")).format(wrong), text
+    return rng.choice(
+        ("Correct this sentence: {}", "Fix the grammar: {}", "What is wrong here? {}", "Please correct: {}")
+    ).format(wrong), text
 
 
 def _polite(rng: random.Random) -> tuple[str, str]:
     order = rng.choice(_ORDERS)
     text = order[0].upper() + order[1:]
-    ask = rng.choice(("Say this politely: {}!", "Make this polite: {}.", "Rewrite this in a polite way: {}.", "How can I say this more politely? {}."))
+    ask = rng.choice(
+        (
+            "Say this politely: {}!",
+            "Make this polite: {}.",
+            "Rewrite this in a polite way: {}.",
+            "How can I say this more politely? {}.",
+        )
+    )
     return ask.format(text), rng.choice(("Could you please {}?", "Would you please {}?", "Please {}.")).format(order)
 
 
 def _shorten(rng: random.Random) -> tuple[str, str]:
     text, who, when, act = _sentence(rng, 2)
-    extra = rng.choice(("As far as I can remember, ", "It is well known that ", "I would like to tell you that ", "To tell you the truth, ", "You may not believe it, but "))
+    extra = rng.choice(
+        (
+            "As far as I can remember, ",
+            "It is well known that ",
+            "I would like to tell you that ",
+            "To tell you the truth, ",
+            "You may not believe it, but ",
+        )
+    )
     whole = extra + (text if who[0].isupper() else text[0].lower() + text[1:])
     short = f"{who} {act[2]} {act[3]}."
-    return rng.choice(("Make this shorter: {}", "Shorten this sentence: {}", "Summarise this: {}", "Say this in fewer words: {}")).format(whole), short[0].upper() + short[1:]
+    return rng.choice(
+        ("Make this shorter: {}", "Shorten this sentence: {}", "Summarise this: {}", "Say this in fewer words: {}")
+    ).format(whole), short[0].upper() + short[1:]
 
 
 def _who(rng: random.Random) -> tuple[str, str]:
@@ -129,12 +205,25 @@ def _list(rng: random.Random) -> tuple[str, str]:
     name = rng.choice(list(groups))
     count = rng.choice((2, 3, 3, 4))
     chosen = rng.sample(groups[name].split(), count)
-    ask = rng.choice(("Name {n} {g}.", "Can you name {n} {g}?", "Give me {n} {g}.", "Tell me {n} {g}, please.", "List {n} {g}.")).format(n=("two", "three", "four")[count - 2], g=name)
+    ask = rng.choice(
+        ("Name {n} {g}.", "Can you name {n} {g}?", "Give me {n} {g}.", "Tell me {n} {g}, please.", "List {n} {g}.")
+    ).format(n=("two", "three", "four")[count - 2], g=name)
     answer = ", ".join(chosen[:-1]) + " and " + chosen[-1]
     return ask, facts.capitalised(rng.choice(("{} are {g}.", "{}.", "For example: {}.")).format(answer, g=name))
 
 
-_TASKS: tuple[Callable[[random.Random], tuple[str, str]], ...] = (_copy, _spell, _case, _order, _tense, _correct, _polite, _shorten, _who, _list)
+_TASKS: tuple[Callable[[random.Random], tuple[str, str]], ...] = (
+    _copy,
+    _spell,
+    _case,
+    _order,
+    _tense,
+    _correct,
+    _polite,
+    _shorten,
+    _who,
+    _list,
+)
 
 
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
@@ -143,9 +232,11 @@ def make(rng: random.Random, count: int) -> Iterator[Chat]:
         if rng.random() < 0.12:
             relation = rng.choice(list(facts.RELATIONS.values()))
             subject, value = rng.choice(relation.rows)
-            yield smalltalk.in_persona(rng, facts.ask_about(relation, subject, rng), facts.answer_about(relation, subject, value, rng))
+            yield smalltalk.in_persona(
+                rng, facts.ask_about(relation, subject, rng), facts.answer_about(relation, subject, value, rng)
+            )
         else:
-            turns = rng.choice(_TASKS)(rng)
+            turns: tuple[str, ...] = rng.choice(_TASKS)(rng)
             if rng.random() < 0.1:
                 turns += rng.choice(_TASKS)(rng)
             yield talk("writing", *turns)
@@ -171,8 +262,22 @@ def make_stories(rng: random.Random, count: int) -> Iterator[Chat]:
     """Little stories with the hero, and perhaps the thing, that was asked for."""
     for _ in range(count):
         hero, find = rng.choice(topics.HEROES), rng.choice(topics.FINDS)
-        pronoun = "she" if "girl" in hero or "queen" in hero else "he" if any(word in hero for word in ("boy", "king", "knight", "giant", "man", "sailor", "shepherd")) else "it"
+        pronoun = (
+            "she"
+            if "girl" in hero or "queen" in hero
+            else "he"
+            if any(word in hero for word in ("boy", "king", "knight", "giant", "man", "sailor", "shepherd"))
+            else "it"
+        )
         if any(word in hero for word in ("baker", "painter", "farmer", "librarian", "musician", "clockmaker")):
             pronoun = rng.choice(("he", "she"))
-        story = rng.choice(_STORIES).format(h=hero, H=hero[0].upper() + hero[1:], t=re.sub(r"^an? ", "the ", hero), f=find, p=rng.choice(topics.PLACES), x=pronoun, X=pronoun.capitalize())
+        story = rng.choice(_STORIES).format(
+            h=hero,
+            H=hero[0].upper() + hero[1:],
+            t=re.sub(r"^an? ", "the ", hero),
+            f=find,
+            p=rng.choice(topics.PLACES),
+            x=pronoun,
+            X=pronoun.capitalize(),
+        )
         yield talk("stories", rng.choice(_STORY_ASKS).format(h=hero, f=find), story)

@@ -1,0 +1,103 @@
+"""Speculative decoding as the engine sets it up: what rounds cost here, and a look at start whether drafts are accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from culet.config import DraftChoice
+from culet.drafters.base import DrafterSpec
+from culet.log import chose, logger
+from culet.models.sizes import text_weights
+from culet.models.spec import ModelSpec
+from culet.runner.drafting import draft_lengths
+from culet.scheduler.pace import DraftPolicy, StepCost
+from culet.scheduler.scheduler import Scheduler
+from culet.scheduler.stats import Counters
+
+# What a device reaches, by CUDA capability: (bytes/s, FLOP/s). Only their ratio, and that to the wait, decides.
+_GPU_RATES = {8: (1.6e12, 250e12), 9: (4.0e12, 650e12), 10: (6.5e12, 1300e12), 12: (1.4e12, 300e12)}
+_CPU_RATES = (1.0e10, 1.0e11)
+_GPU_WAIT_S = 5e-4  # between rounds the host learns what was accepted before it launches the next step
+_CPU_WAIT_S = 0.0
+
+PROBE_PROMPT = "Count from 1 to 60, separated by commas and spaces. Write the numbers only."
+PROBE_TOKENS = 48
+LEAST_ACCEPTED = 0.05  # share of the probe's drafts below which something must be wrong
+
+
+def draft_policy(
+    target: ModelSpec, drafter: DrafterSpec, choice: DraftChoice, device: torch.device, itemsize: int
+) -> DraftPolicy | None:
+    """How many drafts to propose when; None where it is always as many as may be."""
+    if not choice.adaptive:
+        return None
+    weights = text_weights(target)
+    experts = weights.pop("routed experts", 0)
+    weights.pop("per-layer embeddings", 0)  # of which a token reads a row
+    dense = sum(weights.values())
+    moe = target.moe
+    active = 0 if moe is None else experts * moe.top_k / moe.num_experts
+    if device.type == "cuda":
+        major = torch.cuda.get_device_capability(device)[0]
+        rates, wait = _GPU_RATES.get(major, _GPU_RATES[8]), _GPU_WAIT_S
+    else:
+        rates, wait = _CPU_RATES, _CPU_WAIT_S
+    # A drafter that reads the target's pages has all its weights of its own; another takes the target's head.
+    own = sum(drafter.num_parameters().values()) + (0 if drafter.reads_target_pages else target.vocab_size * target.hidden_size)
+    cost = StepCost(
+        dense_bytes=dense * itemsize,
+        expert_bytes=0 if moe is None else experts * itemsize / moe.num_experts,
+        num_experts=0 if moe is None else moe.num_experts,
+        top_k=0 if moe is None else moe.top_k,
+        flops_per_token=2 * (dense + active),
+        draft_bytes=own * itemsize,
+        drafts_at_once=not drafter.reads_target_pages,
+        bytes_per_s=rates[0],
+        flops_per_s=rates[1],
+        wait_s=wait,
+    )
+    return DraftPolicy(cost, draft_lengths(drafter.max_drafts))
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a short run with drafts at start has shown."""
+
+    counters: Counters
+
+    @property
+    def is_suspicious(self) -> bool:
+        drafted, accepted = self.counters.drafted_tokens, self.counters.accepted_tokens
+        return drafted > 0 and accepted < LEAST_ACCEPTED * drafted
+
+    def tell(self, choice: DraftChoice) -> None:
+        """Say what was accepted; nearly nothing is a loud warning with what may be the cause."""
+        drafted, accepted = self.counters.drafted_tokens, self.counters.accepted_tokens
+        found = f"{accepted} of {drafted} drafts accepted, {self.counters.tokens_per_verify:.2f} tokens a verify"
+        if not self.is_suspicious:
+            chose("drafts at start", found, "a short run")
+            return
+        logger.warning(
+            "DRAFTS ARE NOT ACCEPTED: %s in a short run at start. Output stays right, but drafting costs time.\n"
+            "  likely causes: %s was made for another model or another revision of it (wrong pairing);\n"
+            "  the chat template is not the model's, so that both read what they were not trained on (wrong template);\n"
+            "  hidden states or keys of the wrong layer, or the other position convention"
+            ' (with mtp try {"position": "%s"}).',
+            found,
+            choice.model,
+            "hf" if choice.position == "engine" else "engine",
+        )
+
+
+def run_probe(scheduler: Scheduler, step: Callable[[], object]) -> Probe:
+    """Run what was queued to its end, with as many drafts as may be; nothing of it stays, neither pages nor counts."""
+    policy, scheduler.policy = scheduler.policy, None
+    while scheduler.has_work:
+        step()
+    probe = Probe(scheduler.counters)
+    scheduler.policy, scheduler.counters = policy, Counters()
+    scheduler.drop_checkpoints()
+    return probe

@@ -1,0 +1,103 @@
+"""`culet bench serve` against a running server: it counts what was answered, and says so in the block that people know."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, pstdev
+
+import pytest
+from click.testing import CliRunner
+from running import Running
+
+from culet.bench.serving import Load, arrivals, make_prompts, percentile
+from culet.cli.bench_serve import bench_serve
+from culet.cli.main import run
+
+BLOCK = (
+    "============ Serving Benchmark Result ============",
+    "Successful requests:                     6         ",
+    "Failed requests:                         0         ",
+    "Maximum request concurrency:             3         ",
+    "---------------Time to First Token----------------",
+    "-----Time per Output Token (excl. 1st token)------",
+    "---------------Inter-token Latency----------------",
+    "----------------End-to-end Latency----------------",
+    "==================================================",
+)
+
+
+def bench(server: Running, *arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(bench_serve, ["--base-url", server.url, *arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_a_run(tiny: Running, tmp_path: Path, backend: str) -> None:
+    file = tmp_path / "out.json"
+    lengths = ["--random-input-len", "20", "--random-output-len", "7", "--num-prompts", "6", "--max-concurrency", "3"]
+    code, out, err = bench(tiny, "--backend", backend, *lengths, "--json", str(file), "--save-detailed")
+    assert code == 0, err
+    for line in BLOCK:
+        assert line in out.splitlines()
+    figures = json.loads(file.read_text())
+    assert (figures["completed"], figures["failed"], figures["total_output_tokens"]) == (6, 0, 42)
+    assert figures["output_lens"] == [7] * 6
+    if backend == "openai":
+        assert figures["input_lens"] == [20] * 6, "token ids of the server's own vocabulary have exactly the length asked for"
+    assert figures["max_concurrent_requests"] <= 3
+    assert figures["output_throughput"] == pytest.approx(42 / figures["duration"])
+    for name in ("ttft", "tpot", "itl", "e2el"):
+        assert 0 < figures[f"median_{name}_ms"] <= figures[f"p99_{name}_ms"]
+        assert f"{figures[f'mean_{name}_ms']:.2f}" in out
+    assert figures["mean_ttft_ms"] < figures["mean_e2el_ms"]
+    assert figures["mean_tpot_ms"] == pytest.approx((figures["mean_e2el_ms"] - figures["mean_ttft_ms"]) / 6, rel=1e-6)
+
+
+def test_failures_are_counted_and_told(scripted: Callable[..., Running]) -> None:
+    with scripted("a b c<turn|>", settings={"api_key": "secret"}) as server:
+        code, _, err = bench(server, "--api-key", "wrong")
+        assert code != 0 or "401" in err
+        code, out, err = bench(
+            server, "--api-key", "secret", "--num-prompts", "2", "--num-warmups", "0", "--extra-body", '{"temperature": -1}'
+        )
+        assert code == 1
+        assert "Failed requests:                         2" in out
+        assert "HTTP 400" in err
+
+
+def test_bad_options_have_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (
+        ["bench", "serve", "--port", "1"],
+        ["bench", "serve", "--metric-percentiles", "x"],
+        ["bench", "serve", "--extra-body", "[1]"],
+        ["bench", "serve", "--request-rate", "0"],
+    ):
+        assert run(arguments) != 0
+        message = capsys.readouterr().err
+        assert "Traceback" not in message
+        assert "error" in message.lower()
+
+
+def test_prompts_and_arrivals_are_as_asked() -> None:
+    load = Load("http://x", "", num_prompts=400, input_len=100, output_len=50, range_ratio=0.5, prefix_len=7, request_rate=20.0)
+    prompts = make_prompts(load, range(1000, 2000))
+    assert prompts == make_prompts(load, range(1000, 2000))
+    assert all(57 <= len(prompt.content) <= 157 and 25 <= prompt.output_len <= 75 for prompt in prompts)
+    assert fmean(prompt.output_len for prompt in prompts) == pytest.approx(50, rel=0.1)
+    assert len({tuple(prompt.content[:7]) for prompt in prompts}) == 1
+    times = arrivals(load)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert fmean(gaps) == pytest.approx(1 / 20, rel=0.2)
+    assert pstdev(gaps) == pytest.approx(1 / 20, rel=0.3), "a Poisson process"
+    assert set(arrivals(Load("http://x", "", num_prompts=3))) == {0.0}
+
+
+def test_percentiles_are_between_neighbours() -> None:
+    numpy = pytest.importorskip("numpy")
+    values = [random.Random(0).random() for _ in range(37)]
+    for share in (0, 1, 50, 90, 99, 100):
+        assert percentile(values, share) == pytest.approx(numpy.percentile(values, share))

@@ -1,0 +1,109 @@
+"""GET /metrics: the names that dashboards look for, and numbers that follow what happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from running import Running, wait_for
+
+NAMES = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:num_preemptions_total",
+    "vllm:request_success_total",
+    "vllm:spec_decode_num_drafts_total",
+    "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total",
+    *(
+        f"vllm:{name}_{part}"
+        for name in (
+            "time_to_first_token_seconds",
+            "inter_token_latency_seconds",
+            "request_time_per_output_token_seconds",
+            "e2e_request_latency_seconds",
+            "request_queue_time_seconds",
+            "request_prompt_tokens",
+            "request_generation_tokens",
+        )
+        for part in ("bucket", "count", "sum")
+    ),
+    "culet:kv_group_pages",
+    "culet:kv_group_usage_perc",
+    "culet:engine_up",
+)
+
+
+def read(server: Running) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Samples by name and labels, but for the model's name."""
+    answer = server.http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    found = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
+            if sample.name.startswith("vllm:"):
+                assert sample.labels["model_name"] == "gemma"
+            found[sample.name, tuple(sorted(labels.items()))] = sample.value
+    return found
+
+
+def test_the_names_are_those_that_dashboards_look_for(tiny: Running) -> None:
+    tiny.chat(max_tokens=3)
+    wait_for(tiny.is_at_rest)
+    names = {name for name, _ in read(tiny)}
+    assert names >= set(NAMES), set(NAMES) - names
+    assert not any(name.endswith("_created") for name in names)
+    groups = {dict(labels)["group"] for name, labels in read(tiny) if name == "culet:kv_group_pages"}
+    assert groups == {"sliding", "global"}
+
+
+def test_numbers_follow_what_happens(tiny: Running) -> None:
+    before = read(tiny)
+    answers = [tiny.chat(max_tokens=5, n=2, ignore_eos=True).json() for _ in range(3)]
+    assert tiny.chat(max_tokens=0).status_code == 400
+    wait_for(tiny.is_at_rest)
+
+    def grown(name: str, **labels: str) -> float:
+        key = (name, tuple(sorted(labels.items())))
+        return read(tiny)[key] - before.get(key, 0.0)
+
+    usage = [answer["usage"] for answer in answers]
+    wait_for(lambda: grown("vllm:generation_tokens_total") >= 30, what="the engine's report")
+    assert grown("vllm:generation_tokens_total") == sum(each["completion_tokens"] for each in usage) == 30
+    assert grown("vllm:prompt_tokens_total") == sum(each["prompt_tokens"] for each in usage)
+    assert grown("vllm:request_success_total", finished_reason="length") == 6
+    for name in ("time_to_first_token", "e2e_request_latency", "request_time_per_output_token", "request_queue_time"):
+        assert grown(f"vllm:{name}_seconds_count") == 3, name
+    assert 0 < grown("vllm:time_to_first_token_seconds_sum") <= grown("vllm:e2e_request_latency_seconds_sum")
+    assert 0 <= grown("vllm:request_queue_time_seconds_sum") <= grown("vllm:time_to_first_token_seconds_sum")
+    assert grown("vllm:inter_token_latency_seconds_count") == 3 * 2 * 4
+    assert grown("vllm:prefix_cache_queries_total") > 0
+    assert read(tiny)["vllm:num_requests_running", ()] == 0
+    assert read(tiny)["vllm:kv_cache_usage_perc", ()] == pytest.approx(0)
+
+
+def test_running_requests_show(scripted: Callable[..., Running]) -> None:
+    with scripted("a " * 200 + "<turn|>", step_s=0.02) as server:
+        with server.http.stream(
+            "POST",
+            "/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": "Hello"}], "stream": True, "n": 2},
+        ):
+            wait_for(lambda: read(server).get(("vllm:num_requests_running", ())) == 2, what="two running samples")
+            assert read(server)["vllm:kv_cache_usage_perc", ()] > 0
+        wait_for(lambda: read(server)["vllm:num_requests_running", ()] == 0, what="the end of them")
+        aborted = ("vllm:request_success_total", (("finished_reason", "abort"),))
+        wait_for(lambda: read(server)[aborted] == 2, what="the cancelled ones")
+
+
+def test_the_key_guards_them(scripted: Callable[..., Running]) -> None:
+    with scripted(settings={"api_key": "secret"}) as server:
+        assert server.http.get("/metrics").status_code == 200
+        assert server.http.get("/metrics", headers={"authorization": "Bearer wrong"}).status_code == 401

@@ -1,0 +1,118 @@
+"""Requests made up from our own OpenAPI document, well-formed and not: none may end in a 500, a hang or a dead server.
+
+The fake engine stands behind the real process boundary, so what is tested is everything between a socket and the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from running import Running
+from schemathesis import GenerationMode
+
+LIMIT_S = 20.0  # for one answer, on a machine that does other things, too
+NUM_DEFAULT, NUM_FULL = 120, 2000
+
+
+def sensible(body: Any) -> Any:
+    """A body that a caller could have meant: the served model, lengths that fit. The rest stays as it was made up."""
+    if not isinstance(body, dict):
+        return body
+    body = {**body, "model": "gemma"}
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        if isinstance(body.get(name), int) and not isinstance(body[name], bool):
+            body[name] = 1 + body[name] % 64
+    for name, most in (("n", 4), ("top_logprobs", 20), ("best_of", 1)):
+        if isinstance(body.get(name), int):
+            body[name] = 1 + body[name] % most
+    if body.get("top_logprobs") is not None:
+        body["logprobs"] = True
+    for name in (
+        "stop_token_ids",
+        "logit_bias",
+        "response_format",
+        "structured_outputs",
+        "tool_choice",
+        "text",
+        "output_format",
+    ):
+        body.pop(name, None)  # ids beyond the vocabulary, schemas that mean nothing: kept in the other half
+    if isinstance(body.get("tokens"), list):
+        body["tokens"] = [token % 300 for token in body["tokens"] if isinstance(token, int)]
+    return body
+
+
+def fuzz(server: Running, count: int) -> Counter[int]:
+    """Statuses of `count` answers; a status from 500 on, or an answer that does not come, fails."""
+    schema = schemathesis.openapi.from_dict(server.http.get("/openapi.json").json())
+    operations = [result.ok() for result in schema.get_all_operations()]
+    posts = [operation for operation in operations if operation.method == "post"]
+    assert {operation.path for operation in posts} >= {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+    }
+    statuses: Counter[int] = Counter()
+    for operation in operations:
+        number = -(-count // len(posts)) if operation.method == "post" else max(1, count // 100)
+        good, bad = operation.as_strategy(GenerationMode.POSITIVE), operation.as_strategy(GenerationMode.NEGATIVE)
+        strategy = st.one_of(good.map(_meant), good.map(_meant), good, bad) if operation.method == "post" else good
+        _run(server, strategy, number, statuses)
+    return statuses
+
+
+def _meant(case: Any) -> Any:
+    case.body = sensible(case.body)
+    return case
+
+
+def _run(server: Running, strategy: Any, number: int, statuses: Counter[int]) -> None:
+    @hypothesis.seed(number)
+    @settings(
+        max_examples=number,
+        phases=[Phase.generate],
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=strategy)
+    def send(case: Any) -> None:
+        began = time.monotonic()
+        response = case.call(base_url=server.url, timeout=LIMIT_S)
+        seconds = time.monotonic() - began
+        statuses[response.status_code] += 1
+        assert response.status_code < 500, f"{response.status_code} {response.text[:300]} for {case.as_curl_command()[:2000]}"
+        assert seconds < LIMIT_S
+
+    send()
+
+
+def check(scripted: Callable[..., Running], count: int) -> None:
+    with scripted() as server:
+        statuses = fuzz(server, count)
+        total = sum(statuses.values())
+        good = sum(number for status, number in statuses.items() if status < 300)
+        print(f"{total} requests: {dict(sorted(statuses.items()))}")
+        assert total >= count
+        assert good >= count // 4, statuses
+        assert statuses[400] >= count // 20, "the requests are too tame"
+        server.check_well()
+        assert "Traceback" not in server.log()
+
+
+def test_made_up_requests(scripted: Callable[..., Running]) -> None:
+    check(scripted, NUM_DEFAULT)
+
+
+@pytest.mark.slow
+def test_two_thousand_made_up_requests(scripted: Callable[..., Running]) -> None:
+    check(scripted, NUM_FULL)

@@ -1,0 +1,165 @@
+"""The model card of the built-in model, every number of it from the files that training and the gate wrote.
+
+python -m training.card --pack out/pack --work out/training --gate out/gate.json > culet/embedded/README.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from training.gate import DRAFTING, GOALS, UNLIKE
+from training.shapes import AssistantShape, DFlashShape, TargetShape
+
+_NAMES = {"target": "the model", "assistant": "MTP assistant", "dflash": "DFlash drafter"}
+_LIMITS = """\
+- It is a demonstration that runs anywhere, not a source of knowledge: what it says may be wrong, and it does not know it.
+- English only. It was trained on conversations of a few turns; beyond 2,048 tokens it was not trained at all.
+- It knows the capitals, elements and words of its training text, sums of small numbers, and little else.
+- It calls tools and writes JSON for plain requests. With many tools, nested schemas or long texts it fails.
+- Nothing was done to make it safe beyond choosing its texts. Do not put it in front of strangers."""
+
+
+def read_log(work: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()]
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def sizes(work: Path) -> list[str]:
+    """What the files weigh and hold."""
+    lines = [_row("part", "parameters", "bytes"), _row("---", "---:", "---:")]
+    total = 0
+    for folder, name in _NAMES.items():
+        path = work / "embedded" / folder / "model.safetensors"
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        count = 0
+        for tensor, facts in header.items():
+            if tensor != "__metadata__":
+                begin, end = facts["data_offsets"]
+                count += (end - begin) // 2
+        total += path.stat().st_size
+        lines.append(_row(name, f"{count:,}", f"{path.stat().st_size:,}"))
+    return [*lines, _row("together", "", f"{total:,}")]
+
+
+def training_facts(log: list[dict[str, Any]]) -> list[str]:
+    """How long each stage ran and where it ended."""
+    lines = [_row("stage", "steps", "seconds", "tokens seen", "last loss"), _row("---", "---:", "---:", "---:", "---:")]
+    for stage, name in _NAMES.items():
+        steps = [entry for entry in log if entry.get("stage") == stage and "loss" in entry]
+        if steps:
+            last = steps[-1]
+            lines.append(_row(name, f"{last['step']:,}", last["seconds"], f"{last['tokens']:,}", last["loss"]))
+    return lines
+
+
+def data_facts(pack: dict[str, Any]) -> list[str]:
+    lines = [_row("part", "documents", "tokens", "share, main phase", "share, last phase"), _row("---", *["---:"] * 4)]
+    for name, part in pack["parts"].items():
+        shares = [f"{part[key]:.0%}" for key in ("weight_main", "weight_last")]
+        lines.append(_row(name, f"{part['documents']:,}", f"{part['tokens']:,}", *shares))
+    lines += ["", _row("source", "package", "licence", "use"), _row("---", "---", "---", "---")]
+    for name, source in pack["sources"].items():
+        lines.append(_row(name, f"{source['package']} ({source['registry']})", source["licence"], source["use"]))
+    return lines
+
+
+def evaluation(gate: dict[str, Any], log: list[dict[str, Any]]) -> list[str]:
+    lines = [_row("", "share", "goal"), _row("---", "---:", "---:")]
+    lines += [
+        _row(name, f"{share:.1%}", f"{GOALS[name]:.0%}" if name in GOALS else "") for name, share in gate["shares"].items()
+    ]
+    details = gate["details"]
+    perplexity = ", ".join(f"{name} {value:.2f}" for name, value in details["held-out perplexity"].items())
+    lines += ["", f"Held-out perplexity: {perplexity}."]
+    difference, compared = details["largest difference from transformers"], details["answers compared with transformers'"]
+    lines.append(f"Culet and transformers, float32: log-probabilities differ by at most {difference:.1e}, ")
+    lines[-1] += f"{details[UNLIKE]} of {compared} answers differ."
+    lines += ["", _row("tokens emitted per verify", "training scripts", "engine"), _row("---", "---:", "---:")]
+    for stage, method in (("assistant", "mtp"), ("dflash", "dflash")):
+        for entry in (each for each in log if each.get("stage") == stage and each.get("event") == "acceptance"):
+            name = f"{method} at temperature {entry['temperature']:g}"
+            lines.append(_row(name, entry["tokens_per_verify"], details.get(DRAFTING, {}).get(name, "")))
+    return lines
+
+
+_ABOUT = """\
+# Culet's built-in model
+
+A small Gemma 4 of our own, so that Culet answers without a GPU, an account or a download, and so that its tests have real text.
+Architecture, tensor names, chat template and file formats are those of Google's Gemma 4; weights, text and tokenizer are not:
+nothing of Google's models is in it. Licence: Apache-2.0, as Culet.
+
+{shape}
+
+{sizes}
+
+## Text
+
+{text}
+
+The part `distilled` was written by Qwen2.5-Coder-1.5B-Instruct (Apache-2.0).
+
+## Training
+
+{training}
+
+One NVIDIA H200, bfloat16 with float32 weights, Muon and AdamW; `training/run.py` is the whole of it. The drafters learnt from
+the finished model's own outputs and from the text. The trained logits were scaled by {sharpness:g}, so that what is drawn at
+temperature 1 holds together.
+
+## Evaluation
+
+`python -m training.gate`, greedy, float32, on questions that are not in the training text:
+
+{evaluation}
+
+## Limits
+
+{limits}
+"""
+
+
+def shape_line() -> str:
+    target, assistant, dflash = TargetShape(), AssistantShape(), DFlashShape()
+    return (
+        f"{target.num_layers} layers ({target.pattern}: s sliding with a window of {target.window}, g global with K=V), "
+        f"width {target.hidden_size}, MLP {target.mlp_width}, {target.num_heads} query heads of {target.head_dim} and "
+        f"{target.global_head_dim}, one KV head, {target.vocab_size:,} tokens. "
+        f"The assistant has {len(assistant.pattern)} layers, the DFlash drafter {len(dflash.pattern)} "
+        f"and blocks of {dflash.block_size}."
+    )
+
+
+def card(pack: Path, work: Path, gate: Path) -> str:
+    """The whole card."""
+    facts, log, scores = json.loads((pack / "pack.json").read_text()), read_log(work), json.loads(gate.read_text())
+    return _ABOUT.format(
+        shape=shape_line(),
+        sizes="\n".join(sizes(work)),
+        text="\n".join(data_facts(facts)),
+        training="\n".join(training_facts(log)),
+        sharpness=max((entry.get("sharpness", 1.0) for entry in log), default=1.0),
+        evaluation="\n".join(evaluation(scores, log)),
+        limits=_LIMITS,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m training.card", description=(__doc__ or "").split("\n")[0])
+    for name in ("pack", "work", "gate"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    given = parser.parse_args()
+    print(card(given.pack, given.work, given.gate), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Shows that the quality gate's phrasings, number pairs and tool names are not in the packed training data.
+
+    python -m training.check_overlap [out/pack]     exit code 1 and the places where something is
+
+It reads the tokens that are trained on and nothing else: every document is decoded and searched.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from training.data.arithmetic import mentions_held_out
+from training.data.held_out import EVERYDAY, TEST_TOOL, counts_held_out, gate_turns, normalised
+
+_USER = re.compile(r"<\|turn>user\n(.*?)<turn\|>", re.DOTALL)
+
+
+def documents(folder: Path, part: str, tokenizer: Tokenizer) -> Iterator[str]:
+    """The texts of a part of the training split."""
+    tokens = np.load(folder / "train" / f"{part}.npy", mmap_mode="r")
+    ends = np.load(folder / "train" / f"{part}.ends.npy").tolist()
+    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+        yield tokenizer.decode(tokens[begin:end].tolist(), skip_special_tokens=False)
+
+
+def faults(text: str) -> Iterator[str]:
+    """What is in a document that must not be there."""
+    turns = _USER.findall(text)
+    for turn in turns:
+        if normalised(turn) in gate_turns() - EVERYDAY:
+            yield "phrasing"
+        if counts_held_out(turn):
+            yield "number pair in a story"
+    if any(mentions_held_out(line) for line in text.split("\n")):
+        yield "number pair"
+    if TEST_TOOL.search(text):
+        yield "tool name"
+
+
+def main() -> None:
+    """Check every part, print a table, and fail if there is a fault."""
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "out/pack")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    total: Counter[str] = Counter()
+    parts = sorted(path.name.removesuffix(".ends.npy") for path in (folder / "train").glob("*.ends.npy"))
+    for part in parts:
+        found: Counter[str] = Counter()
+        count = 0
+        for text in documents(folder, part, tokenizer):
+            count += 1
+            for fault in faults(text):
+                found[fault] += 1
+                if found[fault] <= 3:
+                    print(f"{part}: {fault}: {text[:400]!r}")
+        print(f"{part}: {count} documents, {dict(found) or 'no overlap'}")
+        total += found
+    print(f"{len(gate_turns())} turns of the gate compared; {sum(total.values())} faults")
+    sys.exit(1 if total else 0)
+
+
+if __name__ == "__main__":
+    main()
