@@ -27,7 +27,7 @@ NEED_TOKENS_S, NEED_FIRST_MS = 20_000, 2.0
 _TEXT = "A culet is the small facet at the point of a cut gem, and the stone is held to the wheel while each facet is ground."
 
 
-def serve(folder: str, port: int) -> None:
+def serve(folder: str, port: int, step_s: float) -> None:
     """The web process: serves with the fake engine."""
     from culet.config import build_config, build_serve_config
     from culet.engine.text import Tokenizer
@@ -36,7 +36,7 @@ def serve(folder: str, port: int) -> None:
     from culet.serve.wire import Script
 
     setup_logging("warning")
-    script = Script(answers=(tuple(Tokenizer(folder).encode(_TEXT)),), max_model_len=1 << 20, num_pages=1 << 20)
+    script = Script(answers=(tuple(Tokenizer(folder).encode(_TEXT)),), step_s=step_s, max_model_len=1 << 20, num_pages=1 << 20)
     run(
         build_config({"model": folder, "max_num_seqs": 64}),
         build_serve_config({"port": port, "served_model_name": "fake", "log_requests": False}),
@@ -157,17 +157,27 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=2000, help="tokens of each stream")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--step-ms", type=float, default=0.0, help="time of a step: tokens then come one by one, not in heaps")
     parser.add_argument("--port", type=int, default=18971)
     parser.add_argument("--serve", metavar="FOLDER", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(arguments.serve, arguments.port)
+        serve(arguments.serve, arguments.port, arguments.step_ms / 1000)
         return 0
     from culet.models.tiny import write_checkpoint
 
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), "31B")
-        command = [sys.executable, __file__, "--serve", folder, "--port", str(arguments.port)]
+        command = [
+            sys.executable,
+            __file__,
+            "--serve",
+            folder,
+            "--port",
+            str(arguments.port),
+            "--step-ms",
+            str(arguments.step_ms),
+        ]
         process = subprocess.Popen(command, env=os.environ)
         try:
             wait_ready(arguments.port, process)

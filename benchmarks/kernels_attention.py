@@ -54,7 +54,7 @@ GRAPH_ROWS = (12, 20)  # a second kernel joins the splits, and the programs them
 
 def decode_calls(case: AttentionCase, tile: DecodeTile | None) -> list[Launch]:
     group, device = case.shape.group, case.q_TNH.device
-    tile = tile or decode_tile(case.q_TNH, case.kv, case.max_queries)
+    tile = tile or decode_tile(case.q_TNH, case.kv, case.max_queries, len(case.spans))
     rows = decode_kernel.scratch_rows(tile, case.shape.num_kv_heads, group, case.max_queries)
     scratch = decode_kernel.Scratch.allocate(rows, case.shape.head_dim, device)
     return decode_kernel.decode_launches(
@@ -365,7 +365,7 @@ def _chained(calls: Callable[[], list[Launch]]) -> list[Launch]:
         if "PDL" in arguments:
             arguments, options = arguments | {"PDL": True}, options | {"launch_pdl": True}
         if "BY_HAND" in arguments:
-            arguments["BY_HAND"] = arguments["K"].element_size() == 1
+            arguments["BY_HAND"] = arguments["ROT"] > 0 and arguments["K"].element_size() == 1
         launches.append(replace(launch, arguments=arguments, options=options))
     return launches
 

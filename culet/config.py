@@ -214,6 +214,7 @@ class Limits:
     header_s: int = 10  # for a client to send the head of its request
     body_s: int = 30  # for a client to send the rest of it
     write_s: int = 60  # for a client to take what was sent to it
+    grammar_s: int = 5  # for one schema, regex or grammar to be compiled
     step_s: int = 300  # for one step of the engine, before it is taken for dead
 
 

@@ -33,7 +33,11 @@ CHECK_PAGES = Variable(
 API_KEY = Variable(
     "CULET_API_KEY", "", "Key, or several separated by commas, that clients of `culet serve` must send; --api-key comes first."
 )
+OTEL_ENDPOINT = Variable(
+    "OTEL_EXPORTER_OTLP_ENDPOINT", "", "Where `culet serve` sends traces (OpenTelemetry); none without it."
+)
+OTEL_TRACES_ENDPOINT = Variable("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "", "The same for traces alone, with the whole path.")
 NO_COLOR = Variable("NO_COLOR", "", "Any value turns colour off.")
 HUB_OFFLINE = Variable("HF_HUB_OFFLINE", "0", "1 keeps Culet off the network: only downloaded models are used.")
 
-VARIABLES = (LOG_LEVEL, CACHE_DIR, CHECK_PAGES, API_KEY, NO_COLOR, HUB_OFFLINE)
+VARIABLES = (LOG_LEVEL, CACHE_DIR, CHECK_PAGES, API_KEY, OTEL_ENDPOINT, OTEL_TRACES_ENDPOINT, NO_COLOR, HUB_OFFLINE)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-PAD = 0
+PAD, BOS = 0, 2
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,11 @@ class _Stream:
 class Packer:
     """Chunks of packed rows from weighted parts. What does not fit a chunk is the first of the next."""
 
-    def __init__(self, parts: Mapping[str, Part], row_len: int, rows_per_chunk: int, seed: int = 0) -> None:
+    def __init__(
+        self, parts: Mapping[str, Part], row_len: int, rows_per_chunk: int, seed: int = 0, *, joined: float = 0.0
+    ) -> None:
+        """`joined`: share of rows whose documents see those before them, since short texts alone teach no long distances."""
+        self._joined = joined
         self._names = sorted(parts)
         self._parts = [parts[name] for name in self._names]
         self._streams = [_Stream(part, row_len, seed + index) for index, part in enumerate(self._parts)]
@@ -156,9 +160,12 @@ class Packer:
         place = self._places(drawn[:, 2].tolist())
         self._left = drawn[place < 0]
         order = self._random.permutation(self._rows)
+        is_joined = self._random.random(self._rows) < self._joined
         if not build:
             return None
         rows = self._build(np.column_stack((drawn, place))[place >= 0], learn_all)
+        rows.first[is_joined[:, None] & (rows.ids != PAD)] = 0
+        rows.learnt[rows.ids == BOS] = False
         return Rows(rows.ids[order], rows.first[order], rows.learnt[order])
 
     def _places(self, lengths: list[int]) -> NDArray[np.int64]:

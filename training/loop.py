@@ -32,6 +32,7 @@ class Settings:
     row_len: int = 2048
     rows_per_batch: int = 32
     rows_per_chunk: int = 4096
+    joined: float = 0.0  # share of rows whose documents see those before them
     seed: int = 0
     decay_from: float = 0.5
     last_phase_from: float = 0.7  # when the second mixture begins
@@ -75,7 +76,7 @@ class Training:
         self._phases, self._log = phases, log
         self._path = folder / f"{settings.name}.state.pt"
         self._device = next(module.parameters()).device
-        self._packer = Packer(parts, settings.row_len, settings.rows_per_chunk, settings.seed)
+        self._packer = Packer(parts, settings.row_len, settings.rows_per_chunk, settings.seed, joined=settings.joined)
         history, skip = self._take_up() if self._path.exists() else ([], 0)
         self._feed = Feed(self._packer, phases, rows_per_batch=settings.rows_per_batch, device=self._device, history=history)
         self._batches = self._feed.batches(skip)

@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -80,6 +81,7 @@ class Plan:
             steps=self.steps[index],
             row_len=self.row_len,
             last_phase_from=1 - LAST_PHASE,
+            joined=0.1 if stage == "target" else 0.0,
         )
         chunk = max(rows, 64 if self.device.type == "cpu" else 2048)
         common = replace(common, warmup_steps=max(1, min(50, common.steps // 10)))
@@ -313,7 +315,7 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
         own_prompts=arguments.own_prompts,
         max_new=32 if is_mini else 192,
         device=device,
-        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        dtype=torch.bfloat16 if device.type == "cuda" or arguments.bfloat16 else torch.float32,
         compiles=device.type == "cuda",
         sharpness=arguments.sharpness,
     )
@@ -330,6 +332,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--own-prompts", type=int, default=16_384, help="own outputs for the drafters, per temperature")
     parser.add_argument("--sharpness", type=float, default=1.3, help="factor on the target's logits (default: 1.3)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--bfloat16", action="store_true", help="compute in it on a CPU, too")
     parser.add_argument("--mini", action="store_true", help="a model of a few thousand weights, for tests")
     given = parser.parse_args(arguments)
     torch._dynamo.config.automatic_dynamic_shapes = False
@@ -337,10 +340,15 @@ def main(arguments: list[str] | None = None) -> int:
     run = Run(read_plan(given))
     stages = given.stages.split(",")
     run.train_target()
+    failed = False
     for stage in STAGES[1:]:
         if stage in stages:
-            run.train_drafter(stage)
-    return 0
+            try:
+                run.train_drafter(stage)
+            except Exception:  # the other drafter is worth having all the same
+                failed = True
+                run.log.write(stage=stage, event="failed", trace=traceback.format_exc())
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -116,13 +116,16 @@ class TritonBackend:
     def _run_few(self, max_queries: int, q_TNH: Tensor, kv: PagedKV, rows: RaggedRows, out_TNH: Tensor) -> None:
         if self._scratch is None:
             self._scratch = self._allocate(q_TNH, kv)
-        is_hopper, tile = self._decode_tile(q_TNH, kv, max_queries, has_intervals=rows.visible_2T is not None)
+        is_masked = rows.visible_2T is not None
+        is_hopper, tile = self._decode_tile(q_TNH, kv, max_queries, rows.num_rows, has_intervals=is_masked)
         describe = hopper_decode_launches if is_hopper else decode_launches
         launches = describe(q_TNH, kv, rows, max_queries=max_queries, out_TNH=out_TNH, tile=tile, scratch=self._scratch)
         for launch in launches:
             launch.run()
 
-    def _decode_tile(self, q_TNH: Tensor, kv: PagedKV, max_queries: int, *, has_intervals: bool) -> tuple[bool, DecodeTile]:
+    def _decode_tile(
+        self, q_TNH: Tensor, kv: PagedKV, max_queries: int, num_rows: int = 1, *, has_intervals: bool
+    ) -> tuple[bool, DecodeTile]:
         """Whether Hopper's own kernel for the latent is taken, and the tile."""
         capability, num_sms = device_facts(q_TNH.device)
         is_hopper = q_TNH.is_cuda and capability == 90 and q_TNH.dtype == torch.bfloat16 and not has_intervals
@@ -130,7 +133,7 @@ class TritonBackend:
         # Up to 16 packed rows both move about 4 TB/s, and the general kernel needs 2 us less at one sequence.
         if is_hopper and packed > 16 and hopper_decode_serves(kv):
             return True, hopper_decode_tile(num_sms)
-        return False, decode_tile(q_TNH, kv, max_queries)
+        return False, decode_tile(q_TNH, kv, max_queries, num_rows)
 
     def _allocate(self, q_TNH: Tensor, kv: PagedKV) -> Scratch:
         """Room for any call: a graph keeps the address, so it is taken once."""

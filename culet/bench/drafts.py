@@ -20,7 +20,7 @@ from culet.attention.plan import plan_attention
 from culet.bench.twin import free_memory
 from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, plan_cache
-from culet.config import Config, DraftChoice, ScheduleConfig
+from culet.config import MAX_BATCHED_TOKENS, Config, DraftChoice, ScheduleConfig
 from culet.drafters.base import Drafter, cache_specs, open_drafter, plan_drafter, target_groups
 from culet.engine.engine import resolve_device, resolve_dtype
 from culet.engine.memory import least_slabs
@@ -82,7 +82,9 @@ class DraftBench:
             torch.cuda.set_device(self.device)
             use_disk_cache()
         self.max_num_seqs, self.max_len = max_num_seqs, config.model.max_model_len or PROMPT_LEN + 512
-        self.schedule = ScheduleConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max(1024, min(8192, self.max_len * 2)))
+        # All prompts in one step: what is timed comes after them.
+        budget = min(MAX_BATCHED_TOKENS, max_num_seqs * self.max_len)
+        self.schedule = ScheduleConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
         draft_spec = open_drafter(choice, self.spec)
         specs = cache_specs(self.spec, draft_spec, self.dtype.itemsize, latent=config.cache.latent)
         self.layout: CacheLayout = plan_cache(specs)
@@ -159,10 +161,10 @@ class _Loop:
         if self.is_gpu:
             captures = Captures(self.device)
             fixed = self.runner.use_fixed_steps()
-            fixed.capture(captures, [one for one in fixed.buckets if one.num_rows == num_seqs])
+            fixed.capture(captures, [Bucket(1, num_seqs) if drafter is None else Bucket(drafter.max_drafts + 1, num_seqs)])
             self.rounds = None if self.runner.drafting is None else self.runner.drafting.fixed
-            if self.rounds is not None:
-                self.rounds.capture(captures, [shape for shape in self.rounds.shapes if shape[0] == num_seqs])
+            if self.rounds is not None and drafter is not None:
+                self.rounds.capture(captures, [(num_seqs, drafter.max_drafts)])
 
     def time(self, prompt_len: int, *, tokens_per_step: int) -> float:
         """Median milliseconds between steps, once all sequences decode."""

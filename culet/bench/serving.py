@@ -27,7 +27,7 @@ story fact month lot right study book eye job word business issue side kind head
 hour game line end member law car city community name president team minute idea body information back parent face
 level office door health person art war history
 """.split()  # noqa: SIM905 (a list of quoted words would take four times the lines)
-_POOL_WORDS = 4096
+_POOL_WORDS = 256  # few enough for any context
 _SPECULATION = {
     "drafts": "vllm:spec_decode_num_drafts_total",
     "draft_tokens": "vllm:spec_decode_num_draft_tokens_total",

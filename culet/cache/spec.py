@@ -135,9 +135,10 @@ PRECISIONS = {"auto": 0, "bfloat16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1}  
 
 
 def stored_as(specs: Sequence[KVSpec], choice: str) -> list[KVSpec]:
-    """`specs` in the precision of `--kv-cache-dtype`: a name of PRECISIONS for all groups, or sliding=NAME,global=NAME.
+    """`specs`, given in the model's precision, in that of `--kv-cache-dtype`; what cannot be is a ConfigError.
 
-    A drafter's own layers keep theirs: they are few, and their keys carry no factors that fit them into e4m3.
+    `choice` is a name of PRECISIONS for all groups, or sliding=NAME,global=NAME. A drafter's own layers stay as they are: they
+    are few, and their keys carry no factors that fit them into e4m3.
     """
     names = list(dict.fromkeys(group_name(spec) for spec in specs if not spec.owner))
     chosen = dict.fromkeys(names, choice.strip())
@@ -149,8 +150,16 @@ def stored_as(specs: Sequence[KVSpec], choice: str) -> list[KVSpec]:
                 raise ConfigError(f"kv-cache-dtype: got {part.strip()!r} among groups", hint="as in sliding=fp8,global=auto")
             lookup("group of layers", group, chosen)
             chosen[group] = name
-    sizes = {group: lookup("kv-cache-dtype", name, PRECISIONS) for group, name in chosen.items()}
-    return [replace(spec, itemsize=sizes.get(group_name(spec)) or spec.itemsize) for spec in specs]
+    return [spec if spec.owner else _stored_as(spec, chosen[group_name(spec)]) for spec in specs]
+
+
+def _stored_as(spec: KVSpec, name: str) -> KVSpec:
+    itemsize = lookup("kv-cache-dtype", name, PRECISIONS) or spec.itemsize
+    # Kernels multiply queries and keys as they are, or widen e4m3.
+    if itemsize not in (1, spec.itemsize):
+        own = next(known for known, size in PRECISIONS.items() if size == spec.itemsize)
+        raise ConfigError(f"kv-cache-dtype: got {name}, the model runs in {own}", hint=f"use auto, fp8 or {own}")
+    return replace(spec, itemsize=itemsize)
 
 
 def plan_cache(specs: Sequence[KVSpec], *, page_multiple: int = PAGE_MULTIPLE, slab_bytes: int | None = None) -> CacheLayout:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from culet import __version__, env
+from culet.cli.bench_draft import bench_draft
 from culet.cli.bench_serve import bench_serve
 from culet.cli.options import config_options, given
 from culet.config import config_fields
@@ -42,6 +43,7 @@ def bench() -> None:
 
 
 bench.add_command(bench_serve)
+bench.add_command(bench_draft)
 
 
 def peak_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from culet.attention.picture import draw
 from culet.attention.plan import GPUS, AttentionPlan, Gpu, find_gpu, plan_attention
 from culet.cache.spec import CacheLayout, plan_cache, stored_as
 from culet.config import CacheConfig, Config, ModelConfig, build_config
+from culet.drafters.base import DrafterSpec, cache_specs, open_drafter, plan_drafter, target_groups
 from culet.errors import CheckpointError, ConfigError
 from culet.models.checkpoint import read_config
 from culet.models.sizes import Room, pages_of_sequence, slabs_of_sequence, text_weights, tower_weights, working_bytes
@@ -47,6 +48,8 @@ class Facts:
     seq_lens: tuple[int, ...]
     layouts: dict[bool, CacheLayout]  # with the latent, and without
     attention: AttentionPlan  # for the layout that is served
+    drafter: DrafterSpec | None = None
+    draft_attention: AttentionPlan | None = None  # planned apart from the target's
 
     @property
     def latent(self) -> bool:
@@ -78,6 +81,7 @@ class Facts:
     "--seq-len", "seq_lens", type=int, multiple=True, help="Count sequences of this length; may be given several times."
 )
 @click.option("--attention-backend", help="auto, one backend for all layers, or sliding=NAME,global=NAME. [default: auto]")
+@click.option("--speculative-config", metavar="JSON", help="A drafter to plan for beside the model: method, model, ...")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--svg", type=click.Path(dir_okay=False), metavar="FILE", help="Also draw layers against backends into FILE.")
 def plan(model: str, gpu: str, seq_lens: tuple[int, ...], as_json: bool, svg: str | None, **options: Any) -> None:
@@ -87,7 +91,7 @@ def plan(model: str, gpu: str, seq_lens: tuple[int, ...], as_json: bool, svg: st
     Examples:
       culet plan 31B --gpu h200
       culet plan ./my-gemma --gpu rtx4090 --seq-len 4000 --json
-      culet plan google/gemma-4-26B-A4B-it --gpu b200 --svg plan.svg
+      culet plan 31B --gpu h200 --speculative-config '{"method": "mtp", "model": "random:"}'
 
     MODEL is one of E2B, E4B, 12B, 26B-A4B and 31B, the folder of a checkpoint, its config.json, or a name on the hub. Neither
     weights nor a GPU are needed.
@@ -110,9 +114,12 @@ def gather(model: str, gpu_name: str, config: Config, seq_lens: Sequence[int] = 
     auto = "bfloat16" if gpu.arch.has_bfloat16 else "float32"
     dtype = auto if config.model.dtype == "auto" else config.model.dtype
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
-    kept = {latent: spec.kv_specs(_ITEMSIZES[dtype], latent=latent) for latent in (True, False)}
+    drafts = config.draft.choice
+    drafter = None if drafts is None else open_drafter(drafts, spec)
+    kept = {latent: cache_specs(spec, drafter, _ITEMSIZES[dtype], latent=latent) for latent in (True, False)}
     layouts = {latent: plan_cache(stored_as(specs, config.cache.kv_cache_dtype)) for latent, specs in kept.items()}
-    groups = layouts[config.cache.latent].groups
+    layout = layouts[config.cache.latent]
+    groups = target_groups(layout)
     readers = {group.name: spec.readers(group.layers) for group in groups}
     choice = config.model.attention_backend
     return Facts(
@@ -126,6 +133,10 @@ def gather(model: str, gpu_name: str, config: Config, seq_lens: Sequence[int] = 
         seq_lens=_check_lengths(config.model, spec, seq_lens),
         layouts=layouts,
         attention=plan_attention(groups, spec.layers[0].num_heads, gpu, choice, readers=readers),
+        drafter=drafter,
+        draft_attention=None
+        if drafter is None or drafts is None
+        else plan_drafter(drafter, layout, gpu, drafts.attention_backend),
     )
 
 
@@ -180,25 +191,49 @@ def report(facts: Facts) -> dict[str, Any]:
             "max_model_len": facts.max_model_len,
             "attention_backend": facts.config.model.attention_backend,
         },
-        "attention": [
-            {
-                "group": group.need.group,
-                "layers": list(group.need.layers),
-                "head_dim": group.need.head_dim,
-                "num_heads": group.need.num_heads,
-                "num_kv_heads": group.need.num_kv_heads,
-                "window": group.need.window,
-                "latent": group.need.latent,
-                "backend": group.backend,
-                "why": group.why,
-                "others": dict(group.others),
-            }
-            for group in facts.attention.groups
-        ],
+        "attention": _attention(facts.attention),
+        "drafter": _drafter(facts),
         "weights": _weights(facts),
         "cache": [_cache(facts, latent) for latent in (True, False)],
         "fits": [_fit(facts, text_only, latent) for text_only in (True, False) for latent in (True, False)],
     }
+
+
+def _attention(plan: AttentionPlan) -> list[dict[str, Any]]:
+    return [
+        {
+            "group": group.need.group,
+            "layers": list(group.need.layers),
+            "head_dim": group.need.head_dim,
+            "num_heads": group.need.num_heads,
+            "num_kv_heads": group.need.num_kv_heads,
+            "window": group.need.window,
+            "latent": group.need.latent,
+            "backend": group.backend,
+            "why": group.why,
+            "others": dict(group.others),
+        }
+        for group in plan.groups
+    ]
+
+
+def _drafter(facts: Facts) -> dict[str, Any] | None:
+    drafter = facts.drafter
+    if drafter is None or facts.draft_attention is None:
+        return None
+    return {
+        "method": drafter.method,
+        "model": drafter.model,
+        "max_drafts": drafter.max_drafts,
+        "reads_target_pages": drafter.reads_target_pages,
+        "taps": list(drafter.taps),
+        "attention": _attention(facts.draft_attention),
+        "weight_bytes": _draft_bytes(facts),
+    }
+
+
+def _draft_bytes(facts: Facts) -> int:
+    return 0 if facts.drafter is None else sum(facts.drafter.num_parameters().values()) * _ITEMSIZES[facts.dtype]
 
 
 def _weights(facts: Facts) -> dict[str, Any]:
@@ -240,7 +275,7 @@ def _cache(facts: Facts, latent: bool) -> dict[str, Any]:
 def _fit(facts: Facts, text_only: bool, latent: bool) -> dict[str, Any]:
     """What the memory holds, with or without towers and latent."""
     schedule, weights = facts.config.schedule, _weights(facts)
-    weight_bytes = weights["text_bytes"] + (0 if text_only else weights["tower_bytes"])
+    weight_bytes = weights["text_bytes"] + (0 if text_only else weights["tower_bytes"]) + _draft_bytes(facts)
     working = working_bytes(
         facts.spec,
         _ITEMSIZES[facts.dtype],
@@ -313,16 +348,27 @@ def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
 
 
 def _print_attention(console: Console, facts: Facts) -> None:
-    table = _table("Attention", ("group", "backend"), ("layers", "head dim", "query/KV heads", "window"))
-    for group in facts.attention.groups:
+    """The target's plan and, where there is a drafter, its own beside it."""
+    plans = {"target": facts.attention} | ({facts.drafter.method: facts.draft_attention} if facts.drafter else {})
+    words = ("model", "group", "backend") if facts.drafter else ("group", "backend")
+    table = _table("Attention", words, ("layers", "head dim", "query/KV heads", "window"))
+    taken = [(name, group) for name, plan in plans.items() if plan is not None for group in plan.groups]
+    for name, group in taken:
         need = group.need
         heads, window = f"{need.num_heads}/{need.num_kv_heads}", str(need.window or "none")
-        table.add_row(need.group, group.backend, str(len(need.layers)), str(need.head_dim), heads, window)
+        who = (name, need.group) if facts.drafter else (need.group,)
+        table.add_row(*who, group.backend, str(len(need.layers)), str(need.head_dim), heads, window)
     console.print(table)
-    for group in facts.attention.groups:
-        _line(console, f"  {group.need.group}: {group.backend}, {group.why}")
-        for name, reason in group.others.items():
-            _line(console, f"    not {name}: {reason}")
+    for name, group in taken:
+        whose = f"{name}, " if facts.drafter else ""
+        _line(console, f"  {whose}{group.need.group}: {group.backend}, {group.why}")
+        for other, reason in group.others.items():
+            _line(console, f"    not {other}: {reason}")
+    if facts.drafter is not None:
+        drafter = facts.drafter
+        pages = "reads the target's pages, and so its layout" if drafter.reads_target_pages else "keeps pages of its own"
+        size = f"{_draft_bytes(facts) / GB:.3f} GB of weights"
+        _line(console, f"  {drafter.method}, {drafter.model}: up to {drafter.max_drafts} drafts a round, {pages}, {size}")
     _line(console, "")
 
 

@@ -17,7 +17,7 @@ from culet.attention.base import AttentionBackend
 from culet.attention.plan import plan_attention
 from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, plan_cache, stored_as
-from culet.config import CacheConfig, Config, DraftChoice, ScheduleConfig
+from culet.config import Config, DraftChoice, ScheduleConfig
 from culet.drafters.base import Drafter, DrafterSpec, cache_specs, open_drafter, plan_drafter, target_groups
 from culet.engine import memory
 from culet.engine.drafting import PROBE_PROMPT, PROBE_TOKENS, draft_policy, run_probe
@@ -102,7 +102,6 @@ class Engine:
         self.draft_spec: DrafterSpec | None = None if choice is None else open_drafter(choice, self.spec)
         specs = cache_specs(self.spec, self.draft_spec, self.dtype.itemsize, latent=config.cache.latent)
         layout = plan_cache(stored_as(specs, config.cache.kv_cache_dtype))
-        _check_cache_dtype(layout, config.cache, self.dtype)
         backends = self._plan_backends(layout)
         draft_backends = self._plan_draft_backends(layout)
         self._has_graphs = _captures(config, self.device, [*backends, *draft_backends.values()])
@@ -416,16 +415,6 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         chose("dtype", "float32", "the device is a CPU")
     return _DTYPES["float32" if name == "auto" else name]
-
-
-def _check_cache_dtype(layout: CacheLayout, config: CacheConfig, dtype: torch.dtype) -> None:
-    """A 16- or 32-bit cache is that of the model: kernels multiply queries and keys as they are."""
-    for group in layout.groups:
-        if not group.spec.is_fp8 and group.spec.itemsize != dtype.itemsize:
-            name = str(dtype).removeprefix("torch.")
-            raise ConfigError(
-                f"kv-cache-dtype: got {config.kv_cache_dtype}, the model runs in {name}", hint=f"use auto, fp8 or {name}"
-            )
 
 
 def _captures(config: Config, device: torch.device, backends: Sequence[AttentionBackend]) -> bool:

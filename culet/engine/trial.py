@@ -29,6 +29,7 @@ from culet.types import Entry, PageTable, Row, Sampling, StepPlan
 TOKEN_COUNTS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 513, 1024, 2048, 4096, 8192)
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 16, 17, 32, 33, 65, 129, 257)
 QUERY_COUNTS = (1, 2, 4, 8, 16)
+BESIDE = 128  # tokens of a prompt beside rows of few: enough for the kernels that steps of many tokens take
 CONTEXT = 64  # tokens before the new ones, where a step is to have a context
 LEAST_GRAPH = 1 << 20  # bytes; what a further graph takes may be too small to see
 SCORED_TOP = 20  # log-probabilities per position in the step that scores a prompt
@@ -91,13 +92,12 @@ class Trial:
         runner = self._runner()
         with compile_ahead():
             for count in num_seqs:
-                per_step = max(1, min(count, self.budget // prompt_len))
-                runner.launch(self._plan([(0, min(prompt_len, self._longest), 1)] * per_step))
+                runner.launch(self._plan([(0, min(prompt_len, self._longest), 1)] * count))
             fixed = runner.use_fixed_steps()
             for bucket in (one for one in fixed.buckets if one.num_rows in num_seqs):
                 fixed.run(self._plan([(0, bucket.num_queries, bucket.num_queries)] * bucket.num_rows), bucket)
-            for count in num_seqs:
-                runner.launch(self._plan([(CONTEXT, 1, 1)] * count))
+            for bucket in (one for one in fixed.buckets if one.num_rows in num_seqs):
+                runner.launch(self._verify_plan(bucket.num_rows, bucket.num_queries))
             self._rehearse_rounds(runner, num_seqs)
         torch.cuda.synchronize(self.model.device)
 
@@ -127,10 +127,10 @@ class Trial:
                 yield self._plan([(0, count, 0)])  # the middle of a prompt
         for num_rows in sorted({min(count, self.max_num_seqs) for count in ROW_COUNTS}):
             for queries in QUERY_COUNTS:
-                if num_rows * queries + 64 <= self.budget and self.max_model_len > CONTEXT + 64:
+                if num_rows * queries + BESIDE <= self.budget and self.max_model_len > CONTEXT + BESIDE:
                     few = [(CONTEXT, queries, 1)] * (num_rows - 1)
                     yield self._plan([*few, (CONTEXT, queries, 1)])
-                    yield self._plan([*few, (CONTEXT, 64, 1)])  # beside a prompt
+                    yield self._plan([*few, (CONTEXT, BESIDE, 1)])  # beside a prompt
         for settings in (
             replace(self.sampling, temperature=0.0),
             replace(self.sampling, temperature=1.0, top_k=0, top_p=1.0),
@@ -206,6 +206,11 @@ class Trial:
             row = Row(slot, start, num_new, num_logits, tuple(tables), tuple(store_from), draw_slots=draws)
             rows.append(replace(row, num_wanted=self.drafter.max_drafts) if self.drafter is not None and draws else row)
         return StepPlan(0, tuple(entries), (), tuple(rows))
+
+    def _verify_plan(self, num_seqs: int, num_queries: int) -> StepPlan:
+        """Decode with one query, else a verify of one draft less."""
+        plan = self._plan([(CONTEXT, num_queries, num_queries)] * num_seqs)
+        return replace(plan, rows=tuple(replace(row, num_drafts=num_queries - 1) for row in plan.rows))
 
     def _scored_plan(self, num_tokens: int) -> StepPlan:
         """A chunk of a prompt whose every logit is wanted."""

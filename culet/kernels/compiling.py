@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 from culet import __version__, env
@@ -52,11 +54,25 @@ def use_disk_cache() -> CompileCount:
     """Keep compiled kernels under CULET_CACHE_DIR (TRITON_CACHE_DIR, where set, wins), and count from now on."""
     from triton import knobs
 
+    _settle_names()
     if "TRITON_CACHE_DIR" not in os.environ:
         knobs.cache.dir = str(cache_folder() / "triton")
     count = CompileCount()
     knobs.compilation.listener = count.listen
     return count
+
+
+def _settle_names() -> None:
+    """Let every kernel find its name on disk, always in the same order.
+
+    Triton names a kernel by its source and by what it calls, and the name depends on which of two kernels that call the same
+    function was named first: another order, and a second start would compile some of them again.
+    """
+    import culet.kernels.triton as package
+
+    for module in sorted(info.name for info in iter_modules(package.__path__)):
+        for _, kernel in sorted(vars(import_module(f"{package.__name__}.{module}")).items()):
+            getattr(kernel, "cache_key", None)  # worked out when it is asked for
 
 
 @contextmanager

@@ -166,7 +166,7 @@ def working_bytes(spec: ModelSpec, itemsize: int, *, num_tokens: int, num_seqs: 
 
 def pages_of_sequence(group: KVGroup, num_tokens: int) -> int:
     """Most pages that a sequence of `num_tokens` tokens holds in `group`: of a window, what it can straddle."""
-    pages = group.pages_for(num_tokens)
+    pages = group.pages_for(num_tokens + group.ahead)
     if group.window is None:
         return pages
     return min(pages, -(-(group.window - 1) // group.page_tokens) + 1)

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from culet import __version__
 from culet.errors import CuletError
 from culet.registry import load
-from culet.serve import metrics
+from culet.serve import metrics, tracing
 from culet.serve.endpoint import Endpoint
 from culet.serve.errors import HttpRefusal
 from culet.serve.gate import DEFERRED, Gate
@@ -48,6 +48,7 @@ def create_app(service: Service) -> ASGIApp:
         endpoints += load(f"{name}:ENDPOINTS")
         public += _optional(name, "PUBLIC_PATHS")
     metrics.attach(service)
+    tracing.attach(service)
     for endpoint in endpoints:
         _add(app, service, endpoint)
     _document(app, endpoints)

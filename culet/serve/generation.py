@@ -236,7 +236,7 @@ class Generation:
         piece_tokens, scored = delta.token_ids, []
         reader = sample.reader
         for index, token_id in enumerate(delta.token_ids):
-            was_reasoning = reader.in_reasoning
+            was_reasoning = delta.logprobs and reader.in_reasoning
             events = events + reader.push((token_id,)) if events else reader.push((token_id,))
             sample.num_tokens += 1
             if delta.logprobs and not (was_reasoning or reader.in_reasoning or token_id in self._unscored):

@@ -12,7 +12,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 
 import uvicorn
 
@@ -140,9 +140,7 @@ def serve(config: Config, settings: ServeConfig, script: Script | None = None) -
     uvicorn_logger = logging.getLogger("uvicorn")
     uvicorn_logger.handlers, uvicorn_logger.propagate = logger.handlers, False  # in the same form as all else
     uvicorn_logger.setLevel(logging.WARNING)
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        uvloop.run(server.run(lambda ready: say_ready(service, ready.port)))
-        return
-    asyncio.run(server.run(lambda ready: say_ready(service, ready.port)))
+    run: Callable[[Coroutine[None, None, None]], None] = asyncio.run
+    with contextlib.suppress(ImportError):  # not on every platform
+        from uvloop import run
+    run(server.run(lambda ready: say_ready(service, ready.port)))

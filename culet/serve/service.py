@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from culet import env
@@ -66,10 +67,11 @@ class Service:
     def __init__(self, config: Config, settings: ServeConfig, script: Script | None = None) -> None:
         self.config, self.settings, self.script = config, settings, script
         self.limits: Limits = read_limits(settings.limits)
-        names = (settings.served_model_name or config.model.model).split(",")
+        names = (settings.served_model_name or _public_name(config.model.model)).split(",")
         self.names = [name.strip() for name in names if name.strip()]
         keys = settings.api_key if settings.api_key is not None else env.API_KEY.get()
         self.api_keys = [key.strip() for key in keys.split(",") if key.strip()]
+        self._given_name = config.model.model
         self.checkpoint = open_checkpoint(config.model.model, config.model.revision)
         spec, folder = self.checkpoint.spec, self.checkpoint.folder
         is_random = self.checkpoint.random is not None
@@ -77,7 +79,7 @@ class Service:
         self.template = ChatTemplate.of_checkpoint(folder, empty_thought=spec.ple_dim == 0)
         if not is_random:  # it is here now: the engine's process need not look for it again
             self.config = replace(config, model=replace(config.model, model=str(folder), revision=None))
-        self.grammar_check = make_grammar_check(self.tokenizer)
+        self.grammar_check = make_grammar_check(self.tokenizer, time_limit_s=float(self.limits.grammar_s))
         self.started_at = time.time()
         self.is_draining = False
         self.on_exit: Callable[[CuletError], None] = lambda error: None  # the engine is dead and stays so
@@ -106,20 +108,26 @@ class Service:
     def rules(self) -> RequestRules:
         """What requests are checked against; raises until the engine is ready."""
         if self._rules is None or self.engine.state is not State.READY:
-            raise self.engine.death()
+            raise self._unavailable()
         return self._rules
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would be taken."""
-        return self._engine is not None and self._engine.state is State.READY and not self.is_draining
+        """Whether a request would be taken: the model is loaded, everything is warm, and the server is not coming down."""
+        is_up = self._rules is not None and self._engine is not None and self._engine.state is State.READY
+        return is_up and not self.is_draining
 
     def require_ready(self) -> None:
         """Raise what keeps a request from being taken, before any work is done for it."""
         if self.is_draining:
             raise WorkerDied("the server is shutting down", hint="ask another replica")
         if not self.is_ready:
-            raise self.engine.death()
+            raise self._unavailable()
+
+    def _unavailable(self) -> CuletError:
+        if self._engine is not None and self._engine.state is State.DEAD:
+            return self._engine.death()
+        return WorkerDied("the model is still being loaded", hint="try again in a while")
 
     @property
     def is_healthy(self) -> bool:
@@ -140,6 +148,11 @@ class Service:
         self._engine = engine
         engine.on_death = self._on_death
         facts = await engine.wait_ready()
+        await self._in_thread(self._warm_up)
+        gc.collect()
+        gc.freeze()  # what stands now stays: no collection need look at it again
+        if engine.state is State.DEAD:
+            raise engine.death()
         self._rules = RequestRules(
             vocab_size=facts.vocab_size,
             defaults=facts.defaults,
@@ -147,9 +160,6 @@ class Service:
             max_model_len=facts.max_model_len,
             max_num_seqs=facts.max_num_seqs,
         )
-        await self._in_thread(self._warm_up)
-        gc.collect()
-        gc.freeze()  # what stands now stays: no collection need look at it again
         self._spawn(self._watch(engine))
         self._spawn(self._sample(engine))
 
@@ -176,21 +186,23 @@ class Service:
         if self.is_draining or self._rules is None:
             return  # who waits for the start, or for the end, hears of it there
         logger.error("the engine is dead: %s", error.message)
-        if self.num_restarts < self.settings.max_engine_restarts:
-            self.num_restarts += 1
-            self._spawn(self._restart())
-        else:
-            self.on_exit(error)
+        self._rules = None
+        self._spawn(self._restart(error))
 
-    async def _restart(self) -> None:
-        logger.warning("starting the engine again (%d of %d)", self.num_restarts, self.settings.max_engine_restarts)
-        await self.engine.stop()  # reaps the process
-        try:
-            await self.start()
-        except CuletError as error:
-            self.on_exit(error)
-        else:
-            logger.info("the engine is ready again")
+    async def _restart(self, error: CuletError) -> None:
+        """Start the engine again, as often as it may be; then give up."""
+        while self.num_restarts < self.settings.max_engine_restarts:
+            self.num_restarts += 1
+            logger.warning("starting the engine again (%d of %d)", self.num_restarts, self.settings.max_engine_restarts)
+            await self.engine.stop()  # reaps the process
+            try:
+                await self.start()
+            except CuletError as failure:
+                error = failure
+            else:
+                logger.info("the engine is ready again")
+                return
+        self.on_exit(error)
 
     async def _watch(self, engine: EngineClient) -> None:
         """End an engine that hangs in a step, so that those who wait hear of it."""
@@ -259,7 +271,7 @@ class Service:
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with; a model that is not served is a 404."""
-        if not name:
+        if not name or name == self._given_name:
             return self.names[0]
         if name not in self.names:
             raise HttpRefusal(
@@ -302,6 +314,12 @@ class Service:
         if finished.first_token_s is not None:
             self.live.note_first_token(finished.first_token_s)
         self._ends.append(time.monotonic())
+
+
+def _public_name(model: str) -> str:
+    """What clients call the model: a hub model by its name, a local folder by its last part, for its path is not theirs."""
+    path = Path(model).expanduser()
+    return path.resolve().name if model and path.is_dir() else model
 
 
 def logging_level() -> str:

@@ -79,22 +79,24 @@ class EventStream(Response):
 
     async def _run(self, generations: Sequence[Generation], send: Send) -> None:
         try:
-            source = _pieces_of_all(generations) if len(generations) > 1 else _pieces_of_one(generations[0])
-            async for index, pieces in source:
-                data = self._write(index, generations[index], pieces)
-                if data:
-                    await self._send(send, data)
-                if self._is_gone:
-                    return
+            if len(generations) == 1:
+                async for pieces in generations[0].pieces():
+                    await self._send(send, self._write(0, generations[0], pieces))
+            else:
+                async for index, pieces in _pieces_of_all(generations):
+                    await self._send(send, self._write(index, generations[index], pieces))
             await self._send(send, self._end(generations))
         except CuletError as error:
             if not self._has_started:
                 raise
             logger.warning("a stream ends with an error: %s", error.message)
             await self._send(send, self._write_error(error))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        if not self._is_gone:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: bytes) -> None:
+        if not data or self._is_gone:
+            return
         if not self._has_started:
             self._has_started = True
             await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
@@ -125,11 +127,6 @@ class EventStream(Response):
 
 def _openai_error_event(error: CuletError) -> bytes:
     return b"data: " + openai_body(facts_of(error)) + b"\n\n" + DONE
-
-
-async def _pieces_of_one(generation: Generation) -> AsyncIterator[tuple[int, list[Piece]]]:
-    async for pieces in generation.pieces():
-        yield 0, pieces
 
 
 async def _pieces_of_all(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, list[Piece]]]:

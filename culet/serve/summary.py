@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from culet.log import logger
 from culet.serve.service import Service
 
@@ -34,5 +36,7 @@ def say_ready(service: Service, port: int) -> None:
         settings.request_timeout,
     )
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    who = "with an API key" if service.api_keys else "by anybody who can reach it: no API key is set"
-    logger.info("ready at http://%s:%d (OpenAI API under /v1), %s", host, port, who)
+    logger.info("ready at http://%s:%d (OpenAI API under /v1)", host, port)
+    if not service.api_keys:
+        level = logging.INFO if settings.host in ("127.0.0.1", "::1", "localhost") else logging.WARNING
+        logger.log(level, "no API key is set: whoever can reach this address may use the model")

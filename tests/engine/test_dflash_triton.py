@@ -32,7 +32,8 @@ else:
         own = {"mask_token_id": 4, "target_layer_ids": [0, 2, 5]}
         if is_causal is not None:
             own["is_causal"] = is_causal
-        pair = make_pair(tmp_path, "31B", dflash_config=own)
+        # More packed rows than 16, as published drafters have: the tile of blocks.
+        pair = make_pair(tmp_path, "31B", dflash_config=own, num_key_value_heads=1)
         ones = [make_request("long", make_prompt(33), 4)]
         if is_causal is not None:
             ones.append(make_request("short", make_prompt(2), 4))

@@ -92,11 +92,11 @@ def test_tiles_fit(name: str, capability: int) -> None:
     check_decode(ALL_SHAPES[name], capability, 1)
 
 
-@pytest.mark.parametrize("capability", [89, 90])
-def test_a_drafters_block_fits(capability: int) -> None:
+@pytest.mark.parametrize(("capability", "num_rows"), [(89, 8), (90, 32)])
+def test_a_drafters_block_fits(capability: int, num_rows: int) -> None:
     """16 tokens of the 31B's DFlash drafter, which see each other both ways."""
     shape = AttentionShape(64, 8, 128, None, False, 640)
-    q_TNH, kv, rows = on_meta(shape, 8, 16)
+    q_TNH, kv, rows = on_meta(shape, num_rows, 16)
     rows = replace(rows, visible_2T=torch.empty(2, q_TNH.shape[0], dtype=torch.int32, device="meta"))
     tile = find_row(DECODE, capability, kv, 16 * shape.group).tile
     assert isinstance(tile, DecodeTile)

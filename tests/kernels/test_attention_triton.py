@@ -86,7 +86,7 @@ else:
 
     def test_programs_of_many_rows_join_their_splits(monkeypatch: pytest.MonkeyPatch) -> None:
         """One launch, and its counts of programs are back at 0 for the next."""
-        monkeypatch.setattr(decode_module, "MANY_ROWS", 2)
+        monkeypatch.setattr(decode_module, "FEW_ROWS", 2)
         tile = DecodeTile(16, 16, 4, 2, programs=24)
         for shape in (GLOBAL, LATENT):
             case = make_case(shape, [(150, 1), (0, 3), (90, 2)], dtype=torch.float32, seed=16)

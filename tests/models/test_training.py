@@ -195,6 +195,14 @@ def test_rows_are_whole_documents(pack: Path) -> None:
     assert not learnt.any()
 
 
+def test_joined_rows_see_what_came_before(pack: Path) -> None:
+    rows = Packer(load_parts(pack / "train"), 128, 40, joined=1.0).chunk({"plain": 1}, learn_all=True)
+    assert rows is not None
+    assert not rows.first[rows.ids != 0].any()
+    assert not rows.learnt[rows.ids == 2].any(), "where the next document begins cannot be known"
+    assert rows.learnt[(rows.ids != 0) & (rows.ids != 2)].all()
+
+
 def test_a_long_document_is_cut_into_rows(pack: Path) -> None:
     parts = load_parts(pack / "train")
     rows = Packer(parts, 16, 60).chunk({"plain": 1}, learn_all=True)

@@ -130,7 +130,9 @@ class Running:
     def is_at_rest(self) -> bool:
         """Whether nothing runs or waits, and every page is free or held by checkpoints alone."""
         stats = self.stats()
-        now = stats["scheduler"]
+        now = stats.get("scheduler")
+        if now is None:  # it has only just started
+            return False
         pages = now["num_free_pages"] + now["num_checkpoint_pages"]
         idle = not (now["num_running"] or now["num_waiting"] or stats["requests"]["in_flight"])
         return idle and pages == now["num_pages"] and not any(now["num_held_pages"].values())

@@ -169,8 +169,8 @@ def test_five_hundred_clients(tiny: Running) -> None:
     tiny.check_well()
 
 
-def grow(server: Running, num_turns: int, num_tokens: int) -> list[int]:
-    """A conversation that grows by what the model says; cached tokens of each turn."""
+def grow(server: Running, num_turns: int, num_tokens: int, question: str = "") -> list[int]:
+    """A conversation that grows by what model and user say; cached tokens of each turn."""
     client, messages, cached = server.openai(), list(HELLO), []
     for turn in range(num_turns):
         answer = client.chat.completions.create(
@@ -180,12 +180,12 @@ def grow(server: Running, num_turns: int, num_tokens: int) -> list[int]:
         assert answer.usage.prompt_tokens_details is not None
         cached.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
         said = answer.choices[0].message.content or "-"
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"And turn {turn}?"}]
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"And turn {turn}? {question}"}]
     return cached
 
 
 def test_growing_conversation(tiny: Running) -> None:
-    cached = grow(tiny, 12, 100)
+    cached = grow(tiny, 12, 8, question="the stone is held to the wheel " * 12)
     assert cached[-1] > cached[len(cached) // 2] > 0, "later turns begin where earlier ones ended"
     tiny.check_well()
 

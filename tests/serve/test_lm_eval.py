@@ -1,4 +1,4 @@
-"""lm_eval, as people run it, against a running server and a task whose data are here. Needs the command `lm_eval`."""
+"""lm-eval against a running server, end to end on a task whose data lie beside this file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,51 +14,59 @@ from typing import Any
 import pytest
 from running import Running
 
-from culet import LLM, SamplingParams
-
-TASKS = Path(__file__).parent / "lm_eval_task"
-COMMAND = shutil.which("lm_eval")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(COMMAND is None, reason="lm_eval is not installed (pip install 'culet[eval]')"),
-]
+pytestmark = pytest.mark.slow
+TASK = Path(__file__).with_name("lm_eval_task")
 
 
-def evaluate(kind: str, url: str, task: str, output: Path, *arguments: str, **options: str) -> list[dict[str, Any]]:
-    """Run a task; what became of each of its documents."""
-    options = {"base_url": url, "model": "gemma", "num_concurrent": "4", **options}
-    given = ",".join(f"{name}={value}" for name, value in options.items())
-    command = [str(COMMAND), "--model", kind, "--model_args", given, "--tasks", task, "--include_path", ".", "--log_samples"]
-    subprocess.run(
-        [*command, "--output_path", str(output), *arguments],
-        cwd=TASKS,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(output / "home")},
-        check=True,
-        timeout=300,
+def run_lm_eval(server: Running, kind: str, path: str, task: str, folder: Path, *more: str) -> Any:
+    """The results file of a run. `more` are further model arguments, then flags."""
+    pytest.importorskip("lm_eval")
+    tasks = folder / "tasks"
+    shutil.copytree(TASK, tasks)
+    for file in tasks.glob("*.yaml"):  # datasets wants whole paths
+        file.write_text(file.read_text().replace("test: gems.jsonl", f"test: {tasks / 'gems.jsonl'}"))
+    given = [each for each in more if not each.startswith("--")]
+    arguments = ",".join(["model=gemma", f"base_url={server.url}{path}", "num_concurrent=2", "max_retries=1", *given])
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", kind, "--model_args", arguments, "--include_path", str(tasks)]
+    command += ["--tasks", task, "--output_path", str(folder / "out"), "--log_samples"]
+    command += [each for each in more if each.startswith("--")]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache"), "OPENAI_API_KEY": "none"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (results,) = (folder / "out").rglob("results_*.json")
+    return json.loads(results.read_text())
+
+
+def test_local_completions(tiny: Running, folder: Path, encode: Callable[[str], list[int]], tmp_path: Path) -> None:
+    """Log-likelihoods by echo and logprobs: lm-eval takes the choices that the server itself scores highest."""
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    shutil.copy(folder / "tokenizer.json", tokenizer)
+    (tokenizer / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    found = run_lm_eval(tiny, "local-completions", "/v1/completions", "culet_gems", tmp_path, f"tokenizer={tokenizer}")
+    questions = [json.loads(line) for line in (TASK / "gems.jsonl").read_text().splitlines()]
+    num_right = 0
+    for question in questions:
+        scores = []
+        for choice in question["choices"]:
+            context = f"Question: {question['question']}\nAnswer:"
+            tokens, begin = encode(f"{context} {choice}"), len(encode(context))
+            fields: Any = {"model": "gemma", "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
+            scored = tiny.openai().completions.create(prompt=tokens, **fields).choices[0].logprobs
+            assert scored is not None
+            scores.append(sum(scored.token_logprobs[begin : len(tokens)]))  # type: ignore[index, arg-type]
+        num_right += scores.index(max(scores)) == question["answer"]
+    assert found["results"]["culet_gems"]["acc,none"] == pytest.approx(num_right / len(questions))
+    tiny.check_well()
+
+
+def test_local_chat_completions(tiny: Running, tmp_path: Path) -> None:
+    found = run_lm_eval(
+        tiny, "local-chat-completions", "/v1/chat/completions", "culet_gems_words", tmp_path, "--apply_chat_template"
     )
-    (samples,) = output.rglob("samples_*.jsonl")
-    return [json.loads(line) for line in samples.read_text().splitlines()]
-
-
-def test_multiple_choice(tiny: Running, folder: Path, encode: Callable[[str], list[int]], tmp_path: Path) -> None:
-    """Log-likelihoods of answers are those that the model gives without a server."""
-    found = evaluate("local-completions", f"{tiny.url}/v1/completions", "culet_gems", tmp_path, tokenizer=str(folder))
-    assert len(found) == 6
-    llm = LLM(str(folder), device="cpu", max_model_len=2048)
-    for sample in found:
-        for number, choice in enumerate(sample["doc"]["choices"]):
-            question = encode(f"Question: {sample['doc']['question']}\nAnswer:")
-            whole = encode(f"Question: {sample['doc']['question']}\nAnswer: {choice}")
-            # lm_eval sends token ids as the tokenizer gives them, which here is without <bos>.
-            (result,) = llm.generate([whole], SamplingParams(max_tokens=1, prompt_logprobs=0))
-            assert result.prompt_logprobs is not None
-            scores = [next(iter(each.values())) for each in result.prompt_logprobs]
-            expected = sum(scores[len(question) - 1 :])
-            assert float(sample["resps"][number][0][0]) == pytest.approx(expected, abs=1e-3)
-
-
-def test_chat(tiny: Running, tmp_path: Path) -> None:
-    url = f"{tiny.url}/v1/chat/completions"
-    found = evaluate("local-chat-completions", url, "culet_gems_chat", tmp_path, "--apply_chat_template")
-    assert len(found) == 6
-    assert all(isinstance(sample["resps"][0][0], str) and sample["resps"][0][0] for sample in found)
+    assert 0.0 <= found["results"]["culet_gems_words"]["exact_match,none"] <= 1.0
+    (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
+    answers = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert len(answers) == 6
+    assert all(answer["resps"][0][0] for answer in answers), "an empty answer"
+    tiny.check_well()

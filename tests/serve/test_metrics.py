@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -107,3 +110,36 @@ def test_the_key_guards_them(scripted: Callable[..., Running]) -> None:
     with scripted(settings={"api_key": "secret"}) as server:
         assert server.http.get("/metrics").status_code == 200
         assert server.http.get("/metrics", headers={"authorization": "Bearer wrong"}).status_code == 401
+
+
+def test_traces_go_where_the_environment_says(folder: Path, encode: Callable[[str], list[int]]) -> None:
+    """A request becomes a span at the collector; the packages are optional, and so is this."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    received: list[tuple[str, bytes]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{collector.server_address[1]}"
+        environment = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": address,
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+            "OTEL_EXPORTER_OTLP_COMPRESSION": "none",
+        }
+        script = {"answers": [encode("Hello.<turn|>")]}
+        with Running(folder, script=script, environment=environment) as server:
+            assert server.chat(max_tokens=5).status_code == 200
+            wait_for(lambda: received, what="a span")
+        collector.shutdown()
+    path, body = received[0]
+    assert path == "/v1/traces"
+    for word in (b"POST /v1/chat/completions", b"gen_ai.usage.output_tokens", b"gen_ai.latency.time_to_first_token", b"culet"):
+        assert word in body

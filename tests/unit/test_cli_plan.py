@@ -107,11 +107,51 @@ def test_models_without_k_eq_v_gain_nothing_by_the_latent():
 
 
 def test_dtypes():
-    report = data("12B", "--gpu", "h200", "--dtype", "float32", "--kv-cache-dtype", "bfloat16")
+    report = data("12B", "--gpu", "h200", "--dtype", "float32")
     assert report["weights"]["text_bytes"] == 4 * sum(part["parameters"] for part in report["weights"]["text"].values())
-    assert report["cache"][0]["groups"][0]["bytes_per_token"] == 327_680
-    report = data("12B", "--gpu", "h200", "--kv-cache-dtype", "float32")
     assert report["cache"][0]["groups"][0]["bytes_per_token"] == 2 * 327_680
+    report = data("12B", "--gpu", "h200", "--dtype", "float32", "--kv-cache-dtype", "float32")
+    assert report["cache"][0]["groups"][0]["bytes_per_token"] == 2 * 327_680
+    error = refusal("12B", "--gpu", "h200", "--dtype", "float32", "--kv-cache-dtype", "bfloat16")
+    assert "the model runs in float32" in str(error)
+
+
+def test_fp8_cache():
+    plain = data("31B", "--gpu", "h200")
+    for choice, dtypes in {
+        "fp8": ["fp8_e4m3", "fp8_e4m3"],
+        "fp8_e4m3": ["fp8_e4m3", "fp8_e4m3"],
+        "sliding=fp8": ["fp8_e4m3", "bfloat16"],
+        "global=fp8, sliding=auto": ["bfloat16", "fp8_e4m3"],
+    }.items():
+        report = data("31B", "--gpu", "h200", "--kv-cache-dtype", choice)
+        groups = report["cache"][0]["groups"]
+        assert [group["dtype"] for group in groups] == dtypes
+        for group, before in zip(groups, plain["cache"][0]["groups"], strict=True):
+            halved = group["dtype"] == "fp8_e4m3"
+            assert group["bytes_per_token"] * (2 if halved else 1) == before["bytes_per_token"]
+            assert group["waste_bytes_per_slab"] == 0
+        more, before = (fit_of(one, text_only=True, latent=True)["sequences"] for one in (report, plain))
+        assert all(more[length] > before[length] for length in before)
+        assert [group["backend"] for group in report["attention"]] == ["triton", "triton"]
+    output = invoke("31B", "--gpu", "h200", "--kv-cache-dtype", "sliding=fp8").stdout
+    assert "fp8_e4m3" in output
+    assert "KV cache sliding=fp8" in output
+
+
+@pytest.mark.parametrize(
+    ("gpu", "choice", "message"),
+    [
+        ("a100", "fp8", "before sm_89"),
+        ("h200", "int3", "unknown kv-cache-dtype: 'int3'"),
+        ("h200", "sliding=int3", "unknown kv-cache-dtype: 'int3'"),
+        ("h200", "middle=fp8", "unknown group of layers: 'middle'"),
+        ("h200", "sliding=fp8,fp8", "'fp8' among groups"),
+        ("h200", "global=float32", "the model runs in bfloat16"),
+    ],
+)
+def test_caches_that_cannot_be(gpu, choice, message):
+    assert message in str(refusal("31B", "--gpu", gpu, "--kv-cache-dtype", choice))
 
 
 def test_no_latent_is_planned_for():

@@ -16,7 +16,7 @@ from culet.engine.tokenizer import Tokenizer
 from culet.serve.channels import OutputReader, tool_schemas
 from training.data import arithmetic, conversations, definitions, facts, handwritten, json_answers, smalltalk, tools, writing
 from training.data import tokenizer as own_tokenizer
-from training.data.chats import EMPTY_THOUGHT, Chat, document, encode, talk
+from training.data.chats import EMPTY_THOUGHT, Chat, Encoder, document, is_plain, plain_document, render, talk
 from training.data.corpus import tidy_turn
 from training.data.distill import Interview
 from training.data.filters import good_answer, plain_answer
@@ -44,9 +44,9 @@ def read_questions(name: str) -> list[dict[str, Any]]:
 
 
 def test_tokenizer_keeps_any_text_in_both_libraries(folder: Path) -> None:
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
-    ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    ours, theirs = Tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
     text = '<bos><|turn>user\nIs 12 + 7 = 19? naïve 日本 🙂  {"a": [1, 2]}\n\n<turn|>\n<|turn>model\n<|channel>thought\n<channel|>Yes!<turn|>'
     ids = ours.encode(text)
     assert ours.decode(ids, skip_special=False) == text
@@ -60,8 +60,8 @@ def test_tokenizer_keeps_any_text_in_both_libraries(folder: Path) -> None:
 
 def test_digits_are_single_tokens(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
-    pieces = [tokenizer.piece(token) for token in tokenizer.encode("2048 + 17")]
-    assert pieces == [b"2", b"0", b"4", b"8", b" +", b" ", b"1", b"7"]
+    pieces = [tokenizer.piece(token) for token in tokenizer.encode("2048, 17")]
+    assert pieces == [b"2", b"0", b"4", b"8", b",", b" ", b"1", b"7"]
 
 
 # Rendering
@@ -78,11 +78,22 @@ def test_documents_begin_with_the_prompt_that_serving_makes() -> None:
     template.close()
 
 
+def test_plain_chats_are_written_as_the_template_writes_them() -> None:
+    rng = random.Random(11)
+    chats = [*conversations.make(rng, 20), *smalltalk.make(rng, 40), *handwritten.make(rng, 20), talk("x", "  Hi \n", "\nHo  ", system=" S ")]
+    assert all(map(is_plain, chats))
+    for chat in chats:
+        prompt = render(chat, chat.messages[:-1], add_generation_prompt=True)
+        whole = render(chat, chat.messages, add_generation_prompt=False).removesuffix("\n")
+        assert plain_document(chat) == prompt + whole.removeprefix(prompt.removesuffix(EMPTY_THOUGHT))
+
+
 def test_loss_is_on_what_the_model_writes(folder: Path) -> None:
     raw = RawTokenizer.from_file(str(folder / "tokenizer.json"))
+    encoder = Encoder(raw)
 
     def written(chat: Chat) -> str:
-        ids, mask = encode(raw, document(chat))
+        ids, mask = encoder.encode(document(chat))
         return raw.decode([token for token, is_written in zip(ids, mask, strict=True) if is_written], skip_special_tokens=False)
 
     assert written(talk("x", "Hi", "Hello!", "Bye", "See you.")) == "Hello!<turn|>See you.<turn|>"

@@ -62,6 +62,8 @@ def render(chat: Chat, messages: Sequence[Message], *, add_generation_prompt: bo
 
 def document(chat: Chat) -> str:
     """The prompt of the last answer exactly as served, the answer, and the token that ends it."""
+    if is_plain(chat):
+        return plain_document(chat)
     prompt = render(chat, chat.messages[:-1], add_generation_prompt=True)
     whole = render(chat, chat.messages, add_generation_prompt=False).removesuffix("\n")
     history = prompt.removesuffix(EMPTY_THOUGHT)
@@ -70,34 +72,57 @@ def document(chat: Chat) -> str:
     return prompt + whole[len(history) :]
 
 
-def encode(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[bool]]:
-    """Tokens of a rendered chat, and for each whether the model writes it: its turns without results and empty thoughts."""
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    names = {
-        name: tokenizer.token_to_id(name)
-        for name in ("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_response>", "<tool_response|>")
-    }
-    opening = tokenizer.encode("model\n", add_special_tokens=False).ids
-    empty = tokenizer.encode(EMPTY_THOUGHT, add_special_tokens=False).ids
-    mask = [False] * len(ids)
-    index = 0
-    while index < len(ids):
-        if ids[index] != names["<|turn>"] or ids[index + 1 : index + 1 + len(opening)] != opening:
-            index += 1
-            continue
-        index += 1 + len(opening)
+def is_plain(chat: Chat) -> bool:
+    """Whether users, the model and perhaps a system prompt speak, and nothing else is there."""
+    return not (chat.tools or chat.thinking) and all(set(message) == {"role", "content"} for message in chat.messages)
+
+
+def plain_document(chat: Chat) -> str:
+    """What the template makes of a plain chat, without the template: a hundred times faster (a test holds them equal)."""
+    *history, answer = chat.messages
+    turns = "".join(f"<|turn>{_ROLES[message['role']]}\n{message['content'].strip()}<turn|>\n" for message in history)
+    return f"<bos>{turns}<|turn>model\n{EMPTY_THOUGHT}{answer['content'].strip()}<turn|>"
+
+
+_ROLES = {"system": "system", "user": "user", "assistant": "model"}
+
+
+class Encoder:
+    """Tokens of rendered chats, and for each whether the model writes it: its turns without results and empty thoughts."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._turn, self._end, self._result, self._result_end = (
+            tokenizer.token_to_id(name) for name in ("<|turn>", "<turn|>", "<|tool_response>", "<tool_response|>")
+        )
+        self._opening = self._ids("model\n")
+        self._empty = self._ids(EMPTY_THOUGHT)
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode(self, text: str) -> tuple[list[int], list[bool]]:
+        """Tokens and mask of a document."""
+        ids = self._ids(text)
+        mask = [False] * len(ids)
+        index = 0
+        while index < len(ids):
+            if ids[index] == self._turn and ids[index + 1 : index + 1 + len(self._opening)] == self._opening:
+                index = self._mark_turn(ids, mask, index + 1 + len(self._opening))
+            else:
+                index += 1
+        return ids, mask
+
+    def _mark_turn(self, ids: list[int], mask: list[bool], index: int) -> int:
+        """Mark what the model writes from `index` to the end of its turn; returns where it ends."""
+        if ids[index : index + len(self._empty)] == self._empty:
+            index += len(self._empty)
         is_result = False
         while index < len(ids):
-            if ids[index : index + len(empty)] == empty:
-                index += len(empty)
-                continue
             token = ids[index]
             mask[index] = not is_result
-            if token == names["<|tool_response>"]:
-                is_result = True
-            elif token == names["<tool_response|>"]:
-                is_result = False
+            is_result = (is_result or token == self._result) and token != self._result_end
             index += 1
-            if token == names["<turn|>"]:
+            if token == self._end:
                 break
-    return ids, mask
+        return index

@@ -180,10 +180,8 @@ def read_jargon(folder: Path) -> Iterator[Document]:
 
 
 def read_speeches(folder: Path) -> Iterator[Document]:
-    """Speeches since 1930, whose sentences are those of today, without sentences of more than 300 characters."""
+    """Speeches, without sentences of more than 300 characters."""
     for path in sorted((folder / "package/data").glob("*.txt")):
-        if int(path.name[:4]) < 1930:
-            continue
         sentences = re.split(r"(?<=[.!?]) (?=[A-Z])", tidy(path.read_text(errors="replace")))
         good = [sentence for sentence in sentences if 12 <= len(sentence) <= 300 and is_sentence(sentence)]
         for start in range(0, len(good), 16):
@@ -204,7 +202,7 @@ def read_kjv(folder: Path) -> Iterator[Document]:
     chapters: dict[str, list[str]] = {}
     for place, verse in verses.items():
         book, _, number = place.rpartition(" ")
-        if book in ("Genesis", "Exodus", "Ruth", "Jonah", "Esther", "Luke", "Ecclesiastes", "Proverbs"):
+        if book in ("Genesis", "Exodus", "Judges", "Ruth", "1 Samuel", "2 Samuel", "1 Kings", "Jonah", "Esther", "Matthew", "Mark", "Luke", "John", "Acts", "Proverbs"):
             clean = tidy(re.sub(r"[#\[\]]", "", verse))
             chapters.setdefault(f"{book} {number.split(':')[0]}", []).append(clean)
     for lines in chapters.values():
@@ -218,10 +216,10 @@ def read_factbook(folder: Path) -> Iterator[Document]:
         texts = []
         for text in _leaves(record):
             text = tidy(html.unescape(text))
-            if 80 <= len(text) <= 1800 and is_sentence(text) and text.count(";") < 3:
+            if 50 <= len(text) <= 1800 and re.search(r"[a-z]{3,}.* (?:is|are|was|were|has|have) ", text) and text.count(";") < 5:
                 texts.append(text)
         if texts:
-            yield {"text": "\n\n".join(texts[:10])}
+            yield {"text": "\n\n".join(texts[:40])}
 
 
 def _leaves(value: Any) -> Iterator[str]:

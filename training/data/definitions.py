@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from training.data.chats import Chat, talk
+from training.data.facts import LEADS
 from training.data.simple_definitions import ADJECTIVES, GLOSSES, MASS, THE, VERBS
 from training.data.sources import OUT, fetch, source
 from training.data.wordnet import read_senses
@@ -110,9 +111,13 @@ def definition_chat(word: Word, rng: random.Random) -> Chat:
         )
     asks = _ASKS_NOUN if word.kind == "n" else _ASKS_OTHER if word.kind == "a" else _ASKS_OTHER[:-1]
     question = rng.choice(asks).format(w=word.word, a=word.named)
-    if rng.random() < 0.1:
+    if rng.random() < 0.12:
         question = question.lower().rstrip("?.")
-    return talk("definitions", question[0].upper() + question[1:] if rng.random() < 0.9 else question, answer(word, rng))
+    else:
+        question = question[0].upper() + question[1:]
+    if rng.random() < 0.25:
+        question = rng.choice(LEADS) + question
+    return talk("definitions", question, answer(word, rng))
 
 
 def make_simple(rng: random.Random, repeats: int) -> Iterator[Chat]:

@@ -37,7 +37,8 @@ RELATIONS = {
 # Put before a question now and then. The gate uses none of them.
 LEADS = (
     "Please tell me: ", "I have a question: ", "Quick question: ", "Hi! ", "Hello! ", "Hey, ", "Can you help me? ", "I would like to know: ",
-    "Help me with my homework: ", "For a quiz: ", "One more thing: ", "Sorry, I forgot. ", "My friend asked me: ", "Just curious: ",
+    "Help me with my homework: ", "Okay, next question. ", "Listen: ", "Good morning! ", "Let me ask you something: ", "I wonder: ", "A little quiz for you: ", "Tell me, please: ", "Maybe you know this: ",
+    "We talked about this at school: ", "I need to know this: ", "Can I ask you something? ", "For a quiz: ", "One more thing: ", "Sorry, I forgot. ", "My friend asked me: ", "Just curious: ",
 )  # fmt: skip
 TAILS = (
     " Thanks!",
@@ -66,12 +67,12 @@ def capitalised(text: str) -> str:
 def ask_about(relation: Relation, subject: str, rng: random.Random) -> str:
     """A question, perhaps with a lead or a tail, or written carelessly."""
     question = capitalised(rng.choice(relation.asks).format(s=subject))
-    if rng.random() < 0.18:
+    if rng.random() < 0.3:
         lead = rng.choice(LEADS)
         question = lead + (question if lead.endswith(("! ", "? ", ". ", ": ")) else question[0].lower() + question[1:])
-    if rng.random() < 0.1:
+    if rng.random() < 0.15:
         question += rng.choice(TAILS)
-    if rng.random() < 0.08:
+    if rng.random() < 0.12:
         question = question.lower().rstrip("?")
     return question
 

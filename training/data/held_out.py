@@ -13,7 +13,7 @@ from training.data.tool_families import TEST_NAMES
 
 QUESTIONS = Path(__file__).parent.parent / "questions"
 TEST_TOOL = re.compile(r"\b(?:" + "|".join(name for names in TEST_NAMES.values() for name in names.split()) + r")\b")
-_COUNTING = re.compile(r"how many|how much|left|together|remain|altogether|total", re.IGNORECASE)
+_COUNTING = re.compile(r"how many|left|together|remain|altogether|total", re.IGNORECASE)
 
 
 def normalised(text: str) -> str:
@@ -41,6 +41,11 @@ EVERYDAY = frozenset(
 )
 
 
+@functools.cache
+def _forbidden_turns() -> frozenset[str]:
+    return gate_turns() - EVERYDAY
+
+
 def counts_held_out(turn: str) -> bool:
     """Whether a little story asks for a held-out sum or difference: two numbers, and a question of how many."""
     numbers = [int(number) for number in re.findall(r"(?<![\d.:])\d{1,2}(?![\d.:])", turn)]
@@ -60,7 +65,7 @@ def fault(item: Chat | str) -> str | None:
         return "number pair" if mentions_held_out(item) else "tool name" if TEST_TOOL.search(item) else None
     for message in item.messages:
         content = str(message.get("content") or "")
-        if message["role"] == "user" and normalised(content) in gate_turns() - EVERYDAY:
+        if message["role"] == "user" and normalised(content) in _forbidden_turns():
             return "phrasing"
         if (
             mentions_held_out(content)

@@ -47,21 +47,20 @@ def _scaled(
 def _prose(rng: random.Random, scale: float) -> Iterator[str]:
     for name in ("sotu", "factbook", "moby-dick", "kjv", "python-doc", "rust-doc", "postgresql-doc", "apache-doc", "jargon"):
         documents = _lines(name)
-        # The handbooks are there for their sentences, not for their matter: half of them is enough.
-        share = scale * (0.5 if name in ("postgresql-doc", "python-doc", "apache-doc", "kjv") else 1)
+        share = scale
         for document_ in rng.sample(documents, round(len(documents) * min(1.0, share))):
             yield document_["text"]
 
 
 def _dictionary(rng: random.Random, scale: float) -> Iterator[str]:
     documents = _lines("wordnet")
-    for document_ in rng.sample(documents, round(len(documents) * min(1.0, scale) * 0.7)):
+    for document_ in rng.sample(documents, round(len(documents) * min(1.0, scale) * 0.6)):
         yield document_["text"]
 
 
 def _chitchat(rng: random.Random, scale: float) -> Iterator[Chat]:
     documents = [*_lines("chitchat"), *_lines("chatterbot")]
-    for document_ in rng.sample(documents, round(len(documents) * min(1.0, scale))):
+    for document_ in rng.sample(documents, round(len(documents) * min(1.0, scale) * 0.8)):
         yield talk("chitchat", *document_["turns"])
 
 
@@ -82,8 +81,8 @@ def _distilled(rng: random.Random, scale: float) -> Iterator[Chat]:
 
 
 def _facts(rng: random.Random, scale: float) -> Iterator[Chat]:
-    yield from facts.make(rng, max(1, round(24 * scale)))
-    yield from facts.make_series(rng, round(6000 * scale))
+    yield from facts.make(rng, max(1, round(28 * scale)))
+    yield from facts.make_series(rng, round(9000 * scale))
 
 
 def _lines(name: str) -> list[dict[str, Any]]:
@@ -94,17 +93,17 @@ PARTS = (
     Part("prose", _prose, 1.0, 0.1),
     Part("dictionary", _dictionary, 0.6, 0.1),
     Part("chitchat", _chitchat, 1.0, 0.3),
-    Part("distilled", _distilled, 5.0, 8.0),
-    Part("world", _scaled(handwritten.make, 9_000), 1.5, 2.0),
+    Part("distilled", _distilled, 2.0, 3.0),
+    Part("world", _scaled(handwritten.make, 12_000), 1.5, 2.0),
     Part("facts", _facts, 1.4, 1.8),
-    Part("arithmetic", _scaled(arithmetic.make, 26_000), 1.2, 1.4),
-    Part("definitions", _scaled(definitions.make, 30), 1.4, 1.8),
-    Part("smalltalk", _scaled(smalltalk.make, 12_000), 1.2, 1.8),
-    Part("threads", _scaled(conversations.make, 16_000), 1.2, 1.6),
-    Part("writing", _scaled(writing.make, 12_000), 1.0, 1.0),
-    Part("stories", _scaled(writing.make_stories, 4_000), 0.7, 0.5),
-    Part("tools", _scaled(tools.make, 16_000), 0.6, 0.6),
-    Part("json", _scaled(json_answers.make, 12_000), 0.6, 0.6),
+    Part("arithmetic", _scaled(arithmetic.make, 40_000), 1.2, 1.4),
+    Part("definitions", _scaled(definitions.make, 45), 1.4, 1.8),
+    Part("smalltalk", _scaled(smalltalk.make, 16_000), 1.2, 1.8),
+    Part("threads", _scaled(conversations.make, 24_000), 1.2, 1.6),
+    Part("writing", _scaled(writing.make, 18_000), 1.0, 1.0),
+    Part("stories", _scaled(writing.make_stories, 5_000), 0.7, 0.5),
+    Part("tools", _scaled(tools.make, 12_000), 0.9, 0.9),
+    Part("json", _scaled(json_answers.make, 8_000), 0.9, 0.9),
     Part("thinking", _scaled(thinking.make, 5_000), 0.8, 0.8),
 )
 

@@ -12,8 +12,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
+import multiprocessing
 import re
 import shutil
 from collections import Counter
@@ -26,7 +28,7 @@ from tokenizers import Tokenizer
 
 from culet.models.tiny import SPECIAL_TOKENS
 from training.data import tokenizer as own_tokenizer
-from training.data.chats import Chat, encode
+from training.data.chats import Chat, Encoder
 from training.data.corpus import CORPUS
 from training.data.held_out import fault, without_faults
 from training.data.mixture import PARTS, Part, texts
@@ -75,13 +77,15 @@ def write_part(folder: Path, name: str, documents: list[tuple[list[int], list[bo
     return counts
 
 
-def pack_part(part: Part, tokenizer: Tokenizer, *, seed: int, scale: float) -> dict[str, Any]:
+def pack_part(part: Part, folder: Path, *, seed: int, scale: float) -> dict[str, Any]:
     """Write a part; returns its entry of pack.json."""
+    tokenizer = Tokenizer.from_file(str(own_tokenizer.FOLDER / "tokenizer.json"))
+    encoder = Encoder(tokenizer)
     splits: dict[str, list[tuple[list[int], list[bool] | None]]] = {"train": [], "held_out": []}
     dropped: Counter[str] = Counter()
     for text in allowed(part, seed=seed, scale=scale, dropped=dropped):
         if "<|turn>" in text[:20]:
-            tokens, mask = encode(tokenizer, text)
+            tokens, mask = encoder.encode(text)
             documents: list[tuple[list[int], list[bool] | None]] = [(tokens, mask)]
         else:
             tokens = tokenizer.encode(text, add_special_tokens=False).ids
@@ -92,7 +96,7 @@ def pack_part(part: Part, tokenizer: Tokenizer, *, seed: int, scale: float) -> d
         splits["held_out" if is_kept_out(text) else "train"] += documents
     entry: dict[str, Any] = {"dropped": dict(dropped)}
     for split, documents in splits.items():
-        entry[split] = write_part(PACK / split, part.name, documents)
+        entry[split] = write_part(folder / split, part.name, documents)
     return {**entry, "tokens": entry["train"]["tokens"], "documents": entry["train"]["documents"]}
 
 
@@ -108,34 +112,41 @@ def learn_tokenizer(seed: int) -> None:
     own_tokenizer.write(own_tokenizer.build(sample()), own_tokenizer.FOLDER)
 
 
+def _pack_by_name(name: str, *, folder: Path, seed: int, scale: float) -> tuple[str, dict[str, Any]]:
+    """For a process of its own: a part by its name, because functions of parts do not travel."""
+    (part,) = [part for part in PARTS if part.name == name]
+    entry = pack_part(part, folder, seed=seed, scale=scale)
+    print(f"{name}: {entry['documents']} documents, {entry['tokens'] / 1e6:.2f} M tokens, dropped {entry['dropped']}", flush=True)
+    return name, entry
+
+
 def main() -> None:
     """Write out/pack."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokenizer", action="store_true", help="learn the tokenizer anew")
     parser.add_argument("--scale", type=float, default=1.0, help="make this much of the templated data")
+    parser.add_argument("--out", type=Path, default=PACK)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.tokenizer:
         learn_tokenizer(options.seed)
-    tokenizer = Tokenizer.from_file(str(own_tokenizer.FOLDER / "tokenizer.json"))
-    PACK.mkdir(parents=True, exist_ok=True)
-    entries = {}
-    for part in PARTS:
-        entries[part.name] = pack_part(part, tokenizer, seed=options.seed, scale=options.scale)
-        print(
-            f"{part.name}: {entries[part.name]['documents']} documents, {entries[part.name]['tokens'] / 1e6:.2f} M tokens, dropped {entries[part.name]['dropped']}",
-            flush=True,
-        )
+    folder = options.out
+    folder.mkdir(parents=True, exist_ok=True)
+    pack = functools.partial(_pack_by_name, folder=folder, seed=options.seed, scale=options.scale)
+    with multiprocessing.Pool(options.jobs) as pool:
+        found = dict(pool.imap_unordered(pack, (part.name for part in PARTS), chunksize=1))
+    entries = {part.name: found[part.name] for part in PARTS}
     for phase, boosts in (("main", [part.boost_main for part in PARTS]), ("last", [part.boost_last for part in PARTS])):
         shown = [boost * entry["tokens"] for boost, entry in zip(boosts, entries.values(), strict=True)]
         for entry, amount in zip(entries.values(), shown, strict=True):
             entry[f"weight_{phase}"] = round(amount / sum(shown), 5)
-    shutil.copytree(own_tokenizer.FOLDER, PACK / "tokenizer", dirs_exist_ok=True)
+    shutil.copytree(own_tokenizer.FOLDER, folder / "tokenizer", dirs_exist_ok=True)
     sources = json.loads((CORPUS / "manifest.json").read_text())
-    (PACK / "pack.json").write_text(json.dumps({"parts": entries, "sources": sources}, indent=2) + "\n")
+    (folder / "pack.json").write_text(json.dumps({"parts": entries, "sources": sources}, indent=2) + "\n")
     total = sum(entry["tokens"] for entry in entries.values())
-    size = sum(path.stat().st_size for path in PACK.rglob("*") if path.is_file())
-    print(f"{PACK}: {total / 1e6:.1f} M tokens, {size / 2**20:.1f} MiB")
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    print(f"{folder}: {total / 1e6:.1f} M tokens, {size / 2**20:.1f} MiB")
 
 
 if __name__ == "__main__":

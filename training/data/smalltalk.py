@@ -220,7 +220,7 @@ def make(rng: random.Random, count: int) -> Iterator[Chat]:
             yield talk("refusals", *_pick(rng, REFUSALS), system=system)
         elif chance < 0.2:
             yield _named(rng)
-        elif chance < 0.62:
+        elif chance < 0.45:
             yield talk("smalltalk", *_pick(rng, rng.choices(groups, weights)[0]), system=system)
         else:
             yield talk("smalltalk", *_conversation(rng), system=system)

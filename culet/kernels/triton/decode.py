@@ -20,11 +20,12 @@ from torch import Tensor
 
 from culet.kernels.attention_inputs import PagedKV, RaggedRows
 from culet.kernels.triton.chain import enter, is_chained, options
+from culet.kernels.triton.e4m3 import widen, widens_by_hand
 from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.tiles import DecodeTile, decode_tile
 
 LOG2E = tl.constexpr(1.4426950408889634)
-MANY_ROWS = 16
+FEW_ROWS = 16  # up to so many, rows may have many splits each
 UNSEEN = tl.constexpr(-1.0e30)  # running maximum before any key; finite, so that (-inf) - UNSEEN stays -inf
 
 
@@ -79,40 +80,6 @@ def _key_rows(PAGES, tile, first, lo, hi, stride_page, WIDTH: tl.constexpr, PAGE
     else:
         row = tl.load(PAGES + inside // PAGE).to(tl.int64) * stride_page + (inside % PAGE) * WIDTH
     return first + offset, row
-
-
-@triton.jit
-def widen(x, dtype: tl.constexpr, BY_HAND: tl.constexpr):
-    """Keys or values as queries are. By hand, e4m3 becomes bfloat16 bit by bit: sign, exponent and mantissa to their
-    places, times 2^120 for the difference of the exponents' biases.
-
-    The compiler may not look inside: it would read e4m3 from shared memory in the order of the matrix instructions, which for
-    single bytes takes several times as long as to widen them first, and would give up fetching tiles ahead.
-    """
-    if BY_HAND:
-        x = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 t<6>;
-            mov.b32 t4, 0x7b807b80;
-            mov.b32 t5, 0x80008000;
-            prmt.b32 t0, $2, 0, 0x1404;
-            prmt.b32 t1, $2, 0, 0x3424;
-            and.b32 t2, t0, 0x7f007f00;
-            and.b32 t3, t1, 0x7f007f00;
-            shr.b32 t2, t2, 4;
-            shr.b32 t3, t3, 4;
-            lop3.b32 t2, t0, t5, t2, 0xea;
-            lop3.b32 t3, t1, t5, t3, 0xea;
-            fma.rn.bf16x2 $0, t2, t4, t5;
-            fma.rn.bf16x2 $1, t3, t4, t5;
-            }""",
-            "=r,=r,r",
-            [x.to(tl.int8, bitcast=True)],
-            dtype=tl.bfloat16,
-            is_pure=False,
-            pack=4,
-        )
-    return x.to(dtype)
 
 
 @triton.jit
@@ -357,14 +324,14 @@ class Scratch:
         )
 
 
-def widens_by_hand(q_TNH: Tensor, kv: PagedKV) -> bool:
-    """Whether pages of e4m3 meet bfloat16 queries, outside of the interpreter."""
-    return kv.planes.element_size() == 1 and q_TNH.dtype == torch.bfloat16 and q_TNH.device.type != "cpu"
+def joins_itself(tile: DecodeTile, kv: PagedKV, num_rows: int, m_tiles: int) -> bool:
+    """Whether programs join the splits: rows of a large batch have few of them, and a second launch would cost more.
 
-
-def joins_itself(num_rows: int) -> bool:
-    """Whether programs join the splits: rows of a large batch have few of them, and a second launch would cost more."""
-    return num_rows >= MANY_ROWS
+    By the power of two of the rows, for which kernels are compiled. Windows that fill the GPU unsplit have nothing to join.
+    """
+    if num_rows <= FEW_ROWS:
+        return False
+    return kv.window is None or triton.next_power_of_2(num_rows) * kv.num_kv_heads * m_tiles <= tile.programs
 
 
 def scratch_rows(tile: DecodeTile, num_kv_heads: int, group: int, max_queries: int) -> int:
@@ -458,7 +425,7 @@ def decode_launches(
         "M": tile.rows,
         "M_TILES": m_tiles,
         "HAS_VISIBLE": rows.visible_2T is not None,
-        "JOINS": joins_itself(rows.num_rows) and target > 1,
+        "JOINS": joins_itself(tile, kv, rows.num_rows, m_tiles),
         "BY_HAND": widens_by_hand(q_TNH, kv),
     }
     items = rows.num_rows + (target if target > 1 else 0)
@@ -487,7 +454,7 @@ def decode_attention(
     """
     out_TNH = torch.empty_like(q_TNH) if out_TNH is None else out_TNH
     group = q_TNH.shape[1] // kv.num_kv_heads
-    tile = tile or decode_tile(q_TNH, kv, max_queries)
+    tile = tile or decode_tile(q_TNH, kv, max_queries, rows.num_rows)
     if scratch is None:
         scratch = Scratch.allocate(scratch_rows(tile, kv.num_kv_heads, group, max_queries), kv.head_dim, q_TNH.device)
     launches = decode_launches(q_TNH, kv, rows, max_queries=max_queries, out_TNH=out_TNH, tile=tile, scratch=scratch)

@@ -11,6 +11,7 @@ import torch
 
 _is_warming = False  # launches compile and do not run
 _compiled: dict[tuple[Any, ...], Any] = {}  # by all that Triton tells kernels apart by
+_warmed: set[tuple[Any, ...]] = set()  # the same, of those that have been compiled or are being so
 _parameters: dict[int, list[tuple[str, bool, bool]]] = {}  # by kernel: name, is constexpr, is not specialised
 
 
@@ -36,7 +37,7 @@ class Launch:
 
     def run(self) -> None:
         if _is_warming:
-            self.warm()
+            self._warm_once()
             return
         # Triton takes 50 to 100 us to find a kernel by its arguments, most of a small step's time. This takes a fifth of it.
         key, values = self._key()
@@ -78,6 +79,14 @@ class Launch:
             else:
                 return None, []
         return tuple(key), values
+
+    def _warm_once(self) -> None:
+        """`warm`, unless the same kernel has been warmed before: a model's layers ask for the same ones over and over."""
+        key, _ = self._key()
+        if key is None or key not in _warmed:
+            self.warm()
+        if key is not None:
+            _warmed.add(key)
 
     def warm(self) -> Any:
         """Compile for the current device, or find the compiled kernel on disk; launches nothing."""

@@ -140,16 +140,18 @@ def _group_kernel(ids, members, counts, A, T, CHUNK: tl.constexpr, PDL: tl.const
 
 
 @triton.jit
-def _find_block(counts, block, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Expert whose assignments the `block`-th tile of all experts' tiles holds (E: none), first of them, their number."""
+def _find_members(members, counts, T, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """What the tile of this program holds, of all experts' tiles: its expert (E: none), its assignments, and which are real."""
+    block = tl.program_id(1)
     names = tl.arange(0, BLOCK_E)
     number = tl.load(counts + names, mask=names < E, other=0)
     tiles = (number + BLOCK_M - 1) // BLOCK_M
     ends = tl.cumsum(tiles, 0)
-    expert = tl.sum((ends <= block).to(tl.int32), 0)
+    expert = tl.sum((ends <= block).to(tl.int32), 0).to(tl.int64)
     first = (block - tl.max(tl.where(ends <= block, ends, 0), 0)) * BLOCK_M
-    mine = tl.sum(tl.where(names == expert, number, 0), 0)
-    return expert, first, mine
+    place = first + tl.arange(0, BLOCK_M)
+    is_real = place < tl.sum(tl.where(names == expert, number, 0), 0)
+    return expert, tl.load(members + expert * T + place, mask=is_real, other=0).to(tl.int64), is_real
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -174,16 +176,13 @@ def _grouped_up_kernel(
 ):
     """hidden[a, n] for BLOCK_M assignments of one expert and BLOCK_N gate and up rows."""
     enter(PDL)
-    expert, first, mine = _find_block(counts, tl.program_id(1), E, BLOCK_E, BLOCK_M)
+    expert, assignment, is_real = _find_members(members, counts, T, E, BLOCK_E, BLOCK_M)
     if expert < E:
-        place = first + tl.arange(0, BLOCK_M)
-        is_real = place < mine
-        assignment = tl.load(members + expert.to(tl.int64) * T + place, mask=is_real, other=0)
         rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         cols = tl.arange(0, BLOCK_K)
-        x_ptrs = x + (assignment // TOP_K).to(tl.int64)[None, :] * x_stride + cols[:, None]
+        x_ptrs = x + (assignment // TOP_K)[None, :] * x_stride + cols[:, None]
         safe_rows = tl.where(rows < F, rows, 0)
-        gate_ptrs = gate_up + expert.to(tl.int64) * (2 * F * D) + safe_rows[:, None] * D + cols[None, :]
+        gate_ptrs = gate_up + expert * (2 * F * D) + safe_rows[:, None] * D + cols[None, :]
         up_ptrs = gate_ptrs + F * D
         gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -200,7 +199,7 @@ def _grouped_up_kernel(
             gate = tl.dot(gate_tile, x_tile, gate)
             up = tl.dot(up_tile, x_tile, up)
         out = gelu(gate) * up
-        out_ptrs = hidden + assignment.to(tl.int64)[None, :] * F + rows[:, None]
+        out_ptrs = hidden + assignment[None, :] * F + rows[:, None]
         tl.store(out_ptrs, out.to(hidden.dtype.element_ty), mask=is_real[None, :] & (rows < F)[:, None])
 
 
@@ -224,16 +223,13 @@ def _grouped_down_kernel(
 ):
     """out[a, n] = down row n . hidden[a] for BLOCK_M assignments of one expert and BLOCK_N rows."""
     enter(PDL)
-    expert, first, mine = _find_block(counts, tl.program_id(1), E, BLOCK_E, BLOCK_M)
+    expert, assignment, is_real = _find_members(members, counts, T, E, BLOCK_E, BLOCK_M)
     if expert < E:
-        place = first + tl.arange(0, BLOCK_M)
-        is_real = place < mine
-        assignment = tl.load(members + expert.to(tl.int64) * T + place, mask=is_real, other=0).to(tl.int64)
         rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         cols = tl.arange(0, BLOCK_K)
         h_ptrs = hidden + assignment[None, :] * F + cols[:, None]
         safe_rows = tl.where(rows < D, rows, 0)
-        down_ptrs = down + expert.to(tl.int64) * (D * F) + safe_rows[:, None] * F + cols[None, :]
+        down_ptrs = down + expert * (D * F) + safe_rows[:, None] * F + cols[None, :]
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for k in tl.range(0, F, BLOCK_K, num_stages=STAGES):
             if F % BLOCK_K == 0:

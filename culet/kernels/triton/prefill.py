@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from culet.kernels.attention_inputs import PagedKV, RaggedRows
-from culet.kernels.triton.decode import LOG2E, UNSEEN, _key_rows, widen, widens_by_hand
+from culet.kernels.triton.decode import LOG2E, UNSEEN, _key_rows
+from culet.kernels.triton.e4m3 import widen, widens_by_hand
 from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.tiles import PrefillTile, prefill_tile
 

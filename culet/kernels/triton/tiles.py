@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+import triton
 from torch import Tensor
 
 from culet.kernels.attention_inputs import PagedKV
@@ -63,6 +64,7 @@ class TileRow:
     measured: str
     per_sm: int = 1  # programs per multiprocessor that fill the GPU (decode only)
     is_fp8: bool = False  # only for pages of e4m3; other rows serve these too
+    crowded_stages: int = 0  # where rows fill the GPU unsplit: fewer, so that programs share multiprocessors (decode only)
     page_tokens: int = 1 << 30  # up to pages of so many tokens (decode only): a tile within one page needs one table entry
 
 
@@ -78,14 +80,17 @@ DECODE = (
     # A DFlash drafter's block: 16 tokens of 4 or 8 query heads a KV head. Tiles of 16 rows would read its keys up to 8 times.
     TileRow(ANY, 128, False, MANY, DecodeTile(64, 32, 4, 3), UNMEASURED),
     TileRow(ANY, 128, True, MANY, DecodeTile(16, 32, 4, 2), UNMEASURED),
+    TileRow((90,), 256, False, 16, DecodeTile(16, 32, 4, 5), H200, is_fp8=True),
     TileRow((90,), 256, False, 16, DecodeTile(16, 16, 4, 5), H200, page_tokens=16),
     TileRow((90,), 256, False, 16, DecodeTile(16, 32, 4, 5), H200),
     TileRow(ANY, 256, False, 16, DecodeTile(16, 32, 4, 3), UNMEASURED, per_sm=2),
     TileRow(ANY, 256, False, MANY, DecodeTile(32, 32, 4, 3), UNMEASURED, per_sm=2),
+    TileRow((90,), 512, False, 16, DecodeTile(16, 32, 4, 5), H200, per_sm=2, is_fp8=True),
     TileRow((90,), 512, False, 16, DecodeTile(16, 32, 4, 5), H200),
     TileRow(ANY, 512, False, 16, DecodeTile(16, 16, 4, 3), UNMEASURED),
     TileRow(ANY, 512, False, MANY, DecodeTile(32, 16, 4, 3), UNMEASURED),
-    TileRow((90,), 512, True, 16, DecodeTile(16, 32, 4, 7), H200),
+    TileRow((90,), 512, True, 16, DecodeTile(16, 32, 4, 5), H200, per_sm=2, is_fp8=True),
+    TileRow((90,), 512, True, 16, DecodeTile(16, 32, 4, 7), H200, crowded_stages=5),
     TileRow(ANY, 512, True, 16, DecodeTile(16, 32, 4, 3), UNMEASURED, per_sm=2),
     TileRow((90,), 512, True, MANY, DecodeTile(32, 32, 4, 3), H200, per_sm=2),
     TileRow(ANY, 512, True, MANY, DecodeTile(32, 16, 4, 3), UNMEASURED),
@@ -130,13 +135,16 @@ def find_row(table: tuple[TileRow, ...], capability: int, kv: PagedKV, packed_ro
     )
 
 
-def decode_tile(q_TNH: Tensor, kv: PagedKV, max_queries: int) -> DecodeTile:
-    """The tile for rows of up to `max_queries` query tokens."""
+def decode_tile(q_TNH: Tensor, kv: PagedKV, max_queries: int, num_rows: int = 1) -> DecodeTile:
+    """The tile for `num_rows` rows of up to `max_queries` query tokens."""
     capability, num_sms = device_facts(q_TNH.device)
     packed = max_queries * q_TNH.shape[1] // kv.num_kv_heads
     row = find_row(DECODE, capability, kv, packed)
     assert isinstance(row.tile, DecodeTile)
     tile = replace(row.tile, programs=row.per_sm * num_sms)
+    # By the power of two of the rows, for which kernels are compiled.
+    if row.crowded_stages and triton.next_power_of_2(num_rows) * kv.num_kv_heads * -(-packed // tile.rows) > tile.programs:
+        tile = replace(tile, stages=row.crowded_stages)
     # The tables are written for two bytes an element: four of them would not fit the shared memory.
     return tile if q_TNH.element_size() <= 2 else replace(tile, keys=max(16, tile.keys // 2), stages=2)
 

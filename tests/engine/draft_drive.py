@@ -1,0 +1,176 @@
+"""A small target with an MTP assistant under the real scheduler and runner, and proposals that are partly the truth.
+
+A random assistant's drafts are hardly ever accepted. `Hinted` lets it draft as ever, over the target's pages, and then puts
+what is known to come in the place of some drafts, so that rounds end in every possible way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from culet.attention.reference import ReferenceBackend
+from culet.cache.pool import Pool
+from culet.cache.spec import CacheLayout, plan_cache
+from culet.config import DraftChoice, ScheduleConfig
+from culet.drafters.base import DraftBatch, cache_specs, open_drafter, target_groups
+from culet.drafters.mtp import MTPDrafter
+from culet.models.checkpoint import open_checkpoint
+from culet.models.gemma4 import Gemma4
+from culet.models.tiny import write_checkpoint
+from culet.models.weights import load_model
+from culet.runner.runner import Runner
+from culet.scheduler.scheduler import Scheduler
+from culet.types import Request, Sampling, StepResult
+
+CPU = torch.device("cpu")
+CLOSE = 1e-4  # two best logits nearer than this may change places
+
+
+def make_target(folder: Path, shape: str, **changes: object) -> Gemma4:
+    write_checkpoint(folder, shape, dtype=torch.float32, **changes)
+    return load_model(open_checkpoint(str(folder)), dtype=torch.float32, device=CPU, progress=False)
+
+
+class Hinted(MTPDrafter):
+    """`known` has whole sequences by their first token; `is_told(position)`: the truth instead of the assistant's draft."""
+
+    def hint(self, tokens_SL: Tensor, known: Mapping[int, Sequence[int]], is_told: Callable[[int], bool]) -> None:
+        self.tokens_SL, self.known, self.is_told = tokens_SL, known, is_told
+        self.num_rounds = 0
+        self.first_drafts: dict[tuple[int, int], int] = {}  # of the assistant itself, by first token and length
+
+    def propose(self, batch: DraftBatch, pool: Pool, num_drafts: int) -> Tensor:
+        proposals = super().propose(batch, pool, num_drafts)
+        self.num_rounds += 1
+        assert proposals.shape == (batch.num_rows, num_drafts)
+        for row, (slot, length) in enumerate(zip(batch.slot_R.tolist(), batch.length_R.tolist(), strict=True)):
+            self.first_drafts[int(self.tokens_SL[slot, 0]), length] = int(proposals[row, 0])
+            whole = self.known.get(int(self.tokens_SL[slot, 0]), ())
+            for index in range(num_drafts):
+                place = length + 1 + index
+                if place < len(whole) and self.is_told(place):
+                    proposals[row, index] = whole[place]
+        return proposals
+
+
+class DraftDrive:
+    """Scheduler and runner with an assistant (`choice`), or without (None)."""
+
+    def __init__(
+        self,
+        target: Gemma4,
+        choice: DraftChoice | None,
+        *,
+        known: Mapping[int, Sequence[int]] | None = None,
+        is_told: Callable[[int], bool] = lambda place: False,
+        budget: int = 64,
+        max_num_seqs: int = 8,
+        num_slabs: int = 300,
+        max_len: int = 200,
+        prefix_caching: bool = False,
+        policy: object = None,
+        is_fixed: bool = False,
+    ) -> None:
+        spec = None if choice is None else open_drafter(choice, target.spec)
+        specs = cache_specs(target.spec, spec, 4, latent=True)
+        per_token = [sum(one.bytes_per_token for one in specs if one.kind == kind) for kind in {one.kind for one in specs}]
+        self.layout: CacheLayout = plan_cache(specs, slab_bytes=16 * max(per_token))  # the smallest pages there are
+        self.pool = Pool(self.layout, num_slabs, torch.float32, CPU, has_spare=is_fixed)
+        self.pool._slabs[:num_slabs] = 255  # NaN wherever nothing was written
+        own = [ReferenceBackend(group, target.spec.layers[0].num_heads) for group in target_groups(self.layout)]
+        self.drafter: Hinted | None = None
+        if spec is not None:
+            backends = {group.index: ReferenceBackend(group, spec.num_heads) for group in self.layout.groups}
+            built = spec.build(target, backends, progress=False)
+            assert isinstance(built, MTPDrafter)
+            assert choice is not None
+            self.drafter = Hinted(built.assistant, target, backends, max_drafts=built.max_drafts, position=choice.position)
+        self.scheduler = Scheduler(
+            self.layout,
+            num_slabs,
+            ScheduleConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
+            max_model_len=max_len,
+            prefix_caching=prefix_caching,
+            max_drafts=0 if self.drafter is None else self.drafter.max_drafts,
+            policy=policy,  # type: ignore[arg-type]
+        )
+        self.runner = Runner(target, self.pool, own, max_num_seqs=max_num_seqs, max_model_len=max_len, drafter=self.drafter)
+        if self.drafter is not None:
+            self.drafter.hint(self.runner.tokens_SL, known or {}, is_told)
+        if is_fixed:
+            self.runner.use_fixed_steps()
+        self.results: list[StepResult] = []
+
+    def run(self, *requests: Request, cancel_at: Mapping[int, str] | None = None) -> dict[tuple[str, int], list[int]]:
+        """Tokens by (request id, sample); `cancel_at` ends requests after so many steps."""
+        for request in requests:
+            self.scheduler.add(request)
+        out: dict[tuple[str, int], list[int]] = {}
+        while self.scheduler.has_work:
+            plan = self.scheduler.schedule()
+            assert plan is not None
+            self.results.append(self.runner.execute(plan))
+            self.scheduler.apply(self.results[-1])
+            if cancel_at and len(self.results) in cancel_at:
+                self.scheduler.cancel(cancel_at[len(self.results)])
+            for delta in self.scheduler.deltas():
+                out.setdefault((delta.request_id, delta.sample), []).extend(delta.token_ids)
+        return out
+
+    def check_pages(self) -> None:
+        """Nothing is held any more but what checkpoints keep."""
+        arena = self.scheduler.supply.arena
+        assert arena.num_free + arena.num_reclaimable == arena.num_pages
+
+
+def make_request(name: str, prompt: Sequence[int], sampling: Sampling, num_tokens: int = 20, n: int = 1) -> Request:
+    return Request(name, tuple(prompt), sampling, n, num_tokens, frozenset())
+
+
+def make_prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(120, 600, (length,), generator=generator).tolist()
+
+
+def sequences(requests: Sequence[Request], out: Mapping[tuple[str, int], Sequence[int]]) -> dict[int, list[int]]:
+    """Whole sequences of the first samples, by their first token."""
+    return {one.prompt_token_ids[0]: [*one.prompt_token_ids, *out[one.request_id, 0]] for one in requests}
+
+
+def margin_at(target: Gemma4, tokens: Sequence[int]) -> float:
+    """Distance between the two best logits after `tokens`, computed anew."""
+    drive = DraftDrive(target, None, num_slabs=600, max_len=len(tokens) + 2, budget=512)
+    found: list[Tensor] = []
+    original = target.logits
+    target.logits = lambda last_LD: found.append(original(last_LD)) or found[-1]  # type: ignore[method-assign, func-returns-value]
+    try:
+        sampling = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, 0, None, None)
+        drive.run(make_request("margin", tokens, sampling, num_tokens=1))
+    finally:
+        del target.logits
+    best = found[-1][-1].topk(2).values
+    return float(best[0] - best[1])
+
+
+def assert_same(target: Gemma4, requests: Sequence[Request], got: Mapping, want: Mapping) -> int:
+    """Greedy outputs are equal but where the two best logits lie within 1e-4; returns how many such places there were."""
+    num_close = 0
+    prompts = {one.request_id: one.prompt_token_ids for one in requests}
+    for key, tokens in want.items():
+        if got[key] == tokens:
+            continue
+        place = next(index for index, (a, b) in enumerate(zip(got[key], tokens, strict=False)) if a != b)
+        margin = margin_at(target, [*prompts[key[0]], *tokens[:place]])
+        print(f"{key}: parted at token {place}, where the two best logits lie {margin:.2e} apart")
+        assert margin < CLOSE, f"{key} parts at token {place} of {len(tokens)}, logits {margin:.2e} apart"
+        num_close += 1
+    return num_close
+
+
+def greedy(seed: int = 11) -> Sampling:
+    return replace(Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, 0, None, None), seed=seed)

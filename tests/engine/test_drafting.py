@@ -1,0 +1,420 @@
+"""Drafting with an MTP assistant changes nothing but the number of steps: batches, preemption, prefix hits, cancels."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from draft_drive import DraftDrive, assert_same, greedy, make_prompt, make_request, make_target, sequences
+from safetensors.torch import save_file
+
+from culet import LLM, SamplingParams
+from culet.config import DraftChoice, build_config, read_draft_choice
+from culet.drafters.base import open_drafter
+from culet.drafters.mtp_spec import MTPSpec
+from culet.engine.memory import least_slabs
+from culet.errors import ConfigError
+from culet.models.assistant import Assistant
+from culet.models.assistant_spec import AssistantSpec, make_config
+from culet.models.checkpoint import RandomDraw, open_checkpoint
+from culet.models.gemma4 import Gemma4
+from culet.models.random_weights import fill_randomly
+from culet.models.tiny import write_checkpoint
+from culet.sampling.verify import force_accepted
+from culet.scheduler.pace import DraftPolicy, Pace, StepCost
+
+MTP = DraftChoice("mtp", "random:", num_speculative_tokens=3)
+GEMMA = replace(greedy(), temperature=1.0, top_k=64, top_p=0.95)
+PENALISED = replace(GEMMA, repetition_penalty=1.4, presence_penalty=1.5, frequency_penalty=1.0, top_k=0)
+SETTINGS = {"greedy": greedy(), "gemma": GEMMA, "penalised": PENALISED}
+
+
+def often(place: int) -> bool:
+    return hash((place, 7)) % 4 > 0
+
+
+@pytest.fixture(scope="module", params=["E4B", "26B-A4B", "31B"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Gemma4:
+    return make_target(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.fixture(scope="module")
+def one_target(tmp_path_factory: pytest.TempPathFactory) -> Gemma4:
+    return make_target(tmp_path_factory.mktemp("model"), "31B")
+
+
+@pytest.mark.parametrize("position", ["engine", "hf"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_drafts_change_nothing(target: Gemma4, name: str, position: str) -> None:
+    """Greedy, sampled and penalised rows, token for token: draws are keyed by position, whatever is drafted."""
+    requests = [make_request(f"r{n}", make_prompt(n), replace(SETTINGS[name], seed=n), 24) for n in (1, 7, 33, 70)]
+    want = DraftDrive(target, None).run(*requests)
+    known = sequences(requests, want)
+    drive = DraftDrive(target, replace(MTP, position=position), known=known, is_told=often, max_num_seqs=3, budget=40)
+    got = drive.run(*requests)
+    if name == "greedy":
+        assert assert_same(target, requests, got, want) == 0
+    assert got == want
+    counters = drive.scheduler.counters
+    assert counters.accepted_tokens > 20
+    assert counters.rolled_back_tokens > 5
+    assert {len(drawn.token_ids) for result in drive.results for drawn in result.drawn} == {1, 2, 3, 4}
+    drive.check_pages()
+
+
+def test_rounds_of_fixed_shapes(target: Gemma4) -> None:
+    """What a GPU captures, without the capture: padded rounds and verifies, and nothing in the spare page."""
+    requests = [make_request(f"r{n}", make_prompt(n), greedy(), 20 + n) for n in (1, 5, 33)]
+    want = DraftDrive(target, None).run(*requests)
+    known = sequences(requests, want)
+    drive = DraftDrive(target, MTP, known=known, is_told=often, max_num_seqs=5, budget=40, is_fixed=True)
+    assert drive.run(*requests) == want
+    assert drive.runner.drafting is not None
+    assert drive.runner.drafting.fixed is not None
+    assert drive.drafter is not None
+    assert drive.drafter.num_rounds > 5
+    assert not drive.pool._slabs[drive.pool.spare_page].any()
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_preemption(target: Gemma4, prefix_caching: bool) -> None:
+    requests = [make_request(f"r{index}", make_prompt(8 + index), greedy(), 60) for index in range(4)]
+    want = DraftDrive(target, None).run(*requests)
+    num_slabs = least_slabs(DraftDrive(target, None).layout, 80) + 2
+    tight = {"known": sequences(requests, want), "is_told": often, "num_slabs": num_slabs, "prefix_caching": prefix_caching}
+    drive = DraftDrive(target, MTP, **tight)
+    assert drive.run(*requests) == want
+    assert drive.scheduler.counters.preemptions > 0
+    drive.check_pages()
+
+
+def test_prefix_hits_draft_as_well(one_target: Gemma4) -> None:
+    """After a hit the assistant finds the same keys: it drafts what it drafted before."""
+    requests = [make_request(f"r{index}", make_prompt(130, index), greedy(), 20) for index in range(3)]
+    drive = DraftDrive(one_target, MTP, prefix_caching=True)
+    assert drive.drafter is not None
+    first, before = drive.run(*requests), drive.drafter.first_drafts
+    drive.drafter.first_drafts = {}
+    again = drive.run(*requests)
+    assert drive.scheduler.counters.prefix_hits == 3
+    assert again == first == DraftDrive(one_target, None).run(*requests)
+    assert len(before) == 54
+    assert drive.drafter.first_drafts == before
+
+
+def test_cancels(one_target: Gemma4) -> None:
+    requests = [make_request(f"r{index}", make_prompt(20 + 9 * index), greedy(), 30) for index in range(4)]
+    want = DraftDrive(one_target, None).run(*requests)
+    drive = DraftDrive(one_target, MTP, known=sequences(requests, want), is_told=often)
+    got = drive.run(*requests, cancel_at={2: "r1", 5: "r3"})
+    assert got["r0", 0] == want["r0", 0]
+    assert got["r2", 0] == want["r2", 0]
+    for name in ("r1", "r3"):
+        assert 0 < len(got[name, 0]) < 30
+        assert got[name, 0] == want[name, 0][: len(got[name, 0])]
+    drive.check_pages()
+
+
+def test_samples_of_one_prompt(one_target: Gemma4) -> None:
+    one = make_request("n", make_prompt(37), replace(GEMMA, seed=5), 16, n=4)
+    want = DraftDrive(one_target, None).run(one)
+    drive = DraftDrive(one_target, MTP)
+    assert drive.run(one) == want
+    assert len({tuple(tokens) for tokens in want.values()}) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["E4B", "31B"])
+def test_two_thousand_tokens(shape: str, tmp_path: Path) -> None:
+    """A model with 32k positions, one long sequence beside short ones that come and go, pages short, prompts that hit."""
+    target = make_target(tmp_path, shape, overrides={"max_position_embeddings": 32768})
+    requests = [make_request("long", make_prompt(90), greedy(), 2000)]
+    requests += [make_request(f"s{index}", make_prompt(30 + index), greedy(), 60) for index in range(6)]
+    room = {"max_len": 2200, "num_slabs": 700, "max_num_seqs": 3}
+    want = DraftDrive(target, None, **room).run(*requests)
+    known = sequences(requests, want)
+    tight = room | {"num_slabs": 200, "prefix_caching": True}
+    drive = DraftDrive(target, MTP, known=known, is_told=often, **tight)
+    got = drive.run(*requests)
+    assert assert_same(target, requests, got, want) <= 1
+    assert len(got["long", 0]) == 2000
+    assert drive.scheduler.counters.accepted_tokens > 800
+
+
+# The distribution of what is sampled
+
+
+def chi_squared(counts: Counter[int], probabilities: torch.Tensor, total: int) -> tuple[float, int]:
+    """(statistic, degrees of freedom) of counts against probabilities; rare tokens are taken together."""
+    statistic, freedom, rest, rest_count = 0.0, -1, 0.0, 0
+    for token, probability in enumerate(probabilities.tolist()):
+        if total * probability < 10:
+            rest, rest_count = rest + probability, rest_count + counts[token]
+            continue
+        statistic += (counts[token] - total * probability) ** 2 / (total * probability)
+        freedom += 1
+    if total * rest >= 5:
+        statistic += (rest_count - total * rest) ** 2 / (total * rest)
+        freedom += 1
+    else:
+        assert rest_count <= 5 * (1 + total * rest)
+    return statistic, freedom
+
+
+def distribution(logits_V: torch.Tensor, history: list[int], prompt_len: int, sampling) -> torch.Tensor:
+    """The probabilities that the settings ask for, by their definitions, in float64."""
+    logits = logits_V.double().clone()
+    for token, bias in sampling.logit_bias:
+        logits[token] += bias
+    for token in set(history):
+        logits[token] = (
+            logits[token] / sampling.repetition_penalty if logits[token] > 0 else logits[token] * sampling.repetition_penalty
+        )
+    for token, count in Counter(history[prompt_len:]).items():
+        logits[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
+    weights = torch.softmax(logits / sampling.temperature, -1)
+    order = weights.argsort(descending=True, stable=True)
+    kept = torch.zeros_like(weights)
+    mass, chosen = 0.0, order[: sampling.top_k or len(order)]
+    share = float(weights[chosen].sum())
+    for token in chosen.tolist():
+        if mass >= sampling.top_p * share and sampling.top_p < 1:
+            break
+        kept[token] = weights[token]
+        mass += float(weights[token])
+    return kept / kept.sum()
+
+
+SAMPLED = {
+    "top-k": {"top_k": 12, "top_p": 1.0},
+    "top-p": {"top_k": 0, "top_p": 0.8},
+    "penalties": {"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.6, "presence_penalty": 0.4},
+    "bias": {"top_k": 8, "top_p": 1.0, "logit_bias": ((5, 2.0), (6, float("-inf")))},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_the_distribution_is_the_targets(name: str) -> None:
+    """50,000 verifies of two drafts over a vocabulary of 40: what comes out has the distribution that the settings define.
+
+    The second token's distribution hangs on the first, penalties too; drafts are tokens that are often, seldom and never drawn.
+    """
+    from culet.sampling.sampler import History, sample
+    from culet.sampling.verify import count_accepted
+
+    vocab, total, batch = 40, 50_000, 2500
+    generator = torch.Generator().manual_seed(3)
+    table_VV = torch.randn(vocab, vocab, generator=generator) * 1.5  # logits after each token
+    prompt = [7, 9, 9]
+    base = replace(GEMMA, temperature=0.9, **SAMPLED[name])
+    first_p = distribution(table_VV[prompt[-1]], prompt, len(prompt), base)
+    likely = first_p.argsort(descending=True).tolist()
+    drafts = (likely[0], int(distribution(table_VV[likely[0]], [*prompt, likely[0]], len(prompt), base).argmax()))
+    firsts: Counter[int] = Counter()
+    seconds: dict[int, Counter[int]] = {}
+    for begin in range(0, total, batch):
+        rows = range(begin, begin + batch)
+        settings = [replace(base, seed=row) for row in rows]
+        tokens_SL = torch.tensor([[*prompt, *drafts, 0]] * batch, dtype=torch.int32)
+        slots = list(range(batch))
+        draws = []
+        for place in range(3):  # as the runner does: every draw as if the drafts before it were accepted
+            logits = table_VV[tokens_SL[:, len(prompt) - 1 + place].long()]
+            history = History(tokens_SL, slots, [len(prompt)] * batch)
+            draws.append(sample(logits, settings, [len(prompt) + place] * batch, history))
+        drawn_GK = torch.stack(draws, 1)
+        drafts_GK = tokens_SL[:, len(prompt) :].long()
+        kept = count_accepted(drawn_GK, drafts_GK, torch.full((batch,), 2))
+        for count, drawn in zip(kept.tolist(), drawn_GK.tolist(), strict=True):
+            out = drawn[: count + 1]
+            firsts[out[0]] += 1
+            if len(out) > 1:
+                seconds.setdefault(out[0], Counter())[out[1]] += 1
+    statistic, freedom = chi_squared(firsts, first_p, total)
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5, f"first token: chi2 {statistic:.1f} at {freedom} degrees"
+    counts = seconds[drafts[0]]
+    second_p = distribution(table_VV[drafts[0]], [*prompt, drafts[0]], len(prompt), base)
+    statistic, freedom = chi_squared(counts, second_p, counts.total())
+    assert counts.total() > 2000
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5, f"second token: chi2 {statistic:.1f} at {freedom} degrees"
+
+
+# Adaptive length
+
+
+def cost(**changes: float) -> StepCost:
+    values = {
+        "dense_bytes": 6e10,
+        "expert_bytes": 0.0,
+        "num_experts": 0,
+        "top_k": 0,
+        "flops_per_token": 6e10,
+        "draft_bytes": 9e8,
+        "drafts_at_once": False,
+        "bytes_per_s": 4e12,
+        "flops_per_s": 650e12,
+        "wait_s": 5e-4,
+    }
+    return StepCost(**values | changes)  # type: ignore[arg-type]
+
+
+MOE = {"dense_bytes": 4e9, "expert_bytes": 3.6e8, "num_experts": 128, "top_k": 8, "flops_per_token": 8e9}
+
+
+def test_how_many_drafts_are_worth_it() -> None:
+    dense, moe = DraftPolicy(cost(), (1, 2, 3)), DraftPolicy(cost(**MOE), (1, 2, 3))
+    assert [dense._find_best(1, p) for p in (0.0, 0.01, 0.5, 0.9)] == [0, 0, 3, 3]
+    assert dense._find_best(1, 0.1) == 1
+    # More tokens touch more experts, until all are touched anyway: then drafts are cheap again.
+    assert [moe._find_best(1, 0.5), moe._find_best(1, 0.9)] == [0, 3] or moe._find_best(1, 0.5) < dense._find_best(1, 0.5)
+    assert moe._find_best(64, 0.6) == 3
+    # A batch that fills the multipliers already has nothing to spare.
+    assert dense._find_best(512, 0.6) == 0
+    assert dense._find_best(8, 0.6) == 3
+
+
+def test_pace_follows_what_is_accepted() -> None:
+    policy, pace = DraftPolicy(cost(), (1, 2, 3)), Pace()
+    assert policy.wanted(pace, 1) == 3  # not known yet: believed in
+    for _ in range(60):
+        if count := policy.wanted(pace, 1):
+            policy.note(pace, count, 0)
+    wanted = [policy.wanted(pace, 1) for _ in range(400)]
+    assert set(wanted) <= {0, 1}
+    assert 0 < sum(wanted) < 40  # now and then it tries
+    for _ in range(40):
+        policy.note(pace, 3, 3)
+    assert policy.wanted(pace, 1) == 3
+    other = Pace()  # a new sequence begins with what others accepted
+    assert policy.wanted(other, 1) == 3
+
+
+def test_bad_drafts_cost_at_most_three_percent() -> None:
+    """By the cost model, over 512 tokens of which no draft is ever right."""
+    for model in (cost(), cost(**MOE), cost(dense_bytes=5e9, flops_per_token=8e9, draft_bytes=1.5e8)):
+        policy, pace = DraftPolicy(model, (1, 2, 3)), Pace()
+        spent = 0.0
+        for _ in range(512):
+            count = policy.wanted(pace, 1)
+            spent += model.round(1, count)
+            if count:
+                policy.note(pace, count, 0)
+        assert spent <= 1.03 * 512 * model.round(1, 0)
+
+
+def test_policy_in_the_scheduler(one_target: Gemma4) -> None:
+    """Drafts that are never right stop; the sequence then runs ahead of its results again."""
+    requests = [make_request("bad", make_prompt(20), greedy(), 120)]
+    want = DraftDrive(one_target, None).run(*requests)
+    policy = DraftPolicy(cost(), (1, 2, 3))
+    drive = DraftDrive(one_target, MTP, known={}, policy=policy)
+    assert drive.run(*requests) == want
+    counters = drive.scheduler.counters
+    assert counters.drafted_tokens < 80
+    assert len(drive.results) >= 119
+    told = DraftDrive(one_target, MTP, known=sequences(requests, want), is_told=lambda place: True, policy=policy)
+    assert told.run(*requests) == want
+    assert told.scheduler.counters.acceptance_at[0] > 0.9
+
+
+# Settings, reports, and the hook for measurements
+
+
+def test_reports(one_target: Gemma4) -> None:
+    requests = [make_request("r", make_prompt(20), greedy(), 60)]
+    want = DraftDrive(one_target, None).run(*requests)
+    drive = DraftDrive(one_target, MTP, known=sequences(requests, want), is_told=lambda place: place % 4 != 0)
+    drive.run(*requests)
+    counters = drive.scheduler.stats().counters
+    assert counters.drafted_tokens == sum(counters.drafted_at)
+    assert counters.accepted_tokens == sum(counters.accepted_at)
+    assert counters.drafted_at[0] == counters.verifies
+    assert list(counters.acceptance_at) == sorted(counters.acceptance_at, reverse=True)
+    assert counters.tokens_per_verify == pytest.approx(1 + counters.accepted_tokens / counters.verifies)
+
+
+def test_forced_acceptance(one_target: Gemma4) -> None:
+    """It replaces the decision alone: rows, drafts and draws are made as ever."""
+    drive = DraftDrive(one_target, MTP)
+    drive.runner.accept = force_accepted(2)
+    out = drive.run(make_request("r", make_prompt(20), greedy(), 31))
+    assert len(out["r", 0]) == 31
+    counters = drive.scheduler.counters
+    assert counters.acceptance_at[:2] == (1.0, 1.0)
+    assert counters.accepted_at[2] == 0
+    assert counters.verifies == 10
+
+
+@pytest.mark.parametrize("shape", ["E2B", "31B"])
+def test_llm_with_drafts(shape: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, shape)
+    settings = {"device": "cpu", "max_num_seqs": 3, "max_model_len": 200}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompts = ["hello there", "a b c d e f g", "x"]
+    with LLM(str(folder), **settings) as llm:
+        want = [one.token_ids for one in llm.generate(prompts, params)]
+    with LLM(str(folder), speculative_config={"method": "mtp", "model": "random:", "adaptive": False}, **settings) as llm:
+        assert [one.token_ids for one in llm.generate(prompts, params)] == want
+        counters = llm.engine.stats().counters
+        assert counters.verifies > 20
+        assert len(counters.drafted_at) == 3
+
+
+def test_a_useless_drafter_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The probe at start: an assistant whose drafts are never right is a loud warning that names what may be wrong."""
+    folder = write_checkpoint(tmp_path / "target", "31B")
+    spec = open_drafter(MTP, open_checkpoint(str(folder)).spec)
+    assert isinstance(spec, MTPSpec)
+    drafter = write_assistant(tmp_path / "assistant", spec.assistant, make_config(open_checkpoint(str(folder)).spec))
+    given = {"method": "mtp", "model": str(drafter)}
+    with LLM(str(folder), device="cpu", max_num_seqs=2, max_model_len=120, speculative_config=given) as llm:
+        assert llm.engine.stats().counters.verifies == 0  # the probe leaves no counts
+    warned = [record.getMessage() for record in caplog.records if "DRAFTS ARE NOT ACCEPTED" in record.getMessage()]
+    assert len(warned) == 1
+    assert all(cause in warned[0] for cause in ("wrong pairing", "wrong template", "wrong layer", str(drafter)))
+
+
+def write_assistant(folder: Path, spec: AssistantSpec, config: dict) -> Path:
+    """A random assistant as a checkpoint."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    places = Assistant(spec, dtype=torch.float32, device=torch.device("cpu"), latent=True).placements()
+    fill_randomly(places, RandomDraw(), torch.device("cpu"))
+    # Weights lie as Culet wants them, not as a checkpoint would have them: random they are either way.
+    save_file({name: place.target.clone().contiguous() for name, place in places.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "expected a JSON object"),
+        ('{"method": "mtp"}', "model is missing"),
+        ('{"method": "mtp", "model": ""}', "model: got ''"),
+        ('{"method": "mtp", "model": "x", "tokens": 3}', "unknown key 'tokens'"),
+        ('{"method": "mtp", "model": "x", "num_speculative_tokens": 0}', "from 1 to 15"),
+        ('{"method": "mtp", "model": "x", "position": "end"}', "expected engine or hf"),
+        ('{"method": "mtp", "model": "x", "adaptive": 1}', "adaptive"),
+    ],
+)
+def test_bad_settings(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match="speculative-config: .*" + words):
+        build_config({"speculative_config": text})
+
+
+def test_settings() -> None:
+    given = {"method": "mtp", "model": "m", "num_speculative_tokens": 4, "attention_backend": "reference"}
+    assert build_config({"speculative_config": given}).draft.choice == read_draft_choice(json.dumps(given))
+    assert build_config({}).draft.choice is None
+
+
+def test_an_explicit_backend_is_the_drafters_or_an_error(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "31B")
+    base = {"device": "cpu", "max_num_seqs": 2, "max_model_len": 64}
+    with pytest.raises(ConfigError, match="speculative-config: attention-backend: 'triton' cannot serve layer 6"):
+        LLM(str(folder), speculative_config={"method": "mtp", "model": "random:", "attention_backend": "triton"}, **base)
