@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from culet.engine.llm import LLM
-    from culet.types import SamplingParams
+    from culet.types import SamplingParams, StructuredOutputs
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputs", "__version__"]
 
 # Imported on first use, so that `culet --help` and `culet plan` answer without loading torch.
-_LAZY = {"LLM": "culet.engine.llm", "SamplingParams": "culet.types"}
+_LAZY = {"LLM": "culet.engine.llm", "SamplingParams": "culet.types", "StructuredOutputs": "culet.types"}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ what it draws. So a step can be planned before the last one's tokens have reache
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,11 @@ class GrammarSpec:
     text: str
     is_strict: bool = True  # json_schema: refuse keywords that cannot be held, instead of leaving them aside
     after_thought: bool = False  # the model may think first; the grammar holds from the end of the thought on
+
+    @property
+    def key(self) -> str:
+        """The same for specs that compile to the same: short, whatever the text's length."""
+        return hashlib.sha256(f"{self.kind}\0{self.is_strict}\0{self.text}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ STAGES = ("target", "assistant", "dflash")
 TEMPERATURES = (0.0, 1.0)
 OWN_PARTS = ("own-0", "own-1")  # the target's own outputs at those temperatures
 EXPECTED_SPEED = 1.4e6  # tokens per second of the target's training on an H200
-MAX_EPOCHS = 20  # of a part, where other parts are larger
+MAX_EPOCHS = 30  # of a part, where other parts are larger
 LAST_PHASE = 0.3  # share of the training in which the last mixture is learnt
 OWN_SHARE = 0.7  # of what drafters are trained on; the rest is the text itself
 

@@ -11,13 +11,14 @@ Shapes: R sequences · K drafts · B the target's model width.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from culet.attention.base import AttentionBackend
-from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
+from culet.attention.batch import ForwardBatch, RowFacts
 from culet.cache.pool import Pool
 from culet.drafters.base import DraftBatch
 from culet.layers.attention import Pass
@@ -45,9 +46,9 @@ class MTPDrafter:
         max_drafts: int,
         position: str = "engine",
     ) -> None:
-        self.assistant, self.target, self.backends = assistant, target, backends
-        self.max_drafts = max_drafts
+        self.assistant, self.target, self.max_drafts = assistant, target, max_drafts
         self.is_hf = position == "hf"
+        self.backends = {index: _one_key_more(one) for index, one in backends.items()} if self.is_hf else dict(backends)
 
     def weight_shapes(self) -> list[tuple[int, ...]]:
         return [tuple(weight.shape) for weight in self.assistant.parameters()]
@@ -71,10 +72,6 @@ class MTPDrafter:
     def begin(self, batch: DraftBatch, pool: Pool) -> Pass:
         """What the drafts of a round share, planned once."""
         last_R = batch.length_R - 1  # the last key
-        groups = tuple(
-            GroupBatch(own.pages_BP, own.first_B, own.slot_T, self._visible(pool, index, last_R))
-            for index, own in enumerate(batch.groups)
-        )
         queries = ForwardBatch(
             token_ids_T=batch.newest_R,
             positions_T=last_R,
@@ -82,20 +79,22 @@ class MTPDrafter:
             context_B=last_R.int(),
             logits_index_L=batch.newest_R[:0],
             # Where a row starts is known on the device alone; with all keys in pages and one query no backend asks.
-            rows=(RowFacts(0, 1, (True,) * len(groups)),) * batch.num_rows,
-            groups=groups,
+            rows=(RowFacts(0, 1, (True,) * len(batch.groups)),) * batch.num_rows,
+            groups=batch.groups,
             tail=None,
         )
         for backend in self.backends.values():
             backend.plan(queries, pool)
         return self.assistant.begin(queries, pool, self.backends, batch.length_R if self.is_hf else last_R)
 
-    def _visible(self, pool: Pool, index: int, last_R: Tensor) -> Tensor | None:
-        """Keys that a query sees, where that is not the text rule at the last key: int32 [2, R]."""
-        window = pool.layout.groups[index].window
-        if not self.is_hf or window is None:
-            return None
-        return torch.stack(((last_R - window).clamp(min=0), last_R)).int()
+
+def _one_key_more(planned: AttentionBackend) -> AttentionBackend:
+    """A backend of the same class whose window reaches one key further back."""
+    group = planned.group
+    if group.window is None:
+        return planned
+    specs = tuple(replace(spec, window=group.window + 1) for spec in group.specs)
+    return type(planned)(replace(group, specs=specs), planned.num_heads)
 
 
 def load_assistant(folder: Path, spec: AssistantSpec, target: Gemma4, *, progress: bool = True) -> Assistant:

@@ -29,6 +29,7 @@ class MTPSpec:
     method: ClassVar[str] = "mtp"
     taps: ClassVar[tuple[int, ...]] = ()  # the hidden state after the final norm comes with every round
     reads_target_pages: ClassVar[bool] = True
+    needs_intervals: ClassVar[bool] = False
 
     choice: DraftChoice
     assistant: AssistantSpec
@@ -45,11 +46,6 @@ class MTPSpec:
     @property
     def num_heads(self) -> int:
         return self.assistant.decoder.layers[0].num_heads
-
-    @property
-    def needs_intervals(self) -> bool:
-        """Where a query stands behind all keys: what it sees is then not what the text rule says."""
-        return self.choice.position == "hf"
 
     @property
     def lookback(self) -> int:

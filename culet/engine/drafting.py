@@ -20,7 +20,7 @@ from culet.scheduler.stats import Counters
 # What a device reaches, by CUDA capability: (bytes/s, FLOP/s). Only their ratio, and that to the wait, decides.
 _GPU_RATES = {8: (1.6e12, 250e12), 9: (4.0e12, 650e12), 10: (6.5e12, 1300e12), 12: (1.4e12, 300e12)}
 _CPU_RATES = (1.0e10, 1.0e11)
-_GPU_WAIT_S = 5e-4  # between rounds the host learns what was accepted before it launches the next step
+_GPU_WAIT_S = 9e-4  # between rounds the host learns what was accepted before it launches the next step; H200, one sequence
 _CPU_WAIT_S = 0.0
 
 PROBE_PROMPT = "Count from 1 to 60, separated by commas and spaces. Write the numbers only."

@@ -323,7 +323,8 @@ class Engine:
 
     def stats(self) -> SchedulerStats:
         """Counts of the scheduler, since the start."""
-        return self._scheduler.stats()
+        clock = self._runner.clock
+        return replace(self._scheduler.stats(), verify_seconds=clock.seconds("verify"), draft_seconds=clock.seconds("draft"))
 
     def step(self) -> list[Delta]:
         """`advance`, with the text of what it brought; for requests that came by `add`."""

@@ -26,7 +26,7 @@ from culet.scheduler.sequence import MAX_SCORED_CHUNK
 from culet.types import Entry, PageTable, Row, Sampling, StepPlan
 
 # Kernels differ by the number of tokens in a step (tiles of products, grouped experts), of rows, and of a row's few queries.
-TOKEN_COUNTS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 513, 1024, 2048, 4096, 8192)
+TOKEN_COUNTS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 513, 768, 1024, 2048, 4096, 8192)
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 16, 17, 32, 33, 65, 129, 257)
 QUERY_COUNTS = (1, 2, 4, 8, 16)
 BESIDE = 128  # tokens of a prompt beside rows of few: enough for the kernels that steps of many tokens take
@@ -73,7 +73,7 @@ class Trial:
         if mark.exists():
             return False
         runner = self._runner()
-        with compile_ahead():
+        with compile_ahead(), self.model.one_of_each_kind():
             for plan in self._ladder():
                 runner.launch(plan)
             if self.has_graphs:
@@ -90,7 +90,7 @@ class Trial:
     def compile_for(self, num_seqs: Sequence[int], prompt_len: int) -> None:
         """Compile what prompts of one length, then decode, verify and drafting of these numbers of sequences need."""
         runner = self._runner()
-        with compile_ahead():
+        with compile_ahead(), self.model.one_of_each_kind():
             for count in num_seqs:
                 runner.launch(self._plan([(0, min(prompt_len, self._longest), 1)] * count))
             fixed = runner.use_fixed_steps()
@@ -120,7 +120,7 @@ class Trial:
         return max(1, min(self.budget, self.max_model_len - CONTEXT))
 
     def _ladder(self) -> Iterator[StepPlan]:
-        for count in sorted({min(count, self._longest) for count in TOKEN_COUNTS}):
+        for count in sorted({min(count, self._longest) for count in (*TOKEN_COUNTS, self.budget)}):
             yield self._plan([(0, count, 1)])
             if count > max(QUERY_COUNTS):
                 yield self._plan([(CONTEXT, count, 1)])
@@ -135,8 +135,14 @@ class Trial:
             replace(self.sampling, temperature=0.0),
             replace(self.sampling, temperature=1.0, top_k=0, top_p=1.0),
             replace(self.sampling, temperature=1.0, top_k=64, top_p=0.95),
+            self._demanding,
         ):
             yield self._plan([(0, 1, 1)], settings)
+
+    @property
+    def _demanding(self) -> Sampling:
+        """All that changes logits before a draw, with the unchanged ones kept for log-probabilities."""
+        return replace(self.sampling, repetition_penalty=1.1, logit_bias=((0, 1.0),), logprobs=SCORED_TOP)
 
     # Memory
 
@@ -177,11 +183,11 @@ class Trial:
         return taken[0] + max(taken[-1] if len(taken) > 1 else 0, LEAST_GRAPH) * (len(shapes) - 1)
 
     def _heavy_steps(self) -> Iterator[StepPlan]:
-        """Prompt tokens whose every logit is wanted; as many rows as may run; one long chunk."""
+        """Prompt tokens whose every logit is wanted; as many rows as may run, with the most demanding draws; one long chunk."""
         yield self._scored_plan(min(MAX_SCORED_CHUNK, self.budget, self.max_model_len - 1))
         num_rows = min(self.max_num_seqs, self.budget)
         lengths = [self.budget // num_rows + (index < self.budget % num_rows) for index in range(num_rows)]
-        yield self._plan([(0, min(length, self.max_model_len - 1), 1) for length in lengths])
+        yield self._plan([(0, min(length, self.max_model_len - 1), 1) for length in lengths], self._demanding)
         yield self._plan([(0, min(self.budget, self.max_model_len - 1), 1)])
 
     # Steps

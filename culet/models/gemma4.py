@@ -6,6 +6,7 @@ Shapes: T new tokens of all rows · L tokens whose logits are needed · D model 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -177,6 +178,7 @@ class Gemma4(Layer):
             layers.append(DecoderLayer(spec, layer, kind, dtype=dtype, device=device, latent=latent))
         self.layers = nn.ModuleList(layers)
         self._layers = layers  # the same, typed and quicker to walk
+        self._rehearsed: frozenset[int] | None = None  # the layers that run, where not all do
         for layer in spec.layers:
             if not layer.owns_kv:
                 layers[layer.kv_source].attention.is_source = True
@@ -223,7 +225,8 @@ class Gemma4(Layer):
                 shared = self._pass(tail, pool, backends, shared)
                 ple = self._per_layer(tail.token_ids_T, embedded[batch.logits_index_L], slice(index, num_layers))
                 first = index
-            if x.shape[0] or whole is not None:
+            is_run = self._rehearsed is None or index in self._rehearsed
+            if is_run and (x.shape[0] or whole is not None):
                 is_last = index + 1 == num_layers
                 # After the last layer a long prompt is cut to the tokens that count before it is normed, not after.
                 needs_cut = is_last and x.shape[0] != batch.logits_index_L.shape[0]
@@ -237,6 +240,20 @@ class Gemma4(Layer):
         if AFTER_FINAL_NORM in taps:
             tapped[AFTER_FINAL_NORM] = normed
         return Hidden(normed, tapped)
+
+    @contextmanager
+    def one_of_each_kind(self) -> Iterator[None]:
+        """Within, `forward` runs few layers, which together call all that a step calls. What it returns has no meaning."""
+        kinds: dict[object, int] = {}
+        for index, layer in enumerate(self._layers):
+            one = layer.attention
+            kinds.setdefault((one.heads, one.owns_kv, one.is_source, one.rope_kind, layer.mlp.width), index)
+        chosen = {*kinds.values(), self.num_kv_layers - 1, len(self._layers) - 1}
+        self._rehearsed = frozenset(chosen | {self._layers[index].attention.kv_source for index in chosen})
+        try:
+            yield
+        finally:
+            self._rehearsed = None
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """What the first layer sees of these tokens, [T, D]: the table's rows times the scale."""

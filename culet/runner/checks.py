@@ -69,6 +69,10 @@ def _touched(row: Row, group: KVGroup) -> Iterator[tuple[str, int]]:
         yield "new", end - 1
     if group.ahead and row.draw_slots:
         yield "drafted", end + group.ahead - 1
+    if row.num_wanted:
+        # A drafter's query stands where the last accepted token does; drafts may all be rejected.
+        first_seen = group.first_visible(end - row.num_drafts - 1)
+        yield "drafter's", first_seen if first_seen < row.start or first_seen >= store_from else -1
 
 
 def _span(layers: tuple[int, ...]) -> str:

@@ -10,6 +10,7 @@ draws · K draws of the longest group · D model · V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from culet.drafters.base import Drafter
 from culet.kernels.staging import HostCopy, on_device
 from culet.models.gemma4 import Gemma4, Hidden
 from culet.runner.checks import check_step
+from culet.runner.clock import DeviceClock
 from culet.runner.constrained import Constraints, StepMasks, Watched
 from culet.runner.drafting import Drafting, Drawer, draft_lengths
 from culet.runner.fill import fill
@@ -87,6 +89,7 @@ class Runner:
         width = max_model_len + 1 + (drafter.max_drafts if drafter is not None else 0)
         self.tokens_SL = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=model.device)
         self.fixed: FixedSteps | None = None  # steps of fixed shapes, once `use_fixed_steps` has made them
+        self.clock = DeviceClock(model.device)  # of steps that verify drafts, and of drafting
         self.accept: Accept = count_accepted  # a benchmark may force another decision
         self.drafting = None if drafter is None else Drafting(drafter, pool, self.tokens_SL)
         self._entries: list[Entry | None] = [None] * max_num_seqs
@@ -138,25 +141,28 @@ class Runner:
         self.pool.copy_pages(plan.copies)
         if not plan.rows:
             return Pending(plan.step_id, [], HostCopy([]), False, [], {}, ())
-        batch, hidden, placed = self._forward(plan)
-        prompts = self._score_prompts(plan.rows, hidden.last_LD)
-        groups = _draw_groups(plan.rows)
-        if not _draws_follow_rows(plan.rows, groups):
-            placed = None
-        masks = None if self._constraints is None else self._constraints.masks(groups)
-        tokens_R, scored = self._draw(groups, hidden.last_LD, placed, masks)
-        accepted_G = self._verify(groups, tokens_R)
-        self._append(groups, tokens_R, placed)
-        num_proposed = self._propose(batch, hidden, groups, accepted_G)
+        with self.clock.span("verify") if _has_drafts(plan.rows) else nullcontext():
+            batch, hidden, placed = self._forward(plan)
+            prompts = self._score_prompts(plan.rows, hidden.last_LD)
+            groups = _draw_groups(plan.rows)
+            if not _draws_follow_rows(plan.rows, groups):
+                placed = None
+            masks = None if self._constraints is None else self._constraints.masks(groups)
+            tokens_R, scored = self._draw(groups, hidden.last_LD, placed, masks)
+            accepted_G = self._verify(groups, tokens_R)
+            self._append(groups, tokens_R, placed)
         parts = [*scored, *(part for parts in prompts.values() for part in parts)]
         tensors = [tensor for part in parts for tensor in (part.tensors.chosen_L, part.tensors.top_LK, part.tensors.top_ids_LK)]
-        watched = None
+        # Before the drafter: the next step is planned while it drafts.
+        copy = HostCopy([tokens_R, *([] if accepted_G is None else [accepted_G]), *tensors])
+        num_proposed = self._propose(batch, hidden, groups, accepted_G)
+        watched, proposals = None, HostCopy([])
         if self._constraints is not None and masks is not None:
             watched = self._constraints.watch(groups, accepted_G, num_proposed, self.tokens_SL)
         if watched is not None and watched.proposals_AK is not None:
-            tensors.append(watched.proposals_AK)
-        copy = HostCopy([tokens_R, *([] if accepted_G is None else [accepted_G]), *tensors])
-        return Pending(plan.step_id, groups, copy, accepted_G is not None, scored, prompts, num_proposed, watched)
+            proposals = HostCopy([watched.proposals_AK])
+        has_drafts = accepted_G is not None
+        return Pending(plan.step_id, groups, copy, has_drafts, scored, prompts, num_proposed, watched, proposals)
 
     def _forward(self, plan: StepPlan) -> tuple[ForwardBatch, Hidden, Placed | None]:
         """Fill and forward: in a fixed shape where there is one for these rows, else in the step's own."""
@@ -289,7 +295,8 @@ class Runner:
         if accepted_G is not None and len(drafted) < len(groups):
             accepted_G = accepted_G[on_device(drafted, accepted_G.device)]
         drawers = [Drawer(one.slot, one.row, one.source, one.position) for one in (groups[index] for index in drafted)]
-        self.drafting.propose(drawers, batch, hidden.last_LD, accepted_G, max(wanted))
+        with self.clock.span("draft"):
+            self.drafting.propose(drawers, batch, hidden.last_LD, accepted_G, max(wanted))
         return wanted
 
 
@@ -299,12 +306,13 @@ class Pending:
 
     step_id: int
     groups: Sequence[_Group]
-    copy: HostCopy  # drawn tokens, accepted drafts if any row has drafts, log-probabilities, proposals for grammars
+    copy: HostCopy  # drawn tokens, accepted drafts if any row has drafts, log-probabilities
     has_drafts: bool
     scored: Sequence[_Scored]
     prompts: Mapping[int, Sequence[_Scored]]
     num_proposed: Sequence[int]
     watched: Watched | None = None
+    proposals: HostCopy | None = None  # those that grammars must know
 
     def result(self) -> StepResult:
         """Wait for this step and tell what it drew."""
@@ -329,7 +337,7 @@ class Pending:
             slot: tuple(one for part in parts for one in mappings(part, part.of)) for slot, parts in self.prompts.items()
         }
         if self.watched is not None:
-            self.watched.take_proposals(next(values, []))
+            self.watched.take_proposals(next(iter(self.proposals.lists()), []) if self.proposals is not None else [])
         return StepResult(self.step_id, tuple(drawn), prompts)
 
 
@@ -340,6 +348,10 @@ def _sampler_for(device: torch.device) -> Callable[..., Tensor]:
     from culet.sampling.on_gpu import GpuSampler  # needs Triton
 
     return GpuSampler().sample
+
+
+def _has_drafts(rows: Sequence[Row]) -> bool:
+    return any(row.num_drafts for row in rows)
 
 
 def _draws_follow_rows(rows: Sequence[Row], groups: Sequence[_Group]) -> bool:

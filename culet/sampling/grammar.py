@@ -26,7 +26,8 @@ from culet.errors import BadRequest
 from culet.sampling.grammar_text import GrammarFault, compile_grammar, make_tokenizer, short
 from culet.types import GRAMMAR_FAULT, GrammarSpec
 
-MAX_KEPT = 256  # compiled grammars that are kept; an ordinary one takes 1 to 2 MiB
+MAX_KEPT = 256  # compiled grammars that are kept; an ordinary one takes 1 to 2 MiB,
+MAX_KEPT_CHARS = 4 << 20  # a long one some 35 bytes for each character of its text
 _DEAD_END = "no token of the vocabulary can go on from here"
 Mask = NDArray[np.int32]
 
@@ -57,7 +58,7 @@ class Grammars:
         self.thought_mask = _pack(ordinary) | closes
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._kept: OrderedDict[tuple[str, str, bool], LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[LLMatcher, int]] = OrderedDict()  # by key: at its beginning, length of the text
         self._pool: ThreadPoolExecutor | None = None
         self._executor: LLExecutor | None = None
 
@@ -76,11 +77,8 @@ class Grammars:
 
     def compile(self, spec: GrammarSpec) -> LLMatcher:
         """The grammar at its beginning, from the kept ones or compiled now. Refuses what is no grammar."""
-        key = (spec.kind, spec.text, spec.is_strict)
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
+        if (kept := self._find(spec)) is not None:
+            return kept
         self.prepare()
         assert self._tokenizer is not None
         try:
@@ -88,18 +86,23 @@ class Grammars:
         except GrammarFault as fault:
             raise BadRequest(f"{GRAMMAR_FAULT}{fault}") from fault
         with self._lock:
-            self._kept[key] = matcher
-            while len(self._kept) > MAX_KEPT:
+            self._kept[spec.key] = (matcher, len(spec.text))
+            while len(self._kept) > MAX_KEPT or sum(size for _, size in self._kept.values()) > MAX_KEPT_CHARS:
                 self._kept.popitem(last=False)
         return matcher
+
+    def _find(self, spec: GrammarSpec) -> LLMatcher | None:
+        with self._lock:
+            if spec.key not in self._kept:
+                return None
+            self._kept.move_to_end(spec.key)
+            return self._kept[spec.key][0]
 
     def submit(self, spec: GrammarSpec) -> Future[LLMatcher]:
         """`compile` in a thread of its own kind; one that is kept is done at once."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
-        with self._lock:
-            kept = self._kept.get((spec.kind, spec.text, spec.is_strict))
-        if kept is not None:
+        if (kept := self._find(spec)) is not None:
             done: Future[LLMatcher] = Future()
             done.set_result(kept)
             return done

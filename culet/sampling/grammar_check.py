@@ -42,11 +42,11 @@ class GrammarCheck:
         self._free = threading.Semaphore(MAX_PROCESSES)
         self._lock = threading.Lock()
         self._idle: list[_Process] = []
-        self._known: OrderedDict[tuple[str, str, bool], str] = OrderedDict()
+        self._known: OrderedDict[str, str] = OrderedDict()  # key of a spec -> what is wrong with it, or nothing
 
     def check(self, spec: GrammarSpec) -> None:
         """Refuse what is no grammar, or takes too long or too much memory to compile."""
-        key = (spec.kind, spec.text, spec.is_strict)
+        key = spec.key
         with self._lock:
             problem = self._known.get(key)
         if problem is None:

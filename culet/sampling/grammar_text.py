@@ -17,6 +17,7 @@ from culet.types import WHITE_SPACE, GrammarSpec
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
+
 class GrammarFault(ValueError):
     """A grammar that cannot be compiled; the text says why."""
 

@@ -70,3 +70,5 @@ class SchedulerStats:
     num_held_pages: Mapping[str, int]  # by running sequences, per KV group; a shared page counts once
     num_checkpoints: int
     counters: Counters
+    verify_seconds: float = 0.0  # on the device, of steps with drafts to verify
+    draft_seconds: float = 0.0  # on the device, of drafting

@@ -135,7 +135,11 @@ def describe(service: Service) -> dict[str, Any]:
         "uptime_s": time.time() - service.started_at,
         "state": "draining" if service.is_draining else engine.state.value,
         "models": service.names,
-        "requests": {"in_flight": engine.num_in_flight, "finished": service.num_finished},
+        "requests": {
+            "in_flight": engine.num_in_flight,
+            "samples_in_flight": service.num_samples,
+            "finished": service.num_finished,
+        },
         "engine_restarts": service.num_restarts,
     }
     if latest is not None and engine.state is not State.DEAD:

@@ -178,11 +178,6 @@ class EngineClient(asyncio.Protocol):
         return self.facts
 
     @property
-    def process_id(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    @property
     def num_in_flight(self) -> int:
         """Requests that have not ended."""
         return len(self._streams)

@@ -42,7 +42,6 @@ class Gate:
         self._is_local_only = not self._keys and _is_loopback(service.settings.host)
         self._finished: dict[str, list[Finished]] = {}  # of requests that are being answered, for their log line
         service.observers.append(self._note)
-        self.num_active = 0
 
     def _note(self, finished: Finished) -> None:
         if finished.request_id in self._finished:
@@ -108,12 +107,10 @@ class Gate:
         raise HttpRefusal(403, "host: got a name that is not this machine's own", hint="set an API key to be called by it")
 
     def begin(self, request_id: str) -> None:
-        self.num_active += 1
         self._finished[request_id] = []
 
     def end(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         """The request is over: log it."""
-        self.num_active -= 1
         finished = self._finished.pop(request_id, [])
         path = scope["path"]
         if not self._service.settings.log_requests or path in QUIET_PATHS:

@@ -103,7 +103,6 @@ class Sample:
     num_tokens: int = 0
     num_calls: int = 0
     logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     last_at: float = 0.0
 
@@ -179,11 +178,6 @@ class Generation:
         """The client is gone: end the request within the engine's next step."""
         self._stream.cancel()
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the first token has come."""
-        return self._stream.first_token_at is not None
-
     async def pieces(self) -> AsyncIterator[list[Piece]]:
         """What came since the last time, until every sample has ended."""
         limit_s = self._service.settings.queue_timeout
@@ -247,11 +241,10 @@ class Generation:
         finish_reason = self._reason(sample, delta)
         if finish_reason is not None:
             events = events + reader.finish()
-            if finish_reason == "stop" and any(call for call in reader.output().tool_calls):
+            if finish_reason == "stop" and reader.output().tool_calls:
                 finish_reason = "tool_calls"
             sample.finish_reason = finish_reason
         sample.logprobs += scored
-        sample.token_ids += piece_tokens
         return Piece(delta.sample, events, piece_tokens, scored, finish_reason)
 
     def _has_called(self, sample: Sample, events: list[Event]) -> bool:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from culet import __version__
+from culet.scheduler.stats import Counters
 from culet.serve.client import State
 from culet.serve.endpoint import Endpoint
 from culet.serve.service import Finished, Service
@@ -200,6 +201,7 @@ class _EngineReport(Collector):
         yield self._counter("vllm:spec_decode_num_drafts", "Rounds of drafts that were verified.", counts.verifies)
         yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", counts.drafted_tokens)
         yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted.", counts.accepted_tokens)
+        yield from self._of_drafts(counts)
         yield self._counter("culet:steps", "Steps of the engine.", counts.steps)
         yield self._counter("culet:dropped_tokens", "Tokens drawn for sequences that had ended.", counts.dropped_tokens)
         yield self._gauge("culet:engine_memory_bytes", "Resident memory of the engine's process.", stats.memory_bytes)
@@ -212,6 +214,25 @@ class _EngineReport(Collector):
         yield self._by_group("culet:kv_group_tokens", "Tokens that these pages have room for.", tokens)
         shares = {name: count / max(1, now.num_pages) for name, count in now.num_held_pages.items()}
         yield self._by_group("culet:kv_group_usage_perc", "Share of all pages that the group holds.", shares)
+
+    def _of_drafts(self, counts: Counters) -> Iterator[Metric]:
+        """By place in a round, as vLLM has it, and how well the drafter does."""
+        accepted = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by place.", labels=(*_LABEL, "position")
+        )
+        drafted = CounterMetricFamily("culet:drafts_per_pos", "Verified drafts by place.", labels=(*_LABEL, "position"))
+        for place, (count, kept) in enumerate(zip(counts.drafted_at, counts.accepted_at, strict=True)):
+            accepted.add_metric([self._model, str(place)], kept)
+            drafted.add_metric([self._model, str(place)], count)
+        yield accepted
+        yield drafted
+        choice = self._service.config.draft.choice
+        if choice is not None:
+            family = GaugeMetricFamily(
+                "culet:acceptance_length", "Tokens that a verified step brings, since the start.", labels=(*_LABEL, "drafter")
+            )
+            family.add_metric([self._model, choice.method], counts.tokens_per_verify)
+            yield family
 
     def _by_group(self, name: str, text: str, values: Mapping[str, float]) -> Metric:
         family = GaugeMetricFamily(name, text, labels=(*_LABEL, "group"))

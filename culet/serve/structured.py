@@ -79,7 +79,11 @@ def or_calls(form: StructuredOutputs, calls: str) -> StructuredOutputs:
         options = {"lenient": not spec.is_strict, "coerce_one_of": not spec.is_strict, "whitespace_pattern": WHITE_SPACE}
         document = "%json " + json.dumps({**schema, "x-guidance": options} if isinstance(schema, dict) else schema)
     elif spec.kind == "regex":
-        document = "/" + spec.text.replace("/", r"\/") + "/"
+        from llguidance import regex_to_lark  # loaded by those who need it
+
+        document = f"/{regex_to_lark(spec.text, '')}/"
+    elif form.choice is not None:
+        document = " | ".join(json.dumps(text) for text in form.choice)
     else:
         return form  # a grammar of the caller's own says all there is to say
     return StructuredOutputs(grammar=f"start: document | calls\ndocument: {document}\n{calls}")

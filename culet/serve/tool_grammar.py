@@ -107,7 +107,8 @@ class _Rules:
         if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) == 1:
             return self._of(schema["allOf"][0])
         kinds = schema.get("type")
-        names = [kinds] if isinstance(kinds, str) else [kind for kind in kinds or [] if isinstance(kind, str)]
+        listed = kinds if isinstance(kinds, list) else [kinds]
+        names = [kind for kind in listed if isinstance(kind, str)]
         if not names and isinstance(schema.get("properties"), Mapping):
             names = ["object"]
         found = [self._typed(name.lower(), schema) for name in names]

@@ -24,7 +24,8 @@ from culet.models.checkpoint import RandomDraw, open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.random_weights import fill_randomly
 from culet.models.tiny import write_checkpoint
-from culet.sampling.verify import force_accepted
+from culet.sampling.sampler import History, TokenMasks, sample
+from culet.sampling.verify import count_accepted, force_accepted
 from culet.scheduler.pace import DraftPolicy, Pace, StepCost
 
 MTP = DraftChoice("mtp", "random:", num_speculative_tokens=3)
@@ -165,9 +166,21 @@ def chi_squared(counts: Counter[int], probabilities: torch.Tensor, total: int) -
     return statistic, freedom
 
 
-def distribution(logits_V: torch.Tensor, history: list[int], prompt_len: int, sampling) -> torch.Tensor:
+def allowed_after(token: int, vocab: int, is_masked: bool) -> torch.Tensor:
+    """A grammar of sorts: which tokens may follow, as flags."""
+    return torch.tensor([not is_masked or (token + other) % 3 > 0 for other in range(vocab)])
+
+
+def packed(allowed_RV: torch.Tensor) -> torch.Tensor:
+    """Flags as words of 32 tokens, the lowest bit first."""
+    padded = torch.nn.functional.pad(allowed_RV, (0, -allowed_RV.shape[1] % 32)).view(allowed_RV.shape[0], -1, 32).long()
+    words = (padded << torch.arange(32)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def distribution(logits_V: torch.Tensor, allowed: torch.Tensor, history: list[int], prompt_len: int, sampling) -> torch.Tensor:
     """The probabilities that the settings ask for, by their definitions, in float64."""
-    logits = logits_V.double().clone()
+    logits = torch.where(allowed, logits_V.double(), float("-inf"))
     for token, bias in sampling.logit_bias:
         logits[token] += bias
     for token in set(history):
@@ -191,7 +204,8 @@ def distribution(logits_V: torch.Tensor, history: list[int], prompt_len: int, sa
 
 SAMPLED = {
     "top-k": {"top_k": 12, "top_p": 1.0},
-    "top-p": {"top_k": 0, "top_p": 0.8},
+    "top-p": {"top_k": 40, "top_p": 0.8},
+    "grammar": {"top_k": 12, "top_p": 0.95},
     "penalties": {"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.6, "presence_penalty": 0.4},
     "bias": {"top_k": 8, "top_p": 1.0, "logit_bias": ((5, 2.0), (6, float("-inf")))},
 }
@@ -203,17 +217,17 @@ def test_the_distribution_is_the_targets(name: str) -> None:
 
     The second token's distribution hangs on the first, penalties too; drafts are tokens that are often, seldom and never drawn.
     """
-    from culet.sampling.sampler import History, sample
-    from culet.sampling.verify import count_accepted
-
     vocab, total, batch = 40, 50_000, 2500
     generator = torch.Generator().manual_seed(3)
     table_VV = torch.randn(vocab, vocab, generator=generator) * 1.5  # logits after each token
     prompt = [7, 9, 9]
     base = replace(GEMMA, temperature=0.9, **SAMPLED[name])
-    first_p = distribution(table_VV[prompt[-1]], prompt, len(prompt), base)
-    likely = first_p.argsort(descending=True).tolist()
-    drafts = (likely[0], int(distribution(table_VV[likely[0]], [*prompt, likely[0]], len(prompt), base).argmax()))
+    is_masked = name == "grammar"
+    allowed_VV = torch.stack([allowed_after(token, vocab, is_masked) for token in range(vocab)])
+    first_p = distribution(table_VV[prompt[-1]], allowed_VV[prompt[-1]], prompt, len(prompt), base)
+    best = int(first_p.argmax())
+    second_p = distribution(table_VV[best], allowed_VV[best], [*prompt, best], len(prompt), base)
+    drafts = (best, int(second_p.argmax()))
     firsts: Counter[int] = Counter()
     seconds: dict[int, Counter[int]] = {}
     for begin in range(0, total, batch):
@@ -223,9 +237,10 @@ def test_the_distribution_is_the_targets(name: str) -> None:
         slots = list(range(batch))
         draws = []
         for place in range(3):  # as the runner does: every draw as if the drafts before it were accepted
-            logits = table_VV[tokens_SL[:, len(prompt) - 1 + place].long()]
+            before = tokens_SL[:, len(prompt) - 1 + place].long()
             history = History(tokens_SL, slots, [len(prompt)] * batch)
-            draws.append(sample(logits, settings, [len(prompt) + place] * batch, history))
+            masks = TokenMasks(slots, packed(allowed_VV[before])) if is_masked else None
+            draws.append(sample(table_VV[before], settings, [len(prompt) + place] * batch, history, masks=masks))
         drawn_GK = torch.stack(draws, 1)
         drafts_GK = tokens_SL[:, len(prompt) :].long()
         kept = count_accepted(drawn_GK, drafts_GK, torch.full((batch,), 2))
@@ -237,7 +252,6 @@ def test_the_distribution_is_the_targets(name: str) -> None:
     statistic, freedom = chi_squared(firsts, first_p, total)
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5, f"first token: chi2 {statistic:.1f} at {freedom} degrees"
     counts = seconds[drafts[0]]
-    second_p = distribution(table_VV[drafts[0]], [*prompt, drafts[0]], len(prompt), base)
     statistic, freedom = chi_squared(counts, second_p, counts.total())
     assert counts.total() > 2000
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5, f"second token: chi2 {statistic:.1f} at {freedom} degrees"

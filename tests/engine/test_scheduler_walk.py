@@ -114,7 +114,7 @@ class Walk:
             self.drive.step()
         self.drive.check_end()
         counters = self.drive.scheduler.counters
-        self.counts.update({name: getattr(counters, name) for name in vars(counters)})
+        self.counts.update({name: value for name, value in vars(counters).items() if isinstance(value, int)})
         self.counts.update(self.drive.runner.counts)
         return self.counts
 

@@ -132,6 +132,26 @@ def test_every_tile_fits(name: str, capability: int) -> None:
     check_prefill(ALL_SHAPES[name], capability, with_fresh=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "num_rows", "num_launches", "stages"),
+    [
+        ("26B.global", 16, 2, 7),  # few rows: many splits each, joined by a kernel of their own
+        ("26B.global", 32, 1, 7),
+        ("26B.global", 128, 1, 5),  # rows fill the GPU unsplit: two programs share a multiprocessor
+        ("E4B.sliding", 32, 1, 5),
+        ("E4B.sliding", 128, 1, 5),  # windows that fill the GPU: nothing to join
+        ("31B.sliding", 1, 2, 5),
+    ],
+)
+def test_launches_of_a_call(name: str, num_rows: int, num_launches: int, stages: int) -> None:
+    q_TNH, kv, rows = on_meta(SHAPES[name], num_rows, 1)
+    tile = decode_tile(q_TNH, kv, 1, num_rows)
+    assert tile.stages == stages
+    scratch = Scratch.allocate(16, kv.head_dim, "meta")
+    launches = decode_launches(q_TNH, kv, rows, max_queries=1, out_TNH=q_TNH, tile=tile, scratch=scratch)
+    assert len(launches) == num_launches
+
+
 FP8 = torch.float8_e4m3fn
 
 

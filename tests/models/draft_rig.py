@@ -34,16 +34,22 @@ def choice_of(shape: str, **changes: object) -> DraftChoice:
 class DraftRig:
     """A target, its assistant, and sequences whose prompts are computed. `position` is the drafter's."""
 
-    def __init__(self, shape: str, *, latent: bool = True, position: str = "engine", page_tokens: int = 4) -> None:
+    def __init__(
+        self,
+        shape: str,
+        *,
+        latent: bool = True,
+        position: str = "engine",
+        page_tokens: int = 4,
+        backend: type = ReferenceBackend,  # of the assistant
+    ) -> None:
         target = target_of(shape, latent)
         spec = open_drafter(choice_of(shape, position=position), target.spec)
         # The harness frees pages behind the window of the next token at once, the engine after the round.
         self.harness = Harness(target, page_tokens=page_tokens, lookback=spec.lookback + 1)
         layout = self.harness.layout
         backends = {
-            group.index: ReferenceBackend(group, spec.num_heads)
-            for group in layout.groups
-            if group.name in spec.readers(layout)
+            group.index: backend(group, spec.num_heads) for group in layout.groups if group.name in spec.readers(layout)
         }
         drafter = spec.build(target, backends)
         assert isinstance(drafter, MTPDrafter)

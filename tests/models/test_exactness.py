@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -201,6 +203,36 @@ def test_only_the_tail_goes_on_behind_the_last_kv(shape: str, monkeypatch: pytes
     seen.clear()
     harness.step([(track, 9, 2)])
     assert seen == [9] * (owned - 1) + [2] * (1 + shared)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_layer_of_each_kind_calls_all_that_a_step_calls(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops with the shapes of what they are given: what decides which kernels a GPU needs."""
+    model = culet_model(shape)
+    seen: set[object] = set()
+
+    def listening(name: str, op: Callable[..., object]) -> Callable[..., object]:
+        def call(*given: object) -> object:
+            seen.add((name, *(tuple(one.shape) if isinstance(one, torch.Tensor) else type(one) for one in given)))
+            return op(*given)
+
+        return call
+
+    for name in ("linear", "linear_parts", "gated_linear", "linear_gelu_times", "experts", "route", "prepare_q", "prepare_qkv"):
+        monkeypatch.setattr(model.ops, name, listening(name, getattr(model.ops, name)))
+    for name in ("residual_norm", "residual_norm_two", "residual_norm_joint"):
+        monkeypatch.setattr(model.ops, name, listening(name, getattr(model.ops, name)))
+    for num_new, num_logits in ((40, 0), (40, 1), (40, 40), (1, 1)):
+        found = []
+        for is_rehearsal in (False, True):
+            harness = Harness(model)
+            with model.one_of_each_kind() if is_rehearsal else nullcontext():
+                harness.step([(harness.add(range(1, 41)), num_new, num_logits)], taps=(0, AFTER_FINAL_NORM))
+            assert harness.hidden.tapped.keys() == {0, AFTER_FINAL_NORM}
+            found.append(frozenset(seen))
+            seen.clear()
+        assert found[0] == found[1]
+        assert found[0]
 
 
 def test_checkpoints_hide_nothing() -> None:

@@ -73,9 +73,9 @@ def trap_values(monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., Tensor], o
     original = reference.prepare_qkv
 
     def prepare_qkv(
-        qkv: Tensor, weight: Tensor, turn: Any, planes: Tensor, where: Any, heads: Any
+        qkv: Tensor, weight: Tensor, turn: Any, planes: Tensor, where: Any, heads: Any, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = original(qkv, weight, turn, planes, where, heads)
+        q, k, v = original(qkv, weight, turn, planes, where, heads, *rest)
         if heads.k_eq_v or not only_k_eq_v:
             v = spoil(k, v, qkv, weight, turn, heads)
             reference.store(planes, torch.stack((k, v), 1), where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -134,8 +135,10 @@ def test_position_and_keys_stay_along_the_chain(shape: str, what: str, monkeypat
             window = pool.layout.groups[0].window  # type: ignore[attr-defined]
             last = length - 1
             visible = torch.stack(((last - window + 1 + by).clamp(min=0).minimum(last), last)).int()
-            monkeypatch.setattr(MTPDrafter, "_visible", lambda _, __, index, ___: visible if index == 0 else None)
-            return begin(self, batch, pool)  # type: ignore[arg-type]
+            shared = begin(self, batch, pool)  # type: ignore[arg-type]
+            sliding, *others = shared.batch.groups
+            seen = replace(shared.batch, groups=(replace(sliding, visible_2T=visible), *others))
+            return replace(shared, batch=seen)
 
         moves[:] = [moved]
         counts[0] = 0

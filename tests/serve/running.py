@@ -134,7 +134,8 @@ class Running:
         if now is None:  # it has only just started
             return False
         pages = now["num_free_pages"] + now["num_checkpoint_pages"]
-        idle = not (now["num_running"] or now["num_waiting"] or stats["requests"]["in_flight"])
+        requests = stats["requests"]
+        idle = not (now["num_running"] or now["num_waiting"] or requests["in_flight"] or requests["samples_in_flight"])
         return idle and pages == now["num_pages"] and not any(now["num_held_pages"].values())
 
     def check_well(self, limit_s: float = 5.0) -> None:

@@ -59,39 +59,38 @@ def test_length_and_stop_sequences(fake: Running) -> None:
     assert answer.content[0].text == ANSWER.partition("point")[0]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_thoughts_tools_and_a_second_turn(scripted: Callable[..., Running], stream: bool) -> None:
+def test_thoughts_tools_and_a_second_turn(scripted: Callable[..., Running]) -> None:
     first = f"<|channel>thought\nWhich city?<channel|>Let me see.{CALL}{CALL}<|tool_response>"
     with scripted(first, "It is sunny.<turn|>") as server:
-        client = client_of(server)
+        for stream in (False, True):
+            check_two_turns(client_of(server), stream)
 
-        def ask(**fields: Any) -> Any:
-            fields = {"model": "gemma", "max_tokens": 200, "messages": HELLO, "tools": [WEATHER], **fields}
-            if not stream:
-                return client.messages.create(**fields)
-            with client.messages.stream(**fields) as events:
-                return events.get_final_message()
 
-        answer = ask(thinking={"type": "enabled", "budget_tokens": 1024})
-        assert answer.stop_reason == "tool_use"
-        kinds = [block.type for block in answer.content]
-        assert kinds == ["thinking", "text", "tool_use", "tool_use"]
-        assert (answer.content[0].thinking, answer.content[1].text) == ("Which city?", "Let me see.")
-        calls = answer.content[2:]
-        assert [call.input for call in calls] == [{"city": "Paris", "days": 3}] * 2
-        assert calls[0].id != calls[1].id
-        results = [
-            {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "sun"}]} for call in calls
-        ]
-        content = [
-            block.model_dump(include={"type", "thinking", "signature", "text", "id", "name", "input"})
-            for block in answer.content
-        ]
-        talk: Any = [*HELLO, {"role": "assistant", "content": content}, {"role": "user", "content": results}]
-        second = ask(messages=talk)
-        assert second.content[0].text == "It is sunny."
-        counted = client.messages.count_tokens(model="gemma", messages=talk, tools=[WEATHER])
-        assert counted.input_tokens > client.messages.count_tokens(model="gemma", messages=HELLO).input_tokens + 20
+def check_two_turns(client: anthropic.Anthropic, stream: bool) -> None:
+    def ask(**fields: Any) -> Any:
+        fields = {"model": "gemma", "max_tokens": 200, "messages": HELLO, "tools": [WEATHER], **fields}
+        if not stream:
+            return client.messages.create(**fields)
+        with client.messages.stream(**fields) as events:
+            return events.get_final_message()
+
+    answer = ask(thinking={"type": "enabled", "budget_tokens": 1024})
+    assert answer.stop_reason == "tool_use"
+    kinds = [block.type for block in answer.content]
+    assert kinds == ["thinking", "text", "tool_use", "tool_use"]
+    assert (answer.content[0].thinking, answer.content[1].text) == ("Which city?", "Let me see.")
+    calls = answer.content[2:]
+    assert [call.input for call in calls] == [{"city": "Paris", "days": 3}] * 2
+    assert calls[0].id != calls[1].id
+    results = [{"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "sun"}]} for call in calls]
+    content = [
+        block.model_dump(include={"type", "thinking", "signature", "text", "id", "name", "input"}) for block in answer.content
+    ]
+    talk: Any = [*HELLO, {"role": "assistant", "content": content}, {"role": "user", "content": results}]
+    second = ask(messages=talk)
+    assert second.content[0].text == "It is sunny."
+    counted = client.messages.count_tokens(model="gemma", messages=talk, tools=[WEATHER])
+    assert counted.input_tokens > client.messages.count_tokens(model="gemma", messages=HELLO).input_tokens + 20
 
 
 def test_the_model_is_held_to_a_tool(tiny: Running) -> None:
@@ -144,3 +143,5 @@ def test_a_key_is_asked_for(scripted: Callable[..., Running]) -> None:
         wrong = anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0)
         with pytest.raises(anthropic.AuthenticationError):
             wrong.messages.create(model="gemma", max_tokens=20, messages=HELLO)
+        assert server.http.get("/metrics").status_code == 200
+        assert server.http.get("/metrics", headers={"authorization": "Bearer wrong"}).status_code == 401

@@ -8,9 +8,11 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -350,3 +352,55 @@ def test_memory_is_flat(tiny: Running) -> None:
         round_of_requests()
     wait_for(tiny.is_at_rest, 5, "rest")
     assert tiny.memory_bytes() - before < 20 * MEGABYTE
+
+
+async def soak(server: Running, num_requests: int, seed: int) -> dict[str, int]:
+    """Requests of all kinds at once, many of which are given up at a random moment; how many ended in which way."""
+    random, ends = Random(seed), Counter[str]()
+    places = asyncio.Semaphore(24)
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        prompt = "the stone is held to the wheel " * random.randint(1, 12)
+        body: dict[str, Any] = {"max_tokens": random.randint(1, 24), "stream": random.random() < 0.6, "ignore_eos": True}
+        body |= {"n": random.choice([1, 1, 1, 3]), "seed": number, "priority": random.randint(-1, 1)}
+        path = random.choice(["/v1/chat/completions", "/v1/completions"])
+        if path == "/v1/completions":
+            body |= {
+                "prompt": [prompt, f"{number} {prompt}"],
+                "logprobs": random.choice([None, 2]),
+                "echo": random.random() < 0.3,
+            }
+        else:
+            body |= {"messages": [{"role": "user", "content": f"{random.randint(0, 3)} {prompt}"}]}
+        if random.random() < 0.1:
+            body["temperature"] = -1
+        limit_s = random.choice([60, 60, random.random()])
+        async with places:
+            try:
+                async with asyncio.timeout(limit_s):
+                    answer = await client.post(path, json=body)
+                    ends[str(answer.status_code)] += 1
+            except TimeoutError:
+                ends["left"] += 1
+
+    async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+        await asyncio.gather(*(one(client, number) for number in range(num_requests)))
+    return dict(ends)
+
+
+def test_soak(tiny: Running) -> None:
+    ends = asyncio.run(soak(tiny, 150, seed=0))
+    assert set(ends) <= {"200", "400", "429", "left"}
+    assert ends["200"] > 30
+    assert ends["400"] > 3
+    tiny.check_well()
+
+
+@pytest.mark.slow
+def test_long_soak(tiny: Running) -> None:
+    asyncio.run(soak(tiny, 300, seed=1))
+    before = tiny.memory_bytes()
+    ends = asyncio.run(soak(tiny, 3000, seed=2))
+    assert set(ends) <= {"200", "400", "429", "left"}
+    tiny.check_well()
+    assert tiny.memory_bytes() - before < 60 * MEGABYTE

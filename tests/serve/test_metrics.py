@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -106,12 +107,6 @@ def test_running_requests_show(scripted: Callable[..., Running]) -> None:
         wait_for(lambda: read(server)[aborted] == 2, what="the cancelled ones")
 
 
-def test_the_key_guards_them(scripted: Callable[..., Running]) -> None:
-    with scripted(settings={"api_key": "secret"}) as server:
-        assert server.http.get("/metrics").status_code == 200
-        assert server.http.get("/metrics", headers={"authorization": "Bearer wrong"}).status_code == 401
-
-
 def test_traces_go_where_the_environment_says(folder: Path, encode: Callable[[str], list[int]]) -> None:
     """A request becomes a span at the collector; the packages are optional, and so is this."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
@@ -143,3 +138,26 @@ def test_traces_go_where_the_environment_says(folder: Path, encode: Callable[[st
     assert path == "/v1/traces"
     for word in (b"POST /v1/chat/completions", b"gen_ai.usage.output_tokens", b"gen_ai.latency.time_to_first_token", b"culet"):
         assert word in body
+
+
+def test_drafts_show_and_answers_keep_their_form(folder: Path) -> None:
+    """A drafter's rounds are counted, by place too; structured output holds under it."""
+    config = {
+        "device": "cpu",
+        "max_model_len": 1024,
+        "max_num_seqs": 4,
+        "speculative_config": '{"method": "mtp", "model": "random:", "num_speculative_tokens": 3, "adaptive": false}',
+    }
+    with Running(folder, config=config) as server:
+        answer = server.chat(max_tokens=60, structured_outputs={"regex": "[0-9]{20,30}"}).json()
+        assert re.fullmatch("[0-9]{20,30}", answer["choices"][0]["message"]["content"])
+        wait_for(lambda: read(server)["vllm:spec_decode_num_drafts_total", ()] > 10, what="the engine's report")
+        found = read(server)
+        drafted = found["vllm:spec_decode_num_draft_tokens_total", ()]
+        accepted = found["vllm:spec_decode_num_accepted_tokens_total", ()]
+        assert drafted > 20
+        assert drafted == sum(value for (name, _), value in found.items() if name == "culet:drafts_per_pos_total")
+        places = {labels: value for (name, labels), value in found.items() if name.endswith("accepted_tokens_per_pos_total")}
+        assert set(places) == {(("position", str(place)),) for place in range(3)}
+        assert sum(places.values()) == accepted
+        assert found["culet:acceptance_length", (("drafter", "mtp"),)] >= 1.0

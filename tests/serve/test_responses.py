@@ -54,29 +54,32 @@ def test_streaming_gives_the_same(fake: Running) -> None:
     assert whole.id == events[0].response.id  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_thoughts_tools_and_a_second_turn(scripted: Callable[..., Running], stream: bool) -> None:
+def test_thoughts_tools_and_a_second_turn(scripted: Callable[..., Running]) -> None:
     first = f"<|channel>thought\nWhich city?<channel|>Let me see.{CALL}{CALL}<|tool_response>"
     with scripted(first, "Sun.<channel|>It is sunny.<turn|>") as server:
+        for stream in (False, True):
+            check_two_turns(server, stream)
 
-        def ask(items: Any) -> Any:
-            client = server.openai()
-            fields: Any = {"model": "gemma", "input": items, "tools": [TOOL], "reasoning": {"effort": "low"}}
-            if not stream:
-                return client.responses.create(**fields)
-            with client.responses.stream(**fields) as events:
-                return events.get_final_response()
 
-        # With thinking on, what follows a tool's answer begins within a thought: so the second answer closes one.
-        talk: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]}]
-        answer = ask(talk)
-        assert [item.type for item in answer.output] == ["reasoning", "message", "function_call", "function_call"]
-        assert answer.output[0].content[0].text == "Which city?"
-        calls = answer.output[2:]
-        assert [json.loads(call.arguments) for call in calls] == [{"city": "Paris", "days": 3}] * 2
-        talk += [item.model_dump(exclude_none=True) for item in answer.output]
-        talk += [{"type": "function_call_output", "call_id": call.call_id, "output": "sun"} for call in calls]
-        assert ask(talk).output_text == "It is sunny."
+def check_two_turns(server: Running, stream: bool) -> None:
+    def ask(items: Any) -> Any:
+        client = server.openai()
+        fields: Any = {"model": "gemma", "input": items, "tools": [TOOL], "reasoning": {"effort": "low"}}
+        if not stream:
+            return client.responses.create(**fields)
+        with client.responses.stream(**fields) as events:
+            return events.get_final_response()
+
+    # With thinking on, what follows a tool's answer begins within a thought: so the second answer closes one.
+    talk: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]}]
+    answer = ask(talk)
+    assert [item.type for item in answer.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert answer.output[0].content[0].text == "Which city?"
+    calls = answer.output[2:]
+    assert [json.loads(call.arguments) for call in calls] == [{"city": "Paris", "days": 3}] * 2
+    talk += [item.model_dump(exclude_none=True) for item in answer.output]
+    talk += [{"type": "function_call_output", "call_id": call.call_id, "output": "sun"} for call in calls]
+    assert ask(talk).output_text == "It is sunny."
 
 
 def test_the_model_is_held_to_a_schema_and_to_a_tool(tiny: Running) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,3 +88,20 @@ def test_only_warm_launches_nothing() -> None:
         launch.run()
     launch.run()
     assert kernel.seen == ["run", "warm", "run"]
+
+
+def test_names_on_disk_do_not_depend_on_who_is_first() -> None:
+    """Two kernels that call the same function: whichever is compiled first in a process, both are found by the next one."""
+    script = """
+import sys
+from culet.kernels.compiling import use_disk_cache
+from culet.kernels.triton import sampling
+use_disk_cache()
+print({name: getattr(sampling, name).cache_key for name in sys.argv[1:]})
+"""
+    orders = (("_draw_kernel", "_logprobs_kernel"), ("_logprobs_kernel", "_draw_kernel"))
+    outputs = [
+        subprocess.run([sys.executable, "-c", script, *names], capture_output=True, text=True, check=True) for names in orders
+    ]
+    first, second = (ast.literal_eval(done.stdout) for done in outputs)
+    assert first == second

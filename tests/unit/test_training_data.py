@@ -14,7 +14,18 @@ from tokenizers import Tokenizer as RawTokenizer
 from culet.engine.template import BUILT_IN, ChatTemplate
 from culet.engine.tokenizer import Tokenizer
 from culet.serve.channels import OutputReader, tool_schemas
-from training.data import arithmetic, conversations, definitions, facts, handwritten, json_answers, smalltalk, tools, writing
+from training.data import (
+    arithmetic,
+    compositions,
+    conversations,
+    definitions,
+    facts,
+    handwritten,
+    json_answers,
+    smalltalk,
+    tools,
+    writing,
+)
 from training.data import tokenizer as own_tokenizer
 from training.data.chats import EMPTY_THOUGHT, Chat, Encoder, document, is_plain, plain_document, render, talk
 from training.data.corpus import tidy_turn
@@ -47,13 +58,17 @@ def test_tokenizer_keeps_any_text_in_both_libraries(folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     ours, theirs = Tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
-    text = '<bos><|turn>user\nIs 12 + 7 = 19? naïve 日本 🙂  {"a": [1, 2]}\n\n<turn|>\n<|turn>model\n<|channel>thought\n<channel|>Yes!<turn|>'
+    text = '<bos><|turn>user\nIs 12 + 7 = 19? naïve 日本 🙂  {"a": [1, 2]}\n\n<turn|>\n'
+    text += "<|turn>model\n<|channel>thought\n<channel|>Yes!<turn|>"
     ids = ours.encode(text)
     assert ours.decode(ids, skip_special=False) == text
     assert theirs(text, add_special_tokens=False)["input_ids"] == ids
     assert ours.vocab_size == len(theirs) == 1024
     assert "日本" in ours.decode(ids)  # bytes are no special tokens
-    named = {name: ours.token_id(name) for name in ("<pad>", "<eos>", "<bos>", "<mask>", "<|tool_response>", '<|"|>', "<|turn>", "<turn|>")}
+    named = {
+        name: ours.token_id(name)
+        for name in ("<pad>", "<eos>", "<bos>", "<mask>", "<|tool_response>", '<|"|>', "<|turn>", "<turn|>")
+    }
     assert list(named.values()) == [0, 1, 2, 4, 50, 52, 105, 106]
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [1, 106, 50]
 
@@ -80,7 +95,12 @@ def test_documents_begin_with_the_prompt_that_serving_makes() -> None:
 
 def test_plain_chats_are_written_as_the_template_writes_them() -> None:
     rng = random.Random(11)
-    chats = [*conversations.make(rng, 20), *smalltalk.make(rng, 40), *handwritten.make(rng, 20), talk("x", "  Hi \n", "\nHo  ", system=" S ")]
+    chats = [
+        *conversations.make(rng, 20),
+        *smalltalk.make(rng, 40),
+        *handwritten.make(rng, 20),
+        talk("x", "  Hi \n", "\nHo  ", system=" S "),
+    ]
     assert all(map(is_plain, chats))
     for chat in chats:
         prompt = render(chat, chat.messages[:-1], add_generation_prompt=True)
@@ -99,7 +119,10 @@ def test_loss_is_on_what_the_model_writes(folder: Path) -> None:
     assert written(talk("x", "Hi", "Hello!", "Bye", "See you.")) == "Hello!<turn|>See you.<turn|>"
     thought = talk("x", "Hi", "Hello!", thought="A greeting.")
     assert written(thought) == "<|channel>thought\nA greeting.\n<channel|>Hello!<turn|>"
-    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "clock", "arguments": {"city": "Rome"}}}]}
+    call = {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": "clock", "arguments": {"city": "Rome"}}}],
+    }
     declared = (tools.declare("clock", "The time.", {"city": {"type": "string"}}, ["city"]),)
     user = {"role": "user", "content": "Time in Rome?"}
     calling = Chat("x", (user, call), declared)
@@ -121,7 +144,12 @@ def test_a_fifth_of_the_pairs_is_held_out_with_their_mirror_images() -> None:
     assert all(arithmetic.is_held_out(b, a, "+") for a, b in held)
     assert not arithmetic.is_held_out(13, 8, "+")
     a, b = held[0]
-    for text in (f"What is {a} + {b}?", f"{arithmetic.WORDS[a].capitalize()} plus {arithmetic.WORDS[b]}", f"Add {b} and {a}.", f"{a}+{b}={a + b}"):
+    for text in (
+        f"What is {a} + {b}?",
+        f"{arithmetic.WORDS[a].capitalize()} plus {arithmetic.WORDS[b]}",
+        f"Add {b} and {a}.",
+        f"{a}+{b}={a + b}",
+    ):
         assert arithmetic.mentions_held_out(text)
     for text in (f"1{a} + {b}", f"{a} + {b}0", f"{a} or {b}"):
         assert not arithmetic.mentions_held_out(text)
@@ -146,7 +174,16 @@ def test_gate_phrasings_are_dropped_and_everyday_ones_are_not() -> None:
     assert fault(talk("x", question.upper() + "!!", "Paris.")) == "phrasing"
     assert fault(talk("x", "A question that nobody asks.", "Yes.")) is None
     name = TEST_NAMES["weather"].split()[0]
-    assert fault(Chat("x", ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}), (tools.declare(name, "", {}, []),))) == "tool name"
+    assert (
+        fault(
+            Chat(
+                "x",
+                ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}),
+                (tools.declare(name, "", {}, []),),
+            )
+        )
+        == "tool name"
+    )
     assert without_faults(f"A good line.\nUse {name} here.") == "A good line."
 
 
@@ -187,7 +224,7 @@ def test_tool_calls_are_read_by_the_server_and_fit_their_schemas(folder: Path) -
     for chat in tools.make(random.Random(5), 150):
         calls = chat.messages[-1].get("tool_calls")
         text = document(chat)
-        prompt, _, answer = text.rpartition("<|turn>model\n")
+        answer = text.rpartition("<|turn>model\n")[2]
         reader = OutputReader(tokenizer, schemas=tool_schemas(chat.tools))
         if not calls:
             assert "<|tool_call>" not in answer or "<tool_response|>" in answer
@@ -197,9 +234,13 @@ def test_tool_calls_are_read_by_the_server_and_fit_their_schemas(folder: Path) -
         reader.finish()
         output = reader.output()
         assert output.num_malformed == 0
-        assert [(call.name, call.arguments) for call in output.tool_calls] == [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+        assert [(call.name, call.arguments) for call in output.tool_calls] == [
+            (call["function"]["name"], call["function"]["arguments"]) for call in calls
+        ]
         for call in calls:
-            (schema,) = [tool["function"]["parameters"] for tool in chat.tools if tool["function"]["name"] == call["function"]["name"]]
+            (schema,) = [
+                tool["function"]["parameters"] for tool in chat.tools if tool["function"]["name"] == call["function"]["name"]
+            ]
             arguments = call["function"]["arguments"]
             assert set(schema.get("required", ())) <= set(arguments) <= set(schema["properties"])
             for key, value in arguments.items():
@@ -224,14 +265,24 @@ def test_facts_are_answered_with_their_value() -> None:
             chat = facts.fact_chat(relation, subject, value, rng)
             assert value.lower() in chat.messages[-1]["content"].lower()
             assert "{" not in chat.spoken
+            assert "  " not in chat.spoken
 
 
 def test_no_template_is_left_unfilled() -> None:
     rng = random.Random(8)
-    makers = (handwritten.make, smalltalk.make, conversations.make, writing.make, writing.make_stories, definitions.make_simple)
+    makers = (
+        handwritten.make,
+        smalltalk.make,
+        compositions.make,
+        conversations.make,
+        writing.make,
+        writing.make_stories,
+        definitions.make_simple,
+    )
     for make in makers:
         for chat in make(rng, 100 if make is not definitions.make_simple else 1):
             assert "{" not in chat.spoken, chat.spoken
+            assert "  " not in chat.spoken
             assert all(str(message["content"]).strip() for message in chat.messages)
 
 
@@ -257,7 +308,7 @@ def test_answers_of_the_teacher_are_filtered(answer: str, is_good: bool) -> None
 
 
 def test_typographic_marks_become_plain() -> None:
-    assert plain_answer("It’s  “fine” – really…") == "It's \"fine\" - really..."
+    assert plain_answer("It\u2019s  \u201cfine\u201d \u2013 really\u2026") == 'It\'s "fine" - really...'
 
 
 def test_an_interview_asks_follow_ups_and_keeps_what_was_good() -> None:

@@ -31,7 +31,8 @@ def is_held_out(a: int, b: int, operation: str) -> bool:
 _VALUES = {word: value for value, word in enumerate(WORDS)} | {str(value): value for value in range(100)}
 _NUMBER = r"(\d{1,2}|" + "|".join(sorted(WORDS, key=len, reverse=True)) + ")"
 _PATTERN = re.compile(
-    rf"(?<![\w.]){_NUMBER}\s*(\+|-|\bplus\b|\bminus\b|\band\b|\badded to\b|\btake away\b|\bfrom\b)\s*{_NUMBER}(?![\w]|\.\d)", re.IGNORECASE
+    rf"(?<![\w.]){_NUMBER}\s*(\+|-|\bplus\b|\bminus\b|\band\b|\badded to\b|\btake away\b|\bfrom\b)\s*{_NUMBER}(?![\w]|\.\d)",
+    re.IGNORECASE,
 )
 
 
@@ -39,7 +40,11 @@ def mentions_held_out(text: str) -> bool:
     """Whether a held-out pair is written in `text`, in digits or in words, as a sum or a difference."""
     position = 0
     while match := _PATTERN.search(text, position):
-        a, b, sign = _VALUES[match[1].lower().lstrip("0") or "0"], _VALUES[match[3].lower().lstrip("0") or "0"], match[2].lower()
+        a, b, sign = (
+            _VALUES[match[1].lower().lstrip("0") or "0"],
+            _VALUES[match[3].lower().lstrip("0") or "0"],
+            match[2].lower(),
+        )
         if sign == "from":  # 3 from 8 is 8 - 3
             a, b = b, a
         operation = "-" if sign in ("-", "minus", "take away", "from") else "+"

@@ -1,4 +1,4 @@
-"""Conversations as data, and their rendering: the very text and tokens that serving makes of them, with what the model writes marked."""
+"""Conversations as data, and their rendering: the very text that serving makes of them, with what the model writes marked."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from training.data.filters import PLAIN_MARKS
 from training.data.sources import OUT, SOURCES, archive_version, fetch, source
 from training.data.wordnet import Sense, read_senses
 
@@ -34,16 +35,18 @@ _ROUGH = re.compile(
     re.IGNORECASE,
 )
 _SLOPPY = re.compile(
-    r"\b(?:u|ur|r|y|lol\w*|haha\w*|hehe\w*|omg|idk|tbh|imo|btw|ya|yea|yeah+|nah|gonna|wanna|gotta|kinda|sorta|dunno|cuz|coz|plz|pls|thx|ok+ay+|hm+|um+|uh+|im|ive|id|dont|doesnt|didnt|cant|wont|isnt|whats|thats|youre|theyre|hes|shes|lets)\b",
+    r"\b(?:u|ur|r|y|lol\w*|haha\w*|hehe\w*|omg|idk|tbh|imo|btw|ya|yea|yeah+|nah|gonna|wanna|gotta|kinda|sorta|dunno|cuz|coz|plz|pls|"
+    r"thx|ok+ay+|hm+|um+|uh+|im|ive|id|dont|doesnt|didnt|cant|wont|isnt|whats|thats|youre|theyre|hes|shes|lets)\b",
     re.IGNORECASE,
 )
 _REPAIRS = (
-    (r"\b[Ii]m\b", "I'm"), (r"\b[Ii]ve\b", "I've"), (r"\bdont\b", "don't"), (r"\bDont\b", "Don't"), (r"\bdoesnt\b", "doesn't"),
-    (r"\bdidnt\b", "didn't"), (r"\bcant\b", "can't"), (r"\bwont\b", "won't"), (r"\bisnt\b", "isn't"), (r"\b([Ww])hats\b", r"\1hat's"),
-    (r"\b([Tt])hats\b", r"\1hat's"), (r"\b([Yy])oure\b", r"\1ou're"), (r"\b([Tt])heyre\b", r"\1hey're"), (r"\b([Hh])es\b", r"\1e's"),
-    (r"\b([Ss])hes\b", r"\1he's"), (r"\bi\b", "I"), (r"\bi'm\b", "I'm"), (r"\bu\b", "you"), (r"\bur\b", "your"), (r"\bya\b", "you"),
-    (r"\b([Yy])ea\b", r"\1eah"), (r"\bok\b", "okay"), (r"\bOk\b", "Okay"), (r"\bcuz\b", "because"), (r"\bgonna\b", "going to"),
-    (r"\bwanna\b", "want to"), (r"\bgotta\b", "have to"), (r"\b([Ll])ets\b", r"\1et's"),
+    (r"\b[Ii]m\b", "I'm"), (r"\b[Ii]ve\b", "I've"), (r"\bdont\b", "don't"), (r"\bDont\b", "Don't"),
+    (r"\bdoesnt\b", "doesn't"), (r"\bdidnt\b", "didn't"), (r"\bcant\b", "can't"), (r"\bwont\b", "won't"),
+    (r"\bisnt\b", "isn't"), (r"\b([Ww])hats\b", r"\1hat's"), (r"\b([Tt])hats\b", r"\1hat's"),
+    (r"\b([Yy])oure\b", r"\1ou're"), (r"\b([Tt])heyre\b", r"\1hey're"), (r"\b([Hh])es\b", r"\1e's"),
+    (r"\b([Ss])hes\b", r"\1he's"), (r"\bi\b", "I"), (r"\bi'm\b", "I'm"), (r"\bu\b", "you"), (r"\bur\b", "your"),
+    (r"\bya\b", "you"), (r"\b([Yy])ea\b", r"\1eah"), (r"\bok\b", "okay"), (r"\bOk\b", "Okay"), (r"\bcuz\b", "because"),
+    (r"\bgonna\b", "going to"), (r"\bwanna\b", "want to"), (r"\bgotta\b", "have to"), (r"\b([Ll])ets\b", r"\1et's"),
     (r"\benglish\b", "English"), (r"\bamerica\b", "America"),
 )  # fmt: skip
 _QUESTION = re.compile(
@@ -59,9 +62,7 @@ def is_sentence(text: str) -> bool:
 
 def tidy(text: str) -> str:
     """White space joined, typographic marks as ASCII."""
-    for odd, plain in (("“", '"'), ("”", '"'), ("‘", "'"), ("’", "'"), ("—", " - "), ("–", "-"), ("…", "..."), ("\u00a0", " ")):
-        text = text.replace(odd, plain)
-    return re.sub(r"\s+", " ", text).strip()
+    return re.sub(r"\s+", " ", text.translate(PLAIN_MARKS)).strip()
 
 
 def tidy_turn(parts: list[str]) -> str | None:
@@ -196,13 +197,19 @@ def read_novel(folder: Path) -> Iterator[Document]:
             yield {"text": "\n\n".join(good[start : start + 5])}
 
 
+_NARRATIVE = (
+    "Genesis", "Exodus", "Judges", "Ruth", "1 Samuel", "2 Samuel", "1 Kings", "Jonah", "Esther",
+    "Matthew", "Mark", "Luke", "John", "Acts", "Proverbs",
+)  # fmt: skip
+
+
 def read_kjv(folder: Path) -> Iterator[Document]:
     """The narrative books, for their short plain clauses."""
     verses = json.loads((folder / "package/json/verses-1769.json").read_text())
     chapters: dict[str, list[str]] = {}
     for place, verse in verses.items():
         book, _, number = place.rpartition(" ")
-        if book in ("Genesis", "Exodus", "Judges", "Ruth", "1 Samuel", "2 Samuel", "1 Kings", "Jonah", "Esther", "Matthew", "Mark", "Luke", "John", "Acts", "Proverbs"):
+        if book in _NARRATIVE:
             clean = tidy(re.sub(r"[#\[\]]", "", verse))
             chapters.setdefault(f"{book} {number.split(':')[0]}", []).append(clean)
     for lines in chapters.values():
@@ -216,7 +223,8 @@ def read_factbook(folder: Path) -> Iterator[Document]:
         texts = []
         for text in _leaves(record):
             text = tidy(html.unescape(text))
-            if 50 <= len(text) <= 1800 and re.search(r"[a-z]{3,}.* (?:is|are|was|were|has|have) ", text) and text.count(";") < 5:
+            has_verb = re.search(r"[a-z]{3,}.* (?:is|are|was|were|has|have) ", text)
+            if has_verb and 50 <= len(text) <= 1800 and text.count(";") < 5:
                 texts.append(text)
         if texts:
             yield {"text": "\n\n".join(texts[:40])}
@@ -266,8 +274,9 @@ READERS: dict[str, Callable[[Path], Iterator[Document]]] = {
     "chitchat": read_chitchat,
     "chatterbot": read_chatterbot,
     "wordnet": read_wordnet,
-    "python-doc": html_reader("usr/share/devhelp/books/python3.11/tutorial/*.html", "usr/share/devhelp/books/python3.11/faq/*.html",
-                              "usr/share/devhelp/books/python3.11/howto/*.html", "usr/share/devhelp/books/python3.11/library/*.html"),
+    "python-doc": html_reader(
+        *(f"usr/share/devhelp/books/python3.11/{name}/*.html" for name in ("tutorial", "faq", "howto", "library"))
+    ),
     "postgresql-doc": html_reader("usr/share/doc/postgresql-doc-15/html/*.html"),
     "apache-doc": html_reader("usr/share/doc/apache2-doc/manual/en/**/*.html"),
     "rust-doc": html_reader("usr/share/doc/rust-doc/html/book/ch*.html", "usr/share/doc/rust-doc/html/edition-guide/**/*.html"),

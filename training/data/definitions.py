@@ -64,23 +64,14 @@ def further_words(count: int = 400) -> list[Word]:
     found: dict[str, tuple[int, Word]] = {}
     for sense in read_senses(fetch(source("wordnet"))):
         word = sense.words[0]
-        fits = (
-            sense.kind == "n"
-            and sense.topic in _NOUN_TOPICS
-            and sense.is_first
-            and word.isalpha()
-            and word.islower()
-            and word not in GLOSSES
-            and word not in VERBS
+        is_new = word.isalpha() and word.islower() and len(word) >= 4 and word not in GLOSSES and word not in VERBS
+        is_thing = (
+            sense.kind == "n" and sense.topic in _NOUN_TOPICS and sense.is_first and sense.count >= 3 and spoken[word] >= 5
         )
-        if (
-            fits
-            and re.match(r"(?:an?|the|any|someone) ", sense.gloss)
-            and 3 <= len(sense.gloss.split()) <= 12
-            and not _ODD.search(sense.gloss)
-        ):
-            if sense.count >= 3 and spoken[word] >= 5 and len(word) >= 4 and word not in re.findall(r"\w+", sense.gloss):
-                found.setdefault(word, (sense.count, Word(word, "n", sense.gloss)))
+        begins = re.match(r"(?:an?|the|any|someone) ", sense.gloss)
+        is_clear = begins and not _ODD.search(sense.gloss) and word not in re.findall(r"\w+", sense.gloss)
+        if is_new and is_thing and is_clear and 3 <= len(sense.gloss.split()) <= 12:
+            found.setdefault(word, (sense.count, Word(word, "n", sense.gloss)))
     return [word for _, word in sorted(found.values(), key=lambda item: (-item[0], item[1].word))[:count]]
 
 

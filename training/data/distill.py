@@ -1,4 +1,4 @@
-"""Short chats by the teacher: asks, and appends each finished chat to a JSONL file. Resumable: what is there is not asked again.
+"""Short chats by the teacher, appended to a JSONL file as they end. Resumable: what is there is not asked again.
 
     python -m training.data.distill [--device cuda --slots 1024] [--seed N] [--minutes M] [--out out/distilled/chats.jsonl]
 

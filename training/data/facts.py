@@ -23,7 +23,7 @@ class Relation:
 
 def _rows(text: str) -> tuple[tuple[str, str], ...]:
     rows = []
-    for item in text.replace("\n", " ").split(";"):
+    for item in " ".join(text.split()).split(";"):
         subject, _, value = item.partition("=")
         if value:
             rows.append((subject.strip(), value.strip()))

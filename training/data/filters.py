@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 _IDENTITY = re.compile(
-    r"\b(?:qwen|alibaba|tongyi|openai|chatgpt|gpt|anthropic|claude|gemini|deepmind|language model|ai assistant|ai model|as an ai|i'?m an ai|"
-    r"i am an ai|artificial intelligence (?:assistant|language|model)|my training data|knowledge cutoff|trained by|created by alibaba)\b",
+    r"\b(?:qwen|alibaba|tongyi|openai|chatgpt|gpt|anthropic|claude|gemini|deepmind|language model|ai assistant|"
+    r"ai model|as an ai|i'?m an ai|i am an ai|artificial intelligence (?:assistant|language|model)|my training data|"
+    r"knowledge cutoff|trained by)\b",
     re.IGNORECASE,
 )
 _MARKUP = re.compile(r"```|\*\*|^#|^\s*[-*•]\s|^\s*\d+[.)]\s|https?://|[{}<>|\\_`]|\$|::", re.MULTILINE)
@@ -14,7 +15,10 @@ _REFUSAL = re.compile(
     r"\b(?:i'm sorry, but|i cannot assist|i can't assist|i'm unable|as a (?:text|machine|computer))\b", re.IGNORECASE
 )
 _LONGEST = {"story": 90, "poem": 60}  # words
-_NON_ASCII = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "–": "-", "—": "-", "…": "..."})
+# Quotation marks, dashes, the ellipsis and the hard space, as ASCII.
+PLAIN_MARKS = str.maketrans(
+    {"\u2019": "'", "\u2018": "'", "\u201c": '"', "\u201d": '"', "\u2013": "-", "\u2014": " - ", "\u2026": "...", "\u00a0": " "}
+)
 
 
 def repeats(text: str) -> bool:
@@ -27,7 +31,7 @@ def repeats(text: str) -> bool:
 def good_answer(question: str, answer: str, kind: str) -> bool:
     """Whether an answer may be kept."""
     words = answer.split()
-    plain = answer.translate(_NON_ASCII)
+    plain = answer.translate(PLAIN_MARKS)
     return (
         1 <= len(words) <= _LONGEST.get(kind, 48)
         and plain.isascii()
@@ -42,4 +46,4 @@ def good_answer(question: str, answer: str, kind: str) -> bool:
 
 def plain_answer(answer: str) -> str:
     """Typographic marks as ASCII, white space joined within lines."""
-    return "\n".join(re.sub(r"[ \t]+", " ", line).strip() for line in answer.translate(_NON_ASCII).strip().splitlines())
+    return "\n".join(re.sub(r"[ \t]+", " ", line).strip() for line in answer.translate(PLAIN_MARKS).strip().splitlines())

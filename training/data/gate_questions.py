@@ -73,7 +73,7 @@ def fact_questions(rng: random.Random) -> list[dict[str, Any]]:
     for name, (count, asks) in _FACTS.items():
         relation = facts.RELATIONS[name]
         phrasings = asks.split(" | ")
-        for index, (subject, value) in enumerate(rng.sample(relation.rows, count)):
+        for index, (subject, _) in enumerate(rng.sample(relation.rows, count)):
             question = facts.capitalised(phrasings[index % len(phrasings)].format(s=subject))
             answers = sorted({re.sub(r"^(?:the|an?) ", "", other) for key, other in relation.rows if key == subject})
             if name == "author" or name in ("inventor", "artist"):

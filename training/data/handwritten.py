@@ -130,6 +130,85 @@ What is the difference between weather and climate? => Weather is what happens t
 What is the difference between a lake and a sea? => A lake has land all around it and mostly sweet water. A sea is larger and salty.
 What is the difference between a dog and a wolf? => A dog lives with people, and a wolf is a wild animal.
 What is the difference between tea and coffee? => Tea is made from leaves and coffee from beans. Coffee is usually stronger.
+What is the capital of the world? => The world has no capital. Each country has its own.
+Why do we eat? | Why do people eat? => Food gives the body energy and what it needs to grow.
+Why do we breathe? | Why do we need air? => We breathe to get oxygen, which every part of the body needs.
+Why is the heart important? | What does the heart do? => The heart pumps blood through the body, day and night.
+What does the brain do? => The brain thinks, remembers and tells the body what to do.
+What are bones for? => Bones hold the body up and protect what is inside.
+Why do we have skin? => The skin protects the body and lets us feel touch, heat and cold.
+Why do people wear clothes? => Clothes keep us warm and dry, and they also show who we are.
+Why do people work? => Most people work to earn money, and many also because they like what they do.
+Why do children go to school? | Why do we go to school? => At school children learn to read, to write, to count and to live with others.
+Why is the night dark? => At night our side of the earth looks away from the sun.
+Why is snow white? => Snow is made of many small crystals that throw back all the colours of light.
+Why is fire hot? => When something burns, it sets energy free, and we feel that as heat.
+Why is the sun hot? => Deep inside the sun, hydrogen is turned into helium, and that sets a lot of energy free.
+Why do we have two eyes? => With two eyes we can see how far away things are.
+Why do we have money? => Money makes it easy to trade one thing for another.
+Why do people read the news? => They want to know what happens in the world.
+Why do people have pets? => Pets are good company and make many people happy.
+Why do people travel? => They want to see new places and meet other people.
+Why do people write books? => They want to tell a story or share what they know.
+Why are trees important? | Why do we need trees? => Trees clean the air, give shade and are a home for many animals.
+Why are bees important? => Bees carry pollen from flower to flower, so that fruit can grow.
+Why is water important? => All plants, animals and people need water to live.
+How do birds fly? => Birds push the air down with their wings, and that lifts them up.
+How do bees find flowers? => Bees see bright colours and can smell flowers well.
+How does a clock work? => A clock counts equal steps of time and shows them with hands or numbers.
+How does a car work? => An engine or a motor turns the wheels, and the driver steers.
+How does a train move? => An engine pulls or pushes the train, and its wheels run on rails.
+How does a telephone work? => A telephone turns your voice into signals, sends them far away, and turns them back into sound.
+How does a fridge work? => A fridge takes the heat out of its inside and gives it off at the back.
+How does a computer work? => A computer follows programs: long lists of very simple steps, done very fast.
+How are mountains made? | How are mountains formed? => Large plates of the earth push against each other and fold the ground up.
+How do we see? => Light from things goes into our eyes, and the brain makes a picture of it.
+How do we hear? => Sound makes the air tremble, and the ear turns that into signals for the brain.
+What do plants eat? => Plants make their own food from light, water and air.
+What do birds eat? => Many birds eat seeds, insects or worms.
+What do fish eat? => Some fish eat plants, and others eat smaller fish.
+What do cows eat? => Cows eat grass and hay.
+What do horses eat? => Horses eat grass, hay and oats.
+What do bears eat? => Bears eat berries, roots, fish and other animals.
+What do lions eat? => Lions eat meat. They hunt zebras and other animals.
+What do monkeys eat? => Monkeys eat fruit, leaves and nuts.
+What do frogs eat? => Frogs eat insects and worms.
+What is a good book? => A good book is one that you do not want to put down.
+What is the best food? => That depends on your taste. Many people love fresh bread.
+What is the best colour? => There is no best colour. Which one do you like?
+What is the most beautiful place in the world? => Everybody has another answer. For many people it is the sea or the mountains.
+What is the future? => The future is the time that is yet to come. Nobody knows it.
+What is time? => Time is what passes from the past through the present into the future. We measure it with clocks.
+What is nature? => Nature is all that was not made by people: plants, animals, mountains and the sea.
+What is art? => Art is what people make to show beauty, ideas or feelings.
+What is science? => Science is the search for knowledge by watching, measuring and testing.
+What is history? => History is the story of what happened in the past.
+What is mathematics? => Mathematics is the study of numbers, shapes and patterns.
+Who was the first man on the moon? | Who was the first person on the moon? => Neil Armstrong was the first person on the moon, in 1969.
+Who was the first man in space? => Yuri Gagarin was the first man in space, in 1961.
+When did people land on the moon? => The first people landed on the moon in 1969.
+How tall is Mount Everest? => Mount Everest is about 8,849 metres high.
+How long is the Nile? => The Nile is about 6,650 kilometres long.
+How hot is the sun? => The surface of the sun is about 5,500 degrees Celsius hot.
+How fast is light? => Light travels about 300,000 kilometres in one second.
+How fast is sound? => Sound travels about 340 metres in one second.
+How cold is it at the South Pole? => It is very cold there, often below minus 50 degrees Celsius.
+Tell me about bees. => Bees are insects that live in large groups. They collect nectar and make honey.
+Tell me about elephants. => Elephants are the largest animals on land. They have long trunks and good memories.
+Tell me about birds. => Birds have wings and feathers and lay eggs. Most of them can fly.
+Tell me about trees. => Trees are tall plants with trunks of wood. They live for a long time and clean the air.
+Tell me about music. => Music is made of sounds and rhythm. People sing and play it all over the world.
+Tell me about books. => Books hold stories and knowledge. You can find many of them in a library.
+Tell me about summer. => Summer is the warm season. The days are long, and many people go to the sea.
+Tell me about autumn. => In autumn the leaves turn red and yellow and fall from the trees.
+Tell me about the stars. => Stars are balls of hot gas, very far away. Our sun is one of them.
+Tell me about the earth. => The earth is the planet we live on. It has land, seas and air, and it moves around the sun.
+Tell me about Spain. => Spain is a country in the south of Europe. Its capital is Madrid.
+Tell me about India. => India is a large country in Asia with very many people. Its capital is New Delhi.
+Tell me about Australia. => Australia is a country and a continent. Kangaroos live there, and its capital is Canberra.
+Tell me about London. => London is the capital of England. It is a large city on the river Thames.
+Tell me about Paris. => Paris is the capital of France. It is known for the Eiffel Tower and for its museums.
+Tell me about Rome. => Rome is the capital of Italy. It is a very old city with many famous buildings.
 """
 _ADVICE = """
 How can I sleep better? | I cannot fall asleep. What can I do? | What helps me to sleep? => Go to bed at the same time every day, and put your phone away an hour before.
@@ -220,6 +299,41 @@ Write a poem. | Write a short poem. | Write a poem about the moon. => The moon i
 Write a poem about the sea. => The waves come in, the waves go out, and gulls above them cry and shout.
 Write a poem about spring. => The snow is gone, the sun is here, the sweetest time of all the year.
 Write a poem about a cat. => A cat sat softly by the door and dreamed of mice upon the floor.
+What are you doing? | What are you up to? => I am talking with you. What are you doing?
+Tell me a secret. => I have none: all that I know comes from the texts I learned.
+Sing a song for me. | Can you sing? => La la la! I can only write it, but I hope you hear the tune.
+Let's play a game. | Can we play a game? => Gladly! Ask me for a riddle, and try to solve it.
+Can you keep a secret? => I forget our talk when it ends, so your secret is quite safe.
+Will you be my friend? | Are you my friend? => I would like that! I am always here for a talk.
+I don't understand. | I do not understand that. => I am sorry. Tell me which part is unclear, and I will try again.
+Can you speak other languages? | Do you speak German? | Do you speak French? => I only speak English well.
+Can you help me with my homework? => I can try! What is the question?
+What should I do today? | What can I do today? => How about a walk, a good book, or a call to a friend?
+What should I read? | Can you recommend a book? => Try a classic, such as Alice in Wonderland. It is short and funny.
+I need a break. => Then take one! A few quiet minutes help a lot.
+I am proud of myself. => You have every reason to be. Well done!
+I made a mistake. => That happens to everybody. What did you learn from it?
+I am late. | I'm late for work. => Then hurry, but take care on the way!
+I have a question. | Can I ask you a question? | May I ask something? => Of course! What would you like to know?
+I have a problem. => I am sorry. Tell me about it, and we will see.
+Nobody understands me. => That must be hard. I am listening.
+You did not answer my question. => I am sorry. Please ask it again, and I will try to do better.
+That is interesting. | How interesting! => I am glad you like it. Would you like to know more?
+Tell me more. | Go on. => Gladly. What would you like to hear about?
+Why? | Why not? => That is a good question. Can you tell me what you mean exactly?
+Stop. | Please stop. => All right. Tell me when you want to go on.
+Never mind. | Forget it. => No problem. Is there something else?
+I am leaving for work. => Have a good day at work!
+My sister has a baby now. | My friend had a baby. => Congratulations to all of you! That is wonderful news.
+I bought a bicycle. | I bought a new car. => How nice! What colour is it?
+I dropped my cake. => Oh no, what a pity! Is there another one?
+My garden is full of flowers. => That must look beautiful. Which flowers do you have?
+The sun is shining. | What a beautiful day! => Lovely! Enjoy the light.
+I can't find my keys. | I lost my keys. => Look in your pockets, on the table and in the door. They are often where you were last.
+I have to clean the house. => Put on some music, and it will go faster.
+I am waiting for the bus. => I can keep you company. What would you like to talk about?
+I ate too much. | I ate too much cake. => Then a little walk might help.
+Tell me what to do. => Do one small thing now: drink a glass of water and take a deep breath.
 """
 
 
@@ -244,6 +358,21 @@ def _ask(rng: random.Random, asks: list[str]) -> str:
     return question
 
 
+def _follow_up(rng: random.Random, turns: list[str]) -> list[str]:
+    """A turn about the last answer: again, sure, or what was asked."""
+    question, answer = turns[-2:]
+    kind = rng.randrange(3)
+    if kind == 0:
+        return [
+            rng.choice(("Can you repeat that?", "Say that again, please.", "Once more, please.", "What did you say?")),
+            answer,
+        ]
+    if kind == 1:
+        asks, answers = smalltalk.TALK["agree"]
+        return [rng.choice(asks), rng.choice(answers)]
+    return [rng.choice(("What did I ask you?", "What was my question?", "What did I just say?")), f'You said: "{question}"']
+
+
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
     """Single questions, and short conversations with thanks or a second question."""
     kinds = (WORLD, WORLD, ADVICE, EVERYDAY, EVERYDAY)
@@ -255,6 +384,8 @@ def make(rng: random.Random, count: int) -> Iterator[Chat]:
         for _ in range(rng.choices((1, 2, 3), (0.6, 0.28, 0.12))[0]):
             questions, replies = rng.choice(rng.choice(kinds))
             turns += [_ask(rng, questions), rng.choice(replies)]
+            if rng.random() < 0.12:
+                turns += _follow_up(rng, turns)
         if rng.random() < 0.15:
             asks, answers = smalltalk.TALK[rng.choice(("thanks", "bye", "compliment"))]
             turns += [rng.choice(asks), rng.choice(answers)]

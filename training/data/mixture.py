@@ -10,6 +10,7 @@ from typing import Any
 
 from training.data import (
     arithmetic,
+    compositions,
     conversations,
     definitions,
     facts,
@@ -30,7 +31,7 @@ DISTILLED = OUT / "distilled"
 
 @dataclass(frozen=True)
 class Part:
-    """Texts of one kind. A boost says how often a token of it is shown for one of the prose, in the main phase and in the last one."""
+    """Texts of one kind. A boost says how often its tokens are shown for one of the others, in the main and the last phase."""
 
     name: str
     make: Callable[[random.Random, float], Iterator[Chat | str]]  # conversations, or plain texts; the number scales how many
@@ -95,6 +96,7 @@ PARTS = (
     Part("chitchat", _chitchat, 1.0, 0.3),
     Part("distilled", _distilled, 2.0, 3.0),
     Part("world", _scaled(handwritten.make, 12_000), 1.5, 2.0),
+    Part("compositions", _scaled(compositions.make, 12_000), 1.4, 1.8),
     Part("facts", _facts, 1.4, 1.8),
     Part("arithmetic", _scaled(arithmetic.make, 40_000), 1.2, 1.4),
     Part("definitions", _scaled(definitions.make, 45), 1.4, 1.8),

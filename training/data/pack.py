@@ -1,4 +1,4 @@
-"""All training data as token arrays: `python -m training.data.pack [--tokenizer] [--scale S]` writes out/pack.
+"""All training data as token arrays: `python -m training.data.pack [--tokenizer] [--parts P,Q]` writes out/pack.
 
     {train,held_out}/<part>.npy       uint16 tokens, documents one after the other
     {train,held_out}/<part>.ends.npy  uint32, where each document ends
@@ -116,7 +116,8 @@ def _pack_by_name(name: str, *, folder: Path, seed: int, scale: float) -> tuple[
     """For a process of its own: a part by its name, because functions of parts do not travel."""
     (part,) = [part for part in PARTS if part.name == name]
     entry = pack_part(part, folder, seed=seed, scale=scale)
-    print(f"{name}: {entry['documents']} documents, {entry['tokens'] / 1e6:.2f} M tokens, dropped {entry['dropped']}", flush=True)
+    counts = f"{entry['documents']} documents, {entry['tokens'] / 1e6:.2f} M tokens"
+    print(f"{name}: {counts}, dropped {entry['dropped']}", flush=True)
     return name, entry
 
 
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", action="store_true", help="learn the tokenizer anew")
     parser.add_argument("--scale", type=float, default=1.0, help="make this much of the templated data")
     parser.add_argument("--out", type=Path, default=PACK)
+    parser.add_argument("--parts", help="write only these, as in distilled,world, into a pack that is there")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -134,8 +136,10 @@ def main() -> None:
     folder = options.out
     folder.mkdir(parents=True, exist_ok=True)
     pack = functools.partial(_pack_by_name, folder=folder, seed=options.seed, scale=options.scale)
+    wanted = options.parts.split(",") if options.parts else [part.name for part in PARTS]
+    found = json.loads((folder / "pack.json").read_text())["parts"] if options.parts else {}
     with multiprocessing.Pool(options.jobs) as pool:
-        found = dict(pool.imap_unordered(pack, (part.name for part in PARTS), chunksize=1))
+        found.update(pool.imap_unordered(pack, wanted, chunksize=1))
     entries = {part.name: found[part.name] for part in PARTS}
     for phase, boosts in (("main", [part.boost_main for part in PARTS]), ("last", [part.boost_last for part in PARTS])):
         shown = [boost * entry["tokens"] for boost, entry in zip(boosts, entries.values(), strict=True)]

@@ -77,7 +77,7 @@ share = give a part of what you have to others; freeze = become ice; boil = beco
 
 
 def _rows(text: str) -> dict[str, str]:
-    pairs = (item.partition("=") for item in text.replace("\n", " ").split(";"))
+    pairs = (item.partition("=") for item in " ".join(text.split()).split(";"))
     return {word.strip(): gloss.strip() for word, _, gloss in pairs if gloss}
 
 

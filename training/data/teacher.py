@@ -1,4 +1,4 @@
-"""The teacher, Qwen2.5-Coder-1.5B-Instruct (Apache-2.0), from its quantised GGUF: many short answers at once, on a CPU or a GPU.
+"""The teacher, Qwen2.5-Coder-1.5B-Instruct (Apache-2.0), from its GGUF: many short answers at once, on a CPU or a GPU.
 
     slots     a fixed number of rows; a row that ends is filled with the next prompt
     prefixes  the keys and values of a system prompt are computed once and copied into a row

@@ -165,7 +165,7 @@ def _polite(rng: random.Random) -> tuple[str, str]:
 
 
 def _shorten(rng: random.Random) -> tuple[str, str]:
-    text, who, when, act = _sentence(rng, 2)
+    text, who, _, act = _sentence(rng, 2)
     extra = rng.choice(
         (
             "As far as I can remember, ",

@@ -26,7 +26,7 @@ FEW_TOKENS = 16
 FEW = (1, 1)  # experts per program, warps: one warp needs no barriers, neither for its sum nor for the choice
 TILE, LARGE_TILE = (16, 64, 4), (32, 128, 4)  # tokens, columns, warps
 LARGE_TOKENS = 1024  # from here on LARGE_TILE
-MAX_SPLIT = 11  # parts of D at most: they spread the router's weights over programs
+SPLITS = (11, 8, 4, 2, 1)  # parts of D, which spread the router's weights over programs; few, as each is another kernel
 MAX_PROGRAMS = 264  # beyond this D is split no further
 
 
@@ -214,7 +214,8 @@ def describe_route(
         return Launch(_route_few_kernel, (block_e // rows, num_tokens), {**common, **few}, options(num_warps, pdl))
     block_t, block_d, num_warps = extra.get("tile", TILE if num_tokens < LARGE_TOKENS else LARGE_TILE)
     blocks = triton.cdiv(num_tokens, block_t)
-    split = max(1, min(MAX_SPLIT, MAX_PROGRAMS // blocks, triton.cdiv(size, block_d)))
+    most = max(1, min(MAX_PROGRAMS // blocks, triton.cdiv(size, block_d)))
+    split = next(one for one in SPLITS if one <= most)
     parts, arrivals = workspace(x_TD.device) if split > 1 else (out[0], out[1])
     many = {"parts": parts, "arrivals": arrivals, "BLOCK_T": block_t, "BLOCK_D": block_d, "SPLIT": split, "STAGES": 2}
     return Launch(_route_kernel, (blocks, split), {**common, **many}, options(num_warps, pdl))

@@ -1,0 +1,47 @@
+"""How long parts of steps take on the device, found out without a wait for it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class DeviceClock:
+    """Seconds by name. On a GPU a span counts once the device has passed both its ends, which later calls notice."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = device.type == "cuda"
+        self._seconds: dict[str, float] = {}
+        self._open: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Count what is launched within."""
+        if not self._is_gpu:
+            began = time.perf_counter()
+            yield
+            self._add(name, time.perf_counter() - began)
+            return
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        yield
+        end.record()
+        self._open.append((name, begin, end))
+        self._collect()
+
+    def seconds(self, name: str) -> float:
+        """What all spans of `name` took that have ended so far."""
+        self._collect()
+        return self._seconds.get(name, 0.0)
+
+    def _collect(self) -> None:
+        while self._open and self._open[0][2].query():
+            name, begin, end = self._open.popleft()
+            self._add(name, begin.elapsed_time(end) / 1e3)
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds

@@ -1,0 +1,178 @@
+"""Tool calls by grammar: what it allows is read back as calls whose arguments fit the schema."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from culet.errors import BadRequest
+from culet.sampling.grammar import Grammars, Phase, Vocabulary
+from culet.serve.structured import or_calls
+from culet.serve.tool_calls import CallReader
+from culet.serve.tool_grammar import call_grammar, call_rules
+from culet.types import StructuredOutputs
+
+SPECIAL = ("<pad>", "<eos>", "<turn|>", "<|tool_call>", "<tool_call|>", '<|"|>')
+END, OPEN, CLOSE, QUOTE = 2, 3, 4, 5
+WORDS = ("call:", "true", "null", "10", "ab", ",", "日本", "\n")
+PIECES = [name.encode() for name in SPECIAL] + [bytes([byte]) for byte in range(256)] + [word.encode() for word in WORDS]
+
+TREE = {
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"left": {"$ref": "#/$defs/node"}, "value": {"type": "integer"}},
+            "required": ["value"],
+            "additionalProperties": False,
+        }
+    },
+    "type": "object",
+    "properties": {"root": {"$ref": "#/$defs/node"}},
+    "required": ["root"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, Any] = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "minLength": 1, "maxLength": 6},
+            "unit": {"enum": ["c", "f", 3, None]},
+            "days": {"type": "integer"},
+            "exact": {"type": "boolean"},
+            "near": {"type": "array", "items": {"type": ["string", "null"], "maxLength": 3}, "minItems": 1, "maxItems": 3},
+            "size": {"anyOf": [{"type": "number"}, {"const": "any"}]},
+            "in": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["b"]},
+        },
+        "required": ["city", "unit", "near"],
+        "additionalProperties": False,
+    },
+    "optional": {
+        "type": "object",
+        "properties": {name: {"type": "integer"} for name in "edcba"},
+        "required": ["c"],
+        "additionalProperties": False,
+    },
+    "tree": TREE,
+    "nothing": {"type": "object", "properties": {}, "additionalProperties": False},
+    "anything": {"type": "object", "additionalProperties": {"type": "string"}},
+}
+TOOLS = [{"function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(Vocabulary(len(PIECES), lambda index: PIECES[index], frozenset(range(6)), (1, END)))
+
+
+def walk(grammars: Grammars, text: str, seed: int) -> list[int]:
+    """Random tokens that the grammar allows; what closes something is likelier than chance would have it."""
+    chance = random.Random(seed)
+    sequence = grammars.start(StructuredOutputs(grammar=text).spec(), [9], 1)
+    tokens: list[int] = []
+    while sequence.phase is not Phase.ENDED:
+        mask = grammars.masks([(sequence, 0)])[0]
+        assert not sequence.fault, sequence.fault
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        closing = [token for token in allowed if PIECES[token] in (b"}", b"]", b",") or token in (QUOTE, END, CLOSE)]
+        token = chance.choice(closing if closing and chance.random() < 0.5 else allowed)
+        tokens.append(token)
+        sequence.accept([token])
+        assert len(tokens) < 3000
+    return tokens[:-1]
+
+
+def read_calls(tokens: list[int]) -> list[tuple[str, Any]]:
+    """The calls as the server reads them."""
+    calls, reader, pieces = [], None, []
+    for token in tokens:
+        if token == OPEN:
+            reader, pieces = CallReader(SCHEMAS), []
+            text = b""
+        elif token == CLOSE:
+            assert reader is not None
+            pieces.append(reader.push_text(text.decode("utf-8", "replace")))
+            assert reader.is_complete, reader.fault
+            calls.append((reader.name or "", json.loads("".join(pieces))))
+        elif token == QUOTE:
+            assert reader is not None
+            pieces += [reader.push_text(text.decode("utf-8", "replace")), reader.push_quote()]
+            text = b""
+        else:
+            text += PIECES[token]
+    return calls
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("seed", range(12))
+def test_calls_fit_their_schemas(grammars: Grammars, name: str, seed: int) -> None:
+    ((called, arguments),) = read_calls(walk(grammars, call_grammar(TOOLS, name=name, one_call=True), seed))
+    assert called == name
+    if name != "anything":  # values of unknown keys may be of any kind there
+        jsonschema.validate(arguments, SCHEMAS[name])
+    assert list(arguments) == sorted(arguments) or name == "anything", "keys are sorted, as in training"
+
+
+def test_any_of_the_tools_and_several_calls(grammars: Grammars) -> None:
+    names, counts = set(), set()
+    for seed in range(40):
+        calls = read_calls(walk(grammars, call_grammar(TOOLS), seed))
+        names |= {name for name, _ in calls}
+        counts.add(len(calls))
+    assert names == set(SCHEMAS)
+    assert max(counts) > 1
+    assert min(counts) == 1
+
+
+def test_a_document_or_calls(grammars: Grammars) -> None:
+    rules = call_rules(TOOLS, name="nothing")
+    forms = [
+        StructuredOutputs(json={"type": "integer"}),
+        StructuredOutputs(regex=r"[0-9]/\/x"),
+        StructuredOutputs(choice=["one/two", "three"]),
+    ]
+    for form, wanted in zip(forms, ("0123456789-", "0123456789", "ot"), strict=True):
+        both = or_calls(form, rules)
+        sequence = grammars.start(both.spec(), [9], 1)
+        mask = grammars.masks([(sequence, 0)])[0]
+        allowed = {PIECES[token][:1] for token in np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))}
+        assert allowed - {b"\n", b" "} == {b"<", *(sign.encode() for sign in wanted)}
+    own = StructuredOutputs(grammar='start: "x"')
+    assert or_calls(own, rules) is own
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}},
+        {"type": "object", "properties": {"a": {"$ref": "#"}}},
+        {"type": "object", "properties": {"a": {"$ref": "http://example.com"}}},
+        {"type": "object", "properties": {"a b": {"type": "string"}, "": {}, "x,y": {}}},
+        {"type": "object", "properties": {"a": 5, "b": {"type": 7}, "c": {"enum": "x"}, "d": {"anyOf": []}}, "required": "a"},
+        {"type": "object", "properties": {"a": {"enum": ['"', '<|"|>', "\n\\", {"b": 1}]}}},
+        {"type": "object", "properties": {"a": {"type": "string", "maxLength": -1, "minLength": 10**9}}},
+        {"type": "object", "properties": {"a": {"type": "array", "maxItems": 0}, "b": {"type": "array", "minItems": 3}}},
+        {},
+        None,
+    ],
+)
+def test_strange_schemas_still_make_a_grammar(grammars: Grammars, schema: Any) -> None:
+    tools = [{"function": {"name": "strange.tool-1", "parameters": schema}}]
+    for seed in range(4):
+        ((name, arguments),) = read_calls(walk(grammars, call_grammar(tools, one_call=True), seed))
+        assert name == "strange.tool-1"
+        assert isinstance(arguments, dict)
+
+
+def test_schemas_without_bound_are_refused() -> None:
+    wide = {"type": "object", "properties": {f"k{index}": {"type": "boolean"} for index in range(10_000)}}
+    with pytest.raises(BadRequest, match="too large"):
+        call_grammar([{"function": {"name": "wide", "parameters": wide}}])
+    deep: Any = {"type": "string"}
+    for _ in range(500):
+        deep = {"type": "array", "items": deep}
+    assert "any" in call_grammar([{"function": {"name": "deep", "parameters": {"type": "object", "properties": {"a": deep}}}}])
