@@ -112,7 +112,7 @@ class LLGuidance:
     def compile(self, kind: str, text: str) -> None:
         from culet.types import GrammarSpec
 
-        self._matcher = self._ours.compile_grammar(GrammarSpec(kind, text, is_strict=False), self._tokenizer)
+        self._matcher = self._ours.compile_grammar(GrammarSpec(kind, text), self._tokenizer)
 
     def fill(self) -> np.ndarray:
         self._bitmasks.fill_next_token_bitmask(self._matcher, self._mask, 0)
@@ -222,6 +222,43 @@ def cases() -> dict[str, tuple[str, str]]:
     return found | {name: ("regex", text) for name, text in regexes.items()}
 
 
+# Documents that break their schema: an engine must refuse the schema or the document.
+INVALID: list[tuple[dict[str, Any], str]] = [
+    ({"type": "integer", "multipleOf": 5}, "3"),
+    ({"type": "integer", "minimum": 5, "maximum": 9}, "3"),
+    ({"allOf": [{"type": "integer"}, {"minimum": 5}]}, "3"),
+    ({"allOf": [_object({"a": {"type": "integer"}}), {"required": ["b"]}]}, '{"a":1}'),
+    ({"type": "string", "not": {"const": "a"}}, '"a"'),
+    ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "[1,1]"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "3"),
+    ({"type": "string", "pattern": "^a+$", "maxLength": 2}, '"aaa"'),
+    ({"type": "object", "properties": {"a": {"type": "integer"}}, "minProperties": 1}, "{}"),
+]
+
+
+def judge(engine: Engine, schema: dict[str, Any], document: str) -> str:
+    """What an engine says of a document, byte by byte."""
+    try:
+        engine.compile("json_schema", json.dumps(schema))
+    except Exception:
+        return "refuses the schema"
+    for token_id in (*(120 + byte for byte in document.encode()), EOS[0]):
+        if not (int(engine.fill()[token_id >> 5]) >> (token_id & 31)) & 1:
+            return "refuses the document"
+        if token_id != EOS[0] and not engine.accept(token_id):
+            return "refuses the document"
+    return "ACCEPTS IT"
+
+
+def show_conformity(names: list[str]) -> None:
+    """Print what each engine says of documents that break their schemas."""
+    engines = {name: ENGINES[name](make_vocabulary(1000)) for name in names}
+    print(f"\n{'a document that breaks its schema':100} " + " ".join(f"{name:20}" for name in names))
+    for schema, document in INVALID:
+        verdicts = " ".join(f"{judge(engine, schema, document):20}" for engine in engines.values())
+        print(f"{document:8} {json.dumps(schema)[:90]:91} {verdicts}", flush=True)
+
+
 def _rss_mib() -> float:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize() / 2**20
@@ -305,13 +342,14 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=20.0, help="seconds for one grammar")
     parser.add_argument("--engine", choices=sorted(ENGINES), action="append", help="only this one")
     parser.add_argument("--case", default="", help="only grammars whose name contains this")
+    parser.add_argument("--only-conformity", action="store_true", help="only whether schemas are held, no times")
     options = parser.parse_args()
     print(f"vocabulary of {options.vocab} tokens; times of masks and tokens in microseconds")
     print(
         f"{'grammar':34} {'engine':11} {'compile ms':>10} {'mask p50':>8} {'p99':>8} {'max':>8} {'token':>9} {'MiB':>6}  note"
     )
     for name, (kind, text) in cases().items():
-        if options.case not in name:
+        if options.only_conformity or options.case not in name:
             continue
         for engine in options.engine or sorted(ENGINES):
             found = _trial(engine, options.vocab, kind, text, options.limit)
@@ -322,6 +360,8 @@ def main() -> None:
             print(f"{name:34} {engine:11} {compiled} {_percentiles(found.get('fills', []))} {token} {mib}  {note}", flush=True)
             if name.startswith("small") and "setup_s" in found:
                 print(f"{'':34} {engine:11} vocabulary made ready in {found['setup_s']:.2f} s, {found['setup_mib']:.0f} MiB")
+    if not options.case:
+        show_conformity(options.engine or sorted(ENGINES))
 
 
 if __name__ == "__main__":

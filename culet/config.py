@@ -114,7 +114,6 @@ class DraftChoice:
     num_speculative_tokens: int | None = None  # most drafts of a round; None: what the method is best at
     attention_backend: str = "auto"  # for the drafter's own layers; the target's is planned by itself
     position: str = "engine"  # mtp: where a drafted query stands, `engine` (last token with KV) or `hf` (the one after it)
-    head_dtype: str = "auto"  # mtp: precision of the drafter's head; `fp8` halves its bytes, drafts may change a little
     adaptive: bool = True  # fewer drafts, down to none, where they are not accepted
     probe: bool = True  # at start, look whether drafts are accepted at all
 
@@ -126,10 +125,8 @@ class DraftChoice:
         if count is not None and not 1 <= count <= MAX_DRAFTS:
             problem = f"got {count}, expected a whole number from 1 to {MAX_DRAFTS}"
             raise ConfigError(f"speculative-config: num_speculative_tokens: {problem}")
-        for name, choices in (("position", ("engine", "hf")), ("head_dtype", ("auto", "fp8"))):
-            if getattr(self, name) not in choices:
-                problem = f"got {getattr(self, name)!r}, expected {' or '.join(choices)}"
-                raise ConfigError(f"speculative-config: {name}: {problem}")
+        if self.position not in ("engine", "hf"):
+            raise ConfigError(f"speculative-config: position: got {self.position!r}, expected engine or hf")
 
 
 _DRAFT_HINT = """as in {"method": "mtp", "model": "google/gemma-4-E4B-it-assistant", "num_speculative_tokens": 3}"""

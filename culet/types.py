@@ -230,6 +230,7 @@ class Request:
     priority: int = 0  # lower goes first; equal ones go by arrival
     deadline: float | None = None  # on the scheduler's clock; None: no limit
     grammar: GrammarSpec | None = None  # what the output must look like
+    resume_points: tuple[int, ...] = ()  # how much of the prompt a later one may share with it: worth a checkpoint each
 
     def sampling_of(self, sample: int) -> Sampling:
         return replace(self.sampling, sample=sample)

@@ -29,6 +29,7 @@ from culet.config import Config
 from culet.engine.llm import LLM, Result
 from culet.errors import CuletError, InternalError
 from culet.log import logger
+from culet.scheduler.stats import SchedulerStats
 from culet.types import SamplingParams
 
 NEVER = "\x00 no model writes this \x00"  # a stop string that is looked for all the while
@@ -98,18 +99,32 @@ def measure(llm: LLM, row: Workload, *, best_of: int = 3, verdict: Verdict | Non
     details: dict[str, Any] = {}
     for number in range(row.repeats(best_of)):
         prompts = make_prompts(row, llm.engine.spec.vocab_size, seed=2 + number)
-        preempted = llm.engine.stats().counters.preemptions
+        before = llm.engine.stats()
         _synchronize(llm)
         began = time.perf_counter()
         results = llm.generate(prompts, _params(row))
         seconds = time.perf_counter() - began
         value, found = _evaluate(row, results, began, seconds)
         stats = llm.engine.stats()
-        found |= {"preemptions": stats.counters.preemptions - preempted, "num_pages": stats.num_pages}
+        found |= {"preemptions": stats.counters.preemptions - before.counters.preemptions, "num_pages": stats.num_pages}
+        found |= _draft_figures(before, stats)
         is_better = not runs or (value > max(runs) if row.is_larger_better else value < min(runs))
         details = found if is_better else details
         runs.append(value)
     return Measured(row, max(runs) if row.is_larger_better else min(runs), tuple(runs), details, verdict)
+
+
+def _draft_figures(before: SchedulerStats, after: SchedulerStats) -> dict[str, Any]:
+    """What drafting did between two moments; {} where nothing was drafted."""
+    counts = after.counters.since(before.counters)
+    if not counts.verifies:
+        return {}
+    return {
+        "tokens_per_verify": counts.tokens_per_verify,
+        "acceptance_by_place": list(counts.acceptance_at),
+        "verify_s": after.verify_seconds - before.verify_seconds,
+        "draft_s": after.draft_seconds - before.draft_seconds,
+    }
 
 
 def _synchronize(llm: LLM) -> None:

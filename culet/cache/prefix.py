@@ -123,6 +123,13 @@ class PrefixCache:
         """It was used: evict it later."""
         self._by_use.move_to_end(checkpoint)
 
+    def touch_at(self, tokens: Sequence[int], length: int, keys: PageKeys) -> None:
+        """The same for the checkpoint at `length` tokens, if there is one."""
+        node = self._nodes.get(keys.upto(tokens, length)[-1])
+        checkpoint = node.tails.get(tuple(tokens[length - length % self.page_tokens : length])) if node else None
+        if checkpoint is not None:
+            self.touch(checkpoint)
+
     def insert(self, tokens: Sequence[int], length: int, keys: PageKeys, tables: Sequence[PageTable]) -> None:
         """Keep what resumes `tokens` at `length`, out of the tables of the sequence that computed it."""
         key = keys.upto(tokens, length)[-1]

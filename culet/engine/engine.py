@@ -21,7 +21,7 @@ from culet.config import Config, DraftChoice, ScheduleConfig
 from culet.drafters.base import Drafter, DrafterSpec, cache_specs, open_drafter, plan_drafter, target_groups
 from culet.engine import memory
 from culet.engine.drafting import PROBE_PROMPT, PROBE_TOKENS, draft_policy, run_probe
-from culet.engine.requests import RequestRules, resolve_sampling
+from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN, RequestRules, resolve_sampling
 from culet.engine.start import StartTimes
 from culet.engine.structured import GrammarQueue
 from culet.engine.text import ChatTemplate, IncrementalDecoder, NumberTokenizer, StopMatcher, Tokenizer
@@ -128,7 +128,7 @@ class Engine:
             max_model_len=self.max_model_len,
             prefix_caching=config.cache.enable_prefix_caching,
             max_drafts=0 if drafter is None else drafter.max_drafts,
-            policy=self._draft_policy(),
+            policy=self._draft_policy(layout),
         )
         limits = {"max_num_seqs": schedule.max_num_seqs, "max_model_len": self.max_model_len}
         self._runner = Runner(model, pool, backends, **limits, drafter=drafter)
@@ -170,11 +170,11 @@ class Engine:
         groups = [group for group in layout.groups if group.name in drafter.readers(layout)]
         return {group.index: load(plan.path(group))(group, drafter.num_heads) for group in groups}
 
-    def _draft_policy(self) -> DraftPolicy | None:
+    def _draft_policy(self, layout: CacheLayout) -> DraftPolicy | None:
         drafter, choice = self.draft_spec, self.config.draft.choice
         if drafter is None or choice is None:
             return None
-        return draft_policy(self.spec, drafter, choice, self.device, self.dtype.itemsize)
+        return draft_policy(self.spec, drafter, choice, layout, self.device, self.dtype.itemsize)
 
     def _probe_drafts(self, choice: DraftChoice) -> None:
         """See by a short run whether drafts are accepted, and warn if not: nothing else would show it."""
@@ -277,6 +277,8 @@ class Engine:
             max_position=self.spec.max_position,
             max_model_len=self.max_model_len,
             max_num_seqs=self.config.schedule.max_num_seqs,
+            turn_id=self.tokenizer.token_id(TURN_TOKEN),
+            result_id=self.tokenizer.token_id(RESULT_TOKEN),
         )
 
     def add(self, request: Request, stop: Sequence[str] = ()) -> None:

@@ -11,6 +11,9 @@ from culet.errors import BadRequest, ContextTooLong
 from culet.types import ModelDefaults, Request, Sampling, SamplingParams
 
 
+TURN_TOKEN, RESULT_TOKEN = "<|turn>", "<tool_response|>"
+
+
 @dataclass(frozen=True)
 class RequestRules:
     """What a request is checked against and completed with: the model's defaults, and the limits of one engine."""
@@ -20,6 +23,8 @@ class RequestRules:
     max_position: int  # of the model
     max_model_len: int  # of this engine
     max_num_seqs: int
+    turn_id: int | None = None  # the token that opens a turn of a chat; None: the vocabulary has none
+    result_id: int | None = None  # the token that closes a tool's result
 
     def make_request(
         self,
@@ -51,7 +56,19 @@ class RequestRules:
             priority=priority,
             deadline=deadline,
             grammar=None if params.structured_outputs is None else params.structured_outputs.spec(),
+            resume_points=self._resume_points(prompt),
         )
+
+    def _resume_points(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        """Where the chat's next prompt may part from this one: before the turn that the model is to write, and behind its last result.
+
+        What follows there, such as an empty thought, and the thought that the model will write are left out of past turns.
+        """
+        turn, result = _last(prompt, self.turn_id), _last(prompt, self.result_id)
+        if turn is None:
+            return ()
+        points = (turn,) if result is None or result < turn else (turn, result + 1)
+        return tuple(point for point in points if 0 < point < len(prompt))
 
     def _max_tokens(self, prompt_len: int, asked: int | None) -> int:
         """Tokens that the output may have: as asked for if the context holds them, else refused with the arithmetic."""
@@ -69,6 +86,11 @@ class RequestRules:
                 hint=f"max_tokens of at most {limit - prompt_len}, a shorter prompt, or a larger --max-model-len",
             )
         return max_tokens
+
+
+def _last(token_ids: tuple[int, ...], wanted: int | None) -> int | None:
+    """Position of the last `wanted` among the tokens; None where there is none."""
+    return len(token_ids) - 1 - token_ids[::-1].index(wanted) if wanted in token_ids else None
 
 
 def resolve_sampling(params: SamplingParams, defaults: ModelDefaults, vocab_size: int) -> Sampling:

@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from culet.scheduler.stats import Counters
+
 START_ACCEPTANCE = 0.6  # what the first sequence is believed to accept
 PRIOR_WEIGHT = 4.0  # drafts that weigh as much as what others accepted
 DECAY = 0.9  # of older rounds of a sequence
 DECAY_OF_ALL = 0.99
+MOST_BELIEVED = 40.0  # drafts that what was found at start weighs
 LEAST_GAIN = 1.02  # drafting that promises less is not worth its risk
 TRIAL_SHARE = 0.01  # of the time, for trials of sequences that do not draft
 MIN_REST, MAX_REST = 16, 512  # steps between such trials
@@ -34,6 +37,10 @@ class StepCost:
     bytes_per_s: float
     flops_per_s: float
     wait_s: float  # per round: what no look-ahead hides
+    step_s: float = 0.0  # of a step, whatever it reads: its layers are started one after another
+    draft_s: float = 0.0  # of a drafter's pass, likewise
+    token_s: float = 0.0  # of each token of a step besides products: attention, norms, sampling
+    wait_per_seq_s: float = 0.0  # more of the wait for each sequence
 
     def step(self, num_tokens: int) -> float:
         """Seconds of a step of the target. More tokens touch more experts, as if each chose anew."""
@@ -41,14 +48,16 @@ class StepCost:
         if self.num_experts:
             touched = self.num_experts * (1.0 - (1.0 - self.top_k / self.num_experts) ** num_tokens)
         read = (self.dense_bytes + touched * self.expert_bytes) / self.bytes_per_s
-        return max(read, num_tokens * self.flops_per_token / self.flops_per_s)
+        products = max(read, num_tokens * self.flops_per_token / self.flops_per_s)
+        return self.step_s + num_tokens * self.token_s + products
 
     def round(self, num_seqs: int, num_drafts: int) -> float:
         """Seconds of a verify with `num_drafts` drafts for each sequence and of the drafting before it."""
         if num_drafts == 0:
             return self.step(num_seqs)
         passes = 1 if self.drafts_at_once else num_drafts
-        return self.step(num_seqs * (num_drafts + 1)) + passes * self.draft_bytes / self.bytes_per_s + self.wait_s
+        drafting = passes * (self.draft_bytes / self.bytes_per_s + self.draft_s)
+        return self.step(num_seqs * (num_drafts + 1)) + drafting + self.wait_s + num_seqs * self.wait_per_seq_s
 
 
 class Pace:
@@ -77,6 +86,13 @@ class DraftPolicy:
         self._of_all = Pace()
         self._best = lru_cache(maxsize=4096)(self._find_best)
         self._rest = lru_cache(maxsize=1024)(self._find_rest)
+
+    def believe(self, counters: Counters) -> None:
+        """Begin with what drafts were found to be worth: new sequences are believed to accept as many."""
+        # A draft is compared where all before it were accepted.
+        tried = sum(counters.drafted_at[:1]) + sum(counters.accepted_at[:-1])
+        weight = min(1.0, MOST_BELIEVED / tried) if tried else 0.0
+        self._of_all.tried, self._of_all.accepted = weight * tried, weight * sum(counters.accepted_at)
 
     def note(self, pace: Pace, num_drafts: int, num_accepted: int) -> None:
         """A verify of one sequence has come back."""

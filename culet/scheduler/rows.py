@@ -17,6 +17,7 @@ class PlannedRow:
     row: Row
     owner: Sequence
     drawers: list[Sequence]  # in the order of row.draw_slots
+    resume_points: tuple[int, ...] = ()  # lengths at which its pages can be resumed from, and are worth a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +30,32 @@ class RowShape:
     store_from: tuple[int, ...]  # per KV group
     num_missing: tuple[int, ...]  # fresh pages, per KV group
     draws: bool  # it reaches the sequence's last token
+    resume_points: tuple[int, ...]  # of the sequence's, those at which its pages can be resumed from
 
 
-def shape_row(one: Sequence, num_new: int, num_drafts: int) -> RowShape:
-    """A row of `num_new` tokens for `one`."""
+def shape_row(one: Sequence, num_new: int, num_drafts: int, *, first_point: int = 0) -> RowShape:
+    """A row of `num_new` tokens for `one`, which stores what resuming at its points from `first_point` on takes."""
     draws = num_new - num_drafts == one.num_uncomputed
     num_logits = num_new if one.is_scored_next else num_drafts + 1 if draws else 0
-    store_from = tuple([pages.first_stored(one.num_computed, num_new, num_logits) for pages in one.groups])
     end = one.num_computed + num_new
+    points = tuple([point for point in one.resume_points if first_point <= point <= end])
+    # A checkpoint can also be resumed from one token before its end, so that is the first query to see everything.
+    num_queries = max(num_logits, end - points[0] + 1) if points else num_logits
+    store_from = tuple([pages.first_stored(one.num_computed, num_new, num_queries) for pages in one.groups])
     missing = tuple([p.num_missing(end + p.ahead * draws, first) for p, first in zip(one.groups, store_from, strict=True)])
-    return RowShape(num_new, num_drafts, num_logits, store_from, missing, draws)
+    return RowShape(num_new, num_drafts, num_logits, store_from, missing, draws, points)
 
 
-def largest_row(grant: Grant, num_pages: int) -> RowShape | None:
-    """The granted row, without drafts or with a shorter chunk if `num_pages` do not suffice; None: not even one token."""
+def largest_row(grant: Grant, num_pages: int, num_spared: int) -> RowShape | None:
+    """The granted row, without drafts or with a shorter chunk if `num_pages` do not suffice; None: not even one token.
+
+    What only a resume point within it needs is stored where that leaves `num_spared` pages for others.
+    """
     num_new, num_drafts = grant.num_new, grant.num_drafts
     while True:
         shape = shape_row(grant.sequence, num_new, num_drafts)
+        if shape.resume_points and sum(shape.num_missing) + num_spared > num_pages:
+            shape = shape_row(grant.sequence, num_new, num_drafts, first_point=grant.sequence.num_computed + num_new)
         if sum(shape.num_missing) <= num_pages:
             return shape
         if num_new == 1:
@@ -81,4 +91,5 @@ def commit_row(one: Sequence, shape: RowShape, supply: PageSupply, num_wanted: i
     one.rows_in_flight += 1
     one.draws_in_flight += shape.draws
     one.awaits_drafts = bool(shape.num_drafts or num_wanted)
-    return PlannedRow(row, one, [one] if shape.draws else [])
+    one.resume_points = tuple([point for point in one.resume_points if point > end]) if one.resume_points else ()
+    return PlannedRow(row, one, [one] if shape.draws else [], shape.resume_points)

@@ -197,7 +197,8 @@ class Scheduler:
         """
         one = grant.sequence
         one.release_behind(self.supply)
-        while (shape := largest_row(grant, self.supply.available)) is None:
+        num_spared = len(self._running) * len(self.layout.groups)  # a page in each group for everybody
+        while (shape := largest_row(grant, self.supply.available, num_spared)) is None:
             if not may_preempt or self._running[-1] is one:
                 return []
             self._preempt(self._running[-1])
@@ -257,8 +258,7 @@ class Scheduler:
         if match.checkpoint is not None and not one.resume_from(match.checkpoint, match.resume, self.supply):
             return []
         one.prefill_end = len(one.tokens)
-        # Beyond the resume point others have computed the same pages and parted ways: the next one will hit there.
-        one.junction = match.known if match.resume < match.known < len(one.tokens) else 0
+        one.resume_points = self._resume_points(one, match)
         rows: list[PlannedRow] = []
         if not self._running or reserved + reserved_pages(one, self.budget) <= self.supply.available:
             one.slot = heapq.heappop(self._free_slots)
@@ -285,8 +285,21 @@ class Scheduler:
         limit = min(len(one.tokens) - 1, one.num_scored) if one.needs_scoring else len(one.tokens) - 1
         match = prefix.find(one.tokens, one.keys, limit)
         if match.checkpoint is not None:
-            prefix.touch(match.checkpoint)  # even if it must wait: better not evict it meanwhile
+            # Even if it must wait: better not evict it meanwhile, nor where the next prompt may part from this one.
+            prefix.touch(match.checkpoint)
+            for length in one.request.resume_points:
+                prefix.touch_at(one.tokens, length, one.keys)
         return match
+
+    def _resume_points(self, one: Sequence, match: Match) -> tuple[int, ...]:
+        """Lengths beyond the match that are worth a checkpoint: those that the request names, and a junction.
+
+        What others have computed beyond the match shows where prompts part ways: the next one will hit there.
+        """
+        if self.supply.prefix is None:
+            return ()
+        points = {*one.request.resume_points, match.known}
+        return tuple(sorted(point for point in points if match.resume < point < len(one.tokens)))
 
     def _count_prefix(self, one: Sequence, match: Match) -> None:
         if self.supply.prefix is None:
@@ -320,10 +333,12 @@ class Scheduler:
         return [sibling.entry() for sibling in forked]
 
     def _checkpoint_row(self, plan: PlannedRow) -> None:
-        """Keep a checkpoint where a prompt ends, and where prompts part ways."""
+        """Keep a checkpoint where a prompt ends, and where later ones may part from it: these last, to be evicted later."""
         one = plan.owner
-        if one.num_computed == one.junction or plan.row.start < one.prefill_end == one.num_computed:
+        if plan.row.start < one.prefill_end == one.num_computed:
             self._checkpoint(one, one.num_computed)
+        for length in plan.resume_points:
+            self._checkpoint(one, length)
 
     def _checkpoint(self, one: Sequence, length: int) -> None:
         prefix, tables = self.supply.prefix, one.raw_tables()

@@ -15,6 +15,7 @@ from culet.scheduler.supply import PageSupply
 from culet.types import Entry, FinishReason, PageTable, Request, Sampling
 
 HOLE = -1  # entry of a page that was never taken, since all its positions were skipped
+MAX_TRAIL = 32  # tokens behind a resume point that a chunk may go on for, instead of ending there
 MAX_SCORED_CHUNK = 256  # tokens of a chunk whose every logit is needed: the logits of the vocabulary are large
 
 
@@ -91,11 +92,11 @@ class GroupPages:
         self.reset(self.first, self.pages[:end])
         return beyond
 
-    def first_stored(self, start: int, num_new: int, num_logits: int) -> int:
-        """Position from which a row's new tokens leave KV: all that its last `num_logits` queries or a later step can see."""
+    def first_stored(self, start: int, num_new: int, num_queries: int) -> int:
+        """Position from which a row's new tokens leave KV: all that its last `num_queries` queries or a later step can see."""
         if self.reach is None:
             return start
-        return max(start, start + num_new - self.reach - max(num_logits, 1) + 1)
+        return max(start, start + num_new - self.reach - max(num_queries, 1) + 1)
 
     def num_missing(self, end: int, stored: int) -> int:
         """Fresh pages needed to hold positions `stored .. end - 1`."""
@@ -131,7 +132,7 @@ class Sequence:
         self.awaits_drafts = False  # its row in flight verifies drafts or asks for some: what comes next is not known
         self.pace = Pace()  # what of its drafts was accepted
         self.prefill_end = 0  # tokens to compute before the first draw after (re)admission
-        self.junction = 0  # position within the prompt where others parted ways; a chunk ends there
+        self.resume_points: tuple[int, ...] = ()  # lengths still to be computed that are worth a checkpoint, ascending
         self.num_scored = 0  # prompt positions whose log-probabilities were planned already
         self.num_cached = 0  # prompt tokens found in the prefix cache
         self.is_announced = False  # its first TokenDelta has left
@@ -185,14 +186,14 @@ class Sequence:
     @property
     def next_chunk(self) -> int:
         """Most tokens the next row may have besides drafts."""
-        ends = [self.num_computed + self.num_uncomputed]
-        if self.num_computed < self.junction:
-            ends.append(self.junction)
+        end = self.num_computed + self.num_uncomputed
         if self.is_scored_next:
-            ends.append(self.num_computed + MAX_SCORED_CHUNK)
+            end = min(end, self.num_computed + MAX_SCORED_CHUNK)
         elif self.needs_scoring:
-            ends.append(self.num_scored)
-        return min(ends) - self.num_computed
+            end = min(end, self.num_scored)
+        # A few tokens behind a resume point would make a step of their own: the row stores a little more instead.
+        end = next((point for point in self.resume_points if point < end - MAX_TRAIL), end)
+        return end - self.num_computed
 
     @property
     def num_useful_drafts(self) -> int:
@@ -225,7 +226,8 @@ class Sequence:
         for pages in self.groups:
             supply.give_back(pages.held)
             pages.reset(0, [])
-        self.num_computed = self.num_proposed = self.junction = 0
+        self.num_computed = self.num_proposed = 0
+        self.resume_points = ()
 
     def resume_from(self, checkpoint: Checkpoint, length: int, supply: PageSupply) -> bool:
         """Begin with the first `length` tokens computed: share full pages, copy those it will write into.

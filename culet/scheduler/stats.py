@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 
 @dataclass
@@ -53,6 +54,18 @@ class Counters:
     def acceptance_at(self) -> tuple[float, ...]:
         """Share of drafts that were accepted, by their place in a round."""
         return tuple(kept / count for kept, count in zip(self.accepted_at, self.drafted_at, strict=True))
+
+    def since(self, before: Counters) -> Counters:
+        """What happened after `before`, an earlier copy."""
+        change: dict[str, Any] = {}
+        for entry in fields(self):
+            now, then = getattr(self, entry.name), getattr(before, entry.name)
+            if isinstance(now, list):
+                then = [*then, *[0] * (len(now) - len(then))]
+                change[entry.name] = [a - b for a, b in zip(now, then, strict=True)]
+            else:
+                change[entry.name] = now - then
+        return Counters(**change)
 
     def copy(self) -> Counters:
         return replace(self, drafted_at=list(self.drafted_at), accepted_at=list(self.accepted_at))

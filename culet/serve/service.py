@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from culet import env
 from culet.config import Config, Limits, ServeConfig, read_limits
-from culet.engine.requests import RequestRules
+from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN, RequestRules
 from culet.engine.structured import make_grammar_check
 from culet.engine.text import ChatTemplate, NumberTokenizer, Tokenizer
 from culet.errors import ContextTooLong, CuletError, QueueFull, WorkerDied
@@ -159,6 +159,8 @@ class Service:
             max_position=facts.max_position,
             max_model_len=facts.max_model_len,
             max_num_seqs=facts.max_num_seqs,
+            turn_id=self.tokenizer.token_id(TURN_TOKEN),
+            result_id=self.tokenizer.token_id(RESULT_TOKEN),
         )
         self._spawn(self._watch(engine))
         self._spawn(self._sample(engine))

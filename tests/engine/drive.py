@@ -12,7 +12,8 @@ from culet.cache.spec import CacheLayout, KVGroup, KVSpec
 from culet.config import ScheduleConfig
 from culet.errors import CuletError
 from culet.scheduler.scheduler import Scheduler
-from culet.scheduler.sequence import HOLE, max_held_pages
+from culet.scheduler.rows import PlannedRow
+from culet.scheduler.sequence import HOLE, MAX_TRAIL, max_held_pages
 from culet.types import FinishReason, Request, Row, StepPlan, StepResult, TokenDelta
 from tests.samplings import PLAIN
 
@@ -44,10 +45,21 @@ def make_request(
     prompt_logprobs: int | None = None,
     priority: int = 0,
     deadline: float | None = None,
+    resume_points: tuple[int, ...] = (),
 ) -> Request:
     sampling = replace(PLAIN, seed=seed, logprobs=0, prompt_logprobs=prompt_logprobs)
     stop_token_ids = frozenset({STOP}) if stop else frozenset()
-    return Request(request_id, tuple(prompt), sampling, n, max_tokens, stop_token_ids, priority, deadline)
+    return Request(
+        request_id,
+        tuple(prompt),
+        sampling,
+        n,
+        max_tokens,
+        stop_token_ids,
+        priority,
+        deadline,
+        resume_points=resume_points,
+    )
 
 
 @dataclass
@@ -153,18 +165,35 @@ class Drive:
         assert arena.num_reclaimable == 0
 
 
+def num_kept_queries(plan: PlannedRow) -> int:
+    """Queries at the end of a row whose keys must all stay: those with logits, and those from the first resume point on."""
+    end = plan.row.start + plan.row.num_new
+    assert all(plan.row.start < point <= end and point > end - MAX_TRAIL - 1 for point in plan.resume_points)
+    return max(1, plan.row.num_logits, *(end - point + 1 for point in plan.resume_points))
+
+
+def audit_stored(scheduler: Scheduler, plan: PlannedRow) -> None:
+    """A row stores what somebody will see, and no more."""
+    row, end = plan.row, plan.row.start + plan.row.num_new
+    for group in scheduler.layout.groups:
+        rule = 0 if group.window is None else end - group.window - num_kept_queries(plan) + 1
+        assert row.store_from[group.index] == max(row.start, rule)
+
+
 def audit(scheduler: Scheduler) -> None:
     """Every page's references are exactly those of the sequences, checkpoints and copies that are there."""
     arena, prefix = scheduler.supply.arena, scheduler.supply.prefix
     held: Counter[int] = Counter(scheduler.supply.pending_sources)
-    last_row = {id(plan.owner): plan.row for _, planned in scheduler._in_flight for plan in planned}
+    last_plan = {id(plan.owner): plan for _, planned in scheduler._in_flight for plan in planned}
+    for plan in last_plan.values():
+        audit_stored(scheduler, plan)
     for one in scheduler._running:
         assert one.slot is not None
-        row = last_row.get(id(one))
-        num_new, num_logits = (row.num_new, row.num_logits) if row and one.rows_in_flight else (0, 0)
+        last = last_plan.get(id(one))
+        num_new, num_queries = (last.row.num_new, num_kept_queries(last)) if last and one.rows_in_flight else (0, 0)
         for pages in one.groups:
             held.update(pages.held)
-            bound = max_held_pages(pages.group, num_new, num_logits)
+            bound = max_held_pages(pages.group, num_new, num_queries)
             assert bound is None or len(pages.held) <= bound, f"{len(pages.held)} pages held, the bound is {bound}"
             assert pages.group.window is not None or HOLE not in pages.pages
     for one in scheduler._waiting:

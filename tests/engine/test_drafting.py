@@ -13,9 +13,11 @@ from draft_drive import DraftDrive, assert_same, greedy, make_prompt, make_reque
 from safetensors.torch import save_file
 
 from culet import LLM, SamplingParams
+from culet.cache.spec import plan_cache
 from culet.config import DraftChoice, build_config, read_draft_choice
-from culet.drafters.base import open_drafter
+from culet.drafters.base import cache_specs, open_drafter
 from culet.drafters.mtp_spec import MTPSpec
+from culet.engine.drafting import draft_policy
 from culet.engine.memory import least_slabs
 from culet.errors import ConfigError
 from culet.models.assistant import Assistant
@@ -23,10 +25,13 @@ from culet.models.assistant_spec import AssistantSpec, make_config
 from culet.models.checkpoint import RandomDraw, open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.random_weights import fill_randomly
+from culet.models.spec import read_spec
 from culet.models.tiny import write_checkpoint
+from culet.models.variants import VARIANTS
 from culet.sampling.sampler import History, TokenMasks, sample
 from culet.sampling.verify import count_accepted, force_accepted
 from culet.scheduler.pace import DraftPolicy, Pace, StepCost
+from culet.scheduler.stats import Counters
 
 MTP = DraftChoice("mtp", "random:", num_speculative_tokens=3)
 GEMMA = replace(greedy(), temperature=1.0, top_k=64, top_p=0.95)
@@ -318,6 +323,34 @@ def test_bad_drafts_cost_at_most_three_percent() -> None:
             if count:
                 policy.note(pace, count, 0)
         assert spent <= 1.03 * 512 * model.round(1, 0)
+
+
+def test_what_the_probe_found_is_believed() -> None:
+    policy = DraftPolicy(cost(**MOE), (1, 2, 3))
+    assert policy.wanted(Pace(), 1) == 0  # at what is believed without a probe, experts cost more than drafts bring
+    counters = Counters()
+    for accepted in (3, 3, 2, 3, 3, 3, 1, 3):
+        counters.count_verify(3, accepted)
+    policy.believe(counters)
+    assert policy._of_all.tried == 23
+    assert policy._of_all.accepted == 21
+    assert policy.wanted(Pace(), 1) == 3
+
+
+# Measured on an H200 with random weights (docs/LOG.md): a round of three drafts against a plain step, at 1, 8 and 32 sequences.
+MEASURED = {"31B": (1.11, 1.14, 1.35), "E4B": (1.46, 1.58, 1.81), "26B-A4B": (2.43, 2.01, 1.44)}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_costs_are_those_that_were_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    target = read_spec(VARIANTS[name])
+    drafter = open_drafter(MTP, target)
+    layout = plan_cache(cache_specs(target, drafter, 2, latent=True))
+    policy = draft_policy(target, drafter, MTP, layout, torch.device("cuda"), 2)
+    assert policy is not None
+    for num_seqs, measured in zip((1, 8, 32), MEASURED[name], strict=True):
+        assert policy.cost.round(num_seqs, 3) / policy.cost.round(num_seqs, 0) == pytest.approx(measured, rel=0.2)
 
 
 def test_policy_in_the_scheduler(one_target: Gemma4) -> None:

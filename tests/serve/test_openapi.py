@@ -45,6 +45,9 @@ def sensible(body: Any) -> Any:
         "output_format",
     ):
         body.pop(name, None)  # ids beyond the vocabulary, schemas that mean nothing: kept in the other half
+    if isinstance(body.get("tools"), list) and body["tools"]:  # made-up schemas become a grammar
+        is_anthropic = all(isinstance(tool, dict) and "input_schema" in tool for tool in body["tools"])
+        body["tool_choice"] = {"type": "any"} if is_anthropic else "required"
     if isinstance(body.get("tokens"), list):
         body["tokens"] = [token % 300 for token in body["tokens"] if isinstance(token, int)]
     return body

@@ -31,10 +31,11 @@ from training.data.chats import EMPTY_THOUGHT, Chat, Encoder, document, is_plain
 from training.data.corpus import tidy_turn
 from training.data.distill import Interview
 from training.data.filters import good_answer, plain_answer
+from training.data.gate_tools import TEST_NAMES
 from training.data.held_out import QUESTIONS, fault, gate_turns, normalised, without_faults
 from training.data.pack import write_part
 from training.data.questions import Prompt
-from training.data.tool_families import FAMILIES, TEST_NAMES
+from training.data.tool_families import FAMILIES
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ from typing import Any
 
 from training.data import arithmetic, definitions, facts, json_answers, tools
 from training.data.chats import Message
-from training.data.tool_families import CITIES, FAMILIES, TEST_NAMES
+from training.data.gate_tools import TEST_NAMES
+from training.data.tool_families import CITIES, FAMILIES
 
 FOLDER = Path(__file__).parent.parent / "questions"
 # Relation -> (how many questions, phrasings)

@@ -37,6 +37,7 @@ class Part:
     make: Callable[[random.Random, float], Iterator[Chat | str]]  # conversations, or plain texts; the number scales how many
     boost_main: float
     boost_last: float
+    is_made: bool = True  # by code: as much as one likes, so that its share does not grow with its size
 
 
 def _scaled(
@@ -91,10 +92,10 @@ def _lines(name: str) -> list[dict[str, Any]]:
 
 
 PARTS = (
-    Part("prose", _prose, 1.0, 0.1),
-    Part("dictionary", _dictionary, 0.6, 0.1),
-    Part("chitchat", _chitchat, 1.0, 0.3),
-    Part("distilled", _distilled, 2.0, 3.0),
+    Part("prose", _prose, 1.0, 0.1, is_made=False),
+    Part("dictionary", _dictionary, 0.6, 0.1, is_made=False),
+    Part("chitchat", _chitchat, 1.0, 0.3, is_made=False),
+    Part("distilled", _distilled, 2.0, 3.0, is_made=False),
     Part("world", _scaled(handwritten.make, 12_000), 1.5, 2.0),
     Part("compositions", _scaled(compositions.make, 12_000), 1.4, 1.8),
     Part("facts", _facts, 1.4, 1.8),

@@ -142,7 +142,8 @@ def main() -> None:
         found.update(pool.imap_unordered(pack, wanted, chunksize=1))
     entries = {part.name: found[part.name] for part in PARTS}
     for phase, boosts in (("main", [part.boost_main for part in PARTS]), ("last", [part.boost_last for part in PARTS])):
-        shown = [boost * entry["tokens"] for boost, entry in zip(boosts, entries.values(), strict=True)]
+        sizes = [entries[part.name]["tokens"] / (options.scale if part.is_made else 1) for part in PARTS]
+        shown = [boost * size for boost, size in zip(boosts, sizes, strict=True)]
         for entry, amount in zip(entries.values(), shown, strict=True):
             entry[f"weight_{phase}"] = round(amount / sum(shown), 5)
     shutil.copytree(own_tokenizer.FOLDER, folder / "tokenizer", dirs_exist_ok=True)

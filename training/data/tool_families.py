@@ -1,7 +1,7 @@
 """Families of tools: what they are called, what they take, how one asks for them, what comes back and how one says it.
 
 A parameter is (type, description, values): values are words to choose from, or "int LOW HIGH". A parameter whose name ends with ? is
-optional: it is given only when the question names it. The names in TEST_NAMES are kept for the tests and never trained.
+optional: it is given only when the question names it.
 """
 
 from __future__ import annotations
@@ -493,13 +493,3 @@ FAMILIES: dict[str, Family] = {
         "Your order {order_id} is {status}. | Order {order_id} is {status}.",
     ),
 }
-# Names of the tests alone. `check_overlap.py` shows that no training chat holds one of them.
-TEST_NAMES: dict[str, str] = {
-    "weather": "read_sky_report climate_probe", "time": "tell_hour zone_clock", "calculator": "number_cruncher sum_machine", "alarm": "morning_bell ring_at",
-    "timer": "sandglass egg_clock", "reminder": "nudge_later keep_in_mind", "email": "post_electronic compose_mail", "message": "drop_line whisper_to", "call": "telephone_now reach_out",
-    "translate": "word_bridge speak_foreign", "search": "crawl_pages explore_net", "music": "jukebox tune_up", "light": "glow_switch bulb_set", "heating": "cosy_level warm_up_room",
-    "shopping": "basket_add grocery_put", "stock": "market_peek equity_value", "currency": "coin_swap fx_rate", "route": "path_planner trip_lines", "hotel": "lodging_reserve bed_finder",
-    "table": "dine_reserve seat_booking", "event": "agenda_insert diary_entry", "note": "jot_down scribble", "population": "head_count census_of", "dice": "toss_cubes chance_cube",
-    "recipe": "dish_ideas kitchen_guide", "book": "shelf_search volume_finder", "train": "rail_board platform_info", "contact": "people_directory number_of", "order": "parcel_trace shipment_state",
-    "flight": "air_search sky_ticket",
-}  # fmt: skip

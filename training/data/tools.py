@@ -10,7 +10,8 @@ from typing import Any
 
 from training.data import arithmetic, conversations, definitions, facts, smalltalk, writing
 from training.data.chats import Chat, Message
-from training.data.tool_families import CITIES, FAMILIES, TEST_NAMES, TOPICS, Family
+from training.data.gate_tools import TEST_NAMES
+from training.data.tool_families import CITIES, FAMILIES, TOPICS, Family
 
 _VERBS = tuple(
     "get set find show make run start check list open read send create update delete load count watch plan pick sort move copy save mark scan test print share join split build draw".split()

@@ -1,0 +1,33 @@
+"""`culet bench draft` on a small model: lines as JSON and as a table, at a forced acceptance."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from culet.bench import drafts
+from culet.cli.main import run
+from culet.models.tiny import write_checkpoint
+
+
+@pytest.mark.parametrize("method", ["mtp", "dflash"])
+def test_lines(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(drafts, "NUM_ROUNDS", 6)
+    monkeypatch.setattr(drafts, "WARM_ROUNDS", 1)
+    folder, found = write_checkpoint(tmp_path / "model", "31B"), tmp_path / "lines.json"
+    choice = json.dumps({"method": method, "model": "random:", "num_speculative_tokens": 3})
+    words = ["--device", "cpu", "--num-seqs", "1,2", "--prompt-len", "20", "--max-model-len", "200", "--json", str(found)]
+    assert run(["bench", "draft", str(folder), "--speculative-config", choice, *words]) == 0
+    lines = json.loads(found.read_text())["lines"]
+    assert [line["num_seqs"] for line in lines] == [1, 2]
+    for line in lines:
+        assert line["speedup"] == pytest.approx(3 * line["plain_ms"] / line["round_ms"])
+        assert line["draft_graph_ms"] is None  # a CPU has no graphs
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_bad_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "draft", "random:31B", "--num-seqs", "1,x"]) == 1
+    assert "num-seqs: got '1,x'" in capsys.readouterr().err
