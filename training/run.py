@@ -70,6 +70,7 @@ class Plan:
     device: torch.device
     dtype: torch.dtype
     compiles: bool
+    start_from: Path | None  # checkpoints of an earlier run, to train on from
     sharpness: float  # the trained logits times this are the model's: a small model at temperature 1 would ramble otherwise
 
     def settings(self, stage: str) -> Settings:
@@ -113,6 +114,10 @@ class Run:
         if (self.folder("target") / "model.safetensors").exists():
             read_weights(target, self.folder("target"))
             return
+        if plan.start_from is not None:
+            read_weights(target, plan.start_from / "target")
+            with torch.no_grad():
+                target.final_gain.div_(plan.sharpness)  # it was put on the weights when they were written
         head = None
         if plan.compiles:
             head = torch.compile(next_token_loss)
@@ -199,6 +204,8 @@ class Run:
 
     def _train_drafter(self, stage: str, drafter: Assistant | DFlash) -> None:
         plan, own = self.plan, self.own_parts()
+        if plan.start_from is not None:
+            read_weights(drafter, plan.start_from / stage)
         text = self.phases[-1].weights
         total = sum(text.values())
         weights = {name: (1 - OWN_SHARE) * value / total for name, value in text.items()}
@@ -317,6 +324,7 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
         device=device,
         dtype=torch.bfloat16 if device.type == "cuda" or arguments.bfloat16 else torch.float32,
         compiles=device.type == "cuda",
+        start_from=arguments.start_from,
         sharpness=arguments.sharpness,
     )
 
@@ -330,6 +338,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", default="1e9,1e9,1e9", help="most steps of each stage")
     parser.add_argument("--rows", type=int, default=32, help="rows of a batch of the target's (default: 32)")
     parser.add_argument("--own-prompts", type=int, default=16_384, help="own outputs for the drafters, per temperature")
+    parser.add_argument("--start-from", type=Path, help="folder of an earlier run's checkpoints, to train on from")
     parser.add_argument("--sharpness", type=float, default=1.3, help="factor on the target's logits (default: 1.3)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--bfloat16", action="store_true", help="compute in it on a CPU, too")

@@ -168,7 +168,7 @@ class Drive:
 def num_kept_queries(plan: PlannedRow) -> int:
     """Queries at the end of a row whose keys must all stay: those with logits, and those from the first resume point on."""
     end = plan.row.start + plan.row.num_new
-    assert all(plan.row.start < point <= end and point > end - MAX_TRAIL - 1 for point in plan.resume_points)
+    assert all(plan.row.start < point <= end <= point + MAX_TRAIL for point in plan.resume_points)
     return max(1, plan.row.num_logits, *(end - point + 1 for point in plan.resume_points))
 
 

@@ -176,6 +176,118 @@ def test_a_hit_that_does_not_fit_beside_its_checkpoint_starts_from_nothing() -> 
     drive.check_end()
 
 
+# Resume points
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("length", [21, 24, 33, 64, 150])
+@pytest.mark.parametrize("trail", [1, 4, 7, 15])
+def test_a_prompt_that_parts_at_a_resume_point_computes_only_what_follows(length: int, trail: int, ahead: bool) -> None:
+    """As a chat's next turn does, which lacks the end of the prompt before; pages of 4 and 8, chunks of up to 64 tokens."""
+    drive = make(ahead=ahead)
+    point = length - trail
+    assert computed(drive, make_request("a", prompt(length), 1, stop=False, resume_points=(point,))) == length
+    num_steps = drive.scheduler.counters.steps
+    assert num_steps == -(-length // 64)  # it costs no step of its own
+    assert computed(drive, make_request("b", [*prompt(point), 41, 42, 43], 1)) == 3
+    assert drive.told["b", 0].num_cached == point
+    # Just up to there: one token less is still at hand.
+    assert computed(drive, make_request("c", prompt(point), 1)) == 1
+    assert computed(drive, endless("d", length, 1)) == 1
+    drive.check_end()
+
+
+def test_without_resume_points_that_prompt_starts_from_nothing() -> None:
+    drive = make()
+    assert computed(drive, endless("a", 33, 1)) == 33
+    assert computed(drive, make_request("b", [*prompt(26), 41, 42, 43], 1)) == 29
+    drive.check_end()
+
+
+def test_ten_turns_that_leave_out_the_end_of_each_prompt() -> None:
+    drive, history = make(budget=32), prompt(40)
+    for turn in range(10):
+        asked = [*history, *prompt(9, turn), 7, 7, 7, 7, 7]
+        point = len(asked) - 4
+        drive.add(make_request(str(turn), asked, 12, stop=False, resume_points=(point,)))
+        drive.run()
+        if turn:
+            assert drive.told[str(turn), 0].num_cached == before
+        before, history = point, [*asked[:point], *drive.told[str(turn), 0].tokens]
+    drive.check_end()
+
+
+def test_a_chunk_ends_at_a_resume_point_far_from_its_own_end() -> None:
+    drive = make(budget=512, num_pages=400)
+    drive.add(make_request("a", prompt(300), 1, stop=False, resume_points=(100, 280, 290)))
+    sizes = []
+    while drive.scheduler.has_work:
+        plan = drive.step()
+        sizes += [(row.start, row.num_new, row.store_from[0]) for row in plan.rows] if plan else []
+    # A window of 8: the first chunk stores what sees its last token, the second what sees token 279.
+    assert sizes == [(0, 100, 92), (100, 200, 272)]
+    for number, point in enumerate((100, 280, 290)):
+        assert computed(drive, make_request(str(number), [*prompt(point), 41, 42], 1)) == 2
+    drive.check_end()
+
+
+def test_a_chunk_border_at_any_place_around_a_resume_point() -> None:
+    for budget in range(1, 24):
+        drive = make(budget=budget)
+        assert computed(drive, make_request("a", prompt(23), 1, stop=False, resume_points=(17, 20))) == 23
+        assert computed(drive, make_request("b", [*prompt(20), 41, 42], 1)) == 2
+        assert computed(drive, make_request("c", [*prompt(17), 41, 42], 1)) == 2
+        drive.check_end()
+
+
+def test_a_resume_point_waits_for_no_page() -> None:
+    """Where pages are short the row is planned without it, and nothing else changes."""
+    tight, plain = ({}, {}), []
+    for points in ((), (30,)):
+        drive = make(make_layout((4, 1), (None, 8)), num_pages=13)  # 5 of the window, 5 of the prompt and the drawn, 3 more
+        drive.add(make_request("a", prompt(38), 2, stop=False, resume_points=points))
+        sizes = []
+        while drive.scheduler.has_work:
+            plan = drive.step()
+            sizes += [(row.start, row.num_new, row.store_from) for row in plan.rows] if plan else []
+        plain.append(sizes)
+        drive.check_end()
+    assert plain[0] == plain[1], tight
+
+
+def test_a_resume_point_beside_samples_and_drafts() -> None:
+    for max_drafts in (0, 4):
+        drive = make(make_layout((8, 4), (None, 8), (None, 6, 5)), max_drafts=max_drafts)
+        drive.add(make_request("a", prompt(45), 14, n=3, stop=False, resume_points=(38,)))
+        drive.run()
+        assert computed(drive, make_request("b", [*prompt(38), 41, 42], 1)) == 2
+        drive.check_end()
+
+
+def test_the_resume_point_of_a_preempted_prompt_is_there_again() -> None:
+    drive = make(make_layout((8, 4), (None, 4)), num_pages=40, budget=16)
+    drive.add(endless("a", 4, 120))
+    drive.step()
+    drive.add(make_request("b", prompt(40, 1), 60, stop=False, resume_points=(34,)))
+    drive.run()
+    assert drive.scheduler.counters.preemptions > 0
+    assert computed(drive, make_request("c", [*prompt(34, 1), 41, 42], 1)) == 2
+    drive.check_end()
+
+
+def test_a_resume_point_that_is_named_again_is_not_the_next_to_be_evicted() -> None:
+    drive = make()
+    chat = make_request("a", prompt(40), 1, stop=False, resume_points=(20,))
+    assert computed(drive, chat) == 40
+    assert computed(drive, make_request("other", prompt(40, 1), 1)) == 40
+    # Tools' results go on in the same turn, whose beginning is where the turn after it will part.
+    assert computed(drive, make_request("b", [*prompt(40), 41], 1, resume_points=(20,))) == 1
+    prefix = drive.scheduler.supply.prefix
+    assert prefix is not None
+    assert prefix.checkpoints()[0].length == 40
+    assert [one.length for one in prefix.checkpoints()[-3:]].count(20) == 1
+
+
 # Log-probabilities of the prompt
 
 

@@ -64,7 +64,7 @@ class Walk:
         return [self.random.randrange(VOCAB) for _ in range(length)]
 
     def _prompt(self) -> list[int]:
-        """A fresh one, one that begins like others, or an earlier one with its answer: a further turn."""
+        """A fresh one, one that begins like others, or a further turn: an earlier one with its answer, or up to a resume point."""
         kind, limit = self.random.random(), self.world.max_prompt
         if kind < 0.2 or not self.drive.requests:
             return self._tokens(self.random.randint(1, limit))
@@ -72,13 +72,18 @@ class Walk:
             return (self.random.choice(self.stems) + self._tokens(self.random.randint(0, 20)))[:limit]
         earlier = self.random.choice(list(self.drive.requests.values())[-20:])
         tokens = list(earlier.prompt_token_ids) + self.drive.told[earlier.request_id, 0].tokens
+        if earlier.resume_points and self.random.random() < 0.6:
+            tokens = tokens[: self.random.choice(earlier.resume_points)]
         return (tokens + self._tokens(self.random.randint(0, 3)))[:limit]
 
     def _request(self) -> Request:
-        chance = self.random.random
+        chance, prompt = self.random.random, self._prompt()
+        num_points = self.random.choice((0, 0, 1, 2))
+        # Most near the prompt's end, where a generation prompt begins; some anywhere.
+        begin = len(prompt) - 8 if chance() < 0.7 else 1
         return make_request(
             f"r{len(self.drive.requests)}",
-            self._prompt(),
+            prompt,
             self.random.randint(1, self.world.max_tokens),
             n=self.random.choice((1, 1, 1, 2, 4)),
             seed=self.random.randrange(3),
@@ -86,6 +91,7 @@ class Walk:
             prompt_logprobs=0 if chance() < 0.1 else None,
             priority=self.random.choice((0, 0, 0, 1)),
             deadline=self.now + self.random.randint(0, 60) if chance() < 0.05 else None,
+            resume_points=tuple(sorted({self.random.randint(max(1, begin), len(prompt)) for _ in range(num_points)})),
         )
 
     def _someone(self) -> list[tuple[str, int | None]]:

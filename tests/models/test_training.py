@@ -77,6 +77,15 @@ def test_a_stage_that_is_done_is_not_done_again(work: Path, pack: Path, entries:
     assert (work / "embedded/target/model.safetensors").stat().st_mtime_ns == before
 
 
+def test_trained_on_from_checkpoints(work: Path, pack: Path, entries: list[dict], tmp_path: Path) -> None:
+    """After one step it still knows what it knew; a fresh model would be at log(832) = 6.7."""
+    options = ["--pack", str(pack), "--work", str(tmp_path), "--mini", "--device", "cpu", "--rows", "8", "--stages", "target"]
+    assert main([*options, "--steps", "1,1,1", "--start-from", str(work / "embedded")]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    before, after = (next(e["losses"] for e in log if e.get("event") == "held out") for log in (entries, lines))
+    assert after["chat"] < before["chat"] + 1
+
+
 @torch.no_grad()
 def test_logits_are_those_of_transformers(work: Path, target: Target) -> None:
     from transformers import AutoModelForCausalLM

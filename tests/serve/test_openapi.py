@@ -45,6 +45,11 @@ def sensible(body: Any) -> Any:
         "output_format",
     ):
         body.pop(name, None)  # ids beyond the vocabulary, schemas that mean nothing: kept in the other half
+    for name in ("background", "previous_response_id"):
+        body.pop(name, None)
+    if isinstance(body.get("messages"), list) and len(str(body)) % 2:  # half of the conversations make sense, too
+        body["messages"] = [{"role": "user", "content": "Hello"}]
+        body.pop("prompt", None)
     if isinstance(body.get("tools"), list) and body["tools"]:  # made-up schemas become a grammar
         is_anthropic = all(isinstance(tool, dict) and "input_schema" in tool for tool in body["tools"])
         body["tool_choice"] = {"type": "any"} if is_anthropic else "required"

@@ -16,7 +16,7 @@ NAMES = (
 _MEMORIES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     # what the user says, the reply, the later question, the answer, the values
     (
-        ("My name is {v}.", "I'm {v}.", "Hi, I'm {v}.", "Hello! My name is {v}.", "You can call me {v}.", "I am {v}, nice to meet you."),
+        ("My name is {v}.", "I'm {v}.", "Hi, I'm {v}.", "Hello! My name is {v}.", "Hi! My name is {v}.", "Good morning, I am {v}.", "Hey, I'm {v}!", "My friends call me {v}.", "You can call me {v}.", "I am {v}, nice to meet you."),
         ("Nice to meet you, {v}!", "Hello, {v}! How can I help you?", "Hi {v}! It is nice to meet you."),
         ("What is my name?", "Do you remember my name?", "What's my name?", "Who am I?", "What did I say my name was?", "Can you tell me my name?"),
         ("Your name is {v}.", "You are {v}.", "You told me that your name is {v}."),
@@ -175,7 +175,16 @@ def _same_subject(rng: random.Random) -> Chat:
     turns: list[str] = []
     if rng.random() < 0.35:
         opening = rng.choice(
-            ("I want to travel to {c}.", "I am learning about {c}.", "Let's talk about {c}.", "I am going to {c} next month.")
+            (
+                "I want to travel to {c}.",
+                "I am learning about {c}.",
+                "Let's talk about {c}.",
+                "I am going to {c} next month.",
+                "I would like to visit {c}.",
+                "We are planning a trip to {c}.",
+                "My friend comes from {c}.",
+                "I have never been to {c}.",
+            )
         ).format(c=country)
         turns += [
             opening,
@@ -311,8 +320,56 @@ def _word(rng: random.Random) -> Chat:
     return talk("threads", *turns)
 
 
+_THING_ASKS = {
+    "home of an animal": (("Where does it live?", "Where can I find it?", "And where does it live?"), "It lives in {v}."),
+    "sound": (("What sound does it make?", "Which sound does it make?", "What does it sound like?"), "It {v}."),
+    "number of legs": (("How many legs does it have?", "And how many legs has it?"), "It has {v} legs."),
+    "young animal": (("What is its baby called?", "What are its young called?"), "Its baby is called {a}."),
+    "kind": (("What kind of thing is it?", "What sort of thing is that?"), "It is {v}."),
+    "plural": (("What is the plural of the word?", "What is its plural?"), "The plural is {v}."),
+}
+
+
+def _same_thing(rng: random.Random) -> Chat:
+    """Several questions about one thing, named once; some of them with yes or no."""
+    tables = {name: dict(facts.RELATIONS[name].rows) for name in _THING_ASKS}
+    things = [
+        word
+        for word in definitions.simple_words()
+        if word.kind == "n" and sum(word.word in table for table in tables.values()) >= 2
+    ]
+    word = rng.choice(things)
+    opening = rng.choice(
+        (
+            "What is {a}?",
+            "Tell me what {a} is.",
+            "Do you know what {a} is?",
+            "Tell me about {a}.",
+            "I saw {a} today. What is it exactly?",
+        )
+    )
+    turns = [opening.format(a=word.named), facts.capitalised(f"{word.named} is {word.gloss}.")]
+    known = [name for name in tables if word.word in tables[name]]
+    for name in rng.sample(known, min(len(known), rng.choice((1, 2, 2)))):
+        asks, form = _THING_ASKS[name]
+        value = tables[name][word.word]
+        if name == "kind" and rng.random() < 0.6:
+            other = rng.choice([kind for kind in sorted(set(tables["kind"].values())) if kind != value])
+            is_right = rng.random() < 0.5
+            turns += [
+                rng.choice(("Is it {}?", "So is it {}?")).format(value if is_right else other),
+                f"Yes, it is {value}." if is_right else f"No, it is {value}.",
+            ]
+        else:
+            turns += [rng.choice(asks), facts.capitalised(form.format(v=value, a=f"a {value}"))]
+    if rng.random() < 0.3:
+        asks, answers = smalltalk.TALK["thanks"]
+        turns += [rng.choice(asks), rng.choice(answers)]
+    return talk("threads", *turns)
+
+
 _MAKERS: tuple[tuple[Callable[[random.Random], Chat], float], ...] = (
-    (_remember, 0.32), (_other_subject, 0.2), (_same_subject, 0.18), (_shorter, 0.12), (_corrected, 0.06), (_sums, 0.06), (_word, 0.06),
+    (_remember, 0.32), (_same_thing, 0.16), (_other_subject, 0.2), (_same_subject, 0.18), (_shorter, 0.12), (_corrected, 0.06), (_sums, 0.06), (_word, 0.06),
 )  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from training.data import facts
 from training.data.chats import Chat, talk
+from training.data.made_up import made_up_word
+from training.data.simple_definitions import GLOSSES
 from training.data.tool_families import CITIES, DAYS, ITEMS, NAMES, TIMES
 
 Record = dict[str, Any]
@@ -161,23 +163,49 @@ def _renamed(name: str, rng: random.Random) -> str:
     return rng.choice((name, name, *_OTHER_NAMES[name]))
 
 
+_KEYS = tuple(word for word in GLOSSES if word.isalpha())
+
+
+def _random_key(rng: random.Random) -> str:
+    """A key that can only be copied from the schema."""
+    return "_".join(made_up_word(rng) if rng.random() < 0.3 else rng.choice(_KEYS) for _ in range(rng.choice((1, 1, 2))))
+
+
 def _list(rng: random.Random) -> Chat:
     """An array of words or numbers."""
     if rng.random() < 0.6:
-        words = rng.sample((*_COLOURS, *_FOODS, *_PETS, *_SPORTS), rng.randint(2, 5))
-        text, key, kind = ", ".join(words[:-1]) + " and " + words[-1], rng.choice(("items", "words", "things", "list")), _STRING
+        words = rng.sample(rng.choice((CITIES, NAMES, (*_COLOURS, *_FOODS, *_PETS, *_SPORTS))), rng.randint(2, 5))
+        text, key, kind = (
+            ", ".join(words[:-1]) + " and " + words[-1],
+            _random_key(rng) if rng.random() < 0.5 else rng.choice(("items", "words", "things", "list")),
+            _STRING,
+        )
         value: list[Any] = words
     else:
         numbers = rng.sample(range(1, 99), rng.randint(2, 5))
         text, key, kind, value = (
             ", ".join(map(str, numbers)),
-            rng.choice(("numbers", "values", "list")),
+            _random_key(rng) if rng.random() < 0.5 else rng.choice(("numbers", "values", "list")),
             _INTEGER,
             list(numbers),
         )
     schema = schema_of([(key, {"type": "array", "items": kind})])
     system, question = _said(
-        rng.choice(("The list: {}.", "We have {}.", "Here they are: {}.", "I see {}.")).format(text), schema, rng, key
+        rng.choice(
+            (
+                "The list: {}.",
+                "We have {}.",
+                "Here they are: {}.",
+                "I see {}.",
+                "We go to {}.",
+                "First come {}.",
+                "I like {}.",
+                "They are called {}.",
+            )
+        ).format(text),
+        schema,
+        rng,
+        key,
     )
     return talk("json", question, json.dumps({key: value}), system=system)
 
@@ -190,7 +218,7 @@ def _judge(rng: random.Random) -> Chat:
         W=what.capitalize(), w=what, a=rng.choice(_GOOD if good else _BAD), n=rng.choice(NAMES)
     )
     if rng.random() < 0.65:
-        key = rng.choice(("sentiment", "mood", "opinion", "tone"))
+        key = _random_key(rng) if rng.random() < 0.3 else rng.choice(("sentiment", "mood", "opinion", "tone"))
         schema = schema_of(
             [(key, {"type": "string", "enum": rng.choice((["positive", "negative"], ["positive", "negative", "neutral"]))})]
         )
@@ -222,7 +250,7 @@ def _answer(rng: random.Random) -> Chat:
         ]
     )
     subject, value = rng.choice(relation.rows)
-    key = rng.choice(("answer", "result", "value", relation.name.replace(" ", "_")))
+    key = _random_key(rng) if rng.random() < 0.4 else rng.choice(("answer", "result", "value", relation.name.replace(" ", "_")))
     schema = schema_of([(key, _STRING)])
     question = facts.capitalised(rng.choice(relation.asks).format(s=subject))
     rule = rng.choice(_SCHEMA).format(s=json.dumps(schema))
@@ -252,6 +280,6 @@ def _nested(rng: random.Random) -> Chat:
 
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
     """`count` chats."""
-    makers, weights = (_extract, _list, _judge, _answer, _nested), (0.5, 0.14, 0.14, 0.12, 0.1)
+    makers, weights = (_extract, _list, _judge, _answer, _nested), (0.42, 0.24, 0.14, 0.1, 0.1)
     for _ in range(count):
         yield rng.choices(makers, weights)[0](rng)

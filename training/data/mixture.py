@@ -105,8 +105,8 @@ PARTS = (
     Part("threads", _scaled(conversations.make, 24_000), 1.2, 1.6),
     Part("writing", _scaled(writing.make, 18_000), 1.0, 1.0),
     Part("stories", _scaled(writing.make_stories, 5_000), 0.7, 0.5),
-    Part("tools", _scaled(tools.make, 12_000), 0.9, 0.9),
-    Part("json", _scaled(json_answers.make, 8_000), 0.9, 0.9),
+    Part("tools", _scaled(tools.make, 12_000), 1.6, 1.6),
+    Part("json", _scaled(json_answers.make, 12_000), 1.5, 1.5),
     Part("thinking", _scaled(thinking.make, 5_000), 0.8, 0.8),
 )
 

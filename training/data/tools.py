@@ -11,7 +11,9 @@ from typing import Any
 from training.data import arithmetic, conversations, definitions, facts, smalltalk, writing
 from training.data.chats import Chat, Message
 from training.data.gate_tools import TEST_NAMES
-from training.data.tool_families import CITIES, FAMILIES, TOPICS, Family
+from training.data.made_up import made_up_word
+from training.data.simple_definitions import GLOSSES, VERBS
+from training.data.tool_families import CITIES, COMPANIES, FAMILIES, NAMES, TOPICS, Family
 
 _VERBS = tuple(
     "get set find show make run start check list open read send create update delete load count watch plan pick sort move copy save mark scan test print share join split build draw".split()
@@ -60,10 +62,13 @@ def declare(name: str, text: str, properties: dict[str, Any], required: list[str
     return {"type": "function", "function": {"name": name, "description": text, "parameters": parameters}}
 
 
-def value_of(values: tuple[str, ...] | str, kind: str, rng: random.Random) -> Any:
+def value_of(values: tuple[str, ...] | str, kind: str, rng: random.Random, made_up: float = 0.0) -> Any:
+    """One of the values; with the chance `made_up` a name that is in no list, where names are wanted."""
     if isinstance(values, str):
         _, low, high = values.split()
         return rng.randint(int(low), int(high))
+    if made_up and values in (CITIES, NAMES, COMPANIES) and rng.random() < made_up:
+        return made_up_word(rng).capitalize()
     chosen = rng.choice(values)
     return int(chosen) if kind == "integer" else chosen
 
@@ -81,8 +86,27 @@ def declare_family(family: Family, rng: random.Random, name: str | None = None) 
         properties[key.rstrip("?")] = schema
         if not key.endswith("?"):
             required.append(key)
-    chosen = name or _varied(rng.choice(family.names), rng)
+    chosen = name or (random_name(rng) if rng.random() < 0.6 else _varied(rng.choice(family.names), rng))
     return Declared(chosen, declare(chosen, rng.choice(family.texts), properties, required))
+
+
+_WORDS = tuple(word for word in (*GLOSSES, *VERBS, *_VERBS, *_NOUNS) if word.isalpha())
+_TESTED = frozenset(name for names in TEST_NAMES.values() for name in names.split())
+
+
+def random_name(rng: random.Random) -> str:
+    """A name that says nothing of what the tool does, so that it can only be copied from the declaration."""
+    while True:
+        words = [
+            made_up_word(rng) if rng.random() < 0.25 else rng.choice(_WORDS)
+            for _ in range(rng.choices((1, 2, 3), (0.15, 0.65, 0.2))[0])
+        ]
+        if rng.random() < 0.12:
+            name = words[0] + "".join(word.capitalize() for word in words[1:])
+        else:
+            name = "_".join(words)
+        if name not in _TESTED:
+            return name
 
 
 def _varied(name: str, rng: random.Random) -> str:
@@ -97,7 +121,9 @@ def _varied(name: str, rng: random.Random) -> str:
     return name
 
 
-def fill(family: Family, rng: random.Random, asks: tuple[str, ...] | None = None) -> tuple[str, dict[str, Any], str]:
+def fill(
+    family: Family, rng: random.Random, asks: tuple[str, ...] | None = None, made_up: float = 0.0
+) -> tuple[str, dict[str, Any], str]:
     """A question, its arguments, and the template it came from."""
     ask = rng.choice(asks or family.asks)
     named = set(re.findall(r"\{(\w+)\}", ask))
@@ -105,9 +131,9 @@ def fill(family: Family, rng: random.Random, asks: tuple[str, ...] | None = None
     for key, (kind, _, values) in family.parameters.items():
         bare = key.rstrip("?")
         if bare in named:
-            arguments[bare] = value_of(values, kind, rng)
+            arguments[bare] = value_of(values, kind, rng, made_up)
     if {"start", "end"} <= named and arguments["start"] == arguments["end"]:
-        return fill(family, rng, asks)
+        return fill(family, rng, asks, made_up)
     text = ask.format(**arguments)
     return facts.capitalised(text), arguments, ask
 
@@ -161,7 +187,7 @@ def _calling(rng: random.Random) -> Iterator[Chat]:
     key = rng.choice(list(FAMILIES))
     family = FAMILIES[key]
     tool = declare_family(family, rng)
-    question, arguments, _ = fill(family, rng)
+    question, arguments, _ = fill(family, rng, made_up=0.15)
     tools = _shuffled(rng, [tool, *_others(rng, {key, *_NEAR.get(key, ())}, list(FAMILIES))])
     user: Message = {"role": "user", "content": question}
     calls: Message = {"role": "assistant", "tool_calls": [_call(tool.name, arguments)]}
@@ -217,7 +243,7 @@ def _parallel(rng: random.Random) -> Iterator[Chat]:
         for key in (first, second):
             family = FAMILIES[key]
             tool = declare_family(family, rng)
-            text, arguments, _ = fill(family, rng, tuple(ask for ask in family.asks if not ask.endswith("?")))
+            text, arguments, _ = fill(family, rng, tuple(ask for ask in family.asks if not ask.endswith("?")), made_up=0.15)
             declared.append(tool)
             calls.append(_call(tool.name, arguments))
             texts.append(text.rstrip(".!"))
@@ -275,7 +301,7 @@ def _not_calling(rng: random.Random, plain: list[Chat]) -> Iterator[Chat]:
         yield Chat("tools", _messages(rng.choice(_SYSTEMS), *chat.messages), _shuffled(rng, tools))
         return
     key = rng.choice(list(FAMILIES))
-    question, _, _ = fill(FAMILIES[key], rng)
+    question, _, _ = fill(FAMILIES[key], rng, made_up=0.15)
     tools = _others(rng, {key, *_NEAR.get(key, ())}, list(FAMILIES)) or [
         declare_family(FAMILIES[rng.choice([n for n in FAMILIES if n != key and n not in _NEAR.get(key, ())])], rng)
     ]
@@ -337,7 +363,6 @@ def make(rng: random.Random, count: int) -> Iterator[Chat]:
         *facts.make(rng, 1), *arithmetic.make(rng, 300), *definitions.make_simple(rng, 1), *smalltalk.make(rng, 700),
         *writing.make(rng, 300), *writing.make_stories(rng, 100), *conversations.make(rng, 200),
     ]  # fmt: skip
-    forbidden = {name for names in TEST_NAMES.values() for name in names.split()}
     made = 0
     while made < count:
         chance = rng.random()
@@ -351,6 +376,6 @@ def make(rng: random.Random, count: int) -> Iterator[Chat]:
             else _not_calling(rng, plain)
         )
         for chat in chats:
-            if not any(tool["function"]["name"] in forbidden for tool in chat.tools):
+            if not any(tool["function"]["name"] in _TESTED for tool in chat.tools):
                 yield chat
                 made += 1
