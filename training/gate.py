@@ -248,9 +248,10 @@ def measure_drafting(model: str, scores: Scores) -> None:
         for method, name in DRAFTERS.items():
             choice = {"method": method, "model": str(folder / name), "adaptive": False, "probe": False}
             with LLM(model, device="cpu", dtype="float32", speculative_config=json.dumps(choice)) as llm:
-                llm.generate([prompts[index] for index in kept], [params[index] for index in kept])
-                counters = llm.engine.stats().counters
-            emitted[f"{method} at temperature {temperature:g}"] = round(1 + counters.accepted_tokens / counters.verifies, 3)
+                results = llm.generate([prompts[index] for index in kept], [params[index] for index in kept])
+                verifies = llm.engine.stats().counters.verifies
+            drawn = sum(len(result.token_ids) - 1 for result in results)  # the first token comes with the prompt
+            emitted[f"{method} at temperature {temperature:g}"] = round(drawn / verifies, 3)
     scores.details[DRAFTING] = emitted
     scores.details["chats drafted, and left out as repetitive"] = [len(prompts), len(prompts) - len(kept)]
 

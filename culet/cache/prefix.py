@@ -8,6 +8,9 @@ One token more of window is kept wherever it is at hand (always at the end of a 
 resumes at p - 1: a resumed request must compute at least one token to have logits, and so the very same prompt hits at
 its last token while a longer one hits at p.
 
+Checkpoints are kept at the end of a prompt and of an answer, where prompts were seen to part, and at the points that a
+request names: a chat's next prompt begins like this one only up to the model's turn.
+
 Found by content: each full page of tokens has a key chained from the key before it, and the tokens behind the last full
 page are the checkpoint's tail. A look-up walks the keys of the prompt as far as they are known and then tries tails from
 the deepest page back: no checkpoint is compared that does not lie on the way. The chain starts from a salt, which will

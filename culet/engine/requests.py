@@ -10,7 +10,6 @@ from culet.engine.text import check_token_ids
 from culet.errors import BadRequest, ContextTooLong
 from culet.types import ModelDefaults, Request, Sampling, SamplingParams
 
-
 TURN_TOKEN, RESULT_TOKEN = "<|turn>", "<tool_response|>"
 
 
@@ -60,9 +59,9 @@ class RequestRules:
         )
 
     def _resume_points(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        """Where the chat's next prompt may part from this one: before the turn that the model is to write, and behind its last result.
+        """Where a chat's next prompt may part from this one: before the turn that the model is to write, and behind results.
 
-        What follows there, such as an empty thought, and the thought that the model will write are left out of past turns.
+        Templates leave out of past turns what follows there: the beginning of a thought, and what the model thinks.
         """
         turn, result = _last(prompt, self.turn_id), _last(prompt, self.result_id)
         if turn is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from culet.scheduler.budget import Grant
-from culet.scheduler.sequence import Sequence
+from culet.scheduler.sequence import MAX_TRAIL, Sequence
 from culet.scheduler.supply import PageSupply
 from culet.types import Row
 
@@ -38,7 +38,7 @@ def shape_row(one: Sequence, num_new: int, num_drafts: int, *, first_point: int 
     draws = num_new - num_drafts == one.num_uncomputed
     num_logits = num_new if one.is_scored_next else num_drafts + 1 if draws else 0
     end = one.num_computed + num_new
-    points = tuple([point for point in one.resume_points if first_point <= point <= end])
+    points = tuple([point for point in one.resume_points if max(first_point, end - MAX_TRAIL) <= point <= end])
     # A checkpoint can also be resumed from one token before its end, so that is the first query to see everything.
     num_queries = max(num_logits, end - points[0] + 1) if points else num_logits
     store_from = tuple([pages.first_stored(one.num_computed, num_new, num_queries) for pages in one.groups])

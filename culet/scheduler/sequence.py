@@ -15,7 +15,7 @@ from culet.scheduler.supply import PageSupply
 from culet.types import Entry, FinishReason, PageTable, Request, Sampling
 
 HOLE = -1  # entry of a page that was never taken, since all its positions were skipped
-MAX_TRAIL = 32  # tokens behind a resume point that a chunk may go on for, instead of ending there
+MAX_TRAIL = 32  # tokens that a chunk may go on for behind a resume point: so few are not worth a step of their own
 MAX_SCORED_CHUNK = 256  # tokens of a chunk whose every logit is needed: the logits of the vocabulary are large
 
 
@@ -191,9 +191,9 @@ class Sequence:
             end = min(end, self.num_computed + MAX_SCORED_CHUNK)
         elif self.needs_scoring:
             end = min(end, self.num_scored)
-        # A few tokens behind a resume point would make a step of their own: the row stores a little more instead.
-        end = next((point for point in self.resume_points if point < end - MAX_TRAIL), end)
-        return end - self.num_computed
+        # A chunk ends at a resume point, unless few tokens lie before or behind it: where behind, the row stores more instead.
+        low, high = self.num_computed + MAX_TRAIL, end - MAX_TRAIL
+        return next((point for point in self.resume_points if low < point < high), end) - self.num_computed
 
     @property
     def num_useful_drafts(self) -> int:

@@ -11,8 +11,8 @@ from fake_runner import STOP, FakeRunner, expected_tokens
 from culet.cache.spec import CacheLayout, KVGroup, KVSpec
 from culet.config import ScheduleConfig
 from culet.errors import CuletError
-from culet.scheduler.scheduler import Scheduler
 from culet.scheduler.rows import PlannedRow
+from culet.scheduler.scheduler import Scheduler
 from culet.scheduler.sequence import HOLE, MAX_TRAIL, max_held_pages
 from culet.types import FinishReason, Request, Row, StepPlan, StepResult, TokenDelta
 from tests.samplings import PLAIN

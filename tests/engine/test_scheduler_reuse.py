@@ -6,6 +6,7 @@ import pytest
 from drive import Drive, endless, first_seed, make, make_layout, make_request, prompt, row_of
 from fake_runner import STOP
 
+from culet.scheduler.sequence import MAX_TRAIL
 from culet.types import FinishReason, Request
 
 # Samples
@@ -205,15 +206,14 @@ def test_without_resume_points_that_prompt_starts_from_nothing() -> None:
 
 
 def test_ten_turns_that_leave_out_the_end_of_each_prompt() -> None:
-    drive, history = make(budget=32), prompt(40)
+    drive, history, reusable = make(budget=32), prompt(40), 0
     for turn in range(10):
         asked = [*history, *prompt(9, turn), 7, 7, 7, 7, 7]
         point = len(asked) - 4
         drive.add(make_request(str(turn), asked, 12, stop=False, resume_points=(point,)))
         drive.run()
-        if turn:
-            assert drive.told[str(turn), 0].num_cached == before
-        before, history = point, [*asked[:point], *drive.told[str(turn), 0].tokens]
+        assert drive.told[str(turn), 0].num_cached == reusable
+        reusable, history = point, [*asked[:point], *drive.told[str(turn), 0].tokens]
     drive.check_end()
 
 
@@ -231,6 +231,19 @@ def test_a_chunk_ends_at_a_resume_point_far_from_its_own_end() -> None:
     drive.check_end()
 
 
+def test_a_resume_point_that_saves_little_makes_no_chunk() -> None:
+    drive = make(budget=512, num_pages=400)
+    drive.add(make_request("a", prompt(300), 1, stop=False, resume_points=(1, MAX_TRAIL, MAX_TRAIL + 1)))
+    plan = drive.step()
+    assert row_of(plan, 0).num_new == MAX_TRAIL + 1  # which keeps all three, since the first two lie so near
+    drive.run()
+    drive.add(make_request("b", prompt(300, 1), 1, stop=False, resume_points=(1, MAX_TRAIL)))
+    plan = drive.step()
+    assert (row_of(plan, 0).num_new, row_of(plan, 0).store_from) == (300, (292, 0))
+    drive.run()
+    drive.check_end()
+
+
 def test_a_chunk_border_at_any_place_around_a_resume_point() -> None:
     for budget in range(1, 24):
         drive = make(budget=budget)
@@ -242,17 +255,16 @@ def test_a_chunk_border_at_any_place_around_a_resume_point() -> None:
 
 def test_a_resume_point_waits_for_no_page() -> None:
     """Where pages are short the row is planned without it, and nothing else changes."""
-    tight, plain = ({}, {}), []
-    for points in ((), (30,)):
-        drive = make(make_layout((4, 1), (None, 8)), num_pages=13)  # 5 of the window, 5 of the prompt and the drawn, 3 more
+    planned = {}
+    for num_pages, points in ((13, ()), (13, (30,)), (30, (30,))):
+        drive = make(make_layout((4, 1), (None, 8)), num_pages)  # 5 pages of the prompt and 4 of its window; the point's take 9
         drive.add(make_request("a", prompt(38), 2, stop=False, resume_points=points))
-        sizes = []
-        while drive.scheduler.has_work:
-            plan = drive.step()
-            sizes += [(row.start, row.num_new, row.store_from) for row in plan.rows] if plan else []
-        plain.append(sizes)
+        planned[num_pages, points] = row_of(drive.step(), 0)
+        drive.run()
         drive.check_end()
-    assert plain[0] == plain[1], tight
+    assert planned[13, ()] == planned[13, (30,)]
+    assert planned[13, ()].store_from == (34, 0)
+    assert planned[30, (30,)].store_from == (26, 0)
 
 
 def test_a_resume_point_beside_samples_and_drafts() -> None:

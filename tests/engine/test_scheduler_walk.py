@@ -64,7 +64,7 @@ class Walk:
         return [self.random.randrange(VOCAB) for _ in range(length)]
 
     def _prompt(self) -> list[int]:
-        """A fresh one, one that begins like others, or a further turn: an earlier one with its answer, or up to a resume point."""
+        """A fresh one, one that begins like others, or a further turn: an earlier one with its answer, or to a resume point."""
         kind, limit = self.random.random(), self.world.max_prompt
         if kind < 0.2 or not self.drive.requests:
             return self._tokens(self.random.randint(1, limit))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -188,7 +189,9 @@ def grow(server: Running, num_turns: int, num_tokens: int, question: str = "") -
 
 def test_growing_conversation(tiny: Running) -> None:
     cached = grow(tiny, 12, 8, question="the stone is held to the wheel " * 12)
-    assert cached[-1] > cached[len(cached) // 2] > 0, "later turns begin where earlier ones ended"
+    assert all(earlier < later for earlier, later in itertools.pairwise(cached)), (
+        "each turn begins where the last one's answer did"
+    )
     tiny.check_well()
 
 

@@ -31,7 +31,8 @@ from culet.types import FinishReason, ModelDefaults, Request, SamplingParams
 
 def make_request(name: str = "0", max_tokens: int = 4, n: int = 1, deadline: float | None = None) -> Request:
     sampling = resolve_sampling(SamplingParams(seed=1, logit_bias={3: -1.5}), ModelDefaults(suppress_token_ids=(7,)), 512)
-    return Request(name, (2, 5, 9), sampling, n, max_tokens, frozenset({1, 106}), priority=-3, deadline=deadline)
+    rest = {"priority": -3, "deadline": deadline, "resume_points": (1, 2)}
+    return Request(name, (2, 5, 9), sampling, n, max_tokens, frozenset({1, 106}), **rest)
 
 
 COMMANDS = [

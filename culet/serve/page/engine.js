@@ -3,7 +3,7 @@
 import { call } from "./api.js";
 import { element } from "./markdown.js";
 
-const SPAN_S = 300; // what a plot shows
+const SPANS_S = [60, 120, 300]; // a plot shows the shortest that holds all samples, at most the last
 const PERIOD_MS = 1000;
 const HEIGHT = 160;
 const LEFT = 44;
@@ -24,7 +24,7 @@ function plots() {
   const found = [
     { title: "Tokens per second", text: rate, lines: [["out", (s) => s.output_tokens_per_s], ["in", (s) => s.prompt_tokens_per_s]] },
     { title: "Time to first token, ms", text: rate, lines: [["median", (s) => s.ttft_ms]] },
-    { title: "Requests", text: (value) => value.toFixed(0), lines: [["running", (s) => s.running], ["waiting", (s) => s.waiting]] },
+    { title: "Requests", text: (value) => (Number.isInteger(value) ? String(value) : ""), lines: [["running", (s) => s.running], ["waiting", (s) => s.waiting]] },
     {
       title: "Cache in use",
       text: percent,
@@ -55,17 +55,18 @@ function roundUp(value) {
 function drawPlot({ title, text, lines, top }) {
   const width = document.querySelector(".plot svg")?.clientWidth || 500;
   const now = samples.at(-1).time;
-  const shown = samples.filter((sample) => sample.time > now - SPAN_S);
+  const span = SPANS_S.find((seconds) => samples[0].time > now - seconds) ?? SPANS_S.at(-1);
+  const shown = samples.filter((sample) => sample.time > now - span);
   const values = lines.map(([, of]) => shown.map((sample) => [sample.time, of(sample) ?? null]));
   const limit = top ?? roundUp(Math.max(...values.flat().map(([, value]) => value ?? 0)));
-  const x = (time) => LEFT + ((time - now + SPAN_S) / SPAN_S) * (width - LEFT);
+  const x = (time) => LEFT + ((time - now + span) / span) * (width - LEFT);
   const y = (value) => 6 + (1 - value / limit) * (HEIGHT - BOTTOM - 6);
   const picture = shape("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": title });
   for (const share of [0, 0.5, 1]) {
     picture.append(shape("line", { class: "rule", x1: LEFT, x2: width, y1: y(share * limit), y2: y(share * limit) }));
     picture.append(shape("text", { x: LEFT - 6, y: y(share * limit) + 4, "text-anchor": "end" }, text(share * limit)));
   }
-  picture.append(shape("text", { x: LEFT, y: HEIGHT - 3 }, `${SPAN_S / 60} min ago`));
+  picture.append(shape("text", { x: LEFT, y: HEIGHT - 3 }, `${span / 60} min ago`));
   picture.append(shape("text", { x: width, y: HEIGHT - 3, "text-anchor": "end" }, "now"));
   values.forEach((points, index) => {
     let path = "";
@@ -120,7 +121,7 @@ async function refresh(complain) {
     const since = samples.at(-1)?.time ?? 0;
     const live = await (await call(`live?since=${since}`)).json();
     const known = since && live.samples.length && live.samples[0].time < since ? [] : samples; // the server began anew
-    samples = [...known, ...live.samples].slice(-2 * SPAN_S);
+    samples = [...known, ...live.samples].slice(-2 * SPANS_S.at(-1));
     if (samples.length) draw(live);
     if (live.has_plan && !isPlanShown) await showPlan();
   } catch (error) {
