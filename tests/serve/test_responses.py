@@ -11,7 +11,7 @@ import openai
 import pytest
 from conftest import ANSWER
 from running import Running
-from test_structured import SCHEMA
+from test_structured_requests import SCHEMA
 
 TOOL: Any = {
     "type": "function",
