@@ -101,10 +101,11 @@ def test_client_gone(tiny: Running, stream: bool) -> None:
         else:
             with pytest.raises(httpx.ReadTimeout):
                 client.post("/v1/chat/completions", json=body, timeout=0.5)
-    left_at = time.monotonic()
-    wait_for(tiny.is_at_rest, 1.0, "pages to come back")
-    assert time.monotonic() - left_at < 1.0
-    assert tiny.stats()["scheduler"]["counters"]["cancelled"] == before + 1
+
+    def is_cancelled() -> bool:  # figures come twice a second: those from before the request show rest, too
+        return bool(tiny.stats()["scheduler"]["counters"]["cancelled"] == before + 1) and tiny.is_at_rest()
+
+    wait_for(is_cancelled, 1.0, "the work to be cancelled and pages to come back")
     tiny.check_well()
 
 
