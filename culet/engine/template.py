@@ -10,26 +10,21 @@ first message (about 0.1 s) and stays, so that a template is compiled once.
 from __future__ import annotations
 
 import json
-import os
-import select
-import subprocess
-import sys
 import threading
-import time
-import weakref
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from culet.engine.messages import check_messages, check_tools
-from culet.errors import BadRequest, CheckpointError, InternalError
+from culet.errors import BadRequest, CheckpointError
+from culet.line_process import LineProcess
 
 BUILT_IN = Path(__file__).with_name("gemma4.jinja")
 TIME_LIMIT_S = 5.0
-START_LIMIT_S = 60.0  # for the process to start: a matter of the machine, not of the template
 MAX_CHARS = 16 << 20  # of rendered text: above the longest context, whose tokens have a few characters each
 MAX_BYTES = 2 << 30  # of the process's address space
+# -P keeps the script's folder out of the module path: our modules must not hide the ones that Jinja imports.
+_WORKER = ("-P", str(Path(__file__).with_name("template_worker.py")))
 _SPECIAL_TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
 
@@ -62,7 +57,7 @@ class ChatTemplate:
         }
         self._time_limit_s = time_limit_s
         self._lock = threading.Lock()
-        self._process: _Process | None = None
+        self._process: LineProcess | None = None
 
     @classmethod
     def of_checkpoint(cls, folder: str | Path, *, empty_thought: bool) -> ChatTemplate:
@@ -118,7 +113,7 @@ class ChatTemplate:
             self._end()
         try:
             if self._process is None:
-                self._process = _Process()
+                self._process = LineProcess(_WORKER, "renders chat templates")
                 reply = self._process.ask(json.dumps(self._setup), self._time_limit_s)
                 if "error" in reply:
                     raise CheckpointError(
@@ -141,63 +136,6 @@ class ChatTemplate:
         if "error" in reply:
             raise BadRequest(f"chat template ({self.origin}): {reply['error']}")
         return str(reply["text"])
-
-
-class _Process:
-    """A running template_worker; `ask` sends one line and waits for one."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            # -P keeps the script's folder out of the module path: our modules must not hide the ones that Jinja imports.
-            [sys.executable, "-P", str(Path(__file__).with_name("template_worker.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for us alone
-        )
-        self._rest = b""
-        self.end = weakref.finalize(self, _end_process, self._process)  # also at exit
-        try:
-            self._receive(START_LIMIT_S)
-        except OSError as error:  # a timeout is one, too
-            self.end()
-            raise InternalError(f"the process that renders chat templates did not start: {error}") from error
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def ask(self, line: str, limit_s: float) -> dict[str, Any]:
-        """Send a line, return the answer. Raises TimeoutError, or another OSError where the process is gone."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(line.encode() + b"\n")
-        self._process.stdin.flush()
-        return self._receive(limit_s)
-
-    def _receive(self, limit_s: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        deadline = time.monotonic() + limit_s
-        source = self._process.stdout.fileno()
-        pieces = [self._rest]
-        while b"\n" not in pieces[-1]:
-            if not select.select([source], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise TimeoutError("no answer in time")
-            piece = os.read(source, 1 << 20)
-            if not piece:
-                raise ConnectionError("the process ended")
-            pieces.append(piece)
-        line, _, self._rest = b"".join(pieces).partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
-def _end_process(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with suppress(OSError):  # unsent bytes to a dead process
-                pipe.close()
-    process.wait()
 
 
 def _read_json(path: Path) -> dict[str, Any]:

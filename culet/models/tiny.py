@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from torch import Tensor
 from culet.errors import CheckpointError, CuletError, exit_code
 from culet.models.spec import LayerSpec, ModelSpec, read_spec
 from culet.registry import lookup
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 # What a shape keeps of its big sister is its structure; the numbers are small.
 _BASE: dict[str, Any] = {
@@ -77,6 +80,7 @@ _FIRST_IDS: dict[int, tuple[str, ...]] = {
     110: ("<|image>", "<image|>", "<|image|>", "<|audio>", "<audio|>", "<|audio|>", "<|video|>"),
 }
 SPECIAL_TOKENS = {first + index: name for first, names in _FIRST_IDS.items() for index, name in enumerate(names)}
+SPACE_MARK = "\u2581"
 _NUM_RESERVED = 120  # ids below are special or unused, then come 256 bytes, then what was learnt from the text
 
 _TEXT = """
@@ -189,11 +193,10 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def _write_tokenizer(folder: Path, vocab_size: int | None) -> tuple[int, slice]:
     """Train a small BPE on the text above and write it in Gemma's form; returns the vocabulary's size and the learnt part."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
+    from tokenizers import Tokenizer, models, normalizers, trainers
 
-    space = normalizers.Replace(" ", "\u2581")
     learner = Tokenizer(models.BPE())
-    learner.normalizer = space
+    learner.normalizer = normalizers.Replace(" ", SPACE_MARK)
     # The text is fed word by word, so that no merge crosses a word.
     words = [word for line in _TEXT.split("\n") for word in line.replace(" ", "\n ").split("\n") if word]
     learner.train_from_iterator(words, trainers.BpeTrainer(vocab_size=512, show_progress=False, special_tokens=[]))
@@ -211,25 +214,34 @@ def _write_tokenizer(folder: Path, vocab_size: int | None) -> tuple[int, slice]:
     pieces += [f"<unused{index}>" for index in range(len(pieces), size)]
 
     merges = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ")) for merge in learnt["merges"]]
-    vocab = {piece: index for index, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = space
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIAL_TOKENS.values()])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": "<bos>",
-            "eos_token": "<eos>",
-            "pad_token": "<pad>",
-            "unk_token": "<unk>",
-            "padding_side": "left",
-            "model_max_length": 1 << 30,
-        },
-    )
+    make_tokenizer(pieces, merges).save(str(folder / "tokenizer.json"))
+    _write_json(folder / "tokenizer_config.json", tokenizer_config(1 << 30))
     return size, words_part
+
+
+def make_tokenizer(pieces: Sequence[str], merges: Sequence[tuple[str, str]]) -> Tokenizer:
+    """Gemma's kind of BPE: the space as a mark, bytes to fall back on, the special tokens; ids are places in `pieces`."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab, list(merges), unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE_MARK)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIAL_TOKENS.values()])
+    return tokenizer
+
+
+def tokenizer_config(max_length: int) -> dict[str, Any]:
+    """tokenizer_config.json for such a tokenizer."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "padding_side": "left",
+        "model_max_length": max_length,
+    }
 
 
 def _write_weights(path: Path, spec: ModelSpec, words: slice, dtype: torch.dtype, seed: int) -> None:

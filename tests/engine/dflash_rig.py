@@ -12,6 +12,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 from dflash_oracle import DFlashOracle
+from real_steps import check_pages, compute_at_once, run_to_end
 
 from culet.attention.reference import ReferenceBackend
 from culet.cache.pool import Pool
@@ -28,7 +29,7 @@ from culet.models.tiny import write_checkpoint
 from culet.models.weights import load_model
 from culet.runner.runner import Runner
 from culet.scheduler.scheduler import Scheduler
-from culet.types import Entry, PageTable, Request, Row, StepPlan
+from culet.types import Request
 from tests.samplings import GREEDY
 
 MAX_LEN = 160
@@ -150,36 +151,14 @@ class Rig:
 
     def run(self, *requests: Request, cancel_at: dict[int, str] | None = None) -> dict[tuple[str, int], list[int]]:
         """Tokens by (request id, sample); `cancel_at` ends requests after so many steps."""
-        for request in requests:
-            self.scheduler.add(request)
-        out: dict[tuple[str, int], list[int]] = {}
-        step = 0
-        while self.scheduler.has_work:
-            plan = self.scheduler.schedule()
-            assert plan is not None
-            self.scheduler.apply(self.runner.execute(plan))
-            step += 1
-            if cancel_at and step in cancel_at:
-                self.scheduler.cancel(cancel_at[step])
-            for delta in self.scheduler.deltas():
-                out.setdefault((delta.request_id, delta.sample), []).extend(delta.token_ids)
-        return out
+        return run_to_end(self.scheduler, self.runner.execute, *requests, cancel_at=cancel_at)
 
     def check_pages(self) -> None:
-        """Nothing is held any more but what checkpoints keep."""
-        arena = self.scheduler.supply.arena
-        assert arena.num_free + arena.num_reclaimable == arena.num_pages
-        self.scheduler.drop_checkpoints()
-        assert arena.num_free == arena.num_pages
+        check_pages(self.scheduler)
 
 
 def make_request(name: str, prompt: list[int], num_tokens: int = 20, sampling=GREEDY, n: int = 1) -> Request:
     return Request(name, tuple(prompt), sampling, n, num_tokens, frozenset())
-
-
-def make_prompt(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(1000 * seed + length)
-    return torch.randint(120, 600, (length,), generator=generator).tolist()
 
 
 def taps_of(pair: Pair, tokens: list[int]) -> dict[int, Tensor]:
@@ -189,26 +168,8 @@ def taps_of(pair: Pair, tokens: list[int]) -> dict[int, Tensor]:
     pool = Pool(layout, 200, torch.float32, model.device)
     backends = [ReferenceBackend(group, model.spec.layers[0].num_heads) for group in layout.groups]
     runner = Runner(model, pool, backends, max_num_seqs=1, max_model_len=len(tokens) + 1)
-    tables, page = [], 0
-    for group in layout.groups:
-        count = group.pages_for(len(tokens))
-        tables.append(PageTable(0, tuple(range(page, page + count))))
-        page += count
-    found: list[dict[int, Tensor]] = []
-    original = model.forward
-
-    def capture(batch, pool, backends, taps=()):
-        hidden = original(batch, pool, backends, pair.spec.taps)
-        found.append({tap: stream.cpu() for tap, stream in hidden.tapped.items()})
-        return hidden
-
-    row = Row(0, 0, len(tokens), len(tokens), tuple(tables), (0,) * len(tables))
-    model.forward = capture
-    try:
-        runner.execute(StepPlan(0, (Entry(0, tuple(tokens), len(tokens), GREEDY),), (), (row,)))
-    finally:
-        del model.forward
-    return found[0]
+    hidden = compute_at_once(model, runner, layout, tokens, pair.spec.taps)
+    return {tap: stream.cpu() for tap, stream in hidden.tapped.items()}
 
 
 def assert_like_oracle(pair: Pair, rounds: list[Round], at_least: int, tolerance: float = 1e-4) -> None:

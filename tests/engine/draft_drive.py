@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from real_steps import check_pages, run_to_end
 from torch import Tensor
 
 from culet.attention.reference import ReferenceBackend
@@ -25,7 +26,7 @@ from culet.models.tiny import write_checkpoint
 from culet.models.weights import load_model
 from culet.runner.runner import Runner
 from culet.scheduler.scheduler import Scheduler
-from culet.types import Request, Sampling, StepResult
+from culet.types import Request, Sampling, StepPlan, StepResult
 
 CPU = torch.device("cpu")
 CLOSE = 1e-4  # two best logits nearer than this may change places
@@ -108,33 +109,19 @@ class DraftDrive:
 
     def run(self, *requests: Request, cancel_at: Mapping[int, str] | None = None) -> dict[tuple[str, int], list[int]]:
         """Tokens by (request id, sample); `cancel_at` ends requests after so many steps."""
-        for request in requests:
-            self.scheduler.add(request)
-        out: dict[tuple[str, int], list[int]] = {}
-        while self.scheduler.has_work:
-            plan = self.scheduler.schedule()
-            assert plan is not None
+
+        def execute(plan: StepPlan) -> StepResult:
             self.results.append(self.runner.execute(plan))
-            self.scheduler.apply(self.results[-1])
-            if cancel_at and len(self.results) in cancel_at:
-                self.scheduler.cancel(cancel_at[len(self.results)])
-            for delta in self.scheduler.deltas():
-                out.setdefault((delta.request_id, delta.sample), []).extend(delta.token_ids)
-        return out
+            return self.results[-1]
+
+        return run_to_end(self.scheduler, execute, *requests, cancel_at=cancel_at)
 
     def check_pages(self) -> None:
-        """Nothing is held any more but what checkpoints keep."""
-        arena = self.scheduler.supply.arena
-        assert arena.num_free + arena.num_reclaimable == arena.num_pages
+        check_pages(self.scheduler)
 
 
 def make_request(name: str, prompt: Sequence[int], sampling: Sampling, num_tokens: int = 20, n: int = 1) -> Request:
     return Request(name, tuple(prompt), sampling, n, num_tokens, frozenset())
-
-
-def make_prompt(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(1000 * seed + length)
-    return torch.randint(120, 600, (length,), generator=generator).tolist()
 
 
 def sequences(requests: Sequence[Request], out: Mapping[tuple[str, int], Sequence[int]]) -> dict[int, list[int]]:

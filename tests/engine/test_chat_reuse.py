@@ -16,6 +16,7 @@ import dflash_rig
 import draft_drive
 import pytest
 import torch
+from real_steps import make_prompt
 
 from culet import LLM, SamplingParams
 from culet.config import DraftChoice
@@ -143,7 +144,7 @@ def test_turns_with_an_assistant(tmp_path: Path, budget: int) -> None:
     def make_request(name: str, prompt: list[int]) -> Any:
         return draft_drive.make_request(name, prompt, draft_drive.greedy(), 10)
 
-    words = draft_drive.make_prompt(60)
+    words = make_prompt(60)
     mtp = DraftChoice("mtp", "random:", num_speculative_tokens=3)
     rig = draft_drive.DraftDrive(target, mtp, prefix_caching=True, budget=budget)
     assert turns(rig, make_request, words) == turns(draft_drive.DraftDrive(target, None), make_request, words)
@@ -158,7 +159,7 @@ def test_turns_with_a_drafter_that_has_pages(tmp_path: Path, budget: int) -> Non
     def make_request(name: str, prompt: list[int]) -> Any:
         return dflash_rig.make_request(name, prompt, 10)
 
-    words = dflash_rig.make_prompt(60)
+    words = make_prompt(60)
     rig = dflash_rig.Rig(pair, prefix_caching=True, budget=budget)
     assert turns(rig, make_request, words) == turns(dflash_rig.Rig(pair, drafts=False), make_request, words)
     dflash_rig.assert_like_oracle(pair, rig.rounds, at_least=6 * 8)

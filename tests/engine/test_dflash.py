@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from dflash_rig import Pair, Rig, assert_like_oracle, make_pair, make_prompt, make_request
+from dflash_rig import Pair, Rig, assert_like_oracle, make_pair, make_request
+from real_steps import make_prompt
 
 from culet.errors import InternalError
 from tests.samplings import GREEDY

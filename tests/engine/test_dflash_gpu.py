@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dflash_rig import Rig, assert_like_oracle, make_pair, make_prompt, make_request
+from dflash_rig import Rig, assert_like_oracle, make_pair, make_request
+from real_steps import make_prompt
 
 from culet import LLM, SamplingParams
 from culet.attention.triton import TritonBackend

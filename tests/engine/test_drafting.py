@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from draft_drive import DraftDrive, assert_same, greedy, make_prompt, make_request, make_target, sequences
+from draft_drive import DraftDrive, assert_same, greedy, make_request, make_target, sequences
+from real_steps import make_prompt
 from safetensors.torch import save_file
 
 from culet import LLM, SamplingParams

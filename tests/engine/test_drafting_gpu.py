@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from draft_drive import make_prompt
+from real_steps import make_prompt
 
 from culet import LLM, SamplingParams
 from culet.models.tiny import write_checkpoint

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from real_steps import compute_at_once
 
 from culet.attention.reference import ReferenceBackend
 from culet.cache.pool import Pool
@@ -107,27 +108,9 @@ def logits_anew(model, tokens: list[int]) -> torch.Tensor:
     """Logits [T, V] of all positions, computed in one go without a cache from before."""
     layout, pool, backends = parts(model, 40)
     runner = Runner(model, pool, backends, max_num_seqs=1, max_model_len=MAX_LEN)
-    tables, page = [], 0
-    for group in layout.groups:
-        count = group.pages_for(len(tokens))
-        tables.append(PageTable(0, tuple(range(page, page + count))))
-        page += count
-    captured = []
-    original = model.forward
-
-    def capture(*arguments):
-        hidden = original(*arguments)
-        captured.append(hidden.last_LD)
-        return hidden
-
-    row = Row(0, 0, len(tokens), len(tokens), tuple(tables), (0,) * len(tables))
-    model.forward = capture
-    try:
-        runner.execute(StepPlan(0, (Entry(0, tuple(tokens), len(tokens), GREEDY),), (), (row,)))
-    finally:
-        del model.forward
+    hidden = compute_at_once(model, runner, layout, tokens)
     with torch.inference_mode():
-        return model.logits(captured[0])
+        return model.logits(hidden.last_LD)
 
 
 def continued_anew(model, one: Request, sampling: Sampling) -> list[int]:

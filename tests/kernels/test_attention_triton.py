@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
-pytest.importorskip("triton")
+from tests.interpreting import INTERPRETED, run_interpreted
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytest.importorskip("triton")
 
 if not INTERPRETED:
 
     def test_kernels_in_the_interpreter() -> None:
-        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-x", "-p", "no:cacheprovider", __file__]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-        assert " passed" in done.stdout
+        run_interpreted(__file__)
 
 else:
     from culet.attention import triton as backend_module

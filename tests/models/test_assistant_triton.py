@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.interpreting import INTERPRETED, run_interpreted
 
 pytest.importorskip("triton")
 
-if os.environ.get("TRITON_INTERPRET") != "1":
+if not INTERPRETED:
 
-    def test_drafts_in_the_interpreter() -> None:
-        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-        assert " passed" in done.stdout
+    @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+    def test_drafts_in_the_interpreter(marked: str) -> None:
+        run_interpreted(__file__, marked)
 
 else:
     from culet.attention.triton import TritonBackend

@@ -14,16 +14,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from culet.engine.template import BUILT_IN
-from culet.models.tiny import SPECIAL_TOKENS
+from culet.models.tiny import SPACE_MARK as MARK
+from culet.models.tiny import SPECIAL_TOKENS, make_tokenizer, tokenizer_config
 from training.data.sources import OUT
 
 VOCAB_SIZE = 8192
 NUM_RESERVED = max(token_id for token_id in SPECIAL_TOKENS if token_id < 200) + 1
 FOLDER = OUT / "tokenizer"
-MARK = "\u2581"
 # Words with the space before them, contractions, single digits and single marks; no merge crosses these borders, so that
 # numbers and JSON are always written with the same tokens.
 CUTS = rf"'(?:s|t|re|ve|m|ll|d)(?!\p{{L}})|{MARK}?\p{{L}}+|\p{{N}}|{MARK}?[^\p{{L}}\p{{N}}{MARK}\n]|\n+|{MARK}+"
@@ -49,13 +49,11 @@ def build(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
     media = [name for name in SPECIAL_TOKENS.values() if name not in pieces]
     pieces = pieces[: vocab_size - len(media)] + media
     pieces += [f"<unused{index}>" for index in range(len(pieces), vocab_size)]
-    vocab = {piece: index for index, piece in enumerate(pieces)}
+    vocab = set(pieces)
     merges = [tuple(merge) for merge in learnt["merges"]]
     merges = [merge for merge in merges if "".join(merge) in vocab and merge[0] in vocab and merge[1] in vocab]
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, cuts
-    tokenizer.decoder = decoders.Sequence([decoders.Replace(MARK, " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIAL_TOKENS.values()])
+    tokenizer = make_tokenizer(pieces, merges)
+    tokenizer.pre_tokenizer = cuts
     return tokenizer
 
 
@@ -65,17 +63,7 @@ def write(tokenizer: Tokenizer, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(
         folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": "<bos>",
-            "eos_token": "<eos>",
-            "pad_token": "<pad>",
-            "unk_token": "<unk>",
-            "mask_token": "<mask>",
-            "padding_side": "left",
-            "model_max_length": 2048,
-            "clean_up_tokenization_spaces": False,
-        },
+        {**tokenizer_config(2048), "mask_token": "<mask>", "clean_up_tokenization_spaces": False},
     )
     ends = [tokenizer.token_to_id(name) for name in ("<eos>", "<turn|>", "<|tool_response>")]
     _write_json(

@@ -1,0 +1,83 @@
+"""Work that must not be trusted to end: a Python program in a process of its own, which answers each line with a line of JSON.
+
+Whoever asks sets a time limit, and ends the process when it is exceeded: nothing less stops every template or grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from culet.errors import InternalError
+
+START_LIMIT_S = 60.0  # for the process to start: a matter of the machine, not of what it is asked
+
+
+class LineProcess:
+    """A running program; `ask` sends one line and waits for one. Not for several threads at once."""
+
+    def __init__(self, arguments: Sequence[str], purpose: str, first_line: str | None = None) -> None:
+        """`arguments` are Python's. The program says a line when it has started, or answers `first_line`."""
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for us alone
+        )
+        self._rest = b""
+        self.end = weakref.finalize(self, _end, self._process)  # also at exit
+        try:
+            if first_line is not None:
+                self._send(first_line)
+            self._receive(START_LIMIT_S)
+        except OSError as error:  # a timeout is one, too
+            self.end()
+            raise InternalError(f"the process that {purpose} did not start: {error}") from error
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, line: str, limit_s: float) -> dict[str, Any]:
+        """Send a line, return the answer. Raises TimeoutError, or another OSError where the process is gone."""
+        self._send(line)
+        return self._receive(limit_s)
+
+    def _send(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line.encode() + b"\n")
+        self._process.stdin.flush()
+
+    def _receive(self, limit_s: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + limit_s
+        source = self._process.stdout.fileno()
+        pieces = [self._rest]
+        while b"\n" not in pieces[-1]:
+            if not select.select([source], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise TimeoutError("no answer in time")
+            piece = os.read(source, 1 << 20)
+            if not piece:
+                raise ConnectionError("the process ended")
+            pieces.append(piece)
+        line, _, self._rest = b"".join(pieces).partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(OSError):  # unsent bytes to a dead process
+                pipe.close()
+    process.wait()
