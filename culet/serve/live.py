@@ -55,8 +55,7 @@ class LiveSamples:
             before = stats  # the engine was started again: its counts begin anew
         times = self._first_tokens_s
         self._first_tokens_s = []
-        verifies = scheduler.counters.verifies - before.scheduler.counters.verifies
-        accepted = scheduler.counters.accepted_tokens - before.scheduler.counters.accepted_tokens
+        recent = scheduler.counters.since(before.scheduler.counters)
         self._samples.append(
             Sample(
                 time=now,
@@ -67,7 +66,7 @@ class LiveSamples:
                 waiting=scheduler.num_waiting,
                 kv_groups={name: held / scheduler.num_pages for name, held in scheduler.num_held_pages.items()},
                 kv_reusable=scheduler.num_checkpoint_pages / scheduler.num_pages,
-                tokens_per_verify=1 + accepted / verifies if verifies > 0 else None,
+                tokens_per_verify=recent.tokens_per_verify or None,
             )
         )
 
