@@ -22,7 +22,6 @@ from culet.config import build_config
 from culet.drafters.base import DraftBatch
 from culet.drafters.mtp import MTPDrafter
 from culet.runner.drafting import LENGTH, SLOT
-from culet.sampling.verify import force_accepted
 
 
 @torch.inference_mode()
@@ -31,7 +30,7 @@ def check(bench: DraftBench, num_seqs: int, prompt_len: int) -> dict[str, float]
     drafter = bench.drafter
     assert isinstance(drafter, MTPDrafter)
     loop = _Loop(bench, num_seqs, drafter)
-    loop.runner.accept = force_accepted(2)
+    loop.runner.force_accepted(2)
     loop.time(prompt_len, tokens_per_step=3)
     rounds = loop.rounds
     assert rounds is not None

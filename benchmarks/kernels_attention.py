@@ -49,7 +49,7 @@ DECODE_CASES = {  # name -> (rows, query tokens, keys before them)
 }
 PREFILL_CASES = {"prefill 1x8192": (1, 8192), "prefill 4x1000": (4, 1000)}
 TOLERANCE = 5e-3
-GRAPH_ROWS = (12, 20)  # a second kernel joins the splits, and the programs themselves do
+GRAPH_ROWS = (3, 20)  # a second kernel joins the splits, and the programs themselves do
 
 
 def decode_calls(case: AttentionCase, tile: DecodeTile | None) -> list[Launch]:

@@ -114,6 +114,7 @@ class DraftChoice:
     num_speculative_tokens: int | None = None  # most drafts of a round; None: what the method is best at
     attention_backend: str = "auto"  # for the drafter's own layers; the target's is planned by itself
     position: str = "engine"  # mtp: where a drafted query stands, `engine` (last token with KV) or `hf` (the one after it)
+    head_dtype: str = "auto"  # mtp: precision of the assistant's own head, `auto` (the model's) or `fp8` (half the bytes)
     adaptive: bool = True  # fewer drafts, down to none, where they are not accepted
     probe: bool = True  # at start, look whether drafts are accepted at all
 
@@ -127,6 +128,10 @@ class DraftChoice:
             raise ConfigError(f"speculative-config: num_speculative_tokens: {problem}")
         if self.position not in ("engine", "hf"):
             raise ConfigError(f"speculative-config: position: got {self.position!r}, expected engine or hf")
+        if self.head_dtype not in ("auto", "fp8"):
+            raise ConfigError(f"speculative-config: head_dtype: got {self.head_dtype!r}, expected auto or fp8")
+        if self.head_dtype == "fp8" and self.method == "dflash":
+            raise ConfigError("speculative-config: head_dtype: got fp8, but a DFlash drafter takes the target's head")
 
 
 _DRAFT_HINT = """as in {"method": "mtp", "model": "google/gemma-4-E4B-it-assistant", "num_speculative_tokens": 3}"""

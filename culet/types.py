@@ -330,3 +330,5 @@ class TokenDelta:
     stop_token_id: int | None = None  # the stop token that ended it; it is the last of token_ids
     error: str = ""  # what went wrong, for FinishReason.ERROR
     queue_s: float = 0.0  # how long it waited for its start; told once, like the cached tokens
+    num_accepted_drafts: int = 0  # of token_ids, those that were drafted
+    num_rejected_drafts: int = 0  # drafts that were verified with them and are not among them

@@ -1,7 +1,11 @@
 """Sampling settings that tests start from; `dataclasses.replace` gives the others."""
 
 from dataclasses import replace
+from typing import Any
 
+from torch import Tensor
+
+from culet.sampling import sampler
 from culet.types import Sampling
 
 PLAIN = Sampling(
@@ -19,3 +23,11 @@ PLAIN = Sampling(
     prompt_logprobs=None,
 )
 GREEDY = replace(PLAIN, temperature=0.0)
+
+
+def draw_by_columns(logits_RV: Tensor, columns: Any, positions_R: Tensor) -> Tensor:
+    """What the GPU's kernels draw from the settings on the device, by the eager sampler."""
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "sample")
+    rows = [dict(zip(names, row, strict=True)) for row in zip(*(column.tolist() for column in columns), strict=True)]
+    settings = [replace(PLAIN, **(row | {"seed": row["seed"] % 2**64})) for row in rows]
+    return sampler.draw(logits_RV, settings, positions_R.tolist())

@@ -26,6 +26,7 @@ from culet.kernels.triton.hopper_prefill import hopper_prefill_launch, hopper_pr
 from culet.kernels.triton.prefill import prefill_launch, query_tiles
 from culet.kernels.triton.tiles import DecodeTile, PrefillTile, decode_tile, device_facts, prefill_tile
 
+MANY_ROWS = 1 << 10  # as many as take the tile for full GPUs
 FEW_QUERIES = 16  # rows with up to this many query tokens are split along their keys
 
 LongRow = tuple[int, int, int, int]  # row, its first token, query tokens, position of the first
@@ -90,7 +91,7 @@ class TritonBackend:
         kv = PagedKV(pool.planes(layer), facts.pages_BP, facts.first_B, self.group.spec.head_dim, self.group.window)
         rows = RaggedRows(batch.row_begin_B1, batch.context_B)
         masked = RaggedRows(batch.row_begin_B1, batch.context_B, facts.visible_2T)
-        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        out_TNH = q_TNH.new_empty(q_TNH.shape)
         if plan.max_queries:
             self._run_few(plan.max_queries, q_TNH, kv, masked if plan.is_few_masked else rows, out_TNH)
         if plan.long_rows or plan.masked_rows:
@@ -138,11 +139,13 @@ class TritonBackend:
     def _allocate(self, q_TNH: Tensor, kv: PagedKV) -> Scratch:
         """Room for any call: a graph keeps the address, so it is taken once."""
         group = self.num_heads // kv.num_kv_heads
-        sizes = [
-            scratch_rows(self._decode_tile(q_TNH, kv, queries, has_intervals=intervals)[1], kv.num_kv_heads, group, queries)
+        tiles = [
+            (queries, self._decode_tile(q_TNH, kv, queries, rows, has_intervals=intervals)[1])
             for queries in (1, 2, 4, 8, 16)
+            for rows in (1, MANY_ROWS)
             for intervals in (False, True)
         ]
+        sizes = [scratch_rows(tile, kv.num_kv_heads, group, queries) for queries, tile in tiles]
         return Scratch.allocate(max(sizes), kv.head_dim, q_TNH.device)
 
     def _long_tiles(self, plan: _Plan, q_TNH: Tensor, kv: PagedKV, *, has_fresh: bool) -> tuple[PrefillTile, _LongTiles]:

@@ -33,7 +33,6 @@ from culet.models.weights import load_model
 from culet.registry import load
 from culet.runner.graphs import Bucket, Captures
 from culet.runner.runner import Runner
-from culet.sampling.verify import force_accepted
 from culet.scheduler.scheduler import Scheduler
 from culet.types import Request, Sampling
 
@@ -124,7 +123,7 @@ class DraftBench:
         """Time rounds and plain steps of `num_seqs` sequences."""
         drafts = self.drafter.max_drafts
         with_drafts = _Loop(self, num_seqs, self.drafter)
-        with_drafts.runner.accept = force_accepted(num_accepted)
+        with_drafts.runner.force_accepted(num_accepted)
         round_ms = with_drafts.time(prompt_len, tokens_per_step=num_accepted + 1)
         verify, draft = with_drafts.graph_ms(Bucket(drafts + 1, num_seqs)), with_drafts.draft_ms(num_seqs, drafts)
         del with_drafts
@@ -161,7 +160,10 @@ class _Loop:
         if self.is_gpu:
             captures = Captures(self.device)
             fixed = self.runner.use_fixed_steps()
-            fixed.capture(captures, [Bucket(1, num_seqs) if drafter is None else Bucket(drafter.max_drafts + 1, num_seqs)])
+            buckets = [Bucket(1, num_seqs) if drafter is None else Bucket(drafter.max_drafts + 1, num_seqs)]
+            fixed.capture(captures, buckets)
+            if self.runner.draws is not None:
+                self.runner.draws.capture(captures, buckets)
             self.rounds = None if self.runner.drafting is None else self.runner.drafting.fixed
             if self.rounds is not None and drafter is not None:
                 self.rounds.capture(captures, [(num_seqs, drafter.max_drafts)])
@@ -190,7 +192,7 @@ class _Loop:
     def graph_ms(self, bucket: Bucket) -> float | None:
         """Milliseconds of one replay of a captured step."""
         fixed = self.runner.fixed
-        graph = None if fixed is None else fixed.graph_of(bucket)
+        graph = None if fixed is None else fixed.step_of(bucket).graph
         return None if graph is None else _replay_ms(graph.replay)
 
     def draft_ms(self, num_seqs: int, num_drafts: int) -> float | None:

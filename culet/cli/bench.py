@@ -63,7 +63,10 @@ def peak_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--num-layers", type=click.INT, help="With --random: fewer layers than the variant has.")
 @click.option(
-    "--draw", type=click.Choice(["normal", "narrow"]), default="normal", help="Random weights: N(0, 0.02), or within 1e-3."
+    "--draw",
+    type=click.Choice(["normal", "narrow", "uniform"]),
+    default="normal",
+    help="Random weights: N(0, 0.02), within 1e-3, or so for norms and scalars too.",
 )
 @click.option("--rows", default=None, help="What to measure, as tpot,ttft,chat,summarise,start or tpot:8x1000+256,ttft:1x8000.")
 @click.option("--best-of", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of rows with one sequence.")

@@ -14,6 +14,8 @@ from culet.models.checkpoint import RandomDraw, find_folder, read_config
 from culet.models.spec import ModelSpec
 
 if TYPE_CHECKING:
+    import torch
+
     from culet.attention.base import AttentionBackend
     from culet.drafters.mtp import MTPDrafter
     from culet.models.gemma4 import Gemma4
@@ -62,6 +64,9 @@ class MTPSpec:
             assistant = read_assistant(config or read_config(choice.model, choice.revision), target)
         except CheckpointError as error:
             raise CheckpointError(f"drafter {choice.model}: {error.message}", hint=error.hint) from error
+        if choice.head_dtype == "fp8" and assistant.centroids is not None:
+            problem = f"drafter {choice.model} scores clusters of tokens first and reads little of its head"
+            raise ConfigError(f"speculative-config: head_dtype: got fp8, but {problem}", hint="leave head_dtype away")
         return cls(choice, assistant, draw)
 
     def kv_specs(self, itemsize: int) -> list[KVSpec]:
@@ -89,7 +94,19 @@ class MTPSpec:
         else:
             folder = find_folder(self.choice.model, self.choice.revision)
             assistant = load_assistant(folder, self.assistant, target, progress=progress)
+        if self.choice.head_dtype == "fp8":
+            _check_fp8(target.device)
+            assistant.head_to_fp8()
         return MTPDrafter(assistant, target, backends, max_drafts=self.max_drafts, position=self.choice.position)
+
+
+def _check_fp8(device: torch.device) -> None:
+    """Refuse a GPU that knows no e4m3."""
+    import torch
+
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 9):
+        problem = f"this GPU is sm_{found[0]}{found[1]}, e4m3 needs sm_89 or later"
+        raise ConfigError(f"speculative-config: head_dtype: got fp8, but {problem}", hint="leave head_dtype away")
 
 
 def _read_random(model: str) -> RandomDraw:

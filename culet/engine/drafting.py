@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -14,7 +16,7 @@ from culet.log import chose, logger
 from culet.models.sizes import text_weights
 from culet.models.spec import ModelSpec
 from culet.runner.drafting import draft_lengths
-from culet.scheduler.pace import DraftPolicy, StepCost
+from culet.scheduler.pace import DraftPolicy, Pace, StepCost
 from culet.scheduler.scheduler import Scheduler
 from culet.scheduler.stats import Counters
 
@@ -33,7 +35,9 @@ _GPU_WAIT_S = 9e-4  # between rounds the host learns what was accepted before it
 _CPU_WAIT_S = 0.0
 
 PROBE_PROMPT = "Count from 1 to 60, separated by commas and spaces. Write the numbers only."
-PROBE_TOKENS = 48
+PROBE_TOKENS = 48  # with as many drafts as may be
+TIMED_TOKENS = 20  # with one draft a round, and with none
+UNTIMED_STEPS = 3  # at the beginning: the prompt, and what is made at first use
 LEAST_ACCEPTED = 0.05  # share of the probe's drafts below which something must be wrong
 
 
@@ -80,6 +84,7 @@ class Probe:
     """What a short run with drafts at start has shown."""
 
     counters: Counters
+    seconds: Mapping[int, float]  # of a round of one sequence, by number of drafts
 
     @property
     def is_suspicious(self) -> bool:
@@ -89,6 +94,8 @@ class Probe:
     def tell(self, choice: DraftChoice) -> None:
         """Say what was accepted; nearly nothing is a loud warning with what may be the cause."""
         drafted, accepted = self.counters.drafted_tokens, self.counters.accepted_tokens
+        most = max(self.seconds)
+        chose(f"a round of {most} drafts", f"{self.seconds[most] / self.seconds[0]:.2f} steps without", "measured at start")
         found = f"{accepted} of {drafted} drafts accepted, {self.counters.tokens_per_verify:.2f} tokens a verify"
         if not self.is_suspicious:
             chose("drafts at start", found, "a short run")
@@ -105,14 +112,43 @@ class Probe:
         )
 
 
-def run_probe(scheduler: Scheduler, step: Callable[[], object]) -> Probe:
-    """Run what was queued to its end, with as many drafts as may be; nothing of it stays, neither pages nor counts."""
-    policy, scheduler.policy = scheduler.policy, None
-    while scheduler.has_work:
-        step()
-    probe = Probe(scheduler.counters)
-    if policy is not None:
-        policy.believe(probe.counters)
+class _Always:
+    """In the place of a policy: so many drafts in every round."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self.num_drafts = num_drafts
+
+    def wanted(self, pace: Pace, num_seqs: int) -> int:
+        return self.num_drafts
+
+    def note(self, pace: Pace, num_drafts: int, num_accepted: int) -> None:
+        """Nothing is learnt."""
+
+    def took(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
+        """The probe has its own clock."""
+
+
+def run_probe(scheduler: Scheduler, add: Callable[[int], None], step: Callable[[], object]) -> Probe:
+    """See what is accepted with as many drafts as may be, and what rounds take with as many, with one and with none.
+
+    `add` queues a request of so many tokens. Nothing of it all stays but what the policy has learnt.
+    """
+    policy, counters, seconds = scheduler.policy, Counters(), {}
+    for num_drafts in (scheduler.max_drafts, 1, 0):
+        scheduler.policy = _Always(num_drafts)
+        add(PROBE_TOKENS if num_drafts == scheduler.max_drafts else TIMED_TOKENS)
+        times = [time.perf_counter()]
+        while scheduler.has_work:
+            step()
+            times.append(time.perf_counter())
+        gaps = [after - before for before, after in pairwise(times)]
+        gaps = sorted(gaps[UNTIMED_STEPS:] or gaps)
+        seconds[num_drafts] = gaps[len(gaps) // 4]  # whatever else the machine does makes some longer
+        if num_drafts == scheduler.max_drafts:
+            counters = scheduler.counters.copy()
+    if isinstance(policy, DraftPolicy):
+        policy.believe(counters)
+        policy.take_cost(policy.cost.fitted(seconds))
     scheduler.policy, scheduler.counters = policy, Counters()
     scheduler.drop_checkpoints()
-    return probe
+    return Probe(counters, seconds)

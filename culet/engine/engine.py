@@ -20,14 +20,14 @@ from culet.cache.spec import CacheLayout, plan_cache, stored_as
 from culet.config import Config, DraftChoice, ScheduleConfig
 from culet.drafters.base import Drafter, DrafterSpec, cache_specs, open_drafter, plan_drafter, target_groups
 from culet.engine import memory
-from culet.engine.drafting import PROBE_PROMPT, PROBE_TOKENS, draft_policy, run_probe
+from culet.engine.drafting import PROBE_PROMPT, draft_policy, run_probe
 from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN, RequestRules, resolve_sampling
 from culet.engine.start import StartTimes
 from culet.engine.structured import GrammarQueue
 from culet.engine.text import ChatTemplate, IncrementalDecoder, NumberTokenizer, StopMatcher, Tokenizer
 from culet.engine.trial import Trial
 from culet.errors import ConfigError
-from culet.kernels.compiling import use_disk_cache
+from culet.kernels.compiling import expect_compiling, use_disk_cache
 from culet.log import chose, logger
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
@@ -60,6 +60,8 @@ class Delta:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     error: str = ""
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
 
 
 class _SampleText:
@@ -109,6 +111,8 @@ class Engine:
         if is_gpu:
             torch.cuda.set_device(self.device)  # Triton launches on the current device
         compiles = use_disk_cache() if is_gpu else None
+        if is_gpu:
+            expect_compiling()
         free_before = torch.cuda.mem_get_info(self.device)[0] if is_gpu else 0
         with times.part("weights"):
             model = load_model(checkpoint, dtype=self.dtype, device=self.device, latent=config.cache.latent, progress=progress)
@@ -138,9 +142,9 @@ class Engine:
         self._texts: dict[str, dict[int, _SampleText]] = {}  # by request and sample, while they run
         self._in_flight: deque[Pending] = deque()  # steps that were launched and not yet applied, oldest first
         self._max_in_flight = 1 + _looks_ahead(config, self.device)
-        if choice is not None and choice.probe and not (checkpoint.random or choice.model.startswith("random:")):
+        if choice is not None and choice.probe:
             with times.part("draft probe"):
-                self._probe_drafts(choice)
+                self._probe_drafts(choice, is_random=bool(checkpoint.random) or choice.model.startswith("random:"))
         if compiles is not None:
             times.note("kernels", f"{compiles.compiled} compiled, {compiles.found} found on disk")
             compiles.begin_serving()
@@ -176,14 +180,22 @@ class Engine:
             return None
         return draft_policy(self.spec, drafter, choice, layout, self.device, self.dtype.itemsize)
 
-    def _probe_drafts(self, choice: DraftChoice) -> None:
-        """See by a short run whether drafts are accepted, and warn if not: nothing else would show it."""
-        text = self.chat_template.render([{"role": "user", "content": PROBE_PROMPT}])
-        prompt = self.tokenizer.encode(text)[: self.max_model_len // 2]
-        count = min(PROBE_TOKENS, self.max_model_len - len(prompt))
-        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
-        self.add(self.rules.make_request("draft-probe", prompt, params))
-        run_probe(self._scheduler, self.step).tell(choice)
+    def _probe_drafts(self, choice: DraftChoice, *, is_random: bool) -> None:
+        """See by a short run whether drafts are accepted, and warn if not: nothing else would show it; and what rounds take."""
+        if is_random:
+            prompt = list(range(1, 33))
+        else:
+            prompt = self.tokenizer.encode(self.chat_template.render([{"role": "user", "content": PROBE_PROMPT}]))
+        prompt = prompt[: self.max_model_len // 2]
+
+        def add(num_tokens: int) -> None:
+            count = min(num_tokens, self.max_model_len - len(prompt))
+            params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+            self.add(self.rules.make_request("draft-probe", prompt, params))
+
+        probe = run_probe(self._scheduler, add, self.step)
+        if not is_random:
+            probe.tell(choice)
 
     def _size_cache(
         self,
@@ -385,6 +397,8 @@ class Engine:
             finish_reason=finish_reason,
             num_cached_tokens=delta.num_cached_tokens,
             error=delta.error,
+            num_accepted_drafts=delta.num_accepted_drafts,
+            num_rejected_drafts=delta.num_rejected_drafts,
         )
 
 

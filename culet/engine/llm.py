@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -33,6 +33,8 @@ class Sample:
     logprobs: tuple[Logprobs, ...] | None  # per token: token id -> log-probability; None if not asked for
     finish_reason: str  # stop, length, cancel, timeout or error
     error: str = ""  # what went wrong, where finish_reason is error
+    num_accepted_drafts: int = field(default=0, compare=False)  # of token_ids, those that a drafter had proposed
+    num_rejected_drafts: int = field(default=0, compare=False)
     first_token_at: float = field(default=0.0, compare=False)  # time.perf_counter() when the first token came
     last_token_at: float = field(default=0.0, compare=False)
 
@@ -75,6 +77,8 @@ class _Collected:
     logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
     finish_reason: dict[int, str] = field(default_factory=dict)
     error: dict[int, str] = field(default_factory=dict)
+    num_accepted_drafts: Counter[int] = field(default_factory=Counter)
+    num_rejected_drafts: Counter[int] = field(default_factory=Counter)
     first_token_at: dict[int, float] = field(default_factory=dict)
     last_token_at: dict[int, float] = field(default_factory=dict)
 
@@ -84,6 +88,8 @@ class _Collected:
         self.text.setdefault(delta.sample, []).append(delta.text)
         self.token_ids.setdefault(delta.sample, []).extend(delta.token_ids)
         self.logprobs.setdefault(delta.sample, []).extend(delta.logprobs)
+        self.num_accepted_drafts[delta.sample] += delta.num_accepted_drafts
+        self.num_rejected_drafts[delta.sample] += delta.num_rejected_drafts
         if delta.token_ids:
             self.last_token_at[delta.sample] = time.perf_counter()
             self.first_token_at.setdefault(delta.sample, self.last_token_at[delta.sample])
@@ -104,6 +110,8 @@ class _Collected:
                 logprobs=None if sampling.logprobs is None else tuple(self.logprobs[sample]),
                 finish_reason=self.finish_reason[sample],
                 error=self.error[sample],
+                num_accepted_drafts=self.num_accepted_drafts[sample],
+                num_rejected_drafts=self.num_rejected_drafts[sample],
                 first_token_at=self.first_token_at.get(sample, 0.0),
                 last_token_at=self.last_token_at.get(sample, 0.0),
             )

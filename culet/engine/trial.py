@@ -20,7 +20,7 @@ from culet.drafters.base import Drafter
 from culet.engine.memory import Needs, measure_peak
 from culet.kernels.compiling import compile_ahead, mark_of
 from culet.models.gemma4 import Gemma4
-from culet.runner.graphs import Captures, FixedSteps
+from culet.runner.graphs import Bucket, Captures, FixedSteps
 from culet.runner.runner import Runner
 from culet.scheduler.sequence import MAX_SCORED_CHUNK
 from culet.types import Entry, PageTable, Row, Sampling, StepPlan
@@ -81,6 +81,7 @@ class Trial:
                 for bucket in fixed.buckets:
                     shapes = [(0, bucket.num_queries, bucket.num_queries)] * bucket.num_rows
                     fixed.run(self._plan(shapes), bucket)
+                    self._rehearse_draws(runner, bucket)
                 self._rehearse_rounds(runner)
         torch.cuda.synchronize(self.model.device)
         mark.parent.mkdir(parents=True, exist_ok=True)
@@ -96,10 +97,16 @@ class Trial:
             fixed = runner.use_fixed_steps()
             for bucket in (one for one in fixed.buckets if one.num_rows in num_seqs):
                 fixed.run(self._plan([(0, bucket.num_queries, bucket.num_queries)] * bucket.num_rows), bucket)
+                self._rehearse_draws(runner, bucket)
             for bucket in (one for one in fixed.buckets if one.num_rows in num_seqs):
                 runner.launch(self._verify_plan(bucket.num_rows, bucket.num_queries))
             self._rehearse_rounds(runner, num_seqs)
         torch.cuda.synchronize(self.model.device)
+
+    def _rehearse_draws(self, runner: Runner, bucket: Bucket) -> None:
+        """The draws of a bucket's step that has just run, where they get a graph."""
+        if runner.draws is not None and bucket in runner.draws.buckets:
+            runner.draws.rehearse(bucket)
 
     def _rehearse_rounds(self, runner: Runner, num_seqs: Sequence[int] | None = None) -> None:
         """Drafting rounds of all sizes, or of these."""
@@ -160,12 +167,20 @@ class Trial:
             gc.collect()
             torch._C._cuda_clearCublasWorkspaces()
         # The heaviest last: what it took stays with torch's allocator, cut to size for the steps to come.
-        return Needs(max(measure_peak(device, _launching(runner, plan)) for plan in self._heavy_steps()), buffers, graphs)
+        with self.model.one_of_each_kind(() if self.drafter is None else self.drafter.taps):
+            peak = max(measure_peak(device, _launching(runner, plan)) for plan in self._heavy_steps())
+        return Needs(peak, buffers, graphs)
 
     def _graph_bytes(self, runner: Runner, fixed: FixedSteps) -> int:
         """What the runner's graphs would take; the few that are captured for it are given back."""
         captures = Captures(self.model.device)
         total = self._measure_graphs(fixed.buckets, lambda bucket: fixed.capture(captures, [bucket]))
+        if (draws := runner.draws) is not None:
+            largest = max(draws.buckets, key=lambda bucket: bucket.num_tokens)
+            fixed.capture(captures, [largest])
+            total += self._measure_graphs([largest], lambda bucket: draws.capture(captures, [bucket]))
+            total += LEAST_GRAPH * (len(draws.buckets) - 1)
+            runner.draws = None
         drafting = runner.drafting
         if drafting is not None and (rounds := drafting.fixed) is not None:
             total += self._measure_graphs(rounds.shapes, lambda shape: rounds.capture(captures, [shape]))

@@ -21,7 +21,7 @@ from culet.registry import lookup
 EAGER, TRITON = "eager", "triton"
 KERNELS = {"cpu": EAGER, "cuda": TRITON, "meta": EAGER}
 # Of culet.kernels.triton; the first that has an op serves it.
-TRITON_MODULES = ("norms", "qkv", "route", "moe", "pointwise", "linear", "masks")
+TRITON_MODULES = ("norms", "qkv", "route", "moe", "pointwise", "linear", "masks", "settle", "best")
 # Eager on purpose: a product that cuBLAS does best, and a write that only `prepare_qkv`'s twin needs.
 EAGER_ON_GPU = frozenset({"head", "store"})
 

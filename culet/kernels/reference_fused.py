@@ -36,6 +36,12 @@ def capped_head(x_LD: Tensor, table_VD: Tensor, cap: float | None) -> Tensor:
     return softcap(head(x_LD, table_VD), cap)
 
 
+def best_of_head(x_RD: Tensor, table_VD: Tensor, scale_V: Tensor) -> Tensor:
+    """argmax over v of scale[v] * (x @ table[v]), int64 [R]; the table is e4m3, sums are float32."""
+    logits_RV = (x_RD.float() @ table_VD.float().t()) * scale_V
+    return logits_RV.argmax(dim=-1)
+
+
 def residual_norm_two(
     x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, next_a_D: Tensor, next_b_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -45,11 +45,10 @@ class Staged:
             return {name: torch.from_numpy(array) for name, array in self._arrays.items()}
         return self.unpack(self._packed().to(device, non_blocking=True))
 
-    def send_into(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The arrays as views of `buffer` (uint8, on a device), which is overwritten as far as they reach."""
-        taken = buffer[: self.num_bytes]
-        taken.copy_(self._packed() if buffer.is_cuda else torch.from_numpy(self._bytes()), non_blocking=True)
-        return self.unpack(taken)
+    def send_into(self, buffer: Tensor) -> None:
+        """Overwrite `buffer` (uint8, on a device) as far as the arrays reach; `unpack` gives them as views of it."""
+        packed = self._packed() if buffer.is_cuda else torch.from_numpy(self._bytes())
+        buffer[: packed.shape[0]].copy_(packed, non_blocking=True)
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +89,7 @@ class HostCopy:
     """Tensors on their way to the host, all in one piece; whole numbers below 2**53 come back exact."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._sizes = [tensor.numel() for tensor in tensors]
+        self._sizes: Sequence[int] = [tensor.numel() for tensor in tensors]
         self._host: Tensor | None = None
         self._done: torch.cuda.Event | None = None
         if not tensors:
@@ -100,11 +99,16 @@ class HostCopy:
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         if joined.is_cuda:
             self._host = torch.empty(joined.shape, dtype=dtype, pin_memory=True)
-            self._host.copy_(joined, non_blocking=True)
             self._done = torch.cuda.Event()
-            self._done.record()
+            self._start(joined)
         else:
             self._host = joined
+
+    def _start(self, joined: Tensor) -> None:
+        assert self._host is not None
+        assert self._done is not None
+        self._host.copy_(joined, non_blocking=True)
+        self._done.record()
 
     def lists(self) -> list[list[Any]]:
         """Flat lists of all tensors. Waits for them, and for nothing that was launched after them."""
@@ -118,3 +122,31 @@ class HostCopy:
             found.append(joined[begin : begin + size])
             begin += size
         return found
+
+
+class RepeatedCopy:
+    """Copies of one tensor, whose content changes, to the host: `DEPTH` of them may be on their way, or read, at a time."""
+
+    DEPTH = 4
+
+    def __init__(self, tensor: Tensor, sizes: Sequence[int]) -> None:
+        """`sizes` are those of the parts in which it comes back."""
+        self._tensor, self._sizes, self._next = tensor, sizes, 0
+        self._copies: list[HostCopy] = []
+        if tensor.is_cuda:
+            for _ in range(self.DEPTH):
+                copy = HostCopy([])
+                copy._sizes, copy._done = sizes, torch.cuda.Event()
+                copy._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                self._copies.append(copy)
+
+    def send(self) -> HostCopy:
+        """Start one more."""
+        if not self._copies:
+            copy = HostCopy([self._tensor.clone()])
+            copy._sizes = self._sizes
+            return copy
+        copy = self._copies[self._next]
+        self._next = (self._next + 1) % self.DEPTH
+        copy._start(self._tensor)
+        return copy

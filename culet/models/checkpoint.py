@@ -28,7 +28,7 @@ class RandomDraw:
     """How weights are drawn that no file holds; `random_weights.py` does it."""
 
     seed: int = 0
-    kind: str = "normal"  # or "narrow", "calm"
+    kind: str = "normal"  # or "narrow", "uniform", "calm"
 
 
 @dataclass(frozen=True)

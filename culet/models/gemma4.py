@@ -242,13 +242,21 @@ class Gemma4(Layer):
         return Hidden(normed, tapped)
 
     @contextmanager
-    def one_of_each_kind(self) -> Iterator[None]:
-        """Within, `forward` runs few layers, which together call all that a step calls. What it returns has no meaning."""
-        kinds: dict[object, int] = {}
+    def one_of_each_kind(self, taps: Collection[int] = ()) -> Iterator[None]:
+        """Within, `forward` runs few layers, which together call all that a step calls. What it returns has no meaning.
+
+        Given the layers that are tapped, they also take as much memory at a time as all would: layers hand theirs on.
+        """
+        kinds: dict[object, list[int]] = {}
         for index, layer in enumerate(self._layers):
             one = layer.attention
-            kinds.setdefault((one.heads, one.owns_kv, one.is_source, one.rope_kind, layer.mlp.width), index)
-        chosen = {*kinds.values(), self.num_kv_layers - 1, len(self._layers) - 1}
+            kind = one.heads, one.owns_kv, one.is_source, one.rope_kind, layer.mlp.width
+            kinds.setdefault(kind, []).append(index)
+        # A layer whose input is kept anyway, like the first one's embeddings or a tapped stream, takes less memory than
+        # others: so two of a kind, and the layer before a tapped one.
+        chosen = {index for indices in kinds.values() for index in indices[:2]}
+        chosen |= {self.num_kv_layers - 1, len(self._layers) - 1}
+        chosen |= {index for tap in taps for index in (tap - 1, tap) if index >= 0}
         self._rehearsed = frozenset(chosen | {self._layers[index].attention.kv_source for index in chosen})
         try:
             yield

@@ -21,7 +21,7 @@ from culet.models.variants import VARIANTS
 from culet.types import ModelDefaults
 
 PREFIX = "random:"
-KINDS = ("normal", "narrow", "calm")  # how weights are drawn: see random_weights.py
+KINDS = ("normal", "narrow", "uniform", "calm")  # how weights are drawn: see random_weights.py
 _HINT = f"as in random:31B or random:31B,layers=6,seed=1; known: {', '.join(VARIANTS)}, or a checkpoint's folder"
 
 

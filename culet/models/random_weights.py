@@ -22,7 +22,9 @@ _CALM_ROUTING = 4.0  # standard deviation of the router's logits: the last exper
 def draw_model(spec: ModelSpec, draw: RandomDraw, *, dtype: torch.dtype, device: torch.device, latent: bool = True) -> Gemma4:
     """A Gemma4 on `device` with random matrices and norms of 1.
 
-    `normal` draws N(0, 0.02), so that different tokens pick different experts; `narrow` is uniform within 1e-3.
+    `normal` draws N(0, 0.02), so that different tokens pick different experts; `narrow` is uniform within 1e-3. `uniform` draws
+    norms and scalars so too, as engines do that fill every tensor alike: the stream soon dies out, and products with zeros take
+    less power, so long prompts are quicker than any real model's. It is for comparing with what was measured so.
 
     Each tensor depends on its name, its shape, the draw and the kind of device alone. So a model with fewer layers, in another
     precision or with another cache has the same weights, up to the rounding to bfloat16 that all of them go through.
@@ -44,7 +46,7 @@ def fill_randomly(places: Mapping[str, Placement], draw: RandomDraw, device: tor
     """Draw a model's, or a drafter's, tensors."""
     generator = torch.Generator(device=device)
     for name, place in places.items():
-        if name.endswith(_ONES):
+        if name.endswith(_ONES) and draw.kind != "uniform":
             place.target.fill_(_scale(name, place.target.shape[0]) if draw.kind == "calm" else 1.0)
             continue
         generator.manual_seed(zlib.crc32(f"{draw.seed} {name}".encode()))  # a CPU's generator takes 32 bits
@@ -52,7 +54,7 @@ def fill_randomly(places: Mapping[str, Placement], draw: RandomDraw, device: tor
             place.fill(torch.randperm(place.target.numel(), generator=generator, device=device))
             continue
         value = torch.empty(place.target.shape, dtype=torch.bfloat16, device=device)
-        if draw.kind == "narrow":
+        if draw.kind in ("narrow", "uniform"):
             place.fill(value.uniform_(-NARROW_BOUND, NARROW_BOUND, generator=generator))
         else:
             place.fill(value.normal_(0.0, WEIGHT_STD, generator=generator))

@@ -20,7 +20,7 @@ from culet.attention.batch import ForwardBatch, GroupBatch
 from culet.cache.pool import Pool
 from culet.drafters.base import DraftBatch, Drafter
 from culet.kernels.staging import Staged
-from culet.runner.graphs import Captures, bucket_sizes, table_columns
+from culet.runner.graphs import Captures, FixedSteps, bucket_sizes
 
 SLOT, ROW, SOURCE, LENGTH = range(4)  # rows of a round's facts
 
@@ -35,14 +35,6 @@ class Drawer:
     position: int  # of its first draw
 
 
-@dataclass(frozen=True, slots=True)
-class Proposals:
-    """What a round leaves on the device."""
-
-    tokens_RK: Tensor  # int64
-    places_RK: Tensor  # int64; where they go among all slots' tokens
-
-
 def draft_lengths(max_drafts: int) -> tuple[int, ...]:
     """Numbers of drafts that get a graph: one, about half, and all."""
     return tuple(sorted({1, (max_drafts + 1) // 2, max_drafts}))
@@ -55,27 +47,24 @@ class Drafting:
         self.drafter, self.pool, self.tokens_SL = drafter, pool, tokens_SL
         self.fixed: FixedDrafts | None = None
 
-    def use_fixed_rounds(self, like_D: Tensor) -> FixedDrafts:
-        """From now on run rounds in fixed shapes; `like_D` has the width, dtype and device of the target's hidden states."""
-        self.fixed = FixedDrafts(self.drafter, self.pool, self.tokens_SL, like_D)
+    def use_fixed_rounds(self, steps: FixedSteps) -> FixedDrafts:
+        """From now on run rounds in fixed shapes, behind steps of fixed shapes."""
+        self.fixed = FixedDrafts(self.drafter, self.pool, self.tokens_SL, steps)
         return self.fixed
 
     def propose(
         self, drawers: Sequence[Drawer], batch: ForwardBatch, last_LD: Tensor, accepted_R: Tensor | None, num_drafts: int
     ) -> None:
         """Write `num_drafts` proposals behind the newest token of each drawer. Nothing here waits for the device."""
-        made = None if self.fixed is None else self.fixed.run(drawers, batch, last_LD, accepted_R, num_drafts)
-        if made is None:
-            made = self._run(drawers, batch, last_LD, accepted_R, num_drafts)
-        tokens = self.tokens_SL.view(-1)
-        tokens[made.places_RK[: len(drawers)]] = made.tokens_RK[: len(drawers)].to(tokens.dtype)
+        if self.fixed is None or not self.fixed.run(drawers, batch, last_LD, accepted_R, num_drafts):
+            self._run(drawers, batch, last_LD, accepted_R, num_drafts)
 
     def _run(
         self, drawers: Sequence[Drawer], batch: ForwardBatch, last_LD: Tensor, accepted_R: Tensor | None, num_drafts: int
-    ) -> Proposals:
+    ) -> None:
         """A round in a shape of its own."""
         staged = Staged()
-        staged.add("facts", _facts(drawers, len(drawers)))
+        staged.add("facts", _facts(drawers))
         facts_4R = staged.send(self.tokens_SL.device)["facts"]
         if accepted_R is not None:
             facts_4R[SOURCE:] += accepted_R
@@ -85,7 +74,7 @@ class Drafting:
             for one in batch.groups
         )
         hidden_RD = last_LD.index_select(0, facts_4R[SOURCE])
-        return propose(self.drafter, self.pool, self.tokens_SL, facts_4R, hidden_RD, groups, num_drafts)
+        propose(self.drafter, self.pool, self.tokens_SL, facts_4R, hidden_RD, groups, num_drafts)
 
 
 def propose(
@@ -96,19 +85,19 @@ def propose(
     hidden_RD: Tensor,
     groups: tuple[GroupBatch, ...],
     num_drafts: int,
-) -> Proposals:
-    """The part of a round that is captured: it only launches."""
+) -> Tensor:
+    """The part of a round that is captured: it only launches. Proposals go behind the newest tokens; returns them, [R, K]."""
     slot_R, length_R = facts_4R[SLOT], facts_4R[LENGTH]
     place_R = torch.add(length_R, slot_R, alpha=tokens_SL.shape[1])
     newest_R = tokens_SL.view(-1).index_select(0, place_R).long()
     tokens_RK = drafter.propose(DraftBatch(newest_R, length_R, slot_R, hidden_RD, groups), pool, num_drafts)
     column_K = torch.arange(1, num_drafts + 1, device=place_R.device)
-    return Proposals(tokens_RK, place_R[:, None] + column_K)
+    tokens_SL.view(-1).index_copy_(0, (place_R[:, None] + column_K).flatten(), tokens_RK.flatten().to(tokens_SL.dtype))
+    return tokens_RK
 
 
-def _facts(drawers: Sequence[Drawer], num_rows: int) -> np.ndarray:
-    """int64 [4, num_rows]; a sequence of one token pads it."""
-    padding = [(0, 0, 0, 1)] * (num_rows - len(drawers))
+def _facts(drawers: Sequence[Drawer], padding: Sequence[tuple[int, int, int, int]] = ()) -> np.ndarray:
+    """int64 [4, R]."""
     facts = [(one.slot, one.row, one.source, one.position) for one in drawers]
     return np.ascontiguousarray(np.array([*facts, *padding], dtype=np.int64).reshape(-1, 4).T)
 
@@ -121,7 +110,7 @@ class _Round:
     groups: tuple[GroupBatch, ...]
     num_drafts: int
     graph: torch.cuda.CUDAGraph | None = None
-    made: Proposals | None = None
+    made_RK: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -131,35 +120,27 @@ class _Round:
 class FixedDrafts:
     """Rounds of fixed shapes. Their buffers are shared: rounds run one after another."""
 
-    def __init__(self, drafter: Drafter, pool: Pool, tokens_SL: Tensor, like_D: Tensor) -> None:
-        """`like_D` has the width, dtype and device of the target's hidden states."""
+    def __init__(self, drafter: Drafter, pool: Pool, tokens_SL: Tensor, steps: FixedSteps) -> None:
+        """Rounds read the page tables where `steps` has left them, unless they are for some of its sequences alone."""
         assert pool.spare_page is not None, "rows that pad a round need the pool's spare page"
         self.drafter, self.pool, self.tokens_SL, self._spare = drafter, pool, tokens_SL, pool.spare_page
-        num_slots, max_len = tokens_SL.shape
-        device = tokens_SL.device
-        self._hidden_SD = like_D.new_zeros(num_slots, like_D.shape[-1])
-        columns = [table_columns(group, max_len, drafter.max_drafts + 1) for group in pool.layout.groups]
-        self._tables = [torch.full((num_slots, n), pool.spare_page, dtype=torch.int32, device=device) for n in columns]
-        self._firsts = [torch.zeros(num_slots, dtype=torch.int32, device=device) for _ in columns]
-        self._rounds = {
-            (size, length): self._make_round(size, length)
-            for size in bucket_sizes(num_slots)
-            for length in draft_lengths(drafter.max_drafts)
-        }
+        self._steps = steps
+        self._spare_slot, device = tokens_SL.shape[0] - 1, tokens_SL.device
+        sizes, like_D = bucket_sizes(self._spare_slot), steps.model.embedding[0]
+        self.hidden_SD = like_D.new_zeros(sizes[-1], like_D.shape[-1])
+        self.firsts = [torch.zeros(sizes[-1], dtype=torch.int32, device=device) for _ in steps.tables]
+        self.facts = {size: torch.zeros(4, size, dtype=torch.int64, device=device) for size in sizes}  # [4, R] by size
+        lengths = draft_lengths(drafter.max_drafts)
+        self._rounds = {(size, length): self._make_round(size, length) for size in sizes for length in lengths}
+        self.shapes = sorted(self._rounds)  # (sequences, drafts) of every shape
 
     def _make_round(self, num_rows: int, num_drafts: int) -> _Round:
-        facts_4R = torch.zeros(4, num_rows, dtype=torch.int64, device=self.tokens_SL.device)
-        facts_4R[LENGTH] = 1
+        facts_4R = self.facts[num_rows]
         groups = tuple(
             GroupBatch(table[:num_rows], first[:num_rows], facts_4R[SLOT][:0])
-            for table, first in zip(self._tables, self._firsts, strict=True)
+            for table, first in zip(self._steps.tables, self.firsts, strict=True)
         )
         return _Round(facts_4R, groups, num_drafts)
-
-    @property
-    def shapes(self) -> list[tuple[int, int]]:
-        """(sequences, drafts) of every shape, rising."""
-        return sorted(self._rounds)
 
     def graph_of(self, shape: tuple[int, int]) -> torch.cuda.CUDAGraph | None:
         """The graph of a shape, if there is one."""
@@ -171,46 +152,53 @@ class FixedDrafts:
 
     def run(
         self, drawers: Sequence[Drawer], batch: ForwardBatch, last_LD: Tensor, accepted_R: Tensor | None, num_drafts: int
-    ) -> Proposals | None:
-        """A round in the smallest shape that holds it; None where none does: after chunks with long page tables."""
-        fits = all(own.pages_BP.shape[1] <= table.shape[1] for own, table in zip(batch.groups, self._tables, strict=True))
+    ) -> bool:
+        """A round in the smallest shape that holds it; False where none does: after chunks with long page tables."""
+        tables = self._steps.tables
+        fits = all(own.pages_BP.shape[1] <= table.shape[1] for own, table in zip(batch.groups, tables, strict=True))
         shape = next((one for one in self.shapes if one[0] >= len(drawers) and one[1] >= num_drafts), None)
         if shape is None or not fits:
-            return None
-        taken = self._rounds[shape]
-        self._fill(taken, drawers, batch, last_LD, accepted_R)
+            return False
+        self._fill(self._rounds[shape], drawers, batch, last_LD, accepted_R)
+        self._launch(self._rounds[shape])
+        return True
+
+    def run_settled(self, num_rows: int, num_drafts: int) -> None:
+        """A round for all sequences of a step of fixed shape, whose draws have filled its buffers (`FixedDraws`)."""
+        self._launch(next(self._rounds[one] for one in self.shapes if one[0] == num_rows and one[1] >= num_drafts))
+
+    def _launch(self, taken: _Round) -> None:
         if taken.graph is None:
-            made = self._propose(taken)
+            self._propose(taken)
         else:
-            assert taken.made is not None
             taken.graph.replay()
-            made = taken.made
-        return Proposals(made.tokens_RK[:, :num_drafts], made.places_RK[:, :num_drafts])
 
     def _fill(
         self, taken: _Round, drawers: Sequence[Drawer], batch: ForwardBatch, last_LD: Tensor, accepted_R: Tensor | None
     ) -> None:
         staged, count, num_rows = Staged(), len(drawers), taken.num_rows
-        staged.add("facts", _facts(drawers, num_rows))
+        staged.add("facts", _facts(drawers, [(self._spare_slot, 0, 0, 1)] * (num_rows - count)))
         staged.send_into(taken.facts_4R.view(-1).view(torch.uint8))
         facts_4R = taken.facts_4R[:, :count]
         if accepted_R is not None:
             facts_4R[SOURCE:] += accepted_R
-        torch.index_select(last_LD, 0, facts_4R[SOURCE], out=self._hidden_SD[:count])
+        torch.index_select(last_LD, 0, facts_4R[SOURCE], out=self.hidden_SD[:count])
         follows_rows = all(one.row == index for index, one in enumerate(drawers))
-        for own, table, first in zip(batch.groups, self._tables, self._firsts, strict=True):
+        self._steps.forget_tables()
+        for own, table, first in zip(batch.groups, self._steps.tables, self.firsts, strict=True):
             pages_RP, first_R = own.pages_BP[:count], own.first_B[:count]
             if not follows_rows:
                 pages_RP, first_R = own.pages_BP.index_select(0, facts_4R[ROW]), own.first_B.index_select(0, facts_4R[ROW])
-            table[:count, : pages_RP.shape[1]].copy_(pages_RP)
+            if pages_RP.data_ptr() != table.data_ptr():  # else they lie there since the step
+                table[:count, : pages_RP.shape[1]].copy_(pages_RP)
             first[:count].copy_(first_R)
             if count < num_rows:
                 # What a larger round left here belongs to somebody else.
                 table[count:num_rows].fill_(self._spare)
                 first[count:num_rows].zero_()
 
-    def _propose(self, taken: _Round) -> Proposals:
-        hidden_RD = self._hidden_SD[: taken.num_rows]
+    def _propose(self, taken: _Round) -> Tensor:
+        hidden_RD = self.hidden_SD[: taken.num_rows]
         return propose(self.drafter, self.pool, self.tokens_SL, taken.facts_4R, hidden_RD, taken.groups, taken.num_drafts)
 
     @torch.inference_mode()
@@ -225,12 +213,14 @@ class FixedDrafts:
         for shape in sorted(shapes or self._rounds, reverse=True):
             taken = self._rounds[shape]
             self._reset(taken)
-            taken.graph, taken.made = captures.capture(partial(self._propose, taken))
+            taken.graph, taken.made_RK = captures.capture(partial(self._propose, taken))
 
     def _reset(self, taken: _Round) -> None:
         """As if all rows were padding."""
         taken.facts_4R.zero_()
+        taken.facts_4R[SLOT] = self._spare_slot
         taken.facts_4R[LENGTH] = 1
-        for table, first in zip(self._tables, self._firsts, strict=True):
+        self._steps.forget_tables()
+        for table, first in zip(self._steps.tables, self.firsts, strict=True):
             table.fill_(self._spare)
             first.zero_()

@@ -11,6 +11,7 @@ Shapes: T tokens of a bucket, padding included · B rows · P table columns · S
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +33,7 @@ from culet.types import PageTable, Row, StepPlan
 
 FIRST_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128)
 SIZE_STEP = 32  # from the last of them on
+MAX_SHAPES = 4096  # ways in which rows of different numbers of tokens share a step that are kept
 Int32s = NDArray[np.int32]
 
 
@@ -93,24 +95,47 @@ class TableRows:
 
 
 @dataclass(frozen=True, slots=True)
+class _Shape:
+    """How rows lie among a bucket's tokens."""
+
+    num_tokens: int  # without padding
+    begin_B1: Int32s
+    row_T: NDArray[np.int64]
+    offset_T: NDArray[np.int64]  # of each token in its row
+
+
+def _lay_out(bucket: Bucket, counts: tuple[int, ...]) -> _Shape:
+    """Rows of `counts` tokens, then padding rows, which take what is left, as many each as fit; behind them rows of none."""
+    num_tokens = sum(counts)
+    left = bucket.num_tokens - num_tokens
+    pad_B = np.clip(left - np.arange(bucket.num_table_rows - len(counts)) * bucket.num_queries, 0, bucket.num_queries)
+    count_B = np.concatenate((np.array(counts, dtype=np.int64), pad_B))
+    begin_B1 = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(count_B)))
+    assert begin_B1[-1] == bucket.num_tokens, f"{num_tokens} tokens in {len(counts)} rows do not fit {bucket}"
+    row_T = np.repeat(np.arange(len(count_B)), count_B)
+    return _Shape(num_tokens, begin_B1.astype(np.int32), row_T, np.arange(bucket.num_tokens) - begin_B1[row_T])
+
+
+@dataclass(frozen=True, slots=True)
 class Placed:
     """Where the token that follows each of a step's tokens stands, on the device."""
 
+    bucket: Bucket
     positions_R: Tensor  # int32; in its sequence
     places_R: Tensor  # int64; among all slots' tokens
 
 
 @dataclass
-class _Step:
-    """One bucket: its buffers as a batch, and once captured the graph and what it leaves."""
+class FixedStep:
+    """One bucket: its buffers as a batch, what its last run left, and once captured the graph."""
 
     bucket: Bucket
     buffer: Tensor  # uint8; what a step sends to the device, in one copy
     flat_T: Tensor  # int64; where each token's id stands among all slots' tokens
-    following: Placed
+    following: Placed  # of padding: in the spare slot
     batch: ForwardBatch
     graph: torch.cuda.CUDAGraph | None = None
-    hidden: Hidden | None = None
+    hidden: Hidden | None = None  # of all tokens; a captured step leaves it always in the same place
 
 
 T = TypeVar("T")
@@ -153,16 +178,20 @@ class FixedSteps:
         query_counts: Sequence[int] = (1,),
         drafter: Drafter | None = None,
     ) -> None:
+        """`tokens_SL` has a spare slot behind the others."""
         assert pool.spare_page is not None, "rows that pad a batch need the pool's spare page"
         self.model, self.pool, self.backends, self.drafter = model, pool, backends, drafter
-        self.tokens_SL = tokens_SL
-        num_slots, max_len = tokens_SL.shape
+        self.tokens_SL, self._spare = tokens_SL, pool.spare_page
+        num_slots, max_len = tokens_SL.shape[0] - 1, tokens_SL.shape[1]
         self.buckets = [Bucket(queries, size) for queries in sorted(query_counts) for size in bucket_sizes(num_slots)]
         groups = pool.layout.groups
         most_rows = max(bucket.num_table_rows for bucket in self.buckets)
         columns = [table_columns(group, max_len, max(query_counts)) for group in groups]
         self._rows = [TableRows(group, num_slots, count) for group, count in zip(groups, columns, strict=True)]
-        self._tables = [torch.full((most_rows, n), pool.spare_page, dtype=torch.int32, device=model.device) for n in columns]
+        self.tables = [torch.full((most_rows, n), pool.spare_page, dtype=torch.int32, device=model.device) for n in columns]
+        # The bucket that the tables were filled for last, and the page tables in its first rows: most steps change none.
+        self._filled: tuple[Bucket | None, list[tuple[PageTable, ...]]] = (None, [])
+        self._shapes: dict[tuple[Bucket, tuple[int, ...]], _Shape] = {}
         self._steps = {bucket: self._make_step(bucket) for bucket in self.buckets}
 
     def find(self, rows: Sequence[Row]) -> Bucket | None:
@@ -174,23 +203,26 @@ class FixedSteps:
             most = max(most, row.num_new)
         return next((one for one in self.buckets if one.num_queries >= most and one.num_rows >= len(rows)), None)
 
-    def run(self, plan: StepPlan, bucket: Bucket) -> tuple[ForwardBatch, Hidden, Placed]:
-        """The step's batch, what the forward pass leaves, and where what is drawn from it goes; all without the padding.
-
-        Good until the next run of the same bucket is launched.
-        """
+    def run(self, plan: StepPlan, bucket: Bucket) -> None:
+        """Launch a step; `left` tells what it leaves."""
         step = self._steps[bucket]
-        num_tokens = plan.num_tokens
         batch = self._fill(plan.rows, step)
         if step.graph is None:
             self.model.plan(batch, self.pool, self.backends)
-            hidden = self._forward(step, batch)
+            step.hidden = self._forward(step, batch)
         else:
-            assert step.hidden is not None
             step.graph.replay()
-            hidden = step.hidden
+
+    def left(self, plan: StepPlan, bucket: Bucket) -> tuple[ForwardBatch, Hidden, Placed]:
+        """The batch of the last run, what the forward pass left, and where what is drawn from it goes; all without padding.
+
+        Good until the next run of the same bucket is launched.
+        """
+        step, num_tokens = self._steps[bucket], plan.num_tokens
+        batch, hidden = step.batch, step.hidden
+        assert hidden is not None, "no step has run in this bucket"
         tapped = {layer: tensor[:num_tokens] for layer, tensor in hidden.tapped.items()}
-        following = Placed(step.following.positions_R[:num_tokens], step.following.places_R[:num_tokens])
+        following = Placed(bucket, step.following.positions_R[:num_tokens], step.following.places_R[:num_tokens])
         return _cut(batch, len(plan.rows), num_tokens), Hidden(hidden.last_LD[:num_tokens], tapped), following
 
     @torch.inference_mode()
@@ -202,27 +234,27 @@ class FixedSteps:
             self.model.plan(step.batch, self.pool, self.backends)
             step.graph, step.hidden = captures.capture(partial(self._forward, step, step.batch))
 
-    def graph_of(self, bucket: Bucket) -> torch.cuda.CUDAGraph | None:
-        """The graph of a bucket, if there is one."""
-        return self._steps[bucket].graph
+    def step_of(self, bucket: Bucket) -> FixedStep:
+        """The buffers of a bucket, and its graph if there is one."""
+        return self._steps[bucket]
 
     @property
     def num_captured(self) -> int:
         return sum(step.graph is not None for step in self._steps.values())
 
-    def _forward(self, step: _Step, batch: ForwardBatch) -> Hidden:
+    def _forward(self, step: FixedStep, batch: ForwardBatch) -> Hidden:
         step.batch.token_ids_T.copy_(self.tokens_SL.view(-1).index_select(0, step.flat_T))
         hidden = self.model.forward(batch, self.pool, self.backends, () if self.drafter is None else self.drafter.taps)
         if self.drafter is not None:
             self.drafter.commit(batch, self.pool, hidden.tapped)
         return hidden
 
-    def _make_step(self, bucket: Bucket) -> _Step:
+    def _make_step(self, bucket: Bucket) -> FixedStep:
         """Buffers of a bucket. Small arrays lie in one buffer; page tables, which all buckets share, are widened from it."""
         device, groups = self.model.device, self.pool.layout.groups
         staged = self._stage((), bucket)
         # `staged` has tables of one column; they stand last, and the widest ones need this much more.
-        room = sum(bucket.num_table_rows * table.shape[1] * 4 for table in self._tables)
+        room = sum(bucket.num_table_rows * table.shape[1] * 4 for table in self.tables)
         buffer = torch.zeros(staged.num_bytes + room, dtype=torch.uint8, device=device)
         sent = staged.unpack(buffer[: staged.num_bytes])
         is_stored = (True,) * len(groups)
@@ -234,35 +266,34 @@ class FixedSteps:
             logits_index_L=torch.arange(bucket.num_tokens, device=device),
             rows=(RowFacts(0, bucket.num_queries, is_stored),) * bucket.num_table_rows,
             groups=tuple(
-                GroupBatch(self._tables[g.index][: bucket.num_table_rows], sent[f"first{g.index}"], sent[f"slot{g.index}"])
+                GroupBatch(self.tables[g.index][: bucket.num_table_rows], sent[f"first{g.index}"], sent[f"slot{g.index}"])
                 for g in groups
             ),
             tail=None,
         )
-        return _Step(bucket, buffer, sent["flat"], Placed(sent["next_position"], sent["next_flat"]), batch)
+        return FixedStep(bucket, buffer, sent["flat"], Placed(bucket, sent["next_position"], sent["next_flat"]), batch)
 
-    def _stage(self, rows: Sequence[Row], bucket: Bucket) -> Staged:
+    def forget_tables(self) -> None:
+        """Somebody has written to `tables`: the next step fills them anew."""
+        self._filled = (None, [])
+
+    def _stage(self, rows: Sequence[Row], bucket: Bucket, *, has_tables: bool = True) -> Staged:
         """The step's small arrays, padded to the bucket, then the rows' page tables, as wide as they are."""
-        facts_B3 = np.array([(row.slot, row.start, row.num_new) for row in rows], dtype=np.int64).reshape(-1, 3)
-        slot_B, start_B, new_B = facts_B3.T
-        num_rows, num_tokens = len(rows), int(new_B.sum())
-        # Padding rows take what is left of the tokens, as many each as fit; behind them are rows of none.
-        left = bucket.num_tokens - num_tokens
-        pad_B = np.clip(left - np.arange(bucket.num_table_rows - num_rows) * bucket.num_queries, 0, bucket.num_queries)
-        count_B = np.concatenate((new_B, pad_B))
-        begin_B1 = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(count_B)))
-        assert begin_B1[-1] == bucket.num_tokens, f"{num_tokens} tokens in {num_rows} rows do not fit {bucket}"
-        context_B = np.concatenate((start_B, np.zeros(len(pad_B), dtype=np.int64)))
-        row_T = np.repeat(np.arange(len(count_B)), count_B)
-        position_T = np.arange(bucket.num_tokens) + (context_B - begin_B1[:-1])[row_T]
-        flat_T = np.zeros(bucket.num_tokens, dtype=np.int64)
-        flat_T[:num_tokens] = slot_B[row_T[:num_tokens]] * self.tokens_SL.shape[1] + position_T[:num_tokens]
+        shape = self._shape(bucket, tuple([row.num_new for row in rows]))
+        num_rows, num_tokens, row_T, width = len(rows), shape.num_tokens, shape.row_T, self.tokens_SL.shape[1]
+        slot_B = np.array([row.slot for row in rows], dtype=np.int64)
+        context_B = np.zeros(bucket.num_table_rows, dtype=np.int64)
+        context_B[:num_rows] = [row.start for row in rows]
+        base_B = np.full(bucket.num_table_rows, (self.tokens_SL.shape[0] - 1) * width, dtype=np.int64)  # the spare slot
+        base_B[:num_rows] = slot_B * width
+        position_T = shape.offset_T + context_B[row_T]
+        flat_T = position_T + base_B[row_T]
         staged = Staged()
         staged.add("flat", flat_T)
         staged.add("position", position_T)
         staged.add("next_flat", flat_T + 1)
         staged.add("next_position", (position_T + 1).astype(np.int32))
-        staged.add("begin", begin_B1.astype(np.int32))
+        staged.add("begin", shape.begin_B1)
         staged.add("context", context_B.astype(np.int32))
         real_T, position = row_T[:num_tokens], position_T[:num_tokens]
         tables = []
@@ -273,29 +304,55 @@ class FixedSteps:
             slot_T[:num_tokens] = pages_BP[real_T, (position - first_B[real_T]) // size] * np.int64(size) + position % size
             staged.add(f"first{table.group.index}", first_B)
             staged.add(f"slot{table.group.index}", slot_T)
-            # What an earlier, larger step left in the rows that pad belongs to somebody else.
-            spare_BP = np.full((bucket.num_table_rows, pages_BP.shape[1]), self.pool.spare_page, dtype=np.int32)
-            spare_BP[:num_rows] = pages_BP
-            tables.append(spare_BP)
-        for index, pages_BP in enumerate(tables):
-            staged.add(f"pages{index}", pages_BP)
+            tables.append(pages_BP)
+        if has_tables:
+            for index, pages_BP in enumerate(tables):
+                # What an earlier, larger step left in the rows that pad belongs to somebody else.
+                spare_BP = np.full((bucket.num_table_rows, pages_BP.shape[1]), self._spare, dtype=np.int32)
+                spare_BP[:num_rows] = pages_BP
+                staged.add(f"pages{index}", spare_BP)
         return staged
 
-    def _fill(self, rows: Sequence[Row], step: _Step) -> ForwardBatch:
+    def _shape(self, bucket: Bucket, counts: tuple[int, ...]) -> _Shape:
+        """How rows of these numbers of tokens lie in a bucket; most steps are like one before them."""
+        found = self._shapes.get((bucket, counts))
+        if found is None:
+            if len(self._shapes) >= MAX_SHAPES:
+                self._shapes.clear()
+            found = self._shapes[bucket, counts] = _lay_out(bucket, counts)
+        return found
+
+    def _fill(self, rows: Sequence[Row], step: FixedStep) -> ForwardBatch:
         """Send a step to its bucket's buffers; the batch has its rows, and the padding ones that are not empty."""
-        sent = self._stage(rows, step.bucket).send_into(step.buffer)
-        for index, table in enumerate(self._tables):
-            pages_BP = sent[f"pages{index}"]
-            table[: pages_BP.shape[0], : pages_BP.shape[1]].copy_(pages_BP)
+        bucket, tables = step.bucket, [row.tables for row in rows]
+        last, filled = self._filled
+        is_filled = last is not None and last.num_rows >= bucket.num_rows and last.num_table_rows >= bucket.num_table_rows
+        is_filled = is_filled and len(filled) == len(tables) and all(map(_are_same, filled, tables))
+        staged = self._stage(rows, bucket, has_tables=not is_filled)
+        staged.send_into(step.buffer)
+        if not is_filled:
+            self._filled = bucket, tables
+            sent = staged.unpack(step.buffer)
+            for index, table in enumerate(self.tables):
+                pages_BP = sent[f"pages{index}"]
+                table[: pages_BP.shape[0], : pages_BP.shape[1]].copy_(pages_BP)
+                if len(rows) < bucket.num_rows:
+                    # A drafter's block may reach beyond the columns above: its padding must find nobody's pages there.
+                    table[len(rows) : bucket.num_rows].fill_(self._spare)
         if step.graph is not None:
             return step.batch
         counts = [row.num_new for row in rows]
         left = step.bucket.num_tokens - sum(counts)
-        facts = [RowFacts(row.start, row.num_new, (True,) * len(self._tables)) for row in rows]
+        facts = [RowFacts(row.start, row.num_new, (True,) * len(self.tables)) for row in rows]
         while left > 0:
-            facts.append(RowFacts(0, min(left, step.bucket.num_queries), (True,) * len(self._tables)))
+            facts.append(RowFacts(0, min(left, step.bucket.num_queries), (True,) * len(self.tables)))
             left -= facts[-1].num_queries
         return replace(_cut(step.batch, len(facts), step.bucket.num_tokens), rows=tuple(facts))
+
+
+def _are_same(some: tuple[PageTable, ...], others: tuple[PageTable, ...]) -> bool:
+    """Whether they are the same objects: a sequence keeps its table until its pages change."""
+    return all(map(operator.is_, some, others))
 
 
 def _cut(batch: ForwardBatch, num_rows: int, num_tokens: int) -> ForwardBatch:

@@ -30,13 +30,14 @@ from culet.runner.clock import DeviceClock
 from culet.runner.constrained import Constraints, StepMasks, Watched
 from culet.runner.drafting import Drafting, Drawer, draft_lengths
 from culet.runner.fill import fill
-from culet.runner.graphs import Captures, FixedSteps, Placed
+from culet.runner.graphs import Bucket, Captures, FixedSteps, Placed
 from culet.sampling.logprobs import LogprobTensors, as_mappings, compute_logprobs
 from culet.sampling.sampler import History, sample
-from culet.sampling.verify import Accept, count_accepted
-from culet.types import Drawn, Entry, Logprobs, Row, StepPlan, StepResult
+from culet.sampling.verify import Accept, count_accepted, force_accepted
+from culet.types import Drawn, Entry, Logprobs, Row, Sampling, StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from culet.runner.draws import FixedDraws, Settled  # on GPUs alone: it needs Triton
     from culet.sampling.grammar import Grammars
 
 LOGITS_ROWS = 256  # logits computed at a time: 256 MiB at Gemma's vocabulary
@@ -87,10 +88,12 @@ class Runner:
         self.drafter = drafter
         # The step after the last may be planned before the last token is known to be the last: one place more.
         width = max_model_len + 1 + (drafter.max_drafts if drafter is not None else 0)
-        self.tokens_SL = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=model.device)
+        # One slot more: what padding draws goes there.
+        self.tokens_SL = torch.zeros(max_num_seqs + 1, width, dtype=torch.int32, device=model.device)
         self.fixed: FixedSteps | None = None  # steps of fixed shapes, once `use_fixed_steps` has made them
+        self.draws: FixedDraws | None = None  # and their draws, on a GPU
         self.clock = DeviceClock(model.device)  # of steps that verify drafts, and of drafting
-        self.accept: Accept = count_accepted  # a benchmark may force another decision
+        self.accept: Accept = count_accepted
         self.drafting = None if drafter is None else Drafting(drafter, pool, self.tokens_SL)
         self._entries: list[Entry | None] = [None] * max_num_seqs
         self._constraints: Constraints | None = None  # grammars of sequences, once `use_grammars` was called
@@ -108,19 +111,28 @@ class Runner:
             query_counts=(1, *(count + 1 for count in counts)),
             drafter=drafter,
         )
-        if self.drafting is not None:
-            self.drafting.use_fixed_rounds(self.model.embedding[0])
+        rounds = None if self.drafting is None else self.drafting.use_fixed_rounds(self.fixed)
+        if self.model.device.type == "cuda":
+            from culet.kernels.triton.sampling import draw
+            from culet.runner.draws import FixedDraws  # needs Triton, as above
+
+            self.draws = FixedDraws(self.fixed, rounds, draw)
         return self.fixed
 
     def capture(self, captures: Captures) -> int:
         """Capture every step of a fixed shape, and every drafting round; returns how many graphs that are."""
         assert self.fixed is not None, "no steps of fixed shapes were made"
-        self.fixed.capture(captures)
         rounds = None if self.drafting is None else self.drafting.fixed
-        if rounds is None:
-            return self.fixed.num_captured
-        rounds.capture(captures)
-        return self.fixed.num_captured + rounds.num_captured
+        parts = [part for part in (self.fixed, self.draws, rounds) if part is not None]
+        for part in parts:
+            part.capture(captures)
+        return sum(part.num_captured for part in parts)
+
+    def force_accepted(self, count: int) -> None:
+        """For measurements: from now on every verify keeps `count` drafts, or all of fewer. What comes out means nothing."""
+        self.accept = force_accepted(count)
+        if self.draws is not None:
+            self.draws.forced_1.fill_(count)
 
     def use_grammars(self, grammars: Grammars) -> None:
         """From now on entries may have a grammar of these."""
@@ -135,27 +147,32 @@ class Runner:
     def launch(self, plan: StepPlan) -> Pending:
         """Give one step to the device; nothing here waits for it. Plans must come in the order in which they were made."""
         if env.CHECK_PAGES.is_set():
-            num_slots, room = self.tokens_SL.shape
+            num_slots, room = self.tokens_SL.shape[0] - 1, self.tokens_SL.shape[1]
             check_step(plan, self.pool.layout, num_slots=num_slots, room=room, num_slabs=self.pool.num_slabs)
         self._enter(plan.entries)
         self.pool.copy_pages(plan.copies)
         if not plan.rows:
             return Pending(plan.step_id, [], HostCopy([]), False, [], {}, ())
+        groups = _draw_groups(plan.rows)
         with self.clock.span("verify") if _has_drafts(plan.rows) else nullcontext():
-            batch, hidden, placed = self._forward(plan)
-            prompts = self._score_prompts(plan.rows, hidden.last_LD)
-            groups = _draw_groups(plan.rows)
-            if not _draws_follow_rows(plan.rows, groups):
-                placed = None
+            forward = self._forward(plan, groups)
             masks = None if self._constraints is None else self._constraints.masks(groups)
-            tokens_R, scored = self._draw(groups, hidden.last_LD, placed, masks)
-            accepted_G = self._verify(groups, tokens_R)
-            self._append(groups, tokens_R, placed)
+            settled = self._settle(groups, forward.bucket) if masks is None else None
+            if settled is None:
+                _, hidden, placed = forward.left()
+                prompts = self._score_prompts(plan.rows, hidden.last_LD)
+                tokens_R, scored = self._draw(groups, hidden.last_LD, placed, masks)
+                accepted_G = self._verify(groups, tokens_R)
+                self._append(groups, tokens_R, placed)
+        if settled is not None:
+            copy = settled.copy.send()
+            num_proposed = self._propose(forward, groups, settled.accepted_R, settled)
+            return Pending(plan.step_id, groups, copy, True, [], {}, num_proposed)
         parts = [*scored, *(part for parts in prompts.values() for part in parts)]
         tensors = [tensor for part in parts for tensor in (part.tensors.chosen_L, part.tensors.top_LK, part.tensors.top_ids_LK)]
         # Before the drafter: the next step is planned while it drafts.
         copy = HostCopy([tokens_R, *([] if accepted_G is None else [accepted_G]), *tensors])
-        num_proposed = self._propose(batch, hidden, groups, accepted_G)
+        num_proposed = self._propose(forward, groups, accepted_G)
         watched, proposals = None, HostCopy([])
         if self._constraints is not None and masks is not None:
             watched = self._constraints.watch(groups, accepted_G, num_proposed, self.tokens_SL)
@@ -164,17 +181,21 @@ class Runner:
         has_drafts = accepted_G is not None
         return Pending(plan.step_id, groups, copy, has_drafts, scored, prompts, num_proposed, watched, proposals)
 
-    def _forward(self, plan: StepPlan) -> tuple[ForwardBatch, Hidden, Placed | None]:
+    def _forward(self, plan: StepPlan, groups: Sequence[_Group]) -> _Forward:
         """Fill and forward: in a fixed shape where there is one for these rows, else in the step's own."""
-        if self.fixed is not None and (bucket := self.fixed.find(plan.rows)) is not None:
-            return self.fixed.run(plan, bucket)
+        fixed = self.fixed
+        if fixed is not None and (bucket := fixed.find(plan.rows)) is not None:
+            fixed.run(plan, bucket)
+            if _draws_follow_rows(plan.rows, groups):
+                return _Forward(bucket, lambda: fixed.left(plan, bucket))
+            return _Forward(None, lambda: (*fixed.left(plan, bucket)[:2], None))
         batch = fill(plan, self.pool.layout, self.tokens_SL, self.tokens_SL.device, num_slabs=self.pool.num_slabs)
         self.model.plan(batch, self.pool, self.backends)
         taps = self.drafter.taps if self.drafter is not None else ()
         hidden = self.model.forward(batch, self.pool, self.backends, taps)
         if self.drafter is not None:
             self.drafter.commit(batch, self.pool, hidden.tapped)
-        return batch, hidden, None
+        return _Forward(None, lambda: (batch, hidden, None))
 
     def _enter(self, entries: Sequence[Entry]) -> None:
         """Sequences take their slots; their tokens go to the device in one copy."""
@@ -194,6 +215,15 @@ class Runner:
         entry = self._entries[slot]
         assert entry is not None, f"slot {slot} is in use, but no sequence has entered it"
         return entry
+
+    def _settle(self, groups: Sequence[_Group], bucket: Bucket | None) -> Settled | None:
+        """Draw and verify by a graph, where one serves this step."""
+        if self.draws is None or bucket is None:
+            return None
+        settings: list[Sampling] = []
+        for group in groups:
+            settings += [self._entry(group.slot).sampling] * group.size
+        return self.draws.run(bucket, settings)
 
     def _score_prompts(self, rows: Sequence[Row], last_LD: Tensor) -> dict[int, list[_Scored]]:
         """By slot: log-probabilities of the prompt tokens that follow the tokens with logits, where they are asked for."""
@@ -285,19 +315,32 @@ class Runner:
         self.tokens_SL.view(-1).index_copy_(0, places_R, tokens_R.to(self.tokens_SL.dtype))
 
     def _propose(
-        self, batch: ForwardBatch, hidden: Hidden, groups: Sequence[_Group], accepted_G: Tensor | None
+        self, forward: _Forward, groups: Sequence[_Group], accepted_G: Tensor | None, settled: Settled | None = None
     ) -> tuple[int, ...]:
         """Let the drafter write its proposals behind each sequence; returns how many there are for each group."""
         wanted = tuple([group.num_wanted for group in groups])
         if self.drafting is None or not any(wanted):
             return (0,) * len(groups)
-        drafted = [index for index, count in enumerate(wanted) if count]
-        if accepted_G is not None and len(drafted) < len(groups):
-            accepted_G = accepted_G[on_device(drafted, accepted_G.device)]
-        drawers = [Drawer(one.slot, one.row, one.source, one.position) for one in (groups[index] for index in drafted)]
         with self.clock.span("draft"):
+            if settled is not None and self.drafting.fixed is not None:
+                # For all rows at once: what was not wanted is not verified, and the next draw is written over it.
+                self.drafting.fixed.run_settled(settled.num_rows, max(wanted))
+                return wanted
+            drafted = [index for index, count in enumerate(wanted) if count]
+            if accepted_G is not None and len(drafted) < accepted_G.shape[0]:
+                accepted_G = accepted_G[on_device(drafted, accepted_G.device)]
+            drawers = [Drawer(one.slot, one.row, one.source, one.position) for one in (groups[index] for index in drafted)]
+            batch, hidden, _ = forward.left()
             self.drafting.propose(drawers, batch, hidden.last_LD, accepted_G, max(wanted))
         return wanted
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """A forward pass that was launched."""
+
+    bucket: Bucket | None  # the fixed shape that it ran in, if there is a draw for each of its tokens
+    left: Callable[[], tuple[ForwardBatch, Hidden, Placed | None]]  # the batch, what came out, where draws go; no padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +361,8 @@ class Pending:
         """Wait for this step and tell what it drew."""
         values = iter(self.copy.lists())
         tokens = [int(token) for token in next(values, [])]
-        accepted = [int(count) for count in next(values)] if self.has_drafts else [0] * len(self.groups)
+        # Rows that pad a step of fixed shape are behind the groups'.
+        accepted = [int(count) for count in next(values)][: len(self.groups)] if self.has_drafts else [0] * len(self.groups)
 
         def mappings(part: _Scored, chosen: Sequence[int]) -> Iterator[Logprobs]:
             return as_mappings(chosen, next(values), next(values), next(values), part.counts)

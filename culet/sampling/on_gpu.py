@@ -125,19 +125,8 @@ class GpuSampler:
             return kept
         device = logits_RV.device
         others = [row for row, one in enumerate(settings) if not is_served(one)]
-        # A row that is drawn elsewhere stands as a greedy one, the cheapest.
-        heat = [one.temperature for one in settings]
-        for row in others:
-            heat[row] = 0.0
-        drawn = [one for one, temperature in zip(settings, heat, strict=True) if temperature > 0]
-        staged = Staged()
-        staged.add("temperature", np.array(heat, dtype=np.float64))
-        staged.add("top_k", np.array([min(one.top_k, MAX_TOP_K) for one in settings], dtype=np.int32))
-        staged.add("top_p", np.array([one.top_p for one in settings], dtype=np.float64))
-        staged.add("min_p", np.array([one.min_p for one in settings], dtype=np.float64))
-        staged.add("seed", np.array([one.seed for one in settings], dtype=np.uint64).view(np.int64))
-        staged.add("sample", np.array([one.sample for one in settings], dtype=np.int32))
-        columns = RowSettings(*staged.send(device).values())
+        drawn = [one for one in settings if one.temperature > 0 and is_served(one)]
+        columns = RowSettings(*stage_settings(settings).send(device).values())
         self._kept = _Kept(
             settings=list(settings),
             columns=columns,
@@ -149,6 +138,19 @@ class GpuSampler:
             needs_copy=any(one.logprobs is not None for one in settings),
         )
         return self._kept
+
+
+def stage_settings(settings: Sequence[Sampling]) -> Staged:
+    """The columns of RowSettings, in its order. A row that the kernels do not serve stands as a greedy one, the cheapest."""
+    heat = [one.temperature if is_served(one) else 0.0 for one in settings]
+    staged = Staged()
+    staged.add("temperature", np.array(heat, dtype=np.float64))
+    staged.add("top_k", np.array([min(one.top_k, MAX_TOP_K) for one in settings], dtype=np.int32))
+    staged.add("top_p", np.array([one.top_p for one in settings], dtype=np.float64))
+    staged.add("min_p", np.array([one.min_p for one in settings], dtype=np.float64))
+    staged.add("seed", np.array([one.seed for one in settings], dtype=np.uint64).view(np.int64))
+    staged.add("sample", np.array([one.sample for one in settings], dtype=np.int32))
+    return staged
 
 
 def _send_biases(settings: Sequence[Sampling], logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:

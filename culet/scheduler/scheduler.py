@@ -19,7 +19,7 @@ from culet.config import ScheduleConfig
 from culet.errors import BadRequest, QueueFull
 from culet.scheduler.admission import check_fits, reserved_pages
 from culet.scheduler.budget import Grant, share_budget
-from culet.scheduler.pace import DraftPolicy
+from culet.scheduler.pace import Lengths
 from culet.scheduler.rows import PlannedRow, commit_row, largest_row
 from culet.scheduler.sequence import Sequence
 from culet.scheduler.stats import Counters, SchedulerStats
@@ -39,7 +39,7 @@ class Scheduler:
         max_model_len: int,
         prefix_caching: bool = True,
         max_drafts: int = 0,
-        policy: DraftPolicy | None = None,
+        policy: Lengths | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`max_drafts`: most tokens a drafter proposes at a time. `policy` decides how many it should; None: always all.
@@ -67,6 +67,7 @@ class Scheduler:
         self._next_step_id = 0
         self._in_flight: deque[tuple[int, list[PlannedRow]]] = deque()
         self._deltas: list[TokenDelta] = []
+        self._timed: tuple[tuple[int, int] | None, float] = (None, 0.0)  # sequences and drafts of the last step, and its end
 
     # Requests come and go
 
@@ -152,6 +153,8 @@ class Scheduler:
         """The next step, or None: nothing to do, or nothing before the result in flight is applied."""
         assert len(self._in_flight) <= 1, "two plans wait for their results already"
         self._expire()
+        if self._in_flight and any(one.awaits_drafts and one.draws_in_flight for one in self._running):
+            return None  # a batch of which a part runs ahead would run in two halves from then on
         entries: list[Entry] = []
         planned: list[PlannedRow] = []
         num_preempted = self.counters.preemptions
@@ -354,6 +357,8 @@ class Scheduler:
         """Take the result of the oldest plan in flight."""
         step_id, planned = self._in_flight.popleft()
         assert step_id == result.step_id, f"got the result of step {result.step_id}, expected that of {step_id}"
+        if self.policy is not None:
+            self._time(planned)
         drawn = iter(result.drawn)
         for plan in planned:
             for one in dict.fromkeys((plan.owner, *plan.drawers)):
@@ -369,6 +374,15 @@ class Scheduler:
                 if one.is_running and not one.rows_in_flight:
                     one.release_behind(self.supply)
         assert next(drawn, None) is None, "more draws than the plan asked for"
+
+    def _time(self, planned: list[PlannedRow]) -> None:
+        """Tell the policy how long a step took that decodes as the one before it did."""
+        now, rows = self._clock(), [plan.row for plan in planned]
+        is_decode = all(row.num_new == row.num_drafts + 1 == row.num_logits for row in rows)
+        shape = (len(rows), max(row.num_drafts for row in rows)) if is_decode else None
+        if shape is not None and self.policy is not None and shape == self._timed[0]:
+            self.policy.took(*shape, now - self._timed[1])
+        self._timed = shape, now
 
     def _accept(self, one: Sequence, num_drafts: int, drawn: Drawn, scores: tuple[Logprobs, ...]) -> None:
         """Append what was drawn, up to a stop; the KV of drafts that were not accepted is forgotten."""
@@ -406,7 +420,8 @@ class Scheduler:
         self.counters.dropped_tokens += num_drawn - len(accepted)
         if reason is not None:
             self._finish(one, reason)
-        self._send(one, tuple(accepted), drawn.logprobs[: len(accepted)], scores)
+        num_kept = min(num_drawn - 1, len(accepted))
+        self._send(one, tuple(accepted), drawn.logprobs[: len(accepted)], scores, drafts=(num_kept, num_drafts - num_kept))
 
     def _finish(self, one: Sequence, reason: FinishReason) -> None:
         """End `one`, wherever it is. What it has computed stays as a checkpoint for the next turn."""
@@ -446,8 +461,9 @@ class Scheduler:
         logprobs: tuple[Logprobs, ...] = (),
         scores: tuple[Logprobs, ...] = (),
         error: str = "",
+        drafts: tuple[int, int] = (0, 0),
     ) -> None:
-        """Report what happened to `one`."""
+        """Report what happened to `one`; `drafts` are those that were accepted and rejected with the tokens."""
         is_stopped = one.finish_reason is FinishReason.STOP and token_ids and token_ids[-1] in one.request.stop_token_ids
         self._deltas.append(
             TokenDelta(
@@ -461,6 +477,8 @@ class Scheduler:
                 stop_token_id=token_ids[-1] if is_stopped else None,
                 error=error,
                 queue_s=0.0 if one.is_announced else one.queue_s,
+                num_accepted_drafts=drafts[0],
+                num_rejected_drafts=drafts[1],
             )
         )
         one.is_announced = True

@@ -21,7 +21,11 @@ class PromptDetails(Struct):
 
 
 class CompletionDetails(Struct):
+    """With OpenAI's names for drafts. Those that were rejected are no completion tokens, and were never sent."""
+
     reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class Usage(Struct):
@@ -43,7 +47,11 @@ def usage_of(generations: Sequence[Generation]) -> Usage:
         completion_tokens=num_generated,
         total_tokens=num_prompt + num_generated,
         prompt_tokens_details=PromptDetails(sum(part.num_cached for part in parts)),
-        completion_tokens_details=CompletionDetails(sum(part.num_reasoning for part in parts)),
+        completion_tokens_details=CompletionDetails(
+            reasoning_tokens=sum(part.num_reasoning for part in parts),
+            accepted_prediction_tokens=sum(part.num_accepted_drafts for part in parts),
+            rejected_prediction_tokens=sum(part.num_rejected_drafts for part in parts),
+        ),
     )
 
 

@@ -205,6 +205,8 @@ class EngineLoop:
             tuple(map(dict, delta.prompt_logprobs)),
             delta.error,
             delta.queue_s,
+            delta.num_accepted_drafts,
+            delta.num_rejected_drafts,
         )
 
     def _send_stats(self) -> None:

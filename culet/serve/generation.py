@@ -115,6 +115,8 @@ class Usage:
     num_cached: int
     num_generated: int
     num_reasoning: int
+    num_accepted_drafts: int
+    num_rejected_drafts: int
 
 
 class Generation:
@@ -139,7 +141,7 @@ class Generation:
         self._one_call = one_call
         self.samples = [Sample(make_reader()) for _ in range(params.n)]
         self.prompt_token_ids = prompt_token_ids
-        self.num_cached = 0
+        self.num_cached = self.num_accepted_drafts = self.num_rejected_drafts = 0
         self.prompt_logprobs: list[Logprobs] = []
         # Plain text is scored token by token; of a chat's answer the marks around thoughts and calls are left out.
         is_plain = isinstance(self.samples[0].reader, TextReader)
@@ -217,11 +219,15 @@ class Generation:
             num_cached=self.num_cached,
             num_generated=sum(sample.num_tokens for sample in self.samples),
             num_reasoning=sum(output.num_reasoning_tokens for output in outputs),
+            num_accepted_drafts=self.num_accepted_drafts,
+            num_rejected_drafts=self.num_rejected_drafts,
         )
 
     def _take(self, sample: Sample, delta: Delta) -> Piece:
         if delta.num_cached_tokens:
             self.num_cached = max(self.num_cached, delta.num_cached_tokens)
+        self.num_accepted_drafts += delta.num_accepted_drafts
+        self.num_rejected_drafts += delta.num_rejected_drafts
         if delta.queue_s:
             self._finished.queue_s = delta.queue_s
         if delta.prompt_logprobs:

@@ -119,6 +119,8 @@ class Delta(Struct, array_like=True, frozen=True, gc=False):
     prompt_logprobs: tuple[Logprobs, ...] = ()
     error: str = ""
     queue_s: float = 0.0
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
 
 
 class Deltas(Struct, tag="deltas", frozen=True):

@@ -9,7 +9,8 @@ from dflash_rig import Pair, Rig, assert_like_oracle, make_pair, make_request
 from real_steps import make_prompt
 
 from culet.errors import InternalError
-from tests.samplings import GREEDY
+from culet.runner.draws import FixedDraws
+from tests.samplings import GREEDY, draw_by_columns
 
 LENGTHS = (1, 3, 31, 75)  # prompts within and beyond the windows, of the target (32) and of the drafter (24)
 MISTAKES = {
@@ -137,12 +138,15 @@ def test_samples_of_one_prompt(pair):
     rig.check_pages()
 
 
-def test_steps_of_fixed_shapes(pair):
+@pytest.mark.parametrize("has_draws", [False, True])
+def test_steps_of_fixed_shapes(pair, has_draws):
     """Padded steps, as graphs replay them: rows that only pad leave nothing behind, and drafts are the same."""
     ones = requests(16)
     expected = Rig(pair).run(*ones)
     rig = Rig(pair, has_spare=True)
-    rig.runner.use_fixed_steps()
+    fixed = rig.runner.use_fixed_steps()
+    if has_draws:
+        rig.runner.draws = FixedDraws(fixed, rig.runner.drafting.fixed, draw_by_columns)
     assert rig.run(*ones) == expected
     assert_like_oracle(pair, rig.rounds, at_least=40)
     for layer in range(pair.spec.first_layer, pair.spec.first_layer + len(pair.spec.shape.layers)):

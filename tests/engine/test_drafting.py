@@ -27,10 +27,12 @@ from culet.models.checkpoint import RandomDraw, open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.random_weights import fill_randomly
 from culet.models.tiny import write_checkpoint
+from culet.runner.draws import FixedDraws
 from culet.sampling.sampler import History, TokenMasks, sample
-from culet.sampling.verify import count_accepted, force_accepted
+from culet.sampling.verify import count_accepted
 from culet.scheduler.pace import DraftPolicy, StepCost
 from culet.types import StructuredOutputs
+from tests.samplings import draw_by_columns
 
 MTP = DraftChoice("mtp", "random:", num_speculative_tokens=3)
 GEMMA = replace(greedy(), temperature=1.0, top_k=64, top_p=0.95)
@@ -83,6 +85,37 @@ def test_rounds_of_fixed_shapes(target: Gemma4) -> None:
     assert drive.drafter is not None
     assert drive.drafter.num_rounds > 5
     assert not drive.pool._slabs[drive.pool.spare_page].any()
+
+
+@pytest.mark.parametrize("name", ["greedy", "gemma", "penalised", "mixed"])
+def test_draws_of_fixed_shapes(one_target: Gemma4, name: str) -> None:
+    """Draws, counts and the drafter's inputs as a GPU captures them; what no graph serves goes the other way, in between."""
+    chosen = [SETTINGS[name]] * 4 if name != "mixed" else [greedy(), GEMMA, PENALISED, replace(GEMMA, logit_bias=((5, 3.0),))]
+    requests = [
+        make_request(f"r{n}", make_prompt(n), replace(one, seed=n), 30 - n)
+        for n, one in zip((1, 5, 9, 13), chosen, strict=True)
+    ]
+    want = DraftDrive(one_target, None).run(*requests)
+    drive = DraftDrive(one_target, MTP, known=sequences(requests, want), is_told=often, max_num_seqs=5, is_fixed=True)
+    runner = drive.runner
+    assert runner.fixed is not None
+    assert runner.drafting is not None
+    rounds = runner.drafting.fixed
+    runner.draws = FixedDraws(runner.fixed, rounds, draw_by_columns)
+    seen: list[bool] = []
+    run = runner.draws.run
+    runner.draws.run = lambda *given: (settled := run(*given), seen.append(settled is not None))[0]  # type: ignore[method-assign]
+    assert drive.run(*requests) == want
+    assert set(seen) == {"penalised": {False}, "mixed": {False, True}}.get(name, {True})
+    assert drive.drafter is not None
+    assert drive.drafter.num_rounds > 5
+    drive.check_pages()
+    assert not drive.pool._slabs[drive.pool.spare_page].any()
+    again = DraftDrive(one_target, MTP, known=sequences(requests, want), is_told=often, max_num_seqs=5)
+    again.run(*requests)
+    assert again.drafter is not None
+    # What begins with token 0 is padding.
+    assert again.drafter.first_drafts == {key: draft for key, draft in drive.drafter.first_drafts.items() if key[0]}
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
@@ -300,7 +333,7 @@ def test_reports(one_target: Gemma4) -> None:
 def test_forced_acceptance(one_target: Gemma4) -> None:
     """It replaces the decision alone: rows, drafts and draws are made as ever."""
     drive = DraftDrive(one_target, MTP)
-    drive.runner.accept = force_accepted(2)
+    drive.runner.force_accepted(2)
     out = drive.run(make_request("r", make_prompt(20), greedy(), 31))
     assert len(out["r", 0]) == 31
     counters = drive.scheduler.counters
@@ -413,3 +446,38 @@ def test_an_explicit_backend_is_the_drafters_or_an_error(tmp_path: Path) -> None
     base = {"device": "cpu", "max_num_seqs": 2, "max_model_len": 64}
     with pytest.raises(ConfigError, match="speculative-config: attention-backend: 'triton' cannot serve layer 6"):
         LLM(str(folder), speculative_config={"method": "mtp", "model": "random:", "attention_backend": "triton"}, **base)
+
+
+def test_a_head_in_fp8(tmp_path: Path) -> None:
+    """It may draft otherwise, and says nothing else; heads that it cannot serve are refused, with the reason."""
+    folder = str(write_checkpoint(tmp_path, "31B", dtype=torch.float32))
+    settings: dict[str, Any] = {"device": "cpu", "max_model_len": 200, "max_num_seqs": 3}
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    prompts = [make_prompt(length) for length in (3, 40)]
+    want = [one.token_ids for one in LLM(folder, **settings).generate(prompts, params)]
+    draft = {"method": "mtp", "model": "random:", "adaptive": False, "head_dtype": "fp8"}
+    llm = LLM(folder, speculative_config=draft, **settings)
+    assert [one.token_ids for one in llm.generate(prompts, params)] == want
+    drafter = llm.engine._runner.drafter
+    assert drafter is not None
+    head = drafter.assistant.head  # type: ignore[attr-defined]
+    assert head.table.dtype == torch.float8_e4m3fn
+    z = torch.randn(5, head.table.shape[1])
+    assert torch.equal(head.best(z), head.logits(z).argmax(-1))
+    plain = LLM(folder, speculative_config=draft | {"head_dtype": "auto"}, **settings).engine._runner.drafter
+    whole = plain.assistant.head.logits(z)  # type: ignore[union-attr]
+    assert float((head.logits(z) - whole).abs().max()) < 0.05 * float(whole.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("shape", "choice", "words"),
+    [
+        ("E4B", {"method": "mtp"}, "scores clusters"),
+        ("31B", {"method": "dflash"}, "the target's head"),
+        ("31B", {"method": "mtp", "head_dtype": "int8"}, "expected auto or fp8"),
+    ],
+)
+def test_heads_that_cannot_be_fp8(tmp_path: Path, shape: str, choice: dict[str, str], words: str) -> None:
+    write_checkpoint(tmp_path, shape)
+    with pytest.raises(ConfigError, match=words):
+        LLM(str(tmp_path), device="cpu", speculative_config={"model": "random:", "head_dtype": "fp8"} | choice)

@@ -56,7 +56,7 @@ def test_bucket_sizes():
 def fixed_steps(model, max_num_seqs=16, query_counts=(1,)) -> FixedSteps:
     layout, _, backends = parts(model, 1)
     pool = Pool(layout, 4, torch.float32, torch.device("cpu"), has_spare=True)
-    tokens_SL = torch.zeros(max_num_seqs, 400, dtype=torch.int32)
+    tokens_SL = torch.zeros(max_num_seqs + 1, 400, dtype=torch.int32)  # a spare slot
     return FixedSteps(model, pool, backends, tokens_SL, query_counts=query_counts)
 
 

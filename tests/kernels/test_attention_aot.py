@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from culet.bench.attention_cases import SHAPES, AttentionShape
 from culet.kernels.attention_inputs import PagedKV, RaggedRows
-from culet.kernels.triton.decode import Scratch, decode_launches
+from culet.kernels.triton.decode import Scratch, decode_launches, scratch_rows
 from culet.kernels.triton.hopper_decode import hopper_decode_launches, hopper_decode_serves, hopper_decode_tile
 from culet.kernels.triton.hopper_prefill import hopper_prefill_launch, hopper_prefill_serves
 from culet.kernels.triton.launch import Launch
@@ -31,6 +32,7 @@ from culet.kernels.triton.tiles import (
     decode_tile,
     find_row,
     prefill_tile,
+    splits_by_waves,
 )
 
 CAPABILITIES = (80, 89, 90, 100, 120)
@@ -135,12 +137,16 @@ def test_every_tile_fits(name: str, capability: int) -> None:
 @pytest.mark.parametrize(
     ("name", "num_rows", "num_launches", "stages"),
     [
-        ("26B.global", 16, 2, 7),  # few rows: many splits each, joined by a kernel of their own
-        ("26B.global", 32, 1, 7),
+        ("26B.global", 4, 2, 7),  # few rows: many splits each, joined by a kernel of their own
+        ("26B.global", 16, 1, 7),
         ("26B.global", 128, 1, 5),  # rows fill the GPU unsplit: two programs share a multiprocessor
-        ("E4B.sliding", 32, 1, 5),
-        ("E4B.sliding", 128, 1, 5),  # windows that fill the GPU: nothing to join
+        ("E4B.global", 64, 1, 5),
+        ("E4B.global", 80, 1, 3),
+        ("E4B.sliding", 4, 2, 5),
+        ("E4B.sliding", 8, 1, 5),
         ("31B.sliding", 1, 2, 5),
+        ("31B.sliding", 8, 1, 5),
+        ("31B.sliding", 80, 1, 5),  # windows that fill the GPU: nothing to join
     ],
 )
 def test_launches_of_a_call(name: str, num_rows: int, num_launches: int, stages: int) -> None:
@@ -150,6 +156,43 @@ def test_launches_of_a_call(name: str, num_rows: int, num_launches: int, stages:
     scratch = Scratch.allocate(16, kv.head_dim, "meta")
     launches = decode_launches(q_TNH, kv, rows, max_queries=1, out_TNH=q_TNH, tile=tile, scratch=scratch)
     assert len(launches) == num_launches
+
+
+def splits_of_rows(tile: DecodeTile, kv: PagedKV, group: int, max_queries: int, counts: list[int]) -> list[int]:
+    """What the kernels make of rows of so many key tiles."""
+    target, total = tile.splits(kv, len(counts), group, max_queries).target, sum(counts)
+    is_even = kv.window is not None or len(counts) == 1
+    found = []
+    for count in counts:
+        wanted = target if is_even else (count * target + total // 2) // total
+        splits = max(1, min(wanted, count))
+        found.append(-(-count // -(-count // splits)))
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+@pytest.mark.parametrize("max_queries", [1, 4, 16])
+def test_partial_sums_of_any_rows_fit_the_scratch(name: str, max_queries: int) -> None:
+    shape, random = SHAPES[name], Random(0)
+    for num_rows in (1, 2, 3, 5, 8, 17, 32, 48, 80, 100, 128, 200, 512, 1000):
+        q_TNH, kv, _ = on_meta(shape, num_rows, max_queries)
+        for tile in (decode_tile(q_TNH, kv, max_queries, num_rows), hopper_decode_tile(132)):
+            room = scratch_rows(tile, shape.num_kv_heads, shape.group, max_queries)
+            for longest in (1, 4, 1000):
+                counts = [random.randint(1, longest) for _ in range(num_rows)]
+                splits = splits_of_rows(tile, kv, shape.group, max_queries, counts)
+                target = tile.splits(kv, num_rows, shape.group, max_queries).target
+                # Within a window a row's slots are its own, whether it needs them or not.
+                slots = num_rows * target * (target > 1) if kv.window else sum(one for one in splits if one > 1)
+                assert slots * shape.num_kv_heads * max_queries * shape.group <= room
+
+
+@pytest.mark.parametrize(
+    ("unsplit", "programs", "splits"),
+    [(2, 132, 66), (64, 132, 2), (128, 132, 1), (160, 132, 2), (160, 264, 3), (256, 264, 1), (320, 264, 2), (5000, 132, 1)],
+)
+def test_rows_are_split_by_waves(unsplit: int, programs: int, splits: int) -> None:
+    assert splits_by_waves(unsplit, programs) == splits
 
 
 FP8 = torch.float8_e4m3fn

@@ -24,7 +24,6 @@ else:
     from culet.cache.spec import KVGroup, KVSpec
     from culet.kernels import reference_attention as eager
     from culet.kernels.attention_inputs import PagedKV, RaggedRows
-    from culet.kernels.triton import decode as decode_module
     from culet.kernels.triton.decode import Scratch, decode_attention, decode_launches, scratch_rows
     from culet.kernels.triton.prefill import prefill_attention, prefill_launch, query_tiles
     from culet.kernels.triton.tiles import DecodeTile, PrefillTile
@@ -77,11 +76,13 @@ else:
         case = make_case(shape, [(200, 1)], dtype=torch.float32, seed=3)
         check_decode(case, DecodeTile(16, 16, 4, 2, programs=20))
 
-    def test_programs_of_many_rows_join_their_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("at_once", [1, 4])
+    def test_programs_of_many_rows_join_their_splits(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
         """One launch, and its counts of programs are back at 0 for the next."""
-        monkeypatch.setattr(decode_module, "FEW_ROWS", 2)
+        splits = DecodeTile.splits
+        monkeypatch.setattr(DecodeTile, "splits", lambda *arguments: splits(*arguments)._replace(joins=True, at_once=at_once))
         tile = DecodeTile(16, 16, 4, 2, programs=24)
-        for shape in (GLOBAL, LATENT):
+        for shape in (SLIDING, GLOBAL, LATENT):
             case = make_case(shape, [(150, 1), (0, 3), (90, 2)], dtype=torch.float32, seed=16)
             scratch = Scratch.allocate(scratch_rows(tile, shape.num_kv_heads, shape.group, 3), shape.head_dim, "cpu")
             arguments = (case.q_TNH, case.kv, case.rows)

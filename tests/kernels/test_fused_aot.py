@@ -15,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter cannot compile", allow_module_level=True)
 
 from culet.kernels.reference import HeadShape, Rope
-from culet.kernels.triton import linear, masks, moe, norms, penalties, pointwise, qkv, route, sampling
+from culet.kernels.triton import best, linear, masks, moe, norms, penalties, pointwise, qkv, route, sampling, settle
 from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.linear import GATED, PLAIN, SOFTCAP
 from culet.kernels.triton.tiles import SHARED_MEMORY
@@ -90,7 +90,7 @@ def small_launches(pdl: bool) -> Iterator[Launch]:
     yield from (assigned_of(index, pdl=pdl) for index in range(2))
     yield grouped_of(512, 0, pdl=pdl)
     yield grouped_of(512, 3, pdl=pdl)
-    yield linear.describe(meta(8, 2560), meta(3072, 2560), floats(4, 8, 3072), linear.choose_tile(8, 3072, 2560), pdl=pdl)
+    yield linear.describe(meta(8, 2560), meta(3072, 2560), floats(2, 8, 3072), linear.choose_tile(8, 3072, 2560), pdl=pdl)
     x, w = meta(4, 5376), floats(5376)
     yield norms.describe_residual(x, (floats(4, 4, 5376),), (w,), None, (w,), EPS, (x, x), pdl)
     yield norms.describe_residual(x, (x,), (), None, (w,), EPS, (x, x), pdl)  # a DFlash drafter's
@@ -123,6 +123,10 @@ def sampling_launches(pdl: bool) -> Iterator[Launch]:
     yield masks.describe_bias(logits, whole(300), whole(300), floats(300), pdl)
     yield masks.describe_bitmask(logits, whole(2, 8192), whole(2), pdl)
     yield masks.describe_bitmask(logits, whole(4, 8192), None, pdl)
+    long, out_x, last = meta(4, dtype=torch.int64), meta(6, dtype=torch.int64), meta(4, 5376)
+    yield settle.describe_settle(long, long, whole(5), long, whole(99), whole(1), out_x, pdl=pdl)
+    into = meta(4, 2, dtype=torch.int64), meta(2, 5376)
+    yield settle.describe_begin(out_x, whole(5), long, whole(4), 99, last, into, pdl=pdl)
     rows = penalties.Penalties(*(whole(2) for _ in range(4)), *(floats(2) for _ in range(3)))
     yield from penalties.describe_penalise(logits, meta(4, 4096, dtype=torch.int64), rows, 4096, whole(2, 262144), pdl)
 
@@ -135,6 +139,13 @@ def test_other_kernels_compile(launches: Callable[[bool], Iterator[Launch]], cap
         assert compiled.metadata.shared <= SHARED_MEMORY[89], (
             f"{launch.kernel.__name__} would not fit the smallest architecture"
         )
+
+
+@pytest.mark.parametrize("capability", [89, 90, 100])
+def test_a_head_in_e4m3_compiles(capability: int) -> None:
+    table, out = meta(262144, 1024, dtype=torch.float8_e4m3fn), (floats(3, 4096), meta(3, 4096, dtype=torch.int64))
+    launch = best.describe_best(meta(3, 1024), table, floats(262144), out, capability >= 90)
+    assert launch.compile_for(capability).metadata.shared <= SHARED_MEMORY[89]
 
 
 def test_a_tile_that_does_not_fit_loses_stages() -> None:

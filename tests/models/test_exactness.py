@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import AFTER_FINAL_NORM, Gemma4
@@ -233,6 +236,42 @@ def test_one_layer_of_each_kind_calls_all_that_a_step_calls(shape: str, monkeypa
             seen.clear()
         assert found[0] == found[1]
         assert found[0]
+
+
+class LiveMemory(TorchDispatchMode):
+    """Counts the bytes of tensors that live at a time, of those that are made within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if isinstance(one, torch.Tensor) and (storage := one.untyped_storage()).data_ptr() not in given:
+                self.live[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self.live = {address: entry for address, entry in self.live.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
+        return result
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_layer_of_each_kind_takes_the_memory_of_all(shape: str) -> None:
+    """Of prompts without logits, with few and with all; and where taps keep the stream of several layers."""
+    model = culet_model(shape)
+    every = tuple(range(1, len(model.spec.layers), 2))
+    for num_logits in (0, 1, 40):
+        for taps in ((), every):
+            peaks = []
+            for is_rehearsal in (False, True):
+                harness = Harness(model)
+                track, memory = harness.add(range(1, 41)), LiveMemory()
+                with model.one_of_each_kind(taps) if is_rehearsal else nullcontext(), memory:
+                    harness.step([(track, 40, num_logits)], taps=taps)
+                peaks.append(memory.peak)
+            assert peaks[0] == peaks[1] > 0, (num_logits, taps)
 
 
 def test_checkpoints_hide_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Callable
@@ -151,7 +152,10 @@ def test_drafts_show_and_answers_keep_their_form(folder: Path) -> None:
     with Running(folder, config=config) as server:
         answer = server.chat(max_tokens=60, structured_outputs={"regex": "[0-9]{20,30}"}).json()
         assert re.fullmatch("[0-9]{20,30}", answer["choices"][0]["message"]["content"])
-        wait_for(lambda: read(server)["vllm:spec_decode_num_drafts_total", ()] > 10, what="the engine's report")
+        # The same counts stand in the usage, but for the few drafts of the server's own first request.
+        details = answer["usage"]["completion_tokens_details"]
+        num_drafts = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
+        wait_for(lambda: read(server)["vllm:spec_decode_num_draft_tokens_total", ()] >= num_drafts, what="the engine's report")
         found = read(server)
         drafted = found["vllm:spec_decode_num_draft_tokens_total", ()]
         accepted = found["vllm:spec_decode_num_accepted_tokens_total", ()]
@@ -161,3 +165,8 @@ def test_drafts_show_and_answers_keep_their_form(folder: Path) -> None:
         assert set(places) == {(("position", str(place)),) for place in range(3)}
         assert sum(places.values()) == accepted
         assert found["culet:acceptance_length", (("drafter", "mtp"),)] >= 1.0
+        assert num_drafts > 20
+        assert 0 <= accepted - details["accepted_prediction_tokens"] <= drafted - num_drafts < 10
+        lines = server.chat(max_tokens=30, temperature=0, stream=True, stream_options={"include_usage": True}).text.split("\n")
+        last = json.loads([line for line in lines if line.startswith("data: {")][-1].removeprefix("data: "))
+        assert last["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] > 0

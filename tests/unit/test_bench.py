@@ -275,6 +275,9 @@ def test_kinds_of_draw(tmp_path: Path) -> None:
     narrow = draw_model(spec, RandomDraw(kind="narrow"), dtype=torch.float32, device=CPU).placements()
     table = narrow["embed_tokens.weight"].target
     assert 0.9e-3 < float(table.abs().max()) <= 1e-3
+    assert torch.all(narrow["norm.weight"].target == 1)
+    uniform = draw_model(spec, RandomDraw(kind="uniform"), dtype=torch.float32, device=CPU).placements()
+    assert 0 < float(uniform["norm.weight"].target.abs().max()) <= 1e-3
     calm = draw_model(spec, RandomDraw(kind="calm"), dtype=torch.float32, device=CPU)
     layer = calm.layers[0]
     assert float(layer.attention.q_norm[0]) == pytest.approx(16**-0.5)

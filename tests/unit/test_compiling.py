@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
 
 from culet.cli.main import run
 from culet.kernels import compiling
+from culet.kernels.triton import launch, norms
 from culet.kernels.triton.launch import Launch, only_warm
-from culet.kernels.triton.norms import describe_rms_norm
 
 
 @pytest.fixture
@@ -27,10 +30,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     triton.knobs.cache.dir = str(Path.home() / ".triton" / "cache")
 
 
-def a_kernel(size: int) -> Launch:
-    meta = torch.device("meta")
-    x_TD = torch.empty(3, size, dtype=torch.bfloat16, device=meta)
-    return describe_rms_norm(x_TD, torch.empty(size, device=meta), 1e-6, torch.empty_like(x_TD), True)
+def a_kernel(size: int, device: str = "meta") -> Launch:
+    x_TD = torch.empty(3, size, dtype=torch.bfloat16, device=device)
+    return norms.describe_rms_norm(x_TD, torch.empty(size, device=device), 1e-6, torch.empty_like(x_TD), True)
 
 
 def test_kernels_are_compiled_once(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -82,12 +84,88 @@ def test_only_warm_launches_nothing() -> None:
             self.seen.append("warm")
 
     kernel = Kernel()
-    launch = Launch(kernel, (1,), {})
-    launch.run()
+    one = Launch(kernel, (1,), {})
+    one.run()
     with only_warm():
-        launch.run()
-    launch.run()
+        one.run()
+    one.run()
     assert kernel.seen == ["run", "warm", "run"]
+
+
+class Driver:
+    """A GPU for Triton to compile for, which is not there."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def on_a_gpu(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the kernels that are made ready to run."""
+    loaded: list[str] = []
+    monkeypatch.setattr(driver, "_active", Driver())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(CompiledKernel, "_init_handles", lambda kernel: loaded.append(kernel.name))
+    monkeypatch.setattr(compiling, "_num_workers", lambda: 1)
+    monkeypatch.setattr(launch, "_warmed", set())
+    yield loaded
+    norms._rms_norm_kernel.device_caches.clear()
+
+
+def rehearse(sizes: tuple[int, ...]) -> compiling.CompileCount:
+    """What a process counts that needs the kernels of these sizes."""
+    norms._rms_norm_kernel.device_caches.clear()
+    launch._warmed.clear()
+    count = compiling.use_disk_cache()
+    with compiling.compile_ahead():
+        for size in sizes:
+            a_kernel(size, "cpu").run()
+    return count
+
+
+def test_processes_compile_and_the_next_start_finds(on_a_gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling.use_disk_cache()
+    compiling.expect_compiling()
+    [started] = compiling._expected
+    count = rehearse((48, 96))
+    assert (count.compiled, count.found) == (2, 0)
+    assert count.seconds > 0
+    assert on_a_gpu == ["_rms_norm_kernel"] * 2
+    assert started._is_closed
+    assert not compiling._expected
+    # Whatever is on disk needs no process, and nothing at all was compiled by this one.
+    monkeypatch.setattr(compiling, "CompilerProcesses", None)
+    count = rehearse((48, 96))
+    assert (count.compiled, count.found) == (0, 2)
+
+
+def test_a_kernel_is_compiled_here_where_a_process_fails(on_a_gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling.LineProcess, "ask", lambda *_: {"error": "broken"})
+    count = rehearse((48,))
+    assert (count.compiled, count.found) == (1, 0)
+    assert on_a_gpu == ["_rms_norm_kernel"]
+    monkeypatch.setattr(compiling.LineProcess, "ask", _gone)
+    assert rehearse((96,)).compiled == 1
+
+
+def _gone(*_: object) -> None:
+    raise ConnectionError("the process ended")
+
+
+def test_processes_are_not_expected_after_a_warm_start(cache: Path) -> None:
+    mark = compiling.mark_of("31B", 90)
+    mark.parent.mkdir()
+    mark.touch()
+    compiling.expect_compiling()
+    assert not compiling._expected
 
 
 def test_names_on_disk_do_not_depend_on_who_is_first() -> None:

@@ -10,6 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton.experimental.gluon.language._layouts import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
 from culet.kernels.triton import launch
 from culet.kernels.triton.launch import Launch, only_warm
 
@@ -44,7 +47,7 @@ class Kernel:
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    for name in ("_compiled", "_warmed", "_parameters"):
+    for name in ("_compiled", "_warmed", "_parameters", "_settled"):
         monkeypatch.setattr(launch, name, type(getattr(launch, name))())
 
 
@@ -59,7 +62,7 @@ def test_the_second_launch_goes_past_triton() -> None:
     assert len(kernel.by_triton) == 1
     [(x, y, z, stream, function, packed, *rest)] = kernel.direct
     assert (x, y, z, stream, function, packed) == (5, 2, 1, 7, "function", "packed")
-    assert rest == [None, None, None, other, 48, 9, 64]  # in the kernel's order
+    assert rest == [None, None, None, other.data_ptr(), 48, 9, 64]  # in the kernel's order
 
 
 @pytest.mark.parametrize(
@@ -84,12 +87,28 @@ def test_what_triton_compiles_anew_for_is_told_apart(change: dict[str, Any], opt
     assert not kernel.direct
 
 
-@pytest.mark.parametrize("value", [0.5, True, SimpleNamespace(block_shape=[16])], ids=["float", "bool", "descriptor"])
+@pytest.mark.parametrize("value", [0.5, True, SimpleNamespace(block_shape=[16])], ids=["float", "bool", "unknown"])
 def test_other_arguments_are_left_to_triton(value: Any) -> None:
     kernel = Kernel()
     for _ in range(3):
         Launch(kernel, (1,), BASE | {"count": value}).run()
     assert len(kernel.by_triton) == 3
+
+
+def a_descriptor(dtype: torch.dtype = torch.bfloat16, box: tuple[int, int] = (64, 64), swizzle: int = 128) -> TensorDescriptor:
+    matrix = torch.zeros(256, 128, dtype=dtype)
+    layout = NVMMASharedLayout(swizzle, 8 * dtype.itemsize, 2)
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), list(box), layout)
+
+
+@pytest.mark.parametrize("change", [{"dtype": torch.float32}, {"box": (32, 64)}, {"swizzle": 64}])
+def test_descriptors_are_told_apart_by_what_they_fetch(change: dict[str, Any]) -> None:
+    kernel = Kernel()
+    first, again, other = a_descriptor(), a_descriptor(), a_descriptor(**change)
+    for descriptor in (first, again, other):
+        Launch(kernel, (1,), BASE | {"x": descriptor}).run()
+    assert [given["x"] for given in kernel.by_triton] == [first, other]
+    assert kernel.direct[0][9] is again  # whose address differs
 
 
 def test_a_kernel_is_warmed_once() -> None:
@@ -101,3 +120,74 @@ def test_a_kernel_is_warmed_once() -> None:
         Launch(kernel, (1,), BASE | {"BLOCK": 128}).run()
     assert kernel.warmed == 2
     assert not kernel.by_triton
+
+
+# Launches that differ in tensors and grid alone
+
+
+class Described:
+    """Describes the same launch for other tensors, and counts how often it is asked to."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel, self.count = kernel, 0
+
+    def run(self, x: torch.Tensor, grid: tuple[int, int] = (3, 1), key: str = "key") -> None:
+        def describe() -> Launch:
+            self.count += 1
+            return Launch(self.kernel, grid, BASE | {"x": x}, {"num_warps": 4})
+
+        launch.run_settled((key,), grid, (x,), describe)
+
+
+def test_a_settled_launch_is_described_once() -> None:
+    kernel = Kernel()
+    described = Described(kernel)
+    described.run(MEMORY)
+    others = torch.ones(64), torch.ones(128)
+    for other in others:
+        described.run(other, (5, 2))
+    assert described.count == 1
+    assert len(kernel.by_triton) == 1
+    for other, (x, y, z, stream, _, _, *rest) in zip(others, kernel.direct, strict=True):
+        assert (x, y, z, stream) == (5, 2, 1, 7)
+        assert rest == [None, None, None, other.data_ptr(), 32, 5, 64]
+    described.run(MEMORY, key="another")
+    assert described.count == 2
+
+
+def test_a_settled_launch_serves_only_tensors_that_are_aligned() -> None:
+    kernel = Kernel()
+    described = Described(kernel)
+    described.run(MEMORY)
+    described.run(MEMORY[1:])
+    assert described.count == 2
+    assert len(kernel.by_triton) == 2  # compiled for other alignments
+    described.run(MEMORY)
+    assert described.count == 2
+    # The other way around nothing is settled: the kernel of the first call could not say what it takes.
+    described.run(MEMORY[1:], key="another")
+    described.run(MEMORY, key="another")
+    assert described.count == 4
+
+
+def test_what_cannot_be_told_apart_is_not_settled() -> None:
+    kernel = Kernel()
+    for _ in range(2):  # which of the two tensors is x?
+        launch.run_settled(("key",), (1, 1), (MEMORY, MEMORY), lambda: Launch(kernel, (1,), BASE))
+    for _ in range(2):  # x is none of them
+        launch.run_settled(("other",), (1, 1), (torch.ones(4),), lambda: Launch(kernel, (1,), BASE))
+    assert len(kernel.by_triton) == 1
+    assert all(call[9] == MEMORY.data_ptr() for call in kernel.direct)
+    assert launch._settled == {("key",): None, ("other",): None}
+
+
+def test_warming_settles_nothing() -> None:
+    kernel = Kernel()
+    described = Described(kernel)
+    with only_warm():
+        described.run(MEMORY)
+    assert (kernel.warmed, described.count, launch._settled) == (1, 1, {})
+    described.run(MEMORY)
+    with only_warm():
+        described.run(MEMORY)
+    assert described.count == 3

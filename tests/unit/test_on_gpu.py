@@ -13,7 +13,7 @@ from culet.kernels import reference_sampling
 from culet.sampling import on_gpu, sampler
 from culet.sampling.on_gpu import GpuSampler, is_served
 from culet.sampling.sampler import History, TokenMasks, sample
-from tests.samplings import PLAIN
+from tests.samplings import PLAIN, draw_by_columns
 
 BASE = replace(PLAIN, top_k=20, top_p=0.9, seed=2**64 - 5, sample=3)
 KINDS = {
@@ -36,21 +36,9 @@ class Kernels:
     def draw(self, logits_RV: Tensor, columns: Any, positions_R: Tensor, *, has_few: bool, has_open: bool) -> Tensor:
         assert positions_R.dtype == torch.int32
         self.calls.append({"columns": columns, "has_few": has_few, "has_open": has_open})
-        rows = []
-        for row in range(logits_RV.shape[0]):
-            top_k = int(columns.top_k_R[row])
-            one = replace(
-                BASE,
-                temperature=float(columns.temperature_R[row]),
-                top_k=top_k,
-                top_p=float(columns.top_p_R[row]),
-                min_p=float(columns.min_p_R[row]),
-                seed=int(columns.seed_R[row]) % 2**64,
-                sample=int(columns.sample_R[row]),
-            )
-            assert one.temperature == 0 or (has_few if top_k > 0 else has_open)
-            rows.append(one)
-        return sampler.draw(logits_RV, rows, positions_R.tolist())
+        for heat, top_k in zip(columns.temperature_R.tolist(), columns.top_k_R.tolist(), strict=True):
+            assert heat == 0 or (has_few if top_k > 0 else has_open)
+        return draw_by_columns(logits_RV, columns, positions_R)
 
     def penalise(self, logits_RV: Tensor, tokens_SL: Tensor, some: Any, max_len: int, counts_HV: Tensor) -> None:
         lengths = some.lengths_H.tolist()

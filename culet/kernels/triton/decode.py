@@ -2,8 +2,9 @@
 
 The query heads of one KV head and the row's query tokens are packed into one tile of rows, so every key is read once. How
 a row is split follows on the device from the lengths found there: a graph captured once is right, and balanced, for any
-lengths. Rows that need one split write their output at once; the others leave partial sums. In a call of many rows, which have
-few splits each, the program that comes last joins them; in one of few rows a second kernel does, with many programs a row.
+lengths. Windows are about equally long and get as many splits each; other rows get splits in proportion to their length.
+Rows that need one split write their output at once; the others leave partial sums. Where rows have few splits each, the
+program that comes last joins them; where they have many a second kernel does, with many programs a row.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
@@ -25,7 +26,6 @@ from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.tiles import DecodeTile, decode_tile
 
 LOG2E = tl.constexpr(1.4426950408889634)
-FEW_ROWS = 16  # up to so many, rows may have many splits each
 UNSEEN = tl.constexpr(-1.0e30)  # running maximum before any key; finite, so that (-inf) - UNSEEN stays -inf
 
 
@@ -41,11 +41,16 @@ def _tile_span(num_queries, context, first, WINDOW: tl.constexpr, BN: tl.constex
 
 
 @triton.jit
-def _split_count(count, total, target, MIN_TILES: tl.constexpr):
-    """Splits of a row in proportion to its share of all tiles; sums to at most `target` plus the number of rows."""
-    wanted = (count * target + total // 2) // tl.maximum(total, 1)
+def _split_count(count, wanted, MIN_TILES: tl.constexpr):
+    """Splits of a row of `count` tiles: as many as wanted where it has the tiles, all of equal length but the last."""
     splits = tl.maximum(tl.minimum(wanted, count // MIN_TILES), 1)
     return tl.cdiv(count, tl.maximum(tl.cdiv(count, splits), 1))
+
+
+@triton.jit
+def _share(count, total, target):
+    """Splits of a row by its share of all tiles; over the rows they sum to at most `target` plus the number of rows."""
+    return (count * target + total // 2) // tl.maximum(total, 1)
 
 
 @triton.jit
@@ -62,7 +67,7 @@ def _row_splits(
     first = tl.load(FIRST + rows, mask=there, other=0)
     _, count = _tile_span(end - begin, context, first, WINDOW, BN, MAX_QUERIES)
     total = tl.sum(count, 0)
-    return rows, _split_count(count, total, target, MIN_TILES), total
+    return rows, _split_count(count, _share(count, total, target), MIN_TILES), total
 
 
 @triton.jit
@@ -94,25 +99,36 @@ def _store(OUT, row_offset, o, row_ok, BEGIN: tl.constexpr, COLUMNS: tl.constexp
 
 
 @triton.jit
-def _join_rows(OUT, PARTIAL, LSE, out_row, first_part, step, splits, row_ok, HEAD: tl.constexpr, M: tl.constexpr):
-    """Join the splits of M packed rows: out = sum_s 2^lse_s o_s / sum_s 2^lse_s. They lie `step` partial rows apart."""
-    column = tl.arange(0, HEAD)[None, :]
-    m = tl.full([M], UNSEEN, tl.float32)
-    total = tl.zeros([M], tl.float32)
-    o = tl.zeros([M, HEAD], tl.float32)
-    for split in range(splits):
-        part_row = first_part + split * step
+def _join_rows(
+    OUT, PARTIAL, LSE, begin, num_queries, head, packed_begin, slot, splits, stride_out_token,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, MAX_QUERIES: tl.constexpr,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Join the splits of ROWS packed rows, SPLITS at a time: out = sum_s 2^lse_s o_s / sum_s 2^lse_s."""
+    packed = packed_begin + tl.arange(0, ROWS)
+    row_ok = packed < num_queries * GROUP
+    token = begin + tl.minimum(packed // GROUP, num_queries - 1)
+    out_row = token.to(tl.int64) * stride_out_token + (head * GROUP + packed % GROUP) * HEAD
+    first_part = (slot * KV_HEADS + head) * (MAX_QUERIES * GROUP) + packed
+    column = tl.arange(0, HEAD)
+    m = tl.full([ROWS], UNSEEN, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    o = tl.zeros([ROWS, HEAD], tl.float32)
+    for s0 in range(0, splits, SPLITS):
+        s = s0 + tl.arange(0, SPLITS)
+        part_row = first_part[None, :] + s[:, None] * (KV_HEADS * MAX_QUERIES * GROUP)
+        there = (s < splits)[:, None] & row_ok[None, :]
         # Past the L1 cache, which knows nothing of what other programs wrote.
-        lse = tl.load(LSE + part_row, mask=row_ok, other=float("-inf"), cache_modifier=".cg")
-        part_rows = PARTIAL + part_row.to(tl.int64)[:, None] * HEAD
-        part = tl.load(part_rows + column, mask=row_ok[:, None], other=0.0, cache_modifier=".cg")
-        m_new = tl.maximum(m, lse)
-        shrink, weight = tl.exp2(m - m_new), tl.exp2(lse - m_new)
-        total = total * shrink + weight
-        o = o * shrink[:, None] + part * weight[:, None]
+        lse = tl.load(LSE + part_row, mask=there, other=float("-inf"), cache_modifier=".cg")
+        parts = PARTIAL + part_row.to(tl.int64)[:, :, None] * HEAD + column[None, None, :]
+        part = tl.load(parts, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m, tl.max(lse, 0))
+        shrink, weight = tl.exp2(m - m_new), tl.exp2(lse - m_new[None, :])
+        total = total * shrink + tl.sum(weight, 0)
+        o = o * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
         m = m_new
     o = o / tl.where(total > 0.0, total, 1.0)[:, None]
-    tl.store(OUT + out_row[:, None] + column, o.to(OUT.dtype.element_ty), mask=row_ok[:, None])
+    tl.store(OUT + out_row[:, None] + column[None, :], o.to(OUT.dtype.element_ty), mask=row_ok[:, None])
 
 
 @triton.jit(do_not_specialize=["num_rows", "target", "num_tokens", "stride_table"])
@@ -122,7 +138,7 @@ def _decode(
     ROWS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, ROT: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, MAX_QUERIES: tl.constexpr, MIN_TILES: tl.constexpr,
     M: tl.constexpr, M_TILES: tl.constexpr, BN: tl.constexpr, HAS_VISIBLE: tl.constexpr, JOINS: tl.constexpr,
-    BY_HAND: tl.constexpr, PDL: tl.constexpr,
+    JOIN_ROWS: tl.constexpr, JOIN_SPLITS: tl.constexpr, BY_HAND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of one row for one KV head. ROT > 0: K is a latent of rows v_rot | nope | k_rot, ROT wide at both ends."""
     # Heads before items: programs without work come last, where they cannot crowd the others onto few multiprocessors.
@@ -132,33 +148,41 @@ def _decode(
     LATENT: tl.constexpr = ROT > 0
     WIDTH: tl.constexpr = HEAD + ROT
 
-    row = 0
-    split = item
-    slot = 0
-    total = 0
-    if ROWS > 1:
+    wanted = target
+    if ROWS == 0:  # every row the same
+        row = item // target
+        split = item % target
+        slot = row * target
+    else:
         rows, splits_R, total = _row_splits(
             ROW_BEGIN, CONTEXT, FIRST, num_rows, target, ROWS, WINDOW, BN, MAX_QUERIES, MIN_TILES
         )
         row = tl.sum((tl.cumsum(splits_R, 0) <= item).to(tl.int32), 0)
         split = item - tl.sum(tl.where(rows < row, splits_R, 0), 0)
         slot = tl.sum(tl.where((rows < row) & (splits_R > 1), splits_R, 0), 0)  # one-split rows leave no partial sums
-    enter(PDL)  # before any return: a program that left early would let the next kernel overtake the one before this
-    if row >= num_rows:
-        return
+    # What the step's inputs decide comes before the wait.
+    is_row = row < num_rows
+    row = tl.minimum(row, num_rows - 1)
     begin = tl.load(ROW_BEGIN + row)
     num_queries = tl.load(ROW_BEGIN + row + 1) - begin
     context = tl.load(CONTEXT + row)
     first = tl.load(FIRST + row)
     tile_begin, count = _tile_span(num_queries, context, first, WINDOW, BN, MAX_QUERIES)
-    if ROWS == 1:
-        total = count
-    splits = _split_count(count, total, target, MIN_TILES)
-    if (split >= splits) | (m_tile * M >= num_queries * GROUP):
-        return
-    per_split = tl.cdiv(count, splits)
+    if ROWS > 0:
+        wanted = _share(count, total, target)
+    splits = _split_count(count, wanted, MIN_TILES)
+    per_split = tl.cdiv(count, tl.maximum(splits, 1))
     tile_end = tile_begin + tl.minimum(count, (split + 1) * per_split)
     tile_begin += split * per_split
+    lo = tl.maximum(context - WINDOW + 1, first) if WINDOW > 0 else first
+    hi = context + num_queries
+    PAGES += row * stride_table
+    K += head * (PAGE * WIDTH)
+    V += head * (PAGE * WIDTH)
+    has_work = is_row & (split < splits) & (m_tile * M < num_queries * GROUP)
+    enter(PDL)  # before any return: a program that left early would let the next kernel overtake the one before this
+    if not has_work:
+        return
 
     packed = m_tile * M + tl.arange(0, M)  # query token x query head of this KV head
     query = packed // GROUP
@@ -167,8 +191,6 @@ def _decode(
     token = begin + query
     seen_hi = context + query
     seen_lo = seen_hi - (WINDOW - 1) if WINDOW > 0 else tl.zeros_like(seen_hi)
-    lo = tl.maximum(context - WINDOW + 1, first) if WINDOW > 0 else first
-    hi = context + num_queries
     if HAS_VISIBLE:
         seen_lo = tl.load(VISIBLE + token)
         seen_hi = tl.load(VISIBLE + num_tokens + token)
@@ -189,9 +211,6 @@ def _decode(
         o_3 = tl.zeros([M, PART], tl.float32)
     m = tl.full([M], UNSEEN, tl.float32)
     total = tl.zeros([M, BN], tl.float32)  # summed over its columns at the end: once, not for every tile
-    PAGES += row * stride_table
-    K += head * (PAGE * WIDTH)
-    V += head * (PAGE * WIDTH)
 
     for tile in range(tile_begin, tile_end):
         key, offset = _key_rows(PAGES, tile, first, lo, hi, stride_page, WIDTH, PAGE, BN)
@@ -250,9 +269,10 @@ def _decode(
             arrived = ARRIVED + (slot * KV_HEADS + head) * M_TILES + m_tile
             if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
                 tl.store(arrived, 0)
-                first_part = (slot * KV_HEADS + head) * (MAX_QUERIES * GROUP) + packed
-                step = KV_HEADS * MAX_QUERIES * GROUP
-                _join_rows(OUT, PARTIAL, LSE, out_row, first_part, step, splits, row_ok, HEAD, M)
+                _join_rows(
+                    OUT, PARTIAL, LSE, begin, num_queries, head, m_tile * M, slot, splits, stride_out_token,
+                    GROUP, KV_HEADS, HEAD, MAX_QUERIES, JOIN_ROWS, JOIN_SPLITS,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "target"])
@@ -263,30 +283,26 @@ def _join(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Join a row's splits for one query token and head: out = sum_s 2^lse_s o_s / sum_s 2^lse_s, COLUMNS of it."""
-    token = tl.program_id(0)
+    row = tl.program_id(0) // MAX_QUERIES
+    query = tl.program_id(0) % MAX_QUERIES
     query_head = tl.program_id(1)
-    row = 0
-    slot = 0
-    total = 0
-    if ROWS > 1:
-        rows, splits_R, total = _row_splits(
-            ROW_BEGIN, CONTEXT, FIRST, num_rows, target, ROWS, WINDOW, BN, MAX_QUERIES, MIN_TILES
-        )
-        ends = tl.load(ROW_BEGIN + rows + 1, mask=rows < num_rows, other=2147483647)
-        row = tl.sum((ends <= token).to(tl.int32), 0)
-        slot = tl.sum(tl.where((rows < row) & (splits_R > 1), splits_R, 0), 0)
-    enter(PDL)  # before any return: a program that left early would let the next kernel overtake the one before this
-    if row >= num_rows:
-        return
     begin = tl.load(ROW_BEGIN + row)
     num_queries = tl.load(ROW_BEGIN + row + 1) - begin
     _, count = _tile_span(num_queries, tl.load(CONTEXT + row), tl.load(FIRST + row), WINDOW, BN, MAX_QUERIES)
-    if ROWS == 1:
-        total = count
-    splits = _split_count(count, total, target, MIN_TILES)
-    if (count == 0) | (splits <= 1) | (token >= begin + num_queries):
+    wanted = target
+    slot = row * target
+    if ROWS > 0:
+        rows, splits_R, total = _row_splits(
+            ROW_BEGIN, CONTEXT, FIRST, num_rows, target, ROWS, WINDOW, BN, MAX_QUERIES, MIN_TILES
+        )
+        slot = tl.sum(tl.where((rows < row) & (splits_R > 1), splits_R, 0), 0)
+        wanted = _share(count, total, target)
+    splits = _split_count(count, wanted, MIN_TILES)
+    enter(PDL)  # before any return: a program that left early would let the next kernel overtake the one before this
+    if (count == 0) | (splits <= 1) | (query >= num_queries):
         return
-    packed = (token - begin) * GROUP + query_head % GROUP
+    token = begin + query
+    packed = query * GROUP + query_head % GROUP
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     m = UNSEEN
     total_weight = 0.0
@@ -324,16 +340,6 @@ class Scratch:
         )
 
 
-def joins_itself(tile: DecodeTile, kv: PagedKV, num_rows: int, m_tiles: int) -> bool:
-    """Whether programs join the splits: rows of a large batch have few of them, and a second launch would cost more.
-
-    By the power of two of the rows, for which kernels are compiled. Windows that fill the GPU unsplit have nothing to join.
-    """
-    if num_rows <= FEW_ROWS:
-        return False
-    return kv.window is None or triton.next_power_of_2(num_rows) * kv.num_kv_heads * m_tiles <= tile.programs
-
-
 def scratch_rows(tile: DecodeTile, num_kv_heads: int, group: int, max_queries: int) -> int:
     """Most partial rows that a call can leave: a row with a share of x >= 1.5 splits gets at most x + 1/2 of them."""
     target = tile.most_splits(num_kv_heads, group, max_queries)
@@ -347,9 +353,9 @@ def _shape(
     group = num_heads // kv.num_kv_heads
     return {
         "num_rows": rows.num_rows,
-        "target": tile.target(kv, rows.num_rows, group, max_queries),
+        "target": tile.splits(kv, rows.num_rows, group, max_queries).target,
         "stride_out_token": out_TNH.stride(0),
-        "ROWS": 1 if rows.num_rows == 1 else max(16, triton.next_power_of_2(rows.num_rows)),
+        "ROWS": 0 if kv.window or rows.num_rows == 1 else max(16, triton.next_power_of_2(rows.num_rows)),
         "GROUP": group,
         "KV_HEADS": kv.num_kv_heads,
         "HEAD": kv.head_dim,
@@ -366,7 +372,6 @@ def _shape(
 
 
 def join_launch(
-    num_tokens: int,
     num_heads: int,
     kv: PagedKV,
     rows: RaggedRows,
@@ -379,15 +384,17 @@ def join_launch(
     """The launch that joins the splits which a decode kernel with this tile left in `scratch`."""
     shape = _shape(num_heads, kv, rows, max_queries, out_TNH, tile)
     # Few rows need many programs to be quick, many rows few: each one must work out the splits anew.
-    columns = min(kv.head_dim, 128) if num_tokens * num_heads < 1024 else kv.head_dim
+    num_queries = rows.num_rows * max_queries
+    columns = min(kv.head_dim, 128) if num_queries * num_heads < 1024 else kv.head_dim
+    average = shape["target"] // (rows.num_rows if shape["ROWS"] else 1)
     shape |= {
         "PARTIAL": None if scratch is None else scratch.partial,
         "LSE": None if scratch is None else scratch.lse,
         "COLUMNS": columns,
-        # Taken at a time; twice what a row gets on average.
-        "SPLITS": min(64, max(4, triton.next_power_of_2(2 * shape["target"] // rows.num_rows))),
+        # Taken at a time; a row may get twice the average, windows get it exactly.
+        "SPLITS": min(64, max(4, triton.next_power_of_2(average * (2 if shape["ROWS"] else 1)))),
     }
-    return Launch(_join, (num_tokens, num_heads, kv.head_dim // columns), shape, options(4, shape["PDL"]))
+    return Launch(_join, (num_queries, num_heads, kv.head_dim // columns), shape, options(4, shape["PDL"]))
 
 
 def decode_launches(
@@ -406,7 +413,8 @@ def decode_launches(
     assert not rotated or rotated * 4 == head_dim, f"a latent of {rotated} rotated dims at head dim {head_dim}"
     assert q_TNH.stride(1) == out_TNH.stride(1) == head_dim, "heads of a token must be contiguous"
     shape = _shape(num_heads, kv, rows, max_queries, out_TNH, tile)
-    target, m_tiles = shape["target"], -(-max_queries * shape["GROUP"] // tile.rows)
+    splits = tile.splits(kv, rows.num_rows, shape["GROUP"], max_queries)
+    target, m_tiles = splits.target, -(-max_queries * shape["GROUP"] // tile.rows)
     shape |= {
         "PARTIAL": None if scratch is None else scratch.partial,
         "LSE": None if scratch is None else scratch.lse,
@@ -425,16 +433,18 @@ def decode_launches(
         "M": tile.rows,
         "M_TILES": m_tiles,
         "HAS_VISIBLE": rows.visible_2T is not None,
-        "JOINS": joins_itself(tile, kv, rows.num_rows, m_tiles),
+        "JOINS": splits.joins,
+        "JOIN_ROWS": min(tile.rows, triton.next_power_of_2(max_queries * shape["GROUP"])),
+        "JOIN_SPLITS": splits.at_once,
         "BY_HAND": widens_by_hand(q_TNH, kv),
     }
-    items = rows.num_rows + (target if target > 1 else 0)
+    items = rows.num_rows * target if shape["ROWS"] == 0 else rows.num_rows + (target if target > 1 else 0)
     decode = Launch(
         _decode, (items * m_tiles * kv.num_kv_heads,), shape, options(tile.warps, shape["PDL"]) | {"num_stages": tile.stages}
     )
-    if target == 1 or shape["JOINS"]:
+    if target == 1 or splits.joins:
         return [decode]
-    join = join_launch(num_tokens, num_heads, kv, rows, max_queries=max_queries, out_TNH=out_TNH, tile=tile, scratch=scratch)
+    join = join_launch(num_heads, kv, rows, max_queries=max_queries, out_TNH=out_TNH, tile=tile, scratch=scratch)
     return [decode, join]
 
 

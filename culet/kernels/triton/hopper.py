@@ -267,10 +267,13 @@ def allocate(
     return q_smem, k_smem, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v, ready, taken
 
 
+_TILE_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)  # made once: that takes longer than a descriptor
+
+
 def describe(matrix: Tensor, columns: int, *, in_halves: bool = False) -> TensorDescriptor:
     """A descriptor of tiles of KEYS rows x `columns` of a matrix, or of halves of a tile, 64 columns of it at a time."""
     box = [KEYS // 2, 64] if in_halves else [KEYS, columns]
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), box, gl.NVMMASharedLayout(128, 16, 2))
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), box, _TILE_LAYOUT)
 
 
 def page_matrix(plane: Tensor) -> Tensor:

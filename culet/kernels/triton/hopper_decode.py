@@ -249,10 +249,10 @@ def hopper_decode_launches(
     scratch: Scratch | None,
 ) -> list[Launch]:
     """The launches of one call, in order. Same contract as `decode_launches`."""
-    num_tokens, num_heads, head_dim = q_TNH.shape
+    _, num_heads, head_dim = q_TNH.shape
     num_kv_heads, group, rotated = kv.num_kv_heads, num_heads // kv.num_kv_heads, kv.width - head_dim
     m_tiles = -(-max_queries * group // HOPPER_ROWS)
-    target = tile.target(kv, rows.num_rows, group, max_queries)
+    target = tile.splits(kv, rows.num_rows, group, max_queries).target
     matrix = page_matrix(kv.planes[0])
     arguments: dict[str, Any] = {
         "V_DESC": describe(matrix, head_dim),
@@ -289,5 +289,5 @@ def hopper_decode_launches(
         return [decode]
     return [
         decode,
-        join_launch(num_tokens, num_heads, kv, rows, max_queries=max_queries, out_TNH=out_TNH, tile=tile, scratch=scratch),
+        join_launch(num_heads, kv, rows, max_queries=max_queries, out_TNH=out_TNH, tile=tile, scratch=scratch),
     ]

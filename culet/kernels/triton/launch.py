@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 _is_warming = False  # launches compile and do not run
 _compiled: dict[tuple[Any, ...], Any] = {}  # by all that Triton tells kernels apart by
 _warmed: set[tuple[Any, ...]] = set()  # the same, of those that have been compiled or are being so
 _parameters: dict[int, list[tuple[str, bool, bool]]] = {}  # by kernel: name, is constexpr, is not specialised
+
+
+_settled: dict[tuple[Any, ...], _Settled | None] = {}  # by the caller's key
 
 
 @contextmanager
@@ -26,7 +31,7 @@ def only_warm() -> Iterator[None]:
         _is_warming = before
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Launch:
     """`kernel[grid](**arguments)`; `options` are num_warps, num_stages and the like."""
 
@@ -39,22 +44,23 @@ class Launch:
         if _is_warming:
             self._warm_once()
             return
-        # Triton takes 50 to 100 us to find a kernel by its arguments, most of a small step's time. This takes a fifth of it.
+        # Triton takes 50 to 100 us to find a kernel by its arguments, most of a small step's time. This takes a tenth of it.
         key, values = self._key()
         compiled = None if key is None else _compiled.get(key)
-        if compiled is None:
+        if key is None or compiled is None:
             compiled = self.kernel[self.grid](**self.arguments, **self.options)
             if key is not None:
                 _compiled[key] = compiled
             return
         x, y, z = (*self.grid, 1, 1)[:3]
-        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        stream = torch._C._cuda_getCurrentRawStream(key[1])
         compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
 
     def _key(self) -> tuple[tuple[Any, ...] | None, list[Any]]:
         """All that decides which compiled kernel serves, at least as fine as Triton's own key, and the arguments in order.
 
-        None where that is left to Triton: in its interpreter, and with descriptors, which it has to unpack.
+        Tensors are given by their addresses: Triton would ask the driver about each one. The key is None where all is left
+        to Triton: in its interpreter, and with arguments of other kinds.
         """
         kernel, arguments = self.kernel, self.arguments
         parameters = _parameters.get(id(kernel))
@@ -64,21 +70,43 @@ class Launch:
             parameters = [(one.name, one.is_constexpr, one.do_not_specialize) for one in kernel.params]
             _parameters[id(kernel)] = parameters
         key: list[Any] = [id(kernel), torch.cuda.current_device(), *self.options.values()]
-        values = []
+        values: list[Any] = []
         for name, is_constexpr, is_plain in parameters:
             value = arguments[name]
-            values.append(value)
             if is_constexpr or value is None:
                 key.append(value)
             elif isinstance(value, torch.Tensor):
-                key.append((value.dtype, value.data_ptr() % 16))
+                key.append(value.dtype)
+                value = value.data_ptr()
+                key.append(value % 16)
             elif type(value) is int:
                 # Triton compiles anew for 1, for multiples of 16, and for what needs 64 bits.
                 kind = 0 if is_plain else 1 if value == 1 else 2 if value % 16 == 0 else 3
                 key.append(kind if -(2**31) <= value < 2**31 else kind + 4)
+            elif isinstance(value, TensorDescriptor):
+                layout = value.layout
+                key += ("descriptor", value.base.dtype, *value.block_shape, layout.swizzle_byte_width, layout.element_bitwidth)
+                key += (layout.rank, layout.transposed, layout.fp4_padded, value.padding)
             else:
                 return None, []
+            values.append(value)
         return tuple(key), values
+
+    def settle(self, tensors: Sequence[Tensor]) -> _Settled | None:
+        """What later launches need that differ in these tensors and in the grid alone; None where they cannot be told apart."""
+        key, values = self._key()
+        compiled = None if key is None else _compiled.get(key)
+        places = {id(tensor): place for place, tensor in enumerate(tensors)}
+        if key is None or compiled is None or len(places) < len(tensors):
+            return None
+        sources = []
+        for index, (name, is_constexpr, _) in enumerate(_parameters[id(self.kernel)]):
+            value = self.arguments[name]
+            if isinstance(value, torch.Tensor) and not is_constexpr:
+                if id(value) not in places or values[index] % 16:
+                    return None
+                sources.append((index, places[id(value)]))
+        return _Settled(compiled, key[1], values, sources)
 
     def _warm_once(self) -> None:
         """`warm`, unless the same kernel has been warmed before: a model's layers ask for the same ones over and over."""
@@ -115,6 +143,53 @@ class Launch:
                     attributes[(index,)] = [["tt.divisibility", 16]]
         source = (GluonASTSource if self.kernel.is_gluon() else ASTSource)(self.kernel, signature, constants, attributes)
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up. Triton's own is for kernels too, and takes 2 us on the host."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+class _Settled:
+    """A compiled kernel with all its arguments but tensors."""
+
+    __slots__ = ("_compiled", "_device", "_sources", "_values")
+
+    def __init__(self, compiled: Any, device: int, values: list[Any], sources: list[tuple[int, int]]) -> None:
+        self._compiled, self._device, self._values = compiled, device, values
+        self._sources = sources  # place of a tensor among the kernel's arguments, and among the caller's
+
+    def run(self, grid: tuple[int, int], tensors: Sequence[Tensor]) -> bool:
+        """Launch, unless a tensor is not aligned as the kernel was compiled for."""
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        values = self._values.copy()
+        for place, source in self._sources:
+            address = addresses[source]
+            if address & 15:
+                return False
+            values[place] = address
+        compiled = self._compiled
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        compiled.run(*grid, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
+        return True
+
+
+def run_settled(key: tuple[Any, ...], grid: tuple[int, int], tensors: Sequence[Tensor], describe: Callable[[], Launch]) -> None:
+    """`describe().run()`, but only the first time with this key: later launches differ in `tensors` and `grid` alone.
+
+    The key has to hold everything else: shapes, strides and types of the tensors, flags, the device.
+    """
+    settled = None if _is_warming else _settled.get(key)
+    if settled is None or not settled.run(grid, tensors):
+        launch = describe()
+        launch.run()
+        if not _is_warming and key not in _settled:
+            _settled[key] = launch.settle(tensors)
 
 
 _TYPES = {

@@ -24,8 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from culet.kernels.cublaslt import product
 from culet.kernels.triton.chain import enter, is_chained, options, shared_memory, stages_that_fit
-from culet.kernels.triton.launch import Launch
+from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2, run_settled
 from culet.kernels.triton.maths import cap_tanh, gelu
 from culet.kernels.triton.pointwise import gelu_gate, gelu_mul, softcap
 
@@ -299,12 +300,12 @@ def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue:
         "EPILOGUE": epilogue,
         "PDL": pdl,
     }
-    tiles = triton.cdiv(num_rows, tile.block_n)
+    tiles = cdiv(num_rows, tile.block_n)
     if tile.kernel == "rows":
         assert num_tokens <= 4, f"the rows kernel serves 1 to 4 tokens, got {num_tokens}"
         common["NUM_M"] = 1 if num_tokens == 1 else 2 if num_tokens == 2 else 4
         return Launch(_rows_kernel, (tiles,), common, options(tile.num_warps, pdl))
-    common["BLOCK_M"] = max(MIN_COLUMNS, triton.next_power_of_2(num_tokens))
+    common["BLOCK_M"] = max(MIN_COLUMNS, next_power_of_2(num_tokens))
     common["SPLIT_K"] = tile.split_k
     common["KEEP_PARTS"] = keeps_parts
     rows_per_stage = common["BLOCK_M"] + tile.block_n * (2 if epilogue == GATED else 1)
@@ -326,6 +327,9 @@ def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue:
 MAX_TOKENS = 32
 MAX_HEAD_TOKENS = 128  # of the head, whose cap would cost cuBLAS another kernel
 ENOUGH_PROGRAMS = 128  # K is split until there are as many; more parts cost more than they spread
+ENOUGH_SHORT = 80  # the same of rows of up to SHORT_K, whose programs are soon done
+SHORT_K = 4096
+NARROW = 512  # outputs that are cut into small tiles, to be enough
 
 
 def choose_tile(num_tokens: int, num_rows: int, size_k: int, epilogue: int = PLAIN) -> Tile:
@@ -339,11 +343,12 @@ def choose_tile(num_tokens: int, num_rows: int, size_k: int, epilogue: int = PLA
     if by_rows or (num_tokens == 2 and num_rows <= 2560 and not is_gated):
         # Long rows of a narrow matrix: fewer of them in a program, so that there are enough programs.
         is_narrow = num_tokens == 1 and size_k > 8192 and num_rows <= 4096
-        return Tile("rows", 2 if is_narrow else 4, min(1024, triton.next_power_of_2(size_k)))
-    programs = triton.cdiv(num_rows, 64)
-    split = _split(programs, ENOUGH_PROGRAMS, size_k // 128)
+        return Tile("rows", 2 if is_narrow else 4, min(1024, next_power_of_2(size_k)))
+    programs = cdiv(num_rows, 64)
+    enough = ENOUGH_SHORT if size_k <= SHORT_K and not is_gated and num_rows > NARROW else ENOUGH_PROGRAMS
+    split = _split(programs, enough, size_k // 128)
     if not is_gated:
-        return Tile("tiles", 64, 128, 4, 4, split)
+        return Tile("tiles", 16 if num_rows <= NARROW else 64, 128, 4, 4, split)
     if programs < ENOUGH_PROGRAMS or (num_tokens > 16 and programs < 2 * ENOUGH_PROGRAMS):
         return Tile("tiles", 64, 64, 4, 4, split)  # two programs to a multiprocessor, so that all run at once
     return Tile("tiles", 64, 128, 4, 3, split)
@@ -360,7 +365,17 @@ def _split(programs: int, wanted: int, steps: int) -> int:
 def _run(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue: int, **extra: Any) -> Tensor:
     if x_MK.stride(1) != 1:
         x_MK = x_MK.contiguous()
-    describe(x_MK, weight_NK, out, tile, epilogue, pdl=is_chained(x_MK.device), **extra).run()
+    factor, softcap = extra.get("factor"), extra.get("softcap")
+    tensors: tuple[Tensor, ...] = (x_MK, weight_NK, out) if factor is None else (x_MK, weight_NK, out, factor)
+    if tile.split_k > 1 and out.dim() == 2:
+        tensors += workspace(x_MK.device)
+    shapes = x_MK.shape, x_MK.stride(0), out.shape, out.stride(), None if factor is None else factor.stride(0)
+    run_settled(
+        ("linear", x_MK.get_device(), x_MK.dtype, weight_NK.dtype, out.dtype, tile, epilogue, softcap, shapes),
+        (cdiv(out.shape[-1], tile.block_n), tile.split_k if tile.kernel == "tiles" else 1),
+        tensors,
+        lambda: describe(x_MK, weight_NK, out, tile, epilogue, pdl=is_chained(x_MK.device), **extra),
+    )
     return out
 
 
@@ -378,8 +393,13 @@ def linear(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
     """x @ weight^T, [M, N]."""
     tile = _serves(x_MK, weight_NK, weight_NK.shape[0], PLAIN)
     if tile is None:
-        return F.linear(x_MK, weight_NK)
+        return _by_cublas(x_MK, weight_NK)
     return _run(x_MK, weight_NK, x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0]), tile, PLAIN)
+
+
+def _by_cublas(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    y_MN = product(x_MK, weight_NK)
+    return F.linear(x_MK, weight_NK) if y_MN is None else y_MN
 
 
 def linear_parts(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
@@ -399,7 +419,7 @@ def gated_linear(x_MK: Tensor, gate_up_NK: Tensor) -> Tensor:
     num_rows = gate_up_NK.shape[0] // 2
     tile = _serves(x_MK, gate_up_NK, num_rows, GATED)
     if tile is None:
-        return gelu_mul(F.linear(x_MK, gate_up_NK))
+        return gelu_mul(_by_cublas(x_MK, gate_up_NK))
     return _run(x_MK, gate_up_NK, x_MK.new_empty(x_MK.shape[0], num_rows), tile, GATED)
 
 

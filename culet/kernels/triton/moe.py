@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from culet.kernels.triton.chain import enter, is_chained, options, shared_memory, stages_that_fit
-from culet.kernels.triton.launch import Launch
+from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
 from culet.kernels.triton.maths import gelu
 
 
@@ -308,13 +308,13 @@ def describe_assigned(
     return [
         Launch(
             _assigned_up_kernel,
-            (triton.cdiv(width, up.block_n), num_tokens * top_k),
+            (cdiv(width, up.block_n), num_tokens * top_k),
             {**first, "BLOCK_N": up.block_n, "BLOCK_K": up.block_k, "STAGES": up.num_stages},
             options(up.num_warps, bool(extra.get("pdl", False))),
         ),
         Launch(
             _assigned_down_kernel,
-            (triton.cdiv(size, down.block_n), num_tokens),
+            (cdiv(size, down.block_n), num_tokens),
             {**second, "BLOCK_N": down.block_n, "BLOCK_K": down.block_k, "STAGES": down.num_stages},
             options(down.num_warps, bool(extra.get("pdl", False))),
         ),
@@ -335,22 +335,22 @@ def describe_grouped(
     counts = torch.empty(num_experts, dtype=torch.int32, device=device)
     hidden = torch.empty(assigned, width, dtype=x_TD.dtype, device=device)
     out = torch.empty(assigned, size, dtype=x_TD.dtype, device=device)
-    block_e = triton.next_power_of_2(num_experts)
+    block_e = next_power_of_2(num_experts)
     shape = {"T": num_tokens, "D": size, "F": width, "E": num_experts, "BLOCK_E": block_e, "PDL": pdl}
     lists = {"members": members, "counts": counts}
     first = {"x": x_TD, "gate_up": gate_up_EFD, "hidden": hidden, "x_stride": x_TD.stride(0), "TOP_K": top_k, **lists, **shape}
     second = {"hidden": hidden, "down": down_EDF, "out": out, **lists, **shape}
     third = {"out": out, "weights": weights_TK, "y": y_TD, "y_stride": y_TD.stride(0), "D": size, "TOP_K": top_k}
-    chunk, group_warps = min(GROUP_CHUNK, max(128, triton.next_power_of_2(assigned))), 4 if assigned <= GROUP_CHUNK else 8
+    chunk, group_warps = min(GROUP_CHUNK, max(128, next_power_of_2(assigned))), 4 if assigned <= GROUP_CHUNK else 8
     grouping = {"ids": ids_TK, "A": assigned, "T": num_tokens, "CHUNK": chunk, "PDL": pdl, **lists}
-    block_d = min(1024, triton.next_power_of_2(size))
+    block_d = min(1024, next_power_of_2(size))
     return [
         Launch(_group_kernel, (num_experts,), grouping, options(group_warps, pdl)),
         _grouped(_grouped_up_kernel, width, up, first, pdl=pdl, shared=extra.get("shared")),
         _grouped(_grouped_down_kernel, size, down, second, pdl=pdl, shared=extra.get("shared")),
         Launch(
             _combine_kernel,
-            (num_tokens, triton.cdiv(size, block_d)),
+            (num_tokens, cdiv(size, block_d)),
             {**third, "BLOCK_D": block_d, "PDL": pdl},
             options(4, pdl),
         ),
@@ -365,7 +365,7 @@ def _grouped(kernel: Any, outputs: int, tile: GroupTile, arguments: dict[str, An
     limit = int(extra.get("shared") or shared_memory(hidden.device))
     stages = stages_that_fit(tile.num_stages, rows * tile.block_k * hidden.element_size(), limit)
     sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "STAGES": stages}
-    grid = (triton.cdiv(outputs, tile.block_n), blocks)
+    grid = (cdiv(outputs, tile.block_n), blocks)
     return Launch(kernel, grid, {**arguments, **sizes}, options(tile.num_warps, pdl))
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from culet.kernels.triton.chain import enter, is_chained, options
-from culet.kernels.triton.launch import Launch
+from culet.kernels.triton.launch import Launch, next_power_of_2, run_settled
 
 
 @triton.jit
@@ -137,8 +137,13 @@ def _residual_norm_kernel(
         tl.store(out_b + token * D + cols, (row * scale * w_b).to(out.dtype.element_ty), mask=inside)
 
 
-def _num_warps(size: int) -> int:
-    return 8 if size > 2048 else 4 if size > 512 else 2
+FEW_TOKENS = 64  # up to here a program's own time counts; above, how many programs run at once
+
+
+def _num_warps(size: int, num_tokens: int) -> int:
+    if size > 2048:
+        return 8 if num_tokens <= FEW_TOKENS or size > 4096 else 4
+    return 4 if size > 512 else 2
 
 
 def describe_rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, y_TD: Tensor, pdl: bool) -> Launch:
@@ -150,8 +155,8 @@ def describe_rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, y_TD: Tensor, 
         "x_stride": x_TD.stride(0),
         "y_stride": y_TD.stride(0),
     }
-    arguments |= {"D": size, "eps": eps, "BLOCK_D": triton.next_power_of_2(size), "PDL": pdl}
-    return Launch(_rms_norm_kernel, (num_tokens,), arguments, options(_num_warps(size), pdl))
+    arguments |= {"D": size, "eps": eps, "BLOCK_D": next_power_of_2(size), "PDL": pdl}
+    return Launch(_rms_norm_kernel, (num_tokens,), arguments, options(_num_warps(size, num_tokens), pdl))
 
 
 def describe_sum_norms(
@@ -160,8 +165,8 @@ def describe_sum_norms(
     num_tokens, size = a_TD.shape
     arguments: dict[str, Any] = {"a": a_TD, "b": b_TD, "weight_a": weight_a_D, "weight_b": weight_b_D, "y": y_TD}
     arguments |= {"a_stride": a_TD.stride(0), "b_stride": b_TD.stride(0), "D": size, "eps": eps}
-    arguments |= {"BLOCK_D": triton.next_power_of_2(size), "PDL": pdl}
-    return Launch(_sum_norms_kernel, (num_tokens,), arguments, options(_num_warps(size), pdl))
+    arguments |= {"BLOCK_D": next_power_of_2(size), "PDL": pdl}
+    return Launch(_sum_norms_kernel, (num_tokens,), arguments, options(_num_warps(size, num_tokens), pdl))
 
 
 def describe_residual(
@@ -206,10 +211,10 @@ def describe_residual(
         "HAS_SCALAR": scalar is not None,
         "NUM_NEXT": len(next_weights),
         "NUM_PARTS": num_parts,
-        "BLOCK_D": triton.next_power_of_2(size),
+        "BLOCK_D": next_power_of_2(size),
         "PDL": pdl,
     }
-    return Launch(_residual_norm_kernel, (num_tokens,), arguments, options(_num_warps(size), pdl))
+    return Launch(_residual_norm_kernel, (num_tokens,), arguments, options(_num_warps(size, num_tokens), pdl))
 
 
 def _residual(
@@ -220,15 +225,24 @@ def _residual(
     next_weights: tuple[Tensor, ...],
     eps: float,
 ) -> tuple[Tensor, ...]:
-    outs = tuple(torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) for _ in range(1 + len(next_weights)))
-    if x_TD.shape[0]:
-        describe_residual(x_TD, deltas, weights, scalar, next_weights, eps, outs, is_chained(x_TD.device)).run()
+    num_tokens, size = x_TD.shape
+    outs = tuple([torch.empty_like(x_TD) for _ in range(1 + len(next_weights))])
+    if num_tokens:
+        delta, scalars = deltas[0], () if scalar is None else (scalar,)
+        kind = len(deltas), len(weights), len(next_weights), scalar is None, num_tokens <= FEW_TOKENS
+        shapes = x_TD.stride(0), delta.shape[0] if delta.dim() == 3 else 1, delta.stride(), deltas[-1].stride(0)
+        run_settled(
+            ("residual", x_TD.get_device(), x_TD.dtype, delta.dtype, deltas[-1].dtype, size, eps, kind, shapes),
+            (num_tokens, 1),
+            (x_TD, *deltas, *weights, *scalars, *next_weights, *outs),
+            lambda: describe_residual(x_TD, deltas, weights, scalar, next_weights, eps, outs, is_chained(x_TD.device)),
+        )
     return outs
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight: the weight itself, not 1 + weight."""
-    y_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    y_TD = torch.empty_like(x_TD)
     if x_TD.shape[0]:
         describe_rms_norm(x_TD, weight_D, eps, y_TD, is_chained(x_TD.device)).run()
     return y_TD
@@ -236,7 +250,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 def sum_norms(a_TD: Tensor, b_TD: Tensor, weight_a_D: Tensor, weight_b_D: Tensor, eps: float) -> Tensor:
     """norm(a) * weight_a + norm(b) * weight_b: dense MLP and experts before their joint norm."""
-    y_TD = torch.empty(a_TD.shape, dtype=a_TD.dtype, device=a_TD.device)
+    y_TD = torch.empty_like(a_TD)
     if a_TD.shape[0]:
         describe_sum_norms(a_TD, b_TD, weight_a_D, weight_b_D, eps, y_TD, is_chained(a_TD.device)).run()
     return y_TD

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from culet.kernels.triton.chain import enter, is_chained, options
-from culet.kernels.triton.launch import Launch
+from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2, run_settled
 from culet.kernels.triton.maths import cap_tanh, gelu, silu
 
 BLOCK = 1024  # columns per program of the plain elementwise kernels: 128 threads x 8
@@ -102,40 +102,42 @@ def _softcap_kernel(logits, y, logits_stride, V, cap: tl.constexpr, BLOCK_V: tl.
     tl.store(y + row * V + cols, cap_tanh(values, cap), mask=inside)
 
 
+def _block(size: int) -> int:
+    return min(BLOCK, next_power_of_2(size))
+
+
 def describe_embed(token_ids_T: Tensor, table_VD: Tensor, scale: float, y_TD: Tensor, pdl: bool) -> Launch:
     size = table_VD.shape[1]
-    block = min(BLOCK, triton.next_power_of_2(size))
+    block = _block(size)
     arguments: dict[str, Any] = {"ids": token_ids_T, "table": table_VD, "y": y_TD, "table_stride": table_VD.stride(0)}
     arguments |= {"y_stride": y_TD.stride(0), "D": size, "scale": scale, "BLOCK_D": block, "PDL": pdl}
-    return Launch(_embed_kernel, (token_ids_T.shape[0], triton.cdiv(size, block)), arguments, options(4, pdl))
+    return Launch(_embed_kernel, (token_ids_T.shape[0], cdiv(size, block)), arguments, options(4, pdl))
 
 
 def describe_gate_times(gate_TN: Tensor, value_TN: Tensor, y_TN: Tensor, pdl: bool, *, is_silu: bool = False) -> Launch:
     num_tokens, size = y_TN.shape
-    block = min(BLOCK, triton.next_power_of_2(size))
+    block = _block(size)
     arguments: dict[str, Any] = {"gate": gate_TN, "value": value_TN, "y": y_TN, "gate_stride": gate_TN.stride(0)}
     arguments |= {"value_stride": value_TN.stride(0), "y_stride": y_TN.stride(0), "N": size, "IS_SILU": is_silu}
     arguments |= {"BLOCK_N": block, "PDL": pdl}
-    return Launch(
-        _gate_times_kernel, (num_tokens, triton.cdiv(size, block)), arguments, options(4 if block == BLOCK else 1, pdl)
-    )
+    return Launch(_gate_times_kernel, (num_tokens, cdiv(size, block)), arguments, options(4 if block == BLOCK else 1, pdl))
 
 
 def describe_ple(
     context_TX: Tensor, embedded_TX: Tensor, weight_P: Tensor, scale: float, eps: float, y_TLP: Tensor, pdl: bool
 ) -> Launch:
     num_tokens, num_layers, width = y_TLP.shape
-    block_l, block_p = 4, triton.next_power_of_2(width)
+    block_l, block_p = 4, next_power_of_2(width)
     arguments: dict[str, Any] = {"context": context_TX, "embedded": embedded_TX, "weight": weight_P, "y": y_TLP}
     arguments |= {"context_stride": context_TX.stride(0), "embedded_stride": embedded_TX.stride(0), "L": num_layers, "P": width}
     arguments |= {"scale": scale, "eps": eps, "BLOCK_L": block_l, "BLOCK_P": block_p, "PDL": pdl}
-    return Launch(_ple_kernel, (num_tokens, triton.cdiv(num_layers, block_l)), arguments, options(4, pdl))
+    return Launch(_ple_kernel, (num_tokens, cdiv(num_layers, block_l)), arguments, options(4, pdl))
 
 
 def describe_softcap(logits_LV: Tensor, cap: float, y_LV: Tensor, pdl: bool) -> Launch:
     num_rows, width = logits_LV.shape
     arguments = {"logits": logits_LV, "y": y_LV, "logits_stride": logits_LV.stride(0), "V": width, "cap": cap, "BLOCK_V": BLOCK}
-    return Launch(_softcap_kernel, (triton.cdiv(width, BLOCK), num_rows), {**arguments, "PDL": pdl}, options(4, pdl))
+    return Launch(_softcap_kernel, (cdiv(width, BLOCK), num_rows), {**arguments, "PDL": pdl}, options(4, pdl))
 
 
 def embed(token_ids_T: Tensor, table_VD: Tensor, scale: float) -> Tensor:
@@ -144,6 +146,20 @@ def embed(token_ids_T: Tensor, table_VD: Tensor, scale: float) -> Tensor:
     if y_TD.shape[0]:
         describe_embed(token_ids_T, table_VD, scale, y_TD, is_chained(y_TD.device)).run()
     return y_TD
+
+
+def _gate_times(gate_TN: Tensor, value_TN: Tensor, *, is_silu: bool) -> Tensor:
+    num_tokens, size = gate_TN.shape
+    y_TN = gate_TN.new_empty(gate_TN.shape)
+    if num_tokens:
+        types = y_TN.get_device(), gate_TN.dtype, value_TN.dtype
+        run_settled(
+            ("gate_times", is_silu, size, types, gate_TN.stride(0), value_TN.stride(0)),
+            (num_tokens, cdiv(size, _block(size))),
+            (gate_TN, value_TN, y_TN),
+            lambda: describe_gate_times(gate_TN, value_TN, y_TN, is_chained(y_TN.device), is_silu=is_silu),
+        )
+    return y_TN
 
 
 def gelu_mul(gate_up_TF: Tensor) -> Tensor:
@@ -155,18 +171,12 @@ def gelu_mul(gate_up_TF: Tensor) -> Tensor:
 def silu_mul(gate_up_TF: Tensor) -> Tensor:
     """silu(gate) * up, where the columns are gate | up: the MLP of DFlash drafters."""
     gate, up = gate_up_TF.chunk(2, -1)
-    y_TF = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    if y_TF.shape[0]:
-        describe_gate_times(gate, up, y_TF, is_chained(y_TF.device), is_silu=True).run()
-    return y_TF
+    return _gate_times(gate, up, is_silu=True)
 
 
 def gelu_gate(gate_TP: Tensor, value_TP: Tensor) -> Tensor:
     """gelu_tanh(gate) * value, for per-layer embeddings."""
-    y_TP = torch.empty(gate_TP.shape, dtype=gate_TP.dtype, device=gate_TP.device)
-    if y_TP.shape[0]:
-        describe_gate_times(gate_TP, value_TP, y_TP, is_chained(y_TP.device)).run()
-    return y_TP
+    return _gate_times(gate_TP, value_TP, is_silu=False)
 
 
 def ple_combine(context_TX: Tensor, embedded_TX: Tensor, weight_P: Tensor, scale: float, eps: float) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from culet.kernels.reference import HeadShape, Rope
 from culet.kernels.triton.chain import enter, is_chained, options
-from culet.kernels.triton.launch import Launch
+from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2, run_settled
 
 
 class Slots(NamedTuple):
@@ -254,8 +254,20 @@ def _prepare_kernel(
 def describe_rope(positions_T: Tensor, inv_freq: Tensor, turn: Rope, pdl: bool) -> Launch:
     num_tokens, half = positions_T.shape[0], inv_freq.shape[0]
     arguments: dict[str, Any] = {"positions": positions_T, "inv_freq": inv_freq, "cos": turn.cos_T1R, "sin": turn.sin_T1R}
-    arguments |= {"T": num_tokens, "HALF": half, "BLOCK_T": 4, "BLOCK_H": triton.next_power_of_2(half), "PDL": pdl}
-    return Launch(_rope_kernel, (triton.cdiv(num_tokens, 4),), arguments, options(4, pdl))
+    arguments |= {"T": num_tokens, "HALF": half, "BLOCK_T": 4, "BLOCK_H": next_power_of_2(half), "PDL": pdl}
+    return Launch(_rope_kernel, (cdiv(num_tokens, 4),), arguments, options(4, pdl))
+
+
+FEW_TOKENS = 64  # up to here a head per program, for latency; above several: starting programs would cost more than the reads
+
+
+def _heads_per_program(num_tokens: int, head_dim: int) -> int:
+    return 1 if num_tokens <= FEW_TOKENS else max(1, 1024 // head_dim)
+
+
+def _prepare_grid(num_tokens: int, heads: HeadShape) -> tuple[int, int]:
+    per_program = _heads_per_program(num_tokens, heads.head_dim)
+    return cdiv(heads.num_heads, per_program) + cdiv(heads.num_kv_heads, per_program), num_tokens
 
 
 def describe_prepare(
@@ -273,9 +285,7 @@ def describe_prepare(
     num_parts, part_stride = (qkv_TX.shape[0], qkv_TX.stride(0)) if qkv_TX.dim() == 3 else (1, 0)
     size, rotated = heads.head_dim, heads.rotated_dims
     has_store = slot_T is not None and planes is not None
-    # Few tokens: a head per program, for latency. Many: several, since starting programs would cost more than the reads.
-    per_program = 1 if num_tokens <= 64 else max(1, 1024 // size)
-    num_programs = triton.cdiv(heads.num_heads, per_program) + triton.cdiv(heads.num_kv_heads, per_program)
+    per_program = _heads_per_program(num_tokens, size)
     arguments: dict[str, Any] = {
         "qkv": qkv_TX,
         "weight": weight_MH,
@@ -304,11 +314,11 @@ def describe_prepare(
         "IS_FP8": planes is not None and planes.dtype is torch.float8_e4m3fn,
         "HAS_STORE": has_store,
         "HEADS": per_program,
-        "BLOCK_P": max(1, triton.next_power_of_2(size - rotated)),
+        "BLOCK_P": max(1, next_power_of_2(size - rotated)),
         "NUM_PARTS": num_parts,
         "PDL": pdl,
     }
-    return Launch(_prepare_kernel, (num_programs, num_tokens), arguments, options(1 if per_program == 1 else 4, pdl))
+    return Launch(_prepare_kernel, _prepare_grid(num_tokens, heads), arguments, options(1, pdl))
 
 
 def rope(positions_T: Tensor, inv_freq: Tensor) -> Rope:
@@ -329,9 +339,8 @@ def stores(slot_T: Tensor, page_tokens: int) -> Slots:
 def prepare_q(q_TX: Tensor, weight_NH: Tensor, turn: Rope, heads: HeadShape, dtype: torch.dtype | None = None) -> Tensor:
     """Per-head norm, weight and rope of queries alone, [T, N, H] in `dtype` (default: the projection's, which may be parts)."""
     q = q_TX.new_empty(q_TX.shape[-2], heads.num_heads, heads.head_dim, dtype=dtype or q_TX.dtype)
-    if q.shape[0]:
-        # A layer that reads another's KV has no KV heads of its own, so no program writes the last two outputs.
-        describe_prepare(q_TX, weight_NH, turn, None, None, heads, (q, q, q), is_chained(q.device)).run()
+    # A layer that reads another's KV has no KV heads of its own, so no program writes the last two outputs.
+    _prepare(q_TX, weight_NH, turn, None, None, heads, (q, q, q))
     return q
 
 
@@ -359,7 +368,31 @@ def prepare_qkv(
     else:
         k, v = qkv_TX.new_empty(num_tokens, num_kv, size, dtype=dtype), qkv_TX.new_empty(num_tokens, num_kv, size, dtype=dtype)
         outs = (q, k, v)
-    if num_tokens:
-        slot_T = None if where is None else where.slot_T
-        describe_prepare(qkv_TX, weight_MH, turn, planes, slot_T, heads, outs, is_chained(q.device)).run()
+    _prepare(qkv_TX, weight_MH, turn, planes, None if where is None else where.slot_T, heads, outs)
     return q, k, v
+
+
+def _prepare(
+    qkv_TX: Tensor,
+    weight_MH: Tensor,
+    turn: Rope,
+    planes: Tensor | None,
+    slot_T: Tensor | None,
+    heads: HeadShape,
+    outs: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Launch `describe_prepare`, if there are tokens."""
+    q = outs[0]
+    num_tokens = q.shape[0]
+    if not num_tokens:
+        return
+    stored = () if planes is None or slot_T is None else (planes, slot_T)
+    layout = None if planes is None else (planes.dtype, planes.stride(), planes.shape[3])
+    types = q.get_device(), qkv_TX.dtype, q.dtype
+    num_parts = qkv_TX.shape[0] if qkv_TX.dim() == 3 else 1
+    run_settled(
+        ("prepare", types, heads, num_tokens <= FEW_TOKENS, num_parts, qkv_TX.stride(), layout, bool(stored)),
+        _prepare_grid(num_tokens, heads),
+        (qkv_TX, weight_MH, turn.cos_T1R, turn.sin_T1R, *stored, *dict.fromkeys(outs)),  # each output once
+        lambda: describe_prepare(qkv_TX, weight_MH, turn, planes, slot_T, heads, outs, is_chained(q.device)),
+    )

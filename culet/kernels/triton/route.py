@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from culet.kernels.triton.chain import enter, is_chained, options
-from culet.kernels.triton.launch import Launch
+from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
 from culet.kernels.triton.linear import workspace
 
 # Measured on an H200 at 128 experts, hidden 2816 (docs/LOG.md).
@@ -202,7 +202,7 @@ def describe_route(
     """The launch; `out` is (weights, ids). `extra`: pdl, few (experts per program, warps), tile (tokens, columns, warps)."""
     num_tokens, size = x_TD.shape
     num_experts, top_k = router_ED.shape[0], out[0].shape[1]
-    block_e = max(16, triton.next_power_of_2(num_experts))
+    block_e = max(16, next_power_of_2(num_experts))
     pdl = bool(extra.get("pdl", False))
     shape: dict[str, Any] = {"T": num_tokens, "x_stride": x_TD.stride(0), "D": size, "E": num_experts, "TOP_K": top_k}
     tensors = {"x": x_TD, "router": router_ED, "expert_scale": expert_scale_E, "weights": out[0], "ids": out[1]}
@@ -210,11 +210,11 @@ def describe_route(
     if num_tokens <= FEW_TOKENS and "tile" not in extra:
         rows, num_warps = extra.get("few", FEW)
         logits, arrivals = workspace(x_TD.device)
-        few = {"logits": logits, "arrivals": arrivals, "ROWS": rows, "BLOCK_D": triton.next_power_of_2(size)}
+        few = {"logits": logits, "arrivals": arrivals, "ROWS": rows, "BLOCK_D": next_power_of_2(size)}
         return Launch(_route_few_kernel, (block_e // rows, num_tokens), {**common, **few}, options(num_warps, pdl))
     block_t, block_d, num_warps = extra.get("tile", TILE if num_tokens < LARGE_TOKENS else LARGE_TILE)
-    blocks = triton.cdiv(num_tokens, block_t)
-    most = max(1, min(MAX_PROGRAMS // blocks, triton.cdiv(size, block_d)))
+    blocks = cdiv(num_tokens, block_t)
+    most = max(1, min(MAX_PROGRAMS // blocks, cdiv(size, block_d)))
     split = next(one for one in SPLITS if one <= most)
     parts, arrivals = workspace(x_TD.device) if split > 1 else (out[0], out[1])
     many = {"parts": parts, "arrivals": arrivals, "BLOCK_T": block_t, "BLOCK_D": block_d, "SPLIT": split, "STAGES": 2}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,6 +18,20 @@ from culet.kernels.attention_inputs import PagedKV
 
 # Bytes of shared memory that one program may use.
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+
+MOST_WAVES = 3  # of programs, that splitting rows may make of a call
+SPLIT_COST = 1 / 8  # of starting and joining a split, in the time that an unsplit row takes
+FEW_SPLITS, MANY_SPLITS = 8, 32  # of a row within a window: where the last program joins them, and where a second kernel does
+JOINED_SUMS = 64  # partial sums that each thread of a joining program holds at a time
+MOST_ROUNDS = 3  # that a joining program may take; more, and a second kernel with many programs a row is quicker
+
+
+class Splits(NamedTuple):
+    """How a call's rows are split."""
+
+    target: int  # splits of each row within a window, since these are about equally long; else of all rows together
+    joins: bool  # the program that comes last joins a row's splits; else a second kernel does
+    at_once: int  # splits that a joining program takes at a time
 
 
 @dataclass(frozen=True)
@@ -30,16 +45,37 @@ class DecodeTile:
     programs: int = 132
     min_tiles: int = 1  # key tiles that a split holds at least
 
-    def most_splits(self, num_kv_heads: int, group: int, max_queries: int) -> int:
-        """Splits of all rows together that fill the GPU."""
-        m_tiles = -(-max_queries * group // self.rows)
-        return max(1, self.programs // (num_kv_heads * m_tiles))
+    def unsplit(self, num_rows: int, num_kv_heads: int, group: int, max_queries: int) -> int:
+        """Programs that `num_rows` rows take, one split each."""
+        return num_rows * num_kv_heads * -(-max_queries * group // self.rows)
 
-    def target(self, kv: PagedKV, num_rows: int, group: int, max_queries: int) -> int:
-        """Splits to aim for. Rows within a window are about equally long: where they fill the GPU unsplit, 1."""
-        m_tiles = -(-max_queries * group // self.rows)
-        is_full = kv.window is not None and num_rows * kv.num_kv_heads * m_tiles >= self.programs
-        return 1 if is_full else self.most_splits(kv.num_kv_heads, group, max_queries)
+    def most_splits(self, num_kv_heads: int, group: int, max_queries: int) -> int:
+        """Splits of all rows together that no call goes beyond."""
+        return max(1, MOST_WAVES * self.programs // self.unsplit(1, num_kv_heads, group, max_queries))
+
+    def splits(self, kv: PagedKV, num_rows: int, group: int, max_queries: int) -> Splits:
+        """How `num_rows` rows are split, one of them into as many splits as fill the GPU."""
+        unsplit = self.unsplit(num_rows, kv.num_kv_heads, group, max_queries)
+        joined_rows = min(self.rows, triton.next_power_of_2(max_queries * group))
+        at_once = max(1, min(8, JOINED_SUMS * 32 * self.warps // (joined_rows * kv.head_dim)))
+        if kv.window is not None:
+            splits = max(1, self.programs // unsplit)
+            is_quick = num_rows > 1 and unsplit >= 16 and min(splits, FEW_SPLITS) <= MOST_ROUNDS * at_once
+            splits = min(splits, FEW_SPLITS if is_quick else MANY_SPLITS)
+            return Splits(splits, is_quick and splits > 1, at_once)
+        splits = splits_by_waves(unsplit, self.programs)
+        most = self.most_splits(kv.num_kv_heads, group, max_queries)
+        return Splits(min(most, num_rows * splits), num_rows > 1 and splits <= MOST_ROUNDS * at_once, at_once)
+
+
+def splits_by_waves(unsplit: int, programs: int) -> int:
+    """Splits of a row, where `programs` run at a time and so in waves: what goes through all rows soonest.
+
+    Of 160 unsplit ones, where 132 run at a time, the last 28 would run alone.
+    """
+    waves = range(1, MOST_WAVES + 1)
+    offers = [(wave * (1 / splits + SPLIT_COST), splits) for wave in waves if (splits := wave * programs // unsplit)]
+    return min(offers, default=(0.0, 1))[1]
 
 
 @dataclass(frozen=True)
@@ -64,7 +100,7 @@ class TileRow:
     measured: str
     per_sm: int = 1  # programs per multiprocessor that fill the GPU (decode only)
     is_fp8: bool = False  # only for pages of e4m3; other rows serve these too
-    crowded_stages: int = 0  # where rows fill the GPU unsplit: fewer, so that programs share multiprocessors (decode only)
+    crowded_stages: int = 0  # where rows fill the GPU unsplit: fewer, so that two programs share the room of one (decode only)
     page_tokens: int = 1 << 30  # up to pages of so many tokens (decode only): a tile within one page needs one table entry
 
 
@@ -80,13 +116,15 @@ DECODE = (
     # A DFlash drafter's block: 16 tokens of 4 or 8 query heads a KV head. Tiles of 16 rows would read its keys up to 8 times.
     TileRow(ANY, 128, False, MANY, DecodeTile(64, 32, 4, 3), UNMEASURED),
     TileRow(ANY, 128, True, MANY, DecodeTile(16, 32, 4, 2), UNMEASURED),
-    TileRow((90,), 256, False, 16, DecodeTile(16, 32, 4, 5), H200, is_fp8=True),
-    TileRow((90,), 256, False, 16, DecodeTile(16, 16, 4, 5), H200, page_tokens=16),
-    TileRow((90,), 256, False, 16, DecodeTile(16, 32, 4, 5), H200),
+    TileRow((90,), 256, False, 16, DecodeTile(16, 32, 4, 5), H200 + " (its splits: not)", per_sm=3, is_fp8=True),
+    # Two warps, of which five programs share a multiprocessor: four wait for each other too long, and at 8 rows of the 31B
+    # (128 programs unsplit) half of the memory's rate was all they took.
+    TileRow((90,), 256, False, 16, DecodeTile(16, 16, 2, 5), H200, per_sm=5, page_tokens=16),
+    TileRow((90,), 256, False, 16, DecodeTile(16, 32, 2, 5), H200, per_sm=2),
     TileRow(ANY, 256, False, 16, DecodeTile(16, 32, 4, 3), UNMEASURED, per_sm=2),
     TileRow(ANY, 256, False, MANY, DecodeTile(32, 32, 4, 3), UNMEASURED, per_sm=2),
     TileRow((90,), 512, False, 16, DecodeTile(16, 32, 4, 5), H200, per_sm=2, is_fp8=True),
-    TileRow((90,), 512, False, 16, DecodeTile(16, 32, 4, 5), H200),
+    TileRow((90,), 512, False, 16, DecodeTile(16, 32, 4, 5), H200, crowded_stages=3),
     TileRow(ANY, 512, False, 16, DecodeTile(16, 16, 4, 3), UNMEASURED),
     TileRow(ANY, 512, False, MANY, DecodeTile(32, 16, 4, 3), UNMEASURED),
     TileRow((90,), 512, True, 16, DecodeTile(16, 32, 4, 5), H200, per_sm=2, is_fp8=True),
@@ -144,7 +182,7 @@ def decode_tile(q_TNH: Tensor, kv: PagedKV, max_queries: int, num_rows: int = 1)
     tile = replace(row.tile, programs=row.per_sm * num_sms)
     # By the power of two of the rows, for which kernels are compiled.
     if row.crowded_stages and triton.next_power_of_2(num_rows) * kv.num_kv_heads * -(-packed // tile.rows) > tile.programs:
-        tile = replace(tile, stages=row.crowded_stages)
+        tile = replace(tile, stages=row.crowded_stages, programs=2 * tile.programs)
     # The tables are written for two bytes an element: four of them would not fit the shared memory.
     return tile if q_TNH.element_size() <= 2 else replace(tile, keys=max(16, tile.keys // 2), stages=2)
 

@@ -1,0 +1,174 @@
+"""Products of many tokens by a cuBLAS kernel of our choice.
+
+cuBLAS ranks its kernels as if clocks were at their highest. A long prompt holds an H200 at its power limit, where the kernel
+that needs least energy is the fastest: of those that cuBLAS offers, the one with tiles of 128 x 160 (docs/LOG.md). torch
+takes cuBLAS's first, so this file asks cuBLAS itself, through its C interface. Where anything is missing, torch serves.
+
+Shapes: M tokens · N outputs · K inputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from culet.log import logger
+
+# What was measured: the merged projections of the 31B, 2 to 7 % faster at 8000 tokens. Narrower ones (o, down) gain nothing.
+MIN_TOKENS = 4096
+MIN_OUTPUTS = 16384
+MIN_INPUTS = 4096
+TILE_128X160 = 29
+CAPABILITY = (9, 0)
+WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper
+
+# Of cuBLASLt's C interface.
+_COMPUTE_32F, _R_32F, _R_16BF, _OP_T = 68, 0, 14, 1
+_DESC_TRANSA, _PREF_WORKSPACE, _ALGO_TILE = 3, 1, 1
+_ALGO_BYTES, _RESULT_BYTES, _MAX_RESULTS = 64, 96, 16
+
+
+class CublasError(Exception):
+    """cuBLASLt said no."""
+
+
+def product(x_MK: Tensor, weight_NK: Tensor) -> Tensor | None:
+    """x @ weight^T; None where torch's own is as good, or this one cannot be had."""
+    (num_tokens, size_k), num_outputs = x_MK.shape, weight_NK.shape[0]
+    is_large = num_tokens >= MIN_TOKENS and num_outputs >= MIN_OUTPUTS and size_k >= MIN_INPUTS
+    if not is_large or not _suits(x_MK, weight_NK):
+        return None
+    cublas = _on_device(x_MK.get_device())
+    if cublas is None or cublas.is_broken:
+        return None
+    try:
+        return cublas.product(x_MK, weight_NK)
+    except CublasError as error:
+        cublas.is_broken = True
+        logger.warning("%s: from now on torch's choice of kernels serves", error)
+        return None
+
+
+def _suits(x_MK: Tensor, weight_NK: Tensor) -> bool:
+    is_plain = x_MK.is_contiguous() and weight_NK.is_contiguous() and x_MK.dtype == weight_NK.dtype == torch.bfloat16
+    return is_plain and x_MK.is_cuda and x_MK.data_ptr() % 16 == 0 and weight_NK.data_ptr() % 16 == 0
+
+
+@cache
+def _on_device(device: int) -> _CublasLt | None:
+    """What serves a GPU; None where the choice was not measured, or the library is not there."""
+    if torch.cuda.get_device_capability(device) != CAPABILITY:
+        return None
+    path = _library_path()
+    try:
+        return None if path is None else _CublasLt(ctypes.CDLL(path), device)
+    except (OSError, AttributeError, CublasError) as error:
+        logger.warning("cuBLASLt cannot be asked for a kernel (%s): torch's choice serves", error)
+        return None
+
+
+def _library_path() -> str | None:
+    """The library that torch has loaded."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return None
+    return next((line.split()[-1] for line in maps.read_text().splitlines() if "libcublasLt.so" in line), None)
+
+
+class _CublasLt:
+    """The library on one GPU."""
+
+    def __init__(self, library: Any, device: int) -> None:
+        self._library = library
+        self.is_broken = False
+        self._handle, self._description, self._preference = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=torch.device("cuda", device))
+        self._device = device
+        self._call("Create", ctypes.byref(self._handle))
+        self._call("MatmulDescCreate", ctypes.byref(self._description), _COMPUTE_32F, _R_32F)
+        self._set("MatmulDesc", self._description, _DESC_TRANSA, ctypes.c_int32(_OP_T))
+        self._call("MatmulPreferenceCreate", ctypes.byref(self._preference))
+        self._set("MatmulPreference", self._preference, _PREF_WORKSPACE, ctypes.c_uint64(WORKSPACE_BYTES))
+        # A plan per shape; prompts come in all lengths.
+        self._plan = lru_cache(maxsize=1024)(self._make_plan)
+
+    def product(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor | None:
+        """None where cuBLAS does not offer the kernel for this shape."""
+        (num_tokens, size_k), num_outputs = x_MK.shape, weight_NK.shape[0]
+        plan = self._plan(num_tokens, num_outputs, size_k)
+        if plan is None:
+            return None
+        y_MN = x_MK.new_empty(num_tokens, num_outputs)
+        out = ctypes.c_void_p(y_MN.data_ptr())
+        # In cuBLAS's order, columns first: y^T [N, M] = (weight^T [K, N])^T x^T [K, M].
+        self._call(
+            "Matmul",
+            *(self._handle, self._description, ctypes.byref(self._one)),
+            *(ctypes.c_void_p(weight_NK.data_ptr()), plan.weight, ctypes.c_void_p(x_MK.data_ptr()), plan.x),
+            *(ctypes.byref(self._zero), out, plan.y, out, plan.y, plan.algorithm),
+            *(ctypes.c_void_p(self._workspace.data_ptr()), ctypes.c_size_t(WORKSPACE_BYTES)),
+            ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._device)),
+        )
+        return y_MN
+
+    def _make_plan(self, num_tokens: int, num_outputs: int, size_k: int) -> _Plan | None:
+        """Layouts and algorithm of a shape; None where the kernel we want is not among those that cuBLAS offers."""
+        shapes = (size_k, num_outputs), (size_k, num_tokens), (num_outputs, num_tokens)
+        weight, x, y = layouts = [_Layout(self._library, *shape) for shape in shapes]
+        results, count = (ctypes.c_ubyte * (_RESULT_BYTES * _MAX_RESULTS))(), ctypes.c_int()
+        pointers = [layout.pointer for layout in (*layouts, layouts[-1])]
+        self._call(
+            "MatmulAlgoGetHeuristic",
+            *(self._handle, self._description, *pointers, self._preference, _MAX_RESULTS, results, ctypes.byref(count)),
+        )
+        for index in range(count.value):
+            begin = index * _RESULT_BYTES
+            algorithm = ctypes.create_string_buffer(bytes(results[begin : begin + _ALGO_BYTES]), _ALGO_BYTES)
+            if self._tile(algorithm) == TILE_128X160:
+                return _Plan(weight, x, y, algorithm)
+        return None
+
+    def _tile(self, algorithm: Any) -> int:
+        value, written = ctypes.c_uint32(), ctypes.c_size_t()
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        self._call("MatmulAlgoConfigGetAttribute", algorithm, _ALGO_TILE, ctypes.byref(value), size, ctypes.byref(written))
+        return value.value
+
+    def _set(self, kind: str, target: ctypes.c_void_p, attribute: int, value: Any) -> None:
+        self._call(f"{kind}SetAttribute", target, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        _call(self._library, name, *arguments)
+
+
+class _Layout:
+    """A matrix of bfloat16, columns first."""
+
+    def __init__(self, library: Any, rows: int, columns: int) -> None:
+        self._library, self.pointer = library, ctypes.c_void_p()
+        size = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)
+        _call(library, "MatrixLayoutCreate", ctypes.byref(self.pointer), _R_16BF, *size)
+
+    def __del__(self) -> None:
+        if self.pointer:
+            self._library.cublasLtMatrixLayoutDestroy(self.pointer)
+
+
+class _Plan:
+    """What a product of one shape needs."""
+
+    def __init__(self, weight: _Layout, x: _Layout, y: _Layout, algorithm: Any) -> None:
+        self._layouts = weight, x, y  # kept alive
+        self.weight, self.x, self.y, self.algorithm = weight.pointer, x.pointer, y.pointer, algorithm
+
+
+def _call(library: Any, name: str, *arguments: Any) -> None:
+    status = getattr(library, f"cublasLt{name}")(*arguments)
+    if status:
+        raise CublasError(f"cublasLt{name} returned {status}")

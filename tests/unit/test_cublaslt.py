@@ -1,0 +1,156 @@
+"""Which cuBLAS kernel multiplies many tokens: the one we want where it is offered, torch's own choice where not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from culet.kernels import cublaslt
+
+
+class Library:
+    """Offers algorithms of the given tiles, and keeps what it is asked to multiply."""
+
+    def __init__(self, *tiles: int, failing: str = "") -> None:
+        self.tiles, self.failing = tiles, failing
+        self.layouts: dict[int, tuple[int, int, int]] = {}
+        self.calls: list[str] = []
+        self.products: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        kind = name.removeprefix("cublasLt")
+
+        def call(*arguments: Any) -> int:
+            self.calls.append(kind)
+            if kind == self.failing:
+                return 13
+            own = vars(Library).get(f"_{kind}")
+            return 0 if own is None else own(self, *arguments)
+
+        return call
+
+    def _MatrixLayoutCreate(self, pointer: Any, kind: int, *size: Any) -> int:  # noqa: N802
+        pointer._obj.value = len(self.layouts) + 1
+        self.layouts[len(self.layouts) + 1] = tuple(one.value for one in size)
+        return 0
+
+    def _MatmulAlgoGetHeuristic(self, *arguments: Any) -> int:  # noqa: N802
+        *_, results, count = arguments
+        for index in range(len(self.tiles)):
+            results[96 * index] = index
+        count._obj.value = len(self.tiles)
+        return 0
+
+    def _MatmulAlgoConfigGetAttribute(self, algorithm: Any, attribute: int, value: Any, *_: Any) -> int:  # noqa: N802
+        assert attribute == 1
+        value._obj.value = self.tiles[algorithm.raw[0]]
+        return 0
+
+    def _Matmul(self, *arguments: Any) -> int:  # noqa: N802
+        self.products.append(arguments)
+        return 0
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lets a library serve, with tensors of a CPU in a GPU's place."""
+
+    def use(library: Library) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+        monkeypatch.setattr(cublaslt, "_suits", lambda *_: True)
+        for name, value in (("WORKSPACE_BYTES", 64), ("MIN_TOKENS", 32), ("MIN_OUTPUTS", 48), ("MIN_INPUTS", 16)):
+            monkeypatch.setattr(cublaslt, name, value)
+        monkeypatch.setattr(torch, "device", lambda *_: "cpu")
+        one = cublaslt._CublasLt(library, 0)
+        monkeypatch.setattr(cublaslt, "_on_device", lambda device: one)
+
+    return use
+
+
+def tensors(num_tokens: int = 32, num_outputs: int = 48, size_k: int = 16) -> tuple[Tensor, Tensor]:
+    return torch.empty(num_tokens, size_k, dtype=torch.bfloat16), torch.empty(num_outputs, size_k, dtype=torch.bfloat16)
+
+
+def test_the_wanted_kernel_multiplies(serve: Any) -> None:
+    library = Library(209, 23, cublaslt.TILE_128X160, 201)
+    serve(library)
+    x, weight = tensors()
+    y = cublaslt.product(x, weight)
+    assert y is not None
+    assert y.shape == (32, 48)
+    [(_, _, one, a, a_layout, b, b_layout, zero, c, c_layout, d, d_layout, algorithm, _, size, stream)] = library.products
+    assert (one._obj.value, zero._obj.value) == (1.0, 0.0)
+    assert (a.value, b.value) == (weight.data_ptr(), x.data_ptr())
+    assert c.value == d.value == y.data_ptr()
+    layouts = [library.layouts[layout.value] for layout in (a_layout, b_layout, c_layout, d_layout)]
+    assert layouts == [(16, 48, 16), (16, 32, 16), (48, 32, 48), (48, 32, 48)]
+    assert algorithm.raw[0] == 2
+    assert (size.value, stream.value) == (64, 7)
+    cublaslt.product(x, weight)
+    assert library.calls.count("MatmulAlgoGetHeuristic") == 1  # a shape is planned once
+    cublaslt.product(*tensors(num_tokens=50))
+    assert library.calls.count("MatmulAlgoGetHeuristic") == 2
+
+
+@pytest.mark.parametrize("tiles", [(), (209, 23)])
+def test_torch_serves_where_the_kernel_is_not_offered(serve: Any, tiles: tuple[int, ...]) -> None:
+    library = Library(*tiles)
+    serve(library)
+    assert cublaslt.product(*tensors()) is None
+    assert cublaslt.product(*tensors()) is None
+    assert not library.products
+    assert library.calls.count("MatmulAlgoGetHeuristic") == 1
+    assert library.calls.count("MatrixLayoutDestroy") == 3
+
+
+@pytest.mark.parametrize("size", [(31, 48, 16), (32, 47, 16), (32, 48, 15), (0, 48, 16)])
+def test_torch_serves_small_products(serve: Any, size: tuple[int, int, int]) -> None:
+    library = Library(cublaslt.TILE_128X160)
+    serve(library)
+    assert cublaslt.product(*tensors(*size)) is None
+    assert not library.products
+
+
+@pytest.mark.parametrize("failing", ["Matmul", "MatmulAlgoGetHeuristic"])
+def test_a_failure_is_told_once(serve: Any, caplog: pytest.LogCaptureFixture, failing: str) -> None:
+    library = Library(cublaslt.TILE_128X160, failing=failing)
+    serve(library)
+    with caplog.at_level("WARNING", logger="culet"):
+        assert cublaslt.product(*tensors()) is None
+        assert cublaslt.product(*tensors()) is None
+    assert library.calls.count(failing) == 1
+    assert len(caplog.records) == 1
+    assert f"cublasLt{failing} returned 13" in caplog.text
+
+
+def test_a_cpu_and_other_types_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = tensors()
+    for name in ("MIN_TOKENS", "MIN_OUTPUTS", "MIN_INPUTS"):
+        monkeypatch.setattr(cublaslt, name, 0)
+    assert cublaslt.product(x, weight) is None
+    assert not cublaslt._suits(x.float(), weight.float())
+    assert not cublaslt._suits(x[:, :8], weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("num_tokens", [4096, 5001])
+def test_products_on_a_gpu(num_tokens: int) -> None:
+    """Those of the 31B's queries, keys and values; also through the op that layers call."""
+    if torch.cuda.get_device_capability() != cublaslt.CAPABILITY:
+        pytest.skip("the kernel is chosen on Hopper alone")
+    from culet.kernels.triton.linear import linear
+
+    torch.manual_seed(0)
+    x = torch.randn(num_tokens, 5376, dtype=torch.bfloat16, device="cuda")
+    weight = torch.randn(16384, 5376, dtype=torch.bfloat16, device="cuda") * 5376**-0.5
+    for _ in range(2):
+        y = cublaslt.product(x, weight)
+        assert y is not None
+        assert torch.equal(linear(x, weight), y)
+        torch.testing.assert_close(y.float(), (x @ weight.T).float(), rtol=1e-2, atol=1e-2)
+        x = x.flip(0)  # the same shape again, which has its plan by now
