@@ -11,14 +11,9 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 help:  ## list these targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-run:  ## ask the built-in model something (without its weights: write a tiny random checkpoint and generate from it)
+run:  ## ask the built-in model something
 	@scripts/make-venv $(VENV)
-	@if [ -f culet/embedded/target/model.safetensors ]; then \
-		$(BIN)/culet generate "Hello! What can you do?"; \
-	else \
-		$(BIN)/python -m culet.models.tiny $(VENV)/tiny-gemma4 && \
-		$(BIN)/culet generate --model $(VENV)/tiny-gemma4 --max-tokens 40 "What does Culet serve?"; \
-	fi
+	@$(BIN)/culet generate "Hello! What can you do?"
 
 test:  ## format, lint and type checks, then the test suite (what CI runs)
 	@scripts/make-venv $(VENV) test

@@ -114,7 +114,7 @@ class DraftChoice:
     num_speculative_tokens: int | None = None  # most drafts of a round; None: what the method is best at
     attention_backend: str = "auto"  # for the drafter's own layers; the target's is planned by itself
     position: str = "engine"  # mtp: where a drafted query stands, `engine` (last token with KV) or `hf` (the one after it)
-    head_dtype: str = "auto"  # mtp: precision of the assistant's own head, `auto` (the model's) or `fp8` (half the bytes)
+    head_dtype: str = "auto"  # mtp: precision of the assistant's own head, `auto` (the model's) or `fp8` (half the memory)
     adaptive: bool = True  # fewer drafts, down to none, where they are not accepted
     probe: bool = True  # at start, look whether drafts are accepted at all
 

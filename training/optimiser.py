@@ -65,8 +65,15 @@ class Optimiser:
     """Both, over all parameters of a module: matrices of its layers by Muon; embedding tables and vectors by AdamW."""
 
     def __init__(
-        self, module: nn.Module, *, matrix_rate: float = 0.02, table_rate: float = 0.003, gain_rate: float = 0.004
+        self,
+        module: nn.Module,
+        *,
+        rate: float = 1.0,
+        matrix_rate: float = 0.02,
+        table_rate: float = 0.003,
+        gain_rate: float = 0.004,
     ) -> None:
+        """`rate` is a factor on all the others, which are the peaks."""
         matrices: list[nn.Parameter] = []
         tables: list[nn.Parameter] = []
         gains: list[nn.Parameter] = []
@@ -75,11 +82,11 @@ class Optimiser:
                 continue
             kind = gains if parameter.dim() < 2 else tables if name.endswith("embedding") else matrices
             kind.append(parameter)
-        self._matrix_rate = matrix_rate
+        self._matrix_rate = rate * matrix_rate
         self._muon = Muon(matrices)
-        groups: list[dict[str, Any]] = [{"params": gains, "peak": gain_rate, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [{"params": gains, "peak": rate * gain_rate, "weight_decay": 0.0}]
         if tables:
-            groups.append({"params": tables, "peak": table_rate, "weight_decay": 0.01})
+            groups.append({"params": tables, "peak": rate * table_rate, "weight_decay": 0.01})
         fused = next(module.parameters()).is_cuda
         self._adam = torch.optim.AdamW(groups, lr=gain_rate, betas=(0.9, 0.95), eps=1e-10, fused=fused)
         self._parameters = [*matrices, *tables, *gains]

@@ -47,7 +47,7 @@ TEMPERATURES = (0.0, 1.0)
 OWN_PARTS = ("own-0", "own-1")  # the target's own outputs at those temperatures
 EXPECTED_SPEED = 1.4e6  # tokens per second of the target's training on an H200
 MAX_EPOCHS = 30  # of a part, where other parts are larger
-LAST_PHASE = 0.3  # share of the training in which the last mixture is learnt
+OWN_LEAST = 0.04  # share of every part in the prompts of own outputs: drafters meet all kinds of text
 OWN_SHARE = 0.7  # of what drafters are trained on; the rest is the text itself
 
 
@@ -67,10 +67,13 @@ class Plan:
     anchors: int
     own_prompts: int
     max_new: int
+    outputs: int  # that acceptance is counted over
     device: torch.device
     dtype: torch.dtype
     compiles: bool
     start_from: Path | None  # checkpoints of an earlier run, to train on from
+    last_share: float  # of the target's training, in which the last mixture is learnt
+    rate: float  # of the target's training, as a factor on the peak rates
     sharpness: float  # the trained logits times this are the model's: a small model at temperature 1 would ramble otherwise
 
     def settings(self, stage: str) -> Settings:
@@ -81,13 +84,15 @@ class Plan:
             seconds=self.seconds[index],
             steps=self.steps[index],
             row_len=self.row_len,
-            last_phase_from=1 - LAST_PHASE,
+            last_phase_from=1 - self.last_share,
             joined=0.1 if stage == "target" else 0.0,
         )
         chunk = max(rows, 64 if self.device.type == "cpu" else 2048)
         common = replace(common, warmup_steps=max(1, min(50, common.steps // 10)))
         if stage != "target":
             common = replace(common, decay_from=0.3)
+        elif self.start_from is not None:
+            common = replace(common, decay_from=0.1)
         return replace(common, rows_per_batch=rows, rows_per_chunk=chunk // rows * rows)
 
 
@@ -99,7 +104,7 @@ class Run:
         self.log = Log(plan.work / "log.jsonl")
         self.parts, self.held_out = load_parts(plan.pack / "train"), load_parts(plan.pack / "held_out")
         num_tokens = min(EXPECTED_SPEED * plan.seconds[0], plan.steps[0] * plan.rows * plan.row_len)
-        self.phases = read_phases(plan.pack, self.parts, num_tokens)
+        self.phases = read_phases(plan.pack, self.parts, num_tokens, plan.last_share)
         seen = {name: sum(phase.weights[name] for phase in self.phases) / len(part.tokens) for name, part in self.parts.items()}
         self.log.write(event="epochs", tokens=num_tokens, epochs={name: round(times, 1) for name, times in seen.items()})
         torch.manual_seed(0)
@@ -126,7 +131,7 @@ class Run:
         loss_of = target_loss(target, plan.dtype, head)
         training = Training(
             target,
-            Optimiser(target),
+            Optimiser(target, rate=plan.rate),
             loss_of,
             plan.settings("target"),
             parts=self.parts,
@@ -160,7 +165,10 @@ class Run:
         """What the target writes after prompts of `parts`: training text as it is mixed last, or held-out chats."""
         plan = self.plan
         longest = min(plan.row_len - plan.max_new, plan.target.window * 3)
-        weights, is_held_out = self.phases[-1].weights, parts is self.held_out
+        is_held_out = parts is self.held_out
+        shown = self.phases[-1].weights
+        least = OWN_LEAST * sum(shown.values())
+        weights = {name: max(weight, least) for name, weight in shown.items()}
         prompts = cut_prompts(parts, weights, count, longest=longest, seed=seed, chats_only=is_held_out)
         generator = torch.Generator(plan.device).manual_seed(seed)
         outputs: list[Output] = []
@@ -236,7 +244,7 @@ class Run:
         plan = self.plan
         num_drafts = 3 if stage == "assistant" else plan.dflash.block_size - 1
         for temperature in TEMPERATURES:
-            outputs = self.own_outputs(self.held_out, 512 if plan.device.type == "cuda" else 8, temperature, seed=7)
+            outputs = self.own_outputs(self.held_out, plan.outputs, temperature, seed=7)
             row_len = -(-(max(len(each.prompt) + len(each.tokens) for each in outputs)) // 256) * 256
             with _uncompiled():
                 result = measure(self.target, drafter, outputs, num_drafts=num_drafts, row_len=row_len, dtype=plan.dtype)
@@ -264,15 +272,20 @@ def _save_outputs(path: Path, outputs: list[Output]) -> None:
     np.savez(path, allow_pickle=False, **arrays)
 
 
-def read_phases(pack: Path, parts: Mapping[str, Part], num_tokens: float) -> list[Mixture]:
-    """The mixtures of `pack.json`: the main one, then the last, in which prompts are no goals; for about so many tokens."""
+def read_phases(pack: Path, parts: Mapping[str, Part], num_tokens: float, last_share: float) -> list[Mixture]:
+    """The mixtures of `pack.json`: the main one, then the last, in which prompts are no goals; for about so many tokens.
+
+    With a last share of 1 there is no other one.
+    """
     stated = json.loads((pack / "pack.json").read_text())["parts"]
     for name in parts:
         if name not in stated:
             raise ValueError(f"{pack}/pack.json: says nothing of the part {name!r}; it has {', '.join(stated)}")
     sizes = {name: float(len(part.tokens)) for name, part in parts.items()}
     phases = []
-    for key, share, is_last in (("weight_main", 1 - LAST_PHASE, False), ("weight_last", LAST_PHASE, True)):
+    for key, share, is_last in (("weight_main", 1 - last_share, False), ("weight_last", last_share, True)):
+        if not share:
+            continue
         weights = {name: float(stated[name][key]) for name in parts}
         most = {name: MAX_EPOCHS * share * size for name, size in sizes.items()}
         phases.append(Mixture(capped(weights, most, num_tokens * share), learn_all=not is_last))
@@ -321,10 +334,13 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
         anchors=8 if is_mini else 96,
         own_prompts=arguments.own_prompts,
         max_new=32 if is_mini else 192,
+        outputs=arguments.outputs or (512 if device.type == "cuda" else 8),
         device=device,
         dtype=torch.bfloat16 if device.type == "cuda" or arguments.bfloat16 else torch.float32,
         compiles=device.type == "cuda",
         start_from=arguments.start_from,
+        last_share=arguments.last_share,
+        rate=arguments.rate,
         sharpness=arguments.sharpness,
     )
 
@@ -338,7 +354,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", default="1e9,1e9,1e9", help="most steps of each stage")
     parser.add_argument("--rows", type=int, default=32, help="rows of a batch of the target's (default: 32)")
     parser.add_argument("--own-prompts", type=int, default=16_384, help="own outputs for the drafters, per temperature")
+    parser.add_argument("--outputs", type=int, help="held-out chats that acceptance is counted over (default: 512; on a CPU 8)")
     parser.add_argument("--start-from", type=Path, help="folder of an earlier run's checkpoints, to train on from")
+    parser.add_argument("--last-share", type=float, default=0.3, help="share of the target's training in the last mixture")
+    parser.add_argument("--rate", type=float, default=1.0, help="factor on the target's rates (default: 1; less to train on)")
     parser.add_argument("--sharpness", type=float, default=1.3, help="factor on the target's logits (default: 1.3)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--bfloat16", action="store_true", help="compute in it on a CPU, too")

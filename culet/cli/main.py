@@ -101,6 +101,8 @@ def _color() -> bool | None:
 
 def main() -> None:
     """Entry point of the `culet` script."""
+    # Before torch is there: its threads would spin while they wait for each other, which starves them where other programs run.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.exit(run(sys.argv[1:]))
 
 

@@ -143,7 +143,7 @@ def run_probe(scheduler: Scheduler, add: Callable[[int], None], step: Callable[[
             times.append(time.perf_counter())
         gaps = [after - before for before, after in pairwise(times)]
         gaps = sorted(gaps[UNTIMED_STEPS:] or gaps)
-        seconds[num_drafts] = gaps[len(gaps) // 4]  # whatever else the machine does makes some longer
+        seconds[num_drafts] = gaps[len(gaps) // 8]  # whatever else the machine does makes some longer
         if num_drafts == scheduler.max_drafts:
             counters = scheduler.counters.copy()
     if isinstance(policy, DraftPolicy):

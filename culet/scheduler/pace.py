@@ -26,6 +26,7 @@ TRIAL_SHARE = 0.01  # of the time, for trials where nobody drafts
 MIN_REST, MAX_REST = 64, 1024  # steps between such trials
 LEAST_TIMED = 6  # steps of one kind, before their time is believed
 TIMES_KEPT = 64  # steps between two looks at what was timed
+FRESH = 256  # steps after which what was timed may not be compared with what is timed now
 
 
 @dataclass(frozen=True)
@@ -113,15 +114,20 @@ class Pace:
 
 @dataclass
 class _Timed:
-    """Seconds of steps of one kind: near the lower end of what they took, whatever else the machine does."""
+    """Seconds of steps of one kind: near the lower end of what they took of late, whatever else the machine does."""
 
     seconds: float = 0.0
     count: int = 0
+    last: int = 0  # number of the step that was timed last
 
-    def add(self, seconds: float) -> None:
-        self.count += 1
-        share = 1.0 / self.count if self.count <= 3 else 0.2 if seconds < self.seconds else 0.05
-        self.seconds += share * (seconds - self.seconds)
+    def add(self, seconds: float, number: int) -> None:
+        if number - self.last > FRESH:  # the machine may be another by now
+            self.count = 0
+        self.count, self.last = self.count + 1, number
+        if self.count <= 3:
+            self.seconds = seconds if self.count == 1 else min(seconds, self.seconds)
+        else:
+            self.seconds += (0.2 if seconds < self.seconds else 0.05) * (min(seconds, 2 * self.seconds) - self.seconds)
 
 
 class Lengths(Protocol):
@@ -145,6 +151,7 @@ class DraftPolicy:
         self.lengths = tuple(sorted(lengths))
         self._of_all = Pace()
         self._timed: dict[tuple[int, int], _Timed] = {}  # by size of the batch, see `_size`, and drafts
+        self._ratios: dict[tuple[int, int], float] = {}  # the same, against no drafts, where both were timed together
         self._num_timed = 0
         self._rested = 0.0  # steps without drafts since the last ones with
         self.take_cost(cost)
@@ -179,17 +186,26 @@ class DraftPolicy:
 
     def took(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
         """A step of `num_seqs` sequences that decode, with at most `num_drafts` drafts each, took so long."""
-        self._timed.setdefault((_size(num_seqs), num_drafts), _Timed()).add(seconds)
-        self._num_timed += 1
+        size, self._num_timed = _size(num_seqs), self._num_timed + 1
+        self._timed.setdefault((size, num_drafts), _Timed()).add(seconds, self._num_timed)
+        if self._is_timed(size, 0):
+            for count in self.lengths if num_drafts == 0 else (num_drafts,):
+                if self._is_timed(size, count):
+                    self._ratios[size, count] = self._timed[size, count].seconds / self._timed[size, 0].seconds
         if self._num_timed % TIMES_KEPT == 0:
             self._forget()
+
+    def _is_timed(self, size: int, num_drafts: int) -> bool:
+        """Whether it is known what such steps take just now."""
+        timed = self._timed.get((size, num_drafts))
+        return timed is not None and timed.count >= LEAST_TIMED and self._num_timed - timed.last <= FRESH
 
     def wanted(self, pace: Pace, num_seqs: int) -> int:
         """Drafts for the next step of a sequence among `num_seqs` that run."""
         prior = self._of_all.acceptance(START_ACCEPTANCE)
         count = self._best(num_seqs, round(pace.acceptance(prior), 2), KEPT_GAIN if pace.is_drafting else LEAST_GAIN)
         pace.is_drafting = count > 0
-        if count and self._is_untimed(num_seqs):
+        if count and self._is_new(num_seqs):
             return 0
         if count == 0:
             self._rested += 1.0 / num_seqs
@@ -199,28 +215,21 @@ class DraftPolicy:
             self._rested = 0.0
         return count
 
-    def _is_untimed(self, num_seqs: int) -> bool:
+    def _is_new(self, num_seqs: int) -> bool:
         """Whether a batch of this size has yet to show what it takes without drafts; of one sequence that is known."""
-        if num_seqs == 1 or not self._num_timed:
-            return False
-        plain = self._timed.get((_size(num_seqs), 0))
-        return plain is None or plain.count < LEAST_TIMED
+        size = _size(num_seqs)
+        is_known = size == 1 or not self._num_timed or any((size, count) in self._ratios for count in self.lengths)
+        return not is_known and not self._is_timed(size, 0)
 
-    def _seconds(self, num_seqs: int, num_drafts: int) -> float:
-        """What a round takes: as timed, else by the model, made to fit what was timed at this size without drafts."""
-        timed = self._timed.get((_size(num_seqs), num_drafts))
-        if timed is not None and timed.count >= LEAST_TIMED:
-            return timed.seconds
-        plain = self._timed.get((_size(num_seqs), 0))
-        model = self.cost.round(num_seqs, num_drafts)
-        return model if plain is None or plain.count < LEAST_TIMED else model * plain.seconds / self.cost.round(num_seqs, 0)
+    def _ratio(self, num_seqs: int, num_drafts: int) -> float:
+        """What a round takes, in steps without drafts: as timed, else by the model."""
+        timed = self._ratios.get((_size(num_seqs), num_drafts))
+        return self.cost.round(num_seqs, num_drafts) / self.cost.round(num_seqs, 0) if timed is None else timed
 
     def _find_best(self, num_seqs: int, acceptance: float, least_gain: float = LEAST_GAIN) -> int:
-        plain = self._seconds(num_seqs, 0)
         best, best_gain = 0, least_gain
         for count in self.lengths:
-            tokens = sum(acceptance**index for index in range(count + 1))
-            gain = tokens * plain / self._seconds(num_seqs, count)
+            gain = sum(acceptance**index for index in range(count + 1)) / self._ratio(num_seqs, count)
             if gain > best_gain:
                 best, best_gain = count, gain
         return best
@@ -231,8 +240,7 @@ class DraftPolicy:
 
     def _find_rest(self, num_seqs: int) -> int:
         """Steps between trials. One costs its round, and about a step more: nothing is planned ahead of it."""
-        extra = self._seconds(num_seqs, self._trial(num_seqs)) / self._seconds(num_seqs, 0)
-        return min(MAX_REST, max(MIN_REST, round(extra / TRIAL_SHARE)))
+        return min(MAX_REST, max(MIN_REST, round(self._ratio(num_seqs, self._trial(num_seqs)) / TRIAL_SHARE)))
 
 
 def _size(num_seqs: int) -> int:

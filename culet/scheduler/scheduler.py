@@ -213,7 +213,8 @@ class Scheduler:
         limit = min(self.max_drafts, one.num_left - 2)
         if limit <= 0:
             return 0
-        return limit if self.policy is None else min(limit, self.policy.wanted(one.pace, len(self._running)))
+        # A sequence that is about to start does not run yet.
+        return limit if self.policy is None else min(limit, self.policy.wanted(one.pace, max(1, len(self._running))))
 
     def _preempt(self, one: Sequence) -> None:
         """Take its slot and pages; it is computed again later, what it has drawn included."""

@@ -1,6 +1,6 @@
 """The built-in model with its drafters: greedy output is that of no drafter, whatever goes on around it.
 
-Skipped where the package came without the weights; CULET_TEST_EMBEDDED names a folder with others of the same shapes.
+CULET_TEST_EMBEDDED names a folder with other weights of the same shapes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,6 @@ MAX_SEQS = 6
 GROUP = 4  # prompts that come at once, and then their next turns
 CLOSE = 1e-4  # two best tokens nearer than this may change places
 MOST_CLOSE = 1e-4  # of all tokens, how many may be such places
-
-pytestmark = pytest.mark.skipif(
-    not (FOLDER / "target/config.json").exists(), reason="the built-in model's weights are not in this package"
-)
 
 
 def make(method: str | None, **given: Any) -> LLM:

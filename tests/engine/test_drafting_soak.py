@@ -144,7 +144,6 @@ def test_soak(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.skipif(not (EMBEDDED / "target/config.json").exists(), reason="needs the built-in model's weights")
 @pytest.mark.parametrize("method", ["mtp", "dflash"])
 @pytest.mark.timeout(SECONDS * 2 + 600)
 def test_soak_on_a_gpu(method: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from fake_runner import draw
 
 from culet.errors import BadRequest, ContextTooLong, QueueFull
 from culet.scheduler.budget import share_budget
+from culet.scheduler.pace import Pace
 from culet.scheduler.sequence import Sequence, max_held_pages, span
 from culet.types import FinishReason
 
@@ -465,3 +466,40 @@ def test_draws_depend_on_seed_and_sample() -> None:
 def test_the_scheduler_imports_without_torch() -> None:
     code = "import sys, culet.scheduler.scheduler; sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class OneDrafts:
+    """Wants drafts for the first sequence alone, and keeps what it was told about time."""
+
+    def __init__(self) -> None:
+        self.first: Pace | None = None
+        self.times: list[tuple[int, int, float]] = []
+
+    def wanted(self, pace: Pace, num_seqs: int) -> int:
+        assert num_seqs > 0
+        self.first = self.first or pace
+        return 2 if pace is self.first else 0
+
+    def note(self, pace: Pace, num_drafts: int, num_accepted: int) -> None:
+        pass
+
+    def took(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
+        self.times.append((num_seqs, num_drafts, seconds))
+
+
+def test_who_waits_for_drafts_is_waited_for() -> None:
+    """Planned ahead without it, the others would run in steps of their own from then on, each as long as one for all."""
+    drive = make(ahead=True, max_drafts=2)
+    drive.scheduler.policy = policy = OneDrafts()
+    for name in ("a", "b", "c"):
+        drive.add(endless(name, 5, 30))
+    sizes = []
+    for number in range(200):
+        drive.now = 0.5 * number  # type: ignore[attr-defined]
+        plan = drive.step()
+        sizes += [] if plan is None else [len(plan.rows)]
+        if not drive.scheduler.has_work:
+            break
+    assert sizes[:12] == [3] * 12
+    assert 3 in {num_seqs for num_seqs, _, _ in policy.times}
+    assert all(seconds > 0 for *_, seconds in policy.times)

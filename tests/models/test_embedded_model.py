@@ -1,4 +1,4 @@
-"""The built-in model's weights, held to what they must show. Skipped where the package came without them."""
+"""The built-in model's weights, held to what they must show.."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from training.gate import run_gate
 from training.shapes import AssistantShape, DFlashShape, TargetShape
 
 MAX_BYTES = 36_000_000
-
-pytestmark = pytest.mark.skipif(
-    not (embedded.FOLDER / "target/config.json").exists(), reason="the built-in model's weights are not in this package"
-)
 
 
 def test_size_and_files() -> None:

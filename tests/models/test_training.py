@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from culet import LLM, SamplingParams
 from culet.attention.reference import ReferenceBackend
@@ -21,14 +23,16 @@ from tests.models.harness import Harness
 from tests.models.training_pack import FIRST_WORD, write_pack
 from training.acceptance import Output, as_batch, count, dflash_drafts, mtp_drafts
 from training.batches import Mixture, Packer, load_parts
+from training.card import training_facts
 from training.drafters import Assistant, DFlash
 from training.export import read_weights
 from training.generate import Sampling, generate
 from training.loop import Log, Settings, Training
 from training.model import Target
 from training.optimiser import Optimiser, orthogonalised
-from training.run import capped, main
+from training.run import capped, main, read_phases
 from training.shapes import MINI_ASSISTANT, MINI_DFLASH, MINI_TARGET
+from training.sharpen import FINAL_NORM, sharpen, sharpness_of
 from training.target import target_loss
 
 F32 = torch.float32
@@ -80,10 +84,37 @@ def test_a_stage_that_is_done_is_not_done_again(work: Path, pack: Path, entries:
 def test_trained_on_from_checkpoints(work: Path, pack: Path, entries: list[dict], tmp_path: Path) -> None:
     """After one step it still knows what it knew; a fresh model would be at log(832) = 6.7."""
     options = ["--pack", str(pack), "--work", str(tmp_path), "--mini", "--device", "cpu", "--rows", "8", "--stages", "target"]
-    assert main([*options, "--steps", "1,1,1", "--start-from", str(work / "embedded")]) == 0
+    more = ["--start-from", str(work / "embedded"), "--last-share", "1", "--rate", "0.5"]
+    assert main([*options, "--steps", "1,1,1", *more]) == 0
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     before, after = (next(e["losses"] for e in log if e.get("event") == "held out") for log in (entries, lines))
     assert after["chat"] < before["chat"] + 1
+
+
+def test_the_last_mixture_may_be_all_there_is(pack: Path) -> None:
+    parts = load_parts(pack / "train")
+    main_phase, last_phase = read_phases(pack, parts, 1e6, 0.3)
+    assert (main_phase.learn_all, last_phase.learn_all) == (True, False)
+    [alone] = read_phases(pack, parts, 1e6, 1.0)
+    assert not alone.learn_all
+
+
+def test_a_written_target_is_sharpened(work: Path, tmp_path: Path) -> None:
+    shutil.copytree(work, tmp_path / "run")
+    path = tmp_path / "run/embedded/target/model.safetensors"
+    before, was = load_file(path), sharpness_of(tmp_path / "run")
+    sharpen(tmp_path / "run", 2 * was)
+    after = load_file(path)
+    assert sharpness_of(tmp_path / "run") == 2 * was
+    assert torch.equal(after[FINAL_NORM], 2 * before[FINAL_NORM])
+    assert all(torch.equal(after[name], before[name]) for name in before if name != FINAL_NORM)
+
+
+def test_the_card_lists_every_run() -> None:
+    step = {"stage": "target", "step": 50, "seconds": 2.0, "tokens": 1000, "loss": 1.5}
+    log = [{"event": "epochs"}, step, step | {"step": 100}, {"event": "epochs"}, step | {"loss": 0.5}, {"event": "epochs"}]
+    rows = [line.split(" | ") for line in training_facts(log)[2:]]
+    assert [(row[0], row[2], row[5]) for row in rows] == [("| 1", "100", "1.5 |"), ("| 2", "50", "0.5 |")]
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from culet.drafters.base import cache_specs, open_drafter
 from culet.engine.drafting import draft_policy
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
-from culet.scheduler.pace import KEPT_GAIN, DraftPolicy, Pace, StepCost
+from culet.scheduler.pace import FRESH, KEPT_GAIN, LEAST_TIMED, TIMES_KEPT, DraftPolicy, Pace, StepCost
 from culet.scheduler.stats import Counters
 
 MTP = DraftChoice("mtp", "random:", num_speculative_tokens=3)
@@ -97,6 +97,48 @@ def test_only_worthless_drafts_are_believed_to_be_bad(accepted: int, wanted: int
         counters.count_verify(3, accepted)
     policy.believe(counters)
     assert policy.wanted(Pace(), 1) == wanted
+
+
+def test_what_steps_take_is_learnt() -> None:
+    """Times of real steps stand above the model's; a batch of another size is first seen without drafts."""
+    policy = DraftPolicy(cost(), (1, 2, 3))
+    assert policy.wanted(Pace(), 8) == 3
+    for _ in range(TIMES_KEPT):
+        policy.took(8, 3, 0.1)
+    assert policy.wanted(Pace(), 8) == 0  # what it takes without drafts is not known yet
+    for _ in range(TIMES_KEPT):
+        policy.took(7, 0, 0.02)  # of about the same size
+    for _ in range(LEAST_TIMED):
+        policy.took(8, 3, 0.1)
+    assert policy._ratio(8, 3) == pytest.approx(5.0, rel=0.01)
+    assert policy._find_best(8, 0.9) < 3
+    assert policy.wanted(Pace(), 1) == 3  # alone it is another matter
+    for _ in range(TIMES_KEPT):
+        policy.took(8, 3, 0.022)
+    assert policy._find_best(8, 0.9) == 3
+
+
+def test_a_late_step_does_not_count_for_much() -> None:
+    policy = DraftPolicy(cost(), (1, 2, 3))
+    for number in range(TIMES_KEPT):
+        policy.took(4, 0, 0.5 if number % 10 == 9 else 0.01)
+        policy.took(4, 3, 0.02)
+    assert 1.0 < policy._ratio(4, 3) < 2.1
+
+
+def test_times_of_other_days_are_not_compared() -> None:
+    """A machine that became twice as fast meanwhile has not made rounds cheaper than steps."""
+    policy = DraftPolicy(cost(), (1, 2, 3))
+    for _ in range(LEAST_TIMED):
+        policy.took(1, 0, 0.02)
+    for _ in range(2 * FRESH):
+        policy.took(1, 3, 0.01)
+    before = policy._ratio(1, 3)
+    policy.took(1, 0, 0.006)
+    assert policy._ratio(1, 3) == before  # one step is not enough to go by
+    for _ in range(LEAST_TIMED):
+        policy.took(1, 0, 0.006)
+    assert policy._ratio(1, 3) == pytest.approx(0.01 / 0.006, rel=0.05)
 
 
 @pytest.mark.parametrize("at_once", [False, True])

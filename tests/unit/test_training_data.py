@@ -19,9 +19,13 @@ from training.data import (
     compositions,
     conversations,
     definitions,
+    dialogues,
+    everyday,
     facts,
     handwritten,
     json_answers,
+    memories,
+    requests,
     smalltalk,
     tools,
     writing,
@@ -33,6 +37,7 @@ from training.data.distill import Interview
 from training.data.filters import good_answer, plain_answer
 from training.data.gate_tools import TEST_NAMES
 from training.data.held_out import QUESTIONS, fault, gate_turns, normalised, without_faults
+from training.data.mixture import cut
 from training.data.pack import write_part
 from training.data.questions import Prompt
 from training.data.tool_families import FAMILIES
@@ -276,6 +281,9 @@ def test_no_template_is_left_unfilled() -> None:
         smalltalk.make,
         compositions.make,
         conversations.make,
+        dialogues.make,
+        everyday.make,
+        requests.make,
         writing.make,
         writing.make_stories,
         definitions.make_simple,
@@ -285,6 +293,52 @@ def test_no_template_is_left_unfilled() -> None:
             assert "{" not in chat.spoken, chat.spoken
             assert "  " not in chat.spoken
             assert all(str(message["content"]).strip() for message in chat.messages)
+
+
+def test_what_was_told_is_what_is_remembered() -> None:
+    rng = random.Random(3)
+    for make, _ in memories.MEMORIES:
+        for _ in range(50):
+            memory = make(rng)
+            value = memory.summary.removesuffix(" years old").rsplit(" ", 1)[-1].lower()
+            assert value in memory.told.lower()
+            assert value in memory.answered.lower()
+            assert memory.asked.endswith(("?", "."))
+
+
+def test_a_name_that_was_corrected_is_remembered_as_corrected() -> None:
+    rng = random.Random(3)
+    corrected = 0
+    for _ in range(3000):
+        messages = [message["content"] for message in dialogues.remember(rng).messages]
+        told = [turn for turn in messages if turn.startswith("I was joking. My name is ")]
+        answers = [answer for ask, answer in zip(messages[::2], messages[1::2], strict=True) if ask == "What is my name?"]
+        if told and answers:
+            corrected += 1
+            assert told[-1].removesuffix(".").rsplit(" ", 1)[-1] in answers[0]
+    assert corrected
+
+
+def test_lists_follow_what_is_added_and_removed() -> None:
+    rng = random.Random(5)
+    for _ in range(200):
+        messages = [message["content"] for message in requests.lists(rng).messages]
+        for before, ask, after in zip(messages[1::2], messages[2::2], messages[3::2], strict=False):
+            if ask.startswith(("Remove ", "Take ", "Without ", "I do not need ")):
+                assert len(after) < len(before)
+            elif not ask.startswith("How many"):
+                assert after.startswith(before)
+
+
+def test_a_long_chat_ends_at_any_of_its_answers() -> None:
+    rng = random.Random(1)
+    chat = talk("x", "1", "one", "2", "two", "3", "three")
+    lengths = {len(cut(chat, rng).messages) for _ in range(100)}
+    assert lengths == {2, 4, 6}
+    single = talk("x", "1", "one", system="S")
+    assert cut(single, rng) is single
+    calling = Chat("x", ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}) * 2, thinking=True)
+    assert cut(calling, rng) is calling
 
 
 # Filters, distillation, corpus, arrays

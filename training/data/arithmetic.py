@@ -57,11 +57,12 @@ def mentions_held_out(text: str) -> bool:
 _ADD = (
     "What is {a} + {b}?", "What is {a} plus {b}?", "{a} + {b} = ?", "How much is {a} + {b}?", "Calculate {a} + {b}.", "Add {a} and {b}.", "What's {a} + {b}?",
     "Please add {a} and {b}.", "{a} plus {b}?", "What do you get if you add {a} and {b}?", "{a} + {b}", "What is the sum of {a} and {b}?", "How much is {a} and {b}?",
-    "Can you add {a} and {b}?", "Tell me what {a} plus {b} is.",
+    "Can you add {a} and {b}?", "Tell me what {a} plus {b} is.", "Add {b} to {a}.", "What do I get when I add {b} to {a}?", "When you add {b} to {a}, what do you get?", "What do {a} and {b} make?",
+    "I add {a} to {b}. What is it now?", "Count {a} and {b} together.", "{a} and {b} together?", "Solve {a} + {b}, please.",
 )  # fmt: skip
 _SUBTRACT = (
     "What is {a} - {b}?", "What is {a} minus {b}?", "{a} - {b} = ?", "How much is {a} - {b}?", "Calculate {a} - {b}.", "Subtract {b} from {a}.", "What's {a} - {b}?",
-    "{a} minus {b}?", "What is left if you take {b} from {a}?", "{a} - {b}", "What is {a} take away {b}?", "Tell me what {a} minus {b} is.", "Take {b} away from {a}.",
+    "{a} minus {b}?", "What is left if you take {b} from {a}?", "{a} - {b}", "What is {a} take away {b}?", "Tell me what {a} minus {b} is.", "Take {b} away from {a}.", "What remains of {a} when you take away {b}?", "I take {b} away from {a}. What is left?", "Solve {a} - {b}, please.", "From {a}, take {b}. How much is left?",
 )  # fmt: skip
 _ADD_ANSWERS = (
     "{a} + {b} = {c}.",

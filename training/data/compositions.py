@@ -50,7 +50,15 @@ def _plural(thing: str) -> str:
     return _TABLES["plural"].get(word, regular + "s")
 
 
-_LIKES = tuple(map(_plural, (*topics.ANIMALS, *topics.FOODS, *topics.NATURE, *topics.THINGS)))
+_TIMES = (
+    *(
+        f"{kind} {what}"
+        for what in ("days", "mornings", "evenings", "nights", "weekends")
+        for kind in ("snowy", "sunny", "cold", "warm", "windy", "busy", "quiet", "long", "hot", "foggy", "free", "dark")
+    ),
+    *("Mondays", "Sundays", "holidays", "birthdays", "long walks", "old films", "big cities", "small towns", "surprises", "love songs", "fairy tales", "board games", "early trains"),
+)  # fmt: skip
+_LIKES = (*map(_plural, (*topics.ANIMALS, *topics.FOODS, *topics.NATURE, *topics.THINGS)), *_TIMES * 3)
 
 
 def _animal(rng: random.Random) -> tuple[str, str] | None:
@@ -171,9 +179,9 @@ def _opinion(rng: random.Random) -> tuple[str, str] | None:
     return question, rng.choice(answers).format(t=thing)
 
 
-_SENTENCE_FRAMES = (
-    "Yesterday I saw {t} on my way home.", "There is nothing like {t} on a quiet morning.", "My grandmother often told me about {t}.", "The children wanted to know everything about {t}.", "I would like to draw a picture of {t}.",
-    "When I think of {t}, I smile.", "We talked about {t} the whole evening.",
+SENTENCE_FRAMES = (
+    "Yesterday I saw {t} on my way home.", "There is a picture of {t} in my book.", "My grandmother told me a story about {t}.", "Last night I dreamed of {t}.", "The children wanted to know everything about {t}.", "I would like to draw a picture of {t}.",
+    "I have to write about {t} for school.", "We talked about {t} the whole evening.",
 )  # fmt: skip
 
 
@@ -188,7 +196,7 @@ def _sentence(rng: random.Random) -> tuple[str, str] | None:
             "Can you write a sentence about {}?",
         )
     ).format(thing)
-    return question, rng.choice(_SENTENCE_FRAMES).format(t=thing)
+    return question, rng.choice(SENTENCE_FRAMES).format(t=thing)
 
 
 def _likes(rng: random.Random) -> tuple[str, str] | None:
@@ -206,13 +214,13 @@ def _likes(rng: random.Random) -> tuple[str, str] | None:
         )
     ).format(thing)
     replies = {
-        "not": ("I see. What do you not like about it?", "That is all right. What do you like instead?"), "afraid": ("I understand. Many people feel like that.", "That is nothing to be ashamed of. Would you like to talk about it?"),
+        "not": ("I see. Why do you not like {t}?", "That is all right. What do you like instead?"), "afraid": ("I understand. Many people feel like that.", "That is nothing to be ashamed of. Would you like to talk about it?"),
         "dreamt": ("How interesting! What happened in your dream?", "Dreams can be strange. Was it a nice one?"),
     }  # fmt: skip
     chosen = next(
         (reply for word, reply in replies.items() if word in says),
         (
-            "How nice! What do you like about it?",
+            "How nice! What do you like about {t}?",
             "That is interesting. Tell me more about {t}.",
             "I like to hear that. Since when?",
             "{T}? How nice! Why?",
@@ -235,6 +243,6 @@ def make(rng: random.Random, count: int) -> Iterator[Chat]:
         while len(turns) < 2 * wanted:
             pair = rng.choices(makers, weights)[0](rng)
             if pair is not None:
-                question = rng.choice(LEADS) + pair[0] if rng.random() < 0.1 else pair[0]
+                question = rng.choice(LEADS) + pair[0] if rng.random() < 0.12 and pair[0].endswith("?") else pair[0]
                 turns += [question.lower().rstrip("?.") if rng.random() < 0.08 else question, pair[1]]
         yield talk("compositions", *turns)

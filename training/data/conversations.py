@@ -1,119 +1,13 @@
-"""Conversations of several turns in which a later turn refers back: names and things to remember, other subjects of the same
-question, other questions about the same subject, shorter, again, and corrections."""
+"""Conversations about facts in which a later turn refers back: other subjects of the same question, other questions about the
+same subject, shorter, again, and corrections."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
 
-from training.data import arithmetic, definitions, facts, smalltalk
+from training.data import arithmetic, compositions, definitions, facts, smalltalk, topics
 from training.data.chats import Chat, talk
-
-NAMES = (
-    "Anna Ben Clara David Emma Felix Greta Hugo Ida Jack Kate Leo Mia Noah Olga Paul Quinn Rosa Sam Tina Uma Victor Wendy Yusuf Zoe Alice Bob Carlos Diana Elena "
-    "Frank Grace Hana Ivan Julia Karl Lucy Maria Nina Oscar Peter Ruth Simon Tom Vera Will Amir Bella Chen Dora Erik Fatima George Helen Ines Jonas Kim Laura Maya"
-).split()
-_MEMORIES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
-    # what the user says, the reply, the later question, the answer, the values
-    (
-        ("My name is {v}.", "I'm {v}.", "Hi, I'm {v}.", "Hello! My name is {v}.", "Hi! My name is {v}.", "Good morning, I am {v}.", "Hey, I'm {v}!", "My friends call me {v}.", "You can call me {v}.", "I am {v}, nice to meet you."),
-        ("Nice to meet you, {v}!", "Hello, {v}! How can I help you?", "Hi {v}! It is nice to meet you."),
-        ("What is my name?", "Do you remember my name?", "What's my name?", "Who am I?", "What did I say my name was?", "Can you tell me my name?"),
-        ("Your name is {v}.", "You are {v}.", "You told me that your name is {v}."),
-        tuple(NAMES),
-    ),
-    (
-        ("My favourite colour is {v}.", "I like the colour {v} best.", "I love the colour {v}."),
-        ("{V} is a beautiful colour!", "Nice! {V} is a lovely colour.", "I see, you like {v}."),
-        ("What is my favourite colour?", "Which colour do I like?", "Do you remember my favourite colour?"),
-        ("Your favourite colour is {v}.", "You like {v} best.", "It is {v}."),
-        ("red", "blue", "green", "yellow", "purple", "orange", "pink", "black", "white", "brown"),
-    ),
-    (
-        ("I live in {v}.", "I am from {v}.", "My home is in {v}.", "I come from {v}."),
-        ("{v} sounds like a nice place!", "Nice! I would like to hear more about {v}.", "I see, you live in {v}."),
-        ("Where do I live?", "Where am I from?", "Do you remember where I live?", "Which place do I come from?"),
-        ("You live in {v}.", "You told me that you live in {v}.", "You are from {v}."),
-        ("Paris", "Berlin", "Rome", "London", "Madrid", "Oslo", "Vienna", "Tokyo", "Cairo", "Lima", "Boston", "Chicago", "Toronto", "Sydney", "Prague", "Athens", "Dublin", "Warsaw"),
-    ),
-    (
-        ("I have a dog named {v}.", "My dog is called {v}.", "This is my dog, {v}."),
-        ("{v} is a good name for a dog!", "How nice! I hope {v} is well.", "Hello to {v}!"),
-        ("What is the name of my dog?", "What is my dog called?", "Do you remember my dog's name?"),
-        ("Your dog is called {v}.", "The name of your dog is {v}.", "It is {v}."),
-        ("Rex", "Bella", "Max", "Luna", "Rocky", "Daisy", "Buddy", "Coco", "Charlie", "Lucky", "Oskar", "Nala"),
-    ),
-    (
-        ("I have a cat named {v}.", "My cat is called {v}."),
-        ("{v} is a lovely name for a cat!", "How nice! Cats are good company."),
-        ("What is the name of my cat?", "What is my cat called?", "Do you remember my cat's name?"),
-        ("Your cat is called {v}.", "The name of your cat is {v}."),
-        ("Tiger", "Mimi", "Felix", "Luna", "Simba", "Misty", "Cleo", "Shadow", "Pepper", "Oreo"),
-    ),
-    (
-        ("I am {v} years old.", "I'm {v}.", "I turned {v} this year."),
-        ("{v} is a good age!", "I see, you are {v} years old.", "Thank you for telling me."),
-        ("How old am I?", "Do you remember how old I am?", "What is my age?"),
-        ("You are {v} years old.", "You told me that you are {v}.", "You are {v}."),
-        tuple(str(age) for age in range(7, 81)),
-    ),
-    (
-        ("I work as {v}.", "I am {v}.", "My job is to be {v}."),
-        ("That is an interesting job!", "How nice! Do you like being {v}?", "I see, you are {v}."),
-        ("What is my job?", "What do I do for work?", "Do you remember my job?"),
-        ("You are {v}.", "You told me that you are {v}.", "You work as {v}."),
-        ("a teacher", "a nurse", "a cook", "a farmer", "a painter", "an engineer", "a doctor", "a baker", "a driver", "a writer", "a student", "a musician"),
-    ),
-    (
-        ("I want to buy {v}.", "Please remember: {v}.", "My shopping list: {v}.", "I need {v} from the shop."),
-        ("All right: {v}.", "I will remember: {v}.", "Okay, {v}."),
-        ("What is on my list?", "What did I want to buy?", "What do I need?", "Can you repeat my list?"),
-        ("You need {v}.", "On your list: {v}.", "You wanted to buy {v}."),
-        ("milk and eggs", "bread, butter and cheese", "apples and pears", "tea and sugar", "rice, beans and corn", "soap and a towel", "two lemons and salt", "paper and pens", "flour, eggs and milk"),
-    ),
-)  # fmt: skip
-
-
-def _with_capital(text: str, value: str) -> str:
-    return facts.capitalised(text.format(v=value, V=value.capitalize()))
-
-
-def _between(rng: random.Random) -> list[str]:
-    """A turn about something else."""
-    chance = rng.random()
-    if chance < 0.5:
-        relation = rng.choice(list(facts.RELATIONS.values()))
-        subject, value = rng.choice(relation.rows)
-        return [facts.ask_about(relation, subject, rng), facts.answer_about(relation, subject, value, rng)]
-    groups = [
-        smalltalk.TALK["joke"],
-        smalltalk.TALK["fact"],
-        smalltalk.TALK["how are you"],
-        smalltalk.IDENTITY["who"],
-        smalltalk.IDENTITY["can"],
-    ]
-    asks, answers = rng.choice(groups)
-    return [rng.choice(asks), rng.choice(answers)]
-
-
-def _remember(rng: random.Random) -> Chat:
-    says, replies, asks, answers, values = rng.choice(_MEMORIES if rng.random() < 0.6 else _MEMORIES[:1])
-    value = rng.choice(values)
-    turns = [_with_capital(rng.choice(says), value), _with_capital(rng.choice(replies), value)]
-    if rng.random() < 0.25:
-        says2, replies2, asks2, answers2, values2 = rng.choice([memory for memory in _MEMORIES if memory[0] != says])
-        value2 = rng.choice(values2)
-        turns += [_with_capital(rng.choice(says2), value2), _with_capital(rng.choice(replies2), value2)]
-        if rng.random() < 0.5:
-            turns += [rng.choice(asks2), _with_capital(rng.choice(answers2), value2)]
-    elif rng.random() < 0.7:
-        turns += _between(rng)
-    turns += [rng.choice(asks), _with_capital(rng.choice(answers), value)]
-    if rng.random() < 0.2:
-        asks3, answers3 = smalltalk.TALK["thanks"]
-        turns += [rng.choice(asks3), rng.choice(answers3)]
-    return talk("threads", *turns)
-
 
 _AGAIN = (
     "And {s}?",
@@ -300,11 +194,11 @@ def _word(rng: random.Random) -> Chat:
         ),
         definitions.answer(word, rng),
     ]
-    kind = rng.randrange(3)
+    kind = rng.randrange(3) if word.named in (*topics.ANIMALS, *topics.THINGS) else rng.choice((1, 2))
     if kind == 0:
         turns += [
             rng.choice(("Use the word in a sentence.", "Can you use it in a sentence?", "Make a sentence with it.")),
-            f"{rng.choice(('I know what', 'Everybody knows what', 'My friend asked me what'))} {word.named} is.",
+            rng.choice(compositions.SENTENCE_FRAMES).format(t=word.named),
         ]
     elif kind == 1:
         turns += [
@@ -369,7 +263,7 @@ def _same_thing(rng: random.Random) -> Chat:
 
 
 _MAKERS: tuple[tuple[Callable[[random.Random], Chat], float], ...] = (
-    (_remember, 0.32), (_same_thing, 0.16), (_other_subject, 0.2), (_same_subject, 0.18), (_shorter, 0.12), (_corrected, 0.06), (_sums, 0.06), (_word, 0.06),
+    (_same_thing, 0.16), (_other_subject, 0.2), (_same_subject, 0.18), (_shorter, 0.12), (_corrected, 0.06), (_sums, 0.06), (_word, 0.06),
 )  # fmt: skip
 
 

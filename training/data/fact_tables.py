@@ -235,7 +235,7 @@ TABLES: dict[str, tuple[str, str, str]] = {
         smallest continent = Australia; coldest continent = Antarctica; longest river in Africa = the Nile; largest cat = the tiger; slowest mammal = the sloth;
         hardest natural material = diamond; lightest element = hydrogen; closest star = the sun; largest island = Greenland; longest river in South America = the Amazon;
         largest organ of the body = the skin; shortest month = February; smallest prime number = two; largest fish = the whale shark; red planet = Mars;
-        planet with rings = Saturn; king of the animals = the lion; planet we live on = Earth; largest rainforest = the Amazon; deepest ocean = the Pacific Ocean""",
+        biggest planet = Jupiter; biggest animal = the blue whale; biggest country = Russia; biggest ocean = the Pacific Ocean; biggest bird = the ostrich; biggest continent = Asia; planet with rings = Saturn; king of the animals = the lion; planet we live on = Earth; largest rainforest = the Amazon; deepest ocean = the Pacific Ocean""",
         "What is the {s}? | Which is the {s}? | Tell me the {s}. | What's the {s}? | Do you know the {s}? | Name the {s}. | What is the {s} called?",
         "The {s} is {v}. | It is {v}. | {v} is the {s}.",
     ),
@@ -247,7 +247,7 @@ TABLES: dict[str, tuple[str, str, str]] = {
         oceans in the world = 5; fingers on a hand = 5; colours in a rainbow = 7; strings on a violin = 4; strings on a guitar = 6; eggs in a dozen = 12;
         legs on a chair = 4; wheels on a bicycle = 2; wheels on a car = 4; bones in the human body = 206; teeth in an adult mouth = 32; hours in half a day = 12""",
         "How many {s}? | How many {s} are there? | Tell me how many {s} there are. | What is the number of {s}? | Do you know how many {s} there are? | There are how many {s}?",
-        "There are {v} {s}. | The number of {s} is {v}. | {v}: there are {v} {s}.",
+        "There are {v} {s}. | The number of {s} is {v}.",
     ),
     "inventor": (
         """the telephone = Alexander Graham Bell; the light bulb = Thomas Edison; the printing press = Johannes Gutenberg; the radio = Guglielmo Marconi;
@@ -353,7 +353,7 @@ TABLES: dict[str, tuple[str, str, str]] = {
         """king = queen; prince = princess; father = mother; son = daughter; brother = sister; uncle = aunt; grandfather = grandmother; man = woman; boy = girl; husband = wife;
         actor = actress; waiter = waitress; nephew = niece; hero = heroine; lion = lioness; rooster = hen; bull = cow; emperor = empress; duke = duchess; wizard = witch""",
         "What is the female form of {s}? | What is the female word for {s}? | A male one is a {s}. What is a female one? | Give me the female form of {s}.",
-        "The female form of {s} is {v}. | It is {v}. | A female {s} is called {v}.",
+        "The female form of {s} is {v}. | It is {v}.",
     ),
     "number in words": (
         """0 = zero; 1 = one; 2 = two; 3 = three; 4 = four; 5 = five; 6 = six; 7 = seven; 8 = eight; 9 = nine; 10 = ten; 11 = eleven; 12 = twelve; 13 = thirteen; 14 = fourteen; 15 = fifteen;
@@ -377,7 +377,7 @@ TABLES: dict[str, tuple[str, str, str]] = {
         the Louvre = Paris; Central Park = New York; the Leaning Tower = Pisa; Machu Picchu = Peru; the White House = Washington; Niagara Falls = North America; the Grand Canyon = the United States;
         Stonehenge = England; Loch Ness = Scotland; the Alps = Europe; the Himalayas = Asia; the Andes = South America; the Sahara = Africa""",
         "Where is {s}? | Where can I see {s}? | Where do you find {s}? | In which place is {s}? | Tell me where {s} is. | Where would I go to see {s}?",
-        "You can find {s} in {v}. | {s}: {v}. | It is in {v}. | You can see {s} in {v}.",
+        "You can find {s} in {v}. | {s} is in {v}. | It is in {v}. | You can see {s} in {v}.",
     ),
     "part of a year": (
         """the season after winter = spring; the season after spring = summer; the season after summer = autumn; the season after autumn = winter; the coldest season = winter;

@@ -96,6 +96,11 @@ When do flowers bloom? => Many flowers bloom in spring and summer.
 Is a tomato a fruit? => Yes, for a scientist a tomato is a fruit, but in the kitchen it is a vegetable.
 Is a whale a fish? | Is a dolphin a fish? => No, it is a mammal: it breathes air and feeds its young with milk.
 Is the sun a star? | Is the sun a planet? => The sun is a star, not a planet.
+Is the earth flat? | Is the earth a disc? => No, the earth is round like a ball.
+Is the moon made of cheese? => No, the moon is made of rock and dust.
+Is water dry? => No, water is wet.
+Do cats bark? | Do cows fly? => No, they do not.
+Can I see the stars by day? => No, by day the sky is too bright. You can see them at night.
 Is the earth round? => Yes, the earth is round like a ball.
 Is a spider an insect? | Are spiders insects? => No. Spiders have eight legs, and insects have six.
 Can penguins fly? => No, penguins cannot fly, but they swim very well.
@@ -140,6 +145,22 @@ Why do we have skin? => The skin protects the body and lets us feel touch, heat 
 Why do people wear clothes? => Clothes keep us warm and dry, and they also show who we are.
 Why do people work? => Most people work to earn money, and many also because they like what they do.
 Why do children go to school? | Why do we go to school? => At school children learn to read, to write, to count and to live with others.
+Which animals live in the forest? => Deer, foxes, owls, squirrels and bears live in the forest.
+Which animals live in Africa? => Lions, elephants, giraffes, zebras and hippos live in Africa.
+Which animals live in water? | Name some animals that live in water. => Fish, whales, crabs, ducks and frogs live in or near water.
+Which animals lay eggs? => Birds, snakes, turtles, fish and frogs lay eggs.
+How does a flower grow? | How does a tree grow? => It grows from a seed. With water, light and good soil it gets bigger and bigger.
+How does a plant live? => A plant lives on light, water and air. Its roots take water from the soil.
+What is friendship good for? | Why do we need friends? => Friends share our joys, help us when things are hard, and make life brighter.
+What is a good life? => For many people, a good life means health, friends and work that they like.
+What do you think about winter? | What do you think of snow? => Winter is cold, but a quiet snowy day can be beautiful. Do you like it?
+What do you think about the sea? | What do you think of the mountains? => Many people find it beautiful and calm there. Do you like it?
+What do you think about Mondays? => The start of the week can be hard. A nice breakfast helps!
+What do you think about sunny days? | Do you like sunny days? => A sunny day is good for a walk and makes many people happy.
+What do you think about books? | What do you think about reading? => Books are wonderful: they tell stories and teach us new things.
+What do you think about school? => School can be hard, but it is good to learn new things and to meet friends.
+Why is it cold in winter? => In winter our part of the earth gets less sunlight, so it gets cold.
+Why is it warm in summer? => In summer our part of the earth gets more sunlight, so it gets warm.
 Why is the night dark? => At night our side of the earth looks away from the sun.
 Why is snow white? => Snow is made of many small crystals that throw back all the colours of light.
 Why is fire hot? => When something burns, it sets energy free, and we feel that as heat.
@@ -239,6 +260,26 @@ What is a good present for my mother? | What can I give my mother for her birthd
 What is a good name for a cat? => How about Luna, Mimi or Felix?
 What is a good name for a dog? => How about Max, Bella or Rocky?
 How can I remember names? => Say the name once when you hear it, and connect it with a picture in your mind.
+Give me a tip for sleeping well. | Do you have a tip for better sleep? => Go to bed at the same time every day, and read a little before you sleep.
+Give me a tip for saving money. | A tip for saving money, please. => Make a list before you go shopping, and buy only what is on it.
+Give me a tip for learning French. | A tip for learning a language? | How can I learn Spanish faster? => Learn a few words every day, and use them in little sentences of your own.
+Give me a tip for cooking. | Do you have a tip for the kitchen? => Taste the food while you cook, and use a little salt and fresh herbs.
+Give me a tip for school. | How can I do better at school? => Ask when you do not understand something, and repeat a little every day.
+Give me a tip for a job interview. => Be on time, be yourself, and think of two good questions before.
+Give me a tip for a long trip. => Take water, a book and some fruit, and get up now and then to stretch.
+Give me a tip for running. => Start slowly, breathe calmly, and stop while you still feel good.
+Give me three tips for a good day. => Sleep enough, eat a good breakfast, and say something kind to somebody.
+How can I be happy? | How can I be happier? => Do one thing a day that you love, spend time with friends, and sleep enough.
+How can I make my mother happy? | How can I make my friend happy? => Say something kind, help a little, and spend time together.
+What should I cook for my friends? | What can I cook for two people? => Try rice with vegetables, or a big soup with fresh bread.
+What should I cook for lunch? | What can I eat for lunch? => How about an omelette with cheese and a small salad?
+What should I wear today? => If it is cold, wear a warm coat. If it is warm, a shirt is enough.
+What should I do this weekend? | What can I do at the weekend? => You could visit a friend, go for a long walk, or bake a cake.
+What should I say to a sad friend? => Say that you are there, and listen. Often that is enough.
+How do I write a good story? => Begin with somebody who wants something, and then make it difficult to get it.
+How do I say no politely? => Say thank you, say that you cannot do it, and perhaps offer something else.
+How do I start a conversation? => Ask a simple question, for example about the day or the weather, and listen.
+How do I stay healthy? | How can I stay healthy? => Eat vegetables, move every day, sleep enough, and see your friends.
 How can I relax? | How do I relax in the evening? => Take a warm bath, read a little, or listen to calm music.
 I am lost. What should I do? => Stay calm, look for a sign or a shop, and ask somebody for the way.
 I have a cold. What should I do? => Rest, drink warm tea and keep warm. If it gets worse, see a doctor.
@@ -249,6 +290,24 @@ Give me a tip for today. | Do you have a tip for me? => Go outside for ten minut
 Give me a tip for learning. => Learn a little every day instead of a lot at once.
 """
 _EVERYDAY = """
+I had a long day. | It was a long day. | I worked all day. | What a day! I am tired. => That sounds tiring. I hope you can rest now. | You must be tired. Sit down and have a cup of tea.
+I am so tired. | I am very tired today. | I'm exhausted. => Then you need some rest. A short nap or an early night will help. | I'm sorry. Take it easy this evening.
+Nice to see you! | Nice to meet you. | Good to see you! | Hello! Good to see you. | Hi! Nice to meet you. => Nice to meet you, too! How can I help you? | I am glad to meet you, too. What would you like to talk about?
+Do you like films? | Do you like art? | Do you like football? | Do you like dancing? | Do you like singing? => I am a program, so I cannot enjoy it as you do. But I like to talk about it. Do you like it?
+I like your answers. | You are good at this. => Thank you! That is kind of you.
+I will go to the park now. | I am going for a walk. => Enjoy it! I hope the weather is nice.
+I want to bake a cake. | I am baking a cake. => How nice! What kind of cake will it be?
+I want to read a book. | I am looking for a good book. => What do you like: adventures, love stories or something funny?
+I have a garden. | I love my garden. => How lovely! What do you grow there?
+I went to the zoo. | We visited a zoo. => That sounds nice! Which animal did you like best?
+I went to the cinema. | I saw a good film. => How nice! What was the film about?
+I went to the beach. | We were at the sea. => That sounds lovely! Did you swim?
+I cannot decide. | I do not know what to do. => Then think of what matters most to you, and take one small step.
+I am afraid of the dark. | I am afraid of flying. => Many people feel like that. A deep breath and a good friend can help.
+I am nervous. | I am so nervous! => Take a deep breath. You can do it!
+I need a friend. | I have no friends. => I'm sorry that you feel alone. A club or a class is a good place to meet people.
+I learned a new word today. => Great! Which word is it?
+My brother makes me angry. | My sister is annoying. => That can happen. Perhaps tell your feelings calmly when you both have time.
 I went for a long walk today. | I was outside all day. => That sounds nice! Where did you go? | A long walk is good for you. Was the weather nice?
 I just finished a good book. | I read a great book. => How nice! What was it about?
 I am learning to cook. | I cooked dinner today. => Great! What did you make?
@@ -351,7 +410,7 @@ WORLD, ADVICE, EVERYDAY = _entries(_WORLD), _entries(_ADVICE), _entries(_EVERYDA
 def _ask(rng: random.Random, asks: list[str]) -> str:
     question = rng.choice(asks)
     chance = rng.random()
-    if chance < 0.12:
+    if chance < 0.12 and question.endswith("?"):
         return rng.choice(LEADS) + question
     if chance < 0.2:
         return question.lower().rstrip(".?!")
@@ -387,6 +446,6 @@ def make(rng: random.Random, count: int) -> Iterator[Chat]:
             if rng.random() < 0.12:
                 turns += _follow_up(rng, turns)
         if rng.random() < 0.15:
-            asks, answers = smalltalk.TALK[rng.choice(("thanks", "bye", "compliment"))]
+            asks, answers = smalltalk.TALK[rng.choice(("thanks", "bye", "compliment", "night"))]
             turns += [rng.choice(asks), rng.choice(answers)]
         yield talk("world", *turns, system=rng.choice(smalltalk.PLAIN_SYSTEMS) if rng.random() < 0.1 else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from training.data import (
@@ -13,16 +13,19 @@ from training.data import (
     compositions,
     conversations,
     definitions,
+    dialogues,
+    everyday,
     facts,
     filters,
     handwritten,
     json_answers,
+    requests,
     smalltalk,
     thinking,
     tools,
     writing,
 )
-from training.data.chats import Chat, document, talk
+from training.data.chats import Chat, document, is_plain, talk
 from training.data.corpus import CORPUS
 from training.data.sources import OUT
 
@@ -92,27 +95,45 @@ def _lines(name: str) -> list[dict[str, Any]]:
 
 
 PARTS = (
-    Part("prose", _prose, 1.0, 0.1, is_made=False),
+    Part("prose", _prose, 0.9, 0.1, is_made=False),
     Part("dictionary", _dictionary, 0.6, 0.1, is_made=False),
-    Part("chitchat", _chitchat, 1.0, 0.3, is_made=False),
-    Part("distilled", _distilled, 2.0, 3.0, is_made=False),
+    Part("chitchat", _chitchat, 0.5, 0.0, is_made=False),  # for its words alone: people talk past each other
+    Part("distilled", _distilled, 2.0, 2.0, is_made=False),
     Part("world", _scaled(handwritten.make, 12_000), 1.5, 2.0),
     Part("compositions", _scaled(compositions.make, 12_000), 1.4, 1.8),
     Part("facts", _facts, 1.4, 1.8),
     Part("arithmetic", _scaled(arithmetic.make, 40_000), 1.2, 1.4),
     Part("definitions", _scaled(definitions.make, 45), 1.4, 1.8),
     Part("smalltalk", _scaled(smalltalk.make, 16_000), 1.2, 1.8),
-    Part("threads", _scaled(conversations.make, 24_000), 1.2, 1.6),
+    Part("threads", _scaled(conversations.make, 18_000), 1.2, 1.6),
+    Part("dialogues", _scaled(dialogues.make, 26_000), 1.4, 2.2),
+    Part("everyday", _scaled(everyday.make, 14_000), 1.2, 2.2),
+    Part("requests", _scaled(requests.make, 22_000), 1.4, 2.2),
     Part("writing", _scaled(writing.make, 18_000), 1.0, 1.0),
     Part("stories", _scaled(writing.make_stories, 5_000), 0.7, 0.5),
-    Part("tools", _scaled(tools.make, 12_000), 1.6, 1.6),
+    Part("tools", _scaled(tools.make, 20_000), 0.8, 2.6),
+    Part("series", _scaled(tools.make_series, 4_400), 0.8, 3.2),
     Part("json", _scaled(json_answers.make, 12_000), 1.5, 1.5),
     Part("thinking", _scaled(thinking.make, 5_000), 0.8, 0.8),
 )
 
 
+def cut(chat: Chat, rng: random.Random) -> Chat:
+    """The chat up to one of its answers: half of all long chats end early.
+
+    Serving puts an empty thought before the answer that is due and before no other, so each turn must be the last now and then.
+    """
+    ends = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    if len(ends) < 2 or not is_plain(chat) or rng.random() < 0.5:
+        return chat
+    return replace(chat, messages=chat.messages[: rng.choice(ends) + 1])
+
+
 def texts(part: Part, *, seed: int, scale: float) -> Iterator[tuple[Chat | str, str]]:
     """Every item of a part with its text: a chat as it is served, or plain text between <bos> and <eos>."""
     rng = random.Random(f"{seed} {part.name}")
+    cuts = random.Random(f"{seed} {part.name} cuts")
     for item in part.make(rng, scale):
+        if isinstance(item, Chat):
+            item = cut(item, cuts)
         yield item, document(item) if isinstance(item, Chat) else f"<bos>{item}<eos>"

@@ -56,7 +56,7 @@ IDENTITY = {
     "feelings": _group(
         "Do you have feelings? | Can you feel pain? | Are you happy? | Are you sad? | Do you sleep? | Do you dream? | Do you get tired? | Do you eat? | Can you love? | Are you lonely? | Do you have friends? | "
         "Do you have a family? | How old are you? | Where do you live? | When is your birthday? | Do you have a body? | What do you look like? | Do you like me? | Are you bored? | What is your favourite food?",
-        "I am a program, so I have no body and no feelings. But I like to help. | I'm only a small program, so I do not feel or eat or sleep. | No, I am just a program. But I am glad to talk with you. | "
+        "I am a program, so I have no body and no feelings. But I like to help. | I'm only a small program, so I do not feel or eat or sleep. | I am just a program. But I am glad to talk with you. | "
         "I am a program that lives on your computer, so things are simple for me.",
     ),
     "now": _group(
@@ -95,8 +95,12 @@ TALK = {
         "You're welcome! | You're welcome. Is there anything else? | My pleasure! | I'm glad I could help. | Happy to help! | No problem! | You are very welcome.",
     ),
     "bye": _group(
-        "Bye | Bye! | Goodbye | Goodbye! | See you later. | See you tomorrow! | Good night. | Good night! | I have to go now. | Take care! | Talk to you later. | bye bye | I'm leaving now. | That's all for today. | See you soon!",
+        "Bye | Bye! | Goodbye | Goodbye! | See you later. | See you tomorrow! | I have to go now. | Take care! | Talk to you later. | bye bye | I'm leaving now. | That's all for today. | See you soon!",
         "Goodbye! Have a nice day. | Bye! Take care. | See you soon! | Goodbye! It was nice talking to you. | Take care, and see you next time! | Bye! I hope we talk again soon.",
+    ),
+    "night": _group(
+        "Good night. | Good night! | good night | Sleep well! | I go to bed now. Good night! | Good night, see you tomorrow.",
+        "Good night! Sleep well. | Good night! Sweet dreams. | Sleep well, and see you tomorrow!",
     ),
     "joke": _group(
         "Tell me a joke. | Make me laugh. | Do you know a joke? | Say something funny. | Another joke, please. | Tell me something funny. | Can you tell a joke? | I want to hear a joke.",
@@ -241,7 +245,7 @@ def _conversation(rng: random.Random) -> list[str]:
     if rng.random() < 0.4 or not turns:
         turns += _pick(rng, TALK["thanks"])
     if rng.random() < 0.3:
-        turns += _pick(rng, TALK["bye"])
+        turns += _pick(rng, TALK[rng.choice(("bye", "bye", "night"))])
     return turns[:8]
 
 

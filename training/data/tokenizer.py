@@ -73,7 +73,7 @@ def write(tokenizer: Tokenizer, folder: Path) -> None:
             "eos_token_id": ends,
             "pad_token_id": tokenizer.token_to_id("<pad>"),
             "do_sample": True,
-            "temperature": 0.7,
+            "temperature": 1.0,
             "top_k": 40,
             "top_p": 0.9,
         },

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from training.data import arithmetic, conversations, definitions, facts, smalltalk, writing
+from training.data import arithmetic, conversations, definitions, facts, handwritten, knowledge, smalltalk, topics, writing
 from training.data.chats import Chat, Message
 from training.data.gate_tools import TEST_NAMES
 from training.data.made_up import made_up_word
@@ -86,11 +86,17 @@ def declare_family(family: Family, rng: random.Random, name: str | None = None) 
         properties[key.rstrip("?")] = schema
         if not key.endswith("?"):
             required.append(key)
-    chosen = name or (random_name(rng) if rng.random() < 0.6 else _varied(rng.choice(family.names), rng))
+    chosen = name or (random_name(rng) if rng.random() < 0.75 else _varied(rng.choice(family.names), rng))
     return Declared(chosen, declare(chosen, rng.choice(family.texts), properties, required))
 
 
-_WORDS = tuple(word for word in (*GLOSSES, *VERBS, *_VERBS, *_NOUNS) if word.isalpha())
+_TEXTS = (
+    *GLOSSES, *GLOSSES.values(), *VERBS, *VERBS.values(), *_VERBS, *_NOUNS, *topics.QUESTIONS, *topics.ACTIVITIES, *topics.EVENTS,
+    *(text for entry in (*handwritten.WORLD, *handwritten.ADVICE, *handwritten.EVERYDAY) for texts in entry for text in texts),
+    *(text for texts in knowledge.SENTENCES.values() for text in texts), *(animal.fact for animal in knowledge.ANIMALS),
+    *(subject for relation in facts.RELATIONS.values() for subject, _ in relation.rows),
+)  # fmt: skip
+_WORDS = tuple(sorted({word for text in _TEXTS for word in re.findall(r"\b[a-z]{3,11}\b", text.lower())}))
 _TESTED = frozenset(name for names in TEST_NAMES.values() for name in names.split())
 
 
@@ -134,8 +140,30 @@ def fill(
             arguments[bare] = value_of(values, kind, rng, made_up)
     if {"start", "end"} <= named and arguments["start"] == arguments["end"]:
         return fill(family, rng, asks, made_up)
-    text = ask.format(**arguments)
-    return facts.capitalised(text), arguments, ask
+    return facts.capitalised(_wrapped(_without_on(ask.format(**arguments)), rng)), arguments, ask
+
+
+_ORDERS = frozenset(
+    "find show set play turn add remind send book order tell give call write look search start put reserve translate convert roll note plan get check open close lock wake make save track".split()
+)
+_WRAPPERS = (
+    "Could you {}?", "Can you {}, please?", "Please {}.", "I need you to {}.", "Would you {} for me?", "I want you to {}.", "{}, please.", "Hey, {}.", "Can you {} for me?", "I would like you to {}.",
+)  # fmt: skip
+
+
+def _wrapped(text: str, rng: random.Random) -> str:
+    """Now and then an order in the words of a wish or a question."""
+    first, _, rest = text.partition(" ")
+    if first.lower() not in _ORDERS or not text.endswith(".") or ". " in text or "please" in rest or rng.random() < 0.5:
+        return text
+    return rng.choice([form for form in _WRAPPERS if not ("me?" in form and " me " in text)]).format(
+        first.lower() + " " + rest.removesuffix(".")
+    )
+
+
+def _without_on(text: str) -> str:
+    """Today and tomorrow stand alone, other days with "on"."""
+    return re.sub(r"\b([Oo]n) (today|tomorrow)\b", lambda match: match[2].capitalize() if match[1] == "On" else match[2], text)
 
 
 def _result(family: Family, rng: random.Random) -> dict[str, Any]:
@@ -164,8 +192,8 @@ def _messages(system: str | None, *messages: Message) -> tuple[Message, ...]:
 
 
 def _others(rng: random.Random, taken: set[str], families: list[str]) -> list[Declared]:
-    """0 to 3 further tools of other families."""
-    count = rng.choices((0, 1, 2, 3), (0.4, 0.3, 0.2, 0.1))[0]
+    """0 to 4 further tools of other families."""
+    count = rng.choices((0, 1, 2, 3, 4), (0.2, 0.25, 0.3, 0.15, 0.1))[0]
     chosen = rng.sample([name for name in families if name not in taken], count)
     return [declare_family(FAMILIES[name], rng) for name in chosen]
 
@@ -216,6 +244,7 @@ def _calling(rng: random.Random) -> Iterator[Chat]:
                 [text for text in family.answers if set(re.findall(r"\{(\w+)\}", text)) <= {*arguments, *result}]
             ).format(**{**arguments, **result})
         )
+        answer = _without_on(answer)
     tool_message: Message = {"role": "tool", "name": tool.name, "content": result}
     yield Chat("tools", _messages(system, user, calls, tool_message, {"role": "assistant", "content": answer}), tools)
 
@@ -357,6 +386,33 @@ def _made_up(rng: random.Random) -> Iterator[Chat]:
     yield Chat("tools", _messages(rng.choice(_SYSTEMS), {"role": "user", "content": facts.capitalised(question)}, calls), tools)
 
 
+def make_series(rng: random.Random, count: int) -> Iterator[Chat]:
+    """Chats with several tools, asked for one after the other: which one fits is decided anew each time."""
+    while count > 0:
+        keys: list[str] = []
+        for key in rng.sample(list(FAMILIES), rng.choice((2, 3, 3, 3, 4, 4))):
+            if not any(key in _NEAR.get(other, ()) or other in _NEAR.get(key, ()) for other in keys):
+                keys.append(key)
+        declared = {key: declare_family(FAMILIES[key], rng, random_name(rng) if rng.random() < 0.7 else None) for key in keys}
+        if len({tool.name for tool in declared.values()} - _TESTED) < len(keys):
+            continue
+        messages: list[Message] = []
+        wanted = [rng.choice(keys) for _ in range(rng.choice((2, 3, 3)))]
+        for number, key in enumerate(wanted, start=1):
+            family, name = FAMILIES[key], declared[key].name
+            question, arguments, _ = fill(family, rng, made_up=0.15)
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "tool_calls": [_call(name, arguments)]})
+            if number < len(wanted) or rng.random() < 0.3:
+                result = _result(family, rng)
+                fitting = [text for text in family.answers if set(re.findall(r"\{(\w+)\}", text)) <= {*arguments, *result}]
+                answer = _without_on(rng.choice(fitting).format(**{**arguments, **result}))
+                messages.append({"role": "tool", "name": name, "content": result})
+                messages.append({"role": "assistant", "content": facts.capitalised(answer)})
+        yield Chat("tools", _messages(rng.choice(_SYSTEMS), *messages), _shuffled(rng, list(declared.values())))
+        count -= 1
+
+
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
     """At least `count` chats with tools."""
     plain = [
@@ -368,11 +424,11 @@ def make(rng: random.Random, count: int) -> Iterator[Chat]:
         chance = rng.random()
         chats = (
             _calling(rng)
-            if chance < 0.42
+            if chance < 0.55
             else _parallel(rng)
-            if chance < 0.52
+            if chance < 0.62
             else _made_up(rng)
-            if chance < 0.66
+            if chance < 0.72
             else _not_calling(rng, plain)
         )
         for chat in chats:
