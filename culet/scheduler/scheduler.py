@@ -223,9 +223,9 @@ class Scheduler:
         self.counters.preemptions += 1
 
     def _leave(self, one: Sequence) -> None:
-        """Out of the running ones: slot and pages are free."""
+        """Out of the running ones, or of those that wait if its admission failed: slot and pages are free."""
         assert one.slot is not None
-        self._running.remove(one)
+        (self._running if one in self._running else self._waiting).remove(one)
         heapq.heappush(self._free_slots, one.slot)
         one.slot = None
         one.release_all(self.supply)

@@ -1,4 +1,4 @@
-"""The built-in model's weights, held to what they must show.."""
+"""The built-in model's weights, held to what they must show."""
 
 from __future__ import annotations
 
