@@ -101,8 +101,9 @@ def _color() -> bool | None:
 
 def main() -> None:
     """Entry point of the `culet` script."""
-    # Before torch is there: its threads would spin while they wait for each other, which starves them where other programs run.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Before torch is there: its threads spin long while they wait for each other, which starves them where other programs run.
+    # So many turns and then sleep: an eighth slower on idle cores, several times faster on busy ones (docs/LOG.md).
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     sys.exit(run(sys.argv[1:]))
 
 
