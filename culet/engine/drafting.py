@@ -31,7 +31,7 @@ _GPU_RATES = {
 _CPU_RATES = (1.0e10, 1.0e11, 2.5e-4)
 _GPU_TOKEN_S = 4e-7  # of a token in a layer
 _GPU_WAIT_PER_SEQ_S = 3e-5
-_GPU_WAIT_S = 9e-4  # between rounds the host learns what was accepted before it launches the next step; H200, one sequence
+_GPU_WAIT_S = 2.5e-4  # between rounds the host learns what was accepted before it launches the next step; H200, one sequence
 _CPU_WAIT_S = 0.0
 
 PROBE_PROMPT = "Count from 1 to 60, separated by commas and spaces. Write the numbers only."

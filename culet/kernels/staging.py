@@ -7,6 +7,7 @@ comes from torch's own cache, which hands a piece out again only when the copies
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ class HostCopy:
     """Tensors on their way to the host, all in one piece; whole numbers below 2**53 come back exact."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._sizes: Sequence[int] = [tensor.numel() for tensor in tensors]
+        self._sizes = [tensor.numel() for tensor in tensors]
         self._host: Tensor | None = None
         self._done: torch.cuda.Event | None = None
         if not tensors:
@@ -99,16 +100,11 @@ class HostCopy:
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         if joined.is_cuda:
             self._host = torch.empty(joined.shape, dtype=dtype, pin_memory=True)
+            self._host.copy_(joined, non_blocking=True)
             self._done = torch.cuda.Event()
-            self._start(joined)
+            self._done.record()
         else:
             self._host = joined
-
-    def _start(self, joined: Tensor) -> None:
-        assert self._host is not None
-        assert self._done is not None
-        self._host.copy_(joined, non_blocking=True)
-        self._done.record()
 
     def lists(self) -> list[list[Any]]:
         """Flat lists of all tensors. Waits for them, and for nothing that was launched after them."""
@@ -124,6 +120,20 @@ class HostCopy:
         return found
 
 
+class _KeptCopy(HostCopy):
+    """One whose room on the host is used again and again."""
+
+    def __init__(self, like: Tensor, sizes: Sequence[int]) -> None:
+        """For tensors on a GPU like this one, which come back in parts of `sizes`."""
+        self._sizes = list(sizes)
+        self._room, self._arrived = torch.empty(like.shape, dtype=like.dtype, pin_memory=True), torch.cuda.Event()
+        self._host, self._done = self._room, self._arrived
+
+    def start(self, tensor: Tensor) -> None:
+        self._room.copy_(tensor, non_blocking=True)
+        self._arrived.record()
+
+
 class RepeatedCopy:
     """Copies of one tensor, whose content changes, to the host: `DEPTH` of them may be on their way, or read, at a time."""
 
@@ -131,22 +141,13 @@ class RepeatedCopy:
 
     def __init__(self, tensor: Tensor, sizes: Sequence[int]) -> None:
         """`sizes` are those of the parts in which it comes back."""
-        self._tensor, self._sizes, self._next = tensor, sizes, 0
-        self._copies: list[HostCopy] = []
-        if tensor.is_cuda:
-            for _ in range(self.DEPTH):
-                copy = HostCopy([])
-                copy._sizes, copy._done = sizes, torch.cuda.Event()
-                copy._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                self._copies.append(copy)
+        self._tensor, self._sizes = tensor, list(sizes)
+        self._copies = cycle([_KeptCopy(tensor, sizes) for _ in range(self.DEPTH)]) if tensor.is_cuda else None
 
     def send(self) -> HostCopy:
         """Start one more."""
-        if not self._copies:
-            copy = HostCopy([self._tensor.clone()])
-            copy._sizes = self._sizes
-            return copy
-        copy = self._copies[self._next]
-        self._next = (self._next + 1) % self.DEPTH
-        copy._start(self._tensor)
+        if self._copies is None:
+            return HostCopy(self._tensor.clone().split(self._sizes))
+        copy = next(self._copies)
+        copy.start(self._tensor)
         return copy

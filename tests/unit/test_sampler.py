@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from culet.kernels.staging import HostCopy
+from culet.kernels.staging import HostCopy, RepeatedCopy
 from culet.sampling import sampler
 from culet.sampling.logprobs import as_mappings, compute_logprobs
 from culet.sampling.philox import uniforms
@@ -313,4 +313,13 @@ def test_to_host_keeps_token_ids_exact():
     ids = torch.tensor([[0, 262143], [2**31 - 1, 2**40 + 1]])
     assert HostCopy([ids, torch.tensor([0.5])]).lists() == [[0.0, 262143.0, float(2**31 - 1), float(2**40 + 1)], [0.5]]
     assert HostCopy([ids]).lists() == [ids.flatten().tolist()]
+
+
+def test_repeated_copies_keep_what_they_were_sent() -> None:
+    source = torch.tensor([1, 2, 3])
+    copies = RepeatedCopy(source, (2, 1))
+    first = copies.send()
+    source += 10
+    second = copies.send()
+    assert (first.lists(), second.lists()) == ([[1, 2], [3]], [[11, 12], [13]])
     assert HostCopy([]).lists() == []

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 
-from training.data import facts
+from training.data.memories import one
 
 _TO = "grandmother grandfather mother father aunt uncle sister brother teacher neighbour friend cousin boss doctor".split()
 _HE = frozenset("grandfather father uncle brother".split())
 _SHE = frozenset("grandmother mother aunt sister".split())
-# kind: what the user says ({t}: a thing), the letter's sentence, what makes it longer
 _THANKS = (
     "the cake | the flowers | the book | the scarf | the lovely dinner | the help | the warm socks | the present | the photos | the chocolate | the long talk | the jam | the tea"
 ).split(" | ")
@@ -30,21 +29,17 @@ _MORE = (
 )  # fmt: skip
 
 
-def _one(rng: random.Random, forms: str, **values: str) -> str:
-    return facts.capitalised(rng.choice(forms.split(" | ")).format(**values))
-
-
 def thread(rng: random.Random) -> list[str]:
     """Turns from the wish to write to somebody to the letter, and on."""
     to = rng.choice(_TO)
     them = "him" if to in _HE else "her" if to in _SHE else "them"
-    asked = _one(
+    asked = one(
         rng,
         "Can you help me write a letter to my {t}? | Help me write an email to my {t}. | I have to write an email to my {t}. | I want to write a letter to my {t}. | Help me write to my {t}, please. | I need a letter to my {t}. | Please help me with a message to my {t}. | "
         "I have to write a card to my {t}. | Could you help me with a card for my {t}? | I would like to write to my {t}. Can you help me?",
         t=to,
     )
-    reply = _one(
+    reply = one(
         rng,
         "Of course! What would you like to say to {m}? | Gladly! What do you want to tell {m}? | Sure. What is the letter about? | I'd be glad to help. What would you like to write?",
         m=them,
@@ -59,59 +54,60 @@ def thread(rng: random.Random) -> list[str]:
     if rng.random() < 0.6:
         more = " ".join((longer, *rng.sample(_MORE, rng.choice((1, 2)))))
         turns += [
-            _one(rng, "Make it longer. | A bit longer, please. | Can you make it longer? | Please add something. | It should be longer. | Write a little more. | Make it a bit longer, please."),
+            one(rng, "Make it longer. | A bit longer, please. | Can you make it longer? | Please add something. | It should be longer. | Write a little more. | Make it a bit longer, please."),
             f"{address}\n{body} {more}\n{end}",
         ]  # fmt: skip
         if rng.random() < 0.3:
-            turns += [_one(rng, "Shorter, please. | That is too long. | Now shorter again. | Make it short again."), letter]
+            turns += [one(rng, "Shorter, please. | That is too long. | Now shorter again. | Make it short again."), letter]
     elif rng.random() < 0.4:
         name = rng.choice("Anna Ben Clara Emma Felix Hugo Mia Paul Rosa Sam Tom Vera".split())
-        turns += [_one(rng, "Sign it with {n}. | Put my name under it: {n}. | My name is {n}. Please sign it.", n=name), f"{address}\n{body}\n{end},\n{name}"]  # fmt: skip
+        turns += [one(rng, "Sign it with {n}. | Put my name under it: {n}. | My name is {n}. Please sign it.", n=name), f"{address}\n{body}\n{end},\n{name}"]  # fmt: skip
     return turns
+
+
+# What a letter may be about: things, how the user asks, how the letter says it, and a sentence that goes on.
+_CONTENTS = (
+    (
+        _THANKS,
+        "I want to say thank you for {x}. | I'd like to thank {m} for {x}. | Say thank you for {x}. | Thank {m} for {x}, please. | It is a thank-you letter for {x}.",
+        "Thank you very much for {x}. | Many thanks for {x}! | I want to thank you for {x}.",
+        "It made me very happy.",
+    ),
+    (
+        _INVITES,
+        "I want to invite {m} {x}. | Invite {m} {x}, please. | It is an invitation {x}. | I'd like {m} to come {x}.",
+        "I would like to invite you {x}. | Please come {x}! | You are invited {x}.",
+        "It will be a nice time, and I would be glad if you came.",
+    ),
+    (
+        _SORRY,
+        "I want to say sorry {x}. | Tell {m} {x} and that I am sorry. | I am sorry {x}.",
+        "I am sorry {x}. | I am very sorry {x}. Please forgive me.",
+        "It will not happen again.",
+    ),
+    (
+        (
+            "I am ill today",
+            "I cannot come today",
+            "I will be late today",
+            "I need a day off",
+            "I have a cold",
+            "my train is late",
+        ),
+        "I want to say that {x}. | {x}. | Tell {m} that {x}. | Please write that {x}.",
+        "I am sorry, but {x}. | I have to tell you that {x}.",
+        "I hope to be back soon.",
+    ),
+)
 
 
 def _content(rng: random.Random, them: str) -> tuple[str, str, str]:
     """What the user wants to say, how the letter says it, and a sentence that goes on."""
-    kind = rng.randrange(5)
-    if kind == 0:
-        thing = rng.choice(_THANKS)
-        wish = _one(
-            rng,
-            "I want to say thank you for {x}. | I'd like to thank {m} for {x}. | Say thank you for {x}. | Thank {m} for {x}, please. | It is a thank-you letter for {x}.",
-            x=thing,
-            m=them,
-        )
-        return wish, _one(rng, "Thank you very much for {x}. | Many thanks for {x}! | I want to thank you for {x}.", x=thing), "It made me very happy."  # fmt: skip
-    if kind == 1:
-        thing = rng.choice(_INVITES)
-        wish = _one(
-            rng,
-            "I want to invite {m} {x}. | Invite {m} {x}, please. | It is an invitation {x}. | I'd like {m} to come {x}.",
-            x=thing,
-            m=them,
-        )
-        return wish, _one(rng, "I would like to invite you {x}. | Please come {x}! | You are invited {x}.", x=thing), "It will be a nice time, and I would be glad if you came."  # fmt: skip
-    if kind == 2:
-        thing = rng.choice(_SORRY)
-        wish = _one(rng, "I want to say sorry {x}. | Tell {m} {x} and that I am sorry. | I am sorry {x}.", x=thing, m=them)
-        return (
-            wish,
-            _one(rng, "I am sorry {x}. | I am very sorry {x}. Please forgive me.", x=thing),
-            "It will not happen again.",
-        )
-    if kind == 3:
-        thing = rng.choice(
-            (
-                "I am ill today",
-                "I cannot come today",
-                "I will be late today",
-                "I need a day off",
-                "I have a cold",
-                "my train is late",
-            )
-        )
-        wish = _one(rng, "I want to say that {x}. | {x}. | Tell {m} that {x}. | Please write that {x}.", x=thing, m=them)
-        return wish, _one(rng, "I am sorry, but {x}. | I have to tell you that {x}.", x=thing), "I hope to be back soon."
+    kind = rng.randrange(len(_CONTENTS) + 1)
+    if kind < len(_CONTENTS):
+        things, wishes, texts, ending = _CONTENTS[kind]
+        thing = rng.choice(things)
+        return one(rng, wishes, x=thing, m=them), one(rng, texts, x=thing), ending
     thing = rng.choice(_GREETINGS)
-    wish = _one(rng, "I want to write: {x}. | Just say: {x}. | It should say: {x}.", x=thing[0].lower() + thing[1:])
+    wish = one(rng, "I want to write: {x}. | Just say: {x}. | It should say: {x}.", x=thing[0].lower() + thing[1:])
     return wish, f"{thing}!", "I wish you all the best."

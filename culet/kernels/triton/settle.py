@@ -69,7 +69,7 @@ def describe_settle(
     tokens: Tensor,
     forced_1: Tensor,
     out_X: Tensor,
-    **pdl: Any,
+    pdl: bool,
 ) -> Launch:
     num_tokens, num_rows = drawn_T.shape[0], begin_B1.shape[0] - 1
     arguments: dict[str, Any] = {
@@ -82,8 +82,8 @@ def describe_settle(
     }
     arguments |= {"out": out_X, "num_tokens": num_tokens, "num_rows": out_X.shape[0] - num_tokens}
     # Any row has at most all tokens; a round of few drafts has few.
-    arguments |= {"BLOCK": max(16, triton.next_power_of_2(num_tokens)), "PDL": bool(pdl.get("pdl", False))}
-    return Launch(_settle_kernel, (num_rows,), arguments, options(1, arguments["PDL"]))
+    arguments |= {"BLOCK": max(16, triton.next_power_of_2(num_tokens)), "PDL": pdl}
+    return Launch(_settle_kernel, (num_rows,), arguments, options(1, pdl))
 
 
 def describe_begin(
@@ -94,22 +94,21 @@ def describe_begin(
     width: int,
     last_TD: Tensor,
     into: tuple[Tensor, Tensor],
-    **pdl: Any,
+    pdl: bool,
 ) -> Launch:
     facts_4R, hidden_RD = into
     (num_tokens, size), num_rows = last_TD.shape, facts_4R.shape[1]
     arguments: dict[str, Any] = {"out": out_X, "begin": begin_B1, "places": places_T, "positions": positions_T, "last": last_TD}
     arguments |= {"facts": facts_4R, "hidden": hidden_RD, "num_tokens": num_tokens, "num_rows": num_rows, "width": width}
-    arguments |= {"D": size, "BLOCK": BLOCK_D, "PDL": bool(pdl.get("pdl", False))}
-    return Launch(_begin_kernel, (num_rows, triton.cdiv(size, BLOCK_D)), arguments, options(4, arguments["PDL"]))
+    arguments |= {"D": size, "BLOCK": BLOCK_D, "PDL": pdl}
+    return Launch(_begin_kernel, (num_rows, triton.cdiv(size, BLOCK_D)), arguments, options(4, pdl))
 
 
 def settle_draws(
     drawn_T: Tensor, ids_T: Tensor, begin_B1: Tensor, places_T: Tensor, tokens: Tensor, forced_1: Tensor, out_X: Tensor
 ) -> None:
     """Keep a step's draws at `places_T` of `tokens` (int32) and in `out_X[:T]`, and each row's accepted drafts behind them."""
-    pdl = is_chained(drawn_T.device)
-    describe_settle(drawn_T, ids_T, begin_B1, places_T, tokens, forced_1, out_X, pdl=pdl).run()
+    describe_settle(drawn_T, ids_T, begin_B1, places_T, tokens, forced_1, out_X, is_chained(drawn_T.device)).run()
 
 
 def begin_round(
@@ -123,4 +122,4 @@ def begin_round(
 ) -> None:
     """A drafter's facts [4, R] (int64) and hidden states [R, D] of the tokens that the newest ones were drawn from."""
     assert last_TD.is_contiguous(), "rows of hidden states follow each other"
-    describe_begin(out_X, begin_B1, places_T, positions_T, width, last_TD, into, pdl=is_chained(last_TD.device)).run()
+    describe_begin(out_X, begin_B1, places_T, positions_T, width, last_TD, into, is_chained(last_TD.device)).run()
