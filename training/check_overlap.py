@@ -7,6 +7,7 @@ It reads the tokens that are trained on and nothing else: every document is deco
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections import Counter
@@ -46,7 +47,11 @@ def faults(text: str) -> Iterator[str]:
 
 def main() -> None:
     """Check every part, print a table, and fail if there is a fault."""
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "out/pack")
+    parser = argparse.ArgumentParser(prog="python -m training.check_overlap", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("pack", nargs="?", type=Path, default=Path("out/pack"), help="a folder of training.data.pack")
+    folder = parser.parse_args().pack
+    if not (folder / "pack.json").exists():
+        parser.error(f"{folder} holds no pack; python -m training.data.pack makes one")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
     total: Counter[str] = Counter()
     parts = sorted(path.name.removesuffix(".ends.npy") for path in (folder / "train").glob("*.ends.npy"))
