@@ -1,32 +1,45 @@
 """How many drafts a sequence is worth: from what of its drafts was accepted of late, and from what steps cost. No torch.
 
 With acceptance p, k drafts bring 1 + p + ... + p^k tokens a step; the step then verifies k + 1 tokens of every sequence, and a
-drafting round goes before it. The k with the most tokens per second is taken, down to none; a sequence that gets none tries one
-draft now and then, so seldom that it costs no more than a hundredth.
+drafting round goes before it. The k with the most tokens per second is taken, down to none.
+
+What a round costs, in steps without drafts, follows from sizes first, then from times of real steps. Times drift with the
+machine, so only those taken close together are compared: where nobody drafts, a few rounds in a row are tried now and then, so
+seldom that they cost no more than a hundredth; where drafting goes on, a few steps without are.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from statistics import median
 from typing import Protocol
 
 from culet.scheduler.stats import Counters
 
 START_ACCEPTANCE = 0.75  # what the first sequence is believed to accept: a belief too high is corrected within a few rounds
-PRIOR_WEIGHT = 4.0  # drafts that weigh as much as what others accepted
-DECAY = 0.9  # of older rounds of a sequence
+LEAST_PRIOR = 0.25  # what any new sequence is believed to accept at least: its text may be better than the last
+PRIOR_WEIGHT = 3.0  # drafts that weigh as much as what others accepted
+DECAY = 0.93  # of older rounds of a sequence
 DECAY_OF_ALL = 0.99
 MOST_BELIEVED = 40.0  # drafts that what was found at start weighs
 WORTHLESS = 0.1  # acceptance of drafts that come from a drafter for another model, or the like
 LEAST_GAIN = 1.06  # drafting that promises less is not begun,
 KEPT_GAIN = 1.01  # and ends where it promises less: each change costs some time of its own
+IN_A_ROW = 6  # rounds of a trial; steps without drafts between rounds
+CHANGE = 2.0  # what a trial costs besides its rounds, in steps: nothing is planned ahead where it begins and ends
 TRIAL_SHARE = 0.01  # of the time, for trials where nobody drafts
-MIN_REST, MAX_REST = 64, 1024  # steps between such trials
-LEAST_TIMED = 6  # steps of one kind, before their time is believed
-TIMES_KEPT = 64  # steps between two looks at what was timed
-FRESH = 256  # steps after which what was timed may not be compared with what is timed now
+MIN_REST = 64  # steps between such trials,
+FIRST_REST = 8  # unless it is not known what a round takes in a batch of this size
+LOOK_AFTER = 512  # rounds between looks at steps without drafts,
+LOOK_SOON = 128  # or fewer where little is won: it may be a mistake
+LITTLE = 1.3
+LEAST_TIMED = 4  # steps of one kind, before their time is believed
+TIMES_KEPT = 16
+FRESH = 64  # steps after which what was timed may not be compared with what is timed now
+MOST_CORRECTED = 10.0  # times that a round's costs may differ from what sizes say
 
 
 @dataclass(frozen=True)
@@ -112,22 +125,19 @@ class Pace:
         return (self.accepted + PRIOR_WEIGHT * prior) / (self.tried + PRIOR_WEIGHT)
 
 
-@dataclass
-class _Timed:
-    """Seconds of steps of one kind: near the lower end of what they took of late, whatever else the machine does."""
+class _Times:
+    """Seconds of the latest steps of one kind."""
 
-    seconds: float = 0.0
-    count: int = 0
-    last: int = 0  # number of the step that was timed last
+    def __init__(self) -> None:
+        self._taken: deque[tuple[int, float]] = deque(maxlen=TIMES_KEPT)  # number of the step, its seconds
 
-    def add(self, seconds: float, number: int) -> None:
-        if number - self.last > FRESH:  # the machine may be another by now
-            self.count = 0
-        self.count, self.last = self.count + 1, number
-        if self.count <= 3:
-            self.seconds = seconds if self.count == 1 else min(seconds, self.seconds)
-        else:
-            self.seconds += (0.2 if seconds < self.seconds else 0.05) * (min(seconds, 2 * self.seconds) - self.seconds)
+    def add(self, number: int, seconds: float) -> None:
+        self._taken.append((number, seconds))
+
+    def typical(self, now: int) -> float | None:
+        """The median of the fresh ones; None where they are too few. A late step does not count for much."""
+        fresh = [seconds for number, seconds in self._taken if now - number <= FRESH]
+        return median(fresh) if len(fresh) >= LEAST_TIMED else None
 
 
 class Lengths(Protocol):
@@ -150,10 +160,15 @@ class DraftPolicy:
         """`lengths`: numbers of drafts to choose from, besides none."""
         self.lengths = tuple(sorted(lengths))
         self._of_all = Pace()
-        self._timed: dict[tuple[int, int], _Timed] = {}  # by size of the batch, see `_size`, and drafts
+        self._times: dict[tuple[int, int], _Times] = {}  # by size of the batch, see `_size`, and drafts
         self._ratios: dict[tuple[int, int], float] = {}  # the same, against no drafts, where both were timed together
+        self._corrections: dict[int, float] = {}  # by size: how much more a round adds to a step than the model says
+        self._seen_plain: set[int] = set()  # sizes that have run without drafts
         self._num_timed = 0
-        self._rested = 0.0  # steps without drafts since the last ones with
+        # Each in steps; every sequence of a batch adds its share.
+        self._rested = 0.0  # since anybody drafted
+        self._drafted = 0.0  # since the last look at steps without drafts
+        self._trial_left = self._look_left = 0.0
         self.take_cost(cost)
 
     def take_cost(self, cost: StepCost) -> None:
@@ -187,49 +202,89 @@ class DraftPolicy:
     def took(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
         """A step of `num_seqs` sequences that decode, with at most `num_drafts` drafts each, took so long."""
         size, self._num_timed = _size(num_seqs), self._num_timed + 1
-        self._timed.setdefault((size, num_drafts), _Timed()).add(seconds, self._num_timed)
-        if self._is_timed(size, 0):
-            for count in self.lengths if num_drafts == 0 else (num_drafts,):
-                if self._is_timed(size, count):
-                    self._ratios[size, count] = self._timed[size, count].seconds / self._timed[size, 0].seconds
-        if self._num_timed % TIMES_KEPT == 0:
-            self._forget()
+        times = self._times.get((size, num_drafts))
+        if times is None:
+            times = self._times[size, num_drafts] = _Times()
+        times.add(self._num_timed, seconds)
+        if num_drafts == 0:
+            self._seen_plain.add(size)
+        if self._num_timed % LEAST_TIMED == 0:
+            self._compare(size)
 
-    def _is_timed(self, size: int, num_drafts: int) -> bool:
-        """Whether it is known what such steps take just now."""
-        timed = self._timed.get((size, num_drafts))
-        return timed is not None and timed.count >= LEAST_TIMED and self._num_timed - timed.last <= FRESH
+    def _compare(self, size: int) -> None:
+        """Compare rounds with steps without drafts, where both were timed of late."""
+        plain = self._times[size, 0].typical(self._num_timed) if (size, 0) in self._times else None
+        for count in self.lengths if plain is not None else ():
+            times = self._times.get((size, count))
+            seconds = None if times is None else times.typical(self._num_timed)
+            if plain is None or seconds is None:
+                continue
+            # No round is cheaper than a step: if it seems so, the machine was slower before.
+            before, ratio = self._ratio(size, count), max(1.0, seconds / plain)
+            self._ratios[size, count] = ratio
+            beyond = self.cost.round(size, count) / self.cost.round(size, 0) - 1.0
+            correction = (ratio - 1.0) / beyond if beyond > 0.0 else 1.0
+            self._corrections[size] = min(MOST_CORRECTED, max(1.0 / MOST_CORRECTED, correction))
+            if abs(ratio - before) > 0.02 * before:
+                self._forget()
 
     def wanted(self, pace: Pace, num_seqs: int) -> int:
         """Drafts for the next step of a sequence among `num_seqs` that run."""
         prior = self._of_all.acceptance(START_ACCEPTANCE)
-        count = self._best(num_seqs, round(pace.acceptance(prior), 2), KEPT_GAIN if pace.is_drafting else LEAST_GAIN)
+        if pace.tried < PRIOR_WEIGHT:
+            prior = max(prior, LEAST_PRIOR)
+        acceptance = round(pace.acceptance(prior), 2)
+        count = self._best(num_seqs, acceptance, KEPT_GAIN if pace.is_drafting else LEAST_GAIN)
         pace.is_drafting = count > 0
-        if count and self._is_new(num_seqs):
+        share = 1.0 / num_seqs
+        if self._trial_left > 0.0:
+            self._trial_left -= share
+            return count or self._trial(num_seqs)
+        if self._look_left > 0.0:
+            self._look_left -= share
             return 0
         if count == 0:
-            self._rested += 1.0 / num_seqs
-            if self._rested >= self._rest(num_seqs):
-                count = self._trial(num_seqs)
-        if count:
-            self._rested = 0.0
+            self._rested += share
+            if self._rested < (FIRST_REST if self._is_unknown(num_seqs) else self._rest(num_seqs)):
+                return 0
+            self._rested, self._trial_left = 0.0, IN_A_ROW - share
+            return self._trial(num_seqs)
+        self._rested, self._drafted = 0.0, self._drafted + share
+        if self._is_new(num_seqs) or (self._drafted >= LOOK_SOON and self._must_look(num_seqs, acceptance, count)):
+            self._seen_plain.add(_size(num_seqs))
+            self._drafted, self._look_left = 0.0, IN_A_ROW - share
+            return 0
         return count
 
+    def _must_look(self, num_seqs: int, acceptance: float, count: int) -> bool:
+        """Whether it is time to see again what steps take without drafts."""
+        return self._drafted >= LOOK_AFTER or self._gain(num_seqs, acceptance, count) < LITTLE
+
     def _is_new(self, num_seqs: int) -> bool:
-        """Whether a batch of this size has yet to show what it takes without drafts; of one sequence that is known."""
-        size = _size(num_seqs)
-        is_known = size == 1 or not self._num_timed or any((size, count) in self._ratios for count in self.lengths)
-        return not is_known and not self._is_timed(size, 0)
+        """Whether a batch of this size has yet to show what it takes without drafts; for one sequence the start has."""
+        return num_seqs > 1 and self._num_timed > 0 and _size(num_seqs) not in self._seen_plain
+
+    def _is_unknown(self, num_seqs: int) -> bool:
+        """Whether no round was timed in a batch of this size; of one sequence the start has."""
+        return num_seqs > 1 and self._num_timed > 0 and _size(num_seqs) not in self._corrections
 
     def _ratio(self, num_seqs: int, num_drafts: int) -> float:
-        """What a round takes, in steps without drafts: as timed, else by the model."""
-        timed = self._ratios.get((_size(num_seqs), num_drafts))
-        return self.cost.round(num_seqs, num_drafts) / self.cost.round(num_seqs, 0) if timed is None else timed
+        """What a round takes, in steps without drafts: as timed, else by the model, corrected by what was."""
+        size = _size(num_seqs)
+        timed = self._ratios.get((size, num_drafts))
+        if timed is not None:
+            return timed
+        beyond = self.cost.round(num_seqs, num_drafts) / self.cost.round(num_seqs, 0) - 1.0
+        return 1.0 + beyond * self._corrections.get(size, 1.0)
+
+    def _gain(self, num_seqs: int, acceptance: float, num_drafts: int) -> float:
+        """How many times as many tokens a second as without drafts."""
+        return sum(acceptance**index for index in range(num_drafts + 1)) / self._ratio(num_seqs, num_drafts)
 
     def _find_best(self, num_seqs: int, acceptance: float, least_gain: float = LEAST_GAIN) -> int:
         best, best_gain = 0, least_gain
         for count in self.lengths:
-            gain = sum(acceptance**index for index in range(count + 1)) / self._ratio(num_seqs, count)
+            gain = self._gain(num_seqs, acceptance, count)
             if gain > best_gain:
                 best, best_gain = count, gain
         return best
@@ -239,8 +294,9 @@ class DraftPolicy:
         return self._best(num_seqs, START_ACCEPTANCE, KEPT_GAIN) or self.lengths[0]
 
     def _find_rest(self, num_seqs: int) -> int:
-        """Steps between trials. One costs its round, and about a step more: nothing is planned ahead of it."""
-        return min(MAX_REST, max(MIN_REST, round(self._ratio(num_seqs, self._trial(num_seqs)) / TRIAL_SHARE)))
+        """Steps between trials."""
+        cost = IN_A_ROW * (self._ratio(num_seqs, self._trial(num_seqs)) - 1.0) + CHANGE
+        return max(MIN_REST, round(cost / TRIAL_SHARE))
 
 
 def _size(num_seqs: int) -> int:

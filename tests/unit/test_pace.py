@@ -11,7 +11,7 @@ from culet.drafters.base import cache_specs, open_drafter
 from culet.engine.drafting import draft_policy
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
-from culet.scheduler.pace import FRESH, KEPT_GAIN, LEAST_TIMED, TIMES_KEPT, DraftPolicy, Pace, StepCost
+from culet.scheduler.pace import FRESH, IN_A_ROW, KEPT_GAIN, LEAST_TIMED, TIMES_KEPT, DraftPolicy, Pace, StepCost
 from culet.scheduler.stats import Counters
 
 MTP = DraftChoice("mtp", "random:", num_speculative_tokens=3)
@@ -89,10 +89,10 @@ def test_what_the_probe_found_is_believed() -> None:
     assert policy.wanted(Pace(), 1) == 3
 
 
-@pytest.mark.parametrize(("accepted", "wanted"), [(0, 1), (1, 3)])
+@pytest.mark.parametrize(("accepted", "wanted"), [(0, 0), (1, 3)])
 def test_only_worthless_drafts_are_believed_to_be_bad(accepted: int, wanted: int) -> None:
     """What one text accepted a little of may be right for the next."""
-    policy, counters = DraftPolicy(cost(), (1, 2, 3)), Counters()
+    policy, counters = DraftPolicy(cost(wait_s=5e-3), (1, 2, 3)), Counters()
     for _ in range(30):
         counters.count_verify(3, accepted)
     policy.believe(counters)
@@ -112,6 +112,8 @@ def test_what_steps_take_is_learnt() -> None:
         policy.took(8, 3, 0.1)
     assert policy._ratio(8, 3) == pytest.approx(5.0, rel=0.01)
     assert policy._find_best(8, 0.9) < 3
+    for _ in range(8 * IN_A_ROW):
+        policy.wanted(Pace(), 8)  # the look at steps without drafts ends
     assert policy.wanted(Pace(), 1) == 3  # alone it is another matter
     for _ in range(TIMES_KEPT):
         policy.took(8, 3, 0.022)
@@ -139,6 +141,66 @@ def test_times_of_other_days_are_not_compared() -> None:
     for _ in range(LEAST_TIMED):
         policy.took(1, 0, 0.006)
     assert policy._ratio(1, 3) == pytest.approx(0.01 / 0.006, rel=0.05)
+
+
+def run_policy(
+    policy: DraftPolicy, paces: list[Pace], num_steps: int, times: dict[int, float], accepts: int
+) -> tuple[float, int]:
+    """Seconds and tokens of so many steps; `times` by number of drafts, of which `accepts` are accepted at most."""
+    seconds, num_tokens, before = 0.0, 0, -1
+    for _ in range(num_steps):
+        counts = [policy.wanted(pace, len(paces)) for pace in paces]
+        most = max(counts)
+        seconds += times[most] + (times[0] if most and most != before else 0.0)  # nothing was planned ahead
+        if most == before:
+            policy.took(len(paces), most, times[most])
+        for pace, count in zip(paces, counts, strict=True):
+            num_tokens += 1 + min(count, accepts)
+            if count:
+                policy.note(pace, count, min(count, accepts))
+        before = most
+    return seconds, num_tokens
+
+
+def test_a_model_that_overrates_rounds_is_corrected() -> None:
+    """Drafts that the model holds to be too dear for a batch are tried, timed and taken."""
+    policy, paces = DraftPolicy(cost(wait_per_seq_s=1e-2), (1, 2, 3)), [Pace() for _ in range(8)]
+    assert policy._find_best(8, 0.9) == 0
+    run_policy(policy, paces, 200, {0: 0.015, 1: 0.0155, 2: 0.016, 3: 0.0165}, accepts=3)
+    assert all(policy.wanted(pace, 8) == 3 for pace in paces)
+
+
+def test_a_slow_moment_does_not_make_drafts_cheap_for_ever() -> None:
+    """Steps without drafts that were timed while the machine was slow are not compared with rounds of later."""
+    policy, pace = DraftPolicy(cost(), (1, 2, 3)), [Pace()]
+    slow = {0: 0.1, 1: 0.1, 2: 0.1, 3: 0.1}
+    run_policy(policy, pace, 100, slow, accepts=3)
+    times = {0: 0.01, 1: 0.016, 2: 0.018, 3: 0.02}
+    run_policy(policy, pace, 100, times, accepts=0)  # learns that drafts are bad
+    seconds, num_tokens = run_policy(policy, pace, 2000, times, accepts=0)
+    assert num_tokens == 2000
+    assert seconds <= 1.03 * 2000 * times[0]
+
+
+@pytest.mark.parametrize("num_seqs", [1, 8])
+@pytest.mark.parametrize("ratio", [1.1, 1.6, 2.4])
+def test_bad_drafts_cost_little_by_the_clock(num_seqs: int, ratio: float) -> None:
+    """The same bound as by the model, with times that the model does not know, and with all that trials cost."""
+    times = {0: 0.01, 1: 0.01 * (1 + (ratio - 1) / 2), 2: 0.01 * (1 + 0.75 * (ratio - 1)), 3: 0.01 * ratio}
+    policy, paces = DraftPolicy(cost(), (1, 2, 3)), [Pace() for _ in range(num_seqs)]
+    run_policy(policy, paces, 150, times, accepts=0)
+    seconds, _ = run_policy(policy, [Pace() for _ in range(num_seqs)], 1500, times, accepts=0)
+    assert seconds <= 1.03 * 1500 * times[0]
+
+
+@pytest.mark.parametrize("num_seqs", [1, 8])
+def test_good_drafts_are_nearly_always_taken(num_seqs: int) -> None:
+    times = {0: 0.01, 1: 0.013, 2: 0.014, 3: 0.015}
+    policy, paces = DraftPolicy(cost(), (1, 2, 3)), [Pace() for _ in range(num_seqs)]
+    run_policy(policy, paces, 100, times, accepts=3)
+    seconds, num_tokens = run_policy(policy, paces, 2000, times, accepts=3)
+    best = max((1 + count) / times[count] for count in times)
+    assert num_tokens / num_seqs / seconds >= 0.97 * best
 
 
 @pytest.mark.parametrize("at_once", [False, True])

@@ -25,6 +25,12 @@ def is_chained(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether `device` has Hopper's instructions, which no other architecture has."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may use on `device`."""
     return SHARED_MEMORY[device_facts(device)[0]]

@@ -7,15 +7,14 @@
 bfloat16 in and out, float32 sums. Two kernels: `_rows_kernel` multiplies and adds in registers, a few weight rows per
 program (1 to 4 tokens, and the only one fine-grained enough for small matrices); `_tiles_kernel` gives weight tiles to
 the tensor cores as their left operand, with tokens as columns (up to 32), and may split K over programs, of which the
-last one to arrive adds the parts up in a fixed order, unless their reader does (`linear_parts`). Which kernel and tile
-serves a shape is a frozen row of `TILES`.
+last one to arrive adds the parts up in a fixed order, unless their reader does (`linear_parts`). On Hopper `hopper_linear` is
+faster in steps that are replayed. Which kernel and tile serves a shape says `linear_tiles`.
 
 Shapes: M tokens · K inputs · N outputs · F gated outputs (W has 2F rows).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,25 +24,15 @@ import triton.language as tl
 from torch import Tensor
 
 from culet.kernels.cublaslt import product
-from culet.kernels.triton.chain import enter, is_chained, options, shared_memory, stages_that_fit
+from culet.kernels.replay import is_replayed
+from culet.kernels.triton.chain import enter, is_chained, is_hopper, options, shared_memory, stages_that_fit
+from culet.kernels.triton.hopper_linear import describe_stream
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2, run_settled
+from culet.kernels.triton.linear_tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile, choose_stream, choose_tile
 from culet.kernels.triton.maths import cap_tanh, gelu
 from culet.kernels.triton.pointwise import gelu_gate, gelu_mul, softcap
 
-PLAIN, GATED, GELU_TIMES, SOFTCAP = 0, 1, 2, 3  # epilogues
 MIN_COLUMNS = 16  # fewer tokens are padded to this many columns of the tensor cores' tile
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How one shape class is cut. `kernel` is "rows", "tiles" or "cublas" (leave it to torch)."""
-
-    kernel: str
-    block_n: int = 0
-    block_k: int = 0
-    num_warps: int = 4
-    num_stages: int = 1
-    split_k: int = 1
 
 
 @triton.jit
@@ -278,6 +267,8 @@ def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue:
 
     `out` [M, N], or float32 [split_k, M, N] where the parts of a split K are not to be added up.
     """
+    if tile.kernel == "stream":
+        return describe_stream(x_MK, weight_NK, out, tile, epilogue, workspace=workspace(x_MK.device), **extra)
     num_tokens, size_k = x_MK.shape
     num_rows = out.shape[-1]
     keeps_parts = out.dim() == 3
@@ -322,49 +313,12 @@ def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue:
     )
 
 
-# Which kernel serves which shape, by measurement on an H200 (docs/LOG.md): 1 to 32 tokens, the shapes of all five models, each
-# launch after a small kernel that makes its input. More tokens are cuBLAS's.
-MAX_TOKENS = 32
-MAX_HEAD_TOKENS = 128  # of the head, whose cap would cost cuBLAS another kernel
-ENOUGH_PROGRAMS = 128  # K is split until there are as many; more parts cost more than they spread
-ENOUGH_SHORT = 80  # the same of rows of up to SHORT_K, whose programs are soon done
-SHORT_K = 4096
-NARROW = 512  # outputs that are cut into small tiles, to be enough
-
-
-def choose_tile(num_tokens: int, num_rows: int, size_k: int, epilogue: int = PLAIN) -> Tile:
-    """The tile for a shape: `num_rows` outputs (of GATED: half the weight's rows), `size_k` inputs."""
-    if epilogue == SOFTCAP and MAX_TOKENS < num_tokens <= MAX_HEAD_TOKENS and size_k % 64 == 0:
-        return Tile("tiles", 128, 64, 8, 4)  # E4B at 80: 410 us; cuBLAS, which rounds to bfloat16, and the cap 439
-    if num_tokens > MAX_TOKENS or size_k % 64:
-        return Tile("cublas")
-    is_gated = epilogue == GATED
-    by_rows = num_tokens == 1 and (num_rows <= (4096 if is_gated else 8192) or num_rows > 1 << 16)
-    if by_rows or (num_tokens == 2 and num_rows <= 2560 and not is_gated):
-        # Long rows of a narrow matrix: fewer of them in a program, so that there are enough programs.
-        is_narrow = num_tokens == 1 and size_k > 8192 and num_rows <= 4096
-        return Tile("rows", 2 if is_narrow else 4, min(1024, next_power_of_2(size_k)))
-    programs = cdiv(num_rows, 64)
-    enough = ENOUGH_SHORT if size_k <= SHORT_K and not is_gated and num_rows > NARROW else ENOUGH_PROGRAMS
-    split = _split(programs, enough, size_k // 128)
-    if not is_gated:
-        return Tile("tiles", 16 if num_rows <= NARROW else 64, 128, 4, 4, split)
-    if programs < ENOUGH_PROGRAMS or (num_tokens > 16 and programs < 2 * ENOUGH_PROGRAMS):
-        return Tile("tiles", 64, 64, 4, 4, split)  # two programs to a multiprocessor, so that all run at once
-    return Tile("tiles", 64, 128, 4, 3, split)
-
-
-def _split(programs: int, wanted: int, steps: int) -> int:
-    """Parts of K, a power of two up to 8, each of at least two of `steps` steps."""
-    split = 1
-    while programs * split < wanted and split < 8 and steps >= 4 * split:
-        split *= 2
-    return split
-
-
 def _run(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue: int, **extra: Any) -> Tensor:
     if x_MK.stride(1) != 1:
         x_MK = x_MK.contiguous()
+    if tile.kernel == "stream":
+        describe(x_MK, weight_NK, out, tile, epilogue, pdl=is_chained(x_MK.device), **extra).run()
+        return out
     factor, softcap = extra.get("factor"), extra.get("softcap")
     tensors: tuple[Tensor, ...] = (x_MK, weight_NK, out) if factor is None else (x_MK, weight_NK, out, factor)
     if tile.split_k > 1 and out.dim() == 2:
@@ -385,8 +339,15 @@ def _serves(x_MK: Tensor, weight_NK: Tensor, num_rows: int, epilogue: int) -> Ti
         return None
     if x_MK.is_cuda and x_MK.dtype != torch.bfloat16:
         return None  # the tensor cores would round float32 to tf32
-    tile = choose_tile(x_MK.shape[0], num_rows, x_MK.shape[1], epilogue)
+    shape = x_MK.shape[0], num_rows, x_MK.shape[1], epilogue
+    tile = choose_stream(*shape) if is_replayed() and _can_stream(x_MK) else None
+    tile = tile or choose_tile(*shape)
     return None if tile.kernel == "cublas" else tile
+
+
+def _can_stream(x_MK: Tensor) -> bool:
+    """Whether `hopper_linear` can read x: on Hopper, with rows that the bulk copy engine takes."""
+    return x_MK.is_cuda and is_hopper(x_MK.device) and x_MK.stride(1) == 1 and not (x_MK.stride(0) % 8 or x_MK.data_ptr() % 16)
 
 
 def linear(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
