@@ -35,7 +35,7 @@ from culet.bench.timing import flush_buffer, replay_times
 from culet.cache.spec import KVGroup, KVSpec
 from culet.kernels import reference_attention as eager
 from culet.kernels.triton import decode as decode_kernel
-from culet.kernels.triton import hopper_decode, hopper_prefill, prefill
+from culet.kernels.triton import hopper_decode, hopper_prefill, prefill, splits
 from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.tiles import DecodeTile, PrefillTile, decode_tile, prefill_tile
 
@@ -55,8 +55,8 @@ GRAPH_ROWS = (3, 20)  # a second kernel joins the splits, and the programs thems
 def decode_calls(case: AttentionCase, tile: DecodeTile | None) -> list[Launch]:
     group, device = case.shape.group, case.q_TNH.device
     tile = tile or decode_tile(case.q_TNH, case.kv, case.max_queries, len(case.spans))
-    rows = decode_kernel.scratch_rows(tile, case.shape.num_kv_heads, group, case.max_queries)
-    scratch = decode_kernel.Scratch.allocate(rows, case.shape.head_dim, device)
+    rows = splits.scratch_rows(tile, case.shape.num_kv_heads, group, case.max_queries)
+    scratch = splits.Scratch.allocate(rows, case.shape.head_dim, device)
     return decode_kernel.decode_launches(
         case.q_TNH,
         case.kv,
@@ -100,7 +100,7 @@ def hopper_calls(case: AttentionCase, with_fresh: bool) -> list[Launch]:
 
 def hopper_decode_calls(case: AttentionCase, programs: int = 132) -> list[Launch]:
     tile = hopper_decode.hopper_decode_tile(programs)
-    rows = decode_kernel.scratch_rows(tile, case.shape.num_kv_heads, case.shape.group, case.max_queries)
+    rows = splits.scratch_rows(tile, case.shape.num_kv_heads, case.shape.group, case.max_queries)
     return hopper_decode.hopper_decode_launches(
         case.q_TNH,
         case.kv,
@@ -108,7 +108,7 @@ def hopper_decode_calls(case: AttentionCase, programs: int = 132) -> list[Launch
         max_queries=case.max_queries,
         out_TNH=torch.full_like(case.q_TNH, float("nan")),
         tile=tile,
-        scratch=decode_kernel.Scratch.allocate(rows, case.shape.head_dim, case.q_TNH.device),
+        scratch=splits.Scratch.allocate(rows, case.shape.head_dim, case.q_TNH.device),
     )
 
 
