@@ -14,7 +14,7 @@ from torch import Tensor
 
 from culet.kernels.triton import linear, pointwise
 from culet.kernels.triton.launch import Launch
-from culet.kernels.triton.linear import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile
+from culet.kernels.triton.linear_tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile, choose_tile
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ TOKENS = (1, 2, 4, 8, 16, 32)
 
 def candidates(shape: Shape, tokens: int) -> list[Tile]:
     """The frozen choice first, then others that came near it in earlier rounds."""
-    chosen = linear.choose_tile(tokens, shape.n, shape.k, shape.epilogue)
+    chosen = choose_tile(tokens, shape.n, shape.k, shape.epilogue)
     found = [] if chosen.kernel == "cublas" else [chosen]
     if tokens <= 2:
         found += [Tile("rows", rows, min(1024, shape.k)) for rows in (4, 2)]
@@ -85,8 +85,20 @@ def linear_launch(shape: Shape, tile: Tile, x: Tensor, weight: Tensor, y: Tensor
     return linear.describe(x, weight, y, tile, shape.epilogue, **extra)
 
 
-def linear_on_meta(shape: Shape, tile: Tile, tokens: int, pdl: bool = True) -> Launch:
-    out = meta(tokens, shape.n, dtype=torch.float32 if shape.epilogue == SOFTCAP else torch.bfloat16)
+def linear_out(shape: Shape, tile: Tile, tokens: int, device: str = "cuda", *, keeps_parts: bool = True) -> Tensor:
+    """What the kernel leaves: outputs, or where a split K may be left to the reader, its parts."""
+    if keeps_parts and tile.split_k > 1 and shape.epilogue == PLAIN:
+        return torch.empty(tile.split_k, tokens, shape.n, dtype=torch.float32, device=device)
+    dtype = torch.float32 if shape.epilogue == SOFTCAP else torch.bfloat16
+    return torch.empty(tokens, shape.n, dtype=dtype, device=device)
+
+
+def random_weight(shape: Shape) -> Tensor:
+    return random(shape.weight_rows, shape.k, scale=shape.k**-0.5)
+
+
+def linear_on_meta(shape: Shape, tile: Tile, tokens: int, pdl: bool = True, keeps_parts: bool = False) -> Launch:
+    out = linear_out(shape, tile, tokens, "meta", keeps_parts=keeps_parts)
     return linear_launch(shape, tile, meta(tokens, shape.k), meta(shape.weight_rows, shape.k), out, meta(tokens, shape.n), pdl)
 
 
@@ -116,7 +128,7 @@ def bench_linear(only: str) -> None:
             continue
         num_bytes = shape.weight_rows * shape.k * 2
         copies = max(2, min(64, ROTATED_BYTES // num_bytes))
-        weights = [random(shape.weight_rows, shape.k, scale=shape.k**-0.5) for _ in range(copies)]
+        weights = [random_weight(shape) for _ in range(copies)]
         for tokens in TOKENS:
             if shape.name.endswith("head") and tokens in (2, 4, 16):
                 continue
@@ -152,7 +164,7 @@ def bench_linear(only: str) -> None:
             if not ours:
                 continue
             micros, tile, error = ours[0]
-            chosen = linear.choose_tile(tokens, shape.n, shape.k, shape.epilogue)
+            chosen = choose_tile(tokens, shape.n, shape.k, shape.epilogue)
             frozen = base if chosen.kernel == "cublas" else next((item[0] for item in ours if item[1] == chosen), math.nan)
             numbers = {"frozen": frozen, "best": micros, "cublas": base, "floor": shape.floor_us, "err": error}
             report("linear", shape.name, tokens, describe_tile(chosen), **numbers, best_tile=describe_tile(tile))

@@ -3,8 +3,8 @@
     python benchmarks/refused_drafts.py                       # the built-in model, both drafters, 1 and 8 chats
     python benchmarks/refused_drafts.py random:E4B --drafters mtp=random: --num-seqs 1
 
-Every verify refuses all its drafts (`Runner.force_accepted`); all work is done, and the policy decides as ever. The engines take
-turns on the same prompts, a few steps each, so that whatever else the machine does meets both.
+Every verify refuses all its drafts (`Runner.force_accepted`); all work is done, and the policy decides as ever. The engines
+take turns on the same prompts, a few steps each, so that whatever else the machine does meets both.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def compare(plain: LLM, drafting: LLM, num_seqs: int, *, num_tokens: int, turns:
         asked = prompts[turn * num_seqs : (turn + 1) * num_seqs]
         pair = [Answering(llm, asked, num_tokens) for llm in (plain, drafting)]
         order = pair if turn % 2 else pair[::-1]
-        while any([one.go_on(block) for one in order]):
+        while sum(one.go_on(block) for one in order):
             order = order[::-1]
         ratios.append(pair[0].seconds / pair[1].seconds)
     counters = drafting.engine.stats().counters.since(before)
@@ -80,7 +80,9 @@ def compare(plain: LLM, drafting: LLM, num_seqs: int, *, num_tokens: int, turns:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=str(embedded.FOLDER / "target"))
-    parser.add_argument("--drafters", nargs="+", default=list(BUILT_IN), help="method=model; a folder beside the target's will do")
+    parser.add_argument(
+        "--drafters", nargs="+", default=list(BUILT_IN), help="method=model; a folder beside the target's will do"
+    )
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--num-tokens", type=int, default=256)
     parser.add_argument("--turns", type=int, default=8)

@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from culet.kernels.reference import HeadShape, Rope
 from culet.kernels.triton import best, linear, masks, moe, norms, penalties, pointwise, qkv, route, sampling, settle
 from culet.kernels.triton.launch import Launch
-from culet.kernels.triton.linear import GATED, PLAIN, SOFTCAP
+from culet.kernels.triton.linear_tiles import GATED, PLAIN, SOFTCAP, choose_tile
 from culet.kernels.triton.tiles import SHARED_MEMORY
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
@@ -38,7 +38,7 @@ def whole(*size: int) -> Tensor:
 
 
 def linear_of(tokens: int, rows: int, size: int, epilogue: int, **extra: object) -> Launch:
-    tile = linear.choose_tile(tokens, rows, size, epilogue)
+    tile = choose_tile(tokens, rows, size, epilogue)
     out = floats(tokens, rows) if epilogue == SOFTCAP else meta(tokens, rows)
     weight = meta(rows * (2 if epilogue == GATED else 1), size)
     return linear.describe(meta(tokens, size), weight, out, tile, epilogue, softcap=30.0, **extra)
@@ -90,7 +90,7 @@ def small_launches(pdl: bool) -> Iterator[Launch]:
     yield from (assigned_of(index, pdl=pdl) for index in range(2))
     yield grouped_of(512, 0, pdl=pdl)
     yield grouped_of(512, 3, pdl=pdl)
-    yield linear.describe(meta(8, 2560), meta(3072, 2560), floats(2, 8, 3072), linear.choose_tile(8, 3072, 2560), pdl=pdl)
+    yield linear.describe(meta(8, 2560), meta(3072, 2560), floats(2, 8, 3072), choose_tile(8, 3072, 2560), pdl=pdl)
     x, w = meta(4, 5376), floats(5376)
     yield norms.describe_residual(x, (floats(4, 4, 5376),), (w,), None, (w,), EPS, (x, x), pdl)
     yield norms.describe_residual(x, (x,), (), None, (w,), EPS, (x, x), pdl)  # a DFlash drafter's

@@ -25,7 +25,7 @@ else:
 
     from culet.kernels import reference, reference_fused, reference_sampling
     from culet.kernels.triton import best, linear, masks, moe, norms, penalties, pointwise, qkv, route, sampling, settle
-    from culet.kernels.triton.linear import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile
+    from culet.kernels.triton.linear_tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile
     from culet.sampling import sampler
     from culet.sampling.logprobs import compute_logprobs
     from culet.types import Sampling

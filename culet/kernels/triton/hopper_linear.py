@@ -3,7 +3,11 @@
 The same products as in `linear.py`. A chained kernel's programs start while the kernel before still runs; here one warp of
 each first asks for as many weight tiles as the shared memory holds, since weights depend on no kernel, and only then waits for
 the tokens. So memory is not idle between two kernels: where `_tiles_kernel` begins with an empty pipeline, this one begins
-with a full one. That warp goes on asking ahead; the other four or eight multiply.
+with a full one. That warp goes on asking ahead; the other four or eight multiply. So weights have to be complete before the
+kernel before begins: all that it may leave is tokens and `factor`.
+
+Only the asking warp waits for the kernel before. The others touch what that kernel may still read or write (outputs, parts,
+counters, `factor`) after their first tokens, which were asked for behind that wait.
 
 A tile of weights is the left operand of the tensor cores, tokens are its columns: up to 128, in one block or in two (64 and
 what is left), each a power of two.
@@ -31,9 +35,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from culet.kernels.triton.chain import options
 from culet.kernels.triton.launch import Launch, cdiv
-from culet.kernels.triton.linear_tiles import PLAIN, Tile
+from culet.kernels.triton.linear_tiles import GATED, PLAIN, Tile
 from culet.kernels.triton.maths import cap_tanh, gelu
 
+MAX_TOKENS = 128
 SMEM = gl.NVMMASharedLayout(128, 16, 2)
 
 
@@ -49,7 +54,7 @@ def _let_next_start():
 
 @gluon.jit
 def _ask_weights(W, w_smem, up_smem, full, place, row, up_row, k, HAS_UP: gl.constexpr, BYTES: gl.constexpr):
-    """Ask for the weights of one step; their barrier also awaits the tokens."""
+    """Ask for the weights of one step; their barrier also awaits the tokens. Rows past the matrix come as zeros."""
     mbarrier.expect(full.index(place), BYTES)
     tma.async_copy_global_to_shared(W, [row, k], full.index(place), w_smem.index(place))
     if HAS_UP:
@@ -58,6 +63,7 @@ def _ask_weights(W, w_smem, up_smem, full, place, row, up_row, k, HAS_UP: gl.con
 
 @gluon.jit
 def _ask_tokens(X, REST, x_smem, rest_smem, full, place, k, BLOCK_M: gl.constexpr, BLOCK_REST: gl.constexpr):
+    """Ask for the tokens of one step; those past the last come as zeros."""
     tma.async_copy_global_to_shared(X, [0, k], full.index(place), x_smem.index(place))
     if BLOCK_REST > 0:
         tma.async_copy_global_to_shared(REST, [BLOCK_M, k], full.index(place), rest_smem.index(place))
@@ -80,10 +86,11 @@ def _fetch(
     for stage in gl.static_range(STAGES):
         _ask_tokens(X, REST, x_smem, rest_smem, full, stage, begin + stage * BLOCK_K, BLOCK_M, BLOCK_REST)
     if PDL:
-        _let_next_start()
+        _let_next_start()  # behind the wait: `chain` says why
     for step in range(STAGES, STEPS):
         place = step % STAGES
         k = begin + step * BLOCK_K
+        # A place is given back once per step that follows in it, so the step's round before is the phase.
         mbarrier.wait(empty.index(place), (step // STAGES - 1) & 1)
         _ask_weights(W, w_smem, up_smem, full, place, row, N + row, k, HAS_UP, BYTES)
         _ask_tokens(X, REST, x_smem, rest_smem, full, place, k, BLOCK_M, BLOCK_REST)
@@ -125,6 +132,7 @@ def _multiply(
             total, up = warpgroup_mma_wait(LEFT, deps=(total, up))
         else:
             total = warpgroup_mma_wait(LEFT, deps=(total,))
+        # The step before is read. Its place is given back if there is a step to come for it: nobody waits for the others.
         if (step > 0) & (step - 1 + STAGES < STEPS):
             gl.thread_barrier()
             mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
@@ -150,6 +158,7 @@ def _bring_out(
     OUT: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, WARPS], [0, 1])
     rows = gl.expand_dims(gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, OUT)), 1)
     tokens = gl.expand_dims(first_token + gl.arange(0, COLUMNS, gl.SliceLayout(0, OUT)), 0)
+    # Gate rows past N are read: they are up rows. Nothing of them is written.
     mask = (rows < N) & (tokens < M)
     total = gl.convert_layout(total, OUT)
     if KEEP_PARTS:
@@ -162,6 +171,7 @@ def _bring_out(
             gl.store(parts + gl.program_id(1) * width + place, total, mask=mask)
             # Every thread's part is out before one thread counts this program in, and whoever counts last sees all parts.
             gl.thread_barrier()
+            # A counter for each of the two blocks of tokens: a program may be last with one and not with the other.
             arrived = arrivals + 2 * gl.program_id(0) + (1 if first_token > 0 else 0)
             is_last = gl.atomic_add(arrived, 1, sem="acq_rel") == SPLIT_K - 1
             if is_last:
@@ -230,7 +240,7 @@ def blocks_of(num_tokens: int) -> tuple[int, int]:
 
 
 def describe_stream(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue: int = PLAIN, **extra: Any) -> Launch:
-    """As `linear.describe`, of this kernel."""
+    """As `linear.describe`, of this kernel. `extra` also: workspace, for a split K whose parts are joined here."""
     num_tokens, size_k = x_MK.shape
     num_rows = out.shape[-1]
     block_m, rest = blocks_of(num_tokens)
@@ -239,7 +249,16 @@ def describe_stream(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, ep
     def tiles(matrix: Tensor, rows: int) -> TensorDescriptor:
         return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, tile.block_k], SMEM)
 
-    parts, arrivals = extra["workspace"] if tile.split_k > 1 and out.dim() == 2 else (out, out)
+    is_joined = tile.split_k > 1 and out.dim() == 2
+    parts, arrivals = extra["workspace"] if is_joined else (out, out)
+    programs = cdiv(num_rows, tile.block_n)
+    assert num_tokens <= MAX_TOKENS, f"{num_tokens} tokens are more than two blocks hold"
+    assert tile.block_n % (16 * tile.num_warps) == 0, f"{tile} has too few rows for its warps"
+    assert size_k % (tile.block_k * tile.split_k) == 0, f"{tile} does not divide {size_k} inputs"
+    assert tile.split_k == 1 or epilogue != GATED, f"{tile}: parts of gate and up are not joined"
+    if is_joined:
+        assert tile.split_k * num_tokens * num_rows <= parts.numel(), f"{tile} needs more workspace than there is"
+        assert 2 * programs <= arrivals.numel(), f"{tile} needs more arrival counters than there are"
     arguments: dict[str, Any] = {
         "W": tiles(weight_NK, tile.block_n),
         "X": tiles(x_MK, block_m),
@@ -267,5 +286,4 @@ def describe_stream(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, ep
     }
     # Triton would give all registers to one program: then neither a second one nor one of the next kernel could start.
     registers = {"maxnreg": 64 if block_m <= 32 else 128 if tile.num_warps == 4 else 80}
-    grid = (cdiv(num_rows, tile.block_n), tile.split_k)
-    return Launch(_stream_kernel, grid, arguments, options(tile.num_warps, pdl) | registers)
+    return Launch(_stream_kernel, (programs, tile.split_k), arguments, options(tile.num_warps, pdl) | registers)

@@ -28,7 +28,17 @@ from culet.kernels.replay import is_replayed
 from culet.kernels.triton.chain import enter, is_chained, is_hopper, options, shared_memory, stages_that_fit
 from culet.kernels.triton.hopper_linear import describe_stream
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2, run_settled
-from culet.kernels.triton.linear_tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile, choose_stream, choose_tile
+from culet.kernels.triton.linear_tiles import (
+    GATED,
+    GELU_TIMES,
+    MAX_ARRIVALS,
+    MAX_PARTS,
+    PLAIN,
+    SOFTCAP,
+    Tile,
+    choose_stream,
+    choose_tile,
+)
 from culet.kernels.triton.maths import cap_tanh, gelu
 from culet.kernels.triton.pointwise import gelu_gate, gelu_mul, softcap
 
@@ -249,16 +259,14 @@ def _tiles_kernel(
             tl.store(arrivals + tl.program_id(0), 0)  # ready for the next launch
 
 
-_MAX_PARTS = 1 << 22  # float32 elements of the split-K workspace: 16 MB
-_MAX_ARRIVALS = 1 << 14
 _workspaces: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 
 def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
     """Parts and arrival counters of `device`, made once: launches on one stream may share them, and counters end at zero."""
     if device not in _workspaces:
-        parts = torch.empty(_MAX_PARTS, dtype=torch.float32, device=device)
-        _workspaces[device] = parts, torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=device)
+        parts = torch.empty(MAX_PARTS, dtype=torch.float32, device=device)
+        _workspaces[device] = parts, torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
     return _workspaces[device]
 
 
@@ -306,8 +314,8 @@ def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue:
     parts, arrivals = workspace(x_MK.device) if is_joined else (out, out)
     if is_joined:
         planes = tile.split_k * (2 if epilogue == GATED else 1)
-        assert planes * common["BLOCK_M"] * num_rows <= _MAX_PARTS, f"{tile} needs more workspace than there is"
-        assert tiles <= _MAX_ARRIVALS, f"{tile} needs more arrival counters than there are"
+        assert planes * common["BLOCK_M"] * num_rows <= MAX_PARTS, f"{tile} needs more workspace than there is"
+        assert tiles <= MAX_ARRIVALS, f"{tile} needs more arrival counters than there are"
     return Launch(
         _tiles_kernel, (tiles, tile.split_k), {**common, "parts": parts, "arrivals": arrivals}, options(tile.num_warps, pdl)
     )
@@ -340,14 +348,16 @@ def _serves(x_MK: Tensor, weight_NK: Tensor, num_rows: int, epilogue: int) -> Ti
     if x_MK.is_cuda and x_MK.dtype != torch.bfloat16:
         return None  # the tensor cores would round float32 to tf32
     shape = x_MK.shape[0], num_rows, x_MK.shape[1], epilogue
-    tile = choose_stream(*shape) if is_replayed() and _can_stream(x_MK) else None
+    tile = choose_stream(*shape) if is_replayed() and _can_stream(x_MK, weight_NK) else None
     tile = tile or choose_tile(*shape)
     return None if tile.kernel == "cublas" else tile
 
 
-def _can_stream(x_MK: Tensor) -> bool:
-    """Whether `hopper_linear` can read x: on Hopper, with rows that the bulk copy engine takes."""
-    return x_MK.is_cuda and is_hopper(x_MK.device) and x_MK.stride(1) == 1 and not (x_MK.stride(0) % 8 or x_MK.data_ptr() % 16)
+def _can_stream(x_MK: Tensor, weight_NK: Tensor) -> bool:
+    """Whether `hopper_linear` can read both: on Hopper, bfloat16, with rows that the bulk copy engine takes."""
+    if not x_MK.is_cuda or not is_hopper(x_MK.device) or x_MK.stride(1) != 1 or weight_NK.dtype != x_MK.dtype:
+        return False
+    return not (x_MK.stride(0) % 8 or x_MK.data_ptr() % 16 or weight_NK.data_ptr() % 16)
 
 
 def linear(x_MK: Tensor, weight_NK: Tensor) -> Tensor:

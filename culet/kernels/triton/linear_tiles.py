@@ -18,6 +18,8 @@ ENOUGH_PROGRAMS = 128  # K is split until there are as many; more parts cost mor
 ENOUGH_SHORT = 80  # the same of rows of up to SHORT_K, whose programs are soon done
 SHORT_K = 4096
 NARROW = 512  # outputs that are cut into small tiles, to be enough
+MAX_PARTS = 1 << 22  # float32 elements of the workspace in which a split K is joined: 16 MB
+MAX_ARRIVALS = 1 << 14  # counters of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,8 @@ def choose_stream(num_tokens: int, num_rows: int, size_k: int, epilogue: int = P
     tile = _choose_stream(num_tokens, num_rows, size_k, epilogue)
     if tile is None or size_k % (tile.block_k * tile.split_k):
         return None
-    return tile
+    is_joinable = tile.split_k * num_tokens * num_rows <= MAX_PARTS and 2 * cdiv(num_rows, tile.block_n) <= MAX_ARRIVALS
+    return tile if tile.split_k == 1 or is_joinable else None
 
 
 def _choose_stream(num_tokens: int, num_rows: int, size_k: int, epilogue: int) -> Tile | None:
@@ -80,8 +83,10 @@ def _choose_stream(num_tokens: int, num_rows: int, size_k: int, epilogue: int) -
         return None
     if epilogue == GATED:
         # One to two programs for each of the 132 multiprocessors should all run at once: few stages.
-        if 132 < programs <= 264:  # E4B at 4, 8, 48, 80 [-1.2, -1.0, -4.4, -2.8]; at 32 no better
-            return Tile("stream", 64, 64, 4, 4) if few or not some else None
+        if 132 < programs <= 264:  # E4B at 1, 4, 8, 48, 80 [-0.4, -1.2, -1.0, -4.4, -2.8]; at 32 no better
+            if few or not some:
+                return Tile("stream", 64, 64, 4, 4 if num_tokens <= 80 else 3)  # three: not measured, with four only one fits
+            return None
         # 31B at 8, 32 [-5.1, -5.4], 26B [-1.1, -3.6]
         return Tile("stream", 64, 64, 4, 8) if some and num_tokens > 1 else None
     if num_tokens < 4:

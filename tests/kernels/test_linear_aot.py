@@ -1,0 +1,76 @@
+"""The kernels of `hopper_linear` for the layers of all models compile for sm_90, fit it and spill nothing. No GPU is needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter cannot compile", allow_module_level=True)
+
+from triton import knobs
+
+from culet.kernels.triton.hopper_linear import blocks_of
+from culet.kernels.triton.linear_tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP
+from culet.kernels.triton.tiles import SHARED_MEMORY
+from tests.kernels.linear_cases import Case, all_cases, class_cases
+
+MEMORY_OF_A_MULTIPROCESSOR = 228 << 10  # of a Hopper GPU, shared by its programs
+MEMORY_OF_THE_SYSTEM = 1 << 10  # of it, for each program
+
+
+def resources(cubin: bytes, folder: Path) -> dict[str, int]:
+    """What the assembler has given the kernel: REG, STACK (where registers are spilled to), LOCAL and others."""
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(file)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (line,) = (line for line in text.splitlines() if "STACK:" in line)
+    return {name: int(value) for name, value in (word.rsplit(":", 1) for word in line.split() if ":" in word)}
+
+
+def check_order(case: Case, stages: int, ptx: str) -> None:
+    """First weights are asked for before the wait for the kernel before, first tokens behind it; then the next may start."""
+    before, waited = ptx.split("griddepcontrol.wait")
+    waited, _ = waited.split("griddepcontrol.launch_dependents")
+    copies = stages * case.tile.block_k // 64  # each of 128 bytes of every row
+    _, rest = blocks_of(case.num_tokens)
+    assert before.count("cp.async.bulk.tensor") == copies * (2 if case.shape.epilogue == GATED else 1)
+    assert waited.count("cp.async.bulk.tensor") == copies * (2 if rest else 1)
+
+
+def check(case: Case, folder: Path) -> None:
+    launch = case.on_meta()
+    compiled = launch.compile_for(90)
+    assert compiled.metadata.shared <= SHARED_MEMORY[90]
+    used = resources(compiled.asm["cubin"], folder)
+    assert used["STACK"] == used["LOCAL"] == 0, "registers are spilled"
+    assert used["REG"] <= launch.options["maxnreg"]
+    check_order(case, launch.arguments["STAGES"], compiled.asm["ptx"])
+    if case.shape.epilogue == GATED and case.tile.num_stages <= 4:  # few stages, for the sake of two programs at once
+        assert 2 * (compiled.metadata.shared + MEMORY_OF_THE_SYSTEM) <= MEMORY_OF_A_MULTIPROCESSOR
+
+
+def some_cases() -> list[Case]:
+    """Of each epilogue those of fewest and most tokens; of PLAIN, where most tiles are, others besides."""
+    found = {}
+    for epilogue in (PLAIN, GATED, GELU_TIMES, SOFTCAP):
+        cases = sorted((case for case in class_cases() if case.shape.epilogue == epilogue), key=lambda case: case.num_tokens)
+        found |= dict.fromkeys((cases[0], cases[-1]))
+    plain = [case for case in class_cases() if case.shape.epilogue == PLAIN]
+    return list(found | dict.fromkeys(plain[::6]))
+
+
+@pytest.mark.parametrize("case", some_cases(), ids=str)
+def test_kernels_fit_and_spill_nothing(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in all_cases() if case not in some_cases()], ids=str)
+def test_every_kernel_fits_and_spills_nothing(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path)
