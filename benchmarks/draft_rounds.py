@@ -36,14 +36,14 @@ def check(bench: DraftBench, num_seqs: int, prompt_len: int) -> dict[str, float]
     assert rounds is not None
     taken = rounds._rounds[num_seqs, drafter.max_drafts]
     assert taken.graph is not None
-    assert taken.made is not None
+    assert taken.made_RK is not None
     taken.graph.replay()
-    replayed = taken.made.tokens_RK.clone()
-    launched = rounds._propose(taken).tokens_RK
+    replayed = taken.made_RK.clone()
+    launched = rounds._propose(taken)
     facts, pool = taken.facts_4R, rounds.pool
     place = facts[SLOT] * rounds.tokens_SL.shape[1] + facts[LENGTH]
     newest = rounds.tokens_SL.view(-1).index_select(0, place).long()
-    batch = DraftBatch(newest, facts[LENGTH], facts[SLOT], rounds._hidden_SD[:num_seqs], taken.groups)
+    batch = DraftBatch(newest, facts[LENGTH], facts[SLOT], rounds.hidden_SD[:num_seqs], taken.groups)
     plain = {index: ReferenceBackend(backend.group, backend.num_heads) for index, backend in drafter.backends.items()}
     twin = MTPDrafter(drafter.assistant, drafter.target, plain, max_drafts=drafter.max_drafts)
     states = []

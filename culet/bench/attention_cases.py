@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,25 +96,13 @@ def make_case(
     it is given (e4m3), and fresh keys rounded to it.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
-    page_tokens, width = shape.page_tokens, shape.width
-    begins, contexts, firsts, tables, slots, owned = [0], [], [], [], [], 1
+    width, page_tokens = shape.width, shape.page_tokens
+    placed: list[_Placed] = []
+    owned = 1
     for context, queries in spans:
-        lowest = 0 if shape.window is None else max(0, context - shape.window + 1)
-        first = lowest // page_tokens * page_tokens
-        lowest = first if whole_pages else lowest
-        columns = -(-(context + queries - first) // page_tokens)
-        stored_from = context if stored_tail is None else max(context, context + queries - stored_tail)
-        position = torch.cat((torch.arange(lowest, context), torch.arange(stored_from, context + queries)))
-        used = torch.zeros(columns, dtype=torch.bool)
-        used[(position - first) // page_tokens] = True
-        table = torch.zeros(columns, dtype=torch.long)
-        table[used] = torch.arange(owned, owned + int(used.sum()))
-        owned += int(used.sum())
-        firsts.append(first)
-        contexts.append(context)
-        begins.append(begins[-1] + queries)
-        tables.append(table)
-        slots.append((position, (position - first) // page_tokens, (position - first) % page_tokens))
+        placed.append(_place(shape, context, queries, owned, stored_tail, whole_pages))
+        owned = max(owned, 1 + int(placed[-1].table.max()))
+    begins = [0, *accumulate(queries for _, queries in spans)]
     shuffle = torch.cat(
         (torch.zeros(1, dtype=torch.long), 1 + torch.randperm(owned - 1, generator=torch.Generator().manual_seed(seed)))
     )
@@ -133,26 +123,51 @@ def make_case(
         (owned, num_layers, num_planes, shape.num_kv_heads, page_tokens, width), float("nan"), dtype=dtype, device=device
     )
     planes = slab[:, num_layers - 1].transpose(0, 1)
-    pages_BP = torch.zeros(len(spans), max(len(table) for table in tables), dtype=torch.int32)
-    for row, (position, column, slot) in enumerate(slots):
-        page = shuffle[tables[row]]
+    pages_BP = torch.zeros(len(spans), max(len(one.table) for one in placed), dtype=torch.int32)
+    for row, (first, table, position) in enumerate(placed):
+        page, context = shuffle[table], spans[row][0]
         pages_BP[row, : len(page)] = page.to(torch.int32)
-        page_K, slot_K = page[column].to(device), slot.to(device)
-        is_new = position >= contexts[row]
+        page_K, slot_K = page[(position - first) // page_tokens].to(device), ((position - first) % page_tokens).to(device)
+        is_new = position >= context
         for plane in range(num_planes):
             content = random(len(position), shape.num_kv_heads, width)
             source = fresh if fresh is not None else (fresh_k, fresh_v)[plane]
-            content[is_new.to(device)] = source[(begins[row] + position[is_new] - contexts[row]).to(device)]
+            content[is_new.to(device)] = source[(begins[row] + position[is_new] - context).to(device)]
             planes[plane][page_K, :, slot_K] = content
     if kv_dtype is not None:
         planes = slab.to(kv_dtype)[:, num_layers - 1].transpose(0, 1)
-    first_B = torch.tensor(firsts, dtype=torch.int32, device=device)
+    first_B = torch.tensor([one.first for one in placed], dtype=torch.int32, device=device)
     kv = PagedKV(planes, pages_BP.to(device), first_B, shape.head_dim, shape.window)
     visible_2T = _visible(shape, spans, begins, images).to(device) if images else None
-    row_begin_B1, context_B = torch.tensor(begins, dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32)
-    rows = RaggedRows(row_begin_B1.to(device), context_B.to(device), visible_2T)
+    row_begin_B1 = torch.tensor(begins, dtype=torch.int32, device=device)
+    context_B = torch.tensor([context for context, _ in spans], dtype=torch.int32, device=device)
+    rows = RaggedRows(row_begin_B1, context_B, visible_2T)
     q_TNH = random(num_tokens, shape.num_heads, shape.head_dim)
     return AttentionCase(shape, q_TNH, kv, rows, (fresh_k, fresh_v), tuple((int(c), int(q)) for c, q in spans))
+
+
+class _Placed(NamedTuple):
+    """Where a row's keys lie in pages."""
+
+    first: int  # position that its first page begins at
+    table: Tensor  # its pages by column; 0 where it has written nothing
+    position: Tensor  # of the keys that it has written
+
+
+def _place(
+    shape: AttentionShape, context: int, queries: int, next_page: int, stored_tail: int | None, whole_pages: bool
+) -> _Placed:
+    """A row in pages from `next_page` on; the options are those of `make_case`."""
+    lowest = 0 if shape.window is None else max(0, context - shape.window + 1)
+    first = lowest // shape.page_tokens * shape.page_tokens
+    lowest = first if whole_pages else lowest
+    stored_from = context if stored_tail is None else max(context, context + queries - stored_tail)
+    position = torch.cat((torch.arange(lowest, context), torch.arange(stored_from, context + queries)))
+    used = torch.zeros(-(-(context + queries - first) // shape.page_tokens), dtype=torch.bool)
+    used[(position - first) // shape.page_tokens] = True
+    table = torch.zeros(len(used), dtype=torch.long)
+    table[used] = torch.arange(next_page, next_page + int(used.sum()))
+    return _Placed(first, table, position)
 
 
 def _visible(

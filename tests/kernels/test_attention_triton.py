@@ -24,8 +24,9 @@ else:
     from culet.cache.spec import KVGroup, KVSpec
     from culet.kernels import reference_attention as eager
     from culet.kernels.attention_inputs import PagedKV, RaggedRows
-    from culet.kernels.triton.decode import Scratch, decode_attention, decode_launches, scratch_rows
+    from culet.kernels.triton.decode import decode_attention, decode_launches
     from culet.kernels.triton.prefill import prefill_attention, prefill_launch, query_tiles
+    from culet.kernels.triton.splits import Scratch, scratch_rows
     from culet.kernels.triton.tiles import DecodeTile, PrefillTile
 
     SLIDING = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=32, window=40, latent=False, page_tokens=16)

@@ -29,9 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from culet.kernels.attention_inputs import PagedKV
+from culet.kernels.triton.key_tiles import LOG2E, UNSEEN
 
-LOG2E = gl.constexpr(1.4426950408889634)
-UNSEEN = gl.constexpr(-1.0e30)  # running maximum before any key; finite, so that (-inf) - UNSEEN stays -inf
 KEYS = 64  # keys of a tile
 
 
@@ -171,6 +170,7 @@ def _value_tile(
     IS_LAST: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
+    """`o` with the values of the `count`-th tile."""
     stage = count % STAGES
     mbarrier.wait(full.index(stage), (count // STAGES) & 1)
     if IS_LAST:
@@ -198,30 +198,16 @@ def value_tiles(
     o = gl.zeros([M, HEAD], gl.float32, O_LAYOUT)
     for count in range(num_tiles - 1):
         o = _value_tile(
-            v_smem, r_smem, row_smem, full, empty_v, ready, taken, count, o, written, False, HEAD, ROT, M, BN, STAGES, O_LAYOUT
-        )
+            v_smem, r_smem, row_smem, full, empty_v, ready, taken, count, o, written,
+            False, HEAD, ROT, M, BN, STAGES, O_LAYOUT,
+        )  # fmt: skip
     if ROT > 0:
         # Over the latent the scores read the same rows: wait until they have before rows are cleared.
         mbarrier.wait(ready.index((num_tiles - 1) & 1), ((num_tiles - 1) // 2) & 1)
     o = _value_tile(
-        v_smem,
-        r_smem,
-        row_smem,
-        full,
-        empty_v,
-        ready,
-        taken,
-        num_tiles - 1,
-        o,
-        written,
-        True,
-        HEAD,
-        ROT,
-        M,
-        BN,
-        STAGES,
-        O_LAYOUT,
-    )
+        v_smem, r_smem, row_smem, full, empty_v, ready, taken, num_tiles - 1, o, written,
+        True, HEAD, ROT, M, BN, STAGES, O_LAYOUT,
+    )  # fmt: skip
     mbarrier.wait(ready.index(3), 0)
     total = row_smem.index(2).load(gl.SliceLayout(1, O_LAYOUT))
     return o * gl.expand_dims(1.0 / gl.where(total > 0.0, total, 1.0), 1)

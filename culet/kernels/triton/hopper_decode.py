@@ -1,4 +1,4 @@
-"""Decode and verify over the latent on Hopper: 64 packed query rows per program, split along the keys as in `decode.py`.
+"""Decode and verify over the latent on Hopper: 64 packed query rows per program, split along the keys as in `splits.py`.
 
 The matrix units are far from busy at so few rows; what counts is that the bulk copy engine keeps two tiles in flight and that
 every latent row is read once for both scores and values.
@@ -17,9 +17,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from culet.kernels.attention_inputs import PagedKV, RaggedRows
-from culet.kernels.triton.decode import Scratch, join_launch
 from culet.kernels.triton.hopper import KEYS, allocate, describe, fetch_tile, page_matrix, pages_fit, score_tiles, value_tiles
 from culet.kernels.triton.launch import Launch
+from culet.kernels.triton.splits import Scratch, join_launch
 from culet.kernels.triton.tiles import DecodeTile
 
 HOPPER_ROWS = 64  # packed query rows of a program
@@ -27,14 +27,14 @@ HOPPER_ROWS = 64  # packed query rows of a program
 
 @gluon.jit
 def _tiles(num_queries, context, first, BN: gl.constexpr, MAX_QUERIES: gl.constexpr):
-    """Key tiles of a row; none for rows that are empty or too long for this kernel. As `decode._tile_span`."""
+    """Key tiles of a row; none for rows that are empty or too long for this kernel. As `splits._tile_span`."""
     count = (context + num_queries - first + BN - 1) // BN
     return gl.where((num_queries > 0) & (num_queries <= MAX_QUERIES), count, 0)
 
 
 @gluon.jit
 def _split_count(count, total, target):
-    """As `decode._split_count`: the kernel that joins the splits computes it anew."""
+    """As `splits._split_count`: the kernel that joins the splits computes it anew."""
     wanted = (count * target + total // 2) // gl.maximum(total, 1)
     splits = gl.maximum(gl.minimum(wanted, count), 1)
     per_split = gl.maximum((count + splits - 1) // splits, 1)
@@ -138,22 +138,9 @@ def _values(
         mbarrier.arrive(ready.index(2), count=1)
         written = context + num_queries - (first + (tile_hi - 1) * BN)
         o = value_tiles(
-            v_smem,
-            r_smem,
-            row_smem,
-            full_k,
-            empty_v,
-            ready,
-            taken,
-            tile_hi - tile_lo,
-            written,
-            HEAD,
-            ROT,
-            M,
-            BN,
-            STAGES,
-            O_LAYOUT,
-        )
+            v_smem, r_smem, row_smem, full_k, empty_v, ready, taken, tile_hi - tile_lo, written,
+            HEAD, ROT, M, BN, STAGES, O_LAYOUT,
+        )  # fmt: skip
         packed_o = row_first + gl.arange(0, M, gl.SliceLayout(1, O_LAYOUT))
         column_o = gl.expand_dims(gl.arange(0, HEAD, gl.SliceLayout(0, O_LAYOUT)), 0)
         is_row = gl.expand_dims(packed_o < num_queries * GROUP, 1)

@@ -9,7 +9,7 @@ the softmax.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -24,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from culet.kernels.attention_inputs import PagedKV
 from culet.kernels.triton.hopper import (
     KEYS,
-    UNSEEN,
     allocate,
     describe,
     fetch_tile,
@@ -35,6 +34,7 @@ from culet.kernels.triton.hopper import (
     softmax,
     value_tiles,
 )
+from culet.kernels.triton.key_tiles import UNSEEN
 from culet.kernels.triton.launch import Launch
 
 
@@ -151,13 +151,24 @@ def _scores(
     )  # fmt: skip
 
 
+class _Sums(NamedTuple):
+    """How far a computing warpgroup is with its rows."""
+
+    m: Any  # largest score, times log2 e, and sum of the weights, of one tile more than `count`
+    total: Any
+    o: Any  # weighted values
+    p_operand: Any  # weights of the tile whose values come next
+    count: Any  # tiles whose values are in `o`
+
+
 @gluon.jit
 def _step(
-    q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, count, o, m, total, p_operand, last, key,
+    q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, sums, last, key,
     HALF: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Multiply the values of tile `count` while tile count + 1 is scored and passes through the softmax."""
+    m, total, o, p_operand, count = sums
     stage = count % STAGES
     after = (count + 1) % STAGES
     mbarrier.wait(full_k.index(after), ((count + 1) // STAGES) & 1)
@@ -179,7 +190,69 @@ def _step(
     o = warpgroup_mma_wait(0, deps=(o_next,))
     gl.thread_barrier()
     mbarrier.arrive(empty_v.index(stage), count=1)
-    return count + 1, o, m, total, p_next
+    return _Sums(m, total, o, p_next, count + 1)
+
+
+@gluon.jit
+def _first_tile(
+    q_smem, k_smem, v_smem, row_smem, full_k, empty_k, last, key,
+    HALF: gl.constexpr, WINDOW: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HEAD: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Score the first tile and pass it through the softmax."""
+    m = gl.full([M], UNSEEN, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    total = gl.zeros([M], gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    o = gl.zeros([M, HEAD], gl.float32, O_LAYOUT)
+    mbarrier.wait(full_k.index(0), 0)
+    s = score(q_smem, k_smem, v_smem, v_smem, 0, S_LAYOUT, M, BN, 0)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    gl.thread_barrier()
+    mbarrier.arrive(empty_k.index(0), count=1)
+    p, m, total, shrink = softmax(s, m, total, last, key, True, WINDOW)
+    p_operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
+    row_smem.index(2 * HALF + 1).store(shrink)
+    return _Sums(m, total, o, p_operand, 0)
+
+
+@gluon.jit
+def _last_values(
+    v_smem, row_smem, full_v, ready, sums, first_key, end, num_tiles,
+    HALF: gl.constexpr, HEAD: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, O_LAYOUT: gl.constexpr, LOAD: gl.constexpr,
+):  # fmt: skip
+    """Multiply the values of the last tile: the attention of the rows. Keys from position `end` on are not theirs."""
+    _, total, o, p_operand, count = sums
+    o = o * gl.expand_dims(row_smem.index(2 * HALF + 1).load(gl.SliceLayout(1, O_LAYOUT)), 1)
+    stage = count % STAGES
+    mbarrier.wait(full_v.index(stage), (count // STAGES) & 1)
+    written = end - (first_key + (num_tiles - 1) * BN)
+    if written < BN:  # behind lie other rows' keys: a probability of 0 times NaN would be NaN
+        if HALF == 0:
+            there = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(1, LOAD)) < written, 1)
+            for column in gl.static_range(0, HEAD, 64):
+                part = v_smem.index(stage).slice(column, 64, dim=1)
+                part.store(gl.where(there, part.load(LOAD), 0.0).to(v_smem.dtype))
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(ready.index(0), count=1)
+        else:
+            mbarrier.wait(ready.index(0), 0)
+    o = warpgroup_mma(p_operand, v_smem.index(stage), o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=(o,))
+    return o * gl.expand_dims(gl.convert_layout(1.0 / total, gl.SliceLayout(1, O_LAYOUT)), 1)
+
+
+@gluon.jit
+def _whole_tiles(
+    query_begin, num_queries, context, first_key, num_tiles, QUERIES: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr
+):
+    """Tiles that every row sees whole, behind the first: masks are dear here, 32 scores a thread."""
+    begin = 1
+    if WINDOW > 0:
+        last_seen = context + gl.minimum(query_begin + QUERIES, num_queries) - 1
+        begin = gl.maximum((gl.maximum(last_seen - WINDOW + 1 - first_key, 0) + BN - 1) // BN, 1)
+    begin = gl.minimum(begin, num_tiles)
+    first_seen = context + gl.minimum(query_begin, num_queries - 1)
+    return begin, gl.minimum(gl.maximum((first_seen + 1 - first_key) // BN, begin), num_tiles)
 
 
 @gluon.jit
@@ -192,8 +265,6 @@ def _compute(
     """One of the two computing warpgroups at head dim 256, with M rows: the first or the last half of the tile's."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
-    ROWS_S: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    ROWS_O: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     QUERIES: gl.constexpr = M // GROUP
     q_smem = q_both.index(HALF)
@@ -205,68 +276,37 @@ def _compute(
     offset, _ = _packed_rows(head, query_begin, num_queries, begin, stride_q_token, M, GROUP, HEAD, LOAD)
     q_smem.store(gl.load(Q + offset))
     fence_async_shared()
-    last = context + gl.minimum(query_begin + gl.arange(0, M, ROWS_S) // GROUP, num_queries - 1)
+    last = context + gl.minimum(query_begin + gl.arange(0, M, gl.SliceLayout(1, S_LAYOUT)) // GROUP, num_queries - 1)
     first_key = origin + tile_lo * BN
     num_tiles = tile_hi - tile_lo
-    # Tiles whole_begin .. whole_end - 1 are seen whole by every row: masks are dear here, 32 scores a thread.
-    whole_begin = 1
-    if WINDOW > 0:
-        last_seen = context + gl.minimum(query_begin + QUERIES, num_queries) - 1
-        whole_begin = gl.maximum((gl.maximum(last_seen - WINDOW + 1 - first_key, 0) + BN - 1) // BN, 1)
-    whole_begin = gl.minimum(whole_begin, num_tiles)
-    first_seen = context + gl.minimum(query_begin, num_queries - 1)
-    whole_end = gl.minimum(gl.maximum((first_seen + 1 - first_key) // BN, whole_begin), num_tiles)
+    whole_begin, whole_end = _whole_tiles(query_begin, num_queries, context, first_key, num_tiles, QUERIES, WINDOW, BN)
 
     key = first_key + gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT))
-    m = gl.full([M], UNSEEN, gl.float32, ROWS_S)
-    total = gl.zeros([M], gl.float32, ROWS_S)
-    o = gl.zeros([M, HEAD], gl.float32, O_LAYOUT)
-    mbarrier.wait(full_k.index(0), 0)
-    s = score(q_smem, k_smem, v_smem, v_smem, 0, S_LAYOUT, M, BN, 0)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    gl.thread_barrier()
-    mbarrier.arrive(empty_k.index(0), count=1)
-    p, m, total, shrink = softmax(s, m, total, last, key, True, WINDOW)
-    p_operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
-    row_smem.index(2 * HALF + 1).store(shrink)
-    count = 0
+    sums = _first_tile(
+        q_smem, k_smem, v_smem, row_smem, full_k, empty_k, last, key, HALF, WINDOW, M, BN, HEAD, S_LAYOUT, O_LAYOUT
+    )
     for _ in range(1, whole_begin):
         key += BN
-        count, o, m, total, p_operand = _step(
-            q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, count, o, m, total, p_operand,
-            last, key, HALF, True, WINDOW, M, BN, STAGES, S_LAYOUT, O_LAYOUT,
+        sums = _step(
+            q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, sums, last, key,
+            HALF, True, WINDOW, M, BN, STAGES, S_LAYOUT, O_LAYOUT,
         )  # fmt: skip
     for _ in range(whole_begin, whole_end):
-        count, o, m, total, p_operand = _step(
-            q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, count, o, m, total, p_operand,
-            last, key, HALF, False, WINDOW, M, BN, STAGES, S_LAYOUT, O_LAYOUT,
+        sums = _step(
+            q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, sums, last, key,
+            HALF, False, WINDOW, M, BN, STAGES, S_LAYOUT, O_LAYOUT,
         )  # fmt: skip
     key += (whole_end - whole_begin) * BN
     for _ in range(whole_end, num_tiles):
         key += BN
-        count, o, m, total, p_operand = _step(
-            q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, count, o, m, total, p_operand,
-            last, key, HALF, True, WINDOW, M, BN, STAGES, S_LAYOUT, O_LAYOUT,
+        sums = _step(
+            q_smem, k_smem, v_smem, row_smem, full_k, full_v, empty_k, empty_v, sums, last, key,
+            HALF, True, WINDOW, M, BN, STAGES, S_LAYOUT, O_LAYOUT,
         )  # fmt: skip
-
-    o = o * gl.expand_dims(row_smem.index(2 * HALF + 1).load(ROWS_O), 1)
-    stage = count % STAGES
-    mbarrier.wait(full_v.index(stage), (count // STAGES) & 1)
-    written = context + num_queries - (first_key + (num_tiles - 1) * BN)
-    if written < BN:  # behind lie other rows' keys: a probability of 0 times NaN would be NaN
-        if HALF == 0:
-            there = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(1, LOAD)) < written, 1)
-            for column in gl.static_range(0, HEAD, 64):
-                part = v_smem.index(stage).slice(column, 64, dim=1)
-                part.store(gl.where(there, part.load(LOAD), 0.0).to(q_smem.dtype))
-            fence_async_shared()
-            gl.thread_barrier()
-            mbarrier.arrive(ready.index(0), count=1)
-        else:
-            mbarrier.wait(ready.index(0), 0)
-    o = warpgroup_mma(p_operand, v_smem.index(stage), o, is_async=True)
-    o = warpgroup_mma_wait(0, deps=(o,))
-    o = o * gl.expand_dims(gl.convert_layout(1.0 / total, ROWS_O), 1)
+    o = _last_values(
+        v_smem, row_smem, full_v, ready, sums, first_key, context + num_queries, num_tiles,
+        HALF, HEAD, BN, STAGES, O_LAYOUT, LOAD,
+    )  # fmt: skip
     q_smem.store(o.to(Q.dtype.element_ty))
     offset, is_row = _packed_rows(head, query_begin, num_queries, begin, stride_out_token, M, GROUP, HEAD, LOAD)
     gl.store(OUT + offset, q_smem.load(LOAD), mask=is_row)

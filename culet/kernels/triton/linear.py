@@ -173,28 +173,10 @@ def _store_row(
 
 @triton.jit(do_not_specialize=["M"])
 def _tiles_kernel(
-    x,
-    w,
-    y,
-    factor,
-    parts,
-    arrivals,
-    softcap: tl.constexpr,
-    M,
-    N,
-    x_stride,
-    y_stride,
-    factor_stride,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    KEEP_PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, w, y, factor, parts, arrivals, softcap: tl.constexpr, M, N, x_stride, y_stride, factor_stride, K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, KEEP_PARTS: tl.constexpr,
+    STAGES: tl.constexpr, EPILOGUE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """A [BLOCK_N weight rows, BLOCK_M tokens] tile per program, over K or one of SPLIT_K parts of it.
 
     With KEEP_PARTS y has a plane [M, N] for each part, and whoever reads it adds them up.

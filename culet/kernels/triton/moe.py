@@ -154,6 +154,25 @@ def _find_members(members, counts, T, E: tl.constexpr, BLOCK_E: tl.constexpr, BL
     return expert, tl.load(members + expert * T + place, mask=is_real, other=0).to(tl.int64), is_real
 
 
+@triton.jit
+def _load_tokens(ptrs, is_real, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns k .. k + BLOCK_K - 1 of K, as rows of a tile with a column for each assignment; zeros for those not real."""
+    mask = is_real[None, :]
+    if K % BLOCK_K != 0:
+        mask = mask & (tl.arange(0, BLOCK_K) < K - k)[:, None]
+    return tl.load(ptrs + k, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_weights(ptrs, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns k .. k + BLOCK_K - 1 of K of some rows of an expert's weights."""
+    if K % BLOCK_K == 0:
+        tile = tl.load(ptrs + k)
+    else:
+        tile = tl.load(ptrs + k, mask=(tl.arange(0, BLOCK_K) < K - k)[None, :], other=0.0)
+    return tile
+
+
 @triton.jit(do_not_specialize=["T"])
 def _grouped_up_kernel(
     x,
@@ -187,15 +206,9 @@ def _grouped_up_kernel(
         gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for k in tl.range(0, D, BLOCK_K, num_stages=STAGES):
-            if D % BLOCK_K == 0:
-                x_tile = tl.load(x_ptrs + k, mask=is_real[None, :], other=0.0)
-                gate_tile = tl.load(gate_ptrs + k)
-                up_tile = tl.load(up_ptrs + k)
-            else:
-                inside = cols < D - k
-                x_tile = tl.load(x_ptrs + k, mask=is_real[None, :] & inside[:, None], other=0.0)
-                gate_tile = tl.load(gate_ptrs + k, mask=inside[None, :], other=0.0)
-                up_tile = tl.load(up_ptrs + k, mask=inside[None, :], other=0.0)
+            x_tile = _load_tokens(x_ptrs, is_real, k, D, BLOCK_K)
+            gate_tile = _load_weights(gate_ptrs, k, D, BLOCK_K)
+            up_tile = _load_weights(up_ptrs, k, D, BLOCK_K)
             gate = tl.dot(gate_tile, x_tile, gate)
             up = tl.dot(up_tile, x_tile, up)
         out = gelu(gate) * up
@@ -232,14 +245,8 @@ def _grouped_down_kernel(
         down_ptrs = down + expert * (D * F) + safe_rows[:, None] * F + cols[None, :]
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for k in tl.range(0, F, BLOCK_K, num_stages=STAGES):
-            if F % BLOCK_K == 0:
-                h_tile = tl.load(h_ptrs + k, mask=is_real[None, :], other=0.0)
-                down_tile = tl.load(down_ptrs + k)
-            else:
-                inside = cols < F - k
-                h_tile = tl.load(h_ptrs + k, mask=is_real[None, :] & inside[:, None], other=0.0)
-                down_tile = tl.load(down_ptrs + k, mask=inside[None, :], other=0.0)
-            total = tl.dot(down_tile, h_tile, total)
+            h_tile = _load_tokens(h_ptrs, is_real, k, F, BLOCK_K)
+            total = tl.dot(_load_weights(down_ptrs, k, F, BLOCK_K), h_tile, total)
         out_ptrs = out + assignment[None, :] * D + rows[:, None]
         tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=is_real[None, :] & (rows < D)[:, None])
 

@@ -3,13 +3,18 @@
 A program takes a tile of packed rows (query tokens x the query heads of one KV head) through the keys they see. Context keys
 come from pages; the chunk's own come from the fresh tensors, since a chunk longer than the window leaves no pages for its
 early tokens, or from pages too where the caller gives no fresh tensors. Tiles that every row sees whole are not masked.
+
+Separate keys and values are taken whole. A row of the latent has four parts, v_rot a | nope b, c | k_rot d: a, b, c are the
+values, b, c, d the keys. Widths are powers of two, so b is as wide as two of the others.
 """
 
-# mypy: disallow-untyped-defs=False, check-untyped-defs=False
+# Tuples of parts are as long as the kind of cache asks for, which is no mistake of assignment.
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False, disable-error-code=assignment
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,22 +23,167 @@ import triton.language as tl
 from torch import Tensor
 
 from culet.kernels.attention_inputs import PagedKV, RaggedRows
-from culet.kernels.triton.decode import LOG2E, UNSEEN, _key_rows
 from culet.kernels.triton.e4m3 import widen, widens_by_hand
+from culet.kernels.triton.key_tiles import UNSEEN, add_values, key_rows, row_offset, weigh
 from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.tiles import PrefillTile, prefill_tile
 
 
+class _Sight(NamedTuple):
+    """The keys that a tile of packed rows sees."""
+
+    row_lo: Any  # first and last key of each row
+    row_hi: Any
+    lo: Any  # some row sees keys lo .. hi - 1
+    hi: Any
+    all_lo: Any  # every row sees keys all_lo .. all_hi - 1
+    all_hi: Any
+
+
+class _Sums(NamedTuple):
+    """What a tile of packed rows has gathered from the keys so far."""
+
+    o: Any  # weighted values, in parts
+    m: Any  # largest score, times log2 e
+    total: Any  # of the weights
+
+
 @triton.jit
-def _softmax_step(s, m, total, key, seen_lo, seen_hi, is_edge):
-    """Masked probabilities of a tile, and the running maximum, sum and shrink factor."""
+def _find_sight(
+    VISIBLE, query, token, query_begin, num_queries, context, first, num_tokens,
+    GROUP: tl.constexpr, WINDOW: tl.constexpr, M: tl.constexpr, HAS_VISIBLE: tl.constexpr,
+):  # fmt: skip
+    """What the tile of M packed rows from `query_begin` on sees: their own intervals, or what text sees."""
+    if HAS_VISIBLE:
+        row_lo = tl.load(VISIBLE + token)
+        row_hi = tl.load(VISIBLE + num_tokens + token)
+        lo, all_lo = tl.min(row_lo, 0), tl.max(row_lo, 0)
+        hi, all_hi = tl.max(row_hi, 0) + 1, tl.min(row_hi, 0) + 1
+    else:
+        row_hi = context + query
+        all_hi = context + query_begin + 1
+        hi = context + tl.minimum(query_begin + (M - 1) // GROUP, num_queries - 1) + 1
+        if WINDOW > 0:
+            row_lo = row_hi - (WINDOW - 1)
+            lo, all_lo = tl.maximum(all_hi - WINDOW, 0), tl.maximum(hi - WINDOW, 0)
+        else:
+            row_lo = tl.zeros_like(row_hi)
+            lo, all_lo = first, first
+    return _Sight(row_lo, row_hi, lo, hi, all_lo, all_hi)
+
+
+@triton.jit
+def _load(rows, BEGIN: tl.constexpr, COLUMNS: tl.constexpr, dtype: tl.constexpr, BY_HAND: tl.constexpr):
+    """COLUMNS columns from BEGIN on of the rows that `rows` points at, widened to `dtype`."""
+    return widen(tl.load(rows + BEGIN + tl.arange(0, COLUMNS)[None, :]), dtype, BY_HAND)
+
+
+@triton.jit
+def _load_queries(rows, HEAD: tl.constexpr, ROT: tl.constexpr):
+    """Queries in parts, as the keys they meet."""
+    dtype: tl.constexpr = rows.dtype.element_ty
+    if ROT > 0:
+        q = (
+            _load(rows, 0, 2 * ROT, dtype, False),
+            _load(rows, 2 * ROT, ROT, dtype, False),
+            _load(rows, 3 * ROT, ROT, dtype, False),
+        )
+    else:
+        q = (_load(rows, 0, HEAD, dtype, False),)
+    return q
+
+
+@triton.jit
+def _no_sums(M: tl.constexpr, HEAD: tl.constexpr, ROT: tl.constexpr):
+    """Sums before any key."""
+    if ROT > 0:
+        o = (tl.zeros([M, ROT], tl.float32), tl.zeros([M, 2 * ROT], tl.float32), tl.zeros([M, ROT], tl.float32))
+    else:
+        o = (tl.zeros([M, HEAD], tl.float32),)
+    return _Sums(o, tl.full([M], UNSEEN, tl.float32), tl.zeros([M], tl.float32))
+
+
+@triton.jit
+def _score(q, k):
+    """Scores of a tile's keys, part after part."""
+    s = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
+    for i in tl.static_range(1, len(q)):
+        s = tl.dot(q[i], tl.trans(k[i]), s, input_precision="ieee")
+    return s
+
+
+@triton.jit
+def _attend_tile(
+    q, sums, K, V, offset, key, sight, is_edge,
+    HEAD: tl.constexpr, ROT: tl.constexpr, BY_HAND: tl.constexpr,
+):  # fmt: skip
+    """`sums` with one more tile of keys, at positions `key`, its rows `offset` elements from K and V (from K, of a latent)."""
+    dtype: tl.constexpr = q[0].dtype
+    k_rows = K + offset
+    if ROT > 0:
+        a = _load(k_rows, 0, ROT, dtype, BY_HAND)
+        b = _load(k_rows, ROT, 2 * ROT, dtype, BY_HAND)
+        c = _load(k_rows, 3 * ROT, ROT, dtype, BY_HAND)
+        d = _load(k_rows, 4 * ROT, ROT, dtype, BY_HAND)
+        s = _score(q, (b, c, d))
+    else:
+        s = _score(q, (_load(k_rows, 0, HEAD, dtype, BY_HAND),))
     if is_edge:
-        seen = (key[None, :] <= seen_hi[:, None]) & (key[None, :] >= seen_lo[:, None])
+        seen = (key[None, :] <= sight.row_hi[:, None]) & (key[None, :] >= sight.row_lo[:, None])
         s = tl.where(seen, s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1) * LOG2E)
-    p = tl.exp2(s * LOG2E - m_new[:, None])
-    shrink = tl.exp2(m - m_new)
-    return p, m_new, total * shrink + tl.sum(p, 1), shrink
+    p, m, shrink = weigh(s, sums.m)
+    total = sums.total * shrink + tl.sum(p, 1)
+    p = p.to(dtype)
+    if ROT > 0:
+        v = (a, b, c)
+    else:
+        v = (_load(V + offset, 0, HEAD, dtype, BY_HAND),)
+    return _Sums(add_values(sums.o, p, v, shrink), m, total)
+
+
+@triton.jit
+def _attend_pages(
+    q, sums, K, V, PAGES, sight, first, stored, stride_page,
+    HEAD: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, BY_HAND: tl.constexpr,
+):  # fmt: skip
+    """`sums` with the keys in sight that pages hold: those from `first` up to `stored` - 1."""
+    lo = tl.maximum(sight.lo, first)
+    hi = tl.minimum(stored, sight.hi)
+    tile_begin = (lo - first) // BN
+    tile_end = tl.where(hi > lo, tl.cdiv(hi - first, BN), tile_begin)
+    inner_begin = tl.cdiv(tl.maximum(sight.all_lo - first, 0), BN)
+    inner_end = (tl.minimum(sight.all_hi, hi) - first) // BN
+    for tile in range(tile_begin, tile_end):
+        is_edge = (tile < inner_begin) | (tile >= inner_end)
+        key, offset = key_rows(PAGES, tile, first, lo, hi, stride_page, HEAD + ROT, PAGE, BN)
+        key = tl.where(key < hi, key, 2147483647)  # keys from there on are fresh ones, which come later
+        sums = _attend_tile(q, sums, K, V, offset[:, None], key, sight, is_edge, HEAD, ROT, BY_HAND)
+    return sums
+
+
+@triton.jit
+def _attend_fresh(
+    q, sums, K, V, sight, context, stride_fresh,
+    HEAD: tl.constexpr, ROT: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """`sums` with the chunk's own keys in sight, the first of them at position `context`."""
+    lo = tl.maximum(sight.lo, context) - context  # counted from the chunk's first token
+    hi = sight.hi - context
+    inner_begin = tl.cdiv(tl.maximum(sight.all_lo - context, 0), BN)
+    inner_end = (sight.all_hi - context) // BN
+    for tile in range(lo // BN, tl.cdiv(hi, BN)):
+        is_edge = (tile < inner_begin) | (tile >= inner_end)
+        offset = tile * BN + tl.arange(0, BN)
+        row = tl.minimum(offset, hi - 1)[:, None] * stride_fresh
+        sums = _attend_tile(q, sums, K, V, row, context + offset, sight, is_edge, HEAD, ROT, False)
+    return sums
+
+
+@triton.jit
+def _store(OUT, o, scale, is_there, BEGIN: tl.constexpr):
+    """Write a part, scaled, to the columns from BEGIN on of the rows that OUT points at."""
+    column = tl.arange(0, o.shape[1])[None, :]
+    tl.store(OUT + BEGIN + column, (o * scale).to(OUT.dtype.element_ty), mask=is_there[:, None])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "stride_table"])
@@ -46,125 +196,47 @@ def _prefill(
 ):  # fmt: skip
     """One tile of M packed rows against the keys it sees. ROT > 0: latent rows v_rot | nope | k_rot, ROT wide at both ends."""
     head = tl.program_id(0) % KV_HEADS
-    tile_id = tl.program_id(0) // KV_HEADS
-    row = tl.load(TILES + tile_id * 5)
-    query_begin = tl.load(TILES + tile_id * 5 + 1)
-    begin = tl.load(TILES + tile_id * 5 + 2)
-    num_queries = tl.load(TILES + tile_id * 5 + 3)
-    context = tl.load(TILES + tile_id * 5 + 4)
-    LATENT: tl.constexpr = ROT > 0
-    WIDTH: tl.constexpr = HEAD + ROT
-    PART_B: tl.constexpr = 2 * ROT if LATENT else HEAD
-
+    tile = TILES + tl.program_id(0) // KV_HEADS * 5
+    row = tl.load(tile)
+    query_begin = tl.load(tile + 1)
+    begin = tl.load(tile + 2)
+    num_queries = tl.load(tile + 3)
+    context = tl.load(tile + 4)
     first = tl.load(FIRST + row)
     packed = tl.arange(0, M)
     query = query_begin + packed // GROUP
-    row_ok = query < num_queries
+    is_there = query < num_queries
     query = tl.minimum(query, num_queries - 1)  # padding rows repeat the last token, so that bounds stay tight
     token = begin + query
-    if HAS_VISIBLE:
-        seen_lo = tl.load(VISIBLE + token)
-        seen_hi = tl.load(VISIBLE + num_tokens + token)
-        lo, all_lo = tl.min(seen_lo, 0), tl.max(seen_lo, 0)
-        hi, all_hi = tl.max(seen_hi, 0) + 1, tl.min(seen_hi, 0) + 1
-    else:
-        seen_hi = context + query
-        all_hi = context + query_begin + 1
-        hi = context + tl.minimum(query_begin + (M - 1) // GROUP, num_queries - 1) + 1
-        if WINDOW > 0:
-            seen_lo = seen_hi - (WINDOW - 1)
-            lo, all_lo = tl.maximum(all_hi - WINDOW, 0), tl.maximum(hi - WINDOW, 0)
-        else:
-            seen_lo = tl.zeros_like(seen_hi)
-            lo, all_lo = first, first
+    sight = _find_sight(
+        VISIBLE, query, token, query_begin, num_queries, context, first, num_tokens, GROUP, WINDOW, M, HAS_VISIBLE
+    )
 
-    q_rows = Q + token.to(tl.int64)[:, None] * stride_q_token + (head * GROUP + packed % GROUP)[:, None] * HEAD
-    column_b = tl.arange(0, PART_B)
-    q_b = tl.load(q_rows + column_b[None, :])
-    o_b = tl.zeros([M, PART_B], tl.float32)
-    if LATENT:
-        column_r = tl.arange(0, ROT)
-        q_c = tl.load(q_rows + 2 * ROT + column_r[None, :])
-        q_d = tl.load(q_rows + 3 * ROT + column_r[None, :])
-        o_a = tl.zeros([M, ROT], tl.float32)
-        o_c = tl.zeros([M, ROT], tl.float32)
-    m = tl.full([M], UNSEEN, tl.float32)
-    total = tl.zeros([M], tl.float32)
-
+    q_rows = Q + row_offset(token, packed, head, stride_q_token, GROUP, HEAD)[:, None]
+    q = _load_queries(q_rows, HEAD, ROT)
+    sums = _no_sums(M, HEAD, ROT)
+    WIDTH: tl.constexpr = HEAD + ROT
     PAGES += row * stride_table
     K += head * (PAGE * WIDTH)
     V += head * (PAGE * WIDTH)
-    stored = context if HAS_FRESH else hi  # keys before this one are read from pages
-    paged_lo = tl.maximum(lo, first)
-    paged_hi = tl.minimum(stored, hi)
-    tile_begin = (paged_lo - first) // BN
-    tile_end = tl.where(paged_hi > paged_lo, tl.cdiv(paged_hi - first, BN), tile_begin)
-    inner_begin = tl.cdiv(tl.maximum(all_lo - first, 0), BN)
-    inner_end = (tl.minimum(all_hi, paged_hi) - first) // BN
-    for tile in range(tile_begin, tile_end):
-        is_edge = (tile < inner_begin) | (tile >= inner_end)
-        key, offset = _key_rows(PAGES, tile, first, paged_lo, paged_hi, stride_page, WIDTH, PAGE, BN)
-        key = tl.where(key < paged_hi, key, 2147483647)  # keys from there on are fresh ones, read below
-        rows_K = K + offset[:, None]
-        if LATENT:
-            k_a = widen(tl.load(rows_K + column_r[None, :]), Q.dtype.element_ty, BY_HAND)
-            k_b = widen(tl.load(rows_K + ROT + column_b[None, :]), Q.dtype.element_ty, BY_HAND)
-            k_c = widen(tl.load(rows_K + 3 * ROT + column_r[None, :]), Q.dtype.element_ty, BY_HAND)
-            k_d = widen(tl.load(rows_K + 4 * ROT + column_r[None, :]), Q.dtype.element_ty, BY_HAND)
-            s = tl.dot(q_b, tl.trans(k_b), input_precision="ieee")
-            s = tl.dot(q_c, tl.trans(k_c), s, input_precision="ieee")
-            s = tl.dot(q_d, tl.trans(k_d), s, input_precision="ieee")
-        else:
-            k_b = widen(tl.load(rows_K + column_b[None, :]), Q.dtype.element_ty, BY_HAND)
-            s = tl.dot(q_b, tl.trans(k_b), input_precision="ieee")
-        p, m, total, shrink = _softmax_step(s, m, total, key, seen_lo, seen_hi, is_edge)
-        p = p.to(Q.dtype.element_ty)
-        if LATENT:
-            o_a = tl.dot(p, k_a, o_a * shrink[:, None], input_precision="ieee")
-            o_b = tl.dot(p, k_b, o_b * shrink[:, None], input_precision="ieee")
-            o_c = tl.dot(p, k_c, o_c * shrink[:, None], input_precision="ieee")
-        else:
-            v_b = widen(tl.load(V + offset[:, None] + column_b[None, :]), Q.dtype.element_ty, BY_HAND)
-            o_b = tl.dot(p, v_b, o_b * shrink[:, None], input_precision="ieee")
-
+    stored = context if HAS_FRESH else sight.hi  # keys before this one are read from pages
+    sums = _attend_pages(q, sums, K, V, PAGES, sight, first, stored, stride_page, HEAD, ROT, PAGE, BN, BY_HAND)
     if HAS_FRESH:
-        FRESH_K += begin.to(tl.int64) * stride_fresh + head * WIDTH
-        FRESH_V += begin.to(tl.int64) * stride_fresh + head * WIDTH
-        fresh_lo = tl.maximum(lo, context) - context  # counted from the chunk's first token
-        fresh_hi = hi - context
-        inner_begin = tl.cdiv(tl.maximum(all_lo - context, 0), BN)
-        inner_end = (all_hi - context) // BN
-        for tile in range(fresh_lo // BN, tl.cdiv(fresh_hi, BN)):
-            is_edge = (tile < inner_begin) | (tile >= inner_end)
-            offset = tile * BN + tl.arange(0, BN)
-            fresh = tl.minimum(offset, fresh_hi - 1)[:, None] * stride_fresh
-            if LATENT:
-                k_a = tl.load(FRESH_V + fresh + column_r[None, :])
-                k_b = tl.load(FRESH_V + fresh + ROT + column_b[None, :])
-                k_c = tl.load(FRESH_V + fresh + 3 * ROT + column_r[None, :])
-                k_d = tl.load(FRESH_V + fresh + 4 * ROT + column_r[None, :])
-                s = tl.dot(q_b, tl.trans(k_b), input_precision="ieee")
-                s = tl.dot(q_c, tl.trans(k_c), s, input_precision="ieee")
-                s = tl.dot(q_d, tl.trans(k_d), s, input_precision="ieee")
-            else:
-                k_b = tl.load(FRESH_K + fresh + column_b[None, :])
-                s = tl.dot(q_b, tl.trans(k_b), input_precision="ieee")
-            p, m, total, shrink = _softmax_step(s, m, total, context + offset, seen_lo, seen_hi, is_edge)
-            p = p.to(Q.dtype.element_ty)
-            if LATENT:
-                o_a = tl.dot(p, k_a, o_a * shrink[:, None], input_precision="ieee")
-                o_b = tl.dot(p, k_b, o_b * shrink[:, None], input_precision="ieee")
-                o_c = tl.dot(p, k_c, o_c * shrink[:, None], input_precision="ieee")
-            else:
-                v_b = tl.load(FRESH_V + fresh + column_b[None, :])
-                o_b = tl.dot(p, v_b, o_b * shrink[:, None], input_precision="ieee")
+        chunk = begin.to(tl.int64) * stride_fresh + head * WIDTH
+        FRESH_V += chunk
+        # Whole rows of a latent begin where their values do.
+        FRESH_K = FRESH_V if ROT > 0 else FRESH_K + chunk
+        sums = _attend_fresh(q, sums, FRESH_K, FRESH_V, sight, context, stride_fresh, HEAD, ROT, BN)
 
-    scale = (1.0 / total)[:, None]
-    out = OUT + token.to(tl.int64)[:, None] * stride_out_token + (head * GROUP + packed % GROUP)[:, None] * HEAD
-    tl.store(out + ROT + column_b[None, :], (o_b * scale).to(OUT.dtype.element_ty), mask=row_ok[:, None])
-    if LATENT:
-        tl.store(out + column_r[None, :], (o_a * scale).to(OUT.dtype.element_ty), mask=row_ok[:, None])
-        tl.store(out + 3 * ROT + column_r[None, :], (o_c * scale).to(OUT.dtype.element_ty), mask=row_ok[:, None])
+    scale = (1.0 / sums.total)[:, None]
+    out = OUT + row_offset(token, packed, head, stride_out_token, GROUP, HEAD)[:, None]
+    if ROT > 0:
+        a, b, c = sums.o
+        _store(out, b, scale, is_there, ROT)  # first, as it takes the most registers
+        _store(out, a, scale, is_there, 0)
+        _store(out, c, scale, is_there, 3 * ROT)
+    else:
+        _store(out, sums.o[0], scale, is_there, 0)
 
 
 def query_tiles(rows: Sequence[tuple[int, int, int, int]], queries_per_tile: int, window: int | None) -> np.ndarray:

@@ -48,85 +48,67 @@ def _rope_kernel(
     tl.store(sin + offsets + HALF, s, mask=inside)
 
 
+class _Parts(NamedTuple):
+    """Heads in parts: the halves of their rotated columns, and the others (unused where all columns are rotated)."""
+
+    first: Any
+    second: Any
+    nope: Any
+
+
 @triton.jit
 def _load_heads(
-    base,
-    heads,
-    is_head,
-    rot_begin: tl.constexpr,
-    nope_begin: tl.constexpr,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """First and second halves of the rotated columns and the others, of [heads, H] rows at `base`; float32."""
+    base, heads, is_head,
+    ROT: tl.constexpr, NOPE: tl.constexpr, H: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Heads of the [.., H] rows at `base`, float32; rotated columns begin at ROT, the others at NOPE."""
     half = tl.arange(0, R // 2)[None, :]
     rows = base + heads[:, None] * H
-    first = tl.load(rows + rot_begin + half, mask=is_head[:, None], other=0.0).to(tl.float32)
-    second = tl.load(rows + rot_begin + R // 2 + half, mask=is_head[:, None], other=0.0).to(tl.float32)
+    first = tl.load(rows + ROT + half, mask=is_head[:, None], other=0.0).to(tl.float32)
+    second = tl.load(rows + ROT + R // 2 + half, mask=is_head[:, None], other=0.0).to(tl.float32)
     plain = tl.arange(0, BLOCK_P)[None, :]
     nope = first
     if R < H:
-        nope = tl.load(rows + nope_begin + plain, mask=is_head[:, None] & (plain < H - R), other=0.0).to(tl.float32)
-    return first, second, nope
+        nope = tl.load(rows + NOPE + plain, mask=is_head[:, None] & (plain < H - R), other=0.0).to(tl.float32)
+    return _Parts(first, second, nope)
 
 
 @triton.jit
 def _load_projected(
-    base,
-    heads,
-    is_head,
-    part_stride,
-    NUM_PARTS: tl.constexpr,
-    rot_begin: tl.constexpr,
-    nope_begin: tl.constexpr,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """`_load_heads` of rows that are the sum of their parts."""
-    first, second, nope = _load_heads(base, heads, is_head, rot_begin, nope_begin, H, R, BLOCK_P)
+    base, heads, is_head, part_stride, NUM_PARTS: tl.constexpr,
+    ROT: tl.constexpr, NOPE: tl.constexpr, H: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """`_load_heads` of rows that are the sum of NUM_PARTS, `part_stride` apart."""
+    x = _load_heads(base, heads, is_head, ROT, NOPE, H, R, BLOCK_P)
     for part in tl.static_range(1, NUM_PARTS):
-        a, b, c = _load_heads(base + part * part_stride, heads, is_head, rot_begin, nope_begin, H, R, BLOCK_P)
-        first, second, nope = first + a, second + b, nope + c
-    return first, second, nope
+        y = _load_heads(base + part * part_stride, heads, is_head, ROT, NOPE, H, R, BLOCK_P)
+        x = _Parts(x.first + y.first, x.second + y.second, x.nope + y.nope)
+    return x
 
 
 @triton.jit
-def _scales(first, second, nope, H: tl.constexpr, R: tl.constexpr, eps: tl.constexpr):
-    """1 / rms of each head, as a column."""
-    squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+def _inverse_rms(x, H: tl.constexpr, R: tl.constexpr, eps: tl.constexpr):
+    """1 / root mean square of each head, as a column."""
+    squares = tl.sum(x.first * x.first, 1) + tl.sum(x.second * x.second, 1)
     if R < H:
-        squares += tl.sum(nope * nope, 1)
+        squares += tl.sum(x.nope * x.nope, 1)
     return tl.rsqrt(squares / H + eps)[:, None]
 
 
 @triton.jit
-def _store_parts(
-    rows,
-    first,
-    second,
-    nope,
-    mask,
-    rot_begin: tl.constexpr,
-    nope_begin: tl.constexpr,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """Write the halves and the others to their columns of the rows that `rows` points at; `mask` is a column."""
-    half = tl.arange(0, R // 2)[None, :]
-    plain = tl.arange(0, BLOCK_P)[None, :]
-    tl.store(rows + rot_begin + half, first.to(rows.dtype.element_ty), mask=mask)
-    tl.store(rows + rot_begin + R // 2 + half, second.to(rows.dtype.element_ty), mask=mask)
-    if R < H:
-        tl.store(rows + nope_begin + plain, nope.to(rows.dtype.element_ty), mask=mask & (plain < H - R))
+def _scaled(x, scale):
+    return _Parts(x.first * scale, x.second * scale, x.nope * scale)
 
 
 @triton.jit
-def _store_columns(rows, values, begin: tl.constexpr, width: tl.constexpr, mask, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)[None, :]
-    tl.store(rows + begin + cols, values.to(rows.dtype.element_ty), mask=mask & (cols < width))
+def _weighted(x, weight):
+    return _Parts(x.first * weight.first, x.second * weight.second, x.nope * weight.nope)
+
+
+@triton.jit
+def _load_turn(cos, sin, token, half, R: tl.constexpr):
+    """cos and sin of the token's angles, one for each pair of rotated columns."""
+    return tl.load(cos + token * R + half), tl.load(sin + token * R + R // 2 + half)
 
 
 @triton.jit
@@ -138,38 +120,133 @@ def _kept(x, IS_FP8: tl.constexpr):
 
 
 @triton.jit
+def _all_kept(x, IS_FP8: tl.constexpr):
+    return _Parts(_kept(x.first, IS_FP8), _kept(x.second, IS_FP8), _kept(x.nope, IS_FP8))
+
+
+@triton.jit
+def _turned(x, c, s, IS_FP8: tl.constexpr):
+    """Rope of the rotated columns; all columns rounded to what pages of fp8 hold, if IS_FP8."""
+    first = _kept(x.first * c - x.second * s, IS_FP8)
+    second = _kept(x.second * c + x.first * s, IS_FP8)
+    return _Parts(first, second, _kept(x.nope, IS_FP8))
+
+
+@triton.jit
+def _store_heads(
+    rows, x, mask,
+    ROT: tl.constexpr, NOPE: tl.constexpr, H: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Write heads to the rows that `rows` points at, rotated columns from ROT on, the others from NOPE on, if `mask`."""
+    half = tl.arange(0, R // 2)[None, :]
+    plain = tl.arange(0, BLOCK_P)[None, :]
+    tl.store(rows + ROT + half, x.first.to(rows.dtype.element_ty), mask=mask)
+    tl.store(rows + ROT + R // 2 + half, x.second.to(rows.dtype.element_ty), mask=mask)
+    if R < H:
+        tl.store(rows + NOPE + plain, x.nope.to(rows.dtype.element_ty), mask=mask & (plain < H - R))
+
+
+@triton.jit
+def _store_latent(rows, k, v, mask, H: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Write rows v_rot | nope | k_rot: V is a row's first H columns, K its last H."""
+    _store_heads(rows, v, mask, 0, R, H, R, BLOCK_P)
+    _store_heads(rows, k, mask, H, 0, R, R, BLOCK_P)  # as of heads that have no other columns
+
+
+@triton.jit
+def _prepare_queries(
+    base, weight, cos, sin, q_out, token, half, heads, part_stride,
+    N: tl.constexpr, H: tl.constexpr, R: tl.constexpr, eps: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_P: tl.constexpr, NUM_PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Queries of some heads of one token, whose row of the projection begins at `base`."""
+    ROT: tl.constexpr = H - R  # where rotated columns begin; the others do at 0
+    is_head = heads < N
+    if HEADS == 1:
+        w = _load_heads(weight, heads, is_head, ROT, 0, H, R, BLOCK_P)
+    enter(PDL)
+    c, s = _load_turn(cos, sin, token, half, R)
+    q = _load_projected(base, heads, is_head, part_stride, NUM_PARTS, ROT, 0, H, R, BLOCK_P)
+    scale = _inverse_rms(q, H, R, eps)
+    if HEADS > 1:
+        w = _load_heads(weight, heads, is_head, ROT, 0, H, R, BLOCK_P)
+    q = _Parts(q.first * scale * w.first, q.second * scale * w.second, q.nope * scale * w.nope)
+    rows = q_out + (token * N + heads)[:, None] * H
+    _store_heads(rows, _turned(q, c, s, False), is_head[:, None], ROT, 0, H, R, BLOCK_P)
+
+
+@triton.jit
+def _prepare_values(
+    base, n, heads, is_head, part_stride,
+    H: tl.constexpr, R: tl.constexpr, eps: tl.constexpr, K_EQ_V: tl.constexpr, NORM_V: tl.constexpr, IS_FP8: tl.constexpr,
+    BLOCK_P: tl.constexpr, NUM_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Values of some heads, from their own projection at `base`, or the keys' normed one, `n`, where it is theirs too."""
+    if K_EQ_V:
+        v = n
+    else:
+        v = _load_projected(base, heads, is_head, part_stride, NUM_PARTS, 0, R, H, R, BLOCK_P)
+        if NORM_V:
+            v = _scaled(v, _inverse_rms(v, H, R, eps))
+    return _all_kept(v, IS_FP8)
+
+
+@triton.jit
+def _prepare_keys_values(
+    base, weight, cos, sin, slots, planes, k_out, v_out, token, half, heads,
+    part_stride, plane_stride, page_stride, head_stride, page_tokens,
+    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, eps: tl.constexpr,
+    K_EQ_V: tl.constexpr, IS_LATENT: tl.constexpr, NORM_V: tl.constexpr, IS_FP8: tl.constexpr, HAS_STORE: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_P: tl.constexpr, NUM_PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of some heads of one token, whose row of the projection begins at `base`; if HAS_STORE, to pages too."""
+    ROT: tl.constexpr = 0 if K_EQ_V else H - R  # where, in the projection, rotated columns begin, and the others
+    NOPE: tl.constexpr = R if K_EQ_V else 0
+    is_head = heads < G
+    mask = is_head[:, None]
+    is_stored = mask & HAS_STORE
+    cache_rows = planes + heads[:, None].to(tl.int64) * head_stride
+    if HEADS == 1:
+        w = _load_heads(weight + N * H, heads, is_head, ROT, NOPE, H, R, BLOCK_P)
+    enter(PDL)
+    c, s = _load_turn(cos, sin, token, half, R)
+    n = _load_projected(base + N * H, heads, is_head, part_stride, NUM_PARTS, ROT, NOPE, H, R, BLOCK_P)
+    if HAS_STORE:
+        slot = tl.load(slots + token)
+        is_stored = mask & (slot >= 0)
+        slot = tl.maximum(slot, 0)
+        cache_rows += (slot // page_tokens) * page_stride + (slot % page_tokens) * WIDTH
+    n = _scaled(n, _inverse_rms(n, H, R, eps))
+    if HEADS > 1:
+        w = _load_heads(weight + N * H, heads, is_head, ROT, NOPE, H, R, BLOCK_P)
+    k = _turned(_weighted(n, w), c, s, IS_FP8)
+    if IS_LATENT:
+        v = _all_kept(n, IS_FP8)
+        _store_latent(k_out + (token * G + heads)[:, None] * WIDTH, k, v, mask, H, R, BLOCK_P)
+        if HAS_STORE:
+            _store_latent(cache_rows, k, v, is_stored, H, R, BLOCK_P)
+    else:
+        offset = (token * G + heads)[:, None] * H
+        k_rows, v_rows = k_out + offset, v_out + offset
+        _store_heads(k_rows, k, mask, H - R, 0, H, R, BLOCK_P)
+        if HAS_STORE:
+            _store_heads(cache_rows, k, is_stored, H - R, 0, H, R, BLOCK_P)
+        v = _prepare_values(
+            base + (N + G) * H, n, heads, is_head, part_stride, H, R, eps, K_EQ_V, NORM_V, IS_FP8, BLOCK_P, NUM_PARTS
+        )
+        _store_heads(v_rows, v, mask, 0, R, H, R, BLOCK_P)
+        if HAS_STORE:
+            _store_heads(cache_rows + plane_stride, v, is_stored, 0, R, H, R, BLOCK_P)
+
+
+@triton.jit
 def _prepare_kernel(
-    qkv,
-    weight,
-    cos,
-    sin,
-    slots,
-    planes,
-    q_out,
-    k_out,
-    v_out,
-    qkv_stride,
-    part_stride,
-    plane_stride,
-    page_stride,
-    head_stride,
-    page_tokens,
-    N: tl.constexpr,
-    G: tl.constexpr,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    WIDTH: tl.constexpr,
-    eps: tl.constexpr,
-    K_EQ_V: tl.constexpr,
-    IS_LATENT: tl.constexpr,
-    NORM_V: tl.constexpr,
-    IS_FP8: tl.constexpr,
-    HAS_STORE: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkv, weight, cos, sin, slots, planes, q_out, k_out, v_out,
+    qkv_stride, part_stride, plane_stride, page_stride, head_stride, page_tokens,
+    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, eps: tl.constexpr,
+    K_EQ_V: tl.constexpr, IS_LATENT: tl.constexpr, NORM_V: tl.constexpr, IS_FP8: tl.constexpr, HAS_STORE: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_P: tl.constexpr, NUM_PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """HEADS heads of one token: the first cdiv(N, HEADS) programs queries, the others keys and values.
 
     At one head per program its weights are loaded before the wait; at several, where registers decide, only when needed.
@@ -179,76 +256,18 @@ def _prepare_kernel(
     half = tl.arange(0, R // 2)[None, :]
     base = qkv + token * qkv_stride
     NUM_Q: tl.constexpr = (N + HEADS - 1) // HEADS
-    NOPE: tl.constexpr = H - R
     if tl.program_id(0) < NUM_Q:
         heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
-        is_head = heads < N
-        if HEADS == 1:
-            w_first, w_second, w_nope = _load_heads(weight, heads, is_head, NOPE, 0, H, R, BLOCK_P)
-        enter(PDL)
-        c, s = tl.load(cos + token * R + half), tl.load(sin + token * R + R // 2 + half)
-        first, second, nope = _load_projected(base, heads, is_head, part_stride, NUM_PARTS, NOPE, 0, H, R, BLOCK_P)
-        scale = _scales(first, second, nope, H, R, eps)
-        if HEADS > 1:
-            w_first, w_second, w_nope = _load_heads(weight, heads, is_head, NOPE, 0, H, R, BLOCK_P)
-        first, second, nope = first * scale * w_first, second * scale * w_second, nope * scale * w_nope
-        rows = q_out + (token * N + heads)[:, None] * H
-        _store_parts(rows, first * c - second * s, second * c + first * s, nope, is_head[:, None], NOPE, 0, H, R, BLOCK_P)
+        _prepare_queries(
+            base, weight, cos, sin, q_out, token, half, heads, part_stride, N, H, R, eps, HEADS, BLOCK_P, NUM_PARTS, PDL
+        )
     else:
         heads = (tl.program_id(0) - NUM_Q) * HEADS + tl.arange(0, HEADS)
-        is_head = heads < G
-        mask = is_head[:, None]
-        is_stored = mask & HAS_STORE
-        cache_rows = planes + heads[:, None].to(tl.int64) * head_stride
-        K_ROT: tl.constexpr = 0 if K_EQ_V else NOPE
-        K_NOPE: tl.constexpr = R if K_EQ_V else 0
-        if HEADS == 1:
-            w_first, w_second, w_nope = _load_heads(weight + N * H, heads, is_head, K_ROT, K_NOPE, H, R, BLOCK_P)
-        enter(PDL)
-        c, s = tl.load(cos + token * R + half), tl.load(sin + token * R + R // 2 + half)
-        first, second, nope = _load_projected(
-            base + N * H, heads, is_head, part_stride, NUM_PARTS, K_ROT, K_NOPE, H, R, BLOCK_P
-        )
-        if HAS_STORE:
-            slot = tl.load(slots + token)
-            is_stored = mask & (slot >= 0)
-            slot = tl.maximum(slot, 0)
-            cache_rows += (slot // page_tokens) * page_stride + (slot % page_tokens) * WIDTH
-        scale = _scales(first, second, nope, H, R, eps)
-        first, second, nope = first * scale, second * scale, nope * scale
-        if HEADS > 1:
-            w_first, w_second, w_nope = _load_heads(weight + N * H, heads, is_head, K_ROT, K_NOPE, H, R, BLOCK_P)
-        a, b = first * w_first, second * w_second
-        k_first, k_second = _kept(a * c - b * s, IS_FP8), _kept(b * c + a * s, IS_FP8)
-        if IS_LATENT:
-            first, second, nope = _kept(first, IS_FP8), _kept(second, IS_FP8), _kept(nope, IS_FP8)
-            # One row v_rot | nope | k_rot: V is its first H columns, K its last H.
-            rows = k_out + (token * G + heads)[:, None] * WIDTH
-            _store_parts(rows, first, second, nope, mask, 0, R, H, R, BLOCK_P)
-            _store_columns(rows, k_first, H, R // 2, mask, R // 2)
-            _store_columns(rows, k_second, H + R // 2, R // 2, mask, R // 2)
-            if HAS_STORE:
-                _store_parts(cache_rows, first, second, nope, is_stored, 0, R, H, R, BLOCK_P)
-                _store_columns(cache_rows, k_first, H, R // 2, is_stored, R // 2)
-                _store_columns(cache_rows, k_second, H + R // 2, R // 2, is_stored, R // 2)
-        else:
-            k_rows = k_out + (token * G + heads)[:, None] * H
-            v_rows = v_out + (token * G + heads)[:, None] * H
-            k_nope = _kept(nope * w_nope, IS_FP8)
-            _store_parts(k_rows, k_first, k_second, k_nope, mask, NOPE, 0, H, R, BLOCK_P)
-            if HAS_STORE:
-                _store_parts(cache_rows, k_first, k_second, k_nope, is_stored, NOPE, 0, H, R, BLOCK_P)
-            if not K_EQ_V:
-                first, second, nope = _load_projected(
-                    base + (N + G) * H, heads, is_head, part_stride, NUM_PARTS, 0, R, H, R, BLOCK_P
-                )
-                if NORM_V:
-                    scale = _scales(first, second, nope, H, R, eps)
-                    first, second, nope = first * scale, second * scale, nope * scale
-            first, second, nope = _kept(first, IS_FP8), _kept(second, IS_FP8), _kept(nope, IS_FP8)
-            _store_parts(v_rows, first, second, nope, mask, 0, R, H, R, BLOCK_P)
-            if HAS_STORE:
-                _store_parts(cache_rows + plane_stride, first, second, nope, is_stored, 0, R, H, R, BLOCK_P)
+        _prepare_keys_values(
+            base, weight, cos, sin, slots, planes, k_out, v_out, token, half, heads,
+            part_stride, plane_stride, page_stride, head_stride, page_tokens, N, G, H, R, WIDTH, eps,
+            K_EQ_V, IS_LATENT, NORM_V, IS_FP8, HAS_STORE, HEADS, BLOCK_P, NUM_PARTS, PDL,
+        )  # fmt: skip
 
 
 def describe_rope(positions_T: Tensor, inv_freq: Tensor, turn: Rope, pdl: bool) -> Launch:

@@ -1,0 +1,39 @@
+"""Files and functions of the package are short enough to be read in one go. GPU kernels are functions like any other."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import culet
+
+ROOT = Path(culet.__file__).parent
+FILE_LINES = 500
+FUNCTION_LINES = 80
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def long_functions(source: str) -> list[str]:
+    """Names and lengths of the functions that are too long, decorators not counted."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > FUNCTION_LINES:
+                found.append(f"{node.name} has {length} lines")
+    return found
+
+
+def test_the_measure() -> None:
+    line = "        pass\n"
+    assert long_functions("@cut\ndef short():\n" + line * (FUNCTION_LINES - 1)) == []
+    assert long_functions("class A:\n    async def long():\n" + line * FUNCTION_LINES) == ["long has 81 lines"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_files_and_functions_are_short(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= FILE_LINES
+    assert long_functions(source) == []
