@@ -4,12 +4,14 @@ A drafter comes in two parts. Its **DrafterSpec** holds what its config says and
 show it; `DRAFTERS` names the class by method, `open_drafter` opens it. `DrafterSpec.build` loads the weights and gives the
 **Drafter**, which the runner calls in every round:
 
-    the target's forward pass -> commit(its batch, tapped) -> draws, accepted drafts -> propose(draft batch) -> the next step
+    the target's forward pass -> commit(what it tapped) -> draws, accepted drafts -> propose(draft batch) -> the next step
 
-`commit` is part of the captured graph of a decode or verify step, `propose` is a graph of its own, replayed at other lengths.
-So on a GPU both only launch: no branch on a value on the device, no copy to the host or from it, no tensor that is kept from
-call to call. What a backend plans on the host once a round must follow from shapes alone. A batch may be padded: rows behind
-the real ones have length 1, page tables of the spare page, and proposals that nobody reads.
+`commit` writes the drafter's own KV, if it has any (`group`): of a prompt's tokens and of drafts in their own step, of others
+perhaps many steps later, but always before `propose` or another sequence could read it (`runner/late.py`). It is part of the
+captured graph of a verify step and a graph of its own; `propose` is another, replayed at other lengths. So on a GPU both only
+launch: no branch on a value on the device, no copy to the host or from it, no tensor that is kept from call to call. What a
+backend plans on the host once a round must follow from shapes alone. A batch may be padded: rows behind the real ones have
+length 1, page tables of the spare page, and proposals that nobody reads; tokens that pad `commit` are written nowhere.
 
 Shapes: R sequences that drew in a step, padding included · K proposals of each · T new tokens of a step · D model.
 """
@@ -29,7 +31,7 @@ if TYPE_CHECKING:  # this module is read by `culet plan`, which does without tor
     from torch import Tensor
 
     from culet.attention.base import AttentionBackend
-    from culet.attention.batch import ForwardBatch, GroupBatch
+    from culet.attention.batch import GroupBatch
     from culet.cache.pool import Pool
     from culet.config import DraftChoice
     from culet.models.gemma4 import Gemma4
@@ -60,14 +62,18 @@ class DraftBatch:
 class Drafter(Protocol):
     """Proposes tokens from what the target's forward pass leaves behind."""
 
-    taps: tuple[int, ...]  # target layers whose output to keep; -1 is the hidden state after the final norm
+    taps: tuple[int, ...]  # target layers whose output its own KV is made of
+    group: KVGroup | None  # of its own KV; None: it has none, and `commit` is never called
     max_drafts: int  # most tokens it proposes for a sequence
 
     def weight_shapes(self) -> list[tuple[int, ...]]:
         """Of all its weights: with the method, what its kernels are compiled for."""
 
-    def commit(self, batch: ForwardBatch, pool: Pool, tapped: Mapping[int, Tensor]) -> None:
-        """After every forward pass of the target: write its own KV of the step's tokens. Rejected ones are written again."""
+    def commit(self, tapped: Mapping[int, Tensor], positions_T: Tensor, slot_T: Tensor, pool: Pool) -> None:
+        """Write its own KV of tokens, made of what was tapped, to the slots of its group (-1: nowhere).
+
+        The tokens may be of several sequences and steps. Rejected drafts are written over by what comes in their place.
+        """
 
     def propose(self, batch: DraftBatch, pool: Pool, num_drafts: int) -> Tensor:
         """Proposals for the tokens after the newest one of each sequence: int64 [R, num_drafts]."""

@@ -1,8 +1,8 @@
-"""DFlash at work: context keys and values after every step of the target, and one pass over a block of masks a round.
+"""DFlash at work: context keys and values of what the target has computed, and one pass over a block of masks a round.
 
 A block is the newest token, which has no KV yet, and masks at the positions after it. Its keys and values are written behind
 the context, into pages that the scheduler keeps ready there (`KVSpec.ahead`), so that attention reads every key from pages and
-depends on shapes alone. They mean nothing afterwards: the next step's `commit` writes the context of the same positions.
+depends on shapes alone. They mean nothing afterwards: `commit` writes the context of the same positions before the next block.
 
 Shapes: R sequences · K tokens of a block · T = R * K · D model.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
 from culet.cache.pool import Pool
+from culet.cache.spec import KVGroup
 from culet.drafters.base import DraftBatch
 from culet.models.dflash import DFlashModel
 from culet.models.dflash_spec import DFlashLayer
@@ -39,7 +40,7 @@ class DFlashDrafter:
     def __init__(self, model: DFlashModel, backend: AttentionBackend, *, max_drafts: int) -> None:
         """`backend` is the one that was planned for the drafter's group."""
         self.model, self.taps, self.max_drafts = model, model.spec.taps, max_drafts
-        self.group = backend.group
+        self.group: KVGroup = backend.group
         kinds = {mask: _kind(mask, backend) for mask in dict.fromkeys(model.spec.layers)}
         self._kinds = list(kinds.values())
         self._kind_of = [self._kinds.index(kinds[mask]) for mask in model.spec.layers]  # by layer
@@ -47,9 +48,9 @@ class DFlashDrafter:
     def weight_shapes(self) -> list[tuple[int, ...]]:
         return [tuple(weight.shape) for weight in self.model.parameters()]
 
-    def commit(self, batch: ForwardBatch, pool: Pool, tapped: Mapping[int, Tensor]) -> None:
-        """Write the context keys and values of the step's tokens, drafts included: rejected ones are written again."""
-        self.model.commit(tapped, batch.positions_T, batch.groups[self.group.index].slot_T, pool)
+    def commit(self, tapped: Mapping[int, Tensor], positions_T: Tensor, slot_T: Tensor, pool: Pool) -> None:
+        """Write context keys and values. They depend on no other token, so it matters not when."""
+        self.model.commit(tapped, positions_T, slot_T, pool)
 
     def propose(self, batch: DraftBatch, pool: Pool, num_drafts: int) -> Tensor:
         """The likeliest token at each of the first `num_drafts` masks of every block: int64 [R, num_drafts]."""

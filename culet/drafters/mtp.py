@@ -36,6 +36,7 @@ class MTPDrafter:
     """An assistant beside its target."""
 
     taps: tuple[int, ...] = ()
+    group = None  # the target's KV is all it reads
 
     def __init__(
         self,
@@ -53,8 +54,8 @@ class MTPDrafter:
     def weight_shapes(self) -> list[tuple[int, ...]]:
         return [tuple(weight.shape) for weight in self.assistant.parameters()]
 
-    def commit(self, batch: ForwardBatch, pool: Pool, tapped: Mapping[int, Tensor]) -> None:
-        """Nothing: the target's KV is all it reads."""
+    def commit(self, tapped: Mapping[int, Tensor], positions_T: Tensor, slot_T: Tensor, pool: Pool) -> None:
+        """Nothing: it has no KV."""
 
     def propose(self, batch: DraftBatch, pool: Pool, num_drafts: int) -> Tensor:
         """The likeliest token, then the one after it, and so on: int64 [R, num_drafts]."""

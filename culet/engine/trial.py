@@ -83,6 +83,7 @@ class Trial:
                     fixed.run(self._plan(shapes), bucket)
                     self._rehearse_draws(runner, bucket)
                 self._rehearse_rounds(runner)
+                self._rehearse_late(runner)
         torch.cuda.synchronize(self.model.device)
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
@@ -101,6 +102,7 @@ class Trial:
             for bucket in (one for one in fixed.buckets if one.num_rows in num_seqs):
                 runner.launch(self._verify_plan(bucket.num_rows, bucket.num_queries))
             self._rehearse_rounds(runner, num_seqs)
+            self._rehearse_late(runner)
         torch.cuda.synchronize(self.model.device)
 
     def _rehearse_draws(self, runner: Runner, bucket: Bucket) -> None:
@@ -114,6 +116,12 @@ class Trial:
             for shape in runner.drafting.fixed.shapes:
                 if num_seqs is None or shape[0] in num_seqs:
                     runner.drafting.fixed.rehearse(shape)
+
+    def _rehearse_late(self, runner: Runner) -> None:
+        """What a drafter's own KV is written by, late."""
+        if runner.features is not None:
+            for size in runner.features.sizes:
+                runner.features.rehearse(size)
 
     def _drafter_facts(self) -> object:
         """What the drafter's kernels depend on."""
@@ -185,6 +193,9 @@ class Trial:
         if drafting is not None and (rounds := drafting.fixed) is not None:
             total += self._measure_graphs(rounds.shapes, lambda shape: rounds.capture(captures, [shape]))
             drafting.fixed = None
+        if (features := runner.features) is not None:
+            total += self._measure_graphs(features.sizes, lambda size: features.capture(captures, [size]))
+            features.drop_fixed_sizes()
         runner.fixed = None
         return total
 

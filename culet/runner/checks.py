@@ -9,21 +9,50 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from culet import env
 from culet.cache.spec import CacheLayout, KVGroup
 from culet.errors import InternalError
 from culet.types import Row, StepPlan
 
+if TYPE_CHECKING:
+    from culet.runner.late import LateWrite
+
 
 def check_step(plan: StepPlan, layout: CacheLayout, *, num_slots: int, room: int, num_slabs: int | None) -> None:
     """Refuse a step that would read or write outside of its pages or of the `room` tokens of a slot."""
-    fault = next(_faults(plan, layout, num_slots, room, num_slabs), None)
+    _refuse(plan, layout, next(_faults(plan, layout, num_slots, room, num_slabs), None))
+
+
+def check_late(
+    plan: StepPlan, late: Sequence[LateWrite], layout: CacheLayout, group: KVGroup, *, num_slabs: int | None
+) -> None:
+    """Refuse to write a drafter's KV of earlier tokens, before or behind `plan`, outside of their pages."""
+    _refuse(plan, layout, next(_late_faults(late, group, num_slabs), None))
+
+
+def _refuse(plan: StepPlan, layout: CacheLayout, fault: str | None) -> None:
     if fault is not None:
         raise InternalError(f"step {plan.step_id}: {fault}", hint=f"the step is in {_dump(plan, layout, fault)}; report it")
+
+
+def _late_faults(late: Sequence[LateWrite], group: KVGroup, num_slabs: int | None) -> Iterator[str]:
+    limit = "?" if num_slabs is None else str(num_slabs - 1)
+    for one in late:
+        where = f"group {group.name} (layers {_span(group.layers)}), slot {one.slot}, late"
+        end, last = one.first + one.count, (one.table.first + len(one.table.pages)) * group.page_tokens - 1
+        if not 0 <= one.first < end <= last + 1:
+            yield f"{where}: positions {one.first} to {end - 1}, pages end at {last}"
+        elif (seen := group.first_visible(end)) < one.table.first * group.page_tokens:
+            yield f"{where}: pages begin at {one.table.first * group.page_tokens}, the next token sees position {seen}"
+        else:
+            for position, place in one.places(group.page_tokens):
+                if place < 0 or (num_slabs is not None and place >= num_slabs * group.page_tokens):
+                    yield f"{where}: position {position} in page {place // group.page_tokens}, expected 0 to {limit}"
 
 
 def _faults(plan: StepPlan, layout: CacheLayout, num_slots: int, room: int, num_slabs: int | None) -> Iterator[str]:

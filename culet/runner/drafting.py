@@ -19,6 +19,7 @@ from torch import Tensor
 from culet.attention.batch import ForwardBatch, GroupBatch
 from culet.cache.pool import Pool
 from culet.drafters.base import DraftBatch, Drafter
+from culet.kernels.replay import replayed
 from culet.kernels.staging import Staged
 from culet.runner.graphs import Captures, FixedSteps, bucket_sizes
 
@@ -199,7 +200,8 @@ class FixedDrafts:
 
     def _propose(self, taken: _Round) -> Tensor:
         hidden_RD = self.hidden_SD[: taken.num_rows]
-        return propose(self.drafter, self.pool, self.tokens_SL, taken.facts_4R, hidden_RD, taken.groups, taken.num_drafts)
+        with replayed():
+            return propose(self.drafter, self.pool, self.tokens_SL, taken.facts_4R, hidden_RD, taken.groups, taken.num_drafts)
 
     @torch.inference_mode()
     def rehearse(self, shape: tuple[int, int]) -> None:

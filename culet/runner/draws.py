@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from culet.kernels.dispatch import for_device
+from culet.kernels.replay import replayed
 from culet.kernels.staging import RepeatedCopy, Staged
 from culet.kernels.triton.sampling import RowSettings
 from culet.runner.drafting import FixedDrafts
@@ -26,7 +27,7 @@ from culet.sampling.on_gpu import is_served, stage_settings
 from culet.sampling.sampler import biases_of
 from culet.types import Sampling
 
-MAX_TOKENS = 64  # of a bucket whose draws get a graph: in a larger step the host has time
+MAX_TOKENS = 128  # of a bucket whose draws get a graph: in a larger step the host has time
 MAX_BIASES = 256
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, 0, None, None)  # what padding draws by
 NOT_FORCED = -1
@@ -108,7 +109,8 @@ class FixedDraws:
         assert step.hidden is not None, "no step has run in this bucket"
         last_TD, placed, begin_B1 = step.hidden.last_LD, step.following, step.batch.row_begin_B1
         tokens_SL = self.steps.tokens_SL
-        logits_TV = self.steps.model.logits(last_TD)
+        with replayed():
+            logits_TV = self.steps.model.logits(last_TD)
         self.ops.add_bias(logits_TV, *taken.biases)
         drawn_T = self.draw(logits_TV, taken.columns, placed.positions_R)
         self.ops.settle_draws(

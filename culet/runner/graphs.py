@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,10 +26,13 @@ from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
 from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup
-from culet.drafters.base import Drafter
+from culet.kernels.replay import replayed
 from culet.kernels.staging import Staged
 from culet.models.gemma4 import Gemma4, Hidden
 from culet.types import PageTable, Row, StepPlan
+
+if TYPE_CHECKING:
+    from culet.runner.late import Features  # it needs Captures
 
 FIRST_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128)
 SIZE_STEP = 32  # from the last of them on
@@ -134,6 +137,7 @@ class FixedStep:
     flat_T: Tensor  # int64; where each token's id stands among all slots' tokens
     following: Placed  # of padding: in the spare slot
     batch: ForwardBatch
+    ring_T: Tensor | None  # int64; where the drafter's features of each token are kept, if they are
     graph: torch.cuda.CUDAGraph | None = None
     hidden: Hidden | None = None  # of all tokens; a captured step leaves it always in the same place
 
@@ -176,11 +180,11 @@ class FixedSteps:
         tokens_SL: Tensor,
         *,
         query_counts: Sequence[int] = (1,),
-        drafter: Drafter | None = None,
+        features: Features | None = None,
     ) -> None:
-        """`tokens_SL` has a spare slot behind the others."""
+        """`tokens_SL` has a spare slot behind the others. `features` are what a drafter makes its own KV of."""
         assert pool.spare_page is not None, "rows that pad a batch need the pool's spare page"
-        self.model, self.pool, self.backends, self.drafter = model, pool, backends, drafter
+        self.model, self.pool, self.backends, self.features = model, pool, backends, features
         self.tokens_SL, self._spare = tokens_SL, pool.spare_page
         num_slots, max_len = tokens_SL.shape[0] - 1, tokens_SL.shape[1]
         self.buckets = [Bucket(queries, size) for queries in sorted(query_counts) for size in bucket_sizes(num_slots)]
@@ -244,9 +248,13 @@ class FixedSteps:
 
     def _forward(self, step: FixedStep, batch: ForwardBatch) -> Hidden:
         step.batch.token_ids_T.copy_(self.tokens_SL.view(-1).index_select(0, step.flat_T))
-        hidden = self.model.forward(batch, self.pool, self.backends, () if self.drafter is None else self.drafter.taps)
-        if self.drafter is not None:
-            self.drafter.commit(batch, self.pool, hidden.tapped)
+        features = self.features
+        with replayed():
+            hidden = self.model.forward(batch, self.pool, self.backends, () if features is None else features.drafter.taps)
+        if features is not None and step.ring_T is not None:
+            features.keep(hidden.tapped, step.ring_T)
+        elif features is not None:
+            features.commit(batch, hidden.tapped)
         return hidden
 
     def _make_step(self, bucket: Bucket) -> FixedStep:
@@ -271,7 +279,8 @@ class FixedSteps:
             ),
             tail=None,
         )
-        return FixedStep(bucket, buffer, sent["flat"], Placed(bucket, sent["next_position"], sent["next_flat"]), batch)
+        following = Placed(bucket, sent["next_position"], sent["next_flat"])
+        return FixedStep(bucket, buffer, sent["flat"], following, batch, sent.get("ring"))
 
     def forget_tables(self) -> None:
         """Somebody has written to `tables`: the next step fills them anew."""
@@ -284,10 +293,10 @@ class FixedSteps:
         slot_B = np.array([row.slot for row in rows], dtype=np.int64)
         context_B = np.zeros(bucket.num_table_rows, dtype=np.int64)
         context_B[:num_rows] = [row.start for row in rows]
-        base_B = np.full(bucket.num_table_rows, (self.tokens_SL.shape[0] - 1) * width, dtype=np.int64)  # the spare slot
-        base_B[:num_rows] = slot_B * width
-        position_T = shape.offset_T + context_B[row_T]
-        flat_T = position_T + base_B[row_T]
+        owner_B = np.full(bucket.num_table_rows, self.tokens_SL.shape[0] - 1, dtype=np.int64)  # the spare slot
+        owner_B[:num_rows] = slot_B
+        position_T, owner_T = shape.offset_T + context_B[row_T], owner_B[row_T]
+        flat_T = position_T + owner_T * width
         staged = Staged()
         staged.add("flat", flat_T)
         staged.add("position", position_T)
@@ -295,6 +304,8 @@ class FixedSteps:
         staged.add("next_position", (position_T + 1).astype(np.int32))
         staged.add("begin", shape.begin_B1)
         staged.add("context", context_B.astype(np.int32))
+        if self.features is not None and bucket.num_queries == 1:
+            staged.add("ring", owner_T * self.features.room + position_T % self.features.room)
         real_T, position = row_T[:num_tokens], position_T[:num_tokens]
         tables = []
         for table in self._rows:

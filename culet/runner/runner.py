@@ -25,12 +25,13 @@ from culet.cache.pool import Pool
 from culet.drafters.base import Drafter
 from culet.kernels.staging import HostCopy, on_device
 from culet.models.gemma4 import Gemma4, Hidden
-from culet.runner.checks import check_step
+from culet.runner.checks import check_late, check_step
 from culet.runner.clock import DeviceClock
 from culet.runner.constrained import Constraints, StepMasks, Watched
 from culet.runner.drafting import Drafting, Drawer, draft_lengths
 from culet.runner.fill import fill
 from culet.runner.graphs import Bucket, Captures, FixedSteps, Placed
+from culet.runner.late import Features, LateWrite
 from culet.sampling.logprobs import LogprobTensors, as_mappings, compute_logprobs
 from culet.sampling.sampler import History, sample
 from culet.sampling.verify import Accept, count_accepted, force_accepted
@@ -95,6 +96,8 @@ class Runner:
         self.clock = DeviceClock(model.device)  # of steps that verify drafts, and of drafting
         self.accept: Accept = count_accepted
         self.drafting = None if drafter is None else Drafting(drafter, pool, self.tokens_SL)
+        # What the drafter makes KV of its own of, if it has any.
+        self.features = None if drafter is None else Features.make(drafter, pool, max_num_seqs + 1, model.embedding[0])
         self._entries: list[Entry | None] = [None] * max_num_seqs
         self._constraints: Constraints | None = None  # grammars of sequences, once `use_grammars` was called
         self._sample = _sampler_for(model.device)
@@ -109,8 +112,10 @@ class Runner:
             self.backends,
             self.tokens_SL,
             query_counts=(1, *(count + 1 for count in counts)),
-            drafter=drafter,
+            features=self.features,
         )
+        if self.features is not None:
+            self.features.use_fixed_sizes()
         rounds = None if self.drafting is None else self.drafting.use_fixed_rounds(self.fixed)
         if self.model.device.type == "cuda":
             from culet.kernels.triton.sampling import draw
@@ -123,7 +128,7 @@ class Runner:
         """Capture every step of a fixed shape, and every drafting round; returns how many graphs that are."""
         assert self.fixed is not None, "no steps of fixed shapes were made"
         rounds = None if self.drafting is None else self.drafting.fixed
-        parts = [part for part in (self.fixed, self.draws, rounds) if part is not None]
+        parts = [part for part in (self.fixed, self.draws, rounds, self.features) if part is not None]
         for part in parts:
             part.capture(captures)
         return sum(part.num_captured for part in parts)
@@ -149,6 +154,8 @@ class Runner:
         if env.CHECK_PAGES.is_set():
             num_slots, room = self.tokens_SL.shape[0] - 1, self.tokens_SL.shape[1]
             check_step(plan, self.pool.layout, num_slots=num_slots, room=room, num_slabs=self.pool.num_slabs)
+        if self.features is not None:
+            self._write_late(plan, self.features.ledger.left(plan))
         self._enter(plan.entries)
         self.pool.copy_pages(plan.copies)
         if not plan.rows:
@@ -166,12 +173,14 @@ class Runner:
                 self._append(groups, tokens_R, placed)
         if settled is not None:
             copy = settled.copy.send()
+            self._write_due(plan)
             num_proposed = self._propose(forward, groups, settled.accepted_R, settled)
             return Pending(plan.step_id, groups, copy, True, [], {}, num_proposed)
         parts = [*scored, *(part for parts in prompts.values() for part in parts)]
         tensors = [tensor for part in parts for tensor in (part.tensors.chosen_L, part.tensors.top_LK, part.tensors.top_ids_LK)]
         # Before the drafter: the next step is planned while it drafts.
         copy = HostCopy([tokens_R, *([] if accepted_G is None else [accepted_G]), *tensors])
+        self._write_due(plan)
         num_proposed = self._propose(forward, groups, accepted_G)
         watched, proposals = None, HostCopy([])
         if self._constraints is not None and masks is not None:
@@ -191,10 +200,10 @@ class Runner:
             return _Forward(None, lambda: (*fixed.left(plan, bucket)[:2], None))
         batch = fill(plan, self.pool.layout, self.tokens_SL, self.tokens_SL.device, num_slabs=self.pool.num_slabs)
         self.model.plan(batch, self.pool, self.backends)
-        taps = self.drafter.taps if self.drafter is not None else ()
-        hidden = self.model.forward(batch, self.pool, self.backends, taps)
-        if self.drafter is not None:
-            self.drafter.commit(batch, self.pool, hidden.tapped)
+        features = self.features
+        hidden = self.model.forward(batch, self.pool, self.backends, () if features is None else features.drafter.taps)
+        if features is not None:
+            features.leave(plan.rows, batch, hidden.tapped)
         return _Forward(None, lambda: (batch, hidden, None))
 
     def _enter(self, entries: Sequence[Entry]) -> None:
@@ -313,6 +322,18 @@ class Runner:
         else:
             places_R = placed.places_R
         self.tokens_SL.view(-1).index_copy_(0, places_R, tokens_R.to(self.tokens_SL.dtype))
+
+    def _write_due(self, plan: StepPlan) -> None:
+        """Before the drafter proposes: its own KV of what it may read."""
+        if self.features is not None:
+            self._write_late(plan, self.features.ledger.due(plan.rows))
+
+    def _write_late(self, plan: StepPlan, late: Sequence[LateWrite]) -> None:
+        if not late or self.features is None:
+            return
+        if env.CHECK_PAGES.is_set():
+            check_late(plan, late, self.pool.layout, self.features.group, num_slabs=self.pool.num_slabs)
+        self.features.write(late)
 
     def _propose(
         self, forward: _Forward, groups: Sequence[_Group], accepted_G: Tensor | None, settled: Settled | None = None

@@ -5,7 +5,8 @@ drafting round goes before it. The k with the most tokens per second is taken, d
 
 What a round costs, in steps without drafts, follows from sizes first, then from times of real steps. Times drift with the
 machine, so only those taken close together are compared: where nobody drafts, a few rounds in a row are tried now and then, so
-seldom that they cost no more than a hundredth; where drafting goes on, a few steps without are.
+seldom that they cost no more than a hundredth, and more seldom where nothing at all is accepted; where drafting goes on, a few
+steps without are.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ KEPT_GAIN = 1.01  # and ends where it promises less: each change costs some time
 IN_A_ROW = 6  # rounds of a trial; steps without drafts between rounds
 CHANGE = 2.0  # what a trial costs besides its rounds, in steps: nothing is planned ahead where it begins and ends
 TRIAL_SHARE = 0.01  # of the time, for trials where nobody drafts
-MIN_REST = 64  # steps between such trials,
-FIRST_REST = 8  # unless it is not known what a round takes in a batch of this size
+IN_VAIN = 24  # rounds of single sequences, all drafts of all of them refused, after which hardly any is worth its time:
+PATIENCE = 4  # trials are so much more seldom, and new sequences are believed to be like the last ones
+MIN_REST = 64  # steps between trials,
+FIRST_REST = 8  # or of a batch of one size, where it is not known what a round takes in it
 LOOK_AFTER = 512  # rounds between looks at steps without drafts,
 LOOK_SOON = 128  # or fewer where little is won: it may be a mistake
 LITTLE = 1.3
@@ -165,6 +168,8 @@ class DraftPolicy:
         self._corrections: dict[int, float] = {}  # by size: how much more a round adds to a step than the model says
         self._seen_plain: set[int] = set()  # sizes that have run without drafts
         self._num_timed = 0
+        self._in_vain = 0  # rounds of sequences since any draft was accepted
+        self._size, self._stayed = 0, 0.0  # of the batch, and steps since it was another
         # Each in steps; every sequence of a batch adds its share.
         self._rested = 0.0  # since anybody drafted
         self._drafted = 0.0  # since the last look at steps without drafts
@@ -196,6 +201,7 @@ class DraftPolicy:
     def note(self, pace: Pace, num_drafts: int, num_accepted: int) -> None:
         """A verify of one sequence has come back."""
         pace.note(num_drafts, num_accepted)
+        self._in_vain = 0 if num_accepted else self._in_vain + 1
         self._of_all.tried = DECAY_OF_ALL * self._of_all.tried + min(num_drafts, num_accepted + 1)
         self._of_all.accepted = DECAY_OF_ALL * self._of_all.accepted + num_accepted
 
@@ -231,12 +237,14 @@ class DraftPolicy:
     def wanted(self, pace: Pace, num_seqs: int) -> int:
         """Drafts for the next step of a sequence among `num_seqs` that run."""
         prior = self._of_all.acceptance(START_ACCEPTANCE)
-        if pace.tried < PRIOR_WEIGHT:
+        if pace.tried < PRIOR_WEIGHT and not self._is_vain:
             prior = max(prior, LEAST_PRIOR)
         acceptance = round(pace.acceptance(prior), 2)
         count = self._best(num_seqs, acceptance, KEPT_GAIN if pace.is_drafting else LEAST_GAIN)
         pace.is_drafting = count > 0
         share = 1.0 / num_seqs
+        self._stayed = self._stayed + share if _size(num_seqs) == self._size else share
+        self._size = _size(num_seqs)
         if self._trial_left > 0.0:
             self._trial_left -= share
             return count or self._trial(num_seqs)
@@ -245,7 +253,7 @@ class DraftPolicy:
             return 0
         if count == 0:
             self._rested += share
-            if self._rested < (FIRST_REST if self._is_unknown(num_seqs) else self._rest(num_seqs)):
+            if not self._is_rested(num_seqs):
                 return 0
             self._rested, self._trial_left = 0.0, IN_A_ROW - share
             return self._trial(num_seqs)
@@ -255,6 +263,17 @@ class DraftPolicy:
             self._drafted, self._look_left = 0.0, IN_A_ROW - share
             return 0
         return count
+
+    def _is_rested(self, num_seqs: int) -> bool:
+        """Whether it is time for a trial."""
+        if self._is_vain:
+            return self._rested >= PATIENCE * self._rest(num_seqs)
+        return self._rested >= self._rest(num_seqs) or (self._is_unknown(num_seqs) and self._stayed >= FIRST_REST)
+
+    @property
+    def _is_vain(self) -> bool:
+        """Whether of many drafts none was accepted."""
+        return self._in_vain >= IN_VAIN
 
     def _must_look(self, num_seqs: int, acceptance: float, count: int) -> bool:
         """Whether it is time to see again what steps take without drafts."""

@@ -28,6 +28,7 @@ from culet.models.gemma4 import Gemma4
 from culet.models.tiny import write_checkpoint
 from culet.models.weights import load_model
 from culet.runner.runner import Runner
+from culet.scheduler.pace import Pace
 from culet.scheduler.scheduler import Scheduler
 from culet.types import Request
 from tests.samplings import GREEDY
@@ -59,6 +60,23 @@ def make_pair(folder: Path, shape: str, device=CPU, target_overrides=None, **ove
     drafter = write_dflash(folder / "drafter", checkpoint.spec, overrides=TINY | own | overrides, dtype=torch.float32, seed=3)
     model = load_model(checkpoint, dtype=torch.float32, device=device, progress=False)
     return Pair(model, drafter, DFlashSpec.open(DraftChoice("dflash", str(drafter)), checkpoint.spec))
+
+
+class Pauses:
+    """In the place of a policy: drafts are wanted for a while, and then for a longer while not."""
+
+    def __init__(self, drafting: int = 3, pause: int = 11) -> None:
+        self.drafting, self.pause, self.num_asked = drafting, pause, 0
+
+    def wanted(self, pace: Pace, num_seqs: int) -> int:
+        self.num_asked += 1
+        return 3 if self.num_asked % (self.drafting + self.pause) < self.drafting else 0
+
+    def note(self, pace: Pace, num_drafts: int, num_accepted: int) -> None:
+        pass
+
+    def took(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
+        pass
 
 
 @dataclass
@@ -117,6 +135,8 @@ class Rig:
         backend=ReferenceBackend,  # of the drafter
         target_backend=ReferenceBackend,
         longest=0,  # the cache holds little more than one sequence of so many tokens
+        policy=None,
+        ahead=False,  # steps are planned before the result of the one before is applied
     ):
         model = pair.model
         specs = model.spec.kv_specs(4) + (pair.spec.kv_specs(4) if drafts else [])
@@ -140,7 +160,9 @@ class Rig:
             max_model_len=MAX_LEN,
             prefix_caching=prefix_caching,
             max_drafts=self.drafter.max_drafts if self.drafter else 0,
+            policy=policy,
         )
+        self.ahead = ahead
         self.runner = Runner(model, self.pool, own, max_num_seqs=max_num_seqs, max_model_len=MAX_LEN, drafter=self.drafter)
         if self.drafter:
             self.drafter.watch(self.runner.tokens_SL, told or {}, is_wrong)
@@ -151,7 +173,7 @@ class Rig:
 
     def run(self, *requests: Request, cancel_at: dict[int, str] | None = None) -> dict[tuple[str, int], list[int]]:
         """Tokens by (request id, sample); `cancel_at` ends requests after so many steps."""
-        return run_to_end(self.scheduler, self.runner.execute, *requests, cancel_at=cancel_at)
+        return run_to_end(self.scheduler, self.runner.execute, *requests, cancel_at=cancel_at, ahead=self.ahead)
 
     def check_pages(self) -> None:
         check_pages(self.scheduler)

@@ -3,6 +3,9 @@
 The KV of a token is stood for by (position, hash of all tokens up to it), since that is what it depends on in a deep model.
 A page that was recycled, shared wrongly, copied too early or not stored thus shows up as a wrong key. Tokens are drawn by
 a hash of (all tokens before, seed, sample), so the output of a request must not depend on how it was scheduled.
+
+A group with pages ahead is a drafter's: it is written late where the real runner's ledger says so, and read where proposals are
+wanted.
 """
 
 from __future__ import annotations
@@ -11,9 +14,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from culet.cache.spec import CacheLayout, KVGroup
+from culet.runner.late import LateWrite, Ledger, keeps
 from culet.types import Drawn, Entry, Request, Row, Sampling, StepPlan, StepResult
 
 VOCAB = 50
+ROOM = 3  # of a drafter's rings
 STOP = 0
 Key = tuple[int, int, int]  # page, group, offset
 
@@ -77,9 +82,13 @@ class FakeRunner:
         self.counts: Counter[str] = Counter()
         self.rows: list[Row] = []  # of the last plan
         self._last_step = -1
+        self.ledgers = [Ledger(group.index, ROOM) for group in layout.groups if group.ahead]
+        self.rings: dict[tuple[int, int, int], tuple[int, int]] = {}  # group, slot, place -> KV
 
     def execute(self, plan: StepPlan) -> StepResult:
         self._check_plan(plan)
+        for ledger in self.ledgers:
+            self._write_late(ledger, ledger.left(plan), "left")
         for entry in plan.entries:
             self.slots[entry.slot] = Slot(entry, list(entry.token_ids))
         self._copy(plan.copies)
@@ -92,7 +101,10 @@ class FakeRunner:
         drawn: list[Drawn] = []
         for row in plan.rows:
             drawn += self._draw(row)
+        for ledger in self.ledgers:
+            self._write_late(ledger, ledger.due(plan.rows), "due")
         for row in plan.rows:
+            self._read_context(row)
             self._scribble(row)
         scores = {row.slot: self._score(row) for row in plan.rows if row.is_prompt_logprobs}
         return StepResult(plan.step_id, tuple(drawn), scores)
@@ -147,19 +159,48 @@ class FakeRunner:
                 rule = max(row.start, end - group.window - max(row.num_logits, 1) + 1)
             assert row.start <= store_from <= rule  # earlier where a resume point lies within the row: see `audit`
             self.counts["holes"] += store_from > row.start
+            if group.ahead and keeps(self.rows):
+                assert store_from == row.start
+                self.rings[group.index, row.slot, row.start % ROOM] = row.start, hashes[row.start]
+                continue
             for position in range(store_from, end):
                 key = self._at(row, group, position)
-                page, _, offset = key
                 assert written.setdefault(key, row.slot) == row.slot, f"{key} written by two rows"
-                if self.page_group[page] != group.index:  # the slab's bytes now mean something else
-                    self.page_group[page], self.memory[page] = group.index, {}
-                self.memory[page][offset] = (position, hashes[position])
+                self._put(key, (position, hashes[position]))
+
+    def _put(self, key: Key, value: tuple[int, int]) -> None:
+        page, group, offset = key
+        if self.page_group[page] != group:  # the slab's bytes now mean something else
+            self.page_group[page], self.memory[page] = group, {}
+        self.memory[page][offset] = value
+
+    def _write_late(self, ledger: Ledger, late: list[LateWrite], why: str) -> None:
+        """A drafter's KV of tokens of earlier steps, out of the rings."""
+        size = self.layout.groups[ledger.group].page_tokens
+        for one in late:
+            assert 0 < one.count <= ROOM
+            for position, place in one.places(size):
+                self._put((place // size, ledger.group, place % size), self.rings[ledger.group, one.slot, position % ROOM])
+            self.counts[f"late tokens, {why}"] += one.count
+
+    def _read_context(self, row: Row) -> None:
+        """What a drafter with pages of its own reads before it proposes: its KV of all tokens but the newest."""
+        for group in self.layout.groups if row.num_wanted else ():
+            hashes = self.slots[row.slot].hashes_of(self.slots[row.slot].tokens)
+            end = len(hashes) - 1
+            for position in range(group.first_visible(end), end) if group.ahead else ():
+                page, _, offset = self._at(row, group, position)
+                got = self.memory[page].get(offset) if self.page_group[page] == group.index else None
+                assert got == (position, hashes[position]), f"slot {row.slot} drafts from a wrong key of position {position}"
+                self.counts["drafted keys"] += 1
 
     def _read(self, row: Row, written: dict[Key, int]) -> None:
         """Every key that must come from pages: the context of all queries, and for the tail the row's own keys too."""
         end = row.start + row.num_new
         hashes = self.slots[row.slot].hashes_of(self._tokens_of(row))
         for group in self.layout.groups:
+            if group.ahead:
+                continue  # read by the drafter alone
             context = range(group.first_visible(row.start), row.start)
             tail = range(group.first_visible(end - row.num_logits), end) if row.num_logits else ()
             for position in sorted({*context, *tail}):
@@ -176,10 +217,7 @@ class FakeRunner:
         for group in self.layout.groups if row.draw_slots else ():
             begin = len(self.slots[row.slot].tokens) - 1  # the newest token has no KV
             for position in range(begin, begin + group.ahead):
-                page, _, offset = self._at(row, group, position)
-                if self.page_group[page] != group.index:
-                    self.page_group[page], self.memory[page] = group.index, {}
-                self.memory[page][offset] = (position, -1)
+                self._put(self._at(row, group, position), (position, -1))
                 self.counts["scribbled"] += 1
 
     def _draw(self, row: Row) -> list[Drawn]:

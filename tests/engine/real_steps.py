@@ -25,16 +25,22 @@ def run_to_end(
     execute: Callable[[StepPlan], StepResult],
     *requests: Request,
     cancel_at: Mapping[int, str] | None = None,
+    ahead: bool = False,
 ) -> dict[tuple[str, int], list[int]]:
-    """Tokens by (request id, sample); `cancel_at` ends requests after so many steps."""
+    """Tokens by (request id, sample); `cancel_at` ends requests after so many steps, `ahead`: each is planned before the result
+    of the one before is applied."""
     for request in requests:
         scheduler.add(request)
     out: dict[tuple[str, int], list[int]] = {}
-    step = 0
+    step, waiting = 0, None
     while scheduler.has_work:
         plan = scheduler.schedule()
-        assert plan is not None
-        scheduler.apply(execute(plan))
+        assert plan is not None or waiting is not None
+        result = None if plan is None else execute(plan)
+        if ahead:
+            result, waiting = waiting, result
+        if result is not None:
+            scheduler.apply(result)
         step += 1
         if cancel_at and step in cancel_at:
             scheduler.cancel(cancel_at[step])

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from dflash_rig import Pair, Rig, assert_like_oracle, make_pair, make_request
+from dflash_rig import Pair, Pauses, Rig, assert_like_oracle, make_pair, make_request
 from real_steps import make_prompt
 
 from culet.errors import InternalError
+from culet.runner import late
 from culet.runner.draws import FixedDraws
+from culet.types import PageTable
 from tests.samplings import GREEDY, draw_by_columns
 
 LENGTHS = (1, 3, 31, 75)  # prompts within and beyond the windows, of the target (32) and of the drafter (24)
@@ -32,6 +34,11 @@ def requests(num_tokens: int = 20):
 def told(requests, out) -> dict[int, list[int]]:
     """What each sequence will say, by its first token."""
     return {one.prompt_token_ids[0]: [*one.prompt_token_ids, *out[one.request_id, 0]] for one in requests}
+
+
+def told_all(asked, out) -> dict[int, list[int]]:
+    """As `told`, where turns of one conversation begin with the same token: the longest of them tells them all."""
+    return told(sorted(asked, key=lambda one: len(one.prompt_token_ids)), out)
 
 
 @pytest.mark.parametrize("budget", [13, 200])
@@ -58,12 +65,21 @@ def test_blocks_after_acceptance(pair, mistake):
     rig.check_pages()
 
 
-def conversation(pair, **settings):
+def use_fixed_steps(rig: Rig, *, has_draws: bool) -> None:
+    """Run steps as a GPU captures them, their draws too."""
+    fixed = rig.runner.use_fixed_steps()
+    if has_draws:
+        rig.runner.draws = FixedDraws(fixed, rig.runner.drafting.fixed, draw_by_columns)
+
+
+def conversation(pair, num_tokens=14, is_fixed=False, **settings):
     """Three turns of one conversation and two prompts that begin alike, one after another: (rig, output, all requests)."""
-    rig, out, asked = Rig(pair, budget=50, **settings), {}, []
+    rig, out, asked = Rig(pair, budget=50, has_spare=is_fixed, **settings), {}, []
+    if is_fixed:
+        use_fixed_steps(rig, has_draws=True)
 
     def ask(name: str, prompt: list[int]) -> list[int]:
-        asked.append(make_request(name, prompt, 14))
+        asked.append(make_request(name, prompt, num_tokens))
         out.update(rig.run(asked[-1]))
         return [*prompt, *out[name, 0]]
 
@@ -80,10 +96,7 @@ def conversation(pair, **settings):
 def test_a_prefix_hit_holds_the_drafters_context(pair):
     """Blocks after a hit are those without one, and so is the number of steps: acceptance does not fall."""
     _, plain, asked = conversation(pair, drafts=False)
-    say, wrong = told(asked, plain), MISTAKES["mixed"]
-    # Turns of one conversation begin with the same token: the longest of them tells them all.
-    for one in sorted(asked, key=lambda one: len(one.prompt_token_ids)):
-        say[one.prompt_token_ids[0]] = [*one.prompt_token_ids, *plain[one.request_id, 0]]
+    say, wrong = told_all(asked, plain), MISTAKES["mixed"]
     cold, out_cold, _ = conversation(pair, told=say, is_wrong=wrong)
     warm, out_warm, _ = conversation(pair, told=say, is_wrong=wrong, prefix_caching=True)
     assert out_cold == out_warm == plain
@@ -95,6 +108,65 @@ def test_a_prefix_hit_holds_the_drafters_context(pair):
     assert warm.scheduler.counters.rollbacks == cold.scheduler.counters.rollbacks
     assert_like_oracle(pair, warm.rounds, at_least=20)
     warm.check_pages()
+
+
+def drafted(rig: Rig) -> list[tuple[list[int], list[int]]]:
+    """What was drafted after which tokens."""
+    return [(one.tokens, one.logits.argmax(-1).tolist()) for one in rig.rounds]
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_drafts_after_pauses(pair, monkeypatch, is_fixed, ahead):
+    """A context that is written late gives the drafts of one that is written at once, and so do hits of what has ended."""
+    monkeypatch.setenv("CULET_CHECK_PAGES", "1")
+    _, plain, asked = conversation(pair, 30, drafts=False)
+    settings = {"told": told_all(asked, plain), "is_wrong": MISTAKES["mixed"], "ahead": ahead, "is_fixed": is_fixed}
+    found = {}
+    for room, prefix_caching in ((1, False), (4, True), (32, True)):
+        monkeypatch.setattr(late, "MAX_ROOM", room)
+        rig, out, _ = conversation(pair, 30, **settings, policy=Pauses(), prefix_caching=prefix_caching)
+        assert out == plain
+        assert rig.runner.features.room == room
+        counters = rig.scheduler.counters
+        found[room, prefix_caching] = drafted(rig), counters.drafted_tokens, counters.accepted_tokens
+        assert_like_oracle(pair, rig.rounds, at_least=15)
+        rig.check_pages()
+    assert counters.prefix_hits >= 4
+    assert counters.accepted_tokens > 10
+    first, *others = found.values()
+    assert all(other == first for other in others)
+
+
+def test_a_context_that_nobody_writes_is_seen(pair, monkeypatch):
+    """The test above fails where sequences that have ended leave their context unwritten."""
+    left = late.Ledger.left
+    monkeypatch.setattr(late.Ledger, "left", lambda self, plan: left(self, plan) and [])
+    rig, _, _ = conversation(pair, 30, policy=Pauses(), prefix_caching=True)
+    with pytest.raises(AssertionError, match="off by"):
+        assert_like_oracle(pair, rig.rounds, at_least=10)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_batch_with_pauses(pair, monkeypatch, ahead):
+    """Many at once with preemption, cancels, samples that fork, and rings that are full: every block is the oracle's."""
+    monkeypatch.setenv("CULET_CHECK_PAGES", "1")
+    monkeypatch.setattr(late, "MAX_ROOM", 4)
+    sampling = replace(GREEDY, temperature=1.0, seed=5)
+    ones = [make_request(f"r{length}", make_prompt(length), 60) for length in (5, 9, 17, 40)]
+    ones += [make_request("many", make_prompt(20), 40, sampling, n=3), make_request("leaves", make_prompt(30), 40)]
+    expected = Rig(pair, drafts=False).run(*ones)
+    rig = Rig(pair, longest=130, prefix_caching=True, budget=70, policy=Pauses(7, 50), ahead=ahead)
+    again = [replace(one, request_id=f"{one.request_id} again") for one in ones]
+    for asked in (ones, again):
+        out = rig.run(*asked, cancel_at={20: asked[-1].request_id})
+        for (name, sample), tokens in out.items():
+            said = expected[name.removesuffix(" again"), sample]
+            assert tokens == (said[: len(tokens)] if name.startswith("leaves") else said)
+    counters = rig.scheduler.counters
+    assert min(counters.preemptions, counters.forks, counters.prefix_hits, counters.cancelled) >= 1
+    assert_like_oracle(pair, rig.rounds, at_least=30)
+    rig.check_pages()
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
@@ -144,9 +216,7 @@ def test_steps_of_fixed_shapes(pair, has_draws):
     ones = requests(16)
     expected = Rig(pair).run(*ones)
     rig = Rig(pair, has_spare=True)
-    fixed = rig.runner.use_fixed_steps()
-    if has_draws:
-        rig.runner.draws = FixedDraws(fixed, rig.runner.drafting.fixed, draw_by_columns)
+    use_fixed_steps(rig, has_draws=has_draws)
     assert rig.run(*ones) == expected
     assert_like_oracle(pair, rig.rounds, at_least=40)
     for layer in range(pair.spec.first_layer, pair.spec.first_layer + len(pair.spec.shape.layers)):
@@ -169,3 +239,22 @@ def test_the_debug_switch_knows_the_pages_ahead(pair, monkeypatch, tmp_path):
     with pytest.raises(InternalError, match=r"group dflash .* drafted position"):
         rig.runner.execute(replace(plan, rows=(short,)))
     rig.runner.execute(plan)
+
+
+def test_the_debug_switch_knows_late_writes(pair, monkeypatch, tmp_path):
+    """A context that would be written late to a page that is not there is refused."""
+    monkeypatch.setenv("CULET_CHECK_PAGES", "1")
+    monkeypatch.setenv("CULET_CACHE_DIR", str(tmp_path))
+    rig = Rig(pair, policy=Pauses(0, 1))
+    rig.run(make_request("one", make_prompt(9), 6))
+    (kept,) = rig.runner.features.ledger._kept.values()
+    assert (kept.slot, kept.first, kept.count) == (0, 9, 5)
+    rig.scheduler.add(make_request("two", make_prompt(5)))
+    plan = rig.scheduler.schedule()
+    for pages, fault in (((), "positions 9 to 13, pages end at -1"), ((10**6,), "page 1000000, expected 0 to")):
+        rig.runner.features.ledger._kept[0] = replace(kept, table=PageTable(0, pages))
+        with pytest.raises(InternalError, match=f"group dflash .* slot 0, late: .*{fault}"):
+            rig.runner.execute(plan)
+    rig.runner.features.ledger._kept[0] = kept
+    rig.runner.execute(plan)
+    assert not rig.runner.features.ledger._kept

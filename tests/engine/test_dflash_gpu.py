@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dflash_rig import Rig, assert_like_oracle, make_pair, make_request
+from dflash_rig import Pauses, Rig, assert_like_oracle, make_pair, make_request
 from real_steps import make_prompt
 
 from culet import LLM, SamplingParams
 from culet.attention.triton import TritonBackend
+from culet.runner import late
+from culet.runner.graphs import Captures
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -30,6 +32,23 @@ def test_blocks(pair, is_fixed):
     if is_fixed:
         rig.runner.use_fixed_steps()
     rig.run(*ones)
+    assert_like_oracle(pair, rig.rounds, at_least=20, tolerance=2e-2)
+    rig.check_pages()
+
+
+def test_blocks_after_pauses(pair, monkeypatch):
+    """Steps that keep the drafter's features, and what writes them late, both as graphs; with hits of what was written so."""
+    monkeypatch.setattr(late, "MAX_ROOM", 4)
+    on_gpu = {"backend": TritonBackend, "target_backend": TritonBackend, "has_spare": True}
+    rig = Rig(pair, budget=40, **on_gpu, policy=Pauses(), prefix_caching=True, ahead=True)
+    fixed, captures = rig.runner.use_fixed_steps(), Captures(torch.device("cuda"))
+    fixed.capture(captures)
+    rig.runner.features.capture(captures)
+    prompts = [make_prompt(length) for length in (1, 30, 45)]
+    for turn in range(2):
+        out = rig.run(*[make_request(f"{turn}-{index}", prompt, 30) for index, prompt in enumerate(prompts)])
+        prompts = [[*prompt, *out[f"{turn}-{index}", 0], 130 + index] for index, prompt in enumerate(prompts)]
+    assert rig.scheduler.counters.prefix_hits == 3
     assert_like_oracle(pair, rig.rounds, at_least=20, tolerance=2e-2)
     rig.check_pages()
 

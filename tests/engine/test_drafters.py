@@ -115,7 +115,7 @@ def test_spec(method: str, shape: str) -> None:
     target = target_model(shape).spec
     spec = open_drafter(DraftChoice(method, "random:", num_speculative_tokens=2), target)
     assert (spec.method, spec.max_drafts) == (method, 2)
-    assert all(-1 <= tap < len(target.layers) for tap in spec.taps)
+    assert all(0 <= tap < len(target.layers) for tap in spec.taps)
     own = spec.kv_specs(4)
     assert all(one.owner == method and one.itemsize == 4 and one.layer >= len(target.layers) for one in own)
     assert bool(own) != spec.reads_target_pages

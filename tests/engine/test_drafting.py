@@ -309,6 +309,7 @@ def test_policy_in_the_scheduler(one_target: Gemma4) -> None:
     counters = drive.scheduler.counters
     assert counters.drafted_tokens < 80
     assert len(drive.results) >= 119
+    policy = DraftPolicy(cost, (1, 2, 3))
     told = DraftDrive(one_target, MTP, known=sequences(requests, want), is_told=lambda place: True, policy=policy)
     assert told.run(*requests) == want
     assert told.scheduler.counters.acceptance_at[0] > 0.9

@@ -8,12 +8,17 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import refused_drafts
 
 from culet import LLM, SamplingParams
 from culet.models import embedded
@@ -133,3 +138,18 @@ def test_output_of_many_prompts_is_the_same(method: str, monkeypatch: pytest.Mon
     tally = run(method, 72, 120)
     assert tally.num_tokens > 8000
     assert tally.num_close <= max(1, MOST_CLOSE * tally.num_tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", sorted(DRAFTERS))
+def test_refused_drafts_cost_little(method: str) -> None:
+    """An engine whose every draft is refused is hardly slower than one without; 3 % is the aim, the bound allows for noise."""
+    given = {"device": "cpu", "max_num_seqs": 2, "max_model_len": MAX_LEN}
+    choice = {"method": method, "model": str(FOLDER / DRAFTERS[method])}
+    with (
+        LLM(str(FOLDER / "target"), **given) as plain,
+        LLM(str(FOLDER / "target"), **given, speculative_config=choice) as drafting,
+    ):
+        found = refused_drafts.compare(plain, drafting, 1, num_tokens=200, turns=5, block=16)
+    print(method, found)
+    assert found["own_ratio"] > 0.93

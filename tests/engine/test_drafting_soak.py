@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from dflash_rig import Pauses
 from torch import Tensor
 
 from culet import LLM, SamplingParams
@@ -136,6 +137,7 @@ def test_soak(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         truth: list[list[int]] = []
         soak = Soak(plain, drafting, random.Random(7), VOCAB)
         tell(drafting.engine, truth, soak.chance)
+        drafting.engine._scheduler.policy = Pauses(60, 90)  # type: ignore[assignment]
         soak.run(SECONDS, truth)
         soak.check()
         assert soak.num_same == soak.num_answers

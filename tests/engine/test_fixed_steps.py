@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_runner import GEMMA, GREEDY, MAX_LEN, SETTINGS, ListDrafter, Rig, model, one_model, parts, request
+from test_runner import GEMMA, GREEDY, MAX_LEN, SETTINGS, ListDrafter, Rig, model, one_model, parts, request, watch
 
 from culet.cache.pool import Pool
 from culet.runner.graphs import Bucket, FixedSteps, bucket_sizes, table_columns
@@ -31,7 +31,7 @@ class FixedRig(Rig):
         self.pool = pool
         self.runner = Runner(model, pool, backends, max_num_seqs=max_num_seqs, max_model_len=MAX_LEN, drafter=drafter)
         if drafter is not None:
-            drafter.tokens_SL = self.runner.tokens_SL
+            watch(self.runner, drafter)
         self.fixed = self.runner.use_fixed_steps()
         self.used: list[Bucket] = []
         run = self.fixed.run

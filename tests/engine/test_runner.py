@@ -54,6 +54,18 @@ def parts(model, num_slabs: int):
     return layout, Pool(layout, num_slabs, torch.float32, CPU), backends
 
 
+def watch(runner, drafter):
+    """Let the drafter know the slots' tokens and what each forward pass leaves."""
+    drafter.tokens_SL, forward = runner.tokens_SL, runner._forward
+
+    def watched(plan, groups):
+        passed = forward(plan, groups)
+        drafter.last_LD = passed.left()[1].last_LD
+        return passed
+
+    runner._forward = watched
+
+
 class Rig:
     """A scheduler and a runner; `run` drives them until every request has ended."""
 
@@ -69,7 +81,7 @@ class Rig:
         )
         self.runner = Runner(model, pool, backends, max_num_seqs=max_num_seqs, max_model_len=MAX_LEN, drafter=drafter)
         if drafter is not None:
-            drafter.tokens_SL = self.runner.tokens_SL
+            watch(self.runner, drafter)
         self.results = []
 
     def run(self, *requests: Request):
@@ -265,7 +277,8 @@ def test_prompt_logprobs_of_one_token(model):
 class ListDrafter:
     """Proposes from lists of what sequences will say, spoilt where `is_wrong` says so."""
 
-    taps = (0, -1)
+    taps = ()
+    group = None
 
     def __init__(self, outputs, prompt_lens, *, max_drafts=4, is_wrong=lambda position: False):
         self.outputs = outputs  # by first prompt token
@@ -274,11 +287,6 @@ class ListDrafter:
         self.is_wrong = is_wrong
         self.tokens_SL = None  # the runner's
         self.seen = []
-
-    def commit(self, batch, pool, tapped):
-        assert set(tapped) == {0, -1}
-        assert tapped[-1].shape[0] == batch.logits_index_L.shape[0]
-        self.last_LD = tapped[-1]
 
     def propose(self, batch, pool, num_drafts):
         rows = []

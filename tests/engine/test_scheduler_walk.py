@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from culet.config import ScheduleConfig
 from culet.errors import ContextTooLong, QueueFull
+from culet.runner.late import Ledger
+from culet.scheduler.pace import Pace
 from culet.scheduler.scheduler import Scheduler
 from culet.types import Request
 
@@ -34,6 +36,25 @@ class World:
     prefix_caching: bool = True
     max_prompt: int = 60
     max_tokens: int = 40
+    pauses: bool = False  # drafts are wanted in some steps and not in others
+
+
+class Moody:
+    """In the place of a policy: all want drafts for a while, then nobody does; a few never agree."""
+
+    def __init__(self, chance: random.Random, max_drafts: int) -> None:
+        self.random, self.max_drafts, self.is_drafting = chance, max_drafts, True
+
+    def wanted(self, pace: Pace, num_seqs: int) -> int:
+        if self.random.random() < 0.1:
+            self.is_drafting = not self.is_drafting
+        return self.random.randint(0, self.max_drafts) if self.is_drafting == (self.random.random() < 0.98) else 0
+
+    def note(self, pace: Pace, num_drafts: int, num_accepted: int) -> None:
+        pass
+
+    def took(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
+        pass
 
 
 class Walk:
@@ -51,6 +72,7 @@ class Walk:
             max_model_len=world.max_prompt + world.max_tokens,
             prefix_caching=world.prefix_caching,
             max_drafts=world.max_drafts,
+            policy=Moody(self.random, world.max_drafts) if world.pauses else None,
             clock=lambda: self.now,
         )
         runner = FakeRunner(
@@ -143,6 +165,11 @@ WORLDS = {
     "three groups": World(groups=((5, 2), (None, 4), (16, 8)), num_pages=60, max_drafts=2),
     "drafter": World(groups=((8, 4), (None, 8), (None, 6, 5)), num_pages=60, max_drafts=4, max_tokens=60),
     "drafter ahead": World(groups=((8, 4), (None, 8), (None, 1, 7)), num_pages=160, max_drafts=3, ahead=True),
+    # Short answers, so that the next turn fits; roomy, so that it finds them.
+    "pauses": World(groups=((8, 4), (None, 8), (None, 6, 5)), num_pages=160, max_drafts=4, max_tokens=16, pauses=True),
+    "pauses ahead": World(
+        groups=((8, 4), (None, 8), (None, 3, 7)), num_pages=200, max_drafts=3, max_tokens=16, ahead=True, pauses=True
+    ),
     "no cache": World(prefix_caching=False, num_pages=34, max_drafts=3),
     "long chunks": World(groups=((6, 4), (None, 16)), budget=128, num_pages=36, max_prompt=120, max_drafts=1),
     "tiny budget": World(budget=3, max_drafts=2, num_pages=20, max_prompt=30),
@@ -164,8 +191,22 @@ def test_walk_of_ten_thousand_steps() -> None:
     assert total["cancelled"] >= 500
     assert total["rollbacks"] >= 500
     assert total["prefix_hits"] >= 100
-    for name in ("forks", "timed_out", "holes", "copies", "mixed", "refused", "dropped_tokens", "scribbled"):
+    late = ("late tokens, left", "late tokens, due", "drafted keys")
+    for name in ("forks", "timed_out", "holes", "copies", "mixed", "refused", "dropped_tokens", "scribbled", *late):
         assert total[name] >= 50, f"{name} happened {total[name]} times only"
+
+
+@pytest.mark.parametrize("world", ["pauses", "pauses ahead"])
+def test_the_walk_sees_what_is_not_written_late(world: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ledger that forgets those who left, or writes what is due a step too late, does not get through."""
+    left, due = Ledger.left, Ledger.due
+    monkeypatch.setattr(Ledger, "left", lambda self, plan: left(self, plan) and [])
+    with pytest.raises(AssertionError, match="drafts from a wrong key"):
+        walk(WORLDS[world], 0, 2000)
+    monkeypatch.setattr(Ledger, "left", left)
+    monkeypatch.setattr(Ledger, "due", lambda self, rows: due(self, rows) and [])
+    with pytest.raises(AssertionError, match="drafts from a wrong key"):
+        walk(WORLDS[world], 0, 300)
 
 
 @pytest.mark.slow
@@ -184,6 +225,7 @@ def test_walk_long(seed: int) -> None:
     budget=st.integers(1, 40),
     max_drafts=st.integers(0, 4),
     ahead=st.booleans(),
+    pauses=st.booleans(),
     seed=st.integers(0, 2**32),
 )
 def test_walk_in_any_world(
@@ -195,6 +237,7 @@ def test_walk_in_any_world(
     budget: int,
     max_drafts: int,
     ahead: bool,
+    pauses: bool,
     seed: int,
 ) -> None:
     """Pages of any size, windows down to one token, and memory down to what one request needs."""
@@ -209,5 +252,6 @@ def test_walk_in_any_world(
         budget=budget,
         max_drafts=max_drafts,
         ahead=ahead,
+        pauses=pauses,
     )
     walk(world, seed, 60)

@@ -214,14 +214,12 @@ class Foreteller:
     """Proposes what sequences will say, spoilt where `is_wrong` says so; behind their ends, nonsense."""
 
     taps = ()
+    group = None
     max_drafts = 4
 
     def __init__(self, outputs: dict[int, list[int]], is_wrong: Any) -> None:
         self.outputs, self.is_wrong = outputs, is_wrong  # by first prompt token: the prompt and all that follows
         self.tokens_SL: Any = None  # the runner's
-
-    def commit(self, batch: Any, pool: Any, tapped: Any) -> None:
-        pass
 
     def propose(self, batch: Any, pool: Any, num_drafts: int) -> torch.Tensor:
         rows = []

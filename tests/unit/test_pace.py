@@ -191,6 +191,25 @@ def test_bad_drafts_cost_little_by_the_clock(num_seqs: int, ratio: float) -> Non
     run_policy(policy, paces, 150, times, accepts=0)
     seconds, _ = run_policy(policy, [Pace() for _ in range(num_seqs)], 1500, times, accepts=0)
     assert seconds <= 1.03 * 1500 * times[0]
+    # Where nothing was accepted for long, short answers of new sequences cost next to nothing either.
+    for _ in range(20):
+        run_policy(policy, [Pace() for _ in range(num_seqs)], 250, times, accepts=0)
+    seconds = sum(run_policy(policy, [Pace() for _ in range(num_seqs)], 250, times, accepts=0)[0] for _ in range(20))
+    assert seconds <= 1.005 * 20 * 250 * times[0]
+    # And it ends with the first drafts that are accepted.
+    paces = [Pace() for _ in range(num_seqs)]
+    run_policy(policy, paces, 6000, times, accepts=3)
+    assert all(policy.wanted(pace, num_seqs) for pace in paces)
+
+
+def test_a_batch_that_fills_up_is_no_reason_to_try() -> None:
+    """What rounds take in a batch of a size that passes at once need not be known."""
+    times = {0: 0.01, 1: 0.014, 2: 0.016, 3: 0.018}
+    policy, paces = DraftPolicy(cost(), (1, 2, 3)), [Pace() for _ in range(8)]
+    run_policy(policy, paces, 150, times, accepts=0)
+    policy._in_vain = 0  # as if one had been accepted
+    assert policy._is_unknown(2)
+    assert not any(policy.wanted(paces[0], num_seqs) for num_seqs in range(2, 9))
 
 
 @pytest.mark.parametrize("num_seqs", [1, 8])
