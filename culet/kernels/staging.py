@@ -6,7 +6,7 @@ comes from torch's own cache, which hands a piece out again only when the copies
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -40,6 +40,13 @@ class Staged:
     def add(self, name: str, array: NDArray[np.generic]) -> None:
         self._arrays[name] = np.ascontiguousarray(array)
 
+    def map(self, change: Callable[[str, NDArray[Any]], NDArray[Any]]) -> Staged:
+        """The same names, with what `change` makes of each array: of the same shape and type, so that it lies likewise."""
+        changed = Staged()
+        for name, array in self._arrays.items():
+            changed.add(name, change(name, array))
+        return changed
+
     def send(self, device: torch.device) -> dict[str, Tensor]:
         """The arrays as tensors on `device`."""
         if torch.device(device).type == "cpu":
@@ -66,7 +73,7 @@ class Staged:
         return host
 
     def pack(self, buffer: NDArray[np.uint8]) -> None:
-        """Lay the arrays one after the other."""
+        """Lay the arrays one after the other. What lies between them, to the next multiple of 16 bytes, stays as it is."""
         begin = 0
         for array in self._arrays.values():
             buffer[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)

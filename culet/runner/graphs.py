@@ -1,10 +1,11 @@
 """Decode and verify steps in fixed shapes, and the CUDA graphs that replay them with one launch.
 
 A step whose every row needs logits for all of its few new tokens (decode: one, verify: drafts and one more) fits a
-**bucket**: so many rows of at most so many tokens. It is filled into the bucket's own buffers and padded; rows that only pad
-store nothing and read the pool's spare page, which holds zeros. On a GPU each bucket is captured once at start, from the
-tokens' ids to the last hidden states, and replayed: how long sequences are is read on the device, so a graph serves
-any lengths. Graphs share one memory pool: they run one after another, and the largest is captured first.
+**bucket**: so many rows of at most so many tokens. It is filled into the bucket's own buffers and padded; where all sequences
+go on by one token in the pages they have, the buffers are counted up on the device instead. Rows that only pad store nothing
+and read the pool's spare page, which holds zeros. On a GPU each bucket is captured once at start, from the tokens' ids to the
+last hidden states, and replayed: how long sequences are is read on the device, so a graph serves any lengths. Graphs share one
+memory pool: they run one after another, and the largest is captured first.
 
 Shapes: T tokens of a bucket, padding included · B rows · P table columns · S slots · L a slot's tokens.
 """
@@ -12,8 +13,8 @@ Shapes: T tokens of a bucket, padding included · B rows · P table columns · S
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -138,6 +139,8 @@ class FixedStep:
     following: Placed  # of padding: in the spare slot
     batch: ForwardBatch
     ring_T: Tensor | None  # int64; where the drafter's features of each token are kept, if they are
+    rows: Sequence[Row] = ()  # those that the buffer was filled for last
+    increments: dict[int, Tensor] = field(default_factory=dict)  # by number of rows: what one token more adds to the buffer
     graph: torch.cuda.CUDAGraph | None = None
     hidden: Hidden | None = None  # of all tokens; a captured step leaves it always in the same place
 
@@ -196,6 +199,8 @@ class FixedSteps:
         # The bucket that the tables were filled for last, and the page tables in its first rows: most steps change none.
         self._filled: tuple[Bucket | None, list[tuple[PageTable, ...]]] = (None, [])
         self._shapes: dict[tuple[Bucket, tuple[int, ...]], _Shape] = {}
+        # Where a position is a multiple of one of these, places of the next token do not follow those of the last.
+        self._breaks = {group.page_tokens for group in groups} | ({features.room} if features is not None else set())
         self._steps = {bucket: self._make_step(bucket) for bucket in self.buckets}
 
     def find(self, rows: Sequence[Row]) -> Bucket | None:
@@ -339,17 +344,15 @@ class FixedSteps:
         last, filled = self._filled
         is_filled = last is not None and last.num_rows >= bucket.num_rows and last.num_table_rows >= bucket.num_table_rows
         is_filled = is_filled and len(filled) == len(tables) and all(map(_are_same, filled, tables))
-        staged = self._stage(rows, bucket, has_tables=not is_filled)
-        staged.send_into(step.buffer)
-        if not is_filled:
-            self._filled = bucket, tables
-            sent = staged.unpack(step.buffer)
-            for index, table in enumerate(self.tables):
-                pages_BP = sent[f"pages{index}"]
-                table[: pages_BP.shape[0], : pages_BP.shape[1]].copy_(pages_BP)
-                if len(rows) < bucket.num_rows:
-                    # A drafter's block may reach beyond the columns above: its padding must find nobody's pages there.
-                    table[len(rows) : bucket.num_rows].fill_(self._spare)
+        if is_filled and self._go_on(rows, step.rows):
+            self._count_up(step, len(rows))
+        else:
+            staged = self._stage(rows, bucket, has_tables=not is_filled)
+            staged.send_into(step.buffer)
+            if not is_filled:
+                self._filled = bucket, tables
+                self._spread_tables(staged.unpack(step.buffer), bucket, len(rows))
+        step.rows = rows
         if step.graph is not None:
             return step.batch
         counts = [row.num_new for row in rows]
@@ -359,6 +362,46 @@ class FixedSteps:
             facts.append(RowFacts(0, min(left, step.bucket.num_queries), (True,) * len(self.tables)))
             left -= facts[-1].num_queries
         return replace(_cut(step.batch, len(facts), step.bucket.num_tokens), rows=tuple(facts))
+
+    def _spread_tables(self, sent: Mapping[str, Tensor], bucket: Bucket, num_rows: int) -> None:
+        """Copy the page tables that were sent to where all buckets read them."""
+        for index, table in enumerate(self.tables):
+            pages_BP = sent[f"pages{index}"]
+            table[: pages_BP.shape[0], : pages_BP.shape[1]].copy_(pages_BP)
+            if num_rows < bucket.num_rows:
+                # A drafter's block may reach beyond the columns above: its padding must find nobody's pages there.
+                table[num_rows : bucket.num_rows].fill_(self._spare)
+
+    def _go_on(self, rows: Sequence[Row], before: Sequence[Row]) -> bool:
+        """Whether each of `rows` is one token further than before, its places too, and nothing else is different."""
+        if not rows or len(rows) != len(before):
+            return False
+        for row, last in zip(rows, before, strict=True):
+            start = row.start
+            if row.slot != last.slot or start != last.start + 1 or row.num_new != 1 or last.num_new != 1:
+                return False
+            if not _are_same(row.tables, last.tables) or 0 in map(start.__mod__, self._breaks):
+                return False
+        return True
+
+    def _count_up(self, step: FixedStep, num_rows: int) -> None:
+        """Let the first `num_rows` rows of a step's buffer go on by one token, on the device."""
+        increments = step.increments.get(num_rows)
+        if increments is None:
+            staged = self._stage((), step.bucket, has_tables=False).map(partial(_increments, num_rows=num_rows))
+            packed = torch.zeros(staged.num_bytes, dtype=torch.uint8, device=step.buffer.device)
+            staged.send_into(packed)
+            increments = step.increments[num_rows] = packed.view(torch.int64)
+        # Numbers of 32 bits are counted up two at a time: none of them is large enough to reach into the other.
+        step.buffer[: 8 * increments.shape[0]].view(torch.int64).add_(increments)
+
+
+def _increments(name: str, array: NDArray[Any], num_rows: int) -> NDArray[Any]:
+    """What one token more adds to an array of `FixedSteps._stage`, where each of so many rows has one."""
+    added = np.zeros_like(array)
+    if not name.startswith(("begin", "first")):
+        added[:num_rows] = 1
+    return added
 
 
 def _are_same(some: tuple[PageTable, ...], others: tuple[PageTable, ...]) -> bool:

@@ -167,7 +167,7 @@ class DraftPolicy:
         self._ratios: dict[tuple[int, int], float] = {}  # the same, against no drafts, where both were timed together
         self._corrections: dict[int, float] = {}  # by size: how much more a round adds to a step than the model says
         self._seen_plain: set[int] = set()  # sizes that have run without drafts
-        self._num_timed = 0
+        self._num_timed = self._last_round = 0
         self._in_vain = 0  # rounds of sequences since any draft was accepted
         self._size, self._stayed = 0, 0.0  # of the batch, and steps since it was another
         # Each in steps; every sequence of a batch adds its share.
@@ -212,9 +212,12 @@ class DraftPolicy:
         if times is None:
             times = self._times[size, num_drafts] = _Times()
         times.add(self._num_timed, seconds)
-        if num_drafts == 0:
+        if num_drafts:
+            self._last_round = self._num_timed
+        else:
             self._seen_plain.add(size)
-        if self._num_timed % LEAST_TIMED == 0:
+        # Where nobody has drafted for long there is nothing to compare with.
+        if self._num_timed % LEAST_TIMED == 0 and self._num_timed - self._last_round <= FRESH:
             self._compare(size)
 
     def _compare(self, size: int) -> None:

@@ -378,9 +378,15 @@ class Scheduler:
 
     def _time(self, planned: list[PlannedRow]) -> None:
         """Tell the policy how long a step took that decodes as the one before it did."""
-        now, rows = self._clock(), [plan.row for plan in planned]
-        is_decode = all(row.num_new == row.num_drafts + 1 == row.num_logits for row in rows)
-        shape = (len(rows), max(row.num_drafts for row in rows)) if is_decode else None
+        now, most = self._clock(), 0
+        shape: tuple[int, int] | None = None
+        for plan in planned:
+            row = plan.row
+            if not row.num_new == row.num_drafts + 1 == row.num_logits:
+                break
+            most = max(most, row.num_drafts)
+        else:
+            shape = len(planned), most
         if shape is not None and self.policy is not None and shape == self._timed[0]:
             self.policy.took(*shape, now - self._timed[1])
         self._timed = shape, now
