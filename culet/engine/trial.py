@@ -187,7 +187,7 @@ class Trial:
             largest = max(draws.buckets, key=lambda bucket: bucket.num_tokens)
             fixed.capture(captures, [largest])
             total += self._measure_graphs([largest], lambda bucket: draws.capture(captures, [bucket]))
-            total += LEAST_GRAPH * (len(draws.buckets) - 1)
+            total += LEAST_GRAPH * (len(draws.buckets) * (1 if draws.rounds is None else 2) - 1)
             runner.draws = None
         drafting = runner.drafting
         if drafting is not None and (rounds := drafting.fixed) is not None:

@@ -1,8 +1,9 @@
-"""The draws of steps of fixed shapes, as CUDA graphs: head, draw, drafts counted, and what the drafter begins with.
+"""The draws of steps of fixed shapes, as CUDA graphs: head, draw, drafts counted; and apart what a drafter begins with.
 
-Behind the graph of a step comes that of its draws, and behind that a round's: so a round of drafts is three launches, and the
-host does little in it that the device would have to wait for. Draws that need more than these graphs hold (penalties,
-grammars, log-probabilities, filters that no kernel serves) are made kernel by kernel.
+Behind the graph of a step comes that of its draws; where drafts are wanted, then that of their beginning and a round's. So a
+round of drafts is four launches, and the host does little in it that the device would have to wait for; a step after which
+nobody drafts pays nothing for the drafter. Draws that need more than these graphs hold (penalties, grammars, log-probabilities,
+filters that no kernel serves) are made kernel by kernel.
 
 Shapes: T tokens of a bucket, one draw from each · R rows of it · X = T + R · V vocabulary · D model.
 """
@@ -40,13 +41,14 @@ Draw = Callable[[Tensor, RowSettings, Tensor], Tensor]
 class Settled:
     """What a step's draws leave on the device, until the same bucket draws again."""
 
+    bucket: Bucket
     out_X: Tensor  # int64; the draws of all tokens, then how many drafts each row keeps
     accepted_R: Tensor  # the latter
     copy: RepeatedCopy  # of both
 
     @property
     def num_rows(self) -> int:
-        return self.accepted_R.shape[0]
+        return self.bucket.num_rows
 
 
 @dataclass
@@ -59,6 +61,7 @@ class _Draws:
     biases: tuple[Tensor, Tensor, Tensor]  # rows, tokens, values
     settled: Settled
     graph: torch.cuda.CUDAGraph | None = None
+    begin: torch.cuda.CUDAGraph | None = None  # of a round behind these draws
     settings: list[Sampling] = field(default_factory=list)  # those that `columns` hold, or that no graph serves
     is_served: bool = False
 
@@ -82,7 +85,7 @@ class FixedDraws:
         biases = (sent.pop("bias_row"), sent.pop("bias_token"), sent.pop("bias"))
         out_X = torch.zeros(bucket.num_tokens + bucket.num_rows, dtype=torch.int64, device=device)
         sizes = (bucket.num_tokens, bucket.num_rows)
-        settled = Settled(out_X, out_X[bucket.num_tokens :], RepeatedCopy(out_X, sizes))
+        settled = Settled(bucket, out_X, out_X[bucket.num_tokens :], RepeatedCopy(out_X, sizes))
         return _Draws(bucket, buffer, RowSettings(*sent.values()), biases, settled)
 
     def run(self, bucket: Bucket, settings: Sequence[Sampling]) -> Settled | None:
@@ -116,17 +119,34 @@ class FixedDraws:
         self.ops.settle_draws(
             drawn_T, step.batch.token_ids_T, begin_B1, placed.places_R, tokens_SL.view(-1), self.forced_1, out_X
         )
-        if self.rounds is not None:
-            num_rows = taken.bucket.num_rows
-            into = (self.rounds.facts[num_rows], self.rounds.hidden_SD[:num_rows])
-            self.ops.begin_round(out_X, begin_B1, placed.places_R, placed.positions_R, tokens_SL.shape[1], last_TD, into)
-            for own, first in zip(step.batch.groups, self.rounds.firsts, strict=True):
-                first[:num_rows].copy_(own.first_B[:num_rows])
+
+    def begin_round(self, bucket: Bucket) -> None:
+        """Fill the buffers of a round for all sequences of the step whose draws have just run in `bucket`."""
+        taken = self._draws[bucket]
+        if taken.begin is None:
+            self._begin(taken)
+        else:
+            taken.begin.replay()
+
+    def _begin(self, taken: _Draws) -> None:
+        """What is captured: it only launches."""
+        assert self.rounds is not None, "nobody drafts"
+        step, num_rows = self.steps.step_of(taken.bucket), taken.bucket.num_rows
+        assert step.hidden is not None, "no step has run in this bucket"
+        placed, begin_B1, width = step.following, step.batch.row_begin_B1, self.steps.tokens_SL.shape[1]
+        into = (self.rounds.facts[num_rows], self.rounds.hidden_SD[:num_rows])
+        self.ops.begin_round(
+            taken.settled.out_X, begin_B1, placed.places_R, placed.positions_R, width, step.hidden.last_LD, into
+        )
+        for own, first in zip(step.batch.groups, self.rounds.firsts, strict=True):
+            first[:num_rows].copy_(own.first_B[:num_rows])
 
     @torch.inference_mode()
     def rehearse(self, bucket: Bucket) -> None:
         """Run one bucket's draws after its step, so that their kernels are compiled."""
         self._run(self._draws[bucket])
+        if self.rounds is not None:
+            self._begin(self._draws[bucket])
 
     @torch.inference_mode()
     def capture(self, captures: Captures, buckets: Sequence[Bucket] | None = None) -> None:
@@ -135,10 +155,12 @@ class FixedDraws:
         for bucket in sorted(chosen, key=lambda one: -one.num_tokens):
             taken = self._draws[bucket]
             taken.graph, _ = captures.capture(partial(self._run, taken))
+            if self.rounds is not None:
+                taken.begin, _ = captures.capture(partial(self._begin, taken))
 
     @property
     def num_captured(self) -> int:
-        return sum(one.graph is not None for one in self._draws.values())
+        return sum((one.graph is not None) + (one.begin is not None) for one in self._draws.values())
 
 
 def _is_plain(one: Sampling) -> bool:

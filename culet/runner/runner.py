@@ -343,8 +343,9 @@ class Runner:
         if self.drafting is None or not any(wanted):
             return (0,) * len(groups)
         with self.clock.span("draft"):
-            if settled is not None and self.drafting.fixed is not None:
+            if settled is not None and self.draws is not None and self.drafting.fixed is not None:
                 # For all rows at once: what was not wanted is not verified, and the next draw is written over it.
+                self.draws.begin_round(settled.bucket)
                 self.drafting.fixed.run_settled(settled.num_rows, max(wanted))
                 return wanted
             drafted = [index for index, count in enumerate(wanted) if count]
