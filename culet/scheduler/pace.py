@@ -169,7 +169,7 @@ class DraftPolicy:
         self._seen_plain: set[int] = set()  # sizes that have run without drafts
         self._num_timed = self._last_round = 0
         self._in_vain = 0  # rounds of sequences since any draft was accepted
-        self._size, self._stayed = 0, 0.0  # of the batch, and steps since it was another
+        self._last_size, self._stayed = 0, 0.0  # of the batch, and steps since it was another
         # Each in steps; every sequence of a batch adds its share.
         self._rested = 0.0  # since anybody drafted
         self._drafted = 0.0  # since the last look at steps without drafts
@@ -222,11 +222,12 @@ class DraftPolicy:
 
     def _compare(self, size: int) -> None:
         """Compare rounds with steps without drafts, where both were timed of late."""
-        plain = self._times[size, 0].typical(self._num_timed) if (size, 0) in self._times else None
-        for count in self.lengths if plain is not None else ():
-            times = self._times.get((size, count))
-            seconds = None if times is None else times.typical(self._num_timed)
-            if plain is None or seconds is None:
+        plain = self._typical(size, 0)
+        if plain is None:
+            return
+        for count in self.lengths:
+            seconds = self._typical(size, count)
+            if seconds is None:
                 continue
             # No round is cheaper than a step: if it seems so, the machine was slower before.
             before, ratio = self._ratio(size, count), max(1.0, seconds / plain)
@@ -237,6 +238,11 @@ class DraftPolicy:
             if abs(ratio - before) > 0.02 * before:
                 self._forget()
 
+    def _typical(self, size: int, num_drafts: int) -> float | None:
+        """Seconds of such steps just now, where they are known."""
+        times = self._times.get((size, num_drafts))
+        return None if times is None else times.typical(self._num_timed)
+
     def wanted(self, pace: Pace, num_seqs: int) -> int:
         """Drafts for the next step of a sequence among `num_seqs` that run."""
         prior = self._of_all.acceptance(START_ACCEPTANCE)
@@ -245,9 +251,9 @@ class DraftPolicy:
         acceptance = round(pace.acceptance(prior), 2)
         count = self._best(num_seqs, acceptance, KEPT_GAIN if pace.is_drafting else LEAST_GAIN)
         pace.is_drafting = count > 0
-        share = 1.0 / num_seqs
-        self._stayed = self._stayed + share if _size(num_seqs) == self._size else share
-        self._size = _size(num_seqs)
+        share, size = 1.0 / num_seqs, _size(num_seqs)
+        self._stayed = self._stayed + share if size == self._last_size else share
+        self._last_size = size
         if self._trial_left > 0.0:
             self._trial_left -= share
             return count or self._trial(num_seqs)
@@ -262,7 +268,7 @@ class DraftPolicy:
             return self._trial(num_seqs)
         self._rested, self._drafted = 0.0, self._drafted + share
         if self._is_new(num_seqs) or (self._drafted >= LOOK_SOON and self._must_look(num_seqs, acceptance, count)):
-            self._seen_plain.add(_size(num_seqs))
+            self._seen_plain.add(size)
             self._drafted, self._look_left = 0.0, IN_A_ROW - share
             return 0
         return count
