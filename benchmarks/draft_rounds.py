@@ -41,15 +41,15 @@ def check(bench: DraftBench, num_seqs: int, prompt_len: int) -> dict[str, float]
     replayed = taken.made_RK.clone()
     launched = rounds._propose(taken)
     facts, pool = taken.facts_4R, rounds.pool
-    place = facts[SLOT] * rounds.tokens_SL.shape[1] + facts[LENGTH]
-    newest = rounds.tokens_SL.view(-1).index_select(0, place).long()
+    newest = drafter.assistant.ops.newest_tokens(rounds.tokens_SL, facts[SLOT], facts[LENGTH])
     batch = DraftBatch(newest, facts[LENGTH], facts[SLOT], rounds.hidden_SD[:num_seqs], taken.groups)
     plain = {index: ReferenceBackend(backend.group, backend.num_heads) for index, backend in drafter.backends.items()}
     twin = MTPDrafter(drafter.assistant, drafter.target, plain, max_drafts=drafter.max_drafts)
     states = []
     for one in (drafter, twin):
         shared = one.begin(batch, pool)
-        states.append(one.assistant(one.target.embed(newest), batch.hidden_RD, shared).float())
+        pair = one.assistant.ops.embed_beside(newest, batch.hidden_RD, one.target.embedding, one.target.embed_scale)
+        states.append(one.assistant(pair, shared).float())
     error = (states[0] - states[1]).norm(dim=-1) / states[1].norm(dim=-1)
     return {
         "equal_drafts": float((replayed == launched).float().mean()),

@@ -268,7 +268,7 @@ class Row:
     """New tokens of one sequence in a step. Prefill, decode and verify differ only in the counts."""
 
     slot: int
-    start: int  # tokens whose KV exists already, so the position of the first new token
+    start: int  # tokens whose KV exists already, so the position of the first new token; with `num_open`, the least it can be
     num_new: int
     num_logits: int  # the last `num_logits` new tokens need logits; 0 in the middle of a prompt
     tables: tuple[PageTable, ...]  # one per KV group, in the layout's order; they cover the new tokens that are stored
@@ -277,6 +277,7 @@ class Row:
     num_wanted: int = 0  # proposals that its draw slots want for their next step
     draw_slots: tuple[int, ...] = ()  # slots that draw from the last logits: usually (slot,), n of them where samples fork
     is_prompt_logprobs: bool = False  # the logits are those of prompt tokens: report log-probabilities of what follows
+    num_open: int = 0  # drafts of its last row that are not counted yet: those that were accepted move `start` on
 
 
 @dataclass(frozen=True, slots=True)

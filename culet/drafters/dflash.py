@@ -9,7 +9,7 @@ Shapes: R sequences · K tokens of a block · T = R * K · D model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +20,7 @@ from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
 from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup
 from culet.drafters.base import DraftBatch
+from culet.kernels.reference_rounds import BlockShape
 from culet.models.dflash import DFlashModel
 from culet.models.dflash_spec import DFlashLayer
 
@@ -33,6 +34,10 @@ class _Kind:
     mask: DFlashLayer
     backend: AttentionBackend
 
+    def own_of(self, visible: Iterator[Tensor]) -> Tensor | None:
+        """The next of `visible`, which has the keys that masks see which are not causal; None: the text rule."""
+        return None if self.mask.is_causal else next(visible)
+
 
 class DFlashDrafter:
     """A DFlash model beside its target."""
@@ -44,6 +49,9 @@ class DFlashDrafter:
         kinds = {mask: _kind(mask, backend) for mask in dict.fromkeys(model.spec.layers)}
         self._kinds = list(kinds.values())
         self._kind_of = [self._kinds.index(kinds[mask]) for mask in model.spec.layers]  # by layer
+        windows = tuple(kind.mask.window for kind in self._kinds if not kind.mask.is_causal)
+        spec = model.spec
+        self._shape = BlockShape(spec.block_size, spec.mask_token_id, self.group.page_tokens, None, windows)
 
     def weight_shapes(self) -> list[tuple[int, ...]]:
         return [tuple(weight.shape) for weight in self.model.parameters()]
@@ -55,46 +63,38 @@ class DFlashDrafter:
     def propose(self, batch: DraftBatch, pool: Pool, num_drafts: int) -> Tensor:
         """The likeliest token at each of the first `num_drafts` masks of every block: int64 [R, num_drafts]."""
         hidden_RKD = self.block_states(batch, pool).unflatten(0, (batch.num_rows, -1))
-        wanted_LD = hidden_RKD[:, 1 : num_drafts + 1].flatten(0, 1)
-        parts = [self.model.logits(part).argmax(-1) for part in wanted_LD.split(LOGITS_ROWS)]
-        return torch.cat(parts).view(batch.num_rows, num_drafts)
+        drafts_RK = torch.empty(batch.num_rows, num_drafts, dtype=torch.int64, device=batch.newest_R.device)
+        at_a_time = max(1, LOGITS_ROWS // num_drafts)
+        for wanted_RKD, best_RK in zip(
+            hidden_RKD[:, 1 : num_drafts + 1].split(at_a_time), drafts_RK.split(at_a_time), strict=True
+        ):
+            self.model.ops.pick_best(self.model.candidates(wanted_RKD), best_RK.view(-1))
+        return drafts_RK
 
     def block_states(self, batch: DraftBatch, pool: Pool) -> Tensor:
         """Hidden states [T, D] of all blocks, whose tokens follow each other row by row."""
-        size, device = self.model.spec.block_size, batch.length_R.device
-        position_RK = batch.length_R[:, None] + torch.arange(size, device=device)
-        ids_RK = torch.full_like(position_RK, self.model.spec.mask_token_id)
-        ids_RK[:, 0] = batch.newest_R
-        own = batch.groups[self.group.index]
-        slot_T = self._slots(own, position_RK, pool)
+        model, own = self.model, batch.groups[self.group.index]
+        shape = self._shape._replace(spare_page=pool.spare_page)
+        start = model.ops.begin_blocks(batch.newest_R, batch.length_R, own.pages_BP, own.first_B, shape, model.inv_freq)
         blocks = ForwardBatch(
-            token_ids_T=ids_RK.flatten(),
-            positions_T=position_RK.flatten(),
-            row_begin_B1=torch.arange(0, slot_T.shape[0] + 1, size, dtype=torch.int32, device=device),
-            context_B=batch.length_R.int(),
-            logits_index_L=slot_T[:0],
+            token_ids_T=start.ids_T,
+            positions_T=start.positions_T,
+            row_begin_B1=start.row_begin_R1,
+            context_B=start.context_R,
+            logits_index_L=start.slot_T[:0],
             # Where a row starts is known on the device alone; with all keys in pages and few queries no backend asks.
-            rows=(RowFacts(0, size, (True,)),) * batch.num_rows,
+            rows=(RowFacts(0, shape.size, (True,)),) * batch.num_rows,
             groups=(),
             tail=None,
         )
+        visible = iter(start.visible)
         masked = [
-            replace(blocks, groups=(GroupBatch(own.pages_BP, own.first_B, slot_T, _visible(kind.mask, position_RK)),))
+            replace(blocks, groups=(GroupBatch(own.pages_BP, own.first_B, start.slot_T, kind.own_of(visible)),))
             for kind in self._kinds
         ]
         batches = [masked[index] for index in self._kind_of]
         backends = [self._kinds[index].backend for index in self._kind_of]
-        return self.model(batches, backends, pool, slot_T)
-
-    def _slots(self, own: GroupBatch, position_RK: Tensor, pool: Pool) -> Tensor:
-        """Where each token of the blocks is written, [T]; nowhere (-1) for rows that only pad the batch."""
-        size = self.group.page_tokens
-        column_RK = (position_RK - own.first_B[:, None]) // size
-        page_RK = own.pages_BP.gather(1, column_RK.clamp(max=own.pages_BP.shape[1] - 1)).long()
-        slot_RK = page_RK * size + position_RK % size
-        if pool.spare_page is not None:
-            slot_RK = torch.where(page_RK == pool.spare_page, -1, slot_RK)
-        return slot_RK.flatten()
+        return model(batches, backends, pool, start.slot_T, start.turn)
 
 
 def _kind(mask: DFlashLayer, planned: AttentionBackend) -> _Kind:
@@ -102,12 +102,3 @@ def _kind(mask: DFlashLayer, planned: AttentionBackend) -> _Kind:
     group = planned.group
     specs = tuple(replace(spec, window=mask.window) for spec in group.specs)
     return _Kind(mask, type(planned)(replace(group, index=0, specs=specs), planned.num_heads))
-
-
-def _visible(mask: DFlashLayer, position_RK: Tensor) -> Tensor | None:
-    """First and last key that each token of the blocks sees, int32 [2, T]; None for causal layers: that is the text rule."""
-    if mask.is_causal:
-        return None
-    last_RK = position_RK[:, -1:].expand_as(position_RK)
-    first_RK = torch.zeros_like(position_RK) if mask.window is None else (position_RK - mask.window + 1).clamp(min=0)
-    return torch.stack((first_RK.flatten(), last_RK.flatten())).int()

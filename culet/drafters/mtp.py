@@ -5,7 +5,7 @@ token and the hidden state change. Where that position is, implementations diffe
 place, and its sliding layers see one key more than the window; `engine` stands at L - 1, an ordinary query of the last token.
 It matters to how many drafts are accepted, never to what comes out.
 
-Shapes: R sequences · K drafts · B the target's model width.
+Shapes: R sequences · K drafts · B the target's model width · X = 2 B.
 """
 
 from __future__ import annotations
@@ -59,25 +59,25 @@ class MTPDrafter:
 
     def propose(self, batch: DraftBatch, pool: Pool, num_drafts: int) -> Tensor:
         """The likeliest token, then the one after it, and so on: int64 [R, num_drafts]."""
-        shared = self.begin(batch, pool)
-        tokens_R, hidden_RB = batch.newest_R, batch.hidden_RD
-        drafts = []
-        for number in range(num_drafts):
-            state = self.assistant(self.target.embed(tokens_R), hidden_RB, shared)
-            tokens_R = self.assistant.head.best(state)
-            drafts.append(tokens_R)
-            if number + 1 < num_drafts:
-                hidden_RB = self.assistant.next_hidden(state)
-        return torch.stack(drafts, dim=1)
+        assistant, ops, shared = self.assistant, self.assistant.ops, self.begin(batch, pool)
+        table_VB, scale = self.target.embedding, self.target.embed_scale
+        drafts_RK = torch.empty(batch.num_rows, num_drafts, dtype=torch.int64, device=batch.newest_R.device)
+        pair_RX = ops.embed_beside(batch.newest_R, batch.hidden_RD, table_VB, scale)
+        for best_R in drafts_RK[:, :-1].unbind(1):
+            state = assistant(pair_RX, shared)
+            found, hidden_RB = assistant.head.candidates(state), assistant.next_hidden(state)
+            pair_RX = ops.embed_best(found, hidden_RB, table_VB, scale, best_R)
+        ops.pick_best(assistant.head.candidates(assistant(pair_RX, shared)), drafts_RK[:, -1])
+        return drafts_RK
 
     def begin(self, batch: DraftBatch, pool: Pool) -> Pass:
         """What the drafts of a round share, planned once."""
-        last_R = batch.length_R - 1  # the last key
+        start = self.assistant.ops.begin_chain(batch.length_R, self.is_hf, self.assistant.inv_freqs)
         queries = ForwardBatch(
             token_ids_T=batch.newest_R,
-            positions_T=last_R,
-            row_begin_B1=torch.arange(batch.num_rows + 1, dtype=torch.int32, device=last_R.device),
-            context_B=last_R.int(),
+            positions_T=start.last_R,
+            row_begin_B1=start.row_begin_R1,
+            context_B=start.context_R,
             logits_index_L=batch.newest_R[:0],
             # Where a row starts is known on the device alone; with all keys in pages and one query no backend asks.
             rows=(RowFacts(0, 1, (True,) * len(batch.groups)),) * batch.num_rows,
@@ -86,7 +86,7 @@ class MTPDrafter:
         )
         for backend in self.backends.values():
             backend.plan(queries, pool)
-        return self.assistant.begin(queries, pool, self.backends, batch.length_R if self.is_hf else last_R)
+        return self.assistant.begin(queries, pool, self.backends, start.ropes)
 
 
 def _one_key_more(planned: AttentionBackend) -> AttentionBackend:

@@ -133,6 +133,8 @@ class Engine:
             prefix_caching=config.cache.enable_prefix_caching,
             max_drafts=0 if drafter is None else drafter.max_drafts,
             policy=self._draft_policy(layout),
+            # Captured steps work out by themselves where their rows begin.
+            plans_open=self._has_graphs and drafter is not None,
         )
         limits = {"max_num_seqs": schedule.max_num_seqs, "max_model_len": self.max_model_len}
         self._runner = Runner(model, pool, backends, **limits, drafter=drafter)

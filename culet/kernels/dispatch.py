@@ -1,7 +1,7 @@
 """Which kernels serve a device: the eager twins on a CPU, our Triton kernels on a GPU.
 
-An op is a public function of `reference`, `reference_fused` or `reference_sampling`; a Triton module serves it by a function
-of the same name and parameters. Where no Triton module has one, the eager twin serves on the GPU too, and the log says so.
+An op is a public function of `reference` or one of the modules named after it; a Triton module serves it by a function of the
+same name and parameters. Where no Triton module has one, the eager twin serves on the GPU too, and the log says so.
 """
 
 from __future__ import annotations
@@ -14,14 +14,27 @@ from typing import Any
 
 import torch
 
-from culet.kernels import reference, reference_fused, reference_sampling
+from culet.kernels import reference, reference_fused, reference_rounds, reference_sampling, reference_steps
 from culet.log import logger
 from culet.registry import lookup
 
 EAGER, TRITON = "eager", "triton"
 KERNELS = {"cpu": EAGER, "cuda": TRITON, "meta": EAGER}
 # Of culet.kernels.triton; the first that has an op serves it.
-TRITON_MODULES = ("norms", "qkv", "route", "moe", "pointwise", "linear", "masks", "settle", "best")
+TRITON_MODULES = (
+    "norms",
+    "qkv",
+    "route",
+    "moe",
+    "pointwise",
+    "linear",
+    "masks",
+    "places",
+    "settle",
+    "best",
+    "rounds",
+    "normed_linear",
+)
 # Eager on purpose: a product that cuBLAS does best, and a write that only `prepare_qkv`'s twin needs.
 EAGER_ON_GPU = frozenset({"head", "store"})
 
@@ -36,7 +49,7 @@ def eager_ops() -> dict[str, Any]:
     """Every op by name, as its eager twin."""
     return {
         name: value
-        for module in (reference, reference_fused, reference_sampling)
+        for module in (reference, reference_fused, reference_rounds, reference_sampling, reference_steps)
         for name, value in vars(module).items()
         if isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     }

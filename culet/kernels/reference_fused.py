@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from culet.kernels.reference import gelu_gate, gelu_mul, head, residual_norm, rms_norm, softcap, sum_norms
+from culet.kernels.reference import gelu_gate, gelu_mul, head, residual_norm, rms_norm, silu_mul, softcap, sum_norms
 
 
 def linear(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
@@ -36,10 +36,24 @@ def capped_head(x_LD: Tensor, table_VD: Tensor, cap: float | None) -> Tensor:
     return softcap(head(x_LD, table_VD), cap)
 
 
-def best_of_head(x_RD: Tensor, table_VD: Tensor, scale_V: Tensor) -> Tensor:
-    """argmax over v of scale[v] * (x @ table[v]), int64 [R]; the table is e4m3, sums are float32."""
-    logits_RV = (x_RD.float() @ table_VD.float().t()) * scale_V
-    return logits_RV.argmax(dim=-1)
+def residual_norm_linear(
+    x_TD: Tensor,
+    delta_TD: Tensor | None,
+    norms: tuple[Tensor | None, Tensor],
+    scalar: Tensor | None,
+    eps: float,
+    weight_ND: Tensor,
+    gate: str = "",
+) -> tuple[Tensor, Tensor]:
+    """x' = (x + norm(delta) * norms[0]) * scalar, and the linear layer of norm(x') * norms[1], gated by `gate` ("": not).
+
+    As `residual_norm`, delta may be parts, and is added as it is where norms[0] is None; without a delta x' is x. Gates are
+    gelu and silu; the weight's rows are then gate, then up.
+    """
+    if delta_TD is not None:
+        x_TD, _ = residual_norm(x_TD, delta_TD, norms[0], scalar, None, eps)
+    y_TN = F.linear(rms_norm(x_TD, norms[1], eps), weight_ND)
+    return x_TD, (gelu_mul(y_TN) if gate == "gelu" else silu_mul(y_TN) if gate else y_TN)
 
 
 def residual_norm_two(

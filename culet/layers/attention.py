@@ -88,6 +88,13 @@ class Attention(Layer):
         out_TNH = shared.backends[group].run(self.kv_source, shared.batch, pool, q, k, v)
         return self.out.parts(out_TNH.flatten(1))
 
+    def attend(self, q_TX: Tensor, shared: Pass) -> Tensor:
+        """Attention of queries whose projection is there, over another layer's KV, maybe as parts."""
+        q = self.ops.prepare_q(q_TX, self.norm_weight, shared.ropes[self.rope_kind], self.heads)
+        backend = shared.backends[shared.group_of[self.kv_source]]
+        out_TNH = backend.run(self.kv_source, shared.batch, shared.pool, q, *shared.fresh[self.kv_source])
+        return self.out.parts(out_TNH.flatten(1))
+
     def placements(self, prefix: str) -> Iterator[tuple[str, Placement]]:
         heads = self.heads
         size, num_q, num_kv = heads.head_dim, heads.num_heads, heads.num_kv_heads

@@ -1,7 +1,7 @@
 """The Gemma 4 assistant: a decoder that reads the target's pages and drafts one token at a time.
 
-Shapes: R sequences · B the target's model width · D the assistant's · V vocabulary · C clusters of tokens · J tokens of a
-cluster · K clusters that are looked at.
+Shapes: R sequences · B the target's model width · X = 2 B · D the assistant's · V vocabulary · C clusters of tokens ·
+J tokens of a cluster · K clusters that are looked at.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.kernels.dispatch import for_device
+from culet.kernels.reference import Rope
+from culet.kernels.reference_rounds import Candidates
 from culet.layers.attention import Pass
 from culet.layers.linear import Layer, Linear, Placement, empty_vector
 from culet.layers.rope import inverse_frequencies
@@ -46,22 +48,18 @@ class CentroidHead(Layer):
         ordering = torch.empty(spec.count, vocab_size // spec.count, dtype=torch.int64, device=device)
         self.register_buffer("token_ids_CJ", ordering, persistent=False)
 
-    def scores(self, z_RD: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [R, K * J], float32, of the tokens that are looked at, and which those are."""
+    def candidates(self, z_RD: Tensor) -> Candidates:
+        """The tokens that are looked at, R rows of K * J, with their logits, float32."""
         chosen_RK = self.centroids(z_RD).topk(self.spec.top_k, dim=-1).indices
         rows, size = z_RD.shape
         table_CJD = self.table.view(*self.token_ids_CJ.shape, size)
         logits = torch.bmm(table_CJD[chosen_RK].view(rows, -1, size), z_RD[..., None]).squeeze(-1)
-        return logits.float(), self.token_ids_CJ[chosen_RK].view(rows, -1)
-
-    def best(self, z_RD: Tensor) -> Tensor:
-        """The most likely token: int64 [R]."""
-        logits, token_ids = self.scores(z_RD)
-        return token_ids.gather(-1, logits.argmax(dim=-1, keepdim=True)).squeeze(-1)
+        return Candidates(logits.float(), self.token_ids_CJ[chosen_RK].view(rows, -1))
 
     def logits(self, z_RD: Tensor) -> Tensor:
         """Logits [R, V], float32; -inf for the tokens that are not looked at."""
-        logits, token_ids = self.scores(z_RD)
+        logits, token_ids = self.candidates(z_RD)
+        assert token_ids is not None
         everything = logits.new_full((z_RD.shape[0], self.vocab_size), float("-inf"))
         return everything.scatter_(-1, token_ids, logits)
 
@@ -97,12 +95,10 @@ class PlainHead(Layer):
             narrow[rows] = (self.table[rows].float() / scale_V1[rows]).to(narrow.dtype)
         self.table = nn.Parameter(narrow, requires_grad=False)
 
-    def best(self, z_RD: Tensor) -> Tensor:
-        """The most likely token: int64 [R]."""
-        if self.scale_V is not None:
-            chosen: Tensor = self.ops.best_of_head(z_RD, self.table, self.scale_V)
-            return chosen
-        return self.ops.head(z_RD, self.table).argmax(dim=-1)
+    def candidates(self, z_RD: Tensor) -> Candidates:
+        """Tokens among which the most likely one is."""
+        found: Candidates = self.ops.head_candidates(z_RD, self.table, self.scale_V, None)
+        return found
 
     def logits(self, z_RD: Tensor) -> Tensor:
         """Logits [R, V], float32."""
@@ -150,9 +146,7 @@ class Assistant(Layer):
         else:
             self.head = PlainHead(decoder.vocab_size, size, dtype=dtype, device=device)
 
-    def begin(
-        self, batch: ForwardBatch, pool: Pool, backends: Mapping[int, AttentionBackend], rope_positions_R: Tensor
-    ) -> Pass:
+    def begin(self, batch: ForwardBatch, pool: Pool, backends: Mapping[int, AttentionBackend], ropes: Sequence[Rope]) -> Pass:
         """What all drafts of a round share: they stand at one position and see the same keys."""
         groups = pool.layout.groups
         # Every key is in pages: nothing is fresh.
@@ -163,20 +157,30 @@ class Assistant(Layer):
             backends=_by_group(backends, len(groups)),
             group_of={layer: group.index for group in groups for layer in group.layers},
             stores=[None] * len(groups),
-            ropes=[self.ops.rope(rope_positions_R, inv_freq) for inv_freq in self.inv_freqs],
+            ropes=ropes,
             fresh={layer.kv_source: (nothing, nothing) for layer in self.spec.decoder.layers},
         )
 
-    def forward(self, embedded_RB: Tensor, hidden_RB: Tensor, shared: Pass) -> Tensor:
+    def forward(self, pair_RX: Tensor, shared: Pass) -> Tensor:
         """The state that `head` and `next_hidden` read, [R, D].
 
-        `embedded_RB` is the newest token in the target's scaled embedding; `hidden_RB` the target's hidden state after its
-        final norm, or what `next_hidden` made of the last draft.
+        `pair_RX` is the newest token in the target's scaled embedding, and beside it the target's hidden state after its final
+        norm, or what `next_hidden` made of the last draft.
         """
-        x = self.pre_projection(torch.cat((embedded_RB, hidden_RB), dim=-1))
-        normed = self.ops.rms_norm(x, self._layers[0].input_norm, self.eps)
+        ops, eps, first = self.ops, self.eps, self._layers[0]
+        # No layer has experts or KV of its own, so each norm has one reader, and goes with it.
+        x, q = ops.residual_norm_linear(
+            self.pre_projection(pair_RX), None, (None, first.input_norm), None, eps, first.attention.qkv.weight
+        )
         for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
-            x, normed = layer(x, normed, None, self.norm if after is None else after.input_norm, shared)
+            attended, norms = layer.attention.attend(q, shared), (layer.post_attention_norm, layer.pre_mlp_norm)
+            x, opened = ops.residual_norm_linear(x, attended, norms, None, eps, layer.mlp.gate_up.weight, "gelu")
+            added, weight = layer.mlp.down.parts(opened), layer.post_mlp_norm
+            if after is None:
+                x, normed = ops.residual_norm(x, added, weight, layer.scalar, self.norm, eps)
+            else:
+                norms = (weight, after.input_norm)
+                x, q = ops.residual_norm_linear(x, added, norms, layer.scalar, eps, after.attention.qkv.weight)
         return normed
 
     def next_hidden(self, z_RD: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.kernels.dispatch import for_device
 from culet.kernels.reference import HeadShape, Rope
+from culet.kernels.reference_rounds import Candidates
 from culet.layers.linear import Layer, Linear, Placement, empty_vector
 from culet.layers.rope import inverse_frequencies
 from culet.models.checkpoint import RandomDraw
@@ -81,19 +82,14 @@ class DFlashLayerModule(Layer):
         kv_TX = self.ops.linear(feature_TD, self.qkv.weight[first * self.heads.head_dim :])
         self.ops.prepare_qkv(kv_TX, self.norm_weight[first:], turn, planes, store, self.kv_heads)
 
-    def forward(
-        self, x_TD: Tensor, normed_TD: Tensor, next_norm_D: Tensor, index: int, shared: BlockPass
-    ) -> tuple[Tensor, Tensor]:
-        """The stream after this layer, and `next_norm_D` of it; `normed_TD` is the stream under this layer's input norm."""
+    def forward(self, x_TD: Tensor, qkv_TX: Tensor, index: int, shared: BlockPass) -> tuple[Tensor, Tensor]:
+        """The stream before the MLP's output is added, and that output; `qkv_TX` is the projection of the normed stream."""
         ops, planes = self.ops, shared.pool.planes(self.layer)
-        qkv_TX, weight, turn, store = self.qkv.parts(normed_TD), self.norm_weight, shared.turn, shared.store
-        q, k, v = ops.prepare_qkv(qkv_TX, weight, turn, planes, store, self.heads, normed_TD.dtype)
+        q, k, v = ops.prepare_qkv(qkv_TX, self.norm_weight, shared.turn, planes, shared.store, self.heads)
         attended = shared.backends[index].run(self.layer, shared.batches[index], shared.pool, q, k, v)
-        added = self.out.parts(attended.flatten(1))
-        x_TD, normed = ops.residual_norm(x_TD, added, None, None, self.post_attention_norm, self.eps)
-        added = self.down.parts(ops.silu_mul(self.gate_up(normed)))
-        x_TD, normed = ops.residual_norm(x_TD, added, None, None, next_norm_D, self.eps)
-        return x_TD, normed
+        added, norms = self.out.parts(attended.flatten(1)), (None, self.post_attention_norm)
+        x_TD, opened = ops.residual_norm_linear(x_TD, added, norms, None, self.eps, self.gate_up.weight, "silu")
+        return x_TD, self.down.parts(opened)
 
     def placements(self, prefix: str) -> Iterator[tuple[str, Placement]]:
         heads, width = self.heads, self.down.weight.shape[1]
@@ -138,32 +134,50 @@ class DFlashModel(Layer):
         group = pool.layout.group_of(self._layers[0].layer)
         for begin in range(0, positions_T.shape[0], COMMIT_TOKENS):
             part = slice(begin, begin + COMMIT_TOKENS)
-            feature_TX = torch.cat([tapped[tap][part] for tap in self.spec.taps], -1)
+            feature_TX = self._side_by_side([tapped[tap][part] for tap in self.spec.taps])
             feature_TD = self.ops.rms_norm(self.fc(feature_TX), self.hidden_norm, self.spec.rms_eps)
             turn = self.ops.rope(positions_T[part], self.inv_freq)
             store = self.ops.stores(slot_T[part], group.page_tokens)
             for layer in self._layers:
                 layer.commit(feature_TD, turn, pool.planes(layer.layer), store)
 
+    def _side_by_side(self, taps: Sequence[Tensor]) -> Tensor:
+        """Taps [T, D] as [T, X]; what lies so already is not copied."""
+        size, whole = taps[0].shape[1], taps[0]
+        lies_so = whole.stride() == (len(taps) * size, 1)
+        for index, tap in enumerate(taps):
+            lies_so &= tap.stride() == whole.stride() and tap.data_ptr() == whole.data_ptr() + index * size * whole.itemsize
+        if lies_so:
+            return whole.as_strided((whole.shape[0], len(taps) * size), whole.stride())
+        joined: Tensor = self.ops.join_taps(taps)
+        return joined
+
     def forward(
-        self, batches: Sequence[ForwardBatch], backends: Sequence[AttentionBackend], pool: Pool, slot_T: Tensor
+        self, batches: Sequence[ForwardBatch], backends: Sequence[AttentionBackend], pool: Pool, slot_T: Tensor, turn: Rope
     ) -> Tensor:
         """Hidden states [T, D] of blocks after the final norm; `batches` hold the same tokens under each layer's mask.
 
-        The blocks' own keys and values are written to `slot_T`, behind the context: attention finds all keys in pages.
+        The blocks' own keys and values are written to `slot_T`, behind the context: attention finds all keys in pages. `turn`
+        has the angles of their positions.
         """
         (target,) = self.target
         eps, batch = self.spec.rms_eps, batches[0]
         group = pool.layout.group_of(self._layers[0].layer)
-        store, turn = self.ops.stores(slot_T, group.page_tokens), self.ops.rope(batch.positions_T, self.inv_freq)
-        shared = BlockPass(batches, backends, pool, store, turn)
-        x = self.ops.embed(batch.token_ids_T, target.embedding, target.embed_scale)
-        normed = self.ops.rms_norm(x, self._layers[0].input_norm, eps)
+        shared = BlockPass(batches, backends, pool, self.ops.stores(slot_T, group.page_tokens), turn)
+        x: Tensor = self.ops.embed(batch.token_ids_T, target.embedding, target.embed_scale)
+        added = None
         for index, layer in enumerate(self._layers):
-            is_last = index + 1 == len(self._layers)
-            next_norm = self.norm if is_last else self._layers[index + 1].input_norm
-            x, normed = layer(x, normed, next_norm, index, shared)
+            # Each norm has one reader, and goes with it.
+            x, qkv = self.ops.residual_norm_linear(x, added, (None, layer.input_norm), None, eps, layer.qkv.weight)
+            x, added = layer(x, qkv, index, shared)
+        assert added is not None, "a drafter has layers"
+        normed: Tensor = self.ops.residual_norm(x, added, None, None, self.norm, eps)[1]
         return normed
+
+    def candidates(self, last_LD: Tensor) -> Candidates:
+        """Tokens among which the most likely one of each row is; the rows may be [R, K, D]."""
+        found: Candidates = self.ops.head_candidates(last_LD, self.target[0].embedding, None, self.spec.final_softcap)
+        return found
 
     def logits(self, last_LD: Tensor) -> Tensor:
         """Logits [L, V], float32 and softcapped; the head is the target's embedding table."""

@@ -263,11 +263,6 @@ class Gemma4(Layer):
         finally:
             self._rehearsed = None
 
-    def embed(self, token_ids_T: Tensor) -> Tensor:
-        """What the first layer sees of these tokens, [T, D]: the table's rows times the scale."""
-        embedded: Tensor = self.ops.embed(token_ids_T, self.embedding, self.embed_scale)
-        return embedded
-
     def attention_of(self, layer: int) -> Attention:
         """The attention of one layer, for drafters that read its pages."""
         return self._layers[layer].attention

@@ -82,12 +82,17 @@ def _row_faults(number: int, row: Row, num_slots: int, room: int) -> Iterator[st
     for slot in (row.slot, *row.draw_slots):
         if not 0 <= slot < num_slots:
             yield f"row {number}: slot {slot}, expected 0 to {num_slots - 1}"
-    if row.start < 0 or row.num_new < 1 or row.start + row.num_new > room or not 0 <= row.num_logits <= row.num_new:
-        yield f"row {number}: start {row.start}, {row.num_new} new tokens, {row.num_logits} logits, room for {room} tokens"
+    end = row.start + row.num_open + row.num_new
+    if row.start < 0 or row.num_open < 0 or row.num_new < 1 or end > room or not 0 <= row.num_logits <= row.num_new:
+        start = f"start {row.start}" + (f" to {row.start + row.num_open}" if row.num_open else "")
+        yield f"row {number}: {start}, {row.num_new} new tokens, {row.num_logits} logits, room for {room} tokens"
 
 
 def _touched(row: Row, group: KVGroup) -> Iterator[tuple[str, int]]:
-    """First and last position that is read of the context, that is written of the new tokens, and by a drafter behind them."""
+    """First and last position that is read of the context, that is written of the new tokens, and by a drafter behind them.
+
+    An open row may begin later: then it reads and writes further on, as far as if all its open drafts were accepted.
+    """
     first_read, store_from = group.first_visible(row.start), row.store_from[group.index]
     if first_read < row.start:
         yield "context", first_read
@@ -95,9 +100,9 @@ def _touched(row: Row, group: KVGroup) -> Iterator[tuple[str, int]]:
     end = row.start + row.num_new
     if store_from < end:
         yield "new", max(row.start, store_from)
-        yield "new", end - 1
+        yield "new", end + row.num_open - 1
     if group.ahead and row.draw_slots:
-        yield "drafted", end + group.ahead - 1
+        yield "drafted", end + row.num_open + group.ahead - 1
     if row.num_wanted:
         # A drafter's query stands where the last accepted token does; drafts may all be rejected.
         first_seen = group.first_visible(end - row.num_drafts - 1)

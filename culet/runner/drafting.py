@@ -19,6 +19,7 @@ from torch import Tensor
 from culet.attention.batch import ForwardBatch, GroupBatch
 from culet.cache.pool import Pool
 from culet.drafters.base import DraftBatch, Drafter
+from culet.kernels.dispatch import for_device
 from culet.kernels.replay import replayed
 from culet.kernels.staging import Staged
 from culet.runner.graphs import Captures, FixedSteps, bucket_sizes
@@ -88,12 +89,10 @@ def propose(
     num_drafts: int,
 ) -> Tensor:
     """The part of a round that is captured: it only launches. Proposals go behind the newest tokens; returns them, [R, K]."""
-    slot_R, length_R = facts_4R[SLOT], facts_4R[LENGTH]
-    place_R = torch.add(length_R, slot_R, alpha=tokens_SL.shape[1])
-    newest_R = tokens_SL.view(-1).index_select(0, place_R).long()
+    ops, slot_R, length_R = for_device(tokens_SL.device), facts_4R[SLOT], facts_4R[LENGTH]
+    newest_R = ops.newest_tokens(tokens_SL, slot_R, length_R)
     tokens_RK = drafter.propose(DraftBatch(newest_R, length_R, slot_R, hidden_RD, groups), pool, num_drafts)
-    column_K = torch.arange(1, num_drafts + 1, device=place_R.device)
-    tokens_SL.view(-1).index_copy_(0, (place_R[:, None] + column_K).flatten(), tokens_RK.flatten().to(tokens_SL.dtype))
+    ops.keep_drafts(tokens_SL, slot_R, length_R, tokens_RK)
     return tokens_RK
 
 

@@ -90,6 +90,21 @@ class FixedDraws:
 
     def run(self, bucket: Bucket, settings: Sequence[Sampling]) -> Settled | None:
         """Draw for the step that has just run in `bucket`, by the settings of its tokens; None where no graph serves them."""
+        taken = self._take(bucket, settings)
+        if taken is None:
+            return None
+        if taken.graph is None:
+            self._run(taken)
+        else:
+            taken.graph.replay()
+        return taken.settled
+
+    def serves(self, bucket: Bucket, settings: Sequence[Sampling]) -> bool:
+        """Whether `run` will draw by these settings."""
+        return self._take(bucket, settings) is not None
+
+    def _take(self, bucket: Bucket, settings: Sequence[Sampling]) -> _Draws | None:
+        """A bucket's draws, set to these settings; None where no graph serves them."""
         taken = self._draws.get(bucket)
         if taken is None:
             return None
@@ -98,13 +113,7 @@ class FixedDraws:
             taken.is_served &= sum(len(one.logit_bias) for one in settings) <= MAX_BIASES
             if taken.is_served:
                 _stage(settings, bucket, self.steps.model.spec.vocab_size).send_into(taken.buffer)
-        if not taken.is_served:
-            return None
-        if taken.graph is None:
-            self._run(taken)
-        else:
-            taken.graph.replay()
-        return taken.settled
+        return taken if taken.is_served else None
 
     def _run(self, taken: _Draws) -> None:
         """What is captured: it only launches."""
@@ -116,9 +125,8 @@ class FixedDraws:
             logits_TV = self.steps.model.logits(last_TD)
         self.ops.add_bias(logits_TV, *taken.biases)
         drawn_T = self.draw(logits_TV, taken.columns, placed.positions_R)
-        self.ops.settle_draws(
-            drawn_T, step.batch.token_ids_T, begin_B1, placed.places_R, tokens_SL.view(-1), self.forced_1, out_X
-        )
+        ids_T, accepted_S = step.batch.token_ids_T, self.steps.accepted_S
+        self.ops.settle_draws(drawn_T, ids_T, begin_B1, placed.places_R, tokens_SL, self.forced_1, out_X, accepted_S)
 
     def begin_round(self, bucket: Bucket) -> None:
         """Fill the buffers of a round for all sequences of the step whose draws have just run in `bucket`."""

@@ -1,21 +1,22 @@
 """Decode and verify steps in fixed shapes, and the CUDA graphs that replay them with one launch.
 
 A step whose every row needs logits for all of its few new tokens (decode: one, verify: drafts and one more) fits a
-**bucket**: so many rows of at most so many tokens. It is filled into the bucket's own buffers and padded; where all sequences
-go on by one token in the pages they have, the buffers are counted up on the device instead. Rows that only pad store nothing
-and read the pool's spare page, which holds zeros. On a GPU each bucket is captured once at start, from the tokens' ids to the
-last hidden states, and replayed: how long sequences are is read on the device, so a graph serves any lengths. Graphs share one
-memory pool: they run one after another, and the largest is captured first.
+**bucket**: so many rows of at most so many tokens. The host sends the rows, padded: where each begins, and its page tables if
+they are others than before; where every token stands is worked out on the device (`place_rows`). So a row can begin behind
+drafts of which the host does not know yet how many were accepted, and where all sequences simply go on in the pages they have,
+nothing is sent. Rows that only pad store nothing and read the pool's spare page, which holds zeros. On a GPU each bucket is
+captured once at start, from the rows to the last hidden states, and replayed: how long sequences are is read on the device, so
+a graph serves any lengths. Graphs share one memory pool: they run one after another, and the largest is captured first.
 
-Shapes: T tokens of a bucket, padding included · B rows · P table columns · S slots · L a slot's tokens.
+Shapes: T tokens of a bucket, padding included · B rows · P table columns · S slots · L a slot's tokens · G groups of KV.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -27,8 +28,10 @@ from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
 from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup
+from culet.kernels.dispatch import for_device
 from culet.kernels.replay import replayed
 from culet.kernels.staging import Staged
+from culet.kernels.steps import PageTables, PlannedRows, TokenPlaces
 from culet.models.gemma4 import Gemma4, Hidden
 from culet.types import PageTable, Row, StepPlan
 
@@ -98,26 +101,14 @@ class TableRows:
         return self._pages_SP[slot_B, :width], np.array(first, dtype=np.int32) * np.int32(self.group.page_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """How rows lie among a bucket's tokens."""
-
-    num_tokens: int  # without padding
-    begin_B1: Int32s
-    row_T: NDArray[np.int64]
-    offset_T: NDArray[np.int64]  # of each token in its row
-
-
-def _lay_out(bucket: Bucket, counts: tuple[int, ...]) -> _Shape:
-    """Rows of `counts` tokens, then padding rows, which take what is left, as many each as fit; behind them rows of none."""
-    num_tokens = sum(counts)
-    left = bucket.num_tokens - num_tokens
+@lru_cache(maxsize=MAX_SHAPES)
+def _row_begins(bucket: Bucket, counts: tuple[int, ...]) -> Int32s:
+    """Where rows begin: those of `counts` tokens, padding rows of what is left, as many each as fit, and rows of none."""
+    left = bucket.num_tokens - sum(counts)
     pad_B = np.clip(left - np.arange(bucket.num_table_rows - len(counts)) * bucket.num_queries, 0, bucket.num_queries)
-    count_B = np.concatenate((np.array(counts, dtype=np.int64), pad_B))
-    begin_B1 = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(count_B)))
-    assert begin_B1[-1] == bucket.num_tokens, f"{num_tokens} tokens in {len(counts)} rows do not fit {bucket}"
-    row_T = np.repeat(np.arange(len(count_B)), count_B)
-    return _Shape(num_tokens, begin_B1.astype(np.int32), row_T, np.arange(bucket.num_tokens) - begin_B1[row_T])
+    begin_B1 = np.concatenate(([0], np.cumsum([*counts, *pad_B])))
+    assert begin_B1[-1] == bucket.num_tokens, f"{sum(counts)} tokens in {len(counts)} rows do not fit {bucket}"
+    return begin_B1.astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +126,12 @@ class FixedStep:
 
     bucket: Bucket
     buffer: Tensor  # uint8; what a step sends to the device, in one copy
-    flat_T: Tensor  # int64; where each token's id stands among all slots' tokens
+    planned: PlannedRows  # views of it
+    places: TokenPlaces  # what follows from them
     following: Placed  # of padding: in the spare slot
     batch: ForwardBatch
-    ring_T: Tensor | None  # int64; where the drafter's features of each token are kept, if they are
-    rows: Sequence[Row] = ()  # those that the buffer was filled for last
-    increments: dict[int, Tensor] = field(default_factory=dict)  # by number of rows: what one token more adds to the buffer
+    last_id: int = -2  # of the step that it was filled for last,
+    rows: Sequence[Row] = ()  # and its rows
     graph: torch.cuda.CUDAGraph | None = None
     hidden: Hidden | None = None  # of all tokens; a captured step leaves it always in the same place
 
@@ -181,26 +172,31 @@ class FixedSteps:
         pool: Pool,
         backends: Sequence[AttentionBackend],
         tokens_SL: Tensor,
+        accepted_S: Tensor,
         *,
         query_counts: Sequence[int] = (1,),
         features: Features | None = None,
     ) -> None:
-        """`tokens_SL` has a spare slot behind the others. `features` are what a drafter makes its own KV of."""
+        """`tokens_SL` has a spare slot behind the others, and so has `accepted_S`: drafts that its last verify accepted, int32.
+
+        `features` are what a drafter makes its own KV of.
+        """
         assert pool.spare_page is not None, "rows that pad a batch need the pool's spare page"
         self.model, self.pool, self.backends, self.features = model, pool, backends, features
-        self.tokens_SL, self._spare = tokens_SL, pool.spare_page
+        self.tokens_SL, self.accepted_S, self._spare = tokens_SL, accepted_S, pool.spare_page
+        self.ops = for_device(model.device)
         num_slots, max_len = tokens_SL.shape[0] - 1, tokens_SL.shape[1]
         self.buckets = [Bucket(queries, size) for queries in sorted(query_counts) for size in bucket_sizes(num_slots)]
         groups = pool.layout.groups
         most_rows = max(bucket.num_table_rows for bucket in self.buckets)
-        columns = [table_columns(group, max_len, max(query_counts)) for group in groups]
+        # A row may begin behind as many drafts as it has itself.
+        columns = [table_columns(group, max_len, 2 * max(query_counts) - 1) for group in groups]
         self._rows = [TableRows(group, num_slots, count) for group, count in zip(groups, columns, strict=True)]
-        self.tables = [torch.full((most_rows, n), pool.spare_page, dtype=torch.int32, device=model.device) for n in columns]
+        self._page_tables = self._make_tables(most_rows, columns)
+        parts = self._page_tables.pages_E.split([_aligned(most_rows * count) for count in columns])
+        self.tables = [part[: most_rows * count].view(most_rows, count) for part, count in zip(parts, columns, strict=True)]
         # The bucket that the tables were filled for last, and the page tables in its first rows: most steps change none.
         self._filled: tuple[Bucket | None, list[tuple[PageTable, ...]]] = (None, [])
-        self._shapes: dict[tuple[Bucket, tuple[int, ...]], _Shape] = {}
-        # Where a position is a multiple of one of these, places of the next token do not follow those of the last.
-        self._breaks = {group.page_tokens for group in groups} | ({features.room} if features is not None else set())
         self._steps = {bucket: self._make_step(bucket) for bucket in self.buckets}
 
     def find(self, rows: Sequence[Row]) -> Bucket | None:
@@ -215,12 +211,15 @@ class FixedSteps:
     def run(self, plan: StepPlan, bucket: Bucket) -> None:
         """Launch a step; `left` tells what it leaves."""
         step = self._steps[bucket]
-        batch = self._fill(plan.rows, step)
-        if step.graph is None:
-            self.model.plan(batch, self.pool, self.backends)
-            step.hidden = self._forward(step, batch)
-        else:
+        self._fill(plan, step)
+        if step.graph is not None:
             step.graph.replay()
+            return
+        assert not any(row.num_open for row in plan.rows), "where a row begins must be known outside of a graph"
+        self._place(step)
+        batch = self._filled_batch(plan.rows, step)
+        self.model.plan(batch, self.pool, self.backends)
+        step.hidden = self._forward(step, batch)
 
     def left(self, plan: StepPlan, bucket: Bucket) -> tuple[ForwardBatch, Hidden, Placed]:
         """The batch of the last run, what the forward pass left, and where what is drawn from it goes; all without padding.
@@ -239,9 +238,10 @@ class FixedSteps:
         """Capture `buckets` (default: all), the largest first."""
         for bucket in sorted(buckets or self.buckets, key=lambda one: -one.num_tokens):
             step = self._steps[bucket]
-            self._fill((), step)
+            self._fill(StepPlan(0, (), (), ()), step)
+            self._place(step)
             self.model.plan(step.batch, self.pool, self.backends)
-            step.graph, step.hidden = captures.capture(partial(self._forward, step, step.batch))
+            step.graph, step.hidden = captures.capture(partial(self._run, step))
 
     def step_of(self, bucket: Bucket) -> FixedStep:
         """The buffers of a bucket, and its graph if there is one."""
@@ -251,112 +251,116 @@ class FixedSteps:
     def num_captured(self) -> int:
         return sum(step.graph is not None for step in self._steps.values())
 
+    def _run(self, step: FixedStep) -> Hidden:
+        """What is captured: it only launches."""
+        self._place(step)
+        return self._forward(step, step.batch)
+
+    def _place(self, step: FixedStep) -> None:
+        room = 0 if self.features is None else self.features.room
+        self.ops.place_rows(step.planned, self._page_tables, self.tokens_SL, self.accepted_S, room, step.places)
+
     def _forward(self, step: FixedStep, batch: ForwardBatch) -> Hidden:
-        step.batch.token_ids_T.copy_(self.tokens_SL.view(-1).index_select(0, step.flat_T))
         features = self.features
         with replayed():
             hidden = self.model.forward(batch, self.pool, self.backends, () if features is None else features.drafter.taps)
-        if features is not None and step.ring_T is not None:
-            features.keep(hidden.tapped, step.ring_T)
+        if features is not None and step.places.ring_T is not None:
+            features.keep(hidden.tapped, step.places.ring_T)
         elif features is not None:
             features.commit(batch, hidden.tapped)
         return hidden
 
+    def _make_tables(self, num_rows: int, columns: Sequence[int]) -> PageTables:
+        """Room for the page tables of all groups, full of the spare page."""
+        sizes = [_aligned(num_rows * count) for count in columns]
+        begins = np.cumsum([0, *sizes[:-1]]).tolist()
+        facts = [(at, n, group.page_tokens) for at, n, group in zip(begins, columns, self.pool.layout.groups, strict=True)]
+        pages_E = torch.full((sum(sizes),), self._spare, dtype=torch.int32, device=self.model.device)
+        return PageTables(pages_E, torch.tensor(facts, dtype=torch.int32, device=self.model.device))
+
     def _make_step(self, bucket: Bucket) -> FixedStep:
-        """Buffers of a bucket. Small arrays lie in one buffer; page tables, which all buckets share, are widened from it."""
+        """Buffers of a bucket. What is sent lies in one buffer; page tables, which all buckets share, are widened from it."""
         device, groups = self.model.device, self.pool.layout.groups
+        num_rows, num_tokens = bucket.num_table_rows, bucket.num_tokens
         staged = self._stage((), bucket)
         # `staged` has tables of one column; they stand last, and the widest ones need this much more.
-        room = sum(bucket.num_table_rows * table.shape[1] * 4 for table in self.tables)
+        room = sum(num_rows * table.shape[1] * 4 for table in self.tables)
         buffer = torch.zeros(staged.num_bytes + room, dtype=torch.uint8, device=device)
         sent = staged.unpack(buffer[: staged.num_bytes])
-        is_stored = (True,) * len(groups)
+        start_B, slot_B, is_open_B = (row[:num_rows] for row in sent["rows"][:3])
+        planned = PlannedRows(sent["begin"], start_B, slot_B, is_open_B, sent["rows"][3:], bucket.num_queries)
+        long = partial(torch.zeros, dtype=torch.int64, device=device)
+        places = TokenPlaces(
+            token_ids_T=long(num_tokens),
+            positions_T=long(num_tokens),
+            next_places_T=long(num_tokens),
+            next_positions_T=long(num_tokens).int(),
+            slot_GT=long(len(groups), _aligned(num_tokens)),
+            context_B=long(num_rows).int(),
+            # A step of one token for each sequence keeps the features of it.
+            ring_T=long(num_tokens) if self.features is not None and bucket.num_queries == 1 else None,
+        )
+        pages = [
+            GroupBatch(
+                self.tables[g.index][:num_rows], planned.first_GB[g.index, :num_rows], places.slot_GT[g.index, :num_tokens]
+            )
+            for g in groups
+        ]
         batch = ForwardBatch(
-            token_ids_T=torch.zeros(bucket.num_tokens, dtype=torch.int64, device=device),
-            positions_T=sent["position"],
-            row_begin_B1=sent["begin"],
-            context_B=sent["context"],
-            logits_index_L=torch.arange(bucket.num_tokens, device=device),
-            rows=(RowFacts(0, bucket.num_queries, is_stored),) * bucket.num_table_rows,
-            groups=tuple(
-                GroupBatch(self.tables[g.index][: bucket.num_table_rows], sent[f"first{g.index}"], sent[f"slot{g.index}"])
-                for g in groups
-            ),
+            token_ids_T=places.token_ids_T,
+            positions_T=places.positions_T,
+            row_begin_B1=planned.begin_B1,
+            context_B=places.context_B,
+            logits_index_L=torch.arange(num_tokens, device=device),
+            rows=(RowFacts(0, bucket.num_queries, (True,) * len(groups)),) * num_rows,
+            groups=tuple(pages),
             tail=None,
         )
-        following = Placed(bucket, sent["next_position"], sent["next_flat"])
-        return FixedStep(bucket, buffer, sent["flat"], following, batch, sent.get("ring"))
+        following = Placed(bucket, places.next_positions_T, places.next_places_T)
+        return FixedStep(bucket, buffer, planned, places, following, batch)
 
     def forget_tables(self) -> None:
         """Somebody has written to `tables`: the next step fills them anew."""
         self._filled = (None, [])
 
     def _stage(self, rows: Sequence[Row], bucket: Bucket, *, has_tables: bool = True) -> Staged:
-        """The step's small arrays, padded to the bucket, then the rows' page tables, as wide as they are."""
-        shape = self._shape(bucket, tuple([row.num_new for row in rows]))
-        num_rows, num_tokens, row_T, width = len(rows), shape.num_tokens, shape.row_T, self.tokens_SL.shape[1]
-        slot_B = np.array([row.slot for row in rows], dtype=np.int64)
-        context_B = np.zeros(bucket.num_table_rows, dtype=np.int64)
-        context_B[:num_rows] = [row.start for row in rows]
-        owner_B = np.full(bucket.num_table_rows, self.tokens_SL.shape[0] - 1, dtype=np.int64)  # the spare slot
-        owner_B[:num_rows] = slot_B
-        position_T, owner_T = shape.offset_T + context_B[row_T], owner_B[row_T]
-        flat_T = position_T + owner_T * width
+        """The rows, padded to the bucket, then their page tables, as wide as they are."""
+        num_rows, num_real = bucket.num_table_rows, len(rows)
+        facts = np.zeros((3 + len(self._rows), _aligned(num_rows)), dtype=np.int32)  # start, slot, is it open, firsts
+        facts[1] = self.tokens_SL.shape[0] - 1  # the spare slot
+        facts[:3, :num_real] = [[row.start for row in rows], [row.slot for row in rows], [row.num_open > 0 for row in rows]]
         staged = Staged()
-        staged.add("flat", flat_T)
-        staged.add("position", position_T)
-        staged.add("next_flat", flat_T + 1)
-        staged.add("next_position", (position_T + 1).astype(np.int32))
-        staged.add("begin", shape.begin_B1)
-        staged.add("context", context_B.astype(np.int32))
-        if self.features is not None and bucket.num_queries == 1:
-            staged.add("ring", owner_T * self.features.room + position_T % self.features.room)
-        real_T, position = row_T[:num_tokens], position_T[:num_tokens]
-        tables = []
-        for table in self._rows:
-            size, slot_T = table.group.page_tokens, np.full(bucket.num_tokens, -1, dtype=np.int64)
-            first_B = np.zeros(bucket.num_table_rows, dtype=np.int32)
-            pages_BP, first_B[:num_rows] = table.read(rows, slot_B)
-            slot_T[:num_tokens] = pages_BP[real_T, (position - first_B[real_T]) // size] * np.int64(size) + position % size
-            staged.add(f"first{table.group.index}", first_B)
-            staged.add(f"slot{table.group.index}", slot_T)
-            tables.append(pages_BP)
+        staged.add("begin", _row_begins(bucket, tuple([row.num_new for row in rows])))
+        staged.add("rows", facts)
+        tables = [table.read(rows, facts[1, :num_real]) for table in self._rows]
+        for first_B, (_, own_B) in zip(facts[3:], tables, strict=True):
+            first_B[:num_real] = own_B
         if has_tables:
-            for index, pages_BP in enumerate(tables):
+            for index, (pages_BP, _) in enumerate(tables):
                 # What an earlier, larger step left in the rows that pad belongs to somebody else.
-                spare_BP = np.full((bucket.num_table_rows, pages_BP.shape[1]), self._spare, dtype=np.int32)
-                spare_BP[:num_rows] = pages_BP
+                spare_BP = np.full((num_rows, pages_BP.shape[1]), self._spare, dtype=np.int32)
+                spare_BP[:num_real] = pages_BP
                 staged.add(f"pages{index}", spare_BP)
         return staged
 
-    def _shape(self, bucket: Bucket, counts: tuple[int, ...]) -> _Shape:
-        """How rows of these numbers of tokens lie in a bucket; most steps are like one before them."""
-        found = self._shapes.get((bucket, counts))
-        if found is None:
-            if len(self._shapes) >= MAX_SHAPES:
-                self._shapes.clear()
-            found = self._shapes[bucket, counts] = _lay_out(bucket, counts)
-        return found
-
-    def _fill(self, rows: Sequence[Row], step: FixedStep) -> ForwardBatch:
-        """Send a step to its bucket's buffers; the batch has its rows, and the padding ones that are not empty."""
-        bucket, tables = step.bucket, [row.tables for row in rows]
+    def _fill(self, plan: StepPlan, step: FixedStep) -> None:
+        """Send a step's rows to its bucket, and their page tables, unless the device has them."""
+        rows, bucket = plan.rows, step.bucket
+        tables = [row.tables for row in rows]
         last, filled = self._filled
         is_filled = last is not None and last.num_rows >= bucket.num_rows and last.num_table_rows >= bucket.num_table_rows
         is_filled = is_filled and len(filled) == len(tables) and all(map(_are_same, filled, tables))
-        if is_filled and self._go_on(rows, step.rows):
-            self._count_up(step, len(rows))
-        else:
+        if not (is_filled and plan.step_id == step.last_id + 1 and _go_on(rows, step.rows)):
             staged = self._stage(rows, bucket, has_tables=not is_filled)
             staged.send_into(step.buffer)
             if not is_filled:
                 self._filled = bucket, tables
                 self._spread_tables(staged.unpack(step.buffer), bucket, len(rows))
-        step.rows = rows
-        if step.graph is not None:
-            return step.batch
-        counts = [row.num_new for row in rows]
-        left = step.bucket.num_tokens - sum(counts)
+        step.last_id, step.rows = plan.step_id, rows
+
+    def _filled_batch(self, rows: Sequence[Row], step: FixedStep) -> ForwardBatch:
+        """The rows that a step was filled with, and the padding ones that are not empty."""
+        left = step.bucket.num_tokens - sum(row.num_new for row in rows)
         facts = [RowFacts(row.start, row.num_new, (True,) * len(self.tables)) for row in rows]
         while left > 0:
             facts.append(RowFacts(0, min(left, step.bucket.num_queries), (True,) * len(self.tables)))
@@ -372,36 +376,23 @@ class FixedSteps:
                 # A drafter's block may reach beyond the columns above: its padding must find nobody's pages there.
                 table[num_rows : bucket.num_rows].fill_(self._spare)
 
-    def _go_on(self, rows: Sequence[Row], before: Sequence[Row]) -> bool:
-        """Whether each of `rows` is one token further than before, its places too, and nothing else is different."""
-        if not rows or len(rows) != len(before):
+
+def _go_on(rows: Sequence[Row], before: Sequence[Row]) -> bool:
+    """Whether `rows` of the step after that of `before` begin where the device has moved those to, which it did by itself."""
+    if not rows or len(rows) != len(before):
+        return False
+    for row, last in zip(rows, before, strict=True):
+        if row.slot != last.slot or row.num_new != last.num_new or (row.num_open > 0) != (last.num_open > 0):
             return False
-        for row, last in zip(rows, before, strict=True):
-            start = row.start
-            if row.slot != last.slot or start != last.start + 1 or row.num_new != 1 or last.num_new != 1:
-                return False
-            if not _are_same(row.tables, last.tables) or 0 in map(start.__mod__, self._breaks):
-                return False
-        return True
-
-    def _count_up(self, step: FixedStep, num_rows: int) -> None:
-        """Let the first `num_rows` rows of a step's buffer go on by one token, on the device."""
-        increments = step.increments.get(num_rows)
-        if increments is None:
-            staged = self._stage((), step.bucket, has_tables=False).map(partial(_increments, num_rows=num_rows))
-            packed = torch.zeros(staged.num_bytes, dtype=torch.uint8, device=step.buffer.device)
-            staged.send_into(packed)
-            increments = step.increments[num_rows] = packed.view(torch.int64)
-        # Numbers of 32 bits are counted up two at a time: none of them is large enough to reach into the other.
-        step.buffer[: 8 * increments.shape[0]].view(torch.int64).add_(increments)
+        # By what `before` knew; what its own open drafts came to is known by now.
+        if not 0 < row.start - last.start <= 1 + last.num_open:
+            return False
+    return True
 
 
-def _increments(name: str, array: NDArray[Any], num_rows: int) -> NDArray[Any]:
-    """What one token more adds to an array of `FixedSteps._stage`, where each of so many rows has one."""
-    added = np.zeros_like(array)
-    if not name.startswith(("begin", "first")):
-        added[:num_rows] = 1
-    return added
+def _aligned(count: int) -> int:
+    """Numbers of 32 bits in steps of 16 bytes, so that kernels find every part of a tensor aligned alike."""
+    return -(-count // 4) * 4
 
 
 def _are_same(some: tuple[PageTable, ...], others: tuple[PageTable, ...]) -> bool:

@@ -29,6 +29,7 @@ from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup
 from culet.drafters.base import Drafter
+from culet.kernels.dispatch import for_device
 from culet.kernels.replay import replayed
 from culet.kernels.staging import Staged, on_device
 from culet.runner.graphs import Captures
@@ -152,8 +153,8 @@ class Features:
 
     def keep(self, tapped: Mapping[int, Tensor], ring_T: Tensor) -> None:
         """Keep the features of a step's tokens at these places among all rings."""
-        feature_TX = torch.cat([tapped[tap] for tap in self.drafter.taps], -1)
-        self.ring_SNX.flatten(0, 1).index_copy_(0, ring_T, feature_TX)
+        ops, ring = for_device(self.ring_SNX.device), self.ring_SNX.flatten(0, 1)
+        ops.keep_taps([tapped[tap] for tap in self.drafter.taps], ring, ring_T)
 
     def leave(self, rows: Sequence[Row], batch: ForwardBatch, tapped: Mapping[int, Tensor]) -> None:
         """Keep or write what a step of any shape has left."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +91,8 @@ class Runner:
         width = max_model_len + 1 + (drafter.max_drafts if drafter is not None else 0)
         # One slot more: what padding draws goes there.
         self.tokens_SL = torch.zeros(max_num_seqs + 1, width, dtype=torch.int32, device=model.device)
+        # Drafts that the last verify of each slot accepted.
+        self.accepted_S = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=model.device)
         self.fixed: FixedSteps | None = None  # steps of fixed shapes, once `use_fixed_steps` has made them
         self.draws: FixedDraws | None = None  # and their draws, on a GPU
         self.clock = DeviceClock(model.device)  # of steps that verify drafts, and of drafting
@@ -111,6 +113,7 @@ class Runner:
             self.pool,
             self.backends,
             self.tokens_SL,
+            self.accepted_S,
             query_counts=(1, *(count + 1 for count in counts)),
             features=self.features,
         )
@@ -150,7 +153,13 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Pending:
-        """Give one step to the device; nothing here waits for it. Plans must come in the order in which they were made."""
+        """Give one step to the device. Plans must come in the order in which they were made.
+
+        Nothing here waits for the device, unless it alone knows where a row begins and no graph serves the step.
+        """
+        bucket = None if self.fixed is None else self.fixed.find(plan.rows)
+        if any(row.num_open for row in plan.rows) and not self._serves_open(plan, bucket):
+            plan = self._close(plan)
         if env.CHECK_PAGES.is_set():
             num_slots, room = self.tokens_SL.shape[0] - 1, self.tokens_SL.shape[1]
             check_step(plan, self.pool.layout, num_slots=num_slots, room=room, num_slabs=self.pool.num_slabs)
@@ -162,7 +171,7 @@ class Runner:
             return Pending(plan.step_id, [], HostCopy([]), False, [], {}, ())
         groups = _draw_groups(plan.rows)
         with self.clock.span("verify") if _has_drafts(plan.rows) else nullcontext():
-            forward = self._forward(plan, groups)
+            forward = self._forward(plan, groups, bucket)
             masks = None if self._constraints is None else self._constraints.masks(groups)
             settled = self._settle(groups, forward.bucket) if masks is None else None
             if settled is None:
@@ -190,10 +199,23 @@ class Runner:
         has_drafts = accepted_G is not None
         return Pending(plan.step_id, groups, copy, has_drafts, scored, prompts, num_proposed, watched, proposals)
 
-    def _forward(self, plan: StepPlan, groups: Sequence[_Group]) -> _Forward:
+    def _serves_open(self, plan: StepPlan, bucket: Bucket | None) -> bool:
+        """Whether graphs serve all of a step, so that nothing in it needs to be known here."""
+        if self.fixed is None or self.draws is None or bucket is None or self.fixed.step_of(bucket).graph is None:
+            return False
+        entries = [self._entry(row.slot) for row in plan.rows for _ in range(row.num_new)]
+        is_free = self._constraints is None or all(entry.grammar is None for entry in entries)
+        return is_free and self.draws.serves(bucket, [entry.sampling for entry in entries])
+
+    def _close(self, plan: StepPlan) -> StepPlan:
+        """The same step with rows that begin where the device says. Waits for the steps before it."""
+        accepted = self.accepted_S.tolist()
+        return replace(plan, rows=tuple(_moved(row, accepted[row.slot]) if row.num_open else row for row in plan.rows))
+
+    def _forward(self, plan: StepPlan, groups: Sequence[_Group], bucket: Bucket | None) -> _Forward:
         """Fill and forward: in a fixed shape where there is one for these rows, else in the step's own."""
         fixed = self.fixed
-        if fixed is not None and (bucket := fixed.find(plan.rows)) is not None:
+        if fixed is not None and bucket is not None:
             fixed.run(plan, bucket)
             if _draws_follow_rows(plan.rows, groups):
                 return _Forward(bucket, lambda: fixed.left(plan, bucket))
@@ -309,7 +331,9 @@ class Runner:
         slots_G, positions_G, num_drafts_G = on_device(facts, device).T
         column_K = torch.arange(width, device=device)
         positions_GK = torch.minimum(positions_G[:, None] + column_K, (positions_G + num_drafts_G)[:, None])
-        return self.accept(tokens_R[draws_GK], self.tokens_SL[slots_G[:, None], positions_GK], num_drafts_G)
+        accepted_G = self.accept(tokens_R[draws_GK], self.tokens_SL[slots_G[:, None], positions_GK], num_drafts_G)
+        self.accepted_S.index_copy_(0, slots_G, accepted_G.to(self.accepted_S.dtype))
+        return accepted_G
 
     def _append(self, groups: Sequence[_Group], tokens_R: Tensor, placed: Placed | None) -> None:
         """Write the draws to the slots. What lies behind the first rejected draft is no token yet, and written again."""
@@ -425,6 +449,12 @@ def _draws_follow_rows(rows: Sequence[Row], groups: Sequence[_Group]) -> bool:
     return len(groups) == len(rows) and all(
         group.slot == row.slot and group.size == row.num_new for row, group in zip(rows, groups, strict=True)
     )
+
+
+def _moved(row: Row, count: int) -> Row:
+    """An open row that begins `count` tokens later."""
+    assert 0 <= count <= row.num_open, f"slot {row.slot}: {count} drafts accepted of {row.num_open}"
+    return replace(row, start=row.start + count, store_from=tuple(first + count for first in row.store_from), num_open=0)
 
 
 def _parts(count: int) -> Iterator[slice]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from culet.scheduler.budget import Grant
@@ -38,11 +39,12 @@ def shape_row(one: Sequence, num_new: int, num_drafts: int, *, first_point: int 
     draws = num_new - num_drafts == one.num_uncomputed
     num_logits = num_new if one.is_scored_next else num_drafts + 1 if draws else 0
     end = one.num_computed + num_new
+    most = end + one.num_open  # where it ends if all drafts in flight are accepted
     points = tuple([point for point in one.resume_points if max(first_point, end - MAX_TRAIL) <= point <= end])
     # A checkpoint can also be resumed from one token before its end, so that is the first query to see everything.
     num_queries = max(num_logits, end - points[0] + 1) if points else num_logits
     store_from = tuple([pages.first_stored(one.num_computed, num_new, num_queries) for pages in one.groups])
-    missing = tuple([p.num_missing(end + p.ahead * draws, first) for p, first in zip(one.groups, store_from, strict=True)])
+    missing = tuple([p.num_missing(most + p.ahead * draws, first) for p, first in zip(one.groups, store_from, strict=True)])
     return RowShape(num_new, num_drafts, num_logits, store_from, missing, draws, points)
 
 
@@ -63,6 +65,22 @@ def largest_row(grant: Grant, num_pages: int, num_spared: int) -> RowShape | Non
         num_new, num_drafts = (num_new - num_drafts, 0) if num_drafts else (num_new // 2, 0)
 
 
+def fits_open(running: Iterable[Sequence], budget: int, num_pages: int) -> bool:
+    """Whether all of `running` can go on with their next drafts while it is not known what is accepted of the last ones.
+
+    All must find their pages at once: who has to give way for another should know what it has.
+    """
+    num_tokens = num_missing = most = 0
+    for one in running:
+        if not one.is_plain or one.num_uncomputed > 1 or one.num_left <= 0:
+            return False
+        count = one.num_useful_drafts
+        most = max(most, count)
+        num_tokens += 1 + count
+        num_missing += sum(shape_row(one, 1 + count, count).num_missing)
+    return most > 0 and num_tokens <= budget and num_missing <= num_pages
+
+
 def commit_row(one: Sequence, shape: RowShape, supply: PageSupply, num_wanted: int = 0) -> PlannedRow:
     """Take the row's pages and count it as computed, but for what only its result can tell.
 
@@ -71,7 +89,7 @@ def commit_row(one: Sequence, shape: RowShape, supply: PageSupply, num_wanted: i
     assert one.slot is not None
     end = one.num_computed + shape.num_new
     for pages, first, count in zip(one.groups, shape.store_from, shape.num_missing, strict=True):
-        pages.extend(end + pages.ahead * shape.draws, first, supply.take(count) if count else [])
+        pages.extend(end + one.num_open + pages.ahead * shape.draws, first, supply.take(count) if count else [])
     row = Row(
         slot=one.slot,
         start=one.num_computed,
@@ -83,13 +101,23 @@ def commit_row(one: Sequence, shape: RowShape, supply: PageSupply, num_wanted: i
         num_wanted=num_wanted if shape.draws else 0,
         draw_slots=(one.slot,) if shape.draws else (),
         is_prompt_logprobs=one.is_scored_next,
+        num_open=one.num_open,
     )
     if one.is_scored_next:
         one.num_scored = end
     one.num_computed = end - shape.num_drafts
-    one.num_proposed = 0
+    one.num_proposed = num_wanted if shape.draws else 0
+    one.num_open += shape.num_drafts
     one.rows_in_flight += 1
     one.draws_in_flight += shape.draws
     one.awaits_drafts = bool(shape.num_drafts or num_wanted)
     one.resume_points = tuple([point for point in one.resume_points if point > end]) if one.resume_points else ()
     return PlannedRow(row, one, [one] if shape.draws else [], shape.resume_points)
+
+
+def decode_shape(planned: Iterable[PlannedRow]) -> tuple[int, int] | None:
+    """Sequences of a step and the most drafts that one of them has; None where any row is a prompt's."""
+    rows = [plan.row for plan in planned]
+    if not all(row.num_new == row.num_drafts + 1 == row.num_logits for row in rows):
+        return None
+    return len(rows), max([row.num_drafts for row in rows], default=0)

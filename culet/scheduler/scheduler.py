@@ -20,11 +20,11 @@ from culet.errors import BadRequest, QueueFull
 from culet.scheduler.admission import check_fits, reserved_pages
 from culet.scheduler.budget import Grant, share_budget
 from culet.scheduler.pace import Lengths
-from culet.scheduler.rows import PlannedRow, commit_row, largest_row
+from culet.scheduler.rows import PlannedRow, commit_row, decode_shape, fits_open, largest_row
 from culet.scheduler.sequence import Sequence
 from culet.scheduler.stats import Counters, SchedulerStats
 from culet.scheduler.supply import PageSupply
-from culet.types import Drawn, Entry, FinishReason, Logprobs, Request, StepPlan, StepResult, TokenDelta
+from culet.types import Drawn, Entry, FinishReason, Logprobs, Request, Row, StepPlan, StepResult, TokenDelta
 
 
 class Scheduler:
@@ -40,16 +40,19 @@ class Scheduler:
         prefix_caching: bool = True,
         max_drafts: int = 0,
         policy: Lengths | None = None,
+        plans_open: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`max_drafts`: most tokens a drafter proposes at a time. `policy` decides how many it should; None: always all.
 
-        A sequence that waits for drafts is not planned before they are there.
+        `plans_open`: the runner finds out by itself where a row begins whose last one has drafts in flight. Else a sequence is
+        not planned again before it is known what was accepted.
         """
         self.layout = layout
         self.max_model_len = max_model_len
         self.max_drafts = max_drafts
         self.policy = policy
+        self.plans_open = plans_open
         self.budget = config.max_num_batched_tokens
         self.supply = PageSupply(layout, num_slabs, prefix_caching=prefix_caching)
         self.counters = Counters()
@@ -153,12 +156,15 @@ class Scheduler:
         """The next step, or None: nothing to do, or nothing before the result in flight is applied."""
         assert len(self._in_flight) <= 1, "two plans wait for their results already"
         self._expire()
-        if self._in_flight and any(one.awaits_drafts and one.draws_in_flight for one in self._running):
-            return None  # a batch of which a part runs ahead would run in two halves from then on
+        is_open = bool(self._in_flight) and any(one.awaits_drafts and one.draws_in_flight for one in self._running)
+        # A batch of which a part runs ahead would run in two halves from then on: all do, or none.
+        if is_open and not (self.plans_open and self._can_all_go_on()):
+            return None
         entries: list[Entry] = []
         planned: list[PlannedRow] = []
         num_preempted = self.counters.preemptions
-        grants = share_budget(filter(self._is_ready, self._running), self.budget)
+        ready = self._running if is_open else filter(self._is_ready, self._running)
+        grants = share_budget(ready, self.budget)
         for grant in grants:
             if grant.sequence.is_running:  # else an older one has taken its pages just now
                 planned += self._plan_row(grant, may_preempt=True)
@@ -192,6 +198,11 @@ class Scheduler:
         if not one.draws_in_flight:
             return True
         return not one.awaits_drafts and one.num_left > 0 and one.request.grammar is None
+
+    def _can_all_go_on(self) -> bool:
+        """Whether all sequences can be planned while drafts are in flight. Who could start meanwhile must not wait for it."""
+        is_full = not self._waiting or len(self._running) == self._max_running
+        return is_full and fits_open(self._running, self.budget, self.supply.available)
 
     def _plan_row(self, grant: Grant, *, may_preempt: bool) -> list[PlannedRow]:
         """The row for `grant`, smaller if pages are short; none where not even one token finds room.
@@ -370,7 +381,7 @@ class Scheduler:
             for one, slot in zip(plan.drawers, plan.row.draw_slots, strict=True):
                 draw = next(drawn)
                 assert draw.slot == slot, f"got a draw of slot {draw.slot}, expected one of {slot}"
-                self._accept(one, plan.row.num_drafts, draw, scores if one is plan.owner else ())
+                self._accept(one, plan.row, draw, scores if one is plan.owner else ())
             for one in dict.fromkeys((plan.owner, *plan.drawers)):
                 if one.is_running and not one.rows_in_flight:
                     one.release_behind(self.supply)
@@ -378,25 +389,18 @@ class Scheduler:
 
     def _time(self, planned: list[PlannedRow]) -> None:
         """Tell the policy how long a step took that decodes as the one before it did."""
-        now, most = self._clock(), 0
-        shape: tuple[int, int] | None = None
-        for plan in planned:
-            row = plan.row
-            if not row.num_new == row.num_drafts + 1 == row.num_logits:
-                break
-            most = max(most, row.num_drafts)
-        else:
-            shape = len(planned), most
+        now, shape = self._clock(), decode_shape(planned)
         if shape is not None and self.policy is not None and shape == self._timed[0]:
             self.policy.took(*shape, now - self._timed[1])
         self._timed = shape, now
 
-    def _accept(self, one: Sequence, num_drafts: int, drawn: Drawn, scores: tuple[Logprobs, ...]) -> None:
+    def _accept(self, one: Sequence, row: Row, drawn: Drawn, scores: tuple[Logprobs, ...]) -> None:
         """Append what was drawn, up to a stop; the KV of drafts that were not accepted is forgotten."""
-        num_drawn = len(drawn.token_ids)
+        num_drafts, num_drawn = row.num_drafts, len(drawn.token_ids)
         assert 1 <= num_drawn <= num_drafts + 1, f"{num_drawn} tokens drawn from {num_drafts} drafts"
         assert drawn.num_proposed <= self.max_drafts, f"{drawn.num_proposed} drafts proposed, declared were {self.max_drafts}"
         one.draws_in_flight -= 1
+        one.num_open -= num_drafts
         if one.finish_reason is not None:
             self.counters.dropped_tokens += num_drawn
             return
@@ -410,9 +414,10 @@ class Scheduler:
                 self.policy.note(one.pace, num_drafts, num_drawn - 1)
         if one.is_running:  # else preempted since: the tokens count, the pages are gone
             one.num_computed += num_drawn - 1
-            one.num_proposed = drawn.num_proposed
-            if num_drawn <= num_drafts:
-                one.release_beyond(self.supply)
+            if not one.rows_in_flight:  # else it has been planned with these proposals, and with pages for all it may accept
+                one.num_proposed = drawn.num_proposed
+                if num_drafts or row.num_open:
+                    one.release_beyond(self.supply)
         reason = None
         accepted: list[int] = []
         for token_id in drawn.token_ids:

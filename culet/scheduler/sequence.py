@@ -2,8 +2,8 @@
 
 Steps run in the order they are planned. So a sequence is kept as if every planned step had run: `num_computed` counts
 the tokens whose KV exists when the next plan begins. What planning cannot know is the tokens drawn meanwhile
-(`draws_in_flight`) and how many drafts a verify accepts; a row with drafts counts only its first token until its result
-is there, and the sequence is not planned again before.
+(`draws_in_flight`) and how many drafts a verify accepts (`num_open`): a row with drafts counts only its first token until its
+result is there. If the sequence is planned again before, its pages reach as far as if all were accepted.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ class Sequence:
         self.num_computed = 0
         self.rows_in_flight = 0
         self.draws_in_flight = 0
-        self.num_proposed = 0  # drafts that wait in the slot's buffer
+        self.num_proposed = 0  # drafts that wait in the slot's buffer, or will when the row in flight has run
+        self.num_open = 0  # drafts of rows in flight: it is not known yet which are accepted
         self.awaits_drafts = False  # its row in flight verifies drafts or asks for some: what comes next is not known
         self.pace = Pace()  # what of its drafts was accepted
         self.prefill_end = 0  # tokens to compute before the first draw after (re)admission
@@ -156,8 +157,8 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """Tokens it may still draw, those in flight not counted."""
-        return self.request.max_tokens - self.num_output - self.draws_in_flight
+        """Tokens it may still draw, those in flight not counted; the fewest that can be left."""
+        return self.request.max_tokens - self.num_output - self.draws_in_flight - self.num_open
 
     @property
     def max_kv_len(self) -> int:
@@ -194,6 +195,11 @@ class Sequence:
         # A chunk ends at a resume point, unless few tokens lie before or behind it: where behind, the row stores more instead.
         low, high = self.num_computed + MAX_TRAIL, end - MAX_TRAIL
         return next((point for point in self.resume_points if low < point < high), end) - self.num_computed
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its draws need nothing that hangs on which drafts are accepted, but for where they stand."""
+        return self.request.grammar is None and self.sampling.logprobs is None and not self.sampling.needs_history
 
     @property
     def num_useful_drafts(self) -> int:

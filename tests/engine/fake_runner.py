@@ -11,7 +11,7 @@ wanted.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from culet.cache.spec import CacheLayout, KVGroup
 from culet.runner.late import LateWrite, Ledger, keeps
@@ -57,6 +57,7 @@ class Slot:
     proposals: list[int] = field(default_factory=list)
     first_start: int | None = None  # where its first row began: tokens that were not computed
     num_computed: int = 0  # by its rows, until the first draw
+    num_accepted: int = 0  # drafts of its last row
 
     def hashes_of(self, tokens: list[int]) -> list[int]:
         """Of each prefix of `tokens`, which begin with the slot's own."""
@@ -92,6 +93,7 @@ class FakeRunner:
         for entry in plan.entries:
             self.slots[entry.slot] = Slot(entry, list(entry.token_ids))
         self._copy(plan.copies)
+        plan = replace(plan, rows=tuple(self._close(row) for row in plan.rows))
         self.rows = list(plan.rows)
         written: dict[Key, int] = {}
         for row in plan.rows:
@@ -119,6 +121,19 @@ class FakeRunner:
         for slots in ([row.slot for row in plan.rows], [entry.slot for entry in plan.entries]):
             assert len(set(slots)) == len(slots)
             assert all(0 <= slot < self.max_num_seqs for slot in slots)
+
+    def _close(self, row: Row) -> Row:
+        """The row as it is now that its last one has run. Proposals it counts on that were not made are any tokens."""
+        slot = self.slots[row.slot]
+        slot.proposals += [1] * (row.num_drafts - len(slot.proposals))
+        if not row.num_open:
+            return row
+        assert slot.num_accepted <= row.num_open
+        assert row.draw_slots == (row.slot,)
+        self.counts["open"] += 1
+        self.counts["moved on"] += slot.num_accepted
+        store_from = tuple(first + slot.num_accepted for first in row.store_from)
+        return replace(row, start=row.start + slot.num_accepted, store_from=store_from, num_open=0)
 
     def _copy(self, copies: tuple[tuple[int, int], ...]) -> None:
         sources, targets = [source for source, _ in copies], [target for _, target in copies]
@@ -256,6 +271,7 @@ class FakeRunner:
     def _append(self, slot_id: int, tokens: list[int], num_wanted: int) -> Drawn:
         slot = self.slots[slot_id]
         slot.tokens += tokens
+        slot.num_accepted = len(tokens) - 1
         state = slot.hashes_of(slot.tokens)[-1]
         slot.proposals = []
         for number in range(hash((state, 1)) % (num_wanted + 1)):

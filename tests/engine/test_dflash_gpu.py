@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dflash_rig import Pauses, Rig, assert_like_oracle, make_pair, make_request
+from dflash_rig import MAX_LEN, Pauses, Rig, assert_like_oracle, make_pair, make_request
 from real_steps import make_prompt
 
 from culet import LLM, SamplingParams
 from culet.attention.triton import TritonBackend
+from culet.config import ScheduleConfig
+from culet.engine.trial import Trial
+from culet.kernels.compiling import use_disk_cache
 from culet.runner import late
 from culet.runner.graphs import Captures
+from tests import samplings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -18,17 +22,48 @@ TARGET = {"head_dim": 32, "global_head_dim": 64}  # heads that the tensor cores 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
+# For three sequences at a time: the largest bucket is padded.
+GIVEN = {
+    "device": "cuda",
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 128,
+    "kv_cache_memory_bytes": 64 << 20,
+}
+
+
 @pytest.fixture(scope="module", params=["E2B", "31B"])
 def pair(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
-    return make_pair(folder, request.param, torch.device("cuda"), TARGET, head_dim=32, block_size=16)
+    pair = make_pair(folder, request.param, torch.device("cuda"), TARGET, head_dim=32, block_size=16)
+    compile_kernels(pair)
+    return pair
+
+
+def make_rig(pair, **settings):
+    return Rig(pair, budget=40, max_num_seqs=4, backend=TritonBackend, target_backend=TritonBackend, has_spare=True, **settings)
+
+
+def compile_kernels(pair):
+    """What the rigs' steps and rounds need, many at a time as an engine does, and kept on disk: one by one it takes minutes."""
+    use_disk_cache()
+    runner = make_rig(pair).runner
+    group = next(group for group in runner.pool.layout.groups if group.name == "dflash")
+    drafter = pair.spec.build(pair.model, {group.index: TritonBackend(group, pair.spec.num_heads)}, progress=False)
+    schedule = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=40)
+    layout, backends = runner.pool.layout, runner.backends
+    trial = Trial(
+        pair.model, layout, backends, schedule, samplings.GREEDY, max_model_len=MAX_LEN, has_graphs=True, drafter=drafter
+    )
+    trial.compile_kernels()
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])
 def test_blocks(pair, is_fixed):
     """Launched one by one, and in padded shapes; float32 products of a GPU are not a CPU's to the last bit."""
     ones = [make_request(f"r{length}", make_prompt(length), 12) for length in (1, 30, 75)]
-    rig = Rig(pair, budget=40, backend=TritonBackend, target_backend=TritonBackend, has_spare=True)
+    rig = make_rig(pair)
     if is_fixed:
         rig.runner.use_fixed_steps()
     rig.run(*ones)
@@ -39,8 +74,7 @@ def test_blocks(pair, is_fixed):
 def test_blocks_after_pauses(pair, monkeypatch):
     """Steps that keep the drafter's features, and what writes them late, both as graphs; with hits of what was written so."""
     monkeypatch.setattr(late, "MAX_ROOM", 4)
-    on_gpu = {"backend": TritonBackend, "target_backend": TritonBackend, "has_spare": True}
-    rig = Rig(pair, budget=40, **on_gpu, policy=Pauses(), prefix_caching=True, ahead=True)
+    rig = make_rig(pair, policy=Pauses(), prefix_caching=True, ahead=True)
     fixed, captures = rig.runner.use_fixed_steps(), Captures(torch.device("cuda"))
     fixed.capture(captures)
     rig.runner.features.capture(captures)
@@ -57,8 +91,7 @@ def test_blocks_after_pauses(pair, monkeypatch):
 def test_output_is_the_same(pair, enforce_eager):
     """Whole engines in float32, with graphs and without: a drafter changes no token."""
     prompts = [make_prompt(length) for length in (1, 30, 75)]
-    given = {"device": "cuda", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 128}
-    given |= {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": enforce_eager}
+    given = GIVEN | {"enforce_eager": enforce_eager}
     folder = str(pair.folder.parent / "target")
     draft = {"method": "dflash", "model": str(pair.folder), "adaptive": False}
     plain = [result.token_ids for result in LLM(folder, **given).generate(prompts, GREEDY)]

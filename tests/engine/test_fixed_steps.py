@@ -57,7 +57,8 @@ def fixed_steps(model, max_num_seqs=16, query_counts=(1,)) -> FixedSteps:
     layout, _, backends = parts(model, 1)
     pool = Pool(layout, 4, torch.float32, torch.device("cpu"), has_spare=True)
     tokens_SL = torch.zeros(max_num_seqs + 1, 400, dtype=torch.int32)  # a spare slot
-    return FixedSteps(model, pool, backends, tokens_SL, query_counts=query_counts)
+    accepted_S = torch.zeros(max_num_seqs + 1, dtype=torch.int32)
+    return FixedSteps(model, pool, backends, tokens_SL, accepted_S, query_counts=query_counts)
 
 
 def row(slot=0, start=40, num_new=1, num_logits=1, num_pages=3, **changes) -> Row:
@@ -114,42 +115,6 @@ def test_samples_that_part_ways(model):
     out, plain = rig.run(one), Rig(model).run(one)
     assert {key: tokens for key, (tokens, _, _) in out.items()} == {key: tokens for key, (tokens, _, _) in plain.items()}
     assert Bucket(1, 8) in rig.used
-
-
-@pytest.mark.parametrize("num_rows", [1, 3, 8])
-def test_buffers_counted_up_are_those_filled_anew(one_model, num_rows, monkeypatch):
-    """A bucket whose rows go on one by one, some over the end of a page, against another that is filled in every step."""
-    fixed, anew = fixed_steps(one_model), fixed_steps(one_model)
-    monkeypatch.setattr(anew, "_go_on", lambda rows, before: False)
-    counted, count_up = [], fixed._count_up
-    monkeypatch.setattr(fixed, "_count_up", lambda step, count: (counted.append(count), count_up(step, count)))
-    groups = fixed.pool.layout.groups
-    sizes, columns = [group.page_tokens for group in groups], [table_columns(group, 400, 1) for group in groups]
-    tables = [tuple(PageTable(0, tuple(range(40 * slot, 40 * slot + count))) for count in columns) for slot in range(8)]
-    starts = [4 + slot for slot in range(num_rows)]
-    num_steps = min(size * count for size, count in zip(sizes, columns, strict=True)) - 12
-    bucket = fixed.find([row(slot, start, tables=tables[slot]) for slot, start in enumerate(starts)])
-    for number in range(num_steps):
-        rows = [row(slot, start + number, tables=tables[slot]) for slot, start in enumerate(starts)]
-        for one in (fixed, anew):
-            one._fill(rows, one.step_of(bucket))
-        ours, theirs = fixed.step_of(bucket), anew.step_of(bucket)
-        for name in ("positions_T", "row_begin_B1", "context_B"):
-            assert torch.equal(getattr(ours.batch, name), getattr(theirs.batch, name)), (name, number)
-        for mine, other in zip(ours.batch.groups, theirs.batch.groups, strict=True):
-            assert torch.equal(mine.slot_T, other.slot_T), number
-            assert torch.equal(mine.first_B, other.first_B)
-        assert torch.equal(ours.flat_T, theirs.flat_T)
-        assert torch.equal(ours.following.positions_R, theirs.following.positions_R)
-        assert torch.equal(ours.following.places_R, theirs.following.places_R)
-    crossed = {size * page - start for size in sizes for page in range(num_steps) for start in starts}
-    assert counted == [num_rows] * (num_steps - 1 - len(crossed.intersection(range(1, num_steps))))
-    assert counted
-    # Other rows, or the same ones elsewhere, are sent.
-    count = len(counted)
-    for rows in ([row(7, 11, tables=tables[7])], [row(7, 13, tables=tables[7])], [row(7, 14, tables=tables[6])]):
-        fixed._fill(rows, fixed.step_of(Bucket(1, 1)))
-    assert len(counted) == count
 
 
 @pytest.mark.parametrize("mistake", ["right", "sometimes"])

@@ -58,8 +58,8 @@ def watch(runner, drafter):
     """Let the drafter know the slots' tokens and what each forward pass leaves."""
     drafter.tokens_SL, forward = runner.tokens_SL, runner._forward
 
-    def watched(plan, groups):
-        passed = forward(plan, groups)
+    def watched(*arguments):
+        passed = forward(*arguments)
         drafter.last_LD = passed.left()[1].last_LD
         return passed
 

@@ -9,17 +9,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from oracle import SHAPES, WINDOW, folder_of, prompt  # isort: skip
 from tiny_checkpoints import _root, build  # isort: skip
 
 from culet import LLM, SamplingParams
 from culet.cache.spec import plan_cache
+from culet.engine import memory
+from culet.engine.llm import Result
 from culet.errors import InternalError
 from culet.models.checkpoint import open_checkpoint
 from culet.types import PageTable
@@ -31,7 +35,6 @@ NUM_TOKENS = 32
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 # Warm enough that sequences wander: a greedy one of these models soon repeats itself, and would with a broken cache too.
 DRAWN = SamplingParams(temperature=1.3, seed=4, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
-BFLOAT16_ERROR = 0.15  # of a log-probability, root mean square
 SETTINGS = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 128, "kv_cache_memory_bytes": 64 << 20}
 PLAIN = {"enforce_eager": True, "async_scheduling": False}
 EXACT = [shape for shape in SHAPES if shape != "26B-A4B"]  # grouped experts multiply in tf32, which may choose other tokens
@@ -47,8 +50,8 @@ def checkpoint(shape: str) -> Path:
 
 
 @functools.cache
-def on_cpu(shape: str) -> LLM:
-    return LLM(str(checkpoint(shape)), device="cpu", dtype="float32", max_model_len=256)
+def on_cpu(shape: str, dtype: str = "float32", **settings: Any) -> LLM:
+    return LLM(str(checkpoint(shape)), device="cpu", dtype=dtype, max_model_len=256, **settings)
 
 
 @functools.cache
@@ -57,8 +60,31 @@ def on_gpu(shape: str, dtype: str = "bfloat16", **settings: Any) -> LLM:
 
 
 @functools.cache
-def prompts_of() -> tuple[list[int], ...]:
-    return tuple(prompt(length, 3) for length in LENGTHS)
+def of_transformers(shape: str) -> Any:
+    """transformers' model in bfloat16, on the GPU."""
+    from transformers import Gemma4ForCausalLM, Gemma4ForConditionalGeneration, Gemma4UnifiedForConditionalGeneration
+
+    kinds = {"E4B": Gemma4ForCausalLM, "12B": Gemma4UnifiedForConditionalGeneration}
+    kind: Any = kinds.get(shape, Gemma4ForConditionalGeneration)
+    model = kind.from_pretrained(checkpoint(shape), dtype=torch.bfloat16, attn_implementation="eager")
+    return model.to("cuda").eval()
+
+
+@torch.inference_mode()
+def their_logprobs(shape: str, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """transformers' log-probabilities [T, V] after each token, in bfloat16; sequences of one length are computed together."""
+    found: dict[int, Tensor] = {}
+    for length in {len(sequence) for sequence in sequences}:
+        places = [place for place, sequence in enumerate(sequences) if len(sequence) == length]
+        model, token_ids = of_transformers(shape), torch.tensor([sequences[place] for place in places])
+        logits = model(input_ids=token_ids.to(model.device), use_cache=False).logits
+        found |= dict(zip(places, logits.float().log_softmax(-1).cpu(), strict=True))
+    return [found[place] for place in range(len(sequences))]
+
+
+@functools.cache
+def prompts_of(seed: int = 3) -> tuple[list[int], ...]:
+    return tuple(prompt(length, seed) for length in LENGTHS)
 
 
 def tokens_of(llm: LLM, prompts: Any, params: SamplingParams = DRAWN) -> list[tuple[int, ...]]:
@@ -72,19 +98,38 @@ def expected(shape: str) -> list[tuple[int, ...]]:
     return answers
 
 
-def check_answers(shape: str, results: Any, tolerance: float = BFLOAT16_ERROR) -> None:
-    """The log-probabilities that were reported with an answer, against what the CPU computes for prompt and answer."""
+def whole(result: Result) -> list[int]:
+    return [*result.prompt_token_ids, *result.token_ids]
+
+
+def told(result: Result) -> Tensor:
+    """The log-probabilities that came with an answer's tokens; before them those of its prompt, where they were asked for."""
+    found = [*(result.prompt_logprobs or ()), *(result.logprobs or ())]
+    return torch.tensor([at[token] for at, token in zip(found, whole(result)[-len(found) :], strict=True)])
+
+
+def judged(llm: LLM, results: Sequence[Result]) -> list[Tensor]:
+    """The log-probabilities of the same tokens, computed anew by `llm`, as prompts."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    errors = []
-    for result in results:
-        token_ids = [*result.prompt_token_ids, *result.token_ids]
-        [judged] = on_cpu(shape).generate([token_ids], params)
-        scores = (judged.prompt_logprobs or ())[len(result.prompt_token_ids) - 1 :]
-        assert len(scores) == len(result.token_ids)
-        for score, own, token in zip(scores, result.logprobs, result.token_ids, strict=True):
-            errors.append(own[token] - score[token])
-    error = torch.tensor(errors).square().mean().sqrt().item()
-    assert error <= tolerance, f"{shape}: log-probabilities are off by {error:.4f}"
+    found = []
+    for result, again in zip(results, llm.generate([whole(result) for result in results], params), strict=True):
+        scores = zip(again.prompt_logprobs or (), again.prompt_token_ids[1:], strict=True)
+        found.append(torch.tensor([at[token] for at, token in scores])[-len(told(result)) :])
+    return found
+
+
+def check_answers(shape: str, results: Sequence[Result], tolerance: float) -> None:
+    """The log-probabilities that were reported with answers are the CPU's, but for `tolerance`, root mean square."""
+    error = torch.cat([*map(told, results)]) - torch.cat(judged(on_cpu(shape), results))
+    rms = float(error.square().mean().sqrt())
+    assert rms <= tolerance, f"{shape}: log-probabilities are off by {rms:.4f}"
+
+
+def check_errors(what: str, ours: Tensor, theirs: Tensor, exact: Tensor) -> None:
+    """In bfloat16 ours are as close to those in float32 as another's, on the average. Tells how close both are."""
+    own, other = (float((some - exact).abs().mean()) for some in (ours, theirs))
+    print(f"\nbfloat16 {what}: mean |error| {own:.4f}, theirs {other:.4f}, ratio {own / other:.3f}, {len(ours)} numbers")
+    assert own <= 1.25 * other + 1e-3
 
 
 # Against the CPU
@@ -101,52 +146,60 @@ def test_float32_tokens_are_those_of_the_cpu(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bfloat16_answers(shape: str) -> None:
+    """Errors of the answers' log-probabilities are no larger than those of transformers' bfloat16 on the same tokens.
+
+    How large an error is right depends on the checkpoint: with peaked attention and norms that scale by up to 1.5, rounding
+    grows from layer to layer, to a mean of 0.02 (31B) to 0.3 (12B) in transformers. A window one token short makes ours 3 to 10
+    times as large as theirs, embeddings scaled by 1.05 make it 1.8 to 3 times, and one early layer's scalar scaled by 1.1 does
+    twice, but not with experts. Scaled by 1.02 it does not show, and is for the tests in float32 to find. Where two experts are
+    all but equally good, rounding decides, so that some tokens are off by far more than others: the ratio of the two means (on
+    a CPU) is 0.7 to 1.15 for one seed's 384 tokens, and 0.88 to 0.92 for those of eight seeds or more.
+    """
     llm = on_gpu(shape)
-    check_answers(shape, llm.generate(list(prompts_of()), DRAWN))
-    for one in prompts_of()[2:5]:
-        check_answers(shape, llm.generate([one], DRAWN))
+    ours: list[Tensor] = []
+    theirs: list[Tensor] = []
+    exact: list[Tensor] = []
+    for seed in range(8 if shape == "26B-A4B" else 3):
+        params, prompts = dataclasses.replace(DRAWN, seed=seed), prompts_of(20 + seed)
+        results = llm.generate(list(prompts), params) + [result for one in prompts for result in llm.generate([one], params)]
+        for result, logprobs_TV in zip(results, their_logprobs(shape, [*map(whole, results)]), strict=True):
+            answer = torch.tensor(result.token_ids)
+            theirs.append(logprobs_TV[-1 - len(answer) : -1].gather(1, answer[:, None])[:, 0])
+        ours += map(told, results)
+        exact += judged(on_cpu(shape), results)
+    check_errors(f"answers, {shape}", torch.cat(ours), torch.cat(theirs), torch.cat(exact))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bfloat16_is_as_close_as_that_of_transformers(shape: str) -> None:
-    """Log-probabilities at every position of a prompt: our error against float32, and that of transformers' bfloat16."""
-    from transformers import Gemma4ForCausalLM, Gemma4ForConditionalGeneration, Gemma4UnifiedForConditionalGeneration
-
-    kinds = {"E4B": Gemma4ForCausalLM, "12B": Gemma4UnifiedForConditionalGeneration}
-    model = kinds.get(shape, Gemma4ForConditionalGeneration).from_pretrained(
-        checkpoint(shape), dtype=torch.bfloat16, attn_implementation="eager"
-    )
-    token_ids = prompt(5 * WINDOW, 3)
-    with torch.inference_mode():
-        theirs = model.cuda().eval()(input_ids=torch.tensor([token_ids], device="cuda"), use_cache=False).logits[0]
-        theirs = theirs.float().log_softmax(-1).cpu()
+    """Log-probabilities of the likeliest tokens at every position of prompts; many prompts of the MoE shape, as said above."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=8)
-    [exact], [ours] = (llm.generate([token_ids], params) for llm in (on_cpu(shape), on_gpu(shape)))
-    errors: dict[str, list[float]] = {"ours": [], "theirs": []}
-    for index, (want, got) in enumerate(zip(exact.prompt_logprobs or (), ours.prompt_logprobs or (), strict=True)):
-        for token in set(want) & set(got):
-            errors["ours"].append(abs(got[token] - want[token]))
-            errors["theirs"].append(abs(float(theirs[index, token]) - want[token]))
-    assert len(errors["ours"]) > 5 * len(token_ids)
-    rms = {name: torch.tensor(values).square().mean().sqrt().item() for name, values in errors.items()}
-    assert rms["ours"] <= 1.25 * rms["theirs"] + 1e-3, rms
+    prompts = [prompt(5 * WINDOW, 3 + seed) for seed in range(16 if shape == "26B-A4B" else 4)]
+    exact, ours = (llm.generate(prompts, params) for llm in (on_cpu(shape), on_gpu(shape)))
+    found = []
+    for want, got, logprobs_TV in zip(exact, ours, their_logprobs(shape, prompts), strict=True):
+        for right, mine, logprobs_V in zip(
+            want.prompt_logprobs or (), got.prompt_logprobs or (), logprobs_TV[:-1], strict=True
+        ):
+            found += [(mine[token], float(logprobs_V[token]), right[token]) for token in set(right) & set(mine)]
+    assert len(found) > 5 * sum(map(len, prompts))
+    check_errors(f"prompts, {shape}", *torch.tensor(found).unbind(1))
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 0.02), ("bfloat16", 0.4)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", ["E4B", "31B"])
-def test_fp8_cache(shape: str, dtype: str, tolerance: float) -> None:
-    """Both round keys and values alike, but those on an edge between two numbers of e4m3."""
-    cpu = LLM(str(checkpoint(shape)), device="cpu", dtype="float32", max_model_len=256, kv_cache_dtype="fp8")
+def test_fp8_cache(shape: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both round keys and values alike, but those on an edge between two numbers of e4m3; in bfloat16 as many as on a CPU."""
     gpu = on_gpu(shape, dtype, kv_cache_dtype="fp8", max_num_batched_tokens=48)
-    params = SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=0, logprobs=0, ignore_eos=True)
-    errors = []
-    for token_ids in prompts_of()[2:]:
-        [want], [got] = cpu.generate([token_ids], params), gpu.generate([token_ids], params)
-        scores = zip(token_ids[1:], want.prompt_logprobs or (), got.prompt_logprobs or (), strict=True)
-        errors += [mine[token] - theirs[token] for token, theirs, mine in scores]
-        if want.token_ids == got.token_ids:
-            errors += [b[t] - a[t] for t, a, b in zip(want.token_ids, want.logprobs, got.logprobs, strict=True)]
-    assert torch.tensor(errors).square().mean().sqrt().item() <= tolerance
+    params = dataclasses.replace(DRAWN, max_tokens=12, prompt_logprobs=0)
+    results = [result for seed in range(3, 9) for result in gpu.generate(list(prompts_of(seed)[2:]), params)]
+    ours, exact = torch.cat([*map(told, results)]), torch.cat(judged(on_cpu(shape, kv_cache_dtype="fp8"), results))
+    if dtype == "float32":
+        assert float((ours - exact).square().mean().sqrt()) <= 0.02
+        return
+    monkeypatch.setattr(memory, "cpu_has_bfloat16", lambda: True)  # any CPU has it, if slowly
+    theirs = judged(on_cpu(shape, "bfloat16", kv_cache_dtype="fp8"), results)
+    check_errors(f"with an fp8 cache, {shape}", ours, torch.cat(theirs), exact)
 
 
 # What scheduling does
@@ -193,7 +246,8 @@ def test_graphs_and_look_ahead_change_nothing(shape: str) -> None:
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
     prompts = [prompt(20 + index, 9) for index in range(4)]
     plain = on_gpu(shape, **PLAIN).generate(prompts, params)
-    for settings in ({"async_scheduling": False}, {"enforce_eager": True}, {}):
+    one_of_both = [{"async_scheduling": False}, {"enforce_eager": True}]  # the same in all shapes, so one of them will do
+    for settings in (*(one_of_both if shape == "31B" else ()), {}):
         got = on_gpu(shape, **settings).generate(prompts, params)
         assert [one.token_ids for one in got] == [one.token_ids for one in plain]
         assert [one.logprobs for one in got] == [one.logprobs for one in plain]
@@ -236,7 +290,7 @@ def test_nothing_waits_for_the_device(shape: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_cache_takes_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
-    share = 0.05
+    share, before = 0.05, torch.cuda.memory_allocated()  # by engines of other tests
     with caplog.at_level("INFO", logger="culet"):
         llm = LLM(
             str(checkpoint("31B")),
@@ -248,10 +302,10 @@ def test_the_cache_takes_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
     assert "activations" in text
     assert "graphs" in text
     assert "ready after" in text
-    total = torch.cuda.get_device_properties(0).total_memory
+    allowed = share * torch.cuda.get_device_properties(0).total_memory - before
     arena = llm.engine._runner.pool._slabs.nbytes
-    assert 0.7 * share * total < arena < share * total
-    check_answers("31B", llm.generate(list(prompts_of()), DRAWN))
+    assert 0.7 * allowed < arena < allowed
+    check_answers("31B", llm.generate(list(prompts_of()), DRAWN), 0.1)
 
 
 def test_a_bad_page_is_an_error_and_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -271,4 +325,4 @@ def test_a_bad_page_is_an_error_and_a_file(monkeypatch: pytest.MonkeyPatch, tmp_
         with pytest.raises(InternalError, match=r"group global.*row 0.*page 1000000") as caught:
             tokens_of(llm, prompts_of()[:1])
     assert next((tmp_path / "dumps").iterdir()).name in caught.value.hint
-    check_answers("31B", llm.generate(list(prompts_of()), DRAWN))  # nothing was launched: all is well
+    check_answers("31B", llm.generate(list(prompts_of()), DRAWN), 0.1)  # nothing was launched: all is well

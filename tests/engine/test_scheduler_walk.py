@@ -36,6 +36,7 @@ class World:
     prefix_caching: bool = True
     max_prompt: int = 60
     max_tokens: int = 40
+    plans_open: bool = False  # rows are planned while drafts are in flight
     pauses: bool = False  # drafts are wanted in some steps and not in others
 
 
@@ -73,6 +74,7 @@ class Walk:
             prefix_caching=world.prefix_caching,
             max_drafts=world.max_drafts,
             policy=Moody(self.random, world.max_drafts) if world.pauses else None,
+            plans_open=world.plans_open,
             clock=lambda: self.now,
         )
         runner = FakeRunner(
@@ -170,6 +172,11 @@ WORLDS = {
     "pauses ahead": World(
         groups=((8, 4), (None, 8), (None, 3, 7)), num_pages=200, max_drafts=3, max_tokens=16, ahead=True, pauses=True
     ),
+    "open": World(max_drafts=3, ahead=True, plans_open=True, num_pages=60, max_num_seqs=3, max_tokens=80),
+    "open, short of pages": World(groups=((3, 1), (None, 2)), max_drafts=4, ahead=True, plans_open=True, num_pages=50),
+    "open drafter": World(
+        groups=((8, 4), (None, 8), (None, 3, 7)), num_pages=150, max_drafts=4, ahead=True, plans_open=True, pauses=True
+    ),
     "no cache": World(prefix_caching=False, num_pages=34, max_drafts=3),
     "long chunks": World(groups=((6, 4), (None, 16)), budget=128, num_pages=36, max_prompt=120, max_drafts=1),
     "tiny budget": World(budget=3, max_drafts=2, num_pages=20, max_prompt=30),
@@ -192,7 +199,19 @@ def test_walk_of_ten_thousand_steps() -> None:
     assert total["rollbacks"] >= 500
     assert total["prefix_hits"] >= 100
     late = ("late tokens, left", "late tokens, due", "drafted keys")
-    for name in ("forks", "timed_out", "holes", "copies", "mixed", "refused", "dropped_tokens", "scribbled", *late):
+    for name in (
+        "forks",
+        "timed_out",
+        "holes",
+        "copies",
+        "mixed",
+        "refused",
+        "dropped_tokens",
+        "scribbled",
+        "open",
+        "moved on",
+        *late,
+    ):
         assert total[name] >= 50, f"{name} happened {total[name]} times only"
 
 
@@ -225,6 +244,7 @@ def test_walk_long(seed: int) -> None:
     budget=st.integers(1, 40),
     max_drafts=st.integers(0, 4),
     ahead=st.booleans(),
+    plans_open=st.booleans(),
     pauses=st.booleans(),
     seed=st.integers(0, 2**32),
 )
@@ -237,6 +257,7 @@ def test_walk_in_any_world(
     budget: int,
     max_drafts: int,
     ahead: bool,
+    plans_open: bool,
     pauses: bool,
     seed: int,
 ) -> None:
@@ -252,6 +273,7 @@ def test_walk_in_any_world(
         budget=budget,
         max_drafts=max_drafts,
         ahead=ahead,
+        plans_open=plans_open,
         pauses=pauses,
     )
     walk(world, seed, 60)

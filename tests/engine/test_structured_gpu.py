@@ -31,7 +31,7 @@ FORMS = (
     None,
 )
 SETTINGS = [
-    SamplingParams(max_tokens=120, seed=seed, temperature=1.0, structured_outputs=form) for form in FORMS for seed in (0, 1)
+    SamplingParams(max_tokens=60, seed=seed, temperature=1.0, structured_outputs=form) for form in FORMS for seed in (0, 1)
 ]
 PROMPTS = ["A cut gem has a culet"] * len(SETTINGS)
 

@@ -15,7 +15,23 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter cannot compile", allow_module_level=True)
 
 from culet.kernels.reference import HeadShape, Rope
-from culet.kernels.triton import best, linear, masks, moe, norms, penalties, pointwise, qkv, route, sampling, settle
+from culet.kernels.reference_rounds import BlockShape, BlockStart, Candidates, ChainStart
+from culet.kernels.steps import PageTables, PlannedRows, TokenPlaces
+from culet.kernels.triton import (
+    best,
+    linear,
+    masks,
+    moe,
+    norms,
+    penalties,
+    places,
+    pointwise,
+    qkv,
+    rounds,
+    route,
+    sampling,
+    settle,
+)
 from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.linear_tiles import GATED, PLAIN, SOFTCAP, choose_tile
 from culet.kernels.triton.tiles import SHARED_MEMORY
@@ -124,7 +140,10 @@ def sampling_launches(pdl: bool) -> Iterator[Launch]:
     yield masks.describe_bitmask(logits, whole(2, 8192), whole(2), pdl)
     yield masks.describe_bitmask(logits, whole(4, 8192), None, pdl)
     long, out_x, last = meta(4, dtype=torch.int64), meta(6, dtype=torch.int64), meta(4, 5376)
-    yield settle.describe_settle(long, long, whole(5), long, whole(99), whole(1), out_x, pdl=pdl)
+    yield settle.describe_settle(long, long, whole(5), long, whole(9, 99), whole(1), (out_x, whole(9)), pdl=pdl)
+    rows = PlannedRows(whole(5), whole(4), whole(4), whole(4), whole(2, 4), 4)
+    taken = TokenPlaces(long, long, long, whole(4), meta(2, 4, dtype=torch.int64), whole(4), long)
+    yield places.describe_place(rows, PageTables(whole(99), whole(2, 3)), whole(9, 99), whole(9), 8, taken, pdl=pdl)
     into = meta(4, 2, dtype=torch.int64), meta(2, 5376)
     yield settle.describe_begin(out_x, whole(5), long, whole(4), 99, last, into, pdl=pdl)
     rows = penalties.Penalties(*(whole(2) for _ in range(4)), *(floats(2) for _ in range(3)))
@@ -141,11 +160,64 @@ def test_other_kernels_compile(launches: Callable[[bool], Iterator[Launch]], cap
         )
 
 
+def round_launches(pdl: bool) -> Iterator[Launch]:
+    """Of the 31B's assistant, of E4B's, and of a published DFlash drafter."""
+    rows, size, wide = 3, 16, 5376
+    tokens, long, inv_freqs = whole(33, 4096), meta(rows, dtype=torch.int64), [floats(128), floats(64)]
+    yield rounds.describe_newest(tokens, long, long, long, pdl)
+    yield rounds.describe_keep_drafts(tokens, long, long, meta(rows, 7, dtype=torch.int64), pdl)
+    turns = [Rope(floats(rows, 1, 2 * one.shape[0]), floats(rows, 1, 2 * one.shape[0])) for one in inv_freqs]
+    for kinds in (1, 2):
+        start = ChainStart(long, whole(rows + 1), whole(rows), turns[:kinds])
+        yield rounds.describe_chain(long, False, inv_freqs[:kinds], start, pdl)
+    each = meta(rows * size, dtype=torch.int64)
+    turn = Rope(floats(rows * size, 1, 128), floats(rows * size, 1, 128))
+    for windows in ((), (2048, None)):
+        visible = [whole(2, rows * size) for _ in windows]
+        blocks = BlockStart(each, each, each, whole(rows + 1), whole(rows), visible, turn)
+        shape = BlockShape(size, 4, 16, 999, windows)
+        yield rounds.describe_blocks(long, long, whole(rows, 260), whole(rows), shape, floats(64), blocks, pdl)
+    x = meta(rows * size, wide)
+    yield rounds.describe_embed_norm(each, meta(262144, wide), 73.5, floats(wide), EPS, (x, x), pdl)
+    yield rounds.describe_taps([meta(4, wide)] * 6, meta(4, dtype=torch.int64), meta(99, 6 * wide), pdl)
+    yield rounds.describe_taps([meta(4, wide)] * 8, None, meta(4, 8 * wide), pdl)
+    out = floats(rows, 256), meta(rows, 256, dtype=torch.int64)
+    yield best.describe_peaks(meta(rows, 262144), out, pdl)
+    yield best.describe_peaks(floats(rows, 262144), out, pdl)
+    found = Candidates(floats(rows, 4096), meta(rows, 4096, dtype=torch.int64))
+    yield best.describe_pick(found, long, pdl)
+    for one in (found, None):
+        yield best.describe_beside(one, long, meta(rows, wide), meta(262144, wide), 73.5, meta(rows, 2 * wide), pdl)
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_rounds_compile(capability: int) -> None:
+    for launch in round_launches(capability >= 90):
+        compiled = launch.compile_for(capability)
+        assert compiled.metadata.shared <= SHARED_MEMORY[89], f"{launch.kernel.__name__} takes too much shared memory"
+
+
+# Table, width of the states, of their rows: an assistant's of 8,192 tokens, the built-in DFlash drafter's blocks.
+HEADS = [(8192, 128, (1,)), (8192, 128, (40,)), (8192, 256, (1, 7)), (8192, 256, (16, 7)), (16384, 1024, (3,))]
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_heads_compile(capability: int) -> None:
+    for vocab, size, rows in HEADS:
+        num_rows = torch.Size(rows).numel()
+        out = floats(num_rows, vocab // 64), meta(num_rows, vocab // 64, dtype=torch.int64)
+        cap = 30.0 if len(rows) > 1 else None
+        launch = best.describe_best(meta(*rows, size), meta(vocab, size), None, cap, out, capability >= 90)
+        shared = launch.compile_for(capability).metadata.shared
+        assert shared <= SHARED_MEMORY[capability], f"{vocab} x {size}, {rows}: {shared} bytes of shared memory"
+
+
 @pytest.mark.parametrize("capability", [89, 90, 100])
 def test_a_head_in_e4m3_compiles(capability: int) -> None:
-    table, out = meta(262144, 1024, dtype=torch.float8_e4m3fn), (floats(3, 4096), meta(3, 4096, dtype=torch.int64))
-    launch = best.describe_best(meta(3, 1024), table, floats(262144), out, capability >= 90)
-    assert launch.compile_for(capability).metadata.shared <= SHARED_MEMORY[89]
+    for rows in (3, 64):
+        table, out = meta(262144, 1024, dtype=torch.float8_e4m3fn), (floats(rows, 4096), meta(rows, 4096, dtype=torch.int64))
+        launch = best.describe_best(meta(rows, 1024), table, floats(262144), None, out, capability >= 90)
+        assert launch.compile_for(capability).metadata.shared <= SHARED_MEMORY[capability]
 
 
 def test_a_tile_that_does_not_fit_loses_stages() -> None:

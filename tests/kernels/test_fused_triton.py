@@ -24,7 +24,7 @@ else:
     from triton.runtime import interpreter
 
     from culet.kernels import reference, reference_fused, reference_sampling
-    from culet.kernels.triton import best, linear, masks, moe, norms, penalties, pointwise, qkv, route, sampling, settle
+    from culet.kernels.triton import linear, masks, moe, norms, penalties, pointwise, qkv, route, sampling
     from culet.kernels.triton.linear_tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile
     from culet.sampling import sampler
     from culet.sampling.logprobs import compute_logprobs
@@ -358,49 +358,6 @@ else:
         wanted = reference_sampling.add_bias(logits.clone(), rows, tokens, values)
         assert wanted.isinf().any()
         assert torch.allclose(masks.add_bias(logits, rows, tokens, values), wanted, atol=1e-4)
-
-    @pytest.mark.parametrize(("num_rows", "size"), [(1, 96), (3, 256), (19, 300)])
-    def test_best_of_an_e4m3_head(num_rows: int, size: int) -> None:
-        x, table, scale = torch.randn(num_rows, size), torch.randn(650, size).to(torch.float8_e4m3fn), torch.rand(650) + 0.5
-        logits = (x @ table.float().t()) * scale
-        for ops in (best, reference_fused):
-            chosen = ops.best_of_head(x, table, scale)
-            assert chosen.dtype == torch.int64
-            reached = logits.gather(1, chosen[:, None]).flatten()
-            assert torch.allclose(reached, logits.max(dim=1).values, atol=1e-4)
-        # Of equal ones the first.
-        assert best.best_of_head(x, table[:1].expand(650, size).contiguous(), torch.ones(650)).tolist() == [0] * num_rows
-
-    @pytest.mark.parametrize("forced", [-1, 0, 2])
-    def test_settled_draws(forced: int) -> None:
-        """Rows of all sizes, of one token and of none; and what the drafter is given of them."""
-        counts, width = [4, 1, 3, 0, 2, 4, 2, 0, 0, 0], 50
-        num_rows, num_tokens = 5, sum(counts)
-        begin = torch.tensor([0, *counts]).cumsum(0).int()
-        ids = torch.randint(0, 3, (num_tokens,))
-        places, positions = torch.randperm(7 * width)[:num_tokens], torch.randint(1, 99, (num_tokens,), dtype=torch.int32)
-        last = torch.randn(num_tokens, 1100)
-        for _ in range(8):
-            drawn = torch.randint(0, 3, (num_tokens,))
-            found = []
-            for ops in (reference_sampling, settle):
-                tokens, out = torch.zeros(7 * width, dtype=torch.int32), torch.zeros(num_tokens + num_rows, dtype=torch.int64)
-                ops.settle_draws(drawn, ids, begin, places, tokens, torch.tensor([forced], dtype=torch.int32), out)
-                facts, hidden = torch.zeros(4, num_rows, dtype=torch.int64), torch.zeros(num_rows, 1100)
-                ops.begin_round(out, begin, places, positions, width, last, (facts, hidden))
-                found.append((tokens, out, facts, hidden))
-            for wanted, got in zip(*found, strict=True):
-                assert torch.equal(got, wanted)
-            tokens, out, facts, hidden = found[0]
-            assert tokens[places].tolist() == out[:num_tokens].tolist() == drawn.tolist()
-            for row, (first, count) in enumerate(zip(begin.tolist(), counts[:num_rows], strict=False)):
-                pairs = zip(drawn[first : first + count - 1].tolist(), ids[first + 1 : first + count].tolist(), strict=True)
-                agreed = next((index for index, (a, b) in enumerate(pairs) if a != b), max(0, count - 1))
-                kept = int(out[num_tokens + row])
-                assert kept == (agreed if forced < 0 else min(forced, max(0, count - 1)))
-                source = first + kept
-                assert facts[:, row].tolist() == [places[source] // width, row, source, positions[source]]
-                assert torch.equal(hidden[row], last[source])
 
     @pytest.mark.parametrize("kind", ["plain", "rounded", "equal"])
     def test_logprobs(kind: str) -> None:

@@ -5,8 +5,10 @@ Whatever a kernel must not read or write lies around its operands as NaN.
 
 from __future__ import annotations
 
+import fcntl
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from culet.kernels import reference_fused
-from culet.kernels.compiling import compile_ahead, settle_names
+from culet.kernels.compiling import cache_folder, compile_ahead, use_disk_cache
 from culet.kernels.replay import replayed
 from culet.kernels.triton import linear
 from culet.kernels.triton.hopper_linear import blocks_of
@@ -119,7 +121,8 @@ def nothing_in_the_workspace() -> Iterator[None]:
     """Parts are NaN before; counters are zero after."""
     torch.manual_seed(5)
     parts, arrivals = linear.workspace(torch.device(DEVICE, torch.cuda.current_device()))
-    parts.fill_(math.nan)
+    with torch.inference_mode():  # an engine in the same process may have made them, and makes inference tensors
+        parts.fill_(math.nan)
     yield
     assert not arrivals.any()
 
@@ -203,11 +206,23 @@ CHAIN = (Shape("o", 2560, 2560), Shape("gate_up", 10240, 2560, GATED), Shape("do
 CHAINED_TOKENS = (8, 64)  # of which every kernel of the chain is ours
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """One test process at a time."""
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with (cache_folder() / "test_linear.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """Nearly all kernels of this file, compiled by many processes at once: one after the other they take half a minute."""
-    settle_names()
-    with compile_ahead():
+    """Nearly all kernels of this file, compiled by many processes at once: one after the other they take half a minute.
+
+    They are kept on disk: of several test processes the first compiles, and the others find what it has left.
+    """
+    use_disk_cache()
+    with alone(), compile_ahead():
         for case in map(cut, class_cases()):
             operands = Operands.draw(case.shape, case.num_tokens)
             out = torch.empty(case.out_shape, dtype=case.out_dtype, device=DEVICE)

@@ -13,6 +13,7 @@ from culet.attention.reference import ReferenceBackend
 from culet.config import DraftChoice
 from culet.drafters.base import DraftBatch, open_drafter
 from culet.drafters.mtp import MTPDrafter
+from culet.kernels.reference_rounds import Candidates
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import AFTER_FINAL_NORM, Gemma4
 from culet.models.weights import load_model
@@ -92,16 +93,16 @@ class DraftRig:
         """Drafts after each prompt and its newest token: tokens [R][K], and the logits they were taken from [R, K, V]."""
         tracks, hidden_RD = self.read(prompts, chunk)
         head = self.drafter.assistant.head
-        logits: list[Tensor] = []
-        best = head.best
+        states: list[Tensor] = []
+        candidates = head.candidates
 
-        def spy(z_RD: Tensor) -> Tensor:
-            logits.append(head.logits(z_RD))
-            return best(z_RD)
+        def spy(z_RD: Tensor) -> Candidates:
+            states.append(z_RD)
+            return candidates(z_RD)
 
-        head.best = spy  # type: ignore[method-assign]
+        head.candidates = spy  # type: ignore[method-assign]
         try:
             tokens = self.drafter.propose(self.batch(tracks, newest, hidden_RD), self.harness.pool, num_drafts)
         finally:
-            del head.best
-        return tokens.tolist(), torch.stack(logits, dim=1)
+            del head.candidates
+        return tokens.tolist(), torch.stack([head.logits(z_RD) for z_RD in states], dim=1)

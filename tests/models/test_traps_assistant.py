@@ -14,7 +14,6 @@ from culet.drafters.mtp import MTPDrafter
 from culet.layers.attention import Pass
 from culet.models.assistant import Assistant, CentroidHead
 from culet.models.assistant_spec import CentroidSpec
-from culet.models.gemma4 import Gemma4
 from tests.models import tiny_assistants
 from tests.models import tiny_checkpoints as tiny
 from tests.models.draft_rig import DraftRig
@@ -61,7 +60,11 @@ def _untouched_assistants_agree() -> None:
 @pytest.mark.parametrize("shape", KINDS)
 def test_the_embedding_comes_before_the_hidden_state(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Assistant.forward
-    monkeypatch.setattr(Assistant, "forward", lambda self, embedded, hidden, shared: forward(self, hidden, embedded, shared))
+
+    def swapped(self: Assistant, pair: Tensor, shared: Pass) -> Tensor:
+        return forward(self, torch.cat(pair.chunk(2, -1)[::-1], -1), shared)
+
+    monkeypatch.setattr(Assistant, "forward", swapped)
     assert min(errors_of(DraftRig(shape), shape)) > SEEN
 
 
@@ -88,8 +91,9 @@ def test_the_hidden_state_is_the_one_after_the_final_norm(shape: str, monkeypatc
 
 @pytest.mark.parametrize("shape", KINDS)
 def test_the_embedding_is_the_targets_and_scaled(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gemma4, "embed", lambda self, token_ids: self.embedding[token_ids])
-    assert min(errors_of(DraftRig(shape), shape)) > SEEN
+    rig = DraftRig(shape)
+    monkeypatch.setattr("culet.kernels.reference_rounds.embed", lambda token_ids, table, scale: table[token_ids])
+    assert min(errors_of(rig, shape)) > SEEN
 
 
 @pytest.mark.parametrize("shape", KINDS)
@@ -99,12 +103,12 @@ def test_its_own_table_is_no_input(shape: str, monkeypatch: pytest.MonkeyPatch) 
     assistant, table = rig.drafter.assistant, tiny_assistants.assistant_oracle(shape).model.embed_tokens.weight
     size = assistant.spec.decoder.hidden_size
 
-    def embed(self: Gemma4, token_ids: Tensor) -> Tensor:
+    def embed(token_ids: Tensor, targets: Tensor, scale: float) -> Tensor:
         rows = table.detach()[token_ids] * size**0.5
-        return torch.nn.functional.pad(rows, (0, self.spec.hidden_size - size))
+        return torch.nn.functional.pad(rows, (0, targets.shape[1] - size))
 
     assistant.pre_projection.weight.copy_(torch.eye(*assistant.pre_projection.weight.shape))
-    monkeypatch.setattr(Gemma4, "embed", embed)
+    monkeypatch.setattr("culet.kernels.reference_rounds.embed", embed)
     assert min(errors_of(rig, shape)) > SEEN
 
 
@@ -146,9 +150,9 @@ def test_position_and_keys_stay_along_the_chain(shape: str, what: str, monkeypat
 
     counts = [0]
 
-    def forward_moved(self: Assistant, embedded: Tensor, hidden: Tensor, _: Pass) -> Tensor:
+    def forward_moved(self: Assistant, pair: Tensor, _: Pass) -> Tensor:
         counts[0] += 1
-        return forward(self, embedded, hidden, moves[0](counts[0] - 1))
+        return forward(self, pair, moves[0](counts[0] - 1))
 
     monkeypatch.setattr(MTPDrafter, "begin", begin_movable)
     monkeypatch.setattr(Assistant, "forward", forward_moved)
@@ -164,9 +168,10 @@ def test_the_hidden_state_moves_along_the_chain(shape: str, monkeypatch: pytest.
     held: list[Tensor] = []
     forward = Assistant.forward
 
-    def forward_held(self: Assistant, embedded: Tensor, hidden: Tensor, shared: Pass) -> Tensor:
+    def forward_held(self: Assistant, pair: Tensor, shared: Pass) -> Tensor:
+        embedded, hidden = pair.chunk(2, -1)
         held.append(hidden)
-        return forward(self, embedded, held[0], shared)
+        return forward(self, torch.cat((embedded, held[0]), -1), shared)
 
     monkeypatch.setattr(Assistant, "forward", forward_held)
     first, *others = errors_of(DraftRig(shape), shape)
@@ -203,11 +208,13 @@ def test_token_ordering_of_a_real_vocabulary() -> None:
     places["masked_embedding.token_ordering"].fill(order)
     head.finish()
     state = torch.randn(5, size, generator=generator)
-    for row, token in enumerate(head.best(state).tolist()):
+    best = torch.empty(5, dtype=torch.int64)
+    head.ops.pick_best(head.candidates(state), best)
+    for row, token in enumerate(best.tolist()):
         chosen = (clusters @ state[row]).topk(32).indices
         among = order.view(2048, 128)[chosen].flatten()
         assert token == int(among[(table[among] @ state[row]).argmax()])
-    assert int(head.best(state).max()) > 65_535
+    assert int(best.max()) > 65_535
 
 
 @pytest.mark.parametrize("shape", KINDS)

@@ -18,9 +18,10 @@ from culet.kernels.triton.launch import Launch
 BLOCK_D = 1024
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "width"])
 def _settle_kernel(
-    drawn, ids, begin, places, tokens, forced, out, num_tokens, num_rows, BLOCK: tl.constexpr, PDL: tl.constexpr
+    drawn, ids, begin, places, tokens, forced, out, accepted, num_tokens, num_rows, width,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per row of the step, those that only pad it included."""
     enter(PDL)
@@ -39,6 +40,8 @@ def _settle_kernel(
     wanted = tl.load(forced).to(tl.int32)
     agreed = tl.where(wanted >= 0, tl.minimum(wanted, tl.maximum(count - 1, 0)), agreed)
     tl.store(out + num_tokens + row, agreed.to(tl.int64), mask=row < num_rows)
+    slot = tl.load(places + first, mask=count > 0, other=0) // width
+    tl.store(accepted + slot, agreed.to(tl.int32), mask=(count > 0) & (row < num_rows))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "width"])
@@ -66,21 +69,24 @@ def describe_settle(
     ids_T: Tensor,
     begin_B1: Tensor,
     places_T: Tensor,
-    tokens: Tensor,
+    tokens_SL: Tensor,
     forced_1: Tensor,
-    out_X: Tensor,
+    into: tuple[Tensor, Tensor],
     pdl: bool,
 ) -> Launch:
+    out_X, accepted_S = into
     num_tokens, num_rows = drawn_T.shape[0], begin_B1.shape[0] - 1
     arguments: dict[str, Any] = {
         "drawn": drawn_T,
         "ids": ids_T,
         "begin": begin_B1,
         "places": places_T,
-        "tokens": tokens,
+        "tokens": tokens_SL,
         "forced": forced_1,
+        "out": out_X,
+        "accepted": accepted_S,
     }
-    arguments |= {"out": out_X, "num_tokens": num_tokens, "num_rows": out_X.shape[0] - num_tokens}
+    arguments |= {"num_tokens": num_tokens, "num_rows": out_X.shape[0] - num_tokens, "width": tokens_SL.shape[1]}
     # Any row has at most all tokens; a round of few drafts has few.
     arguments |= {"BLOCK": max(16, triton.next_power_of_2(num_tokens)), "PDL": pdl}
     return Launch(_settle_kernel, (num_rows,), arguments, options(1, pdl))
@@ -105,10 +111,21 @@ def describe_begin(
 
 
 def settle_draws(
-    drawn_T: Tensor, ids_T: Tensor, begin_B1: Tensor, places_T: Tensor, tokens: Tensor, forced_1: Tensor, out_X: Tensor
+    drawn_T: Tensor,
+    ids_T: Tensor,
+    begin_B1: Tensor,
+    places_T: Tensor,
+    tokens_SL: Tensor,
+    forced_1: Tensor,
+    out_X: Tensor,
+    accepted_S: Tensor,
 ) -> None:
-    """Keep a step's draws at `places_T` of `tokens` (int32) and in `out_X[:T]`, and each row's accepted drafts behind them."""
-    describe_settle(drawn_T, ids_T, begin_B1, places_T, tokens, forced_1, out_X, is_chained(drawn_T.device)).run()
+    """Keep a step's draws at `places_T` of `tokens_SL` (int32) and in `out_X[:T]`, and each row's accepted drafts behind them.
+
+    `accepted_S` (int32) has the latter by slot.
+    """
+    into = out_X, accepted_S
+    describe_settle(drawn_T, ids_T, begin_B1, places_T, tokens_SL, forced_1, into, is_chained(drawn_T.device)).run()
 
 
 def begin_round(
