@@ -117,6 +117,7 @@ class Pace:
     def __init__(self) -> None:
         self.tried = self.accepted = 0.0  # drafts that were compared, older ones less; and those of them that agreed
         self.is_drafting = True
+        self.rests_at: tuple[int, int] | None = None  # what its drafter knew, and the size of the batch, as it was left to rest
 
     def note(self, num_drafts: int, num_accepted: int) -> None:
         """A verify: the drafts up to the first that differed were compared."""
@@ -174,6 +175,8 @@ class DraftPolicy:
         self._rested = 0.0  # since anybody drafted
         self._drafted = 0.0  # since the last look at steps without drafts
         self._trial_left = self._look_left = 0.0
+        self._num_learnt = 0  # changes of what decisions hang on
+        self._sure_until = 0.0  # rested steps before which there is no trial
         self.take_cost(cost)
 
     def take_cost(self, cost: StepCost) -> None:
@@ -183,6 +186,7 @@ class DraftPolicy:
 
     def _forget(self) -> None:
         """Costs are others: work out anew what follows from them."""
+        self._num_learnt += 1
         self._best = lru_cache(maxsize=4096)(self._find_best)
         self._rest = lru_cache(maxsize=1024)(self._find_rest)
 
@@ -201,12 +205,14 @@ class DraftPolicy:
     def note(self, pace: Pace, num_drafts: int, num_accepted: int) -> None:
         """A verify of one sequence has come back."""
         pace.note(num_drafts, num_accepted)
+        self._num_learnt += 1
         self._in_vain = 0 if num_accepted else self._in_vain + 1
         self._of_all.tried = DECAY_OF_ALL * self._of_all.tried + min(num_drafts, num_accepted + 1)
         self._of_all.accepted = DECAY_OF_ALL * self._of_all.accepted + num_accepted
 
     def took(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
         """A step of `num_seqs` sequences that decode, with at most `num_drafts` drafts each, took so long."""
+        self._num_learnt += self._num_timed == 0
         size, self._num_timed = _size(num_seqs), self._num_timed + 1
         times = self._times.get((size, num_drafts))
         if times is None:
@@ -245,13 +251,19 @@ class DraftPolicy:
 
     def wanted(self, pace: Pace, num_seqs: int) -> int:
         """Drafts for the next step of a sequence among `num_seqs` that run."""
+        share = 1.0 / num_seqs
+        if self._rested + share < self._sure_until and pace.rests_at == (self._num_learnt, num_seqs):
+            # Nothing has happened since it was decided that drafts do not pay; most steps on poor text are such.
+            self._rested += share
+            self._stayed += share
+            return 0
         prior = self._of_all.acceptance(START_ACCEPTANCE)
         if pace.tried < PRIOR_WEIGHT and not self._is_vain:
             prior = max(prior, LEAST_PRIOR)
         acceptance = round(pace.acceptance(prior), 2)
         count = self._best(num_seqs, acceptance, KEPT_GAIN if pace.is_drafting else LEAST_GAIN)
         pace.is_drafting = count > 0
-        share, size = 1.0 / num_seqs, _size(num_seqs)
+        size = _size(num_seqs)
         self._stayed = self._stayed + share if size == self._last_size else share
         self._last_size = size
         if self._trial_left > 0.0:
@@ -263,8 +275,9 @@ class DraftPolicy:
         if count == 0:
             self._rested += share
             if not self._is_rested(num_seqs):
+                pace.rests_at, self._sure_until = (self._num_learnt, num_seqs), self._least_rest(num_seqs)
                 return 0
-            self._rested, self._trial_left = 0.0, IN_A_ROW - share
+            self._rested, self._trial_left, self._sure_until = 0.0, IN_A_ROW - share, 0.0
             return self._trial(num_seqs)
         self._rested, self._drafted = 0.0, self._drafted + share
         if self._is_new(num_seqs) or (self._drafted >= LOOK_SOON and self._must_look(num_seqs, acceptance, count)):
@@ -278,6 +291,12 @@ class DraftPolicy:
         if self._is_vain:
             return self._rested >= PATIENCE * self._rest(num_seqs)
         return self._rested >= self._rest(num_seqs) or (self._is_unknown(num_seqs) and self._stayed >= FIRST_REST)
+
+    def _least_rest(self, num_seqs: int) -> float:
+        """Rested steps before which it cannot be time for a trial, as long as nothing else happens."""
+        if self._is_vain:
+            return PATIENCE * self._rest(num_seqs)
+        return 0.0 if self._is_unknown(num_seqs) else self._rest(num_seqs)
 
     @property
     def _is_vain(self) -> bool:

@@ -17,8 +17,13 @@ class PlannedRow:
 
     row: Row
     owner: Sequence
-    drawers: list[Sequence]  # in the order of row.draw_slots
+    drawers: list[Sequence]  # in the order of row.draw_slots: the owner first, if it draws
     resume_points: tuple[int, ...] = ()  # lengths at which its pages can be resumed from, and are worth a checkpoint
+
+    @property
+    def members(self) -> list[Sequence]:
+        """All sequences that it is a row of."""
+        return self.drawers or [self.owner]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +95,14 @@ def commit_row(one: Sequence, shape: RowShape, supply: PageSupply, num_wanted: i
     end = one.num_computed + shape.num_new
     for pages, first, count in zip(one.groups, shape.store_from, shape.num_missing, strict=True):
         pages.extend(end + one.num_open + pages.ahead * shape.draws, first, supply.take(count) if count else [])
+    one.tables = tuple([pages.table for pages in one.groups])
+    one.calm_until = min([pages.calm_until for pages in one.groups])
     row = Row(
         slot=one.slot,
         start=one.num_computed,
         num_new=shape.num_new,
         num_logits=shape.num_logits,
-        tables=tuple([pages.table for pages in one.groups]),
+        tables=one.tables,
         store_from=shape.store_from,
         num_drafts=shape.num_drafts,
         num_wanted=num_wanted if shape.draws else 0,
@@ -115,9 +122,25 @@ def commit_row(one: Sequence, shape: RowShape, supply: PageSupply, num_wanted: i
     return PlannedRow(row, one, [one] if shape.draws else [], shape.resume_points)
 
 
+def go_on(one: Sequence, num_wanted: int) -> PlannedRow:
+    """What `commit_row` gives for one token more, where the sequence is calm; most rows are such, so it is quick."""
+    slot, start = one.slot, one.num_computed
+    assert slot is not None
+    row = Row(slot, start, 1, 1, one.tables, (start,) * len(one.tables), 0, num_wanted, (slot,))
+    one.num_computed = start + 1
+    one.num_proposed = num_wanted
+    one.rows_in_flight += 1
+    one.draws_in_flight += 1
+    one.awaits_drafts = num_wanted > 0
+    return PlannedRow(row, one, [one])
+
+
 def decode_shape(planned: Iterable[PlannedRow]) -> tuple[int, int] | None:
     """Sequences of a step and the most drafts that one of them has; None where any row is a prompt's."""
-    rows = [plan.row for plan in planned]
-    if not all(row.num_new == row.num_drafts + 1 == row.num_logits for row in rows):
-        return None
-    return len(rows), max([row.num_drafts for row in rows], default=0)
+    num_rows = most = 0
+    for plan in planned:
+        row = plan.row
+        if not row.num_new == row.num_drafts + 1 == row.num_logits:
+            return None
+        num_rows, most = num_rows + 1, max(most, row.num_drafts)
+    return num_rows, most

@@ -20,7 +20,7 @@ from culet.errors import BadRequest, QueueFull
 from culet.scheduler.admission import check_fits, reserved_pages
 from culet.scheduler.budget import Grant, share_budget
 from culet.scheduler.pace import Lengths
-from culet.scheduler.rows import PlannedRow, commit_row, decode_shape, fits_open, largest_row
+from culet.scheduler.rows import PlannedRow, commit_row, decode_shape, fits_open, go_on, largest_row
 from culet.scheduler.sequence import Sequence
 from culet.scheduler.stats import Counters, SchedulerStats
 from culet.scheduler.supply import PageSupply
@@ -109,7 +109,7 @@ class Scheduler:
         alive = self._alive.get(request_id, {})
         for one in list(alive.values()) if sample is None else [alive[sample]] if sample in alive else []:
             self._finish(one, reason)
-            self._send(one, error=error)
+            self._deltas.append(one.tell(error=error))
 
     def fail(self, error: str) -> None:
         """End everything: a step did not run, so what pages hold is unknown. Plans without a result are forgotten."""
@@ -161,10 +161,34 @@ class Scheduler:
         if is_open and not (self.plans_open and self._can_all_go_on()):
             return None
         entries: list[Entry] = []
+        if self._is_full and self._running and all(one.is_calm for one in self._running):
+            planned, copies = [go_on(one, self._num_wanted(one)) for one in self._running], self.supply.drain_copies()
+        else:
+            ready = self._running if is_open else filter(self._is_ready, self._running)
+            planned = self._plan_rows(share_budget(ready, self.budget), entries)
+            # Forks and checkpoints come after this plan's copies are closed: their pages get content in its forward.
+            copies = self.supply.drain_copies() if planned else ()
+            for plan in planned:
+                entries += self._fork(plan)
+            for plan in planned:
+                self._checkpoint_row(plan)
+        if not planned:
+            return None
+        step_id = self._next_step_id
+        self._next_step_id += 1
+        self.counters.steps += 1
+        self._in_flight.append((step_id, planned))
+        return StepPlan(step_id, tuple(entries), copies, tuple(plan.row for plan in planned))
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether nobody could start now."""
+        return not self._waiting or len(self._running) == self._max_running
+
+    def _plan_rows(self, grants: list[Grant], entries: list[Entry]) -> list[PlannedRow]:
+        """Rows for `grants`, and where pages are left for those who start with this step, whose entries are added."""
         planned: list[PlannedRow] = []
         num_preempted = self.counters.preemptions
-        ready = self._running if is_open else filter(self._is_ready, self._running)
-        grants = share_budget(ready, self.budget)
         for grant in grants:
             if grant.sequence.is_running:  # else an older one has taken its pages just now
                 planned += self._plan_row(grant, may_preempt=True)
@@ -172,19 +196,7 @@ class Scheduler:
             for one, rows in self._admissions(self.budget - sum(plan.row.num_new for plan in planned)):
                 entries.append(one.entry())
                 planned += rows
-        if not planned:
-            return None
-        # Forks and checkpoints come after this plan's copies are closed: their pages get content in its forward.
-        copies = self.supply.drain_copies()
-        for plan in planned:
-            entries += self._fork(plan)
-        for plan in planned:
-            self._checkpoint_row(plan)
-        step_id = self._next_step_id
-        self._next_step_id += 1
-        self.counters.steps += 1
-        self._in_flight.append((step_id, planned))
-        return StepPlan(step_id, tuple(entries), copies, tuple(plan.row for plan in planned))
+        return planned
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= self._clock():
@@ -201,8 +213,7 @@ class Scheduler:
 
     def _can_all_go_on(self) -> bool:
         """Whether all sequences can be planned while drafts are in flight. Who could start meanwhile must not wait for it."""
-        is_full = not self._waiting or len(self._running) == self._max_running
-        return is_full and fits_open(self._running, self.budget, self.supply.available)
+        return self._is_full and fits_open(self._running, self.budget, self.supply.available)
 
     def _plan_row(self, grant: Grant, *, may_preempt: bool) -> list[PlannedRow]:
         """The row for `grant`, smaller if pages are short; none where not even one token finds room.
@@ -220,12 +231,12 @@ class Scheduler:
 
     def _num_wanted(self, one: Sequence) -> int:
         """Proposals to make behind the token that `one` is about to draw."""
+        count = self.max_drafts
+        if count and self.policy is not None:
+            # A sequence that is about to start does not run yet.
+            count = self.policy.wanted(one.pace, max(1, len(self._running)))
         # The token drawn now and the one after the last draft need none.
-        limit = min(self.max_drafts, one.num_left - 2)
-        if limit <= 0:
-            return 0
-        # A sequence that is about to start does not run yet.
-        return limit if self.policy is None else min(limit, self.policy.wanted(one.pace, max(1, len(self._running))))
+        return max(0, min(count, one.num_left - 2)) if count else 0
 
     def _preempt(self, one: Sequence) -> None:
         """Take its slot and pages; it is computed again later, what it has drawn included."""
@@ -373,16 +384,16 @@ class Scheduler:
             self._time(planned)
         drawn = iter(result.drawn)
         for plan in planned:
-            for one in dict.fromkeys((plan.owner, *plan.drawers)):
+            for one in plan.members:
                 one.rows_in_flight -= 1
             scores = result.prompt_logprobs[plan.row.slot] if plan.row.is_prompt_logprobs else ()
             if scores and not plan.drawers and plan.owner.finish_reason is None:
-                self._send(plan.owner, scores=scores)
+                self._deltas.append(plan.owner.tell(scores=scores))
             for one, slot in zip(plan.drawers, plan.row.draw_slots, strict=True):
                 draw = next(drawn)
                 assert draw.slot == slot, f"got a draw of slot {draw.slot}, expected one of {slot}"
                 self._accept(one, plan.row, draw, scores if one is plan.owner else ())
-            for one in dict.fromkeys((plan.owner, *plan.drawers)):
+            for one in plan.members:
                 if one.is_running and not one.rows_in_flight:
                     one.release_behind(self.supply)
         assert next(drawn, None) is None, "more draws than the plan asked for"
@@ -406,7 +417,7 @@ class Scheduler:
             return
         if drawn.fault:
             self._finish(one, FinishReason.ERROR)
-            self._send(one, error=drawn.fault)
+            self._deltas.append(one.tell(error=drawn.fault))
             return
         if num_drafts:
             self.counters.count_verify(num_drafts, num_drawn - 1)
@@ -433,7 +444,8 @@ class Scheduler:
         if reason is not None:
             self._finish(one, reason)
         num_kept = min(num_drawn - 1, len(accepted))
-        self._send(one, tuple(accepted), drawn.logprobs[: len(accepted)], scores, drafts=(num_kept, num_drafts - num_kept))
+        drafts = num_kept, num_drafts - num_kept
+        self._deltas.append(one.tell(tuple(accepted), drawn.logprobs[: len(accepted)], scores, drafts=drafts))
 
     def _finish(self, one: Sequence, reason: FinishReason) -> None:
         """End `one`, wherever it is. What it has computed stays as a checkpoint for the next turn."""
@@ -465,35 +477,6 @@ class Scheduler:
                 self._held[heir.request.request_id] = heir
             else:
                 insort(self._waiting, heir, key=lambda each: each.order)
-
-    def _send(
-        self,
-        one: Sequence,
-        token_ids: tuple[int, ...] = (),
-        logprobs: tuple[Logprobs, ...] = (),
-        scores: tuple[Logprobs, ...] = (),
-        error: str = "",
-        drafts: tuple[int, int] = (0, 0),
-    ) -> None:
-        """Report what happened to `one`; `drafts` are those that were accepted and rejected with the tokens."""
-        is_stopped = one.finish_reason is FinishReason.STOP and token_ids and token_ids[-1] in one.request.stop_token_ids
-        self._deltas.append(
-            TokenDelta(
-                request_id=one.request.request_id,
-                sample=one.sample,
-                token_ids=token_ids,
-                logprobs=logprobs,
-                prompt_logprobs=scores,
-                finish_reason=one.finish_reason,
-                num_cached_tokens=0 if one.is_announced else one.num_cached,
-                stop_token_id=token_ids[-1] if is_stopped else None,
-                error=error,
-                queue_s=0.0 if one.is_announced else one.queue_s,
-                num_accepted_drafts=drafts[0],
-                num_rejected_drafts=drafts[1],
-            )
-        )
-        one.is_announced = True
 
     def _keys(self) -> PageKeys | None:
         return None if self.supply.prefix is None else PageKeys(self.supply.prefix.page_tokens)

@@ -12,7 +12,7 @@ from culet.cache.prefix import Checkpoint, PageKeys
 from culet.cache.spec import CacheLayout, KVGroup
 from culet.scheduler.pace import Pace
 from culet.scheduler.supply import PageSupply
-from culet.types import Entry, FinishReason, PageTable, Request, Sampling
+from culet.types import Entry, FinishReason, Logprobs, PageTable, Request, Sampling, TokenDelta
 
 HOLE = -1  # entry of a page that was never taken, since all its positions were skipped
 MAX_TRAIL = 32  # tokens that a chunk may go on for behind a resume point: so few are not worth a step of their own
@@ -66,6 +66,12 @@ class GroupPages:
         if self._table is None:
             self._table = PageTable(self.first, tuple(0 if page == HOLE else page for page in self.pages))
         return self._table
+
+    @property
+    def calm_until(self) -> int:
+        """Where tokens added one by one end at the last without a fresh page and without one that nobody sees any more."""
+        calm = (self.first + len(self.pages)) * self.page_tokens - self.ahead
+        return calm if self.reach is None else min(calm, (self.first + 1) * self.page_tokens + self.reach - 1)
 
     def reset(self, first: int, pages: list[int]) -> None:
         """Replace all pages."""
@@ -132,6 +138,8 @@ class Sequence:
         self.num_open = 0  # drafts of rows in flight: it is not known yet which are accepted
         self.awaits_drafts = False  # its row in flight verifies drafts or asks for some: what comes next is not known
         self.pace = Pace()  # what of its drafts was accepted
+        self.tables: tuple[PageTable, ...] = ()  # of its last row
+        self.calm_until = 0  # up to where rows of one token leave them as they are
         self.prefill_end = 0  # tokens to compute before the first draw after (re)admission
         self.resume_points: tuple[int, ...] = ()  # lengths still to be computed that are worth a checkpoint, ascending
         self.num_scored = 0  # prompt positions whose log-probabilities were planned already
@@ -197,6 +205,13 @@ class Sequence:
         return next((point for point in self.resume_points if low < point < high), end) - self.num_computed
 
     @property
+    def is_calm(self) -> bool:
+        """Whether its next row is one token in the pages it has, and can be planned now."""
+        if not self.prefill_end <= self.num_computed < self.calm_until or self.num_proposed or self.num_uncomputed != 1:
+            return False
+        return not self.draws_in_flight or (not self.awaits_drafts and self.num_left > 0 and self.request.grammar is None)
+
+    @property
     def is_plain(self) -> bool:
         """Whether its draws need nothing that hangs on which drafts are accepted, but for where they stand."""
         return self.request.grammar is None and self.sampling.logprobs is None and not self.sampling.needs_history
@@ -211,6 +226,32 @@ class Sequence:
         assert self.slot is not None
         return Entry(self.slot, tuple(self.tokens), self.prompt_len, self.sampling, self.request.grammar)
 
+    def tell(
+        self,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[Logprobs, ...] = (),
+        scores: tuple[Logprobs, ...] = (),
+        error: str = "",
+        drafts: tuple[int, int] = (0, 0),
+    ) -> TokenDelta:
+        """What happened to it, for its caller; `drafts` are those that were accepted and rejected with the tokens."""
+        is_stopped = self.finish_reason is FinishReason.STOP and token_ids and token_ids[-1] in self.request.stop_token_ids
+        is_first, self.is_announced = not self.is_announced, True
+        return TokenDelta(
+            request_id=self.request.request_id,
+            sample=self.sample,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=scores,
+            finish_reason=self.finish_reason,
+            num_cached_tokens=self.num_cached if is_first else 0,
+            stop_token_id=token_ids[-1] if is_stopped else None,
+            error=error,
+            queue_s=self.queue_s if is_first else 0.0,
+            num_accepted_drafts=drafts[0],
+            num_rejected_drafts=drafts[1],
+        )
+
     def raw_tables(self) -> tuple[PageTable, ...]:
         """Its pages with holes marked, for checkpoints."""
         return tuple(PageTable(pages.first, tuple(pages.pages)) for pages in self.groups)
@@ -220,19 +261,21 @@ class Sequence:
         for pages in self.groups:
             if behind := pages.cut_behind(self.num_computed):
                 supply.give_back(behind)
+                self.calm_until = 0
 
     def release_beyond(self, supply: PageSupply) -> None:
         """Give back the pages that hold only rejected tokens."""
         for pages in self.groups:
             if beyond := pages.cut_beyond(self.num_computed):
                 supply.give_back(beyond)
+                self.calm_until = 0
 
     def release_all(self, supply: PageSupply) -> None:
         """Give back every page and start from nothing."""
         for pages in self.groups:
             supply.give_back(pages.held)
             pages.reset(0, [])
-        self.num_computed = self.num_proposed = 0
+        self.num_computed = self.num_proposed = self.calm_until = 0
         self.resume_points = ()
 
     def resume_from(self, checkpoint: Checkpoint, length: int, supply: PageSupply) -> bool:

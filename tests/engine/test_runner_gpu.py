@@ -26,7 +26,8 @@ from culet.engine import memory
 from culet.engine.llm import Result
 from culet.errors import InternalError
 from culet.models.checkpoint import open_checkpoint
-from culet.types import PageTable
+from culet.runner.graphs import Bucket
+from culet.types import PageTable, Row
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -189,13 +190,20 @@ def test_bfloat16_is_as_close_as_that_of_transformers(shape: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", ["E4B", "31B"])
 def test_fp8_cache(shape: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both round keys and values alike, but those on an edge between two numbers of e4m3; in bfloat16 as many as on a CPU."""
+    """Both round keys and values alike, but those on an edge between two numbers of e4m3; in bfloat16 as many as on a CPU.
+
+    In float32 the last bit of a sum decides about an edge, and each that falls to the other side moves what follows: by a small
+    part of what fp8 itself does.
+    """
     gpu = on_gpu(shape, dtype, kv_cache_dtype="fp8", max_num_batched_tokens=48)
     params = dataclasses.replace(DRAWN, max_tokens=12, prompt_logprobs=0)
     results = [result for seed in range(3, 9) for result in gpu.generate(list(prompts_of(seed)[2:]), params)]
     ours, exact = torch.cat([*map(told, results)]), torch.cat(judged(on_cpu(shape, kv_cache_dtype="fp8"), results))
     if dtype == "float32":
-        assert float((ours - exact).square().mean().sqrt()) <= 0.02
+        ordinary = torch.cat(judged(on_cpu(shape), results))
+        own, moved = (float((some - exact).abs().mean()) for some in (ours, ordinary))
+        print(f"\nfloat32 with an fp8 cache, {shape}: mean |error| {own:.4f}, fp8 itself {moved:.4f}, {len(ours)} numbers")
+        assert own <= moved / 4
         return
     monkeypatch.setattr(memory, "cpu_has_bfloat16", lambda: True)  # any CPU has it, if slowly
     theirs = judged(on_cpu(shape, "bfloat16", kv_cache_dtype="fp8"), results)
@@ -240,17 +248,35 @@ def test_log_probabilities() -> None:
 # Graphs and look-ahead
 
 
+def answers_of_four(llm: LLM) -> list[tuple[Any, Any]]:
+    """Tokens and log-probabilities of four sequences that begin and end together; draws in graphs, then kernel by kernel."""
+    prompts = [prompt(20 + index, 9) for index in range(4)]
+    drawn = SamplingParams(temperature=1.0, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True)
+    both = (drawn, dataclasses.replace(drawn, logprobs=1))
+    return [(one.token_ids, one.logprobs) for params in both for one in llm.generate(prompts, params)]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_graphs_and_look_ahead_change_nothing(shape: str) -> None:
-    """Bit by bit: four sequences that begin and end together have the same shapes with and without."""
-    params = SamplingParams(temperature=1.0, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
-    prompts = [prompt(20 + index, 9) for index in range(4)]
-    plain = on_gpu(shape, **PLAIN).generate(prompts, params)
-    one_of_both = [{"async_scheduling": False}, {"enforce_eager": True}]  # the same in all shapes, so one of them will do
-    for settings in (*(one_of_both if shape == "31B" else ()), {}):
-        got = on_gpu(shape, **settings).generate(prompts, params)
-        assert [one.token_ids for one in got] == [one.token_ids for one in plain]
-        assert [one.logprobs for one in got] == [one.logprobs for one in plain]
+    """Bit by bit. Steps of other shapes (`enforce_eager`) take other kernels, so those of fixed shape lose their graphs."""
+    uncached: dict[str, Any] = {"enable_prefix_caching": False}  # else the second time has shorter prompts
+    llm = LLM(str(checkpoint(shape)), device="cuda", dtype="bfloat16", **SETTINGS, **uncached)
+    captured = answers_of_four(llm)
+    assert answers_of_four(llm) == captured
+    assert answers_of_four(on_gpu(shape, async_scheduling=False, **uncached)) == captured
+
+    fixed, draws = llm.engine._runner.fixed, llm.engine._runner.draws
+    assert fixed is not None
+    assert draws is not None
+    step = fixed.step_of(Bucket(num_queries=1, num_rows=4))
+    hidden = step.hidden
+    for one in fixed._steps.values():
+        one.graph = None
+    for drawn in draws._draws.values():
+        drawn.graph = drawn.begin = None
+    assert fixed.num_captured == draws.num_captured == 0
+    assert answers_of_four(llm) == captured
+    assert step.hidden is not hidden  # it was this step that ran, launch by launch
 
 
 def test_decode_runs_in_graphs() -> None:
@@ -269,10 +295,11 @@ def test_nothing_waits_for_the_device(shape: str, monkeypatch: pytest.MonkeyPatc
     """Prefill, mixed and decode steps are launched without a synchronisation; only results wait."""
     llm = on_gpu(shape)
     runner = llm.engine._runner
-    launch, seen = runner.launch, []
+    launch = runner.launch
+    seen: list[tuple[Row, ...]] = []
 
     def strict(plan: Any) -> Any:
-        seen.append(plan.num_tokens)
+        seen.append(plan.rows)
         torch.cuda.set_sync_debug_mode("error")
         try:
             return launch(plan)
@@ -281,30 +308,33 @@ def test_nothing_waits_for_the_device(shape: str, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(runner, "launch", strict)
     params = [GREEDY, SamplingParams(seed=1, max_tokens=9), SamplingParams(seed=2, max_tokens=9, logprobs=2)] * 2
-    llm.generate([prompt(length, 11) for length in LENGTHS], params)
-    assert max(seen) > 100
-    assert min(seen) < 6
+    llm.generate([prompt(length, 40) for length in LENGTHS], params)  # of a seed that no other test has left in the cache
+    assert any(sum(row.num_new for row in rows) > 50 for rows in seen)
+    are_decode = [[row.start > 0 and row.num_new == 1 for row in rows] for rows in seen if rows]
+    assert any(any(rows) and not all(rows) for rows in are_decode)
+    assert any(all(rows) for rows in are_decode)
 
 
 # Memory and faults
 
 
 def test_the_cache_takes_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
-    share, before = 0.05, torch.cuda.memory_allocated()  # by engines of other tests
+    allowed = 0.05 * torch.cuda.get_device_properties(0).total_memory
     with caplog.at_level("INFO", logger="culet"):
         llm = LLM(
             str(checkpoint("31B")),
             device="cuda",
-            gpu_memory_utilization=share,
+            gpu_memory_utilization=0.05,
             **{**SETTINGS, "kv_cache_memory_bytes": None},
         )
+    held = torch.cuda.memory_allocated()
     text = "\n".join(record.getMessage() for record in caplog.records)
     assert "activations" in text
     assert "graphs" in text
     assert "ready after" in text
-    allowed = share * torch.cuda.get_device_properties(0).total_memory - before
-    arena = llm.engine._runner.pool._slabs.nbytes
-    assert 0.7 * allowed < arena < allowed
+    # All that the process holds, engines of other tests among it. What those held before says less: a trial of memory gives
+    # back the workspaces of their captures.
+    assert 0.95 * allowed < held <= allowed
     check_answers("31B", llm.generate(list(prompts_of()), DRAWN), 0.1)
 
 
