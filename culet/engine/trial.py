@@ -73,7 +73,9 @@ class Trial:
         if mark.exists():
             return False
         runner = self._runner()
-        with compile_ahead(), self.model.one_of_each_kind():
+        with compile_ahead(mark), self.model.one_of_each_kind():
+            if mark.exists():  # by now: another process has compiled them, and this one has waited
+                return False
             for plan in self._ladder():
                 runner.launch(plan)
             if self.has_graphs:
@@ -85,8 +87,6 @@ class Trial:
                 self._rehearse_rounds(runner)
                 self._rehearse_late(runner)
         torch.cuda.synchronize(self.model.device)
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
         return True
 
     def compile_for(self, num_seqs: Sequence[int], prompt_len: int) -> None:

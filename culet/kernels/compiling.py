@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -24,6 +25,7 @@ from culet.log import logger
 
 _MAX_WORKERS = 16
 _COMPILE_LIMIT_S = 120.0  # for one kernel; the slowest take 3
+_SILENT_WAIT_S = 1.0  # for another process that compiles into the same folder
 
 
 @dataclass
@@ -155,8 +157,12 @@ def expect_compiling() -> None:
 
 
 @contextmanager
-def compile_ahead() -> Iterator[None]:
-    """Within, launches do not run: their kernels are compiled, several at a time, and ready when the block ends."""
+def compile_ahead(mark: Path | None = None) -> Iterator[None]:
+    """Within, launches do not run: their kernels are compiled, several at a time, and ready when the block ends.
+
+    One process at a time is within, of those that share a folder of kernels; the others wait, and find on disk what they have
+    in common. `mark` is made at the end, so that whoever waited for these kernels sees it.
+    """
     import torch
     from triton import knobs
     from triton.runtime._async_compile import AsyncCompileMode
@@ -166,6 +172,9 @@ def compile_ahead() -> Iterator[None]:
     device = torch.cuda.current_device()
     major, minor = torch.cuda.get_device_capability(device)
     noted: list[tuple[str, str]] = []  # name and job of the kernel that Triton is about to submit
+    # Triton loads the C function that launches a kernel as a module, and all of these have one name. Python keeps one such
+    # module and fills it anew when a file is loaded again, so that a second thread could be given another kernel's function.
+    loading = threading.Lock()
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> None:
         """What Triton calls before it compiles a kernel."""
@@ -177,7 +186,8 @@ def compile_ahead() -> Iterator[None]:
             _expected[0].compile(job)
         kernel = find()
         torch.cuda.set_device(device)
-        kernel._init_handles()
+        with loading:
+            kernel._init_handles()
         return kernel
 
     class Mode(AsyncCompileMode):
@@ -190,14 +200,33 @@ def compile_ahead() -> Iterator[None]:
 
     hook_before = knobs.runtime.jit_cache_hook
     try:
-        with ThreadPoolExecutor(_num_workers()) as pool:
+        with _alone_in(Path(knobs.cache.dir)), ThreadPoolExecutor(_num_workers()) as pool:
             knobs.runtime.jit_cache_hook = note
             with Mode(pool), only_warm():
                 yield
+            if mark is not None:
+                mark.parent.mkdir(parents=True, exist_ok=True)
+                mark.touch()
     finally:
         knobs.runtime.jit_cache_hook = hook_before
         while _expected:
             _expected.pop().close()
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Within, no other process is in such a block with the same folder; one that dies is out of it."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # a folder that cannot be written to, or a file system without locks: all compile at once
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((folder / "compiling.lock").open("a"))
+            tell = threading.Timer(_SILENT_WAIT_S, logger.info, ("another process compiles kernels into %s: waiting", folder))
+            tell.start()
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+            finally:
+                tell.cancel()
+        yield
 
 
 def _is_on_disk(key: str, name: str) -> bool:

@@ -2,7 +2,9 @@
 
 cuBLAS ranks its kernels as if clocks were at their highest. A long prompt holds an H200 at its power limit, where the kernel
 that needs least energy is the fastest: of those that cuBLAS offers, the one with tiles of 128 x 160 (docs/LOG.md). torch
-takes cuBLAS's first, so this file asks cuBLAS itself, through its C interface. Where anything is missing, torch serves.
+takes cuBLAS's first, so this file asks cuBLAS itself, through its C interface. What cuBLAS lists changes from one number of
+tokens to the next, while the kernel serves them all: so it is taken from the list of a number that has it, and then checked
+for the one that is asked for. Where anything is missing, torch serves.
 
 Shapes: M tokens · N outputs · K inputs.
 """
@@ -10,9 +12,10 @@ Shapes: M tokens · N outputs · K inputs.
 from __future__ import annotations
 
 import ctypes
+import sys
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +23,13 @@ from torch import Tensor
 from culet.log import logger
 
 # What was measured: the merged projections of the 31B, 2 to 7 % faster at 8000 tokens. Narrower ones (o, down) gain nothing.
+# By tokens (q, k and v): 3 to 10 % at 4096, 6400, 8000 and 8192, but 2 % slower at 5001.
 MIN_TOKENS = 4096
+TOKEN_STEP = 32
 MIN_OUTPUTS = 16384
 MIN_INPUTS = 4096
 TILE_128X160 = 29
+LISTED_AT = (8000, 6400, 16000)  # tokens; cuBLAS 13.1 lists the kernel at the first of them for all these products
 CAPABILITY = (9, 0)
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper
 
@@ -41,7 +47,7 @@ def product(x_MK: Tensor, weight_NK: Tensor) -> Tensor | None:
     """x @ weight^T; None where torch's own is as good, or this one cannot be had."""
     (num_tokens, size_k), num_outputs = x_MK.shape, weight_NK.shape[0]
     is_large = num_tokens >= MIN_TOKENS and num_outputs >= MIN_OUTPUTS and size_k >= MIN_INPUTS
-    if not is_large or not _suits(x_MK, weight_NK):
+    if not is_large or num_tokens % TOKEN_STEP or not _suits(x_MK, weight_NK):
         return None
     cublas = _on_device(x_MK.get_device())
     if cublas is None or cublas.is_broken:
@@ -95,43 +101,55 @@ class _CublasLt:
         self._set("MatmulDesc", self._description, _DESC_TRANSA, ctypes.c_int32(_OP_T))
         self._call("MatmulPreferenceCreate", ctypes.byref(self._preference))
         self._set("MatmulPreference", self._preference, _PREF_WORKSPACE, ctypes.c_uint64(WORKSPACE_BYTES))
+        self._algorithm = cache(self._find_algorithm)
         # A plan per shape; prompts come in all lengths.
         self._plan = lru_cache(maxsize=1024)(self._make_plan)
 
     def product(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor | None:
-        """None where cuBLAS does not offer the kernel for this shape."""
+        """None where the kernel does not serve this shape."""
         (num_tokens, size_k), num_outputs = x_MK.shape, weight_NK.shape[0]
         plan = self._plan(num_tokens, num_outputs, size_k)
         if plan is None:
             return None
+        matrices, algorithm = plan
         y_MN = x_MK.new_empty(num_tokens, num_outputs)
         out = ctypes.c_void_p(y_MN.data_ptr())
         # In cuBLAS's order, columns first: y^T [N, M] = (weight^T [K, N])^T x^T [K, M].
         self._call(
             "Matmul",
             *(self._handle, self._description, ctypes.byref(self._one)),
-            *(ctypes.c_void_p(weight_NK.data_ptr()), plan.weight, ctypes.c_void_p(x_MK.data_ptr()), plan.x),
-            *(ctypes.byref(self._zero), out, plan.y, out, plan.y, plan.algorithm),
+            *(ctypes.c_void_p(weight_NK.data_ptr()), matrices.weight, ctypes.c_void_p(x_MK.data_ptr()), matrices.x),
+            *(ctypes.byref(self._zero), out, matrices.y, out, matrices.y, algorithm),
             *(ctypes.c_void_p(self._workspace.data_ptr()), ctypes.c_size_t(WORKSPACE_BYTES)),
             ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._device)),
         )
         return y_MN
 
     def _make_plan(self, num_tokens: int, num_outputs: int, size_k: int) -> _Plan | None:
-        """Layouts and algorithm of a shape; None where the kernel we want is not among those that cuBLAS offers."""
-        shapes = (size_k, num_outputs), (size_k, num_tokens), (num_outputs, num_tokens)
-        weight, x, y = layouts = [_Layout(self._library, *shape) for shape in shapes]
-        results, count = (ctypes.c_ubyte * (_RESULT_BYTES * _MAX_RESULTS))(), ctypes.c_int()
-        pointers = [layout.pointer for layout in (*layouts, layouts[-1])]
-        self._call(
-            "MatmulAlgoGetHeuristic",
-            *(self._handle, self._description, *pointers, self._preference, _MAX_RESULTS, results, ctypes.byref(count)),
-        )
-        for index in range(count.value):
-            begin = index * _RESULT_BYTES
-            algorithm = ctypes.create_string_buffer(bytes(results[begin : begin + _ALGO_BYTES]), _ALGO_BYTES)
-            if self._tile(algorithm) == TILE_128X160:
-                return _Plan(weight, x, y, algorithm)
+        """Layouts and algorithm of a shape; None where the kernel we want does not serve it."""
+        algorithm = self._algorithm(num_outputs, size_k)
+        if algorithm is None:
+            return None
+        matrices = _Matrices(self._library, num_tokens, num_outputs, size_k)
+        result = (ctypes.c_ubyte * _RESULT_BYTES)()
+        try:
+            self._call("MatmulAlgoCheck", self._handle, self._description, *matrices.all, algorithm, result)
+        except CublasError:
+            return None
+        needed = int.from_bytes(bytes(result[_ALGO_BYTES : _ALGO_BYTES + 8]), sys.byteorder)
+        return _Plan(matrices, algorithm) if needed <= WORKSPACE_BYTES else None
+
+    def _find_algorithm(self, num_outputs: int, size_k: int) -> Any:
+        """The kernel we want for such a weight; None where cuBLAS does not list it."""
+        for num_tokens in LISTED_AT:
+            matrices = _Matrices(self._library, num_tokens, num_outputs, size_k)
+            results, count = (ctypes.c_ubyte * (_RESULT_BYTES * _MAX_RESULTS))(), ctypes.c_int()
+            asked = (self._preference, _MAX_RESULTS, results, ctypes.byref(count))
+            self._call("MatmulAlgoGetHeuristic", self._handle, self._description, *matrices.all, *asked)
+            for begin in range(0, count.value * _RESULT_BYTES, _RESULT_BYTES):
+                algorithm = ctypes.create_string_buffer(bytes(results[begin : begin + _ALGO_BYTES]), _ALGO_BYTES)
+                if self._tile(algorithm) == TILE_128X160:
+                    return algorithm
         return None
 
     def _tile(self, algorithm: Any) -> int:
@@ -160,12 +178,21 @@ class _Layout:
             self._library.cublasLtMatrixLayoutDestroy(self.pointer)
 
 
-class _Plan:
+class _Matrices:
+    """Layouts of a product's matrices."""
+
+    def __init__(self, library: Any, num_tokens: int, num_outputs: int, size_k: int) -> None:
+        shapes = (size_k, num_outputs), (size_k, num_tokens), (num_outputs, num_tokens)
+        self._layouts = [_Layout(library, *shape) for shape in shapes]  # kept alive
+        self.weight, self.x, self.y = (layout.pointer for layout in self._layouts)
+        self.all = (self.weight, self.x, self.y, self.y)  # what is added to has the layout of the output
+
+
+class _Plan(NamedTuple):
     """What a product of one shape needs."""
 
-    def __init__(self, weight: _Layout, x: _Layout, y: _Layout, algorithm: Any) -> None:
-        self._layouts = weight, x, y  # kept alive
-        self.weight, self.x, self.y, self.algorithm = weight.pointer, x.pointer, y.pointer, algorithm
+    matrices: _Matrices
+    algorithm: Any
 
 
 def _call(library: Any, name: str, *arguments: Any) -> None:

@@ -87,7 +87,7 @@ class TableRows:
     def fits(self, row: Row) -> bool:
         return len(row.tables[self.group.index].pages) <= self.num_columns
 
-    def read(self, rows: Sequence[Row], slot_B: NDArray[np.int64]) -> tuple[Int32s, Int32s]:
+    def read(self, rows: Sequence[Row], slot_B: Int32s) -> tuple[Int32s, Int32s]:
         """pages_BP, as wide as the longest of them, and first_B; columns behind a row's own hold old entries."""
         index, width, first = self.group.index, 1, []
         for row in rows:
@@ -328,7 +328,7 @@ class FixedSteps:
         num_rows, num_real = bucket.num_table_rows, len(rows)
         facts = np.zeros((3 + len(self._rows), _aligned(num_rows)), dtype=np.int32)  # start, slot, is it open, firsts
         facts[1] = self.tokens_SL.shape[0] - 1  # the spare slot
-        facts[:3, :num_real] = [[row.start for row in rows], [row.slot for row in rows], [row.num_open > 0 for row in rows]]
+        facts[:3, :num_real] = np.array([(row.start, row.slot, row.num_open > 0) for row in rows], np.int32).reshape(-1, 3).T
         staged = Staged()
         staged.add("begin", _row_begins(bucket, tuple([row.num_new for row in rows])))
         staged.add("rows", facts)

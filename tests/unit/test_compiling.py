@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -166,6 +169,104 @@ def test_processes_are_not_expected_after_a_warm_start(cache: Path) -> None:
     mark.touch()
     compiling.expect_compiling()
     assert not compiling._expected
+
+
+def test_launchers_are_loaded_one_after_the_other(on_a_gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that load them at once may swap them: to Python they are one module."""
+    loading, most = [0], []
+
+    def load(kernel: CompiledKernel) -> None:
+        loading[0] += 1
+        most.append(loading[0])
+        time.sleep(0.05)
+        loading[0] -= 1
+
+    rehearse((48, 96, 112))  # now they are on disk, so that all threads come to load at the same time
+    monkeypatch.setattr(CompiledKernel, "_init_handles", load)
+    monkeypatch.setattr(compiling, "_num_workers", lambda: 3)
+    rehearse((48, 96, 112))
+    assert most == [1, 1, 1]
+
+
+# Several processes
+
+
+def test_a_mark_is_made_before_the_next_process_comes(on_a_gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    mark, seen = compiling.mark_of("31B"), []
+
+    @contextmanager
+    def alone_in(folder: Path) -> Iterator[None]:
+        assert folder == Path(triton.knobs.cache.dir)
+        try:
+            yield
+        finally:
+            seen.append(mark.exists())
+
+    monkeypatch.setattr(compiling, "_alone_in", alone_in)
+    with pytest.raises(ValueError, match="broken"), compiling.compile_ahead(mark):
+        raise ValueError("broken")
+    with compiling.compile_ahead(mark):
+        assert not mark.exists()
+    assert seen == [False, True]
+
+
+COMPILER = """
+import sys
+from pathlib import Path
+from culet.kernels.compiling import _alone_in
+with _alone_in(Path(sys.argv[1])):
+    print("alone", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@contextmanager
+def another_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """One that compiles into the folder, until it gets a line."""
+    command = [sys.executable, "-c", COMPILER, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "alone\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_one_process_at_a_time_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, dies: bool
+) -> None:
+    monkeypatch.setattr(compiling, "_SILENT_WAIT_S", 0.05)
+    folder, is_in = tmp_path / "kernels", threading.Event()
+
+    def compile_here() -> None:
+        with compiling._alone_in(folder):
+            is_in.set()
+
+    with another_process(folder) as process, caplog.at_level("INFO", logger="culet"):
+        ours = threading.Thread(target=compile_here)
+        ours.start()
+        assert not is_in.wait(0.5)
+        assert [record.getMessage() for record in caplog.records] == [
+            f"another process compiles kernels into {folder}: waiting"
+        ]
+        if dies:
+            process.kill()
+        else:
+            process.communicate("go on\n")
+        assert is_in.wait(10)
+        ours.join()
+    caplog.clear()
+    compile_here()
+    time.sleep(0.1)
+    assert not caplog.records  # nobody was waited for
+
+
+def test_a_folder_without_locks_is_used_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with compiling._alone_in(tmp_path / "file" / "kernels"):
+        pass
 
 
 def test_names_on_disk_do_not_depend_on_who_is_first() -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from culet.cache.spec import plan_cache
 from culet.config import ScheduleConfig
+from culet.engine import trial as module
 from culet.engine.trial import Trial
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
@@ -43,3 +49,29 @@ def test_steps_are_possible(max_model_len: int) -> None:
         for entry, row in zip(plan.entries, plan.rows, strict=True):
             assert row.num_new >= max(1, row.num_logits)
             assert len(entry.token_ids) == row.start + row.num_new <= max_model_len
+
+
+@pytest.mark.parametrize("is_another_first", [False, True])
+def test_nothing_is_compiled_that_another_process_has_compiled_meanwhile(
+    is_another_first: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    launched: list[object] = []
+
+    @contextmanager
+    def compile_ahead(mark: Path) -> Iterator[None]:
+        if is_another_first:
+            mark.touch()
+        yield
+
+    gpu = SimpleNamespace(name="a GPU", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(module, "mark_of", lambda *facts: tmp_path / "mark")
+    monkeypatch.setattr(module, "compile_ahead", compile_ahead)
+    trial = a_trial(130)
+    trial.has_graphs = False
+    model = SimpleNamespace(device="cuda", spec=None, dtype=None, latent=True, one_of_each_kind=nullcontext)
+    monkeypatch.setattr(trial, "model", model)
+    monkeypatch.setattr(trial, "_runner", lambda: SimpleNamespace(launch=launched.append))
+    assert trial.compile_kernels() is not is_another_first
+    assert bool(launched) is not is_another_first
