@@ -154,6 +154,7 @@ class _Loop:
             max_model_len=max_len,
             prefix_caching=False,
             max_drafts=0 if drafter is None else drafter.max_drafts,
+            plans_open=bench.is_gpu,
         )
         self.vocab_size, self.device, self.is_gpu = bench.spec.vocab_size, bench.device, bench.is_gpu
         self.rounds = None
@@ -191,9 +192,17 @@ class _Loop:
 
     def graph_ms(self, bucket: Bucket) -> float | None:
         """Milliseconds of one replay of a captured step."""
-        fixed = self.runner.fixed
-        graph = None if fixed is None else fixed.step_of(bucket).graph
-        return None if graph is None else _replay_ms(graph.replay)
+        step = None if self.runner.fixed is None else self.runner.fixed.step_of(bucket)
+        if step is None or step.graph is None:
+            return None
+        graph, start_B = step.graph, step.planned.start_B
+        before_B = start_B.clone()
+
+        def replay() -> None:
+            graph.replay()
+            start_B.copy_(before_B)  # it has gone on by a token, and would leave its pages in the end
+
+        return _replay_ms(replay)
 
     def draft_ms(self, num_seqs: int, num_drafts: int) -> float | None:
         """Milliseconds of one replay of a captured drafting round."""

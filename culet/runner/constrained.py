@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,24 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from culet.kernels.staging import on_device
+from culet.runner.groups import DrawGroup
 from culet.sampling.sampler import TokenMasks
 from culet.types import Entry
 
 if TYPE_CHECKING:  # the grammar engine is loaded with the first grammar
     from culet.sampling.grammar import Grammars, SequenceGrammar
-
-
-class DrawGroup(Protocol):
-    """The draws of one slot: what is read of them here."""
-
-    @property
-    def slot(self) -> int: ...
-    @property
-    def position(self) -> int: ...
-    @property
-    def num_drafts(self) -> int: ...
-    @property
-    def first(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

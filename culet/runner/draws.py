@@ -11,7 +11,7 @@ Shapes: T tokens of a bucket, one draw from each · R rows of it · X = T + R ·
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -62,7 +62,7 @@ class _Draws:
     settled: Settled
     graph: torch.cuda.CUDAGraph | None = None
     begin: torch.cuda.CUDAGraph | None = None  # of a round behind these draws
-    settings: list[Sampling] = field(default_factory=list)  # those that `columns` hold, or that no graph serves
+    settings: Sequence[Sampling] = ()  # those that `columns` hold, or that no graph serves
     is_served: bool = False
 
 
@@ -108,11 +108,14 @@ class FixedDraws:
         taken = self._draws.get(bucket)
         if taken is None:
             return None
+        if settings is taken.settings:
+            return taken if taken.is_served else None
         if len(settings) != len(taken.settings) or any(map(lambda a, b: a is not b, settings, taken.settings)):
-            taken.settings, taken.is_served = list(settings), all(map(_is_plain, settings))
+            taken.is_served = all(map(_is_plain, settings))
             taken.is_served &= sum(len(one.logit_bias) for one in settings) <= MAX_BIASES
             if taken.is_served:
                 _stage(settings, bucket, self.steps.model.spec.vocab_size).send_into(taken.buffer)
+        taken.settings = settings
         return taken if taken.is_served else None
 
     def _run(self, taken: _Draws) -> None:

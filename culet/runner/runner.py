@@ -31,6 +31,7 @@ from culet.runner.constrained import Constraints, StepMasks, Watched
 from culet.runner.drafting import Drafting, Drawer, draft_lengths
 from culet.runner.fill import fill
 from culet.runner.graphs import Bucket, Captures, FixedSteps, Placed
+from culet.runner.groups import DrawGroup, draw_groups, draws_follow_rows, has_drafts, is_repeated, moved
 from culet.runner.late import Features, LateWrite
 from culet.sampling.logprobs import LogprobTensors, as_mappings, compute_logprobs
 from culet.sampling.sampler import History, sample
@@ -42,23 +43,6 @@ if TYPE_CHECKING:
     from culet.sampling.grammar import Grammars
 
 LOGITS_ROWS = 256  # logits computed at a time: 256 MiB at Gemma's vocabulary
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """The draws of one slot in a step: one, or after drafts one per draft and one more, at consecutive positions."""
-
-    slot: int
-    row: int  # whose logits they are drawn from
-    source: int  # which of the tokens with logits the first is drawn from; the next ones follow it
-    position: int  # of the first
-    num_drafts: int
-    num_wanted: int  # proposals to make for the next step
-    first: int  # number of the first draw within the step
-
-    @property
-    def size(self) -> int:
-        return self.num_drafts + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +85,7 @@ class Runner:
         # What the drafter makes KV of its own of, if it has any.
         self.features = None if drafter is None else Features.make(drafter, pool, max_num_seqs + 1, model.embedding[0])
         self._entries: list[Entry | None] = [None] * max_num_seqs
+        self._last: _Last | None = None  # the step before, if it was all graphs
         self._constraints: Constraints | None = None  # grammars of sequences, once `use_grammars` was called
         self._sample = _sampler_for(model.device)
 
@@ -157,8 +142,10 @@ class Runner:
 
         Nothing here waits for the device, unless it alone knows where a row begins and no graph serves the step.
         """
-        bucket = None if self.fixed is None else self.fixed.find(plan.rows)
-        if any(row.num_open for row in plan.rows) and not self._serves_open(plan, bucket):
+        # Most steps are like the last one, but for where their rows begin.
+        last = self._last if self._last is not None and not plan.entries and is_repeated(plan.rows, self._last.rows) else None
+        bucket = last.bucket if last is not None else None if self.fixed is None else self.fixed.find(plan.rows)
+        if last is None and any(row.num_open for row in plan.rows) and not self._serves_open(plan, bucket):
             plan = self._close(plan)
         if env.CHECK_PAGES.is_set():
             num_slots, room = self.tokens_SL.shape[0] - 1, self.tokens_SL.shape[1]
@@ -169,17 +156,21 @@ class Runner:
         self.pool.copy_pages(plan.copies)
         if not plan.rows:
             return Pending(plan.step_id, [], HostCopy([]), False, [], {}, ())
-        groups = _draw_groups(plan.rows)
-        with self.clock.span("verify") if _has_drafts(plan.rows) else nullcontext():
+        groups = draw_groups(plan.rows) if last is None else last.groups
+        with self.clock.span("verify") if has_drafts(plan.rows) else nullcontext():
             forward = self._forward(plan, groups, bucket)
             masks = None if self._constraints is None else self._constraints.masks(groups)
-            settled = self._settle(groups, forward.bucket) if masks is None else None
+            settings = self._settings(groups) if last is None else last.settings
+            settled = None
+            if self.draws is not None and forward.bucket is not None and masks is None:
+                settled = self.draws.run(forward.bucket, settings)
             if settled is None:
                 _, hidden, placed = forward.left()
                 prompts = self._score_prompts(plan.rows, hidden.last_LD)
                 tokens_R, scored = self._draw(groups, hidden.last_LD, placed, masks)
                 accepted_G = self._verify(groups, tokens_R)
                 self._append(groups, tokens_R, placed)
+        self._last = None if settled is None else _Last(plan.rows, settled.bucket, groups, settings)
         if settled is not None:
             copy = settled.copy.send()
             self._write_due(plan)
@@ -196,8 +187,8 @@ class Runner:
             watched = self._constraints.watch(groups, accepted_G, num_proposed, self.tokens_SL)
         if watched is not None and watched.proposals_AK is not None:
             proposals = HostCopy([watched.proposals_AK])
-        has_drafts = accepted_G is not None
-        return Pending(plan.step_id, groups, copy, has_drafts, scored, prompts, num_proposed, watched, proposals)
+        is_verify = accepted_G is not None
+        return Pending(plan.step_id, groups, copy, is_verify, scored, prompts, num_proposed, watched, proposals)
 
     def _serves_open(self, plan: StepPlan, bucket: Bucket | None) -> bool:
         """Whether graphs serve all of a step, so that nothing in it needs to be known here."""
@@ -210,14 +201,14 @@ class Runner:
     def _close(self, plan: StepPlan) -> StepPlan:
         """The same step with rows that begin where the device says. Waits for the steps before it."""
         accepted = self.accepted_S.tolist()
-        return replace(plan, rows=tuple(_moved(row, accepted[row.slot]) if row.num_open else row for row in plan.rows))
+        return replace(plan, rows=tuple(moved(row, accepted[row.slot]) if row.num_open else row for row in plan.rows))
 
-    def _forward(self, plan: StepPlan, groups: Sequence[_Group], bucket: Bucket | None) -> _Forward:
+    def _forward(self, plan: StepPlan, groups: Sequence[DrawGroup], bucket: Bucket | None) -> _Forward:
         """Fill and forward: in a fixed shape where there is one for these rows, else in the step's own."""
         fixed = self.fixed
         if fixed is not None and bucket is not None:
             fixed.run(plan, bucket)
-            if _draws_follow_rows(plan.rows, groups):
+            if draws_follow_rows(plan.rows, groups):
                 return _Forward(bucket, lambda: fixed.left(plan, bucket))
             return _Forward(None, lambda: (*fixed.left(plan, bucket)[:2], None))
         batch = fill(plan, self.pool.layout, self.tokens_SL, self.tokens_SL.device, num_slabs=self.pool.num_slabs)
@@ -247,14 +238,12 @@ class Runner:
         assert entry is not None, f"slot {slot} is in use, but no sequence has entered it"
         return entry
 
-    def _settle(self, groups: Sequence[_Group], bucket: Bucket | None) -> Settled | None:
-        """Draw and verify by a graph, where one serves this step."""
-        if self.draws is None or bucket is None:
-            return None
+    def _settings(self, groups: Sequence[DrawGroup]) -> list[Sampling]:
+        """Those of each draw."""
         settings: list[Sampling] = []
         for group in groups:
             settings += [self._entry(group.slot).sampling] * group.size
-        return self.draws.run(bucket, settings)
+        return settings
 
     def _score_prompts(self, rows: Sequence[Row], last_LD: Tensor) -> dict[int, list[_Scored]]:
         """By slot: log-probabilities of the prompt tokens that follow the tokens with logits, where they are asked for."""
@@ -277,7 +266,7 @@ class Runner:
         return found
 
     def _draw(
-        self, groups: Sequence[_Group], last_LD: Tensor, placed: Placed | None, masks: StepMasks | None = None
+        self, groups: Sequence[DrawGroup], last_LD: Tensor, placed: Placed | None, masks: StepMasks | None = None
     ) -> tuple[Tensor, list[_Scored]]:
         """Draw all tokens of the step, as if every draft were accepted: tokens [R], and the log-probabilities asked for.
 
@@ -319,7 +308,7 @@ class Runner:
         place = {source: index for index, source in enumerate(distinct)}
         return logits_LV[on_device([place[source] for source in sources], last_LD.device)]
 
-    def _verify(self, groups: Sequence[_Group], tokens_R: Tensor) -> Tensor | None:
+    def _verify(self, groups: Sequence[DrawGroup], tokens_R: Tensor) -> Tensor | None:
         """How many drafts each group keeps, [G]; None where no row has drafts. Before the draws are written over them."""
         width = max((group.size for group in groups), default=1)
         if width == 1:
@@ -335,7 +324,7 @@ class Runner:
         self.accepted_S.index_copy_(0, slots_G, accepted_G.to(self.accepted_S.dtype))
         return accepted_G
 
-    def _append(self, groups: Sequence[_Group], tokens_R: Tensor, placed: Placed | None) -> None:
+    def _append(self, groups: Sequence[DrawGroup], tokens_R: Tensor, placed: Placed | None) -> None:
         """Write the draws to the slots. What lies behind the first rejected draft is no token yet, and written again."""
         if not groups:
             return
@@ -360,7 +349,7 @@ class Runner:
         self.features.write(late)
 
     def _propose(
-        self, forward: _Forward, groups: Sequence[_Group], accepted_G: Tensor | None, settled: Settled | None = None
+        self, forward: _Forward, groups: Sequence[DrawGroup], accepted_G: Tensor | None, settled: Settled | None = None
     ) -> tuple[int, ...]:
         """Let the drafter write its proposals behind each sequence; returns how many there are for each group."""
         wanted = tuple([group.num_wanted for group in groups])
@@ -390,11 +379,21 @@ class _Forward:
 
 
 @dataclass(frozen=True, slots=True)
+class _Last:
+    """A step of fixed shape whose draws were a graph too, for one after it that is the same but for where its rows begin."""
+
+    rows: Sequence[Row]
+    bucket: Bucket
+    groups: Sequence[DrawGroup]
+    settings: list[Sampling]
+
+
+@dataclass(frozen=True, slots=True)
 class Pending:
     """A step that was launched: its draws are on their way to the host."""
 
     step_id: int
-    groups: Sequence[_Group]
+    groups: Sequence[DrawGroup]
     copy: HostCopy  # drawn tokens, accepted drafts if any row has drafts, log-probabilities
     has_drafts: bool
     scored: Sequence[_Scored]
@@ -440,41 +439,7 @@ def _sampler_for(device: torch.device) -> Callable[..., Tensor]:
     return GpuSampler().sample
 
 
-def _has_drafts(rows: Sequence[Row]) -> bool:
-    return any(row.num_drafts for row in rows)
-
-
-def _draws_follow_rows(rows: Sequence[Row], groups: Sequence[_Group]) -> bool:
-    """Whether there is one draw for each token of the step, in their order and for the slots they belong to."""
-    return len(groups) == len(rows) and all(
-        group.slot == row.slot and group.size == row.num_new for row, group in zip(rows, groups, strict=True)
-    )
-
-
-def _moved(row: Row, count: int) -> Row:
-    """An open row that begins `count` tokens later."""
-    assert 0 <= count <= row.num_open, f"slot {row.slot}: {count} drafts accepted of {row.num_open}"
-    return replace(row, start=row.start + count, store_from=tuple(first + count for first in row.store_from), num_open=0)
-
-
 def _parts(count: int) -> Iterator[slice]:
     """Slices of at most LOGITS_ROWS that make up `count`."""
     for begin in range(0, count, LOGITS_ROWS):
         yield slice(begin, min(begin + LOGITS_ROWS, count))
-
-
-def _draw_groups(rows: Sequence[Row]) -> list[_Group]:
-    """The draws that a step's rows ask for, in the order of the result."""
-    groups: list[_Group] = []
-    end = first = 0
-    for index, row in enumerate(rows):
-        end += row.num_logits
-        assert not row.num_drafts or len(row.draw_slots) == 1, "samples that share logits cannot have drafts"
-        source, position = end - 1 - row.num_drafts, row.start + row.num_new - row.num_drafts
-        for slot in row.draw_slots:
-            # Samples that fork have pages of their own from the next step on: a drafter could not keep them apart in this one.
-            num_wanted = row.num_wanted if slot == row.slot else 0
-            group = _Group(slot, index, source, position, row.num_drafts, num_wanted, first)
-            groups.append(group)
-            first += group.size
-    return groups
