@@ -48,8 +48,9 @@ def check(bench: DraftBench, num_seqs: int, prompt_len: int) -> dict[str, float]
     states = []
     for one in (drafter, twin):
         shared = one.begin(batch, pool)
-        pair = one.assistant.ops.embed_beside(newest, batch.hidden_RD, one.target.embedding, one.target.embed_scale)
-        states.append(one.assistant(pair, shared).float())
+        embedding = one.target.embedding, one.target.embed_scale
+        x = one.assistant.ops.embed_linear(None, newest, batch.hidden_RD, *embedding, one.assistant.pre_projection.weight)
+        states.append(one.assistant(x, shared).float())
     error = (states[0] - states[1]).norm(dim=-1) / states[1].norm(dim=-1)
     return {
         "equal_drafts": float((replayed == launched).float().mean()),

@@ -75,7 +75,8 @@ class DFlashDrafter:
         """Hidden states [T, D] of all blocks, whose tokens follow each other row by row."""
         model, own = self.model, batch.groups[self.group.index]
         shape = self._shape._replace(spare_page=pool.spare_page)
-        start = model.ops.begin_blocks(batch.newest_R, batch.length_R, own.pages_BP, own.first_B, shape, model.inv_freq)
+        tables = own.pages_BP, own.first_B
+        start = model.ops.begin_blocks(batch.newest_R, batch.length_R, tables, shape, model.inv_freq, model.embedding)
         blocks = ForwardBatch(
             token_ids_T=start.ids_T,
             positions_T=start.positions_T,
@@ -94,7 +95,7 @@ class DFlashDrafter:
         ]
         batches = [masked[index] for index in self._kind_of]
         backends = [self._kinds[index].backend for index in self._kind_of]
-        return model(batches, backends, pool, start.slot_T, start.turn)
+        return model(batches, backends, pool, start)
 
 
 def _kind(mask: DFlashLayer, planned: AttentionBackend) -> _Kind:

@@ -5,7 +5,7 @@ token and the hidden state change. Where that position is, implementations diffe
 place, and its sliding layers see one key more than the window; `engine` stands at L - 1, an ordinary query of the last token.
 It matters to how many drafts are accepted, never to what comes out.
 
-Shapes: R sequences · K drafts · B the target's model width · X = 2 B.
+Shapes: R sequences · K drafts · B the target's model width · X = 2 B · D the assistant's.
 """
 
 from __future__ import annotations
@@ -62,12 +62,13 @@ class MTPDrafter:
         assistant, ops, shared = self.assistant, self.assistant.ops, self.begin(batch, pool)
         table_VB, scale = self.target.embedding, self.target.embed_scale
         drafts_RK = torch.empty(batch.num_rows, num_drafts, dtype=torch.int64, device=batch.newest_R.device)
-        pair_RX = ops.embed_beside(batch.newest_R, batch.hidden_RD, table_VB, scale)
+        weight_DX = assistant.pre_projection.weight
+        x_RD = ops.embed_linear(None, batch.newest_R, batch.hidden_RD, table_VB, scale, weight_DX)
         for best_R in drafts_RK[:, :-1].unbind(1):
-            state = assistant(pair_RX, shared)
+            state = assistant(x_RD, shared)
             found, hidden_RB = assistant.head.candidates(state), assistant.next_hidden(state)
-            pair_RX = ops.embed_best(found, hidden_RB, table_VB, scale, best_R)
-        ops.pick_best(assistant.head.candidates(assistant(pair_RX, shared)), drafts_RK[:, -1])
+            x_RD = ops.embed_linear(found, best_R, hidden_RB, table_VB, scale, weight_DX)
+        ops.pick_best(assistant.head.candidates(assistant(x_RD, shared)), drafts_RK[:, -1])
         return drafts_RK
 
     def begin(self, batch: DraftBatch, pool: Pool) -> Pass:

@@ -22,18 +22,8 @@ EAGER, TRITON = "eager", "triton"
 KERNELS = {"cpu": EAGER, "cuda": TRITON, "meta": EAGER}
 # Of culet.kernels.triton; the first that has an op serves it.
 TRITON_MODULES = (
-    "norms",
-    "qkv",
-    "route",
-    "moe",
-    "pointwise",
-    "linear",
-    "masks",
-    "places",
-    "settle",
-    "best",
-    "rounds",
-    "normed_linear",
+    *("norms", "qkv", "route", "moe", "pointwise", "linear", "masks", "places", "settle"),
+    *("best", "rounds", "normed_linear", "context"),
 )
 # Eager on purpose: a product that cuBLAS does best, and a write that only `prepare_qkv`'s twin needs.
 EAGER_ON_GPU = frozenset({"head", "store"})

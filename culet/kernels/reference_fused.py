@@ -48,7 +48,7 @@ def residual_norm_linear(
     """x' = (x + norm(delta) * norms[0]) * scalar, and the linear layer of norm(x') * norms[1], gated by `gate` ("": not).
 
     As `residual_norm`, delta may be parts, and is added as it is where norms[0] is None; without a delta x' is x. Gates are
-    gelu and silu; the weight's rows are then gate, then up.
+    gelu and silu; the weight's rows are then gate, then up. What is not gated may be parts (`linear_parts`).
     """
     if delta_TD is not None:
         x_TD, _ = residual_norm(x_TD, delta_TD, norms[0], scalar, None, eps)

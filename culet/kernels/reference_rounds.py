@@ -1,7 +1,8 @@
 """Eager twins of what a drafting round does besides a drafter's layers: what it begins with, and what it leaves.
 
-Shapes: R sequences · K proposals of each · S slots · L a slot's tokens · B the target's model width · C candidates ·
-T = R * block tokens of all blocks · P table columns · X taps side by side · N places of rings · D model · V vocabulary.
+Shapes: R sequences · K proposals of each · S slots · L a slot's tokens · B the target's model width · C candidates · T tokens,
+of blocks R times as many as a block has · P table columns · X taps, or projections, side by side · N places of rings ·
+D model · V vocabulary · M clusters of tokens · J tokens of each · G KV heads · H head size.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from culet.kernels.reference import Rope, embed, head, rms_norm, rope
-from culet.kernels.reference_fused import capped_head
+from culet.kernels.reference import HeadShape, Rope, embed, head, prepare_qkv, rms_norm, rope, stores
+from culet.kernels.reference_fused import capped_head, linear
 
 
 class Candidates(NamedTuple):
@@ -52,6 +53,15 @@ class BlockStart(NamedTuple):
     context_R: Tensor  # int32
     visible: list[Tensor]  # int32 [2, T] by window: first and last key that each token sees
     turn: Rope
+    x_TD: Tensor  # the tokens' scaled embedding
+
+
+class ContextLayer(NamedTuple):
+    """What a drafter's layer makes context keys and values by, and where they go."""
+
+    weight_XD: Tensor  # the keys' rows, then the values'
+    norm_GH: Tensor  # float32; of keys
+    planes: Tensor  # [plane, page, G, token, H]
 
 
 def newest_tokens(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor) -> Tensor:
@@ -80,10 +90,13 @@ def embed_beside(token_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: fl
     return torch.cat((embed(token_R, table_VB, scale), hidden_RB), dim=-1)
 
 
-def embed_best(found: Candidates, hidden_RB: Tensor, table_VB: Tensor, scale: float, best_R: Tensor) -> Tensor:
-    """`embed_beside` of the best candidates, which are kept in `best_R` (int64)."""
-    pick_best(found, best_R)
-    return embed_beside(best_R, hidden_RB, table_VB, scale)
+def embed_linear(
+    found: Candidates | None, token_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float, weight_DX: Tensor
+) -> Tensor:
+    """The linear layer of `embed_beside`, [R, D]; with candidates, the best of them is kept in `token_R` (int64) before."""
+    if found is not None:
+        pick_best(found, token_R)
+    return linear(embed_beside(token_R, hidden_RB, table_VB, scale), weight_DX)
 
 
 def pick_best(found: Candidates, best_R: Tensor) -> None:
@@ -106,10 +119,27 @@ def head_candidates(x_RD: Tensor, table_VD: Tensor, scale_V: Tensor | None, cap:
     return Candidates(head(x_RD, table_VD) if cap is None else capped_head(x_RD, table_VD, cap), None)
 
 
+def cluster_candidates(z_RD: Tensor, table_VD: Tensor, ids_MJ: Tensor, chosen_RK: Tensor) -> Candidates:
+    """The J tokens of each of a row's K clusters, by z @ table, float32. The table's rows are in the order of `ids_MJ`."""
+    (rows, size), (_, each) = z_RD.shape, ids_MJ.shape
+    table_RCD = table_VD.view(-1, each, size)[chosen_RK].view(rows, -1, size)
+    scores_RC = torch.bmm(table_RCD, z_RD[..., None]).squeeze(-1).float()
+    return Candidates(scores_RC, ids_MJ[chosen_RK].view(rows, -1))
+
+
 def begin_blocks(
-    newest_R: Tensor, length_R: Tensor, pages_RP: Tensor, first_R: Tensor, shape: BlockShape, inv_freq: Tensor
+    newest_R: Tensor,
+    length_R: Tensor,
+    tables: tuple[Tensor, Tensor],
+    shape: BlockShape,
+    inv_freq: Tensor,
+    embedding: tuple[Tensor, float],
 ) -> BlockStart:
-    """What a pass over blocks begins with; `pages_RP` and `first_R` are the drafter's own page tables."""
+    """What a pass over blocks begins with.
+
+    `tables` is (pages [R, P], first token of each row) of the drafter's own group, `embedding` (table [V, D], scale).
+    """
+    pages_RP, first_R = tables
     size, device = shape.size, length_R.device
     position_RK = length_R[:, None] + torch.arange(size, device=device)
     ids_RK = torch.full_like(position_RK, shape.mask_token_id)
@@ -119,16 +149,17 @@ def begin_blocks(
     slot_RK = page_RK * shape.page_tokens + position_RK % shape.page_tokens
     if shape.spare_page is not None:
         slot_RK = torch.where(page_RK == shape.spare_page, -1, slot_RK)
-    positions_T = position_RK.flatten()
+    ids_T, positions_T = ids_RK.flatten(), position_RK.flatten()
     begin_R1 = torch.arange(0, positions_T.shape[0] + 1, size, dtype=torch.int32, device=device)
     return BlockStart(
-        ids_RK.flatten(),
+        ids_T,
         positions_T,
         slot_RK.flatten(),
         begin_R1,
         length_R.int(),
         [_visible(window, position_RK) for window in shape.windows],
         rope(positions_T, inv_freq),
+        embed(ids_T, *embedding),
     )
 
 
@@ -138,15 +169,27 @@ def _visible(window: int | None, position_RK: Tensor) -> Tensor:
     return torch.stack((first_RK.flatten(), last_RK.flatten())).int()
 
 
-def embed_norm(token_ids_T: Tensor, table_VD: Tensor, scale: float, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x = table[ids] * scale and rms_norm(x), both [T, D]."""
-    x_TD = embed(token_ids_T, table_VD, scale)
-    return x_TD, rms_norm(x_TD, weight_D, eps)
-
-
 def join_taps(taps: Sequence[Tensor]) -> Tensor:
     """Taps [T, D] side by side: [T, X]."""
     return torch.cat(list(taps), -1)
+
+
+def store_context(
+    feature_TD: Tensor,
+    hidden_norm_D: Tensor,
+    angles: tuple[Tensor, Tensor],
+    slot_T: Tensor,
+    layers: Sequence[ContextLayer],
+    heads: HeadShape,
+) -> None:
+    """Write every layer's keys and values of norm(feature) * hidden_norm to the slots of `slot_T` (-1: nowhere).
+
+    `angles` is (positions [T], inverse frequencies); `heads` has no query heads.
+    """
+    normed_TD, turn = rms_norm(feature_TD, hidden_norm_D, heads.eps), rope(*angles)
+    where = stores(slot_T, layers[0].planes.shape[3])
+    for weight_XD, norm_GH, planes in layers:
+        prepare_qkv(linear(normed_TD, weight_XD), norm_GH, turn, planes, where, heads)
 
 
 def keep_taps(taps: Sequence[Tensor], ring_NX: Tensor, place_T: Tensor) -> None:

@@ -88,9 +88,9 @@ class Attention(Layer):
         out_TNH = shared.backends[group].run(self.kv_source, shared.batch, pool, q, k, v)
         return self.out.parts(out_TNH.flatten(1))
 
-    def attend(self, q_TX: Tensor, shared: Pass) -> Tensor:
-        """Attention of queries whose projection is there, over another layer's KV, maybe as parts."""
-        q = self.ops.prepare_q(q_TX, self.norm_weight, shared.ropes[self.rope_kind], self.heads)
+    def attend(self, q_TX: Tensor, shared: Pass, dtype: torch.dtype) -> Tensor:
+        """Attention of queries whose projection is there, over another layer's KV; both maybe as parts (`Linear.parts`)."""
+        q = self.ops.prepare_q(q_TX, self.norm_weight, shared.ropes[self.rope_kind], self.heads, dtype)
         backend = shared.backends[shared.group_of[self.kv_source]]
         out_TNH = backend.run(self.kv_source, shared.batch, shared.pool, q, *shared.fresh[self.kv_source])
         return self.out.parts(out_TNH.flatten(1))

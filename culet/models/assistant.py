@@ -1,6 +1,6 @@
 """The Gemma 4 assistant: a decoder that reads the target's pages and drafts one token at a time.
 
-Shapes: R sequences · B the target's model width · X = 2 B · D the assistant's · V vocabulary · C clusters of tokens ·
+Shapes: R sequences · B the target's model width · D the assistant's · V vocabulary · C clusters of tokens ·
 J tokens of a cluster · K clusters that are looked at.
 """
 
@@ -51,10 +51,8 @@ class CentroidHead(Layer):
     def candidates(self, z_RD: Tensor) -> Candidates:
         """The tokens that are looked at, R rows of K * J, with their logits, float32."""
         chosen_RK = self.centroids(z_RD).topk(self.spec.top_k, dim=-1).indices
-        rows, size = z_RD.shape
-        table_CJD = self.table.view(*self.token_ids_CJ.shape, size)
-        logits = torch.bmm(table_CJD[chosen_RK].view(rows, -1, size), z_RD[..., None]).squeeze(-1)
-        return Candidates(logits.float(), self.token_ids_CJ[chosen_RK].view(rows, -1))
+        found: Candidates = self.ops.cluster_candidates(z_RD, self.table, self.token_ids_CJ, chosen_RK)
+        return found
 
     def logits(self, z_RD: Tensor) -> Tensor:
         """Logits [R, V], float32; -inf for the tokens that are not looked at."""
@@ -161,19 +159,17 @@ class Assistant(Layer):
             fresh={layer.kv_source: (nothing, nothing) for layer in self.spec.decoder.layers},
         )
 
-    def forward(self, pair_RX: Tensor, shared: Pass) -> Tensor:
+    def forward(self, x_RD: Tensor, shared: Pass) -> Tensor:
         """The state that `head` and `next_hidden` read, [R, D].
 
-        `pair_RX` is the newest token in the target's scaled embedding, and beside it the target's hidden state after its final
-        norm, or what `next_hidden` made of the last draft.
+        `x_RD` is `pre_projection` of the newest token in the target's scaled embedding, beside the target's hidden state after
+        its final norm, or what `next_hidden` made of the last draft (`embed_linear`).
         """
         ops, eps, first = self.ops, self.eps, self._layers[0]
         # No layer has experts or KV of its own, so each norm has one reader, and goes with it.
-        x, q = ops.residual_norm_linear(
-            self.pre_projection(pair_RX), None, (None, first.input_norm), None, eps, first.attention.qkv.weight
-        )
+        x, q = ops.residual_norm_linear(x_RD, None, (None, first.input_norm), None, eps, first.attention.qkv.weight)
         for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
-            attended, norms = layer.attention.attend(q, shared), (layer.post_attention_norm, layer.pre_mlp_norm)
+            attended, norms = layer.attention.attend(q, shared, x.dtype), (layer.post_attention_norm, layer.pre_mlp_norm)
             x, opened = ops.residual_norm_linear(x, attended, norms, None, eps, layer.mlp.gate_up.weight, "gelu")
             added, weight = layer.mlp.down.parts(opened), layer.post_mlp_norm
             if after is None:

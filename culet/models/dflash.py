@@ -23,7 +23,7 @@ from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.kernels.dispatch import for_device
 from culet.kernels.reference import HeadShape, Rope
-from culet.kernels.reference_rounds import Candidates
+from culet.kernels.reference_rounds import BlockStart, Candidates, ContextLayer
 from culet.layers.linear import Layer, Linear, Placement, empty_vector
 from culet.layers.rope import inverse_frequencies
 from culet.models.checkpoint import RandomDraw
@@ -76,16 +76,15 @@ class DFlashLayerModule(Layer):
         weights = torch.empty(spec.num_heads + spec.num_kv_heads, spec.head_dim, device=device)
         self.register_buffer("norm_weight", weights, persistent=False)
 
-    def commit(self, feature_TD: Tensor, turn: Rope, planes: Tensor, store: Any) -> None:
-        """Write the context's keys and values: projected from the feature itself, which has its norm already."""
+    def context(self, pool: Pool) -> ContextLayer:
+        """What the context's keys and values are projected by, from the feature itself under its norm, and where they go."""
         first = self.heads.num_heads
-        kv_TX = self.ops.linear(feature_TD, self.qkv.weight[first * self.heads.head_dim :])
-        self.ops.prepare_qkv(kv_TX, self.norm_weight[first:], turn, planes, store, self.kv_heads)
+        return ContextLayer(self.qkv.weight[first * self.heads.head_dim :], self.norm_weight[first:], pool.planes(self.layer))
 
     def forward(self, x_TD: Tensor, qkv_TX: Tensor, index: int, shared: BlockPass) -> tuple[Tensor, Tensor]:
         """The stream before the MLP's output is added, and that output; `qkv_TX` is the projection of the normed stream."""
         ops, planes = self.ops, shared.pool.planes(self.layer)
-        q, k, v = ops.prepare_qkv(qkv_TX, self.norm_weight, shared.turn, planes, shared.store, self.heads)
+        q, k, v = ops.prepare_qkv(qkv_TX, self.norm_weight, shared.turn, planes, shared.store, self.heads, x_TD.dtype)
         attended = shared.backends[index].run(self.layer, shared.batches[index], shared.pool, q, k, v)
         added, norms = self.out.parts(attended.flatten(1)), (None, self.post_attention_norm)
         x_TD, opened = ops.residual_norm_linear(x_TD, added, norms, None, self.eps, self.gate_up.weight, "silu")
@@ -129,17 +128,19 @@ class DFlashModel(Layer):
         # Outside the module's buffers, so that no cast of the model can round it.
         self.inv_freq = inverse_frequencies(spec.rope_theta, spec.head_dim, spec.head_dim, 1.0, device)
 
+    @property
+    def embedding(self) -> tuple[Tensor, float]:
+        """The target's table, and the scale of its rows."""
+        return self.target[0].embedding, self.target[0].embed_scale
+
     def commit(self, tapped: Mapping[int, Tensor], positions_T: Tensor, slot_T: Tensor, pool: Pool) -> None:
         """Write keys and values of context tokens, for all layers, to the slots of `slot_T` (-1: nowhere)."""
-        group = pool.layout.group_of(self._layers[0].layer)
+        layers, heads = [layer.context(pool) for layer in self._layers], self._layers[0].kv_heads
         for begin in range(0, positions_T.shape[0], COMMIT_TOKENS):
             part = slice(begin, begin + COMMIT_TOKENS)
             feature_TX = self._side_by_side([tapped[tap][part] for tap in self.spec.taps])
-            feature_TD = self.ops.rms_norm(self.fc(feature_TX), self.hidden_norm, self.spec.rms_eps)
-            turn = self.ops.rope(positions_T[part], self.inv_freq)
-            store = self.ops.stores(slot_T[part], group.page_tokens)
-            for layer in self._layers:
-                layer.commit(feature_TD, turn, pool.planes(layer.layer), store)
+            angles = positions_T[part], self.inv_freq
+            self.ops.store_context(self.fc(feature_TX), self.hidden_norm, angles, slot_T[part], layers, heads)
 
     def _side_by_side(self, taps: Sequence[Tensor]) -> Tensor:
         """Taps [T, D] as [T, X]; what lies so already is not copied."""
@@ -153,18 +154,15 @@ class DFlashModel(Layer):
         return joined
 
     def forward(
-        self, batches: Sequence[ForwardBatch], backends: Sequence[AttentionBackend], pool: Pool, slot_T: Tensor, turn: Rope
+        self, batches: Sequence[ForwardBatch], backends: Sequence[AttentionBackend], pool: Pool, start: BlockStart
     ) -> Tensor:
         """Hidden states [T, D] of blocks after the final norm; `batches` hold the same tokens under each layer's mask.
 
-        The blocks' own keys and values are written to `slot_T`, behind the context: attention finds all keys in pages. `turn`
-        has the angles of their positions.
+        The blocks' own keys and values are written behind the context: attention finds all keys in pages.
         """
-        (target,) = self.target
-        eps, batch = self.spec.rms_eps, batches[0]
+        x, eps = start.x_TD, self.spec.rms_eps
         group = pool.layout.group_of(self._layers[0].layer)
-        shared = BlockPass(batches, backends, pool, self.ops.stores(slot_T, group.page_tokens), turn)
-        x: Tensor = self.ops.embed(batch.token_ids_T, target.embedding, target.embed_scale)
+        shared = BlockPass(batches, backends, pool, self.ops.stores(start.slot_T, group.page_tokens), start.turn)
         added = None
         for index, layer in enumerate(self._layers):
             # Each norm has one reader, and goes with it.

@@ -15,13 +15,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter cannot compile", allow_module_level=True)
 
 from culet.kernels.reference import HeadShape, Rope
-from culet.kernels.reference_rounds import BlockShape, BlockStart, Candidates, ChainStart
+from culet.kernels.reference_rounds import BlockShape, BlockStart, Candidates, ChainStart, ContextLayer
 from culet.kernels.steps import PageTables, PlannedRows, TokenPlaces
 from culet.kernels.triton import (
     best,
+    context,
     linear,
     masks,
     moe,
+    normed_linear,
     norms,
     penalties,
     places,
@@ -160,6 +162,31 @@ def test_other_kernels_compile(launches: Callable[[bool], Iterator[Launch]], cap
         )
 
 
+def small_drafter_launches(pdl: bool) -> Iterator[Launch]:
+    """Layers of the built-in model's drafters."""
+    found, token, table = (
+        Candidates(floats(3, 128), meta(3, 128, dtype=torch.int64)),
+        meta(3, dtype=torch.int64),
+        meta(8192, 256),
+    )
+    for one in (found, None):
+        yield best.describe_embed_linear(one, token, meta(3, 256), table, 16.0, meta(128, 512), meta(3, 128), pdl)
+    x, y, norm = meta(3, 128), meta(3, 512), floats(128)
+    yield normed_linear.describe_normed(x, None, (None, norm), None, EPS, meta(512, 128), (x, y), pdl=pdl)
+    parts, gated = floats(4, 3, 128), meta(1536, 128)
+    out = x, meta(3, 768)
+    yield normed_linear.describe_normed(x, parts, (norm, norm), None, EPS, gated, out, gate="gelu", pdl=pdl)
+    yield normed_linear.describe_normed(x, x, (norm, norm), floats(1), EPS, meta(1024, 128), (x, meta(3, 1024)), pdl=pdl)
+    x, norm, out = meta(24, 512), floats(512), (meta(24, 512), meta(24, 640))
+    yield normed_linear.describe_normed(x, x, (None, norm), None, EPS, meta(1280, 512), out, gate="silu", pdl=pdl)
+    heads = HeadShape(0, 2, 128, 128, False, False, EPS, norm_v=False)
+    memory = meta(99, 3 * 2 * 2 * 16 * 128)
+    planes = [memory.as_strided((2, 99, 2, 16, 128), (4096, memory.stride(0), 2048, 128, 1), 8192 * i) for i in range(3)]
+    layers = [ContextLayer(meta(512, 256), floats(2, 128), one) for one in planes]
+    feature, long = meta(20, 256), meta(20, dtype=torch.int64)
+    yield context.describe_context(feature, floats(256), (long, floats(64)), long, layers, heads, pdl)
+
+
 def round_launches(pdl: bool) -> Iterator[Launch]:
     """Of the 31B's assistant, of E4B's, and of a published DFlash drafter."""
     rows, size, wide = 3, 16, 5376
@@ -174,18 +201,19 @@ def round_launches(pdl: bool) -> Iterator[Launch]:
     turn = Rope(floats(rows * size, 1, 128), floats(rows * size, 1, 128))
     for windows in ((), (2048, None)):
         visible = [whole(2, rows * size) for _ in windows]
-        blocks = BlockStart(each, each, each, whole(rows + 1), whole(rows), visible, turn)
-        shape = BlockShape(size, 4, 16, 999, windows)
-        yield rounds.describe_blocks(long, long, whole(rows, 260), whole(rows), shape, floats(64), blocks, pdl)
-    x = meta(rows * size, wide)
-    yield rounds.describe_embed_norm(each, meta(262144, wide), 73.5, floats(wide), EPS, (x, x), pdl)
+        blocks = BlockStart(each, each, each, whole(rows + 1), whole(rows), visible, turn, meta(rows * size, wide))
+        tables, shape, table = (whole(rows, 260), whole(rows)), BlockShape(size, 4, 16, 999, windows), meta(262144, wide)
+        yield rounds.describe_blocks(long, long, tables, shape, floats(64), (table, 73.5), blocks, pdl)
     yield rounds.describe_taps([meta(4, wide)] * 6, meta(4, dtype=torch.int64), meta(99, 6 * wide), pdl)
     yield rounds.describe_taps([meta(4, wide)] * 8, None, meta(4, 8 * wide), pdl)
     out = floats(rows, 256), meta(rows, 256, dtype=torch.int64)
     yield best.describe_peaks(meta(rows, 262144), out, pdl)
     yield best.describe_peaks(floats(rows, 262144), out, pdl)
+    yield from small_drafter_launches(pdl)
     found = Candidates(floats(rows, 4096), meta(rows, 4096, dtype=torch.int64))
     yield best.describe_pick(found, long, pdl)
+    clusters, chosen = meta(2048, 128, dtype=torch.int64), meta(rows, 32, dtype=torch.int64)
+    yield best.describe_clusters(meta(rows, 256), meta(262144, 256), clusters, chosen, found, pdl)
     for one in (found, None):
         yield best.describe_beside(one, long, meta(rows, wide), meta(262144, wide), 73.5, meta(rows, 2 * wide), pdl)
 
@@ -198,7 +226,14 @@ def test_rounds_compile(capability: int) -> None:
 
 
 # Table, width of the states, of their rows: an assistant's of 8,192 tokens, the built-in DFlash drafter's blocks.
-HEADS = [(8192, 128, (1,)), (8192, 128, (40,)), (8192, 256, (1, 7)), (8192, 256, (16, 7)), (16384, 1024, (3,))]
+HEADS = [
+    (8192, 128, (1,)),
+    (8192, 128, (40,)),
+    (8192, 256, (1, 7)),
+    (8192, 256, (16, 7)),
+    (16384, 1024, (3,)),
+    (16384, 1024, (40,)),
+]
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)

@@ -16,9 +16,10 @@ if not INTERPRETED:
         run_interpreted(__file__)
 
 else:
-    from culet.kernels import reference_rounds
-    from culet.kernels.reference_rounds import BlockShape, Candidates
-    from culet.kernels.triton import best, rounds
+    from culet.kernels import reference_fused, reference_rounds
+    from culet.kernels.reference import HeadShape
+    from culet.kernels.reference_rounds import BlockShape, Candidates, ContextLayer
+    from culet.kernels.triton import best, context, normed_linear, rounds
 
     EPS = 1e-6
     SPARE = 77  # the page of rows that pad
@@ -86,15 +87,10 @@ else:
             pages[-1], first[-1], lengths[-1] = SPARE, 0, 1
         newest, inv_freq = torch.randint(0, 9000, (num_rows,)), torch.rand(12)
         shape = BlockShape(size, 4, page_tokens, SPARE if has_spare else None, windows)
-        wanted = reference_rounds.begin_blocks(newest, lengths, pages, first, shape, inv_freq)
-        assert_same(rounds.begin_blocks(newest, lengths, pages, first, shape, inv_freq), wanted, 1e-5)
+        given = newest, lengths, (pages, first), shape, inv_freq, (torch.randn(9000, 304)[:, :300], 5.75)
+        wanted = reference_rounds.begin_blocks(*given)
+        assert_same(rounds.begin_blocks(*given), wanted, 1e-5)
         assert (wanted.slot_T.view(num_rows, size)[-1] == -1).all() == has_spare
-
-    @pytest.mark.parametrize("size", [48, 200])
-    def test_embed_norm(size: int) -> None:
-        table, ids, weight = torch.randn(90, size + 8)[:, :size], torch.randint(0, 90, (5,)), torch.rand(size)
-        wanted = reference_rounds.embed_norm(ids, table, 3.25, weight, EPS)
-        assert_same(rounds.embed_norm(ids, table, 3.25, weight, EPS), wanted, 1e-6)
 
     @pytest.mark.parametrize(("num_taps", "size"), [(1, 24), (4, 40), (8, 16), (11, 1030)])
     def test_taps(num_taps: int, size: int) -> None:
@@ -151,28 +147,105 @@ else:
         assert torch.equal(pick(best, best.head_candidates(blocks[:, 1:6], table, None, 30.0)), wanted)
         assert torch.equal(wanted.view(3, 5), (blocks[:, 1:6] @ table.t()).argmax(-1))
 
-    @pytest.mark.parametrize("count", [1, 37, 5000])
-    @pytest.mark.parametrize("size", [40, 1100])
-    def test_embed_best(count: int, size: int) -> None:
-        """Candidates in any order, with equal ones among them: the first of these counts."""
-        scores = torch.randint(0, 9, (4, count)).float()
+    @pytest.mark.parametrize(("num_rows", "each", "size"), [(1, 16, 40), (5, 50, 300)])
+    def test_cluster_candidates(num_rows: int, each: int, size: int) -> None:
+        z, table = torch.randn(num_rows, size + 3)[:, :size], torch.randn(7 * each, size)
+        ids, chosen = torch.randperm(7 * each).view(7, each), torch.stack([torch.randperm(7)[:3] for _ in range(num_rows)])
+        wanted = reference_rounds.cluster_candidates(z, table, ids, chosen)
+        assert_same(best.cluster_candidates(z, table, ids, chosen), wanted, 1e-4)
+        token = int(wanted.ids_RC[0, each + 1])  # type: ignore[index]
+        assert torch.allclose(wanted.scores_RC[0, each + 1], z[0] @ table[ids.flatten().tolist().index(token)], atol=1e-4)
+
+    @pytest.mark.parametrize(
+        ("num_rows", "count", "size"), [(4, 1, 40), (19, 37, 96), (33, 37, 40), (4, 5000, 40), (4, 37, 1100)]
+    )
+    def test_embed_linear(num_rows: int, count: int, size: int) -> None:
+        """Candidates in any order, with equal ones among them: the first of these counts. In one launch, and in several."""
+        scores = torch.randint(0, 9, (num_rows, count)).float()
         scores[1] = float("-inf")
-        ids = torch.randint(0, 90, (4, count))
-        table, hidden = torch.randn(90, size + 3)[:, :size], torch.randn(4, size + 5)[:, :size]
-        found, kept = Candidates(scores, ids), torch.zeros(2, 4, 3, dtype=torch.int64)
-        pairs = [
-            ops.embed_best(found, hidden, table, 5.75, out[:, 2])
+        ids, weight = torch.randint(0, 90, (num_rows, count)), torch.randn(21, 2 * size)
+        table, hidden = torch.randn(90, size + 3)[:, :size], torch.randn(num_rows, size + 5)[:, :size]
+        found, kept = Candidates(scores, ids), torch.zeros(2, num_rows, 3, dtype=torch.int64)
+        made = [
+            ops.embed_linear(found, out[:, 2], hidden, table, 5.75, weight)
             for ops, out in zip((best, reference_rounds), kept, strict=True)
         ]
-        assert_same(*pairs)
+        assert_same(made[0], made[1], 1e-3)
         assert_same(*kept)
-        assert kept[0, :, 2].tolist() == [int(ids[row, scores[row].argmax()]) for row in range(4)]
-        assert torch.equal(pick(best, found), kept[0, :, 2])
         tokens = kept[0, :, 2]
-        assert_same(best.embed_beside(tokens, hidden, table, 5.75), pairs[1])
+        assert tokens.tolist() == [int(ids[row, scores[row].argmax()]) for row in range(num_rows)]
+        assert torch.equal(pick(best, found), tokens)
+        assert_same(best.embed_linear(None, tokens, hidden, table, 5.75, weight), made[1], 1e-3)
+        pair = reference_rounds.embed_beside(tokens, hidden, table, 5.75)
+        assert_same(best.embed_beside(tokens, hidden, table, 5.75), pair)
+        assert torch.equal(pair[:, size:], hidden)
 
     def test_what_is_no_number_names_a_token() -> None:
         """Rows that pad may hold anything: their tokens must exist."""
         x, table = torch.full((2, 32), float("nan")), torch.randn(100, 32)
         chosen = pick(best, best.head_candidates(x, table, None, None))
         assert ((chosen >= 0) & (chosen < 100)).all()
+
+    # --- layers of small drafters ---
+
+    @pytest.mark.parametrize(
+        ("tokens", "size", "num_rows"), [(1, 64, 48), (5, 96, 50), (19, 128, 16), (32, 40, 33), (33, 64, 32)]
+    )
+    @pytest.mark.parametrize("gate", ["", "gelu", "silu"])
+    @pytest.mark.parametrize("kind", ["none", "plain", "normed", "parts"])
+    def test_residual_norm_linear(tokens: int, size: int, num_rows: int, gate: str, kind: str) -> None:
+        """Without a delta, with one that is added as it is, with its norm and the layer's scalar, and in parts."""
+        x, delta = torch.randn(tokens, size + 8)[:, :size], torch.randn(tokens, size + 8)[:, :size]
+        own, after, scalar = torch.rand(size) + 0.5, torch.rand(size) + 0.5, torch.tensor([0.75])
+        weight = torch.randn(num_rows * (2 if gate else 1), size)
+        given: tuple[Tensor | None, Tensor | None, Tensor | None] = {
+            "none": (None, None, None),
+            "plain": (delta, None, None),
+            "normed": (delta, own, scalar),
+            "parts": (torch.randn(3, tokens, size), own, None),
+        }[kind]
+        arguments = x, given[0], (given[1], after), given[2], EPS, weight, gate
+        got, wanted = normed_linear.residual_norm_linear(*arguments), reference_fused.residual_norm_linear(*arguments)
+        assert got[0].shape == wanted[0].shape
+        assert torch.allclose(got[0], wanted[0], atol=1e-5)
+        y = got[1] if got[1].dim() == 2 else got[1].sum(0)
+        assert y.shape == (tokens, num_rows)
+        assert torch.allclose(y, wanted[1], atol=1e-4, rtol=1e-4)
+
+    def test_what_is_too_large_for_one_launch_goes_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+        x, weight, norm = torch.randn(3, 1024), torch.randn(64, 1024), torch.rand(1024)
+        wanted = reference_fused.residual_norm_linear(x, x, (None, norm), None, EPS, weight, "gelu")
+        monkeypatch.setattr(normed_linear, "describe_normed", None)
+        got = normed_linear.residual_norm_linear(x, x, (None, norm), None, EPS, weight, "gelu")
+        assert torch.allclose(got[1], wanted[1], atol=1e-3)
+
+    @pytest.mark.parametrize(("tokens", "size", "head"), [(1, 96, 32), (21, 256, 128), (35, 64, 32), (4, 300, 64)])
+    @pytest.mark.parametrize("num_layers", [1, 3, 8])
+    def test_store_context(tokens: int, size: int, head: int, num_layers: int) -> None:
+        """All layers' pages lie in one memory; of padding nothing is written."""
+        heads = HeadShape(0, 2, head, head, False, False, EPS, norm_v=False)
+        num_pages, page_tokens = 7, 16
+        plane = 2 * page_tokens * head
+        weights = [(torch.randn(4 * head, size), torch.rand(2, head) + 0.5) for _ in range(num_layers)]
+        feature, hidden_norm = torch.randn(tokens, size), torch.rand(size) + 0.5
+        angles = torch.randint(0, 3000, (tokens,)), torch.rand(head // 2)
+        slots = torch.randperm(num_pages * page_tokens)[:tokens]
+        slots[tokens // 2 :: 3] = -1
+        stored = []
+        for ops in (context, reference_rounds):
+            memory = torch.zeros(num_pages, num_layers * 2 * plane + 64)
+            layers = [
+                ContextLayer(
+                    *weights[index],
+                    memory.as_strided(
+                        (2, num_pages, 2, page_tokens, head),
+                        (plane, memory.stride(0), page_tokens * head, head, 1),
+                        index * 2 * plane,
+                    ),
+                )
+                for index in range(num_layers)
+            ]
+            ops.store_context(feature, hidden_norm, angles, slots, layers, heads)
+            stored.append(memory)
+        assert torch.allclose(*stored, atol=1e-4, rtol=1e-4)
+        assert (stored[0] != 0).sum() == (slots >= 0).sum() * num_layers * 4 * head

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from culet.drafters.mtp import MTPDrafter
+from culet.kernels import reference_rounds
 from culet.layers.attention import Pass
 from culet.models.assistant import Assistant, CentroidHead
 from culet.models.assistant_spec import CentroidSpec
@@ -59,12 +60,12 @@ def _untouched_assistants_agree() -> None:
 
 @pytest.mark.parametrize("shape", KINDS)
 def test_the_embedding_comes_before_the_hidden_state(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = Assistant.forward
+    beside = reference_rounds.embed_beside
 
-    def swapped(self: Assistant, pair: Tensor, shared: Pass) -> Tensor:
-        return forward(self, torch.cat(pair.chunk(2, -1)[::-1], -1), shared)
+    def swapped(token: Tensor, hidden: Tensor, table: Tensor, scale: float) -> Tensor:
+        return torch.cat(beside(token, hidden, table, scale).chunk(2, -1)[::-1], -1)
 
-    monkeypatch.setattr(Assistant, "forward", swapped)
+    monkeypatch.setattr(reference_rounds, "embed_beside", swapped)
     assert min(errors_of(DraftRig(shape), shape)) > SEEN
 
 
@@ -92,7 +93,7 @@ def test_the_hidden_state_is_the_one_after_the_final_norm(shape: str, monkeypatc
 @pytest.mark.parametrize("shape", KINDS)
 def test_the_embedding_is_the_targets_and_scaled(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = DraftRig(shape)
-    monkeypatch.setattr("culet.kernels.reference_rounds.embed", lambda token_ids, table, scale: table[token_ids])
+    monkeypatch.setattr(reference_rounds, "embed", lambda token_ids, table, scale: table[token_ids])
     assert min(errors_of(rig, shape)) > SEEN
 
 
@@ -108,7 +109,7 @@ def test_its_own_table_is_no_input(shape: str, monkeypatch: pytest.MonkeyPatch) 
         return torch.nn.functional.pad(rows, (0, targets.shape[1] - size))
 
     assistant.pre_projection.weight.copy_(torch.eye(*assistant.pre_projection.weight.shape))
-    monkeypatch.setattr("culet.kernels.reference_rounds.embed", embed)
+    monkeypatch.setattr(reference_rounds, "embed", embed)
     assert min(errors_of(rig, shape)) > SEEN
 
 
@@ -150,9 +151,9 @@ def test_position_and_keys_stay_along_the_chain(shape: str, what: str, monkeypat
 
     counts = [0]
 
-    def forward_moved(self: Assistant, pair: Tensor, _: Pass) -> Tensor:
+    def forward_moved(self: Assistant, x: Tensor, _: Pass) -> Tensor:
         counts[0] += 1
-        return forward(self, pair, moves[0](counts[0] - 1))
+        return forward(self, x, moves[0](counts[0] - 1))
 
     monkeypatch.setattr(MTPDrafter, "begin", begin_movable)
     monkeypatch.setattr(Assistant, "forward", forward_moved)
@@ -166,14 +167,13 @@ def test_position_and_keys_stay_along_the_chain(shape: str, what: str, monkeypat
 def test_the_hidden_state_moves_along_the_chain(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trap: every draft starts from the target's hidden state again."""
     held: list[Tensor] = []
-    forward = Assistant.forward
+    beside = reference_rounds.embed_beside
 
-    def forward_held(self: Assistant, pair: Tensor, shared: Pass) -> Tensor:
-        embedded, hidden = pair.chunk(2, -1)
+    def beside_held(token: Tensor, hidden: Tensor, table: Tensor, scale: float) -> Tensor:
         held.append(hidden)
-        return forward(self, torch.cat((embedded, held[0]), -1), shared)
+        return beside(token, held[0], table, scale)
 
-    monkeypatch.setattr(Assistant, "forward", forward_held)
+    monkeypatch.setattr(reference_rounds, "embed_beside", beside_held)
     first, *others = errors_of(DraftRig(shape), shape)
     assert first <= 1e-4
     assert min(others) > SEEN

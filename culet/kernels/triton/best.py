@@ -1,13 +1,15 @@
 """The likeliest token of a head: candidates, among them the best of each row, and the choice among them.
 
-    head_candidates   small tables and those in e4m3 in one pass, which leaves the best of each tile and no logits; of other
-                      tables the logits are cuBLAS's or the linear kernels', and then the best of each tile of them
-    pick_best         the best candidate
-    embed_best        the same, and its embedding beside a hidden state: what the next draft of a chain begins with
-    embed_beside      the embedding of a token that is known
+    head_candidates      small tables and those in e4m3 in one pass, which leaves the best of each tile and no logits; of
+                         other tables the logits are cuBLAS's or the linear kernels', and then the best of each tile of them
+    cluster_candidates   the tokens of some clusters, for heads that score clusters first
+    pick_best            the best candidate
+    embed_beside         the embedding of a token beside a hidden state
+    embed_linear         both, and the linear layer that the next draft of a chain begins with; one launch in small models
 
 The values of an e4m3 table are widened to the activations' precision, multiplied on the tensor cores, and scaled row by row.
-Shapes: R rows · V vocabulary · D model · C candidates, one of each tile of the vocabulary · B the target's model width.
+Shapes: R rows · V vocabulary · D model · C candidates, one of each tile of the vocabulary · B the target's model width ·
+M clusters of tokens · J tokens of each · K clusters that are looked at.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from culet.kernels.reference import head
 from culet.kernels.reference_rounds import Candidates
 from culet.kernels.triton.chain import enter, is_chained, options
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
-from culet.kernels.triton.linear import capped_head
+from culet.kernels.triton.linear import capped_head, linear
 from culet.kernels.triton.maths import cap_tanh
 
 TILE_V = 64
@@ -31,6 +33,8 @@ MIN_ROWS, MAX_ROWS = 16, 64  # of a program: the least that the tensor cores tak
 BLOCK_D = 256
 BLOCK_C = 4096  # candidates looked at a time
 BLOCK_B = 1024
+BLOCK_J = 32
+MAX_PAIRS, MAX_PAIR_SIZE, MAX_PAIR_CANDIDATES = 32, 512, 256  # for which embedding, choice and linear layer are one launch
 LOGITS_TILE = 1024
 # Tables up to here, which stay in the GPU's cache from draft to draft, in one pass; larger ones come no faster than by cuBLAS.
 SMALL_TABLE_BYTES = 32 << 20
@@ -101,6 +105,28 @@ def _peaks_kernel(logits, peaks, ids, logits_stride, V, num_tiles, TILE: tl.cons
 
 
 @triton.jit
+def _clusters_kernel(
+    z, table, names, chosen, scores, ids, z_stride,
+    K: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Some tokens of one of a row's clusters."""
+    enter(PDL)
+    row, cluster = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    member = tl.program_id(0) * BLOCK_J + tl.arange(0, BLOCK_J)
+    inside = member < J
+    place = tl.load(chosen + row * K + cluster) * J + member
+    sums = tl.zeros([BLOCK_J], tl.float32)
+    for begin in tl.range(0, D, BLOCK_D):
+        column = begin + tl.arange(0, BLOCK_D)
+        state = tl.load(z + row * z_stride + column, mask=column < D, other=0.0).to(tl.float32)
+        weights = tl.load(table + place[:, None] * D + column[None, :], mask=inside[:, None] & (column < D)[None, :], other=0.0)
+        sums += tl.sum(weights.to(tl.float32) * state[None, :], 1)
+    to = (row * K + cluster) * J + member
+    tl.store(scores + to, sums, mask=inside)
+    tl.store(ids + to, tl.load(names + place, mask=inside, other=0), mask=inside)
+
+
+@triton.jit
 def _best_of(scores, ids, C, BLOCK_C: tl.constexpr):
     """The id of the largest of C scores; of the first of equal ones."""
     peak = float("-inf")
@@ -120,6 +146,41 @@ def _pick_kernel(scores, ids, best, C, best_stride, BLOCK_C: tl.constexpr, PDL: 
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     tl.store(best + row * best_stride, _best_of(scores + row * C, ids + row * C, C, BLOCK_C))
+
+
+@triton.jit(do_not_specialize=["R"])
+def _embed_linear_kernel(
+    scores, ids, best, hidden, table, weight, y, R, N, C, best_stride, hidden_stride, table_stride,
+    B: tl.constexpr, scale: tl.constexpr, PICKS: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N outputs of BLOCK_R rows, each of which finds its token anew; the first program keeps it."""
+    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = tl.arange(0, BLOCK_B)
+    is_row = row < R
+    places = weight + output[:, None] * (2 * B) + column[None, :]
+    is_weight = (output < N)[:, None] & (column < B)[None, :]
+    w_embedded = tl.load(places, mask=is_weight, other=0.0)
+    w_hidden = tl.load(places + B, mask=is_weight, other=0.0)
+    enter(PDL)
+    inside = (column < B)[:, None] & is_row[None, :]
+    state = tl.load(hidden + row[None, :] * hidden_stride + column[:, None], mask=inside, other=0.0)
+    if PICKS:
+        candidate = tl.arange(0, BLOCK_C)
+        is_there = (candidate < C)[:, None] & is_row[None, :]
+        some = tl.load(scores + row[None, :] * C + candidate[:, None], mask=is_there, other=float("-inf")).to(tl.float32)
+        first = tl.min(tl.where((some == tl.max(some, 0)[None, :]) & is_there, candidate[:, None], C - 1), 0)
+        token = tl.load(ids + row * C + first, mask=is_row, other=0)
+        if tl.program_id(0) == 0:
+            tl.store(best + row * best_stride, token, mask=is_row)
+    else:
+        token = tl.load(best + row * best_stride, mask=is_row, other=0)
+    embedded = tl.load(table + token[None, :] * table_stride + column[:, None], mask=inside, other=0.0).to(tl.float32) * scale
+    total = tl.dot(w_embedded, embedded.to(y.dtype.element_ty), out_dtype=tl.float32, input_precision="ieee")
+    total += tl.dot(w_hidden, state, out_dtype=tl.float32, input_precision="ieee")
+    to = y + row[None, :] * N + output[:, None]
+    tl.store(to, total.to(y.dtype.element_ty), mask=(output < N)[:, None] & is_row[None, :])
 
 
 @triton.jit
@@ -150,8 +211,10 @@ def describe_best(
     """`out` is (peaks, ids), both [R, C]; the rows of `x_RD` may be [R, K, D]."""
     peaks, ids = out
     (num_rows, num_tiles), (num_tokens, size) = peaks.shape, table_VD.shape
-    block_d = min(BLOCK_D, max(16, next_power_of_2(size)))
-    block_r = min(MAX_ROWS, max(MIN_ROWS, next_power_of_2(num_rows)))
+    # Without tensor cores few registers are left for rows; and with many rows three stages of longer ones fit no small GPU.
+    most_rows = MAX_ROWS if x_RD.dtype is torch.bfloat16 else MIN_ROWS
+    block_r = min(most_rows, max(MIN_ROWS, next_power_of_2(num_rows)))
+    block_d = min(BLOCK_D if size <= BLOCK_D or block_r == MIN_ROWS else BLOCK_D // 2, max(16, next_power_of_2(size)))
     arguments: dict[str, Any] = {"x": x_RD, "table": table_VD, "scale": peaks if scale_V is None else scale_V}
     arguments |= {"peaks": peaks, "ids": ids, "num_rows": num_rows, "V": num_tokens, "D": size, "num_tiles": num_tiles}
     arguments |= {"row_stride": x_RD.stride(0), "part_stride": x_RD.stride(-2), "HAS_SCALE": scale_V is not None}
@@ -167,6 +230,15 @@ def describe_peaks(logits_RV: Tensor, out: tuple[Tensor, Tensor], pdl: bool) -> 
     arguments: dict[str, Any] = {"logits": logits_RV, "peaks": peaks, "ids": ids, "logits_stride": logits_RV.stride(0)}
     arguments |= {"V": logits_RV.shape[1], "num_tiles": num_tiles, "TILE": LOGITS_TILE, "PDL": pdl}
     return Launch(_peaks_kernel, (num_tiles, num_rows), arguments, options(4, pdl))
+
+
+def describe_clusters(z_RD: Tensor, table_VD: Tensor, ids_MJ: Tensor, chosen_RK: Tensor, out: Candidates, pdl: bool) -> Launch:
+    (num_rows, size), count, each = z_RD.shape, chosen_RK.shape[1], ids_MJ.shape[1]
+    block_j = min(BLOCK_J, next_power_of_2(each))
+    arguments: dict[str, Any] = {"z": z_RD, "table": table_VD, "names": ids_MJ, "chosen": chosen_RK}
+    arguments |= {"scores": out.scores_RC, "ids": out.ids_RC, "z_stride": z_RD.stride(0), "K": count, "J": each, "D": size}
+    arguments |= {"BLOCK_J": block_j, "BLOCK_D": min(BLOCK_D, next_power_of_2(size)), "PDL": pdl}
+    return Launch(_clusters_kernel, (cdiv(each, block_j), count, num_rows), arguments, options(4, pdl))
 
 
 def _block_c(found: Candidates) -> int:
@@ -194,13 +266,36 @@ def describe_beside(
     return Launch(_beside_kernel, (num_rows, cdiv(size, block)), arguments, options(4, pdl))
 
 
+def describe_embed_linear(
+    found: Candidates | None,
+    best_R: Tensor,
+    hidden_RB: Tensor,
+    table_VB: Tensor,
+    scale: float,
+    weight_DX: Tensor,
+    y_RD: Tensor,
+    pdl: bool,
+) -> Launch:
+    """`found` is None where the tokens of `best_R` are known."""
+    (num_rows, size), num_outputs = hidden_RB.shape, weight_DX.shape[0]
+    arguments: dict[str, Any] = {"scores": best_R if found is None else found.scores_RC, "best": best_R, "hidden": hidden_RB}
+    arguments |= {"ids": best_R if found is None else found.ids_RC, "table": table_VB, "weight": weight_DX, "y": y_RD}
+    arguments |= {"C": 1 if found is None else found.scores_RC.shape[1], "best_stride": best_R.stride(0), "PDL": pdl}
+    arguments |= {"hidden_stride": hidden_RB.stride(0), "table_stride": table_VB.stride(0), "B": size, "scale": scale}
+    arguments |= {"R": num_rows, "N": num_outputs, "PICKS": found is not None, "BLOCK_R": MIN_ROWS, "BLOCK_N": 16}
+    arguments |= {"BLOCK_C": 16 if found is None else _block_c(found), "BLOCK_B": max(16, next_power_of_2(size))}
+    return Launch(_embed_linear_kernel, (cdiv(num_outputs, 16), cdiv(num_rows, MIN_ROWS)), arguments, options(4, pdl))
+
+
 def head_candidates(x_RD: Tensor, table_VD: Tensor, scale_V: Tensor | None, cap: float | None) -> Candidates:
     """Candidates by cap * tanh(scale[v] * (x @ table[v]) / cap), among them the best token of each row.
 
     `scale_V` belongs to a table in e4m3, whose sums are float32; without a cap, or a scale, these are left away. The rows of
     `x_RD` may be [R, K, D].
     """
-    if scale_V is None and table_VD.numel() * table_VD.element_size() > SMALL_TABLE_BYTES:
+    is_small = table_VD.numel() * table_VD.element_size() <= SMALL_TABLE_BYTES
+    is_wide = x_RD.is_cuda and x_RD.dtype is not torch.bfloat16  # as `linear` does it
+    if scale_V is None and (is_wide or not is_small):
         flat_RD = x_RD.flatten(0, -2)
         return _peaks(head(flat_RD, table_VD) if cap is None else capped_head(flat_RD, table_VD, cap))
     num_rows = x_RD.shape[:-1].numel()
@@ -208,6 +303,16 @@ def head_candidates(x_RD: Tensor, table_VD: Tensor, scale_V: Tensor | None, cap:
     if num_rows:
         x_RD = x_RD if x_RD.stride(-1) == 1 else x_RD.contiguous()
         describe_best(x_RD, table_VD, scale_V, cap, (found.scores_RC, _ids(found)), is_chained(x_RD.device)).run()
+    return found
+
+
+def cluster_candidates(z_RD: Tensor, table_VD: Tensor, ids_MJ: Tensor, chosen_RK: Tensor) -> Candidates:
+    """The J tokens of each of a row's K clusters, by z @ table, float32. The table's rows are in the order of `ids_MJ`."""
+    num_rows, count = chosen_RK.shape
+    found = _empty_candidates(num_rows, count * ids_MJ.shape[1], z_RD.device)
+    if num_rows:
+        z_RD, chosen_RK = z_RD if z_RD.stride(1) == 1 else z_RD.contiguous(), chosen_RK.contiguous()
+        describe_clusters(z_RD, table_VD, ids_MJ, chosen_RK, found, is_chained(z_RD.device)).run()
     return found
 
 
@@ -237,10 +342,19 @@ def pick_best(found: Candidates, best_R: Tensor) -> None:
         describe_pick(found, best_R, is_chained(best_R.device)).run()
 
 
-def embed_best(found: Candidates, hidden_RB: Tensor, table_VB: Tensor, scale: float, best_R: Tensor) -> Tensor:
-    """`embed_beside` of the best candidates, which are kept in `best_R` (int64)."""
-    _ids(found)
-    return _beside(found, best_R, hidden_RB, table_VB, scale)
+def embed_linear(
+    found: Candidates | None, token_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float, weight_DX: Tensor
+) -> Tensor:
+    """The linear layer of `embed_beside`, [R, D]; with candidates, the best of them is kept in `token_R` (int64) before."""
+    num_rows, size = hidden_RB.shape
+    is_small = 0 < num_rows <= MAX_PAIRS and size <= MAX_PAIR_SIZE and weight_DX.is_contiguous() and hidden_RB.stride(1) == 1
+    is_small &= found is None or found.scores_RC.shape[1] <= MAX_PAIR_CANDIDATES
+    if not is_small or (hidden_RB.is_cuda and hidden_RB.dtype is not torch.bfloat16):
+        return linear(_beside(found, token_R, hidden_RB, table_VB, scale), weight_DX)
+    y_RD = hidden_RB.new_empty(num_rows, weight_DX.shape[0])
+    pdl = is_chained(y_RD.device)
+    describe_embed_linear(found, token_R, hidden_RB, table_VB, scale, weight_DX, y_RD, pdl).run()
+    return y_RD
 
 
 def embed_beside(token_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float) -> Tensor:

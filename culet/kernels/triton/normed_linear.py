@@ -2,7 +2,7 @@
 
     x' = (x + norm(delta) * w) * scalar;   y = (norm(x') * next_w) @ W^T, or gated as `linear` has it
 
-Each program norms all tokens anew, for some rows of W, which it fetches while the kernel before still runs. With rows of up to
+Each program norms its tokens anew, for some rows of W, which it fetches while the kernel before still runs. With rows of up to
 MAX_SIZE that is cheaper than another launch; everything else goes through the kernels for each part.
 Shapes: T tokens · D model · S parts · N rows of W · F gated outputs (W has 2F rows).
 """
@@ -18,13 +18,14 @@ from torch import Tensor
 
 from culet.kernels.triton.chain import enter, is_chained, options
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
-from culet.kernels.triton.linear import gated_linear, linear
+from culet.kernels.triton.linear import gated_linear, linear, linear_parts
 from culet.kernels.triton.maths import gelu, silu
 from culet.kernels.triton.norms import residual_norm, rms_norm
 from culet.kernels.triton.pointwise import silu_mul
 
 MAX_SIZE = 512
-MAX_TOKENS = 16  # as many columns as the tensor cores take anyway
+MAX_TOKENS = 32
+BLOCK_T = 16  # as many columns as the tensor cores take anyway
 MAX_PARTS = 8
 BLOCK_N = 16
 GATES = {"": 0, "gelu": 1, "silu": 2}
@@ -43,10 +44,10 @@ def _normed_linear_kernel(
     NUM_PARTS: tl.constexpr, GATE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of all tokens; the first program also leaves the stream. `out` and `y` are contiguous."""
+    """BLOCK_N outputs of BLOCK_T tokens; the first program of these also leaves the stream. `out` and `y` are contiguous."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_D)
-    token = tl.arange(0, BLOCK_T)
+    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_column = column < D
     places = weight + rows.to(tl.int64)[:, None] * D + column[None, :]
     is_weight = (rows < N)[:, None] & is_column[None, :]
@@ -107,8 +108,8 @@ def describe_normed(
     num_parts, part_stride = (delta.shape[0], delta.stride(0)) if delta.dim() == 3 else (1, 0)
     arguments |= {"part_stride": part_stride, "D": size, "eps": eps, "HAS_DELTA": delta_TD is not None}
     arguments |= {"HAS_NORM": own is not None, "HAS_SCALAR": scalar is not None, "NUM_PARTS": num_parts, "GATE": GATES[gate]}
-    arguments |= {"BLOCK_T": MAX_TOKENS, "BLOCK_N": BLOCK_N, "BLOCK_D": max(16, next_power_of_2(size)), "PDL": pdl}
-    return Launch(_normed_linear_kernel, (cdiv(y.shape[1], BLOCK_N),), arguments, options(4, pdl))
+    arguments |= {"BLOCK_T": BLOCK_T, "BLOCK_N": BLOCK_N, "BLOCK_D": max(16, next_power_of_2(size)), "PDL": pdl}
+    return Launch(_normed_linear_kernel, (cdiv(y.shape[1], BLOCK_N), cdiv(num_tokens, BLOCK_T)), arguments, options(4, pdl))
 
 
 def _serves(x_TD: Tensor, delta_TD: Tensor | None, weight_ND: Tensor) -> bool:
@@ -132,7 +133,7 @@ def residual_norm_linear(
     """x' = (x + norm(delta) * norms[0]) * scalar, and the linear layer of norm(x') * norms[1], gated by `gate` ("": not).
 
     As `residual_norm`, delta may be parts, and is added as it is where norms[0] is None; without a delta x' is x. Gates are
-    gelu and silu; the weight's rows are then gate, then up.
+    gelu and silu; the weight's rows are then gate, then up. What is not gated may be parts (`linear_parts`).
     """
     if not _serves(x_TD, delta_TD, weight_ND):
         return _one_by_one(x_TD, delta_TD, norms, scalar, eps, weight_ND, gate)
@@ -161,5 +162,4 @@ def _one_by_one(
         normed = added
     if gate == "gelu":
         return x_TD, gated_linear(normed, weight_ND)
-    y_TN = linear(normed, weight_ND)
-    return x_TD, silu_mul(y_TN) if gate else y_TN
+    return x_TD, silu_mul(linear(normed, weight_ND)) if gate else linear_parts(normed, weight_ND)

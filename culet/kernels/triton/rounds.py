@@ -3,8 +3,7 @@
     newest_tokens   the token behind those whose KV exists
     keep_drafts     proposals behind it
     begin_chain     positions and angles that all drafts of a chain share
-    begin_blocks    ids, positions, places, visible keys and angles of blocks of masks
-    embed_norm      table[ids] * scale and its norm
+    begin_blocks    ids, positions, places, visible keys, angles and embeddings of blocks of masks
     join_taps       the target's streams at a drafter's taps, side by side
     keep_taps       the same, to places of a ring
 
@@ -29,6 +28,7 @@ from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
 
 BLOCK = 128  # elements per program of what is a few numbers for each sequence
 BLOCK_D = 1024
+BLOCK_EMBEDDED = 256  # columns, of all tokens of a block
 MAX_TAPS = 8  # that one launch copies
 MAX_WINDOWS = 2  # of layers that see both ways: sliding ones and full ones
 
@@ -92,20 +92,28 @@ def _chain_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "mask_id", "spare_page", "num_columns", "pages_stride"])
 def _blocks_kernel(
-    newest, lengths, pages, firsts, inv_freq, ids, positions, slots, begin, context, visible_a, visible_b, cos, sin,
-    num_rows, mask_id, spare_page, num_columns, pages_stride, page_tokens,
+    newest, lengths, pages, firsts, inv_freq, table, ids, positions, slots, begin, context, visible_a, visible_b, cos, sin, x,
+    num_rows, mask_id, spare_page, num_columns, pages_stride, page_tokens, table_stride,
     SIZE: tl.constexpr, WINDOW_A: tl.constexpr, WINDOW_B: tl.constexpr, NUM_VISIBLE: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+    HALF: tl.constexpr, D: tl.constexpr, scale: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One block. A window of 0 reaches back to the first key; no page is `spare_page` -1."""
+    """One block: some columns of its embedding, or all the rest. A window of 0 reaches all keys; no page is `spare_page` -1."""
     enter(PDL)
     row = tl.program_id(0)
-    length = tl.load(lengths + row)
     number = tl.arange(0, BLOCK_K)
     is_token = number < SIZE
     token = row * SIZE + number
+    name = tl.where(number == 0, tl.load(newest + row), mask_id)
+    if tl.program_id(1) > 0:
+        d = (tl.program_id(1) - 1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        inside = is_token[:, None] & (d < D)[None, :]
+        embedded = tl.load(table + name[:, None] * table_stride + d[None, :], mask=inside, other=0.0).to(tl.float32) * scale
+        tl.store(x + token.to(tl.int64)[:, None] * D + d[None, :], embedded.to(x.dtype.element_ty), mask=inside)
+        return
+    length = tl.load(lengths + row)
     position = length + number
-    tl.store(ids + token, tl.where(number == 0, tl.load(newest + row), mask_id), mask=is_token)
+    tl.store(ids + token, name, mask=is_token)
     tl.store(positions + token, position, mask=is_token)
     column = tl.minimum((position - tl.load(firsts + row)) // page_tokens, num_columns - 1)
     page = tl.load(pages + row.to(tl.int64) * pages_stride + column, mask=is_token, other=0).to(tl.int64)
@@ -129,26 +137,6 @@ def _store_visible(visible, position, last, token, is_token, num_tokens, WINDOW:
         first = tl.maximum(position - WINDOW + 1, 0)
     tl.store(visible + token, first.to(tl.int32), mask=is_token)
     tl.store(visible + num_tokens + token, last, mask=is_token)
-
-
-@triton.jit
-def _embed_norm_kernel(
-    ids, table, weight, x, y, table_stride,
-    D: tl.constexpr, scale: tl.constexpr, eps: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One token. The norm reads the rounded stream, as every later reader of it does."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK_D)
-    inside = column < D
-    w = tl.load(weight + column, mask=inside, other=0.0)
-    enter(PDL)
-    name = tl.load(ids + token).to(tl.int64)
-    row = tl.load(table + name * table_stride + column, mask=inside, other=0.0).to(tl.float32) * scale
-    row = row.to(x.dtype.element_ty)
-    tl.store(x + token * D + column, row, mask=inside)
-    wide = row.to(tl.float32)
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps) * w
-    tl.store(y + token * D + column, normed.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -218,14 +206,15 @@ def describe_chain(length_R: Tensor, is_ahead: bool, inv_freqs: Sequence[Tensor]
 def describe_blocks(
     newest_R: Tensor,
     length_R: Tensor,
-    pages_RP: Tensor,
-    first_R: Tensor,
+    tables: tuple[Tensor, Tensor],
     shape: BlockShape,
     inv_freq: Tensor,
+    embedding: tuple[Tensor, float],
     out: BlockStart,
     pdl: bool,
 ) -> Launch:
-    num_rows, half = length_R.shape[0], inv_freq.shape[0]
+    (num_rows,), (half,), (pages_RP, first_R), (table_VD, scale) = length_R.shape, inv_freq.shape, tables, embedding
+    size, block_d = table_VD.shape[1], min(BLOCK_EMBEDDED, next_power_of_2(table_VD.shape[1]))
     windows, visible = [window or 0 for window in shape.windows], [*out.visible, *[out.context_R] * MAX_WINDOWS]
     arguments: dict[str, Any] = {"newest": newest_R, "lengths": length_R, "pages": pages_RP, "firsts": first_R}
     arguments |= {"inv_freq": inv_freq, "ids": out.ids_T, "positions": out.positions_T, "slots": out.slot_T}
@@ -234,18 +223,9 @@ def describe_blocks(
     arguments |= {"spare_page": -1 if shape.spare_page is None else shape.spare_page, "num_columns": pages_RP.shape[1]}
     arguments |= {"pages_stride": pages_RP.stride(0), "page_tokens": shape.page_tokens, "SIZE": shape.size}
     arguments |= {"WINDOW_A": [*windows, 0][0], "WINDOW_B": [*windows, 0, 0][1], "NUM_VISIBLE": len(windows), "HALF": half}
-    arguments |= {"BLOCK_K": next_power_of_2(shape.size), "BLOCK_H": next_power_of_2(half), "PDL": pdl}
-    return Launch(_blocks_kernel, (num_rows,), arguments, options(4, pdl))
-
-
-def describe_embed_norm(
-    token_ids_T: Tensor, table_VD: Tensor, scale: float, weight_D: Tensor, eps: float, out: tuple[Tensor, Tensor], pdl: bool
-) -> Launch:
-    size = table_VD.shape[1]
-    arguments: dict[str, Any] = {"ids": token_ids_T, "table": table_VD, "weight": weight_D, "x": out[0], "y": out[1]}
-    arguments |= {"table_stride": table_VD.stride(0), "D": size, "scale": scale, "eps": eps}
-    arguments |= {"BLOCK_D": next_power_of_2(size), "PDL": pdl}
-    return Launch(_embed_norm_kernel, (token_ids_T.shape[0],), arguments, options(4 if size <= BLOCK_D else 8, pdl))
+    arguments |= {"BLOCK_K": next_power_of_2(shape.size), "BLOCK_H": next_power_of_2(half), "PDL": pdl, "x": out.x_TD}
+    arguments |= {"table": table_VD, "table_stride": table_VD.stride(0), "D": size, "scale": scale, "BLOCK_D": block_d}
+    return Launch(_blocks_kernel, (num_rows, 1 + cdiv(size, block_d)), arguments, options(4, pdl))
 
 
 def describe_taps(taps: Sequence[Tensor], place_T: Tensor | None, out_NX: Tensor, pdl: bool) -> Launch:
@@ -291,9 +271,17 @@ def begin_chain(length_R: Tensor, is_ahead: bool, inv_freqs: Sequence[Tensor]) -
 
 
 def begin_blocks(
-    newest_R: Tensor, length_R: Tensor, pages_RP: Tensor, first_R: Tensor, shape: BlockShape, inv_freq: Tensor
+    newest_R: Tensor,
+    length_R: Tensor,
+    tables: tuple[Tensor, Tensor],
+    shape: BlockShape,
+    inv_freq: Tensor,
+    embedding: tuple[Tensor, float],
 ) -> BlockStart:
-    """What a pass over blocks begins with; `pages_RP` and `first_R` are the drafter's own page tables."""
+    """What a pass over blocks begins with.
+
+    `tables` is (pages [R, P], first token of each row) of the drafter's own group, `embedding` (table [V, D], scale).
+    """
     assert len(shape.windows) <= MAX_WINDOWS, f"layers that see both ways have at most {MAX_WINDOWS} windows"
     num_rows = length_R.shape[0]
     num_tokens = num_rows * shape.size
@@ -301,19 +289,12 @@ def begin_blocks(
     begin_R1, context_R = (length_R.new_empty(count, dtype=torch.int32) for count in (num_rows + 1, num_rows))
     visible = [length_R.new_empty(2, num_tokens, dtype=torch.int32) for _ in shape.windows]
     turn = _empty_turn(num_tokens, inv_freq)
-    start = BlockStart(ids_T, positions_T, slot_T, begin_R1, context_R, visible, turn)
+    x_TD = embedding[0].new_empty(num_tokens, embedding[0].shape[1])
+    start = BlockStart(ids_T, positions_T, slot_T, begin_R1, context_R, visible, turn, x_TD)
     if num_rows:
         pdl = is_chained(length_R.device)
-        describe_blocks(newest_R, length_R, pages_RP, first_R, shape, inv_freq, start, pdl).run()
+        describe_blocks(newest_R, length_R, tables, shape, inv_freq, embedding, start, pdl).run()
     return start
-
-
-def embed_norm(token_ids_T: Tensor, table_VD: Tensor, scale: float, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x = table[ids] * scale and rms_norm(x), both [T, D]."""
-    x_TD, y_TD = (table_VD.new_empty(token_ids_T.shape[0], table_VD.shape[1]) for _ in range(2))
-    if x_TD.shape[0]:
-        describe_embed_norm(token_ids_T, table_VD, scale, weight_D, eps, (x_TD, y_TD), is_chained(x_TD.device)).run()
-    return x_TD, y_TD
 
 
 def join_taps(taps: Sequence[Tensor]) -> Tensor:
