@@ -30,9 +30,8 @@ _GPU_RATES = {
 }
 _CPU_RATES = (1.0e10, 1.0e11, 2.5e-4)
 _GPU_TOKEN_S = 4e-7  # of a token in a layer
-_GPU_WAIT_PER_SEQ_S = 3e-5
-_GPU_WAIT_S = 2.5e-4  # between rounds the host learns what was accepted before it launches the next step; H200, one sequence
-_CPU_WAIT_S = 0.0
+# Between rounds that are not planned ahead the host learns what was accepted before it launches the next step; H200.
+_GPU_WAIT_S, _GPU_WAIT_PER_SEQ_S = 2.5e-4, 3e-5
 
 PROBE_PROMPT = "Count from 1 to 60, separated by commas and spaces. Write the numbers only."
 PROBE_TOKENS = 48  # with as many drafts as may be
@@ -42,9 +41,16 @@ LEAST_ACCEPTED = 0.05  # share of the probe's drafts below which something must 
 
 
 def draft_policy(
-    target: ModelSpec, drafter: DrafterSpec, choice: DraftChoice, layout: CacheLayout, device: torch.device, itemsize: int
+    target: ModelSpec,
+    drafter: DrafterSpec,
+    choice: DraftChoice,
+    layout: CacheLayout,
+    device: torch.device,
+    itemsize: int,
+    *,
+    plans_open: bool,
 ) -> DraftPolicy | None:
-    """How many drafts to propose when; None where it is always as many as may be."""
+    """How many drafts to propose when; None where it is always as many as may be. `plans_open`: rounds wait for nothing."""
     if not choice.adaptive:
         return None
     weights = text_weights(target)
@@ -53,11 +59,9 @@ def draft_policy(
     dense = sum(weights.values())
     moe = target.moe
     active = 0 if moe is None else experts * moe.top_k / moe.num_experts
-    if device.type == "cuda":
-        major = torch.cuda.get_device_capability(device)[0]
-        rates, wait = _GPU_RATES.get(major, _GPU_RATES[8]), _GPU_WAIT_S
-    else:
-        rates, wait = _CPU_RATES, _CPU_WAIT_S
+    is_gpu = device.type == "cuda"
+    rates = _GPU_RATES.get(torch.cuda.get_device_capability(device)[0], _GPU_RATES[8]) if is_gpu else _CPU_RATES
+    waits = is_gpu and not plans_open
     # A drafter that reads the target's pages has all its weights of its own; another takes the target's head.
     own = sum(drafter.num_parameters().values()) + (0 if drafter.reads_target_pages else target.vocab_size * target.hidden_size)
     cost = StepCost(
@@ -70,11 +74,11 @@ def draft_policy(
         drafts_at_once=not drafter.reads_target_pages,
         bytes_per_s=rates[0],
         flops_per_s=rates[1],
-        wait_s=wait,
+        wait_s=_GPU_WAIT_S if waits else 0.0,
         step_s=len(target.layers) * rates[2],
         draft_s=sum(map(len, drafter.readers(layout).values())) * rates[2],
-        token_s=len(target.layers) * _GPU_TOKEN_S if device.type == "cuda" else 0.0,
-        wait_per_seq_s=_GPU_WAIT_PER_SEQ_S if device.type == "cuda" else 0.0,
+        token_s=len(target.layers) * _GPU_TOKEN_S if is_gpu else 0.0,
+        wait_per_seq_s=_GPU_WAIT_PER_SEQ_S if waits else 0.0,
     )
     return DraftPolicy(cost, draft_lengths(drafter.max_drafts))
 

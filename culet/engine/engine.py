@@ -180,7 +180,8 @@ class Engine:
         drafter, choice = self.draft_spec, self.config.draft.choice
         if drafter is None or choice is None:
             return None
-        return draft_policy(self.spec, drafter, choice, layout, self.device, self.dtype.itemsize)
+        size, plans_open = self.dtype.itemsize, self._has_graphs
+        return draft_policy(self.spec, drafter, choice, layout, self.device, size, plans_open=plans_open)
 
     def _probe_drafts(self, choice: DraftChoice, *, is_random: bool) -> None:
         """See by a short run whether drafts are accepted, and warn if not: nothing else would show it; and what rounds take."""

@@ -50,7 +50,7 @@ def _late_faults(late: Sequence[LateWrite], group: KVGroup, num_slabs: int | Non
         elif (seen := group.first_visible(end)) < one.table.first * group.page_tokens:
             yield f"{where}: pages begin at {one.table.first * group.page_tokens}, the next token sees position {seen}"
         else:
-            for position, place in one.places(group.page_tokens):
+            for position, place in zip(*(column.tolist() for column in one.places(group.page_tokens)), strict=True):
                 if place < 0 or (num_slabs is not None and place >= num_slabs * group.page_tokens):
                     yield f"{where}: position {position} in page {place // group.page_tokens}, expected 0 to {limit}"
 

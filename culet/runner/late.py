@@ -17,12 +17,13 @@ Shapes: M tokens to write · T new tokens of a step · S slots and a spare one �
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from culet.attention.batch import ForwardBatch
@@ -40,6 +41,8 @@ MIN_ROOM = 4
 MAX_RING_BYTES = 64 << 20  # beyond MIN_ROOM tokens for each slot
 WRITE_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # tokens written at a time: what gets a graph,
 MAX_WRITE_BYTES = 16 << 20  # if their features take no more
+Ints = NDArray[np.int64]
+NOTHING: Ints = np.zeros((3, 0), dtype=np.int64)  # to write
 
 
 def keeps(rows: Sequence[Row]) -> bool:
@@ -56,11 +59,15 @@ class LateWrite:
     count: int
     table: PageTable  # of the drafter's group, as the newest row of the slot has it
 
-    def places(self, page_tokens: int) -> Iterator[tuple[int, int]]:
-        """(position, place in the group's memory) of each token whose page is there: what left the window needs no KV."""
-        for position in range(max(self.first, self.table.first * page_tokens), self.first + self.count):
-            page = self.table.pages[position // page_tokens - self.table.first]
-            yield position, page * page_tokens + position % page_tokens
+    def places(self, page_tokens: int) -> tuple[Ints, Ints]:
+        """Positions of the tokens whose pages are there, and their places in the group's memory.
+
+        What has left the window needs no KV.
+        """
+        position_M = np.arange(max(self.first, self.table.first * page_tokens), self.first + self.count)
+        pages = np.array(self.table.pages, dtype=np.int64)
+        page_M = pages[position_M // page_tokens - self.table.first]
+        return position_M, page_M * page_tokens + position_M % page_tokens
 
 
 class Ledger:
@@ -172,15 +179,12 @@ class Features:
 
     def write(self, late: Sequence[LateWrite]) -> None:
         """Write the KV of tokens whose features were kept. Nothing here waits for the device."""
-        places = [
-            (one.slot * self.room + position % self.room, position, place)
-            for one in late
-            for position, place in one.places(self.group.page_tokens)
-        ]
+        places_3M = np.concatenate([self._places(one) for one in late], axis=1)
         most = self._most
-        for part in (places[begin : begin + most] for begin in range(0, len(places), most)):
-            taken = next((self._fixed[size] for size in self.sizes if size >= len(part)), None)
-            staged = _stage(part, len(part) if taken is None else taken.source_M.shape[0])
+        for part in (places_3M[:, begin : begin + most] for begin in range(0, places_3M.shape[1], most)):
+            count = part.shape[1]
+            taken = next((self._fixed[size] for size in self.sizes if size >= count), None)
+            staged = _stage(part, count if taken is None else taken.source_M.shape[0])
             if taken is None:
                 self._commit(*staged.send(self.ring_SNX.device).values())
                 continue
@@ -189,6 +193,11 @@ class Features:
                 self._run(taken)
             else:
                 taken.graph.replay()
+
+    def _places(self, one: LateWrite) -> Ints:
+        """[3, M]: places among all rings, positions, places in the group's memory."""
+        position_M, place_M = one.places(self.group.page_tokens)
+        return np.stack((one.slot * self.room + position_M % self.room, position_M, place_M))
 
     def _run(self, taken: _Write) -> None:
         """What is captured: it only launches."""
@@ -207,7 +216,7 @@ class Features:
         kept = self.ring_SNX.shape[0] * self.room
         self.sizes = tuple(size for size in WRITE_SIZES if size <= self._most and size // 2 < max(kept, WRITE_SIZES[0]))
         for size in self.sizes:
-            staged = _stage([], size)
+            staged = _stage(NOTHING, size)
             buffer = torch.zeros(staged.num_bytes, dtype=torch.uint8, device=self.ring_SNX.device)
             sent = staged.unpack(buffer)
             self._fixed[size] = _Write(buffer, sent["source"], sent["position"], sent["place"])
@@ -229,7 +238,7 @@ class Features:
             taken.graph, _ = captures.capture(partial(self._run, taken))
 
     def _reset(self, size: int) -> _Write:
-        _stage([], size).send_into(self._fixed[size].buffer)
+        _stage(NOTHING, size).send_into(self._fixed[size].buffer)
         return self._fixed[size]
 
     @property
@@ -237,9 +246,11 @@ class Features:
         return sum(one.graph is not None for one in self._fixed.values())
 
 
-def _stage(places: Sequence[tuple[int, int, int]], size: int) -> Staged:
+def _stage(places_3M: Ints, size: int) -> Staged:
     """Sources, positions and places of `size` tokens; what pads them is written nowhere."""
-    columns_3M = np.array([*places, *[(0, 0, -1)] * (size - len(places))], dtype=np.int64).reshape(-1, 3).T
+    columns_3M = np.zeros((3, size), dtype=np.int64)
+    columns_3M[2] = -1
+    columns_3M[:, : places_3M.shape[1]] = places_3M
     staged = Staged()
     for name, column_M in zip(("source", "position", "place"), columns_3M, strict=True):
         staged.add(name, column_M)

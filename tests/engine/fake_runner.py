@@ -194,7 +194,7 @@ class FakeRunner:
         size = self.layout.groups[ledger.group].page_tokens
         for one in late:
             assert 0 < one.count <= ROOM
-            for position, place in one.places(size):
+            for position, place in zip(*(column.tolist() for column in one.places(size)), strict=True):
                 self._put((place // size, ledger.group, place % size), self.rings[ledger.group, one.slot, position % ROOM])
             self.counts[f"late tokens, {why}"] += one.count
 
