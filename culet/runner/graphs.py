@@ -397,7 +397,7 @@ def _aligned(count: int) -> int:
 
 def _are_same(some: tuple[PageTable, ...], others: tuple[PageTable, ...]) -> bool:
     """Whether they are the same objects: a sequence keeps its table until its pages change."""
-    return all(map(operator.is_, some, others))
+    return some is others or all(map(operator.is_, some, others))
 
 
 def _cut(batch: ForwardBatch, num_rows: int, num_tokens: int) -> ForwardBatch:

@@ -77,10 +77,13 @@ class Ledger:
         """`group` is the drafter's among a row's tables, `room` the places of a ring."""
         self.group, self.room = group, room
         self._kept: dict[int, LateWrite] = {}  # by slot
+        self._ahead = 0  # steps that all of these have gone on by since they were counted
+        self._least_room = 0  # places that were free then in the fullest ring
         self._entered: dict[int, int] = {}  # by slot: tokens that its sequence came with
 
     def left(self, plan: StepPlan) -> list[LateWrite]:
         """What to write before anything else of `plan`: of slots without a row in it, and of those that it enters anew."""
+        self._count()
         found = []
         if self._kept:
             stay = {row.slot for row in plan.rows}.difference([entry.slot for entry in plan.entries])
@@ -91,6 +94,7 @@ class Ledger:
 
     def due(self, rows: Sequence[Row]) -> list[LateWrite]:
         """What to write behind the forward pass of `rows`, and before proposals are made."""
+        self._count()
         is_due, is_kept = False, keeps(rows)
         for row in rows:
             kept, table = self._kept.get(row.slot), row.tables[self.group]
@@ -103,8 +107,23 @@ class Ledger:
                 kept.count += 1
                 is_due |= kept.count == self.room or row.num_wanted > 0 or row.start < self._entered[row.slot]
         if is_kept and not is_due:
+            self._least_room = self.room - max(kept.count for kept in self._kept.values())
             return []
         return [self._kept.pop(row.slot) for row in rows if row.slot in self._kept]
+
+    def goes_on(self) -> bool:
+        """Whether a step like the one before, a token further, has nothing to write: then it needs neither of the above."""
+        if self._ahead + 1 >= self._least_room:  # no room is left, or the step before wrote
+            return False
+        self._ahead += 1
+        return True
+
+    def _count(self) -> None:
+        """Note what `goes_on` has left for later."""
+        if self._ahead:
+            for kept in self._kept.values():
+                kept.count += self._ahead
+        self._ahead = self._least_room = 0
 
 
 @dataclass

@@ -150,7 +150,9 @@ class Runner:
         if env.CHECK_PAGES.is_set():
             num_slots, room = self.tokens_SL.shape[0] - 1, self.tokens_SL.shape[1]
             check_step(plan, self.pool.layout, num_slots=num_slots, room=room, num_slabs=self.pool.num_slabs)
-        if self.features is not None:
+        # What a drafter's own KV needs, unless the step before needed nothing either.
+        has_late = self.features is not None and not (last is not None and self.features.ledger.goes_on())
+        if has_late and self.features is not None:
             self._write_late(plan, self.features.ledger.left(plan))
         self._enter(plan.entries)
         self.pool.copy_pages(plan.copies)
@@ -173,7 +175,8 @@ class Runner:
         self._last = None if settled is None else _Last(plan.rows, settled.bucket, groups, settings)
         if settled is not None:
             copy = settled.copy.send()
-            self._write_due(plan)
+            if has_late:
+                self._write_due(plan)
             num_proposed = self._propose(forward, groups, settled.accepted_R, settled)
             return Pending(plan.step_id, groups, copy, True, [], {}, num_proposed)
         parts = [*scored, *(part for parts in prompts.values() for part in parts)]

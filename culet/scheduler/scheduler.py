@@ -68,7 +68,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, str]] = []  # a heap
         self._num_arrivals = 0
         self._next_step_id = 0
-        self._in_flight: deque[tuple[int, list[PlannedRow]]] = deque()
+        self._in_flight: deque[tuple[int, list[PlannedRow], tuple[int, int] | None]] = deque()  # with `decode_shape`
         self._deltas: list[TokenDelta] = []
         self._timed: tuple[tuple[int, int] | None, float] = (None, 0.0)  # sequences and drafts of the last step, and its end
 
@@ -163,6 +163,7 @@ class Scheduler:
         entries: list[Entry] = []
         if self._is_full and self._running and all(one.is_calm for one in self._running):
             planned, copies = [go_on(one, self._num_wanted(one)) for one in self._running], self.supply.drain_copies()
+            shape: tuple[int, int] | None = (len(planned), 0)
         else:
             ready = self._running if is_open else filter(self._is_ready, self._running)
             planned = self._plan_rows(share_budget(ready, self.budget), entries)
@@ -172,12 +173,13 @@ class Scheduler:
                 entries += self._fork(plan)
             for plan in planned:
                 self._checkpoint_row(plan)
+            shape = decode_shape(planned)
         if not planned:
             return None
         step_id = self._next_step_id
         self._next_step_id += 1
         self.counters.steps += 1
-        self._in_flight.append((step_id, planned))
+        self._in_flight.append((step_id, planned, shape))
         return StepPlan(step_id, tuple(entries), copies, tuple(plan.row for plan in planned))
 
     @property
@@ -378,10 +380,10 @@ class Scheduler:
 
     def apply(self, result: StepResult) -> None:
         """Take the result of the oldest plan in flight."""
-        step_id, planned = self._in_flight.popleft()
+        step_id, planned, shape = self._in_flight.popleft()
         assert step_id == result.step_id, f"got the result of step {result.step_id}, expected that of {step_id}"
         if self.policy is not None:
-            self._time(planned)
+            self._time(shape)
         drawn = iter(result.drawn)
         for plan in planned:
             for one in plan.members:
@@ -398,9 +400,9 @@ class Scheduler:
                     one.release_behind(self.supply)
         assert next(drawn, None) is None, "more draws than the plan asked for"
 
-    def _time(self, planned: list[PlannedRow]) -> None:
+    def _time(self, shape: tuple[int, int] | None) -> None:
         """Tell the policy how long a step took that decodes as the one before it did."""
-        now, shape = self._clock(), decode_shape(planned)
+        now = self._clock()
         if shape is not None and self.policy is not None and shape == self._timed[0]:
             self.policy.took(*shape, now - self._timed[1])
         self._timed = shape, now

@@ -184,7 +184,7 @@ def audit(scheduler: Scheduler) -> None:
     """Every page's references are exactly those of the sequences, checkpoints and copies that are there."""
     arena, prefix = scheduler.supply.arena, scheduler.supply.prefix
     held: Counter[int] = Counter(scheduler.supply.pending_sources)
-    last_plan = {id(plan.owner): plan for _, planned in scheduler._in_flight for plan in planned}
+    last_plan = {id(plan.owner): plan for _, planned, _ in scheduler._in_flight for plan in planned}
     for plan in last_plan.values():
         audit_stored(scheduler, plan)
     for one in scheduler._running:
