@@ -107,7 +107,7 @@ class Ledger:
                 kept.count += 1
                 is_due |= kept.count == self.room or row.num_wanted > 0 or row.start < self._entered[row.slot]
         if is_kept and not is_due:
-            self._least_room = self.room - max(kept.count for kept in self._kept.values())
+            self._least_room = self.room - max((kept.count for kept in self._kept.values()), default=self.room)
             return []
         return [self._kept.pop(row.slot) for row in rows if row.slot in self._kept]
 

@@ -150,10 +150,11 @@ class Runner:
         if env.CHECK_PAGES.is_set():
             num_slots, room = self.tokens_SL.shape[0] - 1, self.tokens_SL.shape[1]
             check_step(plan, self.pool.layout, num_slots=num_slots, room=room, num_slabs=self.pool.num_slabs)
-        # What a drafter's own KV needs, unless the step before needed nothing either.
-        has_late = self.features is not None and not (last is not None and self.features.ledger.goes_on())
-        if has_late and self.features is not None:
-            self._write_late(plan, self.features.ledger.left(plan))
+        ledger = None if self.features is None else self.features.ledger
+        if ledger is not None and last is not None and ledger.goes_on():
+            ledger = None  # nothing of the drafter's own KV is to be written before this step or behind it
+        if ledger is not None:
+            self._write_late(plan, ledger.left(plan))
         self._enter(plan.entries)
         self.pool.copy_pages(plan.copies)
         if not plan.rows:
@@ -175,15 +176,16 @@ class Runner:
         self._last = None if settled is None else _Last(plan.rows, settled.bucket, groups, settings)
         if settled is not None:
             copy = settled.copy.send()
-            if has_late:
-                self._write_due(plan)
+            if ledger is not None:
+                self._write_late(plan, ledger.due(plan.rows))
             num_proposed = self._propose(forward, groups, settled.accepted_R, settled)
             return Pending(plan.step_id, groups, copy, True, [], {}, num_proposed)
         parts = [*scored, *(part for parts in prompts.values() for part in parts)]
         tensors = [tensor for part in parts for tensor in (part.tensors.chosen_L, part.tensors.top_LK, part.tensors.top_ids_LK)]
         # Before the drafter: the next step is planned while it drafts.
         copy = HostCopy([tokens_R, *([] if accepted_G is None else [accepted_G]), *tensors])
-        self._write_due(plan)
+        if ledger is not None:
+            self._write_late(plan, ledger.due(plan.rows))
         num_proposed = self._propose(forward, groups, accepted_G)
         watched, proposals = None, HostCopy([])
         if self._constraints is not None and masks is not None:
@@ -339,12 +341,8 @@ class Runner:
             places_R = placed.places_R
         self.tokens_SL.view(-1).index_copy_(0, places_R, tokens_R.to(self.tokens_SL.dtype))
 
-    def _write_due(self, plan: StepPlan) -> None:
-        """Before the drafter proposes: its own KV of what it may read."""
-        if self.features is not None:
-            self._write_late(plan, self.features.ledger.due(plan.rows))
-
     def _write_late(self, plan: StepPlan, late: Sequence[LateWrite]) -> None:
+        """A drafter's own KV of earlier tokens."""
         if not late or self.features is None:
             return
         if env.CHECK_PAGES.is_set():
