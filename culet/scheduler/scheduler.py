@@ -429,7 +429,7 @@ class Scheduler:
             one.num_computed += num_drawn - 1
             if not one.rows_in_flight:  # else it has been planned with these proposals, and with pages for all it may accept
                 one.num_proposed = drawn.num_proposed
-                if num_drafts or row.num_open:
+                if num_drafts or self.plans_open:  # an open row before this one may have left some, too
                     one.release_beyond(self.supply)
         reason = None
         accepted: list[int] = []
