@@ -6,7 +6,7 @@ comes from torch's own cache, which hands a piece out again only when the copies
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
@@ -39,13 +39,6 @@ class Staged:
 
     def add(self, name: str, array: NDArray[np.generic]) -> None:
         self._arrays[name] = np.ascontiguousarray(array)
-
-    def map(self, change: Callable[[str, NDArray[Any]], NDArray[Any]]) -> Staged:
-        """The same names, with what `change` makes of each array: of the same shape and type, so that it lies likewise."""
-        changed = Staged()
-        for name, array in self._arrays.items():
-            changed.add(name, change(name, array))
-        return changed
 
     def send(self, device: torch.device) -> dict[str, Tensor]:
         """The arrays as tensors on `device`."""

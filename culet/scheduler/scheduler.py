@@ -165,7 +165,7 @@ class Scheduler:
             planned, copies = [go_on(one, self._num_wanted(one)) for one in self._running], self.supply.drain_copies()
             shape: tuple[int, int] | None = (len(planned), 0)
         else:
-            ready = self._running if is_open else filter(self._is_ready, self._running)
+            ready = [one for one in self._running if is_open or one.is_ready]
             planned = self._plan_rows(share_budget(ready, self.budget), entries)
             # Forks and checkpoints come after this plan's copies are closed: their pages get content in its forward.
             copies = self.supply.drain_copies() if planned else ()
@@ -206,12 +206,6 @@ class Scheduler:
             alive = self._alive.get(request_id)
             if alive and next(iter(alive.values())).arrival == arrival:
                 self.cancel(request_id, reason=FinishReason.TIMEOUT)
-
-    def _is_ready(self, one: Sequence) -> bool:
-        """Whether its next row can be planned now: not if that hangs on a token that may not come, on drafts or a grammar."""
-        if not one.draws_in_flight:
-            return True
-        return not one.awaits_drafts and one.num_left > 0 and one.request.grammar is None
 
     def _can_all_go_on(self) -> bool:
         """Whether all sequences can be planned while drafts are in flight. Who could start meanwhile must not wait for it."""

@@ -205,11 +205,16 @@ class Sequence:
         return next((point for point in self.resume_points if low < point < high), end) - self.num_computed
 
     @property
+    def is_ready(self) -> bool:
+        """Whether its next row can be planned now: not if that hangs on a token that may not come, on drafts or a grammar."""
+        return not self.draws_in_flight or (not self.awaits_drafts and self.num_left > 0 and self.request.grammar is None)
+
+    @property
     def is_calm(self) -> bool:
         """Whether its next row is one token in the pages it has, and can be planned now."""
         if not self.prefill_end <= self.num_computed < self.calm_until or self.num_proposed or self.num_uncomputed != 1:
             return False
-        return not self.draws_in_flight or (not self.awaits_drafts and self.num_left > 0 and self.request.grammar is None)
+        return self.is_ready
 
     @property
     def is_plain(self) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from dflash_rig import MAX_LEN, Pauses, Rig, assert_like_oracle, make_pair, make_request
+from gpu_drafts import GIVEN, GREEDY, TARGET
 from real_steps import make_prompt
 
-from culet import LLM, SamplingParams
+from culet import LLM
 from culet.attention.triton import TritonBackend
 from culet.config import ScheduleConfig
 from culet.engine.trial import Trial
@@ -17,20 +18,6 @@ from culet.runner.graphs import Captures
 from tests import samplings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-
-TARGET = {"head_dim": 32, "global_head_dim": 64}  # heads that the tensor cores take
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-
-
-# For three sequences at a time: the largest bucket is padded.
-GIVEN = {
-    "device": "cuda",
-    "dtype": "float32",
-    "max_model_len": 256,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 128,
-    "kv_cache_memory_bytes": 64 << 20,
-}
 
 
 @pytest.fixture(scope="module", params=["E2B", "31B"])

@@ -8,25 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_drafts import GIVEN, GREEDY, TARGET
 from real_steps import make_prompt
 
-from culet import LLM, SamplingParams
+from culet import LLM
 from culet.models.tiny import write_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
-TARGET = {"head_dim": 32, "global_head_dim": 64}  # heads that the tensor cores take
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 MTP = {"method": "mtp", "model": "random:", "adaptive": False}
-# For three sequences at a time: the largest bucket is padded.
-GIVEN = {
-    "device": "cuda",
-    "dtype": "float32",
-    "max_model_len": 256,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 128,
-    "kv_cache_memory_bytes": 64 << 20,
-}
 
 
 @pytest.fixture(scope="module", params=["E4B", "26B-A4B", "31B"])
