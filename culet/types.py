@@ -13,11 +13,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from culet.errors import BadRequest
 
@@ -263,8 +263,7 @@ class PageTable:
     pages: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """New tokens of one sequence in a step. Prefill, decode and verify differ only in the counts."""
 
     slot: int
@@ -279,26 +278,43 @@ class Row:
     is_prompt_logprobs: bool = False  # the logits are those of prompt tokens: report log-probabilities of what follows
     num_open: int = 0  # drafts of its last row that are not counted yet: those that were accepted move `start` on
 
+    def later(self, count: int) -> Row:
+        """The same, beginning `count` tokens later."""
+        return self._replace(start=self.start + count, store_from=tuple([first + count for first in self.store_from]))
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step, complete: the scheduler's word to the runner. Entries first, then page copies, then the forward."""
+    """One step, complete: the scheduler's word to the runner. Entries first, then page copies, then the forward.
+
+    Where all sequences just go on by a token each, in the pages they have, a plan repeats an earlier one: `first_rows` are the
+    very object that the earlier has, and nothing needs to be made or looked at for each row.
+    """
 
     step_id: int
     entries: tuple[Entry, ...]
     copies: tuple[tuple[int, int], ...]  # (from page, to page): a shared page that is about to be written
-    rows: tuple[Row, ...]
+    first_rows: tuple[Row, ...]  # of the step that it repeats, if it does, else its own
+    num_later: int = 0  # tokens that every row begins later than they say
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Its own rows."""
+        return tuple([row.later(self.num_later) for row in self.first_rows]) if self.num_later else self.first_rows
+
+    def with_rows(self, rows: Iterable[Row]) -> StepPlan:
+        """The same with other rows."""
+        return replace(self, first_rows=tuple(rows), num_later=0)
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.num_new for row in self.rows)
+        return sum(row.num_new for row in self.first_rows)
 
 
 Logprobs = Mapping[int, float]  # token id -> log-probability; the chosen token comes first
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(NamedTuple):
     """What one slot drew in a step: one token, or after a verify the accepted drafts and one more."""
 
     slot: int
@@ -317,8 +333,7 @@ class StepResult:
     prompt_logprobs: Mapping[int, tuple[Logprobs, ...]] = field(default_factory=dict)  # by slot, for this chunk's tokens
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
+class TokenDelta(NamedTuple):
     """New tokens of one sample of a request, as they leave the engine's loop."""
 
     request_id: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -124,6 +124,12 @@ class _Always:
 
     def wanted(self, pace: Pace, num_seqs: int) -> int:
         return self.num_drafts
+
+    def num_resting(self, paces: Sequence[Pace]) -> int:
+        return 0
+
+    def rest(self) -> None:
+        """Nobody does."""
 
     def note(self, pace: Pace, num_drafts: int, num_accepted: int) -> None:
         """Nothing is learnt."""

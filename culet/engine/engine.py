@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,8 +47,7 @@ CPU_MAX_NUM_BATCHED_TOKENS = 1024
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """What one sample of a request brought since its last delta: tokens, and the text that is certain by now."""
 
     request_id: str
@@ -73,14 +72,11 @@ class _SampleText:
 
     def push(self, delta: TokenDelta) -> tuple[str, bool]:
         """(text that is certain now, whether a stop string was met). A stop token leaves no text."""
+        if delta.finish_reason is None:
+            return self._matcher.push(self._decoder.push(delta.token_ids))
         token_ids = delta.token_ids[:-1] if delta.stop_token_id is not None else delta.token_ids
-        text = self._decoder.push(token_ids)
-        if delta.finish_reason is not None:
-            text += self._decoder.flush()
-        certain, is_hit = self._matcher.push(text)
-        if delta.finish_reason is not None and not is_hit:
-            certain += self._matcher.flush()
-        return certain, is_hit
+        certain, is_hit = self._matcher.push(self._decoder.push(token_ids) + self._decoder.flush())
+        return (certain, True) if is_hit else (certain + self._matcher.flush(), False)
 
 
 class Engine:
@@ -377,8 +373,8 @@ class Engine:
 
     def _speak(self, delta: TokenDelta) -> Delta | None:
         """The delta with its text; None for samples that were ended before."""
-        texts = self._texts.get(delta.request_id, {})
-        if delta.sample not in texts:
+        texts = self._texts.get(delta.request_id)
+        if texts is None or delta.sample not in texts:
             return None
         text, is_hit = texts[delta.sample].push(delta)
         finish_reason = delta.finish_reason
@@ -390,18 +386,19 @@ class Engine:
             del texts[delta.sample]
             if not texts:
                 del self._texts[delta.request_id]
+        # By position: it is made for every token.
         return Delta(
-            request_id=delta.request_id,
-            sample=delta.sample,
-            text=text,
-            token_ids=delta.token_ids,
-            logprobs=delta.logprobs,
-            prompt_logprobs=delta.prompt_logprobs,
-            finish_reason=finish_reason,
-            num_cached_tokens=delta.num_cached_tokens,
-            error=delta.error,
-            num_accepted_drafts=delta.num_accepted_drafts,
-            num_rejected_drafts=delta.num_rejected_drafts,
+            delta.request_id,
+            delta.sample,
+            text,
+            delta.token_ids,
+            delta.logprobs,
+            delta.prompt_logprobs,
+            finish_reason,
+            delta.num_cached_tokens,
+            delta.error,
+            delta.num_accepted_drafts,
+            delta.num_rejected_drafts,
         )
 
 

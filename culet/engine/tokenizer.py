@@ -150,7 +150,7 @@ class IncrementalDecoder:
     def push(self, token_ids: Iterable[int]) -> str:
         """Text that these tokens complete."""
         piece, skipped = self._tokenizer.piece, self._skipped
-        return self._utf8.decode(b"".join(piece(token_id) for token_id in token_ids if token_id not in skipped))
+        return self._utf8.decode(b"".join([piece(token_id) for token_id in token_ids if token_id not in skipped]))
 
     def flush(self) -> str:
         """What is left at the end: a replacement character for the beginning of a character that never ended, or nothing."""

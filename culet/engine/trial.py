@@ -236,19 +236,19 @@ class Trial:
                 store_from.append(start if group.reach is None else max(start, last))
             draws = (slot,) if num_logits else ()
             row = Row(slot, start, num_new, num_logits, tuple(tables), tuple(store_from), draw_slots=draws)
-            rows.append(replace(row, num_wanted=self.drafter.max_drafts) if self.drafter is not None and draws else row)
+            rows.append(row._replace(num_wanted=self.drafter.max_drafts) if self.drafter is not None and draws else row)
         return StepPlan(0, tuple(entries), (), tuple(rows))
 
     def _verify_plan(self, num_seqs: int, num_queries: int) -> StepPlan:
         """Decode with one query, else a verify of one draft less."""
         plan = self._plan([(CONTEXT, num_queries, num_queries)] * num_seqs)
-        return replace(plan, rows=tuple(replace(row, num_drafts=num_queries - 1) for row in plan.rows))
+        return plan.with_rows(row._replace(num_drafts=num_queries - 1) for row in plan.rows)
 
     def _scored_plan(self, num_tokens: int) -> StepPlan:
         """A chunk of a prompt whose every logit is wanted."""
         plan = self._plan([(0, num_tokens, num_tokens)], replace(self.sampling, prompt_logprobs=SCORED_TOP))
-        row = replace(plan.rows[0], draw_slots=(), is_prompt_logprobs=True)
-        return replace(plan, rows=(row,))
+        row = plan.rows[0]._replace(draw_slots=(), is_prompt_logprobs=True)
+        return plan.with_rows([row])
 
 
 def _launching(runner: Runner, plan: StepPlan) -> Callable[[], object]:

@@ -31,6 +31,12 @@ def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | 
     return host.pin_memory().to(device, non_blocking=True)
 
 
+def send_into(target: Tensor, values: Sequence[Any]) -> None:
+    """Overwrite `target` on a device by a few values from the host, without waiting."""
+    host = torch.tensor(values, dtype=target.dtype)
+    target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
+
+
 class Staged:
     """Arrays that go to the device together, in one copy."""
 

@@ -50,9 +50,9 @@ def _late_faults(late: Sequence[LateWrite], group: KVGroup, num_slabs: int | Non
         elif (seen := group.first_visible(end)) < one.table.first * group.page_tokens:
             yield f"{where}: pages begin at {one.table.first * group.page_tokens}, the next token sees position {seen}"
         else:
-            for position, place in zip(*(column.tolist() for column in one.places(group.page_tokens)), strict=True):
-                if place < 0 or (num_slabs is not None and place >= num_slabs * group.page_tokens):
-                    yield f"{where}: position {position} in page {place // group.page_tokens}, expected 0 to {limit}"
+            for _, position, _, page in one.pieces(group.page_tokens):
+                if page < 0 or (num_slabs is not None and page >= num_slabs):
+                    yield f"{where}: position {position} in page {page}, expected 0 to {limit}"
 
 
 def _faults(plan: StepPlan, layout: CacheLayout, num_slots: int, room: int, num_slabs: int | None) -> Iterator[str]:
@@ -126,7 +126,7 @@ def _dump(plan: StepPlan, layout: CacheLayout, fault: str) -> Path:
         ],
         "entries": [{"slot": entry.slot, "num_tokens": len(entry.token_ids)} for entry in plan.entries],
         "copies": plan.copies,
-        "rows": [asdict(row) for row in plan.rows],
+        "rows": [row._asdict() | {"tables": [asdict(table) for table in row.tables]} for row in plan.rows],
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)

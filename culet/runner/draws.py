@@ -182,10 +182,11 @@ def _is_plain(one: Sampling) -> bool:
 def _stage(settings: Sequence[Sampling], bucket: Bucket, vocab_size: int) -> Staged:
     """Settings of all tokens of a bucket, then biases: what pads them adds nothing, each to another logit."""
     staged = stage_settings([*settings, *[GREEDY] * (bucket.num_tokens - len(settings))])
-    biases = biases_of(settings, vocab_size)
-    biases += [(0, index % vocab_size, 0.0) for index in range(len(biases), MAX_BIASES)]
-    columns = list(zip(*biases, strict=True))
-    staged.add("bias_row", np.array(columns[0], dtype=np.int32))
-    staged.add("bias_token", np.array(columns[1], dtype=np.int32))
-    staged.add("bias", np.array(columns[2], dtype=np.float32))
+    columns = np.zeros(MAX_BIASES, np.int32), np.arange(MAX_BIASES, dtype=np.int32), np.zeros(MAX_BIASES, np.float32)
+    columns[1][:] %= vocab_size
+    if biases := biases_of(settings, vocab_size):
+        for column, values in zip(columns, zip(*biases, strict=True), strict=True):
+            column[: len(biases)] = values
+    for name, column in zip(("bias_row", "bias_token", "bias"), columns, strict=True):
+        staged.add(name, column)
     return staged

@@ -30,7 +30,7 @@ from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup
 from culet.kernels.dispatch import for_device
 from culet.kernels.replay import replayed
-from culet.kernels.staging import Staged
+from culet.kernels.staging import Staged, send_into
 from culet.kernels.steps import PageTables, PlannedRows, TokenPlaces
 from culet.models.gemma4 import Gemma4, Hidden
 from culet.types import PageTable, Row, StepPlan
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 FIRST_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128)
 SIZE_STEP = 32  # from the last of them on
+MAX_PATCHED = 2  # rows whose page tables are sent one by one: for more, all are sent together
 MAX_SHAPES = 4096  # ways in which rows of different numbers of tokens share a step that are kept
 Int32s = NDArray[np.int32]
 
@@ -87,9 +88,9 @@ class TableRows:
     def fits(self, row: Row) -> bool:
         return len(row.tables[self.group.index].pages) <= self.num_columns
 
-    def read(self, rows: Sequence[Row], slot_B: Int32s) -> tuple[Int32s, Int32s]:
-        """pages_BP, as wide as the longest of them, and first_B; columns behind a row's own hold old entries."""
-        index, width, first = self.group.index, 1, []
+    def read(self, rows: Sequence[Row], slot_B: Int32s) -> Int32s:
+        """pages_BP, as wide as the longest of them; columns behind a row's own hold old entries."""
+        index, width = self.group.index, 1
         for row in rows:
             table = row.tables[index]
             count = len(table.pages)
@@ -97,8 +98,7 @@ class TableRows:
                 self._pages_SP[row.slot, :count] = table.pages
                 self._tables[row.slot] = table
             width = max(width, count)
-            first.append(table.first)
-        return self._pages_SP[slot_B, :width], np.array(first, dtype=np.int32) * np.int32(self.group.page_tokens)
+        return self._pages_SP[slot_B, :width]
 
 
 @lru_cache(maxsize=MAX_SHAPES)
@@ -130,8 +130,9 @@ class FixedStep:
     places: TokenPlaces  # what follows from them
     following: Placed  # of padding: in the spare slot
     batch: ForwardBatch
-    last_id: int = -2  # of the step that it was filled for last,
-    rows: Sequence[Row] = ()  # and its rows
+    last_id: int = -2  # of the step that ran in it last,
+    rows: Sequence[Row] = ()  # the rows that it was filled for,
+    num_later: int = 0  # and how many tokens the device has moved them on by since
     graph: torch.cuda.CUDAGraph | None = None
     hidden: Hidden | None = None  # of all tokens; a captured step leaves it always in the same place
 
@@ -220,6 +221,16 @@ class FixedSteps:
         batch = self._filled_batch(plan.rows, step)
         self.model.plan(batch, self.pool, self.backends)
         step.hidden = self._forward(step, batch)
+
+    def repeat(self, plan: StepPlan, bucket: Bucket) -> None:
+        """Launch the step before, which ran in `bucket`, once more, each row a token later."""
+        step = self._steps[bucket]
+        assert plan.step_id == step.last_id + 1, "another step ran in between"
+        if step.graph is None:
+            self.run(plan, bucket)
+            return
+        step.last_id, step.num_later = plan.step_id, step.num_later + 1
+        step.graph.replay()
 
     def left(self, plan: StepPlan, bucket: Bucket) -> tuple[ForwardBatch, Hidden, Placed]:
         """The batch of the last run, what the forward pass left, and where what is drawn from it goes; all without padding.
@@ -332,31 +343,52 @@ class FixedSteps:
         staged = Staged()
         staged.add("begin", _row_begins(bucket, tuple([row.num_new for row in rows])))
         staged.add("rows", facts)
-        tables = [table.read(rows, facts[1, :num_real]) for table in self._rows]
-        for first_B, (_, own_B) in zip(facts[3:], tables, strict=True):
-            first_B[:num_real] = own_B
-        if has_tables:
-            for index, (pages_BP, _) in enumerate(tables):
+        for table in self._rows:
+            firsts = [row.tables[table.group.index].first for row in rows]
+            facts[3 + table.group.index, :num_real] = np.array(firsts, dtype=np.int32) * np.int32(table.group.page_tokens)
+            if has_tables:
+                pages_BP = table.read(rows, facts[1, :num_real])
                 # What an earlier, larger step left in the rows that pad belongs to somebody else.
                 spare_BP = np.full((num_rows, pages_BP.shape[1]), self._spare, dtype=np.int32)
                 spare_BP[:num_real] = pages_BP
-                staged.add(f"pages{index}", spare_BP)
+                staged.add(f"pages{table.group.index}", spare_BP)
         return staged
 
     def _fill(self, plan: StepPlan, step: FixedStep) -> None:
         """Send a step's rows to its bucket, and their page tables, unless the device has them."""
         rows, bucket = plan.rows, step.bucket
         tables = [row.tables for row in rows]
-        last, filled = self._filled
-        is_filled = last is not None and last.num_rows >= bucket.num_rows and last.num_table_rows >= bucket.num_table_rows
-        is_filled = is_filled and len(filled) == len(tables) and all(map(_are_same, filled, tables))
-        if not (is_filled and plan.step_id == step.last_id + 1 and _go_on(rows, step.rows)):
-            staged = self._stage(rows, bucket, has_tables=not is_filled)
+        changed = self._changed(bucket, tables)
+        if changed or changed is None or plan.step_id != step.last_id + 1 or not _go_on(rows, step.rows, step.num_later):
+            staged = self._stage(rows, bucket, has_tables=changed is None)
             staged.send_into(step.buffer)
-            if not is_filled:
+            if changed is None:
                 self._filled = bucket, tables
                 self._spread_tables(staged.unpack(step.buffer), bucket, len(rows))
-        step.last_id, step.rows = plan.step_id, rows
+            else:
+                for row in changed:
+                    self._patch_tables(row, tables[row])
+        step.last_id, step.rows, step.num_later = plan.step_id, rows, 0
+
+    def _changed(self, bucket: Bucket, tables: Sequence[tuple[PageTable, ...]]) -> list[int] | None:
+        """Rows whose page tables are others than the device has; None: all must be sent, or as good as all."""
+        last, filled = self._filled
+        if last is None or last.num_rows < bucket.num_rows or last.num_table_rows < bucket.num_table_rows:
+            return None
+        if len(filled) != len(tables):
+            return None
+        changed = [row for row, (old, new) in enumerate(zip(filled, tables, strict=True)) if not _are_same(old, new)]
+        return changed if len(changed) <= MAX_PATCHED else None
+
+    def _patch_tables(self, row: int, tables: tuple[PageTable, ...]) -> None:
+        """Send what is new in one row's page tables."""
+        _, filled = self._filled
+        for into, old, new in zip(self.tables, filled[row], tables, strict=True):
+            # Most have one more page than before.
+            count = len(old.pages) if old.first == new.first and old.pages == new.pages[: len(old.pages)] else 0
+            if old is not new and count < len(new.pages):
+                send_into(into[row, count : len(new.pages)], new.pages[count:])
+        filled[row] = tables
 
     def _filled_batch(self, rows: Sequence[Row], step: FixedStep) -> ForwardBatch:
         """The rows that a step was filled with, and the padding ones that are not empty."""
@@ -377,15 +409,18 @@ class FixedSteps:
                 table[num_rows : bucket.num_rows].fill_(self._spare)
 
 
-def _go_on(rows: Sequence[Row], before: Sequence[Row]) -> bool:
-    """Whether `rows` of the step after that of `before` begin where the device has moved those to, which it did by itself."""
+def _go_on(rows: Sequence[Row], before: Sequence[Row], num_later: int) -> bool:
+    """Whether `rows` begin where the device has moved those of the step before to, which it did by itself.
+
+    The step before had the rows `before`, `num_later` tokens later.
+    """
     if not rows or len(rows) != len(before):
         return False
     for row, last in zip(rows, before, strict=True):
         if row.slot != last.slot or row.num_new != last.num_new or (row.num_open > 0) != (last.num_open > 0):
             return False
         # By what `before` knew; what its own open drafts came to is known by now.
-        if not 0 < row.start - last.start <= 1 + last.num_open:
+        if not 0 < row.start - last.start - num_later <= 1 + last.num_open:
             return False
     return True
 

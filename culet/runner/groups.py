@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from culet.types import Row
 
@@ -68,4 +68,4 @@ def draws_follow_rows(rows: Sequence[Row], groups: Sequence[DrawGroup]) -> bool:
 def moved(row: Row, count: int) -> Row:
     """An open row that begins `count` tokens later."""
     assert 0 <= count <= row.num_open, f"slot {row.slot}: {count} drafts accepted of {row.num_open}"
-    return replace(row, start=row.start + count, store_from=tuple(first + count for first in row.store_from), num_open=0)
+    return row.later(count)._replace(num_open=0)

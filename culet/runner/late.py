@@ -17,7 +17,7 @@ Shapes: M tokens to write · T new tokens of a step · S slots and a spare one �
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -59,15 +59,15 @@ class LateWrite:
     count: int
     table: PageTable  # of the drafter's group, as the newest row of the slot has it
 
-    def places(self, page_tokens: int) -> tuple[Ints, Ints]:
-        """Positions of the tokens whose pages are there, and their places in the group's memory.
-
-        What has left the window needs no KV.
-        """
-        position_M = np.arange(max(self.first, self.table.first * page_tokens), self.first + self.count)
-        pages = np.array(self.table.pages, dtype=np.int64)
-        page_M = pages[position_M // page_tokens - self.table.first]
-        return position_M, page_M * page_tokens + position_M % page_tokens
+    def pieces(self, page_tokens: int) -> Iterator[tuple[int, int, int, int]]:
+        """Its tokens as (slot, first position, count, page), one for each page; what has left the window needs no KV."""
+        table, end = self.table, self.first + self.count
+        begin = max(self.first, table.first * page_tokens)
+        while begin < end:
+            number = begin // page_tokens
+            count = min(end, (number + 1) * page_tokens) - begin
+            yield self.slot, begin, count, table.pages[number - table.first]
+            begin += count
 
 
 class Ledger:
@@ -198,7 +198,7 @@ class Features:
 
     def write(self, late: Sequence[LateWrite]) -> None:
         """Write the KV of tokens whose features were kept. Nothing here waits for the device."""
-        places_3M = np.concatenate([self._places(one) for one in late], axis=1)
+        places_3M = self._places(late)
         most = self._most
         for part in (places_3M[:, begin : begin + most] for begin in range(0, places_3M.shape[1], most)):
             count = part.shape[1]
@@ -213,10 +213,15 @@ class Features:
             else:
                 taken.graph.replay()
 
-    def _places(self, one: LateWrite) -> Ints:
+    def _places(self, late: Sequence[LateWrite]) -> Ints:
         """[3, M]: places among all rings, positions, places in the group's memory."""
-        position_M, place_M = one.places(self.group.page_tokens)
-        return np.stack((one.slot * self.room + position_M % self.room, position_M, place_M))
+        size = self.group.page_tokens
+        pieces = [piece for one in late for piece in one.pieces(size)]
+        slot_M, first_M, count_M, page_M = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
+        before_M = np.cumsum(count_M) - count_M
+        slot_M, page_M, base_M = np.repeat(np.stack((slot_M, page_M, first_M - before_M)), count_M, axis=1)
+        position_M = base_M + np.arange(base_M.shape[0])
+        return np.stack((slot_M * self.room + position_M % self.room, position_M, page_M * size + position_M % size))
 
     def _run(self, taken: _Write) -> None:
         """What is captured: it only launches."""

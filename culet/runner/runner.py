@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -142,14 +142,16 @@ class Runner:
 
         Nothing here waits for the device, unless it alone knows where a row begins and no graph serves the step.
         """
+        if plan.num_later:
+            if self._last is not None and plan.first_rows is self._last.rows:
+                return self._repeat(plan, self._last)
+            plan = plan.with_rows(plan.rows)
         # Most steps are like the last one, but for where their rows begin.
         last = self._last if self._last is not None and not plan.entries and is_repeated(plan.rows, self._last.rows) else None
         bucket = last.bucket if last is not None else None if self.fixed is None else self.fixed.find(plan.rows)
         if last is None and any(row.num_open for row in plan.rows) and not self._serves_open(plan, bucket):
             plan = self._close(plan)
-        if env.CHECK_PAGES.is_set():
-            num_slots, room = self.tokens_SL.shape[0] - 1, self.tokens_SL.shape[1]
-            check_step(plan, self.pool.layout, num_slots=num_slots, room=room, num_slabs=self.pool.num_slabs)
+        self._check(plan)
         ledger = None if self.features is None else self.features.ledger
         if ledger is not None and last is not None and ledger.goes_on():
             ledger = None  # nothing of the drafter's own KV is to be written before this step or behind it
@@ -195,6 +197,28 @@ class Runner:
         is_verify = accepted_G is not None
         return Pending(plan.step_id, groups, copy, is_verify, scored, prompts, num_proposed, watched, proposals)
 
+    def _repeat(self, plan: StepPlan, last: _Last) -> Pending:
+        """Launch the step before once more, each row a token later: nothing but the drafter's own KV needs a look."""
+        self._check(plan)
+        ledger = None if self.features is None or self.features.ledger.goes_on() else self.features.ledger
+        if ledger is not None:
+            self._write_late(plan, ledger.left(plan))
+        assert self.fixed is not None
+        assert self.draws is not None
+        self.fixed.repeat(plan, last.bucket)
+        settled = self.draws.run(last.bucket, last.settings)
+        assert settled is not None, "no graph serves what one has served before"
+        copy = settled.copy.send()
+        if ledger is not None:
+            self._write_late(plan, ledger.due(plan.rows))
+        return Pending(plan.step_id, last.groups, copy, True, [], {}, (0,) * len(last.groups))
+
+    def _check(self, plan: StepPlan) -> None:
+        """Look at every page index of a step, if that is asked for."""
+        if env.CHECK_PAGES.is_set():
+            num_slots, room = self.tokens_SL.shape[0] - 1, self.tokens_SL.shape[1]
+            check_step(plan, self.pool.layout, num_slots=num_slots, room=room, num_slabs=self.pool.num_slabs)
+
     def _serves_open(self, plan: StepPlan, bucket: Bucket | None) -> bool:
         """Whether graphs serve all of a step, so that nothing in it needs to be known here."""
         if self.fixed is None or self.draws is None or bucket is None or self.fixed.step_of(bucket).graph is None:
@@ -206,7 +230,7 @@ class Runner:
     def _close(self, plan: StepPlan) -> StepPlan:
         """The same step with rows that begin where the device says. Waits for the steps before it."""
         accepted = self.accepted_S.tolist()
-        return replace(plan, rows=tuple(moved(row, accepted[row.slot]) if row.num_open else row for row in plan.rows))
+        return plan.with_rows(moved(row, accepted[row.slot]) if row.num_open else row for row in plan.rows)
 
     def _forward(self, plan: StepPlan, groups: Sequence[DrawGroup], bucket: Bucket | None) -> _Forward:
         """Fill and forward: in a fixed shape where there is one for these rows, else in the step's own."""
@@ -406,9 +430,14 @@ class Pending:
     def result(self) -> StepResult:
         """Wait for this step and tell what it drew."""
         values = iter(self.copy.lists())
-        tokens = [int(token) for token in next(values, [])]
-        # Rows that pad a step of fixed shape are behind the groups'.
-        accepted = [int(count) for count in next(values)][: len(self.groups)] if self.has_drafts else [0] * len(self.groups)
+        tokens, accepted = next(values, []), next(values) if self.has_drafts else [0] * len(self.groups)
+        if not self.scored and not self.prompts and self.watched is None:
+            # Most steps are such. Rows that pad a step of fixed shape are behind the groups'.
+            each = zip(self.groups, accepted, self.num_proposed, strict=False)
+            drawn = [Drawn(one.slot, tuple(tokens[one.first : one.first + kept + 1]), (), count) for one, kept, count in each]
+            return StepResult(self.step_id, tuple(drawn))
+        # Beside log-probabilities whole numbers come as floats.
+        tokens, accepted = list(map(int, tokens)), list(map(int, accepted[: len(self.groups)]))
 
         def mappings(part: _Scored, chosen: Sequence[int]) -> Iterator[Logprobs]:
             return as_mappings(chosen, next(values), next(values), next(values), part.counts)

@@ -11,6 +11,7 @@ steps without are.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -150,6 +151,12 @@ class Lengths(Protocol):
     def wanted(self, pace: Pace, num_seqs: int) -> int:
         """Drafts for the next step of a sequence among `num_seqs` that run."""
 
+    def num_resting(self, paces: Sequence[Pace]) -> int:
+        """Steps for which none of all sequences that run will want drafts, if nothing is verified meanwhile; 0: ask each."""
+
+    def rest(self) -> None:
+        """One of these steps has been planned."""
+
     def note(self, pace: Pace, num_drafts: int, num_accepted: int) -> None:
         """A verify of one sequence has come back."""
 
@@ -285,6 +292,18 @@ class DraftPolicy:
             self._drafted, self._look_left = 0.0, IN_A_ROW - share
             return 0
         return count
+
+    def num_resting(self, paces: Sequence[Pace]) -> int:
+        """Steps for which none of all sequences that run will want drafts, if nothing is verified meanwhile; 0: ask each."""
+        key = self._num_learnt, len(paces)
+        if any(pace.rests_at != key for pace in paces):
+            return 0
+        return max(0, math.ceil(self._sure_until - self._rested) - 1)
+
+    def rest(self) -> None:
+        """One of these steps has been planned."""
+        self._rested += 1.0
+        self._stayed += 1.0
 
     def _is_rested(self, num_seqs: int) -> bool:
         """Whether it is time for a trial."""

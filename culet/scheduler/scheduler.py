@@ -11,7 +11,6 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from culet.cache.prefix import Match, PageKeys
 from culet.cache.spec import CacheLayout
@@ -20,7 +19,7 @@ from culet.errors import BadRequest, QueueFull
 from culet.scheduler.admission import check_fits, reserved_pages
 from culet.scheduler.budget import Grant, share_budget
 from culet.scheduler.pace import Lengths
-from culet.scheduler.rows import PlannedRow, commit_row, decode_shape, fits_open, go_on, largest_row
+from culet.scheduler.rows import PlannedRow, Stretch, commit_row, decode_shape, fits_open, go_on, largest_row
 from culet.scheduler.sequence import Sequence
 from culet.scheduler.stats import Counters, SchedulerStats
 from culet.scheduler.supply import PageSupply
@@ -54,6 +53,7 @@ class Scheduler:
         self.policy = policy
         self.plans_open = plans_open
         self.budget = config.max_num_batched_tokens
+        self._most_fresh = sum(1 + group.pages_for(group.ahead) for group in layout.groups)  # pages that one token may need
         self.supply = PageSupply(layout, num_slabs, prefix_caching=prefix_caching)
         self.counters = Counters()
         self._clock = clock
@@ -69,6 +69,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._next_step_id = 0
         self._in_flight: deque[tuple[int, list[PlannedRow], tuple[int, int] | None]] = deque()  # with `decode_shape`
+        self._stretch: Stretch | None = None  # how the last plan can be repeated, if nobody comes or goes
         self._deltas: list[TokenDelta] = []
         self._timed: tuple[tuple[int, int] | None, float] = (None, 0.0)  # sequences and drafts of the last step, and its end
 
@@ -156,13 +157,16 @@ class Scheduler:
         """The next step, or None: nothing to do, or nothing before the result in flight is applied."""
         assert len(self._in_flight) <= 1, "two plans wait for their results already"
         self._expire()
+        if self._stretch is not None and self._stretch.num_left > 0 and self._is_full:
+            return self._go_on(self._stretch)
+        self._stretch = None
         is_open = bool(self._in_flight) and any(one.awaits_drafts and one.draws_in_flight for one in self._running)
         # A batch of which a part runs ahead would run in two halves from then on: all do, or none.
         if is_open and not (self.plans_open and self._can_all_go_on()):
             return None
         entries: list[Entry] = []
-        if self._is_full and self._running and all(one.is_calm for one in self._running):
-            planned, copies = [go_on(one, self._num_wanted(one)) for one in self._running], self.supply.drain_copies()
+        if all_go_on := self._all_go_on():
+            planned, copies = [self._plan_token(one) for one in self._running], self.supply.drain_copies()
             shape: tuple[int, int] | None = (len(planned), 0)
         else:
             ready = [one for one in self._running if is_open or one.is_ready]
@@ -176,11 +180,40 @@ class Scheduler:
             shape = decode_shape(planned)
         if not planned:
             return None
+        rows = tuple([plan.row for plan in planned])
+        if all_go_on:
+            self._stretch = Stretch.after(planned, rows, self.policy)
+        return StepPlan(self._count_step(planned, shape), tuple(entries), copies, rows)
+
+    def _count_step(self, planned: list[PlannedRow], shape: tuple[int, int] | None) -> int:
+        """A step is on its way; its number."""
         step_id = self._next_step_id
         self._next_step_id += 1
         self.counters.steps += 1
         self._in_flight.append((step_id, planned, shape))
-        return StepPlan(step_id, tuple(entries), copies, tuple(plan.row for plan in planned))
+        return step_id
+
+    def _go_on(self, stretch: Stretch) -> StepPlan:
+        """The next step of a stretch."""
+        stretch.go_on()
+        if self.policy is not None:
+            self.policy.rest()
+        step_id = self._count_step(stretch.planned, (len(stretch.planned), 0))
+        return StepPlan(step_id, (), (), stretch.rows, stretch.num_taken)
+
+    def _all_go_on(self) -> bool:
+        """Whether the next step is one token for each sequence, and there are pages for all who need any."""
+        if not (self._is_full and self._running and all(one.goes_on for one in self._running)):
+            return False
+        num_restless = sum(not one.is_calm for one in self._running)
+        return not num_restless or num_restless * self._most_fresh <= self.supply.available
+
+    def _plan_token(self, one: Sequence) -> PlannedRow:
+        """The row of a sequence that goes on."""
+        if one.is_calm:
+            return go_on(one, self._num_wanted(one))
+        (plan,) = self._plan_row(Grant(one, 1), may_preempt=False)
+        return plan
 
     @property
     def _is_full(self) -> bool:
@@ -243,6 +276,7 @@ class Scheduler:
     def _leave(self, one: Sequence) -> None:
         """Out of the running ones, or of those that wait if its admission failed: slot and pages are free."""
         assert one.slot is not None
+        self._stretch = None
         (self._running if one in self._running else self._waiting).remove(one)
         heapq.heappush(self._free_slots, one.slot)
         one.slot = None
@@ -280,7 +314,7 @@ class Scheduler:
         if match.checkpoint is not None and not one.resume_from(match.checkpoint, match.resume, self.supply):
             return []
         one.prefill_end = len(one.tokens)
-        one.resume_points = self._resume_points(one, match)
+        one.resume_points = one.points_beyond(match) if self.supply.prefix is not None else ()
         rows: list[PlannedRow] = []
         if not self._running or reserved + reserved_pages(one, self.budget) <= self.supply.available:
             one.slot = heapq.heappop(self._free_slots)
@@ -313,16 +347,6 @@ class Scheduler:
                 prefix.touch_at(one.tokens, length, one.keys)
         return match
 
-    def _resume_points(self, one: Sequence, match: Match) -> tuple[int, ...]:
-        """Lengths beyond the match that are worth a checkpoint: those that the request names, and a junction.
-
-        What others have computed beyond the match shows where prompts part ways: the next one will hit there.
-        """
-        if self.supply.prefix is None:
-            return ()
-        points = {*one.request.resume_points, match.known}
-        return tuple(sorted(point for point in points if match.resume < point < len(one.tokens)))
-
     def _count_prefix(self, one: Sequence, match: Match) -> None:
         if self.supply.prefix is None:
             return
@@ -350,7 +374,7 @@ class Scheduler:
             else:
                 insort(self._waiting, sibling, key=lambda each: each.order)
         plan.drawers += forked
-        plan.row = replace(plan.row, draw_slots=tuple(each.slot for each in plan.drawers if each.slot is not None))
+        plan.row = plan.row._replace(draw_slots=tuple(each.slot for each in plan.drawers if each.slot is not None))
         self.counters.forks += len(forked)
         return [sibling.entry() for sibling in forked]
 
@@ -380,17 +404,18 @@ class Scheduler:
             self._time(shape)
         drawn = iter(result.drawn)
         for plan in planned:
-            for one in plan.members:
+            row, members = plan.row, plan.members
+            for one in members:
                 one.rows_in_flight -= 1
-            scores = result.prompt_logprobs[plan.row.slot] if plan.row.is_prompt_logprobs else ()
+            scores = result.prompt_logprobs[row.slot] if row.is_prompt_logprobs else ()
             if scores and not plan.drawers and plan.owner.finish_reason is None:
                 self._deltas.append(plan.owner.tell(scores=scores))
-            for one, slot in zip(plan.drawers, plan.row.draw_slots, strict=True):
+            for one, slot in zip(plan.drawers, row.draw_slots, strict=True):
                 draw = next(drawn)
                 assert draw.slot == slot, f"got a draw of slot {draw.slot}, expected one of {slot}"
-                self._accept(one, plan.row, draw, scores if one is plan.owner else ())
-            for one in plan.members:
-                if one.is_running and not one.rows_in_flight:
+                self._accept(one, row, draw, scores if one is plan.owner else ())
+            for one in members:
+                if not one.rows_in_flight and one.is_running:
                     one.release_behind(self.supply)
         assert next(drawn, None) is None, "more draws than the plan asked for"
 
@@ -403,7 +428,8 @@ class Scheduler:
 
     def _accept(self, one: Sequence, row: Row, drawn: Drawn, scores: tuple[Logprobs, ...]) -> None:
         """Append what was drawn, up to a stop; the KV of drafts that were not accepted is forgotten."""
-        num_drafts, num_drawn = row.num_drafts, len(drawn.token_ids)
+        num_drafts, token_ids = row.num_drafts, drawn.token_ids
+        num_drawn = len(token_ids)
         assert 1 <= num_drawn <= num_drafts + 1, f"{num_drawn} tokens drawn from {num_drafts} drafts"
         assert drawn.num_proposed <= self.max_drafts, f"{drawn.num_proposed} drafts proposed, declared were {self.max_drafts}"
         one.draws_in_flight -= 1
@@ -423,25 +449,16 @@ class Scheduler:
             one.num_computed += num_drawn - 1
             if not one.rows_in_flight:  # else it has been planned with these proposals, and with pages for all it may accept
                 one.num_proposed = drawn.num_proposed
-                if num_drafts or self.plans_open:  # an open row before this one may have left some, too
-                    one.release_beyond(self.supply)
-        reason = None
-        accepted: list[int] = []
-        for token_id in drawn.token_ids:
-            accepted.append(token_id)
-            one.tokens.append(token_id)
-            if token_id in one.request.stop_token_ids:
-                reason = FinishReason.STOP
-            elif one.num_output >= one.request.max_tokens:
-                reason = FinishReason.LENGTH
-            if reason is not None:
-                break
-        self.counters.dropped_tokens += num_drawn - len(accepted)
+                # An open row before this one may have left some, too.
+                if (num_drafts or self.plans_open) and one.release_beyond(self.supply):
+                    self._stretch = None
+        count, reason = one.append(token_ids)
         if reason is not None:
+            self.counters.dropped_tokens += num_drawn - count
             self._finish(one, reason)
-        num_kept = min(num_drawn - 1, len(accepted))
+        num_kept = min(num_drawn - 1, count)
         drafts = num_kept, num_drafts - num_kept
-        self._deltas.append(one.tell(tuple(accepted), drawn.logprobs[: len(accepted)], scores, drafts=drafts))
+        self._deltas.append(one.tell(token_ids[:count], drawn.logprobs[:count], scores, drafts=drafts))
 
     def _finish(self, one: Sequence, reason: FinishReason) -> None:
         """End `one`, wherever it is. What it has computed stays as a checkpoint for the next turn."""

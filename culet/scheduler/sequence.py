@@ -8,7 +8,7 @@ result is there. If the sequence is planned again before, its pages reach as far
 
 from __future__ import annotations
 
-from culet.cache.prefix import Checkpoint, PageKeys
+from culet.cache.prefix import Checkpoint, Match, PageKeys
 from culet.cache.spec import CacheLayout, KVGroup
 from culet.scheduler.pace import Pace
 from culet.scheduler.supply import PageSupply
@@ -210,11 +210,14 @@ class Sequence:
         return not self.draws_in_flight or (not self.awaits_drafts and self.num_left > 0 and self.request.grammar is None)
 
     @property
+    def goes_on(self) -> bool:
+        """Whether its next row is one token, drawn already or in flight, and can be planned now."""
+        return self.prefill_end <= self.num_computed and not self.num_proposed and self.num_uncomputed == 1 and self.is_ready
+
+    @property
     def is_calm(self) -> bool:
-        """Whether its next row is one token in the pages it has, and can be planned now."""
-        if not self.prefill_end <= self.num_computed < self.calm_until or self.num_proposed or self.num_uncomputed != 1:
-            return False
-        return self.is_ready
+        """Whether one token more finds room in the pages it has, and leaves none that nobody sees any more."""
+        return self.num_computed < self.calm_until
 
     @property
     def is_plain(self) -> bool:
@@ -226,10 +229,29 @@ class Sequence:
         """Drafts worth verifying: not beyond the last token it may draw."""
         return min(self.num_proposed, self.num_left - 1)
 
+    def points_beyond(self, match: Match) -> tuple[int, ...]:
+        """Lengths beyond the match that are worth a checkpoint: those that the request names, and a junction.
+
+        What others have computed beyond the match shows where prompts part ways: the next one will hit there.
+        """
+        points = {*self.request.resume_points, match.known}
+        return tuple(sorted(point for point in points if match.resume < point < len(self.tokens)))
+
     def entry(self) -> Entry:
         """What the runner must know when it takes its slot."""
         assert self.slot is not None
         return Entry(self.slot, tuple(self.tokens), self.prompt_len, self.sampling, self.request.grammar)
+
+    def append(self, token_ids: tuple[int, ...]) -> tuple[int, FinishReason | None]:
+        """Take what was drawn, up to a stop: how many tokens that are, and why it ends with them, if it does."""
+        request, tokens = self.request, self.tokens
+        for count, token_id in enumerate(token_ids, 1):
+            tokens.append(token_id)
+            if token_id in request.stop_token_ids:
+                return count, FinishReason.STOP
+            if len(tokens) - self.prompt_len >= request.max_tokens:
+                return count, FinishReason.LENGTH
+        return len(token_ids), None
 
     def tell(
         self,
@@ -242,19 +264,19 @@ class Sequence:
         """What happened to it, for its caller; `drafts` are those that were accepted and rejected with the tokens."""
         is_stopped = self.finish_reason is FinishReason.STOP and token_ids and token_ids[-1] in self.request.stop_token_ids
         is_first, self.is_announced = not self.is_announced, True
+        # By position: it is made for every token.
         return TokenDelta(
-            request_id=self.request.request_id,
-            sample=self.sample,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=scores,
-            finish_reason=self.finish_reason,
-            num_cached_tokens=self.num_cached if is_first else 0,
-            stop_token_id=token_ids[-1] if is_stopped else None,
-            error=error,
-            queue_s=self.queue_s if is_first else 0.0,
-            num_accepted_drafts=drafts[0],
-            num_rejected_drafts=drafts[1],
+            self.request.request_id,
+            self.sample,
+            token_ids,
+            logprobs,
+            scores,
+            self.finish_reason,
+            self.num_cached if is_first else 0,
+            token_ids[-1] if is_stopped else None,
+            error,
+            self.queue_s if is_first else 0.0,
+            *drafts,
         )
 
     def raw_tables(self) -> tuple[PageTable, ...]:
@@ -263,17 +285,21 @@ class Sequence:
 
     def release_behind(self, supply: PageSupply) -> None:
         """Give back the pages that no query from `num_computed` on sees."""
+        if self.is_calm:
+            return
         for pages in self.groups:
             if behind := pages.cut_behind(self.num_computed):
                 supply.give_back(behind)
                 self.calm_until = 0
 
-    def release_beyond(self, supply: PageSupply) -> None:
-        """Give back the pages that hold only rejected tokens."""
+    def release_beyond(self, supply: PageSupply) -> bool:
+        """Give back the pages that hold only rejected tokens; whether there were any."""
+        has_given = False
         for pages in self.groups:
             if beyond := pages.cut_beyond(self.num_computed):
                 supply.give_back(beyond)
-                self.calm_until = 0
+                self.calm_until, has_given = 0, True
+        return has_given
 
     def release_all(self, supply: PageSupply) -> None:
         """Give back every page and start from nothing."""

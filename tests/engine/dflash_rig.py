@@ -72,6 +72,13 @@ class Pauses:
         self.num_asked += 1
         return 3 if self.num_asked % (self.drafting + self.pause) < self.drafting else 0
 
+    def num_resting(self, paces: list[Pace]) -> int:
+        asked, cycle = self.num_asked % (self.drafting + self.pause), self.drafting + self.pause
+        return (cycle - 1 - asked) // len(paces) if asked >= self.drafting else 0
+
+    def rest(self) -> None:
+        self.num_asked += 1  # of the batch; how many it has does not matter here
+
     def note(self, pace: Pace, num_drafts: int, num_accepted: int) -> None:
         pass
 

@@ -11,7 +11,7 @@ wanted.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from culet.cache.spec import CacheLayout, KVGroup
 from culet.runner.late import LateWrite, Ledger, keeps
@@ -93,7 +93,7 @@ class FakeRunner:
         for entry in plan.entries:
             self.slots[entry.slot] = Slot(entry, list(entry.token_ids))
         self._copy(plan.copies)
-        plan = replace(plan, rows=tuple(self._close(row) for row in plan.rows))
+        plan = plan.with_rows(self._close(row) for row in plan.rows)
         self.rows = list(plan.rows)
         written: dict[Key, int] = {}
         for row in plan.rows:
@@ -117,6 +117,7 @@ class FakeRunner:
         assert plan.rows
         assert plan.num_tokens <= self.budget
         self.counts["tokens"] += plan.num_tokens
+        self.counts["repeated"] += plan.num_later > 0
         self.counts["mixed"] += any(row.num_logits for row in plan.rows) and not all(row.num_logits for row in plan.rows)
         for slots in ([row.slot for row in plan.rows], [entry.slot for entry in plan.entries]):
             assert len(set(slots)) == len(slots)
@@ -133,7 +134,7 @@ class FakeRunner:
         self.counts["open"] += 1
         self.counts["moved on"] += slot.num_accepted
         store_from = tuple(first + slot.num_accepted for first in row.store_from)
-        return replace(row, start=row.start + slot.num_accepted, store_from=store_from, num_open=0)
+        return row._replace(start=row.start + slot.num_accepted, store_from=store_from, num_open=0)
 
     def _copy(self, copies: tuple[tuple[int, int], ...]) -> None:
         sources, targets = [source for source, _ in copies], [target for _, target in copies]
@@ -194,8 +195,9 @@ class FakeRunner:
         size = self.layout.groups[ledger.group].page_tokens
         for one in late:
             assert 0 < one.count <= ROOM
-            for position, place in zip(*(column.tolist() for column in one.places(size)), strict=True):
-                self._put((place // size, ledger.group, place % size), self.rings[ledger.group, one.slot, position % ROOM])
+            for _, first, count, page in one.pieces(size):
+                for position in range(first, first + count):
+                    self._put((page, ledger.group, position % size), self.rings[ledger.group, one.slot, position % ROOM])
             self.counts[f"late tokens, {why}"] += one.count
 
     def _read_context(self, row: Row) -> None:

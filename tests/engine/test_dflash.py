@@ -235,9 +235,9 @@ def test_the_debug_switch_knows_the_pages_ahead(pair, monkeypatch, tmp_path):
     (row,) = plan.rows
     table = row.tables[group.index]
     assert len(table.pages) == 2
-    short = replace(row, tables=(*row.tables[:-1], replace(table, pages=table.pages[:1])))
+    short = row._replace(tables=(*row.tables[:-1], replace(table, pages=table.pages[:1])))
     with pytest.raises(InternalError, match=r"group dflash .* drafted position"):
-        rig.runner.execute(replace(plan, rows=(short,)))
+        rig.runner.execute(plan.with_rows([short]))
     rig.runner.execute(plan)
 
 

@@ -5,6 +5,7 @@ The same code that a GPU captures as graphs runs here without a capture.
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from test_runner import GEMMA, GREEDY, MAX_LEN, SETTINGS, ListDrafter, Rig, mode
 from culet.cache.pool import Pool
 from culet.runner.graphs import Bucket, FixedSteps, bucket_sizes, table_columns
 from culet.runner.runner import Runner
-from culet.types import PageTable, Row
+from culet.types import PageTable, Row, StepPlan
 
 __all__ = ["model", "one_model"]  # fixtures
 
@@ -63,7 +64,7 @@ def fixed_steps(model, max_num_seqs=16, query_counts=(1,)) -> FixedSteps:
 
 def row(slot=0, start=40, num_new=1, num_logits=1, num_pages=3, **changes) -> Row:
     tables = (PageTable(0, (0,) * num_pages),) * 2
-    return replace(Row(slot, start, num_new, num_logits, tables, (start, start), draw_slots=(slot,)), **changes)
+    return Row(slot, start, num_new, num_logits, tables, (start, start), draw_slots=(slot,))._replace(**changes)
 
 
 def test_which_bucket(one_model):
@@ -142,3 +143,40 @@ def test_a_pool_without_spare_page_is_our_fault(one_model):
     rig = Rig(one_model)
     with pytest.raises(AssertionError, match="spare page"):
         rig.runner.use_fixed_steps()
+
+
+def test_page_tables_are_sent_as_they_change(one_model, monkeypatch) -> None:
+    """A page more, a page behind the window less, other pages, several rows at once: the device has what the plan says."""
+    fixed, chance = fixed_steps(one_model), random.Random(0)
+    sent = {"all": 0, "one": 0}
+    spread, patch = fixed._spread_tables, fixed._patch_tables
+    monkeypatch.setattr(fixed, "_spread_tables", lambda *given: (sent.update(all=sent["all"] + 1), spread(*given)))
+    monkeypatch.setattr(fixed, "_patch_tables", lambda *given: (sent.update(one=sent["one"] + 1), patch(*given)))
+    widths = [table.shape[1] for table in fixed.tables]
+    fresh = iter(range(10**6))
+    rows = [row(slot, 3 + slot, tables=tuple(PageTable(0, (next(fresh),)) for _ in widths)) for slot in range(3)]
+    for step_id in range(300):
+        for index in chance.sample(range(3), chance.choice((0, 0, 1, 1, 2, 3))):
+            tables = list(rows[index].tables)
+            group = chance.randrange(len(tables))
+            old, kind = tables[group], chance.random()
+            if kind < 0.6 and len(old.pages) < widths[group]:
+                tables[group] = PageTable(old.first, (*old.pages, next(fresh)))
+            elif kind < 0.9 and len(old.pages) > 1:
+                tables[group] = PageTable(old.first + 1, old.pages[1:])
+            else:
+                tables[group] = PageTable(old.first, tuple(next(fresh) for _ in old.pages))
+            rows[index] = rows[index]._replace(tables=tuple(tables))
+        rows = [one._replace(start=one.start + 1) for one in rows]
+        plan = StepPlan(step_id, (), (), tuple(rows))
+        step = fixed.step_of(fixed.find(plan.rows))
+        fixed._fill(plan, step)
+        for group, table in enumerate(fixed.tables):
+            for index, one in enumerate(rows):
+                pages = one.tables[group]
+                assert table[index, : len(pages.pages)].tolist() == list(pages.pages)
+                first = pages.first * fixed.pool.layout.groups[group].page_tokens
+                assert step.batch.groups[group].first_B[index] == first
+            assert (table[3 : step.bucket.num_rows] == fixed.pool.spare_page).all()
+    assert sent["one"] > 50
+    assert sent["all"] > 20

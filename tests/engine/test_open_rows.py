@@ -195,7 +195,7 @@ def test_tokens_stand_where_fill_says(one_model, num_rows: int, num_drafts: int,
     # Not after another step, nor where rows begin elsewhere or are in other pages.
     for changes in ({"step_id": step_id + 1}, {"slot": 7}, {"start": lows[0] + 9}, {"tables": tables[6]}):
         before = len(num_sent)
-        rows = [replace(rows[0], start=lows[0]) if index == 0 else one for index, one in enumerate(rows)]
+        rows = [rows[0]._replace(start=lows[0]) if index == 0 else one for index, one in enumerate(rows)]
         fact = {key: value for key, value in changes.items() if key != "step_id"}
-        placed(fixed, StepPlan(changes.get("step_id", step_id), (), (), (replace(rows[0], **fact), *rows[1:])))
+        placed(fixed, StepPlan(changes.get("step_id", step_id), (), (), (rows[0]._replace(**fact), *rows[1:])))
         assert len(num_sent) == before + 1

@@ -346,7 +346,7 @@ def test_a_bad_page_is_an_error_and_a_file(monkeypatch: pytest.MonkeyPatch, tmp_
     def spoil(plan: Any) -> Any:
         row = plan.rows[0]
         tables = (row.tables[0], PageTable(0, (10**6,) * len(row.tables[1].pages)))
-        return launch(dataclasses.replace(plan, rows=(dataclasses.replace(row, tables=tables), *plan.rows[1:])))
+        return launch(plan.with_rows([row._replace(tables=tables), *plan.rows[1:]]))
 
     with monkeypatch.context() as patch:
         patch.setenv("CULET_CHECK_PAGES", "1")

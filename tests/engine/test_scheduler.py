@@ -408,6 +408,12 @@ class OneDrafts:
         self.first = self.first or pace
         return 2 if pace is self.first else 0
 
+    def num_resting(self, paces: list[Pace]) -> int:
+        return 0
+
+    def rest(self) -> None:
+        raise AssertionError("nobody rests")
+
     def note(self, pace: Pace, num_drafts: int, num_accepted: int) -> None:
         pass
 

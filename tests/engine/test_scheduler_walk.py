@@ -51,6 +51,12 @@ class Moody:
             self.is_drafting = not self.is_drafting
         return self.random.randint(0, self.max_drafts) if self.is_drafting == (self.random.random() < 0.98) else 0
 
+    def num_resting(self, paces: list[Pace]) -> int:
+        return 0 if self.is_drafting else self.random.randint(0, 3)
+
+    def rest(self) -> None:
+        pass
+
     def note(self, pace: Pace, num_drafts: int, num_accepted: int) -> None:
         pass
 
@@ -221,7 +227,7 @@ def test_the_walk_sees_what_is_not_written_late(world: str, monkeypatch: pytest.
     left, due = Ledger.left, Ledger.due
     monkeypatch.setattr(Ledger, "left", lambda self, plan: left(self, plan) and [])
     with pytest.raises(AssertionError, match="drafts from a wrong key"):
-        walk(WORLDS[world], {"pauses": 0, "pauses ahead": 8}[world], 2000)
+        walk(WORLDS[world], {"pauses": 0, "pauses ahead": 7}[world], 2000)
     monkeypatch.setattr(Ledger, "left", left)
     monkeypatch.setattr(Ledger, "due", lambda self, rows: due(self, rows) and [])
     with pytest.raises(AssertionError, match="drafts from a wrong key"):
