@@ -125,6 +125,9 @@ class _Always:
     def wanted(self, pace: Pace, num_seqs: int) -> int:
         return self.num_drafts
 
+    def see(self, paces: Sequence[Pace]) -> None:
+        """It matters not who runs."""
+
     def num_resting(self, paces: Sequence[Pace]) -> int:
         return 0
 

@@ -81,12 +81,8 @@ class TableRows:
 
     def __init__(self, group: KVGroup, num_slots: int, num_columns: int) -> None:
         self.group = group
-        self.num_columns = num_columns
         self._pages_SP = np.zeros((num_slots, num_columns), dtype=np.int32)
         self._tables: list[PageTable | None] = [None] * num_slots
-
-    def fits(self, row: Row) -> bool:
-        return len(row.tables[self.group.index].pages) <= self.num_columns
 
     def read(self, rows: Sequence[Row], slot_B: Int32s) -> Int32s:
         """pages_BP, as wide as the longest of them; columns behind a row's own hold old entries."""
@@ -192,7 +188,9 @@ class FixedSteps:
         most_rows = max(bucket.num_table_rows for bucket in self.buckets)
         # A row may begin behind as many drafts as it has itself.
         columns = [table_columns(group, max_len, 2 * max(query_counts) - 1) for group in groups]
+        self._widths = columns
         self._rows = [TableRows(group, num_slots, count) for group, count in zip(groups, columns, strict=True)]
+        self._page_tokens = [group.page_tokens for group in groups]
         self._page_tables = self._make_tables(most_rows, columns)
         parts = self._page_tables.pages_E.split([_aligned(most_rows * count) for count in columns])
         self.tables = [part[: most_rows * count].view(most_rows, count) for part, count in zip(parts, columns, strict=True)]
@@ -204,10 +202,20 @@ class FixedSteps:
         """The smallest bucket that holds these rows; None where they need a step of their own shape."""
         most = 0
         for row in rows:
-            if row.num_logits != row.num_new or row.is_prompt_logprobs or not all(table.fits(row) for table in self._rows):
+            if row.num_logits != row.num_new or row.is_prompt_logprobs:
                 return None
             most = max(most, row.num_new)
+        if not self.fits(rows):
+            return None
         return next((one for one in self.buckets if one.num_queries >= most and one.num_rows >= len(rows)), None)
+
+    def fits(self, rows: Sequence[Row]) -> bool:
+        """Whether the page tables of rows are no wider than ours."""
+        for row in rows:
+            for table, width in zip(row.tables, self._widths, strict=True):
+                if len(table.pages) > width:
+                    return False
+        return True
 
     def run(self, plan: StepPlan, bucket: Bucket) -> None:
         """Launch a step; `left` tells what it leaves."""
@@ -339,20 +347,23 @@ class FixedSteps:
         num_rows, num_real = bucket.num_table_rows, len(rows)
         facts = np.zeros((3 + len(self._rows), _aligned(num_rows)), dtype=np.int32)  # start, slot, is it open, firsts
         facts[1] = self.tokens_SL.shape[0] - 1  # the spare slot
-        facts[:3, :num_real] = np.array([(row.start, row.slot, row.num_open > 0) for row in rows], np.int32).reshape(-1, 3).T
+        if rows:
+            facts[:, :num_real] = np.array([self._facts(row) for row in rows], dtype=np.int32).T
         staged = Staged()
         staged.add("begin", _row_begins(bucket, tuple([row.num_new for row in rows])))
         staged.add("rows", facts)
-        for table in self._rows:
-            firsts = [row.tables[table.group.index].first for row in rows]
-            facts[3 + table.group.index, :num_real] = np.array(firsts, dtype=np.int32) * np.int32(table.group.page_tokens)
-            if has_tables:
-                pages_BP = table.read(rows, facts[1, :num_real])
-                # What an earlier, larger step left in the rows that pad belongs to somebody else.
-                spare_BP = np.full((num_rows, pages_BP.shape[1]), self._spare, dtype=np.int32)
-                spare_BP[:num_real] = pages_BP
-                staged.add(f"pages{table.group.index}", spare_BP)
+        for table in self._rows if has_tables else ():
+            pages_BP = table.read(rows, facts[1, :num_real])
+            # What an earlier, larger step left in the rows that pad belongs to somebody else.
+            spare_BP = np.full((num_rows, pages_BP.shape[1]), self._spare, dtype=np.int32)
+            spare_BP[:num_real] = pages_BP
+            staged.add(f"pages{table.group.index}", spare_BP)
         return staged
+
+    def _facts(self, row: Row) -> list[int]:
+        """Where it starts, its slot, whether it is open, and the first position of its tables."""
+        firsts = [table.first * size for table, size in zip(row.tables, self._page_tokens, strict=True)]
+        return [row.start, row.slot, row.num_open > 0, *firsts]
 
     def _fill(self, plan: StepPlan, step: FixedStep) -> None:
         """Send a step's rows to its bucket, and their page tables, unless the device has them."""

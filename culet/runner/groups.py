@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from culet.types import Row
 
 
-@dataclass(frozen=True, slots=True)
-class DrawGroup:
+class DrawGroup(NamedTuple):
     """The draws of one slot in a step: one, or after drafts one per draft and one more, at consecutive positions."""
 
     slot: int
@@ -47,13 +46,11 @@ def has_drafts(rows: Sequence[Row]) -> bool:
 
 
 def is_repeated(rows: Sequence[Row], before: Sequence[Row]) -> bool:
-    """Whether steps of fixed shape differ in where their rows begin alone."""
+    """Whether steps of fixed shape differ in where their rows begin, and in the pages they are in, alone."""
     if len(rows) != len(before):
         return False
     for row, last in zip(rows, before, strict=True):
-        if row.slot != last.slot or row.tables is not last.tables:
-            return False
-        if row.num_new != last.num_new or row.num_wanted != last.num_wanted:
+        if row.slot != last.slot or row.num_new != last.num_new or row.num_wanted != last.num_wanted:
             return False
     return True
 

@@ -36,7 +36,7 @@ from culet.kernels.staging import Staged, on_device
 from culet.runner.graphs import Captures
 from culet.types import PageTable, Row, StepPlan
 
-MAX_ROOM = 32  # tokens of a sequence whose features are kept: the more, the seldomer they are written
+MAX_ROOM = 256  # tokens of a sequence whose features are kept: the more, the seldomer they are written
 MIN_ROOM = 4
 MAX_RING_BYTES = 64 << 20  # beyond MIN_ROOM tokens for each slot
 WRITE_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # tokens written at a time: what gets a graph,
@@ -111,8 +111,15 @@ class Ledger:
             return []
         return [self._kept.pop(row.slot) for row in rows if row.slot in self._kept]
 
+    def has_same_tables(self, rows: Sequence[Row], before: Sequence[Row]) -> bool:
+        """Whether the pages of the drafter's own KV are those of the step before."""
+        return all(row.tables[self.group] is last.tables[self.group] for row, last in zip(rows, before, strict=True))
+
     def goes_on(self) -> bool:
-        """Whether a step like the one before, a token further, has nothing to write: then it needs neither of the above."""
+        """Whether a step like the one before, a token further, in the same pages, has nothing to write.
+
+        Then it needs neither of the above.
+        """
         if self._ahead + 1 >= self._least_room:  # no room is left, or the step before wrote
             return False
         self._ahead += 1

@@ -10,10 +10,10 @@ draws · K draws of the longest group · D model · V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from culet.runner.drafting import Drafting, Drawer, draft_lengths
 from culet.runner.fill import fill
 from culet.runner.graphs import Bucket, Captures, FixedSteps, Placed
 from culet.runner.groups import DrawGroup, draw_groups, draws_follow_rows, has_drafts, is_repeated, moved
-from culet.runner.late import Features, LateWrite
+from culet.runner.late import Features, LateWrite, Ledger
 from culet.sampling.logprobs import LogprobTensors, as_mappings, compute_logprobs
 from culet.sampling.sampler import History, sample
 from culet.sampling.verify import Accept, count_accepted, force_accepted
@@ -142,30 +142,27 @@ class Runner:
 
         Nothing here waits for the device, unless it alone knows where a row begins and no graph serves the step.
         """
-        if plan.num_later:
-            if self._last is not None and plan.first_rows is self._last.rows:
-                return self._repeat(plan, self._last)
-            plan = plan.with_rows(plan.rows)
-        # Most steps are like the last one, but for where their rows begin.
-        last = self._last if self._last is not None and not plan.entries and is_repeated(plan.rows, self._last.rows) else None
-        bucket = last.bucket if last is not None else None if self.fixed is None else self.fixed.find(plan.rows)
-        if last is None and any(row.num_open for row in plan.rows) and not self._serves_open(plan, bucket):
+        last = self._last
+        if last is not None and not plan.entries and self._is_like(plan, last):
+            return self._repeat(plan, last)
+        self._last = None
+        plan = plan.with_rows(plan.rows) if plan.num_later else plan
+        bucket = None if self.fixed is None else self.fixed.find(plan.rows)
+        if any(row.num_open for row in plan.rows) and not self._serves_open(plan, bucket):
             plan = self._close(plan)
         self._check(plan)
         ledger = None if self.features is None else self.features.ledger
-        if ledger is not None and last is not None and ledger.goes_on():
-            ledger = None  # nothing of the drafter's own KV is to be written before this step or behind it
         if ledger is not None:
             self._write_late(plan, ledger.left(plan))
         self._enter(plan.entries)
         self.pool.copy_pages(plan.copies)
         if not plan.rows:
             return Pending(plan.step_id, [], HostCopy([]), False, [], {}, ())
-        groups = draw_groups(plan.rows) if last is None else last.groups
-        with self.clock.span("verify") if has_drafts(plan.rows) else nullcontext():
+        groups = draw_groups(plan.rows)
+        with self._verify_span(plan.rows):
             forward = self._forward(plan, groups, bucket)
             masks = None if self._constraints is None else self._constraints.masks(groups)
-            settings = self._settings(groups) if last is None else last.settings
+            settings = self._settings(groups)
             settled = None
             if self.draws is not None and forward.bucket is not None and masks is None:
                 settled = self.draws.run(forward.bucket, settings)
@@ -175,13 +172,9 @@ class Runner:
                 tokens_R, scored = self._draw(groups, hidden.last_LD, placed, masks)
                 accepted_G = self._verify(groups, tokens_R)
                 self._append(groups, tokens_R, placed)
-        self._last = None if settled is None else _Last(plan.rows, settled.bucket, groups, settings)
         if settled is not None:
-            copy = settled.copy.send()
-            if ledger is not None:
-                self._write_late(plan, ledger.due(plan.rows))
-            num_proposed = self._propose(forward, groups, settled.accepted_R, settled)
-            return Pending(plan.step_id, groups, copy, True, [], {}, num_proposed)
+            self._last = _Last(plan.rows, settled.bucket, groups, settings)
+            return self._settle(plan, settled, groups, ledger)
         parts = [*scored, *(part for parts in prompts.values() for part in parts)]
         tensors = [tensor for part in parts for tensor in (part.tensors.chosen_L, part.tensors.top_LK, part.tensors.top_ids_LK)]
         # Before the drafter: the next step is planned while it drafts.
@@ -197,21 +190,49 @@ class Runner:
         is_verify = accepted_G is not None
         return Pending(plan.step_id, groups, copy, is_verify, scored, prompts, num_proposed, watched, proposals)
 
+    def _is_like(self, plan: StepPlan, last: _Last) -> bool:
+        """Whether a step differs from the last one, which was all graphs, in where its rows begin and in their pages alone."""
+        if plan.first_rows is last.rows:
+            return True
+        return self.fixed is not None and is_repeated(plan.first_rows, last.rows) and self.fixed.fits(plan.first_rows)
+
     def _repeat(self, plan: StepPlan, last: _Last) -> Pending:
-        """Launch the step before once more, each row a token later: nothing but the drafter's own KV needs a look."""
-        self._check(plan)
-        ledger = None if self.features is None or self.features.ledger.goes_on() else self.features.ledger
-        if ledger is not None:
-            self._write_late(plan, ledger.left(plan))
+        """Launch a step like the last one: what to launch is known, and by which settings to draw."""
         assert self.fixed is not None
         assert self.draws is not None
-        self.fixed.repeat(plan, last.bucket)
-        settled = self.draws.run(last.bucket, last.settings)
+        self._check(plan)
+        is_same, features = plan.first_rows is last.rows, self.features
+        ledger = None if features is None else features.ledger
+        if ledger is not None and (is_same or ledger.has_same_tables(plan.first_rows, last.rows)) and ledger.goes_on():
+            ledger = None  # nothing of the drafter's own KV is to be written before this step or behind it
+        if ledger is not None:
+            self._write_late(plan, ledger.left(plan))
+        self.pool.copy_pages(plan.copies)
+        with self._verify_span(last.rows):
+            if is_same:
+                self.fixed.repeat(plan, last.bucket)
+            else:
+                self.fixed.run(plan, last.bucket)
+                self._last = _Last(plan.first_rows, last.bucket, last.groups, last.settings)
+            settled = self.draws.run(last.bucket, last.settings)
         assert settled is not None, "no graph serves what one has served before"
+        return self._settle(plan, settled, last.groups, ledger)
+
+    def _settle(self, plan: StepPlan, settled: Settled, groups: Sequence[DrawGroup], ledger: Ledger | None) -> Pending:
+        """What comes behind draws that were a graph: they go to the host, and the drafter's work begins."""
         copy = settled.copy.send()
         if ledger is not None:
             self._write_late(plan, ledger.due(plan.rows))
-        return Pending(plan.step_id, last.groups, copy, True, [], {}, (0,) * len(last.groups))
+        wanted = tuple([group.num_wanted for group in groups])
+        if any(wanted) and self.draws is not None and self.drafting is not None and self.drafting.fixed is not None:
+            with self.clock.span("draft"):
+                # For all rows at once: what was not wanted is not verified, and the next draw is written over it.
+                self.draws.begin_round(settled.bucket)
+                self.drafting.fixed.run_settled(settled.num_rows, max(wanted))
+        return Pending(plan.step_id, groups, copy, True, [], {}, wanted)
+
+    def _verify_span(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
+        return self.clock.span("verify") if has_drafts(rows) else nullcontext()
 
     def _check(self, plan: StepPlan) -> None:
         """Look at every page index of a step, if that is asked for."""
@@ -373,19 +394,12 @@ class Runner:
             check_late(plan, late, self.pool.layout, self.features.group, num_slabs=self.pool.num_slabs)
         self.features.write(late)
 
-    def _propose(
-        self, forward: _Forward, groups: Sequence[DrawGroup], accepted_G: Tensor | None, settled: Settled | None = None
-    ) -> tuple[int, ...]:
+    def _propose(self, forward: _Forward, groups: Sequence[DrawGroup], accepted_G: Tensor | None) -> tuple[int, ...]:
         """Let the drafter write its proposals behind each sequence; returns how many there are for each group."""
         wanted = tuple([group.num_wanted for group in groups])
         if self.drafting is None or not any(wanted):
             return (0,) * len(groups)
         with self.clock.span("draft"):
-            if settled is not None and self.draws is not None and self.drafting.fixed is not None:
-                # For all rows at once: what was not wanted is not verified, and the next draw is written over it.
-                self.draws.begin_round(settled.bucket)
-                self.drafting.fixed.run_settled(settled.num_rows, max(wanted))
-                return wanted
             drafted = [index for index, count in enumerate(wanted) if count]
             if accepted_G is not None and len(drafted) < accepted_G.shape[0]:
                 accepted_G = accepted_G[on_device(drafted, accepted_G.device)]
@@ -403,18 +417,16 @@ class _Forward:
     left: Callable[[], tuple[ForwardBatch, Hidden, Placed | None]]  # the batch, what came out, where draws go; no padding
 
 
-@dataclass(frozen=True, slots=True)
-class _Last:
-    """A step of fixed shape whose draws were a graph too, for one after it that is the same but for where its rows begin."""
+class _Last(NamedTuple):
+    """A step of fixed shape whose draws were a graph too, for one after it that is like it."""
 
-    rows: Sequence[Row]
+    rows: tuple[Row, ...]
     bucket: Bucket
     groups: Sequence[DrawGroup]
     settings: list[Sampling]
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
+class Pending(NamedTuple):
     """A step that was launched: its draws are on their way to the host."""
 
     step_id: int

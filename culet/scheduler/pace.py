@@ -1,7 +1,9 @@
 """How many drafts a sequence is worth: from what of its drafts was accepted of late, and from what steps cost. No torch.
 
 With acceptance p, k drafts bring 1 + p + ... + p^k tokens a step; the step then verifies k + 1 tokens of every sequence, and a
-drafting round goes before it. The k with the most tokens per second is taken, down to none.
+drafting round goes before it. The k with the most tokens per second is taken, down to none. Sequences that run together share
+rounds, and who drafts alone makes all others wait: so it is what k drafts bring to all of them that counts, and only then each
+one's own acceptance.
 
 What a round costs, in steps without drafts, follows from sizes first, then from times of real steps. Times drift with the
 machine, so only those taken close together are compared: where nobody drafts, a few rounds in a row are tried now and then, so
@@ -30,6 +32,7 @@ MOST_BELIEVED = 40.0  # drafts that what was found at start weighs
 WORTHLESS = 0.1  # acceptance of drafts that come from a drafter for another model, or the like
 LEAST_GAIN = 1.06  # drafting that promises less is not begun,
 KEPT_GAIN = 1.01  # and ends where it promises less: each change costs some time of its own
+LEAST_ACCEPTED = 0.2  # acceptance of a sequence that gets more than the fewest drafts among others that draft
 IN_A_ROW = 6  # rounds of a trial; steps without drafts between rounds
 CHANGE = 2.0  # what a trial costs besides its rounds, in steps: nothing is planned ahead where it ends
 TRIAL_SHARE = 0.01  # of the time, for trials where nobody drafts
@@ -117,7 +120,6 @@ class Pace:
 
     def __init__(self) -> None:
         self.tried = self.accepted = 0.0  # drafts that were compared, older ones less; and those of them that agreed
-        self.is_drafting = True
         self.rests_at: tuple[int, int] | None = None  # what its drafter knew, and the size of the batch, as it was left to rest
 
     def note(self, num_drafts: int, num_accepted: int) -> None:
@@ -151,6 +153,9 @@ class Lengths(Protocol):
     def wanted(self, pace: Pace, num_seqs: int) -> int:
         """Drafts for the next step of a sequence among `num_seqs` that run."""
 
+    def see(self, paces: Sequence[Pace]) -> None:
+        """All sequences that run, before any is asked for in a step: they share its round."""
+
     def num_resting(self, paces: Sequence[Pace]) -> int:
         """Steps for which none of all sequences that run will want drafts, if nothing is verified meanwhile; 0: ask each."""
 
@@ -171,6 +176,9 @@ class DraftPolicy:
         """`lengths`: numbers of drafts to choose from, besides none."""
         self.lengths = tuple(sorted(lengths))
         self._of_all = Pace()
+        # By drafts: tokens that they bring in a step, on the average of all that run; nothing: nobody has told who they are.
+        self._brings: dict[int, float] = {}
+        self._is_drafting = True
         self._times: dict[tuple[int, int], _Times] = {}  # by size of the batch, see `_size`, and drafts
         self._ratios: dict[tuple[int, int], float] = {}  # the same, against no drafts, where both were timed together
         self._corrections: dict[int, float] = {}  # by size: how much more a round adds to a step than the model says
@@ -195,6 +203,7 @@ class DraftPolicy:
         """Costs are others: work out anew what follows from them."""
         self._num_learnt += 1
         self._best = lru_cache(maxsize=4096)(self._find_best)
+        self._ratio = lru_cache(maxsize=1024)(self._find_ratio)
         self._rest = lru_cache(maxsize=1024)(self._find_rest)
 
     def believe(self, counters: Counters) -> None:
@@ -256,6 +265,12 @@ class DraftPolicy:
         times = self._times.get((size, num_drafts))
         return None if times is None else times.typical(self._num_timed)
 
+    def see(self, paces: Sequence[Pace]) -> None:
+        """All sequences that run, before any is asked for in a step: they share its round."""
+        if len(paces) > 1 and not self.num_resting(paces):
+            found = [self._acceptance(pace) for pace in paces]
+            self._brings = {count: sum([_brings(one, count) for one in found]) / len(found) for count in self.lengths}
+
     def wanted(self, pace: Pace, num_seqs: int) -> int:
         """Drafts for the next step of a sequence among `num_seqs` that run."""
         share = 1.0 / num_seqs
@@ -264,12 +279,8 @@ class DraftPolicy:
             self._rested += share
             self._stayed += share
             return 0
-        prior = self._of_all.acceptance(START_ACCEPTANCE)
-        if pace.tried < PRIOR_WEIGHT and not self._is_vain:
-            prior = max(prior, LEAST_PRIOR)
-        acceptance = round(pace.acceptance(prior), 2)
-        count = self._best(num_seqs, acceptance, KEPT_GAIN if pace.is_drafting else LEAST_GAIN)
-        pace.is_drafting = count > 0
+        acceptance = self._acceptance(pace)
+        count = self._choose(num_seqs, acceptance)
         size = _size(num_seqs)
         self._stayed = self._stayed + share if size == self._last_size else share
         self._last_size = size
@@ -292,6 +303,26 @@ class DraftPolicy:
             self._drafted, self._look_left = 0.0, IN_A_ROW - share
             return 0
         return count
+
+    def _acceptance(self, pace: Pace) -> float:
+        """How likely the next draft of a sequence is accepted."""
+        prior = self._of_all.acceptance(START_ACCEPTANCE)
+        if pace.tried < PRIOR_WEIGHT and not self._is_vain:
+            prior = max(prior, LEAST_PRIOR)
+        return round(pace.acceptance(prior), 2)
+
+    def _choose(self, num_seqs: int, acceptance: float) -> int:
+        """Drafts for a sequence, by what they bring to all that run."""
+        best, best_gain = 0, KEPT_GAIN if self._is_drafting else LEAST_GAIN
+        for count in self.lengths:
+            brings = self._brings.get(count) if num_seqs > 1 else None
+            gain = (_brings(acceptance, count) if brings is None else brings) / self._ratio(num_seqs, count)
+            if gain > best_gain:
+                best, best_gain = count, gain
+        if self._is_drafting != (best > 0):
+            self._is_drafting = best > 0
+            self._num_learnt += 1  # who rests must be asked again
+        return self.lengths[0] if best and acceptance < LEAST_ACCEPTED else best
 
     def num_resting(self, paces: Sequence[Pace]) -> int:
         """Steps for which none of all sequences that run will want drafts, if nothing is verified meanwhile; 0: ask each."""
@@ -334,7 +365,7 @@ class DraftPolicy:
         """Whether no round was timed in a batch of this size; of one sequence the start has."""
         return num_seqs > 1 and self._num_timed > 0 and _size(num_seqs) not in self._corrections
 
-    def _ratio(self, num_seqs: int, num_drafts: int) -> float:
+    def _find_ratio(self, num_seqs: int, num_drafts: int) -> float:
         """What a round takes, in steps without drafts: as timed, else by the model, corrected by what was."""
         size = _size(num_seqs)
         timed = self._ratios.get((size, num_drafts))
@@ -345,7 +376,7 @@ class DraftPolicy:
 
     def _gain(self, num_seqs: int, acceptance: float, num_drafts: int) -> float:
         """How many times as many tokens a second as without drafts."""
-        return sum(acceptance**index for index in range(num_drafts + 1)) / self._ratio(num_seqs, num_drafts)
+        return _brings(acceptance, num_drafts) / self._ratio(num_seqs, num_drafts)
 
     def _find_best(self, num_seqs: int, acceptance: float, least_gain: float = LEAST_GAIN) -> int:
         best, best_gain = 0, least_gain
@@ -363,6 +394,12 @@ class DraftPolicy:
         """Steps between trials."""
         cost = IN_A_ROW * (self._ratio(num_seqs, self._trial(num_seqs)) - 1.0) + CHANGE
         return max(MIN_REST, round(cost / TRIAL_SHARE))
+
+
+@lru_cache(maxsize=4096)
+def _brings(acceptance: float, num_drafts: int) -> float:
+    """Tokens that a step with so many drafts brings."""
+    return sum(acceptance**index for index in range(num_drafts + 1))
 
 
 def _size(num_seqs: int) -> int:

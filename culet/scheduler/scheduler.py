@@ -164,6 +164,8 @@ class Scheduler:
         # A batch of which a part runs ahead would run in two halves from then on: all do, or none.
         if is_open and not (self.plans_open and self._can_all_go_on()):
             return None
+        if self.policy is not None:
+            self.policy.see([one.pace for one in self._running])
         entries: list[Entry] = []
         if all_go_on := self._all_go_on():
             planned, copies = [self._plan_token(one) for one in self._running], self.supply.drain_copies()

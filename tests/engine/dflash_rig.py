@@ -72,6 +72,9 @@ class Pauses:
         self.num_asked += 1
         return 3 if self.num_asked % (self.drafting + self.pause) < self.drafting else 0
 
+    def see(self, paces: list[Pace]) -> None:
+        pass
+
     def num_resting(self, paces: list[Pace]) -> int:
         asked, cycle = self.num_asked % (self.drafting + self.pause), self.drafting + self.pause
         return (cycle - 1 - asked) // len(paces) if asked >= self.drafting else 0

@@ -408,6 +408,9 @@ class OneDrafts:
         self.first = self.first or pace
         return 2 if pace is self.first else 0
 
+    def see(self, paces: list[Pace]) -> None:
+        pass
+
     def num_resting(self, paces: list[Pace]) -> int:
         return 0
 

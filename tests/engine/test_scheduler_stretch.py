@@ -32,6 +32,9 @@ class Phases:
         self.num_steps += 1 / num_seqs
         return count
 
+    def see(self, paces: list[Pace]) -> None:
+        pass
+
     def num_resting(self, paces: list[Pace]) -> int:
         return int(self.cycle - self._at) if self._at >= self.drafting else 0
 
@@ -136,12 +139,14 @@ def test_resting_together_is_as_being_asked_each() -> None:
     paces = [Pace() for _ in range(3)], [Pace() for _ in range(3)]
     left = num_rested = num_drafted = 0
     for _ in range(6000):
+        asked.see(paces[0])
         wanted = [asked.wanted(pace, 3) for pace in paces[0]]
         if left:
             left, num_rested = left - 1, num_rested + 1
             told.rest()
             assert wanted == [0, 0, 0]
         else:
+            told.see(paces[1])
             assert wanted == [told.wanted(pace, 3) for pace in paces[1]]
             left = 0 if any(wanted) else told.num_resting(paces[1])
         for policy, own in zip((asked, told), paces, strict=True):

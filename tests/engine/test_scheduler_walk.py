@@ -51,6 +51,9 @@ class Moody:
             self.is_drafting = not self.is_drafting
         return self.random.randint(0, self.max_drafts) if self.is_drafting == (self.random.random() < 0.98) else 0
 
+    def see(self, paces: list[Pace]) -> None:
+        pass
+
     def num_resting(self, paces: list[Pace]) -> int:
         return 0 if self.is_drafting else self.random.randint(0, 3)
 

@@ -202,11 +202,37 @@ def test_bad_drafts_cost_little_by_the_clock(num_seqs: int, ratio: float) -> Non
     assert all(policy.wanted(pace, num_seqs) for pace in paces)
 
 
+def test_a_batch_drafts_together() -> None:
+    """One good text among bad ones is no reason to make all wait for its rounds; many good ones are."""
+    times = {0: 0.01, 1: 0.014, 2: 0.016, 3: 0.018}
+    for num_good, is_worth_it in ((1, False), (2, False), (6, True), (8, True)):
+        policy, paces = DraftPolicy(cost(), (1, 2, 3)), [Pace() for _ in range(8)]
+        seconds = num_tokens = num_drafted = 0.0
+        for step in range(600):
+            policy.see(paces)
+            counts = [policy.wanted(pace, len(paces)) for pace in paces]
+            policy.took(len(paces), max(counts), times[max(counts)])
+            if step >= 100:
+                seconds += times[max(counts)]
+                num_tokens += 8
+                num_drafted += max(counts) > 0
+            for index, (pace, count) in enumerate(zip(paces, counts, strict=True)):
+                accepted = count if index < num_good else 0
+                num_tokens += accepted if step >= 100 else 0
+                if count:
+                    policy.note(pace, count, accepted)
+        speed = num_tokens / seconds * times[0] / 8
+        assert (num_drafted > 400) == is_worth_it
+        assert speed > (1.2 if is_worth_it else 0.97)
+
+
 def test_a_batch_that_fills_up_is_no_reason_to_try() -> None:
     """What rounds take in a batch of a size that passes at once need not be known."""
     times = {0: 0.01, 1: 0.014, 2: 0.016, 3: 0.018}
     policy, paces = DraftPolicy(cost(), (1, 2, 3)), [Pace() for _ in range(8)]
     run_policy(policy, paces, 150, times, accepts=0)
+    for _ in range(8):  # it is known that the first accepts nothing
+        policy.note(paces[0], 3, 0)
     policy._in_vain = 0  # as if one had been accepted
     assert policy._is_unknown(2)
     assert not any(policy.wanted(paces[0], num_seqs) for num_seqs in range(2, 9))
