@@ -33,8 +33,9 @@ def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | 
 
 def send_into(target: Tensor, values: Sequence[Any]) -> None:
     """Overwrite `target` on a device by a few values from the host, without waiting."""
-    host = torch.tensor(values, dtype=target.dtype)
-    target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
+    host = torch.empty(len(values), dtype=target.dtype, pin_memory=target.is_cuda)
+    host.numpy()[:] = values
+    target.copy_(host, non_blocking=True)
 
 
 class Staged:

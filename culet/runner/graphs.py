@@ -370,15 +370,15 @@ class FixedSteps:
         rows, bucket = plan.rows, step.bucket
         tables = [row.tables for row in rows]
         changed = self._changed(bucket, tables)
-        if changed or changed is None or plan.step_id != step.last_id + 1 or not _go_on(rows, step.rows, step.num_later):
+        goes_on = plan.step_id == step.last_id + 1 and _go_on(rows, step.rows, step.num_later)
+        if changed is None or not goes_on or any(_begin_elsewhere(self._filled[1][row], tables[row]) for row in changed):
             staged = self._stage(rows, bucket, has_tables=changed is None)
             staged.send_into(step.buffer)
             if changed is None:
                 self._filled = bucket, tables
                 self._spread_tables(staged.unpack(step.buffer), bucket, len(rows))
-            else:
-                for row in changed:
-                    self._patch_tables(row, tables[row])
+        for row in changed or ():
+            self._patch_tables(row, tables[row])
         step.last_id, step.rows, step.num_later = plan.step_id, rows, 0
 
     def _changed(self, bucket: Bucket, tables: Sequence[tuple[PageTable, ...]]) -> list[int] | None:
@@ -444,6 +444,11 @@ def _aligned(count: int) -> int:
 def _are_same(some: tuple[PageTable, ...], others: tuple[PageTable, ...]) -> bool:
     """Whether they are the same objects: a sequence keeps its table until its pages change."""
     return some is others or all(map(operator.is_, some, others))
+
+
+def _begin_elsewhere(some: tuple[PageTable, ...], others: tuple[PageTable, ...]) -> bool:
+    """Whether any of them have different first pages."""
+    return any(one.first != other.first for one, other in zip(some, others, strict=True))
 
 
 def _cut(batch: ForwardBatch, num_rows: int, num_tokens: int) -> ForwardBatch:

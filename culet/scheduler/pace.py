@@ -34,10 +34,11 @@ LEAST_GAIN = 1.06  # drafting that promises less is not begun,
 KEPT_GAIN = 1.01  # and ends where it promises less: each change costs some time of its own
 LEAST_ACCEPTED = 0.2  # acceptance of a sequence that gets more than the fewest drafts among others that draft
 IN_A_ROW = 6  # rounds of a trial; steps without drafts between rounds
+IN_A_ROW_IN_VAIN = 2  # rounds of a trial where nothing was accepted for long: whether anything is now is soon seen
 CHANGE = 2.0  # what a trial costs besides its rounds, in steps: nothing is planned ahead where it ends
 TRIAL_SHARE = 0.01  # of the time, for trials where nobody drafts
 IN_VAIN = 24  # rounds of single sequences, all drafts of all of them refused, after which hardly any is worth its time:
-PATIENCE = 4  # trials are so much more seldom, and new sequences are believed to be like the last ones
+PATIENCE = 5  # trials are so much more seldom, and new sequences are believed to be like the last ones
 MIN_REST = 64  # steps between trials,
 FIRST_REST = 8  # or of a batch of one size, where it is not known what a round takes in it
 LOOK_AFTER = 512  # rounds between looks at steps without drafts,
@@ -295,7 +296,8 @@ class DraftPolicy:
             if not self._is_rested(num_seqs):
                 pace.rests_at, self._sure_until = (self._num_learnt, num_seqs), self._least_rest(num_seqs)
                 return 0
-            self._rested, self._trial_left, self._sure_until = 0.0, IN_A_ROW - share, 0.0
+            num_rounds = IN_A_ROW_IN_VAIN if self._is_vain else IN_A_ROW
+            self._rested, self._trial_left, self._sure_until = 0.0, num_rounds - share, 0.0
             return self._trial(num_seqs)
         self._rested, self._drafted = 0.0, self._drafted + share
         if self._is_new(num_seqs) or (self._drafted >= LOOK_SOON and self._must_look(num_seqs, acceptance, count)):
