@@ -20,6 +20,7 @@ from culet.drafters.base import Drafter
 from culet.engine.memory import Needs, measure_peak
 from culet.kernels.compiling import compile_ahead, mark_of
 from culet.models.gemma4 import Gemma4
+from culet.runner.drafting import draft_lengths
 from culet.runner.graphs import Bucket, Captures, FixedSteps
 from culet.runner.runner import Runner
 from culet.scheduler.sequence import MAX_SCORED_CHUNK
@@ -153,6 +154,9 @@ class Trial:
             self._demanding,
         ):
             yield self._plan([(0, 1, 1)], settings)
+        for num_drafts in () if self.drafter is None else draft_lengths(self.drafter.max_drafts):
+            plan = self._plan([(0, 1, 1)])
+            yield plan.with_rows(row._replace(num_wanted=num_drafts) for row in plan.rows)
 
     @property
     def _demanding(self) -> Sampling:
