@@ -71,22 +71,6 @@ def largest_row(grant: Grant, num_pages: int, num_spared: int) -> RowShape | Non
         num_new, num_drafts = (num_new - num_drafts, 0) if num_drafts else (num_new // 2, 0)
 
 
-def fits_open(running: Iterable[Sequence], budget: int, num_pages: int) -> bool:
-    """Whether all of `running` can go on with their next drafts while it is not known what is accepted of the last ones.
-
-    All must find their pages at once: who has to give way for another should know what it has.
-    """
-    num_tokens = num_missing = most = 0
-    for one in running:
-        if not one.is_plain or one.num_uncomputed > 1 or one.num_left <= 0:
-            return False
-        count = one.num_useful_drafts
-        most = max(most, count)
-        num_tokens += 1 + count
-        num_missing += sum(shape_row(one, 1 + count, count).num_missing)
-    return most > 0 and num_tokens <= budget and num_missing <= num_pages
-
-
 def commit_row(one: Sequence, shape: RowShape, supply: PageSupply, num_wanted: int = 0) -> PlannedRow:
     """Take the row's pages and count it as computed, but for what only its result can tell.
 
@@ -123,16 +107,34 @@ def commit_row(one: Sequence, shape: RowShape, supply: PageSupply, num_wanted: i
     return PlannedRow(row, one, [one] if shape.draws else [], shape.resume_points)
 
 
-def go_on(one: Sequence, num_wanted: int) -> PlannedRow:
-    """What `commit_row` gives for one token more, where the sequence is calm; most rows are such, so it is quick."""
-    slot, start = one.slot, one.num_computed
+def calm_counts(running: Iterable[Sequence], budget: int, *, is_open: bool) -> list[int] | None:
+    """Drafts that each of `running` goes on with, beside the token before them; None where one cannot, or begins.
+
+    `is_open`: drafts of their last rows are in flight.
+    """
+    counts = []
+    for one in running:
+        if one.prefill_end > one.num_computed or one.num_uncomputed != 1:
+            return None
+        if not (one.is_plain and one.num_left > 0 if is_open else one.is_ready):
+            return None
+        counts.append(one.num_useful_drafts if one.num_proposed else 0)
+    num_drafts = sum(counts)
+    return counts if len(counts) + num_drafts <= budget and (num_drafts or not is_open) else None
+
+
+def go_on(one: Sequence, num_drafts: int, num_wanted: int) -> PlannedRow:
+    """What `commit_row` gives for a token more and drafts, where the sequence is calm; most rows are such, so it is quick."""
+    slot, start, num_new = one.slot, one.num_computed, 1 + num_drafts
     assert slot is not None
-    row = Row(slot, start, 1, 1, one.tables, (start,) * len(one.tables), 0, num_wanted, (slot,))
+    stored = (start,) * len(one.tables)
+    row = Row(slot, start, num_new, num_new, one.tables, stored, num_drafts, num_wanted, (slot,), False, one.num_open)
     one.num_computed = start + 1
     one.num_proposed = num_wanted
+    one.num_open += num_drafts
     one.rows_in_flight += 1
     one.draws_in_flight += 1
-    one.awaits_drafts = num_wanted > 0
+    one.awaits_drafts = num_drafts + num_wanted > 0
     return PlannedRow(row, one, [one])
 
 

@@ -19,7 +19,7 @@ from culet.errors import BadRequest, QueueFull
 from culet.scheduler.admission import check_fits, reserved_pages
 from culet.scheduler.budget import Grant, share_budget
 from culet.scheduler.pace import Lengths
-from culet.scheduler.rows import PlannedRow, Stretch, commit_row, decode_shape, fits_open, go_on, largest_row
+from culet.scheduler.rows import PlannedRow, Stretch, calm_counts, commit_row, decode_shape, go_on, largest_row
 from culet.scheduler.sequence import Sequence
 from culet.scheduler.stats import Counters, SchedulerStats
 from culet.scheduler.supply import PageSupply
@@ -53,7 +53,8 @@ class Scheduler:
         self.policy = policy
         self.plans_open = plans_open
         self.budget = config.max_num_batched_tokens
-        self._most_fresh = sum(1 + group.pages_for(group.ahead) for group in layout.groups)  # pages that one token may need
+        # Pages that a token and its drafts may need, those in flight as well.
+        self._most_fresh = sum(1 + group.pages_for(1 + 2 * max_drafts + group.ahead) for group in layout.groups)
         self.supply = PageSupply(layout, num_slabs, prefix_caching=prefix_caching)
         self.counters = Counters()
         self._clock = clock
@@ -161,18 +162,18 @@ class Scheduler:
             return self._go_on(self._stretch)
         self._stretch = None
         is_open = bool(self._in_flight) and any(one.awaits_drafts and one.draws_in_flight for one in self._running)
+        counts = self._calm_counts(is_open=is_open)
         # A batch of which a part runs ahead would run in two halves from then on: all do, or none.
-        if is_open and not (self.plans_open and self._can_all_go_on()):
+        if is_open and counts is None:
             return None
         if self.policy is not None:
             self.policy.see([one.pace for one in self._running])
         entries: list[Entry] = []
-        if all_go_on := self._all_go_on():
-            planned, copies = [self._plan_token(one) for one in self._running], self.supply.drain_copies()
-            shape: tuple[int, int] | None = (len(planned), 0)
+        if counts is not None:
+            planned = [self._plan_calm(one, count) for one, count in zip(self._running, counts, strict=True)]
+            copies, shape = self.supply.drain_copies(), decode_shape(planned)
         else:
-            ready = [one for one in self._running if is_open or one.is_ready]
-            planned = self._plan_rows(share_budget(ready, self.budget), entries)
+            planned = self._plan_rows(share_budget([one for one in self._running if one.is_ready], self.budget), entries)
             # Forks and checkpoints come after this plan's copies are closed: their pages get content in its forward.
             copies = self.supply.drain_copies() if planned else ()
             for plan in planned:
@@ -183,7 +184,7 @@ class Scheduler:
         if not planned:
             return None
         rows = tuple([plan.row for plan in planned])
-        if all_go_on:
+        if counts is not None and not any(counts):
             self._stretch = Stretch.after(planned, rows, self.policy)
         return StepPlan(self._count_step(planned, shape), tuple(entries), copies, rows)
 
@@ -203,18 +204,24 @@ class Scheduler:
         step_id = self._count_step(stretch.planned, (len(stretch.planned), 0))
         return StepPlan(step_id, (), (), stretch.rows, stretch.num_taken)
 
-    def _all_go_on(self) -> bool:
-        """Whether the next step is one token for each sequence, and there are pages for all who need any."""
-        if not (self._is_full and self._running and all(one.goes_on for one in self._running)):
-            return False
-        num_restless = sum(not one.is_calm for one in self._running)
-        return not num_restless or num_restless * self._most_fresh <= self.supply.available
+    def _calm_counts(self, *, is_open: bool) -> list[int] | None:
+        """Drafts of each sequence, where all go on and there are pages for all who need any; most steps are such.
 
-    def _plan_token(self, one: Sequence) -> PlannedRow:
-        """The row of a sequence that goes on."""
-        if one.is_calm:
-            return go_on(one, self._num_wanted(one))
-        (plan,) = self._plan_row(Grant(one, 1), may_preempt=False)
+        `is_open`: drafts are in flight. Who could start meanwhile must not wait for all to go on.
+        """
+        if not (self._is_full and self._running) or (is_open and not self.plans_open):
+            return None
+        counts = calm_counts(self._running, self.budget, is_open=is_open)
+        if counts is None:
+            return None
+        num_restless = sum([not one.is_calm(1 + count) for one, count in zip(self._running, counts, strict=True)])
+        return counts if not num_restless or num_restless * self._most_fresh <= self.supply.available else None
+
+    def _plan_calm(self, one: Sequence, num_drafts: int) -> PlannedRow:
+        """The row of a sequence that goes on with so many drafts."""
+        if one.is_calm(1 + num_drafts):
+            return go_on(one, num_drafts, self._num_wanted(one))
+        (plan,) = self._plan_row(Grant(one, 1 + num_drafts, num_drafts), may_preempt=False)
         return plan
 
     @property
@@ -241,10 +248,6 @@ class Scheduler:
             alive = self._alive.get(request_id)
             if alive and next(iter(alive.values())).arrival == arrival:
                 self.cancel(request_id, reason=FinishReason.TIMEOUT)
-
-    def _can_all_go_on(self) -> bool:
-        """Whether all sequences can be planned while drafts are in flight. Who could start meanwhile must not wait for it."""
-        return self._is_full and fits_open(self._running, self.budget, self.supply.available)
 
     def _plan_row(self, grant: Grant, *, may_preempt: bool) -> list[PlannedRow]:
         """The row for `grant`, smaller if pages are short; none where not even one token finds room.

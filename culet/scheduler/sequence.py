@@ -209,15 +209,9 @@ class Sequence:
         """Whether its next row can be planned now: not if that hangs on a token that may not come, on drafts or a grammar."""
         return not self.draws_in_flight or (not self.awaits_drafts and self.num_left > 0 and self.request.grammar is None)
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether its next row is one token, drawn already or in flight, and can be planned now."""
-        return self.prefill_end <= self.num_computed and not self.num_proposed and self.num_uncomputed == 1 and self.is_ready
-
-    @property
-    def is_calm(self) -> bool:
-        """Whether one token more finds room in the pages it has, and leaves none that nobody sees any more."""
-        return self.num_computed < self.calm_until
+    def is_calm(self, num_new: int = 1) -> bool:
+        """Whether so many tokens more find room in the pages it has, and leave none that nobody sees any more."""
+        return self.num_computed + self.num_open + num_new <= self.calm_until
 
     @property
     def is_plain(self) -> bool:
@@ -285,7 +279,7 @@ class Sequence:
 
     def release_behind(self, supply: PageSupply) -> None:
         """Give back the pages that no query from `num_computed` on sees."""
-        if self.is_calm:
+        if self.is_calm():
             return
         for pages in self.groups:
             if behind := pages.cut_behind(self.num_computed):
