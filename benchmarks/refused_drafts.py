@@ -19,11 +19,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from culet import LLM, SamplingParams
 from culet.models import embedded
 
 BUILT_IN = ("mtp=assistant", "dflash=dflash")
 PROMPT_LEN = 64
+GPU_CACHE_BYTES = 1 << 30  # of each engine: two must fit beside each other
 
 
 def make_prompts(llm: LLM, count: int, length: int) -> list[list[int]]:
@@ -99,6 +102,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     given: dict[str, Any] = {"max_num_seqs": max(options.num_seqs), "max_model_len": 1024}
+    if torch.cuda.is_available():
+        given["kv_cache_memory_bytes"] = GPU_CACHE_BYTES
     for one in options.set:
         name, value = one.split("=", 1)
         given[name] = int(value) if value.isdigit() else value

@@ -46,6 +46,7 @@ LOOK_SOON = 128  # or fewer where little is won: it may be a mistake
 LITTLE = 1.3
 LEAST_TIMED = 4  # steps of one kind, before their time is believed
 TIMES_KEPT = 16
+EACH_TIMED = 8  # of the steps without drafts where nobody has drafted for long, each such is timed
 FRESH = 64  # steps after which what was timed may not be compared with what is timed now
 MOST_CORRECTED = 10.0  # times that a round's costs may differ from what sizes say
 
@@ -230,7 +231,10 @@ class DraftPolicy:
     def took(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
         """A step of `num_seqs` sequences that decode, with at most `num_drafts` drafts each, took so long."""
         self._num_learnt += self._num_timed == 0
-        size, self._num_timed = _size(num_seqs), self._num_timed + 1
+        self._num_timed += 1
+        if not num_drafts and self._num_timed - self._last_round > FRESH and self._num_timed % EACH_TIMED:
+            return  # some of them will do, until somebody drafts again
+        size = _size(num_seqs)
         times = self._times.get((size, num_drafts))
         if times is None:
             times = self._times[size, num_drafts] = _Times()
