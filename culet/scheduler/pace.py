@@ -368,8 +368,8 @@ class DraftPolicy:
         return num_seqs > 1 and self._num_timed > 0 and _size(num_seqs) not in self._seen_plain
 
     def _is_unknown(self, num_seqs: int) -> bool:
-        """Whether no round was timed in a batch of this size; of one sequence the start has."""
-        return num_seqs > 1 and self._num_timed > 0 and _size(num_seqs) not in self._corrections
+        """Whether no round was timed beside steps without drafts in a batch of this size; what the start timed may be wrong."""
+        return self._num_timed > 0 and _size(num_seqs) not in self._corrections
 
     def _find_ratio(self, num_seqs: int, num_drafts: int) -> float:
         """What a round takes, in steps without drafts: as timed, else by the model, corrected by what was."""

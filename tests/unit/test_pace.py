@@ -282,3 +282,14 @@ def test_costs_are_those_that_were_measured(name: str, monkeypatch: pytest.Monke
     assert policy is not None
     for num_seqs, measured in zip((1, 8, 32), MEASURED[name], strict=True):
         assert policy.cost.round(num_seqs, 3) / policy.cost.round(num_seqs, 0) == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 8])
+def test_a_start_that_timed_rounds_wrongly_is_corrected(num_seqs: int) -> None:
+    """Whatever else the machine did at the start may have made rounds look dear: they are tried soon, and then taken."""
+    wrong = cost().fitted({0: 0.01, 1: 0.03, 3: 0.06})
+    policy, paces = DraftPolicy(wrong, (1, 2, 3)), [Pace() for _ in range(num_seqs)]
+    assert policy._find_best(num_seqs, 0.9) == 0
+    times = {0: 0.01, 1: 0.012, 2: 0.013, 3: 0.014}
+    run_policy(policy, paces, 60, times, accepts=3)
+    assert all(policy.wanted(pace, num_seqs) == 3 for pace in paces)
