@@ -443,13 +443,8 @@ class Pending(NamedTuple):
         """Wait for this step and tell what it drew."""
         values = iter(self.copy.lists())
         tokens, accepted = next(values, []), next(values) if self.has_drafts else [0] * len(self.groups)
-        if not self.scored and not self.prompts and self.watched is None:
-            # Most steps are such. Rows that pad a step of fixed shape are behind the groups'.
-            each = zip(self.groups, accepted, self.num_proposed, strict=False)
-            drawn = [Drawn(one.slot, tuple(tokens[one.first : one.first + kept + 1]), (), count) for one, kept, count in each]
-            return StepResult(self.step_id, tuple(drawn))
-        # Beside log-probabilities whole numbers come as floats.
-        tokens, accepted = list(map(int, tokens)), list(map(int, accepted[: len(self.groups)]))
+        if self.scored or self.prompts:  # beside log-probabilities whole numbers come as floats
+            tokens, accepted = list(map(int, tokens)), list(map(int, accepted))
 
         def mappings(part: _Scored, chosen: Sequence[int]) -> Iterator[Logprobs]:
             return as_mappings(chosen, next(values), next(values), next(values), part.counts)
@@ -458,10 +453,11 @@ class Pending(NamedTuple):
         for part in self.scored:
             logprobs.update(zip(part.of, mappings(part, [tokens[draw] for draw in part.of]), strict=True))
         drawn = []
-        for index, (group, num_kept, count) in enumerate(zip(self.groups, accepted, self.num_proposed, strict=True)):
-            draws = range(group.first, group.first + num_kept + 1)
-            own = tuple([logprobs[draw] for draw in draws if draw in logprobs]) if logprobs else ()
-            kept = tuple([tokens[draw] for draw in draws])
+        # Rows that pad a step of fixed shape are behind the groups'.
+        for index, (group, num_kept, count) in enumerate(zip(self.groups, accepted, self.num_proposed, strict=False)):
+            first, end = group.first, group.first + num_kept + 1
+            kept = tuple(tokens[first:end])
+            own = tuple([logprobs[draw] for draw in range(first, end) if draw in logprobs]) if logprobs else ()
             fault = "" if self.watched is None else self.watched.accept(index, kept)
             drawn.append(Drawn(group.slot, kept, own, count, fault))
         prompts = {

@@ -179,7 +179,7 @@ class DraftPolicy:
         self.lengths = tuple(sorted(lengths))
         self._of_all = Pace()
         # By drafts: tokens that they bring in a step, on the average of all that run; nothing: nobody has told who they are.
-        self._brings: dict[int, float] = {}
+        self._expected_of_all: dict[int, float] = {}
         self._is_drafting = True
         self._times: dict[tuple[int, int], _Times] = {}  # by size of the batch, see `_size`, and drafts
         self._ratios: dict[tuple[int, int], float] = {}  # the same, against no drafts, where both were timed together
@@ -274,7 +274,9 @@ class DraftPolicy:
         """All sequences that run, before any is asked for in a step: they share its round."""
         if len(paces) > 1 and not self.num_resting(paces):
             found = [self._acceptance(pace) for pace in paces]
-            self._brings = {count: sum([_brings(one, count) for one in found]) / len(found) for count in self.lengths}
+            self._expected_of_all = {
+                count: sum([_expected_tokens(one, count) for one in found]) / len(found) for count in self.lengths
+            }
 
     def wanted(self, pace: Pace, num_seqs: int) -> int:
         """Drafts for the next step of a sequence among `num_seqs` that run."""
@@ -321,8 +323,9 @@ class DraftPolicy:
         """Drafts for a sequence, by what they bring to all that run."""
         best, best_gain = 0, KEPT_GAIN if self._is_drafting else LEAST_GAIN
         for count in self.lengths:
-            brings = self._brings.get(count) if num_seqs > 1 else None
-            gain = (_brings(acceptance, count) if brings is None else brings) / self._ratio(num_seqs, count)
+            shared = self._expected_of_all.get(count) if num_seqs > 1 else None
+            expected = _expected_tokens(acceptance, count) if shared is None else shared
+            gain = expected / self._ratio(num_seqs, count)
             if gain > best_gain:
                 best, best_gain = count, gain
         if self._is_drafting != (best > 0):
@@ -382,7 +385,7 @@ class DraftPolicy:
 
     def _gain(self, num_seqs: int, acceptance: float, num_drafts: int) -> float:
         """How many times as many tokens a second as without drafts."""
-        return _brings(acceptance, num_drafts) / self._ratio(num_seqs, num_drafts)
+        return _expected_tokens(acceptance, num_drafts) / self._ratio(num_seqs, num_drafts)
 
     def _find_best(self, num_seqs: int, acceptance: float, least_gain: float = LEAST_GAIN) -> int:
         best, best_gain = 0, least_gain
@@ -403,7 +406,7 @@ class DraftPolicy:
 
 
 @lru_cache(maxsize=4096)
-def _brings(acceptance: float, num_drafts: int) -> float:
+def _expected_tokens(acceptance: float, num_drafts: int) -> float:
     """Tokens that a step with so many drafts brings."""
     return sum(acceptance**index for index in range(num_drafts + 1))
 

@@ -107,7 +107,7 @@ def commit_row(one: Sequence, shape: RowShape, supply: PageSupply, num_wanted: i
     return PlannedRow(row, one, [one] if shape.draws else [], shape.resume_points)
 
 
-def calm_counts(running: Iterable[Sequence], budget: int, *, is_open: bool) -> list[int] | None:
+def drafts_to_go_on(running: Iterable[Sequence], budget: int, *, is_open: bool) -> list[int] | None:
     """Drafts that each of `running` goes on with, beside the token before them; None where one cannot, or begins.
 
     `is_open`: drafts of their last rows are in flight.

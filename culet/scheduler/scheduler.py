@@ -19,7 +19,7 @@ from culet.errors import BadRequest, QueueFull
 from culet.scheduler.admission import check_fits, reserved_pages
 from culet.scheduler.budget import Grant, share_budget
 from culet.scheduler.pace import Lengths
-from culet.scheduler.rows import PlannedRow, Stretch, calm_counts, commit_row, decode_shape, go_on, largest_row
+from culet.scheduler.rows import PlannedRow, Stretch, commit_row, decode_shape, drafts_to_go_on, go_on, largest_row
 from culet.scheduler.sequence import Sequence
 from culet.scheduler.stats import Counters, SchedulerStats
 from culet.scheduler.supply import PageSupply
@@ -162,7 +162,7 @@ class Scheduler:
             return self._go_on(self._stretch)
         self._stretch = None
         is_open = bool(self._in_flight) and any(one.awaits_drafts and one.draws_in_flight for one in self._running)
-        counts = self._calm_counts(is_open=is_open)
+        counts = self._drafts_to_go_on(is_open=is_open)
         # A batch of which a part runs ahead would run in two halves from then on: all do, or none.
         if is_open and counts is None:
             return None
@@ -170,7 +170,7 @@ class Scheduler:
             self.policy.see([one.pace for one in self._running])
         entries: list[Entry] = []
         if counts is not None:
-            planned = [self._plan_calm(one, count) for one, count in zip(self._running, counts, strict=True)]
+            planned = [self._plan_to_go_on(one, count) for one, count in zip(self._running, counts, strict=True)]
             copies, shape = self.supply.drain_copies(), decode_shape(planned)
         else:
             planned = self._plan_rows(share_budget([one for one in self._running if one.is_ready], self.budget), entries)
@@ -204,20 +204,20 @@ class Scheduler:
         step_id = self._count_step(stretch.planned, (len(stretch.planned), 0))
         return StepPlan(step_id, (), (), stretch.rows, stretch.num_taken)
 
-    def _calm_counts(self, *, is_open: bool) -> list[int] | None:
+    def _drafts_to_go_on(self, *, is_open: bool) -> list[int] | None:
         """Drafts of each sequence, where all go on and there are pages for all who need any; most steps are such.
 
         `is_open`: drafts are in flight. Who could start meanwhile must not wait for all to go on.
         """
         if not (self._is_full and self._running) or (is_open and not self.plans_open):
             return None
-        counts = calm_counts(self._running, self.budget, is_open=is_open)
+        counts = drafts_to_go_on(self._running, self.budget, is_open=is_open)
         if counts is None:
             return None
         num_restless = sum([not one.is_calm(1 + count) for one, count in zip(self._running, counts, strict=True)])
         return counts if not num_restless or num_restless * self._most_fresh <= self.supply.available else None
 
-    def _plan_calm(self, one: Sequence, num_drafts: int) -> PlannedRow:
+    def _plan_to_go_on(self, one: Sequence, num_drafts: int) -> PlannedRow:
         """The row of a sequence that goes on with so many drafts."""
         if one.is_calm(1 + num_drafts):
             return go_on(one, num_drafts, self._num_wanted(one))

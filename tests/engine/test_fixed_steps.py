@@ -156,7 +156,8 @@ def test_page_tables_are_sent_as_they_change(one_model, monkeypatch) -> None:
     fresh = iter(range(10**6))
     rows = [row(slot, 3 + slot, tables=tuple(PageTable(0, (next(fresh),)) for _ in widths)) for slot in range(3)]
     for step_id in range(300):
-        for index in chance.sample(range(3), chance.choice((0, 0, 1, 1, 2, 3))):
+        num_changed, before = chance.choice((0, 0, 1, 1, 2, 3)), dict(sent)
+        for index in chance.sample(range(3), num_changed):
             tables = list(rows[index].tables)
             group = chance.randrange(len(tables))
             old, kind = tables[group], chance.random()
@@ -171,6 +172,8 @@ def test_page_tables_are_sent_as_they_change(one_model, monkeypatch) -> None:
         plan = StepPlan(step_id, (), (), tuple(rows))
         step = fixed.step_of(fixed.find(plan.rows))
         fixed._fill(plan, step)
+        if step_id and num_changed < 3:
+            assert (sent["all"], sent["one"]) == (before["all"], before["one"] + num_changed)
         for group, table in enumerate(fixed.tables):
             for index, one in enumerate(rows):
                 pages = one.tables[group]
