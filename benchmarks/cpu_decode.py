@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from culet import LLM, SamplingParams
-from culet.models.tiny import write_checkpoint
+from culet.testing.tiny import write_checkpoint
 
 # Some 17M parameters, about the size that one runs on a CPU for.
 MODEL = {

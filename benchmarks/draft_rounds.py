@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-from culet.attention.reference import ReferenceBackend
+from culet.attention.torch_cpu import ReferenceBackend
 from culet.bench import drafts
 from culet.bench.drafts import DraftBench, _Loop
 from culet.config import build_config
 from culet.drafters.base import DraftBatch
-from culet.drafters.mtp import MTPDrafter
-from culet.runner.drafting import LENGTH, SLOT
+from culet.drafters.mtp.drafter import MTPDrafter
+from culet.runner.draft_round import LENGTH, SLOT
 
 
 @torch.inference_mode()

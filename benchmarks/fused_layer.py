@@ -13,8 +13,10 @@ from fused_small import MODELS
 from fused_timing import EPS, graph_us, random, report
 from torch import Tensor
 
-from culet.kernels.triton import moe, norms, qkv, route
-from culet.kernels.triton.linear_tiles import Tile, choose_tile
+from culet.kernels.triton.experts import experts as experts_module
+from culet.kernels.triton.experts import route
+from culet.kernels.triton.linear.tiles import Tile, choose_tile
+from culet.kernels.triton.norms import norms, qkv
 
 CUBLAS = Tile("cublas")
 NUM_LAYERS = {"E2B": 12, "E4B": 12, "12B": 6, "26B": 8, "31B": 4}  # more than the L2 holds
@@ -124,7 +126,11 @@ class _Walk:
         self.steps.append(route.describe_route(self.x, router, scale, self.chosen, EPS, pdl=self.pdl).run)
         self._add("gate_up", self.normed, weights)
         self._add("down", self.outs["gate_up"], weights)
-        describe = moe.describe_assigned if self.tokens <= moe.ASSIGNED_TOKENS else moe.describe_grouped
+        describe = (
+            experts_module.describe_assigned
+            if self.tokens <= experts_module.ASSIGNED_TOKENS
+            else experts_module.describe_grouped
+        )
         experts = describe(self.second, *self.chosen, gate_up, down, self.routed, pdl=self.pdl)
         self.steps.extend(launch.run for launch in experts)
         deltas, three, outs = (self.outs["down"], self.routed), (self.weight,) * 3, (self.x, self.normed)

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from fused_timing import BANDWIDTH, ROTATED_BYTES, TOLERANCE, graph_us, meta, random, report, results, worst_row
 from torch import Tensor
 
-from culet.kernels.triton import linear, pointwise
 from culet.kernels.triton.launch import Launch
-from culet.kernels.triton.linear_tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile, choose_tile
+from culet.kernels.triton.linear import linear
+from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile, choose_tile
+from culet.kernels.triton.norms import pointwise
 
 
 @dataclass(frozen=True)

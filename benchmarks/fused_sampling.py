@@ -10,7 +10,8 @@ import torch
 from fused_timing import BANDWIDTH, graph_us, random, report
 from torch import Tensor
 
-from culet.kernels.triton import pointwise, sampling
+from culet.kernels.triton.norms import pointwise
+from culet.kernels.triton.sampling import draw as sampling
 from culet.sampling import sampler
 from culet.sampling.logprobs import compute_logprobs
 from culet.types import Sampling

@@ -9,8 +9,8 @@ import torch
 from fused_timing import BANDWIDTH, EPS, graph_us, random, report, worst_row
 from torch import Tensor
 
-from culet.kernels import reference
-from culet.kernels.triton import norms, pointwise, qkv
+from culet.kernels.eager import ops as eager_ops
+from culet.kernels.triton.norms import norms, pointwise, qkv
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Dims:
     ple_layers: int = 0
     is_moe: bool = False
 
-    def head_shapes(self) -> dict[str, reference.HeadShape]:
+    def head_shapes(self) -> dict[str, eager_ops.HeadShape]:
         """Sliding and global layers; of K=V models the global one with and without the latent."""
-        found = {"sliding": reference.HeadShape(self.heads, self.sliding_kv, 256, 256, False, False, EPS)}
-        found["global"] = reference.HeadShape(self.heads, self.global_kv, 512, 128, self.k_eq_v, self.k_eq_v, EPS)
+        found = {"sliding": eager_ops.HeadShape(self.heads, self.sliding_kv, 256, 256, False, False, EPS)}
+        found["global"] = eager_ops.HeadShape(self.heads, self.global_kv, 512, 128, self.k_eq_v, self.k_eq_v, EPS)
         if self.k_eq_v:
-            found["global, K and V"] = reference.HeadShape(self.heads, self.global_kv, 512, 128, True, False, EPS)
+            found["global, K and V"] = eager_ops.HeadShape(self.heads, self.global_kv, 512, 128, True, False, EPS)
         return found
 
 
@@ -63,20 +63,20 @@ def norm_cases(dims: Dims, tokens: int) -> Iterator[Case]:
     row = tokens * size * 2
 
     def two_twin() -> tuple[Tensor, ...]:
-        out, first = reference.residual_norm(x.float(), a.float(), w[0], None, w[1], EPS)
-        return out, first, reference.rms_norm(out, w[2], EPS)
+        out, first = eager_ops.residual_norm(x.float(), a.float(), w[0], None, w[1], EPS)
+        return out, first, eager_ops.rms_norm(out, w[2], EPS)
 
     def joint_twin() -> tuple[Tensor, ...]:
-        delta = reference.sum_norms(a.float(), b.float(), w[0], w[1], EPS)
-        return reference.residual_norm(x.float(), delta, w[2], scalar, w[3], EPS)
+        delta = eager_ops.sum_norms(a.float(), b.float(), w[0], w[1], EPS)
+        return eager_ops.residual_norm(x.float(), delta, w[2], scalar, w[3], EPS)
 
     yield Case(
-        "rms_norm", lambda: (norms.rms_norm(x, w[0], EPS),), lambda: (reference.rms_norm(x.float(), w[0], EPS),), 2 * row
+        "rms_norm", lambda: (norms.rms_norm(x, w[0], EPS),), lambda: (eager_ops.rms_norm(x.float(), w[0], EPS),), 2 * row
     )
     yield Case(
         "residual_norm",
         lambda: norms.residual_norm(x, a, w[0], scalar, w[1], EPS),
-        lambda: reference.residual_norm(x.float(), a.float(), w[0], scalar, w[1], EPS),
+        lambda: eager_ops.residual_norm(x.float(), a.float(), w[0], scalar, w[1], EPS),
         4 * row,
     )
     if dims.is_moe:
@@ -90,7 +90,7 @@ def norm_cases(dims: Dims, tokens: int) -> Iterator[Case]:
         yield Case(
             "sum_norms",
             lambda: (norms.sum_norms(a, b, w[0], w[1], EPS),),
-            lambda: (reference.sum_norms(a.float(), b.float(), w[0], w[1], EPS),),
+            lambda: (eager_ops.sum_norms(a.float(), b.float(), w[0], w[1], EPS),),
             3 * row,
         )
 
@@ -113,7 +113,7 @@ def qkv_cases(dims: Dims, tokens: int) -> Iterator[Case]:
         slots[1::7] = -1
         begin = planes * num_kv * page * width
         my_planes, their_planes = (buffer.as_strided(shape, stride, begin) for buffer in (mine, theirs))
-        turn, twin_turn = qkv.rope(positions, frequencies), reference.rope(positions, frequencies)
+        turn, twin_turn = qkv.rope(positions, frequencies), eager_ops.rope(positions, frequencies)
 
         def ours(x=x, weight=weight, turn=turn, my_planes=my_planes, slots=slots, heads=heads, mine=mine) -> tuple[Tensor, ...]:
             return *qkv.prepare_qkv(x, weight, turn, my_planes, qkv.stores(slots, PAGE), heads), mine
@@ -121,7 +121,7 @@ def qkv_cases(dims: Dims, tokens: int) -> Iterator[Case]:
         def twin(
             x=x, weight=weight, turn=twin_turn, planes=their_planes, slots=slots, heads=heads, buffer=theirs
         ) -> tuple[Tensor, ...]:
-            return *reference.prepare_qkv(x.float(), weight, turn, planes, reference.stores(slots, PAGE), heads), buffer
+            return *eager_ops.prepare_qkv(x.float(), weight, turn, planes, eager_ops.stores(slots, PAGE), heads), buffer
 
         yield Case(
             f"qkv {name}", ours, twin, x.numel() * 2 + (heads.num_heads * size + 2 * num_kv * width * planes) * tokens * 2
@@ -129,13 +129,13 @@ def qkv_cases(dims: Dims, tokens: int) -> Iterator[Case]:
         yield Case(
             "rope", lambda p=positions, f=frequencies: qkv.rope(p, f), lambda t=twin_turn: t, tokens * heads.rotated_dims * 8
         )
-        queries = reference.HeadShape(heads.num_heads, 0, size, heads.rotated_dims, heads.k_eq_v, heads.latent, EPS)
+        queries = eager_ops.HeadShape(heads.num_heads, 0, size, heads.rotated_dims, heads.k_eq_v, heads.latent, EPS)
         own = x[:, : heads.num_heads * size]
         yield Case(
             f"q {name}",
             lambda own=own, weight=weight, turn=turn, queries=queries: (qkv.prepare_q(own, weight, turn, queries),),
             lambda own=own, weight=weight, turn=twin_turn, queries=queries: (
-                reference.prepare_q(own.float(), weight[: queries.num_heads], turn, queries),
+                eager_ops.prepare_q(own.float(), weight[: queries.num_heads], turn, queries),
             ),
             own.numel() * 4,
         )
@@ -146,16 +146,16 @@ def other_cases(dims: Dims, tokens: int) -> Iterator[Case]:
     gate_up, logits = random(tokens, 2 * 4 * size), random(min(tokens, 32), 262144, scale=20.0)
     table, ids = random(8192, size), torch.randint(0, 8192, (tokens,), device="cuda")
     yield Case(
-        "gelu_mul", lambda: (pointwise.gelu_mul(gate_up),), lambda: (reference.gelu_mul(gate_up.float()),), gate_up.numel() * 3
+        "gelu_mul", lambda: (pointwise.gelu_mul(gate_up),), lambda: (eager_ops.gelu_mul(gate_up.float()),), gate_up.numel() * 3
     )
     yield Case(
         "embed",
         lambda: (pointwise.embed(ids, table, 50.5),),
-        lambda: (reference.embed(ids, table.float(), 50.5),),
+        lambda: (eager_ops.embed(ids, table.float(), 50.5),),
         tokens * size * 4,
     )
     yield Case(
-        "softcap", lambda: (pointwise.softcap(logits, 30.0),), lambda: (reference.softcap(logits, 30.0),), logits.numel() * 6
+        "softcap", lambda: (pointwise.softcap(logits, 30.0),), lambda: (eager_ops.softcap(logits, 30.0),), logits.numel() * 6
     )
     if dims.ple_layers:
         context, embedded = random(tokens, dims.ple_layers * 256), random(tokens, dims.ple_layers * 256)
@@ -164,13 +164,13 @@ def other_cases(dims: Dims, tokens: int) -> Iterator[Case]:
         yield Case(
             "ple_combine",
             lambda: (pointwise.ple_combine(context, embedded, weight, size**-0.5, EPS),),
-            lambda: (reference.ple_combine(context.float(), embedded.float(), weight, size**-0.5, EPS),),
+            lambda: (eager_ops.ple_combine(context.float(), embedded.float(), weight, size**-0.5, EPS),),
             context.numel() * 6,
         )
         yield Case(
             "gelu_gate",
             lambda: (pointwise.gelu_gate(gate, value),),
-            lambda: (reference.gelu_gate(gate.float(), value.float()),),
+            lambda: (eager_ops.gelu_gate(gate.float(), value.float()),),
             gate.numel() * 6,
         )
 

@@ -103,7 +103,7 @@ class LLGuidance:
     def __init__(self, vocabulary: list[bytes]) -> None:
         import llguidance.numpy as bitmasks
 
-        from culet.sampling import grammar_text
+        from culet.structured import grammar_text
 
         self._ours, self._bitmasks = grammar_text, bitmasks
         self._tokenizer = grammar_text.make_tokenizer(vocabulary, list(SPECIALS), EOS)

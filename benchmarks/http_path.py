@@ -30,10 +30,10 @@ _TEXT = "A culet is the small facet at the point of a cut gem, and the stone is 
 def serve(folder: str, port: int, step_s: float) -> None:
     """The web process: serves with the fake engine."""
     from culet.config import build_config, build_serve_config
-    from culet.engine.text import Tokenizer
     from culet.log import setup_logging
+    from culet.serve.process.wire import Script
     from culet.serve.server import serve as run
-    from culet.serve.wire import Script
+    from culet.text.text import Tokenizer
 
     setup_logging("warning")
     script = Script(answers=(tuple(Tokenizer(folder).encode(_TEXT)),), step_s=step_s, max_model_len=1 << 20, num_pages=1 << 20)
@@ -164,7 +164,7 @@ def main() -> int:
     if arguments.serve:
         serve(arguments.serve, arguments.port, arguments.step_ms / 1000)
         return 0
-    from culet.models.tiny import write_checkpoint
+    from culet.testing.tiny import write_checkpoint
 
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), "31B")

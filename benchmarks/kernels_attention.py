@@ -33,11 +33,11 @@ from culet.bench.anchors import FA4, KERNEL_CASES, kernel_anchor
 from culet.bench.attention_cases import SHAPES, AttentionCase, AttentionShape, make_case
 from culet.bench.timing import flush_buffer, replay_times
 from culet.cache.spec import KVGroup, KVSpec
-from culet.kernels import reference_attention as eager
-from culet.kernels.triton import decode as decode_kernel
-from culet.kernels.triton import hopper_decode, hopper_prefill, prefill, splits
+from culet.kernels.eager import attention as eager_attention
+from culet.kernels.triton.attention import decode as decode_module
+from culet.kernels.triton.attention import hopper_decode, hopper_prefill, prefill, splits
+from culet.kernels.triton.attention.tiles import DecodeTile, PrefillTile, decode_tile, prefill_tile
 from culet.kernels.triton.launch import Launch
-from culet.kernels.triton.tiles import DecodeTile, PrefillTile, decode_tile, prefill_tile
 
 DECODE_CASES = {  # name -> (rows, query tokens, keys before them)
     "verify 32x4@8000": (32, 4, 8000),
@@ -57,7 +57,7 @@ def decode_calls(case: AttentionCase, tile: DecodeTile | None) -> list[Launch]:
     tile = tile or decode_tile(case.q_TNH, case.kv, case.max_queries, len(case.spans))
     rows = splits.scratch_rows(tile, case.shape.num_kv_heads, group, case.max_queries)
     scratch = splits.Scratch.allocate(rows, case.shape.head_dim, device)
-    return decode_kernel.decode_launches(
+    return decode_module.decode_launches(
         case.q_TNH,
         case.kv,
         case.rows,
@@ -204,7 +204,7 @@ def graph_error(case: AttentionCase, make: Callable[[AttentionCase], list[Launch
         case.rows.context_B.copy_(lengths)
         launches[-1].arguments["OUT"].fill_(float("nan"))
         graph.replay()
-        expected = eager.decode_attention(case.q_TNH.float(), case.kv, case.rows, max_queries=case.max_queries)
+        expected = eager_attention.decode_attention(case.q_TNH.float(), case.kv, case.rows, max_queries=case.max_queries)
         got = launches[-1].arguments["OUT"].float()
         error = float(((got - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
         worst = error if error != error else max(worst, error)
@@ -240,13 +240,15 @@ def run_checks(names: Sequence[str], chosen: str, device: str, with_hopper: bool
             case = make_case(shape, spans, device=device, seed=seed, **extra)
             variants: dict[str, Callable[[], list[Launch]]] = {}
             if kind == "decode":
-                expected = eager.decode_attention(case.q_TNH.float(), case.kv, case.rows, max_queries=case.max_queries)
+                expected = eager_attention.decode_attention(
+                    case.q_TNH.float(), case.kv, case.rows, max_queries=case.max_queries
+                )
                 variants["decode"] = lambda case=case: decode_calls(case, None)
                 if with_hopper and case.rows.visible_2T is None and hopper_decode.hopper_decode_serves(case.kv):
                     variants["hopper"] = lambda case=case: hopper_decode_calls(case)
             else:
                 tiles = torch.tensor([[row, 0] for row in range(len(spans))])
-                expected = eager.prefill_attention(case.q_TNH.float(), case.kv, case.rows, tiles, fresh=case.fresh)
+                expected = eager_attention.prefill_attention(case.q_TNH.float(), case.kv, case.rows, tiles, fresh=case.fresh)
                 if kind == "prefill":
                     variants["fresh"] = lambda case=case: prefill_calls(case, None, True)
                 if "stored_tail" not in extra:

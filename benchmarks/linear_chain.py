@@ -27,10 +27,10 @@ from fused_timing import TOLERANCE, graph_us, random, report, results, worst_row
 from kernels_fused import compile_all
 from torch import Tensor
 
-from culet.kernels.triton.hopper_linear import blocks_of
+from culet.kernels.triton.attention.tiles import SHARED_MEMORY
 from culet.kernels.triton.launch import cdiv
-from culet.kernels.triton.linear_tiles import GATED, SOFTCAP, Tile, choose_stream, choose_tile
-from culet.kernels.triton.tiles import SHARED_MEMORY
+from culet.kernels.triton.linear.hopper import blocks_of
+from culet.kernels.triton.linear.tiles import GATED, SOFTCAP, Tile, choose_stream, choose_tile
 
 SPLITS = (1, 2, 3, 4, 5, 8, 10, 11)
 PROGRAMS = range(100, 300)  # of a split K: fewer leave multiprocessors idle, more are too short

@@ -26,8 +26,8 @@ import torch
 from culet import LLM, SamplingParams
 from culet.config import BUILT_IN
 from culet.models.checkpoint import find_folder
-from culet.serve.channels import OutputReader, tool_schemas
-from culet.serve.events import Output
+from culet.text.output_events import Output
+from culet.text.output_reader import OutputReader, tool_schemas
 from training.acceptance import Output as Written
 from training.batches import Part
 from training.prompts import cut_prompts

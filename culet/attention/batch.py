@@ -26,7 +26,7 @@ class GroupBatch:
 
     pages_BP: Tensor  # int32; column j of row b holds positions from first_B[b] + j * page_tokens on; unused columns hold 0
     first_B: Tensor  # int32; position of the first token of column 0
-    slot_T: Tensor  # int64; page * page_tokens + offset where a new token's KV goes; -1: it leaves none
+    kv_address_T: Tensor  # int64; page * page_tokens + offset where a new token's KV goes; -1: it leaves none
     visible_2T: Tensor | None = None  # int32 (kv_lo, kv_hi) of each query token, both ends included; None: the text rule
 
 

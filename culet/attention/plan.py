@@ -221,7 +221,7 @@ BACKENDS: dict[str, Backend] = {
     "triton": Backend("culet.attention.triton:TritonBackend", "ours, every Gemma 4 shape, sm_80 to sm_120", _triton_refuses),
     "flash": Backend("culet.attention.flash:FlashBackend", "the FlashAttention packages, where installed", _flash_refuses),
     "reference": Backend(
-        "culet.attention.reference:ReferenceBackend", "torch on any device: exact, not fast", _reference_refuses
+        "culet.attention.torch_cpu:ReferenceBackend", "torch on any device: exact, not fast", _reference_refuses
     ),
 }
 NOT_BUILT = "takes layers like these, but is not in this version of Culet"

@@ -19,13 +19,13 @@ from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup
 from culet.kernels.attention_inputs import PagedKV, RaggedRows
-from culet.kernels.triton.decode import decode_launches
-from culet.kernels.triton.hopper import KEYS
-from culet.kernels.triton.hopper_decode import hopper_decode_launches, hopper_decode_serves, hopper_decode_tile
-from culet.kernels.triton.hopper_prefill import hopper_prefill_launch, hopper_prefill_rows, hopper_prefill_serves
-from culet.kernels.triton.prefill import prefill_launch, query_tiles
-from culet.kernels.triton.splits import Scratch, scratch_rows
-from culet.kernels.triton.tiles import DecodeTile, PrefillTile, decode_tile, device_facts, prefill_tile
+from culet.kernels.triton.attention.decode import decode_launches
+from culet.kernels.triton.attention.hopper import KEYS
+from culet.kernels.triton.attention.hopper_decode import hopper_decode_launches, hopper_decode_serves, hopper_decode_tile
+from culet.kernels.triton.attention.hopper_prefill import hopper_prefill_launch, hopper_prefill_rows, hopper_prefill_serves
+from culet.kernels.triton.attention.prefill import prefill_launch, query_tiles
+from culet.kernels.triton.attention.splits import Scratch, scratch_rows
+from culet.kernels.triton.attention.tiles import DecodeTile, PrefillTile, decode_tile, device_facts, prefill_tile
 
 MANY_ROWS = 1 << 10  # as many as take the tile for full GPUs
 FEW_QUERIES = 16  # rows with up to this many query tokens are split along their keys

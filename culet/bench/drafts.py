@@ -24,14 +24,14 @@ from culet.config import MAX_BATCHED_TOKENS, Config, DraftChoice, ScheduleConfig
 from culet.drafters.base import Drafter, cache_specs, open_drafter, plan_drafter, target_groups
 from culet.engine.engine import resolve_device, resolve_dtype
 from culet.engine.memory import least_slabs
-from culet.engine.trial import Trial
+from culet.engine.rehearsal import Trial
 from culet.errors import ConfigError
 from culet.kernels.compiling import use_disk_cache
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.weights import load_model
 from culet.registry import load
-from culet.runner.graphs import Bucket, Captures
+from culet.runner.fixed_steps import Bucket, Captures
 from culet.runner.runner import Runner
 from culet.scheduler.scheduler import Scheduler
 from culet.types import Request, Sampling

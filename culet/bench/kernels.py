@@ -28,10 +28,10 @@ from culet.bench.timing import flush_buffer, replay_times
 from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, KVGroup, KVSpec
 from culet.errors import ConfigError, UnsupportedError
-from culet.kernels import reference
 from culet.kernels.attention_inputs import PagedKV, RaggedRows
 from culet.kernels.compiling import use_disk_cache
-from culet.kernels.reference_attention import prefill_attention
+from culet.kernels.eager import ops as eager_ops
+from culet.kernels.eager.attention import prefill_attention
 from culet.registry import load, lookup
 from culet.runner.fill import fill
 from culet.types import PageTable, Row, StepPlan
@@ -165,8 +165,8 @@ class Step:
         self.v_TGH = new_TPGW[:, -1, :, : shape.head_dim]
         if not shape.latent:
             self.k_TGH, self.v_TGH = self.k_TGH.contiguous(), self.v_TGH.contiguous()
-        where = reference.stores(self.batch.groups[0].slot_T, shape.page_tokens)
-        reference.store(self.pool.planes(self.layer), new_TPGW, where)
+        where = eager_ops.stores(self.batch.groups[0].kv_address_T, shape.page_tokens)
+        eager_ops.store(self.pool.planes(self.layer), new_TPGW, where)
 
     def run(self, backend: AttentionBackend) -> Tensor:
         return backend.run(self.layer, self.batch, self.pool, self.q_TNH, self.k_TGH, self.v_TGH)

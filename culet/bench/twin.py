@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from culet.attention.reference import ReferenceBackend
+from culet.attention.torch_cpu import ReferenceBackend
 from culet.bench.prompts import make_prompts
 from culet.bench.settings import given_settings
 from culet.bench.workloads import CHECKED_TOKENS, START, Workload

@@ -97,7 +97,7 @@ class PrefixCache:
         self._by_use: OrderedDict[Checkpoint, None] = OrderedDict()
 
     @property
-    def num_checkpoints(self) -> int:
+    def num_resume_points(self) -> int:
         return len(self._by_use)
 
     def checkpoints(self) -> list[Checkpoint]:

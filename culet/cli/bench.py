@@ -308,30 +308,30 @@ def _kernel_cases(
     shapes: tuple[str, ...], cases: tuple[str, ...], options: dict[str, Any]
 ) -> list[tuple[str, AttentionShape, KernelCase]]:
     """Every shape in every case that the options name; without any, those in which the peer was measured."""
-    from culet.bench import kernels as bench_kernels
+    from culet.bench import kernels as kernels_module
     from culet.bench.anchors import FA4, KERNEL_CASES
 
     own_shape = _own_shape(options)
     if own_shape is not None and shapes:
         raise ConfigError("shape: got one by name and one by its numbers", hint="give one or the other")
     page_tokens = options["page_tokens"]
-    named = [(name, bench_kernels.find_shape(name)) for name in shapes or (() if own_shape else tuple(FA4))]
+    named = [(name, kernels_module.find_shape(name)) for name in shapes or (() if own_shape else tuple(FA4))]
     if page_tokens is not None:
         from dataclasses import replace
 
-        named = [(name, bench_kernels.check_shape(replace(shape, page_tokens=page_tokens))) for name, shape in named]
+        named = [(name, kernels_module.check_shape(replace(shape, page_tokens=page_tokens))) for name, shape in named]
     if own_shape is not None:
         named = [("own", own_shape)]
-    chosen = [bench_kernels.parse_case(case) for case in cases]
+    chosen = [kernels_module.parse_case(case) for case in cases]
     if options["rows"] is not None:
         chosen.append(
-            bench_kernels.make_kernel_case(options["rows"], options["queries"], options["keys"], ragged=options["ragged"])
+            kernels_module.make_kernel_case(options["rows"], options["queries"], options["keys"], ragged=options["ragged"])
         )
     elif options["ragged"] or options["keys"] or options["queries"] != 1:
         raise ConfigError(
             "rows: is missing", hint="a case of your own has --rows, and --queries, --keys and --ragged if need be"
         )
-    chosen = chosen or [bench_kernels.parse_case(case) for case in KERNEL_CASES]
+    chosen = chosen or [kernels_module.parse_case(case) for case in KERNEL_CASES]
     return [(name, shape, case) for name, shape in named for case in chosen]
 
 

@@ -39,8 +39,8 @@ if TYPE_CHECKING:  # this module is read by `culet plan`, which does without tor
 
 # By `method` of --speculative-config: where its DrafterSpec is. A new drafter is its files and one line here.
 DRAFTERS: dict[str, str] = {
-    "mtp": "culet.drafters.mtp_spec:MTPSpec",
-    "dflash": "culet.drafters.dflash_spec:DFlashSpec",
+    "mtp": "culet.drafters.mtp.plan:MTPSpec",
+    "dflash": "culet.drafters.dflash.plan:DFlashSpec",
 }
 
 
@@ -52,7 +52,7 @@ class DraftBatch:
     length_R: Tensor  # int64; tokens whose KV exists, so the position of the newest
     slot_R: Tensor  # int64; the runner's slot of each sequence
     hidden_RD: Tensor  # the target's hidden state after its final norm, at the token that the newest was drawn from
-    groups: tuple[GroupBatch, ...]  # in the layout's order: pages_BP and first_B of these sequences; slot_T is empty
+    groups: tuple[GroupBatch, ...]  # in the layout's order: pages_BP and first_B of these sequences; kv_address_T is empty
 
     @property
     def num_rows(self) -> int:
@@ -69,7 +69,7 @@ class Drafter(Protocol):
     def weight_shapes(self) -> list[tuple[int, ...]]:
         """Of all its weights: with the method, what its kernels are compiled for."""
 
-    def commit(self, tapped: Mapping[int, Tensor], positions_T: Tensor, slot_T: Tensor, pool: Pool) -> None:
+    def commit(self, tapped: Mapping[int, Tensor], positions_T: Tensor, kv_address_T: Tensor, pool: Pool) -> None:
         """Write its own KV of tokens, made of what was tapped, to the slots of its group (-1: nowhere).
 
         The tokens may be of several sequences and steps. Rejected drafts are written over by what comes in their place.

@@ -15,8 +15,8 @@ from culet.drafters.base import DrafterSpec
 from culet.log import chose, logger
 from culet.models.sizes import text_weights
 from culet.models.spec import ModelSpec
-from culet.runner.drafting import draft_lengths
-from culet.scheduler.pace import DraftPolicy, Pace, StepCost
+from culet.runner.draft_round import draft_lengths
+from culet.scheduler.draft_length import DraftPolicy, Pace, StepCost
 from culet.scheduler.scheduler import Scheduler
 from culet.scheduler.stats import Counters
 
@@ -163,5 +163,5 @@ def run_probe(scheduler: Scheduler, add: Callable[[int], None], step: Callable[[
         policy.believe(counters)
         policy.take_cost(policy.cost.fitted(seconds))
     scheduler.policy, scheduler.counters = policy, Counters()
-    scheduler.drop_checkpoints()
+    scheduler.drop_resume_points()
     return Probe(counters, seconds)

@@ -21,11 +21,9 @@ from culet.config import Config, DraftChoice, ScheduleConfig
 from culet.drafters.base import Drafter, DrafterSpec, cache_specs, open_drafter, plan_drafter, target_groups
 from culet.engine import memory
 from culet.engine.drafting import PROBE_PROMPT, draft_policy, run_probe
+from culet.engine.rehearsal import Trial
 from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN, RequestRules, resolve_sampling
-from culet.engine.start import StartTimes
-from culet.engine.structured import GrammarQueue
-from culet.engine.text import ChatTemplate, IncrementalDecoder, NumberTokenizer, StopMatcher, Tokenizer
-from culet.engine.trial import Trial
+from culet.engine.start_times import StartTimes
 from culet.errors import ConfigError
 from culet.kernels.compiling import expect_compiling, use_disk_cache
 from culet.log import chose, logger
@@ -34,11 +32,13 @@ from culet.models.gemma4 import Gemma4
 from culet.models.spec import ModelSpec
 from culet.models.weights import load_model
 from culet.registry import load
-from culet.runner.graphs import Captures
+from culet.runner.fixed_steps import Captures
 from culet.runner.runner import Pending, Runner
-from culet.scheduler.pace import DraftPolicy
+from culet.scheduler.draft_length import DraftPolicy
 from culet.scheduler.scheduler import Scheduler
 from culet.scheduler.stats import SchedulerStats
+from culet.structured.compiler import GrammarQueue
+from culet.text.text import ChatTemplate, IncrementalDecoder, NumberTokenizer, StopMatcher, Tokenizer
 from culet.types import FinishReason, Logprobs, ModelDefaults, Request, SamplingParams, TokenDelta
 
 COMPILE_WAIT_S = 0.02  # at a time, so that cancels and new requests are heeded

@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from culet.engine.text import check_token_ids
 from culet.errors import BadRequest, ContextTooLong
+from culet.text.text import check_token_ids
 from culet.types import ModelDefaults, Request, Sampling, SamplingParams
 
 TURN_TOKEN, RESULT_TOKEN = "<|turn>", "<tool_response|>"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from culet.kernels import reference, reference_fused, reference_rounds, reference_sampling, reference_steps
+from culet.kernels.eager import draft_round, fused, ops, sampling, step
 from culet.log import logger
 from culet.registry import lookup
 
@@ -22,8 +22,9 @@ EAGER, TRITON = "eager", "triton"
 KERNELS = {"cpu": EAGER, "cuda": TRITON, "meta": EAGER}
 # Of culet.kernels.triton; the first that has an op serves it.
 TRITON_MODULES = (
-    *("norms", "qkv", "route", "moe", "pointwise", "linear", "masks", "places", "settle"),
-    *("best", "rounds", "normed_linear", "context"),
+    *("norms.norms", "norms.qkv", "norms.pointwise", "experts.route", "experts.experts", "linear.linear", "sampling.masks"),
+    *("drafting.token_layout", "drafting.accept_drafts", "drafting.draft_head", "drafting.draft_round", "drafting.context"),
+    "linear.normed",
 )
 # Eager on purpose: a product that cuBLAS does best, and a write that only `prepare_qkv`'s twin needs.
 EAGER_ON_GPU = frozenset({"head", "store"})
@@ -39,7 +40,7 @@ def eager_ops() -> dict[str, Any]:
     """Every op by name, as its eager twin."""
     return {
         name: value
-        for module in (reference, reference_fused, reference_rounds, reference_sampling, reference_steps)
+        for module in (ops, fused, draft_round, sampling, step)
         for name, value in vars(module).items()
         if isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     }

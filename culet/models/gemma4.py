@@ -16,11 +16,11 @@ from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.kernels.dispatch import for_device
-from culet.kernels.reference import HeadShape
+from culet.kernels.eager.ops import HeadShape
 from culet.layers.attention import Attention, Pass
+from culet.layers.experts import Experts
 from culet.layers.linear import Layer, Linear, Placement, empty_vector
 from culet.layers.mlp import MLP
-from culet.layers.moe import Experts
 from culet.layers.rope import inverse_frequencies
 from culet.models.spec import LayerSpec, ModelSpec, RopeSpec
 
@@ -297,7 +297,7 @@ class Gemma4(Layer):
         """What the layers of a pass share; after `before` (the whole step) for its tail, which stores nothing."""
         groups = pool.layout.groups
         if before is None:
-            stores = [self.ops.stores(batch.groups[g.index].slot_T, g.page_tokens) for g in groups]
+            stores = [self.ops.stores(batch.groups[g.index].kv_address_T, g.page_tokens) for g in groups]
         else:
             stores = [None] * len(groups)
         return Pass(

@@ -20,7 +20,7 @@ from culet.errors import InternalError
 from culet.types import Row, StepPlan
 
 if TYPE_CHECKING:
-    from culet.runner.late import LateWrite
+    from culet.runner.deferred_kv import LateWrite
 
 
 def check_step(plan: StepPlan, layout: CacheLayout, *, num_slots: int, room: int, num_slabs: int | None) -> None:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from culet.kernels.dispatch import for_device
+from culet.kernels.host_transfer import RepeatedCopy, Staged
 from culet.kernels.replay import replayed
-from culet.kernels.staging import RepeatedCopy, Staged
-from culet.kernels.triton.sampling import RowSettings
-from culet.runner.drafting import FixedDrafts
-from culet.runner.graphs import Bucket, Captures, FixedSteps
+from culet.kernels.triton.sampling.draw import RowSettings
+from culet.runner.draft_round import FixedDrafts
+from culet.runner.fixed_steps import Bucket, Captures, FixedSteps
 from culet.sampling.on_gpu import is_served, stage_settings
 from culet.sampling.sampler import biases_of
 from culet.types import Sampling
@@ -129,7 +129,7 @@ class FixedDraws:
         self.ops.add_bias(logits_TV, *taken.biases)
         drawn_T = self.draw(logits_TV, taken.columns, placed.positions_R)
         ids_T, accepted_S = step.batch.token_ids_T, self.steps.accepted_S
-        self.ops.settle_draws(drawn_T, ids_T, begin_B1, placed.places_R, tokens_SL, self.forced_1, out_X, accepted_S)
+        self.ops.accept_drafts(drawn_T, ids_T, begin_B1, placed.places_R, tokens_SL, self.forced_1, out_X, accepted_S)
 
     def begin_round(self, bucket: Bucket) -> None:
         """Fill the buffers of a round for all sequences of the step whose draws have just run in `bucket`."""

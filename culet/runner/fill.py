@@ -17,7 +17,7 @@ from torch import Tensor
 from culet import env
 from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
 from culet.cache.spec import CacheLayout, KVGroup
-from culet.kernels.staging import Staged
+from culet.kernels.host_transfer import Staged
 from culet.runner.checks import check_step
 from culet.types import Row, StepPlan
 
@@ -52,10 +52,10 @@ def fill(
     staged.add("begin", begin_B1.astype(np.int32))
     staged.add("context", start_B.astype(np.int32))
     staged.add("logits", logits_T)
-    for group, (pages_BP, first_B, slot_T) in zip(layout.groups, tables, strict=True):
+    for group, (pages_BP, first_B, kv_address_T) in zip(layout.groups, tables, strict=True):
         staged.add(f"pages{group.index}", pages_BP)
         staged.add(f"first{group.index}", first_B)
-        staged.add(f"slot{group.index}", slot_T)
+        staged.add(f"slot{group.index}", kv_address_T)
     has_tail = logits_T.size < position_T.size
     tail_B = np.flatnonzero(logits_B)
     if has_tail:
@@ -94,7 +94,7 @@ def _tail(sent: dict[str, Tensor], groups: tuple[GroupBatch, ...], token_ids_T: 
         context_B=sent["tail_context"],
         logits_index_L=torch.arange(index_L.shape[0], device=index_L.device),
         rows=tuple(RowFacts(row.start + row.num_new - row.num_logits, row.num_logits, is_stored) for row in rows),
-        groups=tuple(GroupBatch(group.pages_BP[row], group.first_B[row], group.slot_T[index_L]) for group in groups),
+        groups=tuple(GroupBatch(group.pages_BP[row], group.first_B[row], group.kv_address_T[index_L]) for group in groups),
         tail=None,
     )
 
@@ -113,7 +113,7 @@ def _last_of_rows(begin_B1: Ints, logits_B: Ints) -> Ints:
 def _table(
     rows: Sequence[Row], group: KVGroup, row_T: Ints, position_T: Ints
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], Ints]:
-    """pages_BP, first_B and slot_T of one group."""
+    """pages_BP, first_B and kv_address_T of one group."""
     index, size = group.index, group.page_tokens
     tables = [row.tables[index] for row in rows]
     count_B = np.array([len(table.pages) for table in tables], dtype=np.int64)
@@ -127,5 +127,5 @@ def _table(
     is_stored_T = position_T >= store_from_B[row_T]
     # Tokens that are not stored may lie before the table's first page: their column is not looked up.
     column_T = np.where(is_stored_T, (position_T - first_B[row_T]) // size, 0)
-    slot_T = np.where(is_stored_T, pages_BP[row_T, column_T] * np.int64(size) + position_T % size, -1)
-    return pages_BP, first_B.astype(np.int32), slot_T
+    kv_address_T = np.where(is_stored_T, pages_BP[row_T, column_T] * np.int64(size) + position_T % size, -1)
+    return pages_BP, first_B.astype(np.int32), kv_address_T

@@ -23,16 +23,16 @@ from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.drafters.base import Drafter
-from culet.kernels.staging import HostCopy, on_device
+from culet.kernels.host_transfer import HostCopy, on_device
 from culet.models.gemma4 import Gemma4, Hidden
 from culet.runner.checks import check_late, check_step
 from culet.runner.clock import DeviceClock
-from culet.runner.constrained import Constraints, StepMasks, Watched
-from culet.runner.drafting import Drafting, Drawer, draft_lengths
+from culet.runner.deferred_kv import Features, LateWrite, Ledger
+from culet.runner.draft_round import Drafting, Drawer, draft_lengths
+from culet.runner.draw_plan import DrawGroup, draw_groups, draws_follow_rows, has_drafts, is_repeated, moved
 from culet.runner.fill import fill
-from culet.runner.graphs import Bucket, Captures, FixedSteps, Placed
-from culet.runner.groups import DrawGroup, draw_groups, draws_follow_rows, has_drafts, is_repeated, moved
-from culet.runner.late import Features, LateWrite, Ledger
+from culet.runner.fixed_steps import Bucket, Captures, FixedSteps, Placed
+from culet.runner.grammar_masks import Constraints, StepMasks, Watched
 from culet.sampling.logprobs import LogprobTensors, as_mappings, compute_logprobs
 from culet.sampling.sampler import History, sample
 from culet.sampling.verify import Accept, count_accepted, force_accepted
@@ -40,7 +40,7 @@ from culet.types import Drawn, Entry, Logprobs, Row, Sampling, StepPlan, StepRes
 
 if TYPE_CHECKING:
     from culet.runner.draws import FixedDraws, Settled  # on GPUs alone: it needs Triton
-    from culet.sampling.grammar import Grammars
+    from culet.structured.grammar import Grammars
 
 LOGITS_ROWS = 256  # logits computed at a time: 256 MiB at Gemma's vocabulary
 
@@ -106,7 +106,7 @@ class Runner:
             self.features.use_fixed_sizes()
         rounds = None if self.drafting is None else self.drafting.use_fixed_rounds(self.fixed)
         if self.model.device.type == "cuda":
-            from culet.kernels.triton.sampling import draw
+            from culet.kernels.triton.sampling.draw import draw
             from culet.runner.draws import FixedDraws  # needs Triton, as above
 
             self.draws = FixedDraws(self.fixed, rounds, draw)

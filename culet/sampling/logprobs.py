@@ -26,10 +26,10 @@ class LogprobTensors:
 def compute_logprobs(logits_LV: Tensor, chosen_L: Tensor, num_top: int) -> LogprobTensors:
     """log_softmax of the logits at the chosen tokens and at the `num_top` most likely, equal ones by rising id."""
     if logits_LV.is_cuda:
-        from culet.kernels.triton import sampling  # needs Triton
+        from culet.kernels.triton.sampling import draw  # needs Triton
 
-        if num_top <= sampling.MAX_TOP_K:
-            return LogprobTensors(*sampling.logprobs(logits_LV, chosen_L, num_top))
+        if num_top <= draw.MAX_TOP_K:
+            return LogprobTensors(*draw.logprobs(logits_LV, chosen_L, num_top))
     scale_L1 = logits_LV.logsumexp(dim=-1, keepdim=True)
     chosen = logits_LV.gather(-1, chosen_L[:, None]) - scale_L1
     if num_top == 0:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from culet.kernels.reference_sampling import add_bias, apply_bitmask
-from culet.kernels.staging import on_device
+from culet.kernels.eager.sampling import add_bias, apply_bitmask
+from culet.kernels.host_transfer import on_device
 from culet.sampling.philox import uniforms
 from culet.sampling.ranking import argmax, top_columns
 from culet.types import Sampling

@@ -1,7 +1,7 @@
 """Which tokens are computed in which step, and on which pages: pure Python, no torch.
 
 sequence   one sample of a request: its tokens, its pages, how far it is computed
-supply     pages for sequences: the arena, checkpoints that give way, copies that the next step makes
+page_allocator     pages for sequences: the arena, checkpoints that give way, copies that the next step makes
 budget     how a step's tokens are shared between decode, drafts and prefill
 rows       one row of a plan: its size, its pages, what it does to its sequence
 admission  what is refused, and when a waiting sequence may start

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from culet.scheduler.budget import Grant
-from culet.scheduler.pace import Lengths
+from culet.scheduler.draft_length import Lengths
+from culet.scheduler.page_allocator import PageAllocator
 from culet.scheduler.sequence import MAX_TRAIL, Sequence
-from culet.scheduler.supply import PageSupply
 from culet.types import Row
 
 
@@ -71,7 +71,7 @@ def largest_row(grant: Grant, num_pages: int, num_spared: int) -> RowShape | Non
         num_new, num_drafts = (num_new - num_drafts, 0) if num_drafts else (num_new // 2, 0)
 
 
-def commit_row(one: Sequence, shape: RowShape, supply: PageSupply, num_wanted: int = 0) -> PlannedRow:
+def commit_row(one: Sequence, shape: RowShape, page_allocator: PageAllocator, num_wanted: int = 0) -> PlannedRow:
     """Take the row's pages and count it as computed, but for what only its result can tell.
 
     If it draws, `num_wanted` proposals are to be made for the step after it.
@@ -79,7 +79,7 @@ def commit_row(one: Sequence, shape: RowShape, supply: PageSupply, num_wanted: i
     assert one.slot is not None
     end = one.num_computed + shape.num_new
     for pages, first, count in zip(one.groups, shape.store_from, shape.num_missing, strict=True):
-        pages.extend(end + one.num_open + pages.ahead * shape.draws, first, supply.take(count) if count else [])
+        pages.extend(end + one.num_open + pages.ahead * shape.draws, first, page_allocator.take(count) if count else [])
     one.tables = tuple([pages.table for pages in one.groups])
     one.calm_until = min([pages.calm_until for pages in one.groups])
     row = Row(

@@ -18,11 +18,11 @@ from culet.config import ScheduleConfig
 from culet.errors import BadRequest, QueueFull
 from culet.scheduler.admission import check_fits, reserved_pages
 from culet.scheduler.budget import Grant, share_budget
-from culet.scheduler.pace import Lengths
+from culet.scheduler.draft_length import Lengths
+from culet.scheduler.page_allocator import PageAllocator
 from culet.scheduler.rows import PlannedRow, Stretch, commit_row, decode_shape, drafts_to_go_on, go_on, largest_row
 from culet.scheduler.sequence import Sequence
 from culet.scheduler.stats import Counters, SchedulerStats
-from culet.scheduler.supply import PageSupply
 from culet.types import Drawn, Entry, FinishReason, Logprobs, Request, Row, StepPlan, StepResult, TokenDelta
 
 
@@ -55,7 +55,7 @@ class Scheduler:
         self.budget = config.max_num_batched_tokens
         # Pages that a token and its drafts may need, those in flight as well.
         self._most_fresh = sum(1 + group.pages_for(1 + 2 * max_drafts + group.ahead) for group in layout.groups)
-        self.supply = PageSupply(layout, num_slabs, prefix_caching=prefix_caching)
+        self.page_allocator = PageAllocator(layout, num_slabs, prefix_caching=prefix_caching)
         self.counters = Counters()
         self._clock = clock
         self._max_queue_len = config.max_queue_len
@@ -78,7 +78,7 @@ class Scheduler:
 
     def add(self, request: Request, *, held: bool = False) -> None:
         """Queue a request; refuses what can never fit, and what the queue has no room for. `held`: it waits for `release`."""
-        check_fits(request, self.layout, self.supply.arena.num_pages, self.max_model_len)
+        check_fits(request, self.layout, self.page_allocator.arena.num_pages, self.max_model_len)
         if request.request_id in self._alive:
             raise BadRequest(f"request_id: got {request.request_id!r}, which is still running")
         if len(self._waiting) + len(self._held) >= self._max_queue_len:
@@ -118,12 +118,12 @@ class Scheduler:
         self._in_flight.clear()
         for request_id in list(self._alive):
             self.cancel(request_id, reason=FinishReason.ERROR, error=error)
-        self.drop_checkpoints()
+        self.drop_resume_points()
 
-    def drop_checkpoints(self) -> None:
+    def drop_resume_points(self) -> None:
         """Empty the prefix cache."""
-        if self.supply.prefix is not None:
-            self.supply.prefix.clear()
+        if self.page_allocator.prefix is not None:
+            self.page_allocator.prefix.clear()
 
     def deltas(self) -> list[TokenDelta]:
         """Everything that happened since the last call, cancels included."""
@@ -136,7 +136,7 @@ class Scheduler:
         return bool(self._alive or self._in_flight)
 
     def stats(self) -> SchedulerStats:
-        arena, prefix = self.supply.arena, self.supply.prefix
+        arena, prefix = self.page_allocator.arena, self.page_allocator.prefix
         held = {
             group.name: len({page for one in self._running for page in one.groups[group.index].held})
             for group in self.layout.groups
@@ -146,9 +146,9 @@ class Scheduler:
             num_waiting=len(self._waiting),
             num_pages=arena.num_pages,
             num_free_pages=arena.num_free,
-            num_checkpoint_pages=arena.num_reclaimable,
+            num_resume_point_pages=arena.num_reclaimable,
             num_held_pages=held,
-            num_checkpoints=prefix.num_checkpoints if prefix else 0,
+            num_resume_points=prefix.num_resume_points if prefix else 0,
             counters=self.counters.copy(),
         )
 
@@ -171,11 +171,11 @@ class Scheduler:
         entries: list[Entry] = []
         if counts is not None:
             planned = [self._plan_to_go_on(one, count) for one, count in zip(self._running, counts, strict=True)]
-            copies, shape = self.supply.drain_copies(), decode_shape(planned)
+            copies, shape = self.page_allocator.drain_copies(), decode_shape(planned)
         else:
             planned = self._plan_rows(share_budget([one for one in self._running if one.is_ready], self.budget), entries)
             # Forks and checkpoints come after this plan's copies are closed: their pages get content in its forward.
-            copies = self.supply.drain_copies() if planned else ()
+            copies = self.page_allocator.drain_copies() if planned else ()
             for plan in planned:
                 entries += self._fork(plan)
             for plan in planned:
@@ -215,7 +215,7 @@ class Scheduler:
         if counts is None:
             return None
         num_restless = sum([not one.is_calm(1 + count) for one, count in zip(self._running, counts, strict=True)])
-        return counts if not num_restless or num_restless * self._most_fresh <= self.supply.available else None
+        return counts if not num_restless or num_restless * self._most_fresh <= self.page_allocator.available else None
 
     def _plan_to_go_on(self, one: Sequence, num_drafts: int) -> PlannedRow:
         """The row of a sequence that goes on with so many drafts."""
@@ -255,13 +255,13 @@ class Scheduler:
         Younger ones lose their pages only where nothing else lets this one go on.
         """
         one = grant.sequence
-        one.release_behind(self.supply)
+        one.release_behind(self.page_allocator)
         num_spared = len(self._running) * len(self.layout.groups)  # a page in each group for everybody
-        while (shape := largest_row(grant, self.supply.available, num_spared)) is None:
+        while (shape := largest_row(grant, self.page_allocator.available, num_spared)) is None:
             if not may_preempt or self._running[-1] is one:
                 return []
             self._preempt(self._running[-1])
-        return [commit_row(one, shape, self.supply, self._num_wanted(one) if shape.draws else 0)]
+        return [commit_row(one, shape, self.page_allocator, self._num_wanted(one) if shape.draws else 0)]
 
     def _num_wanted(self, one: Sequence) -> int:
         """Proposals to make behind the token that `one` is about to draw."""
@@ -285,7 +285,7 @@ class Scheduler:
         (self._running if one in self._running else self._waiting).remove(one)
         heapq.heappush(self._free_slots, one.slot)
         one.slot = None
-        one.release_all(self.supply)
+        one.release_all(self.page_allocator)
 
     # A sequence starts
 
@@ -316,19 +316,19 @@ class Scheduler:
         return self._start(one, Match(None, 0, match.known), budget, reserved)
 
     def _start(self, one: Sequence, match: Match, budget: int, reserved: int) -> list[PlannedRow]:
-        if match.checkpoint is not None and not one.resume_from(match.checkpoint, match.resume, self.supply):
+        if match.checkpoint is not None and not one.resume_from(match.checkpoint, match.resume, self.page_allocator):
             return []
         one.prefill_end = len(one.tokens)
-        one.resume_points = one.points_beyond(match) if self.supply.prefix is not None else ()
+        one.resume_points = one.points_beyond(match) if self.page_allocator.prefix is not None else ()
         rows: list[PlannedRow] = []
-        if not self._running or reserved + reserved_pages(one, self.budget) <= self.supply.available:
+        if not self._running or reserved + reserved_pages(one, self.budget) <= self.page_allocator.available:
             one.slot = heapq.heappop(self._free_slots)
             rows = self._plan_row(Grant(one, min(one.next_chunk, budget)), may_preempt=False)
             if not rows:
                 heapq.heappush(self._free_slots, one.slot)
                 one.slot = None
         if not rows:
-            one.release_all(self.supply)
+            one.release_all(self.page_allocator)
             return []
         self._waiting.remove(one)
         insort(self._running, one, key=lambda each: each.order)
@@ -339,7 +339,7 @@ class Scheduler:
 
     def _find_prefix(self, one: Sequence) -> Match:
         """Where `one` can resume. Prompt tokens whose log-probabilities are wanted must be computed."""
-        prefix = self.supply.prefix
+        prefix = self.page_allocator.prefix
         if prefix is None:
             return Match(None, 0, 0)
         assert one.keys is not None
@@ -353,7 +353,7 @@ class Scheduler:
         return match
 
     def _count_prefix(self, one: Sequence, match: Match) -> None:
-        if self.supply.prefix is None:
+        if self.page_allocator.prefix is None:
             return
         self.counters.prefix_queries += 1
         self.counters.prefix_query_tokens += len(one.tokens)
@@ -371,9 +371,9 @@ class Scheduler:
         forked: list[Sequence] = []
         for sibling in siblings:
             # A page per group: the copy of the partial one, or the next.
-            if len(self._running) < self._max_running and self.supply.available >= len(self.layout.groups):
+            if len(self._running) < self._max_running and self.page_allocator.available >= len(self.layout.groups):
                 sibling.slot = heapq.heappop(self._free_slots)
-                sibling.fork_from(one, self.supply)
+                sibling.fork_from(one, self.page_allocator)
                 insort(self._running, sibling, key=lambda each: each.order)
                 forked.append(sibling)
             else:
@@ -392,9 +392,9 @@ class Scheduler:
             self._checkpoint(one, length)
 
     def _checkpoint(self, one: Sequence, length: int) -> None:
-        prefix, tables = self.supply.prefix, one.raw_tables()
+        prefix, tables = self.page_allocator.prefix, one.raw_tables()
         # A forked sequence whose pages are still to be copied has nothing yet that its parent has not kept.
-        if prefix is None or not length or any(self.supply.is_awaiting_copy(table.pages) for table in tables):
+        if prefix is None or not length or any(self.page_allocator.is_awaiting_copy(table.pages) for table in tables):
             return
         assert one.keys is not None
         prefix.insert(one.tokens, length, one.keys, tables)
@@ -421,7 +421,7 @@ class Scheduler:
                 self._accept(one, row, draw, scores if one is plan.owner else ())
             for one in members:
                 if not one.rows_in_flight and one.is_running:
-                    one.release_behind(self.supply)
+                    one.release_behind(self.page_allocator)
         assert next(drawn, None) is None, "more draws than the plan asked for"
 
     def _time(self, shape: tuple[int, int] | None) -> None:
@@ -455,7 +455,7 @@ class Scheduler:
             if not one.rows_in_flight:  # else it has been planned with these proposals, and with pages for all it may accept
                 one.num_proposed = drawn.num_proposed
                 # An open row before this one may have left some, too.
-                if (num_drafts or self.plans_open) and one.release_beyond(self.supply):
+                if (num_drafts or self.plans_open) and one.release_beyond(self.page_allocator):
                     self._stretch = None
         count, reason = one.append(token_ids)
         if reason is not None:
@@ -497,4 +497,4 @@ class Scheduler:
                 insort(self._waiting, heir, key=lambda each: each.order)
 
     def _keys(self) -> PageKeys | None:
-        return None if self.supply.prefix is None else PageKeys(self.supply.prefix.page_tokens)
+        return None if self.page_allocator.prefix is None else PageKeys(self.page_allocator.prefix.page_tokens)

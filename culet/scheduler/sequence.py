@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from culet.cache.prefix import Checkpoint, Match, PageKeys
 from culet.cache.spec import CacheLayout, KVGroup
-from culet.scheduler.pace import Pace
-from culet.scheduler.supply import PageSupply
+from culet.scheduler.draft_length import Pace
+from culet.scheduler.page_allocator import PageAllocator
 from culet.types import Entry, FinishReason, Logprobs, PageTable, Request, Sampling, TokenDelta
 
 HOLE = -1  # entry of a page that was never taken, since all its positions were skipped
@@ -277,33 +277,33 @@ class Sequence:
         """Its pages with holes marked, for checkpoints."""
         return tuple(PageTable(pages.first, tuple(pages.pages)) for pages in self.groups)
 
-    def release_behind(self, supply: PageSupply) -> None:
+    def release_behind(self, page_allocator: PageAllocator) -> None:
         """Give back the pages that no query from `num_computed` on sees."""
         if self.is_calm():
             return
         for pages in self.groups:
             if behind := pages.cut_behind(self.num_computed):
-                supply.give_back(behind)
+                page_allocator.give_back(behind)
                 self.calm_until = 0
 
-    def release_beyond(self, supply: PageSupply) -> bool:
+    def release_beyond(self, page_allocator: PageAllocator) -> bool:
         """Give back the pages that hold only rejected tokens; whether there were any."""
         has_given = False
         for pages in self.groups:
             if beyond := pages.cut_beyond(self.num_computed):
-                supply.give_back(beyond)
+                page_allocator.give_back(beyond)
                 self.calm_until, has_given = 0, True
         return has_given
 
-    def release_all(self, supply: PageSupply) -> None:
+    def release_all(self, page_allocator: PageAllocator) -> None:
         """Give back every page and start from nothing."""
         for pages in self.groups:
-            supply.give_back(pages.held)
+            page_allocator.give_back(pages.held)
             pages.reset(0, [])
         self.num_computed = self.num_proposed = self.calm_until = 0
         self.resume_points = ()
 
-    def resume_from(self, checkpoint: Checkpoint, length: int, supply: PageSupply) -> bool:
+    def resume_from(self, checkpoint: Checkpoint, length: int, page_allocator: PageAllocator) -> bool:
         """Begin with the first `length` tokens computed: share full pages, copy those it will write into.
 
         False, and nothing done, where the copies do not fit.
@@ -311,7 +311,7 @@ class Sequence:
         for pages, table in zip(self.groups, checkpoint.tables, strict=True):
             begin, end = pages.group.first_visible(length) // pages.page_tokens, length // pages.page_tokens
             shared = list(table.pages[begin - table.first : end - table.first])
-            supply.arena.share(shared)
+            page_allocator.arena.share(shared)
             pages.reset(begin, shared)
         partial = [
             (pages, table.pages[length // pages.page_tokens - table.first])
@@ -319,29 +319,29 @@ class Sequence:
             if length % pages.page_tokens
         ]
         # Hold the sources before taking anything: taking may evict the very checkpoint they belong to.
-        supply.arena.share([source for _, source in partial])
-        fits = supply.available >= len(partial)
+        page_allocator.arena.share([source for _, source in partial])
+        fits = page_allocator.available >= len(partial)
         if fits:
             for pages, source in partial:
-                pages.reset(pages.first, [*pages.pages, supply.copy_of(source)])
+                pages.reset(pages.first, [*pages.pages, page_allocator.copy_of(source)])
             self.num_computed = length
         else:
             for pages in self.groups:
-                supply.give_back(pages.pages)
+                page_allocator.give_back(pages.pages)
                 pages.reset(0, [])
-        supply.give_back([source for _, source in partial])
+        page_allocator.give_back([source for _, source in partial])
         return fits
 
-    def fork_from(self, parent: Sequence, supply: PageSupply) -> None:
+    def fork_from(self, parent: Sequence, page_allocator: PageAllocator) -> None:
         """Go on from `parent`'s state as its current plan leaves it; the copies are for the next plan."""
         length = parent.num_computed
         for pages, theirs in zip(self.groups, parent.groups, strict=True):
             begin, end = pages.group.first_visible(length) // pages.page_tokens, length // pages.page_tokens
             own = theirs.pages[begin - theirs.first : end - theirs.first]
             assert HOLE not in own, "forked into tokens that were not stored"
-            supply.arena.share(own)
+            page_allocator.arena.share(own)
             if length % pages.page_tokens:
-                own.append(supply.copy_of(theirs.pages[end - theirs.first]))
+                own.append(page_allocator.copy_of(theirs.pages[end - theirs.first]))
             pages.reset(begin, own)
         self.num_computed = length
         self.prefill_end = parent.prefill_end

@@ -79,9 +79,9 @@ class SchedulerStats:
     num_waiting: int  # sequences in the queue; samples that wait for their prompt are not counted
     num_pages: int
     num_free_pages: int
-    num_checkpoint_pages: int  # held by checkpoints alone: had when needed
+    num_resume_point_pages: int  # held by checkpoints alone: had when needed
     num_held_pages: Mapping[str, int]  # by running sequences, per KV group; a shared page counts once
-    num_checkpoints: int
+    num_resume_points: int
     counters: Counters
     verify_seconds: float = 0.0  # on the device, of steps with drafts to verify
     draft_seconds: float = 0.0  # on the device, of drafting

@@ -18,20 +18,20 @@ from culet import __version__
 from culet.errors import CuletError
 from culet.registry import load
 from culet.serve import metrics, tracing
-from culet.serve.endpoint import Endpoint
+from culet.serve.api.endpoint import Endpoint
 from culet.serve.errors import HttpRefusal
-from culet.serve.gate import DEFERRED, Gate
+from culet.serve.middleware import DEFERRED, Gate
 from culet.serve.service import Service
 from culet.serve.streams import ClientGone
 
 # Modules with endpoints: each has a tuple ENDPOINTS, and may have PUBLIC_PATHS that need no key.
 MODULES = (
-    "culet.serve.chat",
-    "culet.serve.completions",
-    "culet.serve.responses",
-    "culet.serve.messages",
+    "culet.serve.api.openai_chat",
+    "culet.serve.api.openai_completions",
+    "culet.serve.api.openai_responses",
+    "culet.serve.api.anthropic",
     "culet.serve.metrics",
-    "culet.serve.basics",
+    "culet.serve.api.health",
     "culet.serve.web_page",
 )
 _REFERENCE = "#/components/schemas/{name}"

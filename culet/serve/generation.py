@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
-from culet.engine.text import IncrementalDecoder, StopMatcher, Tokenizer
 from culet.errors import BadRequest, CuletError, InternalError, QueueFull, TimedOut
 from culet.log import logger
-from culet.serve.client import Stream
-from culet.serve.events import ContentPiece, Event, Output, ToolCallEnd
+from culet.serve.process.client import Stream
+from culet.serve.process.wire import Delta, Logprobs
 from culet.serve.service import Finished, Service
-from culet.serve.wire import Delta, Logprobs
+from culet.text.output_events import ContentPiece, Event, Output, ToolCallEnd
+from culet.text.text import IncrementalDecoder, StopMatcher, Tokenizer
 from culet.types import GRAMMAR_FAULT, FinishReason, SamplingParams
 
 

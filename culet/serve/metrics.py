@@ -15,10 +15,10 @@ from starlette.responses import Response
 
 from culet import __version__
 from culet.scheduler.stats import Counters
-from culet.serve.client import State
-from culet.serve.endpoint import Endpoint
+from culet.serve.api.endpoint import Endpoint
+from culet.serve.process.client import State
+from culet.serve.process.wire import Ready, Stats
 from culet.serve.service import Finished, Service
-from culet.serve.wire import Ready, Stats
 
 _SHORT = (
     0.001,
@@ -189,7 +189,7 @@ class _EngineReport(Collector):
 
     def _of_stats(self, stats: Stats, facts: Ready) -> Iterator[Metric]:
         now, counts = stats.scheduler, stats.scheduler.counters
-        used = 1 - (now.num_free_pages + now.num_checkpoint_pages) / max(1, now.num_pages)
+        used = 1 - (now.num_free_pages + now.num_resume_point_pages) / max(1, now.num_pages)
         yield self._gauge("vllm:num_requests_running", "Sequences that run.", now.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Sequences that wait.", now.num_waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 1 is all; checkpoints give way.", used)
@@ -207,8 +207,8 @@ class _EngineReport(Collector):
         yield self._gauge("culet:engine_memory_bytes", "Resident memory of the engine's process.", stats.memory_bytes)
         yield self._gauge("culet:kv_pages", "Pages of the KV cache, all groups.", now.num_pages)
         yield self._gauge("culet:kv_free_pages", "Pages that nobody holds.", now.num_free_pages)
-        yield self._gauge("culet:kv_checkpoint_pages", "Pages that checkpoints alone hold.", now.num_checkpoint_pages)
-        yield self._gauge("culet:kv_checkpoints", "Checkpoints of the prefix cache.", now.num_checkpoints)
+        yield self._gauge("culet:kv_checkpoint_pages", "Pages that checkpoints alone hold.", now.num_resume_point_pages)
+        yield self._gauge("culet:kv_checkpoints", "Checkpoints of the prefix cache.", now.num_resume_points)
         yield self._by_group("culet:kv_group_pages", "Pages that running sequences hold, by KV group.", now.num_held_pages)
         tokens = {group.name: now.num_held_pages.get(group.name, 0) * group.page_tokens for group in facts.groups}
         yield self._by_group("culet:kv_group_tokens", "Tokens that these pages have room for.", tokens)

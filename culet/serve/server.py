@@ -21,9 +21,9 @@ from culet.errors import ConfigError, CuletError, WorkerDied
 from culet.log import logger
 from culet.serve.app import create_app
 from culet.serve.connection import make_protocol
+from culet.serve.process.wire import Script
 from culet.serve.service import Service
 from culet.serve.summary import say_ready
-from culet.serve.wire import Script
 
 _KEEP_ALIVE_S = 30  # that an idle connection stays open
 _LAST_WORDS_S = 5  # for answers to reach their clients once everything has ended

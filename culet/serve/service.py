@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from culet import env
 from culet.config import Config, Limits, ServeConfig, read_limits
 from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN, RequestRules
-from culet.engine.structured import make_grammar_check
-from culet.engine.text import ChatTemplate, NumberTokenizer, Tokenizer
 from culet.errors import ContextTooLong, CuletError, QueueFull, WorkerDied
 from culet.log import logger
 from culet.models.checkpoint import open_checkpoint
-from culet.serve.client import EngineClient, State, Stream
 from culet.serve.errors import HttpRefusal
-from culet.serve.history import parse_arguments
-from culet.serve.live import PERIOD_S, LiveSamples
-from culet.serve.wire import Script
+from culet.serve.plot_history import PERIOD_S, LiveSamples
+from culet.serve.process.client import EngineClient, State, Stream
+from culet.serve.process.wire import Script
+from culet.structured.compiler import make_grammar_check
+from culet.text.history import parse_arguments
+from culet.text.text import ChatTemplate, NumberTokenizer, Tokenizer
 from culet.types import SamplingParams
 
 if TYPE_CHECKING:

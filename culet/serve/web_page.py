@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from culet.errors import BadRequest
-from culet.serve.endpoint import Endpoint, json_response
+from culet.serve.api.endpoint import Endpoint, json_response
 from culet.serve.errors import HttpRefusal
-from culet.serve.live import Sample
+from culet.serve.plot_history import Sample
 from culet.serve.service import Service
 
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}

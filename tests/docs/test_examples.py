@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from culet.models.tiny import write_checkpoint
+from culet.testing.tiny import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

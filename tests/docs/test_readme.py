@@ -10,7 +10,7 @@ import click
 import pytest
 
 from culet.cli.main import COMMANDS, cli
-from culet.models.tiny import write_checkpoint
+from culet.testing.tiny import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

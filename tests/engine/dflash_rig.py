@@ -14,22 +14,22 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from dflash_oracle import DFlashOracle
 from real_steps import check_pages, compute_at_once, run_to_end
 
-from culet.attention.reference import ReferenceBackend
+from culet.attention.torch_cpu import ReferenceBackend
 from culet.cache.pool import Pool
 from culet.cache.spec import plan_cache
 from culet.config import DraftChoice, ScheduleConfig
 from culet.drafters.base import DraftBatch
-from culet.drafters.dflash import DFlashDrafter
-from culet.drafters.dflash_spec import DFlashSpec
+from culet.drafters.dflash.drafter import DFlashDrafter
+from culet.drafters.dflash.plan import DFlashSpec
 from culet.engine.memory import least_slabs
 from culet.models.checkpoint import open_checkpoint
-from culet.models.dflash_random import TINY, write_dflash
 from culet.models.gemma4 import Gemma4
-from culet.models.tiny import write_checkpoint
 from culet.models.weights import load_model
 from culet.runner.runner import Runner
-from culet.scheduler.pace import Pace
+from culet.scheduler.draft_length import Pace
 from culet.scheduler.scheduler import Scheduler
+from culet.testing.random_dflash import TINY, write_dflash
+from culet.testing.tiny import write_checkpoint
 from culet.types import Request
 from tests.samplings import GREEDY
 

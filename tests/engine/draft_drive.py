@@ -14,18 +14,18 @@ import torch
 from real_steps import check_pages, run_to_end
 from torch import Tensor
 
-from culet.attention.reference import ReferenceBackend
+from culet.attention.torch_cpu import ReferenceBackend
 from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, plan_cache
 from culet.config import DraftChoice, ScheduleConfig
 from culet.drafters.base import DraftBatch, cache_specs, open_drafter, target_groups
-from culet.drafters.mtp import MTPDrafter
+from culet.drafters.mtp.drafter import MTPDrafter
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
-from culet.models.tiny import write_checkpoint
 from culet.models.weights import load_model
 from culet.runner.runner import Runner
 from culet.scheduler.scheduler import Scheduler
+from culet.testing.tiny import write_checkpoint
 from culet.types import Request, Sampling, StepPlan, StepResult
 
 CPU = torch.device("cpu")

@@ -154,13 +154,13 @@ class Drive:
     def check_end(self) -> None:
         """Everything has ended, and every page is free once checkpoints are dropped."""
         assert all(told.finish_reason is not None for told in self.told.values())
-        counters, arena = self.scheduler.counters, self.scheduler.supply.arena
+        counters, arena = self.scheduler.counters, self.scheduler.page_allocator.arena
         assert counters.finished == len(self.told)
         assert counters.prefix_hits == self.runner.counts["hits"]
         assert counters.prefix_hit_tokens == self.runner.counts["hit tokens"]
         assert counters.forks == self.runner.counts["forks"]
         assert arena.num_free + arena.num_reclaimable == arena.num_pages
-        self.scheduler.drop_checkpoints()
+        self.scheduler.drop_resume_points()
         assert arena.num_free == arena.num_pages
         assert arena.num_reclaimable == 0
 
@@ -182,8 +182,8 @@ def audit_stored(scheduler: Scheduler, plan: PlannedRow) -> None:
 
 def audit(scheduler: Scheduler) -> None:
     """Every page's references are exactly those of the sequences, checkpoints and copies that are there."""
-    arena, prefix = scheduler.supply.arena, scheduler.supply.prefix
-    held: Counter[int] = Counter(scheduler.supply.pending_sources)
+    arena, prefix = scheduler.page_allocator.arena, scheduler.page_allocator.prefix
+    held: Counter[int] = Counter(scheduler.page_allocator.pending_sources)
     last_plan = {id(plan.owner): plan for _, planned, _ in scheduler._in_flight for plan in planned}
     for plan in last_plan.values():
         audit_stored(scheduler, plan)

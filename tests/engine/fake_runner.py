@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from culet.cache.spec import CacheLayout, KVGroup
-from culet.runner.late import LateWrite, Ledger, keeps
+from culet.runner.deferred_kv import LateWrite, Ledger, keeps
 from culet.types import Drawn, Entry, Request, Row, Sampling, StepPlan, StepResult
 
 VOCAB = 50

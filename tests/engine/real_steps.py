@@ -51,9 +51,9 @@ def run_to_end(
 
 def check_pages(scheduler: Scheduler) -> None:
     """Nothing is held any more but what checkpoints keep."""
-    arena = scheduler.supply.arena
+    arena = scheduler.page_allocator.arena
     assert arena.num_free + arena.num_reclaimable == arena.num_pages
-    scheduler.drop_checkpoints()
+    scheduler.drop_resume_points()
     assert arena.num_free == arena.num_pages
 
 

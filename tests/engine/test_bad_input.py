@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from culet import LLM, SamplingParams
 from culet.cli.main import run
 from culet.errors import BadRequest, ConfigError, ContextTooLong, UserError
-from culet.models.tiny import write_checkpoint
+from culet.testing.tiny import write_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from culet.bench import drafts
 from culet.cli.main import run
-from culet.models.tiny import write_checkpoint
+from culet.testing.tiny import write_checkpoint
 
 
 @pytest.mark.parametrize("method", ["mtp", "dflash"])

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from culet import LLM, SamplingParams
-from culet.attention import reference
+from culet.attention import torch_cpu
 from culet.bench.offline import measure, run_rows
 from culet.bench.settings import bench_config
 from culet.bench.twin import check_rows
 from culet.bench.workloads import parse_rows
 from culet.cache.spec import KVGroup
 from culet.errors import InternalError
-from culet.models.tiny import SHAPES, write_checkpoint
+from culet.testing.tiny import SHAPES, write_checkpoint
 
 ROWS = "tpot:1x40+20,tpot:5x60+20,ttft:1x50,throughput:8x50+30"
 
@@ -58,7 +58,7 @@ def test_answers_are_checked_in_every_shape(folder: Path) -> None:
         assert verdict.num_equal == verdict.num_tokens == 16 * min(4, row.num_seqs)
 
 
-class Confused(reference.ReferenceBackend):
+class Confused(torch_cpu.ReferenceBackend):
     """Gives each query head of sliding layers its neighbour's answer, in no more time than the right one takes."""
 
     def __init__(self, group: KVGroup, num_heads: int) -> None:
@@ -73,7 +73,7 @@ class Confused(reference.ReferenceBackend):
 def test_wrong_answers_are_found(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = parse_rows(ROWS)
     config = bench_config({"model": str(dense), "device": "cpu"}, rows)
-    monkeypatch.setattr(reference, "ReferenceBackend", Confused)
+    monkeypatch.setattr(torch_cpu, "ReferenceBackend", Confused)
     verdicts = check_rows(config, rows)
     assert not any(verdict.is_right for verdict in verdicts.values())
 

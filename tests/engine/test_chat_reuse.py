@@ -22,7 +22,7 @@ from culet import LLM, SamplingParams
 from culet.config import DraftChoice
 from culet.engine.llm import Result
 from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN
-from culet.models.tiny import SPECIAL_TOKENS, write_checkpoint
+from culet.testing.tiny import SPECIAL_TOKENS, write_checkpoint
 
 NUM_TURNS = 10
 QUESTION = "Why is the sky blue, and who could cut the diamond? Tell me a story about a fox."
@@ -58,7 +58,7 @@ def ask(pair: tuple[LLM, LLM], messages: list[dict[str, Any]], **options: Any) -
 
 @pytest.mark.parametrize("thinking", [False, True])
 def test_each_turn_computes_the_last_answer_and_what_follows(pair: tuple[LLM, LLM], thinking: bool) -> None:
-    pair[0].engine._scheduler.drop_checkpoints()
+    pair[0].engine._scheduler.drop_resume_points()
     messages: list[dict[str, Any]] = []
     reusable = 0
     for turn in range(NUM_TURNS):
@@ -75,7 +75,7 @@ def test_each_turn_computes_the_last_answer_and_what_follows(pair: tuple[LLM, LL
 @pytest.mark.parametrize("thinking", [False, True])
 def test_tool_results_go_on_from_the_turn_they_belong_to(pair: tuple[LLM, LLM], thinking: bool) -> None:
     """Two calls in each turn; clients leave thoughts out of what they send back."""
-    pair[0].engine._scheduler.drop_checkpoints()
+    pair[0].engine._scheduler.drop_resume_points()
     options = {"tools": TOOLS, "enable_thinking": thinking}
     messages: list[dict[str, Any]] = []
     reusable = 0

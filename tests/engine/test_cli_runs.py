@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from culet.cli.main import run
-from culet.models.tiny import write_checkpoint
+from culet.testing.tiny import write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -131,12 +131,14 @@ def test_broken_pipe_is_no_error(folder: Path) -> None:
 
 def test_tiny_says_that_its_text_is_noise(tmp_path: Path) -> None:
     target = tmp_path / "new" / "folder"
-    done = subprocess.run([sys.executable, "-m", "culet.models.tiny", target, "--shape", "12B"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "culet.testing.tiny", target, "--shape", "12B"], capture_output=True, text=True
+    )
     assert done.returncode == 0
     assert done.stdout.strip() == str(target)
     assert "noise" in done.stderr
     assert {path.name for path in target.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
-    done = subprocess.run([sys.executable, "-m", "culet.models.tiny", target, "--shape", "7B"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "culet.testing.tiny", target, "--shape", "7B"], capture_output=True, text=True)
     assert done.returncode == 1
     assert "unknown shape: '7B'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -9,7 +9,7 @@ from dflash_rig import Pair, Pauses, Rig, assert_like_oracle, make_pair, make_re
 from real_steps import make_prompt
 
 from culet.errors import InternalError
-from culet.runner import late
+from culet.runner import deferred_kv
 from culet.runner.draws import FixedDraws
 from culet.types import PageTable
 from tests.samplings import GREEDY, draw_by_columns
@@ -124,7 +124,7 @@ def test_drafts_after_pauses(pair, monkeypatch, is_fixed, ahead):
     settings = {"told": told_all(asked, plain), "is_wrong": MISTAKES["mixed"], "ahead": ahead, "is_fixed": is_fixed}
     found = {}
     for room, prefix_caching in ((1, False), (4, True), (32, True)):
-        monkeypatch.setattr(late, "MAX_ROOM", room)
+        monkeypatch.setattr(deferred_kv, "MAX_ROOM", room)
         rig, out, _ = conversation(pair, 30, **settings, policy=Pauses(), prefix_caching=prefix_caching)
         assert out == plain
         assert rig.runner.features.room == room
@@ -140,8 +140,8 @@ def test_drafts_after_pauses(pair, monkeypatch, is_fixed, ahead):
 
 def test_a_context_that_nobody_writes_is_seen(pair, monkeypatch):
     """The test above fails where sequences that have ended leave their context unwritten."""
-    left = late.Ledger.left
-    monkeypatch.setattr(late.Ledger, "left", lambda self, plan: left(self, plan) and [])
+    left = deferred_kv.Ledger.left
+    monkeypatch.setattr(deferred_kv.Ledger, "left", lambda self, plan: left(self, plan) and [])
     rig, _, _ = conversation(pair, 30, policy=Pauses(), prefix_caching=True)
     with pytest.raises(AssertionError, match="off by"):
         assert_like_oracle(pair, rig.rounds, at_least=10)
@@ -151,7 +151,7 @@ def test_a_context_that_nobody_writes_is_seen(pair, monkeypatch):
 def test_a_batch_with_pauses(pair, monkeypatch, ahead):
     """Many at once with preemption, cancels, samples that fork, and rings that are full: every block is the oracle's."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
-    monkeypatch.setattr(late, "MAX_ROOM", 4)
+    monkeypatch.setattr(deferred_kv, "MAX_ROOM", 4)
     sampling = replace(GREEDY, temperature=1.0, seed=5)
     ones = [make_request(f"r{length}", make_prompt(length), 60) for length in (5, 9, 17, 40)]
     ones += [make_request("many", make_prompt(20), 40, sampling, n=3), make_request("leaves", make_prompt(30), 40)]

@@ -11,10 +11,10 @@ from real_steps import make_prompt
 from culet import LLM
 from culet.attention.triton import TritonBackend
 from culet.config import ScheduleConfig
-from culet.engine.trial import Trial
+from culet.engine.rehearsal import Trial
 from culet.kernels.compiling import use_disk_cache
-from culet.runner import late
-from culet.runner.graphs import Captures
+from culet.runner import deferred_kv
+from culet.runner.fixed_steps import Captures
 from tests import samplings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -60,7 +60,7 @@ def test_blocks(pair, is_fixed):
 
 def test_blocks_after_pauses(pair, monkeypatch):
     """Steps that keep the drafter's features, and what writes them late, both as graphs; with hits of what was written so."""
-    monkeypatch.setattr(late, "MAX_ROOM", 4)
+    monkeypatch.setattr(deferred_kv, "MAX_ROOM", 4)
     rig = make_rig(pair, policy=Pauses(), prefix_caching=True, ahead=True)
     fixed, captures = rig.runner.use_fixed_steps(), Captures(torch.device("cuda"))
     fixed.capture(captures)

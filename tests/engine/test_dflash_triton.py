@@ -19,7 +19,7 @@ else:
     from real_steps import make_prompt
 
     from culet.attention.triton import TritonBackend
-    from culet.kernels.triton import tiles
+    from culet.kernels.triton.attention import tiles
 
     @pytest.mark.parametrize("is_causal", [None, pytest.param(False, marks=pytest.mark.slow)])
     def test_blocks(tmp_path, monkeypatch, is_causal) -> None:

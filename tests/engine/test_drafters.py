@@ -15,7 +15,7 @@ from torch import Tensor
 from culet import LLM, SamplingParams
 from culet.attention.batch import GroupBatch
 from culet.attention.plan import BACKENDS
-from culet.attention.reference import ReferenceBackend
+from culet.attention.torch_cpu import ReferenceBackend
 from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, plan_cache
 from culet.config import Config, DraftChoice, ScheduleConfig, build_config
@@ -23,11 +23,11 @@ from culet.drafters.base import DRAFTERS, DraftBatch, Drafter, cache_specs, open
 from culet.engine import engine as engine_module
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
-from culet.models.tiny import write_checkpoint
 from culet.models.weights import load_model
 from culet.registry import load
 from culet.runner.runner import Runner
 from culet.scheduler.scheduler import Scheduler
+from culet.testing.tiny import write_checkpoint
 from culet.types import Request
 from tests.samplings import GREEDY
 
@@ -146,7 +146,7 @@ def test_rows_do_not_know_each_other(met: Met) -> None:
 
 def rows_of(batch: DraftBatch, order: list[int]) -> DraftBatch:
     index = torch.tensor(order)
-    groups = tuple(GroupBatch(one.pages_BP[index], one.first_B[index], one.slot_T) for one in batch.groups)
+    groups = tuple(GroupBatch(one.pages_BP[index], one.first_B[index], one.kv_address_T) for one in batch.groups)
     parts = {name: getattr(batch, name)[index] for name in ("newest_R", "length_R", "slot_R", "hidden_RD")}
     return replace(batch, groups=groups, **parts)
 
@@ -255,7 +255,7 @@ def test_greedy_output_after_preemption_and_cancels(shape: str, method: str, mon
     stats = engine.stats()
     assert stats.counters.preemptions
     assert stats.counters.cancelled == 1
-    assert stats.num_free_pages + stats.num_checkpoint_pages == stats.num_pages
+    assert stats.num_free_pages + stats.num_resume_point_pages == stats.num_pages
 
 
 @pytest.mark.slow

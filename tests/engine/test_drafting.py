@@ -18,19 +18,19 @@ from safetensors.torch import save_file
 from culet import LLM, SamplingParams
 from culet.config import DraftChoice, build_config, read_draft_choice
 from culet.drafters.base import DraftBatch, open_drafter
-from culet.drafters.mtp_spec import MTPSpec
+from culet.drafters.mtp.model import Assistant
+from culet.drafters.mtp.plan import MTPSpec
+from culet.drafters.mtp.spec import AssistantSpec, make_config
 from culet.engine.memory import least_slabs
 from culet.errors import ConfigError
-from culet.models.assistant import Assistant
-from culet.models.assistant_spec import AssistantSpec, make_config
 from culet.models.checkpoint import RandomDraw, open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.random_weights import fill_randomly
-from culet.models.tiny import write_checkpoint
 from culet.runner.draws import FixedDraws
 from culet.sampling.sampler import History, TokenMasks, sample
 from culet.sampling.verify import count_accepted
-from culet.scheduler.pace import DraftPolicy, StepCost
+from culet.scheduler.draft_length import DraftPolicy, StepCost
+from culet.testing.tiny import write_checkpoint
 from culet.types import StructuredOutputs
 from tests.samplings import draw_by_columns
 

@@ -12,7 +12,7 @@ from gpu_drafts import GIVEN, GREEDY, TARGET
 from real_steps import make_prompt
 
 from culet import LLM
-from culet.models.tiny import write_checkpoint
+from culet.testing.tiny import write_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

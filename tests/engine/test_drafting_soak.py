@@ -23,7 +23,7 @@ from culet.drafters.base import DraftBatch
 from culet.engine.engine import Engine
 from culet.engine.memory import least_slabs
 from culet.models import embedded
-from culet.models.tiny import write_checkpoint
+from culet.testing.tiny import write_checkpoint
 
 SECONDS = float(os.environ.get("CULET_TEST_SOAK_SECONDS", "30"))
 EMBEDDED = Path(os.environ.get("CULET_TEST_EMBEDDED", embedded.FOLDER))
@@ -110,7 +110,7 @@ class Soak:
         assert stats.counters.prefix_hits > 5
         assert stats.counters.preemptions > 0
         assert self.num_cancelled > 0
-        assert stats.num_free_pages + stats.num_checkpoint_pages == stats.num_pages
+        assert stats.num_free_pages + stats.num_resume_point_pages == stats.num_pages
 
 
 def tight_bytes(llm: LLM) -> int:

@@ -13,7 +13,7 @@ import torch
 from test_runner import GEMMA, GREEDY, MAX_LEN, SETTINGS, ListDrafter, Rig, model, one_model, parts, request, watch
 
 from culet.cache.pool import Pool
-from culet.runner.graphs import Bucket, FixedSteps, bucket_sizes, table_columns
+from culet.runner.fixed_steps import Bucket, FixedSteps, bucket_sizes, table_columns
 from culet.runner.runner import Runner
 from culet.types import PageTable, Row, StepPlan
 

@@ -244,7 +244,7 @@ def test_closing_a_stream_cancels(llm: LLM) -> None:
     after = llm.engine.stats()
     assert after.counters.cancelled == before.cancelled + 1
     assert after.num_running == 0
-    assert after.num_free_pages + after.num_checkpoint_pages == after.num_pages
+    assert after.num_free_pages + after.num_resume_point_pages == after.num_pages
 
 
 def test_a_stream_that_was_never_read_cancels_too(llm: LLM) -> None:

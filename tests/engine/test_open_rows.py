@@ -23,10 +23,10 @@ from test_runner import one_model
 from culet.attention.batch import RowFacts
 from culet.engine.memory import least_slabs
 from culet.models.gemma4 import Gemma4
-from culet.runner import graphs
+from culet.runner import fixed_steps as fixed_steps_module
 from culet.runner.draws import FixedDraws
 from culet.runner.fill import fill
-from culet.runner.graphs import Bucket, FixedStep, FixedSteps, table_columns
+from culet.runner.fixed_steps import Bucket, FixedStep, FixedSteps, table_columns
 from culet.runner.runner import Runner
 from culet.types import PageTable, Row, StepPlan
 
@@ -45,7 +45,7 @@ class Replay:
         counts = [end - begin for begin, end in pairwise(step.planned.begin_B1.tolist())]
         starts = step.places.context_B.tolist()
         facts = [RowFacts(at, count, (True,) * len(fixed.tables)) for at, count in zip(starts, counts, strict=True) if count]
-        batch = replace(graphs._cut(step.batch, len(facts), step.bucket.num_tokens), rows=tuple(facts))
+        batch = replace(fixed_steps_module._cut(step.batch, len(facts), step.bucket.num_tokens), rows=tuple(facts))
         fixed.model.plan(batch, fixed.pool, fixed.backends)
         step.hidden = fixed._forward(step, batch)
 
@@ -181,8 +181,8 @@ def test_tokens_stand_where_fill_says(one_model, num_rows: int, num_drafts: int,
         assert torch.equal(step.batch.row_begin_B1[: num_rows + 1], wanted.row_begin_B1)
         assert torch.equal(step.following.positions_R[:num_tokens], wanted.positions_T.int() + 1)
         for mine, other in zip(step.batch.groups, wanted.groups, strict=True):
-            assert torch.equal(mine.slot_T[:num_tokens], other.slot_T)
-            assert (mine.slot_T[num_tokens:] == -1).all()
+            assert torch.equal(mine.kv_address_T[:num_tokens], other.kv_address_T)
+            assert (mine.kv_address_T[num_tokens:] == -1).all()
             assert torch.equal(mine.first_B[:num_rows], other.first_B)
         accepted = [int(torch.randint(0, one.num_drafts + 1, ())) for one in real]
         fixed.accepted_S[:num_rows] = torch.tensor(accepted)

@@ -24,20 +24,20 @@ else:
 
     import culet.layers.linear
     from culet.attention.batch import GroupBatch
-    from culet.attention.reference import ReferenceBackend
+    from culet.attention.torch_cpu import ReferenceBackend
     from culet.attention.triton import TritonBackend
     from culet.cache.pool import Pool
     from culet.cache.spec import plan_cache
     from culet.config import DraftChoice
     from culet.drafters.base import Drafter, open_drafter
     from culet.kernels import dispatch
-    from culet.kernels.triton import tiles
+    from culet.kernels.triton.attention import tiles
     from culet.kernels.triton.launch import Launch
     from culet.models import embedded
     from culet.models.checkpoint import open_checkpoint
     from culet.models.weights import load_model
-    from culet.runner.drafting import propose
-    from culet.runner.late import Features
+    from culet.runner.deferred_kv import Features
+    from culet.runner.draft_round import propose
 
     CPU = torch.device("cpu")
     FOLDERS = {"mtp": "assistant", "dflash": "dflash"}

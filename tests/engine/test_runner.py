@@ -11,17 +11,17 @@ import pytest
 import torch
 from real_steps import compute_at_once
 
-from culet.attention.reference import ReferenceBackend
+from culet.attention.torch_cpu import ReferenceBackend
 from culet.cache.pool import Pool
 from culet.cache.spec import plan_cache
 from culet.config import ScheduleConfig
 from culet.models.checkpoint import open_checkpoint
-from culet.models.tiny import write_checkpoint
 from culet.models.weights import load_model
 from culet.runner import runner as runner_module
 from culet.runner.runner import Runner
 from culet.sampling.sampler import History, sample
 from culet.scheduler.scheduler import Scheduler
+from culet.testing.tiny import write_checkpoint
 from culet.types import Entry, PageTable, Request, Row, Sampling, StepPlan
 from tests import samplings
 

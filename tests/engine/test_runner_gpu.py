@@ -26,7 +26,7 @@ from culet.engine import memory
 from culet.engine.llm import Result
 from culet.errors import InternalError
 from culet.models.checkpoint import open_checkpoint
-from culet.runner.graphs import Bucket
+from culet.runner.fixed_steps import Bucket
 from culet.types import PageTable, Row
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -12,7 +12,7 @@ from fake_runner import draw
 
 from culet.errors import BadRequest, ContextTooLong, QueueFull
 from culet.scheduler.budget import share_budget
-from culet.scheduler.pace import Pace
+from culet.scheduler.draft_length import Pace
 from culet.scheduler.sequence import Sequence, max_held_pages, span
 
 # What is refused
@@ -381,7 +381,7 @@ def test_stats_tell_how_things_stand() -> None:
     drive.run()
     assert stats.counters.steps == 1  # a snapshot
     stats = drive.scheduler.stats()
-    assert stats.num_free_pages + stats.num_checkpoint_pages == 200
+    assert stats.num_free_pages + stats.num_resume_point_pages == 200
     assert stats.counters.prefix_queries == 3
 
 

@@ -98,4 +98,4 @@ def test_a_fault_ends_one_sequence() -> None:
     scheduler.cancel("free")
     stats = scheduler.stats()
     assert stats.num_running == 0
-    assert stats.num_free_pages + stats.num_checkpoint_pages == stats.num_pages
+    assert stats.num_free_pages + stats.num_resume_point_pages == stats.num_pages

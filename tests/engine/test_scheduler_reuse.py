@@ -159,7 +159,7 @@ def test_checkpoints_give_way_to_sequences() -> None:
     for number in range(6):
         drive.add(make_request(str(number), prompt(40, number), 6, stop=False))
         drive.run()
-    assert drive.scheduler.stats().num_checkpoints > 0
+    assert drive.scheduler.stats().num_resume_points > 0
     assert drive.scheduler.counters.preemptions == 0
     drive.check_end()
 
@@ -294,7 +294,7 @@ def test_a_resume_point_that_is_named_again_is_not_the_next_to_be_evicted() -> N
     assert computed(drive, make_request("other", prompt(40, 1), 1)) == 40
     # Tools' results go on in the same turn, whose beginning is where the turn after it will part.
     assert computed(drive, make_request("b", [*prompt(40), 41], 1, resume_points=(20,))) == 1
-    prefix = drive.scheduler.supply.prefix
+    prefix = drive.scheduler.page_allocator.prefix
     assert prefix is not None
     assert prefix.checkpoints()[0].length == 40
     assert [one.length for one in prefix.checkpoints()[-3:]].count(20) == 1

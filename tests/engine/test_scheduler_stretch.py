@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from drive import Drive, endless, make, make_layout, make_request, prompt
 
-from culet.scheduler import scheduler as scheduler_module
-from culet.scheduler.pace import DraftPolicy, Pace, StepCost
+from culet.scheduler import scheduler
+from culet.scheduler.draft_length import DraftPolicy, Pace, StepCost
 from culet.types import GrammarSpec, Row
 
 LAYOUT = make_layout((24, 16), (None, 32), (None, 16, 3))
@@ -92,7 +92,7 @@ def test_a_stretch_is_what_would_be_planned(ahead: bool, has_policy: bool, num_p
         for has_stretches in (True, False):
             monkeypatch.undo()
             if not has_stretches:
-                monkeypatch.setattr(scheduler_module.Stretch, "after", lambda *_: None)
+                monkeypatch.setattr(scheduler.Stretch, "after", lambda *_: None)
             drive = make(LAYOUT, num_pages, seqs=4, ahead=ahead, max_drafts=2 if has_policy else 0)
             found.append((rows_of(drive, moves_of(seed), Phases() if has_policy else None), drive.told))
             num_repeated += drive.runner.counts["repeated"]
@@ -140,11 +140,11 @@ def test_pages_that_go_back_end_a_stretch() -> None:
     while not (plan := drive.step()).num_later:  # type: ignore[union-attr]
         pass
     (one,) = drive.scheduler._running
-    pages, supply = one.groups[1], drive.scheduler.supply
-    pages.reset(pages.first, [*pages.pages, *supply.take(1)])  # as an open row with refused drafts leaves one
-    num_free = supply.available
+    pages, page_allocator = one.groups[1], drive.scheduler.page_allocator
+    pages.reset(pages.first, [*pages.pages, *page_allocator.take(1)])  # as an open row with refused drafts leaves one
+    num_free = page_allocator.available
     drive.step()
-    assert supply.available == num_free + 1
+    assert page_allocator.available == num_free + 1
     plan = drive.step()
     assert plan is not None
     assert plan.num_later == 0

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from culet.config import ScheduleConfig
 from culet.errors import ContextTooLong, QueueFull
-from culet.runner.late import Ledger
-from culet.scheduler.pace import Pace
+from culet.runner.deferred_kv import Ledger
+from culet.scheduler.draft_length import Pace
 from culet.scheduler.scheduler import Scheduler
 from culet.types import Request
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from culet import LLM, SamplingParams
-from culet.models.tiny import write_checkpoint
+from culet.testing.tiny import write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -89,4 +89,4 @@ def test_pages_come_back_after_stops(llm: LLM, text: str) -> None:
     run(llm, stop=text[15:18])
     stats = llm.engine.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
-    assert stats.num_free_pages + stats.num_checkpoint_pages == stats.num_pages
+    assert stats.num_free_pages + stats.num_resume_point_pages == stats.num_pages

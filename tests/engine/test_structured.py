@@ -18,12 +18,12 @@ import torch
 from test_runner import GEMMA, MISTAKES, Rig
 
 from culet import LLM, SamplingParams
-from culet.engine.structured import GrammarQueue
-from culet.engine.text import Tokenizer
 from culet.errors import BadRequest
 from culet.models.checkpoint import open_checkpoint
-from culet.models.tiny import write_checkpoint
 from culet.models.weights import load_model
+from culet.structured.compiler import GrammarQueue
+from culet.testing.tiny import write_checkpoint
+from culet.text.text import Tokenizer
 from culet.types import Request, StructuredOutputs
 
 NODE = {
@@ -188,7 +188,7 @@ def test_cancelling_while_it_compiles_and_bad_schemas(llm: LLM) -> None:
         llm.generate("A", params(endless, 1))
     stats = engine.stats()
     assert stats.num_running == stats.num_waiting == 0
-    assert stats.num_free_pages + stats.num_checkpoint_pages == stats.num_pages
+    assert stats.num_free_pages + stats.num_resume_point_pages == stats.num_pages
 
 
 def test_a_grammar_that_gets_too_complex_ends_one_request(llm: LLM) -> None:

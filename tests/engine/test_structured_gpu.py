@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from culet import LLM, SamplingParams
-from culet.models.tiny import write_checkpoint
+from culet.testing.tiny import write_checkpoint
 from culet.types import StructuredOutputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

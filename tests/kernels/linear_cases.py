@@ -9,10 +9,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from culet.kernels.triton import linear
-from culet.kernels.triton.hopper_linear import blocks_of
 from culet.kernels.triton.launch import Launch
-from culet.kernels.triton.linear_tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile, choose_stream
+from culet.kernels.triton.linear import linear
+from culet.kernels.triton.linear.hopper import blocks_of
+from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile, choose_stream
 from culet.models.spec import LayerSpec, read_spec
 from culet.models.variants import VARIANTS
 

@@ -18,13 +18,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from culet.bench.attention_cases import SHAPES, AttentionShape
 from culet.kernels.attention_inputs import PagedKV, RaggedRows
-from culet.kernels.triton.decode import decode_launches
-from culet.kernels.triton.hopper_decode import hopper_decode_launches, hopper_decode_serves, hopper_decode_tile
-from culet.kernels.triton.hopper_prefill import hopper_prefill_launch, hopper_prefill_serves
-from culet.kernels.triton.launch import Launch
-from culet.kernels.triton.prefill import prefill_launch
-from culet.kernels.triton.splits import Scratch, scratch_rows
-from culet.kernels.triton.tiles import (
+from culet.kernels.triton.attention.decode import decode_launches
+from culet.kernels.triton.attention.hopper_decode import hopper_decode_launches, hopper_decode_serves, hopper_decode_tile
+from culet.kernels.triton.attention.hopper_prefill import hopper_prefill_launch, hopper_prefill_serves
+from culet.kernels.triton.attention.prefill import prefill_launch
+from culet.kernels.triton.attention.splits import Scratch, scratch_rows
+from culet.kernels.triton.attention.tiles import (
     DECODE,
     PREFILL,
     SHARED_MEMORY,
@@ -35,6 +34,7 @@ from culet.kernels.triton.tiles import (
     prefill_tile,
     splits_by_waves,
 )
+from culet.kernels.triton.launch import Launch
 
 CAPABILITIES = (80, 89, 90, 100, 120)
 # One for each kind of row in the tables; other variants differ in the number of KV heads alone.

@@ -17,17 +17,17 @@ if not INTERPRETED:
         run_interpreted(__file__)
 
 else:
-    from culet.attention import triton as backend_module
+    from culet.attention import triton as triton_module
     from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
     from culet.attention.triton import TritonBackend
     from culet.bench.attention_cases import AttentionCase, AttentionShape, make_case
     from culet.cache.spec import KVGroup, KVSpec
-    from culet.kernels import reference_attention as eager
     from culet.kernels.attention_inputs import PagedKV, RaggedRows
-    from culet.kernels.triton.decode import decode_attention, decode_launches
-    from culet.kernels.triton.prefill import prefill_attention, prefill_launch, query_tiles
-    from culet.kernels.triton.splits import Scratch, scratch_rows
-    from culet.kernels.triton.tiles import DecodeTile, PrefillTile
+    from culet.kernels.eager import attention as eager_attention
+    from culet.kernels.triton.attention.decode import decode_attention, decode_launches
+    from culet.kernels.triton.attention.prefill import prefill_attention, prefill_launch, query_tiles
+    from culet.kernels.triton.attention.splits import Scratch, scratch_rows
+    from culet.kernels.triton.attention.tiles import DecodeTile, PrefillTile
 
     SLIDING = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=32, window=40, latent=False, page_tokens=16)
     SLIDING_BIG_PAGES = replace(SLIDING, page_tokens=64)
@@ -40,7 +40,7 @@ else:
         assert error.max() < 1e-5, f"worst token {int(error.argmax())}: {float(error.max()):.2e}"
 
     def check_decode(case: AttentionCase, tile: DecodeTile) -> None:
-        expected = eager.decode_attention(case.q_TNH, case.kv, case.rows, max_queries=case.max_queries)
+        expected = eager_attention.decode_attention(case.q_TNH, case.kv, case.rows, max_queries=case.max_queries)
         got = decode_attention(
             case.q_TNH,
             case.kv,
@@ -54,7 +54,7 @@ else:
     def check_prefill(case: AttentionCase, tile: PrefillTile, with_fresh: bool) -> None:
         fresh = case.fresh if with_fresh else None
         tiles = torch.from_numpy(query_tiles(case.tile_rows, tile.rows // case.shape.group, case.shape.window))
-        expected = eager.prefill_attention(case.q_TNH, case.kv, case.rows, tiles, fresh=fresh)
+        expected = eager_attention.prefill_attention(case.q_TNH, case.kv, case.rows, tiles, fresh=fresh)
         out = torch.full_like(case.q_TNH, float("nan"))
         got = prefill_attention(case.q_TNH, case.kv, case.rows, tiles, fresh=fresh, out_TNH=out, tile=tile)
         assert_close(got, expected)
@@ -92,7 +92,7 @@ else:
             for _ in range(2):
                 out.fill_(float("nan"))
                 launch.run()
-                assert_close(out, eager.decode_attention(*arguments, max_queries=3))
+                assert_close(out, eager_attention.decode_attention(*arguments, max_queries=3))
                 assert not scratch.arrived.any()
 
     def test_decode_leaves_long_and_empty_rows_alone() -> None:
@@ -104,7 +104,7 @@ else:
         out = torch.full_like(case.q_TNH, 7.0)
         decode_attention(case.q_TNH, kv, padded, max_queries=4, out_TNH=out, tile=DecodeTile(16, 32, 4, 2, programs=8))
         assert (out[1:13] == 7.0).all()
-        expected = eager.decode_attention(case.q_TNH, case.kv, case.rows, max_queries=4)
+        expected = eager_attention.decode_attention(case.q_TNH, case.kv, case.rows, max_queries=4)
         assert_close(out[[0, 13]], expected[[0, 13]])
 
     def replace_tables(case: AttentionCase) -> PagedKV:
@@ -123,7 +123,7 @@ else:
         tile = DecodeTile(16, 32, 4, 2, programs=24)
         for contexts in ([3, 150], [200, 0], [90, 91]):
             rows = replace(long.rows, context_B=torch.tensor(contexts, dtype=torch.int32))
-            expected = eager.decode_attention(long.q_TNH, long.kv, rows, max_queries=1)
+            expected = eager_attention.decode_attention(long.q_TNH, long.kv, rows, max_queries=1)
             assert_close(decode_attention(long.q_TNH, long.kv, rows, max_queries=1, tile=tile), expected)
 
     @pytest.mark.parametrize("shape", [SLIDING, SLIDING_BIG_PAGES, GLOBAL, LATENT], ids=["sliding", "big", "global", "latent"])
@@ -180,7 +180,7 @@ else:
 
     def all_rows(case: AttentionCase) -> torch.Tensor:
         rows = torch.tensor([[row, 0] for row in range(len(case.spans))])
-        return eager.prefill_attention(case.q_TNH, case.kv, case.rows, rows, fresh=case.fresh)
+        return eager_attention.prefill_attention(case.q_TNH, case.kv, case.rows, rows, fresh=case.fresh)
 
     @pytest.mark.parametrize("shape", [SLIDING, LATENT], ids=["sliding", "latent"])
     def test_backend_takes_any_mix_of_rows(shape: AttentionShape) -> None:
@@ -211,8 +211,8 @@ else:
             assert rows.visible_2T is None
             return decode_launches(q_TNH, kv, rows, **options)
 
-        monkeypatch.setattr(backend_module, "prefill_launch", launch)
-        monkeypatch.setattr(backend_module, "decode_launches", decode)
+        monkeypatch.setattr(triton_module, "prefill_launch", launch)
+        monkeypatch.setattr(triton_module, "decode_launches", decode)
         assert_close(run_backend(case, is_stored=True, text_rows=(0, 2, 3)), all_rows(case))
         assert seen == [(1,)]
         monkeypatch.undo()

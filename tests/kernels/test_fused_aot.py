@@ -14,29 +14,19 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter cannot compile", allow_module_level=True)
 
-from culet.kernels.reference import HeadShape, Rope
-from culet.kernels.reference_rounds import BlockShape, BlockStart, Candidates, ChainStart, ContextLayer
-from culet.kernels.steps import PageTables, PlannedRows, TokenPlaces
-from culet.kernels.triton import (
-    best,
-    context,
-    linear,
-    masks,
-    moe,
-    normed_linear,
-    norms,
-    penalties,
-    places,
-    pointwise,
-    qkv,
-    rounds,
-    route,
-    sampling,
-    settle,
-)
+from culet.kernels.eager.draft_round import BlockShape, BlockStart, Candidates, ChainStart, ContextLayer
+from culet.kernels.eager.ops import HeadShape, Rope
+from culet.kernels.triton.attention.tiles import SHARED_MEMORY
+from culet.kernels.triton.drafting import accept_drafts, context, draft_head, draft_round, token_layout
+from culet.kernels.triton.experts import experts as experts_module
+from culet.kernels.triton.experts import route
 from culet.kernels.triton.launch import Launch
-from culet.kernels.triton.linear_tiles import GATED, PLAIN, SOFTCAP, choose_tile
-from culet.kernels.triton.tiles import SHARED_MEMORY
+from culet.kernels.triton.linear import linear, normed
+from culet.kernels.triton.linear.tiles import GATED, PLAIN, SOFTCAP, choose_tile
+from culet.kernels.triton.norms import norms, pointwise, qkv
+from culet.kernels.triton.sampling import draw as sampling
+from culet.kernels.triton.sampling import masks, penalties
+from culet.kernels.types import PageTables, PlannedRows, TokenLayout
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 FEW_ARCHITECTURES = (80, 90)  # for kernels without tensor cores or large tiles: before and after chaining
@@ -64,12 +54,14 @@ def linear_of(tokens: int, rows: int, size: int, epilogue: int, **extra: object)
 
 def grouped_of(tokens: int, index: int, **extra: object) -> Launch:
     x, gate_up, down = meta(tokens, 2816), meta(128, 1408, 2816), meta(128, 2816, 704)
-    return moe.describe_grouped(x, floats(tokens, 8), whole(tokens, 8), gate_up, down, meta(tokens, 2816), **extra)[index]
+    return experts_module.describe_grouped(x, floats(tokens, 8), whole(tokens, 8), gate_up, down, meta(tokens, 2816), **extra)[
+        index
+    ]
 
 
 def assigned_of(index: int, **extra: object) -> Launch:
     x, gate_up, down = meta(2, 2816), meta(128, 1408, 2816), meta(128, 2816, 704)
-    return moe.describe_assigned(x, floats(2, 8), whole(2, 8), gate_up, down, meta(2, 2816), **extra)[index]
+    return experts_module.describe_assigned(x, floats(2, 8), whole(2, 8), gate_up, down, meta(2, 2816), **extra)[index]
 
 
 def route_of(tokens: int, **extra: object) -> Launch:
@@ -142,12 +134,12 @@ def sampling_launches(pdl: bool) -> Iterator[Launch]:
     yield masks.describe_bitmask(logits, whole(2, 8192), whole(2), pdl)
     yield masks.describe_bitmask(logits, whole(4, 8192), None, pdl)
     long, out_x, last = meta(4, dtype=torch.int64), meta(6, dtype=torch.int64), meta(4, 5376)
-    yield settle.describe_settle(long, long, whole(5), long, whole(9, 99), whole(1), (out_x, whole(9)), pdl=pdl)
+    yield accept_drafts.describe_settle(long, long, whole(5), long, whole(9, 99), whole(1), (out_x, whole(9)), pdl=pdl)
     rows = PlannedRows(whole(5), whole(4), whole(4), whole(4), whole(2, 4), 4)
-    taken = TokenPlaces(long, long, long, whole(4), meta(2, 4, dtype=torch.int64), whole(4), long)
-    yield places.describe_place(rows, PageTables(whole(99), whole(2, 3)), whole(9, 99), whole(9), 8, taken, pdl=pdl)
+    taken = TokenLayout(long, long, long, whole(4), meta(2, 4, dtype=torch.int64), whole(4), long)
+    yield token_layout.describe_place(rows, PageTables(whole(99), whole(2, 3)), whole(9, 99), whole(9), 8, taken, pdl=pdl)
     into = meta(4, 2, dtype=torch.int64), meta(2, 5376)
-    yield settle.describe_begin(out_x, whole(5), long, whole(4), 99, last, into, pdl=pdl)
+    yield accept_drafts.describe_begin(out_x, whole(5), long, whole(4), 99, last, into, pdl=pdl)
     rows = penalties.Penalties(*(whole(2) for _ in range(4)), *(floats(2) for _ in range(3)))
     yield from penalties.describe_penalise(logits, meta(4, 4096, dtype=torch.int64), rows, 4096, whole(2, 262144), pdl)
 
@@ -170,15 +162,15 @@ def small_drafter_launches(pdl: bool) -> Iterator[Launch]:
         meta(8192, 256),
     )
     for one in (found, None):
-        yield best.describe_embed_linear(one, token, meta(3, 256), table, 16.0, meta(128, 512), meta(3, 128), pdl)
+        yield draft_head.describe_embed_linear(one, token, meta(3, 256), table, 16.0, meta(128, 512), meta(3, 128), pdl)
     x, y, norm = meta(3, 128), meta(3, 512), floats(128)
-    yield normed_linear.describe_normed(x, None, (None, norm), None, EPS, meta(512, 128), (x, y), pdl=pdl)
+    yield normed.describe_normed(x, None, (None, norm), None, EPS, meta(512, 128), (x, y), pdl=pdl)
     parts, gated = floats(4, 3, 128), meta(1536, 128)
     out = x, meta(3, 768)
-    yield normed_linear.describe_normed(x, parts, (norm, norm), None, EPS, gated, out, gate="gelu", pdl=pdl)
-    yield normed_linear.describe_normed(x, x, (norm, norm), floats(1), EPS, meta(1024, 128), (x, meta(3, 1024)), pdl=pdl)
+    yield normed.describe_normed(x, parts, (norm, norm), None, EPS, gated, out, gate="gelu", pdl=pdl)
+    yield normed.describe_normed(x, x, (norm, norm), floats(1), EPS, meta(1024, 128), (x, meta(3, 1024)), pdl=pdl)
     x, norm, out = meta(24, 512), floats(512), (meta(24, 512), meta(24, 640))
-    yield normed_linear.describe_normed(x, x, (None, norm), None, EPS, meta(1280, 512), out, gate="silu", pdl=pdl)
+    yield normed.describe_normed(x, x, (None, norm), None, EPS, meta(1280, 512), out, gate="silu", pdl=pdl)
     heads = HeadShape(0, 2, 128, 128, False, False, EPS, norm_v=False)
     memory = meta(99, 3 * 2 * 2 * 16 * 128)
     planes = [memory.as_strided((2, 99, 2, 16, 128), (4096, memory.stride(0), 2048, 128, 1), 8192 * i) for i in range(3)]
@@ -191,31 +183,31 @@ def round_launches(pdl: bool) -> Iterator[Launch]:
     """Of the 31B's assistant, of E4B's, and of a published DFlash drafter."""
     rows, size, wide = 3, 16, 5376
     tokens, long, inv_freqs = whole(33, 4096), meta(rows, dtype=torch.int64), [floats(128), floats(64)]
-    yield rounds.describe_newest(tokens, long, long, long, pdl)
-    yield rounds.describe_keep_drafts(tokens, long, long, meta(rows, 7, dtype=torch.int64), pdl)
+    yield draft_round.describe_newest(tokens, long, long, long, pdl)
+    yield draft_round.describe_keep_drafts(tokens, long, long, meta(rows, 7, dtype=torch.int64), pdl)
     turns = [Rope(floats(rows, 1, 2 * one.shape[0]), floats(rows, 1, 2 * one.shape[0])) for one in inv_freqs]
     for kinds in (1, 2):
         start = ChainStart(long, whole(rows + 1), whole(rows), turns[:kinds])
-        yield rounds.describe_chain(long, False, inv_freqs[:kinds], start, pdl)
+        yield draft_round.describe_chain(long, False, inv_freqs[:kinds], start, pdl)
     each = meta(rows * size, dtype=torch.int64)
     turn = Rope(floats(rows * size, 1, 128), floats(rows * size, 1, 128))
     for windows in ((), (2048, None)):
         visible = [whole(2, rows * size) for _ in windows]
         blocks = BlockStart(each, each, each, whole(rows + 1), whole(rows), visible, turn, meta(rows * size, wide))
         tables, shape, table = (whole(rows, 260), whole(rows)), BlockShape(size, 4, 16, 999, windows), meta(262144, wide)
-        yield rounds.describe_blocks(long, long, tables, shape, floats(64), (table, 73.5), blocks, pdl)
-    yield rounds.describe_taps([meta(4, wide)] * 6, meta(4, dtype=torch.int64), meta(99, 6 * wide), pdl)
-    yield rounds.describe_taps([meta(4, wide)] * 8, None, meta(4, 8 * wide), pdl)
+        yield draft_round.describe_blocks(long, long, tables, shape, floats(64), (table, 73.5), blocks, pdl)
+    yield draft_round.describe_taps([meta(4, wide)] * 6, meta(4, dtype=torch.int64), meta(99, 6 * wide), pdl)
+    yield draft_round.describe_taps([meta(4, wide)] * 8, None, meta(4, 8 * wide), pdl)
     out = floats(rows, 256), meta(rows, 256, dtype=torch.int64)
-    yield best.describe_peaks(meta(rows, 262144), out, pdl)
-    yield best.describe_peaks(floats(rows, 262144), out, pdl)
+    yield draft_head.describe_peaks(meta(rows, 262144), out, pdl)
+    yield draft_head.describe_peaks(floats(rows, 262144), out, pdl)
     yield from small_drafter_launches(pdl)
     found = Candidates(floats(rows, 4096), meta(rows, 4096, dtype=torch.int64))
-    yield best.describe_pick(found, long, pdl)
+    yield draft_head.describe_pick(found, long, pdl)
     clusters, chosen = meta(2048, 128, dtype=torch.int64), meta(rows, 32, dtype=torch.int64)
-    yield best.describe_clusters(meta(rows, 256), meta(262144, 256), clusters, chosen, found, pdl)
+    yield draft_head.describe_clusters(meta(rows, 256), meta(262144, 256), clusters, chosen, found, pdl)
     for one in (found, None):
-        yield best.describe_beside(one, long, meta(rows, wide), meta(262144, wide), 73.5, meta(rows, 2 * wide), pdl)
+        yield draft_head.describe_beside(one, long, meta(rows, wide), meta(262144, wide), 73.5, meta(rows, 2 * wide), pdl)
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
@@ -242,7 +234,7 @@ def test_heads_compile(capability: int) -> None:
         num_rows = torch.Size(rows).numel()
         out = floats(num_rows, vocab // 64), meta(num_rows, vocab // 64, dtype=torch.int64)
         cap = 30.0 if len(rows) > 1 else None
-        launch = best.describe_best(meta(*rows, size), meta(vocab, size), None, cap, out, capability >= 90)
+        launch = draft_head.describe_best(meta(*rows, size), meta(vocab, size), None, cap, out, capability >= 90)
         shared = launch.compile_for(capability).metadata.shared
         assert shared <= SHARED_MEMORY[capability], f"{vocab} x {size}, {rows}: {shared} bytes of shared memory"
 
@@ -251,7 +243,7 @@ def test_heads_compile(capability: int) -> None:
 def test_a_head_in_e4m3_compiles(capability: int) -> None:
     for rows in (3, 64):
         table, out = meta(262144, 1024, dtype=torch.float8_e4m3fn), (floats(rows, 4096), meta(rows, 4096, dtype=torch.int64))
-        launch = best.describe_best(meta(rows, 1024), table, floats(262144), None, out, capability >= 90)
+        launch = draft_head.describe_best(meta(rows, 1024), table, floats(262144), None, out, capability >= 90)
         assert launch.compile_for(capability).metadata.shared <= SHARED_MEMORY[capability]
 
 

@@ -23,9 +23,16 @@ if not INTERPRETED:
 else:
     from triton.runtime import interpreter
 
-    from culet.kernels import reference, reference_fused, reference_sampling
-    from culet.kernels.triton import linear, masks, moe, norms, penalties, pointwise, qkv, route, sampling
-    from culet.kernels.triton.linear_tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile
+    from culet.kernels.eager import fused as eager_fused
+    from culet.kernels.eager import ops as eager_ops
+    from culet.kernels.eager import sampling as eager_sampling
+    from culet.kernels.triton.experts import experts as experts_module
+    from culet.kernels.triton.experts import route
+    from culet.kernels.triton.linear import linear
+    from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile
+    from culet.kernels.triton.norms import norms, pointwise, qkv
+    from culet.kernels.triton.sampling import draw as sampling
+    from culet.kernels.triton.sampling import masks, penalties
     from culet.sampling import sampler
     from culet.sampling.logprobs import compute_logprobs
     from culet.types import Sampling
@@ -66,10 +73,10 @@ else:
 
     def twin(epilogue: int, x: Tensor, w: Tensor, factor: Tensor) -> Tensor:
         if epilogue == GATED:
-            return reference_fused.gated_linear(x, w)
+            return eager_fused.gated_linear(x, w)
         if epilogue == GELU_TIMES:
-            return reference_fused.linear_gelu_times(x, w, factor)
-        return reference_fused.capped_head(x, w, 3.0) if epilogue == SOFTCAP else reference_fused.linear(x, w)
+            return eager_fused.linear_gelu_times(x, w, factor)
+        return eager_fused.capped_head(x, w, 3.0) if epilogue == SOFTCAP else eager_fused.linear(x, w)
 
     @pytest.mark.parametrize("epilogue", [PLAIN, GATED, GELU_TIMES, SOFTCAP])
     @pytest.mark.parametrize(
@@ -96,22 +103,22 @@ else:
     @pytest.mark.parametrize("tokens", [0, 1, 2, 5, 33])
     def test_linear_chooses_for_itself(tokens: int) -> None:
         x, w, factor = torch.randn(tokens, 128), torch.randn(64, 128), torch.randn(tokens, 64)
-        assert_close_or_empty(linear.linear(x, w), reference_fused.linear(x, w))
-        assert_close_or_empty(linear.gated_linear(x, w), reference_fused.gated_linear(x, w))
-        assert_close_or_empty(linear.linear_gelu_times(x, w, factor), reference_fused.linear_gelu_times(x, w, factor))
-        assert_close_or_empty(linear.capped_head(x, w, 30.0), reference_fused.capped_head(x, w, 30.0))
-        assert_close_or_empty(linear.capped_head(x, w, None), reference_fused.capped_head(x, w, None))
+        assert_close_or_empty(linear.linear(x, w), eager_fused.linear(x, w))
+        assert_close_or_empty(linear.gated_linear(x, w), eager_fused.gated_linear(x, w))
+        assert_close_or_empty(linear.linear_gelu_times(x, w, factor), eager_fused.linear_gelu_times(x, w, factor))
+        assert_close_or_empty(linear.capped_head(x, w, 30.0), eager_fused.capped_head(x, w, 30.0))
+        assert_close_or_empty(linear.capped_head(x, w, None), eager_fused.capped_head(x, w, None))
 
     def test_parts_of_a_split_sum_are_added_by_their_readers() -> None:
         x, w = torch.randn(5, 1024), torch.randn(64, 1024) / 32
         parts = linear.linear_parts(x, w)
         assert parts.shape[0] > 1
-        assert_close(parts.sum(0), reference_fused.linear(x, w))
+        assert_close(parts.sum(0), eager_fused.linear(x, w))
         assert linear.linear_parts(x[:1], w).shape == (1, 64)  # not split
         stream, weights, other = torch.randn(5, 64), [weight(64) for _ in range(4)], torch.randn(5, 64)
         for got, wanted in (
-            (norms.residual_norm, reference.residual_norm),
-            (norms.residual_norm_two, reference_fused.residual_norm_two),
+            (norms.residual_norm, eager_ops.residual_norm),
+            (norms.residual_norm_two, eager_fused.residual_norm_two),
         ):
             last = None if got is norms.residual_norm else weights[2]
             for mine, theirs in zip(
@@ -122,7 +129,7 @@ else:
                 assert_close(mine, theirs)
         three = (weights[0], weights[1], weights[2])
         joint = norms.residual_norm_joint(stream, parts, other, three, None, weights[3], EPS)
-        wanted = reference_fused.residual_norm_joint(stream, parts, other, three, None, weights[3], EPS)
+        wanted = eager_fused.residual_norm_joint(stream, parts, other, three, None, weights[3], EPS)
         for mine, theirs in zip(joint, wanted, strict=True):
             assert_close(mine, theirs)
 
@@ -138,63 +145,63 @@ else:
         x, a, b = (torch.randn(3, 2 * size)[:, :size] for _ in range(3))
         w = [weight(size) for _ in range(4)]
         scalar = torch.tensor([0.7])
-        assert_close(norms.rms_norm(x, w[0], EPS), reference.rms_norm(x, w[0], EPS))
-        assert_close(norms.sum_norms(a, b, w[0], w[1], EPS), reference.sum_norms(a, b, w[0], w[1], EPS))
+        assert_close(norms.rms_norm(x, w[0], EPS), eager_ops.rms_norm(x, w[0], EPS))
+        assert_close(norms.sum_norms(a, b, w[0], w[1], EPS), eager_ops.sum_norms(a, b, w[0], w[1], EPS))
         for one in (None, scalar):
             for following in (None, w[1]):
                 got = norms.residual_norm(x, a, w[0], one, following, EPS)
-                for mine, theirs in zip(got, reference.residual_norm(x, a, w[0], one, following, EPS), strict=True):
+                for mine, theirs in zip(got, eager_ops.residual_norm(x, a, w[0], one, following, EPS), strict=True):
                     assert_close(mine, theirs)
         plain = norms.residual_norm(x, a, None, None, w[1], EPS)
-        for mine, theirs in zip(plain, reference.residual_norm(x, a, None, None, w[1], EPS), strict=True):
+        for mine, theirs in zip(plain, eager_ops.residual_norm(x, a, None, None, w[1], EPS), strict=True):
             assert_close(mine, theirs)
         assert_close(plain[0], x + a)
         two = norms.residual_norm_two(x, a, w[0], w[1], w[2], EPS)
-        for mine, theirs in zip(two, reference_fused.residual_norm_two(x, a, w[0], w[1], w[2], EPS), strict=True):
+        for mine, theirs in zip(two, eager_fused.residual_norm_two(x, a, w[0], w[1], w[2], EPS), strict=True):
             assert_close(mine, theirs)
         for following in (None, w[3]):
             joint = norms.residual_norm_joint(x, a, b, (w[0], w[1], w[2]), scalar, following, EPS)
-            wanted = reference_fused.residual_norm_joint(x, a, b, (w[0], w[1], w[2]), scalar, following, EPS)
+            wanted = eager_fused.residual_norm_joint(x, a, b, (w[0], w[1], w[2]), scalar, following, EPS)
             for mine, theirs in zip(joint, wanted, strict=True):
                 assert_close(mine, theirs)
 
     def test_small_pieces() -> None:
         table, ids = torch.randn(50, 128), torch.randint(0, 50, (5,))
-        assert_close(pointwise.embed(ids, table[:, 32:96], 2.5), reference.embed(ids, table[:, 32:96], 2.5))
+        assert_close(pointwise.embed(ids, table[:, 32:96], 2.5), eager_ops.embed(ids, table[:, 32:96], 2.5))
         gate_up = torch.randn(5, 2 * 1100) * 3
-        assert_close(pointwise.gelu_mul(gate_up), reference.gelu_mul(gate_up))
-        assert_close(pointwise.silu_mul(gate_up), reference.silu_mul(gate_up))
+        assert_close(pointwise.gelu_mul(gate_up), eager_ops.gelu_mul(gate_up))
+        assert_close(pointwise.silu_mul(gate_up), eager_ops.silu_mul(gate_up))
         gate, values = torch.randn(5, 32), torch.randn(5, 6, 32)
-        assert_close(pointwise.gelu_gate(gate, values[:, 2]), reference.gelu_gate(gate, values[:, 2]))
+        assert_close(pointwise.gelu_gate(gate, values[:, 2]), eager_ops.gelu_gate(gate, values[:, 2]))
         context, embedded, w = torch.randn(5, 6 * 32), torch.randn(5, 6 * 32), weight(32)
         assert_close(
-            pointwise.ple_combine(context, embedded, w, 0.3, EPS), reference.ple_combine(context, embedded, w, 0.3, EPS)
+            pointwise.ple_combine(context, embedded, w, 0.3, EPS), eager_ops.ple_combine(context, embedded, w, 0.3, EPS)
         )
         logits = torch.randn(3, 1500) * 40
-        assert_close(pointwise.softcap(logits.clone(), 30.0), reference.softcap(logits.clone(), 30.0))
+        assert_close(pointwise.softcap(logits.clone(), 30.0), eager_ops.softcap(logits.clone(), 30.0))
         assert pointwise.softcap(logits, None) is logits
 
     @pytest.mark.parametrize("tokens", [3, 70])  # one head per program, and several
     @pytest.mark.parametrize(
         "heads",
         [
-            reference.HeadShape(4, 2, 32, 32, False, False, EPS),
-            reference.HeadShape(4, 1, 64, 16, False, False, EPS),
-            reference.HeadShape(4, 2, 32, 32, False, False, EPS, norm_v=False),
-            reference.HeadShape(0, 2, 32, 32, False, False, EPS, norm_v=False),
-            reference.HeadShape(4, 2, 64, 16, True, False, EPS),
-            reference.HeadShape(6, 3, 64, 16, True, True, EPS),
+            eager_ops.HeadShape(4, 2, 32, 32, False, False, EPS),
+            eager_ops.HeadShape(4, 1, 64, 16, False, False, EPS),
+            eager_ops.HeadShape(4, 2, 32, 32, False, False, EPS, norm_v=False),
+            eager_ops.HeadShape(0, 2, 32, 32, False, False, EPS, norm_v=False),
+            eager_ops.HeadShape(4, 2, 64, 16, True, False, EPS),
+            eager_ops.HeadShape(6, 3, 64, 16, True, True, EPS),
         ],
     )
     @pytest.mark.parametrize("is_fp8", [False, True], ids=["float32", "fp8"])
     @pytest.mark.usefixtures("rounds_as_gpus_do")
-    def test_prepare_qkv(tokens: int, heads: reference.HeadShape, is_fp8: bool) -> None:
+    def test_prepare_qkv(tokens: int, heads: eager_ops.HeadShape, is_fp8: bool) -> None:
         size, num_kv, rotated = heads.head_dim, heads.num_kv_heads, heads.rotated_dims
         x = torch.randn(tokens, (heads.num_heads + num_kv * (1 if heads.k_eq_v else 2)) * size)
         w = torch.rand(heads.num_heads + num_kv, size) + 0.5
         positions = torch.randint(0, 100000, (tokens,))
         frequencies = 1e4 ** (-torch.arange(0, rotated, 2) / size)
-        turn, twin_turn = qkv.rope(positions, frequencies), reference.rope(positions, frequencies)
+        turn, twin_turn = qkv.rope(positions, frequencies), eager_ops.rope(positions, frequencies)
         for mine, theirs in zip(turn, twin_turn, strict=True):
             assert_close(mine, theirs)
         # Pages inside larger slabs; everything else in them must stay as it is.
@@ -205,9 +212,9 @@ else:
         mine, theirs = slab.clone(), slab.clone()
         slots = torch.randperm(pages * page)[:tokens]
         slots[1::3] = -1
-        where, twin_where = qkv.stores(slots, page), reference.stores(slots, page)
+        where, twin_where = qkv.stores(slots, page), eager_ops.stores(slots, page)
         got = qkv.prepare_qkv(x, w, turn, mine.as_strided(shape, stride, 320), where, heads)
-        wanted = reference.prepare_qkv(x.clone(), w, twin_turn, theirs.as_strided(shape, stride, 320), twin_where, heads)
+        wanted = eager_ops.prepare_qkv(x.clone(), w, twin_turn, theirs.as_strided(shape, stride, 320), twin_where, heads)
         for one, other in zip(got, wanted, strict=True):
             if one.numel():
                 assert_close(one, other)
@@ -222,7 +229,7 @@ else:
         queries = replace(heads, num_kv_heads=0)
         own = x[:, : heads.num_heads * size]
         mine_q = qkv.prepare_q(own, w[: heads.num_heads], turn, queries)
-        assert_close(mine_q, reference.prepare_q(own.clone(), w[: heads.num_heads], twin_turn, queries))
+        assert_close(mine_q, eager_ops.prepare_q(own.clone(), w[: heads.num_heads], twin_turn, queries))
         # As parts, whose sum it is.
         parts = torch.randn(3, *x.shape)
         parts[2] = x - parts[0] - parts[1]
@@ -241,7 +248,7 @@ else:
         x, router, scale = torch.randn(tokens, D), torch.randn(E, D) / D**0.5, torch.rand(E) + 0.5
         for _ in range(2):
             weights, ids = route.route(x, router, scale, K, EPS)
-            wanted, wanted_ids = reference.route(x, router, scale, K, EPS)
+            wanted, wanted_ids = eager_ops.route(x, router, scale, K, EPS)
             assert torch.equal(ids.long(), wanted_ids)
             assert_close(weights, wanted)
 
@@ -258,9 +265,9 @@ else:
         assert all(len(set(row)) == K and set(row) <= set(range(E)) for row in ids.tolist())
 
     @pytest.mark.parametrize("tokens", [1, 4, 19, 90])
-    @pytest.mark.parametrize("way", [moe.describe_assigned, moe.describe_grouped])
+    @pytest.mark.parametrize("way", [experts_module.describe_assigned, experts_module.describe_grouped])
     def test_experts(tokens: int, way: object) -> None:
-        if tokens > 20 and way is moe.describe_assigned:
+        if tokens > 20 and way is experts_module.describe_assigned:
             pytest.skip("not served by assignment")
         x, gate_up = torch.randn(tokens, D), torch.randn(E, 2 * WIDTH, D) / D**0.5
         down = torch.randn(E, D, WIDTH) / WIDTH**0.5
@@ -268,11 +275,11 @@ else:
             torch.rand(tokens, K),
             torch.stack([torch.randperm(E - 1)[:K] for _ in range(tokens)]),
         )  # the last is idle
-        wanted = reference.experts(x, weights, ids, gate_up, down)
+        wanted = eager_ops.experts(x, weights, ids, gate_up, down)
         y = torch.full_like(x, float("nan"))
-        tiles = {"up": moe.RowTile(16, 128), "down": moe.RowTile(32, 64)}
-        if way is moe.describe_grouped:
-            tiles = {"up": moe.GroupTile(16, 32, 64), "down": moe.GroupTile(32, 64, 32)}
+        tiles = {"up": experts_module.RowTile(16, 128), "down": experts_module.RowTile(32, 64)}
+        if way is experts_module.describe_grouped:
+            tiles = {"up": experts_module.GroupTile(16, 32, 64), "down": experts_module.GroupTile(32, 64, 32)}
         for launch in way(x, weights, ids.int(), gate_up, down, y, **tiles):  # type: ignore[operator]
             launch.run()
         assert_close(y, wanted)
@@ -334,7 +341,7 @@ else:
         return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
     @pytest.mark.parametrize("width", [64, 300, 4500])
-    @pytest.mark.parametrize("serve", [masks.apply_bitmask, reference_sampling.apply_bitmask], ids=["kernel", "twin"])
+    @pytest.mark.parametrize("serve", [masks.apply_bitmask, eager_sampling.apply_bitmask], ids=["kernel", "twin"])
     def test_bitmask(serve: Callable[..., Tensor], width: int) -> None:
         logits = torch.randn(5, width)
         is_allowed = torch.rand(5, width) > 0.5
@@ -355,7 +362,7 @@ else:
         rows, tokens = torch.randint(0, 4, (600,), dtype=torch.int32), torch.randint(0, 30, (600,), dtype=torch.int32)
         values = torch.randn(600)
         values[::50] = float("-inf")
-        wanted = reference_sampling.add_bias(logits.clone(), rows, tokens, values)
+        wanted = eager_sampling.add_bias(logits.clone(), rows, tokens, values)
         assert wanted.isinf().any()
         assert torch.allclose(masks.add_bias(logits, rows, tokens, values), wanted, atol=1e-4)
 

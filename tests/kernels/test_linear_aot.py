@@ -14,9 +14,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton import knobs
 
-from culet.kernels.triton.hopper_linear import blocks_of
-from culet.kernels.triton.linear_tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP
-from culet.kernels.triton.tiles import SHARED_MEMORY
+from culet.kernels.triton.attention.tiles import SHARED_MEMORY
+from culet.kernels.triton.linear.hopper import blocks_of
+from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP
 from tests.kernels.linear_cases import Case, all_cases, class_cases
 
 MEMORY_OF_A_MULTIPROCESSOR = 228 << 10  # of a Hopper GPU, shared by its programs

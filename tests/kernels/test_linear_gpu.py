@@ -18,12 +18,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from culet.kernels import reference_fused
 from culet.kernels.compiling import cache_folder, compile_ahead, use_disk_cache
+from culet.kernels.eager import fused as eager_fused
 from culet.kernels.replay import replayed
-from culet.kernels.triton import linear
-from culet.kernels.triton.hopper_linear import blocks_of
-from culet.kernels.triton.linear_tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, choose_stream
+from culet.kernels.triton.linear import linear
+from culet.kernels.triton.linear.hopper import blocks_of
+from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, choose_stream
 from tests.kernels.linear_cases import CAP, Case, Shape, class_cases
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -79,11 +79,11 @@ class Operands:
         """What is right, in float32."""
         x, weight = self.x.float(), self.weight.float()
         if epilogue == GATED:
-            return reference_fused.gated_linear(x, weight)
+            return eager_fused.gated_linear(x, weight)
         if epilogue == GELU_TIMES:
             assert self.factor is not None
-            return reference_fused.linear_gelu_times(x, weight, self.factor.float())
-        return reference_fused.capped_head(x, weight, CAP) if epilogue == SOFTCAP else reference_fused.linear(x, weight)
+            return eager_fused.linear_gelu_times(x, weight, self.factor.float())
+        return eager_fused.capped_head(x, weight, CAP) if epilogue == SOFTCAP else eager_fused.linear(x, weight)
 
 
 def assert_close(got: Tensor, wanted: Tensor) -> None:

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from culet.kernels.replay import is_replayed, replayed
-from culet.kernels.triton import linear
-from culet.kernels.triton.hopper_linear import blocks_of
+from culet.kernels.triton.attention.tiles import SHARED_MEMORY
 from culet.kernels.triton.launch import cdiv
-from culet.kernels.triton.linear_tiles import (
+from culet.kernels.triton.linear import linear
+from culet.kernels.triton.linear.hopper import blocks_of
+from culet.kernels.triton.linear.tiles import (
     GATED,
     GELU_TIMES,
     MAX_ARRIVALS,
@@ -27,7 +28,6 @@ from culet.kernels.triton.linear_tiles import (
     choose_stream,
     choose_tile,
 )
-from culet.kernels.triton.tiles import SHARED_MEMORY
 from tests.kernels.linear_cases import Case, Shape, shapes
 
 HOPPER, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)

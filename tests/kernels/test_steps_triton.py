@@ -15,9 +15,9 @@ if not INTERPRETED:
         run_interpreted(__file__)
 
 else:
-    from culet.kernels import reference_steps
-    from culet.kernels.steps import PageTables, PlannedRows, TokenPlaces
-    from culet.kernels.triton import places, settle
+    from culet.kernels.eager import step as eager_step
+    from culet.kernels.triton.drafting import accept_drafts, token_layout
+    from culet.kernels.types import PageTables, PlannedRows, TokenLayout
 
     @pytest.fixture(autouse=True)
     def seed() -> None:
@@ -42,7 +42,7 @@ else:
         firsts = torch.zeros(3, num_rows + 3, dtype=torch.int32)
         firsts[0, :num_rows] = whole([0 if pads else 8 for pads in is_padding])
         found = []
-        for ops in (reference_steps, places):
+        for ops in (eager_step, token_layout):
             rows = PlannedRows(
                 begin_B1=whole([0, *counts]).cumsum(0).int(),
                 start_B=whole(starts),
@@ -54,11 +54,11 @@ else:
             accepted = whole([index % 4 for index in range(spare + 1)])
             for _ in range(2):
                 long = [torch.full((num_tokens,), -7) for _ in range(4)]
-                into = TokenPlaces(
+                into = TokenLayout(
                     *long[:3], long[3].int(), torch.full((3, num_tokens + 1), -7), whole([-7] * num_rows),
                     torch.full((num_tokens,), -7) if room else None,
                 )  # fmt: skip
-                ops.place_rows(rows, tables, tokens, accepted, room, into)
+                ops.lay_out_tokens(rows, tables, tokens, accepted, room, into)
                 found.append((*into[:6], rows.start_B.clone(), *([into.ring_T] if room else [])))
         for wanted, got in zip(found[:2], found[2:], strict=True):
             for one, other in zip(got, wanted, strict=True):
@@ -94,10 +94,10 @@ else:
         for _ in range(8):
             drawn = torch.randint(0, 3, (num_tokens,))
             found = []
-            for ops in (reference_steps, settle):
+            for ops in (eager_step, accept_drafts):
                 tokens, out = torch.zeros(7, width, dtype=torch.int32), torch.zeros(num_tokens + num_rows, dtype=torch.int64)
                 accepted = torch.full((7,), -9, dtype=torch.int32)
-                ops.settle_draws(drawn, ids, begin, places, tokens, whole([forced]), out, accepted)
+                ops.accept_drafts(drawn, ids, begin, places, tokens, whole([forced]), out, accepted)
                 facts, hidden = torch.zeros(4, num_rows, dtype=torch.int64), torch.zeros(num_rows, 1100)
                 ops.begin_round(out, begin, places, positions, width, last, (facts, hidden))
                 found.append((tokens, out, facts, hidden, accepted))

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from culet.attention.batch import GroupBatch
-from culet.attention.reference import ReferenceBackend
+from culet.attention.torch_cpu import ReferenceBackend
 from culet.config import DraftChoice
 from culet.drafters.base import DraftBatch, open_drafter
-from culet.drafters.mtp import MTPDrafter
-from culet.kernels.reference_rounds import Candidates
+from culet.drafters.mtp.drafter import MTPDrafter
+from culet.kernels.eager.draft_round import Candidates
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import AFTER_FINAL_NORM, Gemma4
 from culet.models.weights import load_model

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from culet.attention.reference import ReferenceBackend
+from culet.attention.torch_cpu import ReferenceBackend
 from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup, plan_cache, stored_as
 from culet.models.gemma4 import Gemma4, Hidden

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from culet.config import DraftChoice
 from culet.drafters.base import open_drafter
+from culet.drafters.mtp.spec import read_assistant
 from culet.errors import CheckpointError, ConfigError
-from culet.models.assistant_spec import read_assistant
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
 from tests.models import tiny_assistants

@@ -16,7 +16,7 @@ if not INTERPRETED:
 
 else:
     from culet.attention.triton import TritonBackend
-    from culet.kernels.triton import tiles
+    from culet.kernels.triton.attention import tiles
     from tests.models import tiny_assistants
     from tests.models import tiny_checkpoints as tiny
     from tests.models.draft_rig import DraftRig

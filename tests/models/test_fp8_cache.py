@@ -14,8 +14,8 @@ from torch import Tensor
 
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
-from culet.models.tiny import write_checkpoint
 from culet.models.weights import load_model
+from culet.testing.tiny import write_checkpoint
 from tests.models.harness import Harness
 from tests.models.tiny_checkpoints import SHAPES
 

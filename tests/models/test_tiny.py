@@ -1,4 +1,4 @@
-"""Checkpoints of culet.models.tiny are what transformers takes for Gemma 4, and both generate the same from them."""
+"""Checkpoints of culet.testing.tiny are what transformers takes for Gemma 4, and both generate the same from them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from safetensors import safe_open
 
 from culet import LLM, SamplingParams
 from culet.errors import ConfigError
-from culet.models.tiny import SHAPES, SPECIAL_TOKENS, tensor_shapes, write_checkpoint
 from culet.models.variants import VARIANTS
+from culet.testing.tiny import SHAPES, SPECIAL_TOKENS, tensor_shapes, write_checkpoint
 
 PROMPT = "<bos>What is the capital of France? caf\u00e9 \u4f60\u597d \U0001f48e\n"
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from culet import LLM, SamplingParams
-from culet.attention.reference import ReferenceBackend
+from culet.attention.torch_cpu import ReferenceBackend
 from culet.config import DraftChoice
 from culet.drafters.base import open_drafter
 from culet.models.checkpoint import open_checkpoint

@@ -18,12 +18,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from culet.attention import reference as attention_reference
+from culet.attention import torch_cpu
 from culet.errors import CheckpointError
-from culet.kernels import reference, reference_fused
 from culet.kernels.dispatch import eager_kernels
-from culet.layers import attention as attention_layer
-from culet.layers.moe import Experts
+from culet.kernels.eager import fused as eager_fused
+from culet.kernels.eager import ops as eager_ops
+from culet.layers import attention
+from culet.layers.experts import Experts
 from culet.models import gemma4
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
@@ -63,14 +64,14 @@ def _untouched_models_agree() -> None:
 
 def spring(monkeypatch: pytest.MonkeyPatch, op: str, trap: Callable[..., Any]) -> None:
     """Put `trap` in the place of an op, wherever models and other ops find it."""
-    for module in (reference, reference_fused, eager_kernels()):
+    for module in (eager_ops, eager_fused, eager_kernels()):
         if hasattr(module, op):
             monkeypatch.setattr(module, op, trap)
 
 
 def trap_values(monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., Tensor], only_k_eq_v: bool = True) -> None:
     """Have `spoil(k, v, qkv, weight, turn, heads)` give the values that layers store and read (pages without latent)."""
-    original = reference.prepare_qkv
+    original = eager_ops.prepare_qkv
 
     def prepare_qkv(
         qkv: Tensor, weight: Tensor, turn: Any, planes: Tensor, where: Any, heads: Any, *rest: Any
@@ -78,7 +79,7 @@ def trap_values(monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., Tensor], o
         q, k, v = original(qkv, weight, turn, planes, where, heads, *rest)
         if heads.k_eq_v or not only_k_eq_v:
             v = spoil(k, v, qkv, weight, turn, heads)
-            reference.store(planes, torch.stack((k, v), 1), where)
+            eager_ops.store(planes, torch.stack((k, v), 1), where)
         return q, k, v
 
     spring(monkeypatch, "prepare_qkv", prepare_qkv)
@@ -93,7 +94,7 @@ def weighted_value(k: Tensor, v: Tensor, qkv: Tensor, weight: Tensor, turn: Any,
 
 
 def rotated_value(k: Tensor, v: Tensor, qkv: Tensor, weight: Tensor, turn: Any, heads: Any) -> Tensor:
-    rot = reference._rotate(v[..., : heads.rotated_dims], turn)
+    rot = eager_ops._rotate(v[..., : heads.rotated_dims], turn)
     return torch.cat((rot, v[..., heads.rotated_dims :]), -1)
 
 
@@ -134,8 +135,8 @@ def test_rope_exponent_over_the_head_dim(shape: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("shape", tiny.SHAPES)
 def test_rope_pairs_across_the_head(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_layer, "rotated_columns", lambda head_dim, rotated: torch.arange(rotated))
-    monkeypatch.setattr(attention_layer, "plain_columns", lambda head_dim, rotated: torch.arange(rotated, head_dim))
+    monkeypatch.setattr(attention, "rotated_columns", lambda head_dim, rotated: torch.arange(rotated))
+    monkeypatch.setattr(attention, "plain_columns", lambda head_dim, rotated: torch.arange(rotated, head_dim))
     assert error_of(load(shape), shape) > SEEN
 
 
@@ -147,7 +148,7 @@ def test_attention_scale_is_one(shape: str, monkeypatch: pytest.MonkeyPatch) -> 
     def scaled(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, scale: float) -> Tensor:
         return original(q, k, v, attn_mask=attn_mask, scale=scale * q.shape[-1] ** -0.5)
 
-    monkeypatch.setattr(attention_reference.F, "scaled_dot_product_attention", scaled)
+    monkeypatch.setattr(torch_cpu.F, "scaled_dot_product_attention", scaled)
     assert error_of(load(shape), shape) > SEEN
 
 
@@ -168,7 +169,7 @@ def test_values_are_normed(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # 4: layer_scalar scales the stream, not the block's output.
 @pytest.mark.parametrize("shape", tiny.SHAPES)
 def test_layer_scalar_scales_the_stream(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = reference.residual_norm
+    original = eager_ops.residual_norm
 
     def residual_norm(
         x: Tensor, delta: Tensor, weight: Tensor, scalar: Tensor | None, next_weight: Tensor | None, eps: float
@@ -180,7 +181,7 @@ def test_layer_scalar_scales_the_stream(shape: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_layer_scalar_comes_after_the_per_layer_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = reference.residual_norm
+    original = eager_ops.residual_norm
 
     def residual_norm(
         x: Tensor, delta: Tensor, weight: Tensor, scalar: Tensor | None, next_weight: Tensor | None, eps: float
@@ -252,7 +253,7 @@ def test_experts_have_their_own_input_norm() -> None:
 
 
 def test_experts_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = reference.route
+    original = eager_ops.route
 
     def route(x: Tensor, router: Tensor, expert_scale: Tensor, top_k: int, eps: float) -> tuple[Tensor, Tensor]:
         return original(x, router, torch.ones_like(expert_scale), top_k, eps)
@@ -269,7 +270,7 @@ def test_expert_scale_comes_after_renormalisation() -> None:
         _, want, want_experts = layer.router(x)
     experts = load("26B-A4B")._layers[0].experts
     assert experts is not None
-    weights, chosen = reference.route(x, experts.router, experts.expert_scale, experts.top_k, experts.eps)
+    weights, chosen = eager_ops.route(x, experts.router, experts.expert_scale, experts.top_k, experts.eps)
     assert torch.equal(chosen, want_experts)
     torch.testing.assert_close(weights, want, atol=1e-5, rtol=1e-5)
     assert ((weights / weights.sum(-1, keepdim=True)) - want).abs().max() > SEEN
@@ -297,7 +298,7 @@ def test_embedding_scale_is_rounded(shape: str) -> None:
     token_ids = torch.tensor(tiny.prompt(40))
     with torch.no_grad():
         want = oracle.get_input_embeddings()(token_ids)
-    assert torch.equal(reference.embed(token_ids, model.embedding, model.embed_scale), want)
+    assert torch.equal(eager_ops.embed(token_ids, model.embedding, model.embed_scale), want)
     unrounded = (model.embedding[token_ids].float() * model.spec.hidden_size**0.5).bfloat16()
     assert not torch.equal(unrounded, want)
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from culet.drafters.mtp import MTPDrafter
-from culet.kernels import reference_rounds
+from culet.drafters.mtp.drafter import MTPDrafter
+from culet.drafters.mtp.model import Assistant, CentroidHead
+from culet.drafters.mtp.spec import CentroidSpec
+from culet.kernels.eager import draft_round as eager_draft_round
 from culet.layers.attention import Pass
-from culet.models.assistant import Assistant, CentroidHead
-from culet.models.assistant_spec import CentroidSpec
 from tests.models import tiny_assistants
 from tests.models import tiny_checkpoints as tiny
 from tests.models.draft_rig import DraftRig
@@ -60,12 +60,12 @@ def _untouched_assistants_agree() -> None:
 
 @pytest.mark.parametrize("shape", KINDS)
 def test_the_embedding_comes_before_the_hidden_state(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    beside = reference_rounds.embed_beside
+    beside = eager_draft_round.embed_beside
 
     def swapped(token: Tensor, hidden: Tensor, table: Tensor, scale: float) -> Tensor:
         return torch.cat(beside(token, hidden, table, scale).chunk(2, -1)[::-1], -1)
 
-    monkeypatch.setattr(reference_rounds, "embed_beside", swapped)
+    monkeypatch.setattr(eager_draft_round, "embed_beside", swapped)
     assert min(errors_of(DraftRig(shape), shape)) > SEEN
 
 
@@ -93,7 +93,7 @@ def test_the_hidden_state_is_the_one_after_the_final_norm(shape: str, monkeypatc
 @pytest.mark.parametrize("shape", KINDS)
 def test_the_embedding_is_the_targets_and_scaled(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = DraftRig(shape)
-    monkeypatch.setattr(reference_rounds, "embed", lambda token_ids, table, scale: table[token_ids])
+    monkeypatch.setattr(eager_draft_round, "embed", lambda token_ids, table, scale: table[token_ids])
     assert min(errors_of(rig, shape)) > SEEN
 
 
@@ -109,7 +109,7 @@ def test_its_own_table_is_no_input(shape: str, monkeypatch: pytest.MonkeyPatch) 
         return torch.nn.functional.pad(rows, (0, targets.shape[1] - size))
 
     assistant.pre_projection.weight.copy_(torch.eye(*assistant.pre_projection.weight.shape))
-    monkeypatch.setattr(reference_rounds, "embed", embed)
+    monkeypatch.setattr(eager_draft_round, "embed", embed)
     assert min(errors_of(rig, shape)) > SEEN
 
 
@@ -167,13 +167,13 @@ def test_position_and_keys_stay_along_the_chain(shape: str, what: str, monkeypat
 def test_the_hidden_state_moves_along_the_chain(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trap: every draft starts from the target's hidden state again."""
     held: list[Tensor] = []
-    beside = reference_rounds.embed_beside
+    beside = eager_draft_round.embed_beside
 
     def beside_held(token: Tensor, hidden: Tensor, table: Tensor, scale: float) -> Tensor:
         held.append(hidden)
         return beside(token, held[0], table, scale)
 
-    monkeypatch.setattr(reference_rounds, "embed_beside", beside_held)
+    monkeypatch.setattr(eager_draft_round, "embed_beside", beside_held)
     first, *others = errors_of(DraftRig(shape), shape)
     assert first <= 1e-4
     assert min(others) > SEEN

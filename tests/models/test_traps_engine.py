@@ -12,8 +12,8 @@ import torch
 from culet import LLM, SamplingParams
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import AFTER_FINAL_NORM
-from culet.models.tiny import SPECIAL_TOKENS, write_checkpoint
 from culet.models.weights import load_model
+from culet.testing.tiny import SPECIAL_TOKENS, write_checkpoint
 from tests.models import tiny_checkpoints as tiny
 from tests.models.harness import Harness
 

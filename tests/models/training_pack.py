@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from culet.models.tiny import write_checkpoint
+from culet.testing.tiny import write_checkpoint
 from training.export import TOKENIZER_FILES
 
 FIRST_WORD = 400

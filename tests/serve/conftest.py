@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from running import Running
 
-from culet.engine.text import Tokenizer
-from culet.models.tiny import write_checkpoint
+from culet.testing.tiny import write_checkpoint
+from culet.text.text import Tokenizer
 
 ANSWER = "The small facet at the point of a cut gem."
 

@@ -1,6 +1,6 @@
 """Real servers for tests: `culet serve` in a process of its own, with the engine's process behind it.
 
-With a script (token ids that are answered, see `culet.serve.wire.Script`) the fake engine runs there, and no model is loaded.
+With a script (token ids to answer with: `culet.serve.process.wire.Script`), the fake engine runs there and no model is loaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from culet.config import build_config, build_serve_config
 from culet.errors import CuletError, exit_code
 from culet.log import setup_logging
 from culet.serve.server import serve
-from culet.serve.wire import Script
+from culet.serve.process.wire import Script
 given = json.loads(sys.argv[1])
 setup_logging(form=given["settings"].get("log_format", "text"))
 try:
@@ -133,7 +133,7 @@ class Running:
         now = stats.get("scheduler")
         if now is None:  # it has only just started
             return False
-        pages = now["num_free_pages"] + now["num_checkpoint_pages"]
+        pages = now["num_free_pages"] + now["num_resume_point_pages"]
         requests = stats["requests"]
         idle = not (now["num_running"] or now["num_waiting"] or requests["in_flight"] or requests["samples_in_flight"])
         return idle and pages == now["num_pages"] and not any(now["num_held_pages"].values())

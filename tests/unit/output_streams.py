@@ -8,8 +8,8 @@ import json
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
-from culet.serve.channels import OutputReader
-from culet.serve.events import ContentPiece, ReasoningPiece, ToolCallArguments, ToolCallEnd, ToolCallStart, merge
+from culet.text.output_events import ContentPiece, ReasoningPiece, ToolCallArguments, ToolCallEnd, ToolCallStart, merge
+from culet.text.output_reader import OutputReader
 
 MARKS = ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>']
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>", "<|think|>", "<|image|>", *MARKS]

@@ -22,16 +22,16 @@ from culet.bench.twin import Verdict
 from culet.bench.workloads import DEFAULT_ROWS, STANDARD, Workload, parse_rows
 from culet.cache.spec import plan_cache
 from culet.cli.main import run
-from culet.engine.text import NumberTokenizer
 from culet.errors import BadRequest, ConfigError, UnsupportedError
 from culet.models.checkpoint import RandomDraw, open_checkpoint
 from culet.models.random_checkpoint import random_name, reduce_depth, twin_depth, variant_of
 from culet.models.random_weights import draw_model
 from culet.models.sizes import text_weights
 from culet.models.spec import ModelSpec, read_spec
-from culet.models.tiny import SHAPES as TINY
-from culet.models.tiny import write_checkpoint
 from culet.models.variants import VARIANTS
+from culet.testing.tiny import SHAPES as TINY
+from culet.testing.tiny import write_checkpoint
+from culet.text.text import NumberTokenizer
 
 H200 = PEAKS["H200"]
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import click
 import pytest
 
 from culet import __version__, env
-from culet.cli import main as cli_main
+from culet.cli import main as main_module
 from culet.cli.main import COMMANDS, cli, run
 from culet.config import build_config, config_fields
 from culet.errors import BadRequest, ConfigError, InternalError, WorkerDied
@@ -131,7 +131,7 @@ def test_exit_codes(
     def fail(**_: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli_main.cli, "main", fail)
+    monkeypatch.setattr(main_module.cli, "main", fail)
     assert run([]) == code
     err = capsys.readouterr().err
     assert "Traceback" not in err
@@ -142,9 +142,9 @@ def test_exit_codes(
 
 def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env.NO_COLOR.name, "1")
-    assert cli_main._color() is False
+    assert main_module._color() is False
     monkeypatch.delenv(env.NO_COLOR.name)
-    assert cli_main._color() is None
+    assert main_module._color() is None
 
 
 def test_doctor_reports_every_section(capsys: pytest.CaptureFixture[str]) -> None:

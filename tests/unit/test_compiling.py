@@ -20,8 +20,9 @@ from triton.runtime.driver import driver
 
 from culet.cli.main import run
 from culet.kernels import compiling
-from culet.kernels.triton import launch, norms
+from culet.kernels.triton import launch
 from culet.kernels.triton.launch import Launch, only_warm
+from culet.kernels.triton.norms import norms
 
 
 @pytest.fixture
@@ -274,7 +275,7 @@ def test_names_on_disk_do_not_depend_on_who_is_first() -> None:
     script = """
 import sys
 from culet.kernels.compiling import use_disk_cache
-from culet.kernels.triton import sampling
+from culet.kernels.triton.sampling import draw as sampling
 use_disk_cache()
 print({name: getattr(sampling, name).cache_key for name in sys.argv[1:]})
 """

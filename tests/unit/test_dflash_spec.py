@@ -16,16 +16,16 @@ from culet.cache.prefix import PrefixCache
 from culet.cache.spec import plan_cache
 from culet.config import DraftChoice
 from culet.drafters.base import open_drafter, plan_drafter
-from culet.drafters.dflash_spec import DFlashSpec
+from culet.drafters.dflash.model import load_dflash
+from culet.drafters.dflash.plan import DFlashSpec
+from culet.drafters.dflash.spec import DFlashLayer, make_config, read_dflash
 from culet.errors import CheckpointError, ConfigError, UnsupportedError
 from culet.models.checkpoint import open_checkpoint
-from culet.models.dflash import load_dflash
-from culet.models.dflash_random import TINY, write_dflash
-from culet.models.dflash_spec import DFlashLayer, make_config, read_dflash
 from culet.models.spec import ModelSpec, read_spec
-from culet.models.tiny import write_checkpoint
 from culet.models.variants import VARIANTS
 from culet.models.weights import load_model
+from culet.testing.random_dflash import TINY, write_dflash
+from culet.testing.tiny import write_checkpoint
 
 SPECS = {name: read_spec(config) for name, config in VARIANTS.items()}
 

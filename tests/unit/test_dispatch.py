@@ -8,14 +8,16 @@ import pytest
 import torch
 
 from culet.errors import ConfigError
-from culet.kernels import dispatch, reference, reference_fused
+from culet.kernels import dispatch
+from culet.kernels.eager import fused as eager_fused
+from culet.kernels.eager import ops as eager_ops
 
 
 def test_cpu_and_meta_are_eager() -> None:
     for device in ("cpu", torch.device("meta")):
         ops = dispatch.for_device(device)
-        assert ops.rms_norm is reference.rms_norm
-        assert ops.gated_linear is reference_fused.gated_linear
+        assert ops.rms_norm is eager_ops.rms_norm
+        assert ops.gated_linear is eager_fused.gated_linear
 
 
 def test_unknown_device() -> None:
@@ -37,14 +39,14 @@ def test_every_op_on_the_gpu(name: str) -> None:
 
 def test_a_missing_kernel_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(dispatch, "TRITON_MODULES", ("norms",))
+    monkeypatch.setattr(dispatch, "TRITON_MODULES", ("norms.norms",))
     dispatch.triton_kernels.cache_clear()
     try:
         with caplog.at_level("WARNING", logger="culet"):
             ops = dispatch.for_device("cuda")
             dispatch.for_device("cuda")
-        assert ops.gelu_mul is reference.gelu_mul
-        assert ops.rms_norm is not reference.rms_norm
+        assert ops.gelu_mul is eager_ops.gelu_mul
+        assert ops.rms_norm is not eager_ops.rms_norm
         (record,) = caplog.records
         assert "gelu_mul" in record.getMessage()
         assert "rms_norm" not in record.getMessage()

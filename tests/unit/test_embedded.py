@@ -13,7 +13,7 @@ from culet.config import BUILT_IN, build_config
 from culet.errors import CheckpointError, ConfigError
 from culet.models import embedded
 from culet.models.checkpoint import find_folder, open_checkpoint, read_config
-from culet.models.tiny import write_checkpoint
+from culet.testing.tiny import write_checkpoint
 
 
 @pytest.fixture

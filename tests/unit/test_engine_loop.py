@@ -10,9 +10,8 @@ import pytest
 from test_wire import make_request
 
 from culet.config import ScheduleConfig
-from culet.serve.engine_process import Channel, EngineLoop
-from culet.serve.fake_engine import FakeEngine
-from culet.serve.wire import (
+from culet.serve.process.engine import Channel, EngineLoop
+from culet.serve.process.wire import (
     Command,
     Deltas,
     Failed,
@@ -26,6 +25,7 @@ from culet.serve.wire import (
     frame,
     report_decoder,
 )
+from culet.testing.fake_engine import FakeEngine
 from culet.types import FinishReason, TokenDelta
 
 

@@ -13,7 +13,7 @@ import torch
 
 from culet.cache.spec import CacheLayout, KVSpec, plan_cache
 from culet.errors import InternalError
-from culet.kernels.staging import Staged
+from culet.kernels.host_transfer import Staged
 from culet.runner.fill import fill
 from culet.types import PageTable, Row, StepPlan
 
@@ -80,7 +80,7 @@ def test_fill(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
                 slot = -1
                 if position >= row.store_from[group.index]:
                     slot = table.pages[position // size - table.first] * size + position % size
-                assert batch.groups[group.index].slot_T[token] == slot
+                assert batch.groups[group.index].kv_address_T[token] == slot
             if offset >= row.num_new - row.num_logits:
                 wanted.append(token)
             token += 1
@@ -88,7 +88,7 @@ def test_fill(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
             own, table = batch.groups[group.index], row.tables[group.index]
             assert own.first_B[index] == table.first * group.page_tokens
             assert own.pages_BP[index].tolist() == [*table.pages, *[0] * (own.pages_BP.shape[1] - len(table.pages))]
-            all_stored = all(own.slot_T[i] >= 0 for i in range(token - row.num_new, token))
+            all_stored = all(own.kv_address_T[i] >= 0 for i in range(token - row.num_new, token))
             assert facts.is_stored[group.index] == all_stored
             assert own.visible_2T is None
     assert batch.num_tokens == token == batch.row_begin_B1[-1]

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from culet.errors import BadRequest
-from culet.sampling.grammar import Grammars, Phase, SequenceGrammar, Vocabulary
-from culet.sampling.grammar_check import GrammarCheck
+from culet.structured.check import GrammarCheck
+from culet.structured.grammar import Grammars, Phase, SequenceGrammar, Vocabulary
 from culet.types import MAX_GRAMMAR_CHARS, GrammarSpec, SamplingParams, StructuredOutputs
 
 SPECIAL = ("<pad>", "<eos>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>')
@@ -240,7 +240,7 @@ def test_forms_are_checked() -> None:
 def workers() -> set[int]:
     """Ids of grammar workers that this process has started."""
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    return {int(child) for child in children if b"grammar_worker" in Path(f"/proc/{child}/cmdline").read_bytes()}
+    return {int(child) for child in children if b"culet.structured.worker" in Path(f"/proc/{child}/cmdline").read_bytes()}
 
 
 @pytest.mark.parametrize("name", ENDLESS)

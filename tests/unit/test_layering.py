@@ -18,18 +18,21 @@ BASE = ("errors", "env", "log", "types", "config", "registry", "line_process")
 # A part may import base, what stands here, and what those may import.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "base": (),
+    "text": (),
+    "structured": ("text",),
     "kernels": (),
     "parallel": (),
     "cache": ("kernels",),
     "attention": ("kernels", "cache"),
     "layers": ("parallel", "attention"),
     "models": ("layers",),
-    "sampling": ("kernels", "parallel"),
+    "sampling": ("kernels", "parallel", "structured"),
     "drafters": ("models", "sampling"),
     "scheduler": ("cache",),
     "runner": ("models", "sampling", "drafters"),
-    "engine": ("models", "scheduler", "runner"),
-    "serve": ("engine",),
+    "engine": ("models", "scheduler", "runner", "text", "structured"),
+    "serve": ("engine", "text", "structured", "testing"),
+    "testing": ("models", "serve"),
     "bench": ("engine", "attention", "kernels"),
 }
 ALLOWED["cli"] = tuple(ALLOWED)
@@ -41,8 +44,8 @@ TORCH_IN_CACHE = ("culet.cache.pool",)
 TORCH_FREE = (
     *("culet", *(f"culet.{name}" for name in BASE)),
     *("culet.models.spec", "culet.models.checkpoint", "culet.models.variants", "culet.models.sizes"),
-    *("culet.models.assistant_spec", "culet.models.dflash_spec"),
-    *("culet.drafters.base", "culet.drafters.mtp_spec", "culet.drafters.dflash_spec"),
+    *("culet.drafters.mtp.spec", "culet.drafters.dflash.spec"),
+    *("culet.drafters.base", "culet.drafters.mtp.plan", "culet.drafters.dflash.plan"),
     *("culet.attention.plan", "culet.attention.picture"),
     *("culet.cache.spec", "culet.cache.arena", "culet.cache.prefix"),
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from culet.kernels import reference_sampling
+from culet.kernels.eager import sampling as eager_sampling
 from culet.sampling import on_gpu, sampler
 from culet.sampling.on_gpu import GpuSampler, is_served
 from culet.sampling.sampler import History, TokenMasks, sample
@@ -57,8 +57,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     kernels = Kernels()
     monkeypatch.setattr(on_gpu, "draw_by_kernels", kernels.draw)
     monkeypatch.setattr(on_gpu, "penalise", kernels.penalise)
-    monkeypatch.setattr(on_gpu, "add_bias", reference_sampling.add_bias)
-    monkeypatch.setattr(on_gpu, "apply_bitmask", reference_sampling.apply_bitmask)
+    monkeypatch.setattr(on_gpu, "add_bias", eager_sampling.add_bias)
+    monkeypatch.setattr(on_gpu, "apply_bitmask", eager_sampling.apply_bitmask)
     return kernels
 
 

@@ -145,7 +145,7 @@ def test_path_is_that_of_the_chosen_backend():
     plan = plan_attention(groups, 32, GPUS["rtx4090"], "global=reference", built=ALL)
     assert [plan.path(group) for group in groups] == [
         "culet.attention.triton:TritonBackend",
-        "culet.attention.reference:ReferenceBackend",
+        "culet.attention.torch_cpu:ReferenceBackend",
     ]
 
 

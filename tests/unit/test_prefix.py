@@ -72,7 +72,7 @@ def test_without_the_token_before_the_window_only_a_longer_prompt_hits() -> None
     assert cache.find([*tokens, 99]) == (11, 8)
     # The same tokens with one page more replace it.
     cache.insert(tokens, first=2)
-    assert cache.prefix.num_checkpoints == 1
+    assert cache.prefix.num_resume_points == 1
     assert cache.find(tokens) == (10, 8)
 
 
@@ -161,7 +161,7 @@ def test_eviction_spares_what_frees_nothing() -> None:
     assert cache.find([2] * 6)[0] == 0
     cache.arena.give_back(owned)
     cache.prefix.make_room(cache.arena.num_pages)
-    assert cache.prefix.num_checkpoints == 0
+    assert cache.prefix.num_resume_points == 0
     assert cache.arena.num_free == cache.arena.num_pages
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from culet.kernels.staging import HostCopy, RepeatedCopy
+from culet.kernels.host_transfer import HostCopy, RepeatedCopy
 from culet.sampling import sampler
 from culet.sampling.logprobs import as_mappings, compute_logprobs
 from culet.sampling.philox import uniforms

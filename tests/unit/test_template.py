@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from culet.engine.template import BUILT_IN, ChatTemplate
 from culet.errors import BadRequest, CheckpointError, UnsupportedError
+from culet.text.template import BUILT_IN, ChatTemplate
 
 USER = {"role": "user", "content": "Hi"}
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, trainers
 
-from culet.engine.text import IncrementalDecoder, StopMatcher, Tokenizer, check_token_ids
 from culet.errors import BadRequest, CheckpointError
+from culet.text.text import IncrementalDecoder, StopMatcher, Tokenizer, check_token_ids
 
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", '<|"|>', "<|think|>"]
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "model", "said", "hello", "world", "café", "naïve"]

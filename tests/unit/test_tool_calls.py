@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from culet.engine.template import BUILT_IN, ChatTemplate
-from culet.engine.text import Tokenizer
-from culet.serve.channels import OutputReader, tool_schemas
-from culet.serve.events import ContentPiece, ToolCallArguments, ToolCallEnd, ToolCallStart
+from culet.text.output_events import ContentPiece, ToolCallArguments, ToolCallEnd, ToolCallStart
+from culet.text.output_reader import OutputReader, tool_schemas
+from culet.text.template import BUILT_IN, ChatTemplate
+from culet.text.text import Tokenizer
 from tests.unit.output_streams import CITY, SCHEMA, Q, answer, read, write_tokenizer
 
 

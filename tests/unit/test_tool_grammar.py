@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from culet.errors import BadRequest
-from culet.sampling.grammar import Grammars, Phase, Vocabulary
-from culet.serve.structured import or_calls
-from culet.serve.tool_calls import CallReader
-from culet.serve.tool_grammar import call_grammar, call_rules
+from culet.structured.forms import or_calls
+from culet.structured.grammar import Grammars, Phase, Vocabulary
+from culet.structured.tool_grammar import call_grammar, call_rules
+from culet.text.tool_calls import CallReader
 from culet.types import StructuredOutputs
 
 SPECIAL = ("<pad>", "<eos>", "<turn|>", "<|tool_call>", "<tool_call|>", '<|"|>')

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
 
-from culet.engine.template import BUILT_IN, ChatTemplate
-from culet.engine.tokenizer import Tokenizer
-from culet.serve.channels import OutputReader, tool_schemas
+from culet.text.output_reader import OutputReader, tool_schemas
+from culet.text.template import BUILT_IN, ChatTemplate
+from culet.text.tokenizer import Tokenizer
 from training.data import (
     arithmetic,
     compositions,

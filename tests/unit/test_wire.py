@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from culet.config import ScheduleConfig, build_config
 from culet.engine.requests import resolve_sampling
 from culet.errors import InternalError, QueueFull
-from culet.serve.fake_engine import FakeEngine
-from culet.serve.wire import (
+from culet.serve.process.wire import (
     Cancel,
     Delta,
     Deltas,
@@ -26,6 +25,7 @@ from culet.serve.wire import (
     frame,
     report_decoder,
 )
+from culet.testing.fake_engine import FakeEngine
 from culet.types import FinishReason, ModelDefaults, Request, SamplingParams
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from culet.engine.messages import check_messages, check_tools
-from culet.engine.template import BUILT_IN
-from culet.engine.template_worker import make_environment
+from culet.text.messages import check_messages, check_tools
+from culet.text.template import BUILT_IN
+from culet.text.template_worker import make_environment
 
 EMPTY_THOUGHT = "<|channel>thought\n<channel|>"
 Message = dict[str, Any]

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from culet.models.tiny import SPECIAL_TOKENS
+from culet.testing.tiny import SPECIAL_TOKENS
 from training.data import tokenizer as own_tokenizer
 from training.data.chats import Chat, Encoder
 from training.data.corpus import CORPUS

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from culet.engine.template import BUILT_IN
-from culet.models.tiny import SPACE_MARK as MARK
-from culet.models.tiny import SPECIAL_TOKENS, make_tokenizer, tokenizer_config
+from culet.testing.tiny import SPACE_MARK as MARK
+from culet.testing.tiny import SPECIAL_TOKENS, make_tokenizer, tokenizer_config
+from culet.text.template import BUILT_IN
 from training.data.sources import OUT
 
 VOCAB_SIZE = 8192

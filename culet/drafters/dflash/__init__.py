@@ -1,0 +1,1 @@
+"""DFlash drafters: they keep pages of their own."""

@@ -1,0 +1,1 @@
+"""MTP assistants: they read the target's pages."""

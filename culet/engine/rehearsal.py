@@ -1,0 +1,266 @@
+"""A model on the GPU before its KV cache is there: compiles kernels ahead, and finds out by trial what memory steps need.
+
+All pages of a trial are page 0 of a cache of one page: its steps have the shapes of real ones, and no meaning.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from culet.attention.base import AttentionBackend
+from culet.cache.pool import Pool
+from culet.cache.spec import CacheLayout
+from culet.config import ScheduleConfig
+from culet.drafters.base import Drafter
+from culet.engine.memory import Needs, measure_peak
+from culet.kernels.compiling import compile_ahead, mark_of
+from culet.models.gemma4 import Gemma4
+from culet.runner.draft_round import draft_lengths
+from culet.runner.fixed_steps import Bucket, Captures, FixedSteps
+from culet.runner.runner import Runner
+from culet.scheduler.sequence import MAX_SCORED_CHUNK
+from culet.types import Entry, PageTable, Row, Sampling, StepPlan
+
+# Kernels differ by the number of tokens in a step (tiles of products, grouped experts), of rows, and of a row's few queries.
+TOKEN_COUNTS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 513, 768, 1024, 2048, 4096, 8192)
+ROW_COUNTS = (1, 2, 3, 4, 6, 8, 16, 17, 32, 33, 65, 129, 257)
+QUERY_COUNTS = (1, 2, 4, 8, 16)
+BESIDE = 128  # tokens of a prompt beside rows of few: enough for the kernels that steps of many tokens take
+CONTEXT = 64  # tokens before the new ones, where a step is to have a context
+LEAST_GRAPH = 1 << 20  # bytes; what a further graph takes may be too small to see
+SCORED_TOP = 20  # log-probabilities per position in the step that scores a prompt
+
+T = TypeVar("T")
+Shape = tuple[int, int, int]  # of a row: tokens before it, new tokens, logits
+
+
+class Trial:
+    """One model, its attention backends and its schedule, tried out with a cache of one page."""
+
+    def __init__(
+        self,
+        model: Gemma4,
+        layout: CacheLayout,
+        backends: Sequence[AttentionBackend],
+        schedule: ScheduleConfig,
+        sampling: Sampling,
+        *,
+        max_model_len: int,
+        has_graphs: bool,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.model, self.layout, self.backends = model, layout, backends
+        self.max_num_seqs, self.budget = schedule.max_num_seqs, schedule.max_num_batched_tokens
+        self.sampling = sampling
+        self.max_model_len = max_model_len
+        self.has_graphs = has_graphs
+        self.drafter = drafter
+
+    # Kernels
+
+    def compile_kernels(self) -> bool:
+        """Compile every kernel that a step may need, unless all are known to be on disk; True if there was work."""
+        properties = torch.cuda.get_device_properties(self.model.device)
+        gpu = (properties.name, properties.major, properties.minor, properties.multi_processor_count)
+        backends = [type(backend).__qualname__ for backend in self.backends]
+        facts = (self.model.spec, self.model.dtype, self.model.latent, self.layout, backends, self._drafter_facts())
+        # A short context or no graphs leave kernels out, which a later start may need.
+        mark = mark_of(gpu, torch.__version__, facts, self.max_num_seqs, self.budget, self._longest, self.has_graphs)
+        if mark.exists():
+            return False
+        runner = self._runner()
+        with compile_ahead(mark), self.model.one_of_each_kind():
+            if mark.exists():  # by now: another process has compiled them, and this one has waited
+                return False
+            for plan in self._ladder():
+                runner.launch(plan)
+            if self.has_graphs:
+                fixed = runner.use_fixed_steps()
+                for bucket in fixed.buckets:
+                    shapes = [(0, bucket.num_queries, bucket.num_queries)] * bucket.num_rows
+                    fixed.run(self._plan(shapes), bucket)
+                    self._rehearse_draws(runner, bucket)
+                self._rehearse_rounds(runner)
+                self._rehearse_late(runner)
+        torch.cuda.synchronize(self.model.device)
+        return True
+
+    def compile_for(self, num_seqs: Sequence[int], prompt_len: int) -> None:
+        """Compile what prompts of one length, then decode, verify and drafting of these numbers of sequences need."""
+        runner = self._runner()
+        with compile_ahead(), self.model.one_of_each_kind():
+            for count in num_seqs:
+                runner.launch(self._plan([(0, min(prompt_len, self._longest), 1)] * count))
+            fixed = runner.use_fixed_steps()
+            for bucket in (one for one in fixed.buckets if one.num_rows in num_seqs):
+                fixed.run(self._plan([(0, bucket.num_queries, bucket.num_queries)] * bucket.num_rows), bucket)
+                self._rehearse_draws(runner, bucket)
+            for bucket in (one for one in fixed.buckets if one.num_rows in num_seqs):
+                runner.launch(self._verify_plan(bucket.num_rows, bucket.num_queries))
+            self._rehearse_rounds(runner, num_seqs)
+            self._rehearse_late(runner)
+        torch.cuda.synchronize(self.model.device)
+
+    def _rehearse_draws(self, runner: Runner, bucket: Bucket) -> None:
+        """The draws of a bucket's step that has just run, where they get a graph."""
+        if runner.draws is not None and bucket in runner.draws.buckets:
+            runner.draws.rehearse(bucket)
+
+    def _rehearse_rounds(self, runner: Runner, num_seqs: Sequence[int] | None = None) -> None:
+        """Drafting rounds of all sizes, or of these."""
+        if runner.drafting is not None and runner.drafting.fixed is not None:
+            for shape in runner.drafting.fixed.shapes:
+                if num_seqs is None or shape[0] in num_seqs:
+                    runner.drafting.fixed.rehearse(shape)
+
+    def _rehearse_late(self, runner: Runner) -> None:
+        """What a drafter's own KV is written by, late."""
+        if runner.features is not None:
+            for size in runner.features.sizes:
+                runner.features.rehearse(size)
+
+    def _drafter_facts(self) -> object:
+        """What the drafter's kernels depend on."""
+        if self.drafter is None:
+            return None
+        return type(self.drafter).__qualname__, self.drafter.max_drafts, self.drafter.weight_shapes()
+
+    @property
+    def _longest(self) -> int:
+        """Most new tokens of a row, with room for a context before it unless there is none at all."""
+        return max(1, min(self.budget, self.max_model_len - CONTEXT))
+
+    def _ladder(self) -> Iterator[StepPlan]:
+        for count in sorted({min(count, self._longest) for count in (*TOKEN_COUNTS, self.budget)}):
+            yield self._plan([(0, count, 1)])
+            if count > max(QUERY_COUNTS):
+                yield self._plan([(CONTEXT, count, 1)])
+                yield self._plan([(0, count, 0)])  # the middle of a prompt
+        for num_rows in sorted({min(count, self.max_num_seqs) for count in ROW_COUNTS}):
+            for queries in QUERY_COUNTS:
+                if num_rows * queries + BESIDE <= self.budget and self.max_model_len > CONTEXT + BESIDE:
+                    few = [(CONTEXT, queries, 1)] * (num_rows - 1)
+                    yield self._plan([*few, (CONTEXT, queries, 1)])
+                    yield self._plan([*few, (CONTEXT, BESIDE, 1)])  # beside a prompt
+        for settings in (
+            replace(self.sampling, temperature=0.0),
+            replace(self.sampling, temperature=1.0, top_k=0, top_p=1.0),
+            replace(self.sampling, temperature=1.0, top_k=64, top_p=0.95),
+            self._demanding,
+        ):
+            yield self._plan([(0, 1, 1)], settings)
+        for num_drafts in () if self.drafter is None else draft_lengths(self.drafter.max_drafts):
+            plan = self._plan([(0, 1, 1)])
+            yield plan.with_rows(row._replace(num_wanted=num_drafts) for row in plan.rows)
+
+    @property
+    def _demanding(self) -> Sampling:
+        """All that changes logits before a draw, with the unchanged ones kept for log-probabilities."""
+        return replace(self.sampling, repetition_penalty=1.1, logit_bias=((0, 1.0),), logprobs=SCORED_TOP)
+
+    # Memory
+
+    def measure(self) -> Needs:
+        """What the heaviest steps and a few graphs take; all but the steps' own is given back."""
+        device = self.model.device
+        before = torch.cuda.memory_allocated(device)
+        runner = self._runner()
+        fixed = runner.use_fixed_steps() if self.has_graphs else None
+        buffers = max(0, torch.cuda.memory_allocated(device) - before - 2 * self.layout.slab_bytes)
+        graphs = 0
+        if fixed is not None:
+            graphs = self._graph_bytes(runner, fixed)
+            fixed = None
+            gc.collect()
+            torch._C._cuda_clearCublasWorkspaces()
+        # The heaviest last: what it took stays with torch's allocator, cut to size for the steps to come.
+        with self.model.one_of_each_kind(() if self.drafter is None else self.drafter.taps):
+            peak = max(measure_peak(device, _launching(runner, plan)) for plan in self._heavy_steps())
+        return Needs(peak, buffers, graphs)
+
+    def _graph_bytes(self, runner: Runner, fixed: FixedSteps) -> int:
+        """What the runner's graphs would take; the few that are captured for it are given back."""
+        captures = Captures(self.model.device)
+        total = self._measure_graphs(fixed.buckets, lambda bucket: fixed.capture(captures, [bucket]))
+        if (draws := runner.draws) is not None:
+            largest = max(draws.buckets, key=lambda bucket: bucket.num_tokens)
+            fixed.capture(captures, [largest])
+            total += self._measure_graphs([largest], lambda bucket: draws.capture(captures, [bucket]))
+            total += LEAST_GRAPH * (len(draws.buckets) * (1 if draws.rounds is None else 2) - 1)
+            runner.draws = None
+        drafting = runner.drafting
+        if drafting is not None and (rounds := drafting.fixed) is not None:
+            total += self._measure_graphs(rounds.shapes, lambda shape: rounds.capture(captures, [shape]))
+            drafting.fixed = None
+        if (features := runner.features) is not None:
+            total += self._measure_graphs(features.sizes, lambda size: features.capture(captures, [size]))
+            features.drop_fixed_sizes()
+        runner.fixed = None
+        return total
+
+    def _measure_graphs(self, shapes: Sequence[T], capture: Callable[[T], None]) -> int:
+        """Bytes of all graphs, by the largest and the one after it."""
+        taken = []
+        for shape in [shapes[-1], *shapes[-2:-1]]:
+            free = _free(self.model.device)
+            capture(shape)
+            taken.append(max(0, free - _free(self.model.device)))
+        return taken[0] + max(taken[-1] if len(taken) > 1 else 0, LEAST_GRAPH) * (len(shapes) - 1)
+
+    def _heavy_steps(self) -> Iterator[StepPlan]:
+        """Prompt tokens whose every logit is wanted; as many rows as may run, with the most demanding draws; one long chunk."""
+        yield self._scored_plan(min(MAX_SCORED_CHUNK, self.budget, self.max_model_len - 1))
+        num_rows = min(self.max_num_seqs, self.budget)
+        lengths = [self.budget // num_rows + (index < self.budget % num_rows) for index in range(num_rows)]
+        yield self._plan([(0, min(length, self.max_model_len - 1), 1) for length in lengths], self._demanding)
+        yield self._plan([(0, min(self.budget, self.max_model_len - 1), 1)])
+
+    # Steps
+
+    def _runner(self) -> Runner:
+        pool = Pool(self.layout, 1, self.model.dtype, self.model.device, has_spare=True)
+        limits = {"max_num_seqs": self.max_num_seqs, "max_model_len": self.max_model_len}
+        return Runner(self.model, pool, self.backends, **limits, drafter=self.drafter)
+
+    def _plan(self, shapes: Sequence[Shape], sampling: Sampling | None = None) -> StepPlan:
+        entries, rows = [], []
+        for slot, (start, num_new, num_logits) in enumerate(shapes):
+            end = start + num_new
+            entries.append(Entry(slot, (0,) * end, end, sampling or self.sampling))
+            tables, store_from = [], []
+            for group in self.layout.groups:
+                first = group.first_visible(start) // group.page_tokens
+                tables.append(PageTable(first, (0,) * (group.pages_for(end + group.ahead) - first)))
+                last = end if group.reach is None else end - group.reach - max(num_logits, 1) + 1
+                store_from.append(start if group.reach is None else max(start, last))
+            draws = (slot,) if num_logits else ()
+            row = Row(slot, start, num_new, num_logits, tuple(tables), tuple(store_from), draw_slots=draws)
+            rows.append(row._replace(num_wanted=self.drafter.max_drafts) if self.drafter is not None and draws else row)
+        return StepPlan(0, tuple(entries), (), tuple(rows))
+
+    def _verify_plan(self, num_seqs: int, num_queries: int) -> StepPlan:
+        """Decode with one query, else a verify of one draft less."""
+        plan = self._plan([(CONTEXT, num_queries, num_queries)] * num_seqs)
+        return plan.with_rows(row._replace(num_drafts=num_queries - 1) for row in plan.rows)
+
+    def _scored_plan(self, num_tokens: int) -> StepPlan:
+        """A chunk of a prompt whose every logit is wanted."""
+        plan = self._plan([(0, num_tokens, num_tokens)], replace(self.sampling, prompt_logprobs=SCORED_TOP))
+        row = plan.rows[0]._replace(draw_slots=(), is_prompt_logprobs=True)
+        return plan.with_rows([row])
+
+
+def _launching(runner: Runner, plan: StepPlan) -> Callable[[], object]:
+    return lambda: runner.launch(plan)
+
+
+def _free(device: torch.device) -> int:
+    """Bytes that are free on the GPU, once everything that can be given back is."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]

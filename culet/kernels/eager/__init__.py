@@ -1,0 +1,1 @@
+"""Every op in plain torch: the specification that the GPU kernels are tested against."""

@@ -1,0 +1,78 @@
+"""Eager twins of the GPU's fused ops that join several of `reference`: the same results, one op after the other.
+
+Shapes: M tokens · K inputs · N outputs · F MLP width · T tokens · D model · L tokens with logits · V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from culet.kernels.eager.ops import gelu_gate, gelu_mul, head, residual_norm, rms_norm, silu_mul, softcap, sum_norms
+
+
+def linear(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    """x @ weight^T, [M, N]."""
+    return F.linear(x_MK, weight_NK)
+
+
+def linear_parts(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    """`linear`, for a reader that adds up: [M, N], or parts [S, M, N] of it, float32; here always the whole."""
+    return F.linear(x_MK, weight_NK)
+
+
+def gated_linear(x_MK: Tensor, gate_up_NK: Tensor) -> Tensor:
+    """gelu_tanh(x @ gate^T) * (x @ up^T), [M, F], where the weight's rows are gate, then up."""
+    return gelu_mul(F.linear(x_MK, gate_up_NK))
+
+
+def linear_gelu_times(x_MK: Tensor, weight_NK: Tensor, factor_MN: Tensor) -> Tensor:
+    """gelu_tanh(x @ weight^T) * factor, [M, N]: the gate of per-layer embeddings."""
+    return gelu_gate(F.linear(x_MK, weight_NK), factor_MN)
+
+
+def capped_head(x_LD: Tensor, table_VD: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(x @ table^T / cap), [L, V] float32; None: no cap."""
+    return softcap(head(x_LD, table_VD), cap)
+
+
+def residual_norm_linear(
+    x_TD: Tensor,
+    delta_TD: Tensor | None,
+    norms: tuple[Tensor | None, Tensor],
+    scalar: Tensor | None,
+    eps: float,
+    weight_ND: Tensor,
+    gate: str = "",
+) -> tuple[Tensor, Tensor]:
+    """x' = (x + norm(delta) * norms[0]) * scalar, and the linear layer of norm(x') * norms[1], gated by `gate` ("": not).
+
+    As `residual_norm`, delta may be parts, and is added as it is where norms[0] is None; without a delta x' is x. Gates are
+    gelu and silu; the weight's rows are then gate, then up. What is not gated may be parts (`linear_parts`).
+    """
+    if delta_TD is not None:
+        x_TD, _ = residual_norm(x_TD, delta_TD, norms[0], scalar, None, eps)
+    y_TN = F.linear(rms_norm(x_TD, norms[1], eps), weight_ND)
+    return x_TD, (gelu_mul(y_TN) if gate == "gelu" else silu_mul(y_TN) if gate else y_TN)
+
+
+def residual_norm_two(
+    x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, next_a_D: Tensor, next_b_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x' = x + norm(delta) * weight, and both norm(x') * next_a and norm(x') * next_b."""
+    x_TD, _ = residual_norm(x_TD, delta_TD, weight_D, None, None, eps)
+    return x_TD, rms_norm(x_TD, next_a_D, eps), rms_norm(x_TD, next_b_D, eps)
+
+
+def residual_norm_joint(
+    x_TD: Tensor,
+    a_TD: Tensor,
+    b_TD: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    scalar: Tensor | None,
+    next_weight_D: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor | None]:
+    """residual_norm of delta = norm(a) * weights[0] + norm(b) * weights[1], with weights[2] as its own norm's."""
+    delta_TD = sum_norms(a_TD, b_TD, weights[0], weights[1], eps)
+    return residual_norm(x_TD, delta_TD, weights[2], scalar, next_weight_D, eps)

@@ -1,0 +1,1 @@
+"""What a drafting round and its verify need besides layers."""

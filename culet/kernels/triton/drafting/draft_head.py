@@ -1,0 +1,370 @@
+"""The likeliest token of a head: candidates, among them the best of each row, and the choice among them.
+
+    head_candidates      small tables and those in e4m3 in one pass, which leaves the best of each tile and no logits; of
+                         other tables the logits are cuBLAS's or the linear kernels', and then the best of each tile of them
+    cluster_candidates   the tokens of some clusters, for heads that score clusters first
+    pick_best            the best candidate
+    embed_beside         the embedding of a token beside a hidden state
+    embed_linear         both, and the linear layer that the next draft of a chain begins with; one launch in small models
+
+The values of an e4m3 table are widened to the activations' precision, multiplied on the tensor cores, and scaled row by row.
+Shapes: R rows · V vocabulary · D model · C candidates, one of each tile of the vocabulary · B the target's model width ·
+M clusters of tokens · J tokens of each · K clusters that are looked at.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from culet.kernels.eager.draft_round import Candidates
+from culet.kernels.eager.ops import head
+from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
+from culet.kernels.triton.linear.linear import capped_head, linear
+from culet.kernels.triton.maths import cap_tanh
+
+TILE_V = 64
+MIN_ROWS, MAX_ROWS = 16, 64  # of a program: the least that the tensor cores take, and what fits its registers
+BLOCK_D = 256
+BLOCK_C = 4096  # candidates looked at a time
+BLOCK_B = 1024
+BLOCK_J = 32
+MAX_PAIRS, MAX_PAIR_SIZE, MAX_PAIR_CANDIDATES = 32, 512, 256  # for which embedding, choice and linear layer are one launch
+LOGITS_TILE = 1024
+# Tables up to here, which stay in the GPU's cache from draft to draft, in one pass; larger ones come no faster than by cuBLAS.
+SMALL_TABLE_BYTES = 32 << 20
+
+
+@triton.jit
+def _load_table(table, token, column, V, D):
+    inside = (token < V)[:, None] & (column < D)[None, :]
+    return tl.load(table + token.to(tl.int64)[:, None] * D + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _load_states(x, offsets, is_row, column, D):
+    return tl.load(x + offsets[None, :] + column[:, None], mask=is_row[None, :] & (column < D)[:, None], other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "V"])
+def _best_kernel(
+    x, table, scale, peaks, ids, num_rows, V, D, num_tiles, row_stride, part_stride,
+    NUM_PARTS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, cap: tl.constexpr, IS_ONE_STEP: tl.constexpr,
+    TILE_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """peaks[r, c], ids[r, c] = the largest logit of tile c, and whose it is; the lowest id of equal ones.
+
+    Row r is part r % NUM_PARTS of row r // NUM_PARTS of x.
+    """
+    tile = tl.program_id(0)
+    token = tile * TILE_V + tl.arange(0, TILE_V)
+    row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    is_row = row < num_rows
+    offsets = (row // NUM_PARTS) * row_stride + (row % NUM_PARTS) * part_stride
+    column = tl.arange(0, BLOCK_D)
+    sums = tl.zeros([TILE_V, BLOCK_R], tl.float32)
+    if IS_ONE_STEP:
+        weights = _load_table(table, token, column, V, D)
+        enter(PDL)
+        states = _load_states(x, offsets, is_row, column, D)
+        sums += tl.dot(weights.to(states.dtype), states, out_dtype=tl.float32, input_precision="ieee")
+    else:
+        enter(PDL)
+        for begin in tl.range(0, D, BLOCK_D):
+            weights = _load_table(table, token, begin + column, V, D)
+            states = _load_states(x, offsets, is_row, begin + column, D)
+            sums += tl.dot(weights.to(states.dtype), states, out_dtype=tl.float32, input_precision="ieee")
+    if HAS_SCALE:
+        sums *= tl.load(scale + token, mask=token < V, other=0.0)[:, None]
+    if HAS_CAP:
+        sums = cap_tanh(sums, cap)
+    sums = tl.where((token < V)[:, None], sums, float("-inf"))
+    best = tl.max(sums, 0)
+    first = tl.min(tl.where(sums == best[None, :], token[:, None], V - 1), 0)
+    place = row * num_tiles + tile
+    tl.store(peaks + place, best, mask=is_row)
+    tl.store(ids + place, first.to(tl.int64), mask=is_row)
+
+
+@triton.jit(do_not_specialize=["V"])
+def _peaks_kernel(logits, peaks, ids, logits_stride, V, num_tiles, TILE: tl.constexpr, PDL: tl.constexpr):
+    """The same of logits that are there."""
+    enter(PDL)
+    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token = tile * TILE + tl.arange(0, TILE)
+    some = tl.load(logits + row * logits_stride + token, mask=token < V, other=float("-inf")).to(tl.float32)
+    best = tl.max(some, 0)
+    first = tl.min(tl.where((some == best) & (token < V), token, V - 1), 0)
+    tl.store(peaks + row * num_tiles + tile, best)
+    tl.store(ids + row * num_tiles + tile, first.to(tl.int64))
+
+
+@triton.jit
+def _clusters_kernel(
+    z, table, names, chosen, scores, ids, z_stride,
+    K: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Some tokens of one of a row's clusters."""
+    enter(PDL)
+    row, cluster = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    member = tl.program_id(0) * BLOCK_J + tl.arange(0, BLOCK_J)
+    inside = member < J
+    place = tl.load(chosen + row * K + cluster) * J + member
+    sums = tl.zeros([BLOCK_J], tl.float32)
+    for begin in tl.range(0, D, BLOCK_D):
+        column = begin + tl.arange(0, BLOCK_D)
+        state = tl.load(z + row * z_stride + column, mask=column < D, other=0.0).to(tl.float32)
+        weights = tl.load(table + place[:, None] * D + column[None, :], mask=inside[:, None] & (column < D)[None, :], other=0.0)
+        sums += tl.sum(weights.to(tl.float32) * state[None, :], 1)
+    to = (row * K + cluster) * J + member
+    tl.store(scores + to, sums, mask=inside)
+    tl.store(ids + to, tl.load(names + place, mask=inside, other=0), mask=inside)
+
+
+@triton.jit
+def _best_of(scores, ids, C, BLOCK_C: tl.constexpr):
+    """The id of the largest of C scores; of the first of equal ones."""
+    peak = float("-inf")
+    place = 0
+    for begin in tl.range(0, C, BLOCK_C):
+        column = begin + tl.arange(0, BLOCK_C)
+        some = tl.load(scores + column, mask=column < C, other=float("-inf")).to(tl.float32)
+        most = tl.max(some, 0)
+        first = tl.min(tl.where((some == most) & (column < C), column, C - 1), 0)
+        place = tl.where(most > peak, first, place)
+        peak = tl.maximum(most, peak)
+    return tl.load(ids + place)
+
+
+@triton.jit
+def _pick_kernel(scores, ids, best, C, best_stride, BLOCK_C: tl.constexpr, PDL: tl.constexpr):
+    enter(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(best + row * best_stride, _best_of(scores + row * C, ids + row * C, C, BLOCK_C))
+
+
+@triton.jit(do_not_specialize=["R"])
+def _embed_linear_kernel(
+    scores, ids, best, hidden, table, weight, y, R, N, C, best_stride, hidden_stride, table_stride,
+    B: tl.constexpr, scale: tl.constexpr, PICKS: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N outputs of BLOCK_R rows, each of which finds its token anew; the first program keeps it."""
+    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = tl.arange(0, BLOCK_B)
+    is_row = row < R
+    places = weight + output[:, None] * (2 * B) + column[None, :]
+    is_weight = (output < N)[:, None] & (column < B)[None, :]
+    w_embedded = tl.load(places, mask=is_weight, other=0.0)
+    w_hidden = tl.load(places + B, mask=is_weight, other=0.0)
+    enter(PDL)
+    inside = (column < B)[:, None] & is_row[None, :]
+    state = tl.load(hidden + row[None, :] * hidden_stride + column[:, None], mask=inside, other=0.0)
+    if PICKS:
+        candidate = tl.arange(0, BLOCK_C)
+        is_there = (candidate < C)[:, None] & is_row[None, :]
+        some = tl.load(scores + row[None, :] * C + candidate[:, None], mask=is_there, other=float("-inf")).to(tl.float32)
+        first = tl.min(tl.where((some == tl.max(some, 0)[None, :]) & is_there, candidate[:, None], C - 1), 0)
+        token = tl.load(ids + row * C + first, mask=is_row, other=0)
+        if tl.program_id(0) == 0:
+            tl.store(best + row * best_stride, token, mask=is_row)
+    else:
+        token = tl.load(best + row * best_stride, mask=is_row, other=0)
+    embedded = tl.load(table + token[None, :] * table_stride + column[:, None], mask=inside, other=0.0).to(tl.float32) * scale
+    total = tl.dot(w_embedded, embedded.to(y.dtype.element_ty), out_dtype=tl.float32, input_precision="ieee")
+    total += tl.dot(w_hidden, state, out_dtype=tl.float32, input_precision="ieee")
+    to = y + row[None, :] * N + output[:, None]
+    tl.store(to, total.to(y.dtype.element_ty), mask=(output < N)[:, None] & is_row[None, :])
+
+
+@triton.jit
+def _beside_kernel(
+    scores, ids, best, hidden, table, y, C, best_stride, hidden_stride, table_stride,
+    B: tl.constexpr, scale: tl.constexpr, PICKS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_B: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Some columns of one row. With PICKS its token is found among the candidates and kept, else it is there."""
+    enter(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
+    inside = column < B
+    state = tl.load(hidden + row * hidden_stride + column, mask=inside)
+    if PICKS:
+        token = _best_of(scores + row * C, ids + row * C, C, BLOCK_C)
+        if tl.program_id(1) == 0:
+            tl.store(best + row * best_stride, token)
+    else:
+        token = tl.load(best + row * best_stride)
+    embedded = tl.load(table + token.to(tl.int64) * table_stride + column, mask=inside, other=0.0).to(tl.float32) * scale
+    tl.store(y + row * (2 * B) + column, embedded.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + row * (2 * B) + B + column, state, mask=inside)
+
+
+def describe_best(
+    x_RD: Tensor, table_VD: Tensor, scale_V: Tensor | None, cap: float | None, out: tuple[Tensor, Tensor], pdl: bool
+) -> Launch:
+    """`out` is (peaks, ids), both [R, C]; the rows of `x_RD` may be [R, K, D]."""
+    peaks, ids = out
+    (num_rows, num_tiles), (num_tokens, size) = peaks.shape, table_VD.shape
+    # Without tensor cores few registers are left for rows; and with many rows three stages of longer ones fit no small GPU.
+    most_rows = MAX_ROWS if x_RD.dtype is torch.bfloat16 else MIN_ROWS
+    block_r = min(most_rows, max(MIN_ROWS, next_power_of_2(num_rows)))
+    block_d = min(BLOCK_D if size <= BLOCK_D or block_r == MIN_ROWS else BLOCK_D // 2, max(16, next_power_of_2(size)))
+    arguments: dict[str, Any] = {"x": x_RD, "table": table_VD, "scale": peaks if scale_V is None else scale_V}
+    arguments |= {"peaks": peaks, "ids": ids, "num_rows": num_rows, "V": num_tokens, "D": size, "num_tiles": num_tiles}
+    arguments |= {"row_stride": x_RD.stride(0), "part_stride": x_RD.stride(-2), "HAS_SCALE": scale_V is not None}
+    arguments |= {"NUM_PARTS": x_RD.shape[1] if x_RD.dim() == 3 else 1, "HAS_CAP": cap is not None, "cap": cap or 1.0}
+    arguments |= {"IS_ONE_STEP": size <= block_d, "TILE_V": TILE_V, "BLOCK_R": block_r, "BLOCK_D": block_d, "PDL": pdl}
+    return Launch(_best_kernel, (num_tiles, cdiv(num_rows, block_r)), arguments, options(4, pdl))
+
+
+def describe_peaks(logits_RV: Tensor, out: tuple[Tensor, Tensor], pdl: bool) -> Launch:
+    """`out` is (peaks, ids), both [R, C]."""
+    peaks, ids = out
+    num_rows, num_tiles = peaks.shape
+    arguments: dict[str, Any] = {"logits": logits_RV, "peaks": peaks, "ids": ids, "logits_stride": logits_RV.stride(0)}
+    arguments |= {"V": logits_RV.shape[1], "num_tiles": num_tiles, "TILE": LOGITS_TILE, "PDL": pdl}
+    return Launch(_peaks_kernel, (num_tiles, num_rows), arguments, options(4, pdl))
+
+
+def describe_clusters(z_RD: Tensor, table_VD: Tensor, ids_MJ: Tensor, chosen_RK: Tensor, out: Candidates, pdl: bool) -> Launch:
+    (num_rows, size), count, each = z_RD.shape, chosen_RK.shape[1], ids_MJ.shape[1]
+    block_j = min(BLOCK_J, next_power_of_2(each))
+    arguments: dict[str, Any] = {"z": z_RD, "table": table_VD, "names": ids_MJ, "chosen": chosen_RK}
+    arguments |= {"scores": out.scores_RC, "ids": out.ids_RC, "z_stride": z_RD.stride(0), "K": count, "J": each, "D": size}
+    arguments |= {"BLOCK_J": block_j, "BLOCK_D": min(BLOCK_D, next_power_of_2(size)), "PDL": pdl}
+    return Launch(_clusters_kernel, (cdiv(each, block_j), count, num_rows), arguments, options(4, pdl))
+
+
+def _block_c(found: Candidates) -> int:
+    return min(BLOCK_C, max(16, next_power_of_2(found.scores_RC.shape[1])))
+
+
+def describe_pick(found: Candidates, best_R: Tensor, pdl: bool) -> Launch:
+    num_rows, count = found.scores_RC.shape
+    arguments: dict[str, Any] = {"scores": found.scores_RC, "ids": found.ids_RC, "best": best_R, "C": count}
+    arguments |= {"best_stride": best_R.stride(0), "BLOCK_C": _block_c(found), "PDL": pdl}
+    return Launch(_pick_kernel, (num_rows,), arguments, options(4, pdl))
+
+
+def describe_beside(
+    found: Candidates | None, best_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float, y_RX: Tensor, pdl: bool
+) -> Launch:
+    """`found` is None where the tokens of `best_R` are known."""
+    num_rows, size = hidden_RB.shape
+    block = min(BLOCK_B, next_power_of_2(size))
+    arguments: dict[str, Any] = {"scores": best_R if found is None else found.scores_RC, "best": best_R, "hidden": hidden_RB}
+    arguments |= {"ids": best_R if found is None else found.ids_RC, "table": table_VB, "y": y_RX}
+    arguments |= {"C": 1 if found is None else found.scores_RC.shape[1], "best_stride": best_R.stride(0), "PDL": pdl}
+    arguments |= {"hidden_stride": hidden_RB.stride(0), "table_stride": table_VB.stride(0), "B": size, "scale": scale}
+    arguments |= {"PICKS": found is not None, "BLOCK_C": 16 if found is None else _block_c(found), "BLOCK_B": block}
+    return Launch(_beside_kernel, (num_rows, cdiv(size, block)), arguments, options(4, pdl))
+
+
+def describe_embed_linear(
+    found: Candidates | None,
+    best_R: Tensor,
+    hidden_RB: Tensor,
+    table_VB: Tensor,
+    scale: float,
+    weight_DX: Tensor,
+    y_RD: Tensor,
+    pdl: bool,
+) -> Launch:
+    """`found` is None where the tokens of `best_R` are known."""
+    (num_rows, size), num_outputs = hidden_RB.shape, weight_DX.shape[0]
+    arguments: dict[str, Any] = {"scores": best_R if found is None else found.scores_RC, "best": best_R, "hidden": hidden_RB}
+    arguments |= {"ids": best_R if found is None else found.ids_RC, "table": table_VB, "weight": weight_DX, "y": y_RD}
+    arguments |= {"C": 1 if found is None else found.scores_RC.shape[1], "best_stride": best_R.stride(0), "PDL": pdl}
+    arguments |= {"hidden_stride": hidden_RB.stride(0), "table_stride": table_VB.stride(0), "B": size, "scale": scale}
+    arguments |= {"R": num_rows, "N": num_outputs, "PICKS": found is not None, "BLOCK_R": MIN_ROWS, "BLOCK_N": 16}
+    arguments |= {"BLOCK_C": 16 if found is None else _block_c(found), "BLOCK_B": max(16, next_power_of_2(size))}
+    return Launch(_embed_linear_kernel, (cdiv(num_outputs, 16), cdiv(num_rows, MIN_ROWS)), arguments, options(4, pdl))
+
+
+def head_candidates(x_RD: Tensor, table_VD: Tensor, scale_V: Tensor | None, cap: float | None) -> Candidates:
+    """Candidates by cap * tanh(scale[v] * (x @ table[v]) / cap), among them the best token of each row.
+
+    `scale_V` belongs to a table in e4m3, whose sums are float32; without a cap, or a scale, these are left away. The rows of
+    `x_RD` may be [R, K, D].
+    """
+    is_small = table_VD.numel() * table_VD.element_size() <= SMALL_TABLE_BYTES
+    is_wide = x_RD.is_cuda and x_RD.dtype is not torch.bfloat16  # as `linear` does it
+    if scale_V is None and (is_wide or not is_small):
+        flat_RD = x_RD.flatten(0, -2)
+        return _peaks(head(flat_RD, table_VD) if cap is None else capped_head(flat_RD, table_VD, cap))
+    num_rows = x_RD.shape[:-1].numel()
+    found = _empty_candidates(num_rows, cdiv(table_VD.shape[0], TILE_V), x_RD.device)
+    if num_rows:
+        x_RD = x_RD if x_RD.stride(-1) == 1 else x_RD.contiguous()
+        describe_best(x_RD, table_VD, scale_V, cap, (found.scores_RC, _ids(found)), is_chained(x_RD.device)).run()
+    return found
+
+
+def cluster_candidates(z_RD: Tensor, table_VD: Tensor, ids_MJ: Tensor, chosen_RK: Tensor) -> Candidates:
+    """The J tokens of each of a row's K clusters, by z @ table, float32. The table's rows are in the order of `ids_MJ`."""
+    num_rows, count = chosen_RK.shape
+    found = _empty_candidates(num_rows, count * ids_MJ.shape[1], z_RD.device)
+    if num_rows:
+        z_RD, chosen_RK = z_RD if z_RD.stride(1) == 1 else z_RD.contiguous(), chosen_RK.contiguous()
+        describe_clusters(z_RD, table_VD, ids_MJ, chosen_RK, found, is_chained(z_RD.device)).run()
+    return found
+
+
+def _peaks(logits_RV: Tensor) -> Candidates:
+    """The best of each tile of logits."""
+    num_rows, width = logits_RV.shape
+    found = _empty_candidates(num_rows, cdiv(width, LOGITS_TILE), logits_RV.device)
+    if num_rows:
+        describe_peaks(logits_RV, (found.scores_RC, _ids(found)), is_chained(logits_RV.device)).run()
+    return found
+
+
+def _empty_candidates(num_rows: int, count: int, device: torch.device) -> Candidates:
+    scores_RC = torch.empty(num_rows, count, dtype=torch.float32, device=device)
+    return Candidates(scores_RC, torch.empty(num_rows, count, dtype=torch.int64, device=device))
+
+
+def _ids(found: Candidates) -> Tensor:
+    assert found.ids_RC is not None, "candidates on a GPU carry their ids"
+    return found.ids_RC
+
+
+def pick_best(found: Candidates, best_R: Tensor) -> None:
+    """Keep the best candidate of each row in `best_R` (int64)."""
+    _ids(found)
+    if best_R.shape[0]:
+        describe_pick(found, best_R, is_chained(best_R.device)).run()
+
+
+def embed_linear(
+    found: Candidates | None, token_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float, weight_DX: Tensor
+) -> Tensor:
+    """The linear layer of `embed_beside`, [R, D]; with candidates, the best of them is kept in `token_R` (int64) before."""
+    num_rows, size = hidden_RB.shape
+    is_small = 0 < num_rows <= MAX_PAIRS and size <= MAX_PAIR_SIZE and weight_DX.is_contiguous() and hidden_RB.stride(1) == 1
+    is_small &= found is None or found.scores_RC.shape[1] <= MAX_PAIR_CANDIDATES
+    if not is_small or (hidden_RB.is_cuda and hidden_RB.dtype is not torch.bfloat16):
+        return linear(_beside(found, token_R, hidden_RB, table_VB, scale), weight_DX)
+    y_RD = hidden_RB.new_empty(num_rows, weight_DX.shape[0])
+    pdl = is_chained(y_RD.device)
+    describe_embed_linear(found, token_R, hidden_RB, table_VB, scale, weight_DX, y_RD, pdl).run()
+    return y_RD
+
+
+def embed_beside(token_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float) -> Tensor:
+    """table[token] * scale | hidden, [R, 2 B]. The caller has rounded `scale` to the table's dtype."""
+    return _beside(None, token_R, hidden_RB, table_VB, scale)
+
+
+def _beside(found: Candidates | None, best_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float) -> Tensor:
+    num_rows, size = hidden_RB.shape
+    y_RX = hidden_RB.new_empty(num_rows, 2 * size)
+    if num_rows:
+        describe_beside(found, best_R, hidden_RB, table_VB, scale, y_RX, is_chained(y_RX.device)).run()
+    return y_RX

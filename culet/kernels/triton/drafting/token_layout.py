@@ -1,0 +1,81 @@
+"""The beginning of a step on the GPU: where each token stands, its id, and where its KV goes, in one launch.
+
+Shapes: T tokens of a step · B rows of it · G groups of KV · S slots · L a slot's tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.launch import Launch, next_power_of_2
+from culet.kernels.types import PageTables, PlannedRows, TokenLayout
+
+
+@triton.jit(do_not_specialize=["width", "spare", "first_stride", "slot_stride"])
+def _place_kernel(
+    begin, start, slot, is_open, first, pages, facts, tokens, accepted,
+    ids, positions, next_places, next_positions, slots, context, ring,
+    width, spare, first_stride, slot_stride,
+    GROUPS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per row, which alone reads and moves its start."""
+    enter(PDL)
+    row = tl.program_id(0)
+    first_token = tl.load(begin + row)
+    count = tl.load(begin + row + 1) - first_token
+    owner = tl.load(slot + row)
+    is_real = owner != spare
+    at = tl.load(start + row) + tl.load(is_open + row) * tl.load(accepted + owner)
+    tl.store(context + row, at)
+    tl.store(start + row, at + is_real.to(tl.int32))
+    column = tl.arange(0, BLOCK)
+    is_token = column < count
+    token, position = first_token + column, at + column
+    place = owner.to(tl.int64) * width + position
+    tl.store(ids + token, tl.load(tokens + place, mask=is_token, other=0).to(tl.int64), mask=is_token)
+    tl.store(positions + token, position.to(tl.int64), mask=is_token)
+    tl.store(next_places + token, place + 1, mask=is_token)
+    tl.store(next_positions + token, position + 1, mask=is_token)
+    for group in tl.static_range(GROUPS):
+        columns, page_tokens = tl.load(facts + 3 * group + 1), tl.load(facts + 3 * group + 2)
+        entry = (
+            tl.load(facts + 3 * group) + row * columns + (position - tl.load(first + group * first_stride + row)) // page_tokens
+        )
+        page = tl.load(pages + entry, mask=is_token & is_real, other=0).to(tl.int64)
+        place = tl.where(is_real, page * page_tokens + position % page_tokens, -1)
+        tl.store(slots + group * slot_stride + token, place, mask=is_token)
+    if ROOM:
+        tl.store(ring + token, owner.to(tl.int64) * ROOM + position % ROOM, mask=is_token)
+
+
+def describe_place(
+    rows: PlannedRows, tables: PageTables, tokens_SL: Tensor, accepted_S: Tensor, room: int, into: TokenLayout, pdl: bool
+) -> Launch:
+    num_rows = rows.start_B.shape[0]
+    arguments: dict[str, Any] = {"begin": rows.begin_B1, "start": rows.start_B, "slot": rows.slot_B, "is_open": rows.is_open_B}
+    arguments |= {"first": rows.first_GB, "pages": tables.pages_E, "facts": tables.facts_G3}
+    arguments |= {"tokens": tokens_SL, "accepted": accepted_S}
+    arguments |= {"ids": into.token_ids_T, "positions": into.positions_T, "next_places": into.next_places_T}
+    arguments |= {
+        "next_positions": into.next_positions_T,
+        "slots": into.kv_address_GT,
+        "context": into.context_B,
+        "ring": into.ring_T,
+    }
+    arguments |= {"width": tokens_SL.shape[1], "spare": tokens_SL.shape[0] - 1}
+    arguments |= {"first_stride": rows.first_GB.stride(0), "slot_stride": into.kv_address_GT.stride(0)}
+    arguments |= {"GROUPS": into.kv_address_GT.shape[0], "ROOM": room if into.ring_T is not None else 0}
+    arguments |= {"BLOCK": next_power_of_2(rows.most_tokens), "PDL": pdl}
+    return Launch(_place_kernel, (num_rows,), arguments, options(1, pdl))
+
+
+def lay_out_tokens(
+    rows: PlannedRows, tables: PageTables, tokens_SL: Tensor, accepted_S: Tensor, room: int, into: TokenLayout
+) -> None:
+    """Where the tokens of a step stand, and their ids; `rows.start_B` moves on to where the next step goes on."""
+    describe_place(rows, tables, tokens_SL, accepted_S, room, into, is_chained(tokens_SL.device)).run()

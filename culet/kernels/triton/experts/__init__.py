@@ -1,0 +1,1 @@
+"""The router and the experts of MoE models."""

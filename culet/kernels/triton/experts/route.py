@@ -1,0 +1,230 @@
+"""The router in one launch: rms, float32 logits, the best experts and their weights.
+
+    u = x / rms(x); logits = router @ u; ids = the K largest logits, equal ones by rising id
+    weights = softmax(logits[ids]) * expert_scale[ids]
+
+`router` carries the router's input scale. Up to FEW_TOKENS tokens a program has a few experts' rows of one token (they are
+loaded before the wait for the kernel before); beyond that, tiles of tokens x all experts on the tensor cores, D in parts.
+Shapes: T tokens · D model · E experts · K experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
+from culet.kernels.triton.linear.linear import workspace
+
+# Measured on an H200 at 128 experts, hidden 2816 (docs/LOG.md).
+FEW_TOKENS = 16
+FEW = (1, 1)  # experts per program, warps: one warp needs no barriers, neither for its sum nor for the choice
+TILE, LARGE_TILE = (16, 64, 4), (32, 128, 4)  # tokens, columns, warps
+LARGE_TOKENS = 1024  # from here on LARGE_TILE
+SPLITS = (11, 8, 4, 2, 1)  # parts of D, which spread the router's weights over programs; few, as each is another kernel
+MAX_PROGRAMS = 264  # beyond this D is split no further
+
+
+@triton.jit(do_not_specialize=["T"])
+def _route_kernel(
+    x,
+    router,
+    expert_scale,
+    weights,
+    ids,
+    parts,
+    arrivals,
+    T,
+    x_stride,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    eps: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Logits of BLOCK_T tokens over one of SPLIT parts of D; the last part to arrive chooses their experts."""
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    names = tl.arange(0, BLOCK_E)
+    cols = tl.arange(0, BLOCK_D)
+    is_token = tokens < T
+    part_d: tl.constexpr = (D + BLOCK_D * SPLIT - 1) // (BLOCK_D * SPLIT) * BLOCK_D
+    begin = tl.program_id(1) * part_d
+    enter(PDL)
+    logits = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    squares = tl.zeros((BLOCK_T,), tl.float32)
+    for step in tl.range(0, part_d, BLOCK_D, num_stages=STAGES):
+        inside = cols < D - begin - step
+        x_tile = tl.load(
+            x + tokens[:, None].to(tl.int64) * x_stride + begin + step + cols[None, :],
+            mask=is_token[:, None] & inside[None, :],
+            other=0.0,
+        )
+        # The router as columns: [BLOCK_D, BLOCK_E].
+        r_tile = tl.load(
+            router + names[None, :] * D + begin + step + cols[:, None],
+            mask=(names < E)[None, :] & inside[:, None],
+            other=0.0,
+        )
+        logits = _dot_exactly(x_tile, r_tile, logits)
+        x_tile = x_tile.to(tl.float32)
+        squares += tl.sum(x_tile * x_tile, 1)
+    if SPLIT == 1:
+        _choose(
+            logits * tl.rsqrt(squares / D + eps)[:, None], expert_scale, weights, ids, tokens, T, E, TOP_K, BLOCK_T, BLOCK_E
+        )
+    else:
+        # A part holds the logits, then the squares, of this launch's tokens.
+        offsets = tokens[:, None] * BLOCK_E + names[None, :]
+        width = tl.num_programs(0) * BLOCK_T * (BLOCK_E + 1)
+        squares_at = tl.num_programs(0) * BLOCK_T * BLOCK_E + tokens
+        mine = parts + tl.program_id(1) * width
+        tl.store(mine + offsets, logits, mask=is_token[:, None])
+        tl.store(mine + squares_at, squares, mask=is_token)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel")
+        if arrived == SPLIT - 1:
+            logits = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+            squares = tl.zeros((BLOCK_T,), tl.float32)
+            # Unrolled: the parts' loads are under way together.
+            for part in tl.static_range(SPLIT):
+                other = parts + part * width
+                logits += tl.load(other + offsets, mask=is_token[:, None], other=0.0, cache_modifier=".cg")
+                squares += tl.load(other + squares_at, mask=is_token, other=0.0, cache_modifier=".cg")
+            _choose(
+                logits * tl.rsqrt(squares / D + eps)[:, None], expert_scale, weights, ids, tokens, T, E, TOP_K, BLOCK_T, BLOCK_E
+            )
+            tl.store(arrivals + tl.program_id(0), 0)  # ready for the next launch
+
+
+@triton.jit(do_not_specialize=["T"])
+def _route_few_kernel(
+    x,
+    router,
+    expert_scale,
+    weights,
+    ids,
+    logits,
+    arrivals,
+    T,
+    x_stride,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    eps: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ROWS logits of one token per program; the token's last program to arrive chooses its experts."""
+    token = tl.program_id(1)
+    names = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_D)
+    mask = (names < E)[:, None] & (cols < D)[None, :]
+    rows = tl.load(router + names[:, None] * D + cols[None, :], mask=mask, other=0.0)
+    enter(PDL)
+    row = tl.load(x + token.to(tl.int64) * x_stride + cols, mask=cols < D, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(row * row, 0) / D + eps)
+    tl.store(logits + token * BLOCK_E + names, tl.sum(rows * row[None, :], 1) * scale, mask=names < BLOCK_E)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals + token, 1, sem="acq_rel")
+    if arrived == tl.num_programs(0) - 1:
+        every = tl.arange(0, BLOCK_E)
+        mine = token + tl.arange(0, 1)
+        found = tl.load(logits + mine[:, None] * BLOCK_E + every[None, :], cache_modifier=".cg")
+        _choose(found, expert_scale, weights, ids, mine, T, E, TOP_K, 1, BLOCK_E)
+        tl.store(arrivals + token, 0)  # ready for the next launch
+
+
+@triton.jit
+def _dot_exactly(x, r, total):
+    """x @ r for float32 r: which experts a token gets must not hang on rounding. [T, D] x [D, E]."""
+    if x.dtype == tl.bfloat16:
+        # Three bfloat16 numbers hold a float32 one, and their products with x are exact. The sum starts anew for each tile:
+        # tensor cores cut off what they add to a large sum, and do not round it.
+        high = r.to(tl.bfloat16)
+        rest = r - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        return total + tl.dot(x, high, tl.dot(x, middle, tl.dot(x, low)))
+    return tl.dot(x.to(tl.float32), r, total, input_precision="tf32x3")
+
+
+@triton.jit
+def _choose(
+    logits,
+    expert_scale,
+    weights,
+    ids,
+    tokens,
+    T,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Top-k of logits [BLOCK_T, BLOCK_E] and its softmax. Ids are distinct and in range even where logits are not numbers."""
+    names = tl.arange(0, BLOCK_E)[None, :]
+    SLOTS: tl.constexpr = triton.next_power_of_2(TOP_K)
+    slots = tl.arange(0, SLOTS)[None, :]
+    # What is no number counts as the lowest finite one, so that it stays above what is taken or does not exist.
+    left = tl.where(names < E, tl.where(logits > -3e38, logits, -3e38), float("-inf"))
+    values = tl.full((BLOCK_T, SLOTS), float("-inf"), tl.float32)
+    chosen = tl.zeros((BLOCK_T, SLOTS), tl.int32)
+    for j in tl.static_range(TOP_K):
+        best = tl.max(left, 1)
+        name = tl.min(tl.where(left == best[:, None], names, BLOCK_E - 1), 1)
+        values = tl.where(slots == j, best[:, None], values)
+        chosen = tl.where(slots == j, name[:, None], chosen)
+        left = tl.where(names == name[:, None], float("-inf"), left)
+    share = tl.exp(values - tl.max(values, 1)[:, None])
+    share = share / tl.sum(share, 1)[:, None]
+    mask = (tokens < T)[:, None] & (slots < TOP_K)
+    share *= tl.load(expert_scale + chosen, mask=mask, other=0.0)
+    offsets = tokens[:, None] * TOP_K + slots
+    tl.store(weights + offsets, share, mask=mask)
+    tl.store(ids + offsets, chosen, mask=mask)
+
+
+def describe_route(
+    x_TD: Tensor, router_ED: Tensor, expert_scale_E: Tensor, out: tuple[Tensor, Tensor], eps: float, **extra: Any
+) -> Launch:
+    """The launch; `out` is (weights, ids). `extra`: pdl, few (experts per program, warps), tile (tokens, columns, warps)."""
+    num_tokens, size = x_TD.shape
+    num_experts, top_k = router_ED.shape[0], out[0].shape[1]
+    block_e = max(16, next_power_of_2(num_experts))
+    pdl = bool(extra.get("pdl", False))
+    shape: dict[str, Any] = {"T": num_tokens, "x_stride": x_TD.stride(0), "D": size, "E": num_experts, "TOP_K": top_k}
+    tensors = {"x": x_TD, "router": router_ED, "expert_scale": expert_scale_E, "weights": out[0], "ids": out[1]}
+    common = {**tensors, **shape, "eps": eps, "BLOCK_E": block_e, "PDL": pdl}
+    if num_tokens <= FEW_TOKENS and "tile" not in extra:
+        rows, num_warps = extra.get("few", FEW)
+        logits, arrivals = workspace(x_TD.device)
+        few = {"logits": logits, "arrivals": arrivals, "ROWS": rows, "BLOCK_D": next_power_of_2(size)}
+        return Launch(_route_few_kernel, (block_e // rows, num_tokens), {**common, **few}, options(num_warps, pdl))
+    block_t, block_d, num_warps = extra.get("tile", TILE if num_tokens < LARGE_TOKENS else LARGE_TILE)
+    blocks = cdiv(num_tokens, block_t)
+    most = max(1, min(MAX_PROGRAMS // blocks, cdiv(size, block_d)))
+    split = next(one for one in SPLITS if one <= most)
+    parts, arrivals = workspace(x_TD.device) if split > 1 else (out[0], out[1])
+    many = {"parts": parts, "arrivals": arrivals, "BLOCK_T": block_t, "BLOCK_D": block_d, "SPLIT": split, "STAGES": 2}
+    return Launch(_route_kernel, (blocks, split), {**common, **many}, options(num_warps, pdl))
+
+
+def route(x_TD: Tensor, router_ED: Tensor, expert_scale_E: Tensor, top_k: int, eps: float) -> tuple[Tensor, Tensor]:
+    """Weights [T, K] (float32) and ids [T, K] (int32) of each token's experts, in one launch."""
+    weights = torch.empty(x_TD.shape[0], top_k, dtype=torch.float32, device=x_TD.device)
+    ids = torch.empty(x_TD.shape[0], top_k, dtype=torch.int32, device=x_TD.device)
+    if x_TD.shape[0]:
+        describe_route(x_TD, router_ED, expert_scale_E, (weights, ids), eps, pdl=is_chained(x_TD.device)).run()
+    return weights, ids

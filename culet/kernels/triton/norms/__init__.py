@@ -1,0 +1,1 @@
+"""Norms, q/k/v preparation and other small fused ops."""

@@ -1,0 +1,108 @@
+"""Repetition, frequency and presence penalties on the GPU: only the tokens of a history are touched.
+
+    seen (prompt or output):    logit / repetition where it is above 0, else logit * repetition
+    drawn c > 0 times before:   logit - frequency * c - presence
+
+Two launches: count the tokens of each history, then take each count out once and penalise its token. Shapes: R rows of logits ·
+H rows with penalties · V vocabulary · S slots · L tokens of a slot.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.launch import Launch
+
+
+class Penalties(NamedTuple):
+    """Rows of the logits that have penalties, H of them, and where their earlier tokens are."""
+
+    rows_H: Tensor  # int32, rows of the logits
+    slots_H: Tensor  # int32
+    lengths_H: Tensor  # int32, tokens so far
+    prompt_lens_H: Tensor  # int32
+    repetition_H: Tensor  # float32
+    frequency_H: Tensor  # float32
+    presence_H: Tensor  # float32
+
+
+@triton.jit
+def _count_kernel(tokens, slots, lengths, prompt_lens, counts, tokens_stride, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """counts[h, token] = 2 * its occurrences in the output, + 1 where it is in the prompt. Counts were zero."""
+    enter(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    seen = at < tl.load(lengths + row)
+    token = tl.load(tokens + tl.load(slots + row).to(tl.int64) * tokens_stride + at, mask=seen, other=0)
+    is_output = at >= tl.load(prompt_lens + row)
+    tl.atomic_add(counts + row * V + token, 2, mask=seen & is_output)
+    tl.atomic_or(counts + row * V + token, 1, mask=seen & ~is_output)
+
+
+@triton.jit
+def _penalise_kernel(
+    tokens,
+    slots,
+    lengths,
+    rows,
+    counts,
+    logits,
+    repetition,
+    frequency,
+    presence,
+    tokens_stride,
+    logits_stride,
+    V,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Penalise each token of a history once: whoever takes its count out (and leaves zero) does it."""
+    enter(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    seen = at < tl.load(lengths + row)
+    token = tl.load(tokens + tl.load(slots + row).to(tl.int64) * tokens_stride + at, mask=seen, other=0)
+    count = tl.atomic_xchg(counts + row * V + token, 0, mask=seen)
+    mine = seen & (count != 0)
+    pointers = logits + tl.load(rows + row).to(tl.int64) * logits_stride + token
+    value = tl.load(pointers, mask=mine, other=0.0)
+    factor = tl.load(repetition + row)
+    value = tl.where(value > 0, value / factor, value * factor)
+    number = (count >> 1).to(tl.float32)
+    value = value - tl.load(frequency + row) * number - tl.where(number > 0, tl.load(presence + row), 0.0)
+    tl.store(pointers, value, mask=mine)
+
+
+def describe_penalise(
+    logits_RV: Tensor, tokens_SL: Tensor, penalties: Penalties, max_len: int, counts_HV: Tensor, pdl: bool
+) -> list[Launch]:
+    block, width = 256, logits_RV.shape[1]
+    grid = (triton.cdiv(max_len, block), penalties.rows_H.shape[0])
+    common: dict[str, Any] = {
+        "tokens": tokens_SL,
+        "slots": penalties.slots_H,
+        "lengths": penalties.lengths_H,
+        "counts": counts_HV,
+    }
+    common |= {"tokens_stride": tokens_SL.stride(0), "V": width, "BLOCK": block, "PDL": pdl}
+    second = {"rows": penalties.rows_H, "logits": logits_RV, "logits_stride": logits_RV.stride(0)}
+    second |= {"repetition": penalties.repetition_H, "frequency": penalties.frequency_H, "presence": penalties.presence_H}
+    return [
+        Launch(_count_kernel, grid, {**common, "prompt_lens": penalties.prompt_lens_H}, options(4, pdl)),
+        Launch(_penalise_kernel, grid, {**common, **second}, options(4, pdl)),
+    ]
+
+
+def penalise(logits_RV: Tensor, tokens_SL: Tensor, penalties: Penalties, max_len: int, counts_HV: Tensor) -> None:
+    """Repetition, frequency and presence penalties, in place on float32 logits.
+
+    `counts_HV` is int32 scratch that is zero before and after; `max_len` bounds the histories' lengths.
+    """
+    if penalties.rows_H.shape[0] and max_len:
+        for launch in describe_penalise(logits_RV, tokens_SL, penalties, max_len, counts_HV, is_chained(logits_RV.device)):
+            launch.run()

@@ -1,0 +1,444 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from culet.errors import BadRequest, CuletError, UnsupportedError
+from culet.serve.api.answers import encoder
+from culet.serve.api.chat_request import Turn, prepare, sampling_params
+from culet.serve.api.endpoint import Endpoint, json_response, request_id_of
+from culet.serve.api.protocol import Count, SamplingFields, Schema, Share, StopText, Temperature, Text, ToolName, decode
+from culet.serve.errors import facts_of
+from culet.serve.generation import Generation, Piece
+from culet.serve.service import Service
+from culet.serve.streams import EventStream, run_all
+from culet.structured.forms import schema_form
+from culet.text.output_events import ContentPiece, Event, Output, ReasoningPiece, ToolCallArguments, ToolCallStart
+
+ENDPOINT = "/v1/messages"
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class TextBlock(Struct, tag="text"):
+    text: Text
+
+
+class ThinkingBlock(Struct, tag="thinking"):
+    """What the model thought before."""
+
+    thinking: Text
+    signature: Text = ""
+
+
+class RedactedBlock(Struct, tag="redacted_thinking"):
+    """A thought that is hidden from us: left out."""
+
+    data: Text = ""
+
+
+class ToolUseBlock(Struct, tag="tool_use"):
+    """A call that the model made before."""
+
+    id: Annotated[str, Meta(max_length=256)]
+    name: ToolName
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Struct, tag="tool_result"):
+    """What a tool answered."""
+
+    tool_use_id: Annotated[str, Meta(max_length=256)]
+    content: Text | Annotated[list[TextBlock], Meta(max_length=1024)] | None = None
+    is_error: bool = False
+
+
+class ImageBlock(Struct, tag="image"):
+    """Not served: refused by name."""
+
+
+class DocumentBlock(Struct, tag="document"):
+    """Not served: refused by name."""
+
+
+Block = TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock | ImageBlock | DocumentBlock
+
+
+class AnthropicMessage(Struct):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: Text | Annotated[list[Block], Meta(max_length=1024)]
+
+
+class AnthropicTool(Struct):
+    """A tool that the model may call."""
+
+    name: ToolName
+    input_schema: Schema
+    description: Text | None = None
+    type: Literal["custom"] | None = None
+
+
+class AnthropicToolChoice(Struct):
+    """Whether a tool is called, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolName | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class ThinkingChoice(Struct):
+    """Whether the model thinks before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None
+
+
+class OutputFormat(Struct):
+    """A form that the answer must have."""
+
+    type: Literal["json_schema"]
+    schema_: Schema = msgspec.field(name="schema")
+
+
+class OutputConfig(Struct):
+    format: OutputFormat | None = None
+
+
+class Conversation(Struct, kw_only=True):
+    """POST /v1/messages/count_tokens, and what is said of a conversation in /v1/messages."""
+
+    messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=65536)]
+    model: Annotated[str, Meta(max_length=256)] | None = None
+    system: Text | Annotated[list[TextBlock], Meta(max_length=1024)] | None = None
+    tools: Annotated[list[AnthropicTool], Meta(max_length=4096)] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: ThinkingChoice | None = None
+
+
+class MessagesRequest(Conversation, kw_only=True):
+    """POST /v1/messages."""
+
+    max_tokens: Count
+    stop_sequences: Annotated[list[StopText], Meta(max_length=1024)] | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    stream: bool = False
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+
+
+class AnthropicUsage(Struct):
+    """Tokens of a request; those found in the prefix cache are counted by themselves."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int = 0
+
+
+class AnthropicAnswer(Struct):
+    """What a messages request is answered with."""
+
+    id: str
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+    type: str = "message"
+    role: str = "assistant"
+
+
+class TokenCount(Struct):
+    """What a count is answered with."""
+
+    input_tokens: int
+
+
+async def messages(service: Service, request: Request) -> Response:
+    """Answer a conversation; with `stream` as server-sent events."""
+    try:
+        body = decode(MessagesRequest, await request.body())
+        model = service.check_model(body.model)
+        turn = await _prepare(service, body)
+        open_it = partial(turn.open, ENDPOINT, request_id_of(request))
+        if body.stream:
+            writer = _Writer(model)
+            return _Stream(service, [open_it], writer.write, end=writer.end, write_error=_error_event)
+        (generation,) = await run_all(request, [open_it])
+    except CuletError as error:
+        return _error_response(error)
+    sample = generation.samples[0]
+    output = sample.reader.output()
+    reason, stop = _stop_of(sample.finish_reason, output)
+    return json_response(AnthropicAnswer(_new_id(), model, _blocks(output), reason, stop, _usage(generation)))
+
+
+async def count_tokens(service: Service, request: Request) -> Response:
+    """How many tokens a conversation has, as it would be sent to the model."""
+    try:
+        body = decode(Conversation, await request.body())
+        service.check_model(body.model)
+        choice = body.tool_choice
+        tools = [] if choice is not None and choice.type == "none" else _tools(body)
+        tokens = await service.encode_chat(_openai_messages(body), tools=tools or None, enable_thinking=_thinking(body))
+    except CuletError as error:
+        return _error_response(error)
+    return json_response(TokenCount(len(tokens)))
+
+
+async def _prepare(service: Service, body: MessagesRequest) -> Turn:
+    fields = SamplingFields(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences)
+    params = sampling_params(service, fields, max_tokens=body.max_tokens)
+    form = body.output_format or (body.output_config.format if body.output_config is not None else None)
+    if form is not None:
+        params = replace(params, structured_outputs=schema_form(form.schema_, strict=True))
+    choice = body.tool_choice
+    names = {"any": "required", "none": "none", "auto": "auto"}
+    if choice is not None and choice.type == "tool" and choice.name is None:
+        raise BadRequest("tool_choice.name: missing, expected the tool that must be called")
+    return await prepare(
+        service,
+        _openai_messages(body),
+        params,
+        tools=_tools(body),
+        tool_choice="auto" if choice is None else names.get(choice.type, f"={choice.name}"),
+        one_call=choice is not None and choice.disable_parallel_tool_use,
+        enable_thinking=_thinking(body),
+    )
+
+
+# From their form of a conversation to the one that templates know
+
+
+def _thinking(body: Conversation) -> bool | None:
+    return None if body.thinking is None else body.thinking.type != "disabled"
+
+
+def _tools(body: Conversation) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "function",
+            "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
+        }
+        for tool in body.tools or ()
+    ]
+
+
+def _openai_messages(body: Conversation) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    if body.system:
+        found.append({"role": "system", "content": _text_of(body.system)})
+    for index, message in enumerate(body.messages):
+        blocks = [TextBlock(message.content)] if isinstance(message.content, str) else message.content
+        where = f"messages[{index}].content"
+        found += _from_user(blocks, where) if message.role == "user" else _from_model(blocks, where)
+    return found
+
+
+def _text_of(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+def _from_user(blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
+    """Results of tools come first, each as a message of its own, then what the user says."""
+    results: list[dict[str, Any]] = []
+    texts: list[str] = []
+    for index, block in enumerate(blocks):
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ToolResultBlock():
+                text = _text_of(block.content or "")
+                text = f"error: {text}" if block.is_error else text
+                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+            case ImageBlock() | DocumentBlock():
+                raise UnsupportedError(f"{where}[{index}]: this version serves text only", hint="send text blocks only")
+            case _:
+                raise BadRequest(f"{where}[{index}]: got a block of the model's in a message of the user")
+    if texts or not results:
+        results.append({"role": "user", "content": "\n".join(texts)})
+    return results
+
+
+def _from_model(blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
+    message: dict[str, Any] = {"role": "assistant"}
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for index, block in enumerate(blocks):
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ThinkingBlock():
+                thoughts.append(block.thinking)
+            case ToolUseBlock():
+                calls.append({"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}})
+            case RedactedBlock():
+                pass
+            case _:
+                raise BadRequest(f"{where}[{index}]: got a block of the user's in a message of the model")
+    if calls:
+        message["tool_calls"] = calls
+    if texts or not calls:
+        message["content"] = "\n".join(texts)
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    return [message]
+
+
+# Answers
+
+
+def _new_id() -> str:
+    return f"msg_{secrets.token_hex(12)}"
+
+
+def _stop_of(finish_reason: str | None, output: Output) -> tuple[str, str | None]:
+    """(why the answer ended, the stop sequence that ended it)."""
+    if finish_reason == "stop" and output.stop is not None:
+        return "stop_sequence", output.stop
+    return _STOP_REASONS.get(finish_reason or "", "end_turn"), None
+
+
+def _usage(generation: Generation) -> AnthropicUsage:
+    usage = generation.usage()
+    return AnthropicUsage(usage.num_prompt - usage.num_cached, usage.num_generated, usage.num_cached)
+
+
+def _blocks(output: Output) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if output.reasoning:
+        blocks.append({"type": "thinking", "thinking": output.reasoning, "signature": ""})
+    if output.content:
+        blocks.append({"type": "text", "text": output.content})
+    blocks += [{"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in output.tool_calls]
+    return blocks
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), encoder.encode({"type": name, **fields}))
+
+
+class _Writer:
+    """One answer as events. Blocks come one after another; what belongs to another block ends the one that is open."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._num_blocks = 0
+        self._open: str | None = None  # the kind of the open block
+        self._has_begun = False
+
+    def write(self, index: int, generation: Generation, pieces: Sequence[Piece]) -> bytes:
+        events = [] if self._has_begun else [self._begin(generation)]
+        self._has_begun = True
+        for piece in pieces:
+            for event in piece.events:
+                events += self._of(event)
+        return b"".join(events)
+
+    def _begin(self, generation: Generation) -> bytes:
+        usage = generation.usage()
+        first = AnthropicUsage(usage.num_prompt - usage.num_cached, 1, usage.num_cached)
+        return _event("message_start", message=AnthropicAnswer(_new_id(), self._model, [], None, None, first))
+
+    def _of(self, event: Event) -> list[bytes]:
+        match event:
+            case ReasoningPiece():
+                start = self._switch("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+                return [*start, self._delta(type="thinking_delta", thinking=event.text)]
+            case ContentPiece():
+                start = self._switch("text", {"type": "text", "text": ""})
+                return [*start, self._delta(type="text_delta", text=event.text)]
+            case ToolCallStart():
+                block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
+                return self._switch(f"call {event.index}", block)
+            case ToolCallArguments():
+                return [self._delta(type="input_json_delta", partial_json=event.text)]
+        return []
+
+    def _switch(self, kind: str, block: dict[str, Any]) -> list[bytes]:
+        """Begin a block of another kind, if it is not the open one."""
+        if self._open == kind:
+            return []
+        ended = self._close()
+        self._open = kind
+        return [*ended, _event("content_block_start", index=self._num_blocks, content_block=block)]
+
+    def _delta(self, **delta: str) -> bytes:
+        return _event("content_block_delta", index=self._num_blocks, delta=delta)
+
+    def _close(self) -> list[bytes]:
+        if self._open is None:
+            return []
+        self._open = None
+        self._num_blocks += 1
+        return [_event("content_block_stop", index=self._num_blocks - 1)]
+
+    def end(self, generations: Sequence[Generation]) -> bytes:
+        """Why it ended, and how many tokens it took."""
+        sample = generations[0].samples[0]
+        reason, stop = _stop_of(sample.finish_reason, sample.reader.output())
+        delta = {"stop_reason": reason, "stop_sequence": stop}
+        last = _event("message_delta", delta=delta, usage=_usage(generations[0]))
+        return b"".join([*self._close(), last, _event("message_stop")])
+
+
+# Errors in their form
+
+
+def _error_body(error: CuletError) -> tuple[int, dict[str, Any]]:
+    facts = facts_of(error)
+    kind = _ERROR_TYPES.get(facts.status, "invalid_request_error" if facts.status < 500 else "api_error")
+    return facts.status, {"type": "error", "error": {"type": kind, "message": facts.message}}
+
+
+def _error_response(error: CuletError) -> Response:
+    status, body = _error_body(error)
+    response = json_response(body, status)
+    if status in (429, 503):
+        response.headers["retry-after"] = "1"
+    return response
+
+
+def _error_event(error: CuletError) -> bytes:
+    _, body = _error_body(error)
+    return b"event: error\ndata: " + encoder.encode(body) + b"\n\n"
+
+
+class _Stream(EventStream):
+    """An EventStream whose errors before the first event are in Anthropic's form, too."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except CuletError as error:
+            await _error_response(error)(scope, receive, send)
+
+
+ENDPOINTS = (
+    Endpoint("POST", ENDPOINT, messages, body=MessagesRequest, answer=AnthropicAnswer),
+    Endpoint("POST", f"{ENDPOINT}/count_tokens", count_tokens, body=Conversation, answer=TokenCount),
+)

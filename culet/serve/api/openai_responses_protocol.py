@@ -1,0 +1,151 @@
+"""What POST /v1/responses takes: every list, text and number has a bound. Nothing is kept between requests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+
+from culet.errors import BadRequest, UnsupportedError
+from culet.serve.api.protocol import Count, Schema, Share, Temperature, Text, ToolName
+
+Id = Annotated[str, Meta(max_length=256)]
+MEDIA = ("input_image", "input_file", "input_audio", "input_video", "computer_screenshot")
+
+
+class ResponsesPart(Struct):
+    """A part of an item's content."""
+
+    type: Annotated[str, Meta(max_length=64)]
+    text: Text | None = None
+    refusal: Text | None = None
+
+
+Parts = Annotated[list[ResponsesPart], Meta(max_length=1024)]
+
+
+class InputItem(Struct):
+    """A message, a call that the model made, what a tool answered, or what the model thought: `type` says which."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Text | Parts | None = None
+    summary: Parts | None = None
+    id: Id | None = None
+    call_id: Id | None = None
+    name: ToolName | None = None
+    arguments: Text | None = None
+    output: Text | Parts | None = None
+
+
+class ResponsesTool(Struct):
+    """A tool that the model may call."""
+
+    name: ToolName
+    type: Literal["function"] = "function"
+    description: Text | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class ResponsesToolName(Struct):
+    """The tool that must be called."""
+
+    name: ToolName
+    type: Literal["function"] = "function"
+
+
+class TextFormat(Struct):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    description: Text | None = None
+    schema_: Schema | None = field(name="schema", default=None)
+    strict: bool | None = None
+
+
+class TextOptions(Struct):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(Struct):
+    """Whether the model thinks first."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesRequest(Struct, kw_only=True):
+    """POST /v1/responses."""
+
+    input: Text | Annotated[list[InputItem], Meta(min_length=1, max_length=65536)]
+    model: Annotated[str, Meta(max_length=256)] | None = None
+    instructions: Text | None = None
+    max_output_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    tools: Annotated[list[ResponsesTool], Meta(max_length=4096)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponsesToolName | None = None
+    parallel_tool_calls: bool | None = True
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    stream: bool | None = False
+    store: bool | None = None  # nothing is stored, whatever it says
+    background: bool | None = None
+    previous_response_id: Id | None = None
+    metadata: (
+        Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None
+    ) = None
+    truncation: Literal["auto", "disabled"] | None = None
+    user: Id | None = None
+
+
+def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """The conversation as chat templates know it."""
+    found: list[dict[str, Any]] = []
+    if body.instructions:
+        found.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*found, {"role": "user", "content": body.input}]
+    thought: str | None = None
+    for index, item in enumerate(body.input):
+        where = f"input[{index}]"
+        if item.type == "reasoning":
+            thought = text_of(item.content or item.summary, where)
+        elif item.type == "function_call_output":
+            if item.call_id is None:
+                raise BadRequest(f"{where}.call_id: missing, expected that of the call")
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output, where)})
+        elif item.type == "function_call":
+            _add_call(found, item, where)
+        else:
+            message: dict[str, Any] = {"role": item.role or "user", "content": text_of(item.content, where)}
+            found.append(message)
+        if thought and item.type != "reasoning" and found[-1]["role"] == "assistant":
+            found[-1].setdefault("reasoning_content", thought)
+            thought = None
+    if not found:
+        raise BadRequest("input: got no message, expected at least one")
+    return found
+
+
+def _add_call(found: list[dict[str, Any]], item: InputItem, where: str) -> None:
+    """A call belongs to the model's message before it, if there is one."""
+    if item.name is None or item.call_id is None:
+        raise BadRequest(f"{where}: expected a call_id and a name")
+    call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments or "{}"}}
+    if not found or found[-1]["role"] != "assistant":
+        found.append({"role": "assistant"})
+    found[-1].setdefault("tool_calls", []).append(call)
+
+
+def text_of(content: str | list[ResponsesPart] | None, where: str) -> str:
+    """The text of an item."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type in MEDIA:
+            raise UnsupportedError(f"{where}: got a part of type {part.type}, this version serves text only")
+    return "\n".join(part.text or part.refusal or "" for part in content)

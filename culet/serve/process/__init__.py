@@ -1,0 +1,1 @@
+"""The engine's process and how the server talks to it."""

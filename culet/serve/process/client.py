@@ -1,0 +1,297 @@
+"""The web process's side of the engine: starts its process, submits requests, and hands each its tokens as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from types import TracebackType
+from typing import Self, cast
+
+from culet import errors
+from culet.config import Config
+from culet.errors import CuletError, InternalError, WorkerDied
+from culet.log import logger
+from culet.serve.process.wire import (
+    Cancel,
+    Command,
+    Delta,
+    Deltas,
+    Failed,
+    FrameReader,
+    Ready,
+    Refused,
+    Report,
+    Script,
+    Start,
+    Stats,
+    Stop,
+    Submit,
+    frame,
+    report_decoder,
+)
+from culet.types import FinishReason, Request
+
+_STOP_LIMIT_S = 5.0  # for the process to end by itself
+
+
+class State(StrEnum):
+    """Where an engine process stands."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DEAD = "dead"
+
+
+class Stream:
+    """Tokens of one request: an async iterator over lists of deltas, each with all that came since the last.
+
+    It ends when all samples have ended. Leaving its `async with` block cancels what has not. An engine that dies or refuses
+    the request raises here.
+    """
+
+    def __init__(self, client: EngineClient, request: Request) -> None:
+        self.request = request
+        self.submitted_at = time.monotonic()
+        self.first_token_at: float | None = None
+        self._client = client
+        self._running = set(range(request.n))  # samples that have yet to end
+        self._deltas: list[Delta] = []
+        self._error: CuletError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        if not self._deltas:
+            if self._error is not None:
+                raise self._error
+            if not self._running:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+            if not self._deltas:
+                return await self.__anext__()
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def cancel(self, sample: int | None = None, reason: FinishReason = FinishReason.CANCEL) -> None:
+        """End the request, or one sample of it. Of what is ended so nothing more is heard."""
+        self._client.cancel(self.request.request_id, sample, reason)
+        self._running -= self._running if sample is None else {sample}
+        if not self._running:
+            self._wake()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every sample has ended, or nothing more can come."""
+        return not self._running or self._error is not None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what has not ended."""
+        if not self.is_done:
+            self.cancel()
+        self._client.forget(self.request.request_id)
+
+    # The client's side
+
+    def put(self, delta: Delta) -> None:
+        """Take what a step brought."""
+        if self.first_token_at is None and delta.token_ids:
+            self.first_token_at = time.monotonic()
+        if delta.finish_reason is not None:
+            self._running.discard(delta.sample)
+        self._deltas.append(delta)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def fail(self, error: CuletError) -> None:
+        """Nothing more comes, for this reason."""
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineClient(asyncio.Protocol):
+    """One life of an engine process. When it has died, another client starts another process."""
+
+    def __init__(self) -> None:
+        self.state = State.STARTING
+        self.facts: Ready | None = None  # once it is ready
+        self.stats: Stats | None = None  # the latest
+        self.heard_at = time.monotonic()  # when the last message came
+        self.on_death: Callable[[], None] = lambda: None
+        self._failure: CuletError | None = None
+        self._frames = FrameReader(report_decoder)
+        self._streams: dict[str, Stream] = {}
+        self._ids = itertools.count()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._changed = asyncio.Event()
+
+    @classmethod
+    async def start(
+        cls, config: Config, *, log_level: str = "info", log_form: str = "text", script: Script | None = None
+    ) -> EngineClient:
+        """Start the process; `wait_ready` says when it has loaded. With a `script` the fake engine runs in it."""
+        client = cls()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            client._process = subprocess.Popen(
+                [sys.executable, "-m", "culet.serve.process.engine", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for us alone: we tell it when to end
+            )
+        loop = asyncio.get_running_loop()
+        await loop.create_connection(lambda: client, sock=ours)
+        client._send(Start(config, log_level, log_form, script))
+        return client
+
+    async def wait_ready(self) -> Ready:
+        """Until the model is loaded and warm; raises what kept it from that."""
+        while self.state is State.STARTING:
+            self._changed.clear()
+            await self._changed.wait()
+        if self.facts is None or self.state is State.DEAD:
+            raise self.death()
+        return self.facts
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    def next_id(self) -> str:
+        """An id for the next request: unique within this process's life."""
+        return str(next(self._ids))
+
+    def submit(self, request: Request) -> Stream:
+        """Send a request to the engine."""
+        if self.state is not State.READY:
+            raise self.death()
+        if not self._streams:
+            self.heard_at = time.monotonic()  # it had nothing to say before
+        stream = Stream(self, request)
+        self._streams[request.request_id] = stream
+        self._send(Submit(request))
+        return stream
+
+    def cancel(self, request_id: str, sample: int | None = None, reason: FinishReason = FinishReason.CANCEL) -> None:
+        """End a request, or one sample of it; the engine does so before its next step."""
+        if request_id in self._streams and self.state is State.READY:
+            self._send(Cancel(request_id, sample, reason))
+
+    def forget(self, request_id: str) -> None:
+        """Nobody waits for this request any more."""
+        self._streams.pop(request_id, None)
+
+    def fail_all(self, error: CuletError) -> None:
+        """End every request that has not ended, for this reason."""
+        for stream in list(self._streams.values()):
+            self.cancel(stream.request.request_id)
+            stream.fail(error)
+
+    async def stop(self) -> int:
+        """End the process, by force if it takes long; its exit code."""
+        process = self._process
+        assert process is not None
+        self.on_death = lambda: None
+        if self.state is State.STARTING:
+            process.kill()  # it hears nothing while it loads, and nothing of it is of use
+        self._send(Stop())
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(None, lambda: process.wait(_STOP_LIMIT_S))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            await loop.run_in_executor(None, process.wait)
+        if self._transport is not None:
+            self._transport.close()
+        return process.returncode
+
+    def death(self) -> CuletError:
+        """Why the engine cannot be asked."""
+        if self.state is State.STARTING:
+            return WorkerDied("the model is still being loaded", hint="try again in a while")
+        return self._failure or WorkerDied("the engine's process has ended", hint="its log says why")
+
+    def _send(self, command: Command) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame(command))
+
+    # asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has the methods but not the class
+
+    def data_received(self, data: bytes) -> None:
+        self.heard_at = time.monotonic()
+        try:
+            for report in self._frames.push(data):
+                self._take(report)
+        except Exception as error:  # bytes that are no report: the other side is not what it should be
+            logger.exception("the engine's process sends what cannot be read")
+            self._failure = InternalError(f"the engine's process sends what cannot be read: {type(error).__name__}")
+            self.kill()
+
+    def _take(self, report: Report) -> None:
+        if isinstance(report, Deltas):
+            streams = self._streams
+            for delta in report.deltas:
+                stream = streams.get(delta.request_id)
+                if stream is not None:
+                    stream.put(delta)
+        elif isinstance(report, Stats):
+            self.stats = report
+        elif isinstance(report, Refused):
+            stream = self._streams.get(report.request_id)
+            if stream is not None:
+                stream.fail(_rebuild(report))
+        elif isinstance(report, Ready):
+            self.facts, self.state = report, State.READY
+            self._changed.set()
+        elif isinstance(report, Failed):
+            self._failure = _rebuild(report)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The engine's process is gone: everybody who waits hears of it."""
+        was_dead, self.state = self.state is State.DEAD, State.DEAD
+        self._changed.set()
+        for stream in list(self._streams.values()):
+            stream.fail(self.death())
+        if not was_dead:
+            self.on_death()
+
+    def kill(self) -> None:
+        """End the process by force: it does not answer any more."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+
+
+def _rebuild(report: Refused | Failed) -> CuletError:
+    """The error that the engine's process has described."""
+    kind = getattr(errors, report.kind, InternalError)
+    if not (isinstance(kind, type) and issubclass(kind, CuletError)):
+        kind = InternalError
+    return kind(report.message, hint=report.hint)

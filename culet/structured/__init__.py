@@ -1,0 +1,1 @@
+"""Structured output: what an answer must look like."""

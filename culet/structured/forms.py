@@ -1,0 +1,100 @@
+"""Structured output as requests ask for it: `response_format`, `structured_outputs`, and what they become for the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+
+from culet.errors import BadRequest
+from culet.structured.check import GrammarCheck
+from culet.types import MAX_CHOICES, MAX_GRAMMAR_CHARS, WHITE_SPACE, SamplingParams, StructuredOutputs
+
+GrammarText = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]
+
+
+class NamedSchema(Struct):
+    """A JSON schema as OpenAI wraps it."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)] = "answer"
+    description: Annotated[str, Meta(max_length=1 << 16)] | None = None
+    schema_: dict[str, Any] | None = field(name="schema", default=None)
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct):
+    """OpenAI's form: plain text, any JSON object, or a JSON document by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class StructuredFields(Struct, forbid_unknown_fields=True):
+    """vLLM's form: exactly one of these."""
+
+    json: dict[str, Any] | GrammarText | None = None
+    json_object: bool | None = None
+    regex: GrammarText | None = None
+    grammar: GrammarText | None = None
+    choice: (
+        Annotated[list[Annotated[str, Meta(min_length=1, max_length=4096)]], Meta(min_length=1, max_length=MAX_CHOICES)] | None
+    ) = None
+
+
+def form_of(response_format: ResponseFormat | None, fields: StructuredFields | None) -> StructuredOutputs | None:
+    """The form that an answer must have, if the request says one."""
+    if fields is not None:
+        if response_format is not None and response_format.type != "text":
+            raise BadRequest("structured_outputs: got it together with response_format, expected one of them")
+        return StructuredOutputs(
+            json=fields.json,
+            json_object=bool(fields.json_object),
+            regex=fields.regex,
+            grammar=fields.grammar,
+            choice=fields.choice,
+        )
+    if response_format is None or response_format.type == "text":
+        return None
+    if response_format.type == "json_object":
+        return StructuredOutputs(json_object=True)
+    named = response_format.json_schema
+    if named is None:
+        raise BadRequest("response_format.json_schema: missing, expected a name and a schema")
+    return schema_form(named.schema_, strict=bool(named.strict))
+
+
+def schema_form(schema: dict[str, Any] | None, *, strict: bool) -> StructuredOutputs:
+    """A JSON document by a schema. Not strict: keywords that cannot be held are left aside."""
+    return StructuredOutputs(json={} if schema is None else schema, strict=strict)
+
+
+def or_calls(form: StructuredOutputs, calls: str) -> StructuredOutputs:
+    """The form, or tool calls instead: an answer may be either. `calls` are rules of a Lark grammar, beginning with `calls`."""
+    spec = form.spec()
+    if spec.kind == "json_schema":
+        schema = json.loads(spec.text)
+        options = {"lenient": not spec.is_strict, "coerce_one_of": not spec.is_strict, "whitespace_pattern": WHITE_SPACE}
+        document = "%json " + json.dumps({**schema, "x-guidance": options} if isinstance(schema, dict) else schema)
+    elif spec.kind == "regex":
+        from llguidance import regex_to_lark  # loaded by those who need it
+
+        document = f"/{regex_to_lark(spec.text, '')}/"
+    elif form.choice is not None:
+        document = " | ".join(json.dumps(text) for text in form.choice)
+    else:
+        return form  # a grammar of the caller's own says all there is to say
+    return StructuredOutputs(grammar=f"start: document | calls\ndocument: {document}\n{calls}")
+
+
+async def admit(check: GrammarCheck, params: SamplingParams, *, after_thought: bool = False) -> SamplingParams:
+    """Refuse a form that cannot be compiled within the limits, without holding up the event loop."""
+    form = params.structured_outputs
+    if form is None:
+        return params
+    if after_thought:
+        params = replace(params, structured_outputs=replace(form, after_thought=True))
+    await asyncio.to_thread(check.check, form.spec())
+    return params

@@ -1,0 +1,1 @@
+"""Small random checkpoints and a scripted engine, for tests and benchmarks."""

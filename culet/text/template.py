@@ -1,0 +1,176 @@
+"""Chat messages to prompt text: the checkpoint's own Jinja template, or the built-in one for Gemma 4.
+
+A template comes with a checkpoint, so it is somebody else's program. It is rendered in Jinja's sandbox, and in a process
+of its own, which is ended when it exceeds the time limit, and whose memory is limited. Nothing less stops every template:
+the sandbox bounds `range` but neither nested loops nor `"a" * 10**10`, and an exception sent into a thread is not seen
+while C code runs, such as `9 ** (9 ** 9)`, which keeps the whole interpreter from running. The process starts with the
+first message (about 0.1 s) and stays, so that a template is compiled once.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from culet.errors import BadRequest, CheckpointError
+from culet.line_process import LineProcess
+from culet.text.messages import check_messages, check_tools
+
+BUILT_IN = Path(__file__).with_name("gemma4.jinja")
+TIME_LIMIT_S = 5.0
+MAX_CHARS = 16 << 20  # of rendered text: above the longest context, whose tokens have a few characters each
+MAX_BYTES = 2 << 30  # of the process's address space
+# -P keeps the script's folder out of the module path: our modules must not hide the ones that Jinja imports.
+_WORKER = ("-P", str(Path(__file__).with_name("template_worker.py")))
+_SPECIAL_TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+
+
+class ChatTemplate:
+    """Renders conversations for one checkpoint. Safe to call from several threads.
+
+    `templates` maps names to Jinja sources: `default`, and `tool_use` for calls with tools where the checkpoint has one.
+    `empty_thought` tells the built-in template to begin an answer without thinking with an empty thought: the models
+    without per-layer embeddings (12B, 26B-A4B, 31B) were trained so, E2B and E4B were not.
+    """
+
+    def __init__(
+        self,
+        templates: Mapping[str, str],
+        *,
+        origin: str,
+        empty_thought: bool,
+        special_tokens: Mapping[str, str] | None = None,
+        time_limit_s: float = TIME_LIMIT_S,
+        max_chars: int = MAX_CHARS,
+    ) -> None:
+        self.origin = origin  # where the template comes from, for the log and for errors
+        self._templates = dict(templates)
+        self._constants = {**_SPECIAL_TOKENS, **(special_tokens or {}), "empty_thought": empty_thought}
+        self._setup = {
+            "templates": self._templates,
+            "time_limit_s": time_limit_s,
+            "max_chars": max_chars,
+            "max_bytes": MAX_BYTES,
+        }
+        self._time_limit_s = time_limit_s
+        self._lock = threading.Lock()
+        self._process: LineProcess | None = None
+
+    @classmethod
+    def of_checkpoint(cls, folder: str | Path, *, empty_thought: bool) -> ChatTemplate:
+        """The template that comes with the checkpoint, or the built-in one where none does."""
+        folder = Path(folder)
+        config = _read_json(folder / "tokenizer_config.json")
+        special = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
+        templates, origin = _find_templates(folder, config)
+        return cls(templates, origin=origin, empty_thought=empty_thought, special_tokens=special)
+
+    def render(
+        self,
+        messages: object,
+        *,
+        tools: object = None,
+        add_generation_prompt: bool = True,
+        enable_thinking: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text, special tokens written out. `options` are further variables that a template may know."""
+        variables: dict[str, Any] = {
+            "messages": check_messages(messages),
+            "tools": check_tools(tools),
+            "add_generation_prompt": add_generation_prompt,
+            "enable_thinking": enable_thinking,
+        }
+        for name in options or {}:
+            if name in variables or name in self._constants:
+                raise BadRequest(f"chat template option {name}: this name is taken")
+        variables.update({**self._constants, **(options or {})})
+        name = "tool_use" if variables["tools"] and "tool_use" in self._templates else "default"
+        try:
+            request = json.dumps({"name": name, "variables": variables})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadRequest(
+                f"messages: not plain data: {error}", hint="use what JSON can say: strings, numbers, lists"
+            ) from error
+        with self._lock:
+            return self._ask(request)
+
+    def close(self) -> None:
+        """End the process; the next render starts another."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.end()
+            self._process = None
+
+    def _ask(self, request: str) -> str:
+        if self._process is not None and not self._process.is_alive:
+            self._end()
+        try:
+            if self._process is None:
+                self._process = LineProcess(_WORKER, "renders chat templates")
+                reply = self._process.ask(json.dumps(self._setup), self._time_limit_s)
+                if "error" in reply:
+                    raise CheckpointError(
+                        f"chat template ({self.origin}): {reply['error']}",
+                        hint="repair the template, or remove it to use Culet's",
+                    )
+            reply = self._process.ask(request, self._time_limit_s)
+        except TimeoutError as error:
+            self._end()
+            raise BadRequest(
+                f"chat template ({self.origin}): stopped after {self._time_limit_s:g} s",
+                hint="the template may loop; check the checkpoint's chat_template",
+            ) from error
+        except OSError as error:
+            self._end()
+            raise BadRequest(f"chat template ({self.origin}): its process broke down, perhaps for want of memory") from error
+        except CheckpointError:
+            self._end()
+            raise
+        if "error" in reply:
+            raise BadRequest(f"chat template ({self.origin}): {reply['error']}")
+        return str(reply["text"])
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}", hint="copy the file from the model's page again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: got {type(content).__name__}, expected an object")
+    return content
+
+
+def _token_text(token: object) -> str:
+    """A special token as tokenizer_config.json states it: its text, or an object that holds it."""
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token)
+
+
+def _find_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+    """(templates by name, where they are from): a file of their own, else a key of tokenizer_config.json, else ours."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return {"default": path.read_text(encoding="utf-8")}, path.name
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    for name, content in (("chat_template.json", _read_json(folder / "chat_template.json")), ("tokenizer_config.json", config)):
+        template = content.get("chat_template")
+        if isinstance(template, str):
+            return {"default": template}, name
+        if isinstance(template, list):
+            named = {entry["name"]: entry["template"] for entry in template if isinstance(entry, dict)}
+            if "default" not in named or not all(isinstance(text, str) for text in named.values()):
+                raise CheckpointError(f"{folder / name}: got chat templates {sorted(named)}, expected one named default")
+            return named, name
+    return {"default": BUILT_IN.read_text(encoding="utf-8")}, "built-in"

@@ -1,0 +1,64 @@
+"""The samples behind the page's plots."""
+
+from __future__ import annotations
+
+from culet.scheduler.stats import Counters, SchedulerStats
+from culet.serve.plot_history import KEPT_SAMPLES, LiveSamples
+from culet.serve.process.wire import Stats
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def stats(generated: int, *, verifies: int = 0, accepted: int = 0) -> Stats:
+    scheduler = SchedulerStats(
+        num_running=3,
+        num_waiting=1,
+        num_pages=100,
+        num_free_pages=60,
+        num_resume_point_pages=10,
+        num_held_pages={"sliding": 20, "global": 10},
+        num_resume_points=2,
+        counters=Counters(verifies=verifies, accepted_tokens=accepted),
+    )
+    return Stats(scheduler=scheduler, num_prompt_tokens=2 * generated, num_generated_tokens=generated, memory_bytes=1)
+
+
+def test_rates_are_over_the_time_between_samples() -> None:
+    clock = Clock()
+    live = LiveSamples(clock)
+    live.take(stats(100))
+    clock.now += 2
+    live.note_first_token(0.2)
+    live.note_first_token(0.4)
+    live.take(stats(150, verifies=10, accepted=15))
+    first, second = live.since(0)
+    assert (first.output_tokens_per_s, first.ttft_ms, first.tokens_per_verify) == (0, None, None)
+    assert (second.output_tokens_per_s, second.prompt_tokens_per_s) == (25, 50)
+    assert abs(second.ttft_ms - 300) < 1e-9
+    assert second.tokens_per_verify == 2.5
+    assert (second.kv_groups, second.kv_reusable) == ({"sliding": 0.2, "global": 0.1}, 0.1)
+
+
+def test_an_engine_that_began_anew_gives_no_negative_rates() -> None:
+    clock = Clock()
+    live = LiveSamples(clock)
+    live.take(stats(1000, verifies=9, accepted=9))
+    clock.now += 1
+    live.take(stats(5))
+    assert live.since(0)[-1].output_tokens_per_s == 0
+    assert live.since(0)[-1].tokens_per_verify is None
+
+
+def test_only_new_samples_are_given_and_old_ones_are_dropped() -> None:
+    clock = Clock()
+    live = LiveSamples(clock)
+    for _ in range(KEPT_SAMPLES + 5):
+        clock.now += 1
+        live.take(stats(1))
+    assert len(live.since(0)) == KEPT_SAMPLES
+    assert [sample.time for sample in live.since(clock.now - 1)] == [clock.now]

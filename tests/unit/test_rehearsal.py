@@ -1,0 +1,77 @@
+"""The steps by which a start compiles kernels and finds out what memory it needs: possible ones, whatever the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from culet.cache.spec import plan_cache
+from culet.config import ScheduleConfig
+from culet.engine import rehearsal
+from culet.engine.rehearsal import Trial
+from culet.models.spec import read_spec
+from culet.models.variants import VARIANTS
+from culet.types import Sampling
+
+SAMPLING = Sampling(
+    temperature=1.0, top_k=64, top_p=0.95, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
+    logit_bias=(), seed=0, sample=0, logprobs=None, prompt_logprobs=None,
+)  # fmt: skip
+
+
+def a_trial(max_model_len: int) -> Trial:
+    layout = plan_cache(read_spec(VARIANTS["E2B"]).kv_specs(torch.bfloat16.itemsize, latent=True))
+    # Plans need no model.
+    return Trial(
+        None,  # type: ignore[arg-type]
+        layout,
+        [],
+        ScheduleConfig(max_num_seqs=20, max_num_batched_tokens=2048),
+        SAMPLING,
+        max_model_len=max_model_len,
+        has_graphs=True,
+    )
+
+
+@pytest.mark.parametrize("max_model_len", [2, 63, 64, 65, 130, 5000])
+def test_steps_are_possible(max_model_len: int) -> None:
+    trial = a_trial(max_model_len)
+    plans = [*trial._ladder(), *trial._heavy_steps()]
+    assert len(plans) > 5
+    for plan in plans:
+        assert 1 <= plan.num_tokens <= 2048
+        assert len({row.slot for row in plan.rows}) == len(plan.rows) <= 20
+        for entry, row in zip(plan.entries, plan.rows, strict=True):
+            assert row.num_new >= max(1, row.num_logits)
+            assert len(entry.token_ids) == row.start + row.num_new <= max_model_len
+
+
+@pytest.mark.parametrize("is_another_first", [False, True])
+def test_nothing_is_compiled_that_another_process_has_compiled_meanwhile(
+    is_another_first: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    launched: list[object] = []
+
+    @contextmanager
+    def compile_ahead(mark: Path) -> Iterator[None]:
+        if is_another_first:
+            mark.touch()
+        yield
+
+    gpu = SimpleNamespace(name="a GPU", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(rehearsal, "mark_of", lambda *facts: tmp_path / "mark")
+    monkeypatch.setattr(rehearsal, "compile_ahead", compile_ahead)
+    trial = a_trial(130)
+    trial.has_graphs = False
+    model = SimpleNamespace(device="cuda", spec=None, dtype=None, latent=True, one_of_each_kind=nullcontext)
+    monkeypatch.setattr(trial, "model", model)
+    monkeypatch.setattr(trial, "_runner", lambda: SimpleNamespace(launch=launched.append))
+    assert trial.compile_kernels() is not is_another_first
+    assert bool(launched) is not is_another_first
