@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from culet.attention.torch_cpu import ReferenceBackend
+from culet.attention.torch_cpu import TorchCPUBackend
 from culet.bench import drafts
 from culet.bench.drafts import DraftBench, _Loop
 from culet.config import build_config
@@ -43,7 +43,7 @@ def check(bench: DraftBench, num_seqs: int, prompt_len: int) -> dict[str, float]
     facts, pool = taken.facts_4R, rounds.pool
     newest = drafter.assistant.ops.newest_tokens(rounds.tokens_SL, facts[SLOT], facts[LENGTH])
     batch = DraftBatch(newest, facts[LENGTH], facts[SLOT], rounds.hidden_SD[:num_seqs], taken.groups)
-    plain = {index: ReferenceBackend(backend.group, backend.num_heads) for index, backend in drafter.backends.items()}
+    plain = {index: TorchCPUBackend(backend.group, backend.num_heads) for index, backend in drafter.backends.items()}
     twin = MTPDrafter(drafter.assistant, drafter.target, plain, max_drafts=drafter.max_drafts)
     states = []
     for one in (drafter, twin):

@@ -27,7 +27,7 @@ from fused_timing import TOLERANCE, graph_us, random, report, results, worst_row
 from kernels_fused import compile_all
 from torch import Tensor
 
-from culet.kernels.triton.attention.tiles import SHARED_MEMORY
+from culet.hardware import SHARED_BYTES
 from culet.kernels.triton.launch import cdiv
 from culet.kernels.triton.linear.hopper import blocks_of
 from culet.kernels.triton.linear.tiles import GATED, SOFTCAP, Tile, choose_stream, choose_tile
@@ -56,7 +56,7 @@ def _is_worth_a_try(shape: Shape, tokens: int, tile: Tile) -> bool:
     if shape.k % (tile.block_k * tile.split_k):
         return False
     rows = tile.block_n * (2 if shape.epilogue == GATED else 1) + sum(blocks_of(tokens))
-    fits = tile.num_stages * rows * tile.block_k * 2 + SCRATCH <= SHARED_MEMORY[90]
+    fits = tile.num_stages * rows * tile.block_k * 2 + SCRATCH <= SHARED_BYTES[90]
     steps = shape.k // (tile.block_k * tile.split_k)
     return fits and tile.num_stages <= steps and (tile.split_k == 1 or cdiv(shape.n, 64) * tile.split_k in PROGRAMS)
 

@@ -23,7 +23,7 @@ from culet.attention.batch import ForwardBatch
 from culet.attention.plan import BACKENDS, plan_attention
 from culet.bench.anchors import FA4, GPU, KERNEL_CASES, UNIFIED_TRITON, kernel_anchor
 from culet.bench.attention_cases import SHAPES, AttentionShape
-from culet.bench.floor import Peaks
+from culet.hardware import Peaks
 from culet.bench.timing import flush_buffer, replay_times
 from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, KVGroup, KVSpec
@@ -256,10 +256,10 @@ def time_case(
 
 def _refuse_cpu(device: torch.device, backend: str) -> None:
     lookup("attention backend", backend, {"auto": None, **dict.fromkeys(BACKENDS)})
-    if device.type == "cpu" and backend != "reference":
+    if device.type == "cpu" and backend != "torch_cpu":
         what = "the attention kernels need" if backend == "auto" else f"the {backend} backend needs"
         raise UnsupportedError(
-            f"{what} an NVIDIA GPU, this is a CPU", hint="--backend reference times the torch reference here"
+            f"{what} an NVIDIA GPU, this is a CPU", hint="--backend torch_cpu runs here"
         )
 
 
