@@ -12,28 +12,27 @@ from fused_timing import BANDWIDTH, EPS, graph_us, meta, random, report, worst_r
 from torch import Tensor
 
 from culet.kernels.eager import ops as eager_ops
-from culet.kernels.triton.experts import experts as experts_module
-from culet.kernels.triton.experts import route
+from culet.kernels.triton.experts import expert_mlp, route
 from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.norms import pointwise
 
 HIDDEN, EXPERTS, TOP_K, WIDTH = 2816, 128, 8, 704
-UP_ROWS = [experts_module.RowTile(4, 256), experts_module.RowTile(8, 256)]
-DOWN_ROWS = [experts_module.RowTile(8, 1024), experts_module.RowTile(16, 256)]
-SMALL_UP = [experts_module.GroupTile(16, 64, 128, 4, 3), experts_module.GroupTile(16, 128, 64, 4, 3)]
-SMALL_DOWN = [experts_module.GroupTile(16, 128, 64, 4, 4), experts_module.GroupTile(16, 64, 64, 4, 5)]
+UP_ROWS = [expert_mlp.RowTile(4, 256), expert_mlp.RowTile(8, 256)]
+DOWN_ROWS = [expert_mlp.RowTile(8, 1024), expert_mlp.RowTile(16, 256)]
+SMALL_UP = [expert_mlp.GroupTile(16, 64, 128, 4, 3), expert_mlp.GroupTile(16, 128, 64, 4, 3)]
+SMALL_DOWN = [expert_mlp.GroupTile(16, 128, 64, 4, 4), expert_mlp.GroupTile(16, 64, 64, 4, 5)]
 MID_UP = [
-    experts_module.GroupTile(64, 64, 64, 4, 4),
-    experts_module.GroupTile(64, 64, 64, 4, 3),
-    experts_module.GroupTile(32, 64, 128, 4, 3),
+    expert_mlp.GroupTile(64, 64, 64, 4, 4),
+    expert_mlp.GroupTile(64, 64, 64, 4, 3),
+    expert_mlp.GroupTile(32, 64, 128, 4, 3),
 ]
 MID_DOWN = [
-    experts_module.GroupTile(64, 128, 64, 4, 4),
-    experts_module.GroupTile(64, 128, 64, 4, 3),
-    experts_module.GroupTile(32, 128, 64, 4, 4),
+    expert_mlp.GroupTile(64, 128, 64, 4, 4),
+    expert_mlp.GroupTile(64, 128, 64, 4, 3),
+    expert_mlp.GroupTile(32, 128, 64, 4, 4),
 ]
-LARGE_UP = [experts_module.GroupTile(128, 64, 64, 8, 3), experts_module.GroupTile(128, 64, 64, 4, 3)]
-LARGE_DOWN = [experts_module.GroupTile(128, 128, 64, 8, 3), experts_module.GroupTile(128, 128, 64, 4, 3)]
+LARGE_UP = [expert_mlp.GroupTile(128, 64, 64, 8, 3), expert_mlp.GroupTile(128, 64, 64, 4, 3)]
+LARGE_DOWN = [expert_mlp.GroupTile(128, 128, 64, 8, 3), expert_mlp.GroupTile(128, 128, 64, 4, 3)]
 MOE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 ROUTE_FEW = [(1, 1), (2, 2)]  # experts per program, warps
 ROUTE_TILES = [(16, 64, 4), (32, 128, 4)]  # tokens, columns, warps
@@ -47,13 +46,13 @@ def moe_variants(tokens: int) -> list[tuple[str, Callable[..., list[Launch]], li
 
     found: list[tuple[str, Callable[..., list[Launch]], list[tuple[Any, Any]]]] = []
     if tokens <= 4:
-        found.append(("assigned", experts_module.describe_assigned, pairs(UP_ROWS, DOWN_ROWS)))
+        found.append(("assigned", expert_mlp.describe_assigned, pairs(UP_ROWS, DOWN_ROWS)))
     if 2 <= tokens <= 256:
-        found.append(("grouped", experts_module.describe_grouped, pairs(SMALL_UP, SMALL_DOWN)))
+        found.append(("grouped", expert_mlp.describe_grouped, pairs(SMALL_UP, SMALL_DOWN)))
     if 256 <= tokens <= 2048:
-        found.append(("grouped", experts_module.describe_grouped, pairs(MID_UP, MID_DOWN)))
+        found.append(("grouped", expert_mlp.describe_grouped, pairs(MID_UP, MID_DOWN)))
     if tokens >= 512:
-        found.append(("grouped", experts_module.describe_grouped, pairs(LARGE_UP, LARGE_DOWN)))
+        found.append(("grouped", expert_mlp.describe_grouped, pairs(LARGE_UP, LARGE_DOWN)))
     return found
 
 
@@ -178,7 +177,7 @@ def grouped_mm_us(ids: Tensor, gate_up: Tensor, down: Tensor) -> float:
 
 
 def tile_text(tile: Any) -> str:
-    size = f"{tile.block_m}x" if isinstance(tile, experts_module.GroupTile) else ""
+    size = f"{tile.block_m}x" if isinstance(tile, expert_mlp.GroupTile) else ""
     return f"{size}{tile.block_n}x{tile.block_k}w{tile.num_warps}s{tile.num_stages}"
 
 

@@ -13,10 +13,9 @@ from fused_small import MODELS
 from fused_timing import EPS, graph_us, random, report
 from torch import Tensor
 
-from culet.kernels.triton.experts import experts as experts_module
-from culet.kernels.triton.experts import route
+from culet.kernels.triton.experts import expert_mlp, route
 from culet.kernels.triton.linear.tiles import Tile, choose_tile
-from culet.kernels.triton.norms import norms, qkv
+from culet.kernels.triton.norms import qkv, residual
 
 CUBLAS = Tile("cublas")
 NUM_LAYERS = {"E2B": 12, "E4B": 12, "12B": 6, "26B": 8, "31B": 4}  # more than the L2 holds
@@ -107,7 +106,7 @@ class _Walk:
     def _residual(self, name: str, num_next: int = 1) -> None:
         outs, following = (self.x, self.normed, self.second)[: 1 + num_next], (self.weight,) * num_next
         deltas, weights = (self.outs[name],), (self.weight,)
-        self.steps.append(norms.describe_residual(self.x, deltas, weights, None, following, EPS, outs, self.pdl).run)
+        self.steps.append(residual.describe_residual(self.x, deltas, weights, None, following, EPS, outs, self.pdl).run)
 
     def _add_mlp(self, weights: Mapping[str, Tensor]) -> None:
         has_ple = "ple_gate" in self.shapes
@@ -126,15 +125,11 @@ class _Walk:
         self.steps.append(route.describe_route(self.x, router, scale, self.chosen, EPS, pdl=self.pdl).run)
         self._add("gate_up", self.normed, weights)
         self._add("down", self.outs["gate_up"], weights)
-        describe = (
-            experts_module.describe_assigned
-            if self.tokens <= experts_module.ASSIGNED_TOKENS
-            else experts_module.describe_grouped
-        )
+        describe = expert_mlp.describe_assigned if self.tokens <= expert_mlp.ASSIGNED_TOKENS else expert_mlp.describe_grouped
         experts = describe(self.second, *self.chosen, gate_up, down, self.routed, pdl=self.pdl)
         self.steps.extend(launch.run for launch in experts)
         deltas, three, outs = (self.outs["down"], self.routed), (self.weight,) * 3, (self.x, self.normed)
-        self.steps.append(norms.describe_residual(self.x, deltas, three, None, (self.weight,), EPS, outs, self.pdl).run)
+        self.steps.append(residual.describe_residual(self.x, deltas, three, None, (self.weight,), EPS, outs, self.pdl).run)
 
 
 def chain_parts() -> list[tuple[str, Any]]:

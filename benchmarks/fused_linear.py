@@ -13,7 +13,7 @@ from fused_timing import BANDWIDTH, ROTATED_BYTES, TOLERANCE, graph_us, meta, ra
 from torch import Tensor
 
 from culet.kernels.triton.launch import Launch
-from culet.kernels.triton.linear import linear
+from culet.kernels.triton.linear import few_tokens
 from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile, choose_tile
 from culet.kernels.triton.norms import pointwise
 
@@ -83,7 +83,7 @@ def candidates(shape: Shape, tokens: int) -> list[Tile]:
 
 def linear_launch(shape: Shape, tile: Tile, x: Tensor, weight: Tensor, y: Tensor, factor: Tensor, pdl: bool = False) -> Launch:
     extra = {"factor": factor if shape.epilogue == GELU_TIMES else None, "softcap": 30.0, "pdl": pdl}
-    return linear.describe(x, weight, y, tile, shape.epilogue, **extra)
+    return few_tokens.describe(x, weight, y, tile, shape.epilogue, **extra)
 
 
 def linear_out(shape: Shape, tile: Tile, tokens: int, device: str = "cuda", *, keeps_parts: bool = True) -> Tensor:

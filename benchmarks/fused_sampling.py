@@ -12,6 +12,7 @@ from torch import Tensor
 
 from culet.kernels.triton.norms import pointwise
 from culet.kernels.triton.sampling import draw as sampling
+from culet.kernels.types import RowSettings
 from culet.sampling import sampler
 from culet.sampling.logprobs import compute_logprobs
 from culet.types import Sampling
@@ -25,7 +26,7 @@ WAYS = {  # temperature, top-k, top-p, min-p
 }
 
 
-def sampling_inputs(way: str, rows: int) -> tuple[list[Sampling], list[int], sampling.RowSettings, Tensor]:
+def sampling_inputs(way: str, rows: int) -> tuple[list[Sampling], list[int], RowSettings, Tensor]:
     temperature, top_k, top_p, min_p = WAYS[way]
     seeds = torch.randint(0, 2**62, (rows,)).tolist()
     settings = [
@@ -36,7 +37,7 @@ def sampling_inputs(way: str, rows: int) -> tuple[list[Sampling], list[int], sam
     def column(values: list[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device="cuda")
 
-    tensors = sampling.RowSettings(
+    tensors = RowSettings(
         column([temperature] * rows, torch.float64),
         column([top_k] * rows, torch.int32),
         column([top_p] * rows, torch.float64),

@@ -10,7 +10,7 @@ from fused_timing import BANDWIDTH, EPS, graph_us, random, report, worst_row
 from torch import Tensor
 
 from culet.kernels.eager import ops as eager_ops
-from culet.kernels.triton.norms import norms, pointwise, qkv
+from culet.kernels.triton.norms import pointwise, qkv, residual
 
 
 @dataclass(frozen=True)
@@ -71,25 +71,25 @@ def norm_cases(dims: Dims, tokens: int) -> Iterator[Case]:
         return eager_ops.residual_norm(x.float(), delta, w[2], scalar, w[3], EPS)
 
     yield Case(
-        "rms_norm", lambda: (norms.rms_norm(x, w[0], EPS),), lambda: (eager_ops.rms_norm(x.float(), w[0], EPS),), 2 * row
+        "rms_norm", lambda: (residual.rms_norm(x, w[0], EPS),), lambda: (eager_ops.rms_norm(x.float(), w[0], EPS),), 2 * row
     )
     yield Case(
         "residual_norm",
-        lambda: norms.residual_norm(x, a, w[0], scalar, w[1], EPS),
+        lambda: residual.residual_norm(x, a, w[0], scalar, w[1], EPS),
         lambda: eager_ops.residual_norm(x.float(), a.float(), w[0], scalar, w[1], EPS),
         4 * row,
     )
     if dims.is_moe:
-        yield Case("residual_norm_two", lambda: norms.residual_norm_two(x, a, w[0], w[1], w[2], EPS), two_twin, 5 * row)
+        yield Case("residual_norm_two", lambda: residual.residual_norm_two(x, a, w[0], w[1], w[2], EPS), two_twin, 5 * row)
         yield Case(
             "residual_joint",
-            lambda: norms.residual_norm_joint(x, a, b, (w[0], w[1], w[2]), scalar, w[3], EPS),
+            lambda: residual.residual_norm_joint(x, a, b, (w[0], w[1], w[2]), scalar, w[3], EPS),
             joint_twin,
             5 * row,
         )
         yield Case(
             "sum_norms",
-            lambda: (norms.sum_norms(a, b, w[0], w[1], EPS),),
+            lambda: (residual.sum_norms(a, b, w[0], w[1], EPS),),
             lambda: (eager_ops.sum_norms(a.float(), b.float(), w[0], w[1], EPS),),
             3 * row,
         )

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from culet.hardware import SHARED_BYTES
 from culet.kernels.triton.launch import cdiv
-from culet.kernels.triton.linear.hopper import blocks_of
+from culet.kernels.triton.linear.hopper_stream import blocks_of
 from culet.kernels.triton.linear.tiles import GATED, SOFTCAP, Tile, choose_stream, choose_tile
 
 SPLITS = (1, 2, 3, 4, 5, 8, 10, 11)

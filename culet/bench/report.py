@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from culet.bench.anchors import GPU, PEER, SERVING, Anchor
 from culet.bench.floor import Floor
-from culet.hardware import Peaks
 from culet.bench.workloads import START, THROUGHPUT, TPOT, Workload
+from culet.hardware import Peaks
 from culet.models.random_checkpoint import variant_of
 from culet.models.spec import ModelSpec
 

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from culet.bench.attention_cases import AttentionShape
-    from culet.hardware import Peaks
     from culet.bench.kernels import KernelCase, KernelLine
     from culet.bench.offline import Measured
     from culet.bench.workloads import Workload
     from culet.config import Config
+    from culet.hardware import Peaks
 
 
 @click.group()

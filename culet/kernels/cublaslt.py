@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from culet import hardware
 from culet.log import logger
 
 # What was measured: the merged projections of the 31B, 2 to 7 % faster at 8000 tokens. Narrower ones (o, down) gain nothing.
@@ -30,7 +31,6 @@ MIN_OUTPUTS = 16384
 MIN_INPUTS = 4096
 TILE_128X160 = 29
 LISTED_AT = (8000, 6400, 16000)  # tokens; cuBLAS 13.1 lists the kernel at the first of them for all these products
-CAPABILITY = (9, 0)
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper
 
 # Of cuBLASLt's C interface.
@@ -68,7 +68,7 @@ def _suits(x_MK: Tensor, weight_NK: Tensor) -> bool:
 @cache
 def _on_device(device: int) -> _CublasLt | None:
     """What serves a GPU; None where the choice was not measured, or the library is not there."""
-    if torch.cuda.get_device_capability(device) != CAPABILITY:
+    if not hardware.is_hopper(hardware.capability_of(device)):
         return None
     path = _library_path()
     try:

@@ -21,7 +21,7 @@ from torch import Tensor
 from culet.kernels.dispatch import for_device
 from culet.kernels.host_transfer import RepeatedCopy, Staged
 from culet.kernels.replay import replayed
-from culet.kernels.triton.sampling.draw import RowSettings
+from culet.kernels.types import RowSettings
 from culet.runner.draft_round import FixedDrafts
 from culet.runner.fixed_steps import Bucket, Captures, FixedSteps
 from culet.sampling.on_gpu import is_served, stage_settings

@@ -17,7 +17,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from culet.bench.attention_cases import SHAPES, AttentionShape
-from culet.kernels.attention_inputs import PagedKV, RaggedRows
+from culet.hardware import SHARED_BYTES
+from culet.kernels.cross_compile import compile_for
 from culet.kernels.triton.attention.decode import decode_launches
 from culet.kernels.triton.attention.hopper_decode import hopper_decode_launches, hopper_decode_serves, hopper_decode_tile
 from culet.kernels.triton.attention.hopper_prefill import hopper_prefill_launch, hopper_prefill_serves
@@ -26,7 +27,6 @@ from culet.kernels.triton.attention.splits import Scratch, scratch_rows
 from culet.kernels.triton.attention.tiles import (
     DECODE,
     PREFILL,
-    SHARED_MEMORY,
     DecodeTile,
     PrefillTile,
     decode_tile,
@@ -35,6 +35,7 @@ from culet.kernels.triton.attention.tiles import (
     splits_by_waves,
 )
 from culet.kernels.triton.launch import Launch
+from culet.kernels.types import PagedKV, RaggedRows
 
 CAPABILITIES = (80, 89, 90, 100, 120)
 # One for each kind of row in the tables; other variants differ in the number of KV heads alone.
@@ -65,9 +66,9 @@ def fresh_on_meta(shape: AttentionShape, num_tokens: int) -> tuple[torch.Tensor,
 
 
 def assert_fits(launch: Launch, capability: int) -> None:
-    compiled = launch.compile_for(capability)
+    compiled = compile_for(launch, capability)
     assert compiled.asm["cubin"]
-    used, limit = compiled.metadata.shared, SHARED_MEMORY[capability]
+    used, limit = compiled.metadata.shared, SHARED_BYTES[capability]
     assert used <= limit, f"{used} bytes of shared memory on sm_{capability}, which has {limit}"
 
 

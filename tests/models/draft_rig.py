@@ -13,7 +13,7 @@ from culet.attention.torch_cpu import TorchCPUBackend
 from culet.config import DraftChoice
 from culet.drafters.base import DraftBatch, open_drafter
 from culet.drafters.mtp.drafter import MTPDrafter
-from culet.kernels.eager.draft_round import Candidates
+from culet.kernels.types import Candidates
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import AFTER_FINAL_NORM, Gemma4
 from culet.models.weights import load_model

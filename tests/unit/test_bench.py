@@ -14,7 +14,6 @@ from culet.bench import report
 from culet.bench.anchors import FA4, KERNEL_CASES, SERVING, UNIFIED_TRITON, kernel_anchor
 from culet.bench.attention_cases import SHAPES, AttentionShape
 from culet.bench.floor import Floor
-from culet.hardware import PEAKS, find_peaks
 from culet.bench.kernels import Step, default_cases, make_kernel_case, parse_case, time_case, work
 from culet.bench.offline import Measured
 from culet.bench.prompts import make_prompts
@@ -24,6 +23,7 @@ from culet.bench.workloads import DEFAULT_ROWS, STANDARD, Workload, parse_rows
 from culet.cache.spec import plan_cache
 from culet.cli.main import run
 from culet.errors import BadRequest, ConfigError, UnsupportedError
+from culet.hardware import PEAKS, find_peaks
 from culet.models.checkpoint import RandomDraw, open_checkpoint
 from culet.models.random_checkpoint import random_name, reduce_depth, twin_depth, variant_of
 from culet.models.random_weights import draw_model

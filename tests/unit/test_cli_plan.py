@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from culet.hardware import GPUS
 from culet.cache.spec import plan_cache
 from culet.cli.main import run
 from culet.cli.plan import plan
 from culet.errors import CheckpointError, ConfigError
+from culet.hardware import GPUS
 from culet.models.sizes import pages_of_sequence
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS

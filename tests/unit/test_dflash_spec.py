@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from culet.hardware import find_gpu
 from culet.cache.arena import Arena
 from culet.cache.prefix import PrefixCache
 from culet.cache.spec import plan_cache
@@ -20,6 +19,7 @@ from culet.drafters.dflash.model import load_dflash
 from culet.drafters.dflash.plan import DFlashSpec
 from culet.drafters.dflash.spec import DFlashLayer, make_config, read_dflash
 from culet.errors import CheckpointError, ConfigError, UnsupportedError
+from culet.hardware import find_gpu
 from culet.models.checkpoint import open_checkpoint
 from culet.models.spec import ModelSpec, read_spec
 from culet.models.variants import VARIANTS
@@ -102,7 +102,9 @@ def test_attention_is_planned_by_its_own_needs() -> None:
     assert plan.groups[0].need.layers == (60, 61, 62, 63, 64)
     assert plan_drafter(spec, layout, find_gpu("h200"), "torch_cpu").groups[0].backend == "torch_cpu"
     assert plan.groups[0].need.has_intervals
-    with pytest.raises(ConfigError, match=r"'triton' does not support layer 60 \(dflash, head dim 128\) on cpu: needs an NVIDIA"):
+    with pytest.raises(
+        ConfigError, match=r"'triton' does not support layer 60 \(dflash, head dim 128\) on cpu: needs an NVIDIA"
+    ):
         plan_drafter(spec, layout, find_gpu("cpu"), "triton")
 
 

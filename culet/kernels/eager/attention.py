@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from culet.kernels.attention_inputs import PagedKV, RaggedRows
+from culet.kernels.types import PagedKV, RaggedRows
 
 MAX_SCORES = 1 << 28  # float32 scores held at once; longer rows are computed in pieces
 

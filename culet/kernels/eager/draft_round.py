@@ -8,60 +8,13 @@ D model · V vocabulary · M clusters of tokens · J tokens of each · G KV head
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from culet.kernels.eager.fused import capped_head, linear
-from culet.kernels.eager.ops import HeadShape, Rope, embed, head, prepare_qkv, rms_norm, rope, stores
-
-
-class Candidates(NamedTuple):
-    """Scores among which the best token is; the first of equal ones counts."""
-
-    scores_RC: Tensor
-    ids_RC: Tensor | None  # int64; None: of token c is column c
-
-
-class ChainStart(NamedTuple):
-    """What all drafts of a chain share: one query a sequence, at its last key."""
-
-    last_R: Tensor  # int64; position of the last key
-    row_begin_R1: Tensor  # int32
-    context_R: Tensor  # int32; the same as `last_R`
-    ropes: list[Rope]  # by kind
-
-
-class BlockShape(NamedTuple):
-    """What is the same for all rounds of a drafter that guesses blocks."""
-
-    size: int  # tokens of a block
-    mask_token_id: int
-    page_tokens: int
-    spare_page: int | None  # that of rows which only pad a batch
-    windows: tuple[int | None, ...]  # of the masks that are not causal; None: all keys
-
-
-class BlockStart(NamedTuple):
-    """Blocks row by row: the newest token, then masks at the positions after it."""
-
-    ids_T: Tensor  # int64
-    positions_T: Tensor  # int64
-    kv_address_T: Tensor  # int64; where their KV goes; -1, nowhere, in rows that only pad the batch
-    row_begin_R1: Tensor  # int32
-    context_R: Tensor  # int32
-    visible: list[Tensor]  # int32 [2, T] by window: first and last key that each token sees
-    turn: Rope
-    x_TD: Tensor  # the tokens' scaled embedding
-
-
-class ContextLayer(NamedTuple):
-    """What a drafter's layer makes context keys and values by, and where they go."""
-
-    weight_XD: Tensor  # the keys' rows, then the values'
-    norm_GH: Tensor  # float32; of keys
-    planes: Tensor  # [plane, page, G, token, H]
+from culet.kernels.eager.ops import embed, head, prepare_qkv, rms_norm, rope, stores
+from culet.kernels.types import BlockShape, BlockStart, Candidates, ChainStart, ContextLayer, HeadShape
 
 
 def newest_tokens(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor) -> Tensor:

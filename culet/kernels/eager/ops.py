@@ -8,7 +8,6 @@ X all projected columns · F MLP width · E experts · K experts per token · P 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,14 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from culet.kernels.types import HeadShape, Rope
+
 PLE_SCALE = 2.0**-0.5
-
-
-class Rope(NamedTuple):
-    """Rotation of each token: cos and signed sin, float32 [T, 1, R]; halves are (c, c) and (-s, s)."""
-
-    cos_T1R: Tensor
-    sin_T1R: Tensor
 
 
 class Stores(NamedTuple):
@@ -32,25 +26,6 @@ class Stores(NamedTuple):
     token_S: Tensor | None
     page_S: Tensor
     offset_S: Tensor
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """Heads of an attention layer, and the order of their columns.
-
-    Query and key columns are `nope | rot`: the dims that rope leaves alone, then the R it turns (all, where R = H). With
-    `k_eq_v` one projection gives K and V, its columns are `rot | nope`, and V keeps that order. With `latent` both are
-    stored once, as rows `v_rot | nope | k_rot`.
-    """
-
-    num_heads: int
-    num_kv_heads: int  # projected ones: 0 in a layer that reads another layer's KV
-    head_dim: int
-    rotated_dims: int
-    k_eq_v: bool
-    latent: bool
-    eps: float
-    norm_v: bool = True  # values are normed, as Gemma's are; not in a DFlash drafter
 
 
 @lru_cache

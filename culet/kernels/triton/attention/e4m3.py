@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.attention_inputs import PagedKV
+from culet.kernels.types import PagedKV
 
 
 @triton.jit

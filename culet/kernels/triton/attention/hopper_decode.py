@@ -16,8 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from culet.kernels.attention_inputs import PagedKV, RaggedRows
-from culet.kernels.triton.attention.hopper import (
+from culet.kernels.triton.attention.hopper_parts import (
     KEYS,
     allocate,
     describe,
@@ -30,6 +29,7 @@ from culet.kernels.triton.attention.hopper import (
 from culet.kernels.triton.attention.splits import Scratch, join_launch
 from culet.kernels.triton.attention.tiles import DecodeTile
 from culet.kernels.triton.launch import Launch
+from culet.kernels.types import PagedKV, RaggedRows
 
 HOPPER_ROWS = 64  # packed query rows of a program
 

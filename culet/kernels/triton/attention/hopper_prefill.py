@@ -21,8 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from culet.kernels.attention_inputs import PagedKV
-from culet.kernels.triton.attention.hopper import (
+from culet.kernels.triton.attention.hopper_parts import (
     KEYS,
     allocate,
     describe,
@@ -36,6 +35,7 @@ from culet.kernels.triton.attention.hopper import (
 )
 from culet.kernels.triton.attention.key_tiles import UNSEEN
 from culet.kernels.triton.launch import Launch
+from culet.kernels.types import PagedKV
 
 
 @gluon.jit

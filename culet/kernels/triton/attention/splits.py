@@ -18,11 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.attention_inputs import PagedKV, RaggedRows
 from culet.kernels.triton.attention.key_tiles import UNSEEN
 from culet.kernels.triton.attention.tiles import DecodeTile
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch
+from culet.kernels.types import PagedKV, RaggedRows
 
 
 class Split(NamedTuple):
@@ -249,7 +250,7 @@ def describe_splits(
         "ROW_BEGIN": rows.row_begin_B1,
         "CONTEXT": rows.context_B,
         "OUT": out_TNH,
-        "PDL": is_chained(out_TNH.device),
+        "PDL": uses_pdl(out_TNH.device),
     }
 
 

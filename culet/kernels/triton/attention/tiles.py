@@ -7,17 +7,14 @@ compiled for their architecture and fit its shared memory (a test holds this), n
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 
-from culet.kernels.attention_inputs import PagedKV
-
-# Bytes of shared memory that one program may use.
-SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+from culet.hardware import ADA, AMPERE, AMPERE_RTX, BLACKWELL, BLACKWELL_RTX, CAPABILITIES, HOPPER
+from culet.kernels.triton.device import device_facts
+from culet.kernels.types import PagedKV
 
 MOST_WAVES = 3  # of programs, that splitting rows may make of a call
 SPLIT_COST = 1 / 8  # of starting and joining a split, in the time that an unsplit row takes
@@ -104,9 +101,9 @@ class TileRow:
     page_tokens: int = 1 << 30  # up to pages of so many tokens (decode only): a tile within one page needs one table entry
 
 
-ANY = (80, 86, 89, 90, 100, 120)
-NOT_HOPPER = (80, 86, 89, 100, 120)
-SMALL = (86, 89, 120)  # 99 KB of shared memory
+ANY = CAPABILITIES
+NOT_HOPPER = tuple(capability for capability in ANY if capability != HOPPER)
+SMALL = (AMPERE_RTX, ADA, BLACKWELL_RTX)  # 99 KB of shared memory
 MANY = 1 << 30
 UNMEASURED = "not measured"
 H200 = "H200, 2026-11-15"
@@ -116,48 +113,38 @@ DECODE = (
     # A DFlash drafter's block: 16 tokens of 4 or 8 query heads a KV head. Tiles of 16 rows would read its keys up to 8 times.
     TileRow(ANY, 128, False, MANY, DecodeTile(64, 32, 4, 3), UNMEASURED),
     TileRow(ANY, 128, True, MANY, DecodeTile(16, 32, 4, 2), UNMEASURED),
-    TileRow((90,), 256, False, 16, DecodeTile(16, 32, 4, 5), H200 + " (its splits: not)", per_sm=3, is_fp8=True),
+    TileRow((HOPPER,), 256, False, 16, DecodeTile(16, 32, 4, 5), H200 + " (its splits: not)", per_sm=3, is_fp8=True),
     # Two warps, of which five programs share a multiprocessor: four wait for each other too long, and at 8 rows of the 31B
     # (128 programs unsplit) half of the memory's rate was all they took.
-    TileRow((90,), 256, False, 16, DecodeTile(16, 16, 2, 5), H200, per_sm=5, page_tokens=16),
-    TileRow((90,), 256, False, 16, DecodeTile(16, 32, 2, 5), H200, per_sm=2),
+    TileRow((HOPPER,), 256, False, 16, DecodeTile(16, 16, 2, 5), H200, per_sm=5, page_tokens=16),
+    TileRow((HOPPER,), 256, False, 16, DecodeTile(16, 32, 2, 5), H200, per_sm=2),
     TileRow(ANY, 256, False, 16, DecodeTile(16, 32, 4, 3), UNMEASURED, per_sm=2),
     TileRow(ANY, 256, False, MANY, DecodeTile(32, 32, 4, 3), UNMEASURED, per_sm=2),
-    TileRow((90,), 512, False, 16, DecodeTile(16, 32, 4, 5), H200, per_sm=2, is_fp8=True),
-    TileRow((90,), 512, False, 16, DecodeTile(16, 32, 4, 5), H200, crowded_stages=3),
+    TileRow((HOPPER,), 512, False, 16, DecodeTile(16, 32, 4, 5), H200, per_sm=2, is_fp8=True),
+    TileRow((HOPPER,), 512, False, 16, DecodeTile(16, 32, 4, 5), H200, crowded_stages=3),
     TileRow(ANY, 512, False, 16, DecodeTile(16, 16, 4, 3), UNMEASURED),
     TileRow(ANY, 512, False, MANY, DecodeTile(32, 16, 4, 3), UNMEASURED),
-    TileRow((90,), 512, True, 16, DecodeTile(16, 32, 4, 5), H200, per_sm=2, is_fp8=True),
-    TileRow((90,), 512, True, 16, DecodeTile(16, 32, 4, 7), H200, crowded_stages=5),
+    TileRow((HOPPER,), 512, True, 16, DecodeTile(16, 32, 4, 5), H200, per_sm=2, is_fp8=True),
+    TileRow((HOPPER,), 512, True, 16, DecodeTile(16, 32, 4, 7), H200, crowded_stages=5),
     TileRow(ANY, 512, True, 16, DecodeTile(16, 32, 4, 3), UNMEASURED, per_sm=2),
-    TileRow((90,), 512, True, MANY, DecodeTile(32, 32, 4, 3), H200, per_sm=2),
+    TileRow((HOPPER,), 512, True, MANY, DecodeTile(32, 32, 4, 3), H200, per_sm=2),
     TileRow(ANY, 512, True, MANY, DecodeTile(32, 16, 4, 3), UNMEASURED),
 )
 PREFILL = (
     TileRow(ANY, 128, False, MANY, PrefillTile(64, 32, 4, 2), UNMEASURED),
     TileRow(ANY, 128, True, MANY, PrefillTile(64, 32, 4, 2), UNMEASURED),
-    TileRow((90,), 256, False, MANY, PrefillTile(128, 64, 8, 2), H200),
-    TileRow((80, 100), 256, False, MANY, PrefillTile(64, 64, 8, 2), UNMEASURED),
+    TileRow((HOPPER,), 256, False, MANY, PrefillTile(128, 64, 8, 2), H200),
+    TileRow((AMPERE, BLACKWELL), 256, False, MANY, PrefillTile(64, 64, 8, 2), UNMEASURED),
     TileRow(SMALL, 256, False, MANY, PrefillTile(64, 32, 4, 2), UNMEASURED),
     TileRow(SMALL, 512, False, MANY, PrefillTile(32, 32, 8, 2), UNMEASURED, is_fp8=True),
     TileRow(SMALL, 512, True, MANY, PrefillTile(32, 32, 8, 2), UNMEASURED, is_fp8=True),
-    TileRow((90,), 512, False, MANY, PrefillTile(64, 32, 8, 2), H200),
+    TileRow((HOPPER,), 512, False, MANY, PrefillTile(64, 32, 8, 2), H200),
     TileRow(NOT_HOPPER, 512, False, MANY, PrefillTile(64, 16, 8, 2), UNMEASURED),
-    TileRow((90,), 512, True, MANY, PrefillTile(64, 32, 8, 2), H200),
-    TileRow((80,), 512, True, MANY, PrefillTile(64, 32, 8, 2), UNMEASURED),
-    TileRow((100,), 512, True, MANY, PrefillTile(32, 32, 8, 2), UNMEASURED),
+    TileRow((HOPPER,), 512, True, MANY, PrefillTile(64, 32, 8, 2), H200),
+    TileRow((AMPERE,), 512, True, MANY, PrefillTile(64, 32, 8, 2), UNMEASURED),
+    TileRow((BLACKWELL,), 512, True, MANY, PrefillTile(32, 32, 8, 2), UNMEASURED),
     TileRow(SMALL, 512, True, MANY, PrefillTile(64, 16, 8, 2), UNMEASURED),
 )
-
-
-@cache
-def device_facts(device: torch.device) -> tuple[int, int]:
-    """(capability as the tables name it, multiprocessors); the interpreter on a CPU poses as an H200."""
-    if device.type != "cuda":
-        return 90, 132
-    major, minor = torch.cuda.get_device_capability(device)
-    known = [capability for capability in SHARED_MEMORY if capability <= major * 10 + minor]
-    return max(known), torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def find_row(table: tuple[TileRow, ...], capability: int, kv: PagedKV, packed_rows: int = 0) -> TileRow:

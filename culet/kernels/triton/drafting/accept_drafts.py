@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch
 
 BLOCK_D = 1024
@@ -125,7 +126,7 @@ def accept_drafts(
     `accepted_S` (int32) has the latter by slot.
     """
     into = out_X, accepted_S
-    describe_settle(drawn_T, ids_T, begin_B1, places_T, tokens_SL, forced_1, into, is_chained(drawn_T.device)).run()
+    describe_settle(drawn_T, ids_T, begin_B1, places_T, tokens_SL, forced_1, into, uses_pdl(drawn_T.device)).run()
 
 
 def begin_round(
@@ -139,4 +140,4 @@ def begin_round(
 ) -> None:
     """A drafter's facts [4, R] (int64) and hidden states [R, D] of the tokens that the newest ones were drawn from."""
     assert last_TD.is_contiguous(), "rows of hidden states follow each other"
-    describe_begin(out_X, begin_B1, places_T, positions_T, width, last_TD, into, is_chained(last_TD.device)).run()
+    describe_begin(out_X, begin_B1, places_T, positions_T, width, last_TD, into, uses_pdl(last_TD.device)).run()

@@ -17,16 +17,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.eager.draft_round import Candidates
-from culet.kernels.eager.ops import head
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
-from culet.kernels.triton.linear.linear import capped_head, linear
+from culet.kernels.triton.linear.few_tokens import capped_head, linear
 from culet.kernels.triton.maths import cap_tanh
+from culet.kernels.types import Candidates
 
 TILE_V = 64
 MIN_ROWS, MAX_ROWS = 16, 64  # of a program: the least that the tensor cores take, and what fits its registers
@@ -297,12 +298,12 @@ def head_candidates(x_RD: Tensor, table_VD: Tensor, scale_V: Tensor | None, cap:
     is_wide = x_RD.is_cuda and x_RD.dtype is not torch.bfloat16  # as `linear` does it
     if scale_V is None and (is_wide or not is_small):
         flat_RD = x_RD.flatten(0, -2)
-        return _peaks(head(flat_RD, table_VD) if cap is None else capped_head(flat_RD, table_VD, cap))
+        return _peaks(F.linear(flat_RD, table_VD) if cap is None else capped_head(flat_RD, table_VD, cap))
     num_rows = x_RD.shape[:-1].numel()
     found = _empty_candidates(num_rows, cdiv(table_VD.shape[0], TILE_V), x_RD.device)
     if num_rows:
         x_RD = x_RD if x_RD.stride(-1) == 1 else x_RD.contiguous()
-        describe_best(x_RD, table_VD, scale_V, cap, (found.scores_RC, _ids(found)), is_chained(x_RD.device)).run()
+        describe_best(x_RD, table_VD, scale_V, cap, (found.scores_RC, _ids(found)), uses_pdl(x_RD.device)).run()
     return found
 
 
@@ -312,7 +313,7 @@ def cluster_candidates(z_RD: Tensor, table_VD: Tensor, ids_MJ: Tensor, chosen_RK
     found = _empty_candidates(num_rows, count * ids_MJ.shape[1], z_RD.device)
     if num_rows:
         z_RD, chosen_RK = z_RD if z_RD.stride(1) == 1 else z_RD.contiguous(), chosen_RK.contiguous()
-        describe_clusters(z_RD, table_VD, ids_MJ, chosen_RK, found, is_chained(z_RD.device)).run()
+        describe_clusters(z_RD, table_VD, ids_MJ, chosen_RK, found, uses_pdl(z_RD.device)).run()
     return found
 
 
@@ -321,7 +322,7 @@ def _peaks(logits_RV: Tensor) -> Candidates:
     num_rows, width = logits_RV.shape
     found = _empty_candidates(num_rows, cdiv(width, LOGITS_TILE), logits_RV.device)
     if num_rows:
-        describe_peaks(logits_RV, (found.scores_RC, _ids(found)), is_chained(logits_RV.device)).run()
+        describe_peaks(logits_RV, (found.scores_RC, _ids(found)), uses_pdl(logits_RV.device)).run()
     return found
 
 
@@ -339,7 +340,7 @@ def pick_best(found: Candidates, best_R: Tensor) -> None:
     """Keep the best candidate of each row in `best_R` (int64)."""
     _ids(found)
     if best_R.shape[0]:
-        describe_pick(found, best_R, is_chained(best_R.device)).run()
+        describe_pick(found, best_R, uses_pdl(best_R.device)).run()
 
 
 def embed_linear(
@@ -352,7 +353,7 @@ def embed_linear(
     if not is_small or (hidden_RB.is_cuda and hidden_RB.dtype is not torch.bfloat16):
         return linear(_beside(found, token_R, hidden_RB, table_VB, scale), weight_DX)
     y_RD = hidden_RB.new_empty(num_rows, weight_DX.shape[0])
-    pdl = is_chained(y_RD.device)
+    pdl = uses_pdl(y_RD.device)
     describe_embed_linear(found, token_R, hidden_RB, table_VB, scale, weight_DX, y_RD, pdl).run()
     return y_RD
 
@@ -366,5 +367,5 @@ def _beside(found: Candidates | None, best_R: Tensor, hidden_RB: Tensor, table_V
     num_rows, size = hidden_RB.shape
     y_RX = hidden_RB.new_empty(num_rows, 2 * size)
     if num_rows:
-        describe_beside(found, best_R, hidden_RB, table_VB, scale, y_RX, is_chained(y_RX.device)).run()
+        describe_beside(found, best_R, hidden_RB, table_VB, scale, y_RX, uses_pdl(y_RX.device)).run()
     return y_RX

@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.eager.draft_round import BlockShape, BlockStart, ChainStart
-from culet.kernels.eager.ops import Rope
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
+from culet.kernels.types import BlockShape, BlockStart, ChainStart, Rope
 
 BLOCK = 128  # elements per program of what is a few numbers for each sequence
 BLOCK_D = 1024
@@ -243,14 +243,14 @@ def newest_tokens(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor) -> Tensor
     """tokens[slot, length], int64 [R]: the token behind those whose KV exists."""
     newest_R = torch.empty_like(length_R)
     if newest_R.shape[0]:
-        describe_newest(tokens_SL, slot_R, length_R, newest_R, is_chained(newest_R.device)).run()
+        describe_newest(tokens_SL, slot_R, length_R, newest_R, uses_pdl(newest_R.device)).run()
     return newest_R
 
 
 def keep_drafts(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor, drafts_RK: Tensor) -> None:
     """tokens[slot, length + 1 + k] = drafts[r, k]: proposals go behind the newest token. `tokens_SL` is int32."""
     if drafts_RK.numel():
-        describe_keep_drafts(tokens_SL, slot_R, length_R, drafts_RK.contiguous(), is_chained(tokens_SL.device)).run()
+        describe_keep_drafts(tokens_SL, slot_R, length_R, drafts_RK.contiguous(), uses_pdl(tokens_SL.device)).run()
 
 
 def _empty_turn(num_tokens: int, inv_freq: Tensor) -> Rope:
@@ -260,7 +260,7 @@ def _empty_turn(num_tokens: int, inv_freq: Tensor) -> Rope:
 
 def begin_chain(length_R: Tensor, is_ahead: bool, inv_freqs: Sequence[Tensor]) -> ChainStart:
     """Queries at the last of `length_R` keys; their angles are those of that position, or of the next one (`is_ahead`)."""
-    num_rows, pdl = length_R.shape[0], is_chained(length_R.device)
+    num_rows, pdl = length_R.shape[0], uses_pdl(length_R.device)
     begin_R1, context_R = (length_R.new_empty(count, dtype=torch.int32) for count in (num_rows + 1, num_rows))
     turns = [_empty_turn(num_rows, one) for one in inv_freqs]
     start = ChainStart(torch.empty_like(length_R), begin_R1, context_R, turns)
@@ -292,7 +292,7 @@ def begin_blocks(
     x_TD = embedding[0].new_empty(num_tokens, embedding[0].shape[1])
     start = BlockStart(ids_T, positions_T, kv_address_T, begin_R1, context_R, visible, turn, x_TD)
     if num_rows:
-        pdl = is_chained(length_R.device)
+        pdl = uses_pdl(length_R.device)
         describe_blocks(newest_R, length_R, tables, shape, inv_freq, embedding, start, pdl).run()
     return start
 
@@ -316,4 +316,4 @@ def _copy_taps(taps: Sequence[Tensor], place_T: Tensor | None, out_NX: Tensor) -
         taps = [tap.contiguous() for tap in taps]
     for first in range(0, len(taps) if num_tokens else 0, MAX_TAPS):
         part = taps[first : first + MAX_TAPS]
-        describe_taps(part, place_T, out_NX[:, first * size :], is_chained(out_NX.device)).run()
+        describe_taps(part, place_T, out_NX[:, first * size :], uses_pdl(out_NX.device)).run()

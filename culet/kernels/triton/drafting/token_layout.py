@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch, next_power_of_2
 from culet.kernels.types import PageTables, PlannedRows, TokenLayout
 
@@ -78,4 +79,4 @@ def lay_out_tokens(
     rows: PlannedRows, tables: PageTables, tokens_SL: Tensor, accepted_S: Tensor, room: int, into: TokenLayout
 ) -> None:
     """Where the tokens of a step stand, and their ids; `rows.start_B` moves on to where the next step goes on."""
-    describe_place(rows, tables, tokens_SL, accepted_S, room, into, is_chained(tokens_SL.device)).run()
+    describe_place(rows, tables, tokens_SL, accepted_S, room, into, uses_pdl(tokens_SL.device)).run()

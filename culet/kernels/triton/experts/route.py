@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
-from culet.kernels.triton.linear.linear import workspace
+from culet.kernels.triton.linear.few_tokens import workspace
 
 # Measured on an H200 at 128 experts, hidden 2816 (docs/LOG.md).
 FEW_TOKENS = 16
@@ -226,5 +227,5 @@ def route(x_TD: Tensor, router_ED: Tensor, expert_scale_E: Tensor, top_k: int, e
     weights = torch.empty(x_TD.shape[0], top_k, dtype=torch.float32, device=x_TD.device)
     ids = torch.empty(x_TD.shape[0], top_k, dtype=torch.int32, device=x_TD.device)
     if x_TD.shape[0]:
-        describe_route(x_TD, router_ED, expert_scale_E, (weights, ids), eps, pdl=is_chained(x_TD.device)).run()
+        describe_route(x_TD, router_ED, expert_scale_E, (weights, ids), eps, pdl=uses_pdl(x_TD.device)).run()
     return weights, ids

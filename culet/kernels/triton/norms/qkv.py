@@ -18,13 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.eager.ops import HeadShape, Rope
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
-from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2, run_settled
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
+from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2, run_prepared
+from culet.kernels.types import HeadShape, Rope
 
 
-class Slots(NamedTuple):
-    """Where new KV goes, as the kernel reads it."""
+class Stores(NamedTuple):
+    """Where new KV goes: as the kernel reads it, page * page_tokens + offset, -1: nowhere."""
 
     kv_address_T: Tensor
 
@@ -346,13 +347,13 @@ def rope(positions_T: Tensor, inv_freq: Tensor) -> Rope:
     cos, sin = (torch.empty(shape, dtype=torch.float32, device=positions_T.device) for _ in range(2))
     turn = Rope(cos, sin)
     if positions_T.shape[0]:
-        describe_rope(positions_T, inv_freq, turn, is_chained(cos.device)).run()
+        describe_rope(positions_T, inv_freq, turn, uses_pdl(cos.device)).run()
     return turn
 
 
-def stores(kv_address_T: Tensor, page_tokens: int) -> Slots:
+def stores(kv_address_T: Tensor, page_tokens: int) -> Stores:
     """Slots (page * page_tokens + offset, -1: not stored) as `prepare_qkv` wants them: as they are, without a host sync."""
-    return Slots(kv_address_T)
+    return Stores(kv_address_T)
 
 
 def prepare_q(q_TX: Tensor, weight_NH: Tensor, turn: Rope, heads: HeadShape, dtype: torch.dtype | None = None) -> Tensor:
@@ -368,7 +369,7 @@ def prepare_qkv(
     weight_MH: Tensor,
     turn: Rope,
     planes: Tensor,
-    where: Slots | None,
+    where: Stores | None,
     heads: HeadShape,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -409,9 +410,9 @@ def _prepare(
     layout = None if planes is None else (planes.dtype, planes.stride(), planes.shape[3])
     types = q.get_device(), qkv_TX.dtype, q.dtype
     num_parts = qkv_TX.shape[0] if qkv_TX.dim() == 3 else 1
-    run_settled(
+    run_prepared(
         ("prepare", types, heads, num_tokens <= FEW_TOKENS, num_parts, qkv_TX.stride(), layout, bool(stored)),
         _prepare_grid(num_tokens, heads),
         (qkv_TX, weight_MH, turn.cos_T1R, turn.sin_T1R, *stored, *dict.fromkeys(outs)),  # each output once
-        lambda: describe_prepare(qkv_TX, weight_MH, turn, planes, kv_address_T, heads, outs, is_chained(q.device)),
+        lambda: describe_prepare(qkv_TX, weight_MH, turn, planes, kv_address_T, heads, outs, uses_pdl(q.device)),
     )

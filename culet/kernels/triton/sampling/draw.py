@@ -15,40 +15,23 @@ Shapes: R rows · V vocabulary · C chunks · S slots · L tokens of a slot.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch
+from culet.kernels.types import Ranked, RowSettings
 
 CHUNK = 256
 MAX_TOP_K = 64
 TILE_CHUNKS = 16  # chunks per program of the passes over all logits
 LOWEST: tl.constexpr = tl.constexpr(-(2**31))
 FEW: tl.constexpr = tl.constexpr(16)  # chunks whose best columns are gathered at once
-
-
-class RowSettings(NamedTuple):
-    """Settings of R rows on the device; see `types.Sampling`."""
-
-    temperature_R: Tensor  # float64; 0: the largest logit
-    top_k_R: Tensor  # int32; 0: all
-    top_p_R: Tensor  # float64
-    min_p_R: Tensor  # float64
-    seed_R: Tensor  # int64, the bits of an unsigned one
-    sample_R: Tensor  # int32
-
-
-class Ranked(NamedTuple):
-    """Log-probabilities of the model's own distribution, as `sampling/logprobs.py` gives them."""
-
-    chosen_L: Tensor
-    top_LK: Tensor
-    top_ids_LK: Tensor
 
 
 @triton.jit
@@ -429,7 +412,7 @@ def draw(
     """
     tokens_R = torch.empty(logits_RV.shape[0], dtype=torch.int64, device=logits_RV.device)
     if logits_RV.shape[0]:
-        ways = {"has_few": has_few, "has_open": has_open, "pdl": is_chained(logits_RV.device)}
+        ways = {"has_few": has_few, "has_open": has_open, "pdl": uses_pdl(logits_RV.device)}
         for launch in describe_draw(logits_RV, settings, positions_R, tokens_R, **ways):
             launch.run()
     return tokens_R
@@ -461,6 +444,6 @@ def logprobs(logits_LV: Tensor, chosen_L: Tensor, num_top: int) -> Ranked:
         logits_LV.new_empty(num_rows, num_top, dtype=torch.int64),
     )
     if num_rows:
-        for launch in describe_logprobs(logits_LV, chosen_L, num_top, out, is_chained(logits_LV.device)):
+        for launch in describe_logprobs(logits_LV, chosen_L, num_top, out, uses_pdl(logits_LV.device)):
             launch.run()
     return out

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch
 
 BLOCK_WORDS = 32  # words of a mask, so 32 times as many tokens, per program
@@ -64,7 +65,7 @@ def describe_bitmask(logits_RV: Tensor, bitmask_AW: Tensor, rows_A: Tensor | Non
 def add_bias(logits_RV: Tensor, rows_X: Tensor, tokens_X: Tensor, values_X: Tensor) -> Tensor:
     """logits[rows[x], tokens[x]] += values[x] in place (float32); a token may be named more than once."""
     if rows_X.shape[0]:
-        describe_bias(logits_RV, rows_X, tokens_X, values_X, is_chained(logits_RV.device)).run()
+        describe_bias(logits_RV, rows_X, tokens_X, values_X, uses_pdl(logits_RV.device)).run()
     return logits_RV
 
 
@@ -74,5 +75,5 @@ def apply_bitmask(logits_RV: Tensor, bitmask_AW: Tensor, rows_A: Tensor | None =
     `bitmask_AW` (int32) has a line for each row of the logits, or for those that `rows_A` names.
     """
     if bitmask_AW.shape[0]:
-        describe_bitmask(logits_RV, bitmask_AW, rows_A, is_chained(logits_RV.device)).run()
+        describe_bitmask(logits_RV, bitmask_AW, rows_A, uses_pdl(logits_RV.device)).run()
     return logits_RV

@@ -9,26 +9,16 @@ H rows with penalties · V vocabulary · S slots · L tokens of a slot.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch
-
-
-class Penalties(NamedTuple):
-    """Rows of the logits that have penalties, H of them, and where their earlier tokens are."""
-
-    rows_H: Tensor  # int32, rows of the logits
-    slots_H: Tensor  # int32
-    lengths_H: Tensor  # int32, tokens so far
-    prompt_lens_H: Tensor  # int32
-    repetition_H: Tensor  # float32
-    frequency_H: Tensor  # float32
-    presence_H: Tensor  # float32
+from culet.kernels.types import Penalties
 
 
 @triton.jit
@@ -104,5 +94,5 @@ def penalise(logits_RV: Tensor, tokens_SL: Tensor, penalties: Penalties, max_len
     `counts_HV` is int32 scratch that is zero before and after; `max_len` bounds the histories' lengths.
     """
     if penalties.rows_H.shape[0] and max_len:
-        for launch in describe_penalise(logits_RV, tokens_SL, penalties, max_len, counts_HV, is_chained(logits_RV.device)):
+        for launch in describe_penalise(logits_RV, tokens_SL, penalties, max_len, counts_HV, uses_pdl(logits_RV.device)):
             launch.run()

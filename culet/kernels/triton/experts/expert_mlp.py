@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.dependent_launch import enter, is_chained, options, shared_memory, stages_that_fit
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import shared_bytes, stages_that_fit, uses_pdl
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
 from culet.kernels.triton.maths import gelu
 
@@ -369,7 +370,7 @@ def _grouped(kernel: Any, outputs: int, tile: GroupTile, arguments: dict[str, An
     hidden, num_experts, pdl = arguments["hidden"], arguments["E"], bool(extra.get("pdl", False))
     blocks = min(hidden.shape[0], hidden.shape[0] // tile.block_m + num_experts)
     rows = tile.block_m + tile.block_n * (2 if "gate_up" in arguments else 1)
-    limit = int(extra.get("shared") or shared_memory(hidden.device))
+    limit = int(extra.get("shared") or shared_bytes(hidden.device))
     stages = stages_that_fit(tile.num_stages, rows * tile.block_k * hidden.element_size(), limit)
     sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "STAGES": stages}
     grid = (cdiv(outputs, tile.block_n), blocks)
@@ -382,6 +383,6 @@ def experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EFD: T
     if not x_TD.shape[0]:
         return y_TD
     describe = describe_assigned if x_TD.shape[0] <= ASSIGNED_TOKENS else describe_grouped
-    for launch in describe(x_TD, weights_TK, experts_TK, gate_up_EFD, down_EDF, y_TD, pdl=is_chained(x_TD.device)):
+    for launch in describe(x_TD, weights_TK, experts_TK, gate_up_EFD, down_EDF, y_TD, pdl=uses_pdl(x_TD.device)):
         launch.run()
     return y_TD

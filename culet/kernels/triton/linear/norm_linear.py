@@ -16,12 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
-from culet.kernels.triton.linear.linear import gated_linear, linear, linear_parts
+from culet.kernels.triton.linear.few_tokens import gated_linear, linear, linear_parts
 from culet.kernels.triton.maths import gelu, silu
-from culet.kernels.triton.norms.norms import residual_norm, rms_norm
 from culet.kernels.triton.norms.pointwise import silu_mul
+from culet.kernels.triton.norms.residual import residual_norm, rms_norm
 
 MAX_SIZE = 512
 MAX_TOKENS = 32
@@ -139,7 +140,7 @@ def residual_norm_linear(
         return _one_by_one(x_TD, delta_TD, norms, scalar, eps, weight_ND, gate)
     y_TN = x_TD.new_empty(x_TD.shape[0], weight_ND.shape[0] // (2 if gate else 1))
     out_TD = x_TD if delta_TD is None else torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-    pdl = is_chained(x_TD.device)
+    pdl = uses_pdl(x_TD.device)
     describe_normed(x_TD, delta_TD, norms, scalar, eps, weight_ND, (out_TD, y_TN), gate=gate, pdl=pdl).run()
     return out_TD, y_TN
 

@@ -28,8 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from culet.kernels.attention_inputs import PagedKV
 from culet.kernels.triton.attention.key_tiles import LOG2E, UNSEEN
+from culet.kernels.types import PagedKV
 
 KEYS = 64  # keys of a tile
 

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from culet.kernels.cublaslt import product
 from culet.kernels.replay import is_replayed
-from culet.kernels.triton.dependent_launch import enter, is_chained, is_hopper, options, shared_memory, stages_that_fit
-from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2, run_settled
-from culet.kernels.triton.linear.hopper import describe_stream
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import is_hopper, shared_bytes, stages_that_fit, uses_pdl
+from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2, run_prepared
+from culet.kernels.triton.linear.hopper_stream import describe_stream
 from culet.kernels.triton.linear.tiles import (
     GATED,
     GELU_TIMES,
@@ -290,7 +291,7 @@ def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue:
     common["SPLIT_K"] = tile.split_k
     common["KEEP_PARTS"] = keeps_parts
     rows_per_stage = common["BLOCK_M"] + tile.block_n * (2 if epilogue == GATED else 1)
-    limit = int(extra.get("shared") or shared_memory(x_MK.device))
+    limit = int(extra.get("shared") or shared_bytes(x_MK.device))
     common["STAGES"] = stages_that_fit(tile.num_stages, rows_per_stage * tile.block_k * x_MK.element_size(), limit)
     is_joined = tile.split_k > 1 and not keeps_parts
     parts, arrivals = workspace(x_MK.device) if is_joined else (out, out)
@@ -307,18 +308,18 @@ def _run(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue: int
     if x_MK.stride(1) != 1:
         x_MK = x_MK.contiguous()
     if tile.kernel == "stream":
-        describe(x_MK, weight_NK, out, tile, epilogue, pdl=is_chained(x_MK.device), **extra).run()
+        describe(x_MK, weight_NK, out, tile, epilogue, pdl=uses_pdl(x_MK.device), **extra).run()
         return out
     factor, softcap = extra.get("factor"), extra.get("softcap")
     tensors: tuple[Tensor, ...] = (x_MK, weight_NK, out) if factor is None else (x_MK, weight_NK, out, factor)
     if tile.split_k > 1 and out.dim() == 2:
         tensors += workspace(x_MK.device)
     shapes = x_MK.shape, x_MK.stride(0), out.shape, out.stride(), None if factor is None else factor.stride(0)
-    run_settled(
+    run_prepared(
         ("linear", x_MK.get_device(), x_MK.dtype, weight_NK.dtype, out.dtype, tile, epilogue, softcap, shapes),
         (cdiv(out.shape[-1], tile.block_n), tile.split_k if tile.kernel == "tiles" else 1),
         tensors,
-        lambda: describe(x_MK, weight_NK, out, tile, epilogue, pdl=is_chained(x_MK.device), **extra),
+        lambda: describe(x_MK, weight_NK, out, tile, epilogue, pdl=uses_pdl(x_MK.device), **extra),
     )
     return out
 

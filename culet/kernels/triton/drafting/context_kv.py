@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.eager.draft_round import ContextLayer
-from culet.kernels.eager.ops import HeadShape
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
-from culet.kernels.triton.linear.linear import linear
-from culet.kernels.triton.norms.norms import rms_norm
+from culet.kernels.triton.linear.few_tokens import linear
 from culet.kernels.triton.norms.qkv import prepare_qkv, rope, stores
+from culet.kernels.triton.norms.residual import rms_norm
+from culet.kernels.types import ContextLayer, HeadShape
 
 MAX_LAYERS = 8
 MAX_SIZE = 256
@@ -156,7 +156,7 @@ def store_context(
     `angles` is (positions [T], inverse frequencies); `heads` has no query heads.
     """
     if _serves(feature_TD, layers, heads):
-        pdl = is_chained(feature_TD.device)
+        pdl = uses_pdl(feature_TD.device)
         describe_context(feature_TD, hidden_norm_D, angles, kv_address_T, layers, heads, pdl).run()
         return
     normed_TD, turn = rms_norm(feature_TD, hidden_norm_D, heads.eps), rope(*angles)

@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
-from culet.kernels.triton.launch import Launch, next_power_of_2, run_settled
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
+from culet.kernels.triton.launch import Launch, next_power_of_2, run_prepared
 
 
 @triton.jit
@@ -231,11 +232,11 @@ def _residual(
         delta, scalars = deltas[0], () if scalar is None else (scalar,)
         kind = len(deltas), len(weights), len(next_weights), scalar is None, num_tokens <= FEW_TOKENS
         shapes = x_TD.stride(0), delta.shape[0] if delta.dim() == 3 else 1, delta.stride(), deltas[-1].stride(0)
-        run_settled(
+        run_prepared(
             ("residual", x_TD.get_device(), x_TD.dtype, delta.dtype, deltas[-1].dtype, size, eps, kind, shapes),
             (num_tokens, 1),
             (x_TD, *deltas, *weights, *scalars, *next_weights, *outs),
-            lambda: describe_residual(x_TD, deltas, weights, scalar, next_weights, eps, outs, is_chained(x_TD.device)),
+            lambda: describe_residual(x_TD, deltas, weights, scalar, next_weights, eps, outs, uses_pdl(x_TD.device)),
         )
     return outs
 
@@ -244,7 +245,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight: the weight itself, not 1 + weight."""
     y_TD = torch.empty_like(x_TD)
     if x_TD.shape[0]:
-        describe_rms_norm(x_TD, weight_D, eps, y_TD, is_chained(x_TD.device)).run()
+        describe_rms_norm(x_TD, weight_D, eps, y_TD, uses_pdl(x_TD.device)).run()
     return y_TD
 
 
@@ -252,7 +253,7 @@ def sum_norms(a_TD: Tensor, b_TD: Tensor, weight_a_D: Tensor, weight_b_D: Tensor
     """norm(a) * weight_a + norm(b) * weight_b: dense MLP and experts before their joint norm."""
     y_TD = torch.empty_like(a_TD)
     if a_TD.shape[0]:
-        describe_sum_norms(a_TD, b_TD, weight_a_D, weight_b_D, eps, y_TD, is_chained(a_TD.device)).run()
+        describe_sum_norms(a_TD, b_TD, weight_a_D, weight_b_D, eps, y_TD, uses_pdl(a_TD.device)).run()
     return y_TD
 
 
