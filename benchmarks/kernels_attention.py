@@ -217,7 +217,7 @@ def run_graph_checks(names: Sequence[str], device: str, with_hopper: bool, resul
         for queries, num_rows in itertools.product((1, 4), GRAPH_ROWS):
             case = make_case(SHAPES[shape_name], [(5000, queries)] * num_rows, device=device, seed=11, whole_pages=True)
             makers = {"decode": lambda case: decode_calls(case, None)}
-            if with_hopper and hopper_decode.hopper_decode_serves(case.kv):
+            if with_hopper and hopper_decode.hopper_decode_supports(case.kv):
                 makers["hopper"] = hopper_decode_calls
             for variant, make in makers.items():
                 error = graph_error(case, make)
@@ -244,7 +244,7 @@ def run_checks(names: Sequence[str], chosen: str, device: str, with_hopper: bool
                     case.q_TNH.float(), case.kv, case.rows, max_queries=case.max_queries
                 )
                 variants["decode"] = lambda case=case: decode_calls(case, None)
-                if with_hopper and case.rows.visible_2T is None and hopper_decode.hopper_decode_serves(case.kv):
+                if with_hopper and case.rows.visible_2T is None and hopper_decode.hopper_decode_supports(case.kv):
                     variants["hopper"] = lambda case=case: hopper_decode_calls(case)
             else:
                 tiles = torch.tensor([[row, 0] for row in range(len(spans))])
@@ -258,14 +258,14 @@ def run_checks(names: Sequence[str], chosen: str, device: str, with_hopper: bool
                     with_hopper
                     and text
                     and all(context == 0 for context, _ in spans)
-                    and hopper_prefill.hopper_prefill_serves(case.kv, shape.group, fresh=True)
+                    and hopper_prefill.hopper_prefill_supports(case.kv, shape.group, fresh=True)
                 ):
                     variants["hopper fresh"] = lambda case=case: hopper_calls(case, True)
                 if (
                     with_hopper
                     and text
                     and "stored_tail" not in extra
-                    and hopper_prefill.hopper_prefill_serves(case.kv, shape.group, fresh=False)
+                    and hopper_prefill.hopper_prefill_supports(case.kv, shape.group, fresh=False)
                 ):
                     variants["hopper paged"] = lambda case=case: hopper_calls(case, False)
             variants["backend"] = lambda case=case, extra=extra: [BackendCall(case, "stored_tail" not in extra)]
@@ -294,14 +294,14 @@ def timed_variants(
         for tile in decode_candidates(shape, queries, rows) if sweep else ():
             label = f"{tile.rows}x{tile.keys} w{tile.warps} s{tile.stages} p{tile.programs}"
             variants[label] = lambda tile=tile: decode_calls(case, tile)
-        if with_hopper and hopper_decode.hopper_decode_serves(case.kv):
+        if with_hopper and hopper_decode.hopper_decode_supports(case.kv):
             for programs in (132, 264) if sweep else (132,):
                 variants[f"hopper p{programs}"] = lambda programs=programs: hopper_decode_calls(case, programs)
         return variants
     for with_fresh in (True, False):
         suffix = "fresh" if with_fresh else "paged"
         variants[f"triton {suffix}"] = lambda with_fresh=with_fresh: prefill_calls(case, None, with_fresh)
-        if with_hopper and hopper_prefill.hopper_prefill_serves(case.kv, shape.group, fresh=with_fresh):
+        if with_hopper and hopper_prefill.hopper_prefill_supports(case.kv, shape.group, fresh=with_fresh):
             variants[f"hopper {suffix}"] = lambda with_fresh=with_fresh: hopper_calls(case, with_fresh)
     return variants
 
@@ -391,12 +391,12 @@ def _warm_one(job: tuple[Any, ...], args: argparse.Namespace) -> None:
         calls = list(timed_variants(shape, name, small, args.sweep, not args.no_hopper).values())
     elif kind == "graph" or check_spans(shape)[name][0] == "decode":
         calls = [lambda: decode_calls(small, None)]
-        if not args.no_hopper and hopper_decode.hopper_decode_serves(small.kv) and small.rows.visible_2T is None:
+        if not args.no_hopper and hopper_decode.hopper_decode_supports(small.kv) and small.rows.visible_2T is None:
             calls.append(lambda: hopper_decode_calls(small))
     else:
         calls = [lambda fresh=fresh: prefill_calls(small, None, fresh) for fresh in (True, False)]
         for fresh in (True, False):
-            serves = hopper_prefill.hopper_prefill_serves(small.kv, shape.group, fresh=fresh)
+            serves = hopper_prefill.hopper_prefill_supports(small.kv, shape.group, fresh=fresh)
             if not args.no_hopper and small.rows.visible_2T is None and serves:
                 calls.append(lambda fresh=fresh: hopper_calls(small, fresh))
     for call in calls:

@@ -19,9 +19,9 @@ from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup
 from culet.kernels.triton.attention.decode import decode_launches
-from culet.kernels.triton.attention.hopper_decode import hopper_decode_launches, hopper_decode_serves, hopper_decode_tile
+from culet.kernels.triton.attention.hopper_decode import hopper_decode_launches, hopper_decode_supports, hopper_decode_tile
 from culet.kernels.triton.attention.hopper_parts import KEYS
-from culet.kernels.triton.attention.hopper_prefill import hopper_prefill_launch, hopper_prefill_rows, hopper_prefill_serves
+from culet.kernels.triton.attention.hopper_prefill import hopper_prefill_launch, hopper_prefill_rows, hopper_prefill_supports
 from culet.kernels.triton.attention.prefill import prefill_launch, query_tiles
 from culet.kernels.triton.attention.splits import Scratch, scratch_rows
 from culet.kernels.triton.attention.tiles import DecodeTile, PrefillTile, decode_tile, prefill_tile
@@ -134,7 +134,7 @@ class TritonBackend:
         can_use_hopper = _can_use_hopper(q_TNH) and not has_intervals
         packed = max_queries * self.num_heads // kv.num_kv_heads
         # Up to 16 packed rows both move about 4 TB/s, and the general kernel needs 2 us less at one sequence.
-        if can_use_hopper and packed > 16 and hopper_decode_serves(kv):
+        if can_use_hopper and packed > 16 and hopper_decode_supports(kv):
             return True, hopper_decode_tile(num_sms)
         return False, decode_tile(q_TNH, kv, max_queries, num_rows)
 
@@ -160,8 +160,8 @@ class TritonBackend:
         is_stored = all(plan.batch.rows[row].is_stored[self.group.index] for row, _, _, _ in rows)
         assert has_fresh or is_stored, "rows whose keys are not all in pages need their fresh keys"
         can_use_hopper = _can_use_hopper(q_TNH)
-        can_page = can_use_hopper and is_stored and window is None and hopper_prefill_serves(kv, group, fresh=False)
-        can_take_fresh = can_use_hopper and has_fresh and hopper_prefill_serves(kv, group, fresh=True)
+        can_page = can_use_hopper and is_stored and window is None and hopper_prefill_supports(kv, group, fresh=False)
+        can_take_fresh = can_use_hopper and has_fresh and hopper_prefill_supports(kv, group, fresh=True)
         per_tile = tile.rows // group
         masked = query_tiles(plan.masked_rows, per_tile, window)
         paged = fresh = None

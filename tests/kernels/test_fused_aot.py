@@ -152,12 +152,14 @@ def sampling_launches(pdl: bool) -> Iterator[Launch]:
     yield masks.describe_bitmask(logits, whole(2, 8192), whole(2), pdl)
     yield masks.describe_bitmask(logits, whole(4, 8192), None, pdl)
     long, out_x, last = meta(4, dtype=torch.int64), meta(6, dtype=torch.int64), meta(4, 5376)
-    yield accept_drafts.describe_settle(long, long, whole(5), long, whole(9, 99), whole(1), (out_x, whole(9)), pdl=pdl)
+    yield accept_drafts.describe_accept_drafts(long, long, whole(5), long, whole(9, 99), whole(1), (out_x, whole(9)), pdl=pdl)
     rows = PlannedRows(whole(5), whole(4), whole(4), whole(4), whole(2, 4), 4)
     taken = TokenLayout(long, long, long, whole(4), meta(2, 4, dtype=torch.int64), whole(4), long)
-    yield token_layout.describe_place(rows, PageTables(whole(99), whole(2, 3)), whole(9, 99), whole(9), 8, taken, pdl=pdl)
+    yield token_layout.describe_token_layout(
+        rows, PageTables(whole(99), whole(2, 3)), whole(9, 99), whole(9), 8, taken, pdl=pdl
+    )
     into = meta(4, 2, dtype=torch.int64), meta(2, 5376)
-    yield accept_drafts.describe_begin(out_x, whole(5), long, whole(4), 99, last, into, pdl=pdl)
+    yield accept_drafts.describe_begin_round(out_x, whole(5), long, whole(4), 99, last, into, pdl=pdl)
     rows = Penalties(*(whole(2) for _ in range(4)), *(floats(2) for _ in range(3)))
     yield from penalties.describe_penalise(logits, meta(4, 4096, dtype=torch.int64), rows, 4096, whole(2, 262144), pdl)
 
@@ -250,14 +252,14 @@ def test_heads_compile(capability: int) -> None:
         num_rows = torch.Size(rows).numel()
         out = floats(num_rows, vocab // 64), meta(num_rows, vocab // 64, dtype=torch.int64)
         cap = 30.0 if len(rows) > 1 else None
-        launch = draft_head.describe_best(meta(*rows, size), meta(vocab, size), None, cap, out, capability >= 90)
+        launch = draft_head.describe_head(meta(*rows, size), meta(vocab, size), None, cap, out, capability >= 90)
         shared = compile_for(launch, capability).metadata.shared
         assert shared <= SHARED_BYTES[capability], f"{vocab} x {size}, {rows}: {shared} bytes of shared memory"
 
 
 def e4m3_head(rows: int, capability: int) -> Launch:
     table, out = meta(262144, 1024, dtype=torch.float8_e4m3fn), (floats(rows, 4096), meta(rows, 4096, dtype=torch.int64))
-    return draft_head.describe_best(meta(rows, 1024), table, floats(262144), None, out, capability >= 90)
+    return draft_head.describe_head(meta(rows, 1024), table, floats(262144), None, out, capability >= 90)
 
 
 @pytest.mark.parametrize("capability", [89, 90, 100])
@@ -290,7 +292,7 @@ def test_a_process_compiles_for_one_architecture() -> None:
 
 
 def test_a_kernel_that_does_not_compile_is_reported() -> None:
-    with pytest.raises(InternalError, match="_best_kernel does not compile for sm_80"):  # which has no e4m3
+    with pytest.raises(InternalError, match="_head_kernel does not compile for sm_80"):  # which has no e4m3
         compile_for(e4m3_head(3, 80), 80)
 
 

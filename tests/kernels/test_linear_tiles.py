@@ -140,7 +140,7 @@ def one_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kernel_of(x: torch.Tensor, weight: torch.Tensor) -> str:
-    tile = few_tokens._serves(x, weight, weight.shape[0], PLAIN)
+    tile = few_tokens._tile_for(x, weight, weight.shape[0], PLAIN)
     return "cublas" if tile is None else tile.kernel
 
 

@@ -44,20 +44,20 @@ def embed_beside(token_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: fl
 
 
 def embed_linear(
-    found: Candidates | None, token_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float, weight_DX: Tensor
+    candidates: Candidates | None, token_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float, weight_DX: Tensor
 ) -> Tensor:
     """`embed_beside` @ weight^T, [R, D]. If there are candidates, their best is first written to `token_R` (int64)."""
-    if found is not None:
-        pick_best(found, token_R)
+    if candidates is not None:
+        pick_best(candidates, token_R)
     return linear(embed_beside(token_R, hidden_RB, table_VB, scale), weight_DX)
 
 
-def pick_best(found: Candidates, best_R: Tensor) -> None:
+def pick_best(candidates: Candidates, best_R: Tensor) -> None:
     """Write the best candidate of each row to `best_R` (int64)."""
-    if found.ids_RC is None:
-        torch.argmax(found.scores_RC, dim=-1, out=best_R)
+    if candidates.ids_RC is None:
+        torch.argmax(candidates.scores_RC, dim=-1, out=best_R)
     else:
-        best_R.copy_(found.ids_RC.gather(-1, found.scores_RC.argmax(dim=-1, keepdim=True)).squeeze(-1))
+        best_R.copy_(candidates.ids_RC.gather(-1, candidates.scores_RC.argmax(dim=-1, keepdim=True)).squeeze(-1))
 
 
 def head_candidates(x_RD: Tensor, table_VD: Tensor, scale_V: Tensor | None, cap: float | None) -> Candidates:

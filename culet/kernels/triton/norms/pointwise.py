@@ -1,4 +1,4 @@
-"""Small fused pieces: embedding, GELU and SiLU products, per-layer embeddings, the logits' cap. float32 inside, one rounding.
+"""Small fused ops: embedding, GELU and SiLU products, per-layer embeddings, the logits' cap. float32, rounded once.
 
     embed         table[ids] * scale
     gelu_mul      gelu(gate) * up, columns gate | up
@@ -35,8 +35,8 @@ def _embed_kernel(
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = cols < D
-    name = tl.load(ids + token).to(tl.int64)
-    row = tl.load(table + name * table_stride + cols, mask=inside, other=0.0).to(tl.float32) * scale
+    token_id = tl.load(ids + token).to(tl.int64)
+    row = tl.load(table + token_id * table_stride + cols, mask=inside, other=0.0).to(tl.float32) * scale
     tl.store(y + token * y_stride + cols, row.to(y.dtype.element_ty), mask=inside)
 
 
@@ -53,15 +53,15 @@ def _gate_times_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y[t, n] = gelu(gate[t, n]) * value[t, n], or with silu in gelu's place."""
+    """y[t, n] = gelu(gate[t, n]) * value[t, n], or with silu instead of gelu."""
     enter(PDL)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = cols < N
     a = tl.load(gate + token * gate_stride + cols, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(value + token * value_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    opened = silu(a) if IS_SILU else gelu(a)
-    tl.store(y + token * y_stride + cols, (opened * b).to(y.dtype.element_ty), mask=inside)
+    gated = silu(a) if IS_SILU else gelu(a)
+    tl.store(y + token * y_stride + cols, (gated * b).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -164,13 +164,13 @@ def _gate_times(gate_TN: Tensor, value_TN: Tensor, *, is_silu: bool) -> Tensor:
 
 
 def gelu_mul(gate_up_TF: Tensor) -> Tensor:
-    """gelu_tanh(gate) * up, where the columns are gate | up."""
+    """gelu_tanh(gate) * up; the columns are gate | up."""
     gate, up = gate_up_TF.chunk(2, -1)
     return gelu_gate(gate, up)
 
 
 def silu_mul(gate_up_TF: Tensor) -> Tensor:
-    """silu(gate) * up, where the columns are gate | up: the MLP of DFlash drafters."""
+    """silu(gate) * up; the columns are gate | up. DFlash drafters' MLPs use it."""
     gate, up = gate_up_TF.chunk(2, -1)
     return _gate_times(gate, up, is_silu=True)
 
