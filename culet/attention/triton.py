@@ -151,7 +151,7 @@ class TritonBackend:
         return Scratch.allocate(max(sizes), kv.head_dim, q_TNH.device)
 
     def _long_tiles(self, plan: _Plan, q_TNH: Tensor, kv: PagedKV, *, has_fresh: bool) -> tuple[PrefillTile, _LongTiles]:
-        """Which kernel computes which queries, once per step. The Hopper kernel needs the text rule and keys from one source."""
+        """Which kernel computes which queries, once per step. The Hopper kernel needs the text rule and one source of keys."""
         tile = prefill_tile(q_TNH, kv)
         if has_fresh in plan.tiles:
             return tile, plan.tiles[has_fresh]
