@@ -13,7 +13,10 @@ from training.data.chats import Chat, talk
 from training.data.facts import LEADS
 from training.data.simple_definitions import ADJECTIVES, GLOSSES, MASS, THE, VERBS
 from training.data.sources import OUT, fetch, source
+from training.data.table import Table
 from training.data.wordnet import read_senses
+
+_TABLE = Table("definitions")
 
 # Topics of WordNet's files whose nouns one can point at: animals, things, food, places, nature, people, plants, substances.
 _NOUN_TOPICS = {5, 6, 13, 15, 17, 18, 20, 27}
@@ -21,15 +24,9 @@ _ODD = re.compile(
     r"[();:\"]|\b(?:genus|sexual\w*|lover|esp|usu|etc|informal|archaic|slang|offensive|drug|kill\w*|breasts?|buttocks|vulgar\w*|deranged|baseball)\b",
     re.IGNORECASE,
 )
-_ASKS_NOUN = (
-    "What is {a}?", "What is {a}, please?", "Define {w}.", "What does {w} mean?", 'What does the word "{w}" mean?', "Can you define {w}?", "Give me a definition of {w}.",
-    "Please explain the word {w}.", "Tell me what {a} is.", 'What is the meaning of "{w}"?', "Do you know what {a} is?", "What's {a}?", "Explain to me what {a} is.",
-)  # fmt: skip
-_ASKS_OTHER = (
-    "Define {w}.", "What does {w} mean?", 'What does the word "{w}" mean?', "Can you define {w}?", "Give me a definition of {w}.", "Please explain the word {w}.",
-    'What is the meaning of "{w}"?', 'Explain "{w}" to me.', "What is meant by {w}?", "What does it mean to be {w}?",
-)  # fmt: skip
-_RIDDLES = ("Which word means this: {g}?", "What do we call {g}?", "I am looking for a word: {g}.", "What is the word for {g}?")
+_ASKS_NOUN = _TABLE["asks_noun"]
+_ASKS_OTHER = _TABLE["asks_other"]
+_RIDDLES = _TABLE["riddles"]
 
 
 @dataclass(frozen=True)
@@ -84,9 +81,9 @@ def _spoken_words() -> Counter[str]:
 def answer(word: Word, rng: random.Random) -> str:
     """The gloss as a sentence."""
     forms = {
-        "n": ("{A} is {g}.", "{A} is {g}.", "{A} is {g}.", "It is {g}."),
-        "v": ("To {w} means to {g}.", "To {w} is to {g}.", "It means to {g}."),
-        "a": ("{W} means {g}.", "It means {g}.", "Somebody or something that is {w} is {g}."),
+        "n": _TABLE["is"],
+        "v": _TABLE["to_means_to"],
+        "a": _TABLE["means"],
     }[word.kind]
     named = word.named
     return rng.choice(forms).format(w=word.word, W=word.word.capitalize(), A=named[0].upper() + named[1:], g=word.gloss)
@@ -98,7 +95,7 @@ def definition_chat(word: Word, rng: random.Random) -> Chat:
         return talk(
             "definitions",
             rng.choice(_RIDDLES).format(g=word.gloss),
-            rng.choice(("The word is {}.", "That is {}.", "It is {}.")).format(word.named),
+            rng.choice(_TABLE["the_word_is"]).format(word.named),
         )
     asks = _ASKS_NOUN if word.kind == "n" else _ASKS_OTHER if word.kind == "a" else _ASKS_OTHER[:-1]
     question = rng.choice(asks).format(w=word.word, a=word.named)

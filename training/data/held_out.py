@@ -9,10 +9,10 @@ from pathlib import Path
 
 from training.data.arithmetic import is_held_out, mentions_held_out
 from training.data.chats import Chat
-from training.data.gate_tools import TEST_NAMES
+from training.data.tool_families import TEST_NAMES
 
 QUESTIONS = Path(__file__).parent.parent / "questions"
-TEST_TOOL = re.compile(r"\b(?:" + "|".join(name for names in TEST_NAMES.values() for name in names.split()) + r")\b")
+TEST_TOOL = re.compile(r"\b(?:" + "|".join(name for names in TEST_NAMES.values() for name in names) + r")\b")
 _COUNTING = re.compile(r"how many|left|together|remain|altogether|total", re.IGNORECASE)
 
 
