@@ -137,15 +137,9 @@ def _other(rng: random.Random) -> Chat:
     n, m = rng.randint(0, 98), rng.randint(0, 99)
     kind = rng.randrange(6)
     if kind == 0:
-        ask, answer = (
-            rng.choice(_TABLE["what_number_comes_after"]).format(n),
-            f"{n + 1} comes after {n}.",
-        )
+        ask, answer = (rng.choice(_TABLE["what_number_comes_after"]).format(n), f"{n + 1} comes after {n}.")
     elif kind == 1:
-        ask, answer = (
-            rng.choice(_TABLE["what_number_comes_before"]).format(n + 1),
-            f"{n} comes before {n + 1}.",
-        )
+        ask, answer = (rng.choice(_TABLE["what_number_comes_before"]).format(n + 1), f"{n} comes before {n + 1}.")
     elif kind == 2 and n != m:
         ask = rng.choice(_TABLE["which_is_bigger_or"]).format(n, m)
         answer = f"{max(n, m)} is {'bigger' if 'bigger' in ask else 'larger'} than {min(n, m)}."

@@ -43,10 +43,7 @@ def _plural(thing: str) -> str:
     return _TABLES["plural"].get(word, regular + "s")
 
 
-_TIMES = (
-    *(f"{kind} {part}" for part in _TABLE["parts_of_days"] for kind in _TABLE["kinds_of_days"]),
-    *_TABLE["other_likes"],
-)
+_TIMES = (*(f"{kind} {part}" for part in _TABLE["parts_of_days"] for kind in _TABLE["kinds_of_days"]), *_TABLE["other_likes"])
 _LIKES = (*map(_plural, (*topics.ANIMALS, *topics.FOODS, *topics.NATURE, *topics.THINGS)), *_TIMES * 3)
 
 
@@ -83,7 +80,7 @@ def _thing(rng: random.Random) -> tuple[str, str] | None:
 def _country(rng: random.Random) -> tuple[str, str] | None:
     country = rng.choice([country for country in _TABLES["continent"] if country in _TABLES["capital"]])
     first = f"{capitalised(country)} is a country in {_TABLES['continent'][country]}."
-    capital = rng.choice(_TABLE["its_capital_is"]).format(_TABLES["capital"][country])
+    capital = rng.choice(_TABLE["capital_is"]).format(_TABLES["capital"][country])
     rest = [capital]
     if country in _TABLES["language"]:
         rest.append(f"People there speak {_TABLES['language'][country]}.")
@@ -109,14 +106,14 @@ def _yes_no(rng: random.Random) -> tuple[str, str] | None:
     named = capitalised(f"a {word}")
     lower = named[0].lower() + named[1:]
     if rng.random() < 0.5:
-        return f"Is {lower} {kind}?", rng.choice(_TABLE["yes_is"]).format(n=lower, N=named, k=kind)
+        return f"Is {lower} {kind}?", rng.choice(_TABLE["yes_it_is"]).format(n=lower, N=named, k=kind)
     groups = [
         ("a fish", "a mammal", "an animal", "a bird", "an insect", "a reptile", "an amphibian"),
         ("a fruit", "a vegetable", "a flower", "a tree"),
     ]
     own = next((group for group in groups if kind in group), ())
     other = rng.choice([value for _, value in RELATIONS["kind"].rows if value != kind and value not in own])
-    return f"Is {lower} {other}?", rng.choice(_TABLE["no_is"]).format(n=lower, N=named, k=kind, o=other)
+    return f"Is {lower} {other}?", rng.choice(_TABLE["no_it_is"]).format(n=lower, N=named, k=kind, o=other)
 
 
 def _able(rng: random.Random) -> tuple[str, str] | None:
@@ -151,7 +148,7 @@ def _shop(rng: random.Random) -> tuple[str, str] | None:
 def _opinion(rng: random.Random) -> tuple[str, str] | None:
     thing = rng.choice(_LIKES)
     question = rng.choice(_TABLE["do_you_like"]).format(thing)
-    answers = _TABLE["i_am_a_program"]
+    answers = _TABLE["opinions"]
     return question, rng.choice(answers).format(t=thing)
 
 
@@ -169,14 +166,11 @@ def _likes(rng: random.Random) -> tuple[str, str] | None:
     thing = _plural(rng.choice((*topics.FOODS, *topics.NATURE, *topics.IDEAS, *topics.ANIMALS)))
     says = rng.choice(_TABLE["i_like"]).format(thing)
     replies = {
-        "not": _TABLE["i_see_why_do"],
-        "afraid": _TABLE["i_understand_many_people"],
-        "dreamt": _TABLE["how_interesting_what_happened"],
+        "not": _TABLE["reply_to_dislike"],
+        "afraid": _TABLE["reply_to_fear"],
+        "dreamt": _TABLE["reply_to_dream"],
     }
-    chosen = next(
-        (reply for word, reply in replies.items() if word in says),
-        _TABLE["how_nice_what_do"],
-    )
+    chosen = next((reply for word, reply in replies.items() if word in says), _TABLE["reply_to_like"])
     return says, rng.choice(chosen).format(t=thing, T=capitalised(thing))
 
 

@@ -63,10 +63,7 @@ def _same_subject(rng: random.Random) -> Chat:
     turns: list[str] = []
     if rng.random() < 0.35:
         opening = rng.choice(_TABLE["i_want_to_travel"]).format(c=country)
-        turns += [
-            opening,
-            rng.choice(_TABLE["great_what_would_you"]).format(c=country),
-        ]
+        turns += [opening, rng.choice(_TABLE["great_what_would_you"]).format(c=country)]
         rest = known
     else:
         relation = facts.RELATIONS[first]
@@ -77,10 +74,7 @@ def _same_subject(rng: random.Random) -> Chat:
     for name in rest[: rng.choice((1, 2, 2))]:
         relation = facts.RELATIONS[name]
         full = [form for form in relation.answers if "{s}" in form]
-        turns += [
-            rng.choice(_COUNTRY_ASKS[name]),
-            capitalised(rng.choice(full).format(s=country, v=tables[name][country])),
-        ]
+        turns += [rng.choice(_COUNTRY_ASKS[name]), capitalised(rng.choice(full).format(s=country, v=tables[name][country]))]
     return talk("threads", *map(capitalised, turns))
 
 
@@ -96,10 +90,7 @@ def _shorter(rng: random.Random) -> Chat:
         ask = rng.choice(_TABLE["say_it_shorter"])
         turn = capitalised(value) + "."
     elif kind == 1:
-        ask, turn = (
-            rng.choice(_TABLE["can_you_repeat_that"]),
-            answer,
-        )
+        ask, turn = (rng.choice(_TABLE["can_you_repeat_that"]), answer)
     elif kind == 2:
         ask = rng.choice(_TABLE["what_did_i_ask"])
         turn = f'You asked: "{question}"'
@@ -116,10 +107,7 @@ def _corrected(rng: random.Random) -> Chat:
     )
     (wrong, value), (meant, right) = rng.sample(relation.rows, 2)
     full = [form for form in relation.answers if "{s}" in form and "{v}" in form]
-    turns = [
-        capitalised(rng.choice(relation.asks).format(s=wrong)),
-        capitalised(rng.choice(full).format(s=wrong, v=value)),
-    ]
+    turns = [capitalised(rng.choice(relation.asks).format(s=wrong)), capitalised(rng.choice(full).format(s=wrong, v=value))]
     turns += [rng.choice(_TABLE["sorry_i_meant"]).format(s=meant)]
     turns += [
         rng.choice(("", "", "No problem. ", "I see. ", "All right. ")) + capitalised(rng.choice(full).format(s=meant, v=right))
@@ -142,16 +130,10 @@ def _word(rng: random.Random) -> Chat:
     """A definition, then something about the same word."""
     words = definitions.simple_words()
     word = rng.choice([word for word in words if word.kind == "n"])
-    turns = [
-        capitalised(rng.choice(_TABLE["what_is"]).format(a=word.named)),
-        definitions.answer(word, rng),
-    ]
+    turns = [capitalised(rng.choice(_TABLE["what_is_word"]).format(a=word.named)), definitions.answer(word, rng)]
     kind = rng.randrange(3) if word.named in (*topics.ANIMALS, *topics.THINGS) else rng.choice((1, 2))
     if kind == 0:
-        turns += [
-            rng.choice(_TABLE["use_the_word_in"]),
-            rng.choice(compositions.SENTENCE_FRAMES).format(t=word.named),
-        ]
+        turns += [rng.choice(_TABLE["use_the_word_in"]), rng.choice(compositions.SENTENCE_FRAMES).format(t=word.named)]
     elif kind == 1:
         turns += [
             rng.choice(("How do you spell it?", "Spell the word, please.", "How is the word spelled?")),
@@ -159,10 +141,7 @@ def _word(rng: random.Random) -> Chat:
         ]
     else:
         other = rng.choice([word for word in words if word.kind == "n"])
-        turns += [
-            rng.choice(_TABLE["and"]).format(a=other.named),
-            capitalised(f"{other.named} is {other.gloss}."),
-        ]
+        turns += [rng.choice(_TABLE["and_another_word"]).format(a=other.named), capitalised(f"{other.named} is {other.gloss}.")]
     return talk("threads", *turns)
 
 
@@ -178,7 +157,7 @@ def _same_thing(rng: random.Random) -> Chat:
         if word.kind == "n" and sum(word.word in table for table in tables.values()) >= 2
     ]
     word = rng.choice(things)
-    opening = rng.choice(_TABLE["what_is_2"])
+    opening = rng.choice(_TABLE["what_is_thing"])
     turns = [opening.format(a=word.named), capitalised(f"{word.named} is {word.gloss}.")]
     known = [name for name in tables if word.word in tables[name]]
     for name in rng.sample(known, min(len(known), rng.choice((1, 2, 2)))):

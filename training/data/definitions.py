@@ -80,11 +80,7 @@ def _spoken_words() -> Counter[str]:
 
 def answer(word: Word, rng: random.Random) -> str:
     """The gloss as a sentence."""
-    forms = {
-        "n": _TABLE["is"],
-        "v": _TABLE["to_means_to"],
-        "a": _TABLE["means"],
-    }[word.kind]
+    forms = {"n": _TABLE["noun_answers"], "v": _TABLE["verb_answers"], "a": _TABLE["adjective_answers"]}[word.kind]
     named = word.named
     return rng.choice(forms).format(w=word.word, W=word.word.capitalize(), A=named[0].upper() + named[1:], g=word.gloss)
 
@@ -93,9 +89,7 @@ def definition_chat(word: Word, rng: random.Random) -> Chat:
     """One question about a word."""
     if word.kind == "n" and rng.random() < 0.1:
         return talk(
-            "definitions",
-            rng.choice(_RIDDLES).format(g=word.gloss),
-            rng.choice(_TABLE["the_word_is"]).format(word.named),
+            "definitions", rng.choice(_RIDDLES).format(g=word.gloss), rng.choice(_TABLE["riddle_answers"]).format(word.named)
         )
     asks = _ASKS_NOUN if word.kind == "n" else _ASKS_OTHER if word.kind == "a" else _ASKS_OTHER[:-1]
     question = rng.choice(asks).format(w=word.word, a=word.named)

@@ -36,15 +36,7 @@ def _sum(rng: random.Random) -> list[str]:
     while True:
         a, b = rng.randint(1, 12), rng.randint(1, 8)
         if not arithmetic.is_held_out(a, b, "+"):
-            return [
-                _TABLE.say(
-                    rng,
-                    "what_is",
-                    a=str(a),
-                    b=str(b),
-                ),
-                f"{a} + {b} = {a + b}.",
-            ]
+            return [_TABLE.say(rng, "what_is", a=str(a), b=str(b)), f"{a} + {b} = {a + b}."]
 
 
 def _closing(rng: random.Random, chance: float) -> list[str]:
@@ -55,10 +47,7 @@ def _closing(rng: random.Random, chance: float) -> list[str]:
     if kind < 2:
         asks, answers = smalltalk.TALK["thanks" if kind else rng.choice(("bye", "bye", "night"))]
         return [rng.choice(asks), rng.choice(answers)]
-    return [
-        _TABLE.say(rng, "thank_you_bye"),
-        _TABLE.say(rng, "youre_welcome_goodbye"),
-    ]
+    return [_TABLE.say(rng, "thank_you_bye"), _TABLE.say(rng, "youre_welcome_goodbye")]
 
 
 def remember(rng: random.Random) -> Chat:
@@ -78,20 +67,11 @@ def remember(rng: random.Random) -> Chat:
                 if corrected.topic == memory.topic == "name":
                     known[index] = memories["name"] = corrected
                     name = corrected.summary.removeprefix("your name is ")
-                    turns += [
-                        _TABLE.say(rng, "sorry_my_name_is", v=name),
-                        _TABLE.say(rng, "all_right", v=name),
-                    ]
+                    turns += [_TABLE.say(rng, "sorry_my_name_is", v=name), _TABLE.say(rng, "all_right_name", v=name)]
         for _ in range(rng.choices((0, 1, 2), (0.45, 0.4, 0.15))[0]):
             turns += _between(rng)
     if rng.random() < 0.12:
-        turns += [
-            _TABLE.say(
-                rng,
-                "what_do_you_know",
-            ),
-            capitalised(" and ".join(memory.summary for memory in known[:3]) + "."),
-        ]
+        turns += [_TABLE.say(rng, "what_do_you_know"), capitalised(" and ".join(memory.summary for memory in known[:3]) + ".")]
     else:
         rng.shuffle(known)
         for memory in known[: rng.choice((1, 2, 3))]:
@@ -99,13 +79,7 @@ def remember(rng: random.Random) -> Chat:
     if rng.random() < 0.12:
         other = rng.choices(makers, weights)[0](rng)
         if other.topic not in memories and other.topic in ("name", "home", "age", "job"):
-            turns += [
-                other.asked,
-                _TABLE.say(
-                    rng,
-                    "you_have_not_told",
-                ),
-            ]
+            turns += [other.asked, _TABLE.say(rng, "you_have_not_told")]
     return talk("dialogues", *turns, *_closing(rng, 0.2))
 
 
@@ -122,13 +96,10 @@ def _about_animal(rng: random.Random, animal: knowledge.Animal, *, named: bool) 
     if kind == 2:
         other = rng.choice(("a fish", "a bird", "an insect", "a mammal", "a reptile"))
         answer = f"Yes, {s} is {animal.kind}." if other == animal.kind else f"No, {s} is {animal.kind}."
-        return _TABLE.say(rng, "is", s=s, o=other), answer
+        return _TABLE.say(rng, "is_it_a", s=s, o=other), answer
     if kind == 3:
         return _TABLE.say(rng, "what_kind_of_animal", s=s), f"{S} is {animal.kind}."
-    return _TABLE.say(
-        rng,
-        "tell_me_more",
-    ), animal.fact
+    return _TABLE.say(rng, "tell_me_more"), animal.fact
 
 
 def described(animal: knowledge.Animal) -> str:
@@ -148,11 +119,14 @@ def animal(rng: random.Random) -> Chat:
             _TABLE.say(rng, "where_do_they_live"): f"They live {s.home}.",
             _TABLE.say(rng, "what_do_they_eat"): f"They eat {s.food}.",
         }
-        opening = [_TABLE.say(rng, "tell_me_about", p=s.plural), f"{capitalised(s.plural)} live {s.home} and eat {s.food}."]
+        opening = [
+            _TABLE.say(rng, "tell_me_about_them", p=s.plural),
+            f"{capitalised(s.plural)} live {s.home} and eat {s.food}.",
+        ]
         forms = dict(list(forms.items())[: rng.choice((1, 2))])
         return talk("dialogues", *opening, *(turn for pair in forms.items() for turn in pair), *_closing(rng, 0.3))
     opening = [
-        _TABLE.say(rng, "what_is_2", a=a, n=subject.name),
+        _TABLE.say(rng, "what_is_animal", a=a, n=subject.name),
         capitalised(f"{a} {subject.name} is {gloss or described(subject)}."),
     ]
     for _ in range(rng.choice((1, 2, 2, 3))):
@@ -161,7 +135,7 @@ def animal(rng: random.Random) -> Chat:
             asked[question] = answer
     if rng.random() < 0.25:
         other = rng.choice([each for each in knowledge.ANIMALS if each is not subject])
-        asked[_TABLE.say(rng, "and", a="an" if other.name[0] in "aeio" else "a", n=other.name)] = capitalised(
+        asked[_TABLE.say(rng, "and_another_animal", a="an" if other.name[0] in "aeio" else "a", n=other.name)] = capitalised(
             f"a {other.name} is {GLOSSES.get(other.name) or described(other)}."
         )
     return talk("dialogues", *opening, *(turn for pair in asked.items() for turn in pair), *_closing(rng, 0.25))
@@ -171,19 +145,14 @@ def topic(rng: random.Random) -> Chat:
     """A topic, questions about it, and a way back to it after something else."""
     subject = rng.choice(knowledge.TOPICS)
     what = "What are" if subject.name == "the stars" else "What is"
-    opening = _TABLE.say(
-        rng,
-        "tell_me_about_2",
-        t=subject.name,
-        w=what,
-    )
+    opening = _TABLE.say(rng, "tell_me_about_topic", t=subject.name, w=what)
     turns = [opening, subject.opening]
     asked = rng.sample(subject.questions, min(len(subject.questions), rng.choice((1, 2, 2, 3))))
     for index, (question, answer) in enumerate(asked):
         if index and rng.random() < 0.12:
             turns += [
                 *_between(rng),
-                _TABLE.say(rng, "back_to", t=subject.name, q=question[0].lower() + question[1:]),
+                _TABLE.say(rng, "back_to_topic", t=subject.name, q=question[0].lower() + question[1:]),
                 answer,
             ]
         else:
@@ -200,18 +169,9 @@ def jokes(rng: random.Random) -> Chat:
     chosen = [told[(begin + step) % len(told)] for step in range(count)]  # always the same one after another: none comes twice
     turns = [rng.choice(asks), chosen[0]]
     for text in chosen[1:]:
-        turns += [
-            _TABLE.say(
-                rng,
-                "another_one_please",
-            ),
-            text,
-        ]
+        turns += [_TABLE.say(rng, "another_one_please"), text]
     if rng.random() < 0.7:
-        turns += [
-            _TABLE.say(rng, "haha_that_was_good"),
-            _TABLE.say(rng, "im_glad_you_liked"),
-        ]
+        turns += [_TABLE.say(rng, "haha_that_was_good"), _TABLE.say(rng, "im_glad_you_liked")]
     return talk("dialogues", *turns, *_closing(rng, 0.25))
 
 
@@ -241,33 +201,21 @@ _OPPOSITES = dict(facts.RELATIONS["opposite"].rows)
 def words(rng: random.Random) -> Chat:
     """What a word means, a sentence with it, its opposite, how it is spelled."""
     word, examples = rng.choice(list(_TABLE["examples"].items()))
-    turns = [_TABLE.say(rng, "what_does_mean", w=word), _TABLE.say(rng, "it_means", w=word, g=GLOSSES[word])]
+    turns = [_TABLE.say(rng, "what_does_word_mean", w=word), _TABLE.say(rng, "it_means", w=word, g=GLOSSES[word])]
     kinds = ["sentence", "spell", "another"] + (["opposite"] * 2 if word in _OPPOSITES else [])
     for kind in dict.fromkeys(rng.sample(kinds, rng.choice((1, 2, 3)))):
         if kind == "sentence":
-            turns += [
-                _TABLE.say(
-                    rng,
-                    "use_it_in_a",
-                ),
-                rng.choice(examples),
-            ]
+            turns += [_TABLE.say(rng, "use_it_in_a"), rng.choice(examples)]
         elif kind == "opposite":
             turns += [
-                _TABLE.say(
-                    rng,
-                    "what_is_the_opposite",
-                ),
+                _TABLE.say(rng, "what_is_the_opposite"),
                 _TABLE.say(rng, "the_opposite_of_is", w=word, o=_OPPOSITES[word]),
             ]
         elif kind == "spell":
             turns += [_TABLE.say(rng, "how_do_you_spell"), "-".join(word.upper()) + "."]
         else:
             other = rng.choice(sorted(ADJECTIVES - {word}))
-            turns += [
-                _TABLE.say(rng, "and_2", o=other),
-                f"{other.capitalize()} means {GLOSSES[other]}.",
-            ]
+            turns += [_TABLE.say(rng, "and_another_word", o=other), f"{other.capitalize()} means {GLOSSES[other]}."]
             word = other
             if word not in _OPPOSITES or "sentence" in kinds:
                 break
@@ -287,14 +235,7 @@ def greeting(rng: random.Random) -> Chat:
         question, answer = rng.choice((_sum, _between, _can))(rng)[:2]
         turns += [f"{well} {question}", answer]
     else:
-        turns += [
-            well,
-            _TABLE.say(
-                rng,
-                "im_glad_to_hear",
-            ),
-            *rng.choice((_can, _between))(rng)[:2],
-        ]
+        turns += [well, _TABLE.say(rng, "im_glad_to_hear"), *rng.choice((_can, _between))(rng)[:2]]
     if rng.random() < 0.4:
         turns += _sum(rng) if rng.random() < 0.4 else _between(rng)
     return talk("dialogues", *turns, *_closing(rng, 0.35))
@@ -322,10 +263,7 @@ _PROFESSIONS = dict(facts.RELATIONS["profession"].rows)
 def person(rng: random.Random) -> Chat:
     """Somebody's work, what else they made, and who they were."""
     work, (maker, done) = rng.choice(list(_PERSONS.items()))
-    turns = [
-        _TABLE.say(rng, "who", d=done, w=work),
-        f"{maker} {done} {work}.",
-    ]
+    turns = [_TABLE.say(rng, "who_made", d=done, w=work), f"{maker} {done} {work}."]
     base = {"wrote": "write", "painted": "paint", "composed": "compose", "invented": "invent"}[done]
     others = [each for each, (who, how) in _PERSONS.items() if (who, how) == (maker, done) and each != work]
     follow: list[tuple[str, str]] = []
@@ -335,10 +273,7 @@ def person(rng: random.Random) -> Chat:
     if maker in _PROFESSIONS:
         follow.append((_TABLE.say(rng, "who_was_that", m=maker), f"{maker} was {_PROFESSIONS[maker]}."))
     if rng.random() < 0.3:
-        turns += [
-            _TABLE.say(rng, "what_did_you_say", d=done),
-            f"It was {maker}.",
-        ]
+        turns += [_TABLE.say(rng, "what_did_you_say", d=done), f"It was {maker}."]
     another = rng.choice([each for each in _PERSONS if each != work])
     follow.append((f"And who {_PERSONS[another][1]} {another}?", f"{_PERSONS[another][0]} {_PERSONS[another][1]} {another}."))
     for pair in rng.sample(follow, min(len(follow), rng.choice((1, 2)))):
@@ -348,12 +283,7 @@ def person(rng: random.Random) -> Chat:
 
 def quiz(rng: random.Random) -> Chat:
     """The model asks, and says whether the user's answer is right."""
-    turns = [
-        _TABLE.say(
-            rng,
-            "ask_me_a_question",
-        )
-    ]
+    turns = [_TABLE.say(rng, "ask_me_a_question")]
     tables = ("capital", "opposite", "plural", "young animal", "language", "continent", "past tense")
     for number in range(rng.choice((1, 2, 2, 3))):
         relation = facts.RELATIONS[rng.choice(tables)]
@@ -361,7 +291,7 @@ def quiz(rng: random.Random) -> Chat:
         turns.append(("" if number else _TABLE.say(rng, "gladly") + " ") + capitalised(relation.asks[0].format(s=subject)))
         is_right = rng.random() < 0.6 or wrong == value
         said = value if is_right else wrong
-        turns.append(_TABLE.say(rng, "it_is", v=said))
+        turns.append(_TABLE.say(rng, "guess", v=said))
         full = capitalised(
             next(form for form in relation.answers if "{s}" in form and "{v}" in form).format(s=subject, v=value)
         )
@@ -392,15 +322,8 @@ def in_words(rng: random.Random) -> Chat:
     count = len(short.split())
     if count >= len(_TABLE["numbers"]):
         return in_words(rng)
-    turns = [_TABLE.say(rng, "tell_me_about_3", s=shown), long]
-    turns += [
-        _TABLE.say(
-            rng,
-            "say_it_in_words",
-            n=_TABLE["numbers"][count],
-        ),
-        short,
-    ]
+    turns = [_TABLE.say(rng, "describe", s=shown), long]
+    turns += [_TABLE.say(rng, "say_it_in_words", n=_TABLE["numbers"][count]), short]
     return talk("dialogues", *turns)
 
 

@@ -29,22 +29,14 @@ def thing(rng: random.Random) -> Chat:
     t, c, p = rng.choice(_THINGS), rng.choice(_COLOURS), str(rng.randint(5, 95) * 5)
     a = "an" if t[0] in "aeiou" else "a"
     turns = [
-        _TABLE.say(rng, "i_bought", a=a, t=t),
+        _TABLE.say(rng, "i_bought_thing", a=a, t=t),
         _TABLE.say(rng, "how_nice_what_colour"),
-        _TABLE.say(rng, "it_is", c=c),
-        _TABLE.say(rng, "a_sounds_lovely", c=c, t=t, a=a),
+        _TABLE.say(rng, "it_is_colour", c=c),
+        _TABLE.say(rng, "colour_sounds_lovely", c=c, t=t, a=a),
     ]
-    asked = [
-        (
-            _TABLE.say(rng, "what_colour_is_my", t=t),
-            f"Your {t} is {c}.",
-        )
-    ]
+    asked = [(_TABLE.say(rng, "what_colour_is_my", t=t), f"Your {t} is {c}.")]
     if rng.random() < 0.4:
-        turns += [
-            _TABLE.say(rng, "it_cost_dollars", p=p),
-            _TABLE.say(rng, "that_is_a_fair", p=p, a=a, t=t),
-        ]
+        turns += [_TABLE.say(rng, "it_cost_dollars", p=p), _TABLE.say(rng, "that_is_a_fair", p=p, a=a, t=t)]
         asked.append((_TABLE.say(rng, "how_much_did_my", t=t), f"Your {t} cost {p} dollars."))
     asked.append((_TABLE.say(rng, "what_did_i_buy"), f"You have a new {t}. It is {c}."))
     for pair in rng.sample(asked, rng.choice((1, 1, 2))):
@@ -57,20 +49,12 @@ def pet(rng: random.Random) -> Chat:
     k, v, n = rng.choice(_PETS), name_of(rng), str(rng.randint(2, 18))
     is_ill = rng.random() < 0.5
     turns = [
-        _TABLE.say(rng, "my_is_ill" if is_ill else "my_is_so_funny", k=k, v=v),
+        _TABLE.say(rng, "pet_is_ill" if is_ill else "my_is_so_funny", k=k, v=v),
         _TABLE.say(rng, "im_sorry_to_hear" if is_ill else "sounds_lovely_how_old", k=k, v=v),
     ]
-    asked = [
-        (
-            _TABLE.say(rng, "what_is_my_s", k=k),
-            f"Your {k} is called {v}.",
-        )
-    ]
+    asked = [(_TABLE.say(rng, "what_is_its_name", k=k), f"Your {k} is called {v}.")]
     if rng.random() < 0.7:
-        turns += [
-            _TABLE.say(rng, "is_years_old", v=v, n=n),
-            _TABLE.say(rng, "is_a_good_age", n=n, k=k, v=v),
-        ]
+        turns += [_TABLE.say(rng, "is_years_old", v=v, n=n), _TABLE.say(rng, "is_a_good_age", n=n, k=k, v=v)]
         asked.append((_TABLE.say(rng, "how_old_is", v=v, k=k), f"{v} is {n} years old."))
     for pair in rng.sample(asked, rng.choice((1, len(asked)))):
         turns += pair
@@ -83,18 +67,7 @@ _HOBBIES = _TABLE["hobbies"]
 def hobby(rng: random.Random) -> Chat:
     """Something to learn: whether it is hard, how often, how long, where to begin."""
     h = rng.choice(_HOBBIES)
-    turns = [
-        _TABLE.say(
-            rng,
-            "i_want_to_learn",
-            h=h,
-        ),
-        _TABLE.say(
-            rng,
-            "that_is_a_great",
-            h=h,
-        ),
-    ]
+    turns = [_TABLE.say(rng, "i_want_to_learn", h=h), _TABLE.say(rng, "that_is_a_great", h=h)]
     pairs = [
         (_TABLE.say(rng, "is_it_hard"), _TABLE.say(rng, "the_first_steps_are")),
         (_TABLE.say(rng, "how_often_should_i"), _TABLE.say(rng, "a_little_every_day")),
@@ -120,19 +93,13 @@ def worry(rng: random.Random) -> Chat:
     )
     about = "of" if f == "afraid" else "about"
     turns = [
-        _TABLE.say(rng, "i_am" if f not in ("afraid",) else "i_am_2", f=f, b=about, w=w),
+        _TABLE.say(rng, "i_am_afraid" if f == "afraid" else "i_am_feeling", f=f, b=about, w=w),
         _TABLE.say(rng, "how_nice_i_hope" if is_glad else "that_is_normal_take"),
     ]
     if rng.random() < 0.5:
-        turns += [
-            _TABLE.say(rng, "wish_me_luck_please"),
-            _TABLE.say(rng, "good_luck_i_am"),
-        ]
+        turns += [_TABLE.say(rng, "wish_me_luck_please"), _TABLE.say(rng, "good_luck_i_am")]
     if rng.random() < 0.3:
-        turns += [
-            _TABLE.say(rng, "what_am_i", f=f, b=about),
-            f"You are {f} {about} {w.replace('my ', 'your ')}.",
-        ]
+        turns += [_TABLE.say(rng, "what_am_i", f=f, b=about), f"You are {f} {about} {w.replace('my ', 'your ')}."]
     return talk("everyday", *turns, *_closing(rng))
 
 
@@ -145,25 +112,12 @@ def meal(rng: random.Random) -> Chat:
     *rest, last = rng.sample(_FOODS, rng.choice((1, 2, 2, 3)))
     x = (", ".join(rest) + " and " + last) if rest else last
     d, e = rng.sample(_DISHES, 2)
-    turns = [
-        _TABLE.say(
-            rng,
-            "what_can_i_cook",
-            x=x,
-        ),
-        _TABLE.say(rng, "you_could_make_with", d=d, x=x),
-    ]
+    turns = [_TABLE.say(rng, "what_can_i_cook", x=x), _TABLE.say(rng, "you_could_make_with", d=d, x=x)]
     if rng.random() < 0.5:
-        turns += [
-            _TABLE.say(rng, "another_idea"),
-            _TABLE.say(rng, "then_try_with", e=e, x=x),
-        ]
+        turns += [_TABLE.say(rng, "another_idea"), _TABLE.say(rng, "then_try_with", e=e, x=x)]
         d = e
     if rng.random() < 0.4:
-        turns += [
-            _TABLE.say(rng, "good_idea"),
-            _TABLE.say(rng, "enjoy_your_meal"),
-        ]
+        turns += [_TABLE.say(rng, "good_idea"), _TABLE.say(rng, "enjoy_your_meal")]
     elif rng.random() < 0.3:
         turns += [_TABLE.say(rng, "what_do_i_have"), f"You have {x}."]
     return talk("everyday", *turns, *_closing(rng))
@@ -176,17 +130,10 @@ def summary(rng: random.Random) -> Chat:
     """A longer sentence, what it says, and who it was about."""
     long, short = rng.choice(_TALES)
     n, m = name_of(rng), name_of(rng)
-    x, y = rng.sample(_TABLE["apples"], 2)
-    values = {"n": n, "m": m, "x": x, "y": y, "p": rng.choice(_TABLE["market"])}
+    x, y = rng.sample(_TABLE["produce"], 2)
+    values = {"n": n, "m": m, "x": x, "y": y, "p": rng.choice(_TABLE["places"])}
     text = long.format(**values)
-    turns = [
-        _TABLE.say(
-            rng,
-            "summarise",
-            t=text,
-        ),
-        capitalised(short.format(**values)),
-    ]
+    turns = [_TABLE.say(rng, "summarise", t=text), capitalised(short.format(**values))]
     if rng.random() < 0.3:
         turns += [_TABLE.say(rng, "who_is_it_about"), f"It is about {n}."]
     return talk("everyday", *turns)
@@ -224,20 +171,9 @@ def members(rng: random.Random) -> Chat:
     count = rng.choice((2, 3, 3))
     *chosen, new = rng.sample(_GROUPS[kind], count + 1)
     number = ("two", "three")[count - 2]
-    turns = [
-        _TABLE.say(
-            rng,
-            "name",
-            n=number,
-            k=kind,
-        ),
-        capitalised(", ".join(chosen[:-1]) + f" and {chosen[-1]}."),
-    ]
+    turns = [_TABLE.say(rng, "name_some", n=number, k=kind), capitalised(", ".join(chosen[:-1]) + f" and {chosen[-1]}.")]
     if rng.random() < 0.7:
-        turns += [
-            _TABLE.say(rng, "another_one"),
-            capitalised(rng.choice((f"{new}.", f"{', '.join(chosen)} and {new}."))),
-        ]
+        turns += [_TABLE.say(rng, "another_one"), capitalised(rng.choice((f"{new}.", f"{', '.join(chosen)} and {new}.")))]
     return talk("everyday", *turns, *_closing(rng))
 
 
@@ -249,18 +185,13 @@ def translation(rng: random.Random) -> Chat:
     language, other = rng.sample(list(TRANSLATIONS), 2)
     word, second = rng.sample(list(TRANSLATIONS[language]), 2)
     turns = [
-        _TABLE.say(
-            rng,
-            "translate_into",
-            w=word,
-            l=language,
-        ),
-        _TABLE.say(rng, "in_is", w=word, l=language, v=TRANSLATIONS[language][word]),
+        _TABLE.say(rng, "translate_into", w=word, l=language),
+        _TABLE.say(rng, "translated", w=word, l=language, v=TRANSLATIONS[language][word]),
     ]
     if rng.random() < 0.5:
-        turns += [_TABLE.say(rng, "and_in", l=other), f'In {other}, you say "{TRANSLATIONS[other][word]}".']
+        turns += [_TABLE.say(rng, "and_in_language", l=other), f'In {other}, you say "{TRANSLATIONS[other][word]}".']
     elif rng.random() < 0.5:
-        turns += [_TABLE.say(rng, "and", w=second), f'In {language}, you say "{TRANSLATIONS[language][second]}".']
+        turns += [_TABLE.say(rng, "and_word", w=second), f'In {language}, you say "{TRANSLATIONS[language][second]}".']
     return talk("everyday", *turns, *_closing(rng))
 
 

@@ -126,8 +126,8 @@ def tool_prompts(rng: random.Random) -> list[dict[str, Any]]:
 
 def json_prompts(rng: random.Random, count: int) -> list[dict[str, Any]]:
     """Texts and rules in other words than those of training, with schemas put together anew."""
-    rules = _TABLE["write_one_json_object"]
-    asks = _TABLE["what_does_this_text"]
+    rules = _TABLE["json_rules"]
+    asks = _TABLE["json_asks"]
     found = []
     for index in range(count):
         messages, schema = _json_prompt(rng, rules[index % 3], asks[index % 4], kind=index % 6)
@@ -159,7 +159,7 @@ def _json_prompt(rng: random.Random, rule: str, ask: str, kind: int) -> tuple[li
     return [{"role": "user", "content": f"{ask}\n{rule}"}], schema
 
 
-_OPEN: tuple[tuple[str, ...], ...] = _TABLE["open"]
+_OPEN: tuple[tuple[str, ...], ...] = _TABLE["open_chats"]
 
 
 def main() -> None:

@@ -34,10 +34,7 @@ def _follow_up(rng: random.Random, turns: list[str]) -> list[str]:
     question, answer = turns[-2:]
     kind = rng.randrange(3)
     if kind == 0:
-        return [
-            rng.choice(_TABLE["can_you_repeat_that"]),
-            answer,
-        ]
+        return [rng.choice(_TABLE["can_you_repeat_that"]), answer]
     if kind == 1:
         asks, answers = smalltalk.TALK["agree"]
         return [rng.choice(asks), rng.choice(answers)]

@@ -25,19 +25,19 @@ _SPORTS = _TABLE["sports"]
 _FOODS = _TABLE["foods"]
 _GOOD = _TABLE["good"]
 _BAD = _TABLE["bad"]
-_WHAT = _TABLE["what"]
+_WHAT = _TABLE["judged"]
 _STRING, _INTEGER, _BOOLEAN = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
 
 
 def _person(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], Any]]]:
     name, age, city, job = rng.choice(NAMES), rng.randint(6, 90), rng.choice(CITIES), rng.choice(_JOBS)
-    text = rng.choice(_TABLE["is_years_old_lives"]).format(n=name, a=age, c=city, j=job)
+    text = rng.choice(_TABLE["person"]).format(n=name, a=age, c=city, j=job)
     return text, [("name", _STRING, name), ("age", _INTEGER, age), ("city", _STRING, city), ("job", _STRING, job)]
 
 
 def _pet(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], Any]]]:
     name, kind, colour, age = rng.choice(NAMES), rng.choice(_PETS), rng.choice(_COLOURS), rng.randint(1, 15)
-    text = rng.choice(_TABLE["has_a_that_is"]).format(n=name, k=kind, c=colour, a=age)
+    text = rng.choice(_TABLE["pet"]).format(n=name, k=kind, c=colour, a=age)
     return text, [("owner", _STRING, name), ("animal", _STRING, kind), ("color", _STRING, colour), ("age", _INTEGER, age)]
 
 
@@ -48,7 +48,7 @@ def _order(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], Any
         rng.randint(1, 90),
         rng.choice(NAMES),
     )
-    text = rng.choice(_TABLE["orders_times_for_dollars"]).format(n=name, i=item, c=count, p=price)
+    text = rng.choice(_TABLE["order"]).format(n=name, i=item, c=count, p=price)
     return text, [
         ("customer", _STRING, name),
         ("item", _STRING, item),
@@ -64,7 +64,7 @@ def _event(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], Any
         rng.choice(TIMES),
         rng.choice(CITIES),
     )
-    text = rng.choice(_TABLE["there_is_a_on"]).format(t=title, d=day, h=time, p=place)
+    text = rng.choice(_TABLE["event"]).format(t=title, d=day, h=time, p=place)
     return text, [("title", _STRING, title), ("day", _STRING, day), ("time", _STRING, time), ("place", _STRING, place)]
 
 
@@ -116,7 +116,7 @@ def _extract(rng: random.Random) -> Chat:
     schema = schema_of([(name, kind) for name, kind, _ in renamed])
     described = ", ".join(name for name, _, _ in renamed)
     if text.startswith("the country"):
-        text = rng.choice(_TABLE["tell_me_about"]).format(c=text)
+        text = rng.choice(_TABLE["about_country"]).format(c=text)
     system, question = _said(text, schema, rng, described)
     return talk("json", question, json.dumps({name: value for name, _, value in renamed}), system=system)
 
@@ -155,12 +155,7 @@ def _list(rng: random.Random) -> Chat:
             list(numbers),
         )
     schema = schema_of([(key, {"type": "array", "items": kind})])
-    system, question = _said(
-        rng.choice(_TABLE["the_list"]).format(text),
-        schema,
-        rng,
-        key,
-    )
+    system, question = _said(rng.choice(_TABLE["here_are_items"]).format(text), schema, rng, key)
     return talk("json", question, json.dumps({key: value}), system=system)
 
 
@@ -168,7 +163,7 @@ def _judge(rng: random.Random) -> Chat:
     """One word out of an enum, or true and false."""
     good = rng.random() < 0.5
     what = rng.choice(_WHAT)
-    text = rng.choice(_TABLE["was"]).format(
+    text = rng.choice(_TABLE["judgement"]).format(
         W=what.capitalize(), w=what, a=rng.choice(_GOOD if good else _BAD), n=rng.choice(NAMES)
     )
     if rng.random() < 0.65:

@@ -20,16 +20,8 @@ def thread(rng: random.Random) -> list[str]:
     """Turns from the wish to write to somebody to the letter, and on."""
     to = rng.choice(_TO)
     them = "him" if to in _HE else "her" if to in _SHE else "them"
-    asked = _TABLE.say(
-        rng,
-        "can_you_help_me",
-        t=to,
-    )
-    reply = _TABLE.say(
-        rng,
-        "of_course_what_would",
-        m=them,
-    )
+    asked = _TABLE.say(rng, "can_you_help_me", t=to)
+    reply = _TABLE.say(rng, "of_course_what_would", m=them)
     wish, body, longer = _content(rng, them)
     end = rng.choice(_ENDS)
     address = f"Dear {to.capitalize()},"
@@ -39,10 +31,7 @@ def thread(rng: random.Random) -> list[str]:
         turns = [f"{asked} {wish}", letter]
     if rng.random() < 0.6:
         more = " ".join((longer, *rng.sample(_MORE, rng.choice((1, 2)))))
-        turns += [
-            _TABLE.say(rng, "make_it_longer"),
-            f"{address}\n{body} {more}\n{end}",
-        ]
+        turns += [_TABLE.say(rng, "make_it_longer"), f"{address}\n{body} {more}\n{end}"]
         if rng.random() < 0.3:
             turns += [_TABLE.say(rng, "shorter_please"), letter]
     elif rng.random() < 0.4:

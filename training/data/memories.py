@@ -142,7 +142,7 @@ def _where(rng: random.Random) -> Memory:
 
 
 def _appointment(rng: random.Random) -> Memory:
-    k = rng.choice(_TABLE["meeting"])
+    k = rng.choice(_TABLE["appointments"])
     v = (
         f"on {rng.choice(_DAYS)}" + (f" at {rng.randint(1, 12)}" if rng.random() < 0.5 else "")
         if rng.random() < 0.6

@@ -85,10 +85,7 @@ def _rhyme(rng: random.Random) -> Iterator[Prompt]:
 
 
 def _name(rng: random.Random) -> Iterator[Prompt]:
-    for template, group in itertools.product(
-        _TABLE["name_three"],
-        topics.GROUPS,
-    ):
+    for template, group in itertools.product(_TABLE["name_three"], topics.GROUPS):
         yield Prompt(
             "name",
             _SHORT,

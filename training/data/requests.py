@@ -43,23 +43,15 @@ def sentences(rng: random.Random) -> Chat:
         chosen[0] = rng.choice(alone)
         chosen[1] = next(text for text in (first, *rest) if text != chosen[0])
     number = ("one sentence", "two sentences", "three sentences")[count - 1]
-    ask = _TABLE.say(
-        rng,
-        "write_about",
-        n=number,
-        t=thing,
-    )
+    ask = _TABLE.say(rng, "write_about", n=number, t=thing)
     turns = [ask, " ".join(chosen[:count])]
     if rng.random() < 0.25:
-        turns += [
-            _TABLE.say(rng, "one_more_sentence_please"),
-            chosen[-1],
-        ]
+        turns += [_TABLE.say(rng, "one_more_sentence_please"), chosen[-1]]
     return talk("requests", *turns)
 
 
-_ALWAYS = _TABLE["always"]
-_LEADS_LONG = _TABLE["leads_long"]
+_ALWAYS = _TABLE["endings"]
+_LEADS_LONG = _TABLE["long_openings"]
 
 
 def shorten(rng: random.Random) -> Chat:
@@ -90,53 +82,24 @@ def say(rng: random.Random) -> Chat:
     name = name_of(rng)
     if kind == 0:
         what = rng.choice(_TABLE["greetings"])
-        return talk(
-            "requests",
-            _TABLE.say(rng, "say_to", w=what, n=name),
-            f"{capitalised(what)}, {name}!",
-        )
+        return talk("requests", _TABLE.say(rng, "say_to_somebody", w=what, n=name), f"{capitalised(what)}, {name}!")
     if kind == 1:
         what, answer = rng.choice(_TABLE["sayings"])
-        return talk(
-            "requests",
-            _TABLE.say(rng, "say", w=what),
-            answer,
-        )
+        return talk("requests", _TABLE.say(rng, "say_to_me", w=what), answer)
     if kind == 2:
         text = " ".join(made_up_word(rng) if rng.random() < 0.5 else rng.choice(_LIST_ITEMS) for _ in range(rng.randint(1, 6)))
-        return talk(
-            "requests",
-            _TABLE.say(
-                rng,
-                "say_2",
-                w=text,
-            ),
-            text,
-        )
+        return talk("requests", _TABLE.say(rng, "say_2", w=text), text)
     if kind == 3:
         word, times = rng.choice((rng.choice(_LIST_ITEMS), made_up_word(rng))), rng.choice((2, 3, 4))
         return talk(
-            "requests",
-            _TABLE.say(
-                rng,
-                "say_times",
-                w=word,
-                n=("two", "three", "four")[times - 2],
-            ),
-            " ".join([word] * times),
+            "requests", _TABLE.say(rng, "say_times", w=word, n=("two", "three", "four")[times - 2]), " ".join([word] * times)
         )
     if kind == 4:
         wish, answer = rng.choice(_TABLE["wishes"])
         return talk("requests", _TABLE.say(rng, "wish_me", w=wish), answer)
     asks, answers = rng.choice(handwritten.WORLD)
     question, answer = rng.choice(asks), rng.choice(answers)
-    return talk(
-        "requests",
-        question,
-        answer,
-        _TABLE.say(rng, "please_repeat_that"),
-        answer,
-    )
+    return talk("requests", question, answer, _TABLE.say(rng, "please_repeat_that"), answer)
 
 
 def lists(rng: random.Random) -> Chat:
@@ -155,14 +118,14 @@ def lists(rng: random.Random) -> Chat:
         if rng.random() < 0.6 or len(items) < 3:
             new = rng.choice([item for item in _LIST_ITEMS if item not in items])
             items = [*items, new]
-            turns.append(_TABLE.say(rng, "add", x=new))
+            turns.append(_TABLE.say(rng, "add_to_list", x=new))
         else:
             gone = rng.choice(items)
             items = [item for item in items if item != gone]
-            turns.append(_TABLE.say(rng, "remove", x=gone))
+            turns.append(_TABLE.say(rng, "remove_from_list", x=gone))
         turns.append(", ".join(items) if is_line else "\n".join(f"- {item}" for item in items))
     if rng.random() < 0.25:
-        turns += [_TABLE.say(rng, "how_many_things_are"), f"There are {len(items)} things on the list."]
+        turns += [_TABLE.say(rng, "how_many_things"), f"There are {len(items)} things on the list."]
     return talk("requests", *turns)
 
 
@@ -174,12 +137,7 @@ def difference(rng: random.Random) -> Chat:
     group = [word for word in rng.choice(_KINDS) if word in GLOSSES]
     first, second = rng.sample(group, 2)
     a, b = _named(first), _named(second)
-    ask = _TABLE.say(
-        rng,
-        "what_is_the_difference",
-        a=a,
-        b=b,
-    )
+    ask = _TABLE.say(rng, "what_is_the_difference", a=a, b=b)
     return talk("requests", ask, f"{capitalised(a)} is {GLOSSES[first]}, and {b} is {GLOSSES[second]}.")
 
 
@@ -187,11 +145,7 @@ def child(rng: random.Random) -> Chat:
     """A thing explained in simple words."""
     word = rng.choice([word for word in GLOSSES if word not in ADJECTIVES])
     a = _named(word)
-    ask = _TABLE.say(
-        rng,
-        "explain_to_a_child",
-        a=a,
-    )
+    ask = _TABLE.say(rng, "explain_to_a_child", a=a)
     end = rng.choice(
         ("", "", " Ask me if you want to know more.", " Have you seen one?" if a.startswith("a") and word not in MASS else "")
     )
@@ -204,14 +158,7 @@ def both(rng: random.Random) -> Chat:
     if kind == 0:
         who, can = rng.choice(smalltalk.IDENTITY["who"][1]), rng.choice(smalltalk.IDENTITY["can"][1])
         first = "I am Culet's built-in model, a small program." if len(who) > 70 else who
-        return talk(
-            "requests",
-            _TABLE.say(
-                rng,
-                "who_are_you_and",
-            ),
-            f"{first} {can}",
-        )
+        return talk("requests", _TABLE.say(rng, "who_are_you_and"), f"{first} {can}")
     relations = list(facts.RELATIONS.values())
     chosen = [(relation, *rng.choice(relation.rows)) for relation in rng.sample(relations, 2)]
     asks = [capitalised(rng.choice(relation.asks).format(s=subject)) for relation, subject, _ in chosen]
@@ -223,11 +170,7 @@ def both(rng: random.Random) -> Chat:
     ]
     if kind == 1:
         return talk("requests", f"{asks[0]} And {asks[1][0].lower() + asks[1][1:]}", f"{full[0]} {full[1]}")
-    return talk(
-        "requests",
-        _TABLE.say(rng, "hello_2") + " " + asks[0],
-        _TABLE.say(rng, "hello_3") + " " + full[0],
-    )
+    return talk("requests", _TABLE.say(rng, "hello_first") + " " + asks[0], _TABLE.say(rng, "hello_back") + " " + full[0])
 
 
 def reading(rng: random.Random) -> Chat:
@@ -253,12 +196,7 @@ def reading(rng: random.Random) -> Chat:
     ]
     rest = [turn for pair in chosen[1:] for turn in pair]
     if rng.random() < 0.3:
-        return talk(
-            "requests",
-            *chosen[0],
-            *rest,
-            system=_TABLE.say(rng, "answer_the_users_questions", t=note),
-        )
+        return talk("requests", *chosen[0], *rest, system=_TABLE.say(rng, "answer_the_users_questions", t=note))
     lead = _TABLE.say(rng, "read_this", t=note, q=chosen[0][0])
     return talk("requests", lead, chosen[0][1], *rest)
 
@@ -284,37 +222,18 @@ def system(rng: random.Random) -> Chat:
         if rng.random() < 0.5:
             asks = _TABLE.say(rng, "what_is_my_name")
             return talk("requests", asks, _TABLE.say(rng, "your_name_is", n=name), system=prompt)
-        return talk(
-            "requests",
-            _TABLE.say(rng, "hello_4"),
-            _TABLE.say(rng, "hello_how_can_i", n=name),
-            system=prompt,
-        )
+        return talk("requests", _TABLE.say(rng, "hello_named"), _TABLE.say(rng, "hello_how_can_i", n=name), system=prompt)
     if kind == 2:
         word = made_up_word(rng) if rng.random() < 0.6 else rng.choice(_LIST_ITEMS)
         where = rng.choice(("begin", "end"))
-        prompt = _TABLE.say(
-            rng,
-            "every_answer_with_the",
-            w=where,
-            v=where,
-            x=word,
-        )
+        prompt = _TABLE.say(rng, "every_answer_with_the", w=where, v=where, x=word)
         return talk(
             "requests",
             question,
             f"{word.capitalize()}. {answer}" if where == "begin" else f"{answer} {word.capitalize()}.",
             system=prompt,
         )
-    return talk(
-        "requests",
-        question,
-        capitalised(value) + ".",
-        system=_TABLE.say(
-            rng,
-            "answer_with_the_answer",
-        ),
-    )
+    return talk("requests", question, capitalised(value) + ".", system=_TABLE.say(rng, "answer_with_the_answer"))
 
 
 _ADJECTIVES = _TABLE["adjectives"]
@@ -342,20 +261,14 @@ def story(rng: random.Random) -> Chat:
     text = " ".join(rng.choice(part).format(**values) for part in rng.choice(_TABLE["plots"])["parts"])
     ask = _TABLE.say(rng, "tell_me_a_story", h=hero)
     if friend in text and rng.random() < 0.5:
-        ask = _TABLE.say(rng, "tell_me_a_story_about", h=hero, g=friend)
+        ask = _TABLE.say(rng, "tell_me_a_story_of_two", h=hero, g=friend)
     turns = [ask, text]
     if rng.random() < 0.2:
-        turns += [
-            _TABLE.say(rng, "who_is_the_story").replace("What animal is it", "What is the story"),
-            f"It is about {hero}.",
-        ]
+        turns += [_TABLE.say(rng, "who_is_the_story").replace("What animal is it", "What is the story"), f"It is about {hero}."]
     elif rng.random() < 0.2:
-        turns += [_TABLE.say(rng, "what_happened_then"), _TABLE.say(rng, "then_the_went_home", n=noun)]
+        turns += [_TABLE.say(rng, "what_happened_then"), _TABLE.say(rng, "what_happened_next", n=noun)]
     elif rng.random() < 0.2:
-        turns += [
-            _TABLE.say(rng, "what_a_nice_story"),
-            _TABLE.say(rng, "im_glad_you_liked"),
-        ]
+        turns += [_TABLE.say(rng, "what_a_nice_story"), _TABLE.say(rng, "im_glad_you_liked")]
     return talk("requests", *turns)
 
 

@@ -79,8 +79,8 @@ def _conversation(rng: random.Random) -> list[str]:
 def _named(rng: random.Random) -> Chat:
     """A system prompt that gives another name: the answer keeps to it."""
     name, job = rng.choice(_NAMES), rng.choice(_JOBS)
-    system = rng.choice(_TABLE["your_name_is_you"]).format(n=name, j=job)
-    answer = rng.choice(_TABLE["i_am"]).format(n=name, j=job)
+    system = rng.choice(_TABLE["named_systems"]).format(n=name, j=job)
+    answer = rng.choice(_TABLE["named_answers"]).format(n=name, j=job)
     turns = [rng.choice(_ASK_NAME), answer]
     if rng.random() < 0.4:
         turns = [*_pick(rng, TALK["hello"])[:1], f"Hello! I am {name}. How can I help you?", *turns]

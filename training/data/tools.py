@@ -191,7 +191,7 @@ def _calling(rng: random.Random) -> Iterator[Chat]:
     calls: Message = {"role": "assistant", "tool_calls": [_call(tool.name, arguments)]}
     thinking = rng.random() < 0.1
     if thinking:
-        calls["reasoning"] = rng.choice(_TABLE["the_user_wants_something"]).format(t=tool.name)
+        calls["reasoning"] = rng.choice(_TABLE["thoughts"]).format(t=tool.name)
     system = rng.choice(_SYSTEMS)
     yield Chat("tools", _messages(system, user, calls), tools, thinking)
     if thinking or rng.random() < 0.45:
@@ -199,7 +199,7 @@ def _calling(rng: random.Random) -> Iterator[Chat]:
     result = _result(family, rng)
     if rng.random() < 0.08:
         result = {"error": rng.choice(("not found", "no connection", "try again later", "not available"))}
-        answer = rng.choice(_TABLE["im_sorry_that_did"]).format(**result)
+        answer = rng.choice(_TABLE["failed"]).format(**result)
     else:
         answer = capitalised(
             rng.choice(
@@ -325,9 +325,9 @@ def _made_up(rng: random.Random) -> Iterator[Chat]:
         )
     spoken = [f"{key} {str(value).lower() if isinstance(value, bool) else value}" for key, value in arguments.items()]
     verb, noun = re.match(r"([a-z]+)_?([A-Za-z]+)", name).groups()  # type: ignore[union-attr]
-    ask = rng.choice(_TABLE["please_the_with"])
+    ask = rng.choice(_TABLE["ask_by_name"])
     question = ask.format(v=verb, V=verb.capitalize(), n=noun.lower(), t=name, k=" and ".join(spoken))
-    text = rng.choice(_TABLE["a"]).format(v=verb, V=verb.capitalize(), n=noun.lower())
+    text = rng.choice(_TABLE["description"]).format(v=verb, V=verb.capitalize(), n=noun.lower())
     tool = Declared(name, declare(name, text, properties, list(properties)))
     tools = _shuffled(rng, [tool, *_others(rng, set(), list(FAMILIES))])
     calls: Message = {"role": "assistant", "tool_calls": [_call(name, arguments)]}

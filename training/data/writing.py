@@ -39,23 +39,23 @@ def _spell(rng: random.Random) -> tuple[str, str]:
     if kind == 0:
         return rng.choice(_TABLE["spell_the_word"]).format(word), "-".join(word.upper()) + "."
     if kind == 1:
-        return rng.choice(_TABLE["what_is_the_first"]).format(word), f"The first letter of {word} is {word[0].upper()}."
+        return rng.choice(_TABLE["what_is_the_first_letter"]).format(word), f"The first letter of {word} is {word[0].upper()}."
     if kind == 2:
         return f"What is the last letter of {word}?", f"The last letter of {word} is {word[-1].upper()}."
-    return rng.choice(_TABLE["how_many_letters_has"]).format(word), f"The word {word} has {len(word)} letters."
+    return rng.choice(_TABLE["how_many_letters"]).format(word), f"The word {word} has {len(word)} letters."
 
 
 def _case(rng: random.Random) -> tuple[str, str]:
     text = _sentence(rng, 1)[0] if rng.random() < 0.5 else rng.choice(_PLAIN_WORDS)
     if rng.random() < 0.6:
-        return rng.choice(_TABLE["write_this_in_capital"]).format(text), text.upper()
-    return rng.choice(_TABLE["write_this_in_small"]).format(text.upper()), text.lower()
+        return rng.choice(_TABLE["in_capital_letters"]).format(text), text.upper()
+    return rng.choice(_TABLE["in_small_letters"]).format(text.upper()), text.lower()
 
 
 def _order(rng: random.Random) -> tuple[str, str]:
     words = rng.sample(_PLAIN_WORDS, rng.choice((3, 3, 4)))
     if rng.random() < 0.6:
-        return rng.choice(_TABLE["put_these_words_in"]).format(", ".join(words)), ", ".join(sorted(words)) + "."
+        return rng.choice(_TABLE["sort_these_words"]).format(", ".join(words)), ", ".join(sorted(words)) + "."
     numbers = [str(number) for number in rng.sample(range(1, 60), 3)]
     return rng.choice(_TABLE["sort_these_numbers"]).format(", ".join(numbers)), ", ".join(sorted(numbers, key=int)) + "."
 
@@ -65,16 +65,16 @@ def _tense(rng: random.Random) -> tuple[str, str]:
     kind = rng.randrange(4)
     if kind == 0:
         new = f"{who} {act[2]} {act[3]}{when}."
-        ask = rng.choice(_TABLE["put_this_into_the"])
+        ask = rng.choice(_TABLE["into_past_tense"])
     elif kind == 1:
         new = f"does {who} {act[0]} {act[3]}{when}?"
-        ask = rng.choice(_TABLE["turn_this_into_a"])
+        ask = rng.choice(_TABLE["turn_into_a_question"])
     elif kind == 2:
         new = f"{who} does not {act[0]} {act[3]}{when}."
         ask = rng.choice(_TABLE["make_this_negative"])
     else:
         new = f"{who} will {act[0]} {act[3]}{when}."
-        ask = rng.choice(_TABLE["put_this_into_the_future"])
+        ask = rng.choice(_TABLE["into_future_tense"])
     return ask.format(text), new[0].upper() + new[1:]
 
 
@@ -93,7 +93,7 @@ def _polite(rng: random.Random) -> tuple[str, str]:
 
 def _shorten(rng: random.Random) -> tuple[str, str]:
     text, who, _, act = _sentence(rng, 2)
-    extra = rng.choice(_TABLE["as_far_as_i"])
+    extra = rng.choice(_TABLE["empty_openings"])
     whole = extra + (text if who[0].isupper() else text[0].lower() + text[1:])
     short = f"{who} {act[2]} {act[3]}."
     return rng.choice(_TABLE["make_this_shorter"]).format(whole), short[0].upper() + short[1:]
@@ -102,7 +102,7 @@ def _shorten(rng: random.Random) -> tuple[str, str]:
 def _who(rng: random.Random) -> tuple[str, str]:
     """Questions on a sentence that was given."""
     text, who, when, act = _sentence(rng, 2)
-    lead = rng.choice(_TABLE["read_this"]).format(text)
+    lead = rng.choice(_TABLE["given_sentence"]).format(text)
     kind = rng.randrange(3 if when else 2)
     if kind == 0:
         return f"{lead}Who {act[2]} {act[3]}?", f"{who[0].upper()}{who[1:]} {act[2]} {act[3]}."
@@ -116,9 +116,9 @@ def _list(rng: random.Random) -> tuple[str, str]:
     name = rng.choice(list(groups))
     count = rng.choice((2, 3, 3, 4))
     chosen = rng.sample(groups[name], count)
-    ask = rng.choice(_TABLE["name"]).format(n=("two", "three", "four")[count - 2], g=name)
+    ask = rng.choice(_TABLE["name_some"]).format(n=("two", "three", "four")[count - 2], g=name)
     answer = ", ".join(chosen[:-1]) + " and " + chosen[-1]
-    return ask, capitalised(rng.choice(_TABLE["are"]).format(answer, g=name))
+    return ask, capitalised(rng.choice(_TABLE["these_are"]).format(answer, g=name))
 
 
 _TASKS: tuple[Callable[[random.Random], tuple[str, str]], ...] = (
