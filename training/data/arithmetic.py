@@ -1,5 +1,8 @@
-"""Sums and differences in many phrasings. A fifth of the pairs within 20 is never trained in any phrasing (`is_held_out`);
-sums up to 100 teach how digits are added, so that the held-out pairs can be worked out."""
+"""Sums and differences in many phrasings.
+
+A fifth of the pairs within 20 is never trained (`is_held_out`). Sums up to 100 teach how to add digits, so that the model
+can work out the held-out pairs.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ WORDS = _TABLE["words"]
 
 
 def is_held_out(a: int, b: int, operation: str) -> bool:
-    """Whether a + b or a - b is kept for the gate. Sums are kept with their mirror images: 3 + 8 and 8 + 3 alike."""
+    """Whether a + b or a - b is kept for the gate. 3 + 8 is held out if and only if 8 + 3 is."""
     if operation == "+":
         a, b = min(a, b), max(a, b)
         if a + b > LIMIT:
@@ -38,7 +41,7 @@ _PATTERN = re.compile(
 
 
 def mentions_held_out(text: str) -> bool:
-    """Whether a held-out pair is written in `text`, in digits or in words, as a sum or a difference."""
+    """Whether `text` contains a held-out sum or difference, in digits or in words."""
     position = 0
     while match := _PATTERN.search(text, position):
         a, b, sign = (
@@ -66,7 +69,7 @@ _SUBTRACT_STORIES = _TABLE["subtract_stories"]
 
 
 def _pair(rng: random.Random, operation: str) -> tuple[int, int]:
-    """A pair that may be trained: mostly within 20, else within 100."""
+    """A pair that is not held out: mostly within 20, otherwise within 100."""
     while True:
         if rng.random() < 0.6:
             a = rng.randint(0, LIMIT)
@@ -79,7 +82,7 @@ def _pair(rng: random.Random, operation: str) -> tuple[int, int]:
 
 
 def _working(a: int, b: int, c: int, operation: str) -> str:
-    """A thought in which the digits are worked out."""
+    """A thought that works out the digits."""
     if operation == "+":
         ones = a % 10 + b % 10
         if a < 10 and b < 10:
@@ -113,7 +116,7 @@ def _question(rng: random.Random) -> tuple[str, str, tuple[int, int, int, str]]:
 
 
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
-    """Single questions, series of them, and some with thinking on."""
+    """Single questions, series of questions, and some with thinking on."""
     while count > 0:
         question, answer, (a, b, c, operation) = _question(rng)
         chance = rng.random()
@@ -126,14 +129,14 @@ def make(rng: random.Random, count: int) -> Iterator[Chat]:
             others = [_question(rng)[:2] for _ in range(rng.choice((1, 1, 2)))]
             yield talk("arithmetic", question, answer, *(turn for pair in others for turn in pair))
         elif chance < 0.4:
-            yield _other(rng)
+            yield _counting(rng)
         else:
             yield talk("arithmetic", question, answer)
         count -= 1
 
 
-def _other(rng: random.Random) -> Chat:
-    """Counting, comparing, doubling and neighbours of numbers."""
+def _counting(rng: random.Random) -> Chat:
+    """Counting, comparing, multiplying, and the numbers before and after."""
     n, m = rng.randint(0, 98), rng.randint(0, 99)
     kind = rng.randrange(6)
     if kind == 0:

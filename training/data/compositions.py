@@ -1,4 +1,4 @@
-"""Answers put together from several facts: "tell me about", yes or no, comparisons, opinions, sentences on request."""
+"""Answers that combine several facts: "tell me about", yes or no, comparisons, opinions, sentences on request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ _TABLE = Table("compositions")
 
 _ABOUT = _TABLE["about"]
 _TABLES = {name: dict(relation.rows) for name, relation in RELATIONS.items()}
-# From the smallest to the largest; from the slowest to the fastest.
 _SIZES = _TABLE["sizes"]
 _SPEEDS = _TABLE["speeds"]
 _SHOPS = _TABLE["shops"]
@@ -29,7 +28,7 @@ def _named(word: str) -> str:
 
 
 def _plural(thing: str) -> str:
-    """Several of "a thing"; what has no article of its own stays as it is."""
+    """The plural of "a thing"; a word without an article stays unchanged."""
     word = re.sub(r"^an? ", "", thing)
     if word == thing:
         return thing
@@ -162,7 +161,7 @@ def _sentence(rng: random.Random) -> tuple[str, str] | None:
 
 
 def _likes(rng: random.Random) -> tuple[str, str] | None:
-    """What the user likes or has, answered with the thing in mind."""
+    """Something the user likes, fears or dreams of, and a fitting reply."""
     thing = _plural(rng.choice((*topics.FOODS, *topics.NATURE, *topics.IDEAS, *topics.ANIMALS)))
     says = rng.choice(_TABLE["i_like"]).format(thing)
     replies = {

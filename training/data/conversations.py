@@ -1,5 +1,4 @@
-"""Conversations about facts in which a later turn refers back: other subjects of the same question, other questions about the
-same subject, shorter, again, and corrections."""
+"""Conversations about facts in which later turns refer back: another subject, another question, shorter, again, corrections."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ _AGAIN = _TABLE["again"]
 
 
 def _other_subject(rng: random.Random) -> Chat:
-    """The same question about other subjects, not spelled out again."""
+    """The same question about other subjects, asked in short form."""
     relation = rng.choice(
         [
             facts.RELATIONS[name]
@@ -54,7 +53,7 @@ _COUNTRY_ASKS = _TABLE["country_asks"]
 
 
 def _same_subject(rng: random.Random) -> Chat:
-    """Several questions about one country, named once."""
+    """Several questions about a country that is named only once."""
     tables = {name: dict(facts.RELATIONS[name].rows) for name in _COUNTRY_ASKS}
     country = rng.choice([country for country in tables["language"] if sum(country in table for table in tables.values()) >= 3])
     known = [name for name in tables if country in tables[name]]
@@ -79,7 +78,7 @@ def _same_subject(rng: random.Random) -> Chat:
 
 
 def _shorter(rng: random.Random) -> Chat:
-    """Say it shorter, say it again, what did I ask."""
+    """The user asks for a shorter answer, a repetition, or their own question."""
     relation = rng.choice(list(facts.RELATIONS.values()))
     subject, value = rng.choice(relation.rows)
     question = capitalised(rng.choice(relation.asks).format(s=subject))
@@ -116,7 +115,7 @@ def _corrected(rng: random.Random) -> Chat:
 
 
 def _sums(rng: random.Random) -> Chat:
-    """A number that the next question builds upon."""
+    """A sum that the next question continues."""
     while True:
         a, b, c = rng.randint(1, 12), rng.randint(1, 8), rng.randint(1, 6)
         if not (arithmetic.is_held_out(a, b, "+") or arithmetic.is_held_out(a + b, c, "+")):
@@ -149,7 +148,7 @@ _THING_ASKS = _TABLE["thing_asks"]
 
 
 def _same_thing(rng: random.Random) -> Chat:
-    """Several questions about one thing, named once; some of them with yes or no."""
+    """Several questions about a thing that is named only once; some take yes or no."""
     tables = {name: dict(facts.RELATIONS[name].rows) for name in _THING_ASKS}
     things = [
         word

@@ -1,4 +1,4 @@
-"""Definitions: everyday words in simple words, and further common words from WordNet. The gate's phrasings are not among these."""
+"""Definitions of everyday words, and of further common words from WordNet. The gate's phrasings are not used here."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def simple_words() -> list[Word]:
 
 
 def further_words(count: int = 400) -> list[Word]:
-    """Common nouns of WordNet with a short gloss, which are not among the everyday words."""
+    """Common WordNet nouns with a short gloss that are not everyday words."""
     spoken = _spoken_words()
-    found: dict[str, tuple[int, Word]] = {}
+    candidates: dict[str, tuple[int, Word]] = {}
     for sense in read_senses(fetch(source("wordnet"))):
         word = sense.words[0]
         is_new = word.isalpha() and word.islower() and len(word) >= 4 and word not in GLOSSES and word not in VERBS
@@ -68,12 +68,12 @@ def further_words(count: int = 400) -> list[Word]:
         begins = re.match(r"(?:an?|the|any|someone) ", sense.gloss)
         is_clear = begins and not _ODD.search(sense.gloss) and word not in re.findall(r"\w+", sense.gloss)
         if is_new and is_thing and is_clear and 3 <= len(sense.gloss.split()) <= 12:
-            found.setdefault(word, (sense.count, Word(word, "n", sense.gloss)))
-    return [word for _, word in sorted(found.values(), key=lambda item: (-item[0], item[1].word))[:count]]
+            candidates.setdefault(word, (sense.count, Word(word, "n", sense.gloss)))
+    return [word for _, word in sorted(candidates.values(), key=lambda item: (-item[0], item[1].word))[:count]]
 
 
 def _spoken_words() -> Counter[str]:
-    """How often words occur in people's conversations, which is how common they are."""
+    """How often each word occurs in people's conversations."""
     lines = (OUT / "corpus" / "chitchat.jsonl").read_text().splitlines()
     return Counter(word for line in lines for turn in json.loads(line)["turns"] for word in re.findall(r"[a-z]+", turn.lower()))
 
@@ -86,7 +86,7 @@ def answer(word: Word, rng: random.Random) -> str:
 
 
 def definition_chat(word: Word, rng: random.Random) -> Chat:
-    """One question about a word."""
+    """A question about a word, with its answer."""
     if word.kind == "n" and rng.random() < 0.1:
         return talk(
             "definitions", rng.choice(_RIDDLES).format(g=word.gloss), rng.choice(_TABLE["riddle_answers"]).format(word.named)

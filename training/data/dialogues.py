@@ -1,4 +1,4 @@
-"""Conversations that keep a thread over several turns: what the user told is remembered, and later turns build upon earlier ones."""
+"""Conversations that keep a thread: the model remembers what the user told it, and later turns build on earlier ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _sum(rng: random.Random) -> list[str]:
 
 
 def _closing(rng: random.Random, chance: float) -> list[str]:
-    """Thanks, a goodbye, or both in one, now and then."""
+    """With probability `chance`: thanks, a goodbye, or both."""
     if rng.random() > chance:
         return []
     kind = rng.randrange(3)
@@ -51,7 +51,7 @@ def _closing(rng: random.Random, chance: float) -> list[str]:
 
 
 def remember(rng: random.Random) -> Chat:
-    """One to three things are told, other things are asked, and then the user wants to know them again."""
+    """The user tells one to three things, asks about something else, then asks for them again."""
     makers, weights = zip(*MEMORIES, strict=True)
     memories: dict[str, Memory] = {}
     for _ in range(rng.choices((1, 2, 3), (0.55, 0.3, 0.15))[0]):
@@ -61,7 +61,7 @@ def remember(rng: random.Random) -> Chat:
     known = list(memories.values())
     for index, memory in enumerate(known):
         turns += [memory.told, memory.reply]
-        if rng.random() < 0.06:  # the user was wrong: what was said last counts
+        if rng.random() < 0.06:  # the user corrects themselves: the last statement counts
             for maker in makers:
                 corrected = maker(rng)
                 if corrected.topic == memory.topic == "name":
@@ -84,7 +84,7 @@ def remember(rng: random.Random) -> Chat:
 
 
 def _about_animal(rng: random.Random, animal: knowledge.Animal, *, named: bool) -> tuple[str, str]:
-    """A question about an animal, by its name or by "it"."""
+    """A question about an animal, called by its name or "it"."""
     a = capitalised(f"a {animal.name}")
     a = a[0].lower() + a[1:]
     s, S = (a, capitalised(a)) if named else ("it", "It")
@@ -134,7 +134,7 @@ def animal(rng: random.Random) -> Chat:
         if answer not in asked.values():
             asked[question] = answer
     if rng.random() < 0.25:
-        other = rng.choice([each for each in knowledge.ANIMALS if each is not subject])
+        other = rng.choice([animal for animal in knowledge.ANIMALS if animal is not subject])
         asked[_TABLE.say(rng, "and_another_animal", a="an" if other.name[0] in "aeio" else "a", n=other.name)] = capitalised(
             f"a {other.name} is {GLOSSES.get(other.name) or described(other)}."
         )
@@ -142,7 +142,7 @@ def animal(rng: random.Random) -> Chat:
 
 
 def topic(rng: random.Random) -> Chat:
-    """A topic, questions about it, and a way back to it after something else."""
+    """A topic, questions about it, and sometimes a return to it after a digression."""
     subject = rng.choice(knowledge.TOPICS)
     what = "What are" if subject.name == "the stars" else "What is"
     opening = _TABLE.say(rng, "tell_me_about_topic", t=subject.name, w=what)
@@ -166,7 +166,7 @@ def jokes(rng: random.Random) -> Chat:
     """A joke or riddle, another one, and laughter."""
     asks, told = smalltalk.TALK[rng.choice(("joke", "joke", "riddle", "fact"))]
     begin, count = rng.randrange(len(told)), rng.choice((2, 2, 3))
-    chosen = [told[(begin + step) % len(told)] for step in range(count)]  # always the same one after another: none comes twice
+    chosen = [told[(begin + step) % len(told)] for step in range(count)]  # always in table order, so that no joke comes twice
     turns = [rng.choice(asks), chosen[0]]
     for text in chosen[1:]:
         turns += [_TABLE.say(rng, "another_one_please"), text]
@@ -176,7 +176,7 @@ def jokes(rng: random.Random) -> Chat:
 
 
 def feelings(rng: random.Random) -> Chat:
-    """How the user feels, why, and thanks."""
+    """How the user feels and why, a reply, and thanks."""
     is_sad = rng.random() < 0.6
     cause = rng.choice(_TABLE["causes" if is_sad else "reasons"])
     turns = [
@@ -223,7 +223,7 @@ def words(rng: random.Random) -> Chat:
 
 
 def greeting(rng: random.Random) -> Chat:
-    """A greeting, how both are, and what comes next."""
+    """A greeting, how both are, and a question."""
     turns: list[str] = []
     if rng.random() < 0.4:
         asks, answers = smalltalk.TALK["hello"]
@@ -247,7 +247,7 @@ def _can(rng: random.Random) -> list[str]:
 
 
 def letter(rng: random.Random) -> Chat:
-    """A letter or message, put together over several turns."""
+    """A letter written over several turns."""
     return talk("dialogues", *letters.thread(rng), *_closing(rng, 0.2))
 
 
@@ -265,7 +265,7 @@ def person(rng: random.Random) -> Chat:
     work, (maker, done) = rng.choice(list(_PERSONS.items()))
     turns = [_TABLE.say(rng, "who_made", d=done, w=work), f"{maker} {done} {work}."]
     base = {"wrote": "write", "painted": "paint", "composed": "compose", "invented": "invent"}[done]
-    others = [each for each, (who, how) in _PERSONS.items() if (who, how) == (maker, done) and each != work]
+    others = [title for title, made_by in _PERSONS.items() if made_by == (maker, done) and title != work]
     follow: list[tuple[str, str]] = []
     if others:
         whom = rng.choice((maker, "she" if maker in _WOMEN else "he"))
@@ -274,7 +274,7 @@ def person(rng: random.Random) -> Chat:
         follow.append((_TABLE.say(rng, "who_was_that", m=maker), f"{maker} was {_PROFESSIONS[maker]}."))
     if rng.random() < 0.3:
         turns += [_TABLE.say(rng, "what_did_you_say", d=done), f"It was {maker}."]
-    another = rng.choice([each for each in _PERSONS if each != work])
+    another = rng.choice([title for title in _PERSONS if title != work])
     follow.append((f"And who {_PERSONS[another][1]} {another}?", f"{_PERSONS[another][0]} {_PERSONS[another][1]} {another}."))
     for pair in rng.sample(follow, min(len(follow), rng.choice((1, 2)))):
         turns += pair
@@ -304,13 +304,13 @@ def quiz(rng: random.Random) -> Chat:
 
 
 def in_words(rng: random.Random) -> Chat:
-    """The last answer again, in a number of words."""
+    """The last answer again in a given number of words."""
     beast = rng.choice(knowledge.ANIMALS)
     named = capitalised(f"a {beast.name}")
     shown = named[0].lower() + named[1:]
     short = rng.choice((f"{named} is {beast.kind}.", f"{named} lives {beast.home}.", f"{named} eats {beast.food}."))
     if rng.random() < 0.4:
-        subject = rng.choice([each for each in knowledge.TOPICS if ". " in each.opening])
+        subject = rng.choice([topic for topic in knowledge.TOPICS if ". " in topic.opening])
         shown, short = subject.name, subject.opening.split(". ")[0].rstrip(".") + "."
         long = subject.opening
     else:

@@ -1,4 +1,4 @@
-"""Everyday conversations in which the next turn hangs on the last: things and their colours, hobbies, worries, meals, running sums."""
+"""Everyday conversations in which each turn depends on the last: things, pets, hobbies, worries, meals, running sums."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def thing(rng: random.Random) -> Chat:
 
 
 def pet(rng: random.Random) -> Chat:
-    """A pet by its name, how it is, and its name and age again."""
+    """A pet and how it is, then questions about its name and age."""
     k, v, n = rng.choice(_PETS), name_of(rng), str(rng.randint(2, 18))
     is_ill = rng.random() < 0.5
     turns = [
@@ -85,7 +85,7 @@ _WORRIES = _TABLE["worries"]
 
 
 def worry(rng: random.Random) -> Chat:
-    """What lies ahead, how it feels, and good wishes."""
+    """Something ahead, how the user feels about it, and good wishes."""
     w = rng.choice(_WORRIES)
     is_glad = rng.random() < 0.25
     f = rng.choice(
@@ -108,7 +108,7 @@ _DISHES = _TABLE["dishes"]
 
 
 def meal(rng: random.Random) -> Chat:
-    """What can be made of what is there."""
+    """A meal from the given ingredients."""
     *rest, last = rng.sample(_FOODS, rng.choice((1, 2, 2, 3)))
     x = (", ".join(rest) + " and " + last) if rest else last
     d, e = rng.sample(_DISHES, 2)
@@ -127,7 +127,7 @@ _TALES = _TABLE["tales"]
 
 
 def summary(rng: random.Random) -> Chat:
-    """A longer sentence, what it says, and who it was about."""
+    """A summary of a long sentence, and who it is about."""
     long, short = rng.choice(_TALES)
     n, m = name_of(rng), name_of(rng)
     x, y = rng.sample(_TABLE["produce"], 2)
@@ -140,7 +140,7 @@ def summary(rng: random.Random) -> Chat:
 
 
 def running_sum(rng: random.Random) -> Chat:
-    """A sum, then more and less of it."""
+    """A sum, then numbers added to it and taken away."""
     total, turns = rng.randint(1, 14), [""]
     first = True
     for _ in range(rng.choice((2, 3, 3))):
@@ -166,7 +166,7 @@ _GROUPS = _TABLE["groups"]
 
 
 def members(rng: random.Random) -> Chat:
-    """Some of a kind, and then another one."""
+    """Some members of a group, then one more."""
     kind = rng.choice(list(_GROUPS))
     count = rng.choice((2, 3, 3))
     *chosen, new = rng.sample(_GROUPS[kind], count + 1)
@@ -181,7 +181,7 @@ TRANSLATIONS = _TABLE["translations"]
 
 
 def translation(rng: random.Random) -> Chat:
-    """A word in another language, and then in one more."""
+    """A word in another language, then in a second language or another word."""
     language, other = rng.sample(list(TRANSLATIONS), 2)
     word, second = rng.sample(list(TRANSLATIONS[language]), 2)
     turns = [

@@ -1,4 +1,4 @@
-"""Facts in tables, and chats about them in many phrasings. The phrasings of the quality gate are not among these."""
+"""Tables of facts, and chats about them in many phrasings. The quality gate's phrasings are not used here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RELATIONS = Table("relations")
 
 @dataclass(frozen=True)
 class Relation:
-    """Rows (subject, value), how one asks for the value ({s}), and how one answers ({s}, {v})."""
+    """Rows (subject, value), questions for the value ({s}), and answers ({s}, {v})."""
 
     name: str
     rows: tuple[tuple[str, str], ...]
@@ -40,7 +40,7 @@ _SURE = _TABLE["sure"]
 
 
 def ask_about(relation: Relation, subject: str, rng: random.Random) -> str:
-    """A question, perhaps with a lead or a tail, or written carelessly."""
+    """A question, sometimes with a lead or a tail, sometimes written carelessly."""
     question = capitalised(rng.choice(relation.asks).format(s=subject))
     if rng.random() < 0.3:
         lead = rng.choice(LEADS)
@@ -57,7 +57,7 @@ def answer_about(relation: Relation, subject: str, value: str, rng: random.Rando
 
 
 def fact_chat(relation: Relation, subject: str, value: str, rng: random.Random) -> Chat:
-    """One question and answer about a row."""
+    """A question about a row, with its answer."""
     question = ask_about(relation, subject, rng)
     if rng.random() < 0.06:
         return talk("facts", question, capitalised(value) + ".", system=rng.choice(SHORT_SYSTEMS))
@@ -66,7 +66,7 @@ def fact_chat(relation: Relation, subject: str, value: str, rng: random.Random) 
 
 
 def make(rng: random.Random, repeats: int) -> Iterator[Chat]:
-    """Each fact `repeats` times, each time in another phrasing as far as there are any; small tables more often."""
+    """Each fact `repeats` times in random phrasings; small tables more often."""
     for relation in RELATIONS.values():
         times = repeats if len(relation.rows) > 30 else round(repeats * 1.5)
         for subject, value in relation.rows:

@@ -1,9 +1,11 @@
-"""The questions of the quality gate, in phrasings that no training chat has: `python -m training.data.gate_questions` writes training/questions.
+"""The quality gate's questions, in phrasings that no training chat uses.
 
-questions.jsonl  200 short questions: facts, arithmetic within 20 (half of it with pairs that were never trained), definitions
-tools.jsonl      prompts with declared tools under names that were never trained, which fit the question or do not
-json.jsonl       prompts that ask for JSON to a schema
-open.jsonl       30 prompts whose answers are there to be read
+`python -m training.data.gate_questions` writes training/questions:
+
+    questions.jsonl  200 short questions: facts, definitions, arithmetic within 20 (half of it with held-out pairs)
+    tools.jsonl      prompts with tools under names that were never trained, which fit the question or do not
+    json.jsonl       prompts that ask for JSON according to a schema
+    open.jsonl       30 prompts whose answers people read
 """
 
 from __future__ import annotations
@@ -31,48 +33,48 @@ _COMMON = frozenset(_TABLE["common"])
 
 
 def fact_questions(rng: random.Random) -> list[dict[str, Any]]:
-    found = []
+    lines = []
     for name, entry in _FACTS.items():
         relation = facts.RELATIONS[name]
         phrasings = entry["asks"]
         for index, (subject, _) in enumerate(rng.sample(relation.rows, entry["count"])):
             question = capitalised(phrasings[index % len(phrasings)].format(s=subject))
-            answers = sorted({re.sub(r"^(?:the|an?) ", "", other) for key, other in relation.rows if key == subject})
+            answers = sorted({re.sub(r"^(?:the|an?) ", "", value) for key, value in relation.rows if key == subject})
             if name == "author" or name in ("inventor", "artist"):
                 answers += [answer.split()[-1] for answer in answers]
             if name == "currency":
                 answers = [answer.split()[-1] for answer in answers]
-            found.append({"kind": "fact", "question": question, "answers": list(dict.fromkeys(answers))})
-    return found
+            lines.append({"kind": "fact", "question": question, "answers": list(dict.fromkeys(answers))})
+    return lines
 
 
 def arithmetic_questions(rng: random.Random, count: int) -> list[dict[str, Any]]:
-    """Half of them with held-out pairs."""
+    """Sums and differences, half of them with held-out pairs."""
     pairs = [(a, b, "+") for a in range(1, 21) for b in range(1, 21) if a + b <= 20] + [
         (a, b, "-") for a in range(1, 21) for b in range(1, a)
     ]
     held = [pair for pair in pairs if arithmetic.is_held_out(*pair)]
     known = [pair for pair in pairs if not arithmetic.is_held_out(*pair)]
     chosen = rng.sample(held, count // 2) + rng.sample(known, count - count // 2)
-    found = []
+    lines = []
     for index, (a, b, operation) in enumerate(chosen):
         phrasings = _ADD if operation == "+" else _SUBTRACT
         result = a + b if operation == "+" else a - b
-        found.append(
+        lines.append(
             {"kind": "arithmetic", "question": phrasings[index % len(phrasings)].format(a=a, b=b), "answers": [str(result)]}
         )
-    return found
+    return lines
 
 
 def definition_questions(rng: random.Random, count: int) -> list[dict[str, Any]]:
-    """Right is an answer with a word of the gloss that says something."""
-    found = []
+    """An answer is right if it contains a content word of the gloss."""
+    lines = []
     words = [word for word in definitions.simple_words() if word.kind == "n"]
     for index, word in enumerate(rng.sample(words, count)):
         keys = [key for key in re.findall(r"[a-z]+", word.gloss) if len(key) >= 3 and key not in _COMMON and key != word.word]
         question = _DEFINE[index % len(_DEFINE)].format(w=word.word, a=word.named)
-        found.append({"kind": "definition", "question": question, "answers": list(dict.fromkeys(keys))})
-    return found
+        lines.append({"kind": "definition", "question": question, "answers": list(dict.fromkeys(keys))})
+    return lines
 
 
 # Phrasings of the tool tests, by family; arguments are named as in the families.
@@ -81,13 +83,13 @@ _NO_TOOL = _TABLE["no_tool"]
 
 
 def tool_prompts(rng: random.Random) -> list[dict[str, Any]]:
-    """For every test name a question that fits it, and as many that fit no declared tool."""
-    found: list[dict[str, Any]] = []
+    """A question for each test tool, and as many that fit no declared tool."""
+    lines: list[dict[str, Any]] = []
     named = TEST_NAMES
 
-    def others(taken: set[str], count: int) -> list[dict[str, Any]]:
-        near = {near for key in taken for near in tools._NEAR.get(key, ())}
-        keys = rng.sample([key for key in named if key not in taken | near], count)
+    def others(excluded: set[str], count: int) -> list[dict[str, Any]]:
+        near = {near for key in excluded for near in tools._NEAR.get(key, ())}
+        keys = rng.sample([key for key in named if key not in excluded | near], count)
         return [tools.declare_family(FAMILIES[key], rng, rng.choice(named[key])).declaration for key in keys]
 
     for key, names in named.items():
@@ -95,7 +97,7 @@ def tool_prompts(rng: random.Random) -> list[dict[str, Any]]:
             question, arguments, _ = tools.fill(FAMILIES[key], rng, (_TOOL_ASKS[key][index % len(_TOOL_ASKS[key])],))
             declared = [tools.declare_family(FAMILIES[key], rng, name).declaration, *others({key}, rng.choice((0, 1, 2)))]
             rng.shuffle(declared)
-            found.append(
+            lines.append(
                 {
                     "tools": declared,
                     "messages": [{"role": "user", "content": question}],
@@ -103,7 +105,7 @@ def tool_prompts(rng: random.Random) -> list[dict[str, Any]]:
                 }
             )
     for question in _NO_TOOL:
-        found.append(
+        lines.append(
             {
                 "tools": others(
                     {"calculator", "population", "translate", "search", "book", "message", "call"}, rng.choice((1, 2, 3))
@@ -114,25 +116,25 @@ def tool_prompts(rng: random.Random) -> list[dict[str, Any]]:
         )
     for key in rng.sample(list(named), 30):
         question, _, _ = tools.fill(FAMILIES[key], rng, (_TOOL_ASKS[key][0],))
-        found.append(
+        lines.append(
             {
                 "tools": others({key, "search", "calculator"}, rng.choice((1, 2))),
                 "messages": [{"role": "user", "content": question}],
                 "expect": None,
             }
         )
-    return found
+    return lines
 
 
 def json_prompts(rng: random.Random, count: int) -> list[dict[str, Any]]:
-    """Texts and rules in other words than those of training, with schemas put together anew."""
+    """Texts and rules in other words than in training, with new combinations of fields."""
     rules = _TABLE["json_rules"]
     asks = _TABLE["json_asks"]
-    found = []
+    lines = []
     for index in range(count):
         messages, schema = _json_prompt(rng, rules[index % 3], asks[index % 4], kind=index % 6)
-        found.append({"messages": messages, "schema": schema})
-    return found
+        lines.append({"messages": messages, "schema": schema})
+    return lines
 
 
 def _json_prompt(rng: random.Random, rule: str, ask: str, kind: int) -> tuple[list[Message], dict[str, Any]]:
@@ -149,7 +151,11 @@ def _json_prompt(rng: random.Random, rule: str, ask: str, kind: int) -> tuple[li
             ),
         )
     else:
-        text = f"{rng.choice(('The soup', 'The game', 'The play', 'The weather'))} was {rng.choice(('great', 'terrible', 'lovely', 'awful'))}."
+        what, how = (
+            rng.choice(("The soup", "The game", "The play", "The weather")),
+            rng.choice(("great", "terrible", "lovely", "awful")),
+        )
+        text = f"{what} was {how}."
         schema = json_answers.schema_of(
             [(rng.choice(("sentiment", "mood")), {"type": "string", "enum": ["positive", "negative"]})]
         )

@@ -1,7 +1,4 @@
-"""Questions about the world, advice and everyday talk with answers written for this model: short, plain and correct.
-
-A line is `question | question => answer | answer`; any question may get any answer of its line.
-"""
+"""Questions about the world, advice and everyday talk with answers written for this model: short, plain and correct."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _TABLE = Table("handwritten")
 WORLD, ADVICE, EVERYDAY = _TABLE["world"], _TABLE["advice"], _TABLE["everyday"]
 
 
-def _ask(rng: random.Random, asks: list[str]) -> str:
+def _ask(rng: random.Random, asks: tuple[str, ...]) -> str:
     question = rng.choice(asks)
     chance = rng.random()
     if chance < 0.12 and question.endswith("?"):
@@ -30,7 +27,7 @@ def _ask(rng: random.Random, asks: list[str]) -> str:
 
 
 def _follow_up(rng: random.Random, turns: list[str]) -> list[str]:
-    """A turn about the last answer: again, sure, or what was asked."""
+    """A turn about the last answer: repeat it, confirm it, or repeat the question."""
     question, answer = turns[-2:]
     kind = rng.randrange(3)
     if kind == 0:

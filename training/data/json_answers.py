@@ -1,4 +1,4 @@
-"""Answers that are one JSON document, to a schema or a description in the prompt."""
+"""Answers that are a JSON document, for a schema or a description in the prompt."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def schema_of(fields: list[Field]) -> dict[str, Any]:
 
 
 def _said(text: str, schema: dict[str, Any], rng: random.Random, described: str | None = None) -> tuple[str | None, str]:
-    """(system prompt, question) that give the text and the schema in one of several ways."""
+    """(system prompt, question) that give the text and the schema, in one of several ways."""
     ask = rng.choice(_EXTRACT).format(t=text)
     if described and rng.random() < 0.3:
         return None, f"{ask} {rng.choice(('Use the keys', 'The keys are', 'Give the keys'))} {described}."
@@ -160,7 +160,7 @@ def _list(rng: random.Random) -> Chat:
 
 
 def _judge(rng: random.Random) -> Chat:
-    """One word out of an enum, or true and false."""
+    """A word from an enum, or a boolean."""
     good = rng.random() < 0.5
     what = rng.choice(_WHAT)
     text = rng.choice(_TABLE["judgement"]).format(
@@ -181,7 +181,7 @@ def _judge(rng: random.Random) -> Chat:
 
 
 def _answer(rng: random.Random) -> Chat:
-    """A fact under the key that was asked for."""
+    """A fact under the requested key."""
     relation = rng.choice(
         [
             facts.RELATIONS[name]

@@ -1,4 +1,4 @@
-"""What users tell about themselves, and how it is asked for later."""
+"""What users tell about themselves, and how they ask for it later."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _SPOTS = _TABLE["spots"]
 
 
 def name_of(rng: random.Random) -> str:
-    """A first name; now and then one that nobody has, so that it has to be copied."""
+    """A first name; sometimes a made-up one, which can only be copied."""
     return made_up_word(rng).capitalize() if rng.random() < 0.25 else rng.choice(_NAMES)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Something the user tells about themselves: as it is told, the reply, the later question, its answer, the same for a summary."""
+    """Something the user tells: their words, the reply, the later question, its answer, and a clause for a summary."""
 
     topic: str
     told: str

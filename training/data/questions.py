@@ -1,5 +1,5 @@
-"""Prompts for the teacher: templates times topics, in an order that mixes the kinds. Each has a system prompt that asks
-for short and plain answers, and some have follow-up turns, which are asked once an answer has come."""
+"""Prompts for the teacher: templates times topics, in a mixed order. Each has a system prompt that asks
+for short, plain answers. Some have follow-up turns."""
 
 from __future__ import annotations
 
@@ -119,15 +119,15 @@ def _use(rng: random.Random) -> Iterator[Prompt]:
 
 
 def _some(rng: random.Random, follow_ups: tuple[str, ...], chances: tuple[float, ...]) -> tuple[str, ...]:
-    """0, 1, 2... follow-ups by chance."""
+    """A random number of follow-ups."""
     (count,) = rng.choices(range(len(chances)), chances)
     return tuple(rng.sample(follow_ups, count))
 
 
 def prompts(seed: int) -> list[Prompt]:
-    """All prompts in a mixed order, which depends on `seed` and so do the follow-ups."""
+    """All prompts in a mixed order. `seed` determines the order and the follow-ups."""
     rng = random.Random(seed)
     makers = (_explain, _ask, _advise, _chat, _tell, _rhyme, _name, _compare, _rewrite, _use)
-    made = [prompt for maker in makers for prompt in maker(rng)]
-    rng.shuffle(made)
-    return made
+    shuffled = [prompt for maker in makers for prompt in maker(rng)]
+    rng.shuffle(shuffled)
+    return shuffled

@@ -1,4 +1,4 @@
-"""Things a user asks for in one go: sentences, stories, shorter forms, lists, greetings, comparisons, and answers out of a given text."""
+"""Single requests: sentences, stories, shorter forms, lists, greetings, comparisons, and answers from a given text."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def _named(word: str) -> str:
 
 
 def sentences(rng: random.Random) -> Chat:
-    """One, two or three sentences about something; then perhaps one more."""
+    """One, two or three sentences about something; sometimes one more."""
     thing = rng.choice(list(knowledge.SENTENCES))
     count = rng.choice((1, 2, 2, 2, 3))
     first, *rest = knowledge.SENTENCES[thing]
-    others = sorted(rng.sample(range(len(rest)), count))  # one more than is asked for; what says "it" or "they" comes later
+    others = sorted(rng.sample(range(len(rest)), count))  # one spare; sentences with "it" or "they" stay behind the first
     chosen = [first, *(rest[index] for index in others)]
     alone = [text for text in chosen if not re.match(r"(?:It|They|Many of|Some|A happy|Everybody|Everything|Nobody)\b", text)]
     if count == 1:
@@ -55,7 +55,7 @@ _LEADS_LONG = _TABLE["long_openings"]
 
 
 def shorten(rng: random.Random) -> Chat:
-    """A long sentence, and what it says."""
+    """A long sentence and a shorter one."""
     cause = rng.choice(_TABLE["because"])
     subject, adjective, end = cause["subject"], rng.choice(cause["adjectives"]), rng.choice(cause["results"])
     lead, plain = rng.choice(_LEADS_LONG), end
@@ -69,7 +69,8 @@ def shorten(rng: random.Random) -> Chat:
     elif kind == 1:
         whole = f"{lead}{first} was very, very {adjective}, and because of that {end}{rng.choice(_ALWAYS)}."
     else:
-        whole = f"{capitalised(end)}{rng.choice(_ALWAYS[:2])}, and the reason for this was that {subject[0].lower() + subject[1:]} was {adjective}."
+        reason = f"{subject[0].lower() + subject[1:]} was {adjective}"
+        whole = f"{capitalised(end)}{rng.choice(_ALWAYS[:2])}, and the reason for this was that {reason}."
     turns = [capitalised(rng.choice(_TABLE["shorten"]).format(whole)), short]
     if rng.random() < 0.2:
         turns += [_TABLE.say(rng, "even_shorter_please"), f"{subject} was {adjective}."]
@@ -77,7 +78,7 @@ def shorten(rng: random.Random) -> Chat:
 
 
 def say(rng: random.Random) -> Chat:
-    """Greetings and words to be said, to the user or to somebody else."""
+    """Greetings and phrases to say, to the user or to somebody else."""
     kind = rng.randrange(6)
     name = name_of(rng)
     if kind == 0:
@@ -103,7 +104,7 @@ def say(rng: random.Random) -> Chat:
 
 
 def lists(rng: random.Random) -> Chat:
-    """Items as a list; then one more, or one less."""
+    """Items as a list; then items are added or removed."""
     items = rng.sample(_LIST_ITEMS, rng.choice((2, 3, 3, 4, 5)))
     if rng.random() < 0.2:
         items[0] = made_up_word(rng)
@@ -133,7 +134,7 @@ _KINDS = _TABLE["kinds"]
 
 
 def difference(rng: random.Random) -> Chat:
-    """What two things of a kind are, side by side."""
+    """The difference between two things of a kind."""
     group = [word for word in rng.choice(_KINDS) if word in GLOSSES]
     first, second = rng.sample(group, 2)
     a, b = _named(first), _named(second)
@@ -174,7 +175,7 @@ def both(rng: random.Random) -> Chat:
 
 
 def reading(rng: random.Random) -> Chat:
-    """Questions about a text that the user, or a system prompt, gives."""
+    """Questions about a text given by the user or the system prompt."""
     entry = rng.choice(_TABLE["notes"])
     pairs = entry["questions"]
     values = {
@@ -205,7 +206,7 @@ _MANNERS = (("in_capitals", str.upper), ("in_small_letters", str.lower))
 
 
 def system(rng: random.Random) -> Chat:
-    """System prompts that matter: manner, who the user is, what may be talked about."""
+    """System prompts that change the answer: its manner, the user's name, a word to add."""
     relation = rng.choice(list(facts.RELATIONS.values()))
     subject, value = rng.choice(relation.rows)
     question, answer = (
@@ -241,7 +242,7 @@ _HEROES = _TABLE["heroes"]
 
 
 def story(rng: random.Random) -> Chat:
-    """A little story about the hero that was asked for."""
+    """A little story about the requested hero."""
     noun, other = rng.sample(_HEROES, 2)
     adjective = rng.choice((*_ADJECTIVES, ""))
     hero = f"{adjective} {noun}".strip()

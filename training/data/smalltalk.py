@@ -1,7 +1,4 @@
-"""Who the model is, greetings, feelings, jokes, thanks, goodbyes, things it cannot do, and what it will not do.
-
-Hand-written: any question of a group may get any answer of the group.
-"""
+"""Who the model is, greetings, feelings, jokes, thanks, goodbyes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ def _pick(rng: random.Random, group: Group) -> list[str]:
 
 
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
-    """Identity, talk and refusals, alone, in a row, and under system prompts."""
+    """Identity, talk and refusals: single turns, conversations, and with system prompts."""
     groups = [*IDENTITY.values(), *TALK.values()]
     weights = [2 if group in (IDENTITY["who"], TALK["hello"], TALK["how are you"]) else 1 for group in groups]
     for _ in range(count):
@@ -58,7 +55,7 @@ def make(rng: random.Random, count: int) -> Iterator[Chat]:
 
 
 def _conversation(rng: random.Random) -> list[str]:
-    """A greeting, some talk and perhaps thanks and a goodbye."""
+    """A greeting, some talk, and sometimes thanks and a goodbye."""
     turns = _pick(rng, TALK["hello"]) if rng.random() < 0.5 else []
     if rng.random() < 0.5:
         asked = _pick(rng, TALK["how are you"])
@@ -77,7 +74,7 @@ def _conversation(rng: random.Random) -> list[str]:
 
 
 def _named(rng: random.Random) -> Chat:
-    """A system prompt that gives another name: the answer keeps to it."""
+    """A system prompt gives the model another name, and the answer uses it."""
     name, job = rng.choice(_NAMES), rng.choice(_JOBS)
     system = rng.choice(_TABLE["named_systems"]).format(n=name, j=job)
     answer = rng.choice(_TABLE["named_answers"]).format(n=name, j=job)

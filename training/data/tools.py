@@ -40,7 +40,7 @@ def declare(name: str, text: str, properties: dict[str, Any], required: list[str
 
 
 def value_of(values: tuple[str, ...] | str, kind: str, rng: random.Random, made_up: float = 0.0) -> Any:
-    """One of the values; with the chance `made_up` a name that is in no list, where names are wanted."""
+    """One of the values; for names, a made-up one with probability `made_up`."""
     if isinstance(values, str):
         _, low, high = values.split()
         return rng.randint(int(low), int(high))
@@ -87,7 +87,7 @@ _TESTED = frozenset(name for names in TEST_NAMES.values() for name in names)
 
 
 def random_name(rng: random.Random) -> str:
-    """A name that says nothing of what the tool does, so that it can only be copied from the declaration."""
+    """A name unrelated to what the tool does, which can only be copied from the declaration."""
     while True:
         words = [
             made_up_word(rng) if rng.random() < 0.25 else rng.choice(_WORDS)
@@ -102,7 +102,7 @@ def random_name(rng: random.Random) -> str:
 
 
 def _varied(name: str, rng: random.Random) -> str:
-    """Now and then with a prefix or a suffix, so that names are read and not remembered."""
+    """Sometimes add a prefix or a suffix, so that the model reads names instead of remembering them."""
     chance = rng.random()
     if chance < 0.12:
         return f"{rng.choice(('my', 'do', 'home', 'app', 'api', 'tool', 'city', 'user', 'fast'))}_{name}"
@@ -134,7 +134,7 @@ _WRAPPERS = _TABLE["wrappers"]
 
 
 def _wrapped(text: str, rng: random.Random) -> str:
-    """Now and then an order in the words of a wish or a question."""
+    """Sometimes turn an order into a wish or a question."""
     first, _, rest = text.partition(" ")
     if first.lower() not in _ORDERS or not text.endswith(".") or ". " in text or "please" in rest or rng.random() < 0.5:
         return text
@@ -144,7 +144,7 @@ def _wrapped(text: str, rng: random.Random) -> str:
 
 
 def _without_on(text: str) -> str:
-    """Today and tomorrow stand alone, other days with "on"."""
+    """Drop "on" before today and tomorrow."""
     return re.sub(r"\b([Oo]n) (today|tomorrow)\b", lambda match: match[2].capitalize() if match[1] == "On" else match[2], text)
 
 
@@ -164,7 +164,7 @@ def _messages(system: str | None, *messages: Message) -> tuple[Message, ...]:
 
 
 def _others(rng: random.Random, taken: set[str], families: list[str]) -> list[Declared]:
-    """0 to 4 further tools of other families."""
+    """Up to four more tools of other families."""
     count = rng.choices((0, 1, 2, 3, 4), (0.2, 0.25, 0.3, 0.15, 0.1))[0]
     chosen = rng.sample([name for name in families if name not in taken], count)
     return [declare_family(FAMILIES[name], rng) for name in chosen]
@@ -176,12 +176,12 @@ def _shuffled(rng: random.Random, tools: list[Declared]) -> tuple[dict[str, Any]
     return tuple(unique)
 
 
-# A tool that could be taken for another one is not declared beside it where the question does not fit.
+# Families that could be mistaken for one another are not declared together.
 _NEAR = _TABLE["near"]
 
 
 def _calling(rng: random.Random) -> Iterator[Chat]:
-    """A question that a tool fits: the call; and with its result, the answer."""
+    """A question for a tool: the call, and sometimes its result and the answer."""
     key = rng.choice(list(FAMILIES))
     family = FAMILIES[key]
     tool = declare_family(family, rng)
@@ -212,7 +212,7 @@ def _calling(rng: random.Random) -> Iterator[Chat]:
 
 
 def _parallel(rng: random.Random) -> Iterator[Chat]:
-    """Two or three calls at once: of one tool for several cities, or of two tools."""
+    """Two or three parallel calls: one tool for several cities, or two tools."""
     if rng.random() < 0.6:
         key, ask = rng.choice(_TABLE["several_cities"])
         tool = declare_family(FAMILIES[key], rng)
@@ -275,7 +275,7 @@ _CANNOT = _TABLE["cannot"]
 
 
 def _not_calling(rng: random.Random, plain: list[Chat]) -> Iterator[Chat]:
-    """Tools are declared, but the question needs none of them, or one that is not there."""
+    """Tools are declared, but the question needs none of them, or one that is missing."""
     if rng.random() < 0.68:
         chat = rng.choice(plain)
         tools = [
@@ -302,7 +302,7 @@ def _not_calling(rng: random.Random, plain: list[Chat]) -> Iterator[Chat]:
 
 
 def _made_up(rng: random.Random) -> Iterator[Chat]:
-    """Tools with names and parameters put together by chance, asked for by name: teaches to copy what is declared."""
+    """Tools with random names and parameters, asked for by name: teaches copying from the declaration."""
     name = (
         f"{rng.choice(_VERBS)}_{rng.choice(_NOUNS)}"
         if rng.random() < 0.7
@@ -335,7 +335,7 @@ def _made_up(rng: random.Random) -> Iterator[Chat]:
 
 
 def make_series(rng: random.Random, count: int) -> Iterator[Chat]:
-    """Chats with several tools, asked for one after the other: which one fits is decided anew each time."""
+    """Chats with several tools and several questions: the model chooses a tool each time."""
     while count > 0:
         keys: list[str] = []
         for key in rng.sample(list(FAMILIES), rng.choice((2, 3, 3, 3, 4, 4))):
@@ -372,8 +372,8 @@ def make(rng: random.Random, count: int) -> Iterator[Chat]:
         *writing.make_stories(rng, 100),
         *conversations.make(rng, 200),
     ]
-    made = 0
-    while made < count:
+    num_chats = 0
+    while num_chats < count:
         chance = rng.random()
         chats = (
             _calling(rng)
@@ -387,4 +387,4 @@ def make(rng: random.Random, count: int) -> Iterator[Chat]:
         for chat in chats:
             if not any(tool["function"]["name"] in _TESTED for tool in chat.tools):
                 yield chat
-                made += 1
+                num_chats += 1

@@ -1,4 +1,4 @@
-"""Small tasks on texts whose answers code can make exactly (copying, spelling, ordering, tenses, politeness), and little stories."""
+"""Small text tasks with exact answers (copying, spelling, sorting, tenses, politeness), and little stories."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _shorten(rng: random.Random) -> tuple[str, str]:
 
 
 def _who(rng: random.Random) -> tuple[str, str]:
-    """Questions on a sentence that was given."""
+    """Questions about a given sentence."""
     text, who, when, act = _sentence(rng, 2)
     lead = rng.choice(_TABLE["given_sentence"]).format(text)
     kind = rng.randrange(3 if when else 2)
@@ -156,7 +156,7 @@ _STORY_ASKS = _TABLE["story_asks"]
 
 
 def make_stories(rng: random.Random, count: int) -> Iterator[Chat]:
-    """Little stories with the hero, and perhaps the thing, that was asked for."""
+    """Little stories with the requested hero, and sometimes a requested thing."""
     for _ in range(count):
         hero, find = rng.choice(topics.HEROES), rng.choice(topics.FINDS)
         pronoun = (
