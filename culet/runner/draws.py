@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from culet.kernels.dispatch import for_device
-from culet.kernels.host_transfer import RepeatedCopy, PackedArrays
+from culet.kernels.host_transfer import PackedArrays, RepeatedCopy
 from culet.kernels.replay import replayed
 from culet.kernels.types import RowSettings
 from culet.runner.draft_round import FixedDrafts

@@ -1,9 +1,9 @@
-"""Whether the engine's answers are right: a twin of fewer layers answers each workload, and a plain float32 model judges it.
+"""Check the engine's answers: a twin with fewer layers answers each workload, and an eager float32 model judges it.
 
-The twin has the measured model's dimensions, page sizes and settings, so it goes through the same kernels, batches and graphs;
-its weights are random and calm (`models/random_weights.py`). The judge has the same weights in float32, the eager twins of all
-kernels, the reference attention, and K and V stored apart. It reads a prompt with the twin's answer behind it and says how far
-each token lay below its own favourite. A right answer picks the favourite, or one so close that bf16 cannot tell them apart.
+The twin has the measured model's dimensions, page sizes and settings, so it uses the same kernels, batches and graphs. Its
+weights are random and calm (`models/random_weights.py`). The judge has the same weights in float32, the eager twins of all
+kernels, attention in plain torch, and separate K and V. It reads a prompt followed by the twin's answer and computes how far
+each token is below its own favourite. A right answer is the favourite, or so close to it that bf16 cannot distinguish them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from culet.attention.torch_cpu import TorchCPUBackend
-from culet.bench.prompts import make_prompts
 from culet.bench.settings import given_settings
-from culet.bench.workloads import CHECKED_TOKENS, START, Workload
+from culet.bench.workloads import CHECKED_TOKENS, START, Workload, make_prompts
 from culet.cache.pool import Pool
 from culet.cache.spec import plan_cache
 from culet.config import Config, build_config
@@ -33,31 +32,31 @@ from culet.models.weights import load_model
 from culet.runner.fill import fill
 from culet.types import PageTable, Row, SamplingParams, StepPlan
 
-# In standard deviations of the logits. What a wrong kernel answers lies some four below the favourite; bf16 costs up to 0.1,
-# most of it where two experts were all but equal.
+# In standard deviations of the logits. A wrong kernel's answers are about four below the favourite; bf16 costs up to 0.1,
+# mostly where two experts are nearly tied.
 TOLERANCE = 0.3
 JUDGED_SEQUENCES = 4  # of each workload, at most
-JUDGED_TOKENS = 8192  # prompt tokens of them together, unless one has more: the judge is slow
-CHUNK = 4096  # tokens that the judge computes at a time
+JUDGED_TOKENS = 8192  # total prompt tokens of these, but at least one sequence: the judge is slow
+CHUNK = 4096  # tokens per forward pass of the judge
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How the twin's greedy tokens look to the eager float32 model."""
+    """The eager float32 model's judgement of the twin's greedy tokens."""
 
     num_layers: int
     num_tokens: int
-    num_equal: int  # of them the judge's own favourites
-    worst: float  # how far below its favourite a token lay, in standard deviations of the logits
+    num_equal: int  # tokens that are the judge's favourites
+    worst: float  # largest distance of a token below the favourite, in standard deviations of the logits
     tolerance: float = TOLERANCE
 
     @property
     def is_right(self) -> bool:
-        # Not `not worst > ...`: NaN is wrong. Ties are rare, so most tokens must be the favourites themselves.
+        # NaN must count as wrong. Ties are rare, so at least half of the tokens must be favourites.
         return self.worst <= self.tolerance and 2 * self.num_equal >= self.num_tokens
 
     def document(self) -> dict[str, Any]:
-        worst = None if math.isnan(self.worst) else self.worst  # JSON knows no NaN
+        worst = None if math.isnan(self.worst) else self.worst  # JSON has no NaN
         return asdict(self) | {"worst": worst, "is_right": self.is_right}
 
 
@@ -68,7 +67,7 @@ class _Answer:
 
 
 def check_rows(config: Config, rows: Sequence[Workload], *, num_layers: int | None = None) -> dict[Workload, Verdict]:
-    """A verdict for each row but `start`; the engine of `config` is not running meanwhile, so that the memory is ours."""
+    """A verdict for each row except `start`. The measured engine must not be running: the check needs its memory."""
     rows = [row for row in rows if row.kind != START]
     if not rows:
         return {}
@@ -87,19 +86,19 @@ def check_rows(config: Config, rows: Sequence[Workload], *, num_layers: int | No
 
 
 def free_memory() -> None:
-    """Give back what closed engines and dropped models held."""
+    """Release the memory of closed engines and deleted models."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _shape(row: Workload) -> tuple[int, int]:
-    """Rows alike in this ask the same of the twin."""
+    """Rows with equal shapes share an answer of the twin."""
     return row.num_seqs, row.prompt_len
 
 
 def _ask_twin(name: str, config: Config, rows: Sequence[Workload]) -> tuple[dict[tuple[int, int], list[_Answer]], torch.device]:
-    """The twin's first greedy tokens, of a few sequences of each workload, and the device it ran on."""
+    """The twin's first greedy tokens for a few sequences of each workload, and its device."""
     params = SamplingParams(temperature=0, max_tokens=CHECKED_TOKENS, ignore_eos=True)
     answers: dict[tuple[int, int], list[_Answer]] = {}
     given = {field: value for field, value in given_settings(config).items() if field not in ("model", "revision")}
@@ -124,13 +123,13 @@ def _judge(judge: _Judge, answers: Sequence[_Answer], num_layers: int) -> Verdic
 
 
 class _Judge:
-    """The eager path: float32, reference kernels, reference attention, K and V apart."""
+    """The eager path: float32, eager kernels, attention in plain torch, separate K and V."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._model = load_model(open_checkpoint(name), dtype=torch.float32, device=device, latent=False, progress=False)
         for module in self._model.modules():
             if hasattr(module, "ops"):
-                setattr(module, "ops", eager_kernels())  # noqa: B010 (a module of functions, which nn.Module's types do not foresee)
+                setattr(module, "ops", eager_kernels())  # noqa: B010 (nn.Module's types do not allow a module of functions)
         spec = self._model.spec
         self._layout = plan_cache(spec.kv_specs(4, latent=False))
         num_heads = spec.layers[0].num_heads
@@ -138,11 +137,11 @@ class _Judge:
 
     @torch.inference_mode()
     def gaps(self, prompt: Sequence[int], token_ids: Sequence[int]) -> Tensor:
-        """How far each of `token_ids`, which follow `prompt`, lies below the favourite, in deviations of the logits."""
+        """How far each of `token_ids`, which follow `prompt`, is below the favourite, in deviations of the logits."""
         model, layout = self._model, self._layout
         tokens_SL = torch.tensor([[*prompt, *token_ids[:-1]]], device=model.device)
         length = tokens_SL.shape[1]
-        # Every token is kept in pages, windows or not: the judge takes no short cuts.
+        # The judge keeps every token in pages, also in sliding layers.
         tables, num_slabs = [], 0
         for group in layout.groups:
             pages = group.pages_for(length)

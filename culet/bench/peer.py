@@ -1,8 +1,9 @@
-"""What the strongest peer measured on one H200, in the rows of `culet bench`. No torch.
+"""The strongest peer's numbers on one H200, for the rows of `culet bench`. No torch.
 
 The peer is vLLM 0.24.0 (torch 2.11, triton 3.6; torch.compile, full and piecewise CUDA graphs, prefix cache off, bf16,
 gpu_memory_utilization 0.92, max_num_seqs 128, max_num_batched_tokens 8192, max_model_len 34000) with its own FlashAttention-4
-fork for every layer, text decoder only, random weights at the real dimensions. docs/guides/benchmarks.md says how it was timed.
+fork for every layer, text decoder only, random weights at the real dimensions. docs/guides/benchmarks.md describes how it was
+timed.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from dataclasses import dataclass
 from culet.bench.workloads import STANDARD, START, TPOT, TTFT, Workload
 
 PEER = "vLLM 0.24"
-GPU = "H200"  # the anchors stand beside nothing else
+GPU = "H200"  # the only GPU these numbers are comparable with
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """The peer's number for one row, and ours to reach."""
+    """The peer's number for a row, and Culet's goal."""
 
     peer: float | None  # None: not measured, or not comparable
     goal: float
     note: str = ""
 
 
-_SHARED_EXPERTS = "the peer's {} was taken with weights under which all tokens share their experts, so it is no measure"
+_SHARED_EXPERTS = "the peer's {} was measured with weights for which all tokens share their experts, so it is not comparable"
 
 
 def _anchors(
@@ -35,7 +36,7 @@ def _anchors(
     goals: tuple[float, ...],
     notes: dict[Workload, float] | None = None,
 ) -> dict[Workload, Anchor]:
-    """By row; `goals` are in the order tpot, ttft, chat, summarise, start."""
+    """Anchors by row; `goals` are in the order tpot, ttft, chat, summarise, start."""
     rows = [*STANDARD[TPOT], *STANDARD[TTFT], *STANDARD["chat"], *STANDARD["summarise"], *STANDARD[START]]
     numbers = (*tpot, *ttft, *throughput, start)
     anchors = {row: Anchor(number, goal) for row, number, goal in zip(rows, numbers, goals, strict=True)}
@@ -101,5 +102,5 @@ UNIFIED_TRITON: dict[str, tuple[int, ...]] = {
 
 
 def kernel_anchor(table: dict[str, tuple[int, ...]], shape: str, case: str) -> int | None:
-    """Microseconds of a published case; None for any other."""
+    """Microseconds of a measured case; None for any other."""
     return table[shape][KERNEL_CASES.index(case)] if shape in table and case in KERNEL_CASES else None

@@ -1,7 +1,7 @@
-"""`culet bench draft`: what a drafting round and a verify cost beside a decode step, and what they give at a forced acceptance.
+"""`culet bench draft`: the cost of a draft round and a verify next to a decode step, and the speed at a forced acceptance.
 
-Scheduler and runner are those of the engine; only text is left out. Weights are random, so nothing would be accepted: a number
-of accepted drafts is forced, with all work done. Steps that run as CUDA graphs are also timed alone.
+It uses the engine's scheduler and runner, without text. With random weights no draft would be accepted, so a number of accepted
+drafts is forced; all work is still done. Steps that run as CUDA graphs are also timed on the device alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from culet.attention.plan import plan_attention
-from culet.bench.twin import free_memory
+from culet.bench.answer_check import free_memory
 from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, plan_cache
 from culet.config import MAX_BATCHED_TOKENS, Config, DraftChoice, ScheduleConfig
@@ -37,7 +37,7 @@ from culet.scheduler.scheduler import Scheduler
 from culet.types import Request, Sampling
 
 PROMPT_LEN = 1000
-NUM_ROUNDS = 48  # timed, after as many as it takes to be warm
+NUM_ROUNDS = 48  # timed, after the warm-up
 WARM_ROUNDS = 8
 REPLAYS = 20
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, 0, None, None)
@@ -45,20 +45,20 @@ GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, 0, None, None)
 
 @dataclass(frozen=True)
 class DraftLine:
-    """One number of sequences, all times in milliseconds."""
+    """Results for a number of sequences; times in milliseconds."""
 
     num_seqs: int
     num_drafts: int
     num_accepted: int  # forced, per round
-    plain_ms: float  # a decode step, the next one launched before its result is awaited
-    round_ms: float  # verify, draft, and all between
-    decode_graph_ms: float | None  # on the device alone
+    plain_ms: float  # a decode step; the next one is launched before its result arrives
+    round_ms: float  # verify, draft, and everything in between
+    decode_graph_ms: float | None  # only on the device
     verify_graph_ms: float | None
     draft_graph_ms: float | None
 
     @property
     def speedup(self) -> float:
-        """Tokens per second against no drafting."""
+        """Tokens per second relative to no drafting."""
         return (self.num_accepted + 1) * self.plain_ms / self.round_ms
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class DraftBench:
             torch.cuda.set_device(self.device)
             use_disk_cache()
         self.max_num_seqs, self.max_len = max_num_seqs, config.model.max_model_len or PROMPT_LEN + 512
-        # All prompts in one step: what is timed comes after them.
+        # All prompts fit in one step, before the timed steps.
         budget = min(MAX_BATCHED_TOKENS, max_num_seqs * self.max_len)
         self.schedule = ScheduleConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
         draft_spec = open_drafter(choice, self.spec)
@@ -103,7 +103,7 @@ class DraftBench:
         return [load(self.plan.path(group))(group, self.num_heads) for group in target_groups(self.layout)]
 
     def compile(self, num_seqs: Sequence[int], prompt_len: int) -> None:
-        """Compile what is timed, several kernels at a time."""
+        """Compile the timed kernels, several in parallel."""
         if self.is_gpu:
             for drafter in (self.drafter, None):
                 trial = Trial(
@@ -137,7 +137,7 @@ class DraftBench:
 
 
 class _Loop:
-    """The engine's loop for some sequences, without text."""
+    """The engine's loop for `num_seqs` sequences, without text."""
 
     def __init__(self, bench: DraftBench, num_seqs: int, drafter: Drafter | None) -> None:
         self.num_seqs = num_seqs
@@ -170,7 +170,7 @@ class _Loop:
                 self.rounds.capture(captures, [(num_seqs, drafter.max_drafts)])
 
     def time(self, prompt_len: int, *, tokens_per_step: int) -> float:
-        """Median milliseconds between steps, once all sequences decode."""
+        """Median milliseconds between steps while all sequences decode."""
         num_tokens = (WARM_ROUNDS + NUM_ROUNDS + 4) * tokens_per_step + 4
         generator = torch.Generator().manual_seed(0)
         for index in range(self.num_seqs):
@@ -191,7 +191,7 @@ class _Loop:
         return median(gaps[WARM_ROUNDS:])
 
     def graph_ms(self, bucket: Bucket) -> float | None:
-        """Milliseconds of one replay of a captured step."""
+        """Milliseconds of a replay of a captured step."""
         step = None if self.runner.fixed is None else self.runner.fixed.step_of(bucket)
         if step is None or step.graph is None:
             return None
@@ -200,12 +200,12 @@ class _Loop:
 
         def replay() -> None:
             graph.replay()
-            start_B.copy_(before_B)  # it has gone on by a token, and would leave its pages in the end
+            start_B.copy_(before_B)  # undo the advance by a token, which would eventually leave the pages
 
         return _replay_ms(replay)
 
     def draft_ms(self, num_seqs: int, num_drafts: int) -> float | None:
-        """Milliseconds of one replay of a captured drafting round."""
+        """Milliseconds of a replay of a captured draft round."""
         graph = None if self.rounds is None else self.rounds.graph_of((num_seqs, num_drafts))
         return None if graph is None else _replay_ms(graph.replay)
 

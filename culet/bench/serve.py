@@ -1,7 +1,7 @@
-"""`culet bench serve`: load on any server that speaks OpenAI's API, and what its clients see of it.
+"""`culet bench serve`: send load to any server with OpenAI's API and measure what its clients see.
 
-Requests arrive by a Poisson process (or a burstier one), or all at once, with at most so many in flight. Each is streamed, and
-every event is timed as it comes. The figures, their names and the block that shows them are those of `vllm bench serve`.
+Requests arrive in a Poisson process (or a burstier one), or all at once, with a limit on those in flight. Each is streamed, and
+every event is timed. The figures, their names and the printed block are those of `vllm bench serve`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import httpx
 
 from culet.errors import ConfigError
 
-# Plain words, of which most tokenizers make one token each.
+# Plain words that are one token in most tokenizers.
 _WORDS = """
 time year people way day man thing woman life child world school state family student group country problem hand part
 place case week company system program question work government number night point home water room mother area money
@@ -27,7 +27,7 @@ story fact month lot right study book eye job word business issue side kind head
 hour game line end member law car city community name president team minute idea body information back parent face
 level office door health person art war history
 """.split()  # noqa: SIM905 (a list of quoted words would take four times the lines)
-_POOL_WORDS = 256  # few enough for any context
+_POOL_WORDS = 256  # fits any context length
 _SPECULATION = {
     "drafts": "vllm:spec_decode_num_drafts_total",
     "draft_tokens": "vllm:spec_decode_num_draft_tokens_total",
@@ -37,7 +37,7 @@ _SPECULATION = {
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent, and how."""
+    """The requests to send, and when."""
 
     base_url: str
     model: str
@@ -45,8 +45,8 @@ class Load:
     num_prompts: int = 200
     input_len: int = 1024
     output_len: int = 128
-    range_ratio: float = 0.0  # lengths are drawn from (1 - r) to (1 + r) of these
-    prefix_len: int = 0  # tokens that all prompts begin with
+    range_ratio: float = 0.0  # lengths are drawn from (1 - r) to (1 + r) times these
+    prefix_len: int = 0  # tokens that all prompts share at the start
     request_rate: float = float("inf")  # per second
     burstiness: float = 1.0  # 1: Poisson; lower is burstier
     max_concurrency: int | None = None
@@ -56,12 +56,12 @@ class Load:
     seed: int = 0
     api_key: str = ""
     timeout_s: float = 3600.0
-    extra: Mapping[str, Any] = field(default_factory=dict)  # more fields of every request
+    extra: Mapping[str, Any] = field(default_factory=dict)  # further fields of every request
 
 
 @dataclass
 class Answer:
-    """One request as its client saw it."""
+    """A request as its client saw it."""
 
     input_len: int
     error: str = ""
@@ -84,7 +84,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What one request sends: token ids where the server can take them, else text."""
+    """The prompt of a request: token ids if the server accepts them, otherwise text."""
 
     content: str | list[int]
     input_len: int
@@ -92,7 +92,7 @@ class Prompt:
 
 
 class Client:
-    """Sends requests to one server."""
+    """Sends requests to a server."""
 
     def __init__(self, load: Load) -> None:
         self.load = load
@@ -106,7 +106,7 @@ class Client:
         )
 
     async def check(self) -> str:
-        """The model to ask for; refuses a server that is not there."""
+        """The model to request; raises if the server does not answer."""
         try:
             answer = await self.http.get("/v1/models")
             answer.raise_for_status()
@@ -114,14 +114,14 @@ class Client:
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{self.load.base_url}: no answer to GET /v1/models: {error or type(error).__name__}",
-                hint="start a server, or name one by --base-url",
+                hint="start a server, or name one with --base-url",
             ) from error
         if self.load.model and self.load.model not in names:
             raise ConfigError(f"model: the server does not serve {self.load.model!r}", hint=f"served: {', '.join(names)}")
         return self.load.model or names[0]
 
     async def pool(self) -> list[int]:
-        """Token ids of plain words in the server's vocabulary; none where it does not tell."""
+        """Token ids of plain words in the server's vocabulary; empty if it has no /tokenize."""
         words = random.Random(0).choices(_WORDS, k=_POOL_WORDS)
         try:
             answer = await self.http.post("/tokenize", json={"prompt": " ".join(words), "add_special_tokens": False})
@@ -131,20 +131,20 @@ class Client:
             return []
 
     async def counters(self) -> dict[str, float]:
-        """Counts of drafting since the server's start, where it has them."""
+        """Counters of drafting since the server's start; empty if it has none."""
         try:
             text = (await self.http.get("/metrics")).text
         except httpx.HTTPError:
             return {}
-        found: dict[str, float] = {}
+        counters: dict[str, float] = {}
         for line in text.splitlines():
             for key, name in _SPECULATION.items():
                 if line.startswith(name) and line[len(name) : len(name) + 1] in ("{", " "):
-                    found[key] = found.get(key, 0.0) + float(line.rsplit(" ", 1)[1])
-        return found
+                    counters[key] = counters.get(key, 0.0) + float(line.rsplit(" ", 1)[1])
+        return counters
 
     async def ask(self, prompt: Prompt, model: str) -> Answer:
-        """Send one request and time its events."""
+        """Send a request and time its events."""
         load = self.load
         body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
         body["max_tokens"] = prompt.output_len
@@ -199,7 +199,7 @@ class Client:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The data of each server-sent event, as soon as it is there."""
+    """The data of each server-sent event as it arrives."""
     rest = b""
     async for piece in response.aiter_raw():
         *lines, rest = (rest + piece).split(b"\n")
@@ -209,7 +209,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 
 def _has_text(event: Mapping[str, Any]) -> bool:
-    """Whether an event brings something of the answer."""
+    """Whether an event has a part of the answer."""
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
         if choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning"):
@@ -220,7 +220,7 @@ def _has_text(event: Mapping[str, Any]) -> bool:
 
 
 def make_prompts(load: Load, pool: Sequence[int]) -> list[Prompt]:
-    """Prompts of random lengths, the same for the same seed."""
+    """Prompts of random lengths; equal seeds give equal prompts."""
     random_ = random.Random(load.seed)
     low, high = 1 - load.range_ratio, 1 + load.range_ratio
 
@@ -239,11 +239,11 @@ def make_prompts(load: Load, pool: Sequence[int]) -> list[Prompt]:
 
 
 def arrivals(load: Load) -> list[float]:
-    """Seconds after the beginning at which each request is sent."""
+    """Seconds after the start at which each request is sent."""
     if load.request_rate == float("inf"):
         return [0.0] * load.num_prompts
     random_ = random.Random(load.seed + 1)
-    # Gaps of a gamma distribution: shape 1 is a Poisson process, a lower shape has bursts and longer pauses.
+    # Gamma-distributed gaps: shape 1 is a Poisson process, a lower shape has bursts and longer pauses.
     scale = 1.0 / (load.request_rate * load.burstiness)
     times, now = [], 0.0
     for _ in range(load.num_prompts):
@@ -254,13 +254,13 @@ def arrivals(load: Load) -> list[float]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All answers, and how long they took together."""
+    """All answers and the total time."""
 
     load: Load
     model: str
     answers: Sequence[Answer]
     duration_s: float
-    speculation: Mapping[str, float]  # what was drafted meanwhile; empty where the server does not tell
+    speculation: Mapping[str, float]  # drafting during the run; empty if the server has no counters
 
     @property
     def good(self) -> list[Answer]:
@@ -268,7 +268,7 @@ class Outcome:
 
 
 async def run(load: Load, report: Callable[[int], None] = lambda done: None) -> Outcome:
-    """Send everything and wait for the answers; `report` is called with the number of those that are there."""
+    """Send all requests and wait for the answers; `report` is called with the number of finished requests."""
     client = Client(load)
     try:
         model = await client.check()
@@ -278,20 +278,20 @@ async def run(load: Load, report: Callable[[int], None] = lambda done: None) -> 
             if first.error:
                 raise ConfigError(f"the first request failed: {first.error}", hint="see the server's log")
         before = await client.counters()
-        gate = asyncio.Semaphore(load.max_concurrency or len(prompts))
+        limit = asyncio.Semaphore(load.max_concurrency or len(prompts))
         num_done = 0
         began = time.perf_counter()
 
-        async def one(prompt: Prompt, at: float) -> Answer:
+        async def ask_at(prompt: Prompt, at: float) -> Answer:
             nonlocal num_done
             await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
-            async with gate:
+            async with limit:
                 answer = await client.ask(prompt, model)
             num_done += 1
             report(num_done)
             return answer
 
-        answers = await asyncio.gather(*(one(prompt, at) for prompt, at in zip(prompts, arrivals(load), strict=True)))
+        answers = await asyncio.gather(*(ask_at(prompt, at) for prompt, at in zip(prompts, arrivals(load), strict=True)))
         duration = time.perf_counter() - began
         after = await client.counters()
     finally:
@@ -303,7 +303,7 @@ async def run(load: Load, report: Callable[[int], None] = lambda done: None) -> 
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` percent lie, between neighbours in proportion."""
+    """The value below which `share` percent of the values are, interpolated."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * share / 100
     low = int(place)
@@ -320,11 +320,11 @@ SERIES = {
 
 
 def summarise(outcome: Outcome, percentiles: Sequence[float] = (99.0,)) -> dict[str, Any]:
-    """Every figure under the name that `vllm bench serve` writes it."""
+    """Every figure under its name in `vllm bench serve`."""
     good, load = outcome.good, outcome.load
     num_input, num_output = sum(answer.input_len for answer in good), sum(answer.output_len for answer in good)
     seconds = outcome.duration_s
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "backend": "openai-chat" if load.is_chat else "openai",
         "model_id": outcome.model,
         "num_prompts": load.num_prompts,
@@ -348,27 +348,27 @@ def summarise(outcome: Outcome, percentiles: Sequence[float] = (99.0,)) -> dict[
         "e2el": [answer.latency_s for answer in good],
     }
     for name, values in series.items():
-        found |= {
+        figures |= {
             f"mean_{name}_ms": fmean(values) * 1e3 if values else 0.0,
             f"median_{name}_ms": median(values) * 1e3 if values else 0.0,
             f"std_{name}_ms": pstdev(values) * 1e3 if values else 0.0,
         }
         for share in percentiles:
-            found[f"p{share:g}_{name}_ms"] = percentile(values, share) * 1e3 if values else 0.0
+            figures[f"p{share:g}_{name}_ms"] = percentile(values, share) * 1e3 if values else 0.0
     if outcome.speculation.get("drafts"):
         rounds, drafted, accepted = (outcome.speculation[key] for key in ("drafts", "draft_tokens", "accepted_tokens"))
-        found |= {
+        figures |= {
             "spec_decode_acceptance_rate": 100 * accepted / max(1.0, drafted),
             "spec_decode_acceptance_length": 1 + accepted / rounds,
             "spec_decode_num_drafts": int(rounds),
             "spec_decode_draft_tokens": int(drafted),
             "spec_decode_accepted_tokens": int(accepted),
         }
-    return found
+    return figures
 
 
 def _peaks(good: Sequence[Answer]) -> tuple[float, int]:
-    """(most events within one second, most requests in flight at once)."""
+    """(most events in a second, most requests in flight)."""
     if not good:
         return 0.0, 0
     begin = min(answer.started_at for answer in good)
@@ -386,7 +386,7 @@ def _peaks(good: Sequence[Answer]) -> tuple[float, int]:
 
 
 def block(figures: Mapping[str, Any], percentiles: Sequence[float] = (99.0,)) -> str:
-    """The figures as the block of lines that `vllm bench serve` prints."""
+    """The figures in the format that `vllm bench serve` prints."""
 
     def line(name: str, value: float | int | str) -> str:
         return f"{name:<40} {value:<10.2f}" if isinstance(value, float) else f"{name:<40} {value:<10}"
@@ -425,7 +425,7 @@ def block(figures: Mapping[str, Any], percentiles: Sequence[float] = (99.0,)) ->
 
 
 def details(outcome: Outcome) -> dict[str, Any]:
-    """Every answer by itself, for those who draw their own plots."""
+    """Figures of every answer, for further analysis."""
     return {
         "input_lens": [answer.input_len for answer in outcome.answers],
         "output_lens": [answer.output_len for answer in outcome.answers],
