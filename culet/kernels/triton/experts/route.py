@@ -21,7 +21,7 @@ from culet.kernels.triton.dependent_launch import enter, is_chained, options
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
 from culet.kernels.triton.linear.linear import workspace
 
-# Measured on an H200 at 128 experts, hidden 2816 (docs/LOG.md).
+# Measured on an H200 at 128 experts, hidden 2816 (docs/log/linear.md).
 FEW_TOKENS = 16
 FEW = (1, 1)  # experts per program, warps: one warp needs no barriers, neither for its sum nor for the choice
 TILE, LARGE_TILE = (16, 64, 4), (32, 128, 4)  # tokens, columns, warps

@@ -1,4 +1,4 @@
-"""Which kernel and tile serves a linear layer of few tokens, by measurement on an H200 (docs/LOG.md).
+"""Which kernel and tile serves a linear layer of few tokens, by measurement on an H200 (docs/log/linear.md).
 
 Measured in chains of the models' layers, each launch after the kernel that makes its input. What no rule takes is cuBLAS's.
 """
