@@ -1,7 +1,7 @@
 """Products of many tokens by a cuBLAS kernel of our choice.
 
 cuBLAS ranks its kernels as if clocks were at their highest. A long prompt holds an H200 at its power limit, where the kernel
-that needs least energy is the fastest: of those that cuBLAS offers, the one with tiles of 128 x 160 (docs/log/prefill.md). torch
+that needs least energy is the fastest: of those that cuBLAS offers, the one with tiles of 128 x 160 (docs/log/linear.md). torch
 takes cuBLAS's first, so this file asks cuBLAS itself, through its C interface. What cuBLAS lists changes from one number of
 tokens to the next, while the kernel serves them all: so it is taken from the list of a number that has it, and then checked
 for the one that is asked for. Where anything is missing, torch serves.
