@@ -92,7 +92,8 @@ class SampleOutput:
         if token_ids:
             self.last_token_at = time.perf_counter()
             self.first_token_at = self.first_token_at or self.last_token_at
-        reader, visible = self._reader, []
+        reader = self._reader
+        visible: list[tuple[int, Logprobs]] = []
         if len(token_ids) == 1 and not logprobs and not self._single_call:  # the common case
             pieces = reader.push(token_ids)
         else:

@@ -118,9 +118,9 @@ class Running:
         """Process id of the engine."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         for child in children:
-            if b"engine_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"culet.serve.process.engine" in Path(f"/proc/{child}/cmdline").read_bytes():
                 return int(child)
-        raise AssertionError("there is no engine process")
+        raise AssertionError("no engine process")
 
     def memory_bytes(self) -> int:
         """Resident memory of web and engine process together."""
