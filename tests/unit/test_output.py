@@ -42,7 +42,7 @@ def plain(tokenizer: Tokenizer, **params: Any) -> SampleOutput:
 def feed(
     output: SampleOutput, token_ids: list[int], size: int = 1, end: FinishReason | None = None, logprobs: bool = False
 ) -> list[OutputDelta]:
-    """Push the tokens in groups of `size`, until the output has ended. `end` is the engine's finish reason of the last group."""
+    """Push the tokens in groups of `size` until the output has ended. `end` is the engine's finish reason for the last one."""
     deltas = []
     for begin in range(0, len(token_ids), size):
         group = tuple(token_ids[begin : begin + size])
@@ -127,14 +127,12 @@ def test_a_single_call_ends_the_sample(tokenizer: Tokenizer, size: int) -> None:
 
 def test_tools_decide_what_bare_words_mean(tokenizer: Tokenizer) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"zip": {"type": "string"}}}}}]
-    ids = tokenizer.encode("<|tool_call>call:f{zip:02134}<tool_call|>")
+    ids = tokenizer.encode("<|tool_call>call:f{zip:7}<tool_call|>")
     typed, untyped = chat(tokenizer, tools=tools), chat(tokenizer)
     for output in (typed, untyped):
         feed(output, ids, end=FinishReason.STOP)
-    assert typed.output().tool_calls[0].arguments == {"zip": "02134"}
-    assert untyped.output().tool_calls[0].arguments == {"zip": "02134"}
-    (call,) = [feed(chat(tokenizer), tokenizer.encode("<|tool_call>call:f{zip:7}<tool_call|>"))[-1].tool_calls[0]]
-    assert call.arguments == {"zip": 7}
+    assert typed.output().tool_calls[0].arguments == {"zip": "7"}
+    assert untyped.output().tool_calls[0].arguments == {"zip": 7}
 
 
 @pytest.mark.parametrize("size", [1, 2, 1000])
