@@ -309,7 +309,7 @@ def _kernel_cases(
 ) -> list[tuple[str, AttentionShape, KernelCase]]:
     """Every shape in every case that the options name; without any, those in which the peer was measured."""
     from culet.bench import kernels as kernels_module
-    from culet.bench.anchors import FA4, KERNEL_CASES
+    from culet.bench.peer import FA4, KERNEL_CASES
 
     own_shape = _own_shape(options)
     if own_shape is not None and shapes:

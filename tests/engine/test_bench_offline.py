@@ -13,9 +13,9 @@ import pytest
 
 from culet import LLM, SamplingParams
 from culet.attention import torch_cpu
+from culet.bench.answer_check import check_rows
 from culet.bench.offline import measure, run_rows
 from culet.bench.settings import bench_config
-from culet.bench.twin import check_rows
 from culet.bench.workloads import parse_rows
 from culet.cache.spec import KVGroup
 from culet.errors import InternalError
@@ -106,7 +106,7 @@ def test_a_short_answer_is_no_measurement(dense: Path, monkeypatch: pytest.Monke
         generate = llm.generate
         params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
         monkeypatch.setattr(llm, "generate", lambda prompts, _: generate(prompts, params))
-        with pytest.raises(InternalError, match="ended with length after 3 tokens of 20"):
+        with pytest.raises(InternalError, match="ended with length after 3 of 20 tokens"):
             measure(llm, parse_rows(ROWS)[0])
 
 

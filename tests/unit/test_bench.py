@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from culet.bench import report
-from culet.bench.anchors import FA4, KERNEL_CASES, SERVING, UNIFIED_TRITON, kernel_anchor
+from culet.bench.answer_check import Verdict
 from culet.bench.attention_cases import SHAPES, AttentionShape
 from culet.bench.floor import Floor
 from culet.bench.kernels import Step, default_cases, make_kernel_case, parse_case, time_case, work
 from culet.bench.offline import Measured
-from culet.bench.prompts import make_prompts
+from culet.bench.peer import FA4, KERNEL_CASES, SERVING, UNIFIED_TRITON, kernel_anchor
 from culet.bench.settings import all_settings, bench_config, given_settings
-from culet.bench.twin import Verdict
-from culet.bench.workloads import DEFAULT_ROWS, STANDARD, Workload, parse_rows
+from culet.bench.workloads import DEFAULT_ROWS, STANDARD, Workload, make_prompts, parse_rows
 from culet.cache.spec import plan_cache
 from culet.cli.main import run
 from culet.errors import BadRequest, ConfigError, UnsupportedError

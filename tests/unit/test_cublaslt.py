@@ -76,7 +76,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
     def use(library: Library) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-        monkeypatch.setattr(cublaslt, "_suits", lambda *_: True)
+        monkeypatch.setattr(cublaslt, "_is_supported", lambda *_: True)
         for name, value in (("WORKSPACE_BYTES", 64), ("MIN_TOKENS", 32), ("MIN_OUTPUTS", 48), ("MIN_INPUTS", 16)):
             monkeypatch.setattr(cublaslt, name, value)
         monkeypatch.setattr(torch, "device", lambda *_: "cpu")
@@ -172,8 +172,8 @@ def test_a_cpu_and_other_types_are_not_supported(monkeypatch: pytest.MonkeyPatch
     for name in ("MIN_TOKENS", "MIN_OUTPUTS", "MIN_INPUTS"):
         monkeypatch.setattr(cublaslt, name, 0)
     assert cublaslt.product(x, weight) is None
-    assert not cublaslt._suits(x.float(), weight.float())
-    assert not cublaslt._suits(x[:, :8], weight)
+    assert not cublaslt._is_supported(x.float(), weight.float())
+    assert not cublaslt._is_supported(x[:, :8], weight)
 
 
 @pytest.mark.gpu

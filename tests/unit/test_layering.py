@@ -31,7 +31,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "scheduler": ("cache",),
     "runner": ("models", "sampling", "drafters"),
     "engine": ("models", "scheduler", "runner", "text", "structured"),
-    "serve": ("engine", "text", "structured", "testing"),
+    "serve": ("engine", "text", "structured"),
     "testing": ("models", "serve"),
     "bench": ("engine", "attention", "kernels"),
 }

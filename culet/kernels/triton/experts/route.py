@@ -22,7 +22,7 @@ from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
 from culet.kernels.triton.linear.few_tokens import workspace
 
-# Measured on an H200 at 128 experts, hidden 2816 (docs/log).
+# Measured on an H200 at 128 experts, hidden 2816 (docs/log/linear.md).
 FEW_TOKENS = 16
 FEW = (1, 1)  # experts per program, warps: one warp needs no barriers, neither for its sum nor for the choice
 TILE, LARGE_TILE = (16, 64, 4), (32, 128, 4)  # tokens, columns, warps

@@ -1,4 +1,4 @@
-"""Which kernel and tile a linear layer of few tokens uses, as measured on an H200 (docs/log).
+"""Which kernel and tile a linear layer of few tokens uses, as measured on an H200 (docs/log/linear.md).
 
 Measured in sequences of the models' layers, each launch after the kernel that makes its input. cuBLAS does the rest.
 """
