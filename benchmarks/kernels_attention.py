@@ -184,7 +184,7 @@ def run_graph_checks(names: Sequence[str], device: str, with_hopper: bool, resul
         for queries, num_rows in itertools.product((1, 4), GRAPH_ROWS):
             case = make_case(SHAPES[shape_name], [(5000, queries)] * num_rows, device=device, seed=11, whole_pages=True)
             makers = {"decode": decode_calls}
-            if with_hopper and hopper_decode.hopper_decode_serves(case.kv):
+            if with_hopper and hopper_decode.hopper_decode_supports(case.kv):
                 makers["hopper"] = hopper_decode_calls
             for variant, make in makers.items():
                 error = graph_error(case, make)
@@ -204,7 +204,7 @@ def variants_of(
     is_text, is_stored = case.rows.visible_2T is None, "stored_tail" not in extra
     if kind == "decode":
         yield "decode", lambda: decode_calls(case)
-        if with_hopper and is_text and hopper_decode.hopper_decode_serves(case.kv):
+        if with_hopper and is_text and hopper_decode.hopper_decode_supports(case.kv):
             yield "hopper", lambda: hopper_decode_calls(case)
     else:
         is_first = all(context == 0 for context, _ in case.spans)
@@ -213,7 +213,7 @@ def variants_of(
         if is_stored:
             yield "paged", lambda: prefill_calls(case, False)
         for fresh, is_possible in ((True, is_first), (False, is_stored)):
-            serves = hopper_prefill.hopper_prefill_serves(case.kv, case.shape.group, fresh=fresh)
+            serves = hopper_prefill.hopper_prefill_supports(case.kv, case.shape.group, fresh=fresh)
             if with_hopper and is_text and is_possible and serves:
                 yield f"hopper {'fresh' if fresh else 'paged'}", lambda fresh=fresh: hopper_calls(case, fresh)  # type: ignore[misc]
     yield "backend", lambda: [BackendCall(case, is_stored)]

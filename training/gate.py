@@ -26,8 +26,9 @@ import torch
 from culet import LLM, SamplingParams
 from culet.config import BUILT_IN
 from culet.models.checkpoint import find_folder
-from culet.text.output_events import Output
-from culet.text.output_reader import OutputReader, tool_schemas
+from culet.text.output_pieces import Output
+from culet.text.output_reader import ChatReader
+from culet.text.tool_schema import tool_schemas
 from training.acceptance import Output as Written
 from training.batches import Part
 from training.prompts import cut_prompts
@@ -100,7 +101,7 @@ class Asker:
         answers = []
         for line, prompt, result in zip(lines, prompts, self.llm.generate(prompts, GREEDY), strict=True):
             schemas = tool_schemas(line.get("tools"))
-            reader = OutputReader(self.llm.engine.tokenizer, prompt_ids=prompt, schemas=schemas)
+            reader = ChatReader(self.llm.engine.tokenizer, prompt_ids=prompt, schemas=schemas)
             reader.push(result.token_ids)
             reader.finish()
             answers.append((reader.output(), result.finish_reason))
@@ -113,10 +114,10 @@ def ask_questions(asker: Asker, scores: Scores) -> None:
     right, asked, wrong = Counter[str](), Counter[str](), []
     for line, (output, _) in zip(lines, answers, strict=True):
         asked[line["kind"]] += 1
-        if is_right(line["kind"], output.content, line["answers"]):
+        if is_right(line["kind"], output.text, line["answers"]):
             right[line["kind"]] += 1
         else:
-            wrong.append({"question": line["question"], "said": output.content, "wanted": line["answers"]})
+            wrong.append({"question": line["question"], "said": output.text, "wanted": line["answers"]})
     scores.shares["questions"] = right.total() / asked.total()
     scores.shares |= {f"questions: {kind}": right[kind] / count for kind, count in asked.items()}
     scores.shares["answers ended"] = sum(reason == "stop" for _, reason in answers) / len(answers)
@@ -144,7 +145,7 @@ def ask_for_tools(asker: Asker, scores: Scores) -> None:
             exact += is_good and (calls[0].name, calls[0].arguments) == (expected["name"], expected.get("arguments"))
         if not is_good:
             said = [f"{call.name}({call.arguments_json})" for call in calls]
-            wrong.append({"asked": line["messages"][-1]["content"], "called": said, "said": output.content})
+            wrong.append({"asked": line["messages"][-1]["content"], "called": said, "said": output.text})
     scores.shares |= {"tool calls": valid / fitting, "tool calls, all arguments right": exact / fitting}
     scores.shares["no tool where none fits"] = silent / unfitting
     scores.details["wrong tool calls"] = wrong
@@ -152,7 +153,7 @@ def ask_for_tools(asker: Asker, scores: Scores) -> None:
 
 def ask_for_json(asker: Asker, scores: Scores) -> None:
     lines = read_lines("json")
-    answers = [output.content for output, _ in asker.ask(lines)]
+    answers = [output.text for output, _ in asker.ask(lines)]
     is_valid = [is_valid_json(answer, line["schema"]) for line, answer in zip(lines, answers, strict=True)]
     scores.shares["JSON"] = sum(is_valid) / len(lines)
     scores.details["wrong JSON"] = [answer for answer, good in zip(answers, is_valid, strict=True) if not good]
@@ -169,7 +170,7 @@ def play_open(asker: Asker) -> list[list[dict[str, str]]]:
         for number, (output, _) in zip(
             unfinished, asker.ask([{"messages": played[number]} for number in unfinished]), strict=True
         ):
-            played[number].append({"role": "assistant", "content": output.content})
+            played[number].append({"role": "assistant", "content": output.text})
     return played
 
 

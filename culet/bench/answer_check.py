@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from culet.attention.torch_cpu import ReferenceBackend
+from culet.attention.torch_cpu import TorchCPUBackend
 from culet.bench.settings import given_settings
 from culet.bench.workloads import CHECKED_TOKENS, START, Workload, make_prompts
 from culet.cache.pool import Pool
@@ -133,7 +133,7 @@ class _Judge:
         spec = self._model.spec
         self._layout = plan_cache(spec.kv_specs(4, latent=False))
         num_heads = spec.layers[0].num_heads
-        self._backends = [ReferenceBackend(group, num_heads) for group in self._layout.groups]
+        self._backends = [TorchCPUBackend(group, num_heads) for group in self._layout.groups]
 
     @torch.inference_mode()
     def gaps(self, prompt: Sequence[int], token_ids: Sequence[int]) -> Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from culet.kernels.attention_inputs import PagedKV, RaggedRows
+from culet.kernels.types import PagedKV, RaggedRows
 
 
 @dataclass(frozen=True)

@@ -8,27 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from culet.hardware import Peaks
 from culet.models.spec import LayerSpec, ModelSpec
-
-
-@dataclass(frozen=True)
-class Peaks:
-    """What a GPU was seen to reach: a large copy, and a large bf16 matrix product."""
-
-    bytes_per_s: float
-    flops_per_s: float
-
-    def seconds(self, num_bytes: float, flops: float) -> float:
-        return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
-
-
-# Measured, not the data sheet's. By what the driver's name of the GPU contains.
-PEAKS: dict[str, Peaks] = {"H200": Peaks(4.2e12, 790e12)}
-
-
-def find_peaks(gpu_name: str) -> Peaks | None:
-    """What is known of a GPU; None where nothing was measured."""
-    return next((peaks for name, peaks in PEAKS.items() if name in gpu_name), None)
 
 
 @dataclass(frozen=True)

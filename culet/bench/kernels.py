@@ -22,16 +22,16 @@ from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.attention.plan import BACKENDS, plan_attention
 from culet.bench.attention_cases import SHAPES, AttentionShape
-from culet.bench.floor import Peaks
 from culet.bench.peer import FA4, GPU, KERNEL_CASES, UNIFIED_TRITON, kernel_anchor
 from culet.bench.timing import flush_buffer, replay_times
 from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, KVGroup, KVSpec
 from culet.errors import ConfigError, UnsupportedError
-from culet.kernels.attention_inputs import PagedKV, RaggedRows
+from culet.hardware import Peaks
 from culet.kernels.compiling import use_disk_cache
 from culet.kernels.eager import ops as eager_ops
 from culet.kernels.eager.attention import prefill_attention
+from culet.kernels.types import PagedKV, RaggedRows
 from culet.registry import load, lookup
 from culet.runner.fill import fill
 from culet.types import PageTable, Row, StepPlan
@@ -256,11 +256,9 @@ def time_case(
 
 def _refuse_cpu(device: torch.device, backend: str) -> None:
     lookup("attention backend", backend, {"auto": None, **dict.fromkeys(BACKENDS)})
-    if device.type == "cpu" and backend != "reference":
+    if device.type == "cpu" and backend != "torch_cpu":
         what = "the attention kernels need" if backend == "auto" else f"the {backend} backend needs"
-        raise UnsupportedError(
-            f"{what} an NVIDIA GPU, this is a CPU", hint="--backend reference times the torch reference here"
-        )
+        raise UnsupportedError(f"{what} an NVIDIA GPU, this is a CPU", hint="--backend torch_cpu runs here")
 
 
 def _worst_error(got: Tensor, expected: Tensor) -> float:

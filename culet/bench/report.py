@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from culet.bench.floor import Floor, Peaks
+from culet.bench.floor import Floor
 from culet.bench.peer import GPU, PEER, SERVING, Anchor
 from culet.bench.workloads import START, THROUGHPUT, TPOT, Workload
+from culet.hardware import Peaks
 from culet.models.random_checkpoint import variant_of
 from culet.models.spec import ModelSpec
 

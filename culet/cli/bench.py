@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from culet.bench.attention_cases import AttentionShape
-    from culet.bench.floor import Peaks
     from culet.bench.kernels import KernelCase, KernelLine
     from culet.bench.offline import Measured
     from culet.bench.workloads import Workload
     from culet.config import Config
+    from culet.hardware import Peaks
 
 
 @click.group()
@@ -213,7 +213,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _peaks(name: str, options: dict[str, Any]) -> Peaks | None:
-    from culet.bench.floor import Peaks, find_peaks
+    from culet.hardware import Peaks, find_peaks
 
     bandwidth, tflops = options["bandwidth"], options["tflops"]
     if bandwidth is None and tflops is None:

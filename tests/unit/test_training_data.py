@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
 
-from culet.text.output_reader import OutputReader, tool_schemas
+from culet.text.output_reader import ChatReader
 from culet.text.template import BUILT_IN, ChatTemplate
 from culet.text.tokenizer import Tokenizer
+from culet.text.tool_schema import tool_schemas
 from training.data import (
     arithmetic,
     compositions,
@@ -251,7 +252,7 @@ def test_tool_calls_are_read_by_the_server_and_fit_their_schemas(folder: Path) -
         calls = chat.messages[-1].get("tool_calls")
         text = document(chat)
         answer = text.rpartition("<|turn>model\n")[2]
-        reader = OutputReader(tokenizer, schemas=tool_schemas(chat.tools))
+        reader = ChatReader(tokenizer, schemas=tool_schemas(chat.tools))
         if not calls:
             assert "<|tool_call>" not in answer or "<tool_response|>" in answer
             continue

@@ -1,6 +1,6 @@
-"""Errors as HTTP answers in OpenAI's form, so that clients raise their own exception types.
+"""Errors as HTTP replies in OpenAI's form, so that clients raise their own exception types.
 
-What the caller can fix is said in full. Of a fault of ours the caller learns only that it happened: the log has the rest.
+What the caller can fix is explained in full. An internal error is only reported as such: the log has the details.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _CODES: dict[type[CuletError], str] = {
 }
 
 
-class HttpRefusal(UserError):
-    """A request that is refused for how it came, by its own HTTP status: no key, no such path, too large, too slow."""
+class HttpError(UserError):
+    """A request refused at the HTTP level, with its own status: no key, no such path, too large, too slow."""
 
     def __init__(self, status: int, message: str, *, hint: str = "", code: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -31,8 +31,8 @@ class HttpRefusal(UserError):
         self.code = code
 
 
-class ErrorFacts(Struct, frozen=True):
-    """What a client is told of an error; each API writes it in its own form."""
+class ErrorReply(Struct, frozen=True):
+    """What a client is told about an error. Each API writes it in its own form."""
 
     status: int
     type: str
@@ -42,19 +42,19 @@ class ErrorFacts(Struct, frozen=True):
     retry_after_s: int | None = None
 
 
-def facts_of(error: BaseException, *, retry_after_s: int = 1) -> ErrorFacts:
-    """What a client may know of `error`."""
+def reply_to(error: BaseException, *, retry_after_s: int = 1) -> ErrorReply:
+    """What a client may know about `error`."""
     if not isinstance(error, CuletError):
         error = InternalError("internal error")
-    status = error.status if isinstance(error, HttpRefusal) else http_status(error)
+    status = error.status if isinstance(error, HttpError) else http_status(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     if isinstance(error, InternalError) and not isinstance(error, WorkerDied):
-        return ErrorFacts(status, kind, "internal error: the server's log has more, under the request's id")
-    code = error.code if isinstance(error, HttpRefusal) else _CODES.get(type(error))
+        return ErrorReply(status, kind, "internal error: see the server's log for this request id")
+    code = error.code if isinstance(error, HttpError) else _CODES.get(type(error))
     message = f"{error.message} (hint: {error.hint})" if error.hint else error.message
-    found = _PARAM.match(error.message) if kind == "invalid_request_error" else None
+    param = _PARAM.match(error.message) if kind == "invalid_request_error" else None
     wait = retry_after_s if status in (429, 503) else None
-    return ErrorFacts(status, kind, message, found.group(1) if found else None, code, wait)
+    return ErrorReply(status, kind, message, param.group(1) if param else None, code, wait)
 
 
 class _Body(Struct):
@@ -64,6 +64,6 @@ class _Body(Struct):
     code: str | None
 
 
-def openai_body(facts: ErrorFacts) -> bytes:
-    """`{"error": {...}}` as OpenAI's clients read it."""
-    return msgspec.json.encode({"error": _Body(facts.message, facts.type, facts.param, facts.code)})
+def openai_body(reply: ErrorReply) -> bytes:
+    """`{"error": {...}}`, the form that OpenAI's clients read."""
+    return msgspec.json.encode({"error": _Body(reply.message, reply.type, reply.param, reply.code)})

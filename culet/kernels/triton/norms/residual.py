@@ -1,11 +1,11 @@
-"""RMS norms with what stands around them: residual adds, layer scalars, the next block's norm. One program per token.
+"""RMS norms fused with residual adds, layer scalars and the next block's norm. One program per token.
 
     norm(x, w) = x / sqrt(mean(x^2) + eps) * w                                        rms_norm
     x' = (x + norm(delta, w)) * scalar; next = norm(x', next_w)                       residual_norm (w None: x + delta)
     the same with two next norms (dense MLP and experts read one stream)             residual_norm_two
-    the same with delta = norm(a, w_a) + norm(b, w_b) (dense MLP and experts joined)  residual_norm_joint
+    the same with delta = norm(a, w_a) + norm(b, w_b) (dense MLP and experts summed)  residual_norm_joint
 
-float32 inside; x' is rounded once, and the next norm reads it rounded, as every later reader does.
+Arithmetic is float32; x' is rounded once, and the next norm reads the rounded x', as every later reader does.
 Shapes: T tokens · D model.
 """
 
@@ -18,13 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
-from culet.kernels.triton.launch import Launch, next_power_of_2, run_settled
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
+from culet.kernels.triton.launch import Launch, next_power_of_2, run_prepared
 
 
 @triton.jit
 def _norm(x, weight, D: tl.constexpr, eps: tl.constexpr):
-    """norm of a float32 row whose columns past D are zero, under weights that were loaded before."""
+    """norm of a float32 row whose columns past D are zero; the weights are already loaded."""
     return x * tl.rsqrt(tl.sum(x * x, 0) / D + eps) * weight
 
 
@@ -98,11 +99,11 @@ def _residual_norm_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All of this file's residual norms; the outputs are contiguous [T, D], delta is the sum of its parts."""
+    """All residual norms of this file. The outputs are contiguous [T, D]; delta is the sum of its parts."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_D)
     inside = cols < D
-    # Weights first: nothing has to be awaited for them, and a miss for each of them in turn would cost more than the rest.
+    # Weights first: they need no other kernel's output, and one cache miss after another would cost more than the rest.
     if HAS_NORM:
         w = _load(weight, cols, inside)
     if IS_JOINT:
@@ -137,7 +138,7 @@ def _residual_norm_kernel(
         tl.store(out_b + token * D + cols, (row * scale * w_b).to(out.dtype.element_ty), mask=inside)
 
 
-FEW_TOKENS = 64  # up to here a program's own time counts; above, how many programs run at once
+FEW_TOKENS = 64  # up to here the time of one program counts; above, how many programs run at once
 
 
 def _num_warps(size: int, num_tokens: int) -> int:
@@ -179,14 +180,14 @@ def describe_residual(
     outs: tuple[Tensor, ...],
     pdl: bool,
 ) -> Launch:
-    """`deltas` is one tensor, or two to join, the first maybe as parts [S, T, D].
+    """`deltas` is one tensor, or two that are normed and summed; the first may be parts [S, T, D].
 
-    `weights` are the norm before the add (none: no norm), and before it those of the two joined.
+    `weights` are those of the two deltas' norms, if there are two, then that of the norm before the add (none: no norm).
     """
     num_tokens, size = x_TD.shape
     is_joint = len(deltas) == 2
     num_parts, part_stride = (deltas[0].shape[0], deltas[0].stride(0)) if deltas[0].dim() == 3 else (1, 0)
-    spare = outs[0]  # stands where a flag says nothing is read or written
+    spare = outs[0]  # for pointers that are neither read nor written
     arguments: dict[str, Any] = {
         "x": x_TD,
         "delta": deltas[0],
@@ -231,11 +232,11 @@ def _residual(
         delta, scalars = deltas[0], () if scalar is None else (scalar,)
         kind = len(deltas), len(weights), len(next_weights), scalar is None, num_tokens <= FEW_TOKENS
         shapes = x_TD.stride(0), delta.shape[0] if delta.dim() == 3 else 1, delta.stride(), deltas[-1].stride(0)
-        run_settled(
+        run_prepared(
             ("residual", x_TD.get_device(), x_TD.dtype, delta.dtype, deltas[-1].dtype, size, eps, kind, shapes),
             (num_tokens, 1),
             (x_TD, *deltas, *weights, *scalars, *next_weights, *outs),
-            lambda: describe_residual(x_TD, deltas, weights, scalar, next_weights, eps, outs, is_chained(x_TD.device)),
+            lambda: describe_residual(x_TD, deltas, weights, scalar, next_weights, eps, outs, uses_pdl(x_TD.device)),
         )
     return outs
 
@@ -244,15 +245,15 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight: the weight itself, not 1 + weight."""
     y_TD = torch.empty_like(x_TD)
     if x_TD.shape[0]:
-        describe_rms_norm(x_TD, weight_D, eps, y_TD, is_chained(x_TD.device)).run()
+        describe_rms_norm(x_TD, weight_D, eps, y_TD, uses_pdl(x_TD.device)).run()
     return y_TD
 
 
 def sum_norms(a_TD: Tensor, b_TD: Tensor, weight_a_D: Tensor, weight_b_D: Tensor, eps: float) -> Tensor:
-    """norm(a) * weight_a + norm(b) * weight_b: dense MLP and experts before their joint norm."""
+    """norm(a) * weight_a + norm(b) * weight_b: dense MLP and experts before their common norm."""
     y_TD = torch.empty_like(a_TD)
     if a_TD.shape[0]:
-        describe_sum_norms(a_TD, b_TD, weight_a_D, weight_b_D, eps, y_TD, is_chained(a_TD.device)).run()
+        describe_sum_norms(a_TD, b_TD, weight_a_D, weight_b_D, eps, y_TD, uses_pdl(a_TD.device)).run()
     return y_TD
 
 
@@ -261,8 +262,8 @@ def residual_norm(
 ) -> tuple[Tensor, Tensor | None]:
     """x' = (x + norm(delta) * weight) * scalar, and the next block's input norm(x') * next_weight (None: not wanted).
 
-    Without a `weight_D` delta is added as it is: a decoder that norms before its blocks only. delta may be parts
-    [S, T, D] of what it is the sum of.
+    Without a `weight_D` delta is not normed, as in decoders that norm only before their blocks. delta may be parts [S, T, D],
+    which are summed.
     """
     outs = _residual(
         x_TD,
@@ -292,6 +293,6 @@ def residual_norm_joint(
     next_weight_D: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """residual_norm of delta = norm(a) * weights[0] + norm(b) * weights[1], with weights[2] as its own norm's."""
+    """residual_norm of delta = norm(a) * weights[0] + norm(b) * weights[1], where weights[2] is delta's norm weight."""
     outs = _residual(x_TD, (a_TD, b_TD), weights, scalar, () if next_weight_D is None else (next_weight_D,), eps)
     return outs[0], outs[1] if next_weight_D is not None else None

@@ -1,15 +1,15 @@
 """Attention on Hopper in Gluon: the parts that prefill and decode at head dim 512 share.
 
 A program of 64 packed query rows has three roles. One warp fetches key tiles with the bulk copy engine. One warpgroup scores
-them: it holds all 64 scores of a row, so the softmax needs no exchange with others. Two warpgroups multiply
+them: it holds all 64 scores of a row, so the softmax needs no exchange between warpgroups. Two warpgroups multiply
 probabilities and values, half of the columns each: 64 x 512 sums fill their registers. So while the values of tile i are
-multiplied, tile i + 1 is scored and tile i + 2 is on its way. Over the latent, probabilities take the place of k_rot,
-which nobody reads any more once a tile is scored.
+multiplied, tile i + 1 is scored and tile i + 2 is being fetched. With a latent, probabilities overwrite k_rot, which is not
+read again once a tile is scored.
 
-Shared memory: q queries, k keys, v values (over the latent: the rows' first HEAD columns), r k_rot or probabilities, row
-numbers of each packed row: two places for the factors by which earlier sums shrink, one for the final sums. Barriers:
-full_k, full_v a stage has arrived; empty_k, empty_v it may be overwritten; ready (0, 1) probabilities are there, (2) the
-queries, (3) the final sums; taken (0, 1) probabilities have been read.
+Shared memory: q queries · k keys · v values (latent: the rows' first HEAD columns) · r k_rot or probabilities · row numbers
+of each packed row: two places for the factors of earlier sums, one for the final sums.
+Barriers: full_k, full_v: a stage has arrived · empty_k, empty_v: it may be overwritten · ready: (0, 1) probabilities are
+written, (2) queries, (3) final sums · taken (0, 1): probabilities have been read.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
@@ -28,15 +28,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from culet.kernels.attention_inputs import PagedKV
 from culet.kernels.triton.attention.key_tiles import LOG2E, UNSEEN
+from culet.kernels.types import PagedKV
 
 KEYS = 64  # keys of a tile
 
 
 @gluon.jit
 def _copy(DESC, y, y_half, x, barrier, smem, COLUMNS: gl.constexpr, ROWS: gl.constexpr):
-    """Fetch a tile of ROWS x COLUMNS at row y; where boxes have half of the rows and 64 columns, from y and y_half."""
+    """Fetch a tile of ROWS x COLUMNS at row y, or its halves from y and y_half if boxes have half the rows and 64 columns."""
     if DESC.block_shape[0] == ROWS:
         tma.async_copy_global_to_shared(DESC, [y, x], barrier, smem)
     else:
@@ -54,7 +54,7 @@ def fetch_tile(
 ):  # fmt: skip
     """Fetch the `count`-th key tile of this program, at row y and column x of the descriptors, into its stage.
 
-    Where descriptors take half a tile, since only halves lie within a page, its second half is at row y_half.
+    If descriptors cover half a tile, because only half a tile lies within a page, the second half is at row y_half.
     """
     stage = count % STAGES
     phase = (count // STAGES) & 1
@@ -74,10 +74,10 @@ def fetch_tile(
 
 @gluon.jit
 def score(q_smem, k_smem, v_smem, r_smem, stage, S_LAYOUT: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, ROT: gl.constexpr):
-    """Issue the scores of a stage's keys."""
+    """Start computing the scores of a stage's keys."""
     s = gl.zeros([M, BN], gl.float32, S_LAYOUT)
     if ROT > 0:
-        # K is the latent's columns from ROT on. Slices start at multiples of their length, hence four of equal length.
+        # K is the latent's columns from ROT on. Slices start at multiples of their length, so there are four equal ones.
         rows = v_smem.index(stage)
         k_0 = rows.slice(ROT, ROT, dim=1).permute((1, 0))
         k_1 = rows.slice(2 * ROT, ROT, dim=1).permute((1, 0))
@@ -93,9 +93,9 @@ def score(q_smem, k_smem, v_smem, r_smem, stage, S_LAYOUT: gl.constexpr, M: gl.c
 
 @gluon.jit
 def softmax(s, m, total, last, key, MASKED: gl.constexpr, WINDOW: gl.constexpr):
-    """Probabilities of a tile, the running maximum and sum, the factor by which earlier sums shrink.
+    """Probabilities of a tile, the running maximum and sum, and the factor for earlier sums.
 
-    `last` is the last key each row sees.
+    `last` is the last key that each row sees.
     """
     if MASKED:
         seen = gl.expand_dims(key, 0) <= gl.expand_dims(last, 1)
@@ -110,7 +110,7 @@ def softmax(s, m, total, last, key, MASKED: gl.constexpr, WINDOW: gl.constexpr):
 
 @gluon.jit
 def _place(r_smem, count, STAGES: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, ROT: gl.constexpr):
-    """Where the probabilities of the `count`-th tile lie."""
+    """Where the probabilities of the `count`-th tile are."""
     if ROT > 0:
         place = r_smem.index(count % STAGES)._reinterpret(r_smem.dtype, [M, BN], gl.NVMMASharedLayout(128, 16, 2))
     else:
@@ -123,7 +123,7 @@ def score_tiles(
     q_smem, k_smem, v_smem, r_smem, row_smem, full_k, empty_k, ready, taken, last, first_key, num_tiles,
     WINDOW: gl.constexpr, ROT: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The scoring warpgroup, over `num_tiles` key tiles from `first_key` on: final sums and maxima of the rows."""
+    """The scoring warpgroup, over `num_tiles` key tiles from `first_key` on. Returns the rows' final sums and maxima."""
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     key = first_key + gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT))
     m = gl.full([M], UNSEEN, gl.float32, ROWS)
@@ -156,10 +156,10 @@ def _clear_unwritten(v_smem, stage, written, BN: gl.constexpr, HEAD: gl.constexp
     """Zero the rows of a stage from `written` on: a probability of 0 times NaN would be NaN."""
     if written < BN:
         CLEAR: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
-        there = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(1, CLEAR)) < written, 1)
+        is_written = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(1, CLEAR)) < written, 1)
         for column in gl.static_range(0, HEAD, 128):
             part = v_smem.index(stage).slice(column, 128, dim=1)
-            part.store(gl.where(there, part.load(CLEAR), 0.0).to(v_smem.dtype))
+            part.store(gl.where(is_written, part.load(CLEAR), 0.0).to(v_smem.dtype))
         fence_async_shared()
         gl.thread_barrier()
 
@@ -190,9 +190,9 @@ def value_tiles(
     v_smem, r_smem, row_smem, full, empty_v, ready, taken, num_tiles, written,
     HEAD: gl.constexpr, ROT: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The two multiplying warpgroups: the attention of the rows over `num_tiles` >= 1 key tiles.
+    """The two multiplying warpgroups: attention of the rows over `num_tiles` >= 1 key tiles.
 
-    Of the last tile only `written` keys were ever written: whatever lies behind, NaN too, must not get into the sums.
+    Of the last tile only `written` keys were written. The memory after them may hold NaN, which must not reach the sums.
     `full` are the barriers on which the values arrive.
     """
     o = gl.zeros([M, HEAD], gl.float32, O_LAYOUT)
@@ -202,7 +202,7 @@ def value_tiles(
             False, HEAD, ROT, M, BN, STAGES, O_LAYOUT,
         )  # fmt: skip
     if ROT > 0:
-        # Over the latent the scores read the same rows: wait until they have before rows are cleared.
+        # With a latent, the scoring warpgroup reads the same rows: wait until it is done before clearing them.
         mbarrier.wait(ready.index((num_tiles - 1) & 1), ((num_tiles - 1) // 2) & 1)
     o = _value_tile(
         v_smem, r_smem, row_smem, full, empty_v, ready, taken, num_tiles - 1, o, written,
@@ -217,7 +217,7 @@ def value_tiles(
 def allocate(
     dtype: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Shared memory and barriers of a program. 128 rows are two warpgroups' 64: q and row come twice, both empty a stage."""
+    """Shared memory and barriers of a program. 128 rows are 64 for each of two warpgroups: q and row exist twice."""
     SMEM: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     if M == 64:
         q_smem = gl.allocate_shared_memory(dtype, [M, HEAD], SMEM)
@@ -253,11 +253,11 @@ def allocate(
     return q_smem, k_smem, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v, ready, taken
 
 
-_TILE_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)  # made once: that takes longer than a descriptor
+_TILE_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)  # created once: that takes longer than a descriptor
 
 
 def describe(matrix: Tensor, columns: int, *, in_halves: bool = False) -> TensorDescriptor:
-    """A descriptor of tiles of KEYS rows x `columns` of a matrix, or of halves of a tile, 64 columns of it at a time."""
+    """A descriptor of tiles of KEYS rows x `columns` of a matrix, or of half tiles of 64 columns."""
     box = [KEYS // 2, 64] if in_halves else [KEYS, columns]
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), box, _TILE_LAYOUT)
 
@@ -270,5 +270,5 @@ def page_matrix(plane: Tensor) -> Tensor:
 
 
 def pages_fit(kv: PagedKV, part: int = KEYS) -> bool:
-    """Whether key tiles can be fetched from these pages in parts of `part` keys: 16-bit ones, all rows on one grid."""
+    """Whether key tiles can be fetched from these pages in parts of `part` keys: 16-bit elements, rows at equal distances."""
     return kv.planes.element_size() == 2 and kv.page_tokens % part == 0 and kv.planes.stride(1) % kv.width == 0

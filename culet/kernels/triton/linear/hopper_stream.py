@@ -1,16 +1,16 @@
-"""Linear layers of few tokens on Hopper, in Gluon: weights come by the bulk copy engine, and the first of them early.
+"""Linear layers of few tokens on Hopper, in Gluon: the bulk copy engine streams the weights, and starts early.
 
-The same products as in `linear.py`. A chained kernel's programs start while the kernel before still runs; here one warp of
-each first asks for as many weight tiles as the shared memory holds, since weights depend on no kernel, and only then waits for
-the tokens. So memory is not idle between two kernels: where `_tiles_kernel` begins with an empty pipeline, this one begins
-with a full one. That warp goes on asking ahead; the other four or eight multiply. So weights have to be complete before the
-kernel before begins: all that it may leave is tokens and `factor`.
+The same products as in `few_tokens`. With dependent launch, programs start while the kernel before still runs. Here one warp
+of each first requests as many weight tiles as fit into shared memory, since weights depend on no kernel, and only then waits
+for the tokens. So memory is not idle between two kernels: `_tiles_kernel` starts with an empty pipeline, this one with a full
+one. That warp keeps requesting ahead; the other four or eight multiply. Weights must be complete before the kernel before
+starts: it may write only tokens and `factor`.
 
-Only the asking warp waits for the kernel before. The others touch what that kernel may still read or write (outputs, parts,
-counters, `factor`) after their first tokens, which were asked for behind that wait.
+Only the fetching warp waits for the kernel before. The others touch what that kernel may still read or write (outputs, parts,
+counters, `factor`) only after their first tokens arrive, which were requested after that wait.
 
-A tile of weights is the left operand of the tensor cores, tokens are its columns: up to 128, in one block or in two (64 and
-what is left), each a power of two.
+A tile of weights is the left operand of the tensor cores. Tokens are columns: up to 128, in one block or two (64 and the
+rest), each a power of two.
 
 Shapes: M tokens · K inputs · N outputs · F gated outputs (W has 2F rows).
 """
@@ -53,8 +53,8 @@ def _let_next_start():
 
 
 @gluon.jit
-def _ask_weights(W, w_smem, up_smem, full, place, row, up_row, k, HAS_UP: gl.constexpr, BYTES: gl.constexpr):
-    """Ask for the weights of one step; their barrier also awaits the tokens. Rows past the matrix come as zeros."""
+def _request_weights(W, w_smem, up_smem, full, place, row, up_row, k, HAS_UP: gl.constexpr, BYTES: gl.constexpr):
+    """Request the weights of one step. Their barrier also waits for the tokens. Rows past the matrix are zeros."""
     mbarrier.expect(full.index(place), BYTES)
     tma.async_copy_global_to_shared(W, [row, k], full.index(place), w_smem.index(place))
     if HAS_UP:
@@ -62,8 +62,8 @@ def _ask_weights(W, w_smem, up_smem, full, place, row, up_row, k, HAS_UP: gl.con
 
 
 @gluon.jit
-def _ask_tokens(X, REST, x_smem, rest_smem, full, place, k, BLOCK_M: gl.constexpr, BLOCK_REST: gl.constexpr):
-    """Ask for the tokens of one step; those past the last come as zeros."""
+def _request_tokens(X, REST, x_smem, rest_smem, full, place, k, BLOCK_M: gl.constexpr, BLOCK_REST: gl.constexpr):
+    """Request the tokens of one step. Tokens past the last are zeros."""
     tma.async_copy_global_to_shared(X, [0, k], full.index(place), x_smem.index(place))
     if BLOCK_REST > 0:
         tma.async_copy_global_to_shared(REST, [BLOCK_M, k], full.index(place), rest_smem.index(place))
@@ -80,20 +80,20 @@ def _fetch(
     row = gl.program_id(0) * BLOCK_N
     begin = gl.program_id(1) * (STEPS * BLOCK_K)
     for stage in gl.static_range(STAGES):
-        _ask_weights(W, w_smem, up_smem, full, stage, row, N + row, begin + stage * BLOCK_K, HAS_UP, BYTES)
+        _request_weights(W, w_smem, up_smem, full, stage, row, N + row, begin + stage * BLOCK_K, HAS_UP, BYTES)
     if PDL:
         _wait_for_kernel_before()
     for stage in gl.static_range(STAGES):
-        _ask_tokens(X, REST, x_smem, rest_smem, full, stage, begin + stage * BLOCK_K, BLOCK_M, BLOCK_REST)
+        _request_tokens(X, REST, x_smem, rest_smem, full, stage, begin + stage * BLOCK_K, BLOCK_M, BLOCK_REST)
     if PDL:
-        _let_next_start()  # behind the wait: `chain` says why
+        _let_next_start()  # after the wait; see `dependent_launch`
     for step in range(STAGES, STEPS):
         place = step % STAGES
         k = begin + step * BLOCK_K
-        # A place is given back once per step that follows in it, so the step's round before is the phase.
+        # A place is released once per step that reuses it, so the phase is that of the step before in this place.
         mbarrier.wait(empty.index(place), (step // STAGES - 1) & 1)
-        _ask_weights(W, w_smem, up_smem, full, place, row, N + row, k, HAS_UP, BYTES)
-        _ask_tokens(X, REST, x_smem, rest_smem, full, place, k, BLOCK_M, BLOCK_REST)
+        _request_weights(W, w_smem, up_smem, full, place, row, N + row, k, HAS_UP, BYTES)
+        _request_tokens(X, REST, x_smem, rest_smem, full, place, k, BLOCK_M, BLOCK_REST)
 
 
 @gluon.jit
@@ -105,7 +105,7 @@ def _multiply(
 ):  # fmt: skip
     """The multiplying warps."""
     HAS_UP: gl.constexpr = EPILOGUE == 1
-    # Products that may still run while the step before is given back.
+    # Products that may still run when the place of the step before is released.
     LEFT: gl.constexpr = (2 if HAS_UP else 1) * (2 if BLOCK_REST > 0 else 1)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     REST_SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_REST if BLOCK_REST > 0 else 16, 16])
@@ -132,33 +132,33 @@ def _multiply(
             total, up = warpgroup_mma_wait(LEFT, deps=(total, up))
         else:
             total = warpgroup_mma_wait(LEFT, deps=(total,))
-        # The step before is read. Its place is given back if there is a step to come for it: nobody waits for the others.
+        # The step before is done. Release its place if a later step uses it: nobody waits for the others.
         if (step > 0) & (step - 1 + STAGES < STEPS):
             gl.thread_barrier()
             mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
     total, up, rest, rest_up = warpgroup_mma_wait(0, deps=(total, up, rest, rest_up))
-    _bring_out(
+    _store_outputs(
         total, up, y, factor, parts, arrivals, 0, M, N, y_stride, factor_stride, softcap,
         BLOCK_N, BLOCK_M, SPLIT_K, KEEP_PARTS, EPILOGUE, WARPS,
     )  # fmt: skip
     if BLOCK_REST > 0:
-        _bring_out(
+        _store_outputs(
             rest, rest_up, y, factor, parts, arrivals, BLOCK_M, M, N, y_stride, factor_stride, softcap,
             BLOCK_N, BLOCK_REST, SPLIT_K, KEEP_PARTS, EPILOGUE, WARPS,
         )  # fmt: skip
 
 
 @gluon.jit
-def _bring_out(
+def _store_outputs(
     total, up, y, factor, parts, arrivals, first_token: gl.constexpr, M, N, y_stride, factor_stride, softcap: gl.constexpr,
     BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr, SPLIT_K: gl.constexpr, KEEP_PARTS: gl.constexpr, EPILOGUE: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Sums [BLOCK_N, COLUMNS] become outputs; or parts, of which the last program to arrive makes outputs."""
+    """Store sums [BLOCK_N, COLUMNS] as outputs, or as parts that the last program to arrive sums into outputs."""
     OUT: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, WARPS], [0, 1])
     rows = gl.expand_dims(gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, OUT)), 1)
     tokens = gl.expand_dims(first_token + gl.arange(0, COLUMNS, gl.SliceLayout(0, OUT)), 0)
-    # Gate rows past N are read: they are up rows. Nothing of them is written.
+    # Gate rows past N are read, as they are up rows, but their outputs are not written.
     mask = (rows < N) & (tokens < M)
     total = gl.convert_layout(total, OUT)
     if KEEP_PARTS:
@@ -169,15 +169,15 @@ def _bring_out(
             place = tokens * N + rows
             width = M * N
             gl.store(parts + gl.program_id(1) * width + place, total, mask=mask)
-            # Every thread's part is out before one thread counts this program in, and whoever counts last sees all parts.
+            # Every thread has written its part before one thread counts this program, so the last to count sees all parts.
             gl.thread_barrier()
-            # A counter for each of the two blocks of tokens: a program may be last with one and not with the other.
+            # One counter per block of tokens: a program may be the last for one block and not for the other.
             arrived = arrivals + 2 * gl.program_id(0) + (1 if first_token > 0 else 0)
             is_last = gl.atomic_add(arrived, 1, sem="acq_rel") == SPLIT_K - 1
             if is_last:
                 total = gl.load(parts + place, mask=mask, other=0.0, cache_modifier=".cg")
-                for other in gl.static_range(1, SPLIT_K):
-                    total += gl.load(parts + other * width + place, mask=mask, other=0.0, cache_modifier=".cg")
+                for part in gl.static_range(1, SPLIT_K):
+                    total += gl.load(parts + part * width + place, mask=mask, other=0.0, cache_modifier=".cg")
                 gl.store(arrived, 0)  # ready for the next launch
         if is_last:
             if EPILOGUE == 1:
@@ -240,7 +240,7 @@ def blocks_of(num_tokens: int) -> tuple[int, int]:
 
 
 def describe_stream(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue: int = PLAIN, **extra: Any) -> Launch:
-    """As `linear.describe`, of this kernel. `extra` also: workspace, for a split K whose parts are joined here."""
+    """As `few_tokens.describe`, for this kernel. `extra` also has workspace, for a split K whose parts are summed here."""
     num_tokens, size_k = x_MK.shape
     num_rows = out.shape[-1]
     block_m, rest = blocks_of(num_tokens)
@@ -252,13 +252,13 @@ def describe_stream(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, ep
     is_joined = tile.split_k > 1 and out.dim() == 2
     parts, arrivals = extra["workspace"] if is_joined else (out, out)
     programs = cdiv(num_rows, tile.block_n)
-    assert num_tokens <= MAX_TOKENS, f"{num_tokens} tokens are more than two blocks hold"
+    assert num_tokens <= MAX_TOKENS, f"{num_tokens} tokens do not fit into two blocks"
     assert tile.block_n % (16 * tile.num_warps) == 0, f"{tile} has too few rows for its warps"
     assert size_k % (tile.block_k * tile.split_k) == 0, f"{tile} does not divide {size_k} inputs"
     assert tile.split_k == 1 or epilogue != GATED, f"{tile}: parts of gate and up are not joined"
     if is_joined:
-        assert tile.split_k * num_tokens * num_rows <= parts.numel(), f"{tile} needs more workspace than there is"
-        assert 2 * programs <= arrivals.numel(), f"{tile} needs more arrival counters than there are"
+        assert tile.split_k * num_tokens * num_rows <= parts.numel(), f"{tile} needs more workspace than is allocated"
+        assert 2 * programs <= arrivals.numel(), f"{tile} needs more arrival counters than are allocated"
     arguments: dict[str, Any] = {
         "W": tiles(weight_NK, tile.block_n),
         "X": tiles(x_MK, block_m),
@@ -284,6 +284,6 @@ def describe_stream(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, ep
         "PDL": pdl,
         "WARPS": tile.num_warps,
     }
-    # Triton would give all registers to one program: then neither a second one nor one of the next kernel could start.
+    # Triton would give one program all registers: then neither a second one nor one of the next kernel could start.
     registers = {"maxnreg": 64 if block_m <= 32 else 128 if tile.num_warps == 4 else 80}
     return Launch(_stream_kernel, (programs, tile.split_k), arguments, options(tile.num_warps, pdl) | registers)

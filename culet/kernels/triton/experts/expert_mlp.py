@@ -1,11 +1,11 @@
-"""Routed experts by assignment (few tokens) or by groups of tokens (more).
+"""The MLPs of routed experts: by assignment for few tokens, by groups of tokens for more.
 
     y[t] = sum_j weights[t, j] * down[ids[t, j]] @ (gelu(gate[ids[t, j]] @ x[t]) * (up[ids[t, j]] @ x[t]))
 
-By assignment: one launch multiplies each chosen expert's gate and up rows with its token, one adds up a token's experts;
-weights are read once per assignment. By groups: each expert's assignments are listed on the device (no host sync, so that
-a graph may hold it), tiles of its weights go to the tensor cores with its tokens as columns, and the last launch adds a
-token's experts up. Both sum in float32 in a fixed order.
+By assignment: one launch multiplies each chosen expert's gate and up rows by its token, another sums a token's experts;
+weights are read once per assignment. By groups: each expert's assignments are listed on the device (without a host sync, so
+that a graph can capture it), tiles of its weights go to the tensor cores with its tokens as columns, and the last launch sums
+a token's experts. Both sum in float32 in a fixed order.
 
 Shapes: T tokens · D model · E experts · K experts per token · A = T * K assignments (a = t * K + j) · F expert width.
 """
@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.dependent_launch import enter, is_chained, options, shared_memory, stages_that_fit
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import shared_bytes, stages_that_fit, uses_pdl
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
 from culet.kernels.triton.maths import gelu
 
@@ -102,7 +103,7 @@ def _assigned_down_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y[t, n] = sum over t's experts of weight * (down row n . hidden), BLOCK_N rows; the experts' widths as one long sum."""
+    """y[t, n] = sum over t's experts of weight * (down row n . hidden), for BLOCK_N rows; one sum over all experts' widths."""
     token = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     cols = tl.arange(0, BLOCK_K)
@@ -125,7 +126,7 @@ def _assigned_down_kernel(
 
 @triton.jit(do_not_specialize=["A", "T"])
 def _group_kernel(ids, members, counts, A, T, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """members[e, :counts[e]] = the assignments of expert e, rising. One program per expert."""
+    """members[e, :counts[e]] = the assignments of expert e in ascending order. One program per expert."""
     enter(PDL)
     expert = tl.program_id(0)
     offsets = tl.arange(0, CHUNK)
@@ -141,22 +142,22 @@ def _group_kernel(ids, members, counts, A, T, CHUNK: tl.constexpr, PDL: tl.const
 
 @triton.jit
 def _find_members(members, counts, T, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """What the tile of this program holds, of all experts' tiles: its expert (E: none), its assignments, and which are real."""
+    """The expert of this program's tile (E: none), its assignments, and which of them are real."""
     block = tl.program_id(1)
-    names = tl.arange(0, BLOCK_E)
-    number = tl.load(counts + names, mask=names < E, other=0)
+    experts = tl.arange(0, BLOCK_E)
+    number = tl.load(counts + experts, mask=experts < E, other=0)
     tiles = (number + BLOCK_M - 1) // BLOCK_M
     ends = tl.cumsum(tiles, 0)
     expert = tl.sum((ends <= block).to(tl.int32), 0).to(tl.int64)
     first = (block - tl.max(tl.where(ends <= block, ends, 0), 0)) * BLOCK_M
     place = first + tl.arange(0, BLOCK_M)
-    is_real = place < tl.sum(tl.where(names == expert, number, 0), 0)
+    is_real = place < tl.sum(tl.where(experts == expert, number, 0), 0)
     return expert, tl.load(members + expert * T + place, mask=is_real, other=0).to(tl.int64), is_real
 
 
 @triton.jit
 def _load_tokens(ptrs, is_real, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Columns k .. k + BLOCK_K - 1 of K, as rows of a tile with a column for each assignment; zeros for those not real."""
+    """Columns k .. k + BLOCK_K - 1 of K as rows of a tile, one column per assignment; zeros for those that are not real."""
     mask = is_real[None, :]
     if K % BLOCK_K != 0:
         mask = mask & (tl.arange(0, BLOCK_K) < K - k)[:, None]
@@ -165,7 +166,7 @@ def _load_tokens(ptrs, is_real, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _load_weights(ptrs, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Columns k .. k + BLOCK_K - 1 of K of some rows of an expert's weights."""
+    """Columns k .. k + BLOCK_K - 1 of K, for some rows of an expert's weights."""
     if K % BLOCK_K == 0:
         tile = tl.load(ptrs + k)
     else:
@@ -273,7 +274,7 @@ def _combine_kernel(
     tl.store(y + token * y_stride + cols, total.to(y.dtype.element_ty), mask=cols < D)
 
 
-# Measured on an H200, 128 experts of 704, 8 a token, hidden 2816 (docs/LOG.md).
+# Measured on an H200: 128 experts of 704, 8 per token, hidden 2816 (docs/log/linear.md).
 ASSIGNED_TOKENS = 4  # up to this many tokens go by assignment
 UP_ROWS, UP_ROWS_ONE = RowTile(4, 256, 4), RowTile(8, 256, 4)  # the second at one token
 DOWN_ROWS = RowTile(8, 1024, 4)
@@ -289,8 +290,8 @@ DOWN_TILES = {
     64: GroupTile(64, 128, 64, 4, 4),
     128: GroupTile(128, 128, 64, 8, 3),
 }
-BLOCKS = ((16, 16), (32, 32), (64, 96))  # assignments per tile, where an expert has fewer than so many on average; else 128
-GROUP_CHUNK = 4096  # assignments that a program looks at together
+BLOCKS = ((16, 16), (32, 32), (64, 96))  # assignments per tile, if experts have fewer than this on average; else 128
+GROUP_CHUNK = 4096  # assignments that a program reads at a time
 
 
 def describe_assigned(
@@ -365,11 +366,11 @@ def describe_grouped(
 
 
 def _grouped(kernel: Any, outputs: int, tile: GroupTile, arguments: dict[str, Any], **extra: Any) -> Launch:
-    """A grouped launch over as many blocks as there can be: those without assignments return at once."""
+    """A grouped launch over as many blocks as there can be; blocks without assignments return at once."""
     hidden, num_experts, pdl = arguments["hidden"], arguments["E"], bool(extra.get("pdl", False))
     blocks = min(hidden.shape[0], hidden.shape[0] // tile.block_m + num_experts)
     rows = tile.block_m + tile.block_n * (2 if "gate_up" in arguments else 1)
-    limit = int(extra.get("shared") or shared_memory(hidden.device))
+    limit = int(extra.get("shared") or shared_bytes(hidden.device))
     stages = stages_that_fit(tile.num_stages, rows * tile.block_k * hidden.element_size(), limit)
     sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "STAGES": stages}
     grid = (cdiv(outputs, tile.block_n), blocks)
@@ -382,6 +383,6 @@ def experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EFD: T
     if not x_TD.shape[0]:
         return y_TD
     describe = describe_assigned if x_TD.shape[0] <= ASSIGNED_TOKENS else describe_grouped
-    for launch in describe(x_TD, weights_TK, experts_TK, gate_up_EFD, down_EDF, y_TD, pdl=is_chained(x_TD.device)):
+    for launch in describe(x_TD, weights_TK, experts_TK, gate_up_EFD, down_EDF, y_TD, pdl=uses_pdl(x_TD.device)):
         launch.run()
     return y_TD

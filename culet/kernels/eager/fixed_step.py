@@ -1,6 +1,6 @@
-"""Eager twins of how a step of fixed shape begins and ends: tokens are placed, draws kept, drafts counted, the next begun.
+"""Eager twins of the first and last kernels of a step of fixed shape: lay out tokens, store draws, count accepted drafts.
 
-Shapes: T tokens of a step · B rows of it · R rows that may draft · X = T + R · S slots · L a slot's tokens · G groups of KV ·
+Shapes: T tokens of a step · B rows of it · R rows that may draft · X = T + R · S slots · L tokens of a slot · G KV groups ·
 D model.
 """
 
@@ -15,10 +15,10 @@ from culet.kernels.types import PageTables, PlannedRows, TokenLayout
 def lay_out_tokens(
     rows: PlannedRows, tables: PageTables, tokens_SL: Tensor, accepted_S: Tensor, room: int, into: TokenLayout
 ) -> None:
-    """Work out where a step's tokens stand, and read their ids. `room` is that of a ring of features for each slot.
+    """Compute the positions and KV addresses of a step's tokens, and read their ids. `room` is the size of each slot's ring.
 
-    Afterwards `rows.start_B` is where each row goes on in the next step if none of its drafts is accepted, so that a step of
-    the same rows in the same pages needs nothing to be sent.
+    Afterwards `rows.start_B` is where each row continues in the next step if none of its drafts is accepted. A next step with
+    the same rows in the same pages needs no data from the host.
     """
     num_tokens, num_rows = into.token_ids_T.shape[0], rows.start_B.shape[0]
     spare, width = tokens_SL.shape[0] - 1, tokens_SL.shape[1]
@@ -53,12 +53,12 @@ def accept_drafts(
     out_X: Tensor,
     accepted_S: Tensor,
 ) -> None:
-    """Keep the draws of a step, and count the drafts that they agree with.
+    """Store the draws of a step, and count the drafts that they accept.
 
-    Row r has the step's tokens `begin[r] .. begin[r + 1] - 1`: the newest token and its drafts, `ids_T`. Draws go to `places_T`
-    of `tokens_SL`, and to `out_X[:T]`; `out_X[T + r]` is how many drafts come before the first that its row did not draw, for
-    as many rows as `out_X` has room for, and so is `accepted_S` of the row's slot. `forced_1` at 0 or above is that number
-    instead, for measurements.
+    Row r has the tokens `begin[r] .. begin[r + 1] - 1` of the step: the newest token and its drafts, `ids_T`. Draws go to
+    `places_T` of `tokens_SL`, and to `out_X[:T]`. The number of drafts before the first that differs from its draw goes to
+    `out_X[T + r]`, for as many rows as `out_X` has room for, and to `accepted_S` of the row's slot. If `forced_1` is 0 or
+    more, it replaces that number; benchmarks use this.
     """
     num_tokens = drawn_T.shape[0]
     num_rows = out_X.shape[0] - num_tokens
@@ -69,12 +69,12 @@ def accept_drafts(
     token_RK = (begin_R[:, None] + column_K).clamp(max=num_tokens - 1)
     is_draft_RK = column_K < (count_R - 1)[:, None]
     is_equal_RK = is_draft_RK & (drawn_T[token_RK] == ids_T[(token_RK + 1).clamp(max=num_tokens - 1)])
-    agreed_R = is_equal_RK.long().cumprod(dim=-1).sum(dim=-1)
+    num_equal_R = is_equal_RK.long().cumprod(dim=-1).sum(dim=-1)
     forced_R = torch.minimum(forced_1.long(), (count_R - 1).clamp(min=0))
-    out_X[num_tokens:] = torch.where(forced_1 >= 0, forced_R, agreed_R)
-    is_there_R = count_R > 0
-    slot_R = places_T[begin_R[is_there_R]] // tokens_SL.shape[1]
-    accepted_S[slot_R] = out_X[num_tokens:][is_there_R].to(accepted_S.dtype)
+    out_X[num_tokens:] = torch.where(forced_1 >= 0, forced_R, num_equal_R)
+    has_tokens_R = count_R > 0
+    slot_R = places_T[begin_R[has_tokens_R]] // tokens_SL.shape[1]
+    accepted_S[slot_R] = out_X[num_tokens:][has_tokens_R].to(accepted_S.dtype)
 
 
 def begin_round(
@@ -86,14 +86,15 @@ def begin_round(
     last_TD: Tensor,
     into: tuple[Tensor, Tensor],
 ) -> None:
-    """What a drafter begins with, from what `accept_drafts` left: `into` is (facts [4, R], hidden states [R, D]).
+    """The inputs of a draft round, from what `accept_drafts` wrote: `into` is (facts [4, R], hidden states [R, D]).
 
-    A row's facts are its slot, itself, the token that its newest one was drawn from, and the newest one's position; its hidden
-    state is that token's. `places_T` and `positions_T` tell where each draw went, of slots that are `width` tokens wide.
+    A row's facts are its slot, its own number, the token that its newest token was drawn from, and the newest token's
+    position. Its hidden state is that of the token it was drawn from. `places_T` and `positions_T` say where each draw went;
+    a slot has `width` tokens.
     """
     facts_4R, hidden_RD = into
     num_tokens, num_rows = last_TD.shape[0], facts_4R.shape[1]
-    # A row of no tokens pads the batch, and so does the last token then.
+    # A row without tokens pads the batch. It takes the last token, which is padding too.
     source_R = (begin_B1[:num_rows] + out_X[num_tokens : num_tokens + num_rows]).clamp(max=num_tokens - 1)
     facts_4R[0] = places_T[source_R] // width
     facts_4R[1] = torch.arange(num_rows, device=facts_4R.device)

@@ -1,14 +1,14 @@
-"""Linear layers of few tokens: y = x @ W^T where reading W is all the work. Decode's half of every layer.
+"""Linear layers of few tokens, as in decoding: y = x @ W^T where reading W is all the work.
 
     y[m, n]  = sum_k x[m, k] * W[n, k]                                     linear
     y[m, f]  = gelu(sum_k x[m, k] * W[f, k]) * sum_k x[m, k] * W[F + f, k]     gated_linear (W: gate rows, then up rows)
     y[m, n]  = gelu(sum_k x[m, k] * W[n, k]) * factor[m, n]                linear_gelu_times (per-layer embeddings)
 
-bfloat16 in and out, float32 sums. Two kernels: `_rows_kernel` multiplies and adds in registers, a few weight rows per
-program (1 to 4 tokens, and the only one fine-grained enough for small matrices); `_tiles_kernel` gives weight tiles to
-the tensor cores as their left operand, with tokens as columns (up to 32), and may split K over programs, of which the
-last one to arrive adds the parts up in a fixed order, unless their reader does (`linear_parts`). On Hopper `hopper_linear` is
-faster in steps that are replayed. Which kernel and tile serves a shape says `linear_tiles`.
+bfloat16 in and out, float32 sums. There are two kernels. `_rows_kernel` multiplies and adds in registers, a few weight rows
+per program: for 1 to 4 tokens, and fine-grained enough for small matrices. `_tiles_kernel` passes weight tiles to the tensor
+cores as the left operand, with tokens as columns (up to 32). It may split K over programs; the last one to arrive sums the
+parts in a fixed order, unless the caller does (`linear_parts`). On Hopper, `hopper_stream` is faster in steps that are
+replayed. `tiles` chooses the kernel and tile for a shape.
 
 Shapes: M tokens · K inputs · N outputs · F gated outputs (W has 2F rows).
 """
@@ -25,9 +25,10 @@ from torch import Tensor
 
 from culet.kernels.cublaslt import product
 from culet.kernels.replay import is_replayed
-from culet.kernels.triton.dependent_launch import enter, is_chained, is_hopper, options, shared_memory, stages_that_fit
-from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2, run_settled
-from culet.kernels.triton.linear.hopper import describe_stream
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import is_hopper, shared_bytes, stages_that_fit, uses_pdl
+from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2, run_prepared
+from culet.kernels.triton.linear.hopper_stream import describe_stream
 from culet.kernels.triton.linear.tiles import (
     GATED,
     GELU_TIMES,
@@ -47,7 +48,7 @@ MIN_COLUMNS = 16  # fewer tokens are padded to this many columns of the tensor c
 
 @triton.jit
 def _finish(y, up, factor, pointers_factor, mask, softcap: tl.constexpr, EPILOGUE: tl.constexpr):
-    """The epilogue in float32, from sums to outputs."""
+    """Apply the epilogue to float32 sums."""
     if EPILOGUE == 1:
         y = gelu(y) * up
     if EPILOGUE == 2:
@@ -91,7 +92,7 @@ def _rows_step(
     MASKED: tl.constexpr,
     HAS_UP: tl.constexpr,
 ):
-    """Add columns k + cols to the sums: four of the weight rows, four of the up rows."""
+    """Add columns k + cols to the sums: four with the weight rows, four with the up rows."""
     a0, a1, a2, a3, b0, b1, b2, b3 = sums
     w_tile = w_tile.to(tl.float32)
     x0 = _load_row(x, 0, x_stride, M, k, cols, K, MASKED)
@@ -135,7 +136,7 @@ def _rows_kernel(
     EPILOGUE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N weight rows per program, all of K, NUM_M tokens (1 to 4, fewer may be real)."""
+    """BLOCK_N weight rows per program, all of K, up to NUM_M tokens (1, 2 or 4)."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     cols = tl.arange(0, BLOCK_K)
     safe_rows = tl.where(rows < N, rows, 0).to(tl.int64)
@@ -143,7 +144,7 @@ def _rows_kernel(
     up_ptrs = w_ptrs + tl.cast(N, tl.int64) * K  # gate rows first, then as many up rows
     HAS_UP: tl.constexpr = EPILOGUE == 1
     WHOLE: tl.constexpr = K // BLOCK_K * BLOCK_K
-    # Sums stay spread over K in registers until the end: no shuffles in the loop.
+    # Sums stay spread over K in registers until the end, so the loop needs no shuffles.
     zero = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     sums = (zero, zero, zero, zero, zero, zero, zero, zero)
     enter(PDL)
@@ -179,7 +180,7 @@ def _tiles_kernel(
 ):  # fmt: skip
     """A [BLOCK_N weight rows, BLOCK_M tokens] tile per program, over K or one of SPLIT_K parts of it.
 
-    With KEEP_PARTS y has a plane [M, N] for each part, and whoever reads it adds them up.
+    With KEEP_PARTS, y has a plane [M, N] for each part, and the caller sums them.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.arange(0, BLOCK_M)
@@ -225,17 +226,17 @@ def _tiles_kernel(
         tl.store(parts + tl.program_id(1) * width + part_offsets, total, mask=mask)
         if EPILOGUE == 1:
             tl.store(parts + (SPLIT_K + tl.program_id(1)) * width + part_offsets, up, mask=mask)
-        # Every thread's part is out before one thread counts this program in, and whoever counts last sees all parts.
+        # Every thread has written its part before one thread counts this program, so the last to count sees all parts.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel")
         if arrived == SPLIT_K - 1:
             total = tl.load(parts + part_offsets, mask=mask, other=0.0, cache_modifier=".cg")
-            for other in tl.static_range(1, SPLIT_K):
-                total += tl.load(parts + other * width + part_offsets, mask=mask, other=0.0, cache_modifier=".cg")
+            for part in tl.static_range(1, SPLIT_K):
+                total += tl.load(parts + part * width + part_offsets, mask=mask, other=0.0, cache_modifier=".cg")
             if EPILOGUE == 1:
                 up = tl.load(parts + SPLIT_K * width + part_offsets, mask=mask, other=0.0, cache_modifier=".cg")
-                for other in tl.static_range(1, SPLIT_K):
-                    up += tl.load(parts + (SPLIT_K + other) * width + part_offsets, mask=mask, other=0.0, cache_modifier=".cg")
+                for part in tl.static_range(1, SPLIT_K):
+                    up += tl.load(parts + (SPLIT_K + part) * width + part_offsets, mask=mask, other=0.0, cache_modifier=".cg")
             out = _finish(total, up, factor, factor_offsets, mask, softcap, EPILOGUE)
             tl.store(y + out_offsets, out.to(y.dtype.element_ty), mask=mask)
             tl.store(arrivals + tl.program_id(0), 0)  # ready for the next launch
@@ -245,7 +246,7 @@ _workspaces: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 
 def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Parts and arrival counters of `device`, made once: launches on one stream may share them, and counters end at zero."""
+    """Parts and arrival counters of `device`, allocated once. Launches on one stream share them; counters end at zero."""
     if device not in _workspaces:
         parts = torch.empty(MAX_PARTS, dtype=torch.float32, device=device)
         _workspaces[device] = parts, torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
@@ -255,7 +256,7 @@ def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
 def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue: int = PLAIN, **extra: Any) -> Launch:
     """The launch of `tile` for these tensors. `extra`: factor (GELU_TIMES), softcap (SOFTCAP), pdl, shared (bytes).
 
-    `out` [M, N], or float32 [split_k, M, N] where the parts of a split K are not to be added up.
+    `out` is [M, N], or float32 [split_k, M, N] if the parts of a split K are not summed.
     """
     if tile.kernel == "stream":
         return describe_stream(x_MK, weight_NK, out, tile, epilogue, workspace=workspace(x_MK.device), **extra)
@@ -290,14 +291,14 @@ def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue:
     common["SPLIT_K"] = tile.split_k
     common["KEEP_PARTS"] = keeps_parts
     rows_per_stage = common["BLOCK_M"] + tile.block_n * (2 if epilogue == GATED else 1)
-    limit = int(extra.get("shared") or shared_memory(x_MK.device))
+    limit = int(extra.get("shared") or shared_bytes(x_MK.device))
     common["STAGES"] = stages_that_fit(tile.num_stages, rows_per_stage * tile.block_k * x_MK.element_size(), limit)
     is_joined = tile.split_k > 1 and not keeps_parts
     parts, arrivals = workspace(x_MK.device) if is_joined else (out, out)
     if is_joined:
         planes = tile.split_k * (2 if epilogue == GATED else 1)
-        assert planes * common["BLOCK_M"] * num_rows <= MAX_PARTS, f"{tile} needs more workspace than there is"
-        assert tiles <= MAX_ARRIVALS, f"{tile} needs more arrival counters than there are"
+        assert planes * common["BLOCK_M"] * num_rows <= MAX_PARTS, f"{tile} needs more workspace than is allocated"
+        assert tiles <= MAX_ARRIVALS, f"{tile} needs more arrival counters than are allocated"
     return Launch(
         _tiles_kernel, (tiles, tile.split_k), {**common, "parts": parts, "arrivals": arrivals}, options(tile.num_warps, pdl)
     )
@@ -307,24 +308,24 @@ def _run(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue: int
     if x_MK.stride(1) != 1:
         x_MK = x_MK.contiguous()
     if tile.kernel == "stream":
-        describe(x_MK, weight_NK, out, tile, epilogue, pdl=is_chained(x_MK.device), **extra).run()
+        describe(x_MK, weight_NK, out, tile, epilogue, pdl=uses_pdl(x_MK.device), **extra).run()
         return out
     factor, softcap = extra.get("factor"), extra.get("softcap")
     tensors: tuple[Tensor, ...] = (x_MK, weight_NK, out) if factor is None else (x_MK, weight_NK, out, factor)
     if tile.split_k > 1 and out.dim() == 2:
         tensors += workspace(x_MK.device)
     shapes = x_MK.shape, x_MK.stride(0), out.shape, out.stride(), None if factor is None else factor.stride(0)
-    run_settled(
+    run_prepared(
         ("linear", x_MK.get_device(), x_MK.dtype, weight_NK.dtype, out.dtype, tile, epilogue, softcap, shapes),
         (cdiv(out.shape[-1], tile.block_n), tile.split_k if tile.kernel == "tiles" else 1),
         tensors,
-        lambda: describe(x_MK, weight_NK, out, tile, epilogue, pdl=is_chained(x_MK.device), **extra),
+        lambda: describe(x_MK, weight_NK, out, tile, epilogue, pdl=uses_pdl(x_MK.device), **extra),
     )
     return out
 
 
-def _serves(x_MK: Tensor, weight_NK: Tensor, num_rows: int, epilogue: int) -> Tile | None:
-    """The tile, or None where torch's linear is better or the tensors are not what the kernels read."""
+def _tile_for(x_MK: Tensor, weight_NK: Tensor, num_rows: int, epilogue: int) -> Tile | None:
+    """The tile, or None where torch is faster or the kernels do not support the tensors."""
     if not x_MK.shape[0] or not weight_NK.is_contiguous() or x_MK.dim() != 2:
         return None
     if x_MK.is_cuda and x_MK.dtype != torch.bfloat16:
@@ -336,7 +337,7 @@ def _serves(x_MK: Tensor, weight_NK: Tensor, num_rows: int, epilogue: int) -> Ti
 
 
 def _can_stream(x_MK: Tensor, weight_NK: Tensor) -> bool:
-    """Whether `hopper_linear` can read both: on Hopper, bfloat16, with rows that the bulk copy engine takes."""
+    """Whether `hopper_stream` can read both: on Hopper, bfloat16, with rows that the bulk copy engine supports."""
     if not x_MK.is_cuda or not is_hopper(x_MK.device) or x_MK.stride(1) != 1 or weight_NK.dtype != x_MK.dtype:
         return False
     return not (x_MK.stride(0) % 8 or x_MK.data_ptr() % 16 or weight_NK.data_ptr() % 16)
@@ -344,7 +345,7 @@ def _can_stream(x_MK: Tensor, weight_NK: Tensor) -> bool:
 
 def linear(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
     """x @ weight^T, [M, N]."""
-    tile = _serves(x_MK, weight_NK, weight_NK.shape[0], PLAIN)
+    tile = _tile_for(x_MK, weight_NK, weight_NK.shape[0], PLAIN)
     if tile is None:
         return _by_cublas(x_MK, weight_NK)
     return _run(x_MK, weight_NK, x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0]), tile, PLAIN)
@@ -356,11 +357,11 @@ def _by_cublas(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
 
 
 def linear_parts(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-    """`linear`, for a reader that adds up: [M, N], or where K is split over programs its parts, float32 [S, M, N].
+    """`linear` for a caller that sums partial results: [M, N], or float32 parts [S, M, N] where K is split over programs.
 
-    Joining the parts would cost 1 to 2 us of waiting at the end of a kernel that takes 4 to 16.
+    Summing the parts here would add 1 to 2 us of waiting to a kernel that takes 4 to 16.
     """
-    tile = _serves(x_MK, weight_NK, weight_NK.shape[0], PLAIN)
+    tile = _tile_for(x_MK, weight_NK, weight_NK.shape[0], PLAIN)
     if tile is None or tile.split_k == 1:
         return linear(x_MK, weight_NK)
     shape = (tile.split_k, x_MK.shape[0], weight_NK.shape[0])
@@ -368,9 +369,9 @@ def linear_parts(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
 
 
 def gated_linear(x_MK: Tensor, gate_up_NK: Tensor) -> Tensor:
-    """gelu_tanh(x @ gate^T) * (x @ up^T), [M, F], where the weight's rows are gate, then up."""
+    """gelu_tanh(x @ gate^T) * (x @ up^T), [M, F]; the weight's rows are gate, then up."""
     num_rows = gate_up_NK.shape[0] // 2
-    tile = _serves(x_MK, gate_up_NK, num_rows, GATED)
+    tile = _tile_for(x_MK, gate_up_NK, num_rows, GATED)
     if tile is None:
         return gelu_mul(_by_cublas(x_MK, gate_up_NK))
     return _run(x_MK, gate_up_NK, x_MK.new_empty(x_MK.shape[0], num_rows), tile, GATED)
@@ -378,15 +379,15 @@ def gated_linear(x_MK: Tensor, gate_up_NK: Tensor) -> Tensor:
 
 def linear_gelu_times(x_MK: Tensor, weight_NK: Tensor, factor_MN: Tensor) -> Tensor:
     """gelu_tanh(x @ weight^T) * factor, [M, N]: the gate of per-layer embeddings."""
-    tile = _serves(x_MK, weight_NK, weight_NK.shape[0], GELU_TIMES)
+    tile = _tile_for(x_MK, weight_NK, weight_NK.shape[0], GELU_TIMES)
     if tile is None:
         return gelu_gate(F.linear(x_MK, weight_NK), factor_MN)
     return _run(x_MK, weight_NK, x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0]), tile, GELU_TIMES, factor=factor_MN)
 
 
 def capped_head(x_LD: Tensor, table_VD: Tensor, cap: float | None) -> Tensor:
-    """cap * tanh(x @ table^T / cap), [L, V] float32, without rounding in between; None: no cap."""
-    tile = _serves(x_LD, table_VD, table_VD.shape[0], SOFTCAP)
+    """cap * tanh(x @ table^T / cap), [L, V] float32, not rounded before the cap; None: no cap."""
+    tile = _tile_for(x_LD, table_VD, table_VD.shape[0], SOFTCAP)
     if tile is None:
         return softcap(F.linear(x_LD, table_VD), cap)
     out = torch.empty(x_LD.shape[0], table_VD.shape[0], dtype=torch.float32, device=x_LD.device)

@@ -1,9 +1,9 @@
-"""A drafter's context keys and values, of all its layers in one launch: for small drafters and few tokens.
+"""A drafter's context keys and values, for all its layers in one launch: for small drafters and few tokens.
 
-    n = norm(feature) * w;   k = rope(norm(n @ K^T) * w_k), v = n @ V^T, to their pages
+    n = norm(feature) * w;   k = rope(norm(n @ K^T) * w_k), v = n @ V^T, stored in pages
 
-A program serves one head of one layer for some tokens, and norms their features anew. Where rows are longer, or tokens more,
-reading the weights over and over would cost more than the launches: there each part has its own.
+A program handles one head of one layer for some tokens, and norms their features itself. With longer rows or more tokens,
+reading the weights again and again would cost more than launches: there, each part has its own kernel.
 Shapes: T tokens · D model · G KV heads · H head size · X projected columns, keys and then values.
 """
 
@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.eager.draft_round import ContextLayer
-from culet.kernels.eager.ops import HeadShape
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
-from culet.kernels.triton.linear.linear import linear
-from culet.kernels.triton.norms.norms import rms_norm
+from culet.kernels.triton.linear.few_tokens import linear
 from culet.kernels.triton.norms.qkv import prepare_qkv, rope, stores
+from culet.kernels.triton.norms.residual import rms_norm
+from culet.kernels.types import ContextLayer, HeadShape
 
 MAX_LAYERS = 8
 MAX_SIZE = 256
@@ -40,14 +40,14 @@ def _load_columns(matrix, first_row, rows, column, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def _context_kernel(
-    feature, hidden_norm, positions, inv_freq, slots, planes,
+    feature, hidden_norm, positions, inv_freq, kv_addresses, planes,
     weight_0, weight_1, weight_2, weight_3, weight_4, weight_5, weight_6, weight_7,
     norm_0, norm_1, norm_2, norm_3, norm_4, norm_5, norm_6, norm_7,
     T, feature_stride, layer_stride, plane_stride, page_stride, head_stride, page_tokens,
     D: tl.constexpr, G: tl.constexpr, H: tl.constexpr, eps: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, layer, tokens); keys' heads come first, then values'."""
+    """Program (head, layer, tokens); heads of keys first, then of values."""
     layer = tl.program_id(1)
     weight, norm = weight_0, norm_0
     if layer == 1:
@@ -90,10 +90,10 @@ def _context_kernel(
         angle = position[None, :] * frequency[:, None]
         c, s = tl.cos(angle), tl.sin(angle)
         first, second = a * c - b * s, b * c + a * s
-    slot = tl.load(slots + token, mask=is_token, other=-1)
-    is_stored = (slot >= 0)[None, :] & (half >= 0)[:, None]
-    slot = tl.maximum(slot, 0)
-    place = (slot // page_tokens) * page_stride + (slot % page_tokens) * H
+    address = tl.load(kv_addresses + token, mask=is_token, other=-1)
+    is_stored = (address >= 0)[None, :] & (half >= 0)[:, None]
+    address = tl.maximum(address, 0)
+    place = (address // page_tokens) * page_stride + (address % page_tokens) * H
     plane = tl.where(is_key, 0, 1) * plane_stride
     to = planes + layer * layer_stride + plane + head * head_stride + place[None, :] + half[:, None]
     tl.store(to, first.to(planes.dtype.element_ty), mask=is_stored)
@@ -112,7 +112,7 @@ def describe_context(
     (num_tokens, size), planes = feature_TD.shape, layers[0].planes
     given = [layers[min(index, len(layers) - 1)] for index in range(MAX_LAYERS)]
     arguments: dict[str, Any] = {"feature": feature_TD, "hidden_norm": hidden_norm_D, "positions": angles[0]}
-    arguments |= {"inv_freq": angles[1], "slots": kv_address_T, "planes": planes, "T": num_tokens}
+    arguments |= {"inv_freq": angles[1], "kv_addresses": kv_address_T, "planes": planes, "T": num_tokens}
     arguments |= {f"weight_{index}": layer.weight_XD for index, layer in enumerate(given)}
     arguments |= {f"norm_{index}": layer.norm_GH for index, layer in enumerate(given)}
     arguments |= {"feature_stride": feature_TD.stride(0), "layer_stride": _layer_stride(layers) or 0}
@@ -124,7 +124,7 @@ def describe_context(
 
 
 def _layer_stride(layers: Sequence[ContextLayer]) -> int | None:
-    """Elements from a layer's planes to the next one's; None where that differs."""
+    """Elements from one layer's planes to the next layer's; None if that differs between layers."""
     first = layers[0].planes
     offsets = [int(layer.planes.storage_offset()) for layer in layers]
     strides = {after - before for before, after in pairwise(offsets)}
@@ -132,12 +132,12 @@ def _layer_stride(layers: Sequence[ContextLayer]) -> int | None:
     return next(iter(strides), 0) if is_alike else None
 
 
-def _serves(feature_TD: Tensor, layers: Sequence[ContextLayer], heads: HeadShape) -> bool:
+def _is_supported(feature_TD: Tensor, layers: Sequence[ContextLayer], heads: HeadShape) -> bool:
     (num_tokens, size), head = feature_TD.shape, heads.head_dim
     if not 0 < num_tokens <= MAX_TOKENS or size > MAX_SIZE or not 32 <= head <= MAX_HEAD or head & (head - 1):
         return False
     if feature_TD.is_cuda and feature_TD.dtype != torch.bfloat16:
-        return False  # as `linear` does it
+        return False  # as in `linear`
     is_plain = not (heads.num_heads or heads.k_eq_v or heads.latent or heads.norm_v) and heads.rotated_dims == head
     are_rows = feature_TD.stride(1) == 1 and all(layer.weight_XD.is_contiguous() for layer in layers)
     return is_plain and are_rows and len(layers) <= MAX_LAYERS and _layer_stride(layers) is not None
@@ -151,12 +151,12 @@ def store_context(
     layers: Sequence[ContextLayer],
     heads: HeadShape,
 ) -> None:
-    """Write every layer's keys and values of norm(feature) * hidden_norm to the slots of `kv_address_T` (-1: nowhere).
+    """Store every layer's keys and values of norm(feature) * hidden_norm at `kv_address_T` (-1: nowhere).
 
     `angles` is (positions [T], inverse frequencies); `heads` has no query heads.
     """
-    if _serves(feature_TD, layers, heads):
-        pdl = is_chained(feature_TD.device)
+    if _is_supported(feature_TD, layers, heads):
+        pdl = uses_pdl(feature_TD.device)
         describe_context(feature_TD, hidden_norm_D, angles, kv_address_T, layers, heads, pdl).run()
         return
     normed_TD, turn = rms_norm(feature_TD, hidden_norm_D, heads.eps), rope(*angles)

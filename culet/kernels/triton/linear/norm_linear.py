@@ -1,9 +1,9 @@
-"""A residual add, the norm behind it and the linear layer that reads it in one launch: for small models and few tokens.
+"""A residual add, the next norm and the linear layer after it in one launch: for small models and few tokens.
 
-    x' = (x + norm(delta) * w) * scalar;   y = (norm(x') * next_w) @ W^T, or gated as `linear` has it
+    x' = (x + norm(delta) * w) * scalar;   y = (norm(x') * next_w) @ W^T, or gated as in `few_tokens`
 
-Each program norms its tokens anew, for some rows of W, which it fetches while the kernel before still runs. With rows of up to
-MAX_SIZE that is cheaper than another launch; everything else goes through the kernels for each part.
+Every program norms its tokens itself, for some rows of W, which it loads while the kernel before still runs. For rows of up to
+MAX_SIZE columns that is cheaper than another launch. Other shapes use one kernel for each part.
 Shapes: T tokens · D model · S parts · N rows of W · F gated outputs (W has 2F rows).
 """
 
@@ -16,16 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
-from culet.kernels.triton.linear.linear import gated_linear, linear, linear_parts
+from culet.kernels.triton.linear.few_tokens import gated_linear, linear, linear_parts
 from culet.kernels.triton.maths import gelu, silu
-from culet.kernels.triton.norms.norms import residual_norm, rms_norm
 from culet.kernels.triton.norms.pointwise import silu_mul
+from culet.kernels.triton.norms.residual import residual_norm, rms_norm
 
 MAX_SIZE = 512
 MAX_TOKENS = 32
-BLOCK_T = 16  # as many columns as the tensor cores take anyway
+BLOCK_T = 16  # the fewest columns that the tensor cores take
 MAX_PARTS = 8
 BLOCK_N = 16
 GATES = {"": 0, "gelu": 1, "silu": 2}
@@ -44,7 +45,7 @@ def _normed_linear_kernel(
     NUM_PARTS: tl.constexpr, GATE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of BLOCK_T tokens; the first program of these also leaves the stream. `out` and `y` are contiguous."""
+    """BLOCK_N outputs of BLOCK_T tokens; the first program also writes x'. `out` and `y` are contiguous."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_D)
     token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -99,7 +100,7 @@ def describe_normed(
     gate: str = "",
     pdl: bool,
 ) -> Launch:
-    """`outs` is (the stream, the linear layer's outputs)."""
+    """`outs` is (x', the linear layer's outputs)."""
     (num_tokens, size), (own, after), (out, y) = x_TD.shape, norms, outs
     delta = x_TD if delta_TD is None else delta_TD
     arguments: dict[str, Any] = {"x": x_TD, "delta": delta, "delta_weight": after if own is None else own}
@@ -112,12 +113,12 @@ def describe_normed(
     return Launch(_normed_linear_kernel, (cdiv(y.shape[1], BLOCK_N), cdiv(num_tokens, BLOCK_T)), arguments, options(4, pdl))
 
 
-def _serves(x_TD: Tensor, delta_TD: Tensor | None, weight_ND: Tensor) -> bool:
+def _is_supported(x_TD: Tensor, delta_TD: Tensor | None, weight_ND: Tensor) -> bool:
     num_tokens, size = x_TD.shape
     if not 0 < num_tokens <= MAX_TOKENS or size > MAX_SIZE or not weight_ND.is_contiguous() or x_TD.stride(1) != 1:
         return False
     if x_TD.is_cuda and x_TD.dtype != torch.bfloat16:
-        return False  # as `linear` does it
+        return False  # as in `linear`
     return delta_TD is None or (delta_TD.stride(-1) == 1 and (delta_TD.dim() == 2 or delta_TD.shape[0] <= MAX_PARTS))
 
 
@@ -130,21 +131,21 @@ def residual_norm_linear(
     weight_ND: Tensor,
     gate: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """x' = (x + norm(delta) * norms[0]) * scalar, and the linear layer of norm(x') * norms[1], gated by `gate` ("": not).
+    """x' = (x + norm(delta) * norms[0]) * scalar, and (norm(x') * norms[1]) @ weight^T, gated by `gate` (gelu, silu or "").
 
-    As `residual_norm`, delta may be parts, and is added as it is where norms[0] is None; without a delta x' is x. Gates are
-    gelu and silu; the weight's rows are then gate, then up. What is not gated may be parts (`linear_parts`).
+    As in `residual_norm`, delta may be parts, and is not normed if norms[0] is None; without a delta, x' is x. With a gate,
+    the weight's rows are gate, then up. Without one, the result may be parts (`linear_parts`).
     """
-    if not _serves(x_TD, delta_TD, weight_ND):
-        return _one_by_one(x_TD, delta_TD, norms, scalar, eps, weight_ND, gate)
+    if not _is_supported(x_TD, delta_TD, weight_ND):
+        return _with_separate_kernels(x_TD, delta_TD, norms, scalar, eps, weight_ND, gate)
     y_TN = x_TD.new_empty(x_TD.shape[0], weight_ND.shape[0] // (2 if gate else 1))
     out_TD = x_TD if delta_TD is None else torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-    pdl = is_chained(x_TD.device)
+    pdl = uses_pdl(x_TD.device)
     describe_normed(x_TD, delta_TD, norms, scalar, eps, weight_ND, (out_TD, y_TN), gate=gate, pdl=pdl).run()
     return out_TD, y_TN
 
 
-def _one_by_one(
+def _with_separate_kernels(
     x_TD: Tensor,
     delta_TD: Tensor | None,
     norms: tuple[Tensor | None, Tensor],
