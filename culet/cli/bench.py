@@ -162,7 +162,7 @@ class _Offline:
     def __init__(self, config: Config, rows: list[Workload], files: _Files, options: dict[str, Any]) -> None:
         from culet.bench.report import Line, Setting
         from culet.bench.settings import all_settings
-        from culet.engine.engine import resolve_device, resolve_dtype
+        from culet.engine.resolve import resolve_device, resolve_dtype
         from culet.models.checkpoint import open_checkpoint
 
         self.config, self.rows, self.files, self.options = config, rows, files, options
@@ -283,7 +283,7 @@ def kernels(shapes: tuple[str, ...], cases: tuple[str, ...], json_file: str | No
       culet bench kernels --heads 16 --kv-heads 1 --head-dim 512 --latent --rows 64 --keys 20000 --ragged
     """
     from culet.bench.kernels import kernel_document, time_case
-    from culet.engine.engine import resolve_device
+    from culet.engine.resolve import resolve_device
 
     files = _Files(json_file, None)
     device = resolve_device(options["device"])

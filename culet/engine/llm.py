@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Self, TypeGuard
+from typing import Any, NamedTuple, Self, TypeGuard
 
 from culet.config import BUILT_IN, Config, build_config
-from culet.engine.engine import Delta, Engine
+from culet.engine.engine import Engine
 from culet.errors import BadRequest, ConfigError, QueueFull, UserError
-from culet.types import Logprobs, Request, SamplingParams
+from culet.text.stops import StopMatcher
+from culet.text.tokenizer import IncrementalDecoder, Tokenizer
+from culet.types import FinishReason, Logprobs, Request, SamplingParams, TokenDelta
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -63,6 +65,38 @@ class Result:
     @property
     def finish_reason(self) -> str:
         return self.samples[0].finish_reason
+
+
+class Delta(NamedTuple):
+    """What one sample of a request brought since its last delta: tokens, and the text that is certain by now."""
+
+    request_id: str
+    sample: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+    error: str = ""
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
+
+
+class _SampleText:
+    """Text of one sample: tokens in, text out, until a stop string is met."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._decoder = IncrementalDecoder(tokenizer)
+        self._matcher = StopMatcher(stop)
+
+    def push(self, delta: TokenDelta) -> tuple[str, bool]:
+        """(text that is certain now, whether a stop string was met). A stop token leaves no text."""
+        if delta.finish_reason is None:
+            return self._matcher.push(self._decoder.push(delta.token_ids))
+        token_ids = delta.token_ids[:-1] if delta.stop_token_id is not None else delta.token_ids
+        certain, is_hit = self._matcher.push(self._decoder.push(token_ids) + self._decoder.flush())
+        return (certain, True) if is_hit else (certain + self._matcher.flush(), False)
 
 
 @dataclass
@@ -145,6 +179,7 @@ class LLM:
         self._engine: Engine | None = Engine(config)
         self._ids = (str(number) for number in itertools.count())
         self._inbox: dict[str, deque[Delta]] = {}  # of the requests that somebody waits for
+        self._texts: dict[str, dict[int, _SampleText]] = {}  # by request and sample, while they run
 
     @property
     def engine(self) -> Engine:
@@ -202,8 +237,11 @@ class LLM:
 
     def close(self) -> None:
         """Free the model and its memory; the LLM cannot be used afterwards."""
+        if self._engine is not None:
+            self._engine.close()
         self._engine = None
         self._inbox.clear()
+        self._texts.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -239,18 +277,52 @@ class LLM:
     # The loop
 
     def _add(self, request: Request, params: SamplingParams) -> None:
-        self.engine.add(request, params.stop)
+        self.engine.add(request)
         self._inbox[request.request_id] = deque()
+        self._texts[request.request_id] = {
+            sample: _SampleText(self.engine.tokenizer, params.stop) for sample in range(request.n)
+        }
 
     def _pump(self) -> None:
         """One step; its deltas go to whoever waits for them. Ctrl-C is heeded after the step, never within."""
         with _interrupt_later():
-            for delta in self.engine.step():
-                if delta.request_id in self._inbox:
+            for token_delta in self.engine.step():
+                delta = self._with_text(token_delta)
+                if delta is not None and delta.request_id in self._inbox:
                     self._inbox[delta.request_id].append(delta)
+
+    def _with_text(self, delta: TokenDelta) -> Delta | None:
+        """The delta with its text; None for samples that have ended."""
+        texts = self._texts.get(delta.request_id)
+        if texts is None or delta.sample not in texts:
+            return None
+        text, is_hit = texts[delta.sample].push(delta)
+        finish_reason = delta.finish_reason
+        if is_hit:
+            if finish_reason is None:
+                self.engine.cancel(delta.request_id, delta.sample, FinishReason.STOP)
+            finish_reason = FinishReason.STOP
+        if finish_reason is not None:
+            del texts[delta.sample]
+            if not texts:
+                del self._texts[delta.request_id]
+        return Delta(
+            delta.request_id,
+            delta.sample,
+            text,
+            delta.token_ids,
+            delta.logprobs,
+            delta.prompt_logprobs,
+            finish_reason,
+            delta.num_cached_tokens,
+            delta.error,
+            delta.num_accepted_drafts,
+            delta.num_rejected_drafts,
+        )
 
     def _drop(self, request_id: str) -> None:
         """Nobody waits for this request any more."""
+        self._texts.pop(request_id, None)
         if self._inbox.pop(request_id, None) is not None and self._engine is not None:
             self._engine.cancel(request_id)
 

@@ -19,7 +19,8 @@ from culet.serve.process.client import Stream
 from culet.serve.process.wire import Delta, Logprobs
 from culet.serve.service import Finished, Service
 from culet.text.output_events import ContentPiece, Event, Output, ToolCallEnd
-from culet.text.text import IncrementalDecoder, StopMatcher, Tokenizer
+from culet.text.stops import StopMatcher
+from culet.text.tokenizer import IncrementalDecoder, Tokenizer
 from culet.types import GRAMMAR_FAULT, FinishReason, SamplingParams
 
 

@@ -24,9 +24,10 @@ from culet.serve.errors import HttpRefusal
 from culet.serve.plot_history import PERIOD_S, LiveSamples
 from culet.serve.process.client import EngineClient, State, Stream
 from culet.serve.process.wire import Script
-from culet.structured.compiler import make_grammar_check
+from culet.structured.check import GrammarCheck
 from culet.text.history import parse_arguments
-from culet.text.text import ChatTemplate, NumberTokenizer, Tokenizer
+from culet.text.template import ChatTemplate
+from culet.text.tokenizer import NumberTokenizer, Tokenizer
 from culet.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Service:
         self.template = ChatTemplate.of_checkpoint(folder, empty_thought=spec.ple_dim == 0)
         if not is_random:  # it is here now: the engine's process need not look for it again
             self.config = replace(config, model=replace(config.model, model=str(folder), revision=None))
-        self.grammar_check = make_grammar_check(self.tokenizer, time_limit_s=float(self.limits.grammar_s))
+        self.grammar_check = GrammarCheck.for_tokenizer(self.tokenizer, time_limit_s=float(self.limits.grammar_s))
         self.started_at = time.time()
         self.is_draining = False
         self.on_exit: Callable[[CuletError], None] = lambda error: None  # the engine is dead and stays so

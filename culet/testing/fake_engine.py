@@ -62,7 +62,7 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self._running or self._waiting or self._deltas)
 
-    def add_silent(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """Queue all samples of a request."""
         if len(self._waiting) >= self._schedule.max_queue_len:
             raise QueueFull(f"{len(self._waiting)} sequences wait already, the queue's bound", hint="try again later")
@@ -78,7 +78,7 @@ class FakeEngine:
                 self._deltas.append(TokenDelta(request_id, one.number, (), finish_reason=reason))
                 self._end(one, reason)
 
-    def advance(self) -> list[TokenDelta]:
+    def step(self) -> list[TokenDelta]:
         """One step: the next tokens of every running sample."""
         if self._script.step_s:
             time.sleep(self._script.step_s)

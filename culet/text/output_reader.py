@@ -33,7 +33,8 @@ from culet.text.output_events import (
     ToolCallStart,
     merge,
 )
-from culet.text.text import IncrementalDecoder, StopMatcher, Tokenizer
+from culet.text.stops import StopMatcher
+from culet.text.tokenizer import IncrementalDecoder, Tokenizer
 from culet.text.tool_calls import CallReader
 
 LABEL = "thought"

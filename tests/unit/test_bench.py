@@ -31,7 +31,7 @@ from culet.models.spec import ModelSpec, read_spec
 from culet.models.variants import VARIANTS
 from culet.testing.tiny import SHAPES as TINY
 from culet.testing.tiny import write_checkpoint
-from culet.text.text import NumberTokenizer
+from culet.text.tokenizer import NumberTokenizer
 
 H200 = PEAKS["H200"]
 CPU = torch.device("cpu")

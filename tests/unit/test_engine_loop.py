@@ -36,13 +36,13 @@ class BrittleEngine(FakeEngine):
         super().__init__(Script(((10, 11),)), ScheduleConfig(max_num_seqs=4, max_queue_len=4))
         self.errors = errors
 
-    def advance(self) -> list[TokenDelta]:
+    def step(self) -> list[TokenDelta]:
         error = self.errors.pop(0) if self.errors else None
         if error is not None:
             self._running.clear()
             self._waiting.clear()
             raise error
-        return super().advance()
+        return super().step()
 
 
 class OtherEnd:

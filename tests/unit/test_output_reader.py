@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from culet.text.output_events import ContentPiece, ReasoningPiece, ToolCallArguments, ToolCallEnd, ToolCallStart
 from culet.text.output_reader import OutputReader
-from culet.text.text import NumberTokenizer, Tokenizer
+from culet.text.tokenizer import NumberTokenizer, Tokenizer
 from tests.unit.output_streams import CITY, MARKS, SCHEMA, SPECIAL, Q, answer, plain_ids, read, write_tokenizer
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, trainers
 
 from culet.errors import BadRequest, CheckpointError
-from culet.text.text import IncrementalDecoder, StopMatcher, Tokenizer, check_token_ids
+from culet.text.stops import StopMatcher
+from culet.text.tokenizer import IncrementalDecoder, Tokenizer, check_token_ids
 
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", '<|"|>', "<|think|>"]
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "model", "said", "hello", "world", "café", "naïve"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from culet.text.output_events import ContentPiece, ToolCallArguments, ToolCallEnd, ToolCallStart
 from culet.text.output_reader import OutputReader, tool_schemas
 from culet.text.template import BUILT_IN, ChatTemplate
-from culet.text.text import Tokenizer
+from culet.text.tokenizer import Tokenizer
 from tests.unit.output_streams import CITY, SCHEMA, Q, answer, read, write_tokenizer
 
 

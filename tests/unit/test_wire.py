@@ -74,7 +74,7 @@ def test_what_is_none(data: bytes) -> None:
 def drive(engine: FakeEngine) -> dict[int, tuple[list[int], FinishReason | None]]:
     told: dict[int, tuple[list[int], FinishReason | None]] = {}
     while engine.has_work:
-        for delta in engine.advance():
+        for delta in engine.step():
             tokens, _ = told.get(delta.sample, ([], None))
             told[delta.sample] = ([*tokens, *delta.token_ids], delta.finish_reason)
     return told
@@ -83,20 +83,20 @@ def drive(engine: FakeEngine) -> dict[int, tuple[list[int], FinishReason | None]
 def test_the_fake_engine_keeps_the_rules() -> None:
     schedule = ScheduleConfig(max_num_seqs=2, max_queue_len=3)
     engine = FakeEngine(Script(((10, 11), (20, 1, 21)), tokens_per_step=2), schedule)
-    engine.add_silent(make_request("a", max_tokens=5, n=3))
+    engine.add(make_request("a", max_tokens=5, n=3))
     assert drive(engine) == {sample: ([10, 11, 10, 11, 10], FinishReason.LENGTH) for sample in range(3)}
-    engine.add_silent(make_request("b"))
+    engine.add(make_request("b"))
     assert drive(engine) == {0: ([20, 1], FinishReason.STOP)}
-    engine.add_silent(make_request("c", n=3))
+    engine.add(make_request("c", n=3))
     with pytest.raises(QueueFull):
-        engine.add_silent(make_request("d"))
-    engine.advance()
+        engine.add(make_request("d"))
+    engine.step()
     assert engine.stats().num_held_pages == {"fake": 2}
     engine.cancel("c", 0, FinishReason.STOP)
     engine.cancel("c")
-    assert {delta.finish_reason for delta in engine.advance()} == {FinishReason.STOP, FinishReason.CANCEL}
+    assert {delta.finish_reason for delta in engine.step()} == {FinishReason.STOP, FinishReason.CANCEL}
     assert not engine.has_work
     stats = engine.stats()
     assert (stats.num_free_pages, stats.counters.cancelled) == (stats.num_pages, 2)
-    engine.add_silent(make_request("late", deadline=0.0))
+    engine.add(make_request("late", deadline=0.0))
     assert drive(engine) == {0: ([], FinishReason.TIMEOUT)}

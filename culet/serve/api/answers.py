@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from culet.serve.generation import Generation
 from culet.serve.process.wire import Logprobs
-from culet.text.text import Tokenizer
+from culet.text.tokenizer import Tokenizer
 
 _NO_CHANCE = -9999.0  # JSON has no infinity; OpenAI writes this
 encoder = msgspec.json.Encoder()

@@ -17,7 +17,7 @@ from culet.serve.api.protocol import DetokenizeRequest, TokenizeRequest, decode
 from culet.serve.errors import HttpRefusal
 from culet.serve.process.client import State
 from culet.serve.service import Service
-from culet.text.text import check_token_ids
+from culet.text.tokenizer import check_token_ids
 
 
 class ModelCard(Struct):

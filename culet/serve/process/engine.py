@@ -59,9 +59,9 @@ class Core(Protocol):
 
     @property
     def has_work(self) -> bool: ...
-    def add_silent(self, request: Request) -> None: ...
+    def add(self, request: Request) -> None: ...
     def cancel(self, request_id: str, sample: int | None = None, reason: FinishReason = ...) -> None: ...
-    def advance(self) -> list[TokenDelta]: ...
+    def step(self) -> list[TokenDelta]: ...
     def stats(self) -> SchedulerStats: ...
 
 
@@ -155,7 +155,7 @@ class EngineLoop:
 
     def _submit(self, request: Request) -> None:
         try:
-            self._core.add_silent(request)
+            self._core.add(request)
         except CuletError as error:
             kind = type(error).__name__
             self._channel.send(Refused(request.request_id, kind, error.message, error.hint))
@@ -166,7 +166,7 @@ class EngineLoop:
     def _step(self) -> bool:
         """One step; False where there is no point in another."""
         try:
-            deltas = self._core.advance()
+            deltas = self._core.step()
         except Exception as error:
             logger.exception("a step failed")
             self._fail(f"{type(error).__name__}: {error}")
@@ -289,9 +289,9 @@ def start_engine(start: Start) -> tuple[Core, Ready]:
 def _warm_up(engine: Core, rules: RequestRules) -> None:
     """Run a short request, so that the first client does not wait for what happens once."""
     params = SamplingParams(max_tokens=min(_WARM_UP_TOKENS, rules.max_model_len - 1), seed=0, ignore_eos=True)
-    engine.add_silent(rules.make_request("warm-up", (0,), params))
+    engine.add(rules.make_request("warm-up", (0,), params))
     while engine.has_work:
-        engine.advance()
+        engine.step()
 
 
 def _end_with_parent(sock: socket.socket) -> None:
