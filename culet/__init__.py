@@ -1,4 +1,4 @@
-"""Culet: a serving engine for Google's Gemma 4 models, and for nothing else."""
+"""Culet: a serving engine for Google's Gemma 4 models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "StructuredOutputs", "__version__"]
 
-# Imported on first use, so that `culet --help` and `culet plan` answer without loading torch.
+# Imported on first use, so that `culet --help` and `culet plan` do not load torch.
 _LAZY = {"LLM": "culet.engine.llm", "SamplingParams": "culet.types", "StructuredOutputs": "culet.types"}
 
 

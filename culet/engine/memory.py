@@ -99,7 +99,7 @@ def longest_sequence(layout: CacheLayout, num_slabs: int, limit: int) -> int:
 
 
 def slabs_for_cpu(layout: CacheLayout, *, max_num_seqs: int, chunk: int, max_position: int, wanted_len: int | None) -> int:
-    """Slabs of a CPU's cache: for `max_num_seqs` moderate sequences or one of `wanted_len`, within a share of the free memory."""
+    """Slabs for `max_num_seqs` moderate sequences, or for one of `wanted_len`, within a share of the free memory."""
     typical = min(wanted_len or max_position, CPU_SEQUENCE_LEN)
     wanted = max(max_num_seqs * _roomy_slabs(layout, typical, chunk), least_slabs(layout, wanted_len or 2))
     bound = free_cpu_memory() // CPU_MEMORY_SHARE // layout.slab_bytes

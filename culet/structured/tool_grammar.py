@@ -185,9 +185,7 @@ class _Rules:
                 place = place.get(step) if isinstance(place, Mapping) else None
         if not reference.startswith("#") or not isinstance(place, Mapping):
             return "any"
-        name = self._references[reference] = self.add(
-            f"r{len(self._rules)}", "any"
-        )  # before its body, which may name it
+        name = self._references[reference] = self.add(f"r{len(self._rules)}", "any")  # before its body, which may name it
         body = self._of(place)
         self._rules[name] = "any" if body == name else body
         return name

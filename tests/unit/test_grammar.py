@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from culet.structured.compiler import GrammarCompiler
-from culet.structured.matcher import Matcher, Phase, Vocabulary
 
 from culet.errors import BadRequest
 from culet.structured.check import GrammarCheck
+from culet.structured.compiler import GrammarCompiler
+from culet.structured.matcher import Matcher, Phase, Vocabulary
 from culet.types import MAX_GRAMMAR_CHARS, GrammarSpec, SamplingParams, StructuredOutputs
 
 SPECIAL = ("<pad>", "<eos>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>')

@@ -9,11 +9,11 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from culet.structured.matcher import Phase, Vocabulary
 
 from culet.errors import BadRequest
 from culet.structured.compiler import GrammarCompiler
 from culet.structured.forms import or_calls
+from culet.structured.matcher import Phase, Vocabulary
 from culet.structured.tool_grammar import call_grammar, call_rules
 from culet.text.tool_calls import CallReader
 from culet.types import StructuredOutputs
