@@ -23,6 +23,7 @@ from typing import Protocol
 from culet.engine.requests import RequestRules
 from culet.errors import CuletError, InternalError, exit_code
 from culet.log import logger, setup_logging
+from culet.registry import load
 from culet.scheduler.stats import SchedulerStats
 from culet.serve.process.wire import (
     Cancel,
@@ -42,7 +43,6 @@ from culet.serve.process.wire import (
     command_decoder,
     frame,
 )
-from culet.testing.fake_engine import PAGE_TOKENS, FakeEngine
 from culet.types import FinishReason, Request, SamplingParams, TokenDelta
 
 STATS_PERIOD_S = 0.5
@@ -249,9 +249,9 @@ def start_fake(start: Start) -> tuple[Core, Ready]:
         dtype="none",
         num_pages=start.script.num_pages,
         page_bytes=0,
-        groups=(GroupFacts("fake", 0, PAGE_TOKENS, None, "none", "a script answers"),),
+        groups=(GroupFacts("fake", 0, load("culet.testing.fake_engine:PAGE_TOKENS"), None, "none", "a script answers"),),
     )
-    return FakeEngine(start.script, schedule), ready
+    return load("culet.testing.fake_engine:FakeEngine")(start.script, schedule), ready
 
 
 def start_engine(start: Start) -> tuple[Core, Ready]:
