@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from culet import __version__, env
+from culet import env
 from culet.cli.bench_draft import bench_draft
 from culet.cli.bench_serve import bench_serve
 from culet.cli.options import config_options, given
 from culet.config import config_fields
 from culet.errors import ConfigError, InternalError
+from culet.version import __version__
 
 if TYPE_CHECKING:
     import torch

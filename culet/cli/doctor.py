@@ -12,7 +12,8 @@ from typing import Any
 
 import click
 
-from culet import __version__, env
+from culet import env
+from culet.version import __version__
 
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja2", "msgspec", "click", "rich")
 _GIB = 1 << 30

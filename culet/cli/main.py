@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import click
 
-from culet import __version__, env
+from culet import env
 from culet.errors import CuletError, InternalError, UserError, exit_code
 from culet.log import setup_logging
 from culet.registry import load
+from culet.version import __version__
 
 COMMANDS: dict[str, str] = {
     "serve": "culet.cli.serve:serve",

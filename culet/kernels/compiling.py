@@ -18,10 +18,11 @@ from pkgutil import iter_modules
 from queue import SimpleQueue
 from typing import Any
 
-from culet import __version__, env
+from culet import env
 from culet.errors import InternalError
 from culet.line_process import LineProcess
 from culet.log import logger
+from culet.version import __version__
 
 _MAX_WORKERS = 16
 _COMPILE_LIMIT_S = 120.0  # for one kernel; the slowest take 3

@@ -17,7 +17,7 @@ import pytest
 import culet
 
 ROOT = Path(culet.__file__).parent
-BASE = ("errors", "env", "log", "types", "config", "registry", "line_process", "hardware")
+BASE = ("errors", "env", "log", "types", "config", "registry", "line_process", "hardware", "version")
 MAX_MODULES = 13  # side by side in one folder, besides __init__
 
 # A package may import base, the packages listed here, and whatever those may import.
@@ -272,11 +272,12 @@ def named_formats(source: str) -> Iterator[str]:
 
 
 def _is_weight(node: ast.expr) -> bool:
-    """Whether an expression is called a weight: `weight`, `self.weights[0]`, `layer.up_weight`."""
+    """Whether an expression is called a weight: `weight`, `layer.up_weight`, `self.weights[0]`."""
+    is_element = isinstance(node, ast.Subscript)
     while isinstance(node, ast.Subscript):
         node = node.value
     name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-    return name.rstrip("s").endswith("weight")
+    return name.endswith(("weight", "weights") if is_element else "weight")
 
 
 def test_only_weights_and_kernels_name_a_weights_dtype():
@@ -310,6 +311,7 @@ def test_the_exceptions_name_no_weight():
         ("torch.zeros(8, dtype=torch.uint8)", False),  # raw bytes
         ("hidden_TD.dtype", False),
         ("weight.num_bytes", False),
+        ("weights.dtype", False),  # what makes weights knows the activations' dtype
     ],
 )
 def test_the_guard_itself(source, is_named):
