@@ -261,7 +261,7 @@ class ServeConfig:
     request_timeout: float = option(3600.0, "Maximum duration of a request, in seconds.")
     queue_timeout: float = option(600.0, "Maximum wait for a request's first token, in seconds.")
     drain_timeout: float = option(30.0, "Seconds that running requests have to finish after Ctrl-C or SIGTERM.")
-    max_engine_restarts: int = option(0, "How often to restart an engine that died before the server exits.")
+    max_engine_restarts: int = option(0, "How many times to restart an engine that died; after that the server exits.")
     limits: str = option("", "Limits per request and client, as in n=4,body_mb=64; the serving guide lists them.")
     log_format: str = option("text", "Format of the log.", choices=("text", "json"))
     log_requests: bool = option(True, "Log one line per request.", flag="--log-requests/--no-log-requests")
