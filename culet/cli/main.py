@@ -106,7 +106,8 @@ def _color() -> bool | None:
 def main() -> None:
     """Entry point of the `culet` script."""
     # Must be set before torch is imported. By default its threads spin for long while they wait for each other, and starve when
-    # other programs run. Limited spinning is an eighth slower on idle cores and several times faster on busy ones.
+    # other programs run. Limited spinning is an eighth slower on idle cores, and several times faster on busy ones
+    # (docs/log/cpu.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     sys.exit(run(sys.argv[1:]))
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from dflash_oracle import DFlashOracle
 from real_steps import check_pages, compute_at_once, run_to_end
 
-from culet.attention.torch_cpu import ReferenceBackend
+from culet.attention.torch_cpu import TorchCPUBackend
 from culet.cache.pool import Pool
 from culet.cache.spec import plan_cache
 from culet.config import DraftChoice, ScheduleConfig
@@ -142,8 +142,8 @@ class Rig:
         told: dict[int, list[int]] | None = None,
         is_wrong=lambda place: False,
         has_spare=False,
-        backend=ReferenceBackend,  # of the drafter
-        target_backend=ReferenceBackend,
+        backend=TorchCPUBackend,  # of the drafter
+        target_backend=TorchCPUBackend,
         longest=0,  # the cache holds little more than one sequence of so many tokens
         policy=None,
         ahead=False,  # steps are planned before the result of the one before is applied
@@ -198,7 +198,7 @@ def taps_of(pair: Pair, tokens: list[int]) -> dict[int, Tensor]:
     model = pair.model
     layout = plan_cache(model.spec.kv_specs(4))
     pool = Pool(layout, 200, torch.float32, model.device)
-    backends = [ReferenceBackend(group, model.spec.layers[0].num_heads) for group in layout.groups]
+    backends = [TorchCPUBackend(group, model.spec.layers[0].num_heads) for group in layout.groups]
     runner = Runner(model, pool, backends, max_num_seqs=1, max_model_len=len(tokens) + 1)
     hidden = compute_at_once(model, runner, layout, tokens, pair.spec.taps)
     return {tap: stream.cpu() for tap, stream in hidden.tapped.items()}
