@@ -53,7 +53,7 @@ class Counters:
     @property
     def acceptance_at(self) -> tuple[float, ...]:
         """Share of drafts that were accepted, by their place in a round."""
-        return tuple(kept / count for kept, count in zip(self.accepted_at, self.drafted_at, strict=True))
+        return tuple(kept / count if count else 0.0 for kept, count in zip(self.accepted_at, self.drafted_at, strict=True))
 
     def since(self, before: Counters) -> Counters:
         """What happened after `before`, an earlier copy."""
