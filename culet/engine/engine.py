@@ -194,7 +194,7 @@ class Engine:
 
         probe = run_probe(self._scheduler, add, self.step)
         if not is_random:
-            probe.tell(choice)
+            probe.log(choice)
 
     def _size_cache(
         self,

@@ -13,7 +13,7 @@ from culet.cache.spec import CacheLayout
 from culet.errors import ConfigError
 from culet.log import chose
 from culet.scheduler.admission import least_pages
-from culet.scheduler.sequence import max_held_pages
+from culet.scheduler.group_pages import max_held_pages
 
 CPU_SEQUENCE_LEN = 2048  # tokens for which a CPU's cache is sized, per sequence that may run
 CPU_MEMORY_SHARE = 4  # the CPU's cache takes at most one part in this many of what is free
