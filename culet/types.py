@@ -19,6 +19,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from msgspec import Struct
+
 from culet.errors import BadRequest
 
 MAX_SEED = 2**64 - 1
@@ -340,8 +342,11 @@ class StepResult:
     prompt_logprobs: Mapping[int, tuple[Logprobs, ...]] = field(default_factory=dict)  # by slot, for this chunk's tokens
 
 
-class TokenDelta(NamedTuple):
-    """New tokens of one sample of a request, as they leave the engine's loop."""
+class TokenDelta(Struct, array_like=True, frozen=True, gc=False):
+    """New tokens of one sample of a request. The engine makes it, and it crosses the process boundary as it is.
+
+    One is made for every token, hence a msgspec Struct: cheap to make and to encode, and the garbage collector skips it.
+    """
 
     request_id: str
     sample: int
@@ -349,9 +354,9 @@ class TokenDelta(NamedTuple):
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()
     finish_reason: FinishReason | None = None
-    num_cached_tokens: int = 0  # prompt tokens that were found in the prefix cache
-    stop_token_id: int | None = None  # the stop token that ended it; it is the last of token_ids
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; in the first delta only
+    stop_token_id: int | None = None  # the stop token that ended it: the last of token_ids
     error: str = ""  # what went wrong, for FinishReason.ERROR
-    queue_s: float = 0.0  # how long it waited for its start; told once, like the cached tokens
-    num_accepted_drafts: int = 0  # of token_ids, those that were drafted
-    num_rejected_drafts: int = 0  # drafts that were verified with them and are not among them
+    queue_s: float = 0.0  # time in the queue; in the first delta only
+    num_accepted_drafts: int = 0  # tokens of token_ids that were drafted
+    num_rejected_drafts: int = 0  # drafts that were verified with them and rejected

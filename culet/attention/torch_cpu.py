@@ -70,7 +70,7 @@ class _Plan:
     long_rows: tuple[_LongRow, ...]
 
 
-class ReferenceBackend:
+class TorchCPUBackend:
     """Attention for the layers of one KV group, in torch."""
 
     is_capturable: ClassVar[bool] = False  # which keys a row reads is worked out on the host

@@ -18,14 +18,15 @@ from torch import Tensor
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup
-from culet.kernels.attention_inputs import PagedKV, RaggedRows
 from culet.kernels.triton.attention.decode import decode_launches
-from culet.kernels.triton.attention.hopper import KEYS
-from culet.kernels.triton.attention.hopper_decode import hopper_decode_launches, hopper_decode_serves, hopper_decode_tile
-from culet.kernels.triton.attention.hopper_prefill import hopper_prefill_launch, hopper_prefill_rows, hopper_prefill_serves
+from culet.kernels.triton.attention.hopper_decode import hopper_decode_launches, hopper_decode_supports, hopper_decode_tile
+from culet.kernels.triton.attention.hopper_parts import KEYS
+from culet.kernels.triton.attention.hopper_prefill import hopper_prefill_launch, hopper_prefill_rows, hopper_prefill_supports
 from culet.kernels.triton.attention.prefill import prefill_launch, query_tiles
 from culet.kernels.triton.attention.splits import Scratch, scratch_rows
-from culet.kernels.triton.attention.tiles import DecodeTile, PrefillTile, decode_tile, device_facts, prefill_tile
+from culet.kernels.triton.attention.tiles import DecodeTile, PrefillTile, decode_tile, prefill_tile
+from culet.kernels.triton.device import device_facts, is_hopper
+from culet.kernels.types import PagedKV, RaggedRows
 
 MANY_ROWS = 1 << 10  # as many as take the tile for full GPUs
 FEW_QUERIES = 16  # rows with up to this many query tokens are split along their keys
@@ -119,8 +120,8 @@ class TritonBackend:
         if self._scratch is None:
             self._scratch = self._allocate(q_TNH, kv)
         is_masked = rows.visible_2T is not None
-        is_hopper, tile = self._decode_tile(q_TNH, kv, max_queries, rows.num_rows, has_intervals=is_masked)
-        describe = hopper_decode_launches if is_hopper else decode_launches
+        use_hopper, tile = self._decode_tile(q_TNH, kv, max_queries, rows.num_rows, has_intervals=is_masked)
+        describe = hopper_decode_launches if use_hopper else decode_launches
         launches = describe(q_TNH, kv, rows, max_queries=max_queries, out_TNH=out_TNH, tile=tile, scratch=self._scratch)
         for launch in launches:
             launch.run()
@@ -129,11 +130,11 @@ class TritonBackend:
         self, q_TNH: Tensor, kv: PagedKV, max_queries: int, num_rows: int = 1, *, has_intervals: bool
     ) -> tuple[bool, DecodeTile]:
         """Whether Hopper's own kernel for the latent is taken, and the tile."""
-        capability, num_sms = device_facts(q_TNH.device)
-        is_hopper = q_TNH.is_cuda and capability == 90 and q_TNH.dtype == torch.bfloat16 and not has_intervals
+        num_sms = device_facts(q_TNH.device)[1]
+        can_use_hopper = _can_use_hopper(q_TNH) and not has_intervals
         packed = max_queries * self.num_heads // kv.num_kv_heads
         # Up to 16 packed rows both move about 4 TB/s, and the general kernel needs 2 us less at one sequence.
-        if is_hopper and packed > 16 and hopper_decode_serves(kv):
+        if can_use_hopper and packed > 16 and hopper_decode_supports(kv):
             return True, hopper_decode_tile(num_sms)
         return False, decode_tile(q_TNH, kv, max_queries, num_rows)
 
@@ -158,9 +159,9 @@ class TritonBackend:
         rows = [*plan.long_rows, *plan.masked_rows]
         is_stored = all(plan.batch.rows[row].is_stored[self.group.index] for row, _, _, _ in rows)
         assert has_fresh or is_stored, "rows whose keys are not all in pages need their fresh keys"
-        is_hopper = q_TNH.is_cuda and device_facts(q_TNH.device)[0] == 90 and q_TNH.dtype == torch.bfloat16
-        can_page = is_hopper and is_stored and window is None and hopper_prefill_serves(kv, group, fresh=False)
-        can_take_fresh = is_hopper and has_fresh and hopper_prefill_serves(kv, group, fresh=True)
+        can_use_hopper = _can_use_hopper(q_TNH)
+        can_page = can_use_hopper and is_stored and window is None and hopper_prefill_supports(kv, group, fresh=False)
+        can_take_fresh = can_use_hopper and has_fresh and hopper_prefill_supports(kv, group, fresh=True)
         per_tile = tile.rows // group
         masked = query_tiles(plan.masked_rows, per_tile, window)
         paged = fresh = None
@@ -179,6 +180,11 @@ class TritonBackend:
         sent = [_send(tiles, q_TNH.device) for tiles in (paged, fresh, general, masked)]
         plan.tiles[has_fresh] = _LongTiles(*sent)
         return tile, plan.tiles[has_fresh]
+
+
+def _can_use_hopper(q_TNH: Tensor) -> bool:
+    """Whether Hopper's own kernels can take these queries."""
+    return is_hopper(q_TNH.device) and q_TNH.dtype == torch.bfloat16
 
 
 def _split(tiles_X5: np.ndarray, have: int, want: int) -> np.ndarray:

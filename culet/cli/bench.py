@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from culet.bench.attention_cases import AttentionShape
-    from culet.bench.floor import Peaks
     from culet.bench.kernels import KernelCase, KernelLine
     from culet.bench.offline import Measured
     from culet.bench.workloads import Workload
     from culet.config import Config
+    from culet.hardware import Peaks
 
 
 @click.group()
@@ -213,7 +213,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _peaks(name: str, options: dict[str, Any]) -> Peaks | None:
-    from culet.bench.floor import Peaks, find_peaks
+    from culet.hardware import Peaks, find_peaks
 
     bandwidth, tflops = options["bandwidth"], options["tflops"]
     if bandwidth is None and tflops is None:
@@ -309,7 +309,7 @@ def _kernel_cases(
 ) -> list[tuple[str, AttentionShape, KernelCase]]:
     """Every shape in every case that the options name; without any, those in which the peer was measured."""
     from culet.bench import kernels as kernels_module
-    from culet.bench.anchors import FA4, KERNEL_CASES
+    from culet.bench.peer import FA4, KERNEL_CASES
 
     own_shape = _own_shape(options)
     if own_shape is not None and shapes:

@@ -33,7 +33,7 @@ def bench_draft(source: str, num_seqs: str, prompt_len: int, accept: int, json_f
       culet bench draft random:E4B --num-seqs 1,8 --accept 3 --json e4b.json
       culet bench draft random:26B-A4B --speculative-config '{"method": "dflash", "model": "random:"}'
     """
-    from culet.bench.drafts import DraftBench
+    from culet.bench.draft import DraftBench
 
     counts = _read_counts(num_seqs)
     chosen = given(options, config_fields()) | {"model": source}

@@ -87,27 +87,27 @@ def bench_serve(**options: Any) -> None:
     """
     import asyncio
 
-    from culet.bench import serving
+    from culet.bench import serve
 
     shares = _shares(options.pop("metric_percentiles"))
     json_file, detailed = options.pop("json_file"), options.pop("save_detailed")
     load = _load(options)
-    outcome = asyncio.run(serving.run(load, _progress(load.num_prompts)))
-    figures = serving.summarise(outcome, shares)
-    click.echo(serving.block(figures, shares))
+    outcome = asyncio.run(serve.run(load, _progress(load.num_prompts)))
+    figures = serve.summarise(outcome, shares)
+    click.echo(serve.block(figures, shares))
     errors = [answer.error for answer in outcome.answers if answer.error]
     if errors:
         click.echo(f"{len(errors)} requests failed, the first with: {errors[0]}", err=True)
     if json_file:
         head = {"date": datetime.now().strftime("%Y%m%d-%H%M%S"), "endpoint_type": figures["backend"]}
-        more = serving.details(outcome) if detailed else {}
+        more = serve.details(outcome) if detailed else {}
         _write(Path(json_file), {**head, **figures, **more})
     if not outcome.good:
         sys.exit(1)
 
 
 def _load(options: dict[str, Any]) -> Any:
-    from culet.bench.serving import Load
+    from culet.bench.serve import Load
 
     host, port, base_url = options.pop("host"), options.pop("port"), options.pop("base_url")
     options.pop("dataset_name")

@@ -118,10 +118,17 @@ class Conversation:
         """Stream the answer to one line and keep both; Ctrl-C keeps what was said so far."""
         self._turns.append({"role": "user", "content": line})
         pieces: list[str] = []
+        is_thinking = False
         try:
             stream = self._llm.stream(self.messages, self._params, enable_thinking=self._enable_thinking)
             with closing(stream):
                 for delta in stream:
+                    if delta.reasoning:  # to stderr: the answer alone goes to stdout
+                        click.echo(click.style(delta.reasoning, dim=True), nl=False, err=True)
+                        is_thinking = True
+                    if delta.text and is_thinking:
+                        click.echo(err=True)
+                        is_thinking = False
                     pieces.append(delta.text)
                     click.echo(delta.text, nl=False)
                     sys.stdout.flush()

@@ -102,7 +102,7 @@ def _color() -> bool | None:
 def main() -> None:
     """Entry point of the `culet` script."""
     # Before torch is there: its threads spin long while they wait for each other, which starves them where other programs run.
-    # So many turns and then sleep: an eighth slower on idle cores, several times faster on busy ones (docs/LOG.md).
+    # So many turns and then sleep: an eighth slower on idle cores, several times faster on busy ones (docs/log/cpu.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     sys.exit(run(sys.argv[1:]))
 

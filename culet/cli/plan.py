@@ -13,11 +13,12 @@ import click
 
 from culet import env
 from culet.attention.picture import draw
-from culet.attention.plan import GPUS, AttentionPlan, Gpu, find_gpu, plan_attention
+from culet.attention.plan import AttentionPlan, plan_attention
 from culet.cache.spec import CacheLayout, plan_cache, stored_as
 from culet.config import CacheConfig, Config, ModelConfig, build_config
 from culet.drafters.base import DrafterSpec, cache_specs, open_drafter, plan_drafter, target_groups
 from culet.errors import CheckpointError, ConfigError
+from culet.hardware import GPUS, Gpu, find_gpu
 from culet.models.checkpoint import read_config
 from culet.models.sizes import Room, pages_of_sequence, slabs_of_sequence, text_weights, tower_weights, working_bytes
 from culet.models.spec import ModelSpec, read_spec

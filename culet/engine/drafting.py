@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 
+from culet import hardware
 from culet.cache.spec import CacheLayout
 from culet.config import DraftChoice
 from culet.drafters.base import DrafterSpec
@@ -21,15 +22,6 @@ from culet.scheduler.scheduler import Scheduler
 from culet.scheduler.stats import Counters
 from culet.scheduler.step_cost import StepCost
 
-# What a device reaches, by CUDA capability: (bytes/s, FLOP/s, seconds of a layer that reads nothing). Measured on an H200 (9),
-# public figures for the others. Only ratios matter.
-_GPU_RATES = {
-    8: (1.6e12, 250e12, 2e-5),
-    9: (4.0e12, 650e12, 1.3e-5),
-    10: (6.5e12, 1300e12, 1.2e-5),
-    12: (1.4e12, 300e12, 1.5e-5),
-}
-_CPU_RATES = (1.0e10, 1.0e11, 2.5e-4)
 _GPU_TOKEN_S = 4e-7  # per token and layer
 # If rounds are not planned ahead, the host learns what was accepted before it launches the next step. Measured on an H200.
 _GPU_WAIT_S, _GPU_WAIT_PER_SEQ_S = 2.5e-4, 3e-5
@@ -61,7 +53,7 @@ def draft_policy(
     moe = target.moe
     active = 0 if moe is None else experts * moe.top_k / moe.num_experts
     is_gpu = device.type == "cuda"
-    rates = _GPU_RATES.get(torch.cuda.get_device_capability(device)[0], _GPU_RATES[8]) if is_gpu else _CPU_RATES
+    rates = (hardware.arch_of(hardware.capability_of(device)) if is_gpu else hardware.CPU).rates
     waits = is_gpu and not plans_open
     # A drafter that reads the target's pages has its own head; others use the target's.
     own = sum(drafter.num_parameters().values()) + (0 if drafter.reads_target_pages else target.vocab_size * target.hidden_size)
@@ -73,11 +65,11 @@ def draft_policy(
         flops_per_token=2 * (dense + active),
         draft_bytes=own * itemsize,
         drafts_at_once=not drafter.reads_target_pages,
-        bytes_per_s=rates[0],
-        flops_per_s=rates[1],
+        bytes_per_s=rates.bytes_per_s,
+        flops_per_s=rates.flops_per_s,
         wait_s=_GPU_WAIT_S if waits else 0.0,
-        step_s=len(target.layers) * rates[2],
-        draft_s=sum(map(len, drafter.readers(layout).values())) * rates[2],
+        step_s=len(target.layers) * rates.layer_s,
+        draft_s=sum(map(len, drafter.readers(layout).values())) * rates.layer_s,
         token_s=len(target.layers) * _GPU_TOKEN_S if is_gpu else 0.0,
         is_padded=plans_open,
         wait_per_seq_s=_GPU_WAIT_PER_SEQ_S if waits else 0.0,

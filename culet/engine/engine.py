@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -38,45 +38,13 @@ from culet.scheduler.draft_length import DraftPolicy
 from culet.scheduler.scheduler import Scheduler
 from culet.scheduler.stats import SchedulerStats
 from culet.structured.compiler import GrammarQueue
-from culet.text.text import ChatTemplate, IncrementalDecoder, NumberTokenizer, StopMatcher, Tokenizer
-from culet.types import FinishReason, Logprobs, ModelDefaults, Request, SamplingParams, TokenDelta
+from culet.text.text import ChatTemplate, NumberTokenizer, Tokenizer
+from culet.types import FinishReason, ModelDefaults, Request, SamplingParams, TokenDelta
 
 COMPILE_WAIT_S = 0.02  # at a time, so that cancels and new requests are heeded
 CPU_MAX_NUM_SEQS = 32
 CPU_MAX_NUM_BATCHED_TOKENS = 1024
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-class Delta(NamedTuple):
-    """What one sample of a request brought since its last delta: tokens, and the text that is certain by now."""
-
-    request_id: str
-    sample: int
-    text: str
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[Logprobs, ...] = ()
-    prompt_logprobs: tuple[Logprobs, ...] = ()
-    finish_reason: FinishReason | None = None
-    num_cached_tokens: int = 0
-    error: str = ""
-    num_accepted_drafts: int = 0
-    num_rejected_drafts: int = 0
-
-
-class _SampleText:
-    """Text of one sample: tokens in, text out, until a stop string is met."""
-
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        self._decoder = IncrementalDecoder(tokenizer)
-        self._matcher = StopMatcher(stop)
-
-    def push(self, delta: TokenDelta) -> tuple[str, bool]:
-        """(text that is certain now, whether a stop string was met). A stop token leaves no text."""
-        if delta.finish_reason is None:
-            return self._matcher.push(self._decoder.push(delta.token_ids))
-        token_ids = delta.token_ids[:-1] if delta.stop_token_id is not None else delta.token_ids
-        certain, is_hit = self._matcher.push(self._decoder.push(token_ids) + self._decoder.flush())
-        return (certain, True) if is_hit else (certain + self._matcher.flush(), False)
 
 
 class Engine:
@@ -137,7 +105,6 @@ class Engine:
         if self._has_graphs:
             self._capture_graphs(times)
         self._grammars = GrammarQueue(self.tokenizer, self.spec.vocab_size, self.defaults)
-        self._texts: dict[str, dict[int, _SampleText]] = {}  # by request and sample, while they run
         self._in_flight: deque[Pending] = deque()  # steps that were launched and not yet applied, oldest first
         self._max_in_flight = 1 + _looks_ahead(config, self.device)
         if choice is not None and choice.probe:
@@ -292,13 +259,8 @@ class Engine:
             result_id=self.tokenizer.token_id(RESULT_TOKEN),
         )
 
-    def add(self, request: Request, stop: Sequence[str] = ()) -> None:
-        """Queue a request for `step`; a sample ends before the first of the `stop` strings that it writes."""
-        self.add_silent(request)
-        self._texts[request.request_id] = {sample: _SampleText(self.tokenizer, stop) for sample in range(request.n)}
-
-    def add_silent(self, request: Request) -> None:
-        """Queue a request for `advance`: its caller makes text of the tokens.
+    def add(self, request: Request) -> None:
+        """Queue a request.
 
         One with a grammar starts when that is compiled. See that it can be (`check_grammar`) before.
         """
@@ -320,12 +282,7 @@ class Engine:
         self._grammars.grammars.prepare()
 
     def cancel(self, request_id: str, sample: int | None = None, reason: FinishReason = FinishReason.CANCEL) -> None:
-        """End a request, or one sample of it. Unknown ids are fine: it may have ended by itself.
-
-        Of a whole request that is ended so, `step` tells nothing more; `advance` tells that it ended, and why.
-        """
-        if sample is None:
-            self._texts.pop(request_id, None)
+        """End a request, or one sample of it. Unknown ids are fine: it may have ended by itself."""
         self._scheduler.cancel(request_id, sample, reason)
 
     # The loop
@@ -339,12 +296,7 @@ class Engine:
         clock = self._runner.clock
         return replace(self._scheduler.stats(), verify_seconds=clock.seconds("verify"), draft_seconds=clock.seconds("draft"))
 
-    def step(self) -> list[Delta]:
-        """`advance`, with the text of what it brought; for requests that came by `add`."""
-        spoken = (self._speak(delta) for delta in self.advance())
-        return [delta for delta in spoken if delta is not None]
-
-    def advance(self) -> list[TokenDelta]:
+    def step(self) -> list[TokenDelta]:
         """Run one step and return what it brought; requests that ended for other reasons are in there too.
 
         With look-ahead the next step is launched before this one's result is awaited, so the device has always work.
@@ -362,7 +314,6 @@ class Engine:
             self._in_flight.clear()
             self._scheduler.fail(f"{type(error).__name__}: {error}")
             self._scheduler.deltas()
-            self._texts.clear()
             self._grammars.forget()
             raise
         if result is not None:
@@ -370,36 +321,6 @@ class Engine:
         else:
             self._grammars.wait(COMPILE_WAIT_S)  # nothing else is to be done
         return self._scheduler.deltas()
-
-    def _speak(self, delta: TokenDelta) -> Delta | None:
-        """The delta with its text; None for samples that were ended before."""
-        texts = self._texts.get(delta.request_id)
-        if texts is None or delta.sample not in texts:
-            return None
-        text, is_hit = texts[delta.sample].push(delta)
-        finish_reason = delta.finish_reason
-        if is_hit:
-            if finish_reason is None:
-                self._scheduler.cancel(delta.request_id, delta.sample, FinishReason.STOP)
-            finish_reason = FinishReason.STOP
-        if finish_reason is not None:
-            del texts[delta.sample]
-            if not texts:
-                del self._texts[delta.request_id]
-        # By position: it is made for every token.
-        return Delta(
-            delta.request_id,
-            delta.sample,
-            text,
-            delta.token_ids,
-            delta.logprobs,
-            delta.prompt_logprobs,
-            finish_reason,
-            delta.num_cached_tokens,
-            delta.error,
-            delta.num_accepted_drafts,
-            delta.num_rejected_drafts,
-        )
 
 
 def resolve_device(name: str) -> torch.device:

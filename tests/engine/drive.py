@@ -11,9 +11,10 @@ from fake_runner import STOP, FakeRunner, expected_tokens
 from culet.cache.spec import CacheLayout, KVGroup, KVSpec
 from culet.config import ScheduleConfig
 from culet.errors import CuletError
+from culet.scheduler.group_pages import HOLE, max_held_pages, span
 from culet.scheduler.rows import PlannedRow
 from culet.scheduler.scheduler import Scheduler
-from culet.scheduler.sequence import HOLE, MAX_TRAIL, max_held_pages, span
+from culet.scheduler.sequence import MAX_TRAIL
 from culet.types import FinishReason, Request, Row, StepPlan, StepResult, TokenDelta
 from tests.samplings import PLAIN
 
@@ -45,7 +46,7 @@ def make_request(
     prompt_logprobs: int | None = None,
     priority: int = 0,
     deadline: float | None = None,
-    resume_points: tuple[int, ...] = (),
+    resume_lengths: tuple[int, ...] = (),
 ) -> Request:
     sampling = replace(PLAIN, seed=seed, prompt_logprobs=prompt_logprobs)
     stop_token_ids = frozenset({STOP}) if stop else frozenset()
@@ -58,7 +59,7 @@ def make_request(
         stop_token_ids,
         priority,
         deadline,
-        resume_points=resume_points,
+        resume_lengths=resume_lengths,
     )
 
 
@@ -168,8 +169,8 @@ class Drive:
 def num_kept_queries(plan: PlannedRow) -> int:
     """Queries at the end of a row whose keys must all stay: those with logits, and those from the first resume point on."""
     end = plan.row.start + plan.row.num_new
-    assert all(plan.row.start < point <= end <= point + MAX_TRAIL for point in plan.resume_points)
-    return max(1, plan.row.num_logits, *(end - point + 1 for point in plan.resume_points))
+    assert all(plan.row.start < point <= end <= point + MAX_TRAIL for point in plan.resume_lengths)
+    return max(1, plan.row.num_logits, *(end - point + 1 for point in plan.resume_lengths))
 
 
 def audit_stored(scheduler: Scheduler, plan: PlannedRow) -> None:
@@ -203,7 +204,7 @@ def audit(scheduler: Scheduler) -> None:
         assert one.slot is None
         assert one.num_held == 0
     kept: Counter[int] = Counter()
-    for checkpoint in prefix.checkpoints() if prefix else []:
+    for checkpoint in prefix.resume_points() if prefix else []:
         kept.update(checkpoint.pages)
     num_free = num_reclaimable = 0
     for page in range(arena.num_pages):

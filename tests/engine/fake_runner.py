@@ -117,7 +117,6 @@ class FakeRunner:
         assert plan.rows
         assert plan.num_tokens <= self.budget
         self.counts["tokens"] += plan.num_tokens
-        self.counts["repeated"] += plan.num_later > 0
         self.counts["mixed"] += any(row.num_logits for row in plan.rows) and not all(row.num_logits for row in plan.rows)
         for slots in ([row.slot for row in plan.rows], [entry.slot for entry in plan.entries]):
             assert len(set(slots)) == len(slots)

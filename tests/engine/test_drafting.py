@@ -437,7 +437,7 @@ def test_bad_settings(text: str, words: str) -> None:
 
 
 def test_settings() -> None:
-    given = {"method": "mtp", "model": "m", "num_speculative_tokens": 4, "attention_backend": "reference"}
+    given = {"method": "mtp", "model": "m", "num_speculative_tokens": 4, "attention_backend": "torch_cpu"}
     assert build_config({"speculative_config": given}).draft.choice == read_draft_choice(json.dumps(given))
     assert build_config({}).draft.choice is None
 

@@ -9,11 +9,13 @@ from itertools import count
 import pytest
 from drive import LAYOUT, audit, endless, first_seed, make, make_layout, make_request, prompt, row_of
 from fake_runner import draw
+from fixed_lengths import FixedLengths
 
 from culet.errors import BadRequest, ContextTooLong, QueueFull
 from culet.scheduler.budget import share_budget
-from culet.scheduler.draft_length import Pace
-from culet.scheduler.sequence import Sequence, max_held_pages, span
+from culet.scheduler.draft_length import Acceptance
+from culet.scheduler.group_pages import max_held_pages, span
+from culet.scheduler.sequence import Sequence
 
 # What is refused
 
@@ -396,38 +398,27 @@ def test_the_scheduler_imports_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-class OneDrafts:
-    """Wants drafts for the first sequence alone, and keeps what it was told about time."""
+class FirstDrafts(FixedLengths):
+    """Wants drafts for the first sequence only, and keeps the times it was told."""
 
     def __init__(self) -> None:
-        self.first: Pace | None = None
-        self.times: list[tuple[int, int, float]] = []
+        super().__init__()
+        self.first: Acceptance | None = None
+        self.times: list[tuple[int, int, int, float]] = []
 
-    def wanted(self, pace: Pace, num_seqs: int) -> int:
+    def length(self, state: Acceptance, num_seqs: int) -> int:
         assert num_seqs > 0
-        self.first = self.first or pace
-        return 2 if pace is self.first else 0
+        self.first = self.first or state
+        return 2 if state is self.first else 0
 
-    def see(self, paces: list[Pace]) -> None:
-        pass
-
-    def num_resting(self, paces: list[Pace]) -> int:
-        return 0
-
-    def rest(self) -> None:
-        raise AssertionError("nobody rests")
-
-    def note(self, pace: Pace, num_drafts: int, num_accepted: int) -> None:
-        pass
-
-    def took(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
-        self.times.append((num_seqs, num_drafts, seconds))
+    def took(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
+        self.times.append((num_seqs, num_drafting, num_drafts, seconds))
 
 
 def test_who_waits_for_drafts_is_waited_for() -> None:
     """Planned ahead without it, the others would run in steps of their own from then on, each as long as one for all."""
     drive = make(ahead=True, max_drafts=2)
-    drive.scheduler.policy = policy = OneDrafts()
+    drive.scheduler.policy = policy = FirstDrafts()
     for name in ("a", "b", "c"):
         drive.add(endless(name, 5, 30))
     sizes = []
@@ -438,5 +429,5 @@ def test_who_waits_for_drafts_is_waited_for() -> None:
         if not drive.scheduler.has_work:
             break
     assert sizes[:12] == [3] * 12
-    assert 3 in {num_seqs for num_seqs, _, _ in policy.times}
+    assert 3 in {num_seqs for num_seqs, *_ in policy.times}
     assert all(seconds > 0 for *_, seconds in policy.times)

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import pytest
 from drive import Drive, make_layout, make_request, try_add
 from fake_runner import VOCAB, FakeRunner
+from fixed_lengths import FixedLengths
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from culet.config import ScheduleConfig
 from culet.errors import ContextTooLong, QueueFull
 from culet.runner.deferred_kv import Ledger
-from culet.scheduler.draft_length import Pace
+from culet.scheduler.draft_length import Acceptance
 from culet.scheduler.scheduler import Scheduler
 from culet.types import Request
 
@@ -40,31 +41,17 @@ class World:
     pauses: bool = False  # drafts are wanted in some steps and not in others
 
 
-class Moody:
-    """In the place of a policy: all want drafts for a while, then nobody does; a few never agree."""
+class Moody(FixedLengths):
+    """All sequences want drafts for a while, then none does; a few always disagree."""
 
     def __init__(self, chance: random.Random, max_drafts: int) -> None:
-        self.random, self.max_drafts, self.is_drafting = chance, max_drafts, True
+        super().__init__(max_drafts)
+        self.random, self.is_drafting = chance, True
 
-    def wanted(self, pace: Pace, num_seqs: int) -> int:
+    def length(self, state: Acceptance, num_seqs: int) -> int:
         if self.random.random() < 0.1:
             self.is_drafting = not self.is_drafting
-        return self.random.randint(0, self.max_drafts) if self.is_drafting == (self.random.random() < 0.98) else 0
-
-    def see(self, paces: list[Pace]) -> None:
-        pass
-
-    def num_resting(self, paces: list[Pace]) -> int:
-        return 0 if self.is_drafting else self.random.randint(0, 3)
-
-    def rest(self) -> None:
-        pass
-
-    def note(self, pace: Pace, num_drafts: int, num_accepted: int) -> None:
-        pass
-
-    def took(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
-        pass
+        return self.random.randint(0, self.num_drafts) if self.is_drafting == (self.random.random() < 0.98) else 0
 
 
 class Walk:
@@ -105,8 +92,8 @@ class Walk:
             return (self.random.choice(self.stems) + self._tokens(self.random.randint(0, 20)))[:limit]
         earlier = self.random.choice(list(self.drive.requests.values())[-20:])
         tokens = list(earlier.prompt_token_ids) + self.drive.told[earlier.request_id, 0].tokens
-        if earlier.resume_points and self.random.random() < 0.6:
-            tokens = tokens[: self.random.choice(earlier.resume_points)]
+        if earlier.resume_lengths and self.random.random() < 0.6:
+            tokens = tokens[: self.random.choice(earlier.resume_lengths)]
         return (tokens + self._tokens(self.random.randint(0, 3)))[:limit]
 
     def _request(self) -> Request:
@@ -124,7 +111,7 @@ class Walk:
             prompt_logprobs=0 if chance() < 0.1 else None,
             priority=self.random.choice((0, 0, 0, 1)),
             deadline=self.now + self.random.randint(0, 60) if chance() < 0.05 else None,
-            resume_points=tuple(sorted({self.random.randint(max(1, begin), len(prompt)) for _ in range(num_points)})),
+            resume_lengths=tuple(sorted({self.random.randint(max(1, begin), len(prompt)) for _ in range(num_points)})),
         )
 
     def _someone(self) -> list[tuple[str, int | None]]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from culet.kernels.triton.launch import Launch
-from culet.kernels.triton.linear import linear
-from culet.kernels.triton.linear.hopper import blocks_of
+from culet.kernels.triton.linear import few_tokens
+from culet.kernels.triton.linear.hopper_stream import blocks_of
 from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile, choose_stream
 from culet.models.spec import LayerSpec, read_spec
 from culet.models.variants import VARIANTS
@@ -90,7 +90,7 @@ class Case:
 
     def launch(self, x: Tensor, weight: Tensor, out: Tensor, factor: Tensor | None) -> Launch:
         """As a step launches it: chained."""
-        return linear.describe(x, weight, out, self.tile, self.shape.epilogue, pdl=True, softcap=CAP, factor=factor)
+        return few_tokens.describe(x, weight, out, self.tile, self.shape.epilogue, pdl=True, softcap=CAP, factor=factor)
 
     def on_meta(self) -> Launch:
         """The launch to compile without a GPU."""

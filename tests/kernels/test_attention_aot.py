@@ -17,16 +17,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from culet.bench.attention_cases import SHAPES, AttentionShape
-from culet.kernels.attention_inputs import PagedKV, RaggedRows
+from culet.hardware import SHARED_BYTES
+from culet.kernels.cross_compile import compile_for
 from culet.kernels.triton.attention.decode import decode_launches
-from culet.kernels.triton.attention.hopper_decode import hopper_decode_launches, hopper_decode_serves, hopper_decode_tile
-from culet.kernels.triton.attention.hopper_prefill import hopper_prefill_launch, hopper_prefill_serves
+from culet.kernels.triton.attention.hopper_decode import hopper_decode_launches, hopper_decode_supports, hopper_decode_tile
+from culet.kernels.triton.attention.hopper_prefill import hopper_prefill_launch, hopper_prefill_supports
 from culet.kernels.triton.attention.prefill import prefill_launch
 from culet.kernels.triton.attention.splits import Scratch, scratch_rows
 from culet.kernels.triton.attention.tiles import (
     DECODE,
     PREFILL,
-    SHARED_MEMORY,
     DecodeTile,
     PrefillTile,
     decode_tile,
@@ -35,6 +35,7 @@ from culet.kernels.triton.attention.tiles import (
     splits_by_waves,
 )
 from culet.kernels.triton.launch import Launch
+from culet.kernels.types import PagedKV, RaggedRows
 
 CAPABILITIES = (80, 89, 90, 100, 120)
 # One for each kind of row in the tables; other variants differ in the number of KV heads alone.
@@ -65,9 +66,9 @@ def fresh_on_meta(shape: AttentionShape, num_tokens: int) -> tuple[torch.Tensor,
 
 
 def assert_fits(launch: Launch, capability: int) -> None:
-    compiled = launch.compile_for(capability)
+    compiled = compile_for(launch, capability)
     assert compiled.asm["cubin"]
-    used, limit = compiled.metadata.shared, SHARED_MEMORY[capability]
+    used, limit = compiled.metadata.shared, SHARED_BYTES[capability]
     assert used <= limit, f"{used} bytes of shared memory on sm_{capability}, which has {limit}"
 
 
@@ -217,16 +218,16 @@ def test_every_tile_fits_with_fp8_pages(name: str, capability: int) -> None:
 
 def test_hopper_kernels_leave_fp8_pages_to_the_general_ones() -> None:
     _, kv, _ = on_meta(SHAPES["31B.global"], 8, 1, FP8)
-    assert not hopper_decode_serves(kv)
-    assert not hopper_prefill_serves(kv, SHAPES["31B.global"].group, fresh=False)
-    assert hopper_prefill_serves(kv, SHAPES["31B.global"].group, fresh=True)
+    assert not hopper_decode_supports(kv)
+    assert not hopper_prefill_supports(kv, SHAPES["31B.global"].group, fresh=False)
+    assert hopper_prefill_supports(kv, SHAPES["31B.global"].group, fresh=True)
 
 
 @pytest.mark.parametrize("name", ["31B.global", pytest.param("12B.global", marks=pytest.mark.slow)])
 def test_hopper_decode_fits(name: str) -> None:
     shape = SHAPES[name]
     q_TNH, kv, rows = on_meta(shape, 8, 1)
-    assert hopper_decode_serves(kv)
+    assert hopper_decode_supports(kv)
     scratch = Scratch.allocate(16, shape.head_dim, "meta")
     tile = hopper_decode_tile(132)
     for launch in hopper_decode_launches(q_TNH, kv, rows, max_queries=1, out_TNH=q_TNH, tile=tile, scratch=scratch):
@@ -249,7 +250,7 @@ def test_hopper_decode_fits(name: str) -> None:
 def test_hopper_prefill_fits(name: str, with_fresh: bool) -> None:
     shape = SHAPES[name]
     q_TNH, kv, _ = on_meta(shape, 4, 256)
-    assert hopper_prefill_serves(kv, shape.group, fresh=with_fresh)
+    assert hopper_prefill_supports(kv, shape.group, fresh=with_fresh)
     fresh = fresh_on_meta(shape, q_TNH.shape[0]) if with_fresh else None
     tiles = torch.empty(16, 5, dtype=torch.int32, device="meta")
     assert_fits(hopper_prefill_launch(q_TNH, kv, tiles, fresh=fresh, out_TNH=q_TNH), 90)

@@ -22,12 +22,12 @@ else:
     from culet.attention.triton import TritonBackend
     from culet.bench.attention_cases import AttentionCase, AttentionShape, make_case
     from culet.cache.spec import KVGroup, KVSpec
-    from culet.kernels.attention_inputs import PagedKV, RaggedRows
     from culet.kernels.eager import attention as eager_attention
     from culet.kernels.triton.attention.decode import decode_attention, decode_launches
     from culet.kernels.triton.attention.prefill import prefill_attention, prefill_launch, query_tiles
     from culet.kernels.triton.attention.splits import Scratch, scratch_rows
     from culet.kernels.triton.attention.tiles import DecodeTile, PrefillTile
+    from culet.kernels.types import PagedKV, RaggedRows
 
     SLIDING = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=32, window=40, latent=False, page_tokens=16)
     SLIDING_BIG_PAGES = replace(SLIDING, page_tokens=64)

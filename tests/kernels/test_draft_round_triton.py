@@ -18,11 +18,10 @@ if not INTERPRETED:
 else:
     from culet.kernels.eager import draft_round as eager_draft_round
     from culet.kernels.eager import fused as eager_fused
-    from culet.kernels.eager.draft_round import BlockShape, Candidates, ContextLayer
-    from culet.kernels.eager.ops import HeadShape
-    from culet.kernels.triton.drafting import context, draft_head
+    from culet.kernels.triton.drafting import context_kv, draft_head
     from culet.kernels.triton.drafting import draft_round as draft_round_module
-    from culet.kernels.triton.linear import normed as normed_module
+    from culet.kernels.triton.linear import norm_linear
+    from culet.kernels.types import BlockShape, Candidates, ContextLayer, HeadShape
 
     EPS = 1e-6
     SPARE = 77  # the page of rows that pad
@@ -212,7 +211,7 @@ else:
             "parts": (torch.randn(3, tokens, size), own, None),
         }[kind]
         arguments = x, given[0], (given[1], after), given[2], EPS, weight, gate
-        got, wanted = normed_module.residual_norm_linear(*arguments), eager_fused.residual_norm_linear(*arguments)
+        got, wanted = norm_linear.residual_norm_linear(*arguments), eager_fused.residual_norm_linear(*arguments)
         assert got[0].shape == wanted[0].shape
         assert torch.allclose(got[0], wanted[0], atol=1e-5)
         y = got[1] if got[1].dim() == 2 else got[1].sum(0)
@@ -222,8 +221,8 @@ else:
     def test_what_is_too_large_for_one_launch_goes_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         x, weight, norm = torch.randn(3, 1024), torch.randn(64, 1024), torch.rand(1024)
         wanted = eager_fused.residual_norm_linear(x, x, (None, norm), None, EPS, weight, "gelu")
-        monkeypatch.setattr(normed_module, "describe_normed", None)
-        got = normed_module.residual_norm_linear(x, x, (None, norm), None, EPS, weight, "gelu")
+        monkeypatch.setattr(norm_linear, "describe_normed", None)
+        got = norm_linear.residual_norm_linear(x, x, (None, norm), None, EPS, weight, "gelu")
         assert torch.allclose(got[1], wanted[1], atol=1e-3)
 
     @pytest.mark.parametrize(("tokens", "size", "head"), [(1, 96, 32), (21, 256, 128), (35, 64, 32), (4, 300, 64)])
@@ -239,7 +238,7 @@ else:
         slots = torch.randperm(num_pages * page_tokens)[:tokens]
         slots[tokens // 2 :: 3] = -1
         stored = []
-        for ops in (context, eager_draft_round):
+        for ops in (context_kv, eager_draft_round):
             memory = torch.zeros(num_pages, num_layers * 2 * plane + 64)
             layers = [
                 ContextLayer(

@@ -26,13 +26,13 @@ else:
     from culet.kernels.eager import fused as eager_fused
     from culet.kernels.eager import ops as eager_ops
     from culet.kernels.eager import sampling as eager_sampling
-    from culet.kernels.triton.experts import experts as experts_module
-    from culet.kernels.triton.experts import route
-    from culet.kernels.triton.linear import linear
+    from culet.kernels.triton.experts import expert_mlp, route
+    from culet.kernels.triton.linear import few_tokens
     from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile
-    from culet.kernels.triton.norms import norms, pointwise, qkv
+    from culet.kernels.triton.norms import pointwise, qkv, residual
     from culet.kernels.triton.sampling import draw as sampling
     from culet.kernels.triton.sampling import masks, penalties
+    from culet.kernels.types import Penalties, RowSettings
     from culet.sampling import sampler
     from culet.sampling.logprobs import compute_logprobs
     from culet.types import Sampling
@@ -97,30 +97,30 @@ else:
         w = torch.randn(rows * (2 if epilogue == GATED else 1), size) / size**0.5
         out = torch.full((tokens, rows), float("nan"))
         for _ in range(2):  # twice: the arrival counters must be left as they were found
-            linear.describe(x, w, out, tile, epilogue, factor=factor, softcap=3.0).run()
+            few_tokens.describe(x, w, out, tile, epilogue, factor=factor, softcap=3.0).run()
             assert_close(out, twin(epilogue, x, w, factor))
 
     @pytest.mark.parametrize("tokens", [0, 1, 2, 5, 33])
     def test_linear_chooses_for_itself(tokens: int) -> None:
         x, w, factor = torch.randn(tokens, 128), torch.randn(64, 128), torch.randn(tokens, 64)
-        assert_close_or_empty(linear.linear(x, w), eager_fused.linear(x, w))
-        assert_close_or_empty(linear.gated_linear(x, w), eager_fused.gated_linear(x, w))
-        assert_close_or_empty(linear.linear_gelu_times(x, w, factor), eager_fused.linear_gelu_times(x, w, factor))
-        assert_close_or_empty(linear.capped_head(x, w, 30.0), eager_fused.capped_head(x, w, 30.0))
-        assert_close_or_empty(linear.capped_head(x, w, None), eager_fused.capped_head(x, w, None))
+        assert_close_or_empty(few_tokens.linear(x, w), eager_fused.linear(x, w))
+        assert_close_or_empty(few_tokens.gated_linear(x, w), eager_fused.gated_linear(x, w))
+        assert_close_or_empty(few_tokens.linear_gelu_times(x, w, factor), eager_fused.linear_gelu_times(x, w, factor))
+        assert_close_or_empty(few_tokens.capped_head(x, w, 30.0), eager_fused.capped_head(x, w, 30.0))
+        assert_close_or_empty(few_tokens.capped_head(x, w, None), eager_fused.capped_head(x, w, None))
 
     def test_parts_of_a_split_sum_are_added_by_their_readers() -> None:
         x, w = torch.randn(5, 1024), torch.randn(64, 1024) / 32
-        parts = linear.linear_parts(x, w)
+        parts = few_tokens.linear_parts(x, w)
         assert parts.shape[0] > 1
         assert_close(parts.sum(0), eager_fused.linear(x, w))
-        assert linear.linear_parts(x[:1], w).shape == (1, 64)  # not split
+        assert few_tokens.linear_parts(x[:1], w).shape == (1, 64)  # not split
         stream, weights, other = torch.randn(5, 64), [weight(64) for _ in range(4)], torch.randn(5, 64)
         for got, wanted in (
-            (norms.residual_norm, eager_ops.residual_norm),
-            (norms.residual_norm_two, eager_fused.residual_norm_two),
+            (residual.residual_norm, eager_ops.residual_norm),
+            (residual.residual_norm_two, eager_fused.residual_norm_two),
         ):
-            last = None if got is norms.residual_norm else weights[2]
+            last = None if got is residual.residual_norm else weights[2]
             for mine, theirs in zip(
                 got(stream, parts, weights[0], last, weights[1], EPS),
                 wanted(stream, parts.sum(0), weights[0], last, weights[1], EPS),
@@ -128,7 +128,7 @@ else:
             ):
                 assert_close(mine, theirs)
         three = (weights[0], weights[1], weights[2])
-        joint = norms.residual_norm_joint(stream, parts, other, three, None, weights[3], EPS)
+        joint = residual.residual_norm_joint(stream, parts, other, three, None, weights[3], EPS)
         wanted = eager_fused.residual_norm_joint(stream, parts, other, three, None, weights[3], EPS)
         for mine, theirs in zip(joint, wanted, strict=True):
             assert_close(mine, theirs)
@@ -145,22 +145,22 @@ else:
         x, a, b = (torch.randn(3, 2 * size)[:, :size] for _ in range(3))
         w = [weight(size) for _ in range(4)]
         scalar = torch.tensor([0.7])
-        assert_close(norms.rms_norm(x, w[0], EPS), eager_ops.rms_norm(x, w[0], EPS))
-        assert_close(norms.sum_norms(a, b, w[0], w[1], EPS), eager_ops.sum_norms(a, b, w[0], w[1], EPS))
+        assert_close(residual.rms_norm(x, w[0], EPS), eager_ops.rms_norm(x, w[0], EPS))
+        assert_close(residual.sum_norms(a, b, w[0], w[1], EPS), eager_ops.sum_norms(a, b, w[0], w[1], EPS))
         for one in (None, scalar):
             for following in (None, w[1]):
-                got = norms.residual_norm(x, a, w[0], one, following, EPS)
+                got = residual.residual_norm(x, a, w[0], one, following, EPS)
                 for mine, theirs in zip(got, eager_ops.residual_norm(x, a, w[0], one, following, EPS), strict=True):
                     assert_close(mine, theirs)
-        plain = norms.residual_norm(x, a, None, None, w[1], EPS)
+        plain = residual.residual_norm(x, a, None, None, w[1], EPS)
         for mine, theirs in zip(plain, eager_ops.residual_norm(x, a, None, None, w[1], EPS), strict=True):
             assert_close(mine, theirs)
         assert_close(plain[0], x + a)
-        two = norms.residual_norm_two(x, a, w[0], w[1], w[2], EPS)
+        two = residual.residual_norm_two(x, a, w[0], w[1], w[2], EPS)
         for mine, theirs in zip(two, eager_fused.residual_norm_two(x, a, w[0], w[1], w[2], EPS), strict=True):
             assert_close(mine, theirs)
         for following in (None, w[3]):
-            joint = norms.residual_norm_joint(x, a, b, (w[0], w[1], w[2]), scalar, following, EPS)
+            joint = residual.residual_norm_joint(x, a, b, (w[0], w[1], w[2]), scalar, following, EPS)
             wanted = eager_fused.residual_norm_joint(x, a, b, (w[0], w[1], w[2]), scalar, following, EPS)
             for mine, theirs in zip(joint, wanted, strict=True):
                 assert_close(mine, theirs)
@@ -265,9 +265,9 @@ else:
         assert all(len(set(row)) == K and set(row) <= set(range(E)) for row in ids.tolist())
 
     @pytest.mark.parametrize("tokens", [1, 4, 19, 90])
-    @pytest.mark.parametrize("way", [experts_module.describe_assigned, experts_module.describe_grouped])
+    @pytest.mark.parametrize("way", [expert_mlp.describe_assigned, expert_mlp.describe_grouped])
     def test_experts(tokens: int, way: object) -> None:
-        if tokens > 20 and way is experts_module.describe_assigned:
+        if tokens > 20 and way is expert_mlp.describe_assigned:
             pytest.skip("not served by assignment")
         x, gate_up = torch.randn(tokens, D), torch.randn(E, 2 * WIDTH, D) / D**0.5
         down = torch.randn(E, D, WIDTH) / WIDTH**0.5
@@ -277,9 +277,9 @@ else:
         )  # the last is idle
         wanted = eager_ops.experts(x, weights, ids, gate_up, down)
         y = torch.full_like(x, float("nan"))
-        tiles = {"up": experts_module.RowTile(16, 128), "down": experts_module.RowTile(32, 64)}
-        if way is experts_module.describe_grouped:
-            tiles = {"up": experts_module.GroupTile(16, 32, 64), "down": experts_module.GroupTile(32, 64, 32)}
+        tiles = {"up": expert_mlp.RowTile(16, 128), "down": expert_mlp.RowTile(32, 64)}
+        if way is expert_mlp.describe_grouped:
+            tiles = {"up": expert_mlp.GroupTile(16, 32, 64), "down": expert_mlp.GroupTile(32, 64, 32)}
         for launch in way(x, weights, ids.int(), gate_up, down, y, **tiles):  # type: ignore[operator]
             launch.run()
         assert_close(y, wanted)
@@ -301,11 +301,11 @@ else:
         {"top_k": 64, "top_p": 0.3, "temperature": 5.0},
     ]
 
-    def on_rows(settings: list[Sampling]) -> sampling.RowSettings:
+    def on_rows(settings: list[Sampling]) -> RowSettings:
         def column(name: str, dtype: torch.dtype) -> Tensor:
             return torch.tensor([getattr(one, name) for one in settings], dtype=dtype)
 
-        return sampling.RowSettings(
+        return RowSettings(
             column("temperature", torch.float64),
             column("top_k", torch.int32),
             column("top_p", torch.float64),
@@ -393,7 +393,7 @@ else:
         def number(name: str) -> Tensor:
             return torch.tensor([getattr(settings[row], name) for row in rows], dtype=torch.float32)
 
-        some = penalties.Penalties(
+        some = Penalties(
             whole([0, 1, 2]),
             whole(slots),
             whole(lengths),

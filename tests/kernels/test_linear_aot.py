@@ -14,8 +14,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton import knobs
 
-from culet.kernels.triton.attention.tiles import SHARED_MEMORY
-from culet.kernels.triton.linear.hopper import blocks_of
+from culet.hardware import SHARED_BYTES
+from culet.kernels.cross_compile import compile_for
+from culet.kernels.triton.linear.hopper_stream import blocks_of
 from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP
 from tests.kernels.linear_cases import Case, all_cases, class_cases
 
@@ -45,8 +46,8 @@ def check_order(case: Case, stages: int, ptx: str) -> None:
 
 def check(case: Case, folder: Path) -> None:
     launch = case.on_meta()
-    compiled = launch.compile_for(90)
-    assert compiled.metadata.shared <= SHARED_MEMORY[90]
+    compiled = compile_for(launch, 90)
+    assert compiled.metadata.shared <= SHARED_BYTES[90]
     used = resources(compiled.asm["cubin"], folder)
     assert used["STACK"] == used["LOCAL"] == 0, "registers are spilled"
     assert used["REG"] <= launch.options["maxnreg"]

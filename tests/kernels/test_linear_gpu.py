@@ -21,8 +21,8 @@ pytest.importorskip("triton")
 from culet.kernels.compiling import cache_folder, compile_ahead, use_disk_cache
 from culet.kernels.eager import fused as eager_fused
 from culet.kernels.replay import replayed
-from culet.kernels.triton.linear import linear
-from culet.kernels.triton.linear.hopper import blocks_of
+from culet.kernels.triton.linear import few_tokens
+from culet.kernels.triton.linear.hopper_stream import blocks_of
 from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, choose_stream
 from tests.kernels.linear_cases import CAP, Case, Shape, class_cases
 
@@ -120,7 +120,7 @@ def run(case: Case, operands: Operands) -> Tensor:
 def nothing_in_the_workspace() -> Iterator[None]:
     """Parts are NaN before; counters are zero after."""
     torch.manual_seed(5)
-    parts, arrivals = linear.workspace(torch.device(DEVICE, torch.cuda.current_device()))
+    parts, arrivals = few_tokens.workspace(torch.device(DEVICE, torch.cuda.current_device()))
     with torch.inference_mode():  # an engine in the same process may have made them, and makes inference tensors
         parts.fill_(math.nan)
     yield
@@ -169,16 +169,16 @@ def test_ragged_counts_of_tokens() -> None:
 OP_TOKENS = (8, 48)
 Op = Callable[[Operands], Tensor]
 OPS: dict[str, tuple[Shape, Op]] = {
-    "linear": (Shape("qkv", 3072, 2560), lambda given: linear.linear(given.x, given.weight)),
-    "linear_parts": (Shape("down", 2560, 10240), lambda given: linear.linear_parts(given.x, given.weight)),
-    "gated_linear": (Shape("gate_up", 10240, 2560, GATED), lambda given: linear.gated_linear(given.x, given.weight)),
+    "linear": (Shape("qkv", 3072, 2560), lambda given: few_tokens.linear(given.x, given.weight)),
+    "linear_parts": (Shape("down", 2560, 10240), lambda given: few_tokens.linear_parts(given.x, given.weight)),
+    "gated_linear": (Shape("gate_up", 10240, 2560, GATED), lambda given: few_tokens.gated_linear(given.x, given.weight)),
     "linear_gelu_times": (
         Shape("ple_gate", 256, 2560, GELU_TIMES),
-        lambda given: linear.linear_gelu_times(given.x, given.weight, factor_of(given)),
+        lambda given: few_tokens.linear_gelu_times(given.x, given.weight, factor_of(given)),
     ),
     "capped_head": (
         Shape("head", HEAD_ROWS, 2560, SOFTCAP),
-        lambda given: linear.capped_head(given.x, given.weight, CAP),
+        lambda given: few_tokens.capped_head(given.x, given.weight, CAP),
     ),
 }
 
@@ -187,13 +187,13 @@ OPS: dict[str, tuple[Shape, Op]] = {
 def streamed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of every launch of `hopper_linear`, as they come."""
     found: list[int] = []
-    describe = linear.describe_stream
+    describe = few_tokens.describe_stream
 
     def note(x: Tensor, *others: Any, **extra: Any) -> Any:
         found.append(x.shape[0])
         return describe(x, *others, **extra)
 
-    monkeypatch.setattr(linear, "describe_stream", note)
+    monkeypatch.setattr(few_tokens, "describe_stream", note)
     return found
 
 
@@ -237,7 +237,7 @@ def compiled() -> None:
             for shape in CHAIN:
                 for tokens in CHAINED_TOKENS:
                     operands = Operands.draw(shape, tokens)
-                    (linear.gated_linear if shape.epilogue == GATED else linear.linear)(operands.x, operands.weight)
+                    (few_tokens.gated_linear if shape.epilogue == GATED else few_tokens.linear)(operands.x, operands.weight)
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -283,7 +283,7 @@ def test_a_chain_reads_what_the_kernel_before_has_left(num_tokens: int) -> None:
         x = first
         for weights in layers:
             for shape, weight in zip(CHAIN, weights, strict=True):
-                x = (linear.gated_linear if shape.epilogue == GATED else linear.linear)(x, weight)
+                x = (few_tokens.gated_linear if shape.epilogue == GATED else few_tokens.linear)(x, weight)
                 if is_alone:
                     torch.cuda.synchronize()
             x = x * x.numel() ** 0.5 / x.norm()  # another's kernels in between

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from culet.hardware import SHARED_BYTES
 from culet.kernels.replay import is_replayed, replayed
-from culet.kernels.triton.attention.tiles import SHARED_MEMORY
 from culet.kernels.triton.launch import cdiv
-from culet.kernels.triton.linear import linear
-from culet.kernels.triton.linear.hopper import blocks_of
+from culet.kernels.triton.linear import few_tokens
+from culet.kernels.triton.linear.hopper_stream import blocks_of
 from culet.kernels.triton.linear.tiles import (
     GATED,
     GELU_TIMES,
@@ -46,7 +46,7 @@ def check(num_tokens: int, shape: Shape) -> Tile | None:
     columns, rest = blocks_of(num_tokens)
     rows = tile.block_n * (2 if shape.epilogue == GATED else 1) + columns + rest
     assert tile.num_stages >= 1
-    assert tile.num_stages * tile.block_k * rows * 2 <= SHARED_MEMORY[90]
+    assert tile.num_stages * tile.block_k * rows * 2 <= SHARED_BYTES[90]
     if tile.split_k > 1:
         assert shape.epilogue in (PLAIN, GELU_TIMES)
         assert tile.split_k * num_tokens * shape.num_rows <= MAX_PARTS
@@ -136,11 +136,11 @@ def tensor(num_rows: int, size: int, device: torch.device = HOPPER, **other: Any
 
 @pytest.fixture(autouse=True)
 def one_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "is_hopper", lambda device: device == HOPPER)
+    monkeypatch.setattr(few_tokens, "is_hopper", lambda device: device == HOPPER)
 
 
 def kernel_of(x: torch.Tensor, weight: torch.Tensor) -> str:
-    tile = linear._serves(x, weight, weight.shape[0], PLAIN)
+    tile = few_tokens._tile_for(x, weight, weight.shape[0], PLAIN)
     return "cublas" if tile is None else tile.kernel
 
 

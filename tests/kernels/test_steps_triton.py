@@ -15,7 +15,7 @@ if not INTERPRETED:
         run_interpreted(__file__)
 
 else:
-    from culet.kernels.eager import step as eager_step
+    from culet.kernels.eager import fixed_step as eager_step
     from culet.kernels.triton.drafting import accept_drafts, token_layout
     from culet.kernels.types import PageTables, PlannedRows, TokenLayout
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
-from culet.attention.torch_cpu import FEW_KEYS, FEW_QUERIES, QUERY_BLOCK, ReferenceBackend
+from culet.attention.torch_cpu import FEW_KEYS, FEW_QUERIES, QUERY_BLOCK, TorchCPUBackend
 from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup, KVSpec, plan_cache
 
@@ -100,7 +100,7 @@ class Scene:
         return torch.stack((lo, hi))
 
     def run(self, layer: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        backend = ReferenceBackend(self.group, self.num_heads)
+        backend = TorchCPUBackend(self.group, self.num_heads)
         backend.plan(self.batch, self.pool)
         fresh = [self.kv(layer, row) for row in range(len(self.rows))]
         k, v = (torch.cat([kv[i][start:] for kv, (start, _, _) in zip(fresh, self.rows, strict=True)]) for i in (0, 1))
@@ -219,7 +219,7 @@ def test_bfloat16_rounds_once() -> None:
 def test_nothing_outlives_a_step() -> None:
     """Two batches after each other through one backend: the second is answered from its own tables."""
     first, second = Scene(DECODES, window=9), Scene(VERIFIES, window=9)
-    backend = ReferenceBackend(first.group, first.num_heads)
+    backend = TorchCPUBackend(first.group, first.num_heads)
     for scene in (first, second, first):
         backend.plan(scene.batch, scene.pool)
         got = backend.run(0, scene.batch, scene.pool, scene.q_TNH, scene.q_TNH, scene.q_TNH)
@@ -234,7 +234,7 @@ def test_step_and_tail_are_planned_together() -> None:
     scene = Scene(VERIFIES, window=9)
     tail = replace(scene.batch)
     step = replace(scene.batch, tail=tail)
-    backend = ReferenceBackend(scene.group, scene.num_heads)
+    backend = TorchCPUBackend(scene.group, scene.num_heads)
     backend.plan(step, scene.pool)
     backend.plan(tail, scene.pool)
     assert [plan.batch for plan in backend._plans] == [step, tail]

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from culet.bench import report
-from culet.bench.anchors import FA4, KERNEL_CASES, SERVING, UNIFIED_TRITON, kernel_anchor
+from culet.bench.answer_check import Verdict
 from culet.bench.attention_cases import SHAPES, AttentionShape
-from culet.bench.floor import PEAKS, Floor, find_peaks
+from culet.bench.floor import Floor
 from culet.bench.kernels import Step, default_cases, make_kernel_case, parse_case, time_case, work
 from culet.bench.offline import Measured
-from culet.bench.prompts import make_prompts
+from culet.bench.peer import FA4, KERNEL_CASES, SERVING, UNIFIED_TRITON, kernel_anchor
 from culet.bench.settings import all_settings, bench_config, given_settings
-from culet.bench.twin import Verdict
-from culet.bench.workloads import DEFAULT_ROWS, STANDARD, Workload, parse_rows
+from culet.bench.workloads import DEFAULT_ROWS, STANDARD, Workload, make_prompts, parse_rows
 from culet.cache.spec import plan_cache
 from culet.cli.main import run
 from culet.errors import BadRequest, ConfigError, UnsupportedError
+from culet.hardware import PEAKS, find_peaks
 from culet.models.checkpoint import RandomDraw, open_checkpoint
 from culet.models.random_checkpoint import random_name, reduce_depth, twin_depth, variant_of
 from culet.models.random_weights import draw_model
@@ -432,7 +432,7 @@ def test_reference_backend_agrees_at_any_shape(latent: bool, window: int | None)
         make_kernel_case(2, 90, 0, ragged=True),
         make_kernel_case(2, 40, 33),
     ):
-        line = time_case("own", shape, case, device=CPU, backend="reference", repeats=2)
+        line = time_case("own", shape, case, device=CPU, backend="torch_cpu", repeats=2)
         assert line.error is not None
         assert line.error < 1e-5, case.name
         assert line.microseconds > 0
@@ -442,7 +442,7 @@ def test_reference_backend_agrees_at_any_shape(latent: bool, window: int | None)
 def test_a_kernel_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Step.expected
     monkeypatch.setattr(Step, "expected", lambda step: expected(step) * 1.01)
-    line = time_case("own", SHAPES["E2B.sliding"], parse_case("decode 2@40"), device=CPU, backend="reference", repeats=1)
+    line = time_case("own", SHAPES["E2B.sliding"], parse_case("decode 2@40"), device=CPU, backend="torch_cpu", repeats=1)
     assert line.is_right is False
 
 
@@ -450,7 +450,7 @@ def test_kernels_need_a_gpu() -> None:
     for backend in ("auto", "triton"):
         with pytest.raises(UnsupportedError, match="NVIDIA GPU") as caught:
             time_case("own", SHAPES["E2B.sliding"], parse_case("decode 2@40"), device=CPU, backend=backend)
-        assert "--backend reference" in caught.value.hint
+        assert "--backend torch_cpu" in caught.value.hint
 
 
 # The command line's manners

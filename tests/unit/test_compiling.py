@@ -20,9 +20,10 @@ from triton.runtime.driver import driver
 
 from culet.cli.main import run
 from culet.kernels import compiling
+from culet.kernels.cross_compile import compile_for
 from culet.kernels.triton import launch
 from culet.kernels.triton.launch import Launch, only_warm
-from culet.kernels.triton.norms import norms
+from culet.kernels.triton.norms import residual
 
 
 @pytest.fixture
@@ -36,23 +37,23 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def a_kernel(size: int, device: str = "meta") -> Launch:
     x_TD = torch.empty(3, size, dtype=torch.bfloat16, device=device)
-    return norms.describe_rms_norm(x_TD, torch.empty(size, device=device), 1e-6, torch.empty_like(x_TD), True)
+    return residual.describe_rms_norm(x_TD, torch.empty(size, device=device), 1e-6, torch.empty_like(x_TD), True)
 
 
 def test_kernels_are_compiled_once(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     count = compiling.use_disk_cache()
-    a_kernel(48).compile_for(90)
+    compile_for(a_kernel(48), 90)
     assert (count.compiled, count.found) == (1, 0)
     assert count.seconds > 0
     assert any((cache / "triton").rglob("*.cubin"))
     again = compiling.use_disk_cache()  # as another process would
-    a_kernel(48).compile_for(90)
+    compile_for(a_kernel(48), 90)
     assert (again.compiled, again.found) == (0, 1)
     again.begin_serving()
     with caplog.at_level("WARNING", logger="culet"):
-        a_kernel(48).compile_for(90)
+        compile_for(a_kernel(48), 90)
         assert not caplog.records
-        a_kernel(96).compile_for(90)
+        compile_for(a_kernel(96), 90)
     assert "while serving" in caplog.text
     assert "_rms_norm_kernel" in caplog.text
 
@@ -121,12 +122,12 @@ def on_a_gpu(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
     monkeypatch.setattr(compiling, "_num_workers", lambda: 1)
     monkeypatch.setattr(launch, "_warmed", set())
     yield loaded
-    norms._rms_norm_kernel.device_caches.clear()
+    residual._rms_norm_kernel.device_caches.clear()
 
 
 def rehearse(sizes: tuple[int, ...]) -> compiling.CompileCount:
     """What a process counts that needs the kernels of these sizes."""
-    norms._rms_norm_kernel.device_caches.clear()
+    residual._rms_norm_kernel.device_caches.clear()
     launch._warmed.clear()
     count = compiling.use_disk_cache()
     with compiling.compile_ahead():
@@ -250,7 +251,7 @@ def test_one_process_at_a_time_compiles(
         ours.start()
         assert not is_in.wait(0.5)
         assert [record.getMessage() for record in caplog.records] == [
-            f"another process compiles kernels into {folder}: waiting"
+            f"waiting for another process that compiles kernels into {folder}"
         ]
         if dies:
             process.kill()

@@ -47,7 +47,7 @@ class Kernel:
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    for name in ("_compiled", "_warmed", "_parameters", "_settled"):
+    for name in ("_compiled", "_warmed", "_parameters", "_prepared"):
         monkeypatch.setattr(launch, name, type(getattr(launch, name))())
 
 
@@ -122,7 +122,7 @@ def test_a_kernel_is_warmed_once() -> None:
     assert not kernel.by_triton
 
 
-# Launches that differ in tensors and grid alone
+# Launches that differ only in tensors and grid
 
 
 class Described:
@@ -136,10 +136,10 @@ class Described:
             self.count += 1
             return Launch(self.kernel, grid, BASE | {"x": x}, {"num_warps": 4})
 
-        launch.run_settled((key,), grid, (x,), describe)
+        launch.run_prepared((key,), grid, (x,), describe)
 
 
-def test_a_settled_launch_is_described_once() -> None:
+def test_a_prepared_launch_is_described_once() -> None:
     kernel = Kernel()
     described = Described(kernel)
     described.run(MEMORY)
@@ -155,7 +155,7 @@ def test_a_settled_launch_is_described_once() -> None:
     assert described.count == 2
 
 
-def test_a_settled_launch_serves_only_tensors_that_are_aligned() -> None:
+def test_a_prepared_launch_serves_only_tensors_that_are_aligned() -> None:
     kernel = Kernel()
     described = Described(kernel)
     described.run(MEMORY)
@@ -164,29 +164,29 @@ def test_a_settled_launch_serves_only_tensors_that_are_aligned() -> None:
     assert len(kernel.by_triton) == 2  # compiled for other alignments
     described.run(MEMORY)
     assert described.count == 2
-    # The other way around nothing is settled: the kernel of the first call could not say what it takes.
+    # The other way around nothing is prepared: the first call tells nothing about aligned tensors.
     described.run(MEMORY[1:], key="another")
     described.run(MEMORY, key="another")
     assert described.count == 4
 
 
-def test_what_cannot_be_told_apart_is_not_settled() -> None:
+def test_ambiguous_tensors_are_not_prepared() -> None:
     kernel = Kernel()
     for _ in range(2):  # which of the two tensors is x?
-        launch.run_settled(("key",), (1, 1), (MEMORY, MEMORY), lambda: Launch(kernel, (1,), BASE))
+        launch.run_prepared(("key",), (1, 1), (MEMORY, MEMORY), lambda: Launch(kernel, (1,), BASE))
     for _ in range(2):  # x is none of them
-        launch.run_settled(("other",), (1, 1), (torch.ones(4),), lambda: Launch(kernel, (1,), BASE))
+        launch.run_prepared(("other",), (1, 1), (torch.ones(4),), lambda: Launch(kernel, (1,), BASE))
     assert len(kernel.by_triton) == 1
     assert all(call[9] == MEMORY.data_ptr() for call in kernel.direct)
-    assert launch._settled == {("key",): None, ("other",): None}
+    assert launch._prepared == {("key",): None, ("other",): None}
 
 
-def test_warming_settles_nothing() -> None:
+def test_warming_prepares_nothing() -> None:
     kernel = Kernel()
     described = Described(kernel)
     with only_warm():
         described.run(MEMORY)
-    assert (kernel.warmed, described.count, launch._settled) == (1, 1, {})
+    assert (kernel.warmed, described.count, launch._prepared) == (1, 1, {})
     described.run(MEMORY)
     with only_warm():
         described.run(MEMORY)
