@@ -60,7 +60,7 @@ def test_what_is_not_refused_ends_in_the_smallest_cache(groups: tuple[tuple[int 
             except ContextTooLong:
                 continue
             break
-        drive.add(endless("b", length, max_tokens, seed=1))  # the same prompt: its checkpoint must not be in the way
+        drive.add(endless("b", length, max_tokens, seed=1))  # the same prompt: its resume point must not be in the way
         drive.run()
         drive.check_end()
 
@@ -116,9 +116,9 @@ def test_rejected_drafts_are_rolled_back_and_their_pages_given_back() -> None:
     drive.add(endless("a", 5, 60))
     for _ in range(20):
         drive.step()
-        (one,) = drive.scheduler._running
-        assert [len(pages.held) for pages in one.groups] == [3, one.num_computed]
-        assert one.num_computed == len(one.tokens) - 1
+        (seq,) = drive.scheduler._running
+        assert [len(pages.held) for pages in seq.groups] == [3, seq.num_computed]
+        assert seq.num_computed == len(seq.tokens) - 1
     assert drive.scheduler.counters.rolled_back_tokens > 0
     assert drive.runner.counts["verifies"] > 5
     drive.run()
@@ -161,9 +161,9 @@ def test_neither_decode_nor_prefill_nor_drafts_starve() -> None:
     layout = make_layout((None, 4))
 
     def sequence(number: int, length: int, num_proposed: int = 0) -> Sequence:
-        one = Sequence(endless(str(number), length), 0, number, layout, None)
-        one.num_proposed = num_proposed
-        return one
+        seq = Sequence(endless(str(number), length), 0, number, layout, None)
+        seq.num_proposed = num_proposed
+        return seq
 
     decodes = [sequence(number, 1, num_proposed=9) for number in range(4)]
     prefills = [sequence(number, 100) for number in range(4, 6)]
@@ -216,7 +216,7 @@ def test_the_bound_of_a_window(num_new: int, bound: int) -> None:
 def test_a_chunk_longer_than_the_window_takes_no_pages_for_what_it_skips() -> None:
     drive = make(budget=50)
     drive.add(endless("a", 150))
-    taken = []
+    num_held = []
     for expected in (0, 50, 100):
         plan = drive.scheduler.schedule()
         row = row_of(plan, 0)
@@ -224,7 +224,7 @@ def test_a_chunk_longer_than_the_window_takes_no_pages_for_what_it_skips() -> No
         assert (row.start, row.num_new) == (expected, 50)
         assert row.store_from == (end - 8, row.start)
         table = row.tables[0]
-        taken.append(drive.scheduler.stats().num_held_pages["g0"])
+        num_held.append(drive.scheduler.stats().num_held_pages["g0"])
         if row.start:  # from the window before the chunk to its end, with placeholders between
             assert (table.first, table.first + len(table.pages)) == ((row.start - 7) // 4, -(-end // 4))
             skipped = range(-(-row.start // 4), (end - 8) // 4)
@@ -235,7 +235,7 @@ def test_a_chunk_longer_than_the_window_takes_no_pages_for_what_it_skips() -> No
         drive.scheduler.apply(drive.runner.execute(plan))
         audit(drive.scheduler)
         assert drive.scheduler.stats().num_held_pages["g0"] <= 3
-    assert max(taken) <= 6
+    assert max(num_held) <= 6
     drive.run()
     drive.check_end()
 
@@ -245,10 +245,10 @@ def test_pages_behind_the_window_go_back_at_once() -> None:
     drive.add(endless("a", 3, 60))
     while drive.scheduler.has_work:
         drive.step()
-        for one in drive.scheduler._running:
-            first = max(0, one.num_computed - 7) // 4
-            assert one.groups[0].first == first
-            assert len(one.groups[0].held) == -(-one.num_computed // 4) - first
+        for seq in drive.scheduler._running:
+            first = max(0, seq.num_computed - 7) // 4
+            assert seq.groups[0].first == first
+            assert len(seq.groups[0].held) == -(-seq.num_computed // 4) - first
     drive.check_end()
 
 
@@ -262,10 +262,10 @@ def test_the_youngest_is_preempted_and_draws_nothing_twice() -> None:
     lost: list[int] = []
     original = drive.scheduler._preempt
 
-    def preempt(one: Sequence) -> None:
-        lost.append(one.arrival)
-        assert one is drive.scheduler._running[-1]
-        original(one)
+    def preempt(seq: Sequence) -> None:
+        lost.append(seq.arrival)
+        assert seq is drive.scheduler._running[-1]
+        original(seq)
 
     drive.scheduler._preempt = preempt  # type: ignore[method-assign]
     ended = []

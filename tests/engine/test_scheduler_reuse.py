@@ -154,7 +154,7 @@ def test_a_hit_shares_full_pages_and_copies_the_others() -> None:
     drive.check_end()
 
 
-def test_checkpoints_give_way_to_sequences() -> None:
+def test_resume_points_give_way_to_sequences() -> None:
     drive = make(num_pages=16)
     for number in range(6):
         drive.add(make_request(str(number), prompt(40, number), 6, stop=False))
@@ -170,10 +170,10 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     assert drive.scheduler.stats().num_free_pages == 200
 
 
-def test_a_hit_that_does_not_fit_beside_its_checkpoint_starts_from_nothing() -> None:
+def test_a_hit_that_does_not_fit_beside_its_resume_point_starts_from_nothing() -> None:
     drive = make(make_layout((None, 4)), num_pages=2)
     assert computed(drive, endless("a", 6, 1)) == 6
-    assert computed(drive, endless("b", 6, 1)) == 6  # two pages, both the checkpoint's, and no third to copy into
+    assert computed(drive, endless("b", 6, 1)) == 6  # two pages, both the resume point's, and no third to copy into
     drive.check_end()
 
 
@@ -296,8 +296,8 @@ def test_a_resume_point_that_is_named_again_is_not_the_next_to_be_evicted() -> N
     assert computed(drive, make_request("b", [*prompt(40), 41], 1, resume_lengths=(20,))) == 1
     prefix = drive.scheduler.page_allocator.prefix
     assert prefix is not None
-    assert prefix.checkpoints()[0].length == 40
-    assert [one.length for one in prefix.checkpoints()[-3:]].count(20) == 1
+    assert prefix.resume_points()[0].length == 40
+    assert [point.length for point in prefix.resume_points()[-3:]].count(20) == 1
 
 
 # Log-probabilities of the prompt

@@ -1,4 +1,4 @@
-"""Prefix checkpoints: found by content, the longest first, evicted the least used first, and never wrong."""
+"""Resume points: found by content, the longest first, evicted the least used first, and never wrong."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ LAYOUT = CacheLayout(1, (group(0, WINDOW, SMALL), group(1, None, LARGE)))
 
 
 class Cache:
-    """A PrefixCache whose sequences are gone: only checkpoints hold pages."""
+    """A PrefixCache whose sequences are gone: only resume points hold pages."""
 
     def __init__(self, num_pages: int = 100) -> None:
         self.arena = Arena(num_pages)
         self.prefix = PrefixCache(self.arena, LAYOUT)
 
     def insert(self, tokens: list[int], *, salt: bytes = b"", first: int = 0) -> None:
-        """A checkpoint at the end of `tokens`; the windowed table begins with logical page `first`."""
-        tables, taken = [], []
-        for one in LAYOUT.groups:
-            begin = first if one.window else 0
-            pages = self.arena.take(one.pages_for(len(tokens)) - begin)
-            taken += pages
+        """A resume point at the end of `tokens`; the windowed table begins with logical page `first`."""
+        tables, pages_held = [], []
+        for group in LAYOUT.groups:
+            begin = first if group.window else 0
+            pages = self.arena.take(group.pages_for(len(tokens)) - begin)
+            pages_held += pages
             tables.append(PageTable(begin, tuple(pages)))
         self.prefix.insert(tokens, len(tokens), PageKeys(self.prefix.page_tokens, salt), tables)
-        self.arena.give_back(taken)
+        self.arena.give_back(pages_held)
 
     def find(self, tokens: list[int], *, salt: bytes = b"", limit: int | None = None) -> tuple[int, int]:
         """(resume, known)."""
         limit = len(tokens) - 1 if limit is None else limit
         match = self.prefix.find(tokens, PageKeys(self.prefix.page_tokens, salt), limit)
-        assert (match.checkpoint is None) == (match.resume == 0)
+        assert (match.point is None) == (match.resume == 0)
         return match.resume, match.known
 
 
@@ -120,7 +120,7 @@ def test_equal_pages_at_other_places_do_not_match() -> None:
     assert cache.find([8, 8, 8, 8, 1, 2, 3, 4, 5, 6]) == (0, 0)
 
 
-def test_known_pages_reach_beyond_the_best_checkpoint() -> None:
+def test_known_pages_reach_beyond_the_best_resume_point() -> None:
     cache = Cache()
     cache.insert([1, 2])
     cache.insert(list(range(1, 15)))
@@ -141,8 +141,8 @@ def test_the_least_recently_used_goes_first() -> None:
     for prompt in prompts:
         cache.insert(prompt)
     match = cache.prefix.find([*prompts[0], 7], PageKeys(LARGE), 5)
-    assert match.checkpoint is not None
-    cache.prefix.touch(match.checkpoint)
+    assert match.point is not None
+    cache.prefix.touch(match.point)
     cache.insert(prompts[1])  # known already: counts as used
     cache.prefix.make_room(cache.arena.num_free + 1)
     assert [cache.find([*prompt, 7])[0] for prompt in prompts] == [5, 5, 0, 5]
@@ -153,7 +153,7 @@ def test_the_least_recently_used_goes_first() -> None:
 def test_eviction_spares_what_frees_nothing() -> None:
     cache = Cache()
     cache.insert([1] * 5)
-    owned = cache.prefix.checkpoints()[0].pages
+    owned = cache.prefix.resume_points()[0].pages
     cache.arena.share(owned)  # a sequence runs on it
     cache.insert([2] * 5)
     cache.prefix.make_room(cache.arena.num_pages)
@@ -165,7 +165,7 @@ def test_eviction_spares_what_frees_nothing() -> None:
     assert cache.arena.num_free == cache.arena.num_pages
 
 
-def test_checkpoints_that_share_all_their_pages_can_be_evicted() -> None:
+def test_resume_points_that_share_all_their_pages_can_be_evicted() -> None:
     cache = Cache()
     pages = cache.arena.take(3)
     tables = (PageTable(0, tuple(pages[:2])), PageTable(0, tuple(pages[2:])))
@@ -190,8 +190,8 @@ def test_nothing_is_left_behind() -> None:
     assert not cache.prefix._nodes
 
 
-def test_a_look_up_does_not_visit_unrelated_checkpoints() -> None:
-    """Its cost grows with the prompt, not with the number of checkpoints."""
+def test_a_look_up_does_not_visit_unrelated_resume points() -> None:
+    """Its cost grows with the prompt, not with the number of resume points."""
     cache = Cache(40_000)
     tokens = list(range(1000, 1040))
     cache.insert(tokens)
