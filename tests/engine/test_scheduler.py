@@ -294,6 +294,19 @@ def test_admission_leaves_room_to_grow() -> None:
     drive.check_end()
 
 
+def test_sequences_that_start_together_are_not_promised_the_same_pages() -> None:
+    """Of a prompt whose first chunk ends early, the rest is reserved before the next one starts in the same step."""
+    drive = make(make_layout((None, 4)), num_pages=40, budget=128)
+    drive.add(make_request("a", prompt(100), 2, stop=False, resume_lengths=(40,)))  # 25 pages + 1, of which it takes 10
+    drive.add(make_request("b", prompt(60, 1), 2, stop=False))  # 15 + 1: of the other 30, 16 are promised to a
+    plan = drive.step()
+    assert plan is not None
+    assert [entry.prompt_len for entry in plan.entries] == [100]
+    drive.run()
+    assert drive.scheduler.counters.preemptions == 0
+    drive.check_end()
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_preempted_sequence_may_end_by_the_result_in_flight(ahead: bool) -> None:
     for seed in range(40):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from culet.cache.arena import Arena
 from culet.cache.prefix import PageKeys, PrefixCache
 from culet.cache.spec import CacheLayout, KVGroup, KVSpec
-from culet.types import PageTable
+from culet.types import MediaSpan, PageTable
 
 WINDOW, SMALL, LARGE = 6, 2, 4  # window and page tokens of the group with one; page tokens of the group without
 
@@ -29,7 +30,7 @@ class Cache:
         self.arena = Arena(num_pages)
         self.prefix = PrefixCache(self.arena, LAYOUT)
 
-    def insert(self, tokens: list[int], *, salt: bytes = b"", first: int = 0) -> None:
+    def insert(self, tokens: list[int], *, salt: str = "", media: Sequence[MediaSpan] = (), first: int = 0) -> None:
         """A resume point at the end of `tokens`; the windowed table begins with logical page `first`."""
         tables, pages_held = [], []
         for group in LAYOUT.groups:
@@ -37,13 +38,15 @@ class Cache:
             pages = self.arena.take(group.pages_for(len(tokens)) - begin)
             pages_held += pages
             tables.append(PageTable(begin, tuple(pages)))
-        self.prefix.insert(tokens, len(tokens), PageKeys(self.prefix.page_tokens, salt), tables)
+        self.prefix.insert(tokens, len(tokens), PageKeys(self.prefix.page_tokens, salt, media), tables)
         self.arena.give_back(pages_held)
 
-    def find(self, tokens: list[int], *, salt: bytes = b"", limit: int | None = None) -> tuple[int, int]:
+    def find(
+        self, tokens: list[int], *, salt: str = "", media: Sequence[MediaSpan] = (), limit: int | None = None
+    ) -> tuple[int, int]:
         """(resume, known)."""
         limit = len(tokens) - 1 if limit is None else limit
-        match = self.prefix.find(tokens, PageKeys(self.prefix.page_tokens, salt), limit)
+        match = self.prefix.find(tokens, PageKeys(self.prefix.page_tokens, salt, media), limit)
         assert (match.point is None) == (match.resume == 0)
         return match.resume, match.known
 
@@ -130,9 +133,40 @@ def test_known_pages_reach_beyond_the_best_resume_point() -> None:
 def test_salts_keep_prompts_apart() -> None:
     cache = Cache()
     tokens = list(range(9))
-    cache.insert(tokens, salt=b"one")
-    assert cache.find(tokens, salt=b"two") == (0, 0)
-    assert cache.find(tokens, salt=b"one") == (8, 8)
+    cache.insert(tokens, salt="one")
+    assert cache.find(tokens, salt="two") == (0, 0)
+    assert cache.find(tokens, salt="one") == (8, 8)
+
+
+@pytest.mark.parametrize("start", [0, 1, 3, 4, 6])
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_media_are_compared_by_content(start: int, length: int) -> None:
+    """In a full page, across pages, and in the tail after them; pages before them are shared."""
+    cache, tokens = Cache(), [5] * 11
+    cat, dog, longer = (MediaSpan(start, size, key) for size, key in ((length, b"cat"), (length, b"dog"), (length + 1, b"cat")))
+    cache.insert(tokens, media=[cat])
+    assert cache.find([*tokens, 1], media=[cat])[0] == 11
+    num_known = start // LARGE * LARGE
+    for other in ([dog], [longer], [MediaSpan(start + 1, length, b"cat")], []):
+        resume, known = cache.find([*tokens, 1], media=other)
+        assert resume == 0
+        assert known <= (start + 1) // LARGE * LARGE
+        assert known >= num_known
+
+
+def test_text_keys_do_not_depend_on_the_media_after_them() -> None:
+    cache, tokens = Cache(), list(range(20))
+    cache.insert(tokens[:9])
+    assert cache.find(tokens, media=[MediaSpan(9, 5, b"cat")])[0] == 9
+
+
+def test_nothing_resumes_inside_whole_media() -> None:
+    cache, tokens = Cache(), list(range(12))
+    for is_whole in (True, False):
+        media = [MediaSpan(8, 4, b"cat" if is_whole else b"sound", is_whole)]
+        cache.insert(tokens, media=media)
+        assert cache.find(tokens, media=media)[0] == (0 if is_whole else 11)
+        assert cache.find([*tokens, 1], media=media)[0] == 12
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -190,7 +224,7 @@ def test_nothing_is_left_behind() -> None:
     assert not cache.prefix._nodes
 
 
-def test_a_look_up_does_not_visit_unrelated_resume points() -> None:
+def test_a_look_up_does_not_visit_unrelated_resume_points() -> None:
     """Its cost grows with the prompt, not with the number of resume points."""
     cache = Cache(40_000)
     tokens = list(range(1000, 1040))
