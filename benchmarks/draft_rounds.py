@@ -41,16 +41,15 @@ def check(bench: DraftBench, num_seqs: int, prompt_len: int) -> dict[str, float]
     replayed = taken.made_RK.clone()
     launched = rounds._propose(taken)
     facts, pool = taken.facts_4R, rounds.pool
-    newest = drafter.assistant.ops.newest_tokens(rounds.tokens_SL, facts[SLOT], facts[LENGTH])
+    newest = drafter.model.ops.newest_tokens(rounds.tokens_SL, facts[SLOT], facts[LENGTH])
     batch = DraftBatch(newest, facts[LENGTH], facts[SLOT], rounds.hidden_SD[:num_seqs], taken.groups)
     plain = {index: ReferenceBackend(backend.group, backend.num_heads) for index, backend in drafter.backends.items()}
-    twin = MTPDrafter(drafter.assistant, drafter.target, plain, max_drafts=drafter.max_drafts)
+    twin = MTPDrafter(drafter.model, drafter.target, plain, max_drafts=drafter.max_drafts)
     states = []
     for one in (drafter, twin):
         shared = one.begin(batch, pool)
-        embedding = one.target.embedding, one.target.embed_scale
-        x = one.assistant.ops.embed_linear(None, newest, batch.hidden_RD, *embedding, one.assistant.pre_projection.weight)
-        states.append(one.assistant(x, shared).float())
+        x = one.model.pre_projection.embed_linear(None, newest, batch.hidden_RD, one.target.embedding)
+        states.append(one.model(x, shared).float())
     error = (states[0] - states[1]).norm(dim=-1) / states[1].norm(dim=-1)
     return {
         "equal_drafts": float((replayed == launched).float().mean()),

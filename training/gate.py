@@ -25,7 +25,7 @@ import torch
 
 from culet import LLM, SamplingParams
 from culet.config import BUILT_IN
-from culet.models.checkpoint import find_folder
+from culet.models.folder import find_folder
 from culet.text.output_events import Output
 from culet.text.output_reader import OutputReader, tool_schemas
 from training.acceptance import Output as Written

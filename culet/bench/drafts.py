@@ -21,7 +21,7 @@ from culet.bench.twin import free_memory
 from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, plan_cache
 from culet.config import MAX_BATCHED_TOKENS, Config, DraftChoice, ScheduleConfig
-from culet.drafters.base import Drafter, cache_specs, open_drafter, plan_drafter, target_groups
+from culet.drafters.base import Drafter, cache_specs, open_drafter, plan_drafter_attention, target_groups
 from culet.engine.engine import resolve_device, resolve_dtype
 from culet.engine.memory import least_slabs
 from culet.engine.rehearsal import Trial
@@ -95,7 +95,7 @@ class DraftBench:
         self.drafter: Drafter = draft_spec.build(self.model, self._draft_backends(draft_spec, choice), progress=False)
 
     def _draft_backends(self, draft_spec: Any, choice: DraftChoice) -> dict[int, Any]:
-        plan = plan_drafter(draft_spec, self.layout, str(self.device), choice.attention_backend)
+        plan = plan_drafter_attention(draft_spec, self.layout, str(self.device), choice.attention_backend)
         groups = [group for group in self.layout.groups if group.name in draft_spec.readers(self.layout)]
         return {group.index: load(plan.path(group))(group, draft_spec.num_heads) for group in groups}
 

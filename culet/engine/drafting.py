@@ -11,7 +11,7 @@ import torch
 
 from culet.cache.spec import CacheLayout
 from culet.config import DraftChoice
-from culet.drafters.base import DrafterSpec
+from culet.drafters.base import DrafterPlan
 from culet.log import chose, logger
 from culet.models.sizes import text_weights
 from culet.models.spec import ModelSpec
@@ -42,7 +42,7 @@ LEAST_ACCEPTED = 0.05  # share of the probe's drafts below which something must 
 
 def draft_policy(
     target: ModelSpec,
-    drafter: DrafterSpec,
+    drafter: DrafterPlan,
     choice: DraftChoice,
     layout: CacheLayout,
     device: torch.device,

@@ -18,7 +18,7 @@ from culet.attention.plan import plan_attention
 from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, plan_cache, stored_as
 from culet.config import Config, DraftChoice, ScheduleConfig
-from culet.drafters.base import Drafter, DrafterSpec, cache_specs, open_drafter, plan_drafter, target_groups
+from culet.drafters.base import Drafter, DrafterPlan, cache_specs, open_drafter, plan_drafter_attention, target_groups
 from culet.engine import memory
 from culet.engine.drafting import PROBE_PROMPT, draft_policy, run_probe
 from culet.engine.rehearsal import Trial
@@ -97,7 +97,7 @@ class Engine:
 
         self._check_max_model_len()
         choice = config.draft.choice
-        self.draft_spec: DrafterSpec | None = None if choice is None else open_drafter(choice, self.spec)
+        self.draft_spec: DrafterPlan | None = None if choice is None else open_drafter(choice, self.spec)
         specs = cache_specs(self.spec, self.draft_spec, self.dtype.itemsize, latent=config.cache.latent)
         layout = plan_cache(stored_as(specs, config.cache.kv_cache_dtype))
         backends = self._plan_backends(layout)
@@ -166,7 +166,7 @@ class Engine:
         drafter, choice = self.draft_spec, self.config.draft.choice
         if drafter is None or choice is None:
             return {}
-        plan = plan_drafter(drafter, layout, str(self.device), choice.attention_backend)
+        plan = plan_drafter_attention(drafter, layout, str(self.device), choice.attention_backend)
         for taken in plan.groups:
             chose(f"the drafter's attention over {taken.need.group} pages", taken.backend, taken.why)
         groups = [group for group in layout.groups if group.name in drafter.readers(layout)]

@@ -126,8 +126,8 @@ class FixedDrafts:
         self.drafter, self.pool, self.tokens_SL, self._spare = drafter, pool, tokens_SL, pool.spare_page
         self._steps = steps
         self._spare_slot, device = tokens_SL.shape[0] - 1, tokens_SL.device
-        sizes, like_D = bucket_sizes(self._spare_slot), steps.model.embedding[0]
-        self.hidden_SD = like_D.new_zeros(sizes[-1], like_D.shape[-1])
+        sizes, model = bucket_sizes(self._spare_slot), steps.model
+        self.hidden_SD = torch.zeros(sizes[-1], model.spec.hidden_size, dtype=model.dtype, device=device)
         self.firsts = [torch.zeros(sizes[-1], dtype=torch.int32, device=device) for _ in steps.tables]
         self.facts = {size: torch.zeros(4, size, dtype=torch.int64, device=device) for size in sizes}  # [4, R] by size
         lengths = draft_lengths(drafter.max_drafts)

@@ -83,7 +83,8 @@ class Runner:
         self.accept: Accept = count_accepted
         self.drafting = None if drafter is None else Drafting(drafter, pool, self.tokens_SL)
         # What the drafter makes KV of its own of, if it has any.
-        self.features = None if drafter is None else Features.make(drafter, pool, max_num_seqs + 1, model.embedding[0])
+        like_D = torch.empty(model.spec.hidden_size, dtype=model.dtype, device=model.device)
+        self.features = None if drafter is None else Features.make(drafter, pool, max_num_seqs + 1, like_D)
         self._entries: list[Entry | None] = [None] * max_num_seqs
         self._last: _Last | None = None  # the step before, if it was all graphs
         self._constraints: Constraints | None = None  # grammars of sequences, once `use_grammars` was called

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from culet.drafters.dflash.spec import make_config, read_dflash
 from culet.errors import CheckpointError, CuletError, exit_code
-from culet.models.checkpoint import open_checkpoint, read_config
+from culet.models.checkpoint import open_checkpoint
+from culet.models.folder import read_config
+from culet.models.random_checkpoint import PREFIX
 from culet.models.spec import ModelSpec, read_spec
 
 # A drafter small enough for tests: its windows are shorter than prompts, its heads are not the target's.
@@ -67,7 +69,7 @@ def write_dflash(
 
 
 def _target_spec(model: str) -> ModelSpec:
-    return open_checkpoint(model).spec if model.startswith("random:") else read_spec(read_config(model))
+    return open_checkpoint(model).spec if model.startswith(PREFIX) else read_spec(read_config(model))
 
 
 def main() -> int:

@@ -90,7 +90,7 @@ class DraftDrive:
             built = spec.build(target, backends, progress=False)
             assert isinstance(built, MTPDrafter)
             assert choice is not None
-            self.drafter = Hinted(built.assistant, target, backends, max_drafts=built.max_drafts, position=choice.position)
+            self.drafter = Hinted(built.model, target, backends, max_drafts=built.max_drafts, position=choice.position)
         self.scheduler = Scheduler(
             self.layout,
             num_slabs,

@@ -22,7 +22,7 @@ else:
     from torch import Tensor, nn
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    import culet.layers.linear
+    import culet.layers.weight.plain
     from culet.attention.batch import GroupBatch
     from culet.attention.torch_cpu import ReferenceBackend
     from culet.attention.triton import TritonBackend
@@ -117,10 +117,10 @@ else:
         def make(method: str) -> Rig:
             with monkeypatch.context() as patch:
                 patch.setitem(dispatch.KERNELS, "cpu", dispatch.TRITON)
-                patch.setattr(culet.layers.linear, "empty_weight", empty_weight)
+                patch.setattr(culet.layers.weight.plain, "empty_matrix", empty_matrix)
                 return Rig(method, TritonBackend)
 
-        def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+        def empty_matrix(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
 
         monkeypatch.setattr(tiles, "device_facts", lambda device: (90, 4))  # a small GPU: few programs without work

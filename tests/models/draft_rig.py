@@ -92,7 +92,7 @@ class DraftRig:
     ) -> tuple[list[list[int]], Tensor]:
         """Drafts after each prompt and its newest token: tokens [R][K], and the logits they were taken from [R, K, V]."""
         tracks, hidden_RD = self.read(prompts, chunk)
-        head = self.drafter.assistant.head
+        head = self.drafter.model.head
         states: list[Tensor] = []
         candidates = head.candidates
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from culet.config import DraftChoice
 from culet.drafters.base import open_drafter
-from culet.drafters.mtp.spec import read_assistant
+from culet.drafters.mtp.spec import read_mtp
 from culet.errors import CheckpointError, ConfigError
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
@@ -99,7 +99,7 @@ def test_published_shapes(name: str) -> None:
             "final_logit_softcapping": None,
         },
     }
-    spec = read_assistant(config, target)
+    spec = read_mtp(config, target)
     published = {"E2B": 77.7, "E4B": 78.5, "12B": 422.9, "26B-A4B": 419.7, "31B": 469.5}
     assert round(sum(spec.tensor_sizes().values()) / 1e6, 1) == published[name]
     sources = {"E2B": (13, 14), "E4B": (22, 23), "12B": (46, 47), "26B-A4B": (28, 29), "31B": (58, 59)}

@@ -25,6 +25,7 @@ from culet.kernels.eager import fused as eager_fused
 from culet.kernels.eager import ops as eager_ops
 from culet.layers import attention
 from culet.layers.experts import Experts
+from culet.layers.weight import plain
 from culet.models import gemma4
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
@@ -135,8 +136,14 @@ def test_rope_exponent_over_the_head_dim(shape: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("shape", tiny.SHAPES)
 def test_rope_pairs_across_the_head(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "rotated_columns", lambda head_dim, rotated: torch.arange(rotated))
-    monkeypatch.setattr(attention, "plain_columns", lambda head_dim, rotated: torch.arange(rotated, head_dim))
+    def plain_first(head_dim: int, rotated: int, num_heads: int = 1) -> Tensor:
+        return torch.arange(num_heads * head_dim).view(num_heads, head_dim).roll(-rotated, 1).flatten()
+
+    def rotated_first(head_dim: int, rotated: int, num_heads: int = 1) -> Tensor:
+        return torch.arange(num_heads * head_dim)
+
+    monkeypatch.setattr(attention, "plain_first", plain_first)
+    monkeypatch.setattr(attention, "rotated_first", rotated_first)
     assert error_of(load(shape), shape) > SEEN
 
 
@@ -234,7 +241,7 @@ def test_shared_layers_have_double_wide_mlps() -> None:
         width = spec.layers[0].mlp_width
         return dataclasses.replace(spec, layers=tuple(dataclasses.replace(layer, mlp_width=width) for layer in spec.layers))
 
-    with pytest.raises(CheckpointError, match="misshapen"):
+    with pytest.raises(CheckpointError, match="wrong shape"):
         load("E2B", change=narrow)
 
 
@@ -298,14 +305,14 @@ def test_embedding_scale_is_rounded(shape: str) -> None:
     token_ids = torch.tensor(tiny.prompt(40))
     with torch.no_grad():
         want = oracle.get_input_embeddings()(token_ids)
-    assert torch.equal(eager_ops.embed(token_ids, model.embedding, model.embed_scale), want)
-    unrounded = (model.embedding[token_ids].float() * model.spec.hidden_size**0.5).bfloat16()
+    assert torch.equal(model.embedding.embed(token_ids), want)
+    unrounded = (model.embedding.tensor[token_ids].float() * model.spec.hidden_size**0.5).bfloat16()
     assert not torch.equal(unrounded, want)
 
 
 @pytest.mark.parametrize(("hidden_size", "scale"), [(1536, 39.25), (2560, 50.5), (3840, 62.0), (2816, 53.0), (5376, 73.5)])
 def test_embedding_scales_of_the_real_models(hidden_size: int, scale: float) -> None:
-    assert gemma4._rounded(hidden_size**0.5, torch.bfloat16) == scale
+    assert plain.rounded(hidden_size**0.5, torch.bfloat16) == scale
 
 
 # 10: head_dim and num_key_value_heads are those of sliding layers; windows count the query itself.

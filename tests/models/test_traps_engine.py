@@ -87,6 +87,6 @@ def test_what_an_assistant_is_fed(shape: str) -> None:
     limit = 1e-4 * want.abs().max()
     assert (tapped[AFTER_FINAL_NORM][-1] - want).abs().max() <= limit
     assert (tapped[last][-1] - want).abs().max() > 100 * limit  # the stream before the final norm is not it
-    table = model.embedding[token_ids[:5]]
-    torch.testing.assert_close(table * model.embed_scale, embedded, rtol=1e-6, atol=1e-6)
+    table = model.embedding.tensor[token_ids[:5]]
+    torch.testing.assert_close(table * model.embedding.scale, embedded, rtol=1e-6, atol=1e-6)
     assert (table - embedded).abs().max() > 1e-2  # the table without its scale is not it

@@ -23,8 +23,8 @@ from culet.bench.workloads import DEFAULT_ROWS, STANDARD, Workload, parse_rows
 from culet.cache.spec import plan_cache
 from culet.cli.main import run
 from culet.errors import BadRequest, ConfigError, UnsupportedError
-from culet.models.checkpoint import RandomDraw, open_checkpoint
-from culet.models.random_checkpoint import random_name, reduce_depth, twin_depth, variant_of
+from culet.models.checkpoint import open_checkpoint
+from culet.models.random_checkpoint import RandomDraw, random_name, reduce_depth, twin_depth, variant_of
 from culet.models.random_weights import draw_model
 from culet.models.sizes import text_weights
 from culet.models.spec import ModelSpec, read_spec
@@ -280,7 +280,7 @@ def test_kinds_of_draw(tmp_path: Path) -> None:
     calm = draw_model(spec, RandomDraw(kind="calm"), dtype=torch.float32, device=CPU)
     layer = calm.layers[0]
     assert float(layer.attention.q_norm[0]) == pytest.approx(16**-0.5)
-    logits = torch.randn(1000, spec.hidden_size) @ layer.experts.router.T
+    logits = torch.randn(1000, spec.hidden_size) @ layer.experts.router.tensor.T
     assert float(logits.std()) == pytest.approx(4.0, rel=0.2), "the router has preferences"
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from culet.errors import CheckpointError, ConfigError
-from culet.models.checkpoint import open_checkpoint, read_config
+from culet.models.checkpoint import open_checkpoint
+from culet.models.folder import read_config
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
 from culet.types import ModelDefaults
@@ -186,11 +187,11 @@ def test_offline_hub_without_the_model(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("RepositoryNotFoundError", "neither a folder here nor a model on the hub"),
+        ("RepositoryNotFoundError", "neither a local folder nor a model on the hub"),
         ("GatedRepoError", "account"),
         ("RevisionNotFoundError", "revision 'v9'"),
         ("LocalEntryNotFoundError", "cannot be reached"),
-        ("HfHubHTTPError", "cannot be fetched"),
+        ("HfHubHTTPError", "the download from the hub failed"),
     ],
 )
 def test_errors_of_the_hub(monkeypatch: pytest.MonkeyPatch, name, words):

@@ -12,7 +12,8 @@ from culet.cli.main import run
 from culet.config import BUILT_IN, build_config
 from culet.errors import CheckpointError, ConfigError
 from culet.models import embedded
-from culet.models.checkpoint import find_folder, open_checkpoint, read_config
+from culet.models.checkpoint import open_checkpoint
+from culet.models.folder import find_folder, read_config
 from culet.testing.tiny import write_checkpoint
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from culet.errors import CheckpointError
+from culet.layers.weight.weights import Weights
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.weights import load_model
@@ -61,7 +62,7 @@ def same(a: Gemma4, b: Gemma4) -> bool:
 def test_every_parameter_is_filled(shape: str) -> None:
     """All that a model allocates is covered by the tensors of a checkpoint, once, and nothing else is."""
     spec = open_checkpoint(str(tiny.checkpoint_folder(shape))).spec
-    model = Gemma4(spec, dtype=torch.float32, device=CPU)
+    model = Gemma4(spec, Weights(torch.float32, CPU))
     for parameter in model.parameters():
         parameter.zero_()
     for placement in model.placements().values():
@@ -102,8 +103,8 @@ def test_stored_head_and_12b_embedder_are_skipped(folder: Path) -> None:
 def test_dtype(folder: Path) -> None:
     """Matrices are converted; norms and other small scales stay float32."""
     exact, model = load(folder), load(folder, torch.bfloat16)
-    assert torch.equal(model.embedding, exact.embedding.bfloat16())
-    assert model._layers[0].mlp.gate_up.weight.dtype == torch.bfloat16
+    assert torch.equal(model.embedding.tensor, exact.embedding.tensor.bfloat16())
+    assert model._layers[0].mlp.gate_up.tensor.dtype == torch.bfloat16
     assert torch.equal(model._layers[0].input_norm, exact._layers[0].input_norm)
 
 
@@ -124,14 +125,14 @@ def remove(*names: str) -> Callable[[dict[str, Tensor]], None]:
             lambda t: t.update({f"x{i}": torch.zeros(1) for i in range(9)}),
             r"9 tensors \(x0, x1, x2, x3, x4, \.\.\.\) unexpected",
         ),
-        (lambda t: t.update({LAYER + "layer_scalar": torch.zeros(2)}), r"layer_scalar: \[2\], expected \[1\]\) misshapen"),
+        (lambda t: t.update({LAYER + "layer_scalar": torch.zeros(2)}), r"layer_scalar: \[2\], expected \[1\]\) with the wrong"),
         (
             lambda t: t.update({"model.norm.weight": t["model.language_model.norm.weight"].clone()}),
             r"1 tensor \(model\..*norm\.weight\) unexpected",
         ),
         (
             lambda t: t.update({LAYER + "layer_scalar": torch.zeros(1, dtype=torch.int8)}),
-            r"layer_scalar: I8\) of a type that is not served",
+            r"layer_scalar: I8\) of an unsupported type",
         ),
     ],
 )
@@ -179,6 +180,7 @@ def test_bad_index(folder: Path, weight_map: object) -> None:
 PEAK = """
 import sys, torch
 from pathlib import Path
+from culet.layers.weight.weights import Weights
 from culet.models.checkpoint import open_checkpoint
 from culet.models.weights import load_model
 checkpoint = open_checkpoint(sys.argv[1])
