@@ -170,11 +170,28 @@ def test_missing_files(folder: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("weight_map", [None, [], {"a": 1}, {"a": "../model.safetensors"}])
+@pytest.mark.parametrize("weight_map", [None, [], {"a": 1}])
 def test_bad_index(folder: Path, weight_map: object) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match="weight_map: expected an object"):
         load(folder)
+
+
+@pytest.mark.parametrize("place", ["parent", "absolute", "below"])
+def test_an_index_cannot_name_files_elsewhere(folder: Path, place: str) -> None:
+    """The file exists and holds the whole model, so only the check of its name refuses it."""
+    inner = folder / "inner"
+    inner.mkdir()
+    shutil.copy(folder / "config.json", inner)
+    tensors = load_file(folder / "model.safetensors")
+    (inner / "sub").mkdir()
+    shutil.copy(folder / "model.safetensors", inner / "sub")
+    names = {"parent": "../model.safetensors", "absolute": str(folder / "model.safetensors"), "below": "sub/model.safetensors"}
+    name = names[place]
+    assert (inner / name).is_file()
+    (inner / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
+    with pytest.raises(CheckpointError, match="not in this folder"):
+        load(inner)
 
 
 PEAK = """

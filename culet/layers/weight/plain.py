@@ -200,7 +200,7 @@ class PlainExperts(ExpertStack):
         layout, part = self.layout, self.layout.width_of(self.rank)
         width, every = part.stop - part.start, whole((layout.num_experts, layout.hidden_size))
         if width == layout.width:
-            pieces = (Piece(self.gate_up, (every[0], slice(0, 2 * width), every[1])),)
+            pieces: tuple[Piece, ...] = (Piece(self.gate_up, (every[0], slice(0, 2 * width), every[1])),)
         else:
             up = slice(layout.width + part.start, layout.width + part.stop)
             pieces = (
