@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from culet.layers.placement import Placement, StoredVector
+from culet.layers.weight.placement import Placement, StoredVector
 
 
 class Layer(nn.Module):

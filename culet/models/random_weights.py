@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from culet.layers.placement import Placement
+from culet.layers.weight.placement import Placement
 from culet.layers.weight.weights import Weights
 from culet.models.gemma4 import Gemma4
 from culet.models.random_checkpoint import RandomDraw

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from safetensors import SafetensorError, safe_open
 
 from culet.errors import CheckpointError
-from culet.layers.placement import Placement
+from culet.layers.weight.placement import Placement
 from culet.layers.weight.weights import Weights
 from culet.models.checkpoint import Checkpoint
 from culet.models.folder import read_json

@@ -1,7 +1,7 @@
-"""The details that implementers of Gemma 4 most often get wrong: each is sprung here, and the comparison must see it.
+"""The details that implementers of Gemma 4 most often get wrong: each test makes the mistake, and the comparison must see it.
 
 The eighth (stop and suppressed tokens, the empty thought) is in test_traps_engine.py, the ninth (assistants) in
-test_traps_assistant.py.
+test_traps_mtp.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.models import tiny_checkpoints as tiny
 from tests.models.harness import Harness
 
 LENGTH = 3 * tiny.WINDOW + 5
-SEEN = 1e-2  # a sprung trap shows at least a hundred times the tolerance
+SEEN = 1e-2  # a mistake causes at least a hundred times the tolerance
 
 
 def load(shape: str, *, latent: bool = False, change: Callable[[ModelSpec], ModelSpec] = lambda spec: spec) -> Gemma4:
@@ -59,12 +59,12 @@ def clean_error(shape: str, latent: bool = False) -> float:
 
 @pytest.fixture(autouse=True)
 def _untouched_models_agree() -> None:
-    """Without a trap the same comparison passes, so that what a test sees is the trap."""
+    """The same comparison passes without a mistake, so the mistake is what a test sees."""
     assert all(clean_error(shape) <= 1e-4 for shape in tiny.SHAPES)
 
 
 def spring(monkeypatch: pytest.MonkeyPatch, op: str, trap: Callable[..., Any]) -> None:
-    """Put `trap` in the place of an op, wherever models and other ops find it."""
+    """Replace an op by `trap` wherever models and other ops find it."""
     for module in (eager_ops, eager_fused, eager_kernels()):
         if hasattr(module, op):
             monkeypatch.setattr(module, op, trap)
@@ -214,13 +214,13 @@ def test_kv_source_is_the_last_of_its_kind(shape: str) -> None:
         return dataclasses.replace(spec, layers=tuple(layers))
 
     model = load(shape, change=first_of_its_kind)
-    if shape == "E2B":  # one global layer owns KV, so that only sliding layers can be led astray
+    if shape == "E2B":  # only one global layer owns KV, so only sliding layers can read the wrong one
         assert {layer.kv_source for layer in model.spec.layers if layer.is_global} == {4}
     assert error_of(model, shape) > SEEN
 
 
-def test_dead_weights_of_shared_layers_are_ignored(tmp_path: Path) -> None:
-    """The published files carry k/v weights for KV-shared layers; NaN there must change nothing."""
+def test_unused_weights_of_shared_layers_are_ignored(tmp_path: Path) -> None:
+    """The published files have k/v weights for KV-shared layers. NaN there must change nothing."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(tiny.checkpoint_folder("E2B"), tmp_path, dirs_exist_ok=True)
@@ -270,7 +270,7 @@ def test_experts_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_expert_scale_comes_after_renormalisation() -> None:
-    """Seen in the router alone: the norm behind the experts takes a common factor of a token's weights away again."""
+    """Visible only in the router: the norm after the experts removes a common factor of a token's weights."""
     x = torch.randn(50, 80, generator=torch.Generator().manual_seed(4))
     layer = tiny.oracle("26B-A4B").model.language_model.layers[0]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""`open_checkpoint`: folders, hub ids, defaults, and every way a folder can be wrong."""
+"""`open_checkpoint`: folders, hub ids, defaults, and everything that can be wrong with a folder."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_transformers_writes_is_read(tmp_path: Path):
         ),
         ({"top_k": -1, "repetition_penalty": 1.2}, {"top_k": 0, "repetition_penalty": 1.2}),
         ({"suppress_tokens": [258883, 258882]}, {"suppress_token_ids": (258883, 258882)}),
-        ({"suppress_tokens": [5, 262144]}, {"suppress_token_ids": (5,)}),  # the second is beyond the vocabulary
+        ({"suppress_tokens": [5, 262144]}, {"suppress_token_ids": (5,)}),  # the second is outside the vocabulary
     ],
 )
 def test_sampling_defaults(tmp_path: Path, generation, expected):
@@ -226,7 +226,7 @@ def test_any_other_failure_of_the_network(monkeypatch: pytest.MonkeyPatch):
         open_checkpoint("google/gemma-4-31B-it")
 
 
-# config.json alone
+# Only config.json
 
 
 def test_read_config_of_folder_and_file(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""DFlash checkpoints: what their config says, what is refused and how, which tensors they have, and the room they take."""
+"""DFlash checkpoints: their config, refusals, tensors and cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SPECS = {name: read_spec(config) for name, config in VARIANTS.items()}
 
 
 def test_published_dimensions() -> None:
-    """What is made up for a target is what was published for it, where something was."""
+    """The generated config of a target equals the published one, if there is one."""
     large = read_dflash(make_config(SPECS["31B"]), SPECS["31B"])
     assert large.taps == (1, 12, 23, 35, 46, 57)
     assert (large.num_heads, large.num_kv_heads, large.head_dim, large.mlp_width) == (64, 8, 128, 10752)
@@ -70,7 +70,7 @@ def test_random_drafters_by_name() -> None:
 
 @pytest.mark.parametrize(("name", "page_tokens"), [("31B", 640), ("26B-A4B", 160), ("12B", 256), ("E4B", 128), ("E2B", 32)])
 def test_one_group_in_the_targets_slabs(name: str, page_tokens: int) -> None:
-    """A drafter does not change the target's pages; it has as many tokens in a slab as fit, a multiple of 16."""
+    """A drafter does not change the target's pages. Its own hold as many tokens as fit in a slab, a multiple of 16."""
     spec = open_drafter(DraftChoice("dflash", "random:"), SPECS[name])
     alone = plan_cache(SPECS[name].kv_specs(2))
     layout = plan_cache([*SPECS[name].kv_specs(2), *spec.kv_specs(2)])
@@ -81,7 +81,7 @@ def test_one_group_in_the_targets_slabs(name: str, page_tokens: int) -> None:
     assert own.layers == tuple(range(len(SPECS[name].layers), len(SPECS[name].layers) + 5))
     assert own.page_tokens == page_tokens
     assert 0 <= layout.waste(own) < 16 * own.bytes_per_token
-    # Prompts that begin alike are found in steps of the same length as without a drafter.
+    # Prefix hits have the same granularity as without a drafter.
     assert PrefixCache(Arena(1), layout).page_tokens == PrefixCache(Arena(1), alone).page_tokens
 
 
@@ -152,7 +152,7 @@ def test_bad_configs(tmp_path: Path, changes: dict[str, object], problem: str) -
     assert "\n" not in caught.value.message
 
 
-def test_an_assistant_is_told_its_method(tmp_path: Path) -> None:
+def test_an_assistant_gets_a_hint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4_assistant"}))
     with pytest.raises(CheckpointError) as caught:
         open_drafter(DraftChoice("dflash", str(tmp_path)), SPECS["31B"])
@@ -160,7 +160,7 @@ def test_an_assistant_is_told_its_method(tmp_path: Path) -> None:
 
 
 def test_spellings() -> None:
-    """Keys at either level, rope by either name, layers without kinds, a mask rule that is stated."""
+    """Keys at either level, rope under either name, layers without kinds, an explicit mask rule."""
     config = make_config(SPECS["31B"])
     expected = read_dflash(config, SPECS["31B"])
     flat = {key: value for key, value in config.items() if key not in ("dflash_config", "rope_theta")} | config["dflash_config"]
@@ -215,7 +215,7 @@ def test_weights_are_where_they_belong(tiny, drafter) -> None:
 
 
 def test_other_names(tiny, drafter) -> None:
-    """A prefix on all tensors, and copies of the target's own: both are seen in the wild."""
+    """A prefix on all tensors, and copies of the target's own tensors: both exist in published files."""
     expected = load_file(drafter / "model.safetensors")
 
     def change(tensors) -> None:

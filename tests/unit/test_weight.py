@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +14,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import culet
 from culet.errors import ConfigError
 from culet.kernels import dispatch
 from culet.layers.experts import Experts
 from culet.layers.mlp import MLP
-from culet.layers.placement import Piece, Placement, whole
 from culet.layers.weight.base import Matrix, MatrixLayout, Projection, Split
 from culet.layers.weight.e4m3 import E4M3Table
+from culet.layers.weight.placement import Piece, Placement, whole
 from culet.layers.weight.weights import Weights, narrowed
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
@@ -91,7 +94,7 @@ def test_shares_that_do_not_exist(count: int, unit: int) -> None:
 def matrix_layout(split: Split) -> MatrixLayout:
     """Two merged projections with heads of 4 rows. Rows are reordered within heads, or columns within units of 4."""
     order = torch.tensor([2, 0, 3, 1])
-    heads = (torch.arange(0, 32, 4)[:, None] + order).flatten()
+    heads = torch.cat([4 * head + order.roll(head) for head in range(8)])
     if split is Split.ROWS:
         return MatrixLayout((Projection("a", 32, heads, unit=4), Projection("b", 16, unit=4)), 8, split)
     return MatrixLayout((Projection("a", 6),), 32, split, column_order=heads, column_unit=4)
@@ -329,3 +332,15 @@ def test_kernels_by_format() -> None:
         ops = dispatch.for_device(device, dispatch.E4M3)
         assert ops.head_candidates.__module__.startswith(package)
         assert not hasattr(ops, "linear"), "no kernel multiplies e4m3 weights yet"
+
+
+def test_only_formats_know_the_bytes() -> None:
+    """Outside layers/weight and kernels/, nobody reads a weight's tensors, and no layer or model names their dtype."""
+    root = Path(culet.__file__).parent
+    bytes_of = re.compile(r"(?<!torch)\.tensor\b|\bPlain(Matrix|Table|Experts)\b|\bE4M3Table\b")
+    dtype_of = re.compile(r"torch\.(bfloat16|float16|half|float8\w*|int8|uint8)\b")
+    files = [path for path in root.rglob("*.py") if not path.is_relative_to(root / "layers/weight")]
+    files = [path for path in files if not path.is_relative_to(root / "kernels")]
+    assert [path for path in files if bytes_of.search(path.read_text())] == []
+    models = [path for path in files if path.relative_to(root).parts[0] in ("layers", "models", "drafters", "parallel")]
+    assert [path for path in models if dtype_of.search(path.read_text())] == []

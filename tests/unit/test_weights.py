@@ -1,4 +1,4 @@
-"""Loading weights: single and sharded files, what is skipped, what is refused, and how much memory it takes."""
+"""Loading weights: single and sharded files, skipped and refused tensors, and peak memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Gemma4:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A writable copy of a wrapped checkpoint with KV sharing, towers and dead weights."""
+    """A writable copy of a wrapped checkpoint with KV sharing, towers and unused weights."""
     shutil.copytree(tiny.checkpoint_folder("E2B"), tmp_path, dirs_exist_ok=True)
     return tmp_path
 
@@ -42,7 +42,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
 
 
 def shard(folder: Path, num_files: int = 3) -> list[str]:
-    """Split the single file as large checkpoints are."""
+    """Split the single file, as in large checkpoints."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = [f"model-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
@@ -60,7 +60,7 @@ def same(a: Gemma4, b: Gemma4) -> bool:
 
 @pytest.mark.parametrize("shape", tiny.SHAPES)
 def test_every_parameter_is_filled(shape: str) -> None:
-    """All that a model allocates is covered by the tensors of a checkpoint, once, and nothing else is."""
+    """The tensors of a checkpoint fill every parameter of a model exactly once."""
     spec = open_checkpoint(str(tiny.checkpoint_folder(shape))).spec
     model = Gemma4(spec, Weights(torch.float32, CPU))
     for parameter in model.parameters():
@@ -82,12 +82,12 @@ def test_towers_are_never_allocated(folder: Path) -> None:
     assert any("vision_tower" in name for name in tensors)
     assert any("audio_tower" in name for name in tensors)
     text = sum(value.numel() for name, value in tensors.items() if name.startswith("model.language_model."))
-    dead = sum(value.numel() for name, value in tensors.items() if is_dead(name))
-    assert dead > 0
-    assert sum(parameter.numel() for parameter in load(folder).parameters()) == text - dead
+    unused = sum(value.numel() for name, value in tensors.items() if is_unused(name))
+    assert unused > 0
+    assert sum(parameter.numel() for parameter in load(folder).parameters()) == text - unused
 
 
-def is_dead(name: str) -> bool:
+def is_unused(name: str) -> bool:
     parts = name.split(".")
     return "language_model" in name and "layers" in parts and int(parts[3]) >= 5 and parts[-2] in ("k_proj", "v_proj", "k_norm")
 
@@ -201,7 +201,7 @@ from culet.layers.weight.weights import Weights
 from culet.models.checkpoint import open_checkpoint
 from culet.models.weights import load_model
 checkpoint = open_checkpoint(sys.argv[1])
-def peak():  # not ru_maxrss, in which a child process begins with what its parent held
+def peak():  # not ru_maxrss, which a child process inherits from its parent
     return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
 before = peak()
 model = load_model(checkpoint, dtype=torch.bfloat16, device=torch.device("cpu"), progress=False)
@@ -213,7 +213,7 @@ print((after - before) * 1024, weights)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_peak_memory(tmp_path: Path) -> None:
-    """Beside the weights, loading takes no more than the largest of 12 files (and what the allocator keeps)."""
+    """In addition to the weights, loading needs no more than the largest of 12 files (and the allocator's overhead)."""
     from transformers import Gemma4ForCausalLM
 
     with torch.device("meta"):

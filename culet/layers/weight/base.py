@@ -22,7 +22,7 @@ from culet.kernels.dispatch import for_device
 from culet.kernels.eager.draft_round import BlockShape, BlockStart, Candidates
 from culet.kernels.eager.ops import HeadShape
 from culet.layers.layer import Layer
-from culet.layers.placement import Placement
+from culet.layers.weight.placement import Placement
 from culet.parallel.rank import ONLY_RANK, Rank
 from culet.parallel.reduce import AllReduce, PartialSum, join_parts
 

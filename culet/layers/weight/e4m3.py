@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from culet.errors import ConfigError
 from culet.kernels.dispatch import E4M3, for_device
 from culet.kernels.eager.draft_round import Candidates
-from culet.layers.placement import Placement
 from culet.layers.weight.base import Table
+from culet.layers.weight.placement import Placement
 from culet.layers.weight.plain import PlainTable
 
 _ROWS_AT_ONCE = 16384

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from culet.kernels.dispatch import for_device
 from culet.kernels.eager.draft_round import BlockShape, BlockStart, Candidates, ContextLayer
 from culet.kernels.eager.ops import HeadShape
-from culet.layers.placement import Piece, Placement, whole
 from culet.layers.weight.base import (
     ContextRows,
     ExpertsLayout,
@@ -25,6 +24,7 @@ from culet.layers.weight.base import (
     TableLayout,
     local_order,
 )
+from culet.layers.weight.placement import Piece, Placement, whole
 from culet.parallel.reduce import PartialSum, join_parts
 
 

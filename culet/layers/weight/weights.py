@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from culet.kernels.dispatch import for_device
-from culet.layers.placement import StoredVector
 from culet.layers.weight.base import (
     ExpertsLayout,
     ExpertStack,
@@ -28,6 +27,7 @@ from culet.layers.weight.base import (
     TableLayout,
 )
 from culet.layers.weight.e4m3 import E4M3Table
+from culet.layers.weight.placement import StoredVector
 from culet.layers.weight.plain import PlainFormat, Router
 from culet.registry import lookup
 

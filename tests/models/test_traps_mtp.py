@@ -1,4 +1,4 @@
-"""The ninth detail that implementers of Gemma 4 get wrong, the assistant: each trap is sprung, and the test must see it."""
+"""The ninth detail that implementers of Gemma 4 get wrong: MTP assistants. Each test makes a mistake and must see it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.models.draft_rig import DraftRig
 
 LENGTHS = (5, tiny.WINDOW, 3 * tiny.WINDOW + 5)
 NUM_DRAFTS = 3
-SEEN = 1e-2  # a sprung trap shows at least a hundred times the tolerance
+SEEN = 1e-2  # a mistake causes at least a hundred times the tolerance
 KINDS = ("E4B", "26B-A4B", "31B")  # a head in two steps, experts, and K = V over the latent
 
 
@@ -32,7 +32,7 @@ def wanted(shape: str, length: int) -> Tensor:
 
 
 def errors_of(rig: DraftRig, shape: str) -> list[float]:
-    """By draft: largest difference to transformers' logits, as a share of the largest; what only one looks at counts fully."""
+    """By draft: the largest relative difference from the logits of transformers. Tokens scored by only one count fully."""
     prompts = [tiny.telling_prompt(shape, length) for length in LENGTHS]
     _, got_RKV = rig.drafts(prompts, [9] * len(prompts), NUM_DRAFTS)
     found = []
@@ -55,7 +55,7 @@ def clean_errors(shape: str) -> list[float]:
 
 @pytest.fixture(autouse=True)
 def _untouched_assistants_agree() -> None:
-    """Without a trap the same comparison passes, so that what a test sees is the trap."""
+    """The same comparison passes without a mistake, so the mistake is what a test sees."""
     assert all(max(clean_errors(shape)) <= 1e-4 for shape in KINDS)
 
 
@@ -100,7 +100,7 @@ def test_the_embedding_is_the_targets_and_scaled(shape: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("shape", KINDS)
 def test_its_own_table_is_no_input(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trap: the assistant's own embedding of the token, scaled as a decoder's, instead of the projected pair."""
+    """The trap: the drafter's own scaled embedding of the token instead of the projected pair."""
     rig = DraftRig(shape)
     assistant, table = rig.drafter.model, tiny_assistants.assistant_oracle(shape).model.embed_tokens.weight
     size = assistant.spec.decoder.hidden_size
@@ -127,7 +127,7 @@ def test_its_own_table_is_the_head(shape: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("shape", KINDS)
 @pytest.mark.parametrize("what", ["position", "keys"])
 def test_position_and_keys_stay_along_the_chain(shape: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trap: each draft moves on by one, in its angle, or in the window of keys that it sees."""
+    """The trap: each draft moves by one position, in its angle or in its window of keys."""
     begin, forward = MTPDrafter.begin, MTPModel.forward
     moves: list[Callable[[int], Pass]] = []
 
@@ -136,7 +136,7 @@ def test_position_and_keys_stay_along_the_chain(shape: str, what: str, monkeypat
             length = batch.length_R  # type: ignore[attr-defined]
             if what == "position":
                 shared = begin(self, batch, pool)  # type: ignore[arg-type]
-                ropes = [self.model.ops.rope(length - 1 + by, one) for one in self.model.inv_freqs]
+                ropes = [self.model.ops.rope(length - 1 + by, inv_freq) for inv_freq in self.model.inv_freqs]
                 shared.ropes[:] = ropes  # type: ignore[index]
                 return shared
             window = pool.layout.groups[0].window  # type: ignore[attr-defined]
@@ -184,7 +184,7 @@ def test_the_hidden_state_moves_along_the_chain(shape: str, monkeypatch: pytest.
 @pytest.mark.parametrize("shape", ["E2B", "E4B"])
 @pytest.mark.parametrize("trap", ["ignored", "narrow"])
 def test_token_ordering(shape: str, trap: str) -> None:
-    """The traps: tokens taken in the order of their ids; and an order in too few bits (here 7 of the 8 it takes)."""
+    """The traps: tokens in the order of their ids, and an order in too few bits (here 7 of 8)."""
     rig = DraftRig(shape)
     head = rig.drafter.model.head
     assert isinstance(head, CentroidHead)
@@ -197,7 +197,7 @@ def test_token_ordering(shape: str, trap: str) -> None:
 
 
 def test_token_ordering_of_a_real_vocabulary() -> None:
-    """Ids beyond 16 bits come back whole: the token that a state was made for is found, wherever the order puts it."""
+    """Ids of more than 16 bits are intact: the best token is found wherever the order puts it."""
     vocab, size = 262_144, 8
     head = CentroidHead(CentroidSpec(2048, 32), vocab, size, Weights(torch.float32, torch.device("cpu")))
     generator = torch.Generator().manual_seed(0)
