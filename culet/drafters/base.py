@@ -28,9 +28,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from culet.attention.plan import AttentionPlan, Gpu, plan_attention
+from culet.attention.plan import AttentionPlan, plan_attention
 from culet.cache.spec import CacheLayout, KVGroup, KVSpec
 from culet.errors import ConfigError
+from culet.hardware import Gpu
 from culet.registry import load, lookup
 
 if TYPE_CHECKING:  # `culet plan` imports this module, and needs no torch
@@ -142,6 +143,6 @@ def plan_drafter_attention(drafter: DrafterPlan, layout: CacheLayout, gpu: Gpu |
     groups = [group for group in layout.groups if group.name in readers]
     intervals = tuple(readers) if drafter.needs_intervals else ()
     try:
-        return plan_attention(groups, drafter.num_heads, gpu, choice, readers=readers, image_groups=intervals)
+        return plan_attention(groups, drafter.num_heads, gpu, choice, readers=readers, interval_groups=intervals)
     except ConfigError as error:
         raise ConfigError(f"speculative-config: {error.message}", hint=error.hint) from error

@@ -12,7 +12,7 @@ from torch import Tensor
 from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
-from culet.kernels.eager.ops import HeadShape, Rope
+from culet.kernels.types import HeadShape, Rope
 from culet.layers.layer import Layer
 from culet.layers.rope import plain_first, rotated_first
 from culet.layers.weight.base import MatrixLayout, Projection, Split

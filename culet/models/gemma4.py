@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
-from culet.kernels.eager.ops import HeadShape
+from culet.kernels.types import HeadShape
 from culet.layers.attention import Attention, Pass
 from culet.layers.experts import Experts
 from culet.layers.layer import Layer

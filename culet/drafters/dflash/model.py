@@ -22,8 +22,7 @@ from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.drafters.dflash.spec import DFlashSpec
-from culet.kernels.eager.draft_round import BlockShape, BlockStart, Candidates
-from culet.kernels.eager.ops import HeadShape, Rope
+from culet.kernels.types import BlockShape, BlockStart, Candidates, HeadShape, Rope
 from culet.layers.layer import Layer
 from culet.layers.rope import inverse_frequencies
 from culet.layers.weight.base import ContextRows, Projection

@@ -15,8 +15,7 @@ from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.drafters.mtp.spec import CentroidSpec, MTPSpec
-from culet.kernels.eager.draft_round import Candidates
-from culet.kernels.eager.ops import Rope
+from culet.kernels.types import Candidates, Rope
 from culet.layers.attention import Pass
 from culet.layers.layer import Layer
 from culet.layers.rope import inverse_frequencies

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from culet.kernels.dispatch import for_device
-from culet.kernels.eager.draft_round import BlockShape, BlockStart, Candidates
-from culet.kernels.eager.ops import HeadShape
+from culet.kernels.types import BlockShape, BlockStart, Candidates, HeadShape
 from culet.layers.layer import Layer
 from culet.layers.weight.placement import Placement
 from culet.parallel.rank import ONLY_RANK, Rank

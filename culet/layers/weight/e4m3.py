@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from culet import hardware
 from culet.errors import ConfigError
 from culet.kernels.dispatch import E4M3, for_device
-from culet.kernels.eager.draft_round import Candidates
+from culet.kernels.types import Candidates
 from culet.layers.weight.base import Table
 from culet.layers.weight.placement import Placement
 from culet.layers.weight.plain import PlainTable
@@ -51,5 +52,5 @@ class E4M3Table(Table):
 
 def check_device(device: torch.device) -> None:
     """Refuse a GPU without e4m3."""
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 9):
-        raise ConfigError(f"fp8 weights need sm_89 or later, and this GPU is sm_{found[0]}{found[1]}")
+    if device.type == "cuda" and not hardware.has_e4m3(capability := hardware.capability_of(device)):
+        raise ConfigError(f"fp8 weights need sm_{hardware.ADA} or later, and this GPU is sm_{capability}")

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from culet.kernels.dispatch import for_device
-from culet.kernels.eager.draft_round import BlockShape, BlockStart, Candidates, ContextLayer
-from culet.kernels.eager.ops import HeadShape
+from culet.kernels.types import BlockShape, BlockStart, Candidates, ContextLayer, HeadShape
 from culet.layers.weight.base import (
     ContextRows,
     ExpertsLayout,
