@@ -22,9 +22,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from culet.attention.plan import AttentionPlan, Gpu, plan_attention
+from culet.attention.plan import AttentionPlan, plan_attention
 from culet.cache.spec import CacheLayout, KVGroup, KVSpec
 from culet.errors import ConfigError
+from culet.hardware import Gpu
 from culet.registry import load, lookup
 
 if TYPE_CHECKING:  # this module is read by `culet plan`, which does without torch
@@ -134,6 +135,6 @@ def plan_drafter(drafter: DrafterSpec, layout: CacheLayout, gpu: Gpu | str, choi
     groups = [group for group in layout.groups if group.name in readers]
     intervals = tuple(readers) if drafter.needs_intervals else ()
     try:
-        return plan_attention(groups, drafter.num_heads, gpu, choice, readers=readers, image_groups=intervals)
+        return plan_attention(groups, drafter.num_heads, gpu, choice, readers=readers, interval_groups=intervals)
     except ConfigError as error:
         raise ConfigError(f"speculative-config: {error.message}", hint=error.hint) from error

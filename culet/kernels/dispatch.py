@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from culet.kernels.eager import draft_round, fused, ops, sampling, step
+from culet.kernels.eager import draft_round, fixed_step, fused, ops, sampling
 from culet.log import logger
 from culet.registry import lookup
 
@@ -22,9 +22,17 @@ EAGER, TRITON = "eager", "triton"
 KERNELS = {"cpu": EAGER, "cuda": TRITON, "meta": EAGER}
 # Of culet.kernels.triton; the first that has an op serves it.
 TRITON_MODULES = (
-    *("norms.norms", "norms.qkv", "norms.pointwise", "experts.route", "experts.experts", "linear.linear", "sampling.masks"),
-    *("drafting.token_layout", "drafting.accept_drafts", "drafting.draft_head", "drafting.draft_round", "drafting.context"),
-    "linear.normed",
+    *(
+        "norms.residual",
+        "norms.qkv",
+        "norms.pointwise",
+        "experts.route",
+        "experts.expert_mlp",
+        "linear.few_tokens",
+        "sampling.masks",
+    ),
+    *("drafting.token_layout", "drafting.accept_drafts", "drafting.draft_head", "drafting.draft_round", "drafting.context_kv"),
+    "linear.norm_linear",
 )
 # Eager on purpose: a product that cuBLAS does best, and a write that only `prepare_qkv`'s twin needs.
 EAGER_ON_GPU = frozenset({"head", "store"})
@@ -40,7 +48,7 @@ def eager_ops() -> dict[str, Any]:
     """Every op by name, as its eager twin."""
     return {
         name: value
-        for module in (ops, fused, draft_round, sampling, step)
+        for module in (ops, fused, draft_round, sampling, fixed_step)
         for name, value in vars(module).items()
         if isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     }

@@ -13,7 +13,7 @@ from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.kernels.dispatch import for_device
-from culet.kernels.eager.ops import HeadShape, Rope
+from culet.kernels.types import HeadShape, Rope
 from culet.layers.linear import Layer, Linear, Placement, empty_vector
 from culet.layers.rope import all_heads, plain_columns, rotated_columns
 

@@ -16,7 +16,7 @@ from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.kernels.dispatch import for_device
-from culet.kernels.eager.ops import HeadShape
+from culet.kernels.types import HeadShape
 from culet.layers.attention import Attention, Pass
 from culet.layers.experts import Experts
 from culet.layers.linear import Layer, Linear, Placement, empty_vector

@@ -31,7 +31,7 @@ from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup
 from culet.drafters.base import Drafter
 from culet.kernels.dispatch import for_device
-from culet.kernels.host_transfer import Staged, on_device
+from culet.kernels.host_transfer import PackedArrays, on_device
 from culet.kernels.replay import replayed
 from culet.runner.fixed_steps import Captures
 from culet.types import PageTable, Row, StepPlan
@@ -86,7 +86,7 @@ class Ledger:
         self._count()
         found = []
         if self._kept:
-            stay = {row.slot for row in plan.first_rows}.difference([entry.slot for entry in plan.entries])
+            stay = {row.slot for row in plan.rows}.difference([entry.slot for entry in plan.entries])
             found = [self._kept.pop(slot) for slot in [slot for slot in self._kept if slot not in stay]]
         for entry in plan.entries:
             self._entered[entry.slot] = len(entry.token_ids)
@@ -277,12 +277,12 @@ class Features:
         return sum(one.graph is not None for one in self._fixed.values())
 
 
-def _stage(places_3M: Ints, size: int) -> Staged:
+def _stage(places_3M: Ints, size: int) -> PackedArrays:
     """Sources, positions and places of `size` tokens; what pads them is written nowhere."""
     columns_3M = np.zeros((3, size), dtype=np.int64)
     columns_3M[2] = -1
     columns_3M[:, : places_3M.shape[1]] = places_3M
-    staged = Staged()
+    staged = PackedArrays()
     for name, column_M in zip(("source", "position", "place"), columns_3M, strict=True):
         staged.add(name, column_M)
     return staged

@@ -20,7 +20,7 @@ from culet.attention.batch import ForwardBatch, GroupBatch
 from culet.cache.pool import Pool
 from culet.drafters.base import DraftBatch, Drafter
 from culet.kernels.dispatch import for_device
-from culet.kernels.host_transfer import Staged
+from culet.kernels.host_transfer import PackedArrays
 from culet.kernels.replay import replayed
 from culet.runner.fixed_steps import Captures, FixedSteps, bucket_sizes
 
@@ -65,7 +65,7 @@ class Drafting:
         self, drawers: Sequence[Drawer], batch: ForwardBatch, last_LD: Tensor, accepted_R: Tensor | None, num_drafts: int
     ) -> None:
         """A round in a shape of its own."""
-        staged = Staged()
+        staged = PackedArrays()
         staged.add("facts", _facts(drawers))
         facts_4R = staged.send(self.tokens_SL.device)["facts"]
         if accepted_R is not None:
@@ -176,7 +176,7 @@ class FixedDrafts:
     def _fill(
         self, taken: _Round, drawers: Sequence[Drawer], batch: ForwardBatch, last_LD: Tensor, accepted_R: Tensor | None
     ) -> None:
-        staged, count, num_rows = Staged(), len(drawers), taken.num_rows
+        staged, count, num_rows = PackedArrays(), len(drawers), taken.num_rows
         staged.add("facts", _facts(drawers, [(self._spare_slot, 0, 0, 1)] * (num_rows - count)))
         staged.send_into(taken.facts_4R.view(-1).view(torch.uint8))
         facts_4R = taken.facts_4R[:, :count]

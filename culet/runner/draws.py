@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from culet.kernels.dispatch import for_device
-from culet.kernels.host_transfer import RepeatedCopy, Staged
+from culet.kernels.host_transfer import PackedArrays, RepeatedCopy
 from culet.kernels.replay import replayed
-from culet.kernels.triton.sampling.draw import RowSettings
+from culet.kernels.types import RowSettings
 from culet.runner.draft_round import FixedDrafts
 from culet.runner.fixed_steps import Bucket, Captures, FixedSteps
 from culet.sampling.on_gpu import is_served, stage_settings
@@ -179,7 +179,7 @@ def _is_plain(one: Sampling) -> bool:
     return is_served(one) and not one.needs_history and one.logprobs is None
 
 
-def _stage(settings: Sequence[Sampling], bucket: Bucket, vocab_size: int) -> Staged:
+def _stage(settings: Sequence[Sampling], bucket: Bucket, vocab_size: int) -> PackedArrays:
     """Settings of all tokens of a bucket, then biases: what pads them adds nothing, each to another logit."""
     staged = stage_settings([*settings, *[GREEDY] * (bucket.num_tokens - len(settings))])
     columns = np.zeros(MAX_BIASES, np.int32), np.arange(MAX_BIASES, dtype=np.int32), np.zeros(MAX_BIASES, np.float32)

@@ -17,7 +17,7 @@ from torch import Tensor
 from culet import env
 from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
 from culet.cache.spec import CacheLayout, KVGroup
-from culet.kernels.host_transfer import Staged
+from culet.kernels.host_transfer import PackedArrays
 from culet.runner.checks import check_step
 from culet.types import Row, StepPlan
 
@@ -46,7 +46,7 @@ def fill(
     logits_T = _last_of_rows(begin_B1, logits_B)
     tables = [_table(rows, group, row_T, position_T) for group in layout.groups]
 
-    staged = Staged()
+    staged = PackedArrays()
     staged.add("flat", flat_T)
     staged.add("position", position_T)
     staged.add("begin", begin_B1.astype(np.int32))

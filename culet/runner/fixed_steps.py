@@ -29,7 +29,7 @@ from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
 from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup
 from culet.kernels.dispatch import for_device
-from culet.kernels.host_transfer import Staged, send_into
+from culet.kernels.host_transfer import PackedArrays, send_into
 from culet.kernels.replay import replayed
 from culet.kernels.types import PageTables, PlannedRows, TokenLayout
 from culet.models.gemma4 import Gemma4, Hidden
@@ -344,14 +344,14 @@ class FixedSteps:
         """Somebody has written to `tables`: the next step fills them anew."""
         self._filled = (None, [])
 
-    def _stage(self, rows: Sequence[Row], bucket: Bucket, *, has_tables: bool = True) -> Staged:
+    def _stage(self, rows: Sequence[Row], bucket: Bucket, *, has_tables: bool = True) -> PackedArrays:
         """The rows, padded to the bucket, then their page tables, as wide as they are."""
         num_rows, num_real = bucket.num_table_rows, len(rows)
         facts = np.zeros((3 + len(self._rows), _aligned(num_rows)), dtype=np.int32)  # start, slot, is it open, firsts
         facts[1] = self.tokens_SL.shape[0] - 1  # the spare slot
         if rows:
             facts[:, :num_real] = np.array([self._facts(row) for row in rows], dtype=np.int32).T
-        staged = Staged()
+        staged = PackedArrays()
         staged.add("begin", _row_begins(bucket, tuple([row.num_new for row in rows])))
         staged.add("rows", facts)
         for table in self._rows if has_tables else ():

@@ -36,11 +36,11 @@ from culet.runner.grammar_masks import Constraints, StepMasks, Watched
 from culet.sampling.logprobs import LogprobTensors, as_mappings, compute_logprobs
 from culet.sampling.sampler import History, sample
 from culet.sampling.verify import Accept, count_accepted, force_accepted
+from culet.structured.compiler import GrammarCompiler
 from culet.types import Drawn, Entry, Logprobs, Row, Sampling, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from culet.runner.draws import FixedDraws, Settled  # on GPUs alone: it needs Triton
-    from culet.structured.grammar import Grammars
 
 LOGITS_ROWS = 256  # logits computed at a time: 256 MiB at Gemma's vocabulary
 
@@ -127,10 +127,17 @@ class Runner:
         if self.draws is not None:
             self.draws.forced_1.fill_(count)
 
-    def use_grammars(self, grammars: Grammars) -> None:
+    def use_grammars(self, grammars: GrammarCompiler) -> None:
         """From now on entries may have a grammar of these."""
         if self._constraints is None:
             self._constraints = Constraints(grammars)
+
+    def device_seconds(self) -> Mapping[str, float]:
+        """Seconds of verify steps and of draft rounds on the device, so far."""
+        return {name: self.clock.seconds(name) for name in ("verify", "draft")}
+
+    def close(self) -> None:
+        """Nothing to release: the memory goes with the object."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Plans must come in the order in which they were made."""
@@ -146,7 +153,6 @@ class Runner:
         if last is not None and not plan.entries and self._is_like(plan, last):
             return self._repeat(plan, last)
         self._last = None
-        plan = plan.with_rows(plan.rows) if plan.num_later else plan
         bucket = None if self.fixed is None else self.fixed.find(plan.rows)
         if any(row.num_open for row in plan.rows) and not self._serves_open(plan, bucket):
             plan = self._close(plan)
@@ -192,28 +198,23 @@ class Runner:
 
     def _is_like(self, plan: StepPlan, last: _Last) -> bool:
         """Whether a step differs from the last one, which was all graphs, in where its rows begin and in their pages alone."""
-        if plan.first_rows is last.rows:
-            return True
-        return self.fixed is not None and is_repeated(plan.first_rows, last.rows) and self.fixed.fits(plan.first_rows)
+        return self.fixed is not None and is_repeated(plan.rows, last.rows) and self.fixed.fits(plan.rows)
 
     def _repeat(self, plan: StepPlan, last: _Last) -> Pending:
         """Launch a step like the last one: what to launch is known, and by which settings to draw."""
         assert self.fixed is not None
         assert self.draws is not None
         self._check(plan)
-        is_same, features = plan.first_rows is last.rows, self.features
+        features = self.features
         ledger = None if features is None else features.ledger
-        if ledger is not None and (is_same or ledger.has_same_tables(plan.first_rows, last.rows)) and ledger.goes_on():
+        if ledger is not None and ledger.has_same_tables(plan.rows, last.rows) and ledger.goes_on():
             ledger = None  # nothing of the drafter's own KV is to be written before this step or behind it
         if ledger is not None:
             self._write_late(plan, ledger.left(plan))
         self.pool.copy_pages(plan.copies)
         with self._verify_span(last.rows):
-            if is_same:
-                self.fixed.repeat(plan, last.bucket)
-            else:
-                self.fixed.run(plan, last.bucket)
-                self._last = _Last(plan.first_rows, last.bucket, last.groups, last.settings)
+            self.fixed.run(plan, last.bucket)
+            self._last = _Last(plan.rows, last.bucket, last.groups, last.settings)
             settled = self.draws.run(last.bucket, last.settings)
         assert settled is not None, "no graph serves what one has served before"
         return self._settle(plan, settled, last.groups, ledger)

@@ -13,9 +13,9 @@ import pytest
 
 from culet import LLM, SamplingParams
 from culet.attention import torch_cpu
+from culet.bench.answer_check import check_rows
 from culet.bench.offline import measure, run_rows
 from culet.bench.settings import bench_config
-from culet.bench.twin import check_rows
 from culet.bench.workloads import parse_rows
 from culet.cache.spec import KVGroup
 from culet.errors import InternalError
@@ -58,7 +58,7 @@ def test_answers_are_checked_in_every_shape(folder: Path) -> None:
         assert verdict.num_equal == verdict.num_tokens == 16 * min(4, row.num_seqs)
 
 
-class Confused(torch_cpu.ReferenceBackend):
+class Confused(torch_cpu.TorchCPUBackend):
     """Gives each query head of sliding layers its neighbour's answer, in no more time than the right one takes."""
 
     def __init__(self, group: KVGroup, num_heads: int) -> None:
@@ -73,7 +73,7 @@ class Confused(torch_cpu.ReferenceBackend):
 def test_wrong_answers_are_found(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = parse_rows(ROWS)
     config = bench_config({"model": str(dense), "device": "cpu"}, rows)
-    monkeypatch.setattr(torch_cpu, "ReferenceBackend", Confused)
+    monkeypatch.setattr(torch_cpu, "TorchCPUBackend", Confused)
     verdicts = check_rows(config, rows)
     assert not any(verdict.is_right for verdict in verdicts.values())
 
@@ -106,7 +106,7 @@ def test_a_short_answer_is_no_measurement(dense: Path, monkeypatch: pytest.Monke
         generate = llm.generate
         params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
         monkeypatch.setattr(llm, "generate", lambda prompts, _: generate(prompts, params))
-        with pytest.raises(InternalError, match="ended with length after 3 tokens of 20"):
+        with pytest.raises(InternalError, match="ended with length after 3 of 20 tokens"):
             measure(llm, parse_rows(ROWS)[0])
 
 
@@ -147,11 +147,11 @@ def test_kernels_command_line(tmp_path: Path) -> None:
     file = tmp_path / "kernels.json"
     shape = ("--heads", "4", "--kv-heads", "1", "--head-dim", "64", "--latent", "--window", "30", "--page-tokens", "32")
     done = culet(
-        *("bench", "kernels", "--device", "cpu", "--backend", "reference", "--repeats", "2", *shape),
+        *("bench", "kernels", "--device", "cpu", "--backend", "torch_cpu", "--repeats", "2", *shape),
         *("--rows", "3", "--queries", "2", "--keys", "100", "--ragged", "--case", "prefill 1x70", "--json", str(file)),
     )
     assert done.returncode == 0, done.stderr
     cases = json.loads(file.read_text())["cases"]
     assert [case["case"] for case in cases] == ["prefill 1x70", "verify 3x2@100 ragged"]
-    assert all(case["is_right"] and case["backend"] == "reference" and case["us"] > 0 for case in cases)
+    assert all(case["is_right"] and case["backend"] == "torch_cpu" and case["us"] > 0 for case in cases)
     assert "prefill 1x70" in done.stdout

@@ -24,7 +24,7 @@ else:
 
     import culet.layers.linear
     from culet.attention.batch import GroupBatch
-    from culet.attention.torch_cpu import ReferenceBackend
+    from culet.attention.torch_cpu import TorchCPUBackend
     from culet.attention.triton import TritonBackend
     from culet.cache.pool import Pool
     from culet.cache.spec import plan_cache
@@ -131,7 +131,7 @@ else:
 
     @pytest.mark.parametrize("method", FOLDERS)
     def test_rounds(method: str, on_gpu_kernels: Callable[[str], Rig], monkeypatch: pytest.MonkeyPatch) -> None:
-        rig, eager, count = on_gpu_kernels(method), Rig(method, ReferenceBackend), NUM_DRAFTS[method]
+        rig, eager, count = on_gpu_kernels(method), Rig(method, TorchCPUBackend), NUM_DRAFTS[method]
         wanted = eager.draft(count)
         monkeypatch.setitem(dispatch.KERNELS, "cpu", dispatch.TRITON)  # the round's own operations
         watch = Watch(monkeypatch)
@@ -145,7 +145,7 @@ else:
         assert not rig.pool._slabs[24].any(), "the spare page was written"
 
     def test_features(on_gpu_kernels: Callable[[str], Rig], monkeypatch: pytest.MonkeyPatch) -> None:
-        rig, eager = on_gpu_kernels("dflash"), Rig("dflash", ReferenceBackend)
+        rig, eager = on_gpu_kernels("dflash"), Rig("dflash", TorchCPUBackend)
         wanted = eager.write()
         monkeypatch.setitem(dispatch.KERNELS, "cpu", dispatch.TRITON)
         watch = Watch(monkeypatch)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from culet.attention.batch import GroupBatch
-from culet.attention.torch_cpu import ReferenceBackend
+from culet.attention.torch_cpu import TorchCPUBackend
 from culet.config import DraftChoice
 from culet.drafters.base import DraftBatch, open_drafter
 from culet.drafters.mtp.drafter import MTPDrafter
-from culet.kernels.eager.draft_round import Candidates
+from culet.kernels.types import Candidates
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import AFTER_FINAL_NORM, Gemma4
 from culet.models.weights import load_model
@@ -42,7 +42,7 @@ class DraftRig:
         latent: bool = True,
         position: str = "engine",
         page_tokens: int = 4,
-        backend: type = ReferenceBackend,  # of the assistant
+        backend: type = TorchCPUBackend,  # of the assistant
     ) -> None:
         target = target_of(shape, latent)
         spec = open_drafter(choice_of(shape, position=position), target.spec)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from culet.attention.torch_cpu import ReferenceBackend
+from culet.attention.torch_cpu import TorchCPUBackend
 from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup, plan_cache, stored_as
 from culet.models.gemma4 import Gemma4, Hidden
@@ -55,7 +55,7 @@ class Harness:
         self.pool = Pool(self.layout, num_slabs, model.dtype, torch.device("cpu"))
         self.pool._slabs.fill_(NAN_BYTE)
         num_heads = model.spec.layers[0].num_heads
-        self.backends = [ReferenceBackend(group, num_heads) for group in self.layout.groups]
+        self.backends = [TorchCPUBackend(group, num_heads) for group in self.layout.groups]
         self.tokens_SL = torch.zeros(num_slots, max_len, dtype=torch.int64)
         self.free = list(range(num_slabs))
         random.Random(seed).shuffle(self.free)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from culet import LLM, SamplingParams
-from culet.attention.torch_cpu import ReferenceBackend
+from culet.attention.torch_cpu import TorchCPUBackend
 from culet.config import DraftChoice
 from culet.drafters.base import open_drafter
 from culet.models.checkpoint import open_checkpoint
@@ -159,7 +159,7 @@ def test_mtp_drafts_are_those_of_culet(work: Path, target: Target) -> None:
     rig.harness = Harness(served, page_tokens=4, lookback=spec.lookback)
     layout = rig.harness.layout
     readers = [group for group in layout.groups if group.name in spec.readers(layout)]
-    rig.drafter = spec.build(served, {group.index: ReferenceBackend(group, spec.num_heads) for group in readers})
+    rig.drafter = spec.build(served, {group.index: TorchCPUBackend(group, spec.num_heads) for group in readers})
     theirs, _ = rig.drafts([TEXT[: place + 1] for place in places], [TEXT[place + 1] for place in places], 3)
     for place, drafts in zip(places, theirs, strict=True):
         expected = ours[place].tolist()

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from running import Running
 
-from culet.bench.serving import Load, arrivals, make_prompts, percentile
+from culet.bench.serve import Load, arrivals, make_prompts, percentile
 from culet.cli.bench_serve import bench_serve
 from culet.cli.main import run
 

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from culet.bench import report
-from culet.bench.anchors import FA4, KERNEL_CASES, SERVING, UNIFIED_TRITON, kernel_anchor
+from culet.bench.answer_check import Verdict
 from culet.bench.attention_cases import SHAPES, AttentionShape
-from culet.bench.floor import PEAKS, Floor, find_peaks
+from culet.bench.floor import Floor
 from culet.bench.kernels import Step, default_cases, make_kernel_case, parse_case, time_case, work
 from culet.bench.offline import Measured
-from culet.bench.prompts import make_prompts
+from culet.bench.peer import FA4, KERNEL_CASES, SERVING, UNIFIED_TRITON, kernel_anchor
 from culet.bench.settings import all_settings, bench_config, given_settings
-from culet.bench.twin import Verdict
-from culet.bench.workloads import DEFAULT_ROWS, STANDARD, Workload, parse_rows
+from culet.bench.workloads import DEFAULT_ROWS, STANDARD, Workload, make_prompts, parse_rows
 from culet.cache.spec import plan_cache
 from culet.cli.main import run
 from culet.errors import BadRequest, ConfigError, UnsupportedError
+from culet.hardware import PEAKS, find_peaks
 from culet.models.checkpoint import RandomDraw, open_checkpoint
 from culet.models.random_checkpoint import random_name, reduce_depth, twin_depth, variant_of
 from culet.models.random_weights import draw_model
@@ -31,7 +31,7 @@ from culet.models.spec import ModelSpec, read_spec
 from culet.models.variants import VARIANTS
 from culet.testing.tiny import SHAPES as TINY
 from culet.testing.tiny import write_checkpoint
-from culet.text.text import NumberTokenizer
+from culet.text.tokenizer import NumberTokenizer
 
 H200 = PEAKS["H200"]
 CPU = torch.device("cpu")
@@ -432,7 +432,7 @@ def test_reference_backend_agrees_at_any_shape(latent: bool, window: int | None)
         make_kernel_case(2, 90, 0, ragged=True),
         make_kernel_case(2, 40, 33),
     ):
-        line = time_case("own", shape, case, device=CPU, backend="reference", repeats=2)
+        line = time_case("own", shape, case, device=CPU, backend="torch_cpu", repeats=2)
         assert line.error is not None
         assert line.error < 1e-5, case.name
         assert line.microseconds > 0
@@ -442,7 +442,7 @@ def test_reference_backend_agrees_at_any_shape(latent: bool, window: int | None)
 def test_a_kernel_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Step.expected
     monkeypatch.setattr(Step, "expected", lambda step: expected(step) * 1.01)
-    line = time_case("own", SHAPES["E2B.sliding"], parse_case("decode 2@40"), device=CPU, backend="reference", repeats=1)
+    line = time_case("own", SHAPES["E2B.sliding"], parse_case("decode 2@40"), device=CPU, backend="torch_cpu", repeats=1)
     assert line.is_right is False
 
 
@@ -450,7 +450,7 @@ def test_kernels_need_a_gpu() -> None:
     for backend in ("auto", "triton"):
         with pytest.raises(UnsupportedError, match="NVIDIA GPU") as caught:
             time_case("own", SHAPES["E2B.sliding"], parse_case("decode 2@40"), device=CPU, backend=backend)
-        assert "--backend reference" in caught.value.hint
+        assert "--backend torch_cpu" in caught.value.hint
 
 
 # The command line's manners
@@ -462,7 +462,7 @@ def test_kernels_need_a_gpu() -> None:
         (["offline"], "no model"),
         (["offline", "x", "--random", "31B"], "got both a model"),
         (["offline", "--random", "7B"], "no such variant"),
-        (["offline", "x", "--num-layers", "3"], "a checkpoint has the layers it has"),
+        (["offline", "x", "--num-layers", "3"], "only random weights can have fewer layers"),
         (["offline", "--random", "31B", "--num-layers", "1"], "layers: got 1"),
         (["offline", "--random", "31B", "--rows", "everything"], "rows: got 'everything'"),
         (["offline", "--random", "31B", "--json", "/nowhere/at/all.json"], "cannot write"),
@@ -473,8 +473,8 @@ def test_kernels_need_a_gpu() -> None:
         (["kernels", "--device", "cpu", "--backend", "magic"], "unknown attention backend"),
         (["kernels", "--device", "cpu", "--shape", "7B.global"], "unknown shape"),
         (["kernels", "--device", "cpu", "--case", "decode"], "case: got 'decode'"),
-        (["kernels", "--device", "cpu", "--heads", "8"], "kv-heads: is missing"),
-        (["kernels", "--device", "cpu", "--window", "8"], "heads: is missing"),
+        (["kernels", "--device", "cpu", "--heads", "8"], "kv-heads: missing"),
+        (["kernels", "--device", "cpu", "--window", "8"], "heads: missing"),
         (["kernels", "--device", "cpu", "--keys", "8"], "rows: is missing"),
         (
             ["kernels", "--device", "cpu", "--heads", "8", "--kv-heads", "3", "--head-dim", "16", "--rows", "1"],

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from culet.attention.plan import find_gpu
 from culet.cache.arena import Arena
 from culet.cache.prefix import PrefixCache
 from culet.cache.spec import plan_cache
@@ -20,6 +19,7 @@ from culet.drafters.dflash.model import load_dflash
 from culet.drafters.dflash.plan import DFlashSpec
 from culet.drafters.dflash.spec import DFlashLayer, make_config, read_dflash
 from culet.errors import CheckpointError, ConfigError, UnsupportedError
+from culet.hardware import find_gpu
 from culet.models.checkpoint import open_checkpoint
 from culet.models.spec import ModelSpec, read_spec
 from culet.models.variants import VARIANTS
@@ -100,10 +100,11 @@ def test_attention_is_planned_by_its_own_needs() -> None:
     assert [(group.need.group, group.backend) for group in plan.groups] == [("dflash", "triton")]
     assert plan.groups[0].need.head_dim == 128
     assert plan.groups[0].need.layers == (60, 61, 62, 63, 64)
-    assert plan_drafter(spec, layout, find_gpu("h200"), "reference").groups[0].backend == "reference"
-    with pytest.raises(ConfigError, match=r"'flash' cannot serve layer 60 \(dflash, head dim 128\) on sm_90: has no interval"):
-        plan_drafter(spec, layout, find_gpu("h200"), "flash")
-    with pytest.raises(ConfigError, match="needs an NVIDIA GPU"):
+    assert plan_drafter(spec, layout, find_gpu("h200"), "torch_cpu").groups[0].backend == "torch_cpu"
+    assert plan.groups[0].need.has_intervals
+    with pytest.raises(
+        ConfigError, match=r"'triton' does not support layer 60 \(dflash, head dim 128\) on cpu: needs an NVIDIA"
+    ):
         plan_drafter(spec, layout, find_gpu("cpu"), "triton")
 
 

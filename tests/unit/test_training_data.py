@@ -1,9 +1,10 @@
-"""The rules of the training data: formats as served, what is held out, filters, and answers that fit what was asked."""
+"""The training data: formats as served, what is held out, filters, and answers that fit their questions."""
 
 from __future__ import annotations
 
 import json
 import random
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,13 @@ from training.data.chats import EMPTY_THOUGHT, Chat, Encoder, document, is_plain
 from training.data.corpus import tidy_turn
 from training.data.distill import Interview
 from training.data.filters import good_answer, plain_answer
-from training.data.gate_tools import TEST_NAMES
 from training.data.held_out import QUESTIONS, fault, gate_turns, normalised, without_faults
 from training.data.mixture import cut
 from training.data.pack import write_part
 from training.data.questions import Prompt
-from training.data.tool_families import FAMILIES
+from training.data.table import FOLDER as TABLES
+from training.data.table import phrase
+from training.data.tool_families import FAMILIES, TEST_NAMES
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +58,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read_questions(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (QUESTIONS / f"{name}.jsonl").read_text().splitlines()]
+
+
+# The tables
+
+
+@pytest.mark.parametrize("path", sorted(TABLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_table_is_used_by_its_module(path: Path) -> None:
+    module = {"relations": "facts"}.get(path.stem, path.stem)
+    source = (TABLES.parent / f"{module}.py").read_text()
+    text = path.read_text()
+    assert f'Table("{path.stem}")' in source
+    if path.stem != "relations":  # which is read as a whole
+        # A list is used by the module, or another entry of the table refers to it by name.
+        assert not {key for key in tomllib.loads(text) if f'"{key}"' not in source + text}
+
+
+def test_a_phrase_is_filled_in_and_capitalised() -> None:
+    assert phrase(random.Random(0), ("{what} apple is {what} fruit.",), what="a") == "An apple is a fruit."
 
 
 # The tokenizer
@@ -180,7 +200,7 @@ def test_gate_phrasings_are_dropped_and_everyday_ones_are_not() -> None:
     question = read_questions("questions")[0]["question"]
     assert fault(talk("x", question.upper() + "!!", "Paris.")) == "phrasing"
     assert fault(talk("x", "A question that nobody asks.", "Yes.")) is None
-    name = TEST_NAMES["weather"].split()[0]
+    name = TEST_NAMES["weather"][0]
     assert (
         fault(
             Chat(
@@ -211,7 +231,7 @@ def test_gate_files_hold_what_the_gate_promises() -> None:
     fitting = [item for item in prompts if item["expect"]]
     assert len(fitting) >= 50
     assert len(prompts) - len(fitting) >= 50
-    test_names = {name for names in TEST_NAMES.values() for name in names.split()}
+    test_names = {name for names in TEST_NAMES.values() for name in names}
     assert {tool["function"]["name"] for item in prompts for tool in item["tools"]} <= test_names
     for item in fitting:
         (tool,) = [tool for tool in item["tools"] if tool["function"]["name"] == item["expect"]["name"]]

@@ -22,7 +22,7 @@ from culet.cache.spec import KVGroup
 from culet.drafters.base import DraftBatch
 from culet.drafters.dflash.model import DFlashModel
 from culet.drafters.dflash.spec import DFlashLayer
-from culet.kernels.eager.draft_round import BlockShape
+from culet.kernels.types import BlockShape
 
 LOGITS_ROWS = 256  # logits computed at a time: 256 MiB at Gemma's vocabulary
 

@@ -23,8 +23,7 @@ from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.drafters.dflash.spec import DFlashModelSpec
 from culet.kernels.dispatch import for_device
-from culet.kernels.eager.draft_round import BlockStart, Candidates, ContextLayer
-from culet.kernels.eager.ops import HeadShape, Rope
+from culet.kernels.types import BlockStart, Candidates, ContextLayer, HeadShape, Rope
 from culet.layers.linear import Layer, Linear, Placement, empty_vector
 from culet.layers.rope import inverse_frequencies
 from culet.models.checkpoint import RandomDraw

@@ -17,8 +17,7 @@ from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.drafters.mtp.spec import AssistantSpec, CentroidSpec
 from culet.kernels.dispatch import for_device
-from culet.kernels.eager.draft_round import Candidates
-from culet.kernels.eager.ops import Rope
+from culet.kernels.types import Candidates, Rope
 from culet.layers.attention import Pass
 from culet.layers.linear import Layer, Linear, Placement, empty_vector
 from culet.layers.rope import inverse_frequencies

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from culet import hardware
 from culet.cache.spec import CacheLayout, KVSpec
 from culet.config import DraftChoice
 from culet.drafters.mtp.spec import AssistantSpec, make_config, read_assistant
@@ -102,10 +103,8 @@ class MTPSpec:
 
 def _check_fp8(device: torch.device) -> None:
     """Refuse a GPU that knows no e4m3."""
-    import torch
-
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 9):
-        problem = f"this GPU is sm_{found[0]}{found[1]}, e4m3 needs sm_89 or later"
+    if device.type == "cuda" and not hardware.has_e4m3(found := hardware.capability_of(device)):
+        problem = f"this GPU is sm_{found}, e4m3 needs sm_{hardware.ADA} or later"
         raise ConfigError(f"speculative-config: head_dtype: got fp8, but {problem}", hint="leave head_dtype away")
 
 
