@@ -219,6 +219,20 @@ class Sampling:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """Prompt positions that stand for an image, a sound or the like: `length` placeholder ids from `start` on."""
+
+    start: int
+    length: int
+    key: bytes  # of the content: equal content has equal keys
+    is_whole: bool = True  # its tokens attend to each other, so no chunk ends inside it
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt to continue, with every default filled in."""
@@ -232,7 +246,9 @@ class Request:
     priority: int = 0  # lower goes first; equal ones go by arrival
     deadline: float | None = None  # on the scheduler's clock; None: no limit
     grammar: GrammarSpec | None = None  # what the output must look like
-    resume_points: tuple[int, ...] = ()  # how much of the prompt a later one may share with it: worth a checkpoint each
+    resume_lengths: tuple[int, ...] = ()  # prompt lengths that later prompts may share: each is worth a ResumePoint
+    media: tuple[MediaSpan, ...] = ()  # ascending, without overlap
+    cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
 
     def sampling_of(self, sample: int) -> Sampling:
         return replace(self.sampling, sample=sample)
@@ -247,6 +263,7 @@ class Entry:
     prompt_len: int
     sampling: Sampling
     grammar: GrammarSpec | None = None
+    media: tuple[MediaSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,30 +304,20 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step, complete: the scheduler's word to the runner. Entries first, then page copies, then the forward.
-
-    Where all sequences just go on by a token each, in the pages they have, a plan repeats an earlier one: `first_rows` are the
-    very object that the earlier has, and nothing needs to be made or looked at for each row.
-    """
+    """One step, complete: the scheduler's order to the runner. Entries first, then page copies, then the forward pass."""
 
     step_id: int
     entries: tuple[Entry, ...]
     copies: tuple[tuple[int, int], ...]  # (from page, to page): a shared page that is about to be written
-    first_rows: tuple[Row, ...]  # of the step that it repeats, if it does, else its own
-    num_later: int = 0  # tokens that every row begins later than they say
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """Its own rows."""
-        return tuple([row.later(self.num_later) for row in self.first_rows]) if self.num_later else self.first_rows
+    rows: tuple[Row, ...]
 
     def with_rows(self, rows: Iterable[Row]) -> StepPlan:
-        """The same with other rows."""
-        return replace(self, first_rows=tuple(rows), num_later=0)
+        """The same plan with other rows."""
+        return replace(self, rows=tuple(rows))
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.num_new for row in self.first_rows)
+        return sum(row.num_new for row in self.rows)
 
 
 Logprobs = Mapping[int, float]  # token id -> log-probability; the chosen token comes first

@@ -291,4 +291,4 @@ def _probe_drafts(parts: EngineParts, add: Callable[[Request], None], step: Call
 
     probe = run_probe(parts.scheduler, add_probe, step)
     if not is_random:
-        probe.tell(choice)
+        probe.log(choice)

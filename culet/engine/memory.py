@@ -13,7 +13,7 @@ from culet.cache.spec import CacheLayout
 from culet.errors import ConfigError
 from culet.log import chose
 from culet.scheduler.admission import least_pages
-from culet.scheduler.sequence import max_held_pages
+from culet.scheduler.group_pages import max_held_pages
 
 CPU_SEQUENCE_LEN = 2048  # tokens per running sequence for which a CPU's cache is sized
 CPU_MEMORY_SHARE = 4  # a CPU's cache takes at most one part in 4 of the free memory

@@ -55,19 +55,19 @@ class RequestRules:
             priority=priority,
             deadline=deadline,
             grammar=None if params.structured_outputs is None else params.structured_outputs.spec(),
-            resume_points=self._resume_points(prompt),
+            resume_lengths=self._resume_lengths(prompt),
         )
 
-    def _resume_points(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        """Where a chat's next prompt may part from this one: before the turn that the model is to write, and behind results.
+    def _resume_lengths(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        """Where a chat's next prompt may diverge from this one: before the model's turn, and after tool results in it.
 
-        Templates leave out of past turns what follows there: the beginning of a thought, and what the model thinks.
+        Templates drop what follows there from past turns: the beginning of a thought, and what the model thinks.
         """
         turn, result = _last(prompt, self.turn_id), _last(prompt, self.result_id)
         if turn is None:
             return ()
-        points = (turn,) if result is None or result < turn else (turn, result + 1)
-        return tuple(point for point in points if 0 < point < len(prompt))
+        lengths = (turn,) if result is None or result < turn else (turn, result + 1)
+        return tuple(length for length in lengths if 0 < length < len(prompt))
 
     def _max_tokens(self, prompt_len: int, requested: int | None) -> int:
         """Most output tokens: as requested, or what the context has room for. Refuses more than that."""

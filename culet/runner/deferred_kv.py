@@ -86,7 +86,7 @@ class Ledger:
         self._count()
         found = []
         if self._kept:
-            stay = {row.slot for row in plan.first_rows}.difference([entry.slot for entry in plan.entries])
+            stay = {row.slot for row in plan.rows}.difference([entry.slot for entry in plan.entries])
             found = [self._kept.pop(slot) for slot in [slot for slot in self._kept if slot not in stay]]
         for entry in plan.entries:
             self._entered[entry.slot] = len(entry.token_ids)

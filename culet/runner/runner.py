@@ -153,7 +153,6 @@ class Runner:
         if last is not None and not plan.entries and self._is_like(plan, last):
             return self._repeat(plan, last)
         self._last = None
-        plan = plan.with_rows(plan.rows) if plan.num_later else plan
         bucket = None if self.fixed is None else self.fixed.find(plan.rows)
         if any(row.num_open for row in plan.rows) and not self._serves_open(plan, bucket):
             plan = self._close(plan)
@@ -199,28 +198,23 @@ class Runner:
 
     def _is_like(self, plan: StepPlan, last: _Last) -> bool:
         """Whether a step differs from the last one, which was all graphs, in where its rows begin and in their pages alone."""
-        if plan.first_rows is last.rows:
-            return True
-        return self.fixed is not None and is_repeated(plan.first_rows, last.rows) and self.fixed.fits(plan.first_rows)
+        return self.fixed is not None and is_repeated(plan.rows, last.rows) and self.fixed.fits(plan.rows)
 
     def _repeat(self, plan: StepPlan, last: _Last) -> Pending:
         """Launch a step like the last one: what to launch is known, and by which settings to draw."""
         assert self.fixed is not None
         assert self.draws is not None
         self._check(plan)
-        is_same, features = plan.first_rows is last.rows, self.features
+        features = self.features
         ledger = None if features is None else features.ledger
-        if ledger is not None and (is_same or ledger.has_same_tables(plan.first_rows, last.rows)) and ledger.goes_on():
+        if ledger is not None and ledger.has_same_tables(plan.rows, last.rows) and ledger.goes_on():
             ledger = None  # nothing of the drafter's own KV is to be written before this step or behind it
         if ledger is not None:
             self._write_late(plan, ledger.left(plan))
         self.pool.copy_pages(plan.copies)
         with self._verify_span(last.rows):
-            if is_same:
-                self.fixed.repeat(plan, last.bucket)
-            else:
-                self.fixed.run(plan, last.bucket)
-                self._last = _Last(plan.first_rows, last.bucket, last.groups, last.settings)
+            self.fixed.run(plan, last.bucket)
+            self._last = _Last(plan.rows, last.bucket, last.groups, last.settings)
             settled = self.draws.run(last.bucket, last.settings)
         assert settled is not None, "no graph serves what one has served before"
         return self._settle(plan, settled, last.groups, ledger)

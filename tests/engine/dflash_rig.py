@@ -12,6 +12,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 from dflash_oracle import DFlashOracle
+from fixed_lengths import FixedLengths
 from real_steps import check_pages, compute_at_once, run_to_end
 
 from culet.attention.torch_cpu import TorchCPUBackend
@@ -26,7 +27,7 @@ from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.weights import load_model
 from culet.runner.runner import Runner
-from culet.scheduler.draft_length import Pace
+from culet.scheduler.draft_length import Acceptance
 from culet.scheduler.scheduler import Scheduler
 from culet.testing.random_dflash import TINY, write_dflash
 from culet.testing.tiny import write_checkpoint
@@ -62,31 +63,16 @@ def make_pair(folder: Path, shape: str, device=CPU, target_overrides=None, **ove
     return Pair(model, drafter, DFlashSpec.open(DraftChoice("dflash", str(drafter)), checkpoint.spec))
 
 
-class Pauses:
-    """In the place of a policy: drafts are wanted for a while, and then for a longer while not."""
+class Pauses(FixedLengths):
+    """Drafts are wanted for a while, and then for a longer while not."""
 
     def __init__(self, drafting: int = 3, pause: int = 11) -> None:
+        super().__init__()
         self.drafting, self.pause, self.num_asked = drafting, pause, 0
 
-    def wanted(self, pace: Pace, num_seqs: int) -> int:
+    def length(self, state: Acceptance, num_seqs: int) -> int:
         self.num_asked += 1
         return 3 if self.num_asked % (self.drafting + self.pause) < self.drafting else 0
-
-    def see(self, paces: list[Pace]) -> None:
-        pass
-
-    def num_resting(self, paces: list[Pace]) -> int:
-        asked, cycle = self.num_asked % (self.drafting + self.pause), self.drafting + self.pause
-        return (cycle - 1 - asked) // len(paces) if asked >= self.drafting else 0
-
-    def rest(self) -> None:
-        self.num_asked += 1  # of the batch; how many it has does not matter here
-
-    def note(self, pace: Pace, num_drafts: int, num_accepted: int) -> None:
-        pass
-
-    def took(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
-        pass
 
 
 @dataclass

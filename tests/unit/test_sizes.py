@@ -132,7 +132,7 @@ def test_counts_are_those_of_the_model_that_transformers_builds(name):
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("latent", [True, False])
 def test_pages_are_bounded_as_the_scheduler_bounds_them(name, latent):
-    from culet.scheduler.sequence import max_held_pages
+    from culet.scheduler.group_pages import max_held_pages
 
     layout = plan_cache(read_spec(VARIANTS[name]).kv_specs(2, latent=latent))
     for group in layout.groups:

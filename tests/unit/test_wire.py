@@ -30,7 +30,7 @@ from culet.types import FinishReason, ModelDefaults, Request, SamplingParams, To
 
 def make_request(name: str = "0", max_tokens: int = 4, n: int = 1, deadline: float | None = None) -> Request:
     sampling = resolve_sampling(SamplingParams(seed=1, logit_bias={3: -1.5}), ModelDefaults(suppress_token_ids=(7,)), 512)
-    rest = {"priority": -3, "deadline": deadline, "resume_points": (1, 2)}
+    rest = {"priority": -3, "deadline": deadline, "resume_lengths": (1, 2)}
     return Request(name, (2, 5, 9), sampling, n, max_tokens, frozenset({1, 106}), **rest)
 
 
