@@ -4,7 +4,7 @@ A sequence goes through phases. While the model thinks (its prompt leaves a thou
 ordinary token is allowed, the end of the turn is not. Then the document: the grammar's own masks, and an end where the
 grammar is complete. After the end only the end.
 
-Masks are bits of int32 words, bit i of word w for token 32 w + i, as `kernels.reference.apply_bitmask` reads them.
+Masks are bits of int32 words, bit i of word w for token 32 w + i, as `kernels.eager.sampling.apply_bitmask` reads them.
 Shapes: R masks · W words, a 32nd of the vocabulary.
 """
 

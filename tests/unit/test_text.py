@@ -179,10 +179,10 @@ def test_cost_per_token_does_not_grow(both):
 
     def seconds(count: int) -> float:
         decoder = IncrementalDecoder(ours)
-        begin = time.perf_counter()
+        begin = time.process_time()
         for _ in range(count):
             decoder.push([token])
-        return time.perf_counter() - begin
+        return time.process_time() - begin
 
     seconds(1000)
     assert seconds(100_000) < 40 * seconds(10_000) + 0.5
@@ -248,7 +248,7 @@ def test_without_stop_strings_all_passes():
 
 def test_long_stop_strings_cost_no_more():
     matcher = StopMatcher(["a" * 5000 + "b", "a" * 4999 + "c"])
-    begin = time.perf_counter()
+    begin = time.process_time()
     given_out = "".join(matcher.push("a")[0] for _ in range(20_000))
     assert len(given_out) == 15_000
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
