@@ -103,10 +103,10 @@ class LLGuidance:
     def __init__(self, vocabulary: list[bytes]) -> None:
         import llguidance.numpy as bitmasks
 
-        from culet.structured import grammar_text
+        from culet.structured import compiled_grammar
 
-        self._ours, self._bitmasks = grammar_text, bitmasks
-        self._tokenizer = grammar_text.make_tokenizer(vocabulary, list(SPECIALS), EOS)
+        self._ours, self._bitmasks = compiled_grammar, bitmasks
+        self._tokenizer = compiled_grammar.index_vocabulary(vocabulary, list(SPECIALS), EOS)
         self._mask = bitmasks.allocate_token_bitmask(1, len(vocabulary))
 
     def compile(self, kind: str, text: str) -> None:

@@ -33,7 +33,7 @@ def serve(folder: str, port: int, step_s: float) -> None:
     from culet.log import setup_logging
     from culet.serve.process.wire import Script
     from culet.serve.server import serve as run
-    from culet.text.text import Tokenizer
+    from culet.text.tokenizer import Tokenizer
 
     setup_logging("warning")
     script = Script(answers=(tuple(Tokenizer(folder).encode(_TEXT)),), step_s=step_s, max_model_len=1 << 20, num_pages=1 << 20)

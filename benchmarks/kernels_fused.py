@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from culet.kernels.dispatch import eager_kernels, triton_kernels
-from culet.kernels.eager.ops import HeadShape
 from culet.kernels.replay import replayed
 from culet.kernels.triton.sampling import draw as draws
+from culet.kernels.types import HeadShape, RowSettings
 from culet.sampling.logprobs import compute_logprobs
 from culet.sampling.sampler import sample
 from culet.types import Sampling
@@ -301,7 +301,7 @@ def check_sampling(bench: Bench, report: Callable[..., None]) -> None:
                 (seeds, torch.int64),
                 ([row % 3 for row in range(rows)], torch.int32),
             )
-            on_device = draws.RowSettings(*(torch.tensor(row, dtype=dtype, device=bench.device) for row, dtype in values))
+            on_device = RowSettings(*(torch.tensor(row, dtype=dtype, device=bench.device) for row, dtype in values))
             at = torch.tensor(positions, dtype=torch.int32, device=bench.device)
             call = partial(draws.draw, logits, on_device, at, has_few=top_k > 0, has_open=temperature > 0 and top_k == 0)
             num_equal = int((call() == sample(logits, settings, positions)).sum())

@@ -37,39 +37,39 @@ class FinishReason(StrEnum):
 
 
 MAX_GRAMMAR_CHARS = 1 << 20
-GRAMMAR_FAULT = "structured output: "  # what errors of a grammar begin with: the caller's, not ours
+GRAMMAR_FAULT = "structured output: "  # starts every error that the caller's grammar causes
 MAX_CHOICES = 10_000
-# Between the parts of a JSON document: one space, or a line break and what indents the next line. Without a bound a model that
-# is unsure writes spaces until its tokens are spent.
+# White space between the parts of a JSON document: a space, or a line break and an indent. It is bounded because a model that
+# is unsure writes spaces until it runs out of tokens.
 WHITE_SPACE = r"(\n[ \t]{0,64}| )?"
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What an output must look like, as plain text: what the grammar engine compiles, and the key it is kept by."""
+    """A grammar as plain text: what is compiled, and the key of the compiled grammar."""
 
     kind: str  # json_schema, regex, or lark (Lark's notation or GBNF)
     text: str
-    is_strict: bool = True  # json_schema: refuse keywords that cannot be held, instead of leaving them aside
-    after_thought: bool = False  # the model may think first; the grammar holds from the end of the thought on
+    is_strict: bool = True  # json_schema: refuse keywords that cannot be enforced, instead of ignoring them
+    after_thought: bool = False  # the model may think first; the grammar applies after the thought
 
     @property
     def key(self) -> str:
-        """The same for specs that compile to the same: short, whatever the text's length."""
+        """Short, and equal for specs that compile to the same grammar."""
         return hashlib.sha256(f"{self.kind}\0{self.is_strict}\0{self.text}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """A form that the output must have: exactly one of the first five."""
+    """A form that the output must have. Exactly one of the first five fields is set."""
 
     json: str | Mapping[str, Any] | bool | None = None  # a JSON schema
     json_object: bool = False  # any JSON object
     regex: str | None = None
     grammar: str | None = None  # in Lark's notation, or GBNF
     choice: Sequence[str] | None = None  # one of these texts
-    strict: bool = True  # for `json`: refuse a schema with keywords that cannot be held, instead of leaving those aside
-    after_thought: bool = False  # the model may think first; what it says afterwards has the form
+    strict: bool = True  # for `json`: refuse keywords that cannot be enforced, instead of ignoring them
+    after_thought: bool = False  # the model may think first; its answer has the form
 
     def __post_init__(self) -> None:
         given = [name for name in ("json", "regex", "grammar", "choice") if getattr(self, name) is not None]
@@ -83,13 +83,13 @@ class StructuredOutputs:
         if self.choice is not None:
             texts = () if isinstance(self.choice, str) or not isinstance(self.choice, Sequence) else tuple(self.choice)
             if not 1 <= len(texts) <= MAX_CHOICES or not all(isinstance(text, str) and text for text in texts):
-                raise BadRequest(f"structured_outputs.choice: expected a list of 1 to {MAX_CHOICES} texts that are not empty")
+                raise BadRequest(f"structured_outputs.choice: expected a list of 1 to {MAX_CHOICES} non-empty strings")
             object.__setattr__(self, "choice", texts)
         if len(self.spec().text) > MAX_GRAMMAR_CHARS:
             raise BadRequest(f"structured_outputs.{given[0]}: longer than {MAX_GRAMMAR_CHARS} characters")
 
     def spec(self) -> GrammarSpec:
-        """The same as the grammar engine takes it."""
+        """The form as plain text for the compiler."""
         if self.regex is not None:
             kind, text = "regex", self.regex
         elif self.grammar is not None:
@@ -102,27 +102,27 @@ class StructuredOutputs:
 
 
 def _schema_text(schema: object) -> str:
-    """A JSON schema as canonical text: the order of keys is kept, for it is the order in which they are written."""
+    """A JSON schema as text. The order of keys is kept: the answer follows it."""
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(parsed, Mapping | bool):
             raise BadRequest(f"JSON schema: got {type(parsed).__name__}, expected an object")
         return json.dumps(parsed if isinstance(parsed, bool) else dict(parsed), separators=(",", ":"), allow_nan=False)
     except RecursionError as error:
-        raise BadRequest("JSON schema: nested too deep") from error
+        raise BadRequest("JSON schema: nested too deeply") from error
     except (TypeError, ValueError) as error:
         raise BadRequest(f"JSON schema: not valid JSON: {error}") from error
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to draw tokens. None means the model's own default (`generation_config.json`)."""
+    """How to draw tokens. None means the model's default (`generation_config.json`)."""
 
     temperature: float | None = None  # 0 is greedy
     top_p: float | None = None
     top_k: int | None = None  # 0 or -1: all tokens
     min_p: float | None = None
-    max_tokens: int | None = None  # None: up to the context's end
+    max_tokens: int | None = None  # None: up to the end of the context
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
@@ -165,7 +165,7 @@ class SamplingParams:
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    """Refuse what is not a finite number within bounds; None passes."""
+    """Refuse anything but a finite number within bounds, or None."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -176,7 +176,7 @@ def _check_number(name: str, value: object, low: float, high: float, *, open_low
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
-    """Refuse what is not a whole number within bounds; None passes."""
+    """Refuse anything but a whole number within bounds, or None."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -185,7 +185,7 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
 
 @dataclass(frozen=True)
 class ModelDefaults:
-    """What a checkpoint's `generation_config.json` says, with Gemma 4's values where it is silent."""
+    """The values of a checkpoint's `generation_config.json`. Missing ones are Gemma 4's."""
 
     temperature: float = 1.0
     top_k: int = 64
@@ -198,7 +198,7 @@ class ModelDefaults:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings of one sequence with every default filled in: what the sampler reads."""
+    """Sampling settings of one sequence, with every default filled in."""
 
     temperature: float
     top_k: int  # 0: all
@@ -207,7 +207,7 @@ class Sampling:
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
-    logit_bias: tuple[tuple[int, float], ...]  # suppressed tokens stand here with -inf
+    logit_bias: tuple[tuple[int, float], ...]  # includes suppressed tokens, with -inf
     seed: int
     sample: int  # 0 .. n-1; random draws are keyed by (seed, sample, position)
     logprobs: int | None

@@ -22,9 +22,9 @@ from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, plan_cache
 from culet.config import MAX_BATCHED_TOKENS, Config, DraftChoice, ScheduleConfig
 from culet.drafters.base import Drafter, cache_specs, open_drafter, plan_drafter, target_groups
-from culet.engine.engine import resolve_device, resolve_dtype
 from culet.engine.memory import least_slabs
-from culet.engine.rehearsal import Trial
+from culet.engine.rehearsal import Rehearsal
+from culet.engine.resolve import resolve_device, resolve_dtype
 from culet.errors import ConfigError
 from culet.kernels.compiling import use_disk_cache
 from culet.models.checkpoint import open_checkpoint
@@ -106,7 +106,7 @@ class DraftBench:
         """Compile the timed kernels, several in parallel."""
         if self.is_gpu:
             for drafter in (self.drafter, None):
-                trial = Trial(
+                rehearsal = Rehearsal(
                     self.model,
                     self.layout,
                     self._backends(),
@@ -116,7 +116,7 @@ class DraftBench:
                     has_graphs=True,
                     drafter=drafter,
                 )
-                trial.compile_for(num_seqs, prompt_len)
+                rehearsal.compile_for(num_seqs, prompt_len)
 
     @torch.inference_mode()
     def measure(self, num_seqs: int, *, prompt_len: int, num_accepted: int) -> DraftLine:

@@ -205,6 +205,8 @@ class LLM:
 
     def close(self) -> None:
         """Free the model and its memory. The LLM cannot be used afterwards."""
+        if self._engine is not None:
+            self._engine.close()
         self._engine = None
         self._jobs.clear()
 

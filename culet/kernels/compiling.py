@@ -18,10 +18,11 @@ from pkgutil import walk_packages
 from queue import SimpleQueue
 from typing import Any
 
-from culet import __version__, env, hardware
+from culet import env, hardware
 from culet.errors import InternalError
 from culet.line_process import LineProcess
 from culet.log import logger
+from culet.version import __version__
 
 _MAX_WORKERS = 16
 _COMPILE_LIMIT_S = 120.0  # for one kernel; the slowest takes 3

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,10 +18,9 @@ from torch import Tensor
 from culet.kernels.host_transfer import on_device
 from culet.runner.draw_plan import DrawGroup
 from culet.sampling.sampler import TokenMasks
+from culet.structured.compiler import GrammarCompiler
+from culet.structured.matcher import Matcher
 from culet.types import Entry
-
-if TYPE_CHECKING:  # the grammar engine is loaded with the first grammar
-    from culet.structured.grammar import Grammars, SequenceGrammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class StepMasks:
 class Watched:
     """Sequences with a grammar that drew in a step: group number -> grammar. `proposals_AK` is still on the device."""
 
-    grammars: dict[int, SequenceGrammar]
+    grammars: dict[int, Matcher]
     counts: Sequence[int]  # proposals of each
     proposals_AK: Tensor | None
 
@@ -66,9 +64,9 @@ class Watched:
 class Constraints:
     """Keeps the grammar of each slot's sequence, if it has one."""
 
-    def __init__(self, grammars: Grammars) -> None:
+    def __init__(self, grammars: GrammarCompiler) -> None:
         self._grammars = grammars
-        self._by_slot: dict[int, SequenceGrammar] = {}
+        self._by_slot: dict[int, Matcher] = {}
 
     def enter(self, entries: Iterable[Entry]) -> None:
         """Sequences take their slots."""

@@ -36,11 +36,11 @@ from culet.runner.grammar_masks import Constraints, StepMasks, Watched
 from culet.sampling.logprobs import LogprobTensors, as_mappings, compute_logprobs
 from culet.sampling.sampler import History, sample
 from culet.sampling.verify import Accept, count_accepted, force_accepted
+from culet.structured.compiler import GrammarCompiler
 from culet.types import Drawn, Entry, Logprobs, Row, Sampling, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from culet.runner.draws import FixedDraws, Settled  # on GPUs alone: it needs Triton
-    from culet.structured.grammar import Grammars
 
 LOGITS_ROWS = 256  # logits computed at a time: 256 MiB at Gemma's vocabulary
 
@@ -127,10 +127,17 @@ class Runner:
         if self.draws is not None:
             self.draws.forced_1.fill_(count)
 
-    def use_grammars(self, grammars: Grammars) -> None:
+    def use_grammars(self, grammars: GrammarCompiler) -> None:
         """From now on entries may have a grammar of these."""
         if self._constraints is None:
             self._constraints = Constraints(grammars)
+
+    def device_seconds(self) -> Mapping[str, float]:
+        """Seconds of verify steps and of draft rounds on the device, so far."""
+        return {name: self.clock.seconds(name) for name in ("verify", "draft")}
+
+    def close(self) -> None:
+        """Nothing to release: the memory goes with the object."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Plans must come in the order in which they were made."""

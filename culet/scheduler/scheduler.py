@@ -92,9 +92,7 @@ class Scheduler:
             raise QueueFull(f"{num_waiting} sequences wait already, the queue is full", hint="try again later")
         arrival = self._num_arrivals
         self._num_arrivals += 1
-        first, *others = [
-            Sequence(request, sample, arrival, self.layout, self._keys(request)) for sample in range(request.n)
-        ]
+        first, *others = [Sequence(request, sample, arrival, self.layout, self._keys(request)) for sample in range(request.n)]
         first.siblings = others
         first.arrived_at = self._clock()
         self._alive[request.request_id] = {seq.sample: seq for seq in (first, *others)}

@@ -26,9 +26,10 @@ from culet.serve.http_errors import HttpError
 from culet.serve.plot_history import PERIOD_S, PlotHistory
 from culet.serve.process.client import EngineClient, State, TokenStream
 from culet.serve.process.wire import Script
-from culet.structured.compiler import make_grammar_check
+from culet.structured.check import GrammarCheck
 from culet.text.history import parse_arguments
-from culet.text.text import ChatTemplate, NumberTokenizer, Tokenizer
+from culet.text.template import ChatTemplate
+from culet.text.tokenizer import NumberTokenizer, Tokenizer
 from culet.types import SamplingParams
 
 _TEXT_THREADS = 2  # the template process renders one conversation at a time; tokenizing runs in parallel
@@ -78,7 +79,7 @@ class Service:
         self.template = ChatTemplate.of_checkpoint(folder, empty_thought=spec.ple_dim == 0)
         if not is_random:  # it is downloaded now: the engine process need not look it up again
             self.config = replace(config, model=replace(config.model, model=str(folder), revision=None))
-        self.grammar_check = make_grammar_check(self.tokenizer, time_limit_s=float(self.limits.grammar_s))
+        self.grammar_check = GrammarCheck.for_tokenizer(self.tokenizer, time_limit_s=float(self.limits.grammar_s))
         self.started_at = time.time()
         self.is_draining = False
         self.on_exit: Callable[[CuletError], None] = lambda error: None  # the engine is dead and will not be restarted

@@ -199,7 +199,7 @@ def test_unknown_keyword(good: Path) -> None:
 
 
 def test_wrong_number_of_params(llm: LLM) -> None:
-    with pytest.raises(BadRequest, match="got 1 of them for 2 prompts"):
+    with pytest.raises(BadRequest, match="got 1 for 2 prompts"):
         llm.generate(["a", "b"], [SamplingParams()])
 
 

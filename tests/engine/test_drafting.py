@@ -369,7 +369,7 @@ def test_grammars_go_along_the_drafts(tmp_path: Path) -> None:
         want = llm.generate(prompts, params)
     truth = {tuple(one.prompt_token_ids): list(one.token_ids) for one in want}
     with LLM(str(folder), speculative_config={"method": "mtp", "model": "random:", "adaptive": False}, **settings) as llm:
-        runner = llm.engine._runner
+        runner = llm.engine._worker
         drafter: Any = runner.drafter
         propose = drafter.propose
 
@@ -459,7 +459,7 @@ def test_a_head_in_fp8(tmp_path: Path) -> None:
     draft = {"method": "mtp", "model": "random:", "adaptive": False, "head_dtype": "fp8"}
     llm = LLM(folder, speculative_config=draft, **settings)
     assert [one.token_ids for one in llm.generate(prompts, params)] == want
-    drafter = llm.engine._runner.drafter
+    drafter = llm.engine._worker.drafter
     assert drafter is not None
     head = drafter.assistant.head  # type: ignore[attr-defined]
     assert head.table.dtype == torch.float8_e4m3fn
@@ -467,7 +467,7 @@ def test_a_head_in_fp8(tmp_path: Path) -> None:
     best = torch.empty(5, dtype=torch.int64)
     head.ops.pick_best(head.candidates(z), best)
     assert torch.equal(best, head.logits(z).argmax(-1))
-    plain = LLM(folder, speculative_config=draft | {"head_dtype": "auto"}, **settings).engine._runner.drafter
+    plain = LLM(folder, speculative_config=draft | {"head_dtype": "auto"}, **settings).engine._worker.drafter
     whole = plain.assistant.head.logits(z)  # type: ignore[union-attr]
     assert float((head.logits(z) - whole).abs().max()) < 0.05 * float(whole.abs().max())
 

@@ -49,7 +49,7 @@ def test_drafts_do_not_depend_on_the_backend(folder: Path) -> None:
     seen: list[list[tuple[int, int, int]]] = []
     for backend in ("triton", "torch_cpu"):
         llm = LLM(str(folder), **GIVEN, enforce_eager=True, speculative_config=MTP | {"attention_backend": backend})
-        drafter = llm.engine._runner.drafter
+        drafter = llm.engine._worker.drafter
         assert drafter is not None
         found: list[tuple[int, int, int]] = []
         propose = drafter.propose

@@ -110,11 +110,11 @@ def test_after_a_prefix_hit(shape: str) -> None:
 def test_fp8_cache(choice: str) -> None:
     """Half the bytes, different logits; prefix hits, chunks and preemption read the same keys."""
     plain = make("31B", kv_cache_dtype=choice, enable_prefix_caching=False)
-    sizes = [group.spec.itemsize for group in plain.engine._runner.pool.layout.groups]
+    sizes = [group.spec.itemsize for group in plain.engine._worker.pool.layout.groups]
     assert sizes == [1, 1 if choice == "fp8" else 4]
     params = dataclasses.replace(GREEDY, max_tokens=1, logprobs=5)
     wanted = plain.generate(prompts_of(), params)
-    slab = plain.engine._runner.pool.layout.slab_bytes
+    slab = plain.engine._worker.pool.layout.slab_bytes
     llm = make("31B", kv_cache_dtype=choice, kv_cache_memory_bytes=12 * slab, max_num_batched_tokens=33, max_model_len=160)
     for _ in range(2):
         got = llm.generate(prompts_of(), params)
@@ -285,7 +285,7 @@ def test_an_error_in_a_step_frees_everything(monkeypatch: pytest.MonkeyPatch) ->
         raise InternalError("the device is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine._runner, "launch", fail)
+        patch.setattr(llm.engine._worker, "launch", fail)
         with pytest.raises(InternalError, match="gone"):
             llm.generate([prompt(5), prompt(6)], GREEDY)
     assert not llm.engine.has_work

@@ -14,7 +14,8 @@ from culet.models.checkpoint import open_checkpoint
 from culet.serve.process.wire import Script
 from culet.testing.fake_engine import FakeEngine
 from culet.testing.tiny import write_checkpoint
-from culet.text.text import ChatTemplate, Tokenizer
+from culet.text.template import ChatTemplate
+from culet.text.tokenizer import Tokenizer
 from culet.types import Request
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -100,7 +100,9 @@ def test_a_resume_length_inside_whole_media_is_ignored() -> None:
     drive.check_end()
 
 
-@pytest.mark.parametrize("media", [[image(-1, 3)], [image(18, 3)], [image(5, 0)], [image(5, 5), image(8, 2)], [image(8, 2), image(2, 2)]])
+@pytest.mark.parametrize(
+    "media", [[image(-1, 3)], [image(18, 3)], [image(5, 0)], [image(5, 5), image(8, 2)], [image(8, 2), image(2, 2)]]
+)
 def test_media_that_lie_wrongly_are_refused(media: list[MediaSpan]) -> None:
     with pytest.raises(BadRequest, match="media: "):
         make().add(ask("a", 20, media))

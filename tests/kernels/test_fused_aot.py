@@ -1,4 +1,4 @@
-"""The fused kernels compile for every architecture at the models' real sizes, and fit its shared memory. No GPU is needed."""
+"""The fused kernels compile for every architecture at the models' real sizes, and fit into shared memory. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from culet.kernels.types import (
 )
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
-FEW_ARCHITECTURES = (80, 90)  # for kernels without tensor cores or large tiles: before and after chaining
+FEW_ARCHITECTURES = (80, 90)  # for kernels without tensor cores or large tiles: without and with dependent launch
 EPS = 1e-6
 
 
@@ -59,7 +59,7 @@ def floats(*size: int) -> Tensor:
     return meta(*size, dtype=torch.float32)
 
 
-def whole(*size: int) -> Tensor:
+def ints(*size: int) -> Tensor:
     return meta(*size, dtype=torch.int32)
 
 
@@ -72,19 +72,17 @@ def linear_of(tokens: int, rows: int, size: int, epilogue: int, **extra: object)
 
 def grouped_of(tokens: int, index: int, **extra: object) -> Launch:
     x, gate_up, down = meta(tokens, 2816), meta(128, 1408, 2816), meta(128, 2816, 704)
-    return expert_mlp.describe_grouped(x, floats(tokens, 8), whole(tokens, 8), gate_up, down, meta(tokens, 2816), **extra)[
-        index
-    ]
+    return expert_mlp.describe_grouped(x, floats(tokens, 8), ints(tokens, 8), gate_up, down, meta(tokens, 2816), **extra)[index]
 
 
 def assigned_of(index: int, **extra: object) -> Launch:
     x, gate_up, down = meta(2, 2816), meta(128, 1408, 2816), meta(128, 2816, 704)
-    return expert_mlp.describe_assigned(x, floats(2, 8), whole(2, 8), gate_up, down, meta(2, 2816), **extra)[index]
+    return expert_mlp.describe_assigned(x, floats(2, 8), ints(2, 8), gate_up, down, meta(2, 2816), **extra)[index]
 
 
 def route_of(tokens: int, **extra: object) -> Launch:
     extra.pop("shared")
-    out = floats(tokens, 8), whole(tokens, 8)
+    out = floats(tokens, 8), ints(tokens, 8)
     return route.describe_route(meta(tokens, 2816), floats(128, 2816), floats(128), out, EPS, **extra)
 
 
@@ -143,25 +141,23 @@ def small_launches(pdl: bool) -> Iterator[Launch]:
 
 def sampling_launches(pdl: bool) -> Iterator[Launch]:
     logits, wide = floats(4, 262144), meta(4, dtype=torch.float64)
-    settings = RowSettings(wide, whole(4), wide, wide, meta(4, dtype=torch.int64), whole(4))
+    settings = RowSettings(wide, ints(4), wide, wide, meta(4, dtype=torch.int64), ints(4))
     tokens = meta(4, dtype=torch.int64)
-    yield from sampling.describe_draw(logits, settings, whole(4), tokens, pdl=pdl)
+    yield from sampling.describe_draw(logits, settings, ints(4), tokens, pdl=pdl)
     out = Ranked(floats(4), floats(4, 20), meta(4, 20, dtype=torch.int64))
     yield sampling.describe_logprobs(logits, tokens, 20, out, pdl)[1]
-    yield masks.describe_bias(logits, whole(300), whole(300), floats(300), pdl)
-    yield masks.describe_bitmask(logits, whole(2, 8192), whole(2), pdl)
-    yield masks.describe_bitmask(logits, whole(4, 8192), None, pdl)
+    yield masks.describe_bias(logits, ints(300), ints(300), floats(300), pdl)
+    yield masks.describe_bitmask(logits, ints(2, 8192), ints(2), pdl)
+    yield masks.describe_bitmask(logits, ints(4, 8192), None, pdl)
     long, out_x, last = meta(4, dtype=torch.int64), meta(6, dtype=torch.int64), meta(4, 5376)
-    yield accept_drafts.describe_accept_drafts(long, long, whole(5), long, whole(9, 99), whole(1), (out_x, whole(9)), pdl=pdl)
-    rows = PlannedRows(whole(5), whole(4), whole(4), whole(4), whole(2, 4), 4)
-    taken = TokenLayout(long, long, long, whole(4), meta(2, 4, dtype=torch.int64), whole(4), long)
-    yield token_layout.describe_token_layout(
-        rows, PageTables(whole(99), whole(2, 3)), whole(9, 99), whole(9), 8, taken, pdl=pdl
-    )
+    yield accept_drafts.describe_accept_drafts(long, long, ints(5), long, ints(9, 99), ints(1), (out_x, ints(9)), pdl=pdl)
+    rows = PlannedRows(ints(5), ints(4), ints(4), ints(4), ints(2, 4), 4)
+    layout = TokenLayout(long, long, long, ints(4), meta(2, 4, dtype=torch.int64), ints(4), long)
+    yield token_layout.describe_token_layout(rows, PageTables(ints(99), ints(2, 3)), ints(9, 99), ints(9), 8, layout, pdl=pdl)
     into = meta(4, 2, dtype=torch.int64), meta(2, 5376)
-    yield accept_drafts.describe_begin_round(out_x, whole(5), long, whole(4), 99, last, into, pdl=pdl)
-    rows = Penalties(*(whole(2) for _ in range(4)), *(floats(2) for _ in range(3)))
-    yield from penalties.describe_penalise(logits, meta(4, 4096, dtype=torch.int64), rows, 4096, whole(2, 262144), pdl)
+    yield accept_drafts.describe_begin_round(out_x, ints(5), long, ints(4), 99, last, into, pdl=pdl)
+    rows = Penalties(*(ints(2) for _ in range(4)), *(floats(2) for _ in range(3)))
+    yield from penalties.describe_penalise(logits, meta(4, 4096, dtype=torch.int64), rows, 4096, ints(2, 262144), pdl)
 
 
 @pytest.mark.parametrize("capability", FEW_ARCHITECTURES)
@@ -173,14 +169,14 @@ def test_other_kernels_compile(launches: Callable[[bool], Iterator[Launch]], cap
 
 
 def small_drafter_launches(pdl: bool) -> Iterator[Launch]:
-    """Layers of the built-in model's drafters."""
-    found, token, table = (
+    """The layers of the built-in model's drafters."""
+    scored, token, table = (
         Candidates(floats(3, 128), meta(3, 128, dtype=torch.int64)),
         meta(3, dtype=torch.int64),
         meta(8192, 256),
     )
-    for one in (found, None):
-        yield draft_head.describe_embed_linear(one, token, meta(3, 256), table, 16.0, meta(128, 512), meta(3, 128), pdl)
+    for candidates in (scored, None):
+        yield draft_head.describe_embed_linear(candidates, token, meta(3, 256), table, 16.0, meta(128, 512), meta(3, 128), pdl)
     x, y, norm = meta(3, 128), meta(3, 512), floats(128)
     yield norm_linear.describe_normed(x, None, (None, norm), None, EPS, meta(512, 128), (x, y), pdl=pdl)
     parts, gated = floats(4, 3, 128), meta(1536, 128)
@@ -192,27 +188,27 @@ def small_drafter_launches(pdl: bool) -> Iterator[Launch]:
     heads = HeadShape(0, 2, 128, 128, False, False, EPS, norm_v=False)
     memory = meta(99, 3 * 2 * 2 * 16 * 128)
     planes = [memory.as_strided((2, 99, 2, 16, 128), (4096, memory.stride(0), 2048, 128, 1), 8192 * i) for i in range(3)]
-    layers = [ContextLayer(meta(512, 256), floats(2, 128), one) for one in planes]
+    layers = [ContextLayer(meta(512, 256), floats(2, 128), plane) for plane in planes]
     feature, long = meta(20, 256), meta(20, dtype=torch.int64)
     yield context_kv.describe_context(feature, floats(256), (long, floats(64)), long, layers, heads, pdl)
 
 
 def round_launches(pdl: bool) -> Iterator[Launch]:
-    """Of the 31B's assistant, of E4B's, and of a published DFlash drafter."""
+    """The rounds of the 31B's assistant, of E4B's, and of a published DFlash drafter."""
     rows, size, wide = 3, 16, 5376
-    tokens, long, inv_freqs = whole(33, 4096), meta(rows, dtype=torch.int64), [floats(128), floats(64)]
+    tokens, long, inv_freqs = ints(33, 4096), meta(rows, dtype=torch.int64), [floats(128), floats(64)]
     yield draft_round.describe_newest(tokens, long, long, long, pdl)
     yield draft_round.describe_keep_drafts(tokens, long, long, meta(rows, 7, dtype=torch.int64), pdl)
-    turns = [Rope(floats(rows, 1, 2 * one.shape[0]), floats(rows, 1, 2 * one.shape[0])) for one in inv_freqs]
+    turns = [Rope(floats(rows, 1, 2 * len(inv_freq)), floats(rows, 1, 2 * len(inv_freq))) for inv_freq in inv_freqs]
     for kinds in (1, 2):
-        start = ChainStart(long, whole(rows + 1), whole(rows), turns[:kinds])
+        start = ChainStart(long, ints(rows + 1), ints(rows), turns[:kinds])
         yield draft_round.describe_chain(long, False, inv_freqs[:kinds], start, pdl)
-    each = meta(rows * size, dtype=torch.int64)
+    tokens_T = meta(rows * size, dtype=torch.int64)
     turn = Rope(floats(rows * size, 1, 128), floats(rows * size, 1, 128))
     for windows in ((), (2048, None)):
-        visible = [whole(2, rows * size) for _ in windows]
-        blocks = BlockStart(each, each, each, whole(rows + 1), whole(rows), visible, turn, meta(rows * size, wide))
-        tables, shape, table = (whole(rows, 260), whole(rows)), BlockShape(size, 4, 16, 999, windows), meta(262144, wide)
+        visible = [ints(2, rows * size) for _ in windows]
+        blocks = BlockStart(tokens_T, tokens_T, tokens_T, ints(rows + 1), ints(rows), visible, turn, meta(rows * size, wide))
+        tables, shape, table = (ints(rows, 260), ints(rows)), BlockShape(size, 4, 16, 999, windows), meta(262144, wide)
         yield draft_round.describe_blocks(long, long, tables, shape, floats(64), (table, 73.5), blocks, pdl)
     yield draft_round.describe_taps([meta(4, wide)] * 6, meta(4, dtype=torch.int64), meta(99, 6 * wide), pdl)
     yield draft_round.describe_taps([meta(4, wide)] * 8, None, meta(4, 8 * wide), pdl)
@@ -220,12 +216,13 @@ def round_launches(pdl: bool) -> Iterator[Launch]:
     yield draft_head.describe_peaks(meta(rows, 262144), out, pdl)
     yield draft_head.describe_peaks(floats(rows, 262144), out, pdl)
     yield from small_drafter_launches(pdl)
-    found = Candidates(floats(rows, 4096), meta(rows, 4096, dtype=torch.int64))
-    yield draft_head.describe_pick(found, long, pdl)
+    scored = Candidates(floats(rows, 4096), meta(rows, 4096, dtype=torch.int64))
+    yield draft_head.describe_pick(scored, long, pdl)
     clusters, chosen = meta(2048, 128, dtype=torch.int64), meta(rows, 32, dtype=torch.int64)
-    yield draft_head.describe_clusters(meta(rows, 256), meta(262144, 256), clusters, chosen, found, pdl)
-    for one in (found, None):
-        yield draft_head.describe_beside(one, long, meta(rows, wide), meta(262144, wide), 73.5, meta(rows, 2 * wide), pdl)
+    yield draft_head.describe_clusters(meta(rows, 256), meta(262144, 256), clusters, chosen, scored, pdl)
+    for candidates in (scored, None):
+        hidden, out = meta(rows, wide), meta(rows, 2 * wide)
+        yield draft_head.describe_beside(candidates, long, hidden, meta(262144, wide), 73.5, out, pdl)
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
@@ -235,7 +232,7 @@ def test_rounds_compile(capability: int) -> None:
         assert compiled.metadata.shared <= SHARED_BYTES[89], f"{launch.kernel.__name__} takes too much shared memory"
 
 
-# Table, width of the states, of their rows: an assistant's of 8,192 tokens, the built-in DFlash drafter's blocks.
+# Vocabulary, width, shape of the rows: an assistant's with 8,192 tokens, the built-in DFlash drafter's blocks.
 HEADS = [
     (8192, 128, (1,)),
     (8192, 128, (40,)),

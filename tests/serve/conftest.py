@@ -10,7 +10,7 @@ import pytest
 from running import Running
 
 from culet.testing.tiny import write_checkpoint
-from culet.text.text import Tokenizer
+from culet.text.tokenizer import Tokenizer
 
 ANSWER = "The small facet at the point of a cut gem."
 

@@ -38,7 +38,8 @@ except CuletError as error:
     report(error.message, error.hint)
     sys.exit(exit_code(error))
 """
-START_LIMIT_S = 60.0
+START_LIMIT_S = 40.0
+PATIENCE = 12  # limits are those of an idle machine; a busy one gets this many times as long before a test fails
 
 
 def free_port() -> int:
@@ -49,9 +50,9 @@ def free_port() -> int:
 
 def wait_for(condition: Callable[[], Any], limit_s: float = 10.0, what: str = "it") -> Any:
     """Poll `condition` until it returns a true value."""
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + PATIENCE * limit_s
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {limit_s} s for {what}"
+        assert time.monotonic() < deadline, f"waited {PATIENCE * limit_s:g} s for {what}"
         time.sleep(0.02)
     return value
 
@@ -78,7 +79,7 @@ class Running:
         }
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by stop)
         self.key = str((settings or {}).get("api_key") or "none").split(",")[0]
-        self.http = httpx.Client(base_url=self.url, timeout=60, headers={"authorization": f"Bearer {self.key}"})
+        self.http = httpx.Client(base_url=self.url, timeout=300, headers={"authorization": f"Bearer {self.key}"})
         self.process = subprocess.Popen(
             [sys.executable, "-c", _SERVE, json.dumps(given)],
             stderr=self._log,
@@ -153,14 +154,14 @@ class Running:
 
     def wait(self, limit_s: float = 20.0) -> int:
         """Wait until the server has ended; returns its exit code."""
-        return self.process.wait(limit_s)
+        return self.process.wait(PATIENCE * limit_s)
 
     def stop(self) -> None:
         self.http.close()
         if self.process.poll() is None:
             self.signal(signal.SIGTERM)
             try:
-                self.process.wait(10)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

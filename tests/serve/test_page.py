@@ -29,6 +29,7 @@ def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         # Inside a container Chromium's own sandbox has no leave to start; the pages are ours.
         browser = playwright.chromium.launch(executable_path=installed, args=["--no-sandbox"])
+        expect.set_options(timeout=60_000)  # 5 s are too few on a busy machine
         yield browser
         browser.close()
 
@@ -43,7 +44,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
         context = browser.new_context(**options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(120_000)
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("dialog", lambda dialog: faults.append(f"dialog: {dialog.message}"))
         page.on("console", lambda line: faults.append(line.text) if line.type == "error" and "401" not in line.text else None)

@@ -31,7 +31,7 @@ from culet.models.spec import ModelSpec, read_spec
 from culet.models.variants import VARIANTS
 from culet.testing.tiny import SHAPES as TINY
 from culet.testing.tiny import write_checkpoint
-from culet.text.text import NumberTokenizer
+from culet.text.tokenizer import NumberTokenizer
 
 H200 = PEAKS["H200"]
 CPU = torch.device("cpu")
@@ -462,7 +462,7 @@ def test_kernels_need_a_gpu() -> None:
         (["offline"], "no model"),
         (["offline", "x", "--random", "31B"], "got both a model"),
         (["offline", "--random", "7B"], "no such variant"),
-        (["offline", "x", "--num-layers", "3"], "a checkpoint has the layers it has"),
+        (["offline", "x", "--num-layers", "3"], "only random weights can have fewer layers"),
         (["offline", "--random", "31B", "--num-layers", "1"], "layers: got 1"),
         (["offline", "--random", "31B", "--rows", "everything"], "rows: got 'everything'"),
         (["offline", "--random", "31B", "--json", "/nowhere/at/all.json"], "cannot write"),
@@ -473,8 +473,8 @@ def test_kernels_need_a_gpu() -> None:
         (["kernels", "--device", "cpu", "--backend", "magic"], "unknown attention backend"),
         (["kernels", "--device", "cpu", "--shape", "7B.global"], "unknown shape"),
         (["kernels", "--device", "cpu", "--case", "decode"], "case: got 'decode'"),
-        (["kernels", "--device", "cpu", "--heads", "8"], "kv-heads: is missing"),
-        (["kernels", "--device", "cpu", "--window", "8"], "heads: is missing"),
+        (["kernels", "--device", "cpu", "--heads", "8"], "kv-heads: missing"),
+        (["kernels", "--device", "cpu", "--window", "8"], "heads: missing"),
         (["kernels", "--device", "cpu", "--keys", "8"], "rows: is missing"),
         (
             ["kernels", "--device", "cpu", "--heads", "8", "--kv-heads", "3", "--head-dim", "16", "--rows", "1"],

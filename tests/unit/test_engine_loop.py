@@ -76,7 +76,7 @@ class OtherEnd:
 
     def close(self) -> None:
         self._socket.close()
-        self.thread.join(10)
+        self.thread.join(120)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_failed_step_ends_only_its_requests(opened: list[OtherEnd]) -> None:
     assert isinstance(answer, Deltas)
     assert answer.deltas[0].finish_reason is FinishReason.LENGTH
     end.send(Stop())
-    end.thread.join(10)
+    end.thread.join(120)
     assert end.code == 0
 
 
@@ -122,7 +122,7 @@ def test_an_engine_beyond_repair_ends(opened: list[OtherEnd], errors: list[Excep
     last = end.next()
     assert isinstance(last, Failed)
     assert last.kind == "WorkerDied"
-    end.thread.join(10)
+    end.thread.join(120)
     assert end.code == 2
 
 

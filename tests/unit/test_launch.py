@@ -1,4 +1,4 @@
-"""Which compiled kernel a launch takes: told apart at least as finely as Triton does."""
+"""Launches find their compiled kernel by a key at least as fine as Triton's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from culet.kernels.triton.launch import Launch, only_warm
 
 
 class Kernel:
-    """A compiled kernel's stand-in that keeps what it is asked to do."""
+    """A stand-in for a kernel that records its calls."""
 
     def __init__(self) -> None:
         self.device_caches: dict[int, Any] = {}
@@ -55,7 +55,7 @@ MEMORY = torch.zeros(64, dtype=torch.float32)
 BASE: dict[str, Any] = {"x": MEMORY, "count": 32, "length": 5, "BLOCK": 64}
 
 
-def test_the_second_launch_goes_past_triton() -> None:
+def test_the_second_launch_bypasses_triton() -> None:
     kernel, other = Kernel(), torch.ones(64)
     Launch(kernel, (3,), BASE, {"num_warps": 4}).run()
     Launch(kernel, (5, 2), {"BLOCK": 64, "length": 9, "count": 48, "x": other}, {"num_warps": 4}).run()
@@ -79,7 +79,7 @@ def test_the_second_launch_goes_past_triton() -> None:
         ({}, {"num_warps": 8}),
     ],
 )
-def test_what_triton_compiles_anew_for_is_told_apart(change: dict[str, Any], options: dict[str, Any]) -> None:
+def test_the_key_differs_where_triton_compiles_another_kernel(change: dict[str, Any], options: dict[str, Any]) -> None:
     kernel = Kernel()
     for given, chosen in ((BASE, {"num_warps": 4}), (BASE | change, {"num_warps": 4} | options)):
         Launch(kernel, (1,), given, chosen).run()
@@ -88,7 +88,7 @@ def test_what_triton_compiles_anew_for_is_told_apart(change: dict[str, Any], opt
 
 
 @pytest.mark.parametrize("value", [0.5, True, SimpleNamespace(block_shape=[16])], ids=["float", "bool", "unknown"])
-def test_other_arguments_are_left_to_triton(value: Any) -> None:
+def test_triton_launches_with_other_arguments(value: Any) -> None:
     kernel = Kernel()
     for _ in range(3):
         Launch(kernel, (1,), BASE | {"count": value}).run()
@@ -102,7 +102,7 @@ def a_descriptor(dtype: torch.dtype = torch.bfloat16, box: tuple[int, int] = (64
 
 
 @pytest.mark.parametrize("change", [{"dtype": torch.float32}, {"box": (32, 64)}, {"swizzle": 64}])
-def test_descriptors_are_told_apart_by_what_they_fetch(change: dict[str, Any]) -> None:
+def test_the_key_of_a_descriptor_is_what_it_fetches(change: dict[str, Any]) -> None:
     kernel = Kernel()
     first, again, other = a_descriptor(), a_descriptor(), a_descriptor(**change)
     for descriptor in (first, again, other):
@@ -126,7 +126,7 @@ def test_a_kernel_is_warmed_once() -> None:
 
 
 class Described:
-    """Describes the same launch for other tensors, and counts how often it is asked to."""
+    """Describes the same launch for other tensors, and counts how often."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.count = kernel, 0
@@ -155,7 +155,7 @@ def test_a_prepared_launch_is_described_once() -> None:
     assert described.count == 2
 
 
-def test_a_prepared_launch_serves_only_tensors_that_are_aligned() -> None:
+def test_a_prepared_launch_needs_aligned_tensors() -> None:
     kernel = Kernel()
     described = Described(kernel)
     described.run(MEMORY)
@@ -174,7 +174,7 @@ def test_ambiguous_tensors_are_not_prepared() -> None:
     kernel = Kernel()
     for _ in range(2):  # which of the two tensors is x?
         launch.run_prepared(("key",), (1, 1), (MEMORY, MEMORY), lambda: Launch(kernel, (1,), BASE))
-    for _ in range(2):  # x is none of them
+    for _ in range(2):  # neither is x
         launch.run_prepared(("other",), (1, 1), (torch.ones(4),), lambda: Launch(kernel, (1,), BASE))
     assert len(kernel.by_triton) == 1
     assert all(call[9] == MEMORY.data_ptr() for call in kernel.direct)

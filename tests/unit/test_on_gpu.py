@@ -1,4 +1,4 @@
-"""How draws are handed to the GPU's kernels: the kernels stand in here by the eager sampler, which says what they must draw."""
+"""How draws are passed to the GPU kernels. Here the eager sampler replaces the kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = {
 
 
 class Kernels:
-    """Draws as the kernels do, from what they are given, and keeps count."""
+    """Draws like the kernels, and counts the calls."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -63,7 +63,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
 
 
 def test_which_rows_the_kernels_serve() -> None:
-    assert {name for name, one in KINDS.items() if not is_served(one)} == {"wide", "nucleus"}
+    assert {name for name, settings in KINDS.items() if not is_served(settings)} == {"wide", "nucleus"}
 
 
 @pytest.mark.parametrize("has_masks", [False, True])
@@ -100,7 +100,7 @@ def test_logits_stay_where_log_probabilities_are_wanted(kernels: Kernels) -> Non
 
 
 def test_many_penalised_rows_go_in_pieces(kernels: Kernels) -> None:
-    """Also when sequences have changed their slots, as after a preemption."""
+    """Also when sequences changed their slots, as after a preemption."""
     settings = [replace(KINDS["penalised"], seed=row) for row in range(on_gpu.PENALISED_ROWS + 3)]
     gpu, tokens_SL = GpuSampler(), torch.randint(0, 300, (len(settings), 50))
     for slots in (list(range(len(settings))), list(range(len(settings)))[::-1]):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from culet.text.output_pieces import ReasoningPiece, TextPiece, ToolCall
 from culet.text.output_reader import ChatReader
-from culet.text.text import NumberTokenizer, Tokenizer
+from culet.text.tokenizer import NumberTokenizer, Tokenizer
 from tests.unit.output_streams import CITY, MARKS, SCHEMA, SPECIAL, Q, answer, plain_ids, read, write_tokenizer
 
 

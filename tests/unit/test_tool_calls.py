@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from culet.text.output_pieces import TextPiece, ToolCall
 from culet.text.template import BUILT_IN, ChatTemplate
-from culet.text.text import Tokenizer
+from culet.text.tokenizer import Tokenizer
 from culet.text.tool_calls import CallReader
 from culet.text.tool_schema import tool_schemas
 from tests.unit.output_streams import CITY, SCHEMA, Q, answer, read, write_tokenizer

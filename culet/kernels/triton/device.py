@@ -20,7 +20,7 @@ def device_facts(device: torch.device) -> tuple[int, int]:
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether `device` is a Hopper GPU, which alone runs the Gluon kernels."""
+    """Whether `device` is a Hopper GPU, the only one that runs the Gluon kernels."""
     return device.type == "cuda" and hardware.is_hopper(hardware.capability_of(device))
 
 

@@ -92,7 +92,8 @@ def _chain_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "mask_id", "spare_page", "num_columns", "pages_stride"])
 def _blocks_kernel(
-    newest, lengths, pages, firsts, inv_freq, table, ids, positions, kv_addresses, begin, context, visible_a, visible_b, cos, sin, x,
+    newest, lengths, pages, firsts, inv_freq, table,
+    ids, positions, kv_addresses, begin, context, visible_a, visible_b, cos, sin, x,
     num_rows, mask_id, spare_page, num_columns, pages_stride, page_tokens, table_stride,
     SIZE: tl.constexpr, WINDOW_A: tl.constexpr, WINDOW_B: tl.constexpr, NUM_VISIBLE: tl.constexpr,
     HALF: tl.constexpr, D: tl.constexpr, scale: tl.constexpr,

@@ -1,4 +1,4 @@
-"""How a step of fixed shape begins and ends, as Triton kernels against their eager twins, in Triton's interpreter."""
+"""The first and last kernels of a step of fixed shape against their eager twins, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ else:
 
     @pytest.mark.parametrize("room", [0, 6])
     @pytest.mark.parametrize("counts", [[4, 1, 3, 4, 4, 0, 0, 0], [1], [1, 1, 1], [9, 8, 9, 0]], ids=str)
-    def test_placed_rows(counts: list[int], room: int) -> None:
-        """Two steps: open rows and others, rows that pad with many tokens, one and none; the second goes on from the first."""
+    def test_token_layout(counts: list[int], room: int) -> None:
+        """Two steps with open and other rows, and padding rows of many tokens, one or none; the second continues the first."""
         num_rows, num_tokens, width, spare = len(counts), sum(counts), 70, 11
         sizes, columns = (4, 16, 6), (20, 5, 12)
         is_padding = [index >= max(1, num_rows // 2) for index in range(num_rows)]
@@ -61,8 +61,8 @@ else:
                 ops.lay_out_tokens(rows, tables, tokens, accepted, room, into)
                 found.append((*into[:6], rows.start_B.clone(), *([into.ring_T] if room else [])))
         for wanted, got in zip(found[:2], found[2:], strict=True):
-            for one, other in zip(got, wanted, strict=True):
-                assert torch.equal(one, other)
+            for mine, theirs in zip(got, wanted, strict=True):
+                assert torch.equal(mine, theirs)
         first, second = found[:2]
         positions, ids, slots_of = first[1], first[0], first[4]
         begin = 0
@@ -72,18 +72,18 @@ else:
             assert ids[begin : begin + count].tolist() == tokens[slots[index], at : at + count].tolist()
             assert int(first[6][index]) == at + (not is_padding[index])
             assert bool((slots_of[:, begin : begin + count] == -1).all()) == is_padding[index] or not count
-            if is_padding[index]:  # it stays where it is
+            if is_padding[index]:  # it does not advance
                 assert positions[begin : begin + count].tolist() == second[1][begin : begin + count].tolist()
             begin += count
 
     @pytest.mark.parametrize("forced", [-1, 0, 2])
-    def test_settled_draws(forced: int) -> None:
-        """Rows of all sizes, of one token and of none; and what the drafter is given of them."""
+    def test_accepted_drafts(forced: int) -> None:
+        """Rows of all sizes, of one token and of none; and the inputs of the next draft round."""
         counts, width = [4, 1, 3, 0, 2, 4, 2, 0, 0, 0], 50
         num_rows, num_tokens = 5, sum(counts)
         begin = torch.tensor([0, *counts]).cumsum(0).int()
         ids = torch.randint(0, 3, (num_tokens,))
-        # Tokens of a row follow each other in its slot; those of rows that pad are in the last one.
+        # A row's tokens are consecutive in its slot; those of padding rows are in the last slot.
         slots = [4, 0, 2, 6, 5, 6, 6, 6, 6, 6]
         firsts = torch.randint(0, width - 4, (10,)).tolist()
         rows = zip(slots, firsts, counts, strict=True)

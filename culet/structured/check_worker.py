@@ -1,7 +1,7 @@
-"""Compiles grammars in a process of its own, to see whether they can be; run by `grammar_check`, once per process.
+"""The process in which `check` compiles grammars.
 
-One JSON object per line: the first {"names": [...], "max_bytes": n} of the special tokens and the address space, every further
-one the fields of a GrammarSpec. Each is answered by {"error": why not, or nothing}.
+It reads one JSON object per line. The first is {"names": [...], "max_bytes": n}: the special tokens and the limit of the
+address space. Each further one holds the fields of a GrammarSpec and is answered by {"error": text}, empty if it compiles.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from culet.structured.grammar_text import GrammarFault, compile_grammar, make_tokenizer
+from culet.structured.compiled_grammar import GrammarFault, compile_grammar, index_vocabulary
 from culet.types import GrammarSpec
 
 
@@ -22,22 +22,22 @@ def _reply(error: str) -> None:
 
 
 def _check(spec: GrammarSpec, names: Sequence[str]) -> str:
-    """Why the grammar cannot be compiled; nothing if it can. A vocabulary of bytes and special tokens suffices to know."""
+    """Why the grammar cannot be compiled, or nothing. A vocabulary of bytes and special tokens is enough to find out."""
     pieces = [name.encode() for name in names] + [bytes([byte]) for byte in range(256)]
-    tokenizer = make_tokenizer(pieces, range(len(names)), [0])
+    vocabulary = index_vocabulary(pieces, range(len(names)), [0])
     try:
-        compile_grammar(spec, tokenizer)
+        compile_grammar(spec, vocabulary)
     except GrammarFault as fault:
         return str(fault)
     except (RecursionError, MemoryError):
-        return "nested too deep, or too large"
+        return "nested too deeply, or too large"
     return ""
 
 
 def main() -> None:
-    """Answer until stdin ends, which it does when Culet is gone."""
+    """Answer until stdin closes, which it does when the parent ends."""
     setup = json.loads(sys.stdin.readline())
-    with suppress(ValueError, OSError):  # not every system can limit it
+    with suppress(ValueError, OSError):  # not every system supports these limits
         resource.setrlimit(resource.RLIMIT_AS, (setup["max_bytes"], setup["max_bytes"]))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _reply("")
