@@ -34,15 +34,15 @@ def check(bench: DraftBench, num_seqs: int, prompt_len: int) -> dict[str, float]
     loop.time(prompt_len, tokens_per_step=3)
     rounds = loop.rounds
     assert rounds is not None
-    taken = rounds._rounds[num_seqs, drafter.max_drafts]
-    assert taken.graph is not None
-    assert taken.made_RK is not None
-    taken.graph.replay()
-    replayed = taken.made_RK.clone()
-    launched = rounds._propose(taken)
-    facts, pool = taken.facts_4R, rounds.pool
+    fixed = rounds[num_seqs, drafter.max_drafts]
+    assert fixed.graph is not None
+    assert fixed.proposed_RK is not None
+    fixed.graph.replay()
+    replayed = fixed.proposed_RK.clone()
+    launched = rounds._propose(fixed)
+    facts, pool = fixed.facts_4R, rounds.pool
     newest = drafter.assistant.ops.newest_tokens(rounds.tokens_SL, facts[SLOT], facts[LENGTH])
-    batch = DraftBatch(newest, facts[LENGTH], facts[SLOT], rounds.hidden_SD[:num_seqs], taken.groups)
+    batch = DraftBatch(newest, facts[LENGTH], facts[SLOT], rounds.hidden_SD[:num_seqs], fixed.groups)
     plain = {index: ReferenceBackend(backend.group, backend.num_heads) for index, backend in drafter.backends.items()}
     twin = MTPDrafter(drafter.assistant, drafter.target, plain, max_drafts=drafter.max_drafts)
     states = []

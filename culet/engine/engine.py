@@ -32,7 +32,7 @@ from culet.models.gemma4 import Gemma4
 from culet.models.spec import ModelSpec
 from culet.models.weights import load_model
 from culet.registry import load
-from culet.runner.fixed_steps import Captures
+from culet.runner.captures import Captures
 from culet.runner.runner import Pending, Runner
 from culet.scheduler.draft_length import DraftPolicy
 from culet.scheduler.scheduler import Scheduler
@@ -240,10 +240,10 @@ class Engine:
 
     def _capture_graphs(self, times: StartTimes) -> None:
         with times.part("graphs"):
-            fixed = self._runner.use_fixed_steps()
+            fixed = self._runner.use_fixed_shapes()
             num_captured = self._runner.capture(Captures(self.device))
             torch.cuda.synchronize(self.device)
-        sizes = ", ".join(map(str, sorted({bucket.num_rows for bucket in fixed.buckets})))
+        sizes = ", ".join(map(str, sorted({bucket.num_rows for bucket in fixed.steps.buckets})))
         kinds = "decode steps" if self.draft_spec is None else "decode and verify steps and drafting rounds"
         chose("CUDA graphs", num_captured, f"{kinds} of up to {sizes} sequences")
 
@@ -336,8 +336,8 @@ class Engine:
 
     def stats(self) -> SchedulerStats:
         """Counts of the scheduler, since the start."""
-        clock = self._runner.clock
-        return replace(self._scheduler.stats(), verify_seconds=clock.seconds("verify"), draft_seconds=clock.seconds("draft"))
+        seconds = self._runner.device_seconds()
+        return replace(self._scheduler.stats(), verify_seconds=seconds["verify"], draft_seconds=seconds["draft"])
 
     def step(self) -> list[Delta]:
         """`advance`, with the text of what it brought; for requests that came by `add`."""

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from culet.scheduler.budget import Grant
-from culet.scheduler.draft_length import Lengths
 from culet.scheduler.page_allocator import PageAllocator
 from culet.scheduler.sequence import MAX_TRAIL, Sequence
 from culet.types import Row
@@ -136,41 +135,6 @@ def go_on(one: Sequence, num_drafts: int, num_wanted: int) -> PlannedRow:
     one.draws_in_flight += 1
     one.awaits_drafts = num_drafts + num_wanted > 0
     return PlannedRow(row, one, [one])
-
-
-@dataclass(slots=True)
-class Stretch:
-    """Steps in which all sequences go on by a token each, in the pages they have, and nobody wants drafts.
-
-    Their rows are those of the first of them, but for where they begin; nothing else is worked out anew.
-    """
-
-    planned: list[PlannedRow]
-    rows: tuple[Row, ...]
-    num_left: int  # steps that may follow
-    num_taken: int = 0
-
-    @classmethod
-    def after(cls, planned: list[PlannedRow], rows: tuple[Row, ...], policy: Lengths | None) -> Stretch | None:
-        """What may follow a step of one token for each sequence that runs, if anything."""
-        owners = [plan.owner for plan in planned]
-        # A grammar must see every token before the next is drawn.
-        if any(row.num_wanted for row in rows) or any(one.request.grammar is not None for one in owners):
-            return None
-        num_steps = min([min(one.calm_until - one.num_computed, one.num_left) for one in owners])
-        if policy is not None and num_steps > 0:
-            num_steps = min(num_steps, policy.num_resting([one.pace for one in owners]))
-        return cls(planned, rows, num_steps) if num_steps > 0 else None
-
-    def go_on(self) -> None:
-        """Count the next step as planned."""
-        self.num_left -= 1
-        self.num_taken += 1
-        for plan in self.planned:
-            one = plan.owner
-            one.num_computed += 1
-            one.rows_in_flight += 1
-            one.draws_in_flight += 1
 
 
 def decode_shape(planned: Iterable[PlannedRow]) -> tuple[int, int] | None:

@@ -20,7 +20,7 @@ from culet.scheduler.admission import check_fits, reserved_pages
 from culet.scheduler.budget import Grant, share_budget
 from culet.scheduler.draft_length import Lengths
 from culet.scheduler.page_allocator import PageAllocator
-from culet.scheduler.rows import PlannedRow, Stretch, commit_row, decode_shape, drafts_to_go_on, go_on, largest_row
+from culet.scheduler.rows import PlannedRow, commit_row, decode_shape, drafts_to_go_on, go_on, largest_row
 from culet.scheduler.sequence import Sequence
 from culet.scheduler.stats import Counters, SchedulerStats
 from culet.types import Drawn, Entry, FinishReason, Logprobs, Request, Row, StepPlan, StepResult, TokenDelta
@@ -70,7 +70,6 @@ class Scheduler:
         self._num_arrivals = 0
         self._next_step_id = 0
         self._in_flight: deque[tuple[int, list[PlannedRow], tuple[int, int] | None]] = deque()  # with `decode_shape`
-        self._stretch: Stretch | None = None  # how the last plan can be repeated, if nobody comes or goes
         self._deltas: list[TokenDelta] = []
         self._timed: tuple[tuple[int, int] | None, float] = (None, 0.0)  # sequences and drafts of the last step, and its end
 
@@ -158,9 +157,6 @@ class Scheduler:
         """The next step, or None: nothing to do, or nothing before the result in flight is applied."""
         assert len(self._in_flight) <= 1, "two plans wait for their results already"
         self._expire()
-        if self._stretch is not None and self._stretch.num_left > 0 and self._is_full:
-            return self._go_on(self._stretch)
-        self._stretch = None
         is_open = bool(self._in_flight) and any(one.awaits_drafts and one.draws_in_flight for one in self._running)
         counts = self._drafts_to_go_on(is_open=is_open)
         # A batch of which a part runs ahead would run in two halves from then on: all do, or none.
@@ -184,8 +180,6 @@ class Scheduler:
         if not planned:
             return None
         rows = tuple([plan.row for plan in planned])
-        if counts is not None and not any(counts):
-            self._stretch = Stretch.after(planned, rows, self.policy)
         return StepPlan(self._count_step(planned, shape), tuple(entries), copies, rows)
 
     def _count_step(self, planned: list[PlannedRow], shape: tuple[int, int] | None) -> int:
@@ -195,14 +189,6 @@ class Scheduler:
         self.counters.steps += 1
         self._in_flight.append((step_id, planned, shape))
         return step_id
-
-    def _go_on(self, stretch: Stretch) -> StepPlan:
-        """The next step of a stretch."""
-        stretch.go_on()
-        if self.policy is not None:
-            self.policy.rest()
-        step_id = self._count_step(stretch.planned, (len(stretch.planned), 0))
-        return StepPlan(step_id, (), (), stretch.rows, stretch.num_taken)
 
     def _drafts_to_go_on(self, *, is_open: bool) -> list[int] | None:
         """Drafts of each sequence, where all go on and there are pages for all who need any; most steps are such.
@@ -281,7 +267,6 @@ class Scheduler:
     def _leave(self, one: Sequence) -> None:
         """Out of the running ones, or of those that wait if its admission failed: slot and pages are free."""
         assert one.slot is not None
-        self._stretch = None
         (self._running if one in self._running else self._waiting).remove(one)
         heapq.heappush(self._free_slots, one.slot)
         one.slot = None
@@ -455,8 +440,8 @@ class Scheduler:
             if not one.rows_in_flight:  # else it has been planned with these proposals, and with pages for all it may accept
                 one.num_proposed = drawn.num_proposed
                 # An open row before this one may have left some, too.
-                if (num_drafts or self.plans_open) and one.release_beyond(self.page_allocator):
-                    self._stretch = None
+                if num_drafts or self.plans_open:
+                    one.release_beyond(self.page_allocator)
         count, reason = one.append(token_ids)
         if reason is not None:
             self.counters.dropped_tokens += num_drawn - count

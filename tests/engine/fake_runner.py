@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from culet.cache.spec import CacheLayout, KVGroup
-from culet.runner.deferred_kv import LateWrite, Ledger, keeps
+from culet.runner.deferred_kv import DeferredWrite, Ledger, keeps_features
 from culet.types import Drawn, Entry, Request, Row, Sampling, StepPlan, StepResult
 
 VOCAB = 50
@@ -89,7 +89,7 @@ class FakeRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         self._check_plan(plan)
         for ledger in self.ledgers:
-            self._write_late(ledger, ledger.left(plan), "left")
+            self._write_late(ledger, ledger.due_before(plan), "left")
         for entry in plan.entries:
             self.slots[entry.slot] = Slot(entry, list(entry.token_ids))
         self._copy(plan.copies)
@@ -104,7 +104,7 @@ class FakeRunner:
         for row in plan.rows:
             drawn += self._draw(row)
         for ledger in self.ledgers:
-            self._write_late(ledger, ledger.due(plan.rows), "due")
+            self._write_late(ledger, ledger.due_after(plan.rows), "due")
         for row in plan.rows:
             self._read_context(row)
             self._scribble(row)
@@ -117,7 +117,6 @@ class FakeRunner:
         assert plan.rows
         assert plan.num_tokens <= self.budget
         self.counts["tokens"] += plan.num_tokens
-        self.counts["repeated"] += plan.num_later > 0
         self.counts["mixed"] += any(row.num_logits for row in plan.rows) and not all(row.num_logits for row in plan.rows)
         for slots in ([row.slot for row in plan.rows], [entry.slot for entry in plan.entries]):
             assert len(set(slots)) == len(slots)
@@ -175,7 +174,7 @@ class FakeRunner:
                 rule = max(row.start, end - group.window - max(row.num_logits, 1) + 1)
             assert row.start <= store_from <= rule  # earlier where a resume point lies within the row: see `audit`
             self.counts["holes"] += store_from > row.start
-            if group.ahead and keeps(self.rows):
+            if group.ahead and keeps_features(self.rows):
                 assert store_from == row.start
                 self.rings[group.index, row.slot, row.start % ROOM] = row.start, hashes[row.start]
                 continue
@@ -190,7 +189,7 @@ class FakeRunner:
             self.page_group[page], self.memory[page] = group, {}
         self.memory[page][offset] = value
 
-    def _write_late(self, ledger: Ledger, late: list[LateWrite], why: str) -> None:
+    def _write_late(self, ledger: Ledger, late: list[DeferredWrite], why: str) -> None:
         """A drafter's KV of tokens of earlier steps, out of the rings."""
         size = self.layout.groups[ledger.group].page_tokens
         for one in late:

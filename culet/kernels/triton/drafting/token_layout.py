@@ -23,7 +23,7 @@ def _place_kernel(
     width, spare, first_stride, slot_stride,
     GROUPS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per row, which alone reads and moves its start."""
+    """One program per row."""
     enter(PDL)
     row = tl.program_id(0)
     first_token = tl.load(begin + row)
@@ -32,7 +32,6 @@ def _place_kernel(
     is_real = owner != spare
     at = tl.load(start + row) + tl.load(is_open + row) * tl.load(accepted + owner)
     tl.store(context + row, at)
-    tl.store(start + row, at + is_real.to(tl.int32))
     column = tl.arange(0, BLOCK)
     is_token = column < count
     token, position = first_token + column, at + column
@@ -77,5 +76,5 @@ def describe_place(
 def lay_out_tokens(
     rows: PlannedRows, tables: PageTables, tokens_SL: Tensor, accepted_S: Tensor, room: int, into: TokenLayout
 ) -> None:
-    """Where the tokens of a step stand, and their ids; `rows.start_B` moves on to where the next step goes on."""
+    """Where the tokens of a step stand, and their ids."""
     describe_place(rows, tables, tokens_SL, accepted_S, room, into, is_chained(tokens_SL.device)).run()
