@@ -47,6 +47,4 @@ def has_drafts(rows: Sequence[Row]) -> bool:
 
 def draws_follow_tokens(rows: Sequence[Row], groups: Sequence[DrawGroup]) -> bool:
     """Whether there is one draw for each token of the step, in order and for the token's own slot."""
-    return len(groups) == len(rows) and all(
-        group.slot == row.slot and group.num_drafts + 1 == row.num_new for row, group in zip(rows, groups, strict=True)
-    )
+    return [(group.slot, group.num_drafts + 1) for group in groups] == [(row.slot, row.num_new) for row in rows]

@@ -48,15 +48,12 @@ class _SlotTables:
 
     def read(self, rows: Sequence[Row]) -> Int32s:
         """pages_BP, as wide as the longest table; columns behind a row's own hold old entries."""
-        index, width = self.group.index, 1
-        for row in rows:
-            table = row.tables[index]
-            count = len(table.pages)
-            if self._tables[row.slot] != table:
-                self._pages_SP[row.slot, :count] = table.pages
-                self._tables[row.slot] = table
-            width = max(width, count)
-        return self._pages_SP[[row.slot for row in rows], :width]
+        slots, tables = [row.slot for row in rows], [row.tables[self.group.index] for row in rows]
+        for slot, table in zip(slots, tables, strict=True):
+            if self._tables[slot] != table:
+                self._pages_SP[slot, : len(table.pages)] = table.pages
+                self._tables[slot] = table
+        return self._pages_SP[slots, : max([len(table.pages) for table in tables], default=1)]
 
 
 class DeviceTables:
@@ -88,11 +85,9 @@ class DeviceTables:
 
     def fit(self, rows: Sequence[Row]) -> bool:
         """Whether the rows' page tables are no wider than these."""
-        for row in rows:
-            for table, width in zip(row.tables, self.columns, strict=True):
-                if len(table.pages) > width:
-                    return False
-        return True
+        return all(
+            max([len(row.tables[index].pages) for row in rows], default=0) <= width for index, width in enumerate(self.columns)
+        )
 
     def stage(self, staged: Staged, rows: Sequence[Row], num_rows: int, num_padded: int) -> bool:
         """Add the rows' tables to what is sent, unless the device holds them. Then `spread` must follow.
@@ -104,7 +99,7 @@ class DeviceTables:
             return False
         self._held = wanted
         for table in self._slots:
-            pages_BP = table.read(rows) if rows else np.zeros((0, 1), dtype=np.int32)
+            pages_BP = table.read(rows)
             padded_BP = np.full((num_padded, pages_BP.shape[1]), self.spare_page, dtype=np.int32)
             padded_BP[: len(rows)] = pages_BP
             staged.add(f"pages{table.group.index}", padded_BP)

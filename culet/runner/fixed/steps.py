@@ -136,11 +136,10 @@ class FixedSteps:
 
     def find(self, rows: Sequence[Row]) -> Bucket | None:
         """The smallest bucket that holds these rows; None where they need a step of their own shape."""
-        num_queries = 0
-        for row in rows:
-            if row.num_logits != row.num_new or row.is_prompt_logprobs:
-                return None
-            num_queries = max(num_queries, row.num_new)
+        counts = [row.num_new for row in rows]
+        if counts != [row.num_logits for row in rows] or any(row.is_prompt_logprobs for row in rows):
+            return None
+        num_queries = max(counts, default=0)
         if not self.tables.fit(rows):
             return None
         fitting = (bucket for bucket in self.buckets if bucket.num_queries >= num_queries and bucket.num_rows >= len(rows))
@@ -206,20 +205,19 @@ class FixedSteps:
             self.tables.spread(staged.unpack(step.buffer), len(rows), bucket.num_rows)
 
     def _stage(self, rows: Sequence[Row], bucket: Bucket) -> Staged:
-        """The rows, padded to the bucket."""
+        """The rows, padded to the bucket, as `_planned_rows` reads them."""
+        count = len(rows)
         facts = np.zeros((3 + len(self._page_tokens), aligned(bucket.num_table_rows)), dtype=np.int32)
+        facts[0, :count] = [row.start for row in rows]
         facts[1] = self.tokens_SL.shape[0] - 1  # the spare slot
-        if rows:
-            facts[:, : len(rows)] = np.array([self._facts(row) for row in rows], dtype=np.int32).T
+        facts[1, :count] = [row.slot for row in rows]
+        facts[2, :count] = [row.num_open > 0 for row in rows]
+        for index, page_tokens in enumerate(self._page_tokens):
+            facts[3 + index, :count] = [row.tables[index].first * page_tokens for row in rows]
         staged = Staged()
         staged.add("begin", _row_begins(bucket, tuple([row.num_new for row in rows])))
         staged.add("rows", facts)
         return staged
-
-    def _facts(self, row: Row) -> list[int]:
-        """Where it starts, its slot, whether it is open, and the first position of its tables."""
-        firsts = [table.first * size for table, size in zip(row.tables, self._page_tokens, strict=True)]
-        return [row.start, row.slot, row.num_open > 0, *firsts]
 
     def _batch_of(self, rows: Sequence[Row], step: FixedStep) -> ForwardBatch:
         """The rows of a step without a graph, and the rows that pad it and have tokens."""
@@ -269,7 +267,7 @@ class FixedSteps:
 
 
 def _planned_rows(sent: Mapping[str, Tensor], num_rows: int, most_tokens: int) -> PlannedRows:
-    """The rows that were sent, as the kernels read them."""
+    """The rows that were sent, as kernels read them: starts, slots, whether they are open, first positions of their tables."""
     start_B, slot_B, is_open_B = (row[:num_rows] for row in sent["rows"][:3])
     return PlannedRows(sent["begin"], start_B, slot_B, is_open_B, sent["rows"][3:], most_tokens)
 
