@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from draft_drive import DraftDrive, assert_same, greedy, make_request, make_target, sequences
+from draft_drive import DraftDrive, assert_same, greedy, make_request, make_target, sequences, use_fixed_draws
 from real_steps import make_prompt
 from safetensors.torch import save_file
 
@@ -28,13 +28,11 @@ from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.random_checkpoint import RandomDraw
 from culet.models.random_weights import fill_randomly
-from culet.runner.draws import FixedDraws
 from culet.sampling.sampler import History, TokenMasks, sample
 from culet.sampling.verify import count_accepted
 from culet.scheduler.draft_length import DraftPolicy, StepCost
 from culet.testing.tiny import write_checkpoint
 from culet.types import StructuredOutputs
-from tests.samplings import draw_by_columns
 
 MTP = DraftChoice("mtp", "random:", num_speculative_tokens=3)
 GEMMA = replace(greedy(), temperature=1.0, top_k=64, top_p=0.95)
@@ -82,8 +80,8 @@ def test_rounds_of_fixed_shapes(target: Gemma4) -> None:
     known = sequences(requests, want)
     drive = DraftDrive(target, MTP, known=known, is_told=often, max_num_seqs=5, budget=40, is_fixed=True)
     assert drive.run(*requests) == want
-    assert drive.runner.drafting is not None
-    assert drive.runner.drafting.fixed is not None
+    assert drive.runner.fixed is not None
+    assert drive.runner.fixed.rounds is not None
     assert drive.drafter is not None
     assert drive.drafter.num_rounds > 5
     assert not drive.pool._slabs[drive.pool.spare_page].any()
@@ -100,13 +98,10 @@ def test_draws_of_fixed_shapes(one_target: Gemma4, name: str) -> None:
     want = DraftDrive(one_target, None).run(*requests)
     drive = DraftDrive(one_target, MTP, known=sequences(requests, want), is_told=often, max_num_seqs=5, is_fixed=True)
     runner = drive.runner
-    assert runner.fixed is not None
-    assert runner.drafting is not None
-    rounds = runner.drafting.fixed
-    runner.draws = FixedDraws(runner.fixed, rounds, draw_by_columns)
+    draws = use_fixed_draws(runner)
     seen: list[bool] = []
-    run = runner.draws.run
-    runner.draws.run = lambda *given: (settled := run(*given), seen.append(settled is not None))[0]  # type: ignore[method-assign]
+    serves = draws.serves
+    draws.serves = lambda *given: (is_served := serves(*given), seen.append(is_served))[0]  # type: ignore[method-assign]
     assert drive.run(*requests) == want
     assert set(seen) == {"penalised": {False}, "mixed": {False, True}}.get(name, {True})
     assert drive.drafter is not None

@@ -36,7 +36,7 @@ else:
     from culet.models import embedded
     from culet.models.checkpoint import open_checkpoint
     from culet.models.weights import load_model
-    from culet.runner.deferred_kv import Features
+    from culet.runner.deferred_kv import DeferredKV
     from culet.runner.draft_round import propose
 
     CPU = torch.device("cpu")
@@ -104,11 +104,11 @@ else:
         @torch.inference_mode()
         def write(self) -> Tensor:
             """Keep features in a ring, and write context: of the last token nowhere."""
-            features = Features.make(self.drafter, self.pool, 4, torch.zeros(256))
-            assert features is not None
-            features.keep(self.taps, torch.tensor([3, 40, 70]))
+            deferred = DeferredKV.create(self.drafter, self.pool, 4, 256, torch.float32, CPU)
+            assert deferred is not None
+            deferred.keep(self.taps, torch.tensor([3, 40, 70]))
             self.drafter.commit(self.taps, torch.tensor([5, 9, 1]), torch.tensor([17, 33, -1]), self.pool)
-            return features.ring_SNX
+            return deferred.ring_SNX
 
     @pytest.fixture
     def on_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Rig]:
