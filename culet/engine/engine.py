@@ -28,7 +28,7 @@ class Engine:
         self.config = setup.config
         self.spec, self.defaults = setup.spec, setup.checkpoint.defaults
         self.device, self.dtype = setup.device, setup.dtype
-        self.plan, self.draft_spec = setup.plan, setup.draft_spec
+        self.plan, self.draft_plan = setup.plan, setup.draft_plan
         self.tokenizer, self.chat_template = parts.tokenizer, parts.chat_template
         self.rules = parts.rules  # what requests are checked against and completed with
         self.max_model_len = parts.rules.max_model_len

@@ -21,7 +21,7 @@ from culet.cache.spec import plan_cache
 from culet.config import DraftChoice, ScheduleConfig
 from culet.drafters.base import DraftBatch
 from culet.drafters.dflash.drafter import DFlashDrafter
-from culet.drafters.dflash.plan import DFlashSpec
+from culet.drafters.dflash.plan import DFlashPlan
 from culet.engine.memory import least_slabs
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
@@ -46,11 +46,11 @@ class Pair:
 
     model: Gemma4
     folder: Path
-    spec: DFlashSpec
+    spec: DFlashPlan
 
     @property
     def oracle(self) -> DFlashOracle:
-        return DFlashOracle(self.folder, self.model.embedding.cpu(), self.model.embed_scale)
+        return DFlashOracle(self.folder, self.model.embedding.tensor.cpu(), self.model.embedding.scale)
 
 
 def make_pair(folder: Path, shape: str, device=CPU, target_overrides=None, **overrides) -> Pair:
@@ -60,7 +60,7 @@ def make_pair(folder: Path, shape: str, device=CPU, target_overrides=None, **ove
     own = {"dflash_config": {"mask_token_id": 4, "target_layer_ids": TAPS[shape]}}
     drafter = write_dflash(folder / "drafter", checkpoint.spec, overrides=TINY | own | overrides, dtype=torch.float32, seed=3)
     model = load_model(checkpoint, dtype=torch.float32, device=device, progress=False)
-    return Pair(model, drafter, DFlashSpec.open(DraftChoice("dflash", str(drafter)), checkpoint.spec))
+    return Pair(model, drafter, DFlashPlan.open(DraftChoice("dflash", str(drafter)), checkpoint.spec))
 
 
 class Pauses(FixedLengths):

@@ -23,10 +23,12 @@ from culet.drafters.mtp.drafter import MTPDrafter
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.weights import load_model
+from culet.runner.fixed.draws import FixedDraws
 from culet.runner.runner import Runner
 from culet.scheduler.scheduler import Scheduler
 from culet.testing.tiny import write_checkpoint
 from culet.types import Request, Sampling, StepPlan, StepResult
+from tests.samplings import draw_by_columns
 
 CPU = torch.device("cpu")
 CLOSE = 1e-4  # two best logits nearer than this may change places
@@ -90,7 +92,7 @@ class DraftDrive:
             built = spec.build(target, backends, progress=False)
             assert isinstance(built, MTPDrafter)
             assert choice is not None
-            self.drafter = Hinted(built.assistant, target, backends, max_drafts=built.max_drafts, position=choice.position)
+            self.drafter = Hinted(built.model, target, backends, max_drafts=built.max_drafts, position=choice.position)
         self.scheduler = Scheduler(
             self.layout,
             num_slabs,
@@ -104,7 +106,7 @@ class DraftDrive:
         if self.drafter is not None:
             self.drafter.hint(self.runner.tokens_SL, known or {}, is_told)
         if is_fixed:
-            self.runner.use_fixed_steps()
+            self.runner.use_fixed_shapes()
         self.results: list[StepResult] = []
 
     def run(self, *requests: Request, cancel_at: Mapping[int, str] | None = None) -> dict[tuple[str, int], list[int]]:
@@ -118,6 +120,14 @@ class DraftDrive:
 
     def check_pages(self) -> None:
         check_pages(self.scheduler)
+
+
+def use_fixed_draws(runner: Runner) -> FixedDraws:
+    """Let a runner's fixed-shape steps have fixed-shape draws, as on a GPU."""
+    assert runner.fixed is not None
+    buckets = runner.fixed.steps.buckets
+    runner.fixed.draws = FixedDraws(runner.target, buckets, runner.tokens_SL, runner.accepted_S, draw_by_columns)
+    return runner.fixed.draws
 
 
 def make_request(name: str, prompt: Sequence[int], sampling: Sampling, num_tokens: int = 20, n: int = 1) -> Request:

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 from dflash_rig import Pair, Pauses, Rig, assert_like_oracle, make_pair, make_request
+from draft_drive import use_fixed_draws
 from real_steps import make_prompt
 
 from culet.errors import InternalError
 from culet.runner import deferred_kv
-from culet.runner.draws import FixedDraws
 from culet.types import PageTable
-from tests.samplings import GREEDY, draw_by_columns
+from tests.samplings import GREEDY
 
 LENGTHS = (1, 3, 31, 75)  # prompts within and beyond the windows, of the target (32) and of the drafter (24)
 MISTAKES = {
@@ -65,18 +65,18 @@ def test_blocks_after_acceptance(pair, mistake):
     rig.check_pages()
 
 
-def use_fixed_steps(rig: Rig, *, has_draws: bool) -> None:
+def use_fixed_shapes(rig: Rig, *, has_draws: bool) -> None:
     """Run steps as a GPU captures them, their draws too."""
-    fixed = rig.runner.use_fixed_steps()
+    rig.runner.use_fixed_shapes()
     if has_draws:
-        rig.runner.draws = FixedDraws(fixed, rig.runner.drafting.fixed, draw_by_columns)
+        use_fixed_draws(rig.runner)
 
 
 def conversation(pair, num_tokens=14, is_fixed=False, **settings):
     """Three turns of one conversation and two prompts that begin alike, one after another: (rig, output, all requests)."""
     rig, out, asked = Rig(pair, budget=50, has_spare=is_fixed, **settings), {}, []
     if is_fixed:
-        use_fixed_steps(rig, has_draws=True)
+        use_fixed_shapes(rig, has_draws=True)
 
     def ask(name: str, prompt: list[int]) -> list[int]:
         asked.append(make_request(name, prompt, num_tokens))
@@ -124,10 +124,10 @@ def test_drafts_after_pauses(pair, monkeypatch, is_fixed, ahead):
     settings = {"told": told_all(asked, plain), "is_wrong": MISTAKES["mixed"], "ahead": ahead, "is_fixed": is_fixed}
     found = {}
     for room, prefix_caching in ((1, False), (4, True), (32, True)):
-        monkeypatch.setattr(deferred_kv, "MAX_ROOM", room)
+        monkeypatch.setattr(deferred_kv, "MAX_RING_LEN", room)
         rig, out, _ = conversation(pair, 30, **settings, policy=Pauses(), prefix_caching=prefix_caching)
         assert out == plain
-        assert rig.runner.features.room == room
+        assert rig.runner.deferred.ring_len == room
         counters = rig.scheduler.counters
         found[room, prefix_caching] = drafted(rig), counters.drafted_tokens, counters.accepted_tokens
         assert_like_oracle(pair, rig.rounds, at_least=15)
@@ -140,8 +140,8 @@ def test_drafts_after_pauses(pair, monkeypatch, is_fixed, ahead):
 
 def test_a_context_that_nobody_writes_is_seen(pair, monkeypatch):
     """The test above fails where sequences that have ended leave their context unwritten."""
-    left = deferred_kv.Ledger.left
-    monkeypatch.setattr(deferred_kv.Ledger, "left", lambda self, plan: left(self, plan) and [])
+    due_before = deferred_kv.Ledger.due_before
+    monkeypatch.setattr(deferred_kv.Ledger, "due_before", lambda self, plan: due_before(self, plan) and [])
     rig, _, _ = conversation(pair, 30, policy=Pauses(), prefix_caching=True)
     with pytest.raises(AssertionError, match="off by"):
         assert_like_oracle(pair, rig.rounds, at_least=10)
@@ -151,7 +151,7 @@ def test_a_context_that_nobody_writes_is_seen(pair, monkeypatch):
 def test_a_batch_with_pauses(pair, monkeypatch, ahead):
     """Many at once with preemption, cancels, samples that fork, and rings that are full: every block is the oracle's."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
-    monkeypatch.setattr(deferred_kv, "MAX_ROOM", 4)
+    monkeypatch.setattr(deferred_kv, "MAX_RING_LEN", 4)
     sampling = replace(GREEDY, temperature=1.0, seed=5)
     ones = [make_request(f"r{length}", make_prompt(length), 60) for length in (5, 9, 17, 40)]
     ones += [make_request("many", make_prompt(20), 40, sampling, n=3), make_request("leaves", make_prompt(30), 40)]
@@ -216,10 +216,10 @@ def test_steps_of_fixed_shapes(pair, has_draws):
     ones = requests(16)
     expected = Rig(pair).run(*ones)
     rig = Rig(pair, has_spare=True)
-    use_fixed_steps(rig, has_draws=has_draws)
+    use_fixed_shapes(rig, has_draws=has_draws)
     assert rig.run(*ones) == expected
     assert_like_oracle(pair, rig.rounds, at_least=40)
-    for layer in range(pair.spec.first_layer, pair.spec.first_layer + len(pair.spec.shape.layers)):
+    for layer in range(pair.spec.first_layer, pair.spec.first_layer + len(pair.spec.spec.layers)):
         assert not rig.pool.planes(layer)[:, rig.pool.spare_page].any()
 
 
@@ -247,14 +247,14 @@ def test_the_debug_switch_knows_late_writes(pair, monkeypatch, tmp_path):
     monkeypatch.setenv("CULET_CACHE_DIR", str(tmp_path))
     rig = Rig(pair, policy=Pauses(0, 1))
     rig.run(make_request("one", make_prompt(9), 6))
-    (kept,) = rig.runner.features.ledger._kept.values()
+    (kept,) = rig.runner.deferred.ledger._kept.values()
     assert (kept.slot, kept.first, kept.count) == (0, 9, 5)
     rig.scheduler.add(make_request("two", make_prompt(5)))
     plan = rig.scheduler.schedule()
     for pages, fault in (((), "positions 9 to 13, pages end at -1"), ((10**6,), "page 1000000, expected 0 to")):
-        rig.runner.features.ledger._kept[0] = replace(kept, table=PageTable(0, pages))
-        with pytest.raises(InternalError, match=f"group dflash .* slot 0, late: .*{fault}"):
+        rig.runner.deferred.ledger._kept[0] = replace(kept, table=PageTable(0, pages))
+        with pytest.raises(InternalError, match=f"group dflash .* slot 0, deferred: .*{fault}"):
             rig.runner.execute(plan)
-    rig.runner.features.ledger._kept[0] = kept
+    rig.runner.deferred.ledger._kept[0] = kept
     rig.runner.execute(plan)
-    assert not rig.runner.features.ledger._kept
+    assert not rig.runner.deferred.ledger._kept

@@ -17,7 +17,7 @@ from culet.cache.spec import plan_cache
 from culet.config import ScheduleConfig
 from culet.models.checkpoint import open_checkpoint
 from culet.models.weights import load_model
-from culet.runner import runner as runner_module
+from culet.runner import draws as draws_module
 from culet.runner.runner import Runner
 from culet.sampling.sampler import History, sample
 from culet.scheduler.scheduler import Scheduler
@@ -59,9 +59,9 @@ def watch(runner, drafter):
     drafter.tokens_SL, forward = runner.tokens_SL, runner._forward
 
     def watched(*arguments):
-        passed = forward(*arguments)
-        drafter.last_LD = passed.left()[1].last_LD
-        return passed
+        output = forward(*arguments)
+        drafter.last_LD = output.hidden.last_LD
+        return output
 
     runner._forward = watched
 
@@ -212,7 +212,7 @@ def count_logits(rig: Rig) -> list[int]:
             calls.append(last_LD.shape[0])
             return self._model.logits(last_LD)
 
-    rig.runner.model = Counting(rig.runner.model)
+    rig.runner.target.model = Counting(rig.runner.target.model)
     return calls
 
 
@@ -247,7 +247,7 @@ def test_logprobs_are_those_of_the_model(model):
 
 @pytest.mark.parametrize("budget", [7, 100])
 def test_prompt_logprobs(model, monkeypatch, budget):
-    monkeypatch.setattr(runner_module, "LOGITS_ROWS", 5)
+    monkeypatch.setattr(draws_module, "LOGITS_ROWS", 5)
     one = request("scored", 41, replace(GEMMA, prompt_logprobs=3, logprobs=1))
     rig = Rig(model, budget=budget)
     calls = count_logits(rig)
@@ -383,8 +383,8 @@ def test_waits_for_the_device_once(one_model, monkeypatch):
         original = getattr(torch.Tensor, name)
         spy = lambda self, *rest, _original=original, _name=name: (waits.append(_name), _original(self, *rest))[1]  # noqa: E731
         monkeypatch.setattr(torch.Tensor, name, spy)
-    # The torch_cpu backend plans on the host; only what the runner itself does is counted.
-    monkeypatch.setattr(rig.runner.model, "forward", lambda *arguments: forward(*arguments), raising=False)
+    # The reference backend plans on the host; only what the runner itself does is counted.
+    monkeypatch.setattr(rig.runner.target.model, "forward", lambda *arguments: forward(*arguments), raising=False)
     before: list[int] = []
     original_forward = type(one_model).forward
 

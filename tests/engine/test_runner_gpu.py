@@ -26,7 +26,7 @@ from culet.engine import memory
 from culet.engine.llm import Result
 from culet.errors import InternalError
 from culet.models.checkpoint import open_checkpoint
-from culet.runner.fixed_steps import Bucket
+from culet.runner.fixed.steps import Bucket
 from culet.types import PageTable, Row
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -265,16 +265,16 @@ def test_graphs_and_look_ahead_change_nothing(shape: str) -> None:
     assert answers_of_four(llm) == captured
     assert answers_of_four(on_gpu(shape, async_scheduling=False, **uncached)) == captured
 
-    fixed, draws = llm.engine._worker.fixed, llm.engine._worker.draws
+    fixed = llm.engine._worker.fixed
     assert fixed is not None
-    assert draws is not None
-    step = fixed.step_of(Bucket(num_queries=1, num_rows=4))
+    assert fixed.draws is not None
+    step = fixed.steps[Bucket(num_queries=1, num_rows=4)]
     hidden = step.hidden
-    for one in fixed._steps.values():
-        one.graph = None
-    for drawn in draws._draws.values():
-        drawn.graph = drawn.begin = None
-    assert fixed.num_captured == draws.num_captured == 0
+    for each in fixed.steps._steps.values():
+        each.graph = None
+    for buffers in fixed.draws._buffers.values():
+        buffers.graph = None
+    assert fixed.num_captured == 0
     assert answers_of_four(llm) == captured
     assert step.hidden is not hidden  # it was this step that ran, launch by launch
 
@@ -283,8 +283,8 @@ def test_decode_runs_in_graphs() -> None:
     engine = on_gpu("31B").engine
     fixed = engine._worker.fixed
     assert fixed is not None
-    assert [bucket.num_rows for bucket in fixed.buckets] == [1, 2, 4, 8]
-    assert fixed.num_captured == 4
+    assert [bucket.num_rows for bucket in fixed.steps.buckets] == [1, 2, 4, 8]
+    assert fixed.steps.num_captured == 4
     spare = engine._worker.pool._slabs[engine._worker.pool.spare_page]
     tokens_of(on_gpu("31B"), prompts_of()[:3])  # three rows in a bucket of four
     assert not spare.any()

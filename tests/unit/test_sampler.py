@@ -285,6 +285,31 @@ def test_ranked_draw_sorts_only_where_the_head_is_too_small(monkeypatch):
         assert drawn == [expected_token(logits[0].tolist(), one, index) for index, one in enumerate(rows)]
 
 
+def test_top_p_is_a_share_of_what_a_wide_top_k_leaves():
+    """Ten likely tokens and a flat tail of the same weight in all: most of the tail is beyond top-k.
+
+    Half of what top-k leaves is six of the ten, half of the whole vocabulary would be all ten.
+    """
+    logits = torch.full((WIDE,), math.log(10 / (WIDE - 10)))
+    logits[:10] = 0.0
+    one = replace(PLAIN, top_k=1500, top_p=0.5)
+    assert sampler.MAX_CANDIDATES < one.top_k < WIDE
+    assert list(survivors(logits.tolist(), one)) == list(range(6))
+    drawn = sample(logits.expand(200, -1), [replace(one, seed=seed) for seed in range(200)], range(200))
+    assert set(drawn.tolist()) == set(range(6))
+
+
+@pytest.mark.parametrize("width", [4, WIDE])
+@pytest.mark.parametrize("top_k", [0, 4, 10**9])
+def test_a_token_that_top_p_does_not_need_is_out(width, top_k):
+    """Of four equal tokens two make up exactly half: the third is not drawn."""
+    logits = torch.full((width,), -math.inf)
+    logits[:4] = 1.0
+    one = replace(PLAIN, top_k=top_k, top_p=0.5)
+    drawn = sample(logits.expand(64, -1), [replace(one, seed=seed) for seed in range(64)], range(64))
+    assert set(drawn.tolist()) == {0, 1}
+
+
 def test_logprobs():
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(7))
     chosen = torch.tensor([4, 17, int(logits[2].argmax())])
