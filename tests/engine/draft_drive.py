@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from real_steps import check_pages, run_to_end
@@ -30,6 +31,7 @@ from culet.testing.tiny import write_checkpoint
 from culet.types import Request, Sampling, StepPlan, StepResult
 from tests.samplings import draw_by_columns
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
 CLOSE = 1e-4  # two best logits nearer than this may change places
 
@@ -128,6 +130,20 @@ def use_fixed_draws(runner: Runner) -> FixedDraws:
     buckets = runner.fixed.steps.buckets
     runner.fixed.draws = FixedDraws(runner.target, buckets, runner.tokens_SL, runner.accepted_S, draw_by_columns)
     return runner.fixed.draws
+
+
+class CpuGraph:
+    """In the place of a CUDA graph: a replay calls again what was captured."""
+
+    def __init__(self, replay: Callable[[], object]) -> None:
+        self.replay = replay
+
+
+class CpuCaptures:
+    """In the place of `Captures`."""
+
+    def capture(self, run: Callable[[], T]) -> tuple[CpuGraph, T]:
+        return CpuGraph(run), run()
 
 
 def make_request(name: str, prompt: Sequence[int], sampling: Sampling, num_tokens: int = 20, n: int = 1) -> Request:

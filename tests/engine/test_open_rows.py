@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from dflash_rig import Rig as DFlashRig
-from draft_drive import DraftDrive, use_fixed_draws
+from draft_drive import CpuCaptures, DraftDrive, use_fixed_draws
 from real_steps import make_prompt, run_to_end
 from test_dflash import MISTAKES, assert_like_oracle, pair, requests, told, use_fixed_shapes
 from test_drafting import GEMMA, MTP, greedy, make_request, often, sequences, target
@@ -51,12 +52,22 @@ class Replay:
 
 
 def replay_by_hand(runner: Runner) -> list[int]:
-    """Let a runner's steps of fixed shapes pass for captured ones; returns the numbers of open drafts of rows they served."""
+    """Let a runner replay its fixed shapes as if they were captured; returns the numbers of open drafts of rows they served."""
     assert runner.fixed is not None
     fixed = runner.fixed.steps
+    captures: Any = CpuCaptures()
     for bucket in fixed.buckets:
-        step = fixed[bucket]
+        step = fixed.rehearse((), bucket)
         step.graph = Replay(fixed, step)  # type: ignore[assignment]
+    runner.fixed.capture_draws(captures)
+    for part in (runner.fixed.rounds, runner.fixed.deferred):
+        if part is not None:
+            part.capture(captures)
+    assert runner.fixed.draws is not None
+    assert runner.fixed.rounds is not None
+    assert runner.fixed.num_captured >= len(fixed.buckets) + 2 * len(runner.fixed.draws.buckets) + len(
+        runner.fixed.rounds.shapes
+    )
     served: list[int] = []
     run = fixed.run
 

@@ -189,9 +189,7 @@ def test_close_ends_the_process(folder: str) -> None:
         os.kill(worker.pid, 0)
 
 
-def test_nothing_is_imported_from_the_current_folder(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_imported_from_the_current_folder(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("culet", "msgspec", "torch", "queue"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
     monkeypatch.chdir(tmp_path)
