@@ -1,42 +1,42 @@
-# The two commands of the README are `make run` and `make test`; each makes its own virtual environment first.
+# `make run` and `make test` create their virtual environment first.
 VENV ?= .venv
 PYTHON ?= python3
 export PYTHON
 BIN = $(VENV)/bin
-# Two processes of one thread each beat one process of two on the small tensors of the tests.
+# The tests' tensors are small: two processes with one thread each are faster than one process with two.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .PHONY: help run test test-all lint format reference clean
 
-help:  ## list these targets
+help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-run:  ## ask the built-in model something
+run:  ## ask the built-in model a question
 	@scripts/make-venv $(VENV)
 	@$(BIN)/culet generate "Hello! What can you do?"
 
-test:  ## format, lint and type checks, then the test suite (what CI runs)
+test:  ## check format, lint and types, then run the test suite (as CI does)
 	@scripts/make-venv $(VENV) test
 	@scripts/get-chromium $(VENV)
 	@$(MAKE) --no-print-directory lint
 	$(PYTEST) -m "not slow and not gpu"
 
-test-all:  ## the test suite with the long soaks and full matrices
+test-all:  ## the same with long soaks and full test matrices
 	@scripts/make-venv $(VENV) test
 	@scripts/get-chromium $(VENV)
 	@$(MAKE) --no-print-directory lint
 	$(PYTEST) -m "not gpu"
 
-lint:
+lint:  ## check format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format:  ## rewrite the code in the project's format
+format:  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-reference:  ## write docs/reference anew from the code
+reference:  ## regenerate docs/reference from the code
 	$(BIN)/python scripts/make_reference.py
 
 clean:  ## remove the virtual environment and caches

@@ -1,11 +1,11 @@
-"""Culet and transformers side by side on the CPU: the same small model, float32, the same threads.
+"""Decoding speed of Culet and transformers on the CPU: the same small model, float32, the same threads.
 
     python benchmarks/cpu_decode.py            prints tokens per second and ratios
     python benchmarks/cpu_decode.py --check    exits 1 if Culet is slower at one request or below 1.5x at eight
 
-The model has random weights and Gemma 4's structure (that of the 31B: five sliding layers, then a global one whose K and V
-come from one projection). Transformers is given the faster of its left-padded batch and one request after another. Each
-measurement is the best of several runs, taken in turns, so that a busy machine hurts both alike.
+It produces the comparison with transformers in docs/results.md and docs/log/cpu.md. The model has random weights and the 31B's
+structure (five sliding layers, then a global one with K=V). For transformers, the faster of a left-padded batch and sequential
+requests counts. Each measurement is the best of several alternating runs, so that a busy machine affects both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from culet import LLM, SamplingParams
 from culet.testing.tiny import write_checkpoint
 
-# Some 17M parameters, about the size that one runs on a CPU for.
+# About 17M parameters, a size for CPUs.
 MODEL = {
     "hidden_size": 320,
     "intermediate_size": 768,
@@ -44,7 +44,7 @@ NEED_ONE, NEED_EIGHT = 1.0, 1.5
 
 @dataclass(frozen=True)
 class Job:
-    """Prompts and how many tokens to add to each."""
+    """Prompts and the number of tokens to generate for each."""
 
     name: str
     prompts: list[list[int]]
@@ -70,7 +70,7 @@ def make_jobs(vocab_size: int) -> list[Job]:
 
 
 class Peer:
-    """transformers' generate, greedy, with no early end."""
+    """transformers' generate: greedy, without stop tokens."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig
@@ -79,12 +79,11 @@ class Peer:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        # Nothing may end a request early: eos is out of the way, as with ignore_eos.
         self._model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=None)
         self.num_parameters = sum(parameter.numel() for parameter in self._model.parameters())
 
     @torch.inference_mode()
-    def one_by_one(self, job: Job) -> list[list[int]]:
+    def sequential(self, job: Job) -> list[list[int]]:
         outputs = []
         for prompt, num_new in zip(job.prompts, job.num_new, strict=True):
             ids = torch.tensor([prompt])
@@ -105,7 +104,7 @@ class Ours:
     """Culet's LLM on the same job."""
 
     def __init__(self, folder: Path) -> None:
-        # Prefix caching would let later runs skip the prompts: off, to measure the same work each time.
+        # With prefix caching, later runs would skip the prompts.
         self._llm = LLM(str(folder), device="cpu", dtype="float32", max_model_len=1024, enable_prefix_caching=False)
 
     def run(self, job: Job) -> list[list[int]]:
@@ -114,7 +113,7 @@ class Ours:
 
 
 def best_times(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Shortest time of each run, taken in turns after one warm-up."""
+    """Shortest time of each run: alternating runs after a warm-up."""
     times = dict.fromkeys(runs, float("inf"))
     for run in runs.values():
         run()
@@ -128,15 +127,15 @@ def best_times(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str,
 
 
 def count_equal(ours: list[list[int]], theirs: list[list[int]]) -> str:
-    """How many requests got the same tokens: a benchmark of two different answers would mean little."""
+    """How many requests got the same tokens; different answers would not be comparable."""
     return f"{sum(a == b for a, b in zip(ours, theirs, strict=True))} of {len(ours)}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="exit 1 where Culet misses its goals")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each, the best counts (default: 3)")
-    parser.add_argument("--threads", type=int, default=None, help="torch threads (default: torch's own choice)")
+    parser.add_argument("--check", action="store_true", help="exit 1 if Culet misses its goals")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each; the best counts (default: 3)")
+    parser.add_argument("--threads", type=int, default=None, help="torch threads (default: torch's default)")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -145,21 +144,21 @@ def main() -> int:
         write_checkpoint(folder, "31B", overrides=MODEL, dtype=torch.float32)
         ours, peer = Ours(Path(folder)), Peer(Path(folder))
     print(f"{peer.num_parameters / 1e6:.1f}M parameters, float32, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    print(f"{'':12}{'culet':>12}{'transformers':>16}{'(padded)':>12}{'(one by one)':>14}{'ratio':>9}{'equal':>10}")
+    print(f"{'':12}{'culet':>12}{'transformers':>16}{'(padded)':>12}{'(sequential)':>14}{'ratio':>9}{'equal':>10}")
     ratios = []
     for job in make_jobs(MODEL["vocab_size"]):  # type: ignore[arg-type]
         runs: dict[str, Callable[[], object]] = {
             "culet": lambda job=job: ours.run(job),  # type: ignore[misc]
-            "one by one": lambda job=job: peer.one_by_one(job),  # type: ignore[misc]
+            "sequential": lambda job=job: peer.sequential(job),  # type: ignore[misc]
         }
         if len(job.prompts) > 1:
             runs["padded"] = lambda job=job: peer.padded(job)  # type: ignore[misc]
-        equal = count_equal(ours.run(job), peer.one_by_one(job))
+        equal = count_equal(ours.run(job), peer.sequential(job))
         speed = {name: job.total_new / seconds for name, seconds in best_times(runs, arguments.repeats).items()}
-        theirs = max(speed.get("padded", 0.0), speed["one by one"])
+        theirs = max(speed.get("padded", 0.0), speed["sequential"])
         ratios.append(speed["culet"] / theirs)
         padded = f"{speed['padded']:.1f}" if "padded" in speed else "-"
-        row = f"{job.name:12}{speed['culet']:>12.1f}{theirs:>16.1f}{padded:>12}{speed['one by one']:>14.1f}"
+        row = f"{job.name:12}{speed['culet']:>12.1f}{theirs:>16.1f}{padded:>12}{speed['sequential']:>14.1f}"
         print(f"{row}{ratios[-1]:>8.2f}x{equal:>10}", flush=True)
     print("tokens per second of output, prompts included in the time")
     missed = [

@@ -2,13 +2,13 @@
 
     python benchmarks/grammar_engines.py [--vocab 262144] [--limit 20] [--engine llguidance|xgrammar]
 
-Gemma's own tokenizer cannot be shipped, so the vocabulary is made up: Gemma's special tokens at their ids, 256 byte tokens,
-runs of white space, punctuation as it stands in code and JSON, single digits, and words and pieces of words in several
-scripts, with and without a space before them. Each (engine, grammar) runs in a process of its own with a time limit: what
-exceeds it is shown as such. Times are CPU seconds, so that a busy machine changes little. Masks are walked along one random
-document: at each step any allowed token, the end where it is allowed one time in four. At the end two tokens are taken back
-and given again, and the mask must be the same. llguidance runs as Culet uses it, with its limits.
-xgrammar is not a dependency of Culet: `pip install xgrammar` before comparing.
+It produces the table of decision 10 and the figures of llguidance in docs/results.md. Gemma's tokenizer cannot be shipped, so
+the vocabulary is made up: Gemma's special tokens at their ids, 256 byte tokens, runs of white space, punctuation as in code
+and JSON, single digits, and words and word pieces in several scripts, with and without a leading space. Each (engine, grammar)
+runs in its own process with a time limit. Times are CPU seconds, so that a busy machine changes little. Masks are computed
+along a random document: each step takes any allowed token, and ends one time in four if the end is allowed. Finally two tokens
+are rolled back and repeated, and the mask must be the same. llguidance runs with Culet's limits. xgrammar is not a dependency
+of Culet: run `pip install xgrammar` to compare.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SPECIALS |= dict(enumerate(("<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>"
 SPECIALS |= {52: '<|"|>', 98: "<|think|>", 100: "<|channel>", 101: "<channel|>", 105: "<|turn>", 106: "<turn|>"}
 EOS = (106, 1)
 MAX_WALK = 300
-# First and last letter, and how often: Latin, Cyrillic, Hiragana, Han, Greek, Arabic, Hangul.
+# First and last letter, and weight: Latin, Cyrillic, Hiragana, Han, Greek, Arabic, Hangul.
 _SCRIPTS = (
     (97, 122, 9),
     (1072, 1103, 2),
@@ -89,7 +89,7 @@ def make_vocabulary(size: int, seed: int = 0) -> list[bytes]:
 
 
 class Engine(Protocol):
-    """What the trial needs of an engine; `kind` is json_schema or regex."""
+    """The interface of an engine; `kind` is json_schema or regex."""
 
     def compile(self, kind: str, text: str) -> None: ...
     def fill(self) -> np.ndarray: ...
@@ -98,15 +98,15 @@ class Engine(Protocol):
 
 
 class LLGuidance:
-    """llguidance: parses as it goes, a grammar is ready almost at once."""
+    """llguidance: parses while decoding; a grammar is ready almost immediately."""
 
     def __init__(self, vocabulary: list[bytes]) -> None:
         import llguidance.numpy as bitmasks
 
-        from culet.structured import grammar_text
+        from culet.structured import compiled_grammar
 
-        self._ours, self._bitmasks = grammar_text, bitmasks
-        self._tokenizer = grammar_text.make_tokenizer(vocabulary, list(SPECIALS), EOS)
+        self._ours, self._bitmasks = compiled_grammar, bitmasks
+        self._tokenizer = compiled_grammar.index_vocabulary(vocabulary, list(SPECIALS), EOS)
         self._mask = bitmasks.allocate_token_bitmask(1, len(vocabulary))
 
     def compile(self, kind: str, text: str) -> None:
@@ -128,7 +128,7 @@ class LLGuidance:
 
 
 class XGrammar:
-    """xgrammar: compiles the whole grammar against the vocabulary, masks are then looked up."""
+    """xgrammar: compiles the whole grammar against the vocabulary, then looks masks up."""
 
     def __init__(self, vocabulary: list[bytes]) -> None:
         import torch
@@ -136,7 +136,7 @@ class XGrammar:
 
         tokens = list(vocabulary)
         for token_id in SPECIALS:
-            tokens[token_id] = b""  # how it marks what is no text
+            tokens[token_id] = b""  # its mark for tokens without text
         info = xgrammar.TokenizerInfo(tokens, vocab_size=len(tokens), stop_token_ids=list(EOS))
         self._library = xgrammar
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
@@ -165,7 +165,7 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def _doubling(depth: int, key: str) -> dict[str, Any]:
-    """Definitions that each name the next one twice: written out they are 2**depth schemas."""
+    """Definitions that each refer to the next one twice: expanded, they are 2**depth schemas."""
     defs: dict[str, Any] = {f"d{n}": {key: [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(depth)}
     return {"$defs": {**defs, f"d{depth}": {"type": "string"}}, "$ref": "#/$defs/d0"}
 
@@ -178,7 +178,7 @@ def _nested(depth: int) -> dict[str, Any]:
 
 
 def cases() -> dict[str, tuple[str, str]]:
-    """Grammars by name: what people send, then what breaks things."""
+    """Grammars by name: ordinary ones, then difficult ones."""
     kinds = [
         {"type": "string"},
         {"type": "integer"},
@@ -218,11 +218,11 @@ def cases() -> dict[str, tuple[str, str]]:
         "regex (.*a.{20}){5}": "(.*a.{20}){5}",
         "regex \\p{L}{1,3000}": r"\p{L}{1,3000}",
     }
-    found = {name: ("json_schema", json.dumps(schema)) for name, schema in schemas.items()}
-    return found | {name: ("regex", text) for name, text in regexes.items()}
+    grammars = {name: ("json_schema", json.dumps(schema)) for name, schema in schemas.items()}
+    return grammars | {name: ("regex", text) for name, text in regexes.items()}
 
 
-# Documents that break their schema: an engine must refuse the schema or the document.
+# Documents that violate their schema: an engine must reject the schema or the document.
 INVALID: list[tuple[dict[str, Any], str]] = [
     ({"type": "integer", "multipleOf": 5}, "3"),
     ({"type": "integer", "minimum": 5, "maximum": 9}, "3"),
@@ -237,7 +237,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
 
 
 def judge(engine: Engine, schema: dict[str, Any], document: str) -> str:
-    """What an engine says of a document, byte by byte."""
+    """An engine's verdict on a document, fed byte by byte."""
     try:
         engine.compile("json_schema", json.dumps(schema))
     except Exception:
@@ -251,9 +251,9 @@ def judge(engine: Engine, schema: dict[str, Any], document: str) -> str:
 
 
 def show_conformity(names: list[str]) -> None:
-    """Print what each engine says of documents that break their schemas."""
+    """Print each engine's verdict on documents that violate their schemas."""
     engines = {name: ENGINES[name](make_vocabulary(1000)) for name in names}
-    print(f"\n{'a document that breaks its schema':100} " + " ".join(f"{name:20}" for name in names))
+    print(f"\n{'a document that violates its schema':100} " + " ".join(f"{name:20}" for name in names))
     for schema, document in INVALID:
         verdicts = " ".join(f"{judge(engine, schema, document):20}" for engine in engines.values())
         print(f"{document:8} {json.dumps(schema)[:90]:91} {verdicts}", flush=True)
@@ -265,7 +265,7 @@ def _rss_mib() -> float:
 
 
 def _run(engine_name: str, size: int, kind: str, text: str, sink: Connection) -> None:
-    """Child process: times of one engine on one grammar, sent as they are known."""
+    """Child process: measure an engine on a grammar and send results as they arrive."""
     vocabulary = make_vocabulary(size)
     before = _rss_mib()
     began = time.process_time()
@@ -306,26 +306,26 @@ def _run(engine_name: str, size: int, kind: str, text: str, sink: Connection) ->
 
 
 def _trial(engine: str, size: int, kind: str, text: str, limit_s: float) -> dict[str, Any]:
-    """Everything that the child said within the limit."""
+    """Everything the child sent within the limit."""
     context = multiprocessing.get_context("spawn")
     source, sink = context.Pipe(duplex=False)
     child = context.Process(target=_run, args=(engine, size, kind, text, sink))
     child.start()
     sink.close()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     try:
-        found |= source.recv()  # the vocabulary and the imports are not the grammar's fault
+        results |= source.recv()  # without the time of imports and the vocabulary
         deadline = time.monotonic() + limit_s
         while source.poll(max(0.0, deadline - time.monotonic())):
-            found |= source.recv()
-        found["timed_out"] = True
+            results |= source.recv()
+        results["timed_out"] = True
     except EOFError:
         pass
     child.kill()
     child.join()
     if child.exitcode not in (0, -9):
-        found["error"] = f"the process died ({child.exitcode})"
-    return found
+        results["error"] = f"the process died ({child.exitcode})"
+    return results
 
 
 def _percentiles(values: list[float]) -> str:
@@ -338,11 +338,11 @@ def _percentiles(values: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--vocab", type=int, default=262_144, help="tokens of the vocabulary")
-    parser.add_argument("--limit", type=float, default=20.0, help="seconds for one grammar")
-    parser.add_argument("--engine", choices=sorted(ENGINES), action="append", help="only this one")
+    parser.add_argument("--vocab", type=int, default=262_144, help="size of the vocabulary")
+    parser.add_argument("--limit", type=float, default=20.0, help="seconds per grammar")
+    parser.add_argument("--engine", choices=sorted(ENGINES), action="append", help="only this engine")
     parser.add_argument("--case", default="", help="only grammars whose name contains this")
-    parser.add_argument("--only-conformity", action="store_true", help="only whether schemas are held, no times")
+    parser.add_argument("--only-conformity", action="store_true", help="only check conformity, no times")
     options = parser.parse_args()
     print(f"vocabulary of {options.vocab} tokens; times of masks and tokens in microseconds")
     print(
@@ -352,14 +352,16 @@ def main() -> None:
         if options.only_conformity or options.case not in name:
             continue
         for engine in options.engine or sorted(ENGINES):
-            found = _trial(engine, options.vocab, kind, text, options.limit)
-            note = found.get("error", "") or ("over the limit" if found.get("timed_out") else "")
-            compiled = f"{found['compile_s'] * 1e3:10.1f}" if "compile_s" in found else f"{'-':>10}"
-            token = f"{statistics.median(found['accepts']) * 1e6:9.1f}" if found.get("accepts") else f"{'-':>9}"
-            mib = f"{found['mib']:6.1f}" if "mib" in found else f"{'-':>6}"
-            print(f"{name:34} {engine:11} {compiled} {_percentiles(found.get('fills', []))} {token} {mib}  {note}", flush=True)
-            if name.startswith("small") and "setup_s" in found:
-                print(f"{'':34} {engine:11} vocabulary made ready in {found['setup_s']:.2f} s, {found['setup_mib']:.0f} MiB")
+            results = _trial(engine, options.vocab, kind, text, options.limit)
+            note = results.get("error", "") or ("over the limit" if results.get("timed_out") else "")
+            compiled = f"{results['compile_s'] * 1e3:10.1f}" if "compile_s" in results else f"{'-':>10}"
+            token = f"{statistics.median(results['accepts']) * 1e6:9.1f}" if results.get("accepts") else f"{'-':>9}"
+            mib = f"{results['mib']:6.1f}" if "mib" in results else f"{'-':>6}"
+            print(
+                f"{name:34} {engine:11} {compiled} {_percentiles(results.get('fills', []))} {token} {mib}  {note}", flush=True
+            )
+            if name.startswith("small") and "setup_s" in results:
+                print(f"{'':34} {engine:11} vocabulary prepared in {results['setup_s']:.2f} s, {results['setup_mib']:.0f} MiB")
     if not options.case:
         show_conformity(options.engine or sorted(ENGINES))
 

@@ -1,12 +1,12 @@
-"""What the server itself costs: the whole HTTP path, with an engine that answers at once.
+"""Cost of the server: the whole HTTP path, with an engine that answers immediately.
 
-    python benchmarks/http_path.py             prints streamed tokens/s at 32 streams, and the time to first token at 1 client
+    python benchmarks/http_path.py             prints streamed tokens/s at 32 streams, and the time to first token of one client
     python benchmarks/http_path.py --check     exits 1 below 20,000 tokens/s or above 2 ms
 
-Three processes, as in service: the client (this one), the web server, and the engine's process, in which a script stands in
-for the model. Every token is a server-sent event of its own, and passes the chat template, the tokenizer, both sockets, the
-reader of thoughts and tool calls, and JSON. The time to first token is taken by the client, from its first byte to the
-first event with text: all of it is the server's doing. Each figure is the best of several runs, since the machine is shared.
+It produces the figures of the HTTP path in docs/results.md. There are three processes, as in production: the client (this one),
+the web server, and the engine process, with a script instead of a model. Every token is its own server-sent event and passes
+through the chat template, the tokenizer, both sockets, the output reader and JSON. The client measures the time to first token,
+from its first byte to the first event with text. Each figure is the best of several runs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _TEXT = "A culet is the small facet at the point of a cut gem, and the stone is 
 
 
 def serve(folder: str, port: int, step_s: float) -> None:
-    """The web process: serves with the fake engine."""
+    """The web process, with the scripted engine."""
     from culet.config import build_config, build_serve_config
     from culet.log import setup_logging
     from culet.serve.process.wire import Script
     from culet.serve.server import serve as run
-    from culet.text.text import Tokenizer
+    from culet.text.tokenizer import Tokenizer
 
     setup_logging("warning")
     script = Script(answers=(tuple(Tokenizer(folder).encode(_TEXT)),), step_s=step_s, max_model_len=1 << 20, num_pages=1 << 20)
@@ -45,7 +45,7 @@ def serve(folder: str, port: int, step_s: float) -> None:
 
 
 class Reader(asyncio.Protocol):
-    """One connection: sends a request, counts the events with text, and remembers when the first came."""
+    """A connection: sends a request, counts the events with text and notes the time of the first."""
 
     MARK = b'"delta":{"content":'
     END = b"data: [DONE]"
@@ -107,7 +107,7 @@ async def throughput(port: int, num_streams: int, num_tokens: int) -> float:
 
 
 async def first_token_ms(port: int, count: int) -> list[float]:
-    """Milliseconds to the first event with text, one request after another."""
+    """Milliseconds to the first event with text, for sequential requests."""
     reader = await connect(port)
     times = []
     for _ in range(count):
@@ -132,7 +132,7 @@ def wait_ready(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 def cpu_seconds(process_id: int) -> float:
-    """CPU time of a process so far, its threads included."""
+    """CPU time of a process, including its threads."""
     fields = Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -157,7 +157,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=2000, help="tokens of each stream")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--step-ms", type=float, default=0.0, help="time of a step: tokens then come one by one, not in heaps")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="duration of a step; 0 sends tokens in batches")
     parser.add_argument("--port", type=int, default=18971)
     parser.add_argument("--serve", metavar="FOLDER", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -61,10 +61,10 @@ class Answering:
 
 def compare(plain: LLM, drafting: LLM, num_seqs: int, *, num_tokens: int, turns: int, block: int) -> dict[str, Any]:
     """What the drafting engine reaches of the other's speed: of each turn, and the median."""
-    drafting.engine._runner.force_accepted(0)
-    if plain.engine._runner.fixed is None:
+    drafting.engine._worker.force_accepted(0)
+    if plain.engine._worker.fixed is None:
         # Where weights lie in memory moves a CPU's speed by some percent: both compute with the same.
-        plain.engine._runner.target.model = drafting.engine._runner.target.model
+        plain.engine._worker.target.model = drafting.engine._worker.target.model
     prompts = make_prompts(plain, (turns + 1) * num_seqs, PROMPT_LEN)
     before, ratios, own_ratios = drafting.engine.stats().counters, [], []
     for turn in range(turns + 1):

@@ -1,18 +1,19 @@
-"""Culet: a serving engine for Google's Gemma 4 models, and for nothing else."""
+"""Culet: a serving engine for Google's Gemma 4 models."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from culet.version import __version__
+
 if TYPE_CHECKING:
     from culet.engine.llm import LLM
     from culet.types import SamplingParams, StructuredOutputs
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "StructuredOutputs", "__version__"]
 
-# Imported on first use, so that `culet --help` and `culet plan` answer without loading torch.
+# Imported on first use, so that `culet --help` and `culet plan` do not load torch.
 _LAZY = {"LLM": "culet.engine.llm", "SamplingParams": "culet.types", "StructuredOutputs": "culet.types"}
 
 

@@ -1,6 +1,6 @@
-"""All settings, in parts. Built once, resolved once by the engine, then frozen and passed down in parts.
+"""All settings, in parts. A Config is built once, completed once by the engine, and frozen.
 
-Each field's doc line becomes its command-line help and its line on the reference page.
+Each field's doc line becomes its `--help` text and its line on the reference page.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from culet.errors import ConfigError
 
 
 def option(default: Any, doc: str, *, flag: str = "", choices: tuple[str, ...] = ()) -> Any:
-    """A config field with its doc line. `flag` names the command-line flag where it is not `--field-name`."""
+    """A config field with its doc line. `flag` names its command-line flag if that is not `--field-name`."""
     return field(default=default, metadata={"doc": doc, "flag": flag, "choices": choices})
 
 
-MAX_BATCHED_TOKENS = 65535  # CUDA's bound on the second axis of a grid, which kernels of a whole step use for its tokens
+MAX_BATCHED_TOKENS = 65535  # CUDA's limit for the second axis of a grid, which some kernels use for the tokens of a step
 
 
 def _positive(part: object, *names: str) -> None:
@@ -33,20 +33,22 @@ BUILT_IN = "built-in"  # the model that comes with Culet
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model, where, and in what precision."""
+    """The model, its device and its precision."""
 
     model: str = option(
         BUILT_IN,
-        "Folder of a Gemma 4 checkpoint, or its name on the Hugging Face hub; or the one that comes with Culet.",
+        "Gemma 4 checkpoint: a folder, a name on the Hugging Face Hub, or the small model that comes with Culet.",
         flag="MODEL",
     )
-    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
-    device: str = option("auto", "Where to run: auto, cpu, cuda or cuda:N.")
+    revision: str | None = option(None, "Branch, tag or commit of a model on the Hub.")
+    device: str = option("auto", "Device to run on: auto, cpu, cuda or cuda:N.")
     dtype: str = option("auto", "Precision of weights and activations.", choices=("auto", "bfloat16", "float32"))
-    max_model_len: int | None = option(None, "Longest prompt + output in tokens (default: what the model allows).")
-    attention_backend: str = option("auto", "Attention backend for all layers, or per group as sliding=NAME,global=NAME.")
+    max_model_len: int | None = option(None, "Maximum length of prompt plus output, in tokens (default: the model's limit).")
+    attention_backend: str = option(
+        "auto", "Attention backend: one name for all layers, or one per group, as in sliding=NAME,global=NAME."
+    )
     enforce_eager: bool = option(
-        False, "Launch every kernel by itself instead of replaying CUDA graphs.", flag="--enforce-eager/--no-enforce-eager"
+        False, "Launch kernels one by one instead of replaying CUDA graphs.", flag="--enforce-eager/--no-enforce-eager"
     )
 
     def __post_init__(self) -> None:
@@ -55,20 +57,20 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """How much KV cache, and in what form."""
+    """The size and format of the KV cache."""
 
-    gpu_memory_utilization: float = option(0.92, "Share of the GPU's memory that Culet may use.")
+    gpu_memory_utilization: float = option(0.92, "Fraction of the GPU's memory that Culet may use.")
     kv_cache_memory_bytes: int | None = option(
-        None, "Bytes of KV cache (default: what is left; on a CPU, what the sequences need)."
+        None, "Size of the KV cache in bytes (default: all memory that is left; on a CPU, enough for max-num-seqs sequences)."
     )
     kv_cache_dtype: str = option(
-        "auto", "Precision of the KV cache: auto (the model's) or fp8 (e4m3), or per group as sliding=fp8,global=auto."
+        "auto", "Precision of the KV cache: auto (the model's), fp8 (e4m3), or one per group, as in sliding=fp8,global=auto."
     )
     latent: bool = option(
-        True, "Keep K and V of global K=V layers once, five eighths of the bytes.", flag="--latent/--no-latent"
+        True, "Store K and V of global K=V layers once, in five eighths of the memory.", flag="--latent/--no-latent"
     )
     enable_prefix_caching: bool = option(
-        True, "Reuse the cache of prompts that begin alike.", flag="--enable-prefix-caching/--no-enable-prefix-caching"
+        True, "Reuse the KV cache of prompts that share a prefix.", flag="--enable-prefix-caching/--no-enable-prefix-caching"
     )
 
     def __post_init__(self) -> None:
@@ -81,14 +83,16 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How many requests run at once, and how long the queue may grow."""
+    """How many requests run and wait at the same time."""
 
-    max_num_seqs: int = option(128, "Most sequences that run at once.")
-    max_num_batched_tokens: int = option(8192, "Most new tokens in one step; longer prompts are computed in chunks.")
-    max_queue_len: int = option(4096, "Most requests that wait; the next one is refused.")
+    max_num_seqs: int = option(128, "Maximum number of sequences that run at the same time.")
+    max_num_batched_tokens: int = option(
+        8192, "Maximum number of new tokens in one step; longer prompts are computed in chunks."
+    )
+    max_queue_len: int = option(4096, "Maximum number of waiting requests; further ones are refused.")
     async_scheduling: bool = option(
         True,
-        "Launch a step before the last one's tokens are known, so that a GPU never waits (on a CPU only if asked for).",
+        "Launch each step before the previous one's tokens are known, so that the GPU never waits (on a CPU only if set).",
         flag="--async-scheduling/--no-async-scheduling",
     )
 
@@ -96,27 +100,27 @@ class ScheduleConfig:
         _positive(self, "max_num_seqs", "max_num_batched_tokens", "max_queue_len")
         if self.max_num_batched_tokens > MAX_BATCHED_TOKENS:
             raise ConfigError(
-                f"max-num-batched-tokens: got {self.max_num_batched_tokens}, at most {MAX_BATCHED_TOKENS} fit a launch",
+                f"max-num-batched-tokens: got {self.max_num_batched_tokens}, expected at most {MAX_BATCHED_TOKENS}",
                 hint="longer prompts are computed in chunks",
             )
 
 
-MAX_DRAFTS = 15  # with the bonus token, what attention takes as a row of few queries
+MAX_DRAFTS = 15  # with the bonus token, the longest row that decode attention serves
 
 
 @dataclass(frozen=True)
 class DraftChoice:
-    """`speculative_config` once it is read: which drafter, and how it is used."""
+    """The parsed `speculative_config`: the drafter and how to use it."""
 
     method: str  # mtp or dflash
-    model: str  # its folder, its name on the hub, or `random:` for one with random weights that fits the target
-    revision: str | None = None  # branch, tag or commit of a hub model
-    num_speculative_tokens: int | None = None  # most drafts of a round; None: what the method is best at
-    attention_backend: str = "auto"  # for the drafter's own layers; the target's is planned by itself
-    position: str = "engine"  # mtp: where a drafted query stands, `engine` (last token with KV) or `hf` (the one after it)
-    head_dtype: str = "auto"  # mtp: precision of the assistant's own head, `auto` (the model's) or `fp8` (half the memory)
-    adaptive: bool = True  # fewer drafts, down to none, where they are not accepted
-    probe: bool = True  # at start, look whether drafts are accepted at all
+    model: str  # a folder, a name on the Hub, or `random:` for random weights that fit the target
+    revision: str | None = None  # branch, tag or commit of a model on the Hub
+    num_speculative_tokens: int | None = None  # maximum drafts per round; None: the method's default
+    attention_backend: str = "auto"  # for the drafter's layers; the target has its own setting
+    position: str = "engine"  # mtp: position of a drafted query, `engine` (last token with KV) or `hf` (the one after it)
+    head_dtype: str = "auto"  # mtp: precision of the drafter's head, `auto` (the model's) or `fp8` (half the memory)
+    adaptive: bool = True  # propose fewer drafts, down to none, when they are not accepted
+    probe: bool = True  # at start, check that drafts are accepted
 
     def __post_init__(self) -> None:
         for name in ("method", "model"):
@@ -131,25 +135,25 @@ class DraftChoice:
         if self.head_dtype not in ("auto", "fp8"):
             raise ConfigError(f"speculative-config: head_dtype: got {self.head_dtype!r}, expected auto or fp8")
         if self.head_dtype == "fp8" and self.method == "dflash":
-            raise ConfigError("speculative-config: head_dtype: got fp8, but a DFlash drafter takes the target's head")
+            raise ConfigError("speculative-config: head_dtype: got fp8, but a DFlash drafter uses the target's head")
 
 
-_DRAFT_HINT = """as in {"method": "mtp", "model": "google/gemma-4-E4B-it-assistant", "num_speculative_tokens": 3}"""
+_DRAFT_HINT = """example: {"method": "mtp", "model": "google/gemma-4-E4B-it-assistant", "num_speculative_tokens": 3}"""
 
 
 def read_draft_choice(text: str) -> DraftChoice:
-    """The JSON object of `--speculative-config`; what is wrong with it is a ConfigError that names the key."""
+    """Parse the JSON object of `--speculative-config`. Errors name the bad key."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        problem = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deep"
+        problem = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
         raise ConfigError(f"speculative-config: not valid JSON: {problem}", hint=_DRAFT_HINT) from error
     if not isinstance(values, dict):
         raise ConfigError(f"speculative-config: got {type(values).__name__}, expected a JSON object", hint=_DRAFT_HINT)
     known = {entry.name: entry for entry in fields(DraftChoice)}
     for name, value in values.items():
         if name not in known:
-            raise ConfigError(f"speculative-config: unknown key {name!r}", hint=f"known: {', '.join(known)}")
+            raise ConfigError(f"speculative-config: unknown key {name!r}", hint=f"known keys: {', '.join(known)}")
         _check_type(f"speculative-config: {name}", value, str(known[name].type))
     for name in ("method", "model"):
         if name not in values:
@@ -159,18 +163,18 @@ def read_draft_choice(text: str) -> DraftChoice:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """Speculative decoding: a small model drafts tokens, and the model itself verifies several in one step."""
+    """Speculative decoding: a small model drafts tokens, and the model verifies several of them in one step."""
 
     speculative_config: str | None = option(
-        None, "JSON object that names a drafter: method (mtp or dflash), model, num_speculative_tokens, attention_backend."
+        None, "Drafter, as a JSON object with method (mtp or dflash), model, num_speculative_tokens and attention_backend."
     )
 
     def __post_init__(self) -> None:
-        _ = self.choice  # refused now, not when the model is loaded
+        _ = self.choice  # check it now, before the model is loaded
 
     @property
     def choice(self) -> DraftChoice | None:
-        """What it says; None: no drafting."""
+        """The parsed setting; None means no drafting."""
         return None if self.speculative_config is None else read_draft_choice(self.speculative_config)
 
 
@@ -178,13 +182,13 @@ class DraftConfig:
 class ParallelConfig:
     """How many GPUs share one model."""
 
-    tensor_parallel_size: int = option(1, "GPUs that share each layer.")
+    tensor_parallel_size: int = option(1, "Number of GPUs that share each layer.")
 
     def __post_init__(self) -> None:
         if self.tensor_parallel_size != 1:
             raise ConfigError(
-                f"tensor-parallel-size: got {self.tensor_parallel_size}, this version serves one GPU",
-                hint="leave the flag away; one replica per GPU serves more requests meanwhile",
+                f"tensor-parallel-size: got {self.tensor_parallel_size}, this version supports one GPU",
+                hint="omit the flag; to use several GPUs, run one server per GPU",
             )
 
 
@@ -197,12 +201,12 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    given: frozenset[str] = frozenset()  # fields the user set; the others may still be derived from model and machine
+    given: frozenset[str] = frozenset()  # fields that the user set; others may be derived from the model and the machine
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client may ask of the server, and how long it may take: `--limits n=4,body_mb=64` changes some of them."""
+    """What one client may ask of the server, and how long it may take. `--limits n=4,body_mb=64` changes some of them."""
 
     body_mb: int = 16  # size of a request
     messages: int = 4096  # in one chat
@@ -210,60 +214,63 @@ class Limits:
     prompts: int = 128  # in one completions request
     n: int = 16  # samples of one prompt
     stops: int = 16  # stop strings
-    logprobs: int = 20  # most likely tokens that are reported for each position
+    logprobs: int = 20  # most likely tokens to report for each position
     logit_bias: int = 1024  # tokens with a bias
     connections: int = 4096  # open at once
-    header_s: int = 10  # for a client to send the head of its request
-    body_s: int = 30  # for a client to send the rest of it
-    write_s: int = 60  # for a client to take what was sent to it
-    grammar_s: int = 5  # for one schema, regex or grammar to be compiled
-    step_s: int = 300  # for one step of the engine, before it is taken for dead
+    header_s: int = 10  # for a client to send its request headers
+    body_s: int = 30  # for a client to send the request body
+    write_s: int = 60  # for a client to read what was sent to it
+    grammar_s: int = 5  # to compile one schema, regex or grammar
+    step_s: int = 300  # for one step of the engine before it counts as dead
 
 
 def read_limits(text: str) -> Limits:
-    """`name=number,...` as Limits, with defaults for the rest; what is wrong is a ConfigError that names it."""
+    """Parse `name=number,...`, with defaults for the rest. Errors name the bad part."""
     known = {entry.name for entry in fields(Limits)}
     values: dict[str, int] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = part.partition("=")
         if name not in known:
-            raise ConfigError(f"limits: unknown name {name!r}", hint=f"known: {', '.join(sorted(known))}")
+            raise ConfigError(f"limits: unknown name {name!r}", hint=f"known names: {', '.join(sorted(known))}")
         if not value.isdecimal() or not 0 < int(value) < 2**31:
-            raise ConfigError(f"limits: {name}: got {value!r}, expected a whole number above 0", hint="as in n=4,body_mb=64")
+            raise ConfigError(f"limits: {name}: got {value!r}, expected a whole number above 0", hint="example: n=4,body_mb=64")
         values[name] = int(value)
     return Limits(**values)
 
 
-MAX_SECONDS = 10**6  # some eleven days
+MAX_SECONDS = 10**6  # about eleven days
 
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """The web server: where it listens, who may use it, and for how much. Only `culet serve` has these."""
+    """The web server: its address, its clients and their limits. Only `culet serve` has these settings."""
 
-    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 is every one of this machine.")
-    port: int = option(8000, "Port to listen on; 0 takes a free one.")
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 means all interfaces.")
+    port: int = option(8000, "Port to listen on; 0 picks a free one.")
     api_key: str | None = option(
-        None, "Key that clients must send, or several separated by commas (default: CULET_API_KEY; without one, anybody may)."
+        None,
+        "API keys that clients must send, separated by commas (default: CULET_API_KEY; if neither is set, no key is needed).",
     )
-    served_model_name: str | None = option(None, "Name that clients call the model by, or several separated by commas.")
-    allowed_origins: str = option("", "Origins whose web pages may call the server (CORS), separated by commas; * is all.")
+    served_model_name: str | None = option(
+        None, "Names of the model in the API, separated by commas (default: derived from the model)."
+    )
+    allowed_origins: str = option("", "Origins whose web pages may call the server (CORS), separated by commas; * allows all.")
     enable_thinking: bool = option(
-        False, "Let the model think where a request does not say.", flag="--enable-thinking/--no-enable-thinking"
+        False, "Let the model think unless a request says otherwise.", flag="--enable-thinking/--no-enable-thinking"
     )
-    request_timeout: float = option(3600.0, "Seconds that one request may take in all.")
-    queue_timeout: float = option(600.0, "Seconds that a request may wait for its first token.")
-    drain_timeout: float = option(30.0, "Seconds that running requests are given to end after Ctrl-C or SIGTERM.")
-    max_engine_restarts: int = option(0, "Times that a dead engine is started again; after that the server exits.")
-    limits: str = option("", "Bounds on single requests and clients, as n=4,body_mb=64; the guide to serving lists them.")
-    log_format: str = option("text", "Form of the log.", choices=("text", "json"))
-    log_requests: bool = option(True, "Log a line for each request.", flag="--log-requests/--no-log-requests")
+    request_timeout: float = option(3600.0, "Maximum duration of a request, in seconds.")
+    queue_timeout: float = option(600.0, "Maximum wait for a request's first token, in seconds.")
+    drain_timeout: float = option(30.0, "Seconds that running requests have to finish after Ctrl-C or SIGTERM.")
+    max_engine_restarts: int = option(0, "How many times to restart an engine that died; after that the server exits.")
+    limits: str = option("", "Limits per request and client, as in n=4,body_mb=64; the serving guide lists them.")
+    log_format: str = option("text", "Format of the log.", choices=("text", "json"))
+    log_requests: bool = option(True, "Log one line per request.", flag="--log-requests/--no-log-requests")
 
     def __post_init__(self) -> None:
         for name in ("request_timeout", "queue_timeout", "drain_timeout"):
             value = getattr(self, name)
             if not 0 <= value <= MAX_SECONDS or (value == 0 and name != "drain_timeout"):
-                raise ConfigError(f"{name.replace('_', '-')}: got {value}, expected seconds, at most {MAX_SECONDS}")
+                raise ConfigError(f"{name.replace('_', '-')}: got {value}, expected a number of seconds up to {MAX_SECONDS}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: got {self.port}, expected a number from 0 to 65535")
         if self.max_engine_restarts < 0:
@@ -280,11 +287,11 @@ PARTS: dict[str, type] = {
 }
 
 
-SERVE_PARTS: dict[str, type] = {"serve": ServeConfig}  # apart from the others: no engine is built from it
+SERVE_PARTS: dict[str, type] = {"serve": ServeConfig}  # separate: no engine is built from these
 
 
 def config_fields(parts: Mapping[str, type] = PARTS) -> dict[str, tuple[str, Field[Any]]]:
-    """Every setting by its name, with the part it belongs to."""
+    """Every setting by name, with the part it belongs to."""
     return {entry.name: (part, entry) for part, kind in parts.items() for entry in fields(kind)}
 
 
@@ -298,7 +305,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _check_type(name: str, value: object, annotation: str) -> None:
-    """Refuse a value that is not of the annotated type (`int | None`); a bool is no number."""
+    """Refuse a value that is not of the annotated type (such as `int | None`). A bool is not a number."""
     kinds = [part.strip() for part in annotation.split("|")]
     allowed = tuple(kind for part in kinds for kind in _TYPES[part])
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
@@ -306,7 +313,7 @@ def _check_type(name: str, value: object, annotation: str) -> None:
 
 
 def build_config(given: Mapping[str, Any]) -> Config:
-    """A Config with the `given` settings and defaults for the rest; an unknown name or a bad choice is an error."""
+    """A Config with the `given` settings, and defaults for the rest."""
     return Config(**_build_parts(given, PARTS), given=frozenset(given))
 
 
@@ -321,9 +328,9 @@ def _build_parts(given: Mapping[str, Any], parts: Mapping[str, type]) -> dict[st
     chosen: dict[str, dict[str, Any]] = {part: {} for part in parts}
     for name, value in given.items():
         if name not in known:
-            raise ConfigError(f"unknown setting: {name!r}", hint=f"known: {', '.join(known)}")
+            raise ConfigError(f"unknown setting: {name!r}", hint=f"known settings: {', '.join(known)}")
         part, entry = known[name]
-        if name == "speculative_config" and isinstance(value, Mapping):  # from Python it may come as it is
+        if name == "speculative_config" and isinstance(value, Mapping):  # in Python it may be a dict
             value = json.dumps(dict(value))
         _check_type(name, value, str(entry.type))
         choices = entry.metadata["choices"]

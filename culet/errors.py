@@ -1,27 +1,27 @@
-"""Every exception Culet raises on purpose.
+"""Every exception that Culet raises on purpose.
 
-CuletError                   what failed, got and expected; `hint` names the fix
+CuletError                   says what failed; `hint` names the fix
 ├── UserError                the caller can fix it: exit code 1
-│   ├── ConfigError          a flag, field or combination that cannot be served
-│   ├── CheckpointError      a model folder that cannot be read, or does not hold what it should
-│   ├── UnsupportedError     asked for something Culet does not do (yet)
+│   ├── ConfigError          a bad setting or combination of settings
+│   ├── CheckpointError      a model folder that cannot be read or is incomplete
+│   ├── UnsupportedError     a feature that Culet does not have
 │   ├── BadRequest           a request with a bad field
-│   └── ContextTooLong       a prompt, or prompt + max_tokens, beyond the model or the cache
+│   └── ContextTooLong       a prompt, or prompt + max_tokens, that does not fit the context
 ├── CapacityError            the caller may try again: exit code 1
-│   ├── QueueFull            too many requests waiting
-│   ├── TimedOut             a request that took longer than it may
-│   └── OutOfPages           the arena has no page left (handled by preemption; never reaches users)
-└── InternalError            we failed: exit code 2
-    └── WorkerDied           the engine or a worker process is gone
+│   ├── QueueFull            too many requests are waiting
+│   ├── TimedOut             a request that took too long
+│   └── OutOfPages           the arena has no free page (handled by preemption; never reaches users)
+└── InternalError            a bug or a crash: exit code 2
+    └── WorkerDied           the engine or a worker process died
 
-`HTTP_STATUS` and `exit_code` are the only mapping to statuses and exit codes.
+Statuses and exit codes are mapped only here, by `HTTP_STATUS` and `exit_code`.
 """
 
 from __future__ import annotations
 
 
 class CuletError(Exception):
-    """Base of all: one line that says what failed, and a hint that names the fix."""
+    """Base class: one line that says what failed, and a hint that names the fix."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -37,15 +37,15 @@ class UserError(CuletError):
 
 
 class ConfigError(UserError):
-    """A setting, or a combination of settings, that cannot be served."""
+    """A bad setting, or a bad combination of settings."""
 
 
 class CheckpointError(UserError):
-    """A model folder that cannot be read or does not hold what it should."""
+    """A model folder that cannot be read or is incomplete."""
 
 
 class UnsupportedError(UserError):
-    """Something Culet does not do."""
+    """A feature that Culet does not have."""
 
 
 class BadRequest(UserError):
@@ -53,34 +53,34 @@ class BadRequest(UserError):
 
 
 class ContextTooLong(UserError):
-    """A request that can never fit the model's context or the cache."""
+    """A request that does not fit the model's context or the cache."""
 
 
 class CapacityError(CuletError):
-    """No room now; the caller may try again."""
+    """No room now. The caller may try again."""
 
 
 class QueueFull(CapacityError):
-    """The waiting queue is at its bound."""
+    """The waiting queue is full."""
 
 
 class TimedOut(CapacityError):
-    """A request took longer than it may."""
+    """A request took too long."""
 
 
 class OutOfPages(CapacityError):
-    """The arena has fewer free pages than asked for."""
+    """The arena has fewer free pages than requested."""
 
 
 class InternalError(CuletError):
-    """A fault of ours."""
+    """A bug or a crash in Culet."""
 
 
 class WorkerDied(InternalError):
-    """The engine or a worker process is gone."""
+    """The engine or a worker process died."""
 
 
-# Nearest class in the error's own tree wins, so a subclass inherits its parent's status.
+# A subclass inherits the status of its nearest parent.
 HTTP_STATUS: dict[type[CuletError], int] = {
     UserError: 400,
     CapacityError: 429,
@@ -91,10 +91,10 @@ HTTP_STATUS: dict[type[CuletError], int] = {
 
 
 def http_status(error: CuletError) -> int:
-    """The HTTP status that stands for `error`."""
+    """The HTTP status for `error`."""
     return next(HTTP_STATUS[cls] for cls in type(error).__mro__ if cls in HTTP_STATUS)
 
 
 def exit_code(error: CuletError) -> int:
-    """1 if the user can fix it, 2 if we failed."""
+    """2 for a fault in Culet, otherwise 1."""
     return 2 if isinstance(error, InternalError) else 1

@@ -1,6 +1,6 @@
-"""Work that must not be trusted to end: a Python program in a process of its own, which answers each line with a line of JSON.
+"""Runs work that may never finish in a separate Python process, which answers each line with a line of JSON.
 
-Whoever asks sets a time limit, and ends the process when it is exceeded: nothing less stops every template or grammar.
+The caller sets a time limit and kills the process when it is exceeded. Nothing less stops every template or grammar.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 
 from culet.errors import InternalError
 
-START_LIMIT_S = 60.0  # for the process to start: a matter of the machine, not of what it is asked
+START_LIMIT_S = 60.0  # for the process to start, which depends on the machine and not on the question
 
 
 class LineProcess:
-    """A running program; `ask` sends one line and waits for one. Not for several threads at once."""
+    """A running program: `ask` sends one line and waits for one. Not thread-safe."""
 
     def __init__(self, arguments: Sequence[str], purpose: str, first_line: str | None = None) -> None:
-        """`arguments` are Python's. The program says a line when it has started, or answers `first_line`."""
+        """`arguments` are Python's. Once started, the program writes a line, or answers `first_line`."""
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for us alone
+            start_new_session=True,  # Ctrl-C must not reach it
         )
         self._rest = b""
         self.end = weakref.finalize(self, _end, self._process)  # also at exit
@@ -39,7 +39,7 @@ class LineProcess:
             if first_line is not None:
                 self._send(first_line)
             self._receive(START_LIMIT_S)
-        except OSError as error:  # a timeout is one, too
+        except OSError as error:  # includes TimeoutError
             self.end()
             raise InternalError(f"the process that {purpose} did not start: {error}") from error
 
@@ -48,7 +48,7 @@ class LineProcess:
         return self._process.poll() is None
 
     def ask(self, line: str, limit_s: float) -> dict[str, Any]:
-        """Send a line, return the answer. Raises TimeoutError, or another OSError where the process is gone."""
+        """Send a line and return the answer. Raises TimeoutError, or another OSError if the process died."""
         self._send(line)
         return self._receive(limit_s)
 
@@ -78,6 +78,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with suppress(OSError):  # unsent bytes to a dead process
+            with suppress(OSError):  # bytes that a dead process never read
                 pipe.close()
     process.wait()

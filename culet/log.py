@@ -1,4 +1,4 @@
-"""The logger, and `chose` for every setting that Culet derives instead of the user."""
+"""The logger, and `chose` for every setting that Culet derives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger("culet")
 
 
 class _JsonLines(logging.Formatter):
-    """One JSON object per line: time, level, message, and the `fields` that a call passes as `extra`."""
+    """One JSON object per line: time, level, message, and the `fields` passed as `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
@@ -25,7 +25,7 @@ class _JsonLines(logging.Formatter):
 
 
 def setup_logging(level: str | None = None, form: str = "text") -> None:
-    """Send Culet's log to stderr, as text or as lines of JSON; stdout is for data. Called by programs, not by imports."""
+    """Send Culet's log to stderr, as text or as JSON lines. Called by programs, never on import."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
     handler.setFormatter(_JsonLines() if form == "json" else text)
@@ -35,5 +35,5 @@ def setup_logging(level: str | None = None, form: str = "text") -> None:
 
 
 def chose(name: str, value: object, reason: str) -> None:
-    """Log a derived setting with the reason for it: no choice is made in silence."""
+    """Log a derived setting with its reason."""
     logger.info("%s: %s (%s)", name, value, reason)

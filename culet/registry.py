@@ -1,4 +1,4 @@
-"""Tables of "module:Class" entries: how a backend, drafter or model is found by name."""
+"""Backends, drafters and models are found by name, through tables of "module:Class" entries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from culet.errors import ConfigError
 
 
 def load(path: str) -> Any:
-    """Import what `"package.module:Name"` points at."""
+    """Import the object that `"package.module:Name"` names."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 

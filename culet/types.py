@@ -19,6 +19,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from msgspec import Struct
+
 from culet.errors import BadRequest
 
 MAX_SEED = 2**64 - 1
@@ -35,39 +37,39 @@ class FinishReason(StrEnum):
 
 
 MAX_GRAMMAR_CHARS = 1 << 20
-GRAMMAR_FAULT = "structured output: "  # what errors of a grammar begin with: the caller's, not ours
+GRAMMAR_FAULT = "structured output: "  # starts every error that the caller's grammar causes
 MAX_CHOICES = 10_000
-# Between the parts of a JSON document: one space, or a line break and what indents the next line. Without a bound a model that
-# is unsure writes spaces until its tokens are spent.
+# White space between the parts of a JSON document: a space, or a line break and an indent. It is bounded because a model that
+# is unsure writes spaces until it runs out of tokens.
 WHITE_SPACE = r"(\n[ \t]{0,64}| )?"
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What an output must look like, as plain text: what the grammar engine compiles, and the key it is kept by."""
+    """A grammar as plain text: what is compiled, and the key of the compiled grammar."""
 
     kind: str  # json_schema, regex, or lark (Lark's notation or GBNF)
     text: str
-    is_strict: bool = True  # json_schema: refuse keywords that cannot be held, instead of leaving them aside
-    after_thought: bool = False  # the model may think first; the grammar holds from the end of the thought on
+    is_strict: bool = True  # json_schema: refuse keywords that cannot be enforced, instead of ignoring them
+    after_thought: bool = False  # the model may think first; the grammar applies after the thought
 
     @property
     def key(self) -> str:
-        """The same for specs that compile to the same: short, whatever the text's length."""
+        """Short, and equal for specs that compile to the same grammar."""
         return hashlib.sha256(f"{self.kind}\0{self.is_strict}\0{self.text}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """A form that the output must have: exactly one of the first five."""
+    """A form that the output must have. Exactly one of the first five fields is set."""
 
     json: str | Mapping[str, Any] | bool | None = None  # a JSON schema
     json_object: bool = False  # any JSON object
     regex: str | None = None
     grammar: str | None = None  # in Lark's notation, or GBNF
     choice: Sequence[str] | None = None  # one of these texts
-    strict: bool = True  # for `json`: refuse a schema with keywords that cannot be held, instead of leaving those aside
-    after_thought: bool = False  # the model may think first; what it says afterwards has the form
+    strict: bool = True  # for `json`: refuse keywords that cannot be enforced, instead of ignoring them
+    after_thought: bool = False  # the model may think first; its answer has the form
 
     def __post_init__(self) -> None:
         given = [name for name in ("json", "regex", "grammar", "choice") if getattr(self, name) is not None]
@@ -81,13 +83,13 @@ class StructuredOutputs:
         if self.choice is not None:
             texts = () if isinstance(self.choice, str) or not isinstance(self.choice, Sequence) else tuple(self.choice)
             if not 1 <= len(texts) <= MAX_CHOICES or not all(isinstance(text, str) and text for text in texts):
-                raise BadRequest(f"structured_outputs.choice: expected a list of 1 to {MAX_CHOICES} texts that are not empty")
+                raise BadRequest(f"structured_outputs.choice: expected a list of 1 to {MAX_CHOICES} non-empty strings")
             object.__setattr__(self, "choice", texts)
         if len(self.spec().text) > MAX_GRAMMAR_CHARS:
             raise BadRequest(f"structured_outputs.{given[0]}: longer than {MAX_GRAMMAR_CHARS} characters")
 
     def spec(self) -> GrammarSpec:
-        """The same as the grammar engine takes it."""
+        """The form as plain text for the compiler."""
         if self.regex is not None:
             kind, text = "regex", self.regex
         elif self.grammar is not None:
@@ -100,27 +102,27 @@ class StructuredOutputs:
 
 
 def _schema_text(schema: object) -> str:
-    """A JSON schema as canonical text: the order of keys is kept, for it is the order in which they are written."""
+    """A JSON schema as text. The order of keys is kept: the answer follows it."""
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(parsed, Mapping | bool):
             raise BadRequest(f"JSON schema: got {type(parsed).__name__}, expected an object")
         return json.dumps(parsed if isinstance(parsed, bool) else dict(parsed), separators=(",", ":"), allow_nan=False)
     except RecursionError as error:
-        raise BadRequest("JSON schema: nested too deep") from error
+        raise BadRequest("JSON schema: nested too deeply") from error
     except (TypeError, ValueError) as error:
         raise BadRequest(f"JSON schema: not valid JSON: {error}") from error
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to draw tokens. None means the model's own default (`generation_config.json`)."""
+    """How to draw tokens. None means the model's default (`generation_config.json`)."""
 
     temperature: float | None = None  # 0 is greedy
     top_p: float | None = None
     top_k: int | None = None  # 0 or -1: all tokens
     min_p: float | None = None
-    max_tokens: int | None = None  # None: up to the context's end
+    max_tokens: int | None = None  # None: up to the end of the context
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
@@ -163,7 +165,7 @@ class SamplingParams:
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    """Refuse what is not a finite number within bounds; None passes."""
+    """Refuse anything but a finite number within bounds, or None."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -174,7 +176,7 @@ def _check_number(name: str, value: object, low: float, high: float, *, open_low
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
-    """Refuse what is not a whole number within bounds; None passes."""
+    """Refuse anything but a whole number within bounds, or None."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -183,7 +185,7 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
 
 @dataclass(frozen=True)
 class ModelDefaults:
-    """What a checkpoint's `generation_config.json` says, with Gemma 4's values where it is silent."""
+    """The values of a checkpoint's `generation_config.json`. Missing ones are Gemma 4's."""
 
     temperature: float = 1.0
     top_k: int = 64
@@ -196,7 +198,7 @@ class ModelDefaults:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings of one sequence with every default filled in: what the sampler reads."""
+    """Sampling settings of one sequence, with every default filled in."""
 
     temperature: float
     top_k: int  # 0: all
@@ -205,7 +207,7 @@ class Sampling:
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
-    logit_bias: tuple[tuple[int, float], ...]  # suppressed tokens stand here with -inf
+    logit_bias: tuple[tuple[int, float], ...]  # includes suppressed tokens, with -inf
     seed: int
     sample: int  # 0 .. n-1; random draws are keyed by (seed, sample, position)
     logprobs: int | None
@@ -215,6 +217,20 @@ class Sampling:
     def needs_history(self) -> bool:
         """Whether earlier tokens change the distribution."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """Prompt positions that stand for an image, a sound or the like: `length` placeholder ids from `start` on."""
+
+    start: int
+    length: int
+    key: bytes  # of the content: equal content has equal keys
+    is_whole: bool = True  # its tokens attend to each other, so no chunk ends inside it
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
 
 
 @dataclass(frozen=True)
@@ -230,7 +246,9 @@ class Request:
     priority: int = 0  # lower goes first; equal ones go by arrival
     deadline: float | None = None  # on the scheduler's clock; None: no limit
     grammar: GrammarSpec | None = None  # what the output must look like
-    resume_points: tuple[int, ...] = ()  # how much of the prompt a later one may share with it: worth a checkpoint each
+    resume_lengths: tuple[int, ...] = ()  # prompt lengths that later prompts may share: each is worth a ResumePoint
+    media: tuple[MediaSpan, ...] = ()  # ascending, without overlap
+    cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
 
     def sampling_of(self, sample: int) -> Sampling:
         return replace(self.sampling, sample=sample)
@@ -245,6 +263,7 @@ class Entry:
     prompt_len: int
     sampling: Sampling
     grammar: GrammarSpec | None = None
+    media: tuple[MediaSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,8 +348,11 @@ class StepResult:
     prompt_logprobs: Mapping[int, tuple[Logprobs, ...]] = field(default_factory=dict)  # by slot, for this chunk's tokens
 
 
-class TokenDelta(NamedTuple):
-    """New tokens of one sample of a request, as they leave the engine's loop."""
+class TokenDelta(Struct, array_like=True, frozen=True, gc=False):
+    """New tokens of one sample of a request. The engine makes it, and it crosses the process boundary as it is.
+
+    One is made for every token, hence a msgspec Struct: cheap to make and to encode, and the garbage collector skips it.
+    """
 
     request_id: str
     sample: int
@@ -338,9 +360,9 @@ class TokenDelta(NamedTuple):
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()
     finish_reason: FinishReason | None = None
-    num_cached_tokens: int = 0  # prompt tokens that were found in the prefix cache
-    stop_token_id: int | None = None  # the stop token that ended it; it is the last of token_ids
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; in the first delta only
+    stop_token_id: int | None = None  # the stop token that ended it: the last of token_ids
     error: str = ""  # what went wrong, for FinishReason.ERROR
-    queue_s: float = 0.0  # how long it waited for its start; told once, like the cached tokens
-    num_accepted_drafts: int = 0  # of token_ids, those that were drafted
-    num_rejected_drafts: int = 0  # drafts that were verified with them and are not among them
+    queue_s: float = 0.0  # time in the queue; in the first delta only
+    num_accepted_drafts: int = 0  # tokens of token_ids that were drafted
+    num_rejected_drafts: int = 0  # drafts that were verified with them and rejected

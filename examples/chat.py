@@ -1,4 +1,4 @@
-"""Answer in a conversation, piece by piece.
+"""Stream the answer in a conversation: thoughts to stderr, the answer to stdout.
 
 python examples/chat.py google/gemma-4-E2B-it "Why is the sky blue?"
 """
@@ -13,6 +13,7 @@ messages = [
 ]
 
 with LLM(sys.argv[1], max_model_len=1024) as llm:
-    for delta in llm.stream(messages, SamplingParams(max_tokens=64)):
+    for delta in llm.stream(messages, SamplingParams(max_tokens=256), enable_thinking=True):
+        print(delta.reasoning, end="", flush=True, file=sys.stderr)
         print(delta.text, end="", flush=True)
     print()

@@ -1,4 +1,4 @@
-"""Continue a few prompts at once.
+"""Continue several prompts in one batch.
 
 python examples/generate.py google/gemma-4-E2B-it
 """

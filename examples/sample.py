@@ -1,4 +1,4 @@
-"""Draw several samples of one prompt, with seeds and log-probabilities.
+"""Draw several samples for one prompt, with a seed and log-probabilities.
 
 python examples/sample.py google/gemma-4-E2B-it
 """
@@ -14,6 +14,6 @@ with LLM(sys.argv[1], max_model_len=1024) as llm:
     for sample in result.samples:
         total = sum(entry[token_id] for token_id, entry in zip(sample.token_ids, sample.logprobs, strict=True))
         print(f"{total:8.2f} {sample.finish_reason:7} {sample.text!r}")
-    # The same seed gives the same samples, whatever else is in the batch.
+    # The same seed gives the same samples, no matter what else is in the batch.
     first, _ = llm.generate(["A good name for a cat is", "Tell me more:"], params)
     assert [sample.token_ids for sample in first.samples] == [sample.token_ids for sample in result.samples]

@@ -1,6 +1,6 @@
-"""Pictures of the web page for the docs, with the built-in model behind it: `python scripts/take_screenshots.py [FOLDER]`.
+"""Take screenshots of the web page with the built-in model for the docs: `python scripts/take_screenshots.py [FOLDER]`.
 
-Needs the extra `test` and Chromium (`scripts/get-chromium .venv`). The server is ended afterwards.
+Needs the extra `test` and Chromium (`scripts/get-chromium .venv`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def converse(page: Page, turns: tuple[str, ...]) -> None:
 
 
 def load(url: str, until: float) -> None:
-    """Chats one after the other with pauses, as people have them."""
+    """Send chats one after the other, with pauses."""
     while time.monotonic() < until:
         body = {"messages": [{"role": "user", "content": random.choice(PROMPTS)}], "max_tokens": 96}
         request = urllib.request.Request(

@@ -1,8 +1,7 @@
-"""How many tokens a round of speculation emits: the drafts that equal what the target draws, and the target's own token.
+"""How many tokens a draft round emits: the accepted drafts and the target's own token.
 
-The engine accepts a draft where it equals the target's draw, so acceptance follows from finished outputs: at every place of an
-output, what would the drafter have proposed, and how much of it came? One pass over the outputs answers for all places, and
-a walk over each output counts the rounds that would have been.
+The engine accepts a draft that equals the target's draw, so acceptance can be counted on finished outputs: one pass over an
+output gives the drafter's proposals at every position, and a walk over it counts the rounds that would have happened.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from training.batches import Batch
 from training.drafters import Assistant, DFlash
 from training.model import Target
 
-MAX_REPEATS = 3  # an output that repeats an 8-gram as often is left out
+MAX_REPEATS = 3  # outputs that repeat an 8-gram this often are left out
 ANCHORS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
 class Output:
-    """A prompt and what the target wrote."""
+    """A prompt and the target's answer."""
 
     prompt: Sequence[int]
     tokens: Sequence[int]
@@ -37,10 +36,10 @@ class Output:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Counted over outputs."""
+    """What was counted over the outputs."""
 
     num_outputs: int
-    num_repetitive: int  # of them, left out
+    num_repetitive: int  # left out
     tokens_per_verify: float
     by_draft: tuple[float, ...]  # share of the rounds in which the first, second, ... draft was accepted
 
@@ -85,7 +84,7 @@ def as_batch(outputs: Sequence[Output], row_len: int, device: torch.device) -> B
 
 
 def count(outputs: Sequence[Output], drafts: Sequence[Tensor], num_drafts: int) -> Acceptance:
-    """`drafts[i]` [T, columns] are those at every place of output i. The first token comes with the prompt, without drafts."""
+    """`drafts[i]` is [T, columns], at each position of output i. The first token comes with the prompt, without drafts."""
     rounds = emitted = 0
     accepted_at = [0] * num_drafts
     kept = [(output, own) for output, own in zip(outputs, drafts, strict=True) if not output.is_repetitive]
@@ -99,9 +98,9 @@ def count(outputs: Sequence[Output], drafts: Sequence[Tensor], num_drafts: int) 
             while accepted < min(num_drafts, len(coming)) and proposed[accepted] == coming[accepted]:
                 accepted_at[accepted] += 1
                 accepted += 1
-            taken = min(accepted + 1, len(coming))
-            rounds, emitted, newest = rounds + 1, emitted + taken, newest + taken
-    shares = tuple(round(each / max(rounds, 1), 4) for each in accepted_at)
+            num_emitted = min(accepted + 1, len(coming))
+            rounds, emitted, newest = rounds + 1, emitted + num_emitted, newest + num_emitted
+    shares = tuple(round(num_accepted / max(rounds, 1), 4) for num_accepted in accepted_at)
     return Acceptance(len(outputs), len(outputs) - len(kept), round(emitted / max(rounds, 1), 4), shares)
 
 

@@ -1,10 +1,10 @@
-"""Training text as packed rows: whole documents side by side in rows of one length, drawn from weighted parts.
+"""Training text as packed rows: whole documents side by side in rows of equal length, drawn from weighted parts.
 
 A pack is a folder with `train` and `held_out`; in each, a part is `<part>.npy` (token ids, uint16, documents one after the
-other), `<part>.ends.npy` (where each document ends) and, where not all tokens are to be learnt, `<part>.loss.npy` (0 or 1).
+other), `<part>.ends.npy` (where each document ends) and, if only some tokens are to be learnt, `<part>.loss.npy` (0 or 1).
 
-Documents of a part come in a fresh random order each time round. Everything follows from a seed, so that training goes on after
-a stop with the rows that would have come.
+Documents of a part come in a new random order in each epoch. A seed determines everything, so that training continues after a
+stop with the rows that would have come next.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Part:
     name: str
     tokens: NDArray[np.uint16]
     ends: NDArray[np.int64]
-    learnt: NDArray[np.bool_] | None = None  # per token: is it to be learnt
+    learnt: NDArray[np.bool_] | None = None  # per token: whether to learn it
 
     @property
     def starts(self) -> NDArray[np.int64]:
@@ -43,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Rows:
-    """Packed rows: `first` is the index of the first token of each token's document, `learnt` says if it is a goal."""
+    """Packed rows: `first` is the index of the first token of each token's document, `learnt` says whether it is a goal."""
 
     ids: NDArray[np.uint16]
     first: NDArray[np.int16]
@@ -73,12 +73,12 @@ class Batch:
 
     @property
     def goals(self) -> Tensor:
-        """The token after each; the last column is a stand-in that is never learnt."""
+        """The next token of each; the last column is a placeholder that is never learnt."""
         return torch.cat((self.ids_BT[:, 1:], self.ids_BT[:, :1]), 1).long()
 
     @property
     def is_goal(self) -> Tensor:
-        """Is the token after this one of the same document, and to be learnt."""
+        """Whether the next token belongs to the same document and is to be learnt."""
         T = self.ids_BT.shape[1]
         follows = self.first_BT[:, 1:] <= torch.arange(T - 1, device=self.ids_BT.device)
         goal = follows & self.learnt_BT[:, 1:]
@@ -99,12 +99,12 @@ def load_parts(folder: Path) -> dict[str, Part]:
         )
     parts = {name: part for name, part in parts.items() if len(part.ends)}
     if not parts:
-        raise FileNotFoundError(f"{folder}: no training text; `training/data` makes it")
+        raise FileNotFoundError(f"{folder}: no training text; create it with `training/data`")
     return parts
 
 
 class _Stream:
-    """Documents of a part, for ever: (part's start, length) pieces of at most a row, in a new order each time round."""
+    """Endless documents of a part: (start in the part, length) pieces of at most a row, in a new order in each epoch."""
 
     def __init__(self, part: Part, row_len: int, seed: int) -> None:
         starts, lengths = part.starts, part.ends - part.starts
@@ -117,26 +117,26 @@ class _Stream:
         self._order = np.zeros(0, np.int64)
 
     def take(self, num_tokens: float) -> NDArray[np.int64]:
-        """The next pieces, [n, 2], of `num_tokens` or a little more in all."""
-        taken, sizes = [], 0.0
+        """The next pieces, [n, 2], with at least `num_tokens` in total."""
+        pieces, sizes = [], 0.0
         while sizes < num_tokens:
             if not len(self._order):
                 self._order = self._random.permutation(len(self._pieces))
             ends = np.cumsum(self._pieces[self._order, 1])
             count = int(np.searchsorted(ends, num_tokens - sizes)) + 1
-            taken.append(self._pieces[self._order[:count]])
+            pieces.append(self._pieces[self._order[:count]])
             sizes += float(ends[min(count, len(ends)) - 1])
             self._order = self._order[count:]
-        return np.concatenate(taken) if taken else np.zeros((0, 2), np.int64)
+        return np.concatenate(pieces) if pieces else np.zeros((0, 2), np.int64)
 
 
 class Packer:
-    """Chunks of packed rows from weighted parts. What does not fit a chunk is the first of the next."""
+    """Chunks of packed rows from weighted parts. Pieces that do not fit a chunk come first in the next."""
 
     def __init__(
         self, parts: Mapping[str, Part], row_len: int, rows_per_chunk: int, seed: int = 0, *, joined: float = 0.0
     ) -> None:
-        """`joined`: share of rows whose documents see those before them, since short texts alone teach no long distances."""
+        """`joined`: share of rows whose documents see the ones before them. Short texts alone do not teach long distances."""
         self._joined = joined
         self._names = sorted(parts)
         self._parts = [parts[name] for name in self._names]
@@ -147,7 +147,7 @@ class Packer:
         self._left = np.zeros((0, 3), np.int64)  # pieces (part, start, length) that did not fit
 
     def chunk(self, weights: Mapping[str, float], *, learn_all: bool, build: bool = True) -> Rows | None:
-        """The next chunk; `build=False` only moves on, for training that is taken up again."""
+        """The next chunk; `build=False` only advances, to resume a run."""
         share = np.array([weights.get(name, 0.0) for name in self._names])
         self._owed += share / share.sum() * max(0, self._rows * self._row_len - int(self._left[:, 2].sum()))
         pieces = [self._left]
@@ -169,7 +169,7 @@ class Packer:
         return Rows(rows.ids[order], rows.first[order], rows.learnt[order])
 
     def _places(self, lengths: list[int]) -> NDArray[np.int64]:
-        """Where in the chunk each piece begins, -1 where it does not fit: a long piece at most to a row, then short ones."""
+        """Where in the chunk each piece begins, -1 if it does not fit. A row gets at most one long piece, then short ones."""
         size = self._row_len
         long = [index for index, length in enumerate(lengths) if length > size // 2][::-1]
         short = [index for index, length in enumerate(lengths) if length <= size // 2][::-1]
@@ -185,7 +185,7 @@ class Packer:
         return place
 
     def _build(self, placed: NDArray[np.int64], learn_all: bool) -> Rows:
-        """Rows of pieces (part, its start, length, where in the chunk)."""
+        """Rows from pieces (part, start in the part, length, place in the chunk)."""
         size = self._rows * self._row_len
         ids = np.full(size, PAD, np.uint16)
         first = np.arange(size, dtype=np.int64) % self._row_len
@@ -206,14 +206,14 @@ class Packer:
 
 @dataclass(frozen=True)
 class Mixture:
-    """What is learnt in a phase of training: weights of the parts (by tokens), and whether prompts are goals, too."""
+    """The mixture of a training phase: token weights of the parts, and whether prompts are goals too."""
 
     weights: Mapping[str, float]
     learn_all: bool = True
 
 
 class Feed:
-    """Batches on a device, made ahead by a thread; `phase` may be changed while it runs (chunks ahead keep theirs)."""
+    """Batches on a device, prepared by a thread. `phase` may change while it runs; chunks prepared before keep theirs."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class Feed:
         history: Sequence[int] = (),
         ahead: int = 2,
     ) -> None:
-        """`history` lists the phases of the chunks that were begun already: all but the last are passed over."""
+        """`history` lists the phases of the chunks already begun; all but the last are skipped."""
         self.phase = history[-1] if history else 0
         self.history = list(history[:-1])
         self.taken = 0  # batches of the last chunk in history
@@ -243,7 +243,7 @@ class Feed:
             self._queue.put((phase, rows))
 
     def batches(self, skip: int = 0) -> Iterator[Batch]:
-        """Batches for ever; the first `skip` of the first chunk were taken before."""
+        """Endless batches; the first `skip` of the first chunk are skipped."""
         while True:
             phase, rows = self._queue.get()
             self.history.append(phase)
@@ -256,7 +256,7 @@ class Feed:
 
 
 def fixed_rows(parts: Mapping[str, Part], row_len: int, num_rows: int, weights: Mapping[str, float] | None = None) -> Rows:
-    """The same rows each time, for evaluation."""
+    """The same rows every time, for evaluation."""
     weights = weights or {name: float(len(part.tokens)) for name, part in parts.items()}
     rows = Packer(parts, row_len, num_rows, seed=1234).chunk(weights, learn_all=True)
     assert rows is not None

@@ -1,4 +1,4 @@
-"""The model card of the built-in model, every number of it from the files that training and the gate wrote.
+"""The model card of the built-in model. Every number comes from the files that training and the gate wrote.
 
 python -m training.card --pack out/pack --work out/training --gate out/gate.json > culet/embedded/README.md
 """
@@ -16,11 +16,11 @@ from training.shapes import AssistantShape, DFlashShape, TargetShape
 
 _NAMES = {"target": "the model", "assistant": "MTP assistant", "dflash": "DFlash drafter"}
 _LIMITS = """\
-- It is a demonstration that runs anywhere, not a source of knowledge: what it says may be wrong, and it does not know it.
-- English only. It was trained on conversations of a few turns; beyond 2,048 tokens it was not trained at all.
+- It is a demonstration that runs anywhere, not a source of knowledge. Its answers may be wrong, and it does not know when.
+- English only. It was trained on conversations of a few turns; beyond 2,048 tokens it was not trained.
 - It knows the capitals, elements and words of its training text, sums of small numbers, and little else.
 - It calls tools and writes JSON for plain requests. With many tools, nested schemas or long texts it fails.
-- Nothing was done to make it safe beyond choosing its texts. Do not put it in front of strangers."""
+- Nothing beyond the choice of its texts makes it safe. Do not expose it to the public."""
 
 
 def read_log(work: Path) -> list[dict[str, Any]]:
@@ -32,7 +32,7 @@ def _row(*cells: object) -> str:
 
 
 def sizes(work: Path) -> list[str]:
-    """What the files weigh and hold."""
+    """Parameters and bytes of each checkpoint."""
     lines = [_row("part", "parameters", "bytes"), _row("---", "---:", "---:")]
     total = 0
     for folder, name in _NAMES.items():
@@ -50,7 +50,7 @@ def sizes(work: Path) -> list[str]:
 
 
 def training_facts(log: list[dict[str, Any]]) -> list[str]:
-    """How long each stage ran and where it ended, for each run: a run's first entry says what it was to see."""
+    """How long each stage of each run took and where it ended. A run begins with its `epochs` entry."""
     lines = [_row("run", "stage", "steps", "seconds", "tokens seen", "last loss"), _row("---", "---", *["---:"] * 4)]
     starts = [index for index, entry in enumerate(log) if entry.get("event") == "epochs"]
     number = 0
@@ -86,17 +86,17 @@ def evaluation(gate: dict[str, Any], log: list[dict[str, Any]]) -> list[str]:
     perplexity = ", ".join(f"{name} {value:.2f}" for name, value in details["held-out perplexity"].items())
     lines += ["", f"Held-out perplexity (of chats: what the model writes): {perplexity}."]
     lines.append(
-        "Held-out documents of the parts made by code come from the same templates as the training text: these figures say that"
+        "Held-out documents of the parts made by code come from the same templates as the training text: they show that"
     )
-    lines.append("the templates were learnt. What people write to each other (chitchat) is foreign to it.")
+    lines.append("it learnt the templates. Conversations between people (chitchat) are foreign to it.")
     lines.append("")
     difference, compared = details["largest difference from transformers"], details["answers compared with transformers'"]
     lines.append(f"Culet and transformers, float32: log-probabilities differ by at most {difference:.1e}, ")
     lines[-1] += f"{details[UNLIKE]} of {compared} answers differ."
     lines += ["", _row("tokens emitted per verify", "training scripts", "engine"), _row("---", "---:", "---:")]
     for stage, method in (("assistant", "mtp"), ("dflash", "dflash")):
-        counted = [each for each in log if each.get("stage") == stage and each.get("event") == "acceptance"]
-        for entry in {each["temperature"]: each for each in counted}.values():  # the last of each
+        counted = [entry for entry in log if entry.get("stage") == stage and entry.get("event") == "acceptance"]
+        for entry in {entry["temperature"]: entry for entry in counted}.values():  # the last one of each
             name = f"{method} at temperature {entry['temperature']:g}"
             lines.append(_row(name, entry["tokens_per_verify"], details.get(DRAFTING, {}).get(name, "")))
     return lines
@@ -105,9 +105,9 @@ def evaluation(gate: dict[str, Any], log: list[dict[str, Any]]) -> list[str]:
 _ABOUT = """\
 # Culet's built-in model
 
-A small Gemma 4 of our own, so that Culet answers without a GPU, an account or a download, and so that its tests have real text.
-Architecture, tensor names, chat template and file formats are those of Google's Gemma 4; weights, text and tokenizer are not:
-nothing of Google's models is in it. Licence: Apache-2.0, as Culet.
+A small Gemma 4, trained from scratch, so that Culet runs without a GPU, an account or a download, and its tests have real text.
+Architecture, tensor names, chat template and file formats are those of Google's Gemma 4. Weights, training text and tokenizer
+are not: it contains nothing of Google's models. Licence: Apache-2.0, like Culet.
 
 {shape}
 
@@ -123,9 +123,9 @@ The part `distilled` was written by Qwen2.5-Coder-1.5B-Instruct (Apache-2.0).
 
 {training}
 
-One NVIDIA H200, bfloat16 with float32 weights, Muon and AdamW; `training/run.py` is the whole of it. A second run took up the
-checkpoints of the first and saw the last mixture alone. The drafters learnt from the model's own outputs and from the text. The
-trained logits were scaled by {sharpness:g}, so that what is drawn at temperature 1 holds together.
+One NVIDIA H200, bfloat16 with float32 weights, Muon and AdamW; `training/run.py` does all of it. A second run continued from
+the first one's checkpoints on the last mixture only. The drafters learnt from the model's own outputs and from the text. The
+trained logits were scaled by {sharpness:g}, which makes draws at temperature 1 more coherent.
 
 ## Evaluation
 

@@ -1,8 +1,8 @@
-"""Shows that the quality gate's phrasings, number pairs and tool names are not in the packed training data.
+"""Check that the quality gate's phrasings, number pairs and tool names are not in the packed training data.
 
-    python -m training.check_overlap [out/pack]     exit code 1 and the places where something is
+    python -m training.check_overlap [out/pack]     exit code 1 if there is an overlap
 
-It reads the tokens that are trained on and nothing else: every document is decoded and searched.
+It decodes and searches every document of the training split.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def documents(folder: Path, part: str, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def faults(text: str) -> Iterator[str]:
-    """What is in a document that must not be there."""
+    """What a document contains that it must not."""
     turns = _USER.findall(text)
     for turn in turns:
         if normalised(turn) in gate_turns() - EVERYDAY:
@@ -51,21 +51,21 @@ def main() -> None:
     parser.add_argument("pack", nargs="?", type=Path, default=Path("out/pack"), help="a folder of training.data.pack")
     folder = parser.parse_args().pack
     if not (folder / "pack.json").exists():
-        parser.error(f"{folder} holds no pack; python -m training.data.pack makes one")
+        parser.error(f"{folder} has no pack; create it with python -m training.data.pack")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
     total: Counter[str] = Counter()
     parts = sorted(path.name.removesuffix(".ends.npy") for path in (folder / "train").glob("*.ends.npy"))
     for part in parts:
-        found: Counter[str] = Counter()
+        overlaps: Counter[str] = Counter()
         count = 0
         for text in documents(folder, part, tokenizer):
             count += 1
             for fault in faults(text):
-                found[fault] += 1
-                if found[fault] <= 3:
+                overlaps[fault] += 1
+                if overlaps[fault] <= 3:
                     print(f"{part}: {fault}: {text[:400]!r}")
-        print(f"{part}: {count} documents, {dict(found) or 'no overlap'}")
-        total += found
+        print(f"{part}: {count} documents, {dict(overlaps) or 'no overlap'}")
+        total += overlaps
     print(f"{len(gate_turns())} turns of the gate compared; {sum(total.values())} faults")
     sys.exit(1 if total else 0)
 

@@ -1,7 +1,7 @@
-"""What drafters learn: the target's own next-token distribution, sharpened, in the positions where serving asks them.
+"""What drafters learn: the target's sharpened next-token distribution, at the positions where serving uses them.
 
-A draft is the drafter's likeliest token, so the likeliest token of the target is what matters; the sharpened distribution says
-it, and how sure the target is, which pure argmax labels do not.
+A draft is the drafter's likeliest token, so the target's likeliest token is what matters. The sharpened distribution also says
+how sure the target is, which argmax labels do not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from training.model import Target
 SHARPNESS = 1.5  # the teacher's logits times this
 NUM_CHAINED = 3
 CHAIN_WEIGHTS = (1.0, 0.8, 0.6)  # a later draft counts only where the earlier ones were accepted
-SLOT_DECAY = 0.8  # of the slots of a block, likewise
+BLOCK_DECAY = 0.8  # the same for the positions of a block
 
 
 def soft_loss(logits_LV: Tensor, teacher_LV: Tensor, weight_L: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def soft_loss(logits_LV: Tensor, teacher_LV: Tensor, weight_L: Tensor) -> Tensor
 
 
 def mtp_loss(target: Target, assistant: Assistant, dtype: torch.dtype, per_row: object = None) -> LossOf:
-    """All places of a batch, a chain of three steps each."""
+    """The loss at all positions of a batch, for a chain of three steps each."""
     row_loss = per_row or mtp_row_loss
 
     def loss_of(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -56,17 +56,17 @@ def mtp_loss(target: Target, assistant: Assistant, dtype: torch.dtype, per_row: 
 
 
 def mtp_row_loss(target: Target, assistant: Assistant, state: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
-    """The loss of some rows, from states and from the target's hidden states that the goals are drawn from."""
+    """The loss of some rows, from the assistant's states and the target's hidden states."""
     with torch.no_grad():
         wanted = target.logits(teacher.flatten(0, 1))
     return soft_loss(assistant.logits(state.flatten(0, 1)), wanted, weight.flatten())
 
 
 def dflash_loss(target: Target, drafter: DFlash, dtype: torch.dtype, *, anchors: int, per_row: object = None) -> LossOf:
-    """Blocks at random places, so many of each row."""
+    """The loss of `anchors` blocks at random positions of each row."""
     row_loss = per_row or dflash_row_loss
     K = drafter.shape.block_size
-    decay = SLOT_DECAY ** torch.arange(K - 1, device=target.embedding.device)
+    decay = BLOCK_DECAY ** torch.arange(K - 1, device=target.embedding.device)
 
     def loss_of(batch: Batch) -> tuple[Tensor, Tensor]:
         ids, first = batch.ids_BT.long(), batch.first_BT.long()
@@ -74,14 +74,14 @@ def dflash_loss(target: Target, drafter: DFlash, dtype: torch.dtype, *, anchors:
         with torch.no_grad():
             passed = target(ids, batch.first_BT, dtype, drafter.shape.taps)
             place = 1 + torch.rand(B, T - K, device=ids.device).argsort(1)[:, :anchors]
-            slots = place[..., None] + torch.arange(1, K, device=ids.device)
-            flat = slots.flatten(1)
+            block_places = place[..., None] + torch.arange(1, K, device=ids.device)
+            flat = block_places.flatten(1)
             begins = first.gather(1, place)
-            same = first.gather(1, flat).view_as(slots) == begins[..., None]
-            learnt = batch.learnt_BT.gather(1, flat).view_as(slots)
+            same = first.gather(1, flat).view_as(block_places) == begins[..., None]
+            learnt = batch.learnt_BT.gather(1, flat).view_as(block_places)
             weight = (same & learnt & (begins < place)[..., None]).float() * decay
             hidden = passed.hidden_BTD
-            teacher = hidden.gather(1, (flat - 1)[..., None].expand(-1, -1, hidden.shape[-1])).view(*slots.shape, -1)
+            teacher = hidden.gather(1, (flat - 1)[..., None].expand(-1, -1, hidden.shape[-1])).view(*block_places.shape, -1)
         states = drafter(target, drafter.features(passed), ids.gather(1, place), place, begins)[:, :, 1:]
         losses = [
             row_loss(target, states[rows : rows + 8], teacher[rows : rows + 8], weight[rows : rows + 8])  # type: ignore[operator]
@@ -93,7 +93,7 @@ def dflash_loss(target: Target, drafter: DFlash, dtype: torch.dtype, *, anchors:
 
 
 def dflash_row_loss(target: Target, states: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
-    """The loss of some rows of blocks; the head is the target's, which stays as it is."""
+    """The loss of some rows of blocks. The head is the target's, which is frozen."""
     with torch.no_grad():
         wanted = target.logits(teacher.flatten(0, -2))
     return soft_loss(target.logits(states.flatten(0, -2)), wanted, weight.flatten())

@@ -1,11 +1,11 @@
-"""The MTP assistant and the DFlash drafter as they are trained: every position of packed rows at once, as serving runs them.
+"""The MTP assistant and the DFlash drafter for training: all positions of packed rows at once, in the form that serving uses.
 
-MTP: with tokens 0 .. p in the cache and the newest, p + 1, not yet, the assistant's queries stand at p and read the target's
-keys up to p in every step of the chain. Step 1 is fed the newest token and the target's hidden state at p, and proposes token
-p + 2; step k is fed the token at p + k and its own hidden state. All p at once are one causal pass per step.
+MTP: with tokens 0 .. p in the cache and the newest at p + 1, the assistant's queries are at p and read the target's keys up to
+p in every step of the chain. Step 1 gets the newest token and the target's hidden state at p, and proposes token p + 2. Step k
+gets the token at p + k and its own hidden state. All p together are one causal pass per step.
 
-DFlash: with tokens 0 .. L - 1 in the cache and the newest at L, a block of the newest token and masks stands at L and after it,
-and reads features of the context. Blocks at several places (anchors) of a row are one pass.
+DFlash: with tokens 0 .. L - 1 in the cache and the newest at L, a block of the newest token and masks begins at L and reads
+features of the context. Blocks at several positions (anchors) of a row are one pass.
 
 Shapes: B rows · T tokens of a row · D the target's width · A anchors of a row · K tokens of a block · V vocabulary.
 """
@@ -23,7 +23,7 @@ from training.shapes import GLOBAL, SLIDING, AssistantShape, DFlashShape, Target
 
 
 class Assistant(nn.Module):
-    """Two layers over the target's KV, and a head of its own."""
+    """Two layers over the target's KV, with their own head."""
 
     def __init__(self, shape: AssistantShape, target: TargetShape) -> None:
         super().__init__()
@@ -47,12 +47,12 @@ class Assistant(nn.Module):
             for kind in kinds
         )
         self.final_gain = gain(shape.hidden_size)
-        self.final_constant = 4.0  # its logits have no cap and its table begins small: large enough to have preferences
+        self.final_constant = 4.0  # its logits have no cap and its embedding starts small
 
     def step(
         self, embedded_BTD: Tensor, hidden_BTD: Tensor, shared: dict[str, KV], turn: dict[str, Turn], first_BT: Tensor
     ) -> Tensor:
-        """One step of the chain at every position: the state under the final norm."""
+        """One step of the chain at every position: the state after the final norm."""
         x = linear(torch.cat((embedded_BTD, hidden_BTD), -1), self.pre)
         for block in blocks_of(self.blocks):
             x, _ = block(x, turn[block.kind], first_BT, shared[block.kind])
@@ -81,7 +81,7 @@ class DFlashLayer(nn.Module):
         self.input_gain, self.pre_mlp_gain = gain(hidden_size), gain(hidden_size)
 
     def keys_values(self, x: Tensor, turn: Turn) -> KV:
-        """Keys and values [..., positions, G, H] of features, or of a block's normed states; `turn` is their positions'."""
+        """Keys and values [..., positions, G, H] of features, or of a block's normed states; `turn` has their positions."""
         heads = (self.shape.num_kv_heads, self.shape.head_dim)
         k = rms(linear(x, self.k).unflatten(-1, heads).float(), self.k_gain, self.shape.eps)
         return KV(rotate(k, turn, has_heads=True).to(x.dtype), linear(x, self.v).unflatten(-1, heads))
@@ -117,7 +117,7 @@ class DFlash(nn.Module):
         self.hidden_gain, self.final_gain = gain(target.hidden_size), gain(target.hidden_size)
         kinds = [SLIDING if letter == "s" else GLOBAL for letter in shape.pattern]
         self.layers = nn.ModuleList(DFlashLayer(shape, target.hidden_size, kind) for kind in kinds)
-        with torch.no_grad():  # what layers add begins small
+        with torch.no_grad():  # the layers' contributions start small
             for layer in self.typed_layers:
                 layer.o.mul_(0.3)
                 layer.down.mul_(0.3)
@@ -131,7 +131,7 @@ class DFlash(nn.Module):
         return rms(linear(taps, self.fc), self.hidden_gain, self.shape.eps)
 
     def forward(self, target: Target, features_BTD: Tensor, newest_BA: Tensor, anchor_BA: Tensor, first_BA: Tensor) -> Tensor:
-        """States [B, A, K, D] under the final norm, of blocks whose newest token stands at `anchor_BA`."""
+        """States [B, A, K, D] after the final norm, of blocks whose newest token is at `anchor_BA`."""
         shape = self.shape
         T, K, device = features_BTD.shape[1], shape.block_size, features_BTD.device
         table = turns(T + K, shape.head_dim, shape.head_dim, shape.rope_theta, device)

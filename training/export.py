@@ -1,4 +1,4 @@
-"""Trained modules as checkpoints: the published tensor names, bfloat16 safetensors, and config.json beside them."""
+"""Write trained modules as checkpoints: published tensor names, bfloat16 safetensors and config.json."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stored(NamedTuple):
     constant: float = 1.0
 
 
-# Trained name -> published name, of matrices and of gains with the constant that they are multiplied by.
+# Attribute -> published name; for gains also the constant they are multiplied by.
 _MATRICES = {
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",
@@ -80,7 +80,7 @@ def _dflash_parameters(drafter: DFlash) -> Iterator[Stored]:
 
 
 def stored_parameters(module: Trained) -> Iterator[Stored]:
-    """Every tensor of the module's checkpoint, and the parameter that it is made of."""
+    """Every tensor of the module's checkpoint with its parameter."""
     if isinstance(module, DFlash):
         yield from _dflash_parameters(module)
         return
@@ -91,7 +91,7 @@ def stored_parameters(module: Trained) -> Iterator[Stored]:
 
 
 def round_to_bfloat16(module: nn.Module) -> None:
-    """Give a module the values that its exported weights will have, as far as one rounding does that."""
+    """Round a module's parameters to bfloat16, as its exported weights will be."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -109,19 +109,19 @@ def write_checkpoint(
     }
     path = folder / "model.safetensors"
     save_file(tensors, str(path), metadata={"format": "pt"})
-    path.chmod(0o644)  # the library writes it for its owner alone
+    path.chmod(0o644)  # the library makes it readable only by its owner
 
 
 @torch.no_grad()
 def read_weights(module: Trained, folder: Path) -> None:
-    """Put the weights of a checkpoint that was written here into `module`, to evaluate it or to train on from it."""
+    """Load a checkpoint written by `write_checkpoint` into `module`."""
     tensors = load_file(str(folder / "model.safetensors"))
     for name, parameter, constant in stored_parameters(module):
         parameter.copy_(tensors[name].to(parameter.device).float() / constant)
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """The tokenizer's files, the chat template and the sampling defaults."""
+    """Copy the tokenizer's files, the chat template and the sampling defaults."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
         if (source / name).exists():

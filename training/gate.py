@@ -1,10 +1,10 @@
-"""The quality gate: what the built-in model must show before its weights are kept.
+"""The quality gate: what the built-in model must reach before its weights are released.
 
-    python -m training.gate                          the built-in model; exit code 1 where a goal is missed
+    python -m training.gate                          the built-in model; exit code 1 if a goal is missed
     python -m training.gate --model out/training/embedded/target --json out/gate.json --golden training/golden.md
 
 Questions, tool calls, JSON answers and open prompts are in `training/questions`; none of their phrasings is in the training
-text (`training/data` has the script that shows it). All answers are greedy, in float32, through Culet's engine.
+text (`training/check_overlap.py` checks that). All answers are greedy, in float32, through Culet's engine.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ import torch
 
 from culet import LLM, SamplingParams
 from culet.config import BUILT_IN
-from culet.models.checkpoint import find_folder
-from culet.text.output_events import Output
-from culet.text.output_reader import OutputReader, tool_schemas
+from culet.models.folder import find_folder
+from culet.text.output_pieces import Output
+from culet.text.output_reader import ChatReader
+from culet.text.tool_schema import tool_schemas
 from training.acceptance import Output as Written
 from training.batches import Part
 from training.prompts import cut_prompts
@@ -44,22 +45,22 @@ GOALS = {
 }
 DRAFTING = "tokens emitted per verify"
 DRAFTING_GOALS = {"mtp": 2.3, "dflash": 3.0}
-DRAFTERS = {"mtp": "assistant", "dflash": "dflash"}  # method, and the folder beside the target's
-NUM_DRAFTED = 144  # held-out chats; with a third of them, one odd part moves the result by a tenth
+DRAFTERS = {"mtp": "assistant", "dflash": "dflash"}  # method -> folder next to the target's
+NUM_DRAFTED = 144  # held-out chats; with 48, a single part moved the result by a tenth
 UNLIKE = "answers unlike transformers'"
 MAX_LOGIT_ERROR = 1e-4
-MAX_TIE = 1e-4  # best logits closer than this may be taken in either order
+MAX_TIE = 1e-4  # logits closer than this count as tied
 
 
 @dataclass
 class Scores:
-    """What was counted, and what it came from."""
+    """Shares of right answers, and details."""
 
     shares: dict[str, float] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
 
     def missed(self) -> list[str]:
-        """Goals that were counted and not reached."""
+        """Goals that were measured and missed."""
         low = [
             f"{name}: {self.shares[name]:.3f}, goal {goal}" for name, goal in GOALS.items() if self.shares.get(name, 1) < goal
         ]
@@ -82,7 +83,7 @@ def read_lines(name: str) -> list[dict[str, Any]]:
 
 
 class Asker:
-    """Puts conversations to a model, all at once."""
+    """Puts conversations to a model, all in one batch."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
@@ -95,12 +96,12 @@ class Asker:
         return engine.tokenizer.encode(text)
 
     def ask(self, lines: Sequence[dict[str, Any]]) -> list[tuple[Output, str]]:
-        """What the model answers to each line, and why it stopped."""
+        """The model's answer to each line, and its finish reason."""
         prompts = [self.prompt(line) for line in lines]
         answers = []
         for line, prompt, result in zip(lines, prompts, self.llm.generate(prompts, GREEDY), strict=True):
             schemas = tool_schemas(line.get("tools"))
-            reader = OutputReader(self.llm.engine.tokenizer, prompt_ids=prompt, schemas=schemas)
+            reader = ChatReader(self.llm.engine.tokenizer, prompt_ids=prompt, schemas=schemas)
             reader.push(result.token_ids)
             reader.finish()
             answers.append((reader.output(), result.finish_reason))
@@ -113,10 +114,10 @@ def ask_questions(asker: Asker, scores: Scores) -> None:
     right, asked, wrong = Counter[str](), Counter[str](), []
     for line, (output, _) in zip(lines, answers, strict=True):
         asked[line["kind"]] += 1
-        if is_right(line["kind"], output.content, line["answers"]):
+        if is_right(line["kind"], output.text, line["answers"]):
             right[line["kind"]] += 1
         else:
-            wrong.append({"question": line["question"], "said": output.content, "wanted": line["answers"]})
+            wrong.append({"question": line["question"], "said": output.text, "wanted": line["answers"]})
     scores.shares["questions"] = right.total() / asked.total()
     scores.shares |= {f"questions: {kind}": right[kind] / count for kind, count in asked.items()}
     scores.shares["answers ended"] = sum(reason == "stop" for _, reason in answers) / len(answers)
@@ -144,7 +145,7 @@ def ask_for_tools(asker: Asker, scores: Scores) -> None:
             exact += is_good and (calls[0].name, calls[0].arguments) == (expected["name"], expected.get("arguments"))
         if not is_good:
             said = [f"{call.name}({call.arguments_json})" for call in calls]
-            wrong.append({"asked": line["messages"][-1]["content"], "called": said, "said": output.content})
+            wrong.append({"asked": line["messages"][-1]["content"], "called": said, "said": output.text})
     scores.shares |= {"tool calls": valid / fitting, "tool calls, all arguments right": exact / fitting}
     scores.shares["no tool where none fits"] = silent / unfitting
     scores.details["wrong tool calls"] = wrong
@@ -152,31 +153,35 @@ def ask_for_tools(asker: Asker, scores: Scores) -> None:
 
 def ask_for_json(asker: Asker, scores: Scores) -> None:
     lines = read_lines("json")
-    answers = [output.content for output, _ in asker.ask(lines)]
+    answers = [output.text for output, _ in asker.ask(lines)]
     is_valid = [is_valid_json(answer, line["schema"]) for line, answer in zip(lines, answers, strict=True)]
     scores.shares["JSON"] = sum(is_valid) / len(lines)
     scores.details["wrong JSON"] = [answer for answer, good in zip(answers, is_valid, strict=True) if not good]
 
 
 def play_open(asker: Asker) -> list[list[dict[str, str]]]:
-    """The open conversations, turn by turn, as they were answered."""
-    games = [line["turns"] for line in read_lines("open")]
-    played: list[list[dict[str, str]]] = [[] for _ in games]
-    for turn in range(max(map(len, games))):
-        live = [number for number, game in enumerate(games) if turn < len(game)]
-        for number in live:
-            played[number].append({"role": "user", "content": games[number][turn]})
-        for number, (output, _) in zip(live, asker.ask([{"messages": played[number]} for number in live]), strict=True):
-            played[number].append({"role": "assistant", "content": output.content})
+    """The open conversations with the model's answers."""
+    conversations = [line["turns"] for line in read_lines("open")]
+    played: list[list[dict[str, str]]] = [[] for _ in conversations]
+    for turn in range(max(map(len, conversations))):
+        unfinished = [number for number, conversation in enumerate(conversations) if turn < len(conversation)]
+        for number in unfinished:
+            played[number].append({"role": "user", "content": conversations[number][turn]})
+        for number, (output, _) in zip(
+            unfinished, asker.ask([{"messages": played[number]} for number in unfinished]), strict=True
+        ):
+            played[number].append({"role": "assistant", "content": output.text})
     return played
 
 
 def golden_text(played: Sequence[Sequence[dict[str, str]]]) -> str:
-    """The conversations as Markdown, to read."""
-    parts = ["# Thirty open prompts, as the built-in model answers them (temperature 0)", ""]
-    for number, game in enumerate(played, start=1):
+    """The conversations as Markdown."""
+    parts = ["# The built-in model's answers to thirty open prompts (temperature 0)", ""]
+    for number, conversation in enumerate(played, start=1):
         parts.append(f"## {number}")
-        parts += [f"**{'You' if turn['role'] == 'user' else turn['role'].title()}:** {turn['content']}\n" for turn in game]
+        parts += [
+            f"**{'You' if turn['role'] == 'user' else turn['role'].title()}:** {turn['content']}\n" for turn in conversation
+        ]
     return "\n".join(parts).replace("**Assistant:**", "**Culet:**")
 
 
@@ -190,27 +195,29 @@ def held_out() -> dict[str, Part]:
 def _own_logprobs(llm: LLM, documents: Sequence[Sequence[int]]) -> list[list[float]]:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     results = llm.generate([list(document) for document in documents], params)
-    found = []
+    logprobs = []
     for document, result in zip(documents, results, strict=True):
         assert result.prompt_logprobs is not None
-        found.append([entry[token] for token, entry in zip(document[1:], result.prompt_logprobs, strict=True)])
-    return found
+        logprobs.append([entry[token] for token, entry in zip(document[1:], result.prompt_logprobs, strict=True)])
+    return logprobs
 
 
 def measure_perplexity(llm: LLM, scores: Scores) -> None:
-    """Perplexity of each held-out part, by Culet's own log-probabilities: of chats, what the model writes in them."""
+    """Perplexity of each held-out part by Culet's log-probabilities; in chats, only of the model's turns."""
     table = {}
     for name, part in held_out().items():
         learnt = np.ones(len(part.tokens), bool) if part.learnt is None else part.learnt
         masks = np.split(learnt, part.ends[:-1])
-        found = zip(_own_logprobs(llm, part.documents()), masks, strict=True)
-        logprobs = [value for each, mask in found for value, is_written in zip(each, mask[1:], strict=True) if is_written]
+        documents = zip(_own_logprobs(llm, part.documents()), masks, strict=True)
+        logprobs = [
+            value for values, mask in documents for value, is_written in zip(values, mask[1:], strict=True) if is_written
+        ]
         table[name] = round(math.exp(-sum(logprobs) / len(logprobs)), 3)
     scores.details["held-out perplexity"] = table
 
 
 def compare_with_transformers(llm: LLM, folder: Path, asker: Asker, scores: Scores) -> None:
-    """The same log-probabilities of held-out text, and the same greedy answers up to ties."""
+    """Compare log-probabilities of held-out text and greedy answers (up to ties) with transformers."""
     from transformers import AutoModelForCausalLM
 
     peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -230,15 +237,15 @@ def compare_with_transformers(llm: LLM, folder: Path, asker: Asker, scores: Scor
 
 
 def _is_unlike(peer: Any, prompt: Sequence[int], result: Any) -> bool:
-    """Does any token of the answer differ from transformers' choice by more than a tie."""
+    """Whether a token of the answer differs from transformers' choice by more than a tie."""
     ids = [*prompt, *result.token_ids]
     logits = peer(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1]
-    taken = logits.gather(1, torch.tensor(list(result.token_ids))[:, None])[:, 0]
-    return bool((logits.max(-1).values - taken > MAX_TIE).any())
+    chosen = logits.gather(1, torch.tensor(list(result.token_ids))[:, None])[:, 0]
+    return bool((logits.max(-1).values - chosen > MAX_TIE).any())
 
 
 def measure_drafting(model: str, scores: Scores) -> None:
-    """Tokens emitted per verify by the engine itself, over held-out chats; repetitive outputs are left out."""
+    """Tokens the engine emits per verify over held-out chats, without repetitive outputs."""
     parts = held_out()
     prompts = cut_prompts(parts, dict.fromkeys(parts, 1.0), NUM_DRAFTED, longest=512, seed=7, chats_only=True)
     folder = find_folder(model).parent
@@ -260,7 +267,7 @@ def measure_drafting(model: str, scores: Scores) -> None:
 
 
 def measure_speed(llm: LLM, scores: Scores) -> None:
-    """Output tokens per second of one chat and of eight at once, on this machine."""
+    """Output tokens per second of one chat and of eight concurrent chats on this machine."""
     asker = Asker(llm)
     lines = [{"messages": [{"role": "user", "content": f"Tell me a story about the number {number}."}]} for number in range(8)]
     prompts = [asker.prompt(line) for line in lines]
@@ -277,7 +284,7 @@ def measure_speed(llm: LLM, scores: Scores) -> None:
 
 
 def run_gate(model: str, *, parts: Iterable[str], golden: Path | None = None) -> Scores:
-    """Everything that `parts` names, over one model."""
+    """Run the named parts on a model."""
     scores = Scores()
     with LLM(model, device="cpu", dtype="float32") as llm:
         asker = Asker(llm)
@@ -308,8 +315,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m training.gate", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default=BUILT_IN, help="folder of a checkpoint (default: the built-in model)")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"which of {', '.join(PARTS)} (default: all)")
-    parser.add_argument("--json", type=Path, dest="json_file", help="write everything there")
-    parser.add_argument("--golden", type=Path, help="write the open conversations there, as Markdown")
+    parser.add_argument("--json", type=Path, dest="json_file", help="write all results to this file")
+    parser.add_argument("--golden", type=Path, help="write the open conversations to this file as Markdown")
     given = parser.parse_args(arguments)
     scores = run_gate(given.model, parts=given.parts.split(","), golden=given.golden)
     if given.json_file:

@@ -1,4 +1,4 @@
-"""Keep a little of the held-out text with the project, so that the gate can be run without the training text.
+"""Store a little held-out text in the repository, so that the gate runs without the training text.
 
 python -m training.held_out --pack out/pack
 """
@@ -17,19 +17,19 @@ KEPT = Path(__file__).parent / "questions" / "held_out.npz"
 
 
 def keep(pack: Path, path: Path, num_tokens: int) -> None:
-    """Whole documents of each held-out part, up to `num_tokens` of each, in the order they are in."""
+    """Write whole documents of each held-out part, up to `num_tokens` per part, in their order."""
     arrays = {}
     for name, part in load_parts(pack / "held_out").items():
         short = [(begin, end) for begin, end in zip(part.starts, part.ends, strict=True) if end - begin <= num_tokens // 4]
-        taken, size = [], 0
+        kept, size = [], 0
         for begin, end in short:
             if size + end - begin <= num_tokens:
-                taken.append((begin, end))
+                kept.append((begin, end))
                 size += end - begin
         learnt = np.ones(len(part.tokens), bool) if part.learnt is None else part.learnt
         for kind, values in (("tokens", part.tokens), ("learnt", learnt)):
-            arrays[f"{name}.{kind}"] = np.concatenate([values[begin:end] for begin, end in taken])
-        arrays[f"{name}.ends"] = np.cumsum([end - begin for begin, end in taken])
+            arrays[f"{name}.{kind}"] = np.concatenate([values[begin:end] for begin, end in kept])
+        arrays[f"{name}.ends"] = np.cumsum([end - begin for begin, end in kept])
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(path, allow_pickle=False, **arrays)
 
@@ -37,7 +37,7 @@ def keep(pack: Path, path: Path, num_tokens: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m training.held_out", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--pack", type=Path, required=True, help="folder of the training text")
-    parser.add_argument("--tokens", type=int, default=8000, help="most tokens of each part (default: 8000)")
+    parser.add_argument("--tokens", type=int, default=8000, help="tokens per part at most (default: 8000)")
     given = parser.parse_args()
     keep(given.pack, KEPT, given.tokens)
     return 0

@@ -1,7 +1,7 @@
-"""The loop that trains a module: batches in, losses out, checkpoints that training can be taken up from, a time limit.
+"""The training loop, with saved states to resume from and a time limit.
 
-How far training is (0 to 1) is the larger of steps done and seconds spent, each as a share of its limit. Rates and the
-mixture of texts follow it, so that a run ends well at the end of the time it was given.
+Progress (0 to 1) is the larger of steps done and seconds spent, each as a share of its limit. Rates and the mixture of texts
+follow progress, so that a run ends with its schedule complete when its time is up.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ LossOf = Callable[[Batch], tuple[Tensor, Tensor]]  # sum of losses, and of their
 
 @dataclass(frozen=True)
 class Settings:
-    """How long and how a module is trained."""
+    """How a module is trained, and for how long."""
 
     name: str
-    seconds: float = 1e9  # compiling included
+    seconds: float = 1e9  # including compilation
     steps: int = 1 << 40
     row_len: int = 2048
     rows_per_batch: int = 32
     rows_per_chunk: int = 4096
-    joined: float = 0.0  # share of rows whose documents see those before them
+    joined: float = 0.0  # share of rows whose documents see the ones before them
     seed: int = 0
     decay_from: float = 0.5
-    last_phase_from: float = 0.7  # when the second mixture begins
+    last_phase_from: float = 0.7  # progress at which the second mixture begins
     warmup_steps: int = 50
     log_every: int = 50
     save_every_s: float = 60.0
 
 
 class Log:
-    """Lines of JSON, on disk at once and on the terminal."""
+    """JSON lines, written to disk immediately and printed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -56,7 +56,7 @@ class Log:
 
 
 class Training:
-    """A module being trained. `run` goes on until the limits are reached."""
+    """A module being trained. `run` trains until a limit is reached."""
 
     def __init__(
         self,
@@ -72,12 +72,12 @@ class Training:
     ) -> None:
         self.module, self.optimiser, self.loss_of, self.settings = module, optimiser, loss_of, settings
         self.step, self.elapsed = 0, 0.0
-        self.stop_at: int | None = None  # a step to stop at before the end, to be taken up again
+        self.stop_at: int | None = None  # stop early at this step; the run can be resumed
         self._phases, self._log = phases, log
         self._path = folder / f"{settings.name}.state.pt"
         self._device = next(module.parameters()).device
         self._packer = Packer(parts, settings.row_len, settings.rows_per_chunk, settings.seed, joined=settings.joined)
-        history, skip = self._take_up() if self._path.exists() else ([], 0)
+        history, skip = self._resume() if self._path.exists() else ([], 0)
         self._feed = Feed(self._packer, phases, rows_per_batch=settings.rows_per_batch, device=self._device, history=history)
         self._batches = self._feed.batches(skip)
 
@@ -87,7 +87,7 @@ class Training:
 
     def run(self) -> None:
         settings, began, before = self.settings, time.perf_counter(), self.elapsed
-        saved, told, tokens = began, began, 0
+        saved, logged, tokens = began, began, 0
         sums: list[tuple[Tensor, Tensor]] = []
         while self.progress < 1 and self.step != self.stop_at:
             batch = next(self._batches)
@@ -101,11 +101,11 @@ class Training:
             if self.step % settings.log_every == 0:
                 loss = float(sum(total for total, _ in sums) / sum(weight for _, weight in sums))
                 now = time.perf_counter()
-                speed = round(tokens / (now - told))
+                speed = round(tokens / (now - logged))
                 entry = {"stage": settings.name, "step": self.step, "seconds": round(self.elapsed, 1), "loss": round(loss, 4)}
                 entry["tokens"] = self.step * batch.ids_BT.numel()
                 self._log.write(**entry, rate=round(factor, 4), phase=self._feed.phase, tokens_per_s=speed)
-                sums, told, tokens = [], now, 0
+                sums, logged, tokens = [], now, 0
             now = time.perf_counter()
             self.elapsed = before + now - began
             if self.progress >= settings.last_phase_from and self._feed.phase + 1 < len(self._phases):
@@ -116,7 +116,7 @@ class Training:
         self.save()
 
     def save(self) -> None:
-        """Everything that going on needs. The old file stays until the new one is whole."""
+        """Save everything needed to resume. The old file stays until the new one is complete."""
         state = {
             "module": self.module.state_dict(),
             "optimiser": self.optimiser.state_dict(),
@@ -130,11 +130,11 @@ class Training:
         torch.save(state, new)
         new.replace(self._path)
 
-    def _take_up(self) -> tuple[list[int], int]:
-        """Load the saved state; returns the phases of the chunks begun and the batches taken of the last one."""
+    def _resume(self) -> tuple[list[int], int]:
+        """Load the saved state; return the phases of the chunks begun and the batches used of the last one."""
         state = torch.load(self._path, map_location=self._device, weights_only=True)
         self.module.load_state_dict(state["module"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.step, self.elapsed = state["step"], state["elapsed"]
-        self._log.write(stage=self.settings.name, step=self.step, event="taken up")
+        self._log.write(stage=self.settings.name, step=self.step, event="resumed")
         return state["history"], state["taken"]

@@ -1,12 +1,12 @@
-"""The Gemma 4 decoder as it is trained: whole packed rows at once, no cache, everything differentiable.
+"""The Gemma 4 decoder for training: whole packed rows, no cache, everything differentiable.
 
-Weights are kept in float32 and rounded to the activations' dtype where they are used. A norm's weight is a trained gain
-times a constant, so that all gains begin at 1 and learn at one rate; `export.py` writes their product.
+Weights are kept in float32 and cast to the activations' dtype where they are used. A norm's weight is a trained gain times a
+constant, so that all gains start at 1 and share a learning rate; `export.py` writes the product.
 
-Attention is three matrix products and a masked softmax: head dims of 256 and 512 are outside of what fused kernels do well
-in training, and with one KV head all query heads of a layer are rows of one product. A document in a packed row is a run of
-tokens; `first_BT` is the row's index of the first token that a token may see. Rope needs no positions of documents, since
-only distances count.
+Attention is three matrix products and a masked softmax: fused training kernels do not support head dims of 256 and 512 well,
+and with one KV head all query heads of a layer are rows of one product. A document in a packed row is a run of tokens;
+`first_BT` is the index in the row of the first token that a token may see. Rope uses positions in the row, since only
+distances matter.
 
 Shapes: B rows · T tokens of a row · D model · N query heads · H head size · V vocabulary · F MLP width.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from training.shapes import GLOBAL, SLIDING, TargetShape
 
-QUERY_CHUNK = 512  # queries of a global layer at a time: keys after a chunk are not computed
+QUERY_CHUNK = 512  # queries of a global layer per product, which skips later keys
 
 
 class Turn(NamedTuple):
@@ -39,11 +39,11 @@ class KV(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """What a pass of the target leaves: the hidden states after the final norm, the tapped streams, and the KV to share."""
+    """Results of a forward pass: hidden states after the final norm, tapped streams, and the KV to share."""
 
     hidden_BTD: Tensor
     taps: dict[int, Tensor]
-    shared: dict[str, KV]  # by kind of layer: that of the last one
+    shared: dict[str, KV]  # by kind of layer: the KV of the last such layer
 
 
 def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -65,7 +65,7 @@ def turns(length: int, head_dim: int, rotated_dims: int, theta: float, device: t
 
 
 def rotate(x: Tensor, turn: Turn, *, has_heads: bool) -> Tensor:
-    """Pairs (i, i + H/2) turned for the first pairs of `turn`; the other dims stay. x is [..., T, H] or [..., T, heads, H]."""
+    """Rotate the first pairs (i, i + H/2) by `turn`; the other dims stay. x is [..., T, H] or [..., T, heads, H]."""
     half, pairs = x.shape[-1] // 2, turn.cos.shape[-1]
     cos, sin = turn.cos, turn.sin
     if has_heads:
@@ -99,10 +99,10 @@ def attend_global(q_BTNH: Tensor, kv: KV, first_BT: Tensor) -> Tensor:
 
 
 def attend_sliding(q_BTNH: Tensor, kv: KV, first_BT: Tensor, window: int) -> Tensor:
-    """Causal attention over the last `window` tokens within documents: blocks of a window see themselves and the one before."""
+    """Causal attention over the last `window` tokens within documents: blocks see themselves and the one before."""
     B, T, N, H = q_BTNH.shape
     W, C = window, T // window
-    assert T % W == 0, f"rows of {T} tokens are no multiple of the window of {W}"
+    assert T % W == 0, f"rows of {T} tokens are not a multiple of the window of {W}"
     q = q_BTNH.view(B, C, W, N, H).transpose(2, 3).reshape(B * C, N * W, H)
 
     def with_previous(x_BTH: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def gain(size: int) -> nn.Parameter:
 
 
 class Block(nn.Module):
-    """A decoder layer. With `kv_from` given (an assistant's layers) it has no keys and values of its own."""
+    """A decoder layer. With `owns_kv=False` (an assistant's layers) it has no key and value projections."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Block(nn.Module):
         self.post_constant = (2 * depth) ** -0.5  # what all layers add has unit size at the start
 
     def project(self, normed_BTD: Tensor, turn: Turn) -> tuple[Tensor, KV | None]:
-        """Queries [B, T, N, H] and, where the layer has its own, keys and values."""
+        """Queries [B, T, N, H], and keys and values if the layer has its own."""
         B, T, _ = normed_BTD.shape
         H, num_q = self.head_dim, self.num_heads * self.head_dim
         weights: list[Tensor] = [self.q, *([self.k] if self.owns_kv else []), *([self.v] if hasattr(self, "v") else [])]
@@ -185,7 +185,7 @@ class Block(nn.Module):
         return attend_sliding(q_BTNH, kv, first_BT, self.window)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The stream after this layer, from what the heads saw ([..., N * H])."""
+        """The stream after this layer, from the attention output [..., N * H]."""
         post = self.post_constant
         x = x + rms(linear(attended, self.o), self.post_attention_gain * post, self.eps)
         normed = rms(x, self.pre_mlp_gain, self.eps)
@@ -194,7 +194,7 @@ class Block(nn.Module):
         return (x + rms(mixed, self.post_mlp_gain * post, self.eps)) * self.scalar.to(x.dtype)
 
     def forward(self, x_BTD: Tensor, turn: Turn, first_BT: Tensor, shared: KV | None = None) -> tuple[Tensor, KV]:
-        """The stream after this layer and the KV it read, which is `shared` where it has none of its own."""
+        """The stream after this layer and the KV it read: its own or `shared`."""
         q, own = self.project(rms(x_BTD, self.input_gain, self.eps), turn)
         kv = own if shared is None else shared
         assert kv is not None
@@ -202,12 +202,12 @@ class Block(nn.Module):
 
 
 def blocks_of(modules: nn.ModuleList) -> list[Block]:
-    """The list with its type."""
+    """The blocks, with their type."""
     return cast(list[Block], list(modules))
 
 
 class Target(nn.Module):
-    """The model itself."""
+    """The target model."""
 
     def __init__(self, shape: TargetShape) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class Target(nn.Module):
         )
         self.final_gain = gain(shape.hidden_size)
         self.final_constant = 1.0
-        # Readers of a checkpoint round it to the weights' precision: the shape's is a number that no rounding changes.
+        # Readers of a checkpoint round this to the weights' precision; 16 is exact in every format.
         self.embedding_scale = shape.hidden_size**0.5
         self._turns: dict[tuple[int, torch.device], dict[str, Turn]] = {}
 

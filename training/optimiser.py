@@ -1,7 +1,7 @@
-"""Muon for matrices, AdamW for the rest, and when they learn at what rate.
+"""Muon for matrices, AdamW for the rest, and the learning-rate schedule.
 
 Muon replaces a matrix's momentum by the nearest orthogonal matrix (five steps of a Newton-Schulz iteration), so that every
-direction of the matrix learns at the same rate: it needs fewer tokens than AdamW for the same loss, and time is what is short.
+direction of the matrix learns at the same rate. It needs fewer tokens than AdamW for the same loss.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Coefficients of the quintic that pushes singular values towards 1 fastest; where they end matters little (0.7 to 1.2).
+# Coefficients of the quintic that pushes singular values towards 1 fastest; where exactly they end (0.7 to 1.2) matters little.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
@@ -62,7 +62,7 @@ class Muon:
 
 
 class Optimiser:
-    """Both, over all parameters of a module: matrices of its layers by Muon; embedding tables and vectors by AdamW."""
+    """Both optimisers over a module: Muon for the layers' matrices, AdamW for embedding tables and vectors."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Optimiser:
         table_rate: float = 0.003,
         gain_rate: float = 0.004,
     ) -> None:
-        """`rate` is a factor on all the others, which are the peaks."""
+        """`rate` multiplies the peak rates."""
         matrices: list[nn.Parameter] = []
         tables: list[nn.Parameter] = []
         gains: list[nn.Parameter] = []
@@ -92,7 +92,7 @@ class Optimiser:
         self._parameters = [*matrices, *tables, *gains]
 
     def step(self, factor: float) -> None:
-        """Learn from the gradients at `factor` times the peak rates, and drop them."""
+        """Update at `factor` times the peak rates, then clear the gradients."""
         self._muon.step(self._matrix_rate * factor)
         for group in self._adam.param_groups:
             group["lr"] = group["peak"] * factor
@@ -109,7 +109,7 @@ class Optimiser:
 
 
 def rate_factor(progress: float, step: int, *, warmup_steps: int = 50, decay_from: float = 0.5) -> float:
-    """Warm up, stay, and go down in a straight line to nearly nothing at the end (progress 1)."""
+    """Warm up, hold, then decay linearly to nearly zero at progress 1."""
     warm = min(1.0, (step + 1) / warmup_steps)
     cool = 1.0 if progress < decay_from else max(0.0, 1.0 - progress) / (1.0 - decay_from)
     return warm * max(cool, 0.01)

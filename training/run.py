@@ -3,8 +3,8 @@
     python -m training.run --pack out/pack --work out/training --seconds 240,70,80
     python -m training.run --pack out/pack --work out/training --mini --steps 40,20,20 --device cpu
 
-Each stage can be stopped and taken up again: what it needs is in the work folder, and a stage that is done is not done again.
-The log is `log.jsonl` there; `embedded/` has the checkpoints.
+A stopped run resumes from the work folder and skips the stages that are done. The log is `log.jsonl` there; `embedded/` has the
+checkpoints.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ STAGES = ("target", "assistant", "dflash")
 TEMPERATURES = (0.0, 1.0)
 OWN_PARTS = ("own-0", "own-1")  # the target's own outputs at those temperatures
 EXPECTED_SPEED = 1.4e6  # tokens per second of the target's training on an H200
-MAX_EPOCHS = 30  # of a part, where other parts are larger
-OWN_LEAST = 0.04  # share of every part in the prompts of own outputs: drafters meet all kinds of text
-OWN_SHARE = 0.7  # of what drafters are trained on; the rest is the text itself
+MAX_EPOCHS = 30  # of a part, while other parts have more to give
+OWN_LEAST = 0.04  # least share of a part in the prompts of own outputs, so that drafters see all kinds of text
+OWN_SHARE = 0.7  # of the drafters' training tokens; the rest is the text itself
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained, on what, for how long."""
+    """What to train, on what, and for how long."""
 
     pack: Path
     work: Path
@@ -67,14 +67,14 @@ class Plan:
     anchors: int
     own_prompts: int
     max_new: int
-    outputs: int  # that acceptance is counted over
+    outputs: int  # held-out chats to count acceptance over
     device: torch.device
     dtype: torch.dtype
     compiles: bool
-    start_from: Path | None  # checkpoints of an earlier run, to train on from
-    last_share: float  # of the target's training, in which the last mixture is learnt
-    rate: float  # of the target's training, as a factor on the peak rates
-    sharpness: float  # the trained logits times this are the model's: a small model at temperature 1 would ramble otherwise
+    start_from: Path | None  # checkpoints of an earlier run to continue from
+    last_share: float  # of the target's training spent on the last mixture
+    rate: float  # factor on the target's peak rates
+    sharpness: float  # factor on the trained logits; otherwise a small model rambles at temperature 1
 
     def settings(self, stage: str) -> Settings:
         index = STAGES.index(stage)
@@ -122,7 +122,7 @@ class Run:
         if plan.start_from is not None:
             read_weights(target, plan.start_from / "target")
             with torch.no_grad():
-                target.final_gain.div_(plan.sharpness)  # it was put on the weights when they were written
+                target.final_gain.div_(plan.sharpness)  # undo the sharpening of the written weights
         head = None
         if plan.compiles:
             head = torch.compile(next_token_loss)
@@ -147,7 +147,7 @@ class Run:
         self._log_samples()
         write_checkpoint(self.folder("target"), plan.target.config(), target)
         copy_tokenizer(plan.pack / "tokenizer", self.folder("target"))
-        read_weights(target, self.folder("target"))  # drafters learn from the weights as they were rounded
+        read_weights(target, self.folder("target"))  # drafters learn from the rounded weights
 
     def _log_held_out(self, loss_of: LossOf, sharpness: float) -> None:
         plan = self.plan
@@ -156,13 +156,13 @@ class Run:
         self.log.write(**event, losses=losses, perplexity=_perplexities(losses))
 
     def _log_samples(self) -> None:
-        """A few held-out prompts and what the target says, as token ids: reading them needs the tokenizer alone."""
+        """Log a few held-out prompts and the target's answers as token ids."""
         for temperature in TEMPERATURES:
             for output in self.own_outputs(self.held_out, 16, temperature, seed=11):
                 self.log.write(event="sample", temperature=temperature, prompt=output.prompt, tokens=output.tokens)
 
     def own_outputs(self, parts: dict[str, Part], count: int, temperature: float, seed: int) -> list[Output]:
-        """What the target writes after prompts of `parts`: training text as it is mixed last, or held-out chats."""
+        """The target's outputs for prompts from `parts`: training text in the last mixture, or held-out chats."""
         plan = self.plan
         longest = min(plan.row_len - plan.max_new, plan.target.window * 3)
         is_held_out = parts is self.held_out
@@ -172,7 +172,7 @@ class Run:
         prompts = cut_prompts(parts, weights, count, longest=longest, seed=seed, chats_only=is_held_out)
         generator = torch.Generator(plan.device).manual_seed(seed)
         outputs: list[Output] = []
-        prompts.sort(key=len)  # rows of a pass are as long as the longest
+        prompts.sort(key=len)  # a pass pads to its longest prompt
         size = 4096 if plan.device.type == "cuda" else 32
         for begin in range(0, len(prompts), size):
             some = prompts[begin : begin + size]
@@ -182,7 +182,7 @@ class Run:
         return outputs
 
     def own_parts(self) -> dict[str, Part]:
-        """The target's outputs as parts to train on; made once and kept."""
+        """The target's outputs as parts to train on; generated once and stored."""
         parts = {}
         for number, (name, temperature) in enumerate(zip(OWN_PARTS, TEMPERATURES, strict=True)):
             path = self.plan.work / f"{name}.npz"
@@ -220,7 +220,7 @@ class Run:
         weights |= dict.fromkeys(OWN_PARTS, OWN_SHARE / len(OWN_PARTS))
         for parameter in self.target.parameters():
             parameter.requires_grad_(False)
-        compiled = torch.compile if plan.compiles else _as_it_is
+        compiled = torch.compile if plan.compiles else _identity
         if isinstance(drafter, Assistant):
             loss_of = mtp_loss(self.target, drafter, plan.dtype, compiled(mtp_row_loss))
         else:
@@ -245,18 +245,18 @@ class Run:
         num_drafts = 3 if stage == "assistant" else plan.dflash.block_size - 1
         for temperature in TEMPERATURES:
             outputs = self.own_outputs(self.held_out, plan.outputs, temperature, seed=7)
-            row_len = -(-(max(len(each.prompt) + len(each.tokens) for each in outputs)) // 256) * 256
+            row_len = -(-(max(len(output.prompt) + len(output.tokens) for output in outputs)) // 256) * 256
             with _uncompiled():
                 result = measure(self.target, drafter, outputs, num_drafts=num_drafts, row_len=row_len, dtype=plan.dtype)
             self.log.write(stage=stage, event="acceptance", temperature=temperature, **asdict(result))
 
 
 def _uncompiled() -> AbstractContextManager[object]:
-    """For passes of many shapes: compiling each would take longer than they do."""
+    """For passes of many shapes: compiling each shape would take longer than running it."""
     return torch.compiler.set_stance("force_eager")
 
 
-def _as_it_is(function: object) -> object:
+def _identity(function: object) -> object:
     return function
 
 
@@ -273,14 +273,14 @@ def _save_outputs(path: Path, outputs: list[Output]) -> None:
 
 
 def read_phases(pack: Path, parts: Mapping[str, Part], num_tokens: float, last_share: float) -> list[Mixture]:
-    """The mixtures of `pack.json`: the main one, then the last, in which prompts are no goals; for about so many tokens.
+    """The mixtures of `pack.json` for about `num_tokens`: the main one, then the last one, in which prompts are not goals.
 
-    With a last share of 1 there is no other one.
+    With a last share of 1 there is only the last one.
     """
     stated = json.loads((pack / "pack.json").read_text())["parts"]
     for name in parts:
         if name not in stated:
-            raise ValueError(f"{pack}/pack.json: says nothing of the part {name!r}; it has {', '.join(stated)}")
+            raise ValueError(f"{pack}/pack.json: has no entry for the part {name!r}, only {', '.join(stated)}")
     sizes = {name: float(len(part.tokens)) for name, part in parts.items()}
     phases = []
     for key, share, is_last in (("weight_main", 1 - last_share, False), ("weight_last", last_share, True)):
@@ -293,9 +293,9 @@ def read_phases(pack: Path, parts: Mapping[str, Part], num_tokens: float, last_s
 
 
 def capped(weights: Mapping[str, float], most: Mapping[str, float], num_tokens: float) -> dict[str, float]:
-    """Tokens of each part out of `num_tokens`, by the weights, but at most `most` of a part while others have more to give.
+    """Split `num_tokens` over the parts by their weights, with at most `most` of a part while others have more to give.
 
-    What is seen too often is learnt by heart.
+    Text that is seen too often is memorised.
     """
     given = dict.fromkeys(weights, 0.0)
     open_parts = {name for name, weight in weights.items() if weight > 0}
@@ -315,7 +315,7 @@ def capped(weights: Mapping[str, float], most: Mapping[str, float], num_tokens: 
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(each) for each in text.split(","))
+    return tuple(float(number) for number in text.split(","))
 
 
 def read_plan(arguments: argparse.Namespace) -> Plan:
@@ -328,7 +328,7 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
         assistant=MINI_ASSISTANT if is_mini else AssistantShape(),
         dflash=MINI_DFLASH if is_mini else DFlashShape(),
         seconds=_numbers(arguments.seconds),
-        steps=tuple(int(each) for each in _numbers(arguments.steps)),
+        steps=tuple(int(number) for number in _numbers(arguments.steps)),
         row_len=128 if is_mini else 2048,
         rows=arguments.rows,
         anchors=8 if is_mini else 96,
@@ -350,17 +350,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--pack", type=Path, required=True, help="folder of the training text")
     parser.add_argument("--work", type=Path, required=True, help="folder for states, log and checkpoints")
     parser.add_argument("--stages", default=",".join(STAGES), help=f"which of {', '.join(STAGES)} (default: all)")
-    parser.add_argument("--seconds", default="240,70,80", help="time of each stage")
-    parser.add_argument("--steps", default="1e9,1e9,1e9", help="most steps of each stage")
-    parser.add_argument("--rows", type=int, default=32, help="rows of a batch of the target's (default: 32)")
+    parser.add_argument("--seconds", default="240,70,80", help="seconds per stage")
+    parser.add_argument("--steps", default="1e9,1e9,1e9", help="steps per stage at most")
+    parser.add_argument("--rows", type=int, default=32, help="rows per batch of the target (default: 32)")
     parser.add_argument("--own-prompts", type=int, default=16_384, help="own outputs for the drafters, per temperature")
-    parser.add_argument("--outputs", type=int, help="held-out chats that acceptance is counted over (default: 512; on a CPU 8)")
-    parser.add_argument("--start-from", type=Path, help="folder of an earlier run's checkpoints, to train on from")
+    parser.add_argument("--outputs", type=int, help="held-out chats to count acceptance over (default: 512; on a CPU 8)")
+    parser.add_argument("--start-from", type=Path, help="continue from the checkpoints of an earlier run")
     parser.add_argument("--last-share", type=float, default=0.3, help="share of the target's training in the last mixture")
-    parser.add_argument("--rate", type=float, default=1.0, help="factor on the target's rates (default: 1; less to train on)")
+    parser.add_argument(
+        "--rate", type=float, default=1.0, help="factor on the target's rates (default: 1; less to continue a run)"
+    )
     parser.add_argument("--sharpness", type=float, default=1.3, help="factor on the target's logits (default: 1.3)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--bfloat16", action="store_true", help="compute in it on a CPU, too")
+    parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16 on a CPU too")
     parser.add_argument("--mini", action="store_true", help="a model of a few thousand weights, for tests")
     given = parser.parse_args(arguments)
     torch._dynamo.config.automatic_dynamic_shapes = False
@@ -373,7 +375,7 @@ def main(arguments: list[str] | None = None) -> int:
         if stage in stages:
             try:
                 run.train_drafter(stage)
-            except Exception:  # the other drafter is worth having all the same
+            except Exception:  # continue with the other drafter
                 failed = True
                 run.log.write(stage=stage, event="failed", trace=traceback.format_exc())
     return int(failed)

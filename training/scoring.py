@@ -1,4 +1,4 @@
-"""Is an answer right? Pure functions over text and parsed tool calls."""
+"""Whether an answer is right: pure functions over text and parsed tool calls."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def number_in_words(number: int) -> str | None:
 
 
 def mentions(text: str, answer: str) -> bool:
-    """Does `answer` occur in `text` as whole words (a number as a whole number), whatever the case."""
+    """Whether `answer` occurs in `text` as whole words, or as a whole number; case is ignored."""
     pattern = r"\s+".join(map(re.escape, answer.split()))
-    # Digits may not go on with a decimal part or another group of digits; a full stop after a number ends the sentence.
+    # A number must not continue with decimals or another group of digits. A full stop after it is fine.
     before, after = r"(?<![\w.,-])(?<!\d\s)", r"(?![\w-])(?![.,]\d)"
     if not re.fullmatch(r"-?\d+", answer):
         before, after = r"(?<!\w)", r"(?!\w)"
@@ -36,7 +36,7 @@ def mentions(text: str, answer: str) -> bool:
 
 
 def is_right(kind: str, text: str, answers: Sequence[str]) -> bool:
-    """Does the text give one of the answers; to a sum, the last number it names must be the answer."""
+    """Whether the text gives one of the answers. In arithmetic, the last number in the text counts."""
     if kind == "arithmetic":
         numbers = re.findall(r"-?\d+", text)
         if numbers:
@@ -47,7 +47,7 @@ def is_right(kind: str, text: str, answers: Sequence[str]) -> bool:
 
 
 def is_valid_json(text: str, schema: Mapping[str, Any]) -> bool:
-    """Is the whole text one JSON document that fits the schema."""
+    """Whether the whole text is a JSON document that fits the schema."""
     try:
         jsonschema.validate(json.loads(text), schema)
     except (ValueError, jsonschema.ValidationError, RecursionError):
@@ -56,7 +56,7 @@ def is_valid_json(text: str, schema: Mapping[str, Any]) -> bool:
 
 
 def is_valid_call(name: str, arguments: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Is it a call of a declared tool with arguments that fit its parameters."""
+    """Whether this calls a declared tool with arguments that fit its parameters."""
     for tool in tools:
         function = tool.get("function", tool)
         if function["name"] == name:

@@ -1,4 +1,4 @@
-"""Dimensions of the built-in model, its assistant and its DFlash drafter, and the config.json that each is saved with."""
+"""Dimensions of the built-in model, its assistant and its DFlash drafter, with the config.json of each."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TargetShape:
 
     def last_of(self, kind: str) -> int:
         """The last layer of a kind: the one whose KV an assistant reads."""
-        return max(index for index, each in enumerate(self.kinds) if each == kind)
+        return max(index for index, layer_kind in enumerate(self.kinds) if layer_kind == kind)
 
     def text_config(self) -> dict[str, Any]:
         return {
@@ -84,7 +84,7 @@ class TargetShape:
 
 @dataclass(frozen=True)
 class AssistantShape:
-    """An MTP assistant: a sliding and a global layer over the target's own KV, with a head of its own."""
+    """An MTP assistant: a sliding and a global layer over the target's KV, with its own head."""
 
     hidden_size: int = 128
     mlp_width: int = 768
@@ -156,7 +156,7 @@ class DFlashShape:
         }
 
 
-# For tests and trials on a CPU: the same structure, seconds to train.
+# For tests on a CPU: the same structure, trained in seconds.
 MINI_TARGET = TargetShape(
     hidden_size=64, mlp_width=48, pattern="sgsg", head_dim=16, global_head_dim=32, window=16, vocab_size=832, max_position=256
 )

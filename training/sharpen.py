@@ -1,9 +1,9 @@
-"""Sharpen a target that is written already: its logits times a factor, and a line about it in the log.
+"""Sharpen a written target: multiply its logits by a factor, and log it.
 
     python -m training.sharpen --work out/training --to 1.8
 
-Greedy answers stay what they were (up to ties); what is drawn at temperature 1 holds together better, and drafts of it are
-accepted more often. The factor goes on the gains of the final norm.
+Greedy answers do not change (up to ties). Draws at temperature 1 become more coherent, and more of their drafts are accepted.
+The factor is applied to the gains of the final norm.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ FINAL_NORM = "model.norm.weight"
 
 
 def sharpness_of(work: Path) -> float:
-    """What the log says of the target as it is: the last word counts."""
+    """The target's sharpness according to the last entry in the log."""
     entries = [json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()]
     return float([entry["sharpness"] for entry in entries if "sharpness" in entry][-1])
 
 
 def sharpen(work: Path, sharpness: float) -> None:
-    """Scale the written target from the sharpness it has to `sharpness`."""
+    """Scale the written target from its current sharpness to `sharpness`."""
     path = work / "embedded" / "target" / "model.safetensors"
     before = sharpness_of(work)
     with safe_open(path, "pt") as file:
@@ -43,7 +43,7 @@ def sharpen(work: Path, sharpness: float) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m training.sharpen", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--work", type=Path, required=True, help="folder of a run")
-    parser.add_argument("--to", type=float, required=True, help="factor on the logits as they were trained")
+    parser.add_argument("--to", type=float, required=True, help="factor on the trained logits")
     given = parser.parse_args()
     sharpen(given.work, given.to)
     return 0

@@ -1,4 +1,4 @@
-"""Training of the target: next-token loss on packed rows, and what it scores on held-out text."""
+"""The target's next-token loss on packed rows, and its loss on held-out text."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ HEAD_TOKENS = 16_384  # logits at a time
 
 def target_loss(target: Target, dtype: torch.dtype, head: object = None) -> LossOf:
     """The loss of a batch: sum of cross-entropies and number of goals."""
-    one_part = head or next_token_loss
+    head_loss = head or next_token_loss
 
     def loss_of(batch: Batch) -> tuple[Tensor, Tensor]:
         hidden = target(batch.ids_BT, batch.first_BT, dtype).hidden_BTD.flatten(0, 1)
         goals, weight = batch.goals.flatten(), batch.is_goal.flatten().float()
         pieces = zip(hidden.split(HEAD_TOKENS), goals.split(HEAD_TOKENS), weight.split(HEAD_TOKENS), strict=True)
-        losses = [one_part(target, *piece) for piece in pieces]  # type: ignore[operator]
+        losses = [head_loss(target, *piece) for piece in pieces]  # type: ignore[operator]
         return torch.stack(losses).sum(), weight.sum()
 
     return loss_of
@@ -33,7 +33,7 @@ def held_out_losses(
 ) -> dict[str, float]:
     """Nats per token of each held-out part, over one batch of rows.
 
-    With gradients, which nobody wants: so that what was compiled for training serves here, too.
+    It computes gradients too, so that the functions compiled for training can be used.
     """
     losses = {}
     for name, part in parts.items():

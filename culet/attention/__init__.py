@@ -1,1 +1,1 @@
-"""Attention: who serves which group of layers and why (plan), the step's data (batch), one file per backend."""
+"""Attention: which backend serves which KV group and why (plan), a step's data (batch), one file per backend."""

@@ -1,4 +1,4 @@
-"""The interface every attention backend implements. What a backend can serve is stated in `plan.py`, without torch."""
+"""The interface of attention backends. `plan.py` says, without torch, what each of them supports."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from culet.cache.spec import KVGroup
 
 
 class AttentionBackend(Protocol):
-    """Attention over the paged cache for the layers of one KV group, text rule or per-token intervals.
+    """Attention over the paged cache for the layers of one KV group, by the text rule or by intervals per token.
 
     Query token t at position p sees keys kv_lo .. kv_hi; by the text rule kv_hi = p, kv_lo = p - window + 1 (0 without a
-    window). Softmax scale is 1: Gemma's norms carry it. Query head j reads KV head j // (num_heads / num_kv_heads).
+    window). The softmax scale is 1: Gemma's norms include it. Query head j reads KV head j // (num_heads / num_kv_heads).
     """
 
     group: KVGroup
     num_heads: int
-    is_capturable: ClassVar[bool]  # decode and verify are launched by shapes alone: a CUDA graph of it serves any lengths
+    is_capturable: ClassVar[bool]  # launches of decode and verify depend only on shapes: a CUDA graph is right for any lengths
 
     def __init__(self, group: KVGroup, num_heads: int) -> None: ...
 
     def plan(self, batch: ForwardBatch, pool: Pool) -> None:
-        """Host work, once a step and batch (the step's batch, and its tail)."""
+        """Host work, once per batch (the step's batch, and its tail)."""
 
     def run(self, layer: int, batch: ForwardBatch, pool: Pool, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> Tensor:
-        """Launch only; returns out_TNH.
+        """Launch the kernels; returns out_TNH.
 
-        `layer` is the KV-owning layer whose pages are read. The new tokens' KV has been stored already, as far as it is
-        stored; `k_TGH` and `v_TGH` are the fresh ones of the whole step (of the same layer), for rows whose keys are not
-        all in pages. With a latent cache they are overlapping views of one tensor, and q, k and v have its column order.
+        `layer` is the KV-owning layer whose pages are read. The new tokens' KV is already in pages, where it is stored at
+        all; `k_TGH` and `v_TGH` are the fresh keys and values of the whole step in the same layer, for rows whose keys are
+        not all in pages. With a latent cache they are overlapping views of one tensor, and q, k and v have its column order.
         """

@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from culet.attention.plan import BACKENDS, NOT_BUILT, AttentionPlan, GroupPlan
+from culet.attention.plan import BACKENDS, AttentionPlan, GroupPlan
 
 _CELL, _GAP = 15, 2
 _LEFT, _RIGHT, _TOP = 96, 16, 64
 _LEGEND_WIDTH = 820
 _ROW = 24
 _LINE = 17
-_LETTER = 6.3  # mean width of a letter at 12 px, to know how wide the picture must be
-# Greys and hues that read on white and on black alike; the picture has no background of its own.
+_LETTER = 6.3  # mean width of a letter at 12 px, to estimate how wide the picture must be
+# Greys and hues that are readable on white and on black: the picture has no background.
 _STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #767676; }
 .title { font-size: 15px; font-weight: 600; }
 .head { font-weight: 600; }
 .faint { fill: #808080; }
-.taken0 { fill: #2f7fc1; } .taken1 { fill: #c9772b; } .taken2 { fill: #3d9a5f; } .taken3 { fill: #9061b8; }
+.chosen0 { fill: #2f7fc1; } .chosen1 { fill: #c9772b; } .chosen2 { fill: #3d9a5f; } .chosen3 { fill: #9061b8; }
 .able { fill: none; stroke: #808080; stroke-width: 1.2; }
-.later { fill: none; stroke: #808080; stroke-width: 1; stroke-dasharray: 2 2; }
 .cannot { fill: #808080; fill-opacity: 0.18; }
 .shared { fill: #fff; fill-opacity: 0.85; }
 @media (prefers-color-scheme: light) { text { fill: #444; } }
@@ -30,7 +29,7 @@ text { font: 12px system-ui, sans-serif; fill: #767676; }
 
 
 def draw(plan: AttentionPlan, owners: Sequence[int], title: str) -> str:
-    """SVG of `plan`; `owners` are the layers that keep KV of their own, the others are marked with a dot."""
+    """SVG of `plan`; `owners` are the layers that own KV, the others are marked with a dot."""
     by_layer = {layer: (index, group) for index, group in enumerate(plan.groups) for layer in group.need.layers}
     layers = sorted(by_layer)
     notes = [line for group in plan.groups for line in _notes(group)]
@@ -67,12 +66,12 @@ def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start")
 
 
 def _cell(x: float, y: float, index: int, group: GroupPlan, name: str, layer: int, owns_kv: bool) -> str:
-    """One layer at one backend: filled if taken, outlined if it could be, grey if it cannot; the reason as a tooltip."""
+    """One layer at one backend: filled if chosen, outlined if supported, grey if not; the reason is the tooltip."""
     if name == group.backend:
-        style, reason = f"taken{index % 4}", group.why
+        style, reason = f"chosen{index % 4}", group.why
     else:
         reason = group.others[name]
-        style = "able" if name in group.able else "later" if reason == NOT_BUILT else "cannot"
+        style = "able" if name in group.able else "cannot"
     need = group.need
     tip = f"layer {layer}, {need.group}, head dim {need.head_dim}: {name}: {reason}"
     square = (
@@ -84,9 +83,9 @@ def _cell(x: float, y: float, index: int, group: GroupPlan, name: str, layer: in
 
 
 def _legend(plan: AttentionPlan, y: float) -> list[str]:
-    """Squares with their meaning, in one line."""
-    entries = [(f"taken{index % 4}", f"{group.need.group}: taken") for index, group in enumerate(plan.groups)]
-    entries += [("able", "could serve"), ("later", "not in this version"), ("cannot", "cannot serve")]
+    """One line of squares with their meaning."""
+    entries = [(f"chosen{index % 4}", f"{group.need.group}: chosen") for index, group in enumerate(plan.groups)]
+    entries += [("able", "supported"), ("cannot", "not supported")]
     parts, x = [], 12.0
     for style, text in entries:
         parts.append(f'<rect class="{style}" x="{x:g}" y="{y - 10:g}" width="11" height="11" rx="2"/>')
@@ -97,11 +96,11 @@ def _legend(plan: AttentionPlan, y: float) -> list[str]:
 
 
 def _notes(group: GroupPlan) -> list[tuple[str, str]]:
-    """(style, text) lines under the grid: the group, its backend, and why not each other."""
+    """(style, text) lines under the grid: the group, its backend, and why each other backend was not chosen."""
     need = group.need
     heads = f"{need.num_heads} query and {need.num_kv_heads} KV heads"
     window = "all keys" if need.window is None else f"window {need.window}"
-    latent = ", K and V kept once" if need.latent else ""
+    latent = ", K and V stored once" if need.latent else ""
     title = f"{need.group}: {len(need.layers)} layers, head dim {need.head_dim}, {heads}, {window}{latent}"
     lines = [("", ""), ("head", title), ("", f"{group.backend}: {group.why}")]
     return lines + [("", f"not {name}: {reason}") for name, reason in group.others.items()]

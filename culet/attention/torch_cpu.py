@@ -1,10 +1,10 @@
-"""Attention in plain torch on any device: the specification of the fast backends, and what serves a CPU.
+"""Attention in plain torch: the backend of a CPU. It is exact and slow, and runs on any device.
 
-Rows with few queries and all keys in pages (decode, verify, tails) go through one batched product over gathered keys.
-Other rows go one by one, in blocks of queries that read only the keys some query of the block sees.
+Rows with few queries and all keys in pages (decode, verify, tails) share one batched product over gathered keys. Other rows
+are computed one at a time, in blocks of queries that read only the keys that some query of the block sees.
 
-Only keys that a row owns and may see are ever gathered: a padded place repeats the row's last visible key. So whatever
-lies in other pages, or in unwritten parts of the row's own, cannot touch a result, NaN included.
+Only keys that a row may see are gathered: padding repeats the row's last visible key. So nothing in other pages, or in
+unwritten parts of the row's own pages, can affect a result, not even NaN.
 
 Shapes: B rows · Q queries of a row · S keys · N query heads · G KV heads · R = N / G · H head size · W width of a stored row.
 """
@@ -27,28 +27,28 @@ from culet.cache.spec import KVGroup
 
 FEW_QUERIES = 16  # rows with up to this many queries are batched
 QUERY_BLOCK = 256  # queries of a long row that share one masked product
-FEW_KEYS = 128  # rows that see fewer keys share a product however they differ; longer ones within a factor of two
+FEW_KEYS = 128  # rows that see fewer keys share a product, whatever their lengths; longer rows only within a factor of two
 
 Ints = NDArray[np.int64]
-RowsView = tuple[tuple[int, int], tuple[int, int]]  # size and stride of a layer's memory as rows that begin at every unit
+RowsView = tuple[tuple[int, int], tuple[int, int]]  # size and stride of a view of a layer's memory, one row per unit
 
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """Rows answered by one product, padded to equal numbers of queries and keys."""
+    """Rows that share one product, padded to equal numbers of queries and keys."""
 
     num_rows: int
     num_queries: int
     num_keys: int
     key_rows: Tensor  # rows of the flat pool, [plane, B, G, S] flattened
-    mask: Tensor | None  # [B, 1, Q * R, S], added to the scores; None: every key counts
-    tokens: Tensor | None  # the query of each of the B * Q places; None: the batch's tokens as they are
-    places: Tensor | None  # places that are no padding; None: all
+    mask: Tensor | None  # [B, 1, Q * R, S], added to the scores; None: every key is visible
+    tokens: Tensor | None  # the query of each of the B * Q places; None: the batch's tokens in order
+    places: Tensor | None  # places that are not padding; None: all
 
 
 @dataclass(frozen=True, slots=True)
 class _LongRow:
-    """A row answered alone: its keys are those in pages, then its fresh ones (none where all are in pages)."""
+    """A row with its own products: keys in pages, then fresh keys (none if all are in pages)."""
 
     tokens: slice  # its queries among the T tokens
     key_rows: Tensor  # rows of the flat pool, [plane, G, S] flattened
@@ -62,7 +62,7 @@ class _LongRow:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a batch reads, worked out once for all layers of the group."""
+    """What a batch reads, the same for all layers of the group."""
 
     batch: ForwardBatch
     rows_view: RowsView
@@ -70,24 +70,24 @@ class _Plan:
     long_rows: tuple[_LongRow, ...]
 
 
-class ReferenceBackend:
+class TorchCPUBackend:
     """Attention for the layers of one KV group, in torch."""
 
-    is_capturable: ClassVar[bool] = False  # which keys a row reads is worked out on the host
+    is_capturable: ClassVar[bool] = False  # the host computes which keys a row reads
 
     def __init__(self, group: KVGroup, num_heads: int) -> None:
         self.group = group
         self.num_heads = num_heads
-        self._plans: list[_Plan] = []  # the step's batch and its tail, found by identity: no plan outlives its step
+        self._plans: list[_Plan] = []  # of the step's batch and its tail, found by identity
 
     def plan(self, batch: ForwardBatch, pool: Pool) -> None:
-        """Work out which keys each row reads."""
+        """Compute which keys each row reads."""
         planner = _Planner(self.group, self.num_heads, batch, pool)
         self._plans = [plan for plan in self._plans if plan.batch.tail is batch]
         self._plans.append(planner.plan())
 
     def run(self, layer: int, batch: ForwardBatch, pool: Pool, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> Tensor:
-        """out_TNH of one layer; the interface says more."""
+        """out_TNH of one layer."""
         plan = next((plan for plan in self._plans if plan.batch is batch), None)
         if plan is None:
             self.plan(batch, pool)
@@ -117,18 +117,18 @@ class ReferenceBackend:
         """Keys and values [*shape, H] in float32 from rows of the flat pool."""
         spec = self.group.spec
         # index_select copies whole rows: 4 to 6 times as fast as indexing [page, head, token] (300 keys x 2 heads x 64: 12
-        # for 80 us).
+        # instead of 80 us).
         flat = pool.planes(layer).as_strided(*rows_view)
-        found = flat.index_select(0, key_rows).float().view(spec.num_planes, *shape, spec.width)
+        planes = flat.index_select(0, key_rows).float().view(spec.num_planes, *shape, spec.width)
         if spec.latent:
-            return found[0][..., spec.width - spec.head_dim :], found[0][..., : spec.head_dim]
-        return found[0], found[1]
+            return planes[0][..., spec.width - spec.head_dim :], planes[0][..., : spec.head_dim]
+        return planes[0], planes[1]
 
     def _run_product(self, part: _Product, layer: int, pool: Pool, rows_view: RowsView, q_XNH: Tensor) -> Tensor:
-        """Outputs of the B * Q places, as queries are given."""
+        """Outputs of the B * Q places, shaped like the queries."""
         rows, queries, num_kv = part.num_rows, part.num_queries, self.group.spec.num_kv_heads
         k_BGSH, v_BGSH = self._gather(layer, pool, rows_view, part.key_rows, (rows, num_kv, part.num_keys))
-        # Heads that share a KV head are more queries of it: keys are read once for all of them.
+        # Query heads that share a KV head are more queries of it, so that keys are read once for all of them.
         size = q_XNH.shape[-1]
         if queries == 1:
             q = q_XNH.float().view(rows, num_kv, -1, size)
@@ -166,9 +166,9 @@ class _Planner:
         self.pages_BP, self.first_B = own.pages_BP.cpu().numpy(), own.first_B.cpu().numpy()
         self.begin_B1 = batch.row_begin_B1.cpu().numpy().astype(np.int64)
         self.lo_T, self.hi_T = self._visible()
-        # The last layer's planes begin last, so what lies within their reach does so for all layers.
+        # The last layer's planes begin last, so a view that fits behind them fits behind those of every layer.
         planes = pool.planes(group.layers[-1])
-        unit = math.gcd(planes.stride(1), planes.shape[-1])  # a stored row begins at a multiple of it, whatever the slab's size
+        unit = math.gcd(planes.stride(1), planes.shape[-1])  # stored rows begin at multiples of it, for any size of slab
         room = planes.untyped_storage().nbytes() // planes.element_size() - planes.storage_offset()
         self.rows_view: RowsView = ((room - planes.shape[-1]) // unit + 1, planes.shape[-1]), (unit, 1)
         self.plane_step, self.page_step, self.head_step = (planes.stride(dim) // unit for dim in range(3))
@@ -205,7 +205,7 @@ class _Planner:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
     def _products(self, rows_B: Ints) -> tuple[_Product, ...]:
-        """Rows with few queries, those of like length together."""
+        """Products of the rows with few queries; rows of similar length share one."""
         if rows_B.size == 0:
             return ()
         lo_B = np.minimum.reduceat(self.lo_T, self.begin_B1[:-1])[rows_B]

@@ -1,8 +1,8 @@
-"""Attention by our own kernels on NVIDIA GPUs, sm_80 to sm_120: every Gemma 4 shape, any mix of rows in one step.
+"""Attention by Culet's Triton kernels on NVIDIA GPUs: every Gemma 4 shape, any mix of rows in one step.
 
-Rows of few query tokens (decode, verify, tails) go through one call that is split along the keys; it depends on shapes
-alone, and can be captured in a CUDA graph and replayed at other lengths. Rows of many go through tiles planned on the
-host. On Hopper the latent's decode and the text rule's prefill have kernels of their own.
+Rows with few query tokens (decode, verify, tails) share one call that is split along the keys. It depends only on shapes, so a
+CUDA graph of it can be replayed at other lengths. Rows with many query tokens are divided into tiles on the host. On Hopper,
+decoding with a latent cache and prefill by the text rule have their own kernels.
 """
 
 from __future__ import annotations
@@ -18,40 +18,41 @@ from torch import Tensor
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup
-from culet.kernels.attention_inputs import PagedKV, RaggedRows
 from culet.kernels.triton.attention.decode import decode_launches
-from culet.kernels.triton.attention.hopper import KEYS
-from culet.kernels.triton.attention.hopper_decode import hopper_decode_launches, hopper_decode_serves, hopper_decode_tile
-from culet.kernels.triton.attention.hopper_prefill import hopper_prefill_launch, hopper_prefill_rows, hopper_prefill_serves
+from culet.kernels.triton.attention.hopper_decode import hopper_decode_launches, hopper_decode_supports, hopper_decode_tile
+from culet.kernels.triton.attention.hopper_parts import KEYS
+from culet.kernels.triton.attention.hopper_prefill import hopper_prefill_launch, hopper_prefill_rows, hopper_prefill_supports
 from culet.kernels.triton.attention.prefill import prefill_launch, query_tiles
 from culet.kernels.triton.attention.splits import Scratch, scratch_rows
-from culet.kernels.triton.attention.tiles import DecodeTile, PrefillTile, decode_tile, device_facts, prefill_tile
+from culet.kernels.triton.attention.tiles import DecodeTile, PrefillTile, decode_tile, prefill_tile
+from culet.kernels.triton.device import device_facts, is_hopper
+from culet.kernels.types import PagedKV, RaggedRows
 
-MANY_ROWS = 1 << 10  # as many as take the tile for full GPUs
+MANY_ROWS = 1 << 10  # enough rows to get the tile for a full GPU
 FEW_QUERIES = 16  # rows with up to this many query tokens are split along their keys
 
-LongRow = tuple[int, int, int, int]  # row, its first token, query tokens, position of the first
+LongRow = tuple[int, int, int, int]  # row, its first token, number of query tokens, position of the first
 
 
 @dataclass(frozen=True)
 class _LongTiles:
-    """Query tiles of the rows with many query tokens, by the kernel that takes them."""
+    """Query tiles of the rows with many query tokens, by the kernel that computes them."""
 
-    paged_X5: Tensor | None  # Hopper's own kernel, all keys from pages
-    fresh_X5: Tensor | None  # Hopper's own kernel, all keys from the fresh tensors
+    paged_X5: Tensor | None  # the Hopper kernel, all keys from pages
+    fresh_X5: Tensor | None  # the Hopper kernel, all keys from the fresh tensors
     general_X5: Tensor | None  # the general kernel, by the text rule
-    masked_X5: Tensor | None  # the general kernel, by the tokens' own intervals
+    masked_X5: Tensor | None  # the general kernel, by intervals per token
 
 
 @dataclass
 class _Plan:
-    """What a batch needs, worked out once for all layers of the group."""
+    """The plan of a batch, the same for all layers of the group."""
 
     batch: ForwardBatch
-    max_queries: int  # of the rows with few query tokens, rounded up to a power of two; 0: there are none
-    is_few_masked: bool  # one of these rows has intervals of its own
-    long_rows: list[LongRow]
-    masked_rows: list[LongRow]  # the same with intervals of their own
+    max_queries: int  # of the rows with few query tokens, rounded up to a power of two; 0: no such rows
+    is_few_masked: bool  # one of these rows has intervals per token
+    long_rows: list[LongRow]  # by the text rule
+    masked_rows: list[LongRow]  # with intervals per token
     tiles: dict[bool, _LongTiles] = field(default_factory=dict)  # by whether the fresh keys belong to this batch
 
 
@@ -63,13 +64,13 @@ class TritonBackend:
     def __init__(self, group: KVGroup, num_heads: int) -> None:
         self.group = group
         self.num_heads = num_heads
-        # A row this short is in pages whole, whatever the window: the last `window` new tokens always are.
+        # All keys of a row this short are in pages, since the last `window` new tokens always are.
         self.few_queries = min(FEW_QUERIES, group.window or FEW_QUERIES)
-        self._plans: list[_Plan] = []  # the step's batch and its tail, found by identity: no plan outlives its step
+        self._plans: list[_Plan] = []  # of the step's batch and its tail, found by identity
         self._scratch: Scratch | None = None
 
     def plan(self, batch: ForwardBatch, pool: Pool) -> None:
-        """Sort the rows by kernel. No device work where all rows have few query tokens."""
+        """Sort the rows by kernel. If all rows have few query tokens, no device work."""
         has_masks = batch.groups[self.group.index].visible_2T is not None
         ends = accumulate(row.num_queries for row in batch.rows)
         max_few, is_few_masked = 0, False
@@ -119,8 +120,8 @@ class TritonBackend:
         if self._scratch is None:
             self._scratch = self._allocate(q_TNH, kv)
         is_masked = rows.visible_2T is not None
-        is_hopper, tile = self._decode_tile(q_TNH, kv, max_queries, rows.num_rows, has_intervals=is_masked)
-        describe = hopper_decode_launches if is_hopper else decode_launches
+        use_hopper, tile = self._decode_tile(q_TNH, kv, max_queries, rows.num_rows, has_intervals=is_masked)
+        describe = hopper_decode_launches if use_hopper else decode_launches
         launches = describe(q_TNH, kv, rows, max_queries=max_queries, out_TNH=out_TNH, tile=tile, scratch=self._scratch)
         for launch in launches:
             launch.run()
@@ -128,17 +129,17 @@ class TritonBackend:
     def _decode_tile(
         self, q_TNH: Tensor, kv: PagedKV, max_queries: int, num_rows: int = 1, *, has_intervals: bool
     ) -> tuple[bool, DecodeTile]:
-        """Whether Hopper's own kernel for the latent is taken, and the tile."""
-        capability, num_sms = device_facts(q_TNH.device)
-        is_hopper = q_TNH.is_cuda and capability == 90 and q_TNH.dtype == torch.bfloat16 and not has_intervals
+        """Whether to use the Hopper kernel for a latent cache, and the tile."""
+        num_sms = device_facts(q_TNH.device)[1]
+        can_use_hopper = _can_use_hopper(q_TNH) and not has_intervals
         packed = max_queries * self.num_heads // kv.num_kv_heads
-        # Up to 16 packed rows both move about 4 TB/s, and the general kernel needs 2 us less at one sequence.
-        if is_hopper and packed > 16 and hopper_decode_serves(kv):
+        # Up to 16 packed rows both kernels move about 4 TB/s, and the general one is 2 us faster at one sequence.
+        if can_use_hopper and packed > 16 and hopper_decode_supports(kv):
             return True, hopper_decode_tile(num_sms)
         return False, decode_tile(q_TNH, kv, max_queries, num_rows)
 
     def _allocate(self, q_TNH: Tensor, kv: PagedKV) -> Scratch:
-        """Room for any call: a graph keeps the address, so it is taken once."""
+        """Scratch for any call, allocated once, since graphs keep its address."""
         group = self.num_heads // kv.num_kv_heads
         tiles = [
             (queries, self._decode_tile(q_TNH, kv, queries, rows, has_intervals=intervals)[1])
@@ -150,7 +151,7 @@ class TritonBackend:
         return Scratch.allocate(max(sizes), kv.head_dim, q_TNH.device)
 
     def _long_tiles(self, plan: _Plan, q_TNH: Tensor, kv: PagedKV, *, has_fresh: bool) -> tuple[PrefillTile, _LongTiles]:
-        """Which kernel takes which queries, once a step. Hopper's own takes the text rule, and keys from one source."""
+        """Which kernel computes which queries, once per step. The Hopper kernel needs the text rule and one source of keys."""
         tile = prefill_tile(q_TNH, kv)
         if has_fresh in plan.tiles:
             return tile, plan.tiles[has_fresh]
@@ -158,9 +159,9 @@ class TritonBackend:
         rows = [*plan.long_rows, *plan.masked_rows]
         is_stored = all(plan.batch.rows[row].is_stored[self.group.index] for row, _, _, _ in rows)
         assert has_fresh or is_stored, "rows whose keys are not all in pages need their fresh keys"
-        is_hopper = q_TNH.is_cuda and device_facts(q_TNH.device)[0] == 90 and q_TNH.dtype == torch.bfloat16
-        can_page = is_hopper and is_stored and window is None and hopper_prefill_serves(kv, group, fresh=False)
-        can_take_fresh = is_hopper and has_fresh and hopper_prefill_serves(kv, group, fresh=True)
+        can_use_hopper = _can_use_hopper(q_TNH)
+        can_page = can_use_hopper and is_stored and window is None and hopper_prefill_supports(kv, group, fresh=False)
+        can_take_fresh = can_use_hopper and has_fresh and hopper_prefill_supports(kv, group, fresh=True)
         per_tile = tile.rows // group
         masked = query_tiles(plan.masked_rows, per_tile, window)
         paged = fresh = None
@@ -169,7 +170,7 @@ class TritonBackend:
             sees_fresh = everything[:, 4] == 0
             if window is not None:
                 sees_fresh |= everything[:, 1] >= window - 1
-            # Whole tiles of pages come as quickly as fresh ones, and all rows then in one launch; halves of tiles do not.
+            # Whole tiles from pages are as fast as fresh ones, and then all rows take one launch. Half tiles are slower.
             sees_fresh &= can_take_fresh and not (can_page and kv.page_tokens % KEYS == 0)
             fresh, rest = everything[sees_fresh], everything[~sees_fresh]
             paged, rest = (rest, rest[:0]) if can_page else (None, rest)
@@ -181,9 +182,14 @@ class TritonBackend:
         return tile, plan.tiles[has_fresh]
 
 
+def _can_use_hopper(q_TNH: Tensor) -> bool:
+    """Whether the Hopper kernels support these queries."""
+    return is_hopper(q_TNH.device) and q_TNH.dtype == torch.bfloat16
+
+
 def _split(tiles_X5: np.ndarray, have: int, want: int) -> np.ndarray:
-    """Tiles of `have` query tokens as tiles of `want`, a divisor of it, without those past a row's end."""
-    assert have % want == 0, f"tiles of {have} query tokens are no whole number of tiles of {want}"
+    """Divide tiles of `have` query tokens into tiles of `want`, and drop those past a row's end."""
+    assert have % want == 0, f"tiles of {have} query tokens cannot be divided into tiles of {want}"
     parts = np.repeat(tiles_X5, have // want, axis=0)
     parts[:, 1] += np.tile(np.arange(have // want, dtype=parts.dtype) * want, len(tiles_X5))
     return np.ascontiguousarray(parts[parts[:, 1] < parts[:, 3]])

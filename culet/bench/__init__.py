@@ -1,1 +1,1 @@
-"""The benchmarks a user runs."""
+"""`culet bench`: measurements that users run."""

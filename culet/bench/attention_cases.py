@@ -1,4 +1,4 @@
-"""Attention inputs at the shapes of the Gemma 4 variants: random pages, ragged rows, and NaN wherever a row owns nothing."""
+"""Attention inputs at the shapes of the Gemma 4 variants: random pages, ragged rows, NaN in everything a row does not own."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from culet.kernels.attention_inputs import PagedKV, RaggedRows
+from culet.kernels.types import PagedKV, RaggedRows
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What one KV group of a model asks of attention."""
+    """The attention shape of a model's KV group."""
 
     num_heads: int
     num_kv_heads: int
@@ -34,7 +34,7 @@ class AttentionShape:
 
     @property
     def bytes_per_key(self) -> int:
-        """Of a bf16 cache."""
+        """Bytes per key and value in a bf16 cache."""
         return 2 * (1 if self.latent else 2) * self.num_kv_heads * self.width
 
 
@@ -54,7 +54,7 @@ SHAPES: dict[str, AttentionShape] = {
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Inputs of one call."""
+    """Inputs of a call."""
 
     shape: AttentionShape
     q_TNH: Tensor
@@ -69,7 +69,7 @@ class AttentionCase:
 
     @property
     def tile_rows(self) -> list[tuple[int, int, int, int]]:
-        """(row, first token, query tokens, position of the first), as `query_tiles` takes them."""
+        """(row, first token, query tokens, position of the first), as input for `query_tiles`."""
         begins = self.rows.row_begin_B1.tolist()
         return [(row, begins[row], queries, context) for row, (context, queries) in enumerate(self.spans)]
 
@@ -89,11 +89,10 @@ def make_case(
 ) -> AttentionCase:
     """Random inputs for rows of (context, query tokens).
 
-    `images` are (row, first position, tokens) inside the rows' query tokens: those see the whole image. `stored_tail` keeps
-    only the last so many of a row's query tokens in pages, as a chunk longer than the window does; `whole_pages` writes a
-    sliding row's first page from its beginning. Pages lie `num_layers`
-    apart, as in a slab, in random order; page 0 belongs to nobody; whatever no row wrote is NaN. Pages are in `kv_dtype` where
-    it is given (e4m3), and fresh keys rounded to it.
+    `images` are (row, first position, tokens) within the rows' query tokens, which see the whole image. `stored_tail` keeps
+    only that many of a row's last query tokens in pages, like a chunk longer than the window. `whole_pages` fills a sliding
+    row's first page from its beginning. Pages are in random order, `num_layers` apart as in a slab; page 0 is unused; anything
+    that no row wrote is NaN. With `kv_dtype` (e4m3), pages have that type and fresh keys are rounded to it.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     width, page_tokens = shape.width, shape.page_tokens
@@ -123,20 +122,20 @@ def make_case(
         (owned, num_layers, num_planes, shape.num_kv_heads, page_tokens, width), float("nan"), dtype=dtype, device=device
     )
     planes = slab[:, num_layers - 1].transpose(0, 1)
-    pages_BP = torch.zeros(len(spans), max(len(one.table) for one in placed), dtype=torch.int32)
+    pages_BP = torch.zeros(len(spans), max(len(row.table) for row in placed), dtype=torch.int32)
     for row, (first, table, position) in enumerate(placed):
         page, context = shuffle[table], spans[row][0]
         pages_BP[row, : len(page)] = page.to(torch.int32)
-        page_K, slot_K = page[(position - first) // page_tokens].to(device), ((position - first) % page_tokens).to(device)
+        page_K, offset_K = page[(position - first) // page_tokens].to(device), ((position - first) % page_tokens).to(device)
         is_new = position >= context
         for plane in range(num_planes):
             content = random(len(position), shape.num_kv_heads, width)
             source = fresh if fresh is not None else (fresh_k, fresh_v)[plane]
             content[is_new.to(device)] = source[(begins[row] + position[is_new] - context).to(device)]
-            planes[plane][page_K, :, slot_K] = content
+            planes[plane][page_K, :, offset_K] = content
     if kv_dtype is not None:
         planes = slab.to(kv_dtype)[:, num_layers - 1].transpose(0, 1)
-    first_B = torch.tensor([one.first for one in placed], dtype=torch.int32, device=device)
+    first_B = torch.tensor([row.first for row in placed], dtype=torch.int32, device=device)
     kv = PagedKV(planes, pages_BP.to(device), first_B, shape.head_dim, shape.window)
     visible_2T = _visible(shape, spans, begins, images).to(device) if images else None
     row_begin_B1 = torch.tensor(begins, dtype=torch.int32, device=device)
@@ -147,17 +146,17 @@ def make_case(
 
 
 class _Placed(NamedTuple):
-    """Where a row's keys lie in pages."""
+    """Where a row's keys are in pages."""
 
-    first: int  # position that its first page begins at
-    table: Tensor  # its pages by column; 0 where it has written nothing
-    position: Tensor  # of the keys that it has written
+    first: int  # position at which its first page begins
+    table: Tensor  # its pages by column; 0 if it has written nothing there
+    position: Tensor  # positions of the keys that it has written
 
 
 def _place(
     shape: AttentionShape, context: int, queries: int, next_page: int, stored_tail: int | None, whole_pages: bool
 ) -> _Placed:
-    """A row in pages from `next_page` on; the options are those of `make_case`."""
+    """Place a row in pages from `next_page` on; for the options see `make_case`."""
     lowest = 0 if shape.window is None else max(0, context - shape.window + 1)
     first = lowest // shape.page_tokens * shape.page_tokens
     lowest = first if whole_pages else lowest
@@ -173,7 +172,7 @@ def _place(
 def _visible(
     shape: AttentionShape, spans: Sequence[tuple[int, int]], begins: Sequence[int], images: Sequence[tuple[int, int, int]]
 ) -> Tensor:
-    """The intervals of 12B's rule: an image token sees its whole image, and text before it as text does."""
+    """The visible intervals of the 12B: an image token sees its whole image, and earlier text like a text token."""
     position_T = torch.cat([torch.arange(context, context + queries) for context, queries in spans])
     lo_T = torch.zeros_like(position_T) if shape.window is None else (position_T - shape.window + 1).clamp(min=0)
     visible_2T = torch.stack((lo_T, position_T))

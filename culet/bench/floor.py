@@ -8,32 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from culet.hardware import Peaks
 from culet.models.spec import LayerSpec, ModelSpec
 
 
 @dataclass(frozen=True)
-class Peaks:
-    """What a GPU was seen to reach: a large copy, and a large bf16 matrix product."""
-
-    bytes_per_s: float
-    flops_per_s: float
-
-    def seconds(self, num_bytes: float, flops: float) -> float:
-        return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
-
-
-# Measured, not the data sheet's. By what the driver's name of the GPU contains.
-PEAKS: dict[str, Peaks] = {"H200": Peaks(4.2e12, 790e12)}
-
-
-def find_peaks(gpu_name: str) -> Peaks | None:
-    """What is known of a GPU; None where nothing was measured."""
-    return next((peaks for name, peaks in PEAKS.items() if name in gpu_name), None)
-
-
-@dataclass(frozen=True)
 class Floor:
-    """Floors of one model on one GPU. `latent` counts K=V layers' cache rows once, as Culet stores them by default."""
+    """Floors of a model on a GPU. With `latent`, cache rows of K=V layers count once, as Culet stores them by default."""
 
     spec: ModelSpec
     peaks: Peaks
@@ -52,9 +33,9 @@ class Floor:
         return seconds
 
     def prefill(self, num_seqs: int, prompt_len: int) -> float:
-        """Seconds to compute `num_seqs` prompts, all in one go, up to the first token of each.
+        """Seconds to compute `num_seqs` prompts in one step, up to the first token of each.
 
-        Layers that read other layers' KV run on the last token alone, where it does not show in the operations.
+        Layers that read other layers' KV run only on the last token, whose operations are negligible.
         """
         owners = [layer for layer in self.spec.layers if layer.owns_kv]
         num_tokens = num_seqs * prompt_len
@@ -68,8 +49,8 @@ class Floor:
         return seconds
 
     def tokens_per_s(self, num_seqs: int, prompt_len: int, output_len: int) -> float:
-        """Output tokens per second of `num_seqs` requests that begin at once, their prompts included."""
-        # A step's floor grows with the context almost in a straight line: its middle stands for the whole.
+        """Output tokens per second of `num_seqs` requests submitted together, including their prompts."""
+        # A step's floor grows almost linearly with the context, so its middle represents all steps.
         decode = (output_len - 1) * self.decode_step(num_seqs, prompt_len + output_len // 2)
         return num_seqs * output_len / (self.prefill(num_seqs, prompt_len) + decode)
 
@@ -78,7 +59,7 @@ class Floor:
         return self.spec.vocab_size * self.spec.hidden_size
 
     def _dense_weights(self, layers: tuple[LayerSpec, ...] | list[LayerSpec]) -> int:
-        """Elements that every token of a step reads: attention, MLP, router and per-layer projections of `layers`."""
+        """Weights that every step reads: attention, MLP, router and per-layer projections of `layers`."""
         spec = self.spec
         total = len(spec.layers) * spec.ple_dim * spec.hidden_size
         for layer in layers:
@@ -91,17 +72,17 @@ class Floor:
         return total
 
     def _experts(self, num_tokens: int) -> float:
-        """Seconds in routed experts, all layers: those that tokens meet which choose independently and evenly."""
+        """Seconds in routed experts of all layers, if tokens choose experts independently and uniformly."""
         moe = self.spec.moe
         if moe is None:
             return 0.0
         expert = 3 * self.spec.hidden_size * moe.width
-        met = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** num_tokens)
-        read, flops = met * expert * self.itemsize, 2 * num_tokens * moe.top_k * expert
+        num_used = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** num_tokens)
+        read, flops = num_used * expert * self.itemsize, 2 * num_tokens * moe.top_k * expert
         return self.peaks.seconds(len(self.spec.layers) * read, len(self.spec.layers) * flops)
 
     def _bytes_per_key(self, layer: LayerSpec) -> int:
-        """Cache bytes of one key and value of a layer. Layers that share another's KV read it again."""
+        """Cache bytes per key and value of a layer. Layers that share another's KV read it again."""
         latent = self.latent and layer.k_eq_v
         width = layer.head_dim + layer.rope.rotated_dims if latent else 2 * layer.head_dim
         return layer.num_kv_heads * width * self.itemsize

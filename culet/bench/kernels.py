@@ -1,7 +1,7 @@
-"""`culet bench kernels`: attention backends timed at the shapes of the Gemma 4 variants, or at any other.
+"""`culet bench kernels`: time attention backends at the shapes of the Gemma 4 variants, or any other.
 
-A case is a step as the engine makes it: rows with keys before them in pages in no order, and new tokens. The backend plans it
-as in serving; what is timed is one layer's `run`, replayed from a CUDA graph, with the L2 cache flushed before each replay.
+A case is a step as in the engine: rows with keys in pages in random order, and new tokens. The backend plans it as in serving.
+The time is that of one layer's `run`, replayed from a CUDA graph, with the L2 cache flushed before each replay.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from torch import Tensor
 from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.attention.plan import BACKENDS, plan_attention
-from culet.bench.anchors import FA4, GPU, KERNEL_CASES, UNIFIED_TRITON, kernel_anchor
 from culet.bench.attention_cases import SHAPES, AttentionShape
-from culet.bench.floor import Peaks
+from culet.bench.peer import FA4, GPU, KERNEL_CASES, UNIFIED_TRITON, kernel_anchor
 from culet.bench.timing import flush_buffer, replay_times
 from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, KVGroup, KVSpec
 from culet.errors import ConfigError, UnsupportedError
-from culet.kernels.attention_inputs import PagedKV, RaggedRows
+from culet.hardware import Peaks
 from culet.kernels.compiling import use_disk_cache
 from culet.kernels.eager import ops as eager_ops
 from culet.kernels.eager.attention import prefill_attention
+from culet.kernels.types import PagedKV, RaggedRows
 from culet.registry import load, lookup
 from culet.runner.fill import fill
 from culet.types import PageTable, Row
 
-NUM_LAYERS = 2  # that share a slab, so that pages lie apart as in a model
-VERIFY_QUERIES = 16  # rows with up to this many query tokens are decode or verify: all of them need logits
+NUM_LAYERS = 2  # per slab, so that pages are strided as in a model
+VERIFY_QUERIES = 16  # rows with up to this many query tokens are decode or verify rows: every token has logits
 TOLERANCE = 5e-3  # ||a - b|| / ||b|| of a token's head, against float32 on the same inputs
-_SPREAD = 0.3  # deviation of queries and keys; scores then have one of about two
+_SPREAD = 0.3  # standard deviation of queries and keys; that of scores is then about two
 _CASE = re.compile(r"(prefill) (\d+)x(\d+)|(verify) (\d+)x(\d+)@(\d+)|(decode) (\d+)@(\d+)")
 
 
 @dataclass(frozen=True)
 class KernelCase:
-    """Rows of one call: (keys before them, query tokens) of each."""
+    """Rows of a call: (keys before them, query tokens) of each."""
 
     name: str
     spans: tuple[tuple[int, int], ...]
@@ -56,7 +56,7 @@ class KernelCase:
 
 
 def parse_case(name: str) -> KernelCase:
-    """The case that `decode 32@8000`, `verify 32x4@8000` or `prefill 4x1000` names."""
+    """Parse a case: `decode 32@8000`, `verify 32x4@8000` or `prefill 4x1000`."""
     match = _CASE.fullmatch(name)
     if match is None:
         hint = "expected one like 'decode 32@8000' (rows@keys), 'verify 32x4@8000' (rows x queries@keys) or 'prefill 4x1000'"
@@ -67,7 +67,7 @@ def parse_case(name: str) -> KernelCase:
 
 
 def make_kernel_case(rows: int, queries: int, keys: int, *, ragged: bool = False, seed: int = 0, name: str = "") -> KernelCase:
-    """`rows` of `queries` tokens after `keys` keys; ragged rows have up to as many keys, or (without any) tokens."""
+    """`rows` of `queries` tokens after `keys` keys; ragged rows have up to that many keys, or tokens if there are no keys."""
     if rows < 1 or queries < 1 or keys < 0:
         raise ConfigError(f"case: got {rows} rows of {queries} query tokens after {keys} keys, expected at least 1, 1 and 0")
     draw = random.Random(seed)
@@ -86,7 +86,7 @@ def find_shape(name: str) -> AttentionShape:
 
 
 def check_shape(shape: AttentionShape) -> AttentionShape:
-    """Refuse what no Gemma 4 layer could be."""
+    """Reject shapes that are impossible."""
     sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_tokens, shape.window or 1)
     if min(sizes) < 1 or shape.num_heads % shape.num_kv_heads:
         raise ConfigError(
@@ -99,13 +99,13 @@ def check_shape(shape: AttentionShape) -> AttentionShape:
 
 @dataclass(frozen=True)
 class KernelLine:
-    """One timed case."""
+    """A timed case."""
 
     shape: str
     case: str
     backend: str
     microseconds: float
-    num_bytes: int  # of KV that must be read
+    num_bytes: int  # KV that must be read
     flops: int
     floor_us: float | None
     fa4_us: int | None
@@ -136,7 +136,7 @@ class KernelLine:
 
 
 class Step:
-    """The tensors of a case: a batch, pages with random keys, and one layer's queries, keys and values."""
+    """The tensors of a case: a batch, pages with random keys, and a layer's queries, keys and values."""
 
     def __init__(self, shape: AttentionShape, case: KernelCase, device: torch.device, dtype: torch.dtype) -> None:
         self.layer = NUM_LAYERS - 1
@@ -172,7 +172,7 @@ class Step:
         return backend.run(self.layer, self.batch, self.pool, self.q_TNH, self.k_TGH, self.v_TGH)
 
     def expected(self) -> Tensor:
-        """float32, by the eager twin of the kernels."""
+        """The float32 result of the kernels' eager twin."""
         own, spec = self.batch.groups[0], self.group.spec
         kv = PagedKV(self.pool.planes(self.layer), own.pages_BP, own.first_B, spec.head_dim, spec.window)
         rows = RaggedRows(self.batch.row_begin_B1, self.batch.context_B)
@@ -181,7 +181,7 @@ class Step:
 
 
 def _rows(group: KVGroup, case: KernelCase) -> tuple[tuple[Row, ...], int]:
-    """Rows with pages in no order, as many as a sequence holds, and how many there are; page 0 is nobody's."""
+    """Rows with shuffled pages, as many as a sequence holds, and the number of pages; page 0 is unused."""
     size, wanted = group.page_tokens, []
     for context, queries in case.spans:
         num_logits = queries if queries <= VERIFY_QUERIES else 1
@@ -199,11 +199,11 @@ def _rows(group: KVGroup, case: KernelCase) -> tuple[tuple[Row, ...], int]:
 
 
 def work(shape: AttentionShape, case: KernelCase, itemsize: int = 2) -> tuple[int, int]:
-    """(bytes of KV that some query sees, operations) of one call."""
+    """(bytes of KV that some query sees, operations) of a call."""
     num_bytes = flops = 0
     for context, queries in case.spans:
         window = shape.window or context + queries
-        seen_first = min(context + 1, window)  # by the first query; each later one sees one more, up to the window
+        seen_first = min(context + 1, window)  # by the first query; each later query sees one more, up to the window
         growing = min(queries - 1, window - seen_first)
         pairs = queries * seen_first + growing * (growing + 1) // 2 + (queries - 1 - growing) * growing
         flops += 4 * shape.num_heads * shape.head_dim * pairs
@@ -222,7 +222,7 @@ def time_case(
     check: bool = True,
     peaks: Peaks | None = None,
 ) -> KernelLine:
-    """Time one case on the backend that serves its shape here, or on the one asked for."""
+    """Time a case on the backend that serves its shape here, or on `backend`."""
     _refuse_cpu(device, backend)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -256,15 +256,13 @@ def time_case(
 
 def _refuse_cpu(device: torch.device, backend: str) -> None:
     lookup("attention backend", backend, {"auto": None, **dict.fromkeys(BACKENDS)})
-    if device.type == "cpu" and backend != "reference":
+    if device.type == "cpu" and backend != "torch_cpu":
         what = "the attention kernels need" if backend == "auto" else f"the {backend} backend needs"
-        raise UnsupportedError(
-            f"{what} an NVIDIA GPU, this is a CPU", hint="--backend reference times the torch reference here"
-        )
+        raise UnsupportedError(f"{what} an NVIDIA GPU, this is a CPU", hint="--backend torch_cpu runs here")
 
 
 def _worst_error(got: Tensor, expected: Tensor) -> float:
-    """Largest ||a - b|| / ||b|| of a token's head; NaN where anything is."""
+    """Largest ||a - b|| / ||b|| of a token's head; NaN if anything is NaN."""
     return float(((got.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
@@ -284,12 +282,12 @@ def _time_on_cpu(run: Callable[[], object], repeats: int) -> list[float]:
 
 
 def default_cases() -> list[tuple[str, KernelCase]]:
-    """Every case that the peer was measured in."""
+    """Every case that was measured with the peer."""
     return [(shape, parse_case(case)) for shape in FA4 for case in KERNEL_CASES]
 
 
 def kernel_document(lines: Sequence[KernelLine], device: str, versions: dict[str, str]) -> dict[str, Any]:
-    """Everything as one JSON object; its keys stay as they are."""
+    """Everything as a JSON object. Its keys are stable."""
     return {
         "schema": 1,
         "benchmark": "kernels",

@@ -1,7 +1,7 @@
-"""`culet bench offline`: time the workloads through `LLM.generate`, as users call it.
+"""`culet bench offline`: time the workloads through `LLM.generate`.
 
-Prompts are random tokens, all requests of a row begin at once, decoding is greedy without an early end, and nothing is reused
-between prompts. Sampling, text and stop checks are on.
+Prompts are random tokens. All requests of a row are submitted together; decoding is greedy and ignores the end token; nothing
+is reused between prompts. Sampling, detokenisation and stop strings are active.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 
-from culet.bench.prompts import make_prompts
+from culet.bench.answer_check import Verdict, check_rows, free_memory
 from culet.bench.settings import given_settings
-from culet.bench.twin import Verdict, check_rows, free_memory
-from culet.bench.workloads import START, THROUGHPUT, TPOT, Workload
+from culet.bench.workloads import START, THROUGHPUT, TPOT, Workload, make_prompts
 from culet.config import Config
 from culet.engine.llm import LLM, Result
 from culet.errors import CuletError, InternalError
@@ -32,14 +31,14 @@ from culet.log import logger
 from culet.scheduler.stats import SchedulerStats
 from culet.types import SamplingParams
 
-NEVER = "\x00 no model writes this \x00"  # a stop string that is looked for all the while
+NEVER = "\x00 no model writes this \x00"  # a stop string that never occurs
 WARM_UP_LENS = (16, 8)  # prompt and output tokens of the warm-up
 START_LIMIT_S = 900
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One row as it came out."""
+    """The result of a row."""
 
     row: Workload
     value: float  # in the row's unit; the best of `runs`
@@ -57,7 +56,7 @@ def run_rows(
     check_layers: int | None = None,
     report: Callable[[Measured], None] = lambda measured: None,
 ) -> list[Measured]:
-    """Measure each row; `report` is called with it at once. Starts come first, while the GPU is free; then the check."""
+    """Measure each row and call `report` with it. The start comes first, while the GPU is free; then the check."""
     done: list[Measured] = []
 
     def note(measured: Measured) -> None:
@@ -70,7 +69,7 @@ def run_rows(
         if len(timed) < len(rows):
             caches = _cache_folders(stack.enter_context(tempfile.TemporaryDirectory(prefix="culet-bench-")))
             note(measure_start(config, caches))
-            stack.enter_context(_environment(caches))  # what has been compiled serves the other rows too
+            stack.enter_context(_environment(caches))  # the other rows use the compiled kernels
         if timed:
             verdicts = check_rows(config, timed, num_layers=check_layers) if check else {}
             with LLM.from_config(config) as llm:
@@ -94,7 +93,7 @@ def _params(row: Workload) -> SamplingParams:
 
 
 def measure(llm: LLM, row: Workload, *, best_of: int = 3, verdict: Verdict | None = None) -> Measured:
-    """Time one row; of several runs the best counts."""
+    """Time a row; the best of its runs counts."""
     runs: list[float] = []
     details: dict[str, Any] = {}
     for number in range(row.repeats(best_of)):
@@ -104,18 +103,18 @@ def measure(llm: LLM, row: Workload, *, best_of: int = 3, verdict: Verdict | Non
         began = time.perf_counter()
         results = llm.generate(prompts, _params(row))
         seconds = time.perf_counter() - began
-        value, found = _evaluate(row, results, began, seconds)
+        value, run_details = _evaluate(row, results, began, seconds)
         stats = llm.engine.stats()
-        found |= {"preemptions": stats.counters.preemptions - before.counters.preemptions, "num_pages": stats.num_pages}
-        found |= _draft_figures(before, stats)
+        run_details |= {"preemptions": stats.counters.preemptions - before.counters.preemptions, "num_pages": stats.num_pages}
+        run_details |= _draft_figures(before, stats)
         is_better = not runs or (value > max(runs) if row.is_larger_better else value < min(runs))
-        details = found if is_better else details
+        details = run_details if is_better else details
         runs.append(value)
     return Measured(row, max(runs) if row.is_larger_better else min(runs), tuple(runs), details, verdict)
 
 
 def _draft_figures(before: SchedulerStats, after: SchedulerStats) -> dict[str, Any]:
-    """What drafting did between two moments; {} where nothing was drafted."""
+    """Figures of drafting between two snapshots; {} if nothing was drafted."""
     counts = after.counters.since(before.counters)
     if not counts.verifies:
         return {}
@@ -133,20 +132,20 @@ def _synchronize(llm: LLM) -> None:
 
 
 def _evaluate(row: Workload, results: Sequence[Result], began: float, seconds: float) -> tuple[float, dict[str, Any]]:
-    """(the row's value, what else is worth knowing) of one run."""
+    """(the row's value, further details) of a run."""
     samples = [result.samples[0] for result in results]
     for sample in samples:
         if len(sample.token_ids) != row.output_len:
             raise InternalError(
-                f"{row.label}: a sequence ended with {sample.finish_reason} after {len(sample.token_ids)} tokens "
-                f"of {row.output_len}: {sample.error or 'no reason given'}"
+                f"{row.label}: a sequence ended with {sample.finish_reason} after {len(sample.token_ids)} of "
+                f"{row.output_len} tokens: {sample.error or 'no reason given'}"
             )
     first = [1e3 * (sample.first_token_at - began) for sample in samples]
     details = {"seconds": seconds, "ttft_ms_median": median(first), "ttft_ms_max": max(first)}
     total = sum(len(sample.token_ids) for sample in samples)
     gaps = [1e3 * (sample.last_token_at - sample.first_token_at) / max(1, row.output_len - 1) for sample in samples]
     if row.output_len > 1:
-        # Without preemptions, all sequences were in the cache together if none ended before the last one began.
+        # Without preemptions, all sequences were in the cache together if none ended before the last one started.
         is_together = max(sample.first_token_at for sample in samples) <= min(sample.last_token_at for sample in samples)
         details |= {"tpot_ms_median": median(gaps), "tpot_ms_max": max(gaps), "tokens_per_s": total / seconds}
         details["all_at_once"] = is_together
@@ -156,7 +155,7 @@ def _evaluate(row: Workload, results: Sequence[Result], began: float, seconds: f
 
 
 def _cache_folders(folder: str) -> dict[str, str]:
-    """Environment variables that put every cache of compiled code into `folder`."""
+    """Environment variables that put all caches of compiled code into `folder`."""
     names = ("CULET_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
     return {name: str(Path(folder) / name.lower()) for name in names}
 
@@ -176,11 +175,11 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def measure_start(config: Config, caches: Mapping[str, str]) -> Measured:
-    """Seconds until the first request is accepted, in processes of their own: with the empty `caches`, then with them full."""
-    found = {name: _start_once(config, caches) for name in ("cold", "cached")}
-    cold, cached = found["cold"]["ready_s"], found["cached"]["ready_s"]
-    details = {"cold_s": cold, "cached_s": cached, "cold": found["cold"], "cached": found["cached"]}
-    return Measured(Workload(START), cold, (cold,), details)
+    """Seconds until the first request is accepted, in separate processes: with empty `caches`, then with full ones."""
+    cold, cached = _start_once(config, caches), _start_once(config, caches)
+    seconds = cold["ready_s"]
+    details = {"cold_s": seconds, "cached_s": cached["ready_s"], "cold": cold, "cached": cached}
+    return Measured(Workload(START), seconds, (seconds,), details)
 
 
 def _start_once(config: Config, caches: Mapping[str, str]) -> dict[str, Any]:
@@ -194,6 +193,6 @@ def _start_once(config: Config, caches: Mapping[str, str]) -> dict[str, Any]:
         check=False,
     )
     if done.returncode:
-        raise CuletError(f"{START}: the process that was timed failed with exit code {done.returncode}; its words are above")
+        raise CuletError(f"{START}: the timed process failed with exit code {done.returncode}; its output is above")
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report

@@ -1,7 +1,7 @@
-"""What `culet bench` found, as a JSON document, as tables and as a picture. No torch.
+"""The results of `culet bench` as a JSON document, tables and a picture. No torch.
 
-The picture shows each row as a share of the floor, so that milliseconds and tokens per second stand on one scale: the bar is
-what was measured, the tick what the peer measured, the end of the scale what the GPU could do at most.
+The picture shows each row as a share of the floor, so that milliseconds and tokens per second share a scale: the bar is the
+measured value, the tick is the peer's, and the end of the scale is the GPU's limit.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from culet.bench.anchors import GPU, PEER, SERVING, Anchor
-from culet.bench.floor import Floor, Peaks
+from culet.bench.floor import Floor
+from culet.bench.peer import GPU, PEER, SERVING, Anchor
 from culet.bench.workloads import START, THROUGHPUT, TPOT, Workload
+from culet.hardware import Peaks
 from culet.models.random_checkpoint import variant_of
 from culet.models.spec import ModelSpec
 
@@ -27,12 +28,12 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Setting:
-    """What was measured, on what, and how: all that a number needs beside it."""
+    """What was measured, on which device and with which settings."""
 
     model: str
     spec: ModelSpec
     device: str  # as the driver names it
-    peaks: Peaks | None  # None: no floors are known here
+    peaks: Peaks | None  # None: the floor is unknown
     dtype: str
     latent: bool
     settings: dict[str, Any]
@@ -58,13 +59,13 @@ class Setting:
         return 1e3 * floor.prefill(row.num_seqs, row.prompt_len)
 
     def anchor(self, row: Workload) -> Anchor | None:
-        """The peer's number, where it was taken on such a GPU."""
+        """The peer's number, if it was measured on this kind of GPU."""
         return SERVING.get(self.variant or "", {}).get(row) if GPU in self.device else None
 
 
 @dataclass(frozen=True)
 class Line:
-    """One row with what it is to be compared with."""
+    """A row with the numbers to compare it with."""
 
     row: Workload
     value: float
@@ -76,7 +77,7 @@ class Line:
     more: dict[str, Any] = field(default_factory=dict)
 
     def share(self, value: float | None) -> float | None:
-        """`value` as a share of the floor: 1 is what the GPU could do at most."""
+        """`value` as a share of the floor: 1 is the GPU's limit."""
         if self.floor is None or value is None:
             return None
         return value / self.floor if self.row.is_larger_better else self.floor / value
@@ -129,7 +130,7 @@ def line_of(measured: Measured, setting: Setting) -> Line:
 
 
 def document(lines: Sequence[Line], setting: Setting) -> dict[str, Any]:
-    """Everything as one JSON object; its keys stay as they are."""
+    """Everything as a JSON object. Its keys are stable."""
     peaks = setting.peaks
     return {
         "schema": SCHEMA,
@@ -152,11 +153,11 @@ def document(lines: Sequence[Line], setting: Setting) -> dict[str, Any]:
 
 
 def table(lines: Sequence[Line], setting: Setting) -> Table:
-    """One line per row: measured, floor, share of it, peer, and what the check said."""
+    """A line per row: measured value, floor, share of the floor, peer, and the result of the check."""
     with_peer, with_floor = (any(getattr(line, name) is not None for line in lines) for name in ("peer", "floor"))
     columns: list[tuple[str, Callable[[Line], str]]] = [("measured", lambda line: number(line.value))]
     if with_floor:
-        columns += [("floor", lambda line: number(line.floor)), ("of it", lambda line: percent(line.share(line.value)))]
+        columns += [("floor", lambda line: number(line.floor)), ("of floor", lambda line: percent(line.share(line.value)))]
     if with_peer:
         columns += [
             (PEER, lambda line: number(line.peer)),
@@ -165,28 +166,28 @@ def table(lines: Sequence[Line], setting: Setting) -> Table:
     if any(line.goal is not None for line in lines):
         columns.append(("goal", lambda line: number(line.goal)))
     title = f"{setting.model} on {setting.device}, {setting.dtype}"
-    found = plain_table(title, ("row", "unit"), [name for name, _ in columns] + ["check"])
+    shown = plain_table(title, ("row", "unit"), [name for name, _ in columns] + ["check"])
     for line in lines:
         check = {None: "-", True: "right", False: "WRONG"}[line.right]
-        found.add_row(line.row.title, line.row.unit, *(cell(line) for _, cell in columns), check)
-    return found
+        shown.add_row(line.row.title, line.row.unit, *(cell(line) for _, cell in columns), check)
+    return shown
 
 
 def plain_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    """A table whose `left` columns hold words and whose `right` columns hold numbers."""
+    """A table with left-aligned text columns and right-aligned number columns."""
     from rich import box
     from rich.table import Table
 
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    empty = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for name in left:
-        made.add_column(name, no_wrap=True)
+        empty.add_column(name, no_wrap=True)
     for name in right:
-        made.add_column(name, justify="right", no_wrap=True)
-    return made
+        empty.add_column(name, justify="right", no_wrap=True)
+    return empty
 
 
 def number(value: float | None) -> str:
-    """Three figures or more."""
+    """At least three significant digits."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
@@ -197,21 +198,21 @@ def percent(share: float | None) -> str:
 
 
 def remarks(lines: Sequence[Line]) -> list[str]:
-    """What the table leaves unsaid."""
+    """Remarks below the table."""
     said = [f"{line.row.title}: {line.note}" for line in lines if line.note]
     for line in lines:
         details = line.more.get("details", {})
         if line.row.kind == START:
             said.append(f"start to ready: {details['cold_s']:.1f} s cold, {details['cached_s']:.1f} s with kernels cached")
         if details.get("preemptions"):
-            said.append(f"{line.row.title}: {details['preemptions']} preemptions for want of cache")
+            said.append(f"{line.row.title}: {details['preemptions']} preemptions because the cache was full")
         elif details.get("all_at_once") is False:
-            said.append(f"{line.row.title}: some sequences waited until others had ended")
+            said.append(f"{line.row.title}: some sequences waited for others to end")
         if line.right is False:
             check = line.more["check"]
             said.append(
-                f"{line.row.title}: WRONG: {check['num_equal']} of {check['num_tokens']} tokens are the eager model's, "
-                f"the worst lies {number(check['worst'])} deviations below its favourite"
+                f"{line.row.title}: WRONG: {check['num_equal']} of {check['num_tokens']} tokens are the eager model's "
+                f"favourites, the worst is {number(check['worst'])} deviations below"
             )
     return said
 
@@ -234,7 +235,7 @@ _LEFT, _SCALE, _VALUES, _ROW, _TOP = 330, 420, 250, 26, 66
 
 
 def draw(lines: Sequence[Line], title: str) -> str:
-    """SVG: each line's share of its floor, with the peer's and the goal. Lines without a floor are left out."""
+    """SVG of each line's share of its floor, with the peer and the goal. Lines without a floor are left out."""
     shown = [line for line in lines if line.floor is not None]
     width, height = _LEFT + _SCALE + _VALUES, _TOP + len(shown) * _ROW + 48
     body = [
@@ -279,15 +280,15 @@ def _bar(line: Line, y: float) -> list[str]:
 def _legend(lines: Sequence[Line], y: float) -> list[str]:
     parts = [f'<rect class="ours" x="{_LEFT}" y="{y - 10}" width="11" height="11" rx="2"/>', _text(_LEFT + 17, y, "measured")]
     x = _LEFT + 100.0
-    for style, word, is_there in (
+    for style, word, is_shown in (
         ("peer", PEER, any(line.peer is not None for line in lines)),
         ("goal", "goal", any(line.goal is not None for line in lines)),
     ):
-        if is_there:
+        if is_shown:
             parts.append(f'<line class="{style}" x1="{x:g}" y1="{y - 12:g}" x2="{x:g}" y2="{y + 2:g}"/>')
             parts.append(_text(x + 8, y, word))
             x += 100
-    parts.append(_text(x, y, "the longer, the faster", "faint"))
+    parts.append(_text(x, y, "longer is faster", "faint"))
     return parts
 
 

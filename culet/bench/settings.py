@@ -1,4 +1,4 @@
-"""The settings that a benchmark runs with. No torch."""
+"""The settings of a benchmark run. No torch."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from culet.bench.workloads import Workload, longest
 from culet.config import Config, build_config, config_fields
 from culet.models.checkpoint import open_checkpoint
 
-# As the peer ran; what the user gives comes first.
+# The peer's settings; the user's take precedence.
 PEER_SETTINGS: Mapping[str, Any] = {"enable_prefix_caching": False}
 PEER_MAX_MODEL_LEN = 34000
 
 
 def bench_config(given: Mapping[str, Any], rows: Sequence[Workload]) -> Config:
-    """The settings to measure with: those given, and the peer's for the rest, as far as model and rows allow."""
+    """The given settings, with the peer's as defaults where the model and the rows allow them."""
     settings = {**PEER_SETTINGS, **given}
     if "max_model_len" not in settings and longest(rows):
         limit = open_checkpoint(settings["model"], settings.get("revision")).spec.max_position
-        # Rows beyond the model's reach are left for the engine to refuse in its own words.
+        # The engine rejects rows that are too long for the model.
         settings["max_model_len"] = max(longest(rows), min(PEER_MAX_MODEL_LEN, limit))
     return build_config(settings)
 
 
 def all_settings(config: Config) -> dict[str, Any]:
-    """Every setting, given or not."""
+    """Every setting with its value."""
     return {name: getattr(getattr(config, part), name) for name, (part, _) in config_fields().items()}
 
 
 def given_settings(config: Config) -> dict[str, Any]:
-    """What was given, as `build_config` takes it."""
+    """The settings that were given, as input for `build_config`."""
     return {name: value for name, value in all_settings(config).items() if name in config.given}

@@ -1,7 +1,8 @@
-"""A start, timed in a process of its own: python -m culet.bench.start '{"model": "random:31B"}'
+"""Time a start in its own process: python -m culet.bench.start '{"model": "random:31B"}'
 
-Prints one JSON object: seconds to import torch and Culet, from there until the first request is accepted (`ready_s`; `parts` is
-the engine's own account of them), and from there to that request's first token, which tells whether anything was put off.
+Prints a JSON object with the seconds to import torch and Culet (`import_s`), then until the first request is accepted
+(`ready_s`, broken down in `parts`), then to that request's first token (`first_token_s`), which shows whether work was
+deferred.
 """
 
 from __future__ import annotations

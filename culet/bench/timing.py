@@ -1,4 +1,4 @@
-"""How GPU calls are timed: replays of a CUDA graph of one call, each with a cold L2 cache."""
+"""Timing of GPU calls: replays of a CUDA graph of one call, each with a cold L2 cache."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ FLUSH_BYTES = 256 << 20  # written before each replay: several times the L2 of a
 
 
 def flush_buffer() -> Tensor:
-    """What `replay_times` overwrites to empty the L2 cache."""
+    """The buffer that `replay_times` overwrites to flush the L2 cache."""
     return torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
 
 def replay_times(run: Callable[[], object], repeats: int, flush: Tensor) -> list[float]:
-    """Microseconds of each of `repeats` replays; launches between kernels of the call are included."""
+    """Microseconds of each of `repeats` replays, including the gaps between the call's kernels."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

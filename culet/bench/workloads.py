@@ -1,15 +1,16 @@
-"""The rows of `culet bench offline`: what is asked of the engine, and what is measured. No torch.
+"""The rows of `culet bench offline`: the requests, and what is measured. No torch.
 
     tpot:8x1000+256         8 prompts of 1000 tokens, 256 output tokens each: time per output token
     ttft:1x8000             one prompt of 8000 tokens: time to the first token
     throughput:80x1000+1000 80 requests at once: output tokens per second, prompts included
-    start                   seconds from the beginning of loading to the first accepted request, in a process of its own
+    start                   seconds from the start of loading to the first accepted request, in a separate process
 
-`tpot`, `ttft`, `chat` and `summarise` alone stand for the rows that Culet's results are stated in.
+The names `tpot`, `ttft`, `chat` and `summarise` stand for the rows of Culet's published results.
 """
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ from culet.errors import ConfigError
 TPOT, TTFT, THROUGHPUT, START = "tpot", "ttft", "throughput", "start"
 UNITS = {TPOT: "ms", TTFT: "ms", THROUGHPUT: "tok/s", START: "s"}
 CHECKED_TOKENS = 16
+_FIRST_WORD = 1000  # in large vocabularies, smaller ids are special tokens and bytes
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One row: requests that all begin at once."""
+    """A row: requests that are submitted together."""
 
     kind: str
     num_seqs: int = 1
@@ -32,7 +34,7 @@ class Workload:
 
     @property
     def label(self) -> str:
-        """The row's name as one types it."""
+        """The row's name on the command line."""
         if self.kind == START:
             return START
         output = "" if self.kind == TTFT else f"+{self.output_len}"
@@ -40,7 +42,7 @@ class Workload:
 
     @property
     def title(self) -> str:
-        """The row's name as one reads it."""
+        """The row's name in tables."""
         if self.kind == START:
             return "start to ready"
         named = {STANDARD["chat"][0]: "chat: ", STANDARD["summarise"][0]: "summarise: "}.get(self, "")
@@ -60,11 +62,11 @@ class Workload:
 
     @property
     def total_len(self) -> int:
-        """Tokens of one sequence at its end, also in the check's run."""
+        """Tokens of a finished sequence, also in the check's run."""
         return self.prompt_len + max(self.output_len, CHECKED_TOKENS)
 
     def repeats(self, best_of: int) -> int:
-        """Runs of which the best counts: single sequences are short enough to be disturbed."""
+        """Number of runs, of which the best counts: rows with one sequence are short and easily disturbed."""
         return best_of if self.num_seqs == 1 and self.kind in (TPOT, TTFT) else 1
 
 
@@ -86,7 +88,7 @@ _HINT = f"expected names of {', '.join(STANDARD)}, or rows like tpot:8x1000+256,
 
 
 def parse_rows(text: str) -> list[Workload]:
-    """The rows that a comma-separated list names, each once and in its order."""
+    """The rows in a comma-separated list, in order and without duplicates."""
     rows: dict[Workload, None] = {}
     for name in filter(None, (part.strip() for part in text.split(","))):
         rows.update(dict.fromkeys(STANDARD.get(name) or [_custom(name)]))
@@ -104,10 +106,17 @@ def _custom(name: str) -> Workload:
     else:
         row = Workload(match[1], int(match[2]), int(match[3]), int(match[4]))
     if min(row.num_seqs, row.prompt_len) < 1 or row.output_len < (2 if row.kind == TPOT else 1):
-        raise ConfigError(f"rows: got {name!r}, in which a number is too small", hint=_HINT)
+        raise ConfigError(f"rows: got {name!r}, a number is too small", hint=_HINT)
     return row
 
 
 def longest(rows: Sequence[Workload]) -> int:
-    """Tokens of the longest sequence among the rows; 0 where there is none."""
+    """Tokens of the longest sequence in the rows; 0 if there is none."""
     return max((row.total_len for row in rows if row.kind != START), default=0)
+
+
+def make_prompts(row: Workload, vocab_size: int, *, seed: int) -> list[list[int]]:
+    """A prompt of random tokens for each sequence of a row; equal seeds give equal prompts."""
+    draw = random.Random(f"{seed} {row.num_seqs} {row.prompt_len}")
+    first = _FIRST_WORD if vocab_size > 2 * _FIRST_WORD else 0
+    return [draw.choices(range(first, vocab_size), k=row.prompt_len) for _ in range(row.num_seqs)]

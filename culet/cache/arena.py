@@ -1,9 +1,9 @@
 """Who holds which slab: one free list of equal pages with reference counts. No torch, no bytes.
 
-A page has two kinds of holders. **Sequences** (and copies about to be made) hold it with `take` and `share`, and let go
-with `give_back`. **Checkpoints** of the prefix cache hold it with `keep` and let go with `drop`; a page that only
-checkpoints hold is *reclaimable*: dropping them frees it. So `num_free + num_reclaimable` is what a running sequence can
-have, known exactly without dropping anything.
+A page has two kinds of holders. **Sequences** (and pending copies) hold it with `take` and `share`, and release it with
+`give_back`. **Resume points** of the prefix cache hold it with `keep` and release it with `drop`. A page that only resume
+points hold is *reclaimable*: dropping them frees it. So `num_free + num_reclaimable` is exactly what a running sequence can
+get.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Arena:
         assert num_pages > 0, f"an arena of {num_pages} pages"
         self.num_pages = num_pages
         self.num_reclaimable = 0
-        # Last freed, first taken: its memory is the likeliest to be in a CPU's cache, and low page ids come first.
+        # Last freed, first taken: its memory is most likely to be in a CPU's cache, and low page ids come first.
         self._free = list(range(num_pages - 1, -1, -1))
         self._held = [0] * num_pages  # references by sequences
-        self._kept = [0] * num_pages  # references by checkpoints
+        self._kept = [0] * num_pages  # references by resume points
 
     @property
     def num_free(self) -> int:
@@ -33,21 +33,21 @@ class Arena:
         return not (self._held[page] or self._kept[page])
 
     def num_references(self, page: int) -> tuple[int, int]:
-        """References by sequences, and by checkpoints."""
+        """References by sequences, and by resume points."""
         return self._held[page], self._kept[page]
 
     def frees(self, page: int) -> bool:
-        """Whether dropping one checkpoint that keeps `page` frees it."""
+        """Whether dropping one resume point that keeps `page` frees it."""
         return self._held[page] == 0 and self._kept[page] == 1
 
     def take(self, num_pages: int) -> list[int]:
         """`num_pages` free pages, now held once each."""
         if num_pages > len(self._free):
             raise OutOfPages(f"asked for {num_pages} pages, {len(self._free)} of {self.num_pages} are free")
-        taken = [self._free.pop() for _ in range(num_pages)]
-        for page in taken:
+        pages = [self._free.pop() for _ in range(num_pages)]
+        for page in pages:
             self._held[page] = 1
-        return taken
+        return pages
 
     def share(self, pages: Iterable[int]) -> None:
         """One more sequence holds each of `pages`."""
@@ -57,7 +57,7 @@ class Arena:
             self._held[page] += 1
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """One sequence lets go of each of `pages`."""
+        """One sequence releases each of `pages`."""
         for page in pages:
             assert self._held[page] > 0, f"page {page} given back, but no sequence holds it"
             self._held[page] -= 1
@@ -68,15 +68,15 @@ class Arena:
                     self._free.append(page)
 
     def keep(self, pages: Iterable[int]) -> None:
-        """One more checkpoint holds each of `pages`."""
+        """One more resume point holds each of `pages`."""
         for page in pages:
             assert not self.is_free(page), f"page {page} kept while free"
             self._kept[page] += 1
 
     def drop(self, pages: Iterable[int]) -> None:
-        """One checkpoint lets go of each of `pages`."""
+        """One resume point releases each of `pages`."""
         for page in pages:
-            assert self._kept[page] > 0, f"page {page} dropped, but no checkpoint keeps it"
+            assert self._kept[page] > 0, f"page {page} dropped, but no resume point keeps it"
             self._kept[page] -= 1
             if self.is_free(page):
                 self.num_reclaimable -= 1

@@ -9,7 +9,7 @@ from culet.cache.spec import CacheLayout, KVGroup
 
 
 class Pool:
-    """All KV pages, in `dtype` or, where the layout says so, in e4m3.
+    """All KV pages, in `dtype`, or in e4m3 where the layout says so.
 
     `k_pages(layer)` and `v_pages(layer)` are views [page, kv_head, token, head_dim] into one buffer.
     """
@@ -17,11 +17,11 @@ class Pool:
     def __init__(
         self, layout: CacheLayout, num_slabs: int, dtype: torch.dtype, device: torch.device, *, has_spare: bool = False
     ) -> None:
-        """`has_spare` adds one page that no sequence owns and nobody writes: what rows that only pad a batch read."""
+        """`has_spare` adds a page that no sequence owns and nothing writes to: rows that pad a batch read it."""
         self.layout = layout
-        self.num_slabs = num_slabs  # those of the arena: without the spare one
+        self.num_slabs = num_slabs  # without the spare page
         self.spare_page = num_slabs if has_spare else None
-        # Zeroed, so that padding keys are finite: a masked score times garbage NaN would still be NaN.
+        # Zeroed, so that padding keys are finite: a masked NaN would still be NaN.
         self._slabs = torch.zeros(num_slabs + has_spare, layout.slab_bytes, dtype=torch.uint8, device=device)
         self._planes = {
             layer: self._view(group, position, dtype) for group in layout.groups for position, layer in enumerate(group.layers)
@@ -54,7 +54,7 @@ class Pool:
         return self._planes[layer][-1][..., : group.spec.head_dim]
 
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
-        """Copy whole slabs, for sequences that part ways inside a page."""
-        # One by one: a gather of them all would need their bytes once more, and the arena has left nothing.
+        """Copy whole slabs, for sequences that diverge inside a page."""
+        # One at a time: a gather of all would need as much memory again, and the arena leaves none.
         for source, target in copies:
             self._slabs[target].copy_(self._slabs[source])

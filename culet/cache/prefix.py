@@ -1,21 +1,20 @@
-"""Prefix reuse: checkpoints from which a prompt that begins alike is resumed, in all KV groups at once.
+"""Prefix reuse: resume points, from which a prompt that begins the same way is resumed in all KV groups at once.
 
-A layer with a window cannot be rebuilt from its last window alone, since every layer looks one window further back. So a
-hit resumes only where somebody kept everything that the next query needs: a **checkpoint** at p tokens holds, in groups
-without a window, all pages of [0, p), and in groups with one, the pages of the window before p.
+A layer with a window cannot be rebuilt from its last window only, since every layer looks one window further back. So a hit
+resumes only where everything that the next query needs was kept. A **resume point** at p tokens holds, in groups without a
+window, all pages of [0, p), and in groups with one, the pages of the window before p.
 
-One token more of window is kept wherever it is at hand (always at the end of a prompt), so that the checkpoint also
-resumes at p - 1: a resumed request must compute at least one token to have logits, and so the very same prompt hits at
-its last token while a longer one hits at p.
+Wherever one more token of window is available (always at the end of a prompt) it is kept too, so that the point also resumes
+at p - 1. A resumed request must compute at least one token to have logits: the very same prompt resumes at its last token, a
+longer one at p.
 
-Checkpoints are kept at the end of a prompt and of an answer, where prompts were seen to part, and at the points that a
-request names: a chat's next prompt begins like this one only up to the model's turn.
+Points are kept at the end of a prompt and of an answer, where prompts were seen to diverge, and at the lengths that a request
+names: a chat's next prompt begins like this one only up to the model's turn.
 
-Found by content: each full page of tokens has a key chained from the key before it, and the tokens behind the last full
-page are the checkpoint's tail. A look-up walks the keys of the prompt as far as they are known and then tries tails from
-the deepest page back: no checkpoint is compared that does not lie on the way. The chain starts from a salt, which will
-keep apart what must not be shared (adapters, tenants). Keys are cryptographic digests: a collision would answer one
-user's prompt with another's cache.
+Points are found by content. Each full page of tokens has a key chained from the key before it; the tokens after the last full
+page are the point's tail. A look-up follows the keys of the prompt as far as they are known, then tries tails from the deepest
+page back. Keys cover the token ids, the content keys of media in the page, and the request's salt, which keeps tenants apart.
+They are cryptographic digests: a collision would answer one user's prompt with another's cache.
 """
 
 from __future__ import annotations
@@ -28,36 +27,60 @@ from hashlib import blake2b
 
 from culet.cache.arena import Arena
 from culet.cache.spec import CacheLayout
-from culet.types import PageTable
+from culet.types import MediaSpan, PageTable
 
 DIGEST_BYTES = 16
+Tail = tuple[int | tuple[int, int, bytes], ...]  # token ids, then the media among them
 
 
 class PageKeys:
-    """Chained content keys of one token list: `upto(tokens, n)[i]` names its first i full pages."""
+    """Chained content keys of one sequence: `upto(tokens, n)[i]` names its first i full pages."""
 
-    def __init__(self, page_tokens: int, salt: bytes = b"") -> None:
+    def __init__(self, page_tokens: int, salt: str = "", media: Sequence[MediaSpan] = ()) -> None:
         self.page_tokens = page_tokens
-        self._keys = [blake2b(salt, digest_size=DIGEST_BYTES).digest()]
+        self._media = tuple(media)
+        self._keys = [_digest(salt.encode("utf-8", "surrogatepass"))]
 
     def upto(self, tokens: Sequence[int], num_tokens: int) -> list[bytes]:
         """Keys of the pages that `num_tokens` tokens fill, computed once: earlier tokens never change."""
         num_pages = num_tokens // self.page_tokens
         for page in range(len(self._keys) - 1, num_pages):
-            content = array("I", tokens[page * self.page_tokens : (page + 1) * self.page_tokens]).tobytes()
-            self._keys.append(blake2b(self._keys[-1] + content, digest_size=DIGEST_BYTES).digest())
+            begin, end = page * self.page_tokens, (page + 1) * self.page_tokens
+            content = array("I", tokens[begin:end]).tobytes()
+            for start, length, key in self._media_in(begin, end):
+                content += array("q", (start, length, len(key))).tobytes() + key
+            self._keys.append(_digest(self._keys[-1] + content))
         return self._keys[: num_pages + 1]
+
+    def tail(self, tokens: Sequence[int], begin: int, end: int) -> Tail:
+        """What tells apart sequences with the same full pages before `begin`, up to `end`."""
+        return (*tokens[begin:end], *self._media_in(begin, end))
+
+    def may_resume(self, length: int) -> bool:
+        """Whether a sequence may resume at `length` tokens: not inside media that are computed as a whole."""
+        return not (self._media and any(span.is_whole and span.start < length < span.end for span in self._media))
+
+    def _media_in(self, begin: int, end: int) -> list[tuple[int, int, bytes]]:
+        """(start from `begin` on, length, key) of the media that reach into tokens `begin .. end - 1`."""
+        if not self._media:
+            return []
+        return [(span.start - begin, span.length, span.key) for span in self._media if span.start < end and span.end > begin]
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 
 @dataclass(eq=False, slots=True)
-class Checkpoint:
-    """Pages to resume a token sequence from, at `length` tokens or down to `earliest` (one less)."""
+class ResumePoint:
+    """Pages to resume a sequence from, at `length` tokens or down to `earliest` (one less)."""
 
     length: int
     earliest: int
     tables: tuple[PageTable, ...]  # one per KV group
     key: bytes  # of the full pages
-    tail: tuple[int, ...]  # tokens behind them
+    tail: Tail  # what follows them
+    tail_len: int  # tokens of the tail
 
     @property
     def pages(self) -> list[int]:
@@ -68,44 +91,44 @@ class Checkpoint:
 class Match:
     """How far a prompt is known."""
 
-    checkpoint: Checkpoint | None  # the best to resume from
+    point: ResumePoint | None  # the best to resume from
     resume: int  # tokens that need not be computed
-    known: int  # tokens of full pages that some checkpoint begins with; beyond `resume` they mark a junction
+    known: int  # tokens of full pages that some resume point begins with; beyond `resume` they mark a junction
 
 
 @dataclass(slots=True)
 class _Node:
-    """A known run of full pages, and the checkpoints that end within the page behind it."""
+    """A known run of full pages, and the resume points that end within the page after it."""
 
     parent: bytes | None
     num_children: int = 0
-    tails: dict[tuple[int, ...], Checkpoint] = field(default_factory=dict)
-    num_of_length: dict[int, int] = field(default_factory=dict)  # tail length -> how many
+    tails: dict[Tail, ResumePoint] = field(default_factory=dict)
+    num_of_len: dict[int, int] = field(default_factory=dict)  # tail length -> number of points
 
 
 class PrefixCache:
-    """Checkpoints by content, least recently used first out. They keep pages of the arena, but never against a sequence."""
+    """Resume points by content, evicted least recently used first. They keep pages of the arena, but never from a sequence."""
 
     def __init__(self, arena: Arena, layout: CacheLayout) -> None:
         self._arena = arena
         self._groups = layout.groups
-        # The key's page is that of a group without a window, where its content is all of the page's history; not that of a
-        # drafter, so that prompts part ways where they would without one.
+        # The key's page is that of a group without a window, which holds the whole history. A drafter's group does not count,
+        # so that prompts diverge where they would without a drafter.
         whole = [group.page_tokens for group in layout.groups if group.window is None and not group.spec.owner]
         self.page_tokens = max(whole or [group.page_tokens for group in layout.groups])
         self._nodes: dict[bytes, _Node] = {}
-        self._by_use: OrderedDict[Checkpoint, None] = OrderedDict()
+        self._by_use: OrderedDict[ResumePoint, None] = OrderedDict()
 
     @property
     def num_resume_points(self) -> int:
         return len(self._by_use)
 
-    def checkpoints(self) -> list[Checkpoint]:
+    def resume_points(self) -> list[ResumePoint]:
         """All, the least recently used first."""
         return list(self._by_use)
 
     def find(self, tokens: Sequence[int], keys: PageKeys, limit: int) -> Match:
-        """The checkpoint that resumes `tokens` furthest, at `limit` tokens at most."""
+        """The point that resumes `tokens` furthest, at `limit` tokens at most."""
         path = []
         for key in keys.upto(tokens, len(tokens)):
             if key not in self._nodes:
@@ -114,29 +137,32 @@ class PrefixCache:
         known = max(0, len(path) - 1) * self.page_tokens
         for depth in range(len(path) - 1, -1, -1):
             node, begin = path[depth], depth * self.page_tokens
-            for length in sorted(node.num_of_length, reverse=True):
-                if begin + length > len(tokens):
+            for tail_len in sorted(node.num_of_len, reverse=True):
+                if begin + tail_len > len(tokens):
                     continue
-                checkpoint = node.tails.get(tuple(tokens[begin : begin + length]))
-                if checkpoint is not None and max(1, checkpoint.earliest) <= limit:
-                    return Match(checkpoint, min(checkpoint.length, limit), known)
+                point = node.tails.get(keys.tail(tokens, begin, begin + tail_len))
+                if point is None or max(1, point.earliest) > limit:
+                    continue
+                resume = min(point.length, limit)
+                if keys.may_resume(resume):
+                    return Match(point, resume, known)
         return Match(None, 0, known)
 
-    def touch(self, checkpoint: Checkpoint) -> None:
-        """It was used: evict it later."""
-        self._by_use.move_to_end(checkpoint)
+    def touch(self, point: ResumePoint) -> None:
+        """Evict it later: it was used."""
+        self._by_use.move_to_end(point)
 
     def touch_at(self, tokens: Sequence[int], length: int, keys: PageKeys) -> None:
-        """The same for the checkpoint at `length` tokens, if there is one."""
+        """Touch the point at `length` tokens, if it exists."""
         node = self._nodes.get(keys.upto(tokens, length)[-1])
-        checkpoint = node.tails.get(tuple(tokens[length - length % self.page_tokens : length])) if node else None
-        if checkpoint is not None:
-            self.touch(checkpoint)
+        point = node.tails.get(keys.tail(tokens, length - length % self.page_tokens, length)) if node else None
+        if point is not None:
+            self.touch(point)
 
     def insert(self, tokens: Sequence[int], length: int, keys: PageKeys, tables: Sequence[PageTable]) -> None:
-        """Keep what resumes `tokens` at `length`, out of the tables of the sequence that computed it."""
-        key = keys.upto(tokens, length)[-1]
-        tail = tuple(tokens[length - length % self.page_tokens : length])
+        """Keep what resumes `tokens` at `length`, from the tables of the sequence that computed it."""
+        key, tail_len = keys.upto(tokens, length)[-1], length % self.page_tokens
+        tail = keys.tail(tokens, length - tail_len, length)
         earliest, kept = self._cut(length, tables)
         known = self._nodes[key].tails.get(tail) if key in self._nodes else None
         if known is not None:
@@ -144,24 +170,24 @@ class PrefixCache:
                 self.touch(known)
                 return
             self._remove(known)
-        checkpoint = Checkpoint(length, earliest, kept, key, tail)
-        self._arena.keep(checkpoint.pages)
-        self._link(checkpoint, keys.upto(tokens, length))
-        self._by_use[checkpoint] = None
+        point = ResumePoint(length, earliest, kept, key, tail, tail_len)
+        self._arena.keep(point.pages)
+        self._link(point, keys.upto(tokens, length))
+        self._by_use[point] = None
 
     def make_room(self, num_pages: int) -> None:
-        """Evict until `num_pages` are free, as far as that is possible: first what frees something at once."""
+        """Evict until `num_pages` are free, as far as possible: first points that free a page immediately."""
         while self._arena.num_free < num_pages and self._arena.num_reclaimable:
-            first = next(iter(self._by_use))
-            self._remove(next((one for one in self._by_use if self._frees_any(one)), first))
+            oldest = next(iter(self._by_use))
+            self._remove(next((point for point in self._by_use if self._frees_any(point)), oldest))
 
     def clear(self) -> None:
         """Forget everything."""
-        for checkpoint in list(self._by_use):
-            self._remove(checkpoint)
+        for point in list(self._by_use):
+            self._remove(point)
 
     def _cut(self, length: int, tables: Sequence[PageTable]) -> tuple[int, tuple[PageTable, ...]]:
-        """From where on `tables` resume, and the part of them that this takes."""
+        """The earliest length that `tables` resume at, and the part of them that this takes."""
         earliest = length - 1
         for group, table in zip(self._groups, tables, strict=True):
             if table.first > group.first_visible(length - 1) // group.page_tokens:
@@ -170,21 +196,21 @@ class PrefixCache:
         for group, table in zip(self._groups, tables, strict=True):
             first = group.first_visible(earliest) // group.page_tokens
             pages = table.pages[first - table.first : group.pages_for(length) - table.first]
-            assert len(pages) == max(0, group.pages_for(length) - first), "a checkpoint lacks pages"
-            assert min(pages, default=0) >= 0, "a checkpoint reaches into tokens that were not stored"
+            assert len(pages) == max(0, group.pages_for(length) - first), "a resume point lacks pages"
+            assert min(pages, default=0) >= 0, "a resume point reaches into tokens that were not stored"
             kept.append(PageTable(first, pages))
         return earliest, tuple(kept)
 
-    def _frees_any(self, checkpoint: Checkpoint) -> bool:
-        """Whether dropping it alone frees a page."""
-        for group, table in zip(self._groups, checkpoint.tables, strict=True):
-            # Without a window who shares a page shares all before it, so the last is the least shared.
+    def _frees_any(self, point: ResumePoint) -> bool:
+        """Whether dropping it frees a page."""
+        for group, table in zip(self._groups, point.tables, strict=True):
+            # Without a window, a holder of a page holds all pages before it, so the last page is the least shared.
             pages = table.pages[-1:] if group.window is None else table.pages
             if any(self._arena.frees(page) for page in pages):
                 return True
         return False
 
-    def _link(self, checkpoint: Checkpoint, keys: list[bytes]) -> None:
+    def _link(self, point: ResumePoint, keys: list[bytes]) -> None:
         parent = None
         for key in keys:
             if key not in self._nodes:
@@ -192,20 +218,19 @@ class PrefixCache:
                 if parent is not None:
                     self._nodes[parent].num_children += 1
             parent = key
-        node = self._nodes[checkpoint.key]
-        node.tails[checkpoint.tail] = checkpoint
-        node.num_of_length[len(checkpoint.tail)] = node.num_of_length.get(len(checkpoint.tail), 0) + 1
+        node = self._nodes[point.key]
+        node.tails[point.tail] = point
+        node.num_of_len[point.tail_len] = node.num_of_len.get(point.tail_len, 0) + 1
 
-    def _remove(self, checkpoint: Checkpoint) -> None:
-        del self._by_use[checkpoint]
-        self._arena.drop(checkpoint.pages)
-        node = self._nodes[checkpoint.key]
-        del node.tails[checkpoint.tail]
-        length = len(checkpoint.tail)
-        node.num_of_length[length] -= 1
-        if not node.num_of_length[length]:
-            del node.num_of_length[length]
-        key: bytes | None = checkpoint.key
+    def _remove(self, point: ResumePoint) -> None:
+        del self._by_use[point]
+        self._arena.drop(point.pages)
+        node = self._nodes[point.key]
+        del node.tails[point.tail]
+        node.num_of_len[point.tail_len] -= 1
+        if not node.num_of_len[point.tail_len]:
+            del node.num_of_len[point.tail_len]
+        key: bytes | None = point.key
         while key is not None and not self._nodes[key].tails and not self._nodes[key].num_children:
             key = self._nodes.pop(key).parent
             if key is not None:

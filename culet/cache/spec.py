@@ -1,7 +1,7 @@
-"""What the KV cache holds: one KVSpec per layer, like layers in a KVGroup, and the slab that all groups share.
+"""What the KV cache holds: one KVSpec per layer, layers of the same kind in a KVGroup, and the slab that all groups share.
 
-A **slab** is the unit of the arena: one page of one group, with all KV-owning layers of that group together. A group
-says how many tokens of it fill a slab, so sliding and global pages come out of one memory and no ratio is set.
+A **slab** is the unit of the arena: one page of one group, with all KV-owning layers of that group. Each group has its own
+number of tokens per slab, so sliding and global pages share one memory, without a fixed ratio between them.
 
 Inside a slab: [layer][plane][kv_head][token][width]. A group has a K plane and a V plane, each `head_dim` wide, or, where
 K and V come from one projection, a single latent plane of rows `v_rot | nope | k_rot`: V is the first `head_dim`
@@ -18,9 +18,9 @@ from culet.errors import ConfigError
 from culet.registry import lookup
 
 PAGE_MULTIPLE = 16  # page tokens are a multiple of this, so that kernel tiles divide pages
-PREFERRED_SLIDING_PAGE = 64  # tokens; larger pages waste window, smaller ones cost table entries
+PREFERRED_SLIDING_PAGE = 64  # tokens; larger pages waste memory at the window's edge, smaller ones cost table entries
 MAX_GROWN_SLAB = 4 << 20  # bytes up to which a slab is doubled to reach the preferred page
-MAX_EXACT_SLAB = 16 << 20  # an exact division that needs a larger slab is given up, and the waste printed
+MAX_EXACT_SLAB = 16 << 20  # if an exact division needs a larger slab, some waste is accepted and reported
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class KVSpec:
     layer: int
     num_kv_heads: int
     head_dim: int
-    rotated_dims: int  # head dims that rope turns; only the latent cares
+    rotated_dims: int  # head dims that rope rotates; only the latent uses this
     window: int | None  # keys a query sees, itself included; None: all
     latent: bool  # K and V stored once
     itemsize: int  # bytes per element; one byte is fp8 (e4m3)
     owner: str = ""  # the drafter whose layer this is; "": the target's own
-    ahead: int = 0  # positions from a sequence's end on that a drafter writes as scratch in every round
-    lookback: int = 0  # keys behind the window that a drafter sees too
+    ahead: int = 0  # positions after a sequence's end that a drafter uses as scratch space in every round
+    lookback: int = 0  # keys before the window that a drafter also sees
 
     @property
     def width(self) -> int:
@@ -58,7 +58,7 @@ class KVSpec:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Layers of equal kind share a group; a drafter's layers are one group whatever they are."""
+        """Layers of equal kind share a group; all layers of a drafter are one group."""
         if self.owner:
             return (self.owner,)
         return (self.num_kv_heads, self.head_dim, self.rotated_dims, self.window, self.latent, self.itemsize)
@@ -88,12 +88,12 @@ class KVGroup:
 
     @property
     def reach(self) -> int | None:
-        """Keys that must stay: the window, and what a drafter sees behind it; None: all."""
+        """Keys that must stay: the window, and what a drafter sees before it; None: all."""
         return None if self.window is None else self.window + self.spec.lookback
 
     @property
     def ahead(self) -> int:
-        """Positions from a sequence's end on that need pages too."""
+        """Positions after a sequence's end that also need pages."""
         return self.spec.ahead
 
     @property
@@ -101,11 +101,11 @@ class KVGroup:
         return sum(spec.bytes_per_token for spec in self.specs)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that `num_tokens` tokens from position 0 on take."""
+        """Pages that the first `num_tokens` tokens take."""
         return -(-num_tokens // self.page_tokens)
 
     def first_visible(self, position: int) -> int:
-        """First key that a query at `position`, or a drafter's in its place, sees."""
+        """First key that a query at `position` sees, the drafter's included."""
         return 0 if self.reach is None else max(0, position - self.reach + 1)
 
 
@@ -135,10 +135,10 @@ PRECISIONS = {"auto": 0, "bfloat16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1}  
 
 
 def stored_as(specs: Sequence[KVSpec], choice: str) -> list[KVSpec]:
-    """`specs`, given in the model's precision, in that of `--kv-cache-dtype`; what cannot be is a ConfigError.
+    """`specs`, given in the model's precision, converted to that of `--kv-cache-dtype`; raises ConfigError if that cannot be.
 
-    `choice` is a name of PRECISIONS for all groups, or sliding=NAME,global=NAME. A drafter's own layers stay as they are: they
-    are few, and their keys carry no factors that fit them into e4m3.
+    `choice` is a name of PRECISIONS for all groups, or sliding=NAME,global=NAME. A drafter's own layers do not
+    change: they are few, and their keys are not scaled to fit into e4m3.
     """
     names = list(dict.fromkeys(group_name(spec) for spec in specs if not spec.owner))
     chosen = dict.fromkeys(names, choice.strip())
@@ -155,7 +155,7 @@ def stored_as(specs: Sequence[KVSpec], choice: str) -> list[KVSpec]:
 
 def _stored_as(spec: KVSpec, name: str) -> KVSpec:
     itemsize = lookup("kv-cache-dtype", name, PRECISIONS) or spec.itemsize
-    # Kernels multiply queries and keys as they are, or widen e4m3.
+    # Kernels multiply queries and keys of the model's precision, or widen e4m3.
     if itemsize not in (1, spec.itemsize):
         own = next(known for known, size in PRECISIONS.items() if size == spec.itemsize)
         raise ConfigError(f"kv-cache-dtype: got {name}, the model runs in {own}", hint=f"use auto, fp8 or {own}")
@@ -163,12 +163,12 @@ def _stored_as(spec: KVSpec, name: str) -> KVSpec:
 
 
 def plan_cache(specs: Sequence[KVSpec], *, page_multiple: int = PAGE_MULTIPLE, slab_bytes: int | None = None) -> CacheLayout:
-    """Group like layers and choose the slab (or take the one given), exactly where the groups' sizes divide."""
+    """Group layers of the same kind and choose the slab size, if it is not given. Groups fill it exactly where sizes allow."""
     kinds: dict[tuple[object, ...], list[KVSpec]] = {}
     for spec in specs:
         kinds.setdefault(spec.kind, []).append(spec)
-    # Sliding groups first: theirs is the larger number of pages, and the order is that of Row.tables.
-    # A drafter's come last, and take the slab as the target's groups make it.
+    # Sliding groups first: they have more pages, and Row.tables has the same order.
+    # A drafter's groups come last and do not affect the size of the slab.
     ordered = sorted(kinds.values(), key=lambda group: (group[0].owner, group[0].window is None, group[0].layer))
     per_token = [sum(spec.bytes_per_token for spec in group) for group in ordered]
     own = [size for size, group in zip(per_token, ordered, strict=True) if not group[0].owner]
@@ -184,7 +184,7 @@ def plan_cache(specs: Sequence[KVSpec], *, page_multiple: int = PAGE_MULTIPLE, s
 
 
 def _choose_slab(per_token: Sequence[int], page_multiple: int) -> int:
-    """Smallest slab that every group fills exactly with a multiple of `page_multiple` tokens, grown to useful pages."""
+    """Smallest slab that every group fills exactly with a multiple of `page_multiple` tokens, doubled up to useful page sizes."""
     slab = math.lcm(*(size * page_multiple for size in per_token))
     if slab > max(MAX_EXACT_SLAB, max(per_token) * page_multiple):
         slab = max(per_token) * page_multiple

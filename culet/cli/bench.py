@@ -1,4 +1,4 @@
-"""`culet bench`: how fast the engine and its kernels are here, beside what the GPU could do at most and what a peer does."""
+"""`culet bench`: the speed of the engine and its kernels, next to the hardware's limit and a peer's results."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from culet import __version__, env
+from culet import env
 from culet.cli.bench_draft import bench_draft
 from culet.cli.bench_serve import bench_serve
 from culet.cli.options import config_options, given
 from culet.config import config_fields
 from culet.errors import ConfigError, InternalError
+from culet.version import __version__
 
 if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
     from culet.bench.attention_cases import AttentionShape
-    from culet.bench.floor import Peaks
     from culet.bench.kernels import KernelCase, KernelLine
     from culet.bench.offline import Measured
     from culet.bench.workloads import Workload
     from culet.config import Config
+    from culet.hardware import Peaks
 
 
 @click.group()
 def bench() -> None:
-    """Measure speed on this machine.
+    """Measure the speed of Culet, or of any OpenAI-compatible server.
 
     \b
     Examples:
@@ -47,10 +48,10 @@ bench.add_command(bench_draft)
 
 
 def peak_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What the GPU can do, where we do not know it."""
+    """The GPU's peak rates, for GPUs that Culet does not know."""
     for option in (
-        click.option("--tflops", type=click.FLOAT, help="bf16 TFLOP/s that this GPU reaches, for the floor."),
-        click.option("--bandwidth", type=click.FLOAT, help="TB/s that this GPU reaches, for the floor."),
+        click.option("--tflops", type=click.FLOAT, help="Peak bf16 TFLOP/s of this GPU, for the floor."),
+        click.option("--bandwidth", type=click.FLOAT, help="Peak memory bandwidth of this GPU in TB/s, for the floor."),
     ):
         command = option(command)
     return command
@@ -59,21 +60,31 @@ def peak_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @bench.command()
 @click.argument("source", metavar="[MODEL]", required=False)
 @click.option(
-    "--random", "variant", metavar="NAME", help="Random weights at a variant's dimensions: E2B, E4B, 12B, 26B-A4B, 31B."
+    "--random", "variant", metavar="NAME", help="Use random weights with the dimensions of E2B, E4B, 12B, 26B-A4B or 31B."
 )
-@click.option("--num-layers", type=click.INT, help="With --random: fewer layers than the variant has.")
+@click.option("--num-layers", type=click.INT, help="With --random: use fewer layers than the variant has.")
 @click.option(
     "--draw",
     type=click.Choice(["normal", "narrow", "uniform"]),
     default="normal",
-    help="Random weights: N(0, 0.02), within 1e-3, or so for norms and scalars too.",
+    help="Random weights: N(0, 0.02), uniform within 1e-3, or uniform for norms and scalars too.",
 )
-@click.option("--rows", default=None, help="What to measure, as tpot,ttft,chat,summarise,start or tpot:8x1000+256,ttft:1x8000.")
-@click.option("--best-of", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of rows with one sequence.")
-@click.option("--check/--no-check", default=True, help="Check a twin's tokens against an eager model. [default: on]")
-@click.option("--check-layers", type=click.INT, help="Layers of the twin (default: the fewest with the model's page sizes).")
-@click.option("--json", "json_file", metavar="FILE", help="Write everything as JSON, after each row.")
-@click.option("--plot", "plot_file", metavar="FILE", help="Draw the rows against the floor, as SVG.")
+@click.option(
+    "--rows", default=None, help="What to measure, as in tpot,ttft,chat,summarise,start or tpot:8x1000+256,ttft:1x8000."
+)
+@click.option(
+    "--best-of",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Runs per row with a single sequence; the best counts.",
+)
+@click.option(
+    "--check/--no-check", default=True, help="Check the tokens of a smaller twin against an eager model. [default: on]"
+)
+@click.option("--check-layers", type=click.INT, help="Layers of the twin. [default: the fewest with the model's page sizes]")
+@click.option("--json", "json_file", metavar="FILE", help="Write the results to FILE as JSON, after each row.")
+@click.option("--plot", "plot_file", metavar="FILE", help="Draw the results against the floor to FILE, as SVG.")
 @peak_options
 @config_options
 def offline(
@@ -85,14 +96,14 @@ def offline(
     plot_file: str | None,
     **options: Any,
 ) -> None:
-    """Time requests through LLM.generate: per token, to the first token, and many at once.
+    """Time requests through LLM.generate: per token, to the first token, and throughput.
 
     \b
     Rows:
       tpot        ms per output token: 1, 8 and 32 sequences of 1000 + 256 tokens, and 1 of 32000 + 256
       ttft        ms to the first token of 1000, 8000 and 32000
-      chat        80 requests of 1000 + 1000 tokens at once, output tokens per second
-      summarise   80 requests of 8000 + 1000 tokens
+      chat        output tokens per second of 80 concurrent requests of 1000 + 1000 tokens
+      summarise   the same with 8000 + 1000 tokens
       start       seconds from loading to the first accepted request, with and without compiled kernels
 
     \b
@@ -113,29 +124,29 @@ def offline(
 
 
 def _model_name(model: str | None, variant: str | None, num_layers: int | None, draw: str) -> str:
-    """The model's name: a checkpoint, or `random:...`."""
+    """The name of a checkpoint, or `random:...`."""
     from culet.models.random_checkpoint import PREFIX, random_name
 
     if (model is None) == (variant is None):
         problem = "no model" if model is None else f"got both a model, {model}, and --random {variant}"
-        raise ConfigError(problem, hint="name a checkpoint, or --random with one of E2B, E4B, 12B, 26B-A4B, 31B")
+        raise ConfigError(problem, hint="pass a checkpoint, or --random with one of E2B, E4B, 12B, 26B-A4B, 31B")
     if variant is None:
         assert model is not None
         if num_layers is not None and not model.startswith(PREFIX):
-            raise ConfigError("num-layers: a checkpoint has the layers it has", hint="give --random NAME with it")
+            raise ConfigError("num-layers: only random weights can have fewer layers", hint="use it with --random NAME")
         return model
     return random_name(variant, num_layers=num_layers, draw=draw)
 
 
 class _Files:
-    """Where results go; refused before anything is measured if it cannot be written."""
+    """Where results go. Bad paths are refused before anything is measured."""
 
     def __init__(self, json_file: str | None, plot_file: str | None) -> None:
         self.json = Path(json_file) if json_file else None
         self.plot = Path(plot_file) if plot_file else None
         for path in (self.json, self.plot):
             if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-                raise ConfigError(f"cannot write {path}: no such folder", hint="name a file in a folder that exists")
+                raise ConfigError(f"cannot write {path}: no such folder", hint="use a file in a folder that exists")
 
     def write_json(self, document: dict[str, Any]) -> None:
         if self.json is not None:
@@ -151,18 +162,16 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror}", hint="name a file in a folder that may be written"
-        ) from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="use a file in a writable folder") from error
 
 
 class _Offline:
-    """One run of `bench offline`: measures, and keeps table and files up to date row by row."""
+    """One run of `bench offline`. Files are updated after every row."""
 
     def __init__(self, config: Config, rows: list[Workload], files: _Files, options: dict[str, Any]) -> None:
         from culet.bench.report import Line, Setting
         from culet.bench.settings import all_settings
-        from culet.engine.engine import resolve_device, resolve_dtype
+        from culet.engine.resolve import resolve_device, resolve_dtype
         from culet.models.checkpoint import open_checkpoint
 
         self.config, self.rows, self.files, self.options = config, rows, files, options
@@ -170,7 +179,7 @@ class _Offline:
         name = device_name(device)
         peaks = _peaks(name, options)
         if files.plot is not None and peaks is None:
-            raise ConfigError(f"plot: no floor is known for {name}", hint="give --bandwidth and --tflops")
+            raise ConfigError(f"plot: no floor is known for {name}", hint="pass --bandwidth and --tflops")
         self.setting = Setting(
             model=config.model.model,
             spec=open_checkpoint(config.model.model, config.model.revision).spec,
@@ -195,7 +204,7 @@ class _Offline:
         print_table(report.table(self.lines, self.setting), report.remarks(self.lines))
         wrong = [line.row.label for line in self.lines if line.right is False]
         if wrong:
-            raise InternalError(f"wrong answers in {', '.join(wrong)}: their speed means nothing")
+            raise InternalError(f"wrong tokens in {', '.join(wrong)}: their times do not count")
 
     def _note(self, measured: Measured) -> None:
         from culet.bench import report
@@ -213,18 +222,20 @@ def device_name(device: torch.device) -> str:
 
 
 def _peaks(name: str, options: dict[str, Any]) -> Peaks | None:
-    from culet.bench.floor import Peaks, find_peaks
+    from culet.hardware import Peaks, find_peaks
 
     bandwidth, tflops = options["bandwidth"], options["tflops"]
     if bandwidth is None and tflops is None:
         return find_peaks(name)
     if not (bandwidth and tflops and bandwidth > 0 and tflops > 0):
-        raise ConfigError("bandwidth and tflops: expected both, above 0", hint="as in --bandwidth 3.35 --tflops 700")
+        raise ConfigError(
+            "bandwidth and tflops: expected both, as positive numbers", hint="example: --bandwidth 3.35 --tflops 700"
+        )
     return Peaks(bandwidth * 1e12, tflops * 1e12)
 
 
 def versions() -> dict[str, str]:
-    """What a result depends on."""
+    """Versions that a result depends on."""
     from importlib.metadata import PackageNotFoundError, version
 
     import torch
@@ -238,7 +249,7 @@ def versions() -> dict[str, str]:
 
 
 def print_table(table: Table, remarks: list[str]) -> None:
-    """A table on stdout; without colour where it is no terminal or NO_COLOR is set."""
+    """Print a table to stdout, in colour if it is a terminal and NO_COLOR is not set."""
     from rich.console import Console
 
     is_plain = not sys.stdout.isatty() or env.NO_COLOR.get() != ""
@@ -251,30 +262,35 @@ def print_table(table: Table, remarks: list[str]) -> None:
 
 
 @bench.command()
-@click.option("--shape", "shapes", multiple=True, help="A variant's layers, as 31B.global or E4B.sliding; repeatable.")
-@click.option("--case", "cases", multiple=True, help="As 'decode 32@8000', 'verify 32x4@8000', 'prefill 4x1000'; repeatable.")
-@click.option("--heads", type=click.INT, help="Query heads of a shape of your own.")
-@click.option("--kv-heads", type=click.INT, help="KV heads.")
-@click.option("--head-dim", type=click.INT, help="Size of a head.")
-@click.option("--window", type=click.INT, help="Keys that a query sees (default: all).")
-@click.option("--latent", is_flag=True, help="K and V stored once, in rows five quarters of a head wide.")
-@click.option("--page-tokens", type=click.INT, help="Tokens of a page (default: the shape's; 64 for one of your own).")
-@click.option("--rows", type=click.INT, help="Sequences of a case of your own.")
-@click.option("--queries", type=click.INT, default=1, show_default=True, help="Query tokens of each.")
-@click.option("--keys", type=click.INT, default=0, show_default=True, help="Keys before them.")
-@click.option("--ragged", is_flag=True, help="Any number of keys up to --keys, instead of equal numbers.")
+@click.option("--shape", "shapes", multiple=True, help="Layers of a variant, as in 31B.global or E4B.sliding; repeatable.")
 @click.option(
-    "--backend", default="auto", show_default=True, help="Attention backend; auto is what would serve the shape here."
+    "--case",
+    "cases",
+    multiple=True,
+    help="Case to time, as in 'decode 32@8000', 'verify 32x4@8000' or 'prefill 4x1000'; repeatable.",
 )
-@click.option("--device", default="auto", show_default=True, help="Where to run: auto, cpu, cuda or cuda:N.")
+@click.option("--heads", type=click.INT, help="Query heads of a custom shape.")
+@click.option("--kv-heads", type=click.INT, help="KV heads of a custom shape.")
+@click.option("--head-dim", type=click.INT, help="Head dimension of a custom shape.")
+@click.option("--window", type=click.INT, help="Sliding window of a custom shape. [default: none]")
+@click.option("--latent", is_flag=True, help="Store K and V once, in rows that are 5/4 of a head wide.")
+@click.option("--page-tokens", type=click.INT, help="Tokens per page. [default: the shape's; 64 for a custom shape]")
+@click.option("--rows", type=click.INT, help="Sequences of a custom case.")
+@click.option("--queries", type=click.INT, default=1, show_default=True, help="Query tokens per sequence of a custom case.")
+@click.option("--keys", type=click.INT, default=0, show_default=True, help="Keys before the queries of a custom case.")
+@click.option("--ragged", is_flag=True, help="Vary the number of keys up to --keys.")
 @click.option(
-    "--repeats", type=click.IntRange(min=1), default=25, show_default=True, help="Replays, of which the median counts."
+    "--backend", default="auto", show_default=True, help="Attention backend; auto is the one that Culet would choose."
 )
-@click.option("--check/--no-check", default=True, help="Compare with float32 on the same inputs. [default: on]")
-@click.option("--json", "json_file", metavar="FILE", help="Write everything as JSON.")
+@click.option("--device", default="auto", show_default=True, help="Device to run on: auto, cpu, cuda or cuda:N.")
+@click.option(
+    "--repeats", type=click.IntRange(min=1), default=25, show_default=True, help="Number of replays; the median counts."
+)
+@click.option("--check/--no-check", default=True, help="Check the results against float32. [default: on]")
+@click.option("--json", "json_file", metavar="FILE", help="Write the results to FILE as JSON.")
 @peak_options
 def kernels(shapes: tuple[str, ...], cases: tuple[str, ...], json_file: str | None, **options: Any) -> None:
-    """Time attention: the cases in which a peer was measured, or any shape.
+    """Time attention kernels: the cases with results of a peer, or any shape.
 
     \b
     Examples:
@@ -283,7 +299,7 @@ def kernels(shapes: tuple[str, ...], cases: tuple[str, ...], json_file: str | No
       culet bench kernels --heads 16 --kv-heads 1 --head-dim 512 --latent --rows 64 --keys 20000 --ragged
     """
     from culet.bench.kernels import kernel_document, time_case
-    from culet.engine.engine import resolve_device
+    from culet.engine.resolve import resolve_device
 
     files = _Files(json_file, None)
     device = resolve_device(options["device"])
@@ -301,51 +317,49 @@ def kernels(shapes: tuple[str, ...], cases: tuple[str, ...], json_file: str | No
     print_table(kernel_table(lines, name), [])
     wrong = [f"{line.shape} {line.case}" for line in lines if line.is_right is False]
     if wrong:
-        raise InternalError(f"wrong results in {', '.join(wrong)}: their speed means nothing")
+        raise InternalError(f"wrong results in {', '.join(wrong)}: their times do not count")
 
 
 def _kernel_cases(
     shapes: tuple[str, ...], cases: tuple[str, ...], options: dict[str, Any]
 ) -> list[tuple[str, AttentionShape, KernelCase]]:
-    """Every shape in every case that the options name; without any, those in which the peer was measured."""
+    """Every given shape in every given case. The default is the cases with results of a peer."""
     from culet.bench import kernels as kernels_module
-    from culet.bench.anchors import FA4, KERNEL_CASES
+    from culet.bench.peer import FA4, KERNEL_CASES
 
-    own_shape = _own_shape(options)
-    if own_shape is not None and shapes:
-        raise ConfigError("shape: got one by name and one by its numbers", hint="give one or the other")
+    custom_shape = _custom_shape(options)
+    if custom_shape is not None and shapes:
+        raise ConfigError("shape: got both a named shape and a custom one", hint="use one or the other")
     page_tokens = options["page_tokens"]
-    named = [(name, kernels_module.find_shape(name)) for name in shapes or (() if own_shape else tuple(FA4))]
+    named = [(name, kernels_module.find_shape(name)) for name in shapes or (() if custom_shape else tuple(FA4))]
     if page_tokens is not None:
         from dataclasses import replace
 
         named = [(name, kernels_module.check_shape(replace(shape, page_tokens=page_tokens))) for name, shape in named]
-    if own_shape is not None:
-        named = [("own", own_shape)]
+    if custom_shape is not None:
+        named = [("custom", custom_shape)]
     chosen = [kernels_module.parse_case(case) for case in cases]
     if options["rows"] is not None:
         chosen.append(
             kernels_module.make_kernel_case(options["rows"], options["queries"], options["keys"], ragged=options["ragged"])
         )
     elif options["ragged"] or options["keys"] or options["queries"] != 1:
-        raise ConfigError(
-            "rows: is missing", hint="a case of your own has --rows, and --queries, --keys and --ragged if need be"
-        )
+        raise ConfigError("rows: missing", hint="a custom case needs --rows, and may have --queries, --keys and --ragged")
     chosen = chosen or [kernels_module.parse_case(case) for case in KERNEL_CASES]
     return [(name, shape, case) for name, shape in named for case in chosen]
 
 
-def _own_shape(options: dict[str, Any]) -> AttentionShape | None:
-    """The shape that --heads, --kv-heads and --head-dim give; None where none of them is there."""
+def _custom_shape(options: dict[str, Any]) -> AttentionShape | None:
+    """The custom shape of --heads, --kv-heads and --head-dim; None if none of them is set."""
     numbers = {name: options[name] for name in ("heads", "kv_heads", "head_dim")}
     if all(value is None for value in numbers.values()):
         if options["window"] is not None or options["latent"]:
-            raise ConfigError("heads: is missing", hint="a shape of your own has --heads, --kv-heads and --head-dim")
+            raise ConfigError("heads: missing", hint="a custom shape needs --heads, --kv-heads and --head-dim")
         return None
     missing = [name for name, value in numbers.items() if value is None]
     if missing:
-        hint = "a shape of your own has --heads, --kv-heads and --head-dim"
-        raise ConfigError(f"{missing[0].replace('_', '-')}: is missing", hint=hint)
+        hint = "a custom shape needs --heads, --kv-heads and --head-dim"
+        raise ConfigError(f"{missing[0].replace('_', '-')}: missing", hint=hint)
     from culet.bench.attention_cases import AttentionShape
     from culet.bench.kernels import check_shape
 

@@ -1,4 +1,4 @@
-"""`culet bench draft`: what drafting costs, and what it gives at a forced acceptance."""
+"""`culet bench draft`: the cost of drafting, and its speedup at a fixed acceptance."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ RANDOM_ASSISTANT = '{"method": "mtp", "model": "random:", "num_speculative_token
 
 @click.command("draft")
 @click.argument("source", metavar="MODEL")
-@click.option("--num-seqs", default="1,8,32", show_default=True, help="Numbers of sequences, with commas.")
+@click.option("--num-seqs", default="1,8,32", show_default=True, help="Numbers of sequences, separated by commas.")
 @click.option(
     "--prompt-len", type=click.IntRange(min=1), default=1000, show_default=True, help="Tokens before the first draft."
 )
-@click.option("--accept", type=click.IntRange(min=0), default=2, show_default=True, help="Drafts that every verify keeps.")
-@click.option("--json", "json_file", metavar="FILE", help="Write everything as JSON, after each line.")
+@click.option(
+    "--accept", type=click.IntRange(min=0), default=2, show_default=True, help="Drafts that every verify step accepts."
+)
+@click.option("--json", "json_file", metavar="FILE", help="Write the results to FILE as JSON, after each line.")
 @config_options
 def bench_draft(source: str, num_seqs: str, prompt_len: int, accept: int, json_file: str | None, **options: Any) -> None:
-    """Time drafting rounds, verifies and plain steps. How many drafts are accepted is forced, so random weights will do.
+    """Time draft rounds, verify steps and plain steps. The number of accepted drafts is fixed, so random weights will do.
 
     \b
     Examples:
@@ -33,7 +35,7 @@ def bench_draft(source: str, num_seqs: str, prompt_len: int, accept: int, json_f
       culet bench draft random:E4B --num-seqs 1,8 --accept 3 --json e4b.json
       culet bench draft random:26B-A4B --speculative-config '{"method": "dflash", "model": "random:"}'
     """
-    from culet.bench.drafts import DraftBench
+    from culet.bench.draft import DraftBench
 
     counts = _read_counts(num_seqs)
     chosen = given(options, config_fields()) | {"model": source}
@@ -57,5 +59,5 @@ def bench_draft(source: str, num_seqs: str, prompt_len: int, accept: int, json_f
 def _read_counts(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ConfigError(f"num-seqs: got {text!r}, expected numbers above 0 with commas, as 1,8,32")
+        raise ConfigError(f"num-seqs: got {text!r}, expected positive numbers separated by commas", hint="example: 1,8,32")
     return [int(word) for word in words]

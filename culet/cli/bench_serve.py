@@ -1,4 +1,4 @@
-"""`culet bench serve`: load on any server that speaks OpenAI's API."""
+"""`culet bench serve`: send load to any server with an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -34,48 +34,62 @@ _COUNT = click.IntRange(min=1)
 
 @click.command("serve")
 @click.option("--base-url", default=None, help="Address of the server. [default: http://HOST:PORT]")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where the server listens, without --base-url.")
-@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Its port.")
-@click.option("--model", default="", help="Name of the model. [default: the first that is served]")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Host of the server, unless --base-url is set.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port of the server.")
+@click.option("--model", default="", help="Model name. [default: the first that the server lists]")
 @click.option(
     "--backend",
     type=click.Choice(["openai", "openai-chat", "vllm"]),
     default="openai",
     show_default=True,
-    help="Which API: /v1/completions, or /v1/chat/completions.",
+    help="API to use: openai and vllm are /v1/completions, openai-chat is /v1/chat/completions.",
 )
-@click.option("--dataset-name", type=click.Choice(["random"]), default="random", show_default=True, help="What is sent.")
-@click.option("--num-prompts", type=_COUNT, default=200, show_default=True, help="Requests in all.")
-@click.option("--random-input-len", "input_len", type=_COUNT, default=1024, show_default=True, help="Tokens of a prompt.")
-@click.option("--random-output-len", "output_len", type=_COUNT, default=128, show_default=True, help="Tokens of an answer.")
+@click.option("--dataset-name", type=click.Choice(["random"]), default="random", show_default=True, help="Prompts to send.")
+@click.option("--num-prompts", type=_COUNT, default=200, show_default=True, help="Number of requests.")
+@click.option("--random-input-len", "input_len", type=_COUNT, default=1024, show_default=True, help="Tokens per prompt.")
+@click.option("--random-output-len", "output_len", type=_COUNT, default=128, show_default=True, help="Tokens per answer.")
 @click.option(
     "--random-range-ratio",
     "range_ratio",
     type=click.FloatRange(0.0, 1.0, max_open=True),
     default=0.0,
     show_default=True,
-    help="Lengths are drawn from 1 - R to 1 + R times these.",
+    help="Vary the lengths between 1 - R and 1 + R times these.",
 )
-@click.option("--random-prefix-len", "prefix_len", type=click.IntRange(0), default=0, help="Tokens that all prompts share.")
-@click.option("--request-rate", type=_Rate(), default="inf", show_default=True, help="Requests per second; inf: all at once.")
 @click.option(
-    "--burstiness", type=click.FloatRange(0.0, min_open=True), default=1.0, show_default=True, help="1: Poisson; less: bursts."
+    "--random-prefix-len", "prefix_len", type=click.IntRange(0), default=0, help="Tokens of a prefix that all prompts share."
 )
-@click.option("--max-concurrency", type=_COUNT, default=None, help="Most requests in flight.")
-@click.option("--num-warmups", type=click.IntRange(0), default=1, show_default=True, help="Requests before the clock starts.")
-@click.option("--ignore-eos/--no-ignore-eos", default=True, help="Have every answer run to its full length. [default: on]")
-@click.option("--temperature", type=click.FloatRange(0.0), default=0.0, show_default=True, help="Of the draws.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts and arrivals.")
-@click.option("--metric-percentiles", default="99", show_default=True, help="Percentiles to show, as 50,90,99.")
-@click.option("--extra-body", default="", metavar="JSON", help="More fields of every request, as a JSON object.")
-@click.option("--api-key", default=None, help="Key of the server. [default: CULET_API_KEY]")
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(0.0, min_open=True), default=3600.0, help="Seconds of one request."
+    "--request-rate", type=_Rate(), default="inf", show_default=True, help="Requests per second; inf sends all at once."
 )
-@click.option("--json", "json_file", metavar="FILE", help="Write the figures as JSON.")
-@click.option("--save-detailed", is_flag=True, help="In the JSON, every answer by itself.")
+@click.option(
+    "--burstiness",
+    type=click.FloatRange(0.0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="1 is a Poisson process; smaller values are burstier.",
+)
+@click.option("--max-concurrency", type=_COUNT, default=None, help="Maximum number of requests in flight.")
+@click.option(
+    "--num-warmups", type=click.IntRange(0), default=1, show_default=True, help="Requests to send before the measurement."
+)
+@click.option("--ignore-eos/--no-ignore-eos", default=True, help="Let every answer run to its full length. [default: on]")
+@click.option("--temperature", type=click.FloatRange(0.0), default=0.0, show_default=True, help="Sampling temperature.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed for prompts and arrival times.")
+@click.option("--metric-percentiles", default="99", show_default=True, help="Percentiles to show, as in 50,90,99.")
+@click.option("--extra-body", default="", metavar="JSON", help="Further fields for every request, as a JSON object.")
+@click.option("--api-key", default=None, help="API key of the server. [default: CULET_API_KEY]")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(0.0, min_open=True),
+    default=3600.0,
+    help="Timeout of a request, in seconds.",
+)
+@click.option("--json", "json_file", metavar="FILE", help="Write the results to FILE as JSON.")
+@click.option("--save-detailed", is_flag=True, help="Include every answer in the JSON.")
 def bench_serve(**options: Any) -> None:
-    """Send load to a server and show what its clients see.
+    """Send load to a server and report the latency and throughput that clients see.
 
     \b
     Examples:
@@ -83,31 +97,31 @@ def bench_serve(**options: Any) -> None:
       culet bench serve --base-url http://gpu1:8000 --backend openai-chat --request-rate 4
       culet bench serve --port 8000 --request-rate 10 --burstiness 0.5 --json out.json
 
-    The figures and the block are those of `vllm bench serve`; any server with OpenAI's API can be measured.
+    The figures and their layout are those of `vllm bench serve`. Any server with an OpenAI-compatible API can be measured.
     """
     import asyncio
 
-    from culet.bench import serving
+    from culet.bench import serve
 
     shares = _shares(options.pop("metric_percentiles"))
     json_file, detailed = options.pop("json_file"), options.pop("save_detailed")
     load = _load(options)
-    outcome = asyncio.run(serving.run(load, _progress(load.num_prompts)))
-    figures = serving.summarise(outcome, shares)
-    click.echo(serving.block(figures, shares))
+    outcome = asyncio.run(serve.run(load, _progress(load.num_prompts)))
+    figures = serve.summarise(outcome, shares)
+    click.echo(serve.block(figures, shares))
     errors = [answer.error for answer in outcome.answers if answer.error]
     if errors:
-        click.echo(f"{len(errors)} requests failed, the first with: {errors[0]}", err=True)
+        click.echo(f"{len(errors)} requests failed; the first error: {errors[0]}", err=True)
     if json_file:
         head = {"date": datetime.now().strftime("%Y%m%d-%H%M%S"), "endpoint_type": figures["backend"]}
-        more = serving.details(outcome) if detailed else {}
+        more = serve.details(outcome) if detailed else {}
         _write(Path(json_file), {**head, **figures, **more})
     if not outcome.good:
         sys.exit(1)
 
 
 def _load(options: dict[str, Any]) -> Any:
-    from culet.bench.serving import Load
+    from culet.bench.serve import Load
 
     host, port, base_url = options.pop("host"), options.pop("port"), options.pop("base_url")
     options.pop("dataset_name")
@@ -116,9 +130,9 @@ def _load(options: dict[str, Any]) -> Any:
     try:
         fields = json.loads(extra) if extra else {}
     except ValueError as error:
-        raise ConfigError(f"extra-body: not valid JSON: {error}", hint="as in '{\"top_k\": 1}'") from error
+        raise ConfigError(f"extra-body: not valid JSON: {error}", hint="example: '{\"top_k\": 1}'") from error
     if not isinstance(fields, dict):
-        raise ConfigError(f"extra-body: got {type(fields).__name__}, expected a JSON object", hint="as in '{\"top_k\": 1}'")
+        raise ConfigError(f"extra-body: got {type(fields).__name__}, expected a JSON object", hint="example: '{\"top_k\": 1}'")
     return Load(
         base_url=base_url or f"http://{host}:{port}", is_chat=backend == "openai-chat", api_key=key, extra=fields, **options
     )
@@ -130,7 +144,7 @@ def _shares(text: str) -> list[float]:
     except ValueError:
         shares = []
     if not shares or not all(0 <= share <= 100 for share in shares):
-        raise ConfigError(f"metric-percentiles: got {text!r}, expected numbers from 0 to 100", hint="as in 50,90,99")
+        raise ConfigError(f"metric-percentiles: got {text!r}, expected numbers from 0 to 100", hint="example: 50,90,99")
     return shares
 
 
@@ -144,4 +158,4 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     try:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}", hint="name a file in a folder that exists") from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="use a file in a folder that exists") from error

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from culet.engine.llm import LLM
     from culet.types import SamplingParams
 
-_COMMANDS = "/clear forgets the conversation, /system TEXT sets the system message, /exit leaves; Ctrl-C stops an answer"
+_COMMANDS = "/clear starts over, /system TEXT sets the system message, /exit quits; Ctrl-C stops an answer"
 
 
 @click.command()
-@click.option("--system", default=None, help="System message to begin with.")
+@click.option("--system", default=None, help="System message.")
 @click.option("--enable-thinking", is_flag=True, help="Let the model think before it answers.")
-@click.option("--quiet", "-q", is_flag=True, help="Log warnings and errors only.")
+@click.option("--quiet", "-q", is_flag=True, help="Log only warnings and errors.")
 @sampling_options
 @config_options
 def chat(system: str | None, enable_thinking: bool, quiet: bool, **options: Any) -> None:
-    """Talk to a model; what is piped in is taken line by line.
+    """Chat with a model. Piped input is read line by line.
 
     \b
     Examples:
@@ -35,12 +35,12 @@ def chat(system: str | None, enable_thinking: bool, quiet: bool, **options: Any)
       culet chat -m ./my-gemma --system "Answer in one sentence." --temperature 0.7
       echo "Why is the sky blue?" | culet chat -m google/gemma-4-E2B-it --quiet
 
-    /clear forgets the conversation, /system TEXT sets the system message, /exit leaves. Ctrl-C stops an answer, Ctrl-D leaves.
+    /clear starts over, /system TEXT sets the system message, /exit or Ctrl-D quits. Ctrl-C stops an answer.
     """
     params = sampling_of(options)
     config = config_of(options)
     if params.n != 1:
-        raise BadRequest(f"n: got {params.n}, a conversation goes on from one answer", hint="leave --n away")
+        raise BadRequest(f"n: got {params.n}, a chat has one answer per message", hint="omit --n")
     if quiet:
         setup_logging("warning")
 
@@ -51,7 +51,7 @@ def chat(system: str | None, enable_thinking: bool, quiet: bool, **options: Any)
 
 
 class Conversation:
-    """The read-answer loop and its history."""
+    """The loop that reads messages and answers them, and its history."""
 
     def __init__(self, llm: LLM, params: SamplingParams, *, system: str | None, enable_thinking: bool) -> None:
         self._llm = llm
@@ -62,7 +62,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation so far, system message first."""
+        """The conversation so far, with the system message first."""
         head = [{"role": "system", "content": self._system}] if self._system else []
         return [*head, *self._turns]
 
@@ -70,7 +70,7 @@ class Conversation:
         """Read lines until end of input or /exit."""
         if sys.stdin.isatty():
             click.echo(_COMMANDS, err=True)
-            with suppress(ImportError):  # line editing and recall for input(), where the platform has it
+            with suppress(ImportError):  # line editing and history for input(), if the platform has them
                 import readline  # noqa: F401
         while (line := self._read()) is not None:
             if not line.strip():
@@ -82,7 +82,7 @@ class Conversation:
                 self._answer(line)
 
     def _read(self) -> str | None:
-        """The next line, or None at the end of input. Ctrl-C at the prompt drops what was typed."""
+        """The next line, or None at the end of input. Ctrl-C at the prompt discards the line."""
         while True:
             try:
                 if not sys.stdin.isatty():
@@ -90,7 +90,7 @@ class Conversation:
                     return line.rstrip("\n") if line else None
                 if sys.stdout.isatty():
                     return input("> ")
-                # input() would write its prompt among the answers, which go elsewhere.
+                # input() would write its prompt to stdout, among the answers.
                 click.echo("> ", nl=False, err=True)
                 return input()
             except EOFError:
@@ -99,10 +99,10 @@ class Conversation:
             except KeyboardInterrupt:
                 click.echo(err=True)
             except UnicodeDecodeError as error:
-                raise BadRequest(f"the line on stdin is no valid text: {error}", hint="pipe UTF-8 text") from error
+                raise BadRequest(f"the line on stdin is not valid UTF-8: {error}", hint="pipe UTF-8 text") from error
 
     def _command(self, line: str) -> bool:
-        """Obey a line that begins with a slash; False means leave."""
+        """Run a command that starts with a slash. False means quit."""
         name, _, rest = line.partition(" ")
         if name in ("/exit", "/quit"):
             return False
@@ -115,13 +115,20 @@ class Conversation:
         return True
 
     def _answer(self, line: str) -> None:
-        """Stream the answer to one line and keep both; Ctrl-C keeps what was said so far."""
+        """Stream the answer to a line and keep both. After Ctrl-C the partial answer is kept."""
         self._turns.append({"role": "user", "content": line})
         pieces: list[str] = []
+        is_thinking = False
         try:
             stream = self._llm.stream(self.messages, self._params, enable_thinking=self._enable_thinking)
             with closing(stream):
                 for delta in stream:
+                    if delta.reasoning:  # to stderr: the answer alone goes to stdout
+                        click.echo(click.style(delta.reasoning, dim=True), nl=False, err=True)
+                        is_thinking = True
+                    if delta.text and is_thinking:
+                        click.echo(err=True)
+                        is_thinking = False
                     pieces.append(delta.text)
                     click.echo(delta.text, nl=False)
                     sys.stdout.flush()
@@ -131,7 +138,7 @@ class Conversation:
             self._turns.pop()
             if not sys.stdin.isatty():
                 raise
-            click.echo(f"error: {error.message}\nhint: /clear forgets the conversation so far", err=True)
+            click.echo(f"error: {error.message}\nhint: /clear starts a new conversation", err=True)
             return
         click.echo()
         self._turns.append({"role": "assistant", "content": "".join(pieces)})

@@ -1,4 +1,4 @@
-"""`culet doctor`: what a bug report needs to know about this machine."""
+"""`culet doctor`: facts about this machine, for bug reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 import click
 
-from culet import __version__, env
+from culet import env
+from culet.version import __version__
 
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja2", "msgspec", "click", "rich")
 _GIB = 1 << 30
@@ -42,7 +43,7 @@ def doctor(as_json: bool) -> None:
 
 
 def examine() -> dict[str, Section]:
-    """Every section of the report. A part that cannot be examined says why instead of failing the rest."""
+    """Every section of the report. If a section fails, it says why, and the others go on."""
     parts = {
         "culet": _culet,
         "packages": _packages,
@@ -55,7 +56,7 @@ def examine() -> dict[str, Section]:
     for name, examine_part in parts.items():
         try:
             report[name] = examine_part()
-        except Exception as error:  # a broken driver or package is what the report is for
+        except Exception as error:  # the report should show a broken driver or package
             report[name] = {"failed": f"{type(error).__name__}: {error}"}
     return report
 

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     "--chat/--no-chat",
     "as_chat",
     default=None,
-    help="Put the prompt into a user turn of the model's chat template. [default: on for the built-in model, else off]",
+    help="Send the prompt as a user message through the chat template. [default: on for the built-in model, else off]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-@click.option("--quiet", "-q", is_flag=True, help="Log warnings and errors only.")
+@click.option("--quiet", "-q", is_flag=True, help="Log only warnings and errors.")
 @sampling_options
 @config_options
 def generate(prompt: str | None, as_chat: bool | None, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Continue a prompt, given as an argument or on stdin.
+    """Continue a prompt from the command line or from stdin.
 
     \b
     Examples:
@@ -43,7 +43,7 @@ def generate(prompt: str | None, as_chat: bool | None, as_json: bool, quiet: boo
     config = config_of(options)
     text = _read_prompt(prompt)
     if as_chat is None:
-        as_chat = config.model.model == BUILT_IN  # it was trained to answer, hardly to go on
+        as_chat = config.model.model == BUILT_IN  # it was trained to answer, not to continue text
     if quiet:
         setup_logging("warning")
 
@@ -62,15 +62,15 @@ def generate(prompt: str | None, as_chat: bool | None, as_json: bool, quiet: boo
 
 
 def _read_prompt(prompt: str | None) -> str:
-    """The argument, or what is piped in (less its last line break)."""
+    """The argument, or stdin without its last line break."""
     if prompt is not None:
         return prompt
     if sys.stdin.isatty():
-        raise BadRequest("no prompt", hint='give one as an argument, culet generate "...", or pipe it in')
+        raise BadRequest("no prompt", hint='pass one as an argument, as in culet generate "...", or pipe it in')
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise BadRequest(f"the prompt on stdin is no valid text: {error}", hint="pipe UTF-8 text") from error
+        raise BadRequest(f"the prompt on stdin is not valid UTF-8: {error}", hint="pipe UTF-8 text") from error
 
 
 def _print_result(result: Result, *, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""The `culet` command: finds subcommands by name, and turns every error into one line, a hint and an exit code."""
+"""The `culet` command: runs a subcommand, and turns every error into one line, a hint and an exit code."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import click
 
-from culet import __version__, env
+from culet import env
 from culet.errors import CuletError, InternalError, UserError, exit_code
 from culet.log import setup_logging
 from culet.registry import load
+from culet.version import __version__
 
 COMMANDS: dict[str, str] = {
     "serve": "culet.cli.serve:serve",
@@ -24,11 +25,11 @@ COMMANDS: dict[str, str] = {
     "doctor": "culet.cli.doctor:doctor",
 }
 
-_INTERRUPTED = 130  # what shells expect of a program that Ctrl-C ended
+_INTERRUPTED = 130  # what shells expect after Ctrl-C
 
 
 class LazyGroup(click.Group):
-    """Commands of `COMMANDS`, each imported when it is asked for."""
+    """The commands of `COMMANDS`, each imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -41,7 +42,7 @@ class LazyGroup(click.Group):
 @click.version_option(__version__, message="culet %(version)s")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """Serve and run Google's Gemma 4 models.
+    """Run and serve Google's Gemma 4 models.
 
     \b
     Examples:
@@ -54,7 +55,7 @@ def cli(ctx: click.Context) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code: 0, 1 if the user can fix it, 2 if we failed."""
+    """Run one command line and return its exit code: 0, 1 if the user can fix the error, 2 for a fault in Culet."""
     try:
         setup_logging()
         result = cli.main(args=list(arguments), prog_name="culet", standalone_mode=False)
@@ -73,18 +74,21 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         return _INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output left (`culet ... | head`): there is nobody to tell, not even at interpreter exit.
+        # The reader of our output closed the pipe (`culet ... | head`). Nothing can be written any more, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as error:  # the last line of defence: a fault of ours is told in one line too
+    except Exception as error:  # unexpected errors are reported in one line too
         if env.LOG_LEVEL.get().lower() == "debug":
             traceback.print_exc()
-        report(f"internal error: {type(error).__name__}: {error}", "set CULET_LOG_LEVEL=debug for the traceback and report it")
+        report(
+            f"internal error: {type(error).__name__}: {error}",
+            "this is a bug; set CULET_LOG_LEVEL=debug for a traceback, and report it",
+        )
         return exit_code(InternalError(str(error)))
 
 
 def report(message: str, hint: str = "") -> None:
-    """One line on stderr, and the hint below it."""
+    """Print one line to stderr, and the hint below it."""
     click.secho(f"error: {_one_line(message)}", err=True, fg="red", color=_color())
     if hint:
         click.secho(f"hint: {_one_line(hint)}", err=True, color=_color())
@@ -95,14 +99,15 @@ def _one_line(text: str) -> str:
 
 
 def _color() -> bool | None:
-    """False where NO_COLOR is set; None lets click ask the terminal."""
+    """False if NO_COLOR is set. None lets click ask the terminal."""
     return False if os.environ.get(env.NO_COLOR.name) else None
 
 
 def main() -> None:
     """Entry point of the `culet` script."""
-    # Before torch is there: its threads spin long while they wait for each other, which starves them where other programs run.
-    # So many turns and then sleep: an eighth slower on idle cores, several times faster on busy ones (docs/LOG.md).
+    # Must be set before torch is imported. By default its threads spin for long while they wait for each other, and starve when
+    # other programs run. Limited spinning is an eighth slower on idle cores, and several times faster on busy ones
+    # (docs/log/cpu.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     sys.exit(run(sys.argv[1:]))
 

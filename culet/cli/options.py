@@ -1,4 +1,4 @@
-"""Command-line options made from config fields, and those of the sampling parameters."""
+"""Command-line options for config fields and sampling parameters."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _CLICK_TYPES: dict[str, click.ParamType] = {"int": click.INT, "float": click.FLO
 
 # name, type, help; the names are those of SamplingParams
 _SAMPLING: tuple[tuple[str, click.ParamType, str], ...] = (
-    ("max_tokens", click.INT, "Most tokens to generate (default: up to the context's end)."),
-    ("temperature", click.FLOAT, "0 is greedy (default: the model's)."),
-    ("top_p", click.FLOAT, "Keep the likeliest tokens up to this total probability (default: the model's)."),
-    ("top_k", click.INT, "Keep this many of the likeliest tokens; 0 keeps all (default: the model's)."),
-    ("min_p", click.FLOAT, "Drop tokens less likely than this share of the likeliest one."),
-    ("repetition_penalty", click.FLOAT, "Above 1 makes tokens that occurred less likely."),
-    ("presence_penalty", click.FLOAT, "Taken off the logit of each token that was generated already."),
-    ("frequency_penalty", click.FLOAT, "Taken off the logit once per time a token was generated."),
-    ("seed", click.INT, "Makes the draws repeatable (default: a random seed)."),
-    ("n", click.INT, "Samples to draw from one prompt (default: 1)."),
-    ("logprobs", click.INT, "Report log-probabilities of the chosen and this many of the likeliest tokens (with --json)."),
+    ("max_tokens", click.INT, "Maximum number of tokens to generate (default: up to the end of the context)."),
+    ("temperature", click.FLOAT, "Sampling temperature; 0 is greedy (default: the model's)."),
+    ("top_p", click.FLOAT, "Sample from the most likely tokens up to this total probability (default: the model's)."),
+    ("top_k", click.INT, "Sample from this many of the most likely tokens; 0 means all (default: the model's)."),
+    ("min_p", click.FLOAT, "Drop tokens whose probability is below this fraction of the most likely token's."),
+    ("repetition_penalty", click.FLOAT, "Values above 1 make tokens that have occurred less likely."),
+    ("presence_penalty", click.FLOAT, "Subtracted from the logit of every token that was generated before."),
+    ("frequency_penalty", click.FLOAT, "Subtracted from a token's logit once for each time it was generated."),
+    ("seed", click.INT, "Seed for repeatable output (default: random)."),
+    ("n", click.INT, "Number of samples per prompt (default: 1)."),
+    ("logprobs", click.INT, "Report log-probabilities of the chosen token and of this many most likely tokens (with --json)."),
 )
 
 
 def config_options(command: F) -> F:
-    """Add one flag per config field: its doc line is the help, its type the value's, as `build_config` will check it."""
+    """Add one flag per config field, with its type and its doc line."""
     return _options_of(PARTS, command)
 
 
@@ -64,11 +64,11 @@ def _config_option(entry: Field[Any]) -> Callable[[F], F]:
 
 def sampling_options(command: F) -> F:
     """Add the flags of SamplingParams."""
-    repeated = click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times.")
+    repeated = click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; repeatable.")
     ids = click.option(
-        "--stop-token-id", "stop_token_ids", type=click.INT, multiple=True, help="End at this token; repeatable."
+        "--stop-token-id", "stop_token_ids", type=click.INT, multiple=True, help="Stop at this token; repeatable."
     )
-    eos = click.option("--ignore-eos", is_flag=True, default=None, help="Go on after an end-of-text token.")
+    eos = click.option("--ignore-eos", is_flag=True, default=None, help="Continue after an end-of-text token.")
     for option in (eos, ids, repeated):
         command = option(command)
     for name, kind, help_text in reversed(_SAMPLING):
@@ -77,15 +77,15 @@ def sampling_options(command: F) -> F:
 
 
 def given(options: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `options` that are among `names` and were given by the user."""
+    """The `options` among `names` that the user gave."""
     return {name: value for name, value in options.items() if name in names and value is not None and value != ()}
 
 
 def config_of(options: Mapping[str, Any]) -> Config:
-    """The Config that the command's options ask for; without a model it is the built-in one."""
+    """The Config for a command's options; the default model is the built-in one."""
     return build_config(given(options, config_fields()))
 
 
 def sampling_of(options: Mapping[str, Any]) -> SamplingParams:
-    """The SamplingParams that the command's options ask for."""
+    """The SamplingParams for a command's options."""
     return SamplingParams(**given(options, SamplingParams.__dataclass_fields__))

@@ -1,4 +1,7 @@
-"""`culet plan`: what serves each group of layers and why, and what fits, from `config.json` alone. No GPU, weights or torch."""
+"""`culet plan`: which attention backends a model would use, and how much fits into memory.
+
+It reads only `config.json`, and needs no GPU, weights or torch.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ import click
 
 from culet import env
 from culet.attention.picture import draw
-from culet.attention.plan import GPUS, AttentionPlan, Gpu, find_gpu, plan_attention
+from culet.attention.plan import AttentionPlan, plan_attention
 from culet.cache.spec import CacheLayout, plan_cache, stored_as
 from culet.config import CacheConfig, Config, ModelConfig, build_config
-from culet.drafters.base import DrafterSpec, cache_specs, open_drafter, plan_drafter, target_groups
+from culet.drafters.base import DrafterPlan, cache_specs, open_drafter, plan_drafter_attention, target_groups
 from culet.errors import CheckpointError, ConfigError
-from culet.models.checkpoint import read_config
+from culet.hardware import GPUS, Gpu, find_gpu
+from culet.models.folder import read_config
 from culet.models.sizes import Room, pages_of_sequence, slabs_of_sequence, text_weights, tower_weights, working_bytes
 from culet.models.spec import ModelSpec, read_spec
 from culet.models.variants import VARIANTS
@@ -36,24 +40,24 @@ _DTYPE = click.Choice(("auto", "bfloat16", "float32"))
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that is planned for, before it is written as JSON, tables or a picture."""
+    """The plan, before it is written as JSON, tables or a picture."""
 
     name: str
     spec: ModelSpec
-    towers: dict[str, int]  # elements of the vision and audio parts
+    towers: dict[str, int]  # number of elements of the vision and audio towers
     gpu: Gpu
     config: Config
     dtype: str
     kv_dtype: str
     seq_lens: tuple[int, ...]
-    layouts: dict[bool, CacheLayout]  # with the latent, and without
-    attention: AttentionPlan  # for the layout that is served
-    drafter: DrafterSpec | None = None
-    draft_attention: AttentionPlan | None = None  # planned apart from the target's
+    layouts: dict[bool, CacheLayout]  # with and without the latent
+    attention: AttentionPlan  # for the layout that would be served
+    drafter: DrafterPlan | None = None
+    draft_attention: AttentionPlan | None = None  # planned separately from the target's
 
     @property
     def latent(self) -> bool:
-        """Whether the layout that is served keeps K and V of K=V layers once."""
+        """Whether the served layout stores K and V of K=V layers once."""
         return self.config.cache.latent
 
     @property
@@ -67,25 +71,29 @@ class Facts:
 
 @click.command()
 @click.argument("model")
-@click.option("--gpu", default="auto", show_default=True, metavar="NAME", help=f"auto, cpu, {', '.join(GPUS)}.")
+@click.option(
+    "--gpu", default="auto", show_default=True, metavar="NAME", help=f"GPU to plan for: auto, cpu, {', '.join(GPUS)}."
+)
 @click.option(
     "--gpu-memory-utilization",
     type=float,
-    help=f"Share of the memory to use. [default: {CacheConfig().gpu_memory_utilization}]",
+    help=f"Fraction of the GPU's memory to use. [default: {CacheConfig().gpu_memory_utilization}]",
 )
 @click.option("--dtype", type=_DTYPE, help="Precision of the weights. [default: auto]")
-@click.option("--kv-cache-dtype", help="auto, fp8, or per group as sliding=fp8,global=auto. [default: auto, the weights']")
-@click.option("--latent/--no-latent", default=None, help="Keep K and V of K=V layers once. [default: on]")
-@click.option("--max-model-len", type=int, help="Longest prompt + output in tokens. [default: what the model allows]")
 @click.option(
-    "--seq-len", "seq_lens", type=int, multiple=True, help="Count sequences of this length; may be given several times."
+    "--kv-cache-dtype", help="Precision of the KV cache: auto, fp8, or sliding=fp8,global=auto. [default: auto, as the weights]"
 )
-@click.option("--attention-backend", help="auto, one backend for all layers, or sliding=NAME,global=NAME. [default: auto]")
-@click.option("--speculative-config", metavar="JSON", help="A drafter to plan for beside the model: method, model, ...")
+@click.option("--latent/--no-latent", default=None, help="Store K and V of K=V layers once. [default: on]")
+@click.option("--max-model-len", type=int, help="Maximum length of prompt plus output, in tokens. [default: the model's limit]")
+@click.option("--seq-len", "seq_lens", type=int, multiple=True, help="Show how many sequences of this length fit; repeatable.")
+@click.option(
+    "--attention-backend", help="Attention backend: auto, one for all layers, or sliding=NAME,global=NAME. [default: auto]"
+)
+@click.option("--speculative-config", metavar="JSON", help="Also plan for a drafter: an object with method, model, ...")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--svg", type=click.Path(dir_okay=False), metavar="FILE", help="Also draw layers against backends into FILE.")
+@click.option("--svg", type=click.Path(dir_okay=False), metavar="FILE", help="Also draw the plan to FILE as SVG.")
 def plan(model: str, gpu: str, seq_lens: tuple[int, ...], as_json: bool, svg: str | None, **options: Any) -> None:
-    """Say what serves each group of layers and why, and how much fits.
+    """Show which attention backends a model would use, and how much fits into memory.
 
     \b
     Examples:
@@ -93,8 +101,8 @@ def plan(model: str, gpu: str, seq_lens: tuple[int, ...], as_json: bool, svg: st
       culet plan ./my-gemma --gpu rtx4090 --seq-len 4000 --json
       culet plan 31B --gpu h200 --speculative-config '{"method": "mtp", "model": "random:"}'
 
-    MODEL is one of E2B, E4B, 12B, 26B-A4B and 31B, the folder of a checkpoint, its config.json, or a name on the hub. Neither
-    weights nor a GPU are needed.
+    MODEL is one of E2B, E4B, 12B, 26B-A4B and 31B, a checkpoint folder, a config.json, or a name on the Hub. Neither weights
+    nor a GPU are needed.
     """
     config = build_config({name: value for name, value in options.items() if value is not None})
     facts = gather(model, gpu, config, seq_lens)
@@ -136,12 +144,12 @@ def gather(model: str, gpu_name: str, config: Config, seq_lens: Sequence[int] = 
         drafter=drafter,
         draft_attention=None
         if drafter is None or drafts is None
-        else plan_drafter(drafter, layout, gpu, drafts.attention_backend),
+        else plan_drafter_attention(drafter, layout, gpu, drafts.attention_backend),
     )
 
 
 def _find_model(model: str) -> tuple[str, dict[str, Any]]:
-    """(name, config.json) of a folder or file, of a variant by name, or of a hub id."""
+    """(name, config.json) of a folder, a file, a variant or a model on the Hub."""
     by_name = {name.lower(): name for name in VARIANTS} | {"26b": "26B-A4B"}
     if not Path(model).exists() and model.lower() in by_name:
         name = by_name[model.lower()]
@@ -150,16 +158,16 @@ def _find_model(model: str) -> tuple[str, dict[str, Any]]:
         return model, read_config(model)
     except CheckpointError as error:
         if "/" not in model and not Path(model).exists():
-            error.hint = f"name one of {', '.join(VARIANTS)}, a checkpoint's folder, its config.json, or a model on the hub"
+            error.hint = f"use one of {', '.join(VARIANTS)}, a checkpoint folder, a config.json, or a model on the Hub"
         raise
 
 
 def _check_lengths(config: ModelConfig, spec: ModelSpec, seq_lens: Sequence[int]) -> tuple[int, ...]:
-    """The sequence lengths to count, those asked for or the defaults that the model can hold."""
+    """The sequence lengths to count: as given, or the defaults within the model's limit."""
     limit = spec.max_position
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
-            f"max-model-len: got {config.max_model_len}, the model's positions end at {limit}", hint=f"at most {limit}"
+            f"max-model-len: got {config.max_model_len}, the model's positions end at {limit}", hint=f"use at most {limit}"
         )
     limit = config.max_model_len or limit
     for length in seq_lens:
@@ -168,11 +176,11 @@ def _check_lengths(config: ModelConfig, spec: ModelSpec, seq_lens: Sequence[int]
     return tuple(dict.fromkeys(seq_lens)) or tuple(length for length in DEFAULT_SEQ_LENS if length <= limit) or (limit,)
 
 
-# What was found, as data
+# The plan as data
 
 
 def report(facts: Facts) -> dict[str, Any]:
-    """The plan as one JSON object; its keys stay as they are."""
+    """The plan as one JSON object. Its keys are stable."""
     spec = facts.spec
     return {
         "model": {
@@ -249,7 +257,7 @@ def _weights(facts: Facts) -> dict[str, Any]:
 
 
 def _cache(facts: Facts, latent: bool) -> dict[str, Any]:
-    """Slab, pages and bytes of one layout."""
+    """Slab, pages and bytes of a layout."""
     layout = facts.layouts[latent]
     return {
         "latent": latent,
@@ -273,7 +281,7 @@ def _cache(facts: Facts, latent: bool) -> dict[str, Any]:
 
 
 def _fit(facts: Facts, text_only: bool, latent: bool) -> dict[str, Any]:
-    """What the memory holds, with or without towers and latent."""
+    """What fits into memory, with or without towers and latent."""
     schedule, weights = facts.config.schedule, _weights(facts)
     weight_bytes = weights["text_bytes"] + (0 if text_only else weights["tower_bytes"]) + _draft_bytes(facts)
     working = working_bytes(
@@ -306,15 +314,15 @@ def _write_picture(facts: Facts, path: Path) -> None:
     try:
         path.write_text(draw(facts.attention, owners, title), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"svg: cannot write {path}: {error.strerror}", hint="name a file in a folder that exists") from error
+        raise ConfigError(f"svg: cannot write {path}: {error.strerror}", hint="use a file in a folder that exists") from error
     click.echo(f"wrote {path}", err=True)
 
 
-# What was found, as tables
+# The plan as tables
 
 
 def _print_tables(facts: Facts) -> None:
-    """Tables on stdout; without colour where it is no terminal or NO_COLOR is set."""
+    """Print tables to stdout, in colour if it is a terminal and NO_COLOR is not set."""
     from rich.console import Console
 
     is_plain = not sys.stdout.isatty() or env.NO_COLOR.get() != ""
@@ -322,7 +330,7 @@ def _print_tables(facts: Facts) -> None:
     with console.capture() as captured:
         gpu, memory = facts.gpu, f"{facts.gpu.memory_bytes / GB:.1f} GB"
         _line(console, f"{facts.name} on {gpu.name} ({gpu.arch.name}, {memory})")
-        _line(console, f"weights {facts.dtype}, KV cache {facts.kv_dtype}, up to {facts.max_model_len:,} tokens a sequence\n")
+        _line(console, f"weights {facts.dtype}, KV cache {facts.kv_dtype}, up to {facts.max_model_len:,} tokens per sequence\n")
         _print_attention(console, facts)
         _print_cache(console, facts)
         _print_weights(console, facts)
@@ -335,7 +343,7 @@ def _line(console: Console, text: str) -> None:
 
 
 def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    """A table whose `left` columns hold words and whose `right` columns hold numbers."""
+    """A table with words in its `left` columns and numbers in its `right` columns."""
     from rich import box
     from rich.table import Table
 
@@ -348,35 +356,35 @@ def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
 
 
 def _print_attention(console: Console, facts: Facts) -> None:
-    """The target's plan and, where there is a drafter, its own beside it."""
+    """The plans of the target and of the drafter, if there is one."""
     plans = {"target": facts.attention} | ({facts.drafter.method: facts.draft_attention} if facts.drafter else {})
     words = ("model", "group", "backend") if facts.drafter else ("group", "backend")
     table = _table("Attention", words, ("layers", "head dim", "query/KV heads", "window"))
-    taken = [(name, group) for name, plan in plans.items() if plan is not None for group in plan.groups]
-    for name, group in taken:
+    rows = [(name, group) for name, plan in plans.items() if plan is not None for group in plan.groups]
+    for name, group in rows:
         need = group.need
         heads, window = f"{need.num_heads}/{need.num_kv_heads}", str(need.window or "none")
-        who = (name, need.group) if facts.drafter else (need.group,)
-        table.add_row(*who, group.backend, str(len(need.layers)), str(need.head_dim), heads, window)
+        names = (name, need.group) if facts.drafter else (need.group,)
+        table.add_row(*names, group.backend, str(len(need.layers)), str(need.head_dim), heads, window)
     console.print(table)
-    for name, group in taken:
-        whose = f"{name}, " if facts.drafter else ""
-        _line(console, f"  {whose}{group.need.group}: {group.backend}, {group.why}")
+    for name, group in rows:
+        prefix = f"{name}, " if facts.drafter else ""
+        _line(console, f"  {prefix}{group.need.group}: {group.backend}, {group.why}")
         for other, reason in group.others.items():
             _line(console, f"    not {other}: {reason}")
     if facts.drafter is not None:
         drafter = facts.drafter
-        pages = "reads the target's pages, and so its layout" if drafter.reads_target_pages else "keeps pages of its own"
+        pages = "reads the target's pages" if drafter.reads_target_pages else "has its own pages"
         size = f"{_draft_bytes(facts) / GB:.3f} GB of weights"
-        _line(console, f"  {drafter.method}, {drafter.model}: up to {drafter.max_drafts} drafts a round, {pages}, {size}")
+        _line(console, f"  {drafter.method}, {drafter.model}: up to {drafter.max_drafts} drafts per round, {pages}, {size}")
     _line(console, "")
 
 
 def _print_cache(console: Console, facts: Facts) -> None:
-    """Facts of each group down the rows, one column per group."""
+    """One column per group of layers."""
     layout = facts.layout
     slab = layout.slab_bytes
-    table = _table("KV cache", ("",), [group.name for group in layout.groups] + ["a sequence"])
+    table = _table("KV cache", ("",), [group.name for group in layout.groups] + ["per sequence"])
 
     def row(name: str, cells: Sequence[str], total: str = "") -> None:
         table.add_row(name, *cells, total)
@@ -413,7 +421,7 @@ def _print_weights(console: Console, facts: Facts) -> None:
 
 
 def _print_fits(console: Console, facts: Facts) -> None:
-    """The table of four: text-only and latent, with and without; columns that cannot differ are left out and said."""
+    """Text only or all parts, with the latent or without. Columns that cannot differ are omitted, with a note."""
     has_latent = any(layer.k_eq_v for layer in facts.spec.layers)
     choices = [(text_only, latent) for text_only in (True, False) for latent in (True, False)]
     fits = [_fit(facts, *choice) for choice in choices if (has_latent or choice[1]) and (facts.towers or choice[0])]
@@ -431,7 +439,7 @@ def _print_fits(console: Console, facts: Facts) -> None:
     table.add_row("longest sequence, tokens", *(f"{fit['longest_sequence']:,}" for fit in fits))
     for length in facts.seq_lens:
         table.add_row(f"sequences of {length:,}", *(f"{fit['sequences'][str(length)]:,}" for fit in fits))
-        table.add_row("  tokens in them", *(f"{fit['tokens'][str(length)]:,}" for fit in fits))
+        table.add_row("  tokens in total", *(f"{fit['tokens'][str(length)]:,}" for fit in fits))
     console.print(table)
     for note in _notes(facts, fits[0], has_latent, allowed):
         _line(console, note)
@@ -442,23 +450,21 @@ def _cache_size(fit: dict[str, Any]) -> str:
 
 
 def _notes(facts: Facts, fit: dict[str, Any], has_latent: bool, allowed_gb: float) -> list[str]:
-    """What the table of four leaves unsaid; `fit` is its best column."""
+    """Notes below the table; `fit` is its best column."""
     notes = []
     if fit["weight_bytes"] > fit["allowed_bytes"]:
-        notes.append(
-            f"The weights alone, {fit['weight_bytes'] / GB:.1f} GB, do not fit into the {allowed_gb:.1f} GB that may be used."
-        )
+        notes.append(f"The weights alone, {fit['weight_bytes'] / GB:.1f} GB, do not fit into the usable {allowed_gb:.1f} GB.")
     elif fit["num_slabs"] == 0:
         notes.append("The weights fit, but nothing is left for the KV cache.")
     elif fit["longest_sequence"] < facts.max_model_len:
         longest = fit["longest_sequence"]
-        notes.append(f"A sequence of {facts.max_model_len:,} tokens does not fit: the longest one has {longest:,}.")
+        notes.append(f"A sequence of {facts.max_model_len:,} tokens does not fit: the longest that fits has {longest:,}.")
     if not has_latent:
-        notes.append("No layer has K=V, so there is no latent.")
+        notes.append("No layer has K=V, so the latent does not apply.")
     if not facts.towers:
         notes.append("The checkpoint has no vision or audio parts.")
     if not facts.gpu.arch.is_gpu:
-        notes.append("On a CPU the cache takes at most a quarter of free memory, unless --kv-cache-memory-bytes says more.")
+        notes.append("On a CPU the cache takes at most a quarter of the free memory, unless --kv-cache-memory-bytes is set.")
     return notes
 
 

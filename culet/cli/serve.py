@@ -11,13 +11,13 @@ from culet.config import SERVE_PARTS, build_serve_config, config_fields
 from culet.errors import ConfigError
 from culet.log import logger, setup_logging
 
-# Flags that `vllm serve` needs for what is always on here: taken, so that a command line can be kept.
+# Flags of `vllm serve` for what Culet always does. They are accepted and ignored.
 _ALWAYS_ON = ("--enable-auto-tool-choice", "--trust-remote-code", "--disable-log-requests", "--enable-chunked-prefill")
 _ALWAYS_GEMMA = ("--tool-call-parser", "--reasoning-parser")
 
 
 def _compatible(command: Any) -> Any:
-    """Add flags of `vllm serve` that say what is so anyway; the help does not show them."""
+    """Accept flags of `vllm serve` that Culet does not need. They are hidden from the help."""
     for flag in _ALWAYS_ON:
         command = click.option(flag, is_flag=True, default=None, hidden=True)(command)
     for flag in _ALWAYS_GEMMA:
@@ -31,7 +31,7 @@ def _compatible(command: Any) -> Any:
 @config_options
 @_compatible
 def serve(model_name: str | None, **options: Any) -> None:
-    """Serve a model over HTTP, in the form of OpenAI's API.
+    """Serve a model over HTTP with OpenAI-compatible APIs.
 
     \b
     Examples:
@@ -39,11 +39,11 @@ def serve(model_name: str | None, **options: Any) -> None:
       culet serve ./my-gemma --port 8080 --served-model-name gemma --max-model-len 32768
       culet serve google/gemma-4-31B-it --host 0.0.0.0 --max-num-seqs 64   (with CULET_API_KEY set)
 
-    It listens on 127.0.0.1 unless told otherwise. Thinking, tool calls and prefix caching need no flags. Ctrl-C lets running
-    requests end; twice ends them at once.
+    The server listens on 127.0.0.1 by default. Thinking, tool calls and prefix caching need no flags. Ctrl-C lets running
+    requests finish; a second Ctrl-C stops immediately.
     """
     if model_name and options.get("model"):
-        raise ConfigError("model: got it twice, as an argument and as --model", hint="give one")
+        raise ConfigError("model: got it twice, as an argument and as --model", hint="pass it once")
     settings = build_serve_config(given(options, config_fields(SERVE_PARTS)))
     setup_logging(form=settings.log_format)
     config = config_of({**options, "model": model_name or options.get("model")})
@@ -58,6 +58,8 @@ def _check_parsers(options: dict[str, Any]) -> None:
     for flag in _ALWAYS_GEMMA:
         name = options.get(flag[2:].replace("-", "_"))
         if name not in (None, "gemma4"):
-            raise ConfigError(f"{flag[2:]}: got {name!r}, Culet reads Gemma 4's own format", hint="leave the flag away")
+            raise ConfigError(
+                f"{flag[2:]}: got {name!r}, expected gemma4, the only format that Culet parses", hint="omit the flag"
+            )
     if options.get("trust_remote_code"):
-        logger.warning("trust-remote-code: no code of a checkpoint is ever run")
+        logger.warning("trust-remote-code: ignored; Culet never runs code from a checkpoint")

@@ -1,4 +1,4 @@
-"""`culet warmup`: compile a model's kernels now, so that no later start has to."""
+"""`culet warmup`: compile a model's kernels ahead of time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from culet.errors import UnsupportedError
 @click.argument("source", metavar="[MODEL]", required=False)
 @config_options
 def warmup(source: str | None, **options: Any) -> None:
-    """Compile every kernel of a model for this GPU and keep them on disk, under CULET_CACHE_DIR.
+    """Compile all kernels of a model for this GPU and store them under CULET_CACHE_DIR.
 
-    Kernels depend on the model's shape, on --max-num-seqs and on --max-num-batched-tokens: give those that will be served.
+    Kernels depend on the model's shape, --max-num-seqs and --max-num-batched-tokens: use the values that you will serve with.
 
     \b
     Examples:
@@ -32,10 +32,12 @@ def warmup(source: str | None, **options: Any) -> None:
     from culet.kernels.compiling import cache_folder
 
     if config.model.device == "cpu" or not torch.cuda.is_available():
-        raise UnsupportedError("warmup: no GPU is to be used, and a CPU needs no compiled kernels", hint="see `culet doctor`")
+        raise UnsupportedError(
+            "warmup: needs a GPU; a CPU has no kernels to compile", hint="run `culet doctor` to see the devices"
+        )
     engine = Engine(config)
     seconds = engine.start_times.parts.get("kernels", 0.0)
     if engine.kernels_compiled:
-        click.echo(f"{engine.kernels_compiled} kernels compiled in {seconds:.1f} s and kept in {cache_folder()}")
+        click.echo(f"{engine.kernels_compiled} kernels compiled in {seconds:.1f} s and stored in {cache_folder()}")
     else:
         click.echo(f"nothing to compile: all kernels are in {cache_folder()}")

@@ -1,1 +1,1 @@
-"""The loop, text in and out, and the offline API."""
+"""The engine: building it, its loop, and the offline API."""

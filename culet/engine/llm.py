@@ -7,50 +7,64 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeGuard
 
 from culet.config import BUILT_IN, Config, build_config
-from culet.engine.engine import Delta, Engine
-from culet.errors import BadRequest, ConfigError, QueueFull, UserError
-from culet.types import Logprobs, Request, SamplingParams
+from culet.engine.engine import Engine
+from culet.errors import BadRequest, ConfigError, InternalError, QueueFull, UserError
+from culet.text.output import OutputDelta, SampleOutput, chat_output, plain_output
+from culet.text.output_pieces import ToolCall
+from culet.types import FinishReason, Logprobs, Request, SamplingParams
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Tool = Mapping[str, Any]  # {"type": "function", "function": {...}}
+MakeOutput = Callable[[Request, SamplingParams], SampleOutput]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One continuation of a prompt."""
+    """One continuation of a prompt, or one answer of a chat."""
 
     text: str
-    token_ids: tuple[int, ...]  # the stop token included, if one ended it
-    logprobs: tuple[Logprobs, ...] | None  # per token: token id -> log-probability; None if not asked for
-    finish_reason: str  # stop, length, cancel, timeout or error
-    error: str = ""  # what went wrong, where finish_reason is error
-    num_accepted_drafts: int = field(default=0, compare=False)  # of token_ids, those that a drafter had proposed
+    token_ids: tuple[int, ...]  # including the stop token, if one ended it
+    logprobs: tuple[Logprobs, ...] | None  # per token: token id -> log-probability; None if not requested
+    finish_reason: str  # stop, length, tool_calls, cancel, timeout or error
+    reasoning: str = ""  # what the model thought; chats only
+    tool_calls: tuple[ToolCall, ...] = ()  # chats only
+    error: str = ""  # what went wrong, if finish_reason is error
+    num_accepted_drafts: int = field(default=0, compare=False)  # tokens of token_ids that a drafter proposed
     num_rejected_drafts: int = field(default=0, compare=False)
-    first_token_at: float = field(default=0.0, compare=False)  # time.perf_counter() when the first token came
+    first_token_at: float = field(default=0.0, compare=False)  # time.perf_counter() of the first token
     last_token_at: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one prompt. `text`, `token_ids`, `logprobs` and `finish_reason` are those of the first sample."""
+    """The outcome of one prompt. `text`, `reasoning`, `tool_calls` and the like are those of the first sample."""
 
     prompt_token_ids: tuple[int, ...]
     samples: tuple[Sample, ...]  # n of them
-    num_cached_tokens: int  # prompt tokens that were found in the prefix cache
-    prompt_logprobs: tuple[Logprobs, ...] | None = None  # of each prompt token but the first; None if not asked for
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
+    prompt_logprobs: tuple[Logprobs, ...] | None = None  # of every prompt token except the first; None if not requested
 
     @property
     def text(self) -> str:
         return self.samples[0].text
+
+    @property
+    def reasoning(self) -> str:
+        return self.samples[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.samples[0].tool_calls
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -65,60 +79,39 @@ class Result:
         return self.samples[0].finish_reason
 
 
-@dataclass
-class _Collected:
-    """Deltas of one request, as they come in."""
+class _Job:
+    """A request and its output so far."""
 
-    request: Request
-    num_cached_tokens: int = 0
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)
-    text: dict[int, list[str]] = field(default_factory=dict)
-    token_ids: dict[int, list[int]] = field(default_factory=dict)
-    logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
-    finish_reason: dict[int, str] = field(default_factory=dict)
-    error: dict[int, str] = field(default_factory=dict)
-    num_accepted_drafts: Counter[int] = field(default_factory=Counter)
-    num_rejected_drafts: Counter[int] = field(default_factory=Counter)
-    first_token_at: dict[int, float] = field(default_factory=dict)
-    last_token_at: dict[int, float] = field(default_factory=dict)
-
-    def add(self, delta: Delta) -> None:
-        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
-        self.prompt_logprobs.extend(delta.prompt_logprobs)
-        self.text.setdefault(delta.sample, []).append(delta.text)
-        self.token_ids.setdefault(delta.sample, []).extend(delta.token_ids)
-        self.logprobs.setdefault(delta.sample, []).extend(delta.logprobs)
-        self.num_accepted_drafts[delta.sample] += delta.num_accepted_drafts
-        self.num_rejected_drafts[delta.sample] += delta.num_rejected_drafts
-        if delta.token_ids:
-            self.last_token_at[delta.sample] = time.perf_counter()
-            self.first_token_at.setdefault(delta.sample, self.last_token_at[delta.sample])
-        if delta.finish_reason is not None:
-            self.finish_reason[delta.sample] = delta.finish_reason.value
-            self.error[delta.sample] = delta.error
-
-    @property
-    def is_done(self) -> bool:
-        return len(self.finish_reason) == self.request.n
+    def __init__(self, request: Request, params: SamplingParams, make_output: MakeOutput) -> None:
+        self.request = request
+        self.samples = [make_output(request, params) for _ in range(request.n)]
+        self.num_running = request.n
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: list[Logprobs] = []
+        self.unread: deque[OutputDelta] | None = None  # for a stream
 
     def result(self) -> Result:
         sampling = self.request.sampling
-        samples = tuple(
-            Sample(
-                text="".join(self.text[sample]),
-                token_ids=tuple(self.token_ids[sample]),
-                logprobs=None if sampling.logprobs is None else tuple(self.logprobs[sample]),
-                finish_reason=self.finish_reason[sample],
-                error=self.error[sample],
-                num_accepted_drafts=self.num_accepted_drafts[sample],
-                num_rejected_drafts=self.num_rejected_drafts[sample],
-                first_token_at=self.first_token_at.get(sample, 0.0),
-                last_token_at=self.last_token_at.get(sample, 0.0),
+        samples = []
+        for sample in self.samples:
+            output = sample.output()
+            samples.append(
+                Sample(
+                    text=output.text,
+                    token_ids=tuple(sample.token_ids),
+                    logprobs=None if sampling.logprobs is None else tuple(sample.logprobs),
+                    finish_reason=sample.finish_reason or "",
+                    reasoning=output.reasoning,
+                    tool_calls=output.tool_calls,
+                    error=sample.error,
+                    num_accepted_drafts=sample.num_accepted_drafts,
+                    num_rejected_drafts=sample.num_rejected_drafts,
+                    first_token_at=sample.first_token_at,
+                    last_token_at=sample.last_token_at,
+                )
             )
-            for sample in range(self.request.n)
-        )
         prompt_logprobs = None if sampling.prompt_logprobs is None else tuple(self.prompt_logprobs)
-        return Result(self.request.prompt_token_ids, samples, self.num_cached_tokens, prompt_logprobs)
+        return Result(self.request.prompt_token_ids, tuple(samples), self.num_cached_tokens, prompt_logprobs)
 
 
 class LLM:
@@ -127,8 +120,10 @@ class LLM:
         llm = LLM("google/gemma-4-E2B-it", max_model_len=4096)
         for result in llm.generate(["Once upon a time", "In the beginning"], SamplingParams(max_tokens=32)):
             print(result.text)
+        [answer] = llm.chat([{"role": "user", "content": "Why is the sky blue?"}], enable_thinking=True)
+        print(answer.reasoning, answer.text)
 
-    Keywords are the names of the settings (`culet generate --help`, with underscores). One thread at a time.
+    Keywords are the settings listed by `culet generate --help`, with underscores. Not thread-safe.
     """
 
     def __init__(self, model: str = BUILT_IN, **settings: Any) -> None:
@@ -136,7 +131,7 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
-        """The same from a Config."""
+        """Create an LLM from a Config."""
         llm = cls.__new__(cls)
         llm._start(config)
         return llm
@@ -144,23 +139,23 @@ class LLM:
     def _start(self, config: Config) -> None:
         self._engine: Engine | None = Engine(config)
         self._ids = (str(number) for number in itertools.count())
-        self._inbox: dict[str, deque[Delta]] = {}  # of the requests that somebody waits for
+        self._jobs: dict[str, _Job] = {}  # by request id
 
     @property
     def engine(self) -> Engine:
-        """The engine below, for statistics and settings."""
+        """The engine, for statistics and settings."""
         if self._engine is None:
-            raise ConfigError("this LLM is closed", hint="make a new one")
+            raise ConfigError("this LLM is closed", hint="create a new one")
         return self._engine
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Result]:
-        """Continue each prompt (a text, or a list of token ids); results are in the prompts' order.
+        """Continue each prompt (a text, or a list of token ids). Results are in the order of the prompts.
 
-        Every prompt is checked before any is computed. `params` is one for all, or one per prompt.
+        All prompts are checked before any is computed. `params` applies to all prompts, or is a list with one per prompt.
         """
-        return self._run(self._token_lists(prompts), params)
+        return self._run(self._token_lists(prompts), params, self._plain_output())
 
     def chat(
         self,
@@ -170,14 +165,17 @@ class LLM:
         tools: Sequence[Tool] | None = None,
         enable_thinking: bool = False,
     ) -> list[Result]:
-        """Answer one conversation, or each of several, through the model's chat template."""
+        """Answer one conversation, or each of several, using the model's chat template.
+
+        Results separate the answer (`text`) from thoughts (`reasoning`) and tool calls (`tool_calls`, arguments parsed).
+        """
         if _is_conversation(messages):
             messages = [messages]
         conversations = _as_list(messages, "messages", "a list of messages")
         prompts = [self._render(conversation, tools, enable_thinking) for conversation in conversations]
         if enable_thinking:
-            params = [_thinking_first(one) for one in _params_per_prompt(params, len(prompts))]
-        return self._run(prompts, params)
+            params = [_after_thought(each_params) for each_params in _params_per_prompt(params, len(prompts))]
+        return self._run(prompts, params, self._chat_output(tools))
 
     def stream(
         self,
@@ -186,24 +184,31 @@ class LLM:
         *,
         tools: Sequence[Tool] | None = None,
         enable_thinking: bool = False,
-    ) -> Stream:
-        """Deltas of one prompt or conversation as they come; closing the stream cancels the rest.
+    ) -> OutputStream:
+        """Stream the output for one prompt or conversation. Closing the stream cancels the rest.
 
         The request is checked and queued by this call, not by the first `next`.
         """
+        is_chat = _is_conversation(prompt)
         prompts = [self._render(prompt, tools, enable_thinking)] if _is_conversation(prompt) else self._token_lists(prompt)
         if len(prompts) != 1:
-            raise BadRequest(f"stream: got {len(prompts)} prompts, expected one", hint="open one stream for each")
-        params = _thinking_first(params or SamplingParams()) if enable_thinking else params or SamplingParams()
+            raise BadRequest(f"stream: got {len(prompts)} prompts, expected one", hint="open one stream per prompt")
+        params = params or SamplingParams()
+        if enable_thinking:
+            params = _after_thought(params)
         request = self.engine.rules.make_request(next(self._ids), prompts[0], params)
         self.engine.check_grammar(request)
-        self._add(request, params)
-        return Stream(self, request)
+        job = _Job(request, params, self._chat_output(tools) if is_chat else self._plain_output())
+        job.unread = deque()
+        self._add(job)
+        return OutputStream(self, job)
 
     def close(self) -> None:
-        """Free the model and its memory; the LLM cannot be used afterwards."""
+        """Free the model and its memory. The LLM cannot be used afterwards."""
+        if self._engine is not None:
+            self._engine.close()
         self._engine = None
-        self._inbox.clear()
+        self._jobs.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -228,7 +233,7 @@ class LLM:
         ]
 
     def _encode(self, text: str) -> list[int]:
-        """Token ids of a plain text. It begins with <bos>, which Gemma was never without; chat templates write their own."""
+        """Token ids of a plain text, after <bos>: Gemma was always trained with it. Chat templates write their own."""
         return self.engine.tokenizer.encode(text, add_bos=True)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] | None, enable_thinking: bool) -> list[int]:
@@ -236,52 +241,81 @@ class LLM:
         text = engine.chat_template.render(messages, tools=tools, enable_thinking=enable_thinking)
         return engine.tokenizer.encode(text)
 
+    def _plain_output(self) -> MakeOutput:
+        return partial(plain_output, self.engine.tokenizer)
+
+    def _chat_output(self, tools: Sequence[Tool] | None) -> MakeOutput:
+        return partial(chat_output, self.engine.tokenizer, tools=tools)
+
     # The loop
 
-    def _add(self, request: Request, params: SamplingParams) -> None:
-        self.engine.add(request, params.stop)
-        self._inbox[request.request_id] = deque()
+    def _add(self, job: _Job) -> None:
+        self.engine.add(job.request)
+        self._jobs[job.request.request_id] = job
 
-    def _pump(self) -> None:
-        """One step; its deltas go to whoever waits for them. Ctrl-C is heeded after the step, never within."""
-        with _interrupt_later():
-            for delta in self.engine.step():
-                if delta.request_id in self._inbox:
-                    self._inbox[delta.request_id].append(delta)
+    def _step(self) -> list[_Job]:
+        """Run one step and return the jobs that it finished. Ctrl-C takes effect after the step, never during it."""
+        finished: list[_Job] = []
+        with _interrupt_deferred():
+            try:
+                deltas = self.engine.step()
+            except BaseException:
+                self._jobs.clear()  # the engine has ended every request
+                raise
+            for delta in deltas:
+                job = self._jobs.get(delta.request_id)
+                if job is None or (sample := job.samples[delta.sample]).finish_reason is not None:
+                    continue
+                output = sample.push(delta)
+                if delta.num_cached_tokens:
+                    job.num_cached_tokens = max(job.num_cached_tokens, delta.num_cached_tokens)
+                if delta.prompt_logprobs:
+                    job.prompt_logprobs += delta.prompt_logprobs
+                if job.unread is not None:
+                    job.unread.append(output)
+                if output.finish_reason is not None:
+                    if delta.finish_reason is None:
+                        self.engine.cancel(delta.request_id, delta.sample, FinishReason.STOP)
+                    job.num_running -= 1
+                    if job.num_running == 0:
+                        del self._jobs[delta.request_id]
+                        finished.append(job)
+        return finished
 
-    def _drop(self, request_id: str) -> None:
-        """Nobody waits for this request any more."""
-        if self._inbox.pop(request_id, None) is not None and self._engine is not None:
-            self._engine.cancel(request_id)
+    def _drop(self, job: _Job) -> None:
+        """Cancel a job, unless it has finished."""
+        if self._jobs.pop(job.request.request_id, None) is not None and self._engine is not None:
+            self._engine.cancel(job.request.request_id)
 
-    def _run(self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Result]:
-        """Check every request, then run them all; on an error or Ctrl-C none is left behind."""
-        each = _params_per_prompt(params, len(prompts))
-        requests = [self._checked(index, prompt, one) for index, (prompt, one) in enumerate(zip(prompts, each, strict=True))]
-        collected = {request.request_id: _Collected(request) for request in requests}
-        waiting = deque(zip(requests, each, strict=True))
-        running: set[str] = set()
+    def _run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        make_output: MakeOutput,
+    ) -> list[Result]:
+        """Check every request, then run them all. An error or Ctrl-C cancels them all."""
+        all_params = _params_per_prompt(params, len(prompts))
+        jobs = [
+            _Job(self._make_request(index, prompt, prompt_params), prompt_params, make_output)
+            for index, (prompt, prompt_params) in enumerate(zip(prompts, all_params, strict=True))
+        ]
+        waiting, running = deque(jobs), set[str]()
         try:
-            with _progress(len(requests)) as advance:
+            with _progress(len(jobs)) as advance:
                 while waiting or running:
-                    while waiting and self._try_add(*waiting[0]):
-                        running.add(waiting.popleft()[0].request_id)
-                    self._pump()
-                    for request_id in list(running):
-                        inbox = self._inbox[request_id]
-                        while inbox:
-                            collected[request_id].add(inbox.popleft())
-                        if collected[request_id].is_done:
-                            running.remove(request_id)
-                            del self._inbox[request_id]
-                            advance(sum(map(len, collected[request_id].token_ids.values())))
+                    while waiting and self._try_add(waiting[0]):
+                        running.add(waiting.popleft().request.request_id)
+                    for job in self._step():
+                        if job.request.request_id in running:
+                            running.remove(job.request.request_id)
+                            advance(sum(len(sample.token_ids) for sample in job.samples))
         finally:
-            for request_id in running:
-                self._drop(request_id)
-        return [collected[request.request_id].result() for request in requests]
+            for job in jobs:
+                self._drop(job)
+        return [job.result() for job in jobs]
 
-    def _checked(self, index: int, prompt: Sequence[int], params: SamplingParams) -> Request:
-        """The request for a prompt; what is wrong with it is said with the prompt's number."""
+    def _make_request(self, index: int, prompt: Sequence[int], params: SamplingParams) -> Request:
+        """The request for a prompt. Errors name the prompt's index."""
         try:
             request = self.engine.rules.make_request(next(self._ids), prompt, params)
             self.engine.check_grammar(request)
@@ -289,37 +323,35 @@ class LLM:
         except UserError as error:
             raise type(error)(f"prompt {index}: {error.message}", hint=error.hint) from None
 
-    def _try_add(self, request: Request, params: SamplingParams) -> bool:
+    def _try_add(self, job: _Job) -> bool:
         try:
-            self._add(request, params)
+            self._add(job)
         except QueueFull:
-            return False  # room comes with the next steps
+            return False  # the next steps make room
         return True
 
 
-class Stream(Iterator[Delta]):
-    """Deltas of one request. Closing it, leaving its `with` block or losing it cancels what is not done."""
+class OutputStream(Iterator[OutputDelta]):
+    """The output of one request, delta by delta. Closing it, leaving its `with` block or dropping it cancels the rest."""
 
-    def __init__(self, llm: LLM, request: Request) -> None:
+    def __init__(self, llm: LLM, job: _Job) -> None:
         self._llm = llm
-        self._request = request
-        self._num_running = request.n
+        self._job = job
+        self._is_closed = False
 
-    def __next__(self) -> Delta:
-        inbox = self._llm._inbox.get(self._request.request_id)
-        if inbox is None:
-            raise StopIteration
-        while not inbox:
-            if self._num_running == 0:
-                self.close()
+    def __next__(self) -> OutputDelta:
+        unread = self._job.unread
+        while not unread:
+            if self._is_closed or self._job.num_running == 0:
                 raise StopIteration
-            self._llm._pump()
-        delta = inbox.popleft()
-        self._num_running -= delta.finish_reason is not None
-        return delta
+            if self._llm._engine is not None and self._job.request.request_id not in self._llm._jobs:
+                raise InternalError("the engine failed and ended this request")
+            self._llm._step()
+        return unread.popleft()
 
     def close(self) -> None:
-        self._llm._drop(self._request.request_id)
+        self._is_closed, self._job.unread = True, None
+        self._llm._drop(self._job)
 
     def __enter__(self) -> Self:
         return self
@@ -332,7 +364,7 @@ class Stream(Iterator[Delta]):
 
 
 def _as_list(value: Any, name: str, expected: str) -> list[Any]:
-    """`value` as a list; a mapping, bytes or something that cannot be walked is refused."""
+    """`value` as a list. Mappings, bytes and values that cannot be iterated are refused."""
     if isinstance(value, Mapping | bytes) or not isinstance(value, Iterable):
         raise BadRequest(f"{name}: got {type(value).__name__}, expected {expected}")
     return list(value)
@@ -343,8 +375,8 @@ def _is_conversation(prompt: object) -> TypeGuard[Sequence[Message]]:
     return isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def _thinking_first(params: SamplingParams) -> SamplingParams:
-    """The same, but a form that the output must have is that of what comes after the thought."""
+def _after_thought(params: SamplingParams) -> SamplingParams:
+    """The same params, but structured outputs apply after the thought."""
     form = params.structured_outputs
     return params if form is None else replace(params, structured_outputs=replace(form, after_thought=True))
 
@@ -353,13 +385,13 @@ def _params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None,
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:
-        raise BadRequest(f"params: got {len(params)} of them for {count} prompts", hint="give one for all, or one per prompt")
+        raise BadRequest(f"params: got {len(params)} for {count} prompts", hint="pass one for all prompts, or one per prompt")
     return list(params)
 
 
 @contextmanager
-def _interrupt_later() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is done: a step that is half applied would leave pages in limbo."""
+def _interrupt_deferred() -> Iterator[None]:
+    """Defer Ctrl-C until the block is done: a half-applied step would leak pages."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -375,7 +407,7 @@ def _interrupt_later() -> Iterator[None]:
 
 @contextmanager
 def _progress(count: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr for many prompts, in a terminal; called with the tokens of each prompt that is done."""
+    """A progress bar for several prompts, if stderr is a terminal; called with the number of tokens of each finished prompt."""
     if count < 2 or not sys.stderr.isatty():
         yield lambda num_tokens: None
         return

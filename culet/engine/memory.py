@@ -1,4 +1,4 @@
-"""What fits: free memory of this machine, and how many slabs of KV cache it gives."""
+"""How much memory is free, and how many slabs of KV cache fit into it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from culet.cache.spec import CacheLayout
 from culet.errors import ConfigError
 from culet.log import chose
 from culet.scheduler.admission import least_pages
-from culet.scheduler.sequence import max_held_pages
+from culet.scheduler.group_pages import max_held_pages
 
-CPU_SEQUENCE_LEN = 2048  # tokens for which a CPU's cache is sized, per sequence that may run
-CPU_MEMORY_SHARE = 4  # the CPU's cache takes at most one part in this many of what is free
+CPU_SEQUENCE_LEN = 2048  # tokens per running sequence for which a CPU's cache is sized
+CPU_MEMORY_SHARE = 4  # a CPU's cache takes at most one part in 4 of the free memory
 _ALLOCATOR_SLACK = 1.05  # the caching allocator rounds up; measured peaks are multiplied by this
 MIB = 1 << 20
 GIB = 1 << 30
@@ -24,10 +24,10 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes on the GPU besides weights and pages."""
+    """Bytes that a GPU needs besides weights and pages."""
 
     activations: int  # of the heaviest step
-    buffers: int  # of slots and of fixed steps, which stay
+    buffers: int  # of slots and fixed-shape steps
     graphs: int
 
     @property
@@ -36,7 +36,7 @@ class Needs:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware; without that it is many times slower than float32."""
+    """Whether the CPU multiplies bfloat16 in hardware. Without that it is many times slower than float32."""
     try:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):
@@ -44,12 +44,12 @@ def cpu_has_bfloat16() -> bool:
 
 
 def total_cpu_memory() -> int:
-    """Bytes of memory that this process may use, container limits included."""
+    """Bytes of memory that this process may use, within container limits."""
     return min(_meminfo("MemTotal"), *_cgroup_limits())
 
 
 def free_cpu_memory() -> int:
-    """Bytes of memory that can still be had, container limits included."""
+    """Bytes of memory that are still free, within container limits."""
     return min(_meminfo("MemAvailable"), *(limit - used for limit, used in _cgroup_usage()), _meminfo("MemTotal"))
 
 
@@ -62,11 +62,11 @@ def _meminfo(field: str) -> int:
     pages = "SC_AVPHYS_PAGES" if field == "MemAvailable" else "SC_PHYS_PAGES"
     if pages in os.sysconf_names:
         return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
-    return 8 * GIB  # a system that tells nothing: assume a small one
+    return 8 * GIB  # unknown: assume a small machine
 
 
 def _cgroup_usage() -> list[tuple[int, int]]:
-    """(limit, used) of the container, where there is one."""
+    """(limit, used) of the container, if there is one."""
     for limit_name, used_name in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -85,12 +85,12 @@ def _cgroup_limits() -> list[int]:
 
 
 def least_slabs(layout: CacheLayout, num_tokens: int) -> int:
-    """Slabs without which one sequence of `num_tokens` tokens, the last of which leaves no KV, cannot end."""
+    """Fewest slabs with which one sequence of `num_tokens` tokens can finish. The last token needs no KV."""
     return sum(least_pages(group, max(1, num_tokens - 1)) for group in layout.groups)
 
 
 def longest_sequence(layout: CacheLayout, num_slabs: int, limit: int) -> int:
-    """Most tokens, up to `limit`, of one sequence that fits into `num_slabs`; 0 where not even one token does."""
+    """Most tokens, up to `limit`, of one sequence that fits into `num_slabs`; 0 if not even one token fits."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -98,10 +98,10 @@ def longest_sequence(layout: CacheLayout, num_slabs: int, limit: int) -> int:
     return low
 
 
-def slabs_for_cpu(layout: CacheLayout, *, max_num_seqs: int, chunk: int, max_position: int, asked_len: int | None) -> int:
-    """Slabs of a CPU's cache: `max_num_seqs` moderate sequences or one of `asked_len`, within a share of what is free."""
-    typical = min(asked_len or max_position, CPU_SEQUENCE_LEN)
-    wanted = max(max_num_seqs * _roomy_slabs(layout, typical, chunk), least_slabs(layout, asked_len or 2))
+def slabs_for_cpu(layout: CacheLayout, *, max_num_seqs: int, chunk: int, max_position: int, wanted_len: int | None) -> int:
+    """Slabs for `max_num_seqs` moderate sequences, or for one of `wanted_len`, within a share of the free memory."""
+    typical = min(wanted_len or max_position, CPU_SEQUENCE_LEN)
+    wanted = max(max_num_seqs * _roomy_slabs(layout, typical, chunk), least_slabs(layout, wanted_len or 2))
     bound = free_cpu_memory() // CPU_MEMORY_SHARE // layout.slab_bytes
     num_slabs = max(min(wanted, bound), least_slabs(layout, 2))
     reason = f"{max_num_seqs} sequences of {typical} tokens" if num_slabs >= wanted else "a quarter of the free memory"
@@ -110,7 +110,7 @@ def slabs_for_cpu(layout: CacheLayout, *, max_num_seqs: int, chunk: int, max_pos
 
 
 def _roomy_slabs(layout: CacheLayout, num_tokens: int, chunk: int) -> int:
-    """Slabs that a sequence of `num_tokens` tokens holds at most, computed in chunks."""
+    """Most slabs that a sequence of `num_tokens` tokens holds when it is computed in chunks."""
     total = 0
     for group in layout.groups:
         bound = max_held_pages(group, min(chunk, num_tokens), 1)
@@ -120,7 +120,7 @@ def _roomy_slabs(layout: CacheLayout, num_tokens: int, chunk: int) -> int:
 
 
 def slabs_for_gpu(layout: CacheLayout, device: torch.device, *, utilization: float, free_before: int, needs: Needs) -> int:
-    """Slabs that fill the GPU up to `utilization`, after the weights that are there now and what steps need."""
+    """Slabs that fill the GPU up to `utilization`, after the loaded weights and what steps need."""
     _, total = torch.cuda.mem_get_info(device)
     weights = torch.cuda.memory_allocated(device)
     budget = int(min(total * utilization, free_before))
@@ -137,7 +137,7 @@ def slabs_for_gpu(layout: CacheLayout, device: torch.device, *, utilization: flo
 
 
 def measure_peak(device: torch.device, run: Callable[[], object]) -> int:
-    """Bytes that `run` needs on the GPU at its peak, beyond what is allocated now; torch's allocator keeps them for later."""
+    """Bytes that `run` needs on the GPU at its peak, beyond what is allocated now. torch's allocator keeps them."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

@@ -1,6 +1,6 @@
-"""A model on the GPU before its KV cache is there: compiles kernels ahead, and finds out by trial what memory steps need.
+"""Runs steps on the GPU before the KV cache is sized: to compile every kernel, and to measure what memory steps need.
 
-All pages of a trial are page 0 of a cache of one page: its steps have the shapes of real ones, and no meaning.
+A rehearsal's cache has a single page, which every page table names. Its steps have the shapes of real ones, and no meaning.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from culet.runner.runner import Runner
 from culet.scheduler.sequence import MAX_SCORED_CHUNK
 from culet.types import Entry, PageTable, Row, Sampling, StepPlan
 
-# Kernels differ by the number of tokens in a step (tiles of products, grouped experts), of rows, and of a row's few queries.
+# Kernels differ by the number of tokens in a step (tiles of matmuls, grouped experts), of rows, and of queries in a short row.
 TOKEN_COUNTS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 513, 768, 1024, 2048, 4096, 8192)
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 16, 17, 32, 33, 65, 129, 257)
 QUERY_COUNTS = (1, 2, 4, 8, 16)
-BESIDE = 128  # tokens of a prompt beside rows of few: enough for the kernels that steps of many tokens take
-CONTEXT = 64  # tokens before the new ones, where a step is to have a context
-LEAST_GRAPH = 1 << 20  # bytes; what a further graph takes may be too small to see
-SCORED_TOP = 20  # log-probabilities per position in the step that scores a prompt
+BESIDE = 128  # tokens of a prompt beside short rows: enough for the kernels of large steps
+CONTEXT = 64  # tokens before the new ones, in steps with a context
+LEAST_GRAPH = 1 << 20  # bytes of each further graph: they may be too small to measure
+SCORED_TOP = 20  # log-probabilities per position in a step that scores a prompt
 
 T = TypeVar("T")
 Shape = tuple[int, int, int]  # of a row: tokens before it, new tokens, logits
 
 
-class Trial:
-    """One model, its attention backends and its schedule, tried out with a cache of one page."""
+class Rehearsal:
+    """One model, its attention backends and its schedule, with a cache of one page."""
 
     def __init__(
         self,
@@ -65,18 +65,18 @@ class Trial:
     # Kernels
 
     def compile_kernels(self) -> bool:
-        """Compile every kernel that a step may need, unless all are known to be on disk; True if there was work."""
+        """Compile every kernel that a step may need, unless all of them are on disk. True if there was work to do."""
         properties = torch.cuda.get_device_properties(self.model.device)
         gpu = (properties.name, properties.major, properties.minor, properties.multi_processor_count)
         backends = [type(backend).__qualname__ for backend in self.backends]
         facts = (self.model.spec, self.model.dtype, self.model.latent, self.layout, backends, self._drafter_facts())
-        # A short context or no graphs leave kernels out, which a later start may need.
+        # With a short context or without graphs some kernels are not compiled, which a later start may need.
         mark = mark_of(gpu, torch.__version__, facts, self.max_num_seqs, self.budget, self._longest, self.has_graphs)
         if mark.exists():
             return False
         runner = self._runner()
         with compile_ahead(mark), self.model.one_of_each_kind():
-            if mark.exists():  # by now: another process has compiled them, and this one has waited
+            if mark.exists():  # another process compiled them while this one waited
                 return False
             for plan in self._ladder():
                 runner.launch(plan)
@@ -91,7 +91,7 @@ class Trial:
         return True
 
     def compile_for(self, num_seqs: Sequence[int], prompt_len: int) -> None:
-        """Compile what prompts of one length, then decode, verify and drafting of these numbers of sequences need."""
+        """Compile the kernels for prompts of one length, and for decode, verify and draft rounds of `num_seqs` sequences."""
         runner = self._runner()
         with compile_ahead(), self.model.one_of_each_kind():
             for count in num_seqs:
@@ -115,10 +115,11 @@ class Trial:
 
     @property
     def _longest(self) -> int:
-        """Most new tokens of a row, with room for a context before it unless there is none at all."""
+        """Most new tokens of a row. Leaves room for a context, if max_model_len allows one."""
         return max(1, min(self.budget, self.max_model_len - CONTEXT))
 
     def _ladder(self) -> Iterator[StepPlan]:
+        """Steps that between them use every kernel outside of graphs."""
         for count in sorted({min(count, self._longest) for count in (*TOKEN_COUNTS, self.budget)}):
             yield self._plan([(0, count, 1)])
             if count > max(QUERY_COUNTS):
@@ -127,9 +128,9 @@ class Trial:
         for num_rows in sorted({min(count, self.max_num_seqs) for count in ROW_COUNTS}):
             for queries in QUERY_COUNTS:
                 if num_rows * queries + BESIDE <= self.budget and self.max_model_len > CONTEXT + BESIDE:
-                    few = [(CONTEXT, queries, 1)] * (num_rows - 1)
-                    yield self._plan([*few, (CONTEXT, queries, 1)])
-                    yield self._plan([*few, (CONTEXT, BESIDE, 1)])  # beside a prompt
+                    short_rows = [(CONTEXT, queries, 1)] * (num_rows - 1)
+                    yield self._plan([*short_rows, (CONTEXT, queries, 1)])
+                    yield self._plan([*short_rows, (CONTEXT, BESIDE, 1)])  # beside a prompt
         for settings in (
             replace(self.sampling, temperature=0.0),
             replace(self.sampling, temperature=1.0, top_k=0, top_p=1.0),
@@ -143,13 +144,13 @@ class Trial:
 
     @property
     def _demanding(self) -> Sampling:
-        """All that changes logits before a draw, with the unchanged ones kept for log-probabilities."""
+        """Settings that change the logits before a draw, and need the unchanged ones for log-probabilities."""
         return replace(self.sampling, repetition_penalty=1.1, logit_bias=((0, 1.0),), logprobs=SCORED_TOP)
 
     # Memory
 
     def measure(self) -> Needs:
-        """What the heaviest steps and a few graphs take; all but the steps' own is given back."""
+        """Memory of the heaviest steps, of buffers and of graphs. Everything but the activations of the steps is freed."""
         device = self.model.device
         before = torch.cuda.memory_allocated(device)
         runner = self._runner()
@@ -161,13 +162,13 @@ class Trial:
             fixed = None
             gc.collect()
             torch._C._cuda_clearCublasWorkspaces()
-        # The heaviest last: what it took stays with torch's allocator, cut to size for the steps to come.
+        # The heaviest step comes last: torch's allocator keeps its blocks, in the right sizes for later steps.
         with self.model.one_of_each_kind(() if self.drafter is None else self.drafter.taps):
             peak = max(measure_peak(device, _launching(runner, plan)) for plan in self._heavy_steps())
         return Needs(peak, buffers, graphs)
 
     def _graph_bytes(self, runner: Runner, fixed: FixedShapes) -> int:
-        """What the runner's graphs would take; the few that are captured for it are given back."""
+        """Memory of all the runner's graphs, from a few that are captured here and freed."""
         captures = Captures(self.model.device)
         total = self._measure_graphs(fixed.steps.buckets, lambda bucket: fixed.steps.capture(captures, [bucket]))
         if fixed.draws is not None:
@@ -183,16 +184,16 @@ class Trial:
         return total
 
     def _measure_graphs(self, shapes: Sequence[T], capture: Callable[[T], None]) -> int:
-        """Bytes of all graphs, by the largest and the one after it."""
-        taken = []
+        """Bytes of the graphs of all shapes, from the largest two."""
+        sizes = []
         for shape in [shapes[-1], *shapes[-2:-1]]:
             free = _free(self.model.device)
             capture(shape)
-            taken.append(max(0, free - _free(self.model.device)))
-        return taken[0] + max(taken[-1] if len(taken) > 1 else 0, LEAST_GRAPH) * (len(shapes) - 1)
+            sizes.append(max(0, free - _free(self.model.device)))
+        return sizes[0] + max(sizes[-1] if len(sizes) > 1 else 0, LEAST_GRAPH) * (len(shapes) - 1)
 
     def _heavy_steps(self) -> Iterator[StepPlan]:
-        """Prompt tokens whose every logit is wanted; as many rows as may run, with the most demanding draws; one long chunk."""
+        """A prompt with logits at every position; as many rows as may run, with the most demanding draws; one long chunk."""
         yield self._scored_plan(min(MAX_SCORED_CHUNK, self.budget, self.max_model_len - 1))
         num_rows = min(self.max_num_seqs, self.budget)
         lengths = [self.budget // num_rows + (index < self.budget % num_rows) for index in range(num_rows)]
@@ -223,12 +224,12 @@ class Trial:
         return StepPlan(0, tuple(entries), (), tuple(rows))
 
     def _verify_plan(self, num_seqs: int, num_queries: int) -> StepPlan:
-        """Decode with one query, else a verify of one draft less."""
+        """A verify step of `num_queries - 1` drafts; with one query, a decode step."""
         plan = self._plan([(CONTEXT, num_queries, num_queries)] * num_seqs)
         return plan.with_rows(row._replace(num_drafts=num_queries - 1) for row in plan.rows)
 
     def _scored_plan(self, num_tokens: int) -> StepPlan:
-        """A chunk of a prompt whose every logit is wanted."""
+        """A chunk of a prompt that needs logits at every position."""
         plan = self._plan([(0, num_tokens, num_tokens)], replace(self.sampling, prompt_logprobs=SCORED_TOP))
         row = plan.rows[0]._replace(draw_slots=(), is_prompt_logprobs=True)
         return plan.with_rows([row])
@@ -239,7 +240,7 @@ def _launching(runner: Runner, plan: StepPlan) -> Callable[[], object]:
 
 
 def _free(device: torch.device) -> int:
-    """Bytes that are free on the GPU, once everything that can be given back is."""
+    """Free bytes on the GPU, after torch has given back everything it can."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]

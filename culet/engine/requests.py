@@ -1,4 +1,4 @@
-"""From sampling parameters to a Request with nothing left open. No torch: the server does this outside the engine's process."""
+"""From sampling parameters to a complete Request. No torch: the server does this outside the engine's process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from culet.errors import BadRequest, ContextTooLong
-from culet.text.text import check_token_ids
+from culet.text.tokenizer import check_token_ids
 from culet.types import ModelDefaults, Request, Sampling, SamplingParams
 
 TURN_TOKEN, RESULT_TOKEN = "<|turn>", "<tool_response|>"
@@ -15,15 +15,15 @@ TURN_TOKEN, RESULT_TOKEN = "<|turn>", "<tool_response|>"
 
 @dataclass(frozen=True)
 class RequestRules:
-    """What a request is checked against and completed with: the model's defaults, and the limits of one engine."""
+    """The model's defaults and the engine's limits: what a request is completed with and checked against."""
 
     vocab_size: int
     defaults: ModelDefaults
     max_position: int  # of the model
     max_model_len: int  # of this engine
     max_num_seqs: int
-    turn_id: int | None = None  # the token that opens a turn of a chat; None: the vocabulary has none
-    result_id: int | None = None  # the token that closes a tool's result
+    turn_id: int | None = None  # the token that opens a chat turn; None if the vocabulary has none
+    result_id: int | None = None  # the token that closes a tool result
 
     def make_request(
         self,
@@ -34,7 +34,7 @@ class RequestRules:
         priority: int = 0,
         deadline: float | None = None,
     ) -> Request:
-        """Fill in every default and refuse what cannot be served, before any work is done."""
+        """Fill in every default, and refuse a request that cannot be served."""
         prompt = check_token_ids(prompt_token_ids, self.vocab_size)
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", tuple(params.logit_bias or ()))):
             if any(token_id >= self.vocab_size for token_id in ids):
@@ -55,45 +55,44 @@ class RequestRules:
             priority=priority,
             deadline=deadline,
             grammar=None if params.structured_outputs is None else params.structured_outputs.spec(),
-            resume_points=self._resume_points(prompt),
+            resume_lengths=self._resume_lengths(prompt),
         )
 
-    def _resume_points(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        """Where a chat's next prompt may part from this one: before the turn that the model is to write, and behind results.
+    def _resume_lengths(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        """Where a chat's next prompt may diverge from this one: before the model's turn, and after tool results in it.
 
-        Templates leave out of past turns what follows there: the beginning of a thought, and what the model thinks.
+        Templates drop what follows there from past turns: the beginning of a thought, and what the model thinks.
         """
         turn, result = _last(prompt, self.turn_id), _last(prompt, self.result_id)
         if turn is None:
             return ()
-        points = (turn,) if result is None or result < turn else (turn, result + 1)
-        return tuple(point for point in points if 0 < point < len(prompt))
+        lengths = (turn,) if result is None or result < turn else (turn, result + 1)
+        return tuple(length for length in lengths if 0 < length < len(prompt))
 
-    def _max_tokens(self, prompt_len: int, asked: int | None) -> int:
-        """Tokens that the output may have: as asked for if the context holds them, else refused with the arithmetic."""
+    def _max_tokens(self, prompt_len: int, requested: int | None) -> int:
+        """Most output tokens: as requested, or what the context has room for. Refuses more than that."""
         limit = self.max_model_len
         if prompt_len >= limit:
             raise ContextTooLong(
-                f"the prompt has {prompt_len} tokens, the context holds {limit} and the output needs one",
-                hint=f"a prompt of at most {limit - 1} tokens, or a larger --max-model-len "
-                f"(the model allows {self.max_position})",
+                f"the prompt has {prompt_len} tokens, the context holds {limit}, and the output needs at least one",
+                hint=f"send at most {limit - 1} prompt tokens, or raise --max-model-len (the model allows {self.max_position})",
             )
-        max_tokens = asked or limit - prompt_len
+        max_tokens = requested or limit - prompt_len
         if prompt_len + max_tokens > limit:
             raise ContextTooLong(
                 f"{prompt_len} prompt tokens + {max_tokens} max_tokens = {prompt_len + max_tokens}, the context holds {limit}",
-                hint=f"max_tokens of at most {limit - prompt_len}, a shorter prompt, or a larger --max-model-len",
+                hint=f"set max_tokens to at most {limit - prompt_len}, shorten the prompt, or raise --max-model-len",
             )
         return max_tokens
 
 
 def _last(token_ids: tuple[int, ...], wanted: int | None) -> int | None:
-    """Position of the last `wanted` among the tokens; None where there is none."""
+    """Position of the last `wanted` among the tokens, if any."""
     return len(token_ids) - 1 - token_ids[::-1].index(wanted) if wanted in token_ids else None
 
 
 def resolve_sampling(params: SamplingParams, defaults: ModelDefaults, vocab_size: int) -> Sampling:
-    """`params` with the model's defaults; without a seed, a random one."""
+    """`params` completed with the model's defaults, and with a random seed if it has none."""
     bias = dict(params.logit_bias or {}) | dict.fromkeys(defaults.suppress_token_ids, float("-inf"))
     top_k = defaults.top_k if params.top_k is None else params.top_k
     penalty = params.repetition_penalty

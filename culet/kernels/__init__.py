@@ -1,1 +1,1 @@
-"""Operations: tensors in, tensors out. `reference.py` is the eager oracle of every one."""
+"""Operations: tensors in, tensors out. `triton/` has the GPU kernels, `eager/` a twin of each in plain torch."""

@@ -1,8 +1,13 @@
-"""Compiles kernels into the cache on disk, in a process of its own and without the GPU; run by `compiling.CompilerProcesses`.
+"""Compiles kernels into the disk cache in a separate process, without a GPU; started by `compiling` and `cross_compile`.
 
-One JSON object per line: the first {"cache": folder} of Triton's cache, every further one {"module", "kernel", "capability",
-"specialization"}, the last as Triton writes it for its compile hooks. Each is answered by {"error": why not, or nothing}, and a
-compiled one by the name and the seconds besides.
+One JSON object per line. The first is {"has_launchers"}: whether to build the C function that launches each kernel too. Every
+further line is {"cache", "module", "kernel", "capability", "specialization"}: Triton's cache folder, the kernel, the GPU to
+compile for, and what Triton gives its compile hooks. Each is answered by {"error"}, which is empty on success; the hash of the
+source and the seconds come with it.
+
+A process compiles for one architecture. Triton 3.6 chooses its fp8 conversions for the first kernel of a process and keeps
+them: after a kernel for sm_90, kernels for sm_89 would get an instruction that sm_89 does not have, and after a kernel for
+sm_89, kernels for sm_90 would get slow conversions.
 """
 
 from __future__ import annotations
@@ -23,22 +28,27 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from culet.kernels.compiling import settle_names
+from culet.kernels.compiling import hash_kernels
 
 
 def main() -> None:
-    """Answer until stdin ends, which it does when Culet is gone."""
+    """Answer until stdin ends, which happens when Culet exits."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    sys.stdout = sys.stderr  # whatever a compiler prints is no answer
-    setup = json.loads(sys.stdin.readline())
-    knobs.cache.dir = setup["cache"]
-    knobs.compilation.store_binary_only = True  # nobody reads the steps in between, and a start would load them all
-    settle_names()
+    sys.stdout = sys.stderr  # keep what compilers print out of the answers
+    has_launchers = json.loads(sys.stdin.readline())["has_launchers"]
+    # Kernels that are launched come without their intermediate representations: every start would load those.
+    knobs.compilation.store_binary_only = has_launchers
+    hash_kernels()
     _answer(answers, {"error": ""})
+    capability = None
     for line in sys.stdin:
+        job = json.loads(line)
+        capability = capability or job["capability"]
         try:
-            _answer(answers, _compile(json.loads(line)))
-        except Exception as error:  # whoever asked compiles it again, and tells
+            if job["capability"] != capability:
+                raise ValueError(f"this process compiles for sm_{capability}, not for sm_{job['capability']}")
+            _answer(answers, _compile(job, has_launchers))
+        except Exception as error:  # the caller decides what to do
             _answer(answers, {"error": f"{type(error).__name__}: {error}"})
 
 
@@ -47,9 +57,10 @@ def _answer(answers: Any, answer: dict[str, Any]) -> None:
     answers.flush()
 
 
-def _compile(job: dict[str, Any]) -> dict[str, Any]:
-    """Compile one kernel and the C function that launches it, unless they are on disk."""
+def _compile(job: dict[str, Any], has_launchers: bool) -> dict[str, Any]:
+    """Compile one kernel, and the C function that launches it, unless they are on disk."""
     began = time.perf_counter()
+    knobs.cache.dir = job["cache"]
     kernel = getattr(import_module(job["module"]), job["kernel"])
     given = json.loads(job["specialization"])
     constants = dict(zip(map(tuple, given["constant_keys"]), map(_constant, given["constant_vals"]), strict=True))
@@ -57,13 +68,14 @@ def _compile(job: dict[str, Any]) -> dict[str, Any]:
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in given["options"].items()}
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, given["signature"], constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", job["capability"], 32), options=options)
-    with suppress(Exception):  # where the launcher cannot be built, whoever asked tries again, and tells
-        CudaLauncher(source, compiled.metadata)
-    return {"error": "", "name": source.hash(), "seconds": time.perf_counter() - began}
+    if has_launchers:
+        with suppress(Exception):  # the caller tries again where the launcher cannot be built, and reports it
+            CudaLauncher(source, compiled.metadata)
+    return {"error": "", "hash": source.hash(), "seconds": time.perf_counter() - began}
 
 
 def _constant(value: Any) -> Any:
-    """A constant as the kernel is given it, from Triton's own JSON of it."""
+    """A constant as the kernel receives it, from Triton's JSON of it."""
     if isinstance(value, dict) and "constexpr" in value:
         return tl.constexpr(value["constexpr"])
     return tl.dtype(value) if isinstance(value, str) and tl.dtype.is_dtype(value) else value

@@ -1,4 +1,4 @@
-"""Compiling kernels: once, in parallel, kept on disk; and a count of what was compiled and what was found there."""
+"""Compiling kernels once, in parallel, into a disk cache; and counting what was compiled and what was found there."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 from queue import SimpleQueue
 from typing import Any
 
-from culet import __version__, env
+from culet import env, hardware
 from culet.errors import InternalError
 from culet.line_process import LineProcess
 from culet.log import logger
+from culet.version import __version__
 
 _MAX_WORKERS = 16
-_COMPILE_LIMIT_S = 120.0  # for one kernel; the slowest take 3
-_SILENT_WAIT_S = 1.0  # for another process that compiles into the same folder
+_COMPILE_LIMIT_S = 120.0  # for one kernel; the slowest takes 3
+_SILENT_WAIT_S = 1.0  # before the log says that another process compiles into the same folder
 
 
 @dataclass
 class CompileCount:
-    """Kernels that were compiled since counting began, and those that were found on disk."""
+    """How many kernels were compiled, and how many were found on disk, since counting began."""
 
     compiled: int = 0
     found: int = 0
@@ -38,27 +39,24 @@ class CompileCount:
     is_serving: bool = False
 
     def listen(self, *, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
-        """What Triton calls after each kernel."""
-        if cache_hit:
-            seconds = _compiled_elsewhere.pop(src.hash(), None) if _compiled_elsewhere else None
-            self.found += seconds is None
-            self.compiled += seconds is not None
-            self.seconds += seconds or 0.0
+        """Triton calls this after each kernel."""
+        seconds = _compiled_elsewhere.pop(src.hash(), None) if cache_hit else times.total / 1e6
+        if seconds is None:
+            self.found += 1
             return
         self.compiled += 1
-        self.seconds += times.total / 1e6
+        self.seconds += seconds
         if self.is_serving:
             name = getattr(src, "name", "?")
-            logger.warning(
-                "kernel %s was compiled while serving, in %.1f s: the start has not foreseen it", name, times.total / 1e6
-            )
+            logger.warning("kernel %s was compiled while serving, in %.1f s: the rehearsal at start missed it", name, seconds)
 
     def begin_serving(self) -> None:
-        """From now on every compilation is one too many, and is told."""
+        """Warn about every compilation from now on."""
         self.is_serving = True
 
 
-_compiled_elsewhere: dict[str, float] = {}  # by name: seconds that a compiler process took, until the kernel is loaded
+# Seconds that a compiler process took, by hash of the source, until the kernel is loaded from disk.
+_compiled_elsewhere: dict[str, float] = {}
 
 
 def cache_folder() -> Path:
@@ -66,10 +64,10 @@ def cache_folder() -> Path:
 
 
 def use_disk_cache() -> CompileCount:
-    """Keep compiled kernels under CULET_CACHE_DIR (TRITON_CACHE_DIR, where set, wins), and count from now on."""
+    """Keep compiled kernels under CULET_CACHE_DIR, or TRITON_CACHE_DIR if that is set, and start counting."""
     from triton import knobs
 
-    settle_names()
+    hash_kernels()
     if "TRITON_CACHE_DIR" not in os.environ:
         knobs.cache.dir = str(cache_folder() / "triton")
     count = CompileCount()
@@ -77,38 +75,37 @@ def use_disk_cache() -> CompileCount:
     return count
 
 
-def settle_names() -> None:
-    """Let every kernel find its name on disk, always in the same order.
+@cache
+def hash_kernels() -> None:
+    """Hash all kernels in a fixed order, so that every process finds them on disk under the same names.
 
-    Triton names a kernel by its source and by what it calls, and the name depends on which of two kernels that call the same
-    function was named first: another order, and a second start would compile some of them again.
+    Triton hashes a kernel's source, what it calls, and the constants that both use. But it reads the constants of a called
+    function before it hashes that function: whichever of two callers is hashed first misses them. So the order decides the
+    names, and with another order the next start would compile some kernels again.
     """
     import culet.kernels.triton as package
 
-    for module in sorted(info.name for info in iter_modules(package.__path__)):
-        for _, kernel in sorted(vars(import_module(f"{package.__name__}.{module}")).items()):
-            getattr(kernel, "cache_key", None)  # worked out when it is asked for
+    for module in sorted(info.name for info in walk_packages(package.__path__, f"{package.__name__}.")):
+        for _, kernel in sorted(vars(import_module(module)).items()):
+            getattr(kernel, "cache_key", None)  # computed on first access
 
 
 class CompilerProcesses:
-    """Processes that compile kernels into the cache on disk, one kernel at a time each.
+    """Processes that compile kernels into the disk cache, one kernel at a time each.
 
-    Threads would share Python's lock, under which three quarters of a compilation run: 16 of them are as fast as one.
+    Threads would share Python's lock, which a compilation holds for three quarters of its time: 16 are as fast as one.
     """
 
     def __init__(self, count: int | None = None) -> None:
-        """Start them, by default one per core, and do not wait for it."""
-        from triton import knobs
-
+        """Start them without waiting, by default one per core."""
         self.count = count or _num_workers()
-        self._free: SimpleQueue[LineProcess | None] = SimpleQueue()  # None: one that did not start, or broke
+        self._free: SimpleQueue[LineProcess | None] = SimpleQueue()  # None: the process did not start, or failed
         self._is_closed = False
-        self._first_line = json.dumps({"cache": knobs.cache.dir})
         for _ in range(self.count):
             threading.Thread(target=self._start, daemon=True).start()
 
     def compile(self, job: str) -> None:
-        """Have one kernel compiled, and wait. Where that fails, it is not on disk afterwards, and no more."""
+        """Have one kernel compiled, and wait. After a failure the kernel is simply not on disk."""
         process = self._free.get()
         if process is not None:
             try:
@@ -116,7 +113,7 @@ class CompilerProcesses:
                 if answer["error"]:
                     logger.debug("a compiler process failed: %s", answer["error"])
                 else:
-                    _compiled_elsewhere[answer["name"]] = answer["seconds"]
+                    count_elsewhere(answer)
             except OSError:
                 process.end()
                 process = None
@@ -134,23 +131,34 @@ class CompilerProcesses:
         process = None
         if not self._is_closed:
             try:
-                process = LineProcess(["-m", "culet.kernels.compiler_process"], "compiles kernels", self._first_line)
+                process = start_compiler(has_launchers=True)
             except InternalError as error:
-                logger.warning("%s: kernels are compiled here instead, more slowly", error)
+                logger.warning("%s: kernels are compiled in this process instead, which is slower", error)
         self._free.put(process)
+
+
+def start_compiler(*, has_launchers: bool) -> LineProcess:
+    """A process that compiles kernels for one architecture; see `compiler_process`."""
+    first_line = json.dumps({"has_launchers": has_launchers})
+    return LineProcess(["-m", "culet.kernels.compiler_process"], "compiles kernels", first_line)
+
+
+def count_elsewhere(answer: dict[str, Any]) -> None:
+    """Count a kernel as compiled, though this process will find it on disk."""
+    _compiled_elsewhere[answer["hash"]] = answer["seconds"]
 
 
 def _num_workers() -> int:
     return max(1, min(_MAX_WORKERS, len(os.sched_getaffinity(0))))
 
 
-_expected: list[CompilerProcesses] = []  # at most one lot: started ahead of the block that needs them, or by it
+_expected: list[CompilerProcesses] = []  # at most one: started before `compile_ahead`, or by it
 
 
 def expect_compiling() -> None:
-    """Start the compiler processes now if nothing was ever compiled here: they take seconds, in which weights can be loaded.
+    """Start the compiler processes now if the disk cache is empty: they take seconds, while weights are loaded.
 
-    After `use_disk_cache`. The next `compile_ahead` takes them, and there has to be one.
+    Call it after `use_disk_cache`, and call `compile_ahead` later, which uses the processes and ends them.
     """
     if not _expected and not any((cache_folder() / "warm").glob("*")):
         _expected.append(CompilerProcesses())
@@ -158,10 +166,10 @@ def expect_compiling() -> None:
 
 @contextmanager
 def compile_ahead(mark: Path | None = None) -> Iterator[None]:
-    """Within, launches do not run: their kernels are compiled, several at a time, and ready when the block ends.
+    """Inside, launches do not run: their kernels are compiled, several at a time, and are ready when the block ends.
 
-    One process at a time is within, of those that share a folder of kernels; the others wait, and find on disk what they have
-    in common. `mark` is made at the end, so that whoever waited for these kernels sees it.
+    Of the processes that share a cache folder one is inside at a time. The others wait, and then find on disk what they have
+    in common. The file `mark` is created at the end, for those who waited for these kernels.
     """
     import torch
     from triton import knobs
@@ -170,18 +178,18 @@ def compile_ahead(mark: Path | None = None) -> Iterator[None]:
     from culet.kernels.triton.launch import only_warm
 
     device = torch.cuda.current_device()
-    major, minor = torch.cuda.get_device_capability(device)
+    capability = hardware.capability_of(device)
     noted: list[tuple[str, str]] = []  # name and job of the kernel that Triton is about to submit
-    # Triton loads the C function that launches a kernel as a module, and all of these have one name. Python keeps one such
-    # module and fills it anew when a file is loaded again, so that a second thread could be given another kernel's function.
+    # Triton loads the C function that launches a kernel as a module, and all these modules have one name. Python keeps one of
+    # them and fills it again when the next file is loaded, so a second thread could get another kernel's function.
     loading = threading.Lock()
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> None:
-        """What Triton calls before it compiles a kernel."""
-        job = {"module": fn.module, "kernel": fn.name, "capability": 10 * major + minor}
+        """Triton calls this before it compiles a kernel."""
+        job = {"cache": knobs.cache.dir, "module": fn.module, "kernel": fn.name, "capability": capability}
         noted[:] = [(fn.jit_function.__name__, json.dumps({**job, "specialization": compile["specialization_data"]}))]
 
-    def make(job: str | None, find: Callable[[], Any]) -> Any:
+    def load(job: str | None, find: Callable[[], Any]) -> Any:
         if job is not None:
             _expected[0].compile(job)
         kernel = find()
@@ -193,10 +201,10 @@ def compile_ahead(mark: Path | None = None) -> Iterator[None]:
     class Mode(AsyncCompileMode):
         def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
             name, job = noted.pop()
-            is_missing = key not in self.future_kernels and not _is_on_disk(key, name)
+            is_missing = key not in self.future_kernels and not is_on_disk(key, name)
             if is_missing and not _expected:
                 _expected.append(CompilerProcesses())
-            return super().submit(key, partial(make, job if is_missing else None, compile_fn), finalize_fn)
+            return super().submit(key, partial(load, job if is_missing else None, compile_fn), finalize_fn)
 
     hook_before = knobs.runtime.jit_cache_hook
     try:
@@ -215,12 +223,14 @@ def compile_ahead(mark: Path | None = None) -> Iterator[None]:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Within, no other process is in such a block with the same folder; one that dies is out of it."""
+    """Inside, no other process is in such a block with the same folder. A process that dies leaves it."""
     with ExitStack() as stack:
-        with suppress(OSError):  # a folder that cannot be written to, or a file system without locks: all compile at once
+        with suppress(OSError):  # the folder is read-only, or the file system has no locks: all compile at once
             folder.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context((folder / "compiling.lock").open("a"))
-            tell = threading.Timer(_SILENT_WAIT_S, logger.info, ("another process compiles kernels into %s: waiting", folder))
+            tell = threading.Timer(
+                _SILENT_WAIT_S, logger.info, ("waiting for another process that compiles kernels into %s", folder)
+            )
             tell.start()
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
@@ -229,15 +239,15 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def _is_on_disk(key: str, name: str) -> bool:
-    """Whether Triton's cache has the kernel of this key."""
+def is_on_disk(key: str, name: str) -> bool:
+    """Whether Triton's cache has the kernel with this key."""
     from triton.runtime.cache import get_cache_manager
 
     return bool(get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(f"{name[:150]}.json"))
 
 
 def mark_of(*facts: object) -> Path:
-    """The file that says that every kernel for `facts` (a model's shape, a GPU) is on disk, in this version of the code."""
+    """The file that exists if all kernels for `facts` (a model's shape, a GPU) were compiled by this version of the code."""
     import triton
 
     digest = hashlib.sha256(repr((__version__, triton.__version__, facts)).encode())

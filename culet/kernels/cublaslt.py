@@ -1,10 +1,10 @@
-"""Products of many tokens by a cuBLAS kernel of our choice.
+"""Matrix products of many tokens by a cuBLAS kernel of our choice.
 
-cuBLAS ranks its kernels as if clocks were at their highest. A long prompt holds an H200 at its power limit, where the kernel
-that needs least energy is the fastest: of those that cuBLAS offers, the one with tiles of 128 x 160 (docs/LOG.md). torch
-takes cuBLAS's first, so this file asks cuBLAS itself, through its C interface. What cuBLAS lists changes from one number of
-tokens to the next, while the kernel serves them all: so it is taken from the list of a number that has it, and then checked
-for the one that is asked for. Where anything is missing, torch serves.
+cuBLAS ranks its kernels as if the GPU ran at its highest clock. A long prompt holds an H200 at its power limit, where the
+kernel that needs the least energy is the fastest: of those that cuBLAS offers, the one with tiles of 128 x 160. torch takes
+cuBLAS's first choice, so this module asks cuBLAS itself through its C interface. The kernels that cuBLAS lists change with the
+number of tokens, but this one supports all: it is taken from the list for a number that includes it, then checked for the
+actual number. If anything is missing, the caller uses torch.
 
 Shapes: M tokens · N outputs · K inputs.
 """
@@ -20,34 +20,34 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from culet import hardware
 from culet.log import logger
 
-# What was measured: the merged projections of the 31B, 2 to 7 % faster at 8000 tokens. Narrower ones (o, down) gain nothing.
-# By tokens (q, k and v): 3 to 10 % at 4096, 6400, 8000 and 8192, but 2 % slower at 5001.
+# Measured: the merged projections of the 31B are 2 to 7 % faster at 8000 tokens; narrower ones (o, down) gain nothing.
+# By tokens (q, k and v): 3 to 10 % faster at 4096, 6400, 8000 and 8192, but 2 % slower at 5001.
 MIN_TOKENS = 4096
 TOKEN_STEP = 32
 MIN_OUTPUTS = 16384
 MIN_INPUTS = 4096
 TILE_128X160 = 29
-LISTED_AT = (8000, 6400, 16000)  # tokens; cuBLAS 13.1 lists the kernel at the first of them for all these products
-CAPABILITY = (9, 0)
-WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper
+LISTED_AT = (8000, 6400, 16000)  # tokens; cuBLAS 13.1 lists the kernel at the first for all these products
+WORKSPACE_BYTES = 32 << 20  # NVIDIA's advice for Hopper
 
-# Of cuBLASLt's C interface.
+# Constants of cuBLASLt's C interface.
 _COMPUTE_32F, _R_32F, _R_16BF, _OP_T = 68, 0, 14, 1
 _DESC_TRANSA, _PREF_WORKSPACE, _ALGO_TILE = 3, 1, 1
 _ALGO_BYTES, _RESULT_BYTES, _MAX_RESULTS = 64, 96, 16
 
 
 class CublasError(Exception):
-    """cuBLASLt said no."""
+    """A call to cuBLASLt failed."""
 
 
 def product(x_MK: Tensor, weight_NK: Tensor) -> Tensor | None:
-    """x @ weight^T; None where torch's own is as good, or this one cannot be had."""
+    """x @ weight^T; None where torch's kernel is as good, or this one is not available."""
     (num_tokens, size_k), num_outputs = x_MK.shape, weight_NK.shape[0]
     is_large = num_tokens >= MIN_TOKENS and num_outputs >= MIN_OUTPUTS and size_k >= MIN_INPUTS
-    if not is_large or num_tokens % TOKEN_STEP or not _suits(x_MK, weight_NK):
+    if not is_large or num_tokens % TOKEN_STEP or not _is_supported(x_MK, weight_NK):
         return None
     cublas = _on_device(x_MK.get_device())
     if cublas is None or cublas.is_broken:
@@ -56,30 +56,30 @@ def product(x_MK: Tensor, weight_NK: Tensor) -> Tensor | None:
         return cublas.product(x_MK, weight_NK)
     except CublasError as error:
         cublas.is_broken = True
-        logger.warning("%s: from now on torch's choice of kernels serves", error)
+        logger.warning("%s: torch chooses matrix kernels from now on", error)
         return None
 
 
-def _suits(x_MK: Tensor, weight_NK: Tensor) -> bool:
+def _is_supported(x_MK: Tensor, weight_NK: Tensor) -> bool:
     is_plain = x_MK.is_contiguous() and weight_NK.is_contiguous() and x_MK.dtype == weight_NK.dtype == torch.bfloat16
     return is_plain and x_MK.is_cuda and x_MK.data_ptr() % 16 == 0 and weight_NK.data_ptr() % 16 == 0
 
 
 @cache
 def _on_device(device: int) -> _CublasLt | None:
-    """What serves a GPU; None where the choice was not measured, or the library is not there."""
-    if torch.cuda.get_device_capability(device) != CAPABILITY:
+    """cuBLASLt on a GPU; None where the choice was not measured, or the library is missing."""
+    if not hardware.is_hopper(hardware.capability_of(device)):
         return None
     path = _library_path()
     try:
         return None if path is None else _CublasLt(ctypes.CDLL(path), device)
     except (OSError, AttributeError, CublasError) as error:
-        logger.warning("cuBLASLt cannot be asked for a kernel (%s): torch's choice serves", error)
+        logger.warning("cuBLASLt is not usable (%s): torch chooses matrix kernels", error)
         return None
 
 
 def _library_path() -> str | None:
-    """The library that torch has loaded."""
+    """Path of the library that torch has loaded."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None
@@ -106,7 +106,7 @@ class _CublasLt:
         self._plan = lru_cache(maxsize=1024)(self._make_plan)
 
     def product(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor | None:
-        """None where the kernel does not serve this shape."""
+        """None where the kernel does not support this shape."""
         (num_tokens, size_k), num_outputs = x_MK.shape, weight_NK.shape[0]
         plan = self._plan(num_tokens, num_outputs, size_k)
         if plan is None:
@@ -114,7 +114,7 @@ class _CublasLt:
         matrices, algorithm = plan
         y_MN = x_MK.new_empty(num_tokens, num_outputs)
         out = ctypes.c_void_p(y_MN.data_ptr())
-        # In cuBLAS's order, columns first: y^T [N, M] = (weight^T [K, N])^T x^T [K, M].
+        # In cuBLAS's column-major order: y^T [N, M] = (weight^T [K, N])^T x^T [K, M].
         self._call(
             "Matmul",
             *(self._handle, self._description, ctypes.byref(self._one)),
@@ -126,7 +126,7 @@ class _CublasLt:
         return y_MN
 
     def _make_plan(self, num_tokens: int, num_outputs: int, size_k: int) -> _Plan | None:
-        """Layouts and algorithm of a shape; None where the kernel we want does not serve it."""
+        """Layouts and algorithm of a shape; None where the kernel does not support it."""
         algorithm = self._algorithm(num_outputs, size_k)
         if algorithm is None:
             return None
@@ -140,7 +140,7 @@ class _CublasLt:
         return _Plan(matrices, algorithm) if needed <= WORKSPACE_BYTES else None
 
     def _find_algorithm(self, num_outputs: int, size_k: int) -> Any:
-        """The kernel we want for such a weight; None where cuBLAS does not list it."""
+        """The kernel for a weight of this shape; None where cuBLAS does not list it."""
         for num_tokens in LISTED_AT:
             matrices = _Matrices(self._library, num_tokens, num_outputs, size_k)
             results, count = (ctypes.c_ubyte * (_RESULT_BYTES * _MAX_RESULTS))(), ctypes.c_int()
@@ -166,7 +166,7 @@ class _CublasLt:
 
 
 class _Layout:
-    """A matrix of bfloat16, columns first."""
+    """A column-major bfloat16 matrix."""
 
     def __init__(self, library: Any, rows: int, columns: int) -> None:
         self._library, self.pointer = library, ctypes.c_void_p()
@@ -179,13 +179,13 @@ class _Layout:
 
 
 class _Matrices:
-    """Layouts of a product's matrices."""
+    """Layouts of the matrices of a product."""
 
     def __init__(self, library: Any, num_tokens: int, num_outputs: int, size_k: int) -> None:
         shapes = (size_k, num_outputs), (size_k, num_tokens), (num_outputs, num_tokens)
         self._layouts = [_Layout(library, *shape) for shape in shapes]  # kept alive
         self.weight, self.x, self.y = (layout.pointer for layout in self._layouts)
-        self.all = (self.weight, self.x, self.y, self.y)  # what is added to has the layout of the output
+        self.all = (self.weight, self.x, self.y, self.y)  # the matrix that is added to has the layout of the output
 
 
 class _Plan(NamedTuple):

@@ -1,7 +1,7 @@
-"""Small data on its way between host and device, without a wait for the device.
+"""Small transfers between host and device that do not wait for the device.
 
-Copies to a GPU start from pinned memory and are ordered with the kernels that are launched after them; the pinned memory
-comes from torch's own cache, which hands a piece out again only when the copies from it are done.
+Copies to a GPU start from pinned memory and are ordered with the kernels launched after them. The pinned memory comes from
+torch's cache, which reuses a piece only after the copies from it are done.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DTYPES = {
 
 
 def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """`values` as a tensor, without waiting for the device: `torch.tensor(..., device=...)` and indexing by a list would."""
+    """`values` as a tensor on `device`. `torch.tensor(..., device=...)` and indexing by a list would wait for the device."""
     host = torch.tensor(values, dtype=dtype)
     if device.type == "cpu":
         return host
@@ -32,14 +32,14 @@ def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | 
 
 
 def send_into(target: Tensor, values: Sequence[Any]) -> None:
-    """Overwrite `target` on a device by a few values from the host, without waiting."""
+    """Overwrite `target` on a device with a few values from the host."""
     host = torch.empty(len(values), dtype=target.dtype, pin_memory=target.is_cuda)
     host.numpy()[:] = values
     target.copy_(host, non_blocking=True)
 
 
-class Staged:
-    """Arrays that go to the device together, in one copy."""
+class PackedArrays:
+    """Named arrays that are sent to the device together, in one copy."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, NDArray[np.generic]] = {}
@@ -54,7 +54,7 @@ class Staged:
         return self.unpack(self._packed().to(device, non_blocking=True))
 
     def send_into(self, buffer: Tensor) -> None:
-        """Overwrite `buffer` (uint8, on a device) as far as the arrays reach; `unpack` gives them as views of it."""
+        """Overwrite the beginning of `buffer` (uint8, on a device) with the arrays; `unpack` gives views of them."""
         packed = self._packed() if buffer.is_cuda else torch.from_numpy(self._bytes())
         buffer[: packed.shape[0]].copy_(packed, non_blocking=True)
 
@@ -73,28 +73,28 @@ class Staged:
         return host
 
     def pack(self, buffer: NDArray[np.uint8]) -> None:
-        """Lay the arrays one after the other. What lies between them, to the next multiple of 16 bytes, stays as it is."""
+        """Write the arrays one after the other. Bytes between them, up to the next multiple of 16, are not written."""
         begin = 0
         for array in self._arrays.values():
             buffer[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
             begin += _room(array)
 
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
-        """Views of a packed buffer, wherever it went."""
-        found, begin = {}, 0
+        """The arrays as views of a packed buffer on any device."""
+        views, begin = {}, 0
         for name, array in self._arrays.items():
-            found[name] = packed[begin : begin + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
+            views[name] = packed[begin : begin + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
             begin += _room(array)
-        return found
+        return views
 
 
 def _room(array: NDArray[np.generic]) -> int:
-    """Bytes in steps of 16: every part may be read as any type, and kernels that ask for aligned pointers are the same."""
+    """Bytes, rounded up to 16: every array can be read as any type, and kernels always get aligned pointers."""
     return -(-array.nbytes // 16) * 16
 
 
 class HostCopy:
-    """Tensors on their way to the host, all in one piece; whole numbers below 2**53 come back exact."""
+    """Tensors on their way to the host in one copy. Integers below 2**53 come back exact."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._sizes = [tensor.numel() for tensor in tensors]
@@ -114,24 +114,24 @@ class HostCopy:
             self._host = joined
 
     def lists(self) -> list[list[Any]]:
-        """Flat lists of all tensors. Waits for them, and for nothing that was launched after them."""
+        """A flat list per tensor. Waits for the copy only, not for work that was launched after it."""
         if self._host is None:
             return []
         if self._done is not None:
             self._done.synchronize()
         joined = self._host.tolist()
-        found, begin = [], 0
+        lists, begin = [], 0
         for size in self._sizes:
-            found.append(joined[begin : begin + size])
+            lists.append(joined[begin : begin + size])
             begin += size
-        return found
+        return lists
 
 
-class _KeptCopy(HostCopy):
-    """One whose room on the host is used again and again."""
+class _ReusedCopy(HostCopy):
+    """A HostCopy whose memory on the host is reused."""
 
     def __init__(self, like: Tensor, sizes: Sequence[int]) -> None:
-        """For tensors on a GPU like this one, which come back in parts of `sizes`."""
+        """For tensors on a GPU that are shaped like this one and come back in parts of `sizes`."""
         self._sizes = list(sizes)
         self._room, self._arrived = torch.empty(like.shape, dtype=like.dtype, pin_memory=True), torch.cuda.Event()
         self._host, self._done = self._room, self._arrived
@@ -142,17 +142,17 @@ class _KeptCopy(HostCopy):
 
 
 class RepeatedCopy:
-    """Copies of one tensor, whose content changes, to the host: `DEPTH` of them may be on their way, or read, at a time."""
+    """Repeated copies of one tensor to the host. Up to `DEPTH` of them may be on their way, or being read, at a time."""
 
     DEPTH = 4
 
     def __init__(self, tensor: Tensor, sizes: Sequence[int]) -> None:
-        """`sizes` are those of the parts in which it comes back."""
+        """The tensor comes back in parts of `sizes`."""
         self._tensor, self._sizes = tensor, list(sizes)
-        self._copies = cycle([_KeptCopy(tensor, sizes) for _ in range(self.DEPTH)]) if tensor.is_cuda else None
+        self._copies = cycle([_ReusedCopy(tensor, sizes) for _ in range(self.DEPTH)]) if tensor.is_cuda else None
 
     def send(self) -> HostCopy:
-        """Start one more."""
+        """Start another copy."""
         if self._copies is None:
             return HostCopy(self._tensor.clone().split(self._sizes))
         copy = next(self._copies)

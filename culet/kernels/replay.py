@@ -1,6 +1,6 @@
-"""Whether launches are those of a step of fixed shape, which on a GPU is captured once and replayed.
+"""Whether launches belong to a step of fixed shape, which on a GPU is captured once and replayed.
 
-There the host's part of a launch costs nothing, so kernels are chosen that take more of it: those that are given tensor
+In a replay the host's part of a launch costs nothing, so kernels that need more of it can be chosen: those that take tensor
 descriptors. A step of fixed shape that is not captured launches the same kernels, so that its results are the same.
 """
 
@@ -14,7 +14,7 @@ _is_replayed = False
 
 @contextmanager
 def replayed() -> Iterator[None]:
-    """Within, launches are those of a step of fixed shape."""
+    """Inside, launches belong to a step of fixed shape."""
     global _is_replayed
     before, _is_replayed = _is_replayed, True
     try:

@@ -30,7 +30,7 @@ from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup
 from culet.drafters.base import Drafter
 from culet.kernels.dispatch import for_device
-from culet.kernels.host_transfer import Staged, on_device
+from culet.kernels.host_transfer import PackedArrays, on_device
 from culet.kernels.replay import replayed
 from culet.runner.captures import Captures
 from culet.types import PageTable, Row, StepPlan
@@ -250,12 +250,12 @@ class DeferredKV:
         return sum(fixed.graph is not None for fixed in self._fixed.values())
 
 
-def _stage(places_3M: Ints, size: int) -> Staged:
+def _stage(places_3M: Ints, size: int) -> PackedArrays:
     """Sources, positions and KV addresses of `size` tokens; padding is written nowhere."""
     columns_3M = np.zeros((3, size), dtype=np.int64)
     columns_3M[2] = -1
     columns_3M[:, : places_3M.shape[1]] = places_3M
-    staged = Staged()
+    staged = PackedArrays()
     for name, column_M in zip(("source", "position", "kv_address"), columns_3M, strict=True):
         staged.add(name, column_M)
     return staged

@@ -16,7 +16,7 @@ from culet.attention.batch import ForwardBatch, GroupBatch
 from culet.cache.pool import Pool
 from culet.drafters.base import DraftBatch, Drafter
 from culet.kernels.dispatch import for_device
-from culet.kernels.host_transfer import Staged
+from culet.kernels.host_transfer import PackedArrays
 from culet.runner.draw_plan import DrawGroup
 
 SLOT, ROW, SOURCE, LENGTH = range(4)  # lines of a round's facts; ROW and SOURCE as in DrawGroup, LENGTH: tokens with KV
@@ -37,7 +37,7 @@ class DraftRounds:
         self, groups: Sequence[DrawGroup], batch: ForwardBatch, last_LD: Tensor, accepted_R: Tensor | None, num_drafts: int
     ) -> None:
         """Write `num_drafts` proposals behind the newest token of each group's slot. Does not wait for the device."""
-        staged = Staged()
+        staged = PackedArrays()
         staged.add("facts", round_facts(groups))
         facts_4R = staged.send(self.tokens_SL.device)["facts"]
         if accepted_R is not None:

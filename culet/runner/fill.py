@@ -16,7 +16,7 @@ from torch import Tensor
 
 from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
 from culet.cache.spec import CacheLayout, KVGroup
-from culet.kernels.host_transfer import Staged
+from culet.kernels.host_transfer import PackedArrays
 from culet.types import Row
 
 Ints = NDArray[np.int64]
@@ -33,7 +33,7 @@ def fill(rows: Sequence[Row], layout: CacheLayout, tokens_SL: Tensor) -> Forward
     logits_T = _last_of_rows(begin_B1, logits_B)
     tables = [_table(rows, group, row_T, position_T) for group in layout.groups]
 
-    staged = Staged()
+    staged = PackedArrays()
     staged.add("flat", flat_T)
     staged.add("position", position_T)
     staged.add("begin", begin_B1.astype(np.int32))

@@ -24,7 +24,8 @@ from culet.sampling.sampler import TokenMasks
 from culet.types import Entry
 
 if TYPE_CHECKING:  # the grammar engine is loaded with the first grammar
-    from culet.structured.grammar import Grammars, SequenceGrammar
+    from culet.structured.compiler import GrammarCompiler
+    from culet.structured.matcher import Matcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class StepMasks:
 class StepGrammars:
     """The grammars of the sequences that drew in a step, by number of their group. They follow what was drawn."""
 
-    grammars: dict[int, SequenceGrammar]
+    grammars: dict[int, Matcher]
     num_proposed: Sequence[int]  # of each
     proposals: HostCopy  # [A, K], on its way to the host
 
@@ -70,8 +71,8 @@ class SlotGrammars:
     """The grammar of each slot's sequence, if it has one."""
 
     def __init__(self) -> None:
-        self.grammars: Grammars | None = None  # compiles them; without it no entry may have one
-        self._by_slot: dict[int, SequenceGrammar] = {}
+        self.grammars: GrammarCompiler | None = None  # compiles them; without it no entry may have one
+        self._by_slot: dict[int, Matcher] = {}
 
     def enter(self, entries: Iterable[Entry]) -> None:
         """Sequences take their slots."""

@@ -50,7 +50,7 @@ from culet.sampling.verify import force_accepted
 from culet.types import Drawn, Entry, Logprobs, Row, Sampling, StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from culet.structured.grammar import Grammars  # loaded with the first grammar
+    from culet.structured.compiler import GrammarCompiler  # loaded with the first grammar
 
 
 class Runner:
@@ -106,7 +106,7 @@ class Runner:
         assert self.fixed is not None, "there are no fixed shapes to capture"
         return self.fixed.capture(captures)
 
-    def use_grammars(self, grammars: Grammars) -> None:
+    def use_grammars(self, grammars: GrammarCompiler) -> None:
         """From now on entries may have a grammar."""
         self.grammars.grammars = grammars
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from culet.kernels.host_transfer import Staged, on_device
+from culet.kernels.host_transfer import PackedArrays, on_device
 from culet.kernels.triton.sampling.draw import MAX_TOP_K, RowSettings
 from culet.kernels.triton.sampling.draw import draw as draw_by_kernels
 from culet.kernels.triton.sampling.masks import add_bias, apply_bitmask
@@ -137,10 +137,10 @@ class GpuSampler:
         return self._kept
 
 
-def stage_settings(settings: Sequence[Sampling]) -> Staged:
+def stage_settings(settings: Sequence[Sampling]) -> PackedArrays:
     """The columns of RowSettings, in its order. A row that the kernels do not serve counts as greedy, which is the cheapest."""
     temperature = [sampling.temperature if is_served(sampling) else 0.0 for sampling in settings]
-    staged = Staged()
+    staged = PackedArrays()
     staged.add("temperature", np.array(temperature, dtype=np.float64))
     staged.add("top_k", np.array([min(sampling.top_k, MAX_TOP_K) for sampling in settings], dtype=np.int32))
     staged.add("top_p", np.array([sampling.top_p for sampling in settings], dtype=np.float64))
@@ -155,7 +155,7 @@ def _send_biases(settings: Sequence[Sampling], logits_RV: Tensor) -> tuple[Tenso
     if not biases:
         return None
     rows, tokens, values = zip(*biases, strict=True)
-    staged = Staged()
+    staged = PackedArrays()
     staged.add("row", np.array(rows, dtype=np.int32))
     staged.add("token", np.array(tokens, dtype=np.int32))
     staged.add("value", np.array(values, dtype=np.float32))
@@ -166,7 +166,7 @@ def _send_biases(settings: Sequence[Sampling], logits_RV: Tensor) -> tuple[Tenso
 def _send_penalties(kept: _Kept, history: History, device: torch.device) -> Penalties:
     """The penalised rows' settings, with lengths of 0."""
     some = [kept.settings[row] for row in kept.penalised]
-    staged = Staged()
+    staged = PackedArrays()
     staged.add("rows", np.array(kept.penalised, dtype=np.int32))
     staged.add("slots", np.array(kept.slots, dtype=np.int32))
     staged.add("lengths", np.zeros(len(some), dtype=np.int32))

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from culet.cache.spec import CacheLayout, KVGroup
 from culet.errors import BadRequest, ContextTooLong
-from culet.scheduler.sequence import Sequence, max_held_pages
+from culet.scheduler.group_pages import max_held_pages
+from culet.scheduler.sequence import Sequence
 from culet.types import Request
 
 
-def least_pages(group: KVGroup, num_tokens: int) -> int:
-    """Pages of `group` without which a sequence of `num_tokens` tokens with KV cannot end, computed token by token."""
-    bound = max_held_pages(group, 1, 1)
+def least_pages(group: KVGroup, num_tokens: int, chunk: int = 1) -> int:
+    """Pages of `group` that a sequence of `num_tokens` tokens with KV needs to end, computed in chunks of `chunk` tokens."""
+    bound = max_held_pages(group, chunk, 1)
     most = group.pages_for(num_tokens + group.ahead)
     return most if bound is None else min(most, bound)
 
 
-def check_fits(request: Request, layout: CacheLayout, num_pages: int, max_model_len: int) -> None:
-    """Refuse a request that could never end, even alone, with the arithmetic."""
+def check_fits(request: Request, layout: CacheLayout, num_pages: int, max_model_len: int, max_chunk: int) -> None:
+    """Refuse a request that could never end, even alone, with the arithmetic.
+
+    `max_chunk`: prompt tokens that a step has room for, whatever else runs.
+    """
     prompt_len = len(request.prompt_token_ids)
     if not prompt_len:
         raise BadRequest("prompt: got no tokens, expected at least one")
+    largest = _check_media(request, max_chunk)
     total = prompt_len + request.max_tokens
     if total > max_model_len:
         raise ContextTooLong(
             f"prompt of {prompt_len} tokens + max_tokens {request.max_tokens} = {total}, over max_model_len {max_model_len}",
             hint=f"lower max_tokens to {max_model_len - prompt_len}"
             if prompt_len < max_model_len
-            else "shorten the prompt, or raise --max-model-len where the model allows",
+            else "shorten the prompt, or raise --max-model-len if the model allows it",
         )
-    # The last token drawn leaves no KV.
-    need = {group.name: least_pages(group, total - 1) for group in layout.groups}
+    # The last token drawn needs no KV.
+    need = {group.name: least_pages(group, total - 1, largest) for group in layout.groups}
     if sum(need.values()) > num_pages:
         parts = " + ".join(f"{count} {name}" for name, count in need.items())
         raise ContextTooLong(
@@ -38,17 +45,34 @@ def check_fits(request: Request, layout: CacheLayout, num_pages: int, max_model_
         )
 
 
-def reserved_pages(sequence: Sequence, budget: int) -> int:
-    """Pages that `sequence` lacks for the tokens it is admitted with, and one more per group to grow.
+def _check_media(request: Request, max_chunk: int) -> int:
+    """Refuse media that lie wrongly or do not fit into a step. Returns the largest chunk that must be computed at once."""
+    spans, prompt_len = request.media, len(request.prompt_token_ids)
+    for span in spans:
+        if span.length < 1 or span.start < 0 or span.end > prompt_len:
+            raise BadRequest(f"media: got tokens {span.start} to {span.end} in a prompt of {prompt_len} tokens")
+    if any(span.end > after.start for span, after in pairwise(spans)):
+        raise BadRequest("media: expected spans in ascending order that do not overlap")
+    largest = max((span.length for span in spans if span.is_whole), default=1)
+    if largest > max_chunk:
+        raise ContextTooLong(
+            f"media: {largest} tokens must be computed in one step, a step has room for {max_chunk}",
+            hint="raise --max-num-batched-tokens",
+        )
+    return largest
 
-    In groups with a window that is what it holds while its next chunk is in flight.
+
+def reserved_pages(seq: Sequence, budget: int) -> int:
+    """Pages that `seq` lacks for the tokens it is admitted with, and one more per group to grow.
+
+    In groups with a window, this is what it holds while its next chunk is in flight.
     """
     reserved = 0
-    for pages in sequence.groups:
+    for pages in seq.groups:
         group = pages.group
-        peak = min(group.pages_for(sequence.prefill_end) + 1, group.pages_for(sequence.max_kv_len))
-        peak = max(peak, group.pages_for(sequence.prefill_end + group.ahead))
-        bound = max_held_pages(group, min(budget, sequence.num_uncomputed), 1)
+        peak = min(group.pages_for(seq.prefill_end) + 1, group.pages_for(seq.max_kv_len))
+        peak = max(peak, group.pages_for(seq.prefill_end + group.ahead))
+        bound = max_held_pages(group, min(budget, seq.num_uncomputed), 1)
         if bound is not None:
             peak = min(peak, bound)
         reserved += max(0, peak - pages.num_held)

@@ -18,27 +18,28 @@ class Grant:
 
 
 def share_budget(ready: Iterable[Sequence], budget: int) -> list[Grant]:
-    """Grants in the order of `ready` (oldest first), `budget` tokens in all.
+    """Grants in the order of `ready` (oldest first), `budget` tokens in total.
 
-    Every decode gets its token: the scheduler never runs more sequences than the budget has tokens, so this leaves at
-    least one for a prefill if there is one. Of the rest, drafts may not take more than half while a prompt wants it.
+    Every decode gets its token. The scheduler never runs more sequences than the budget has tokens, so at least one token is
+    left for a prefill. Drafts get at most half of the rest while a prompt wants it.
     """
     ready = list(ready)
-    prefills = [one for one in ready if one.num_uncomputed > 1]
+    prefills = [seq for seq in ready if seq.num_uncomputed > 1]
     left = budget - (len(ready) - len(prefills))
     assert left >= bool(prefills), f"{len(ready)} sequences run on a budget of {budget} tokens"
-    wanted = sum(one.next_chunk for one in prefills)
-    for_drafts = left - min(wanted, (left + 1) // 2)
+    num_wanted = sum(seq.next_chunk for seq in prefills)
+    for_prefill = max((left + 1) // 2, prefills[0].min_chunk) if prefills else 0
+    for_drafts = max(0, left - min(num_wanted, for_prefill))
     grants: dict[int, Grant] = {}
-    for one in ready:
-        if one.num_uncomputed == 1:
-            num_drafts = min(one.num_useful_drafts, for_drafts)
+    for seq in ready:
+        if seq.num_uncomputed == 1:
+            num_drafts = min(seq.num_useful_drafts, for_drafts)
             for_drafts -= num_drafts
             left -= num_drafts
-            grants[id(one)] = Grant(one, 1 + num_drafts, num_drafts)
-    for one in prefills:
-        num_new = min(one.next_chunk, left)
+            grants[id(seq)] = Grant(seq, 1 + num_drafts, num_drafts)
+    for seq in prefills:
+        num_new = seq.chunk_within(left)
         if num_new:
             left -= num_new
-            grants[id(one)] = Grant(one, num_new)
-    return [grants[id(one)] for one in ready if id(one) in grants]
+            grants[id(seq)] = Grant(seq, num_new)
+    return [grants[id(seq)] for seq in ready if id(seq) in grants]

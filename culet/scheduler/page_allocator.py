@@ -1,7 +1,7 @@
-"""Pages for sequences: the arena, checkpoints that give way, and the page copies that the next step makes.
+"""Pages for sequences: the arena, resume points that give way, and the page copies that the next step makes.
 
-Steps run in the order they are planned, so a page is free for the next plan as soon as its last holder is done planning
-with it, whether or not the step that still reads it has finished. Within one plan no page is both read and given away.
+Steps run in the order they are planned. So a page is free for the next plan as soon as its last holder is done planning with
+it, even if the step that reads it has not finished. Within one plan, no page is both read and reused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from culet.cache.spec import CacheLayout
 
 
 class PageAllocator:
-    """Takes pages from the arena, evicting checkpoints where it must, and keeps the list of copies to make."""
+    """Takes pages from the arena, evicts resume points when it must, and lists the copies to make."""
 
     def __init__(self, layout: CacheLayout, num_pages: int, *, prefix_caching: bool) -> None:
         self.arena = Arena(num_pages)
@@ -23,7 +23,7 @@ class PageAllocator:
 
     @property
     def available(self) -> int:
-        """Pages that can be had, checkpoints evicted if need be."""
+        """Pages that `take` can give, by evicting resume points if necessary."""
         return self.arena.num_free + self.arena.num_reclaimable
 
     def take(self, num_pages: int) -> list[int]:
@@ -33,7 +33,7 @@ class PageAllocator:
         return self.arena.take(num_pages)
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Let go of `pages`; a copy into one that nobody holds any more is not made."""
+        """Release `pages`. A copy into a page that nobody holds any more is not made."""
         self.arena.give_back(pages)
         if self._copies:
             for page in pages:
@@ -41,7 +41,7 @@ class PageAllocator:
                     self.arena.give_back([self._copies.pop(page)])
 
     def copy_of(self, source: int) -> int:
-        """A fresh page that gets the content of `source` at the beginning of the next plan to be sent.
+        """A fresh page that gets the content of `source` at the beginning of the next plan.
 
         The source is held until then: a page is never both source and target, so the copies may be made in any order.
         """
@@ -52,16 +52,16 @@ class PageAllocator:
         return target
 
     def is_awaiting_copy(self, pages: Sequence[int]) -> bool:
-        """Whether one of `pages` has yet to get its content."""
+        """Whether one of `pages` does not have its content yet."""
         return bool(self._copies) and any(page in self._copies for page in pages)
 
     @property
     def pending_sources(self) -> list[int]:
-        """Pages held as the source of a copy that is still to be made."""
+        """Pages held as the source of a pending copy."""
         return list(self._copies.values())
 
     def drain_copies(self) -> tuple[tuple[int, int], ...]:
-        """(from page, to page) of all copies for the plan being sent; the sources are let go."""
+        """(from page, to page) of all copies for the plan being sent; the sources are released."""
         copies = tuple((source, target) for target, source in self._copies.items())
         self._copies.clear()
         self.arena.give_back([source for source, _ in copies])

@@ -1,4 +1,4 @@
-"""One row of a plan: how large it can be with the pages at hand, and what planning it does to its sequence."""
+"""One row of a plan: how large it can be with the available pages, and how planning it changes its sequence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PlannedRow:
     row: Row
     owner: Sequence
     drawers: list[Sequence]  # in the order of row.draw_slots: the owner first, if it draws
-    resume_points: tuple[int, ...] = ()  # lengths at which its pages can be resumed from, and are worth a checkpoint
+    resume_lengths: tuple[int, ...] = ()  # lengths that its pages can be resumed at, and that are worth a resume point
 
     @property
     def members(self) -> list[Sequence]:
@@ -36,113 +36,120 @@ class RowShape:
     store_from: tuple[int, ...]  # per KV group
     num_missing: tuple[int, ...]  # fresh pages, per KV group
     draws: bool  # it reaches the sequence's last token
-    resume_points: tuple[int, ...]  # of the sequence's, those at which its pages can be resumed from
+    resume_lengths: tuple[int, ...]  # those of the sequence's that its pages can be resumed at
 
 
-def shape_row(one: Sequence, num_new: int, num_drafts: int, *, first_point: int = 0) -> RowShape:
-    """A row of `num_new` tokens for `one`, which stores what resuming at its points from `first_point` on takes."""
-    draws = num_new - num_drafts == one.num_uncomputed
-    num_logits = num_new if one.is_scored_next else num_drafts + 1 if draws else 0
-    end = one.num_computed + num_new
-    most = end + one.num_open  # where it ends if all drafts in flight are accepted
-    points = tuple([point for point in one.resume_points if max(first_point, end - MAX_TRAIL) <= point <= end])
-    # A checkpoint can also be resumed from one token before its end, so that is the first query to see everything.
-    num_queries = max(num_logits, end - points[0] + 1) if points else num_logits
-    store_from = tuple([pages.first_stored(one.num_computed, num_new, num_queries) for pages in one.groups])
-    missing = tuple([p.num_missing(most + p.ahead * draws, first) for p, first in zip(one.groups, store_from, strict=True)])
-    return RowShape(num_new, num_drafts, num_logits, store_from, missing, draws, points)
+def shape_row(seq: Sequence, num_new: int, num_drafts: int, *, first_resume: int = 0) -> RowShape:
+    """A row of `num_new` tokens that also stores what resuming at its resume lengths from `first_resume` on takes."""
+    draws = num_new - num_drafts == seq.num_uncomputed
+    num_logits = num_new if seq.is_scored_next else num_drafts + 1 if draws else 0
+    end = seq.num_computed + num_new
+    max_end = end + seq.num_open  # if all drafts in flight are accepted
+    lengths = tuple([length for length in seq.resume_lengths if max(first_resume, end - MAX_TRAIL) <= length <= end])
+    # A point can also be resumed one token before its end: that query is the first whose keys must all be stored.
+    num_queries = max(num_logits, end - lengths[0] + 1) if lengths else num_logits
+    store_from = tuple([pages.first_stored(seq.num_computed, num_new, num_queries) for pages in seq.groups])
+    missing = tuple([p.num_missing(max_end + p.ahead * draws, first) for p, first in zip(seq.groups, store_from, strict=True)])
+    return RowShape(num_new, num_drafts, num_logits, store_from, missing, draws, lengths)
 
 
 def largest_row(grant: Grant, num_pages: int, num_spared: int) -> RowShape | None:
-    """The granted row, without drafts or with a shorter chunk if `num_pages` do not suffice; None: not even one token.
+    """The granted row; without drafts, or with a shorter chunk, if `num_pages` do not suffice; None if no chunk fits.
 
-    What only a resume point within it needs is stored where that leaves `num_spared` pages for others.
+    What only a resume length needs is stored if that leaves `num_spared` pages for others.
     """
-    num_new, num_drafts = grant.num_new, grant.num_drafts
+    seq, num_new, num_drafts = grant.sequence, grant.num_new, grant.num_drafts
     while True:
-        shape = shape_row(grant.sequence, num_new, num_drafts)
-        if shape.resume_points and sum(shape.num_missing) + num_spared > num_pages:
-            shape = shape_row(grant.sequence, num_new, num_drafts, first_point=grant.sequence.num_computed + num_new)
+        shape = shape_row(seq, num_new, num_drafts)
+        if shape.resume_lengths and sum(shape.num_missing) + num_spared > num_pages:
+            shape = shape_row(seq, num_new, num_drafts, first_resume=seq.num_computed + num_new)
         if sum(shape.num_missing) <= num_pages:
             return shape
-        if num_new == 1:
+        if num_drafts:
+            num_new, num_drafts = num_new - num_drafts, 0
+        elif num_new > seq.min_chunk:
+            num_new = seq.chunk_within(num_new // 2) or seq.min_chunk
+        else:
             return None
-        num_new, num_drafts = (num_new - num_drafts, 0) if num_drafts else (num_new // 2, 0)
 
 
-def commit_row(one: Sequence, shape: RowShape, page_allocator: PageAllocator, num_wanted: int = 0) -> PlannedRow:
-    """Take the row's pages and count it as computed, but for what only its result can tell.
+def commit_row(seq: Sequence, shape: RowShape, page_allocator: PageAllocator, num_wanted: int = 0) -> PlannedRow:
+    """Take the row's pages and count its tokens as computed, except those that depend on its result.
 
     If it draws, `num_wanted` proposals are to be made for the step after it.
     """
-    assert one.slot is not None
-    end = one.num_computed + shape.num_new
-    for pages, first, count in zip(one.groups, shape.store_from, shape.num_missing, strict=True):
-        pages.extend(end + one.num_open + pages.ahead * shape.draws, first, page_allocator.take(count) if count else [])
-    one.tables = tuple([pages.table for pages in one.groups])
-    one.calm_until = min([pages.calm_until for pages in one.groups])
+    assert seq.slot is not None
+    end = seq.num_computed + shape.num_new
+    for pages, first, count in zip(seq.groups, shape.store_from, shape.num_missing, strict=True):
+        pages.extend(end + seq.num_open + pages.ahead * shape.draws, first, page_allocator.take(count) if count else [])
+    seq.tables = tuple([pages.table for pages in seq.groups])
+    seq.unchanged_until = min([pages.unchanged_until for pages in seq.groups])
     row = Row(
-        slot=one.slot,
-        start=one.num_computed,
+        slot=seq.slot,
+        start=seq.num_computed,
         num_new=shape.num_new,
         num_logits=shape.num_logits,
-        tables=one.tables,
+        tables=seq.tables,
         store_from=shape.store_from,
         num_drafts=shape.num_drafts,
         num_wanted=num_wanted if shape.draws else 0,
-        draw_slots=(one.slot,) if shape.draws else (),
-        is_prompt_logprobs=one.is_scored_next,
-        num_open=one.num_open,
+        draw_slots=(seq.slot,) if shape.draws else (),
+        is_prompt_logprobs=seq.is_scored_next,
+        num_open=seq.num_open,
     )
-    if one.is_scored_next:
-        one.num_scored = end
-    one.num_computed = end - shape.num_drafts
-    one.num_proposed = num_wanted if shape.draws else 0
-    one.num_open += shape.num_drafts
-    one.rows_in_flight += 1
-    one.draws_in_flight += shape.draws
-    one.awaits_drafts = bool(shape.num_drafts or num_wanted)
-    one.resume_points = tuple([point for point in one.resume_points if point > end]) if one.resume_points else ()
-    return PlannedRow(row, one, [one] if shape.draws else [], shape.resume_points)
+    if seq.is_scored_next:
+        seq.num_scored = end
+    seq.num_computed = end - shape.num_drafts
+    seq.num_proposed = num_wanted if shape.draws else 0
+    seq.num_open += shape.num_drafts
+    seq.rows_in_flight += 1
+    seq.draws_in_flight += shape.draws
+    seq.awaits_drafts = bool(shape.num_drafts or num_wanted)
+    seq.resume_lengths = tuple([length for length in seq.resume_lengths if length > end]) if seq.resume_lengths else ()
+    return PlannedRow(row, seq, [seq] if shape.draws else [], shape.resume_lengths)
 
 
-def drafts_to_go_on(running: Iterable[Sequence], budget: int, *, is_open: bool) -> list[int] | None:
-    """Drafts that each of `running` goes on with, beside the token before them; None where one cannot, or begins.
+def drafts_to_continue(running: Iterable[Sequence], budget: int, *, is_open: bool) -> list[int] | None:
+    """Drafts that each of `running` verifies with its next token; None if one of them cannot continue, or is in its prompt.
 
     `is_open`: drafts of their last rows are in flight.
     """
     counts = []
-    for one in running:
-        if one.prefill_end > one.num_computed or one.num_uncomputed != 1:
+    for seq in running:
+        if seq.prefill_end > seq.num_computed or seq.num_uncomputed != 1:
             return None
-        if not (one.is_plain and one.num_left > 0 if is_open else one.is_ready):
+        if not (seq.is_plain and seq.num_left > 0 if is_open else seq.is_ready):
             return None
-        counts.append(one.num_useful_drafts if one.num_proposed else 0)
+        counts.append(seq.num_useful_drafts if seq.num_proposed else 0)
     num_drafts = sum(counts)
     return counts if len(counts) + num_drafts <= budget and (num_drafts or not is_open) else None
 
 
-def go_on(one: Sequence, num_drafts: int, num_wanted: int) -> PlannedRow:
-    """What `commit_row` gives for a token more and drafts, where the sequence is calm; most rows are such, so it is quick."""
-    slot, start, num_new = one.slot, one.num_computed, 1 + num_drafts
+def continue_in_pages(seq: Sequence, num_drafts: int, num_wanted: int) -> PlannedRow:
+    """`commit_row` for one more token and drafts where `pages_unchanged`. Most rows are like that, so this is fast."""
+    slot, start, num_new = seq.slot, seq.num_computed, 1 + num_drafts
     assert slot is not None
-    stored = (start,) * len(one.tables)
-    row = Row(slot, start, num_new, num_new, one.tables, stored, num_drafts, num_wanted, (slot,), False, one.num_open)
-    one.num_computed = start + 1
-    one.num_proposed = num_wanted
-    one.num_open += num_drafts
-    one.rows_in_flight += 1
-    one.draws_in_flight += 1
-    one.awaits_drafts = num_drafts + num_wanted > 0
-    return PlannedRow(row, one, [one])
+    stored = (start,) * len(seq.tables)
+    row = Row(slot, start, num_new, num_new, seq.tables, stored, num_drafts, num_wanted, (slot,), False, seq.num_open)
+    seq.num_computed = start + 1
+    seq.num_proposed = num_wanted
+    seq.num_open += num_drafts
+    seq.rows_in_flight += 1
+    seq.draws_in_flight += 1
+    seq.awaits_drafts = num_drafts + num_wanted > 0
+    return PlannedRow(row, seq, [seq])
 
 
-def decode_shape(planned: Iterable[PlannedRow]) -> tuple[int, int] | None:
-    """Sequences of a step and the most drafts that one of them has; None where any row is a prompt's."""
-    num_rows = most = 0
+def decode_shape(planned: Iterable[PlannedRow]) -> tuple[int, int, int] | None:
+    """(sequences, those with drafts, most drafts of one) of a step that only decodes and asks for as many drafts again.
+
+    None for other steps: their time tells nothing about decoding.
+    """
+    num_rows = num_drafting = num_drafts = num_wanted = 0
     for plan in planned:
         row = plan.row
         if not row.num_new == row.num_drafts + 1 == row.num_logits:
             return None
-        num_rows, most = num_rows + 1, max(most, row.num_drafts)
-    return num_rows, most
+        num_rows, num_drafting = num_rows + 1, num_drafting + (row.num_drafts > 0)
+        num_drafts, num_wanted = max(num_drafts, row.num_drafts), max(num_wanted, row.num_wanted)
+    return (num_rows, num_drafting, num_drafts) if num_drafts == num_wanted else None

@@ -1,121 +1,22 @@
 """One sample of a request: its tokens, its pages in every KV group, and how far it is planned and computed.
 
-Steps run in the order they are planned. So a sequence is kept as if every planned step had run: `num_computed` counts
-the tokens whose KV exists when the next plan begins. What planning cannot know is the tokens drawn meanwhile
-(`draws_in_flight`) and how many drafts a verify accepts (`num_open`): a row with drafts counts only its first token until its
-result is there. If the sequence is planned again before, its pages reach as far as if all were accepted.
+Steps run in the order they are planned, so a sequence is kept as if every planned step had run: `num_computed` counts the
+tokens whose KV exists when the next plan begins. Planning does not know the tokens drawn meanwhile (`draws_in_flight`), nor
+how many drafts a verify accepts (`num_open`): until its result arrives, a row with drafts counts only its first token. If the
+sequence is planned again before that, its pages reach as far as if all drafts were accepted.
 """
 
 from __future__ import annotations
 
-from culet.cache.prefix import Checkpoint, Match, PageKeys
-from culet.cache.spec import CacheLayout, KVGroup
-from culet.scheduler.draft_length import Pace
+from culet.cache.prefix import Match, PageKeys, ResumePoint
+from culet.cache.spec import CacheLayout
+from culet.scheduler.draft_length import Acceptance
+from culet.scheduler.group_pages import HOLE, GroupPages
 from culet.scheduler.page_allocator import PageAllocator
-from culet.types import Entry, FinishReason, Logprobs, PageTable, Request, Sampling, TokenDelta
+from culet.types import Entry, FinishReason, Logprobs, MediaSpan, PageTable, Request, Sampling, TokenDelta
 
-HOLE = -1  # entry of a page that was never taken, since all its positions were skipped
-MAX_TRAIL = 32  # tokens that a chunk may go on for behind a resume point: so few are not worth a step of their own
-MAX_SCORED_CHUNK = 256  # tokens of a chunk whose every logit is needed: the logits of the vocabulary are large
-
-
-def span(num_tokens: int, page_tokens: int) -> int:
-    """Most pages that `num_tokens` consecutive tokens touch, wherever they begin."""
-    return 0 if num_tokens == 0 else (num_tokens + page_tokens - 2) // page_tokens + 1
-
-
-def max_held_pages(group: KVGroup, num_new: int, num_logits: int) -> int | None:
-    """Most pages a sequence holds in `group` while a row of `num_new` tokens is in flight; None: no bound but its length.
-
-    The window before the first new token, and what the row stores. A chunk longer than the window has a hole between
-    the two; the pages on both sides of it may be cut anywhere.
-    """
-    if group.reach is None:
-        return None
-    context = max(group.reach - 1, 1)  # a window of one token still keeps the page that the next one goes to
-    num_stored = min(num_new, group.reach + max(num_logits, 1) - 1)
-    if num_stored == num_new:
-        return span(context + num_new, group.page_tokens)
-    return span(context, group.page_tokens) + span(num_stored, group.page_tokens)
-
-
-class GroupPages:
-    """The pages of one sequence in one KV group, from logical page `first` on."""
-
-    def __init__(self, group: KVGroup) -> None:
-        self.group = group
-        # Read for every row of every step, so without the detour through the group's layers.
-        self.reach = group.reach
-        self.page_tokens = group.page_tokens
-        self.ahead = group.ahead
-        self.first = 0
-        self.pages: list[int] = []  # page ids, or HOLE
-        self._table: PageTable | None = None
-
-    @property
-    def held(self) -> list[int]:
-        return [page for page in self.pages if page != HOLE]
-
-    @property
-    def num_held(self) -> int:
-        return len(self.pages) - self.pages.count(HOLE)
-
-    @property
-    def table(self) -> PageTable:
-        """As the runner reads it. Kept until the pages change: most decode steps change none."""
-        if self._table is None:
-            self._table = PageTable(self.first, tuple(0 if page == HOLE else page for page in self.pages))
-        return self._table
-
-    @property
-    def calm_until(self) -> int:
-        """Where tokens added one by one end at the last without a fresh page and without one that nobody sees any more."""
-        calm = (self.first + len(self.pages)) * self.page_tokens - self.ahead
-        return calm if self.reach is None else min(calm, (self.first + 1) * self.page_tokens + self.reach - 1)
-
-    def reset(self, first: int, pages: list[int]) -> None:
-        """Replace all pages."""
-        self.first, self.pages, self._table = first, pages, None
-
-    def cut_behind(self, position: int) -> list[int]:
-        """Drop the pages that no query at `position` or later sees; returns those that were held."""
-        if self.reach is None:
-            return []
-        first = (position - self.reach + 1) // self.page_tokens
-        if first <= self.first or not self.pages:
-            return []
-        behind = [page for page in self.pages[: first - self.first] if page != HOLE]
-        self.reset(first, self.pages[first - self.first :])
-        return behind
-
-    def cut_beyond(self, num_tokens: int) -> list[int]:
-        """Drop the pages of tokens from `num_tokens` on alone, but for what is kept ahead; returns those that were held."""
-        end = -(-(num_tokens + self.ahead) // self.page_tokens) - self.first
-        if end >= len(self.pages):
-            return []
-        beyond = self.pages[end:]
-        assert HOLE not in beyond, "rolled back into tokens that were not stored"
-        self.reset(self.first, self.pages[:end])
-        return beyond
-
-    def first_stored(self, start: int, num_new: int, num_queries: int) -> int:
-        """Position from which a row's new tokens leave KV: all that its last `num_queries` queries or a later step can see."""
-        if self.reach is None:
-            return start
-        return max(start, start + num_new - self.reach - max(num_queries, 1) + 1)
-
-    def num_missing(self, end: int, stored: int) -> int:
-        """Fresh pages needed to hold positions `stored .. end - 1`."""
-        begin = max(self.first + len(self.pages), stored // self.page_tokens)
-        return max(0, -(-end // self.page_tokens) - begin)
-
-    def extend(self, end: int, stored: int, fresh: list[int]) -> None:
-        """Add pages up to position `end`: `fresh` ones from `stored` on, holes before."""
-        if not self.pages:
-            self.first = max(self.first, stored // self.page_tokens)
-        num_added = -(-end // self.page_tokens) - self.first - len(self.pages)
-        if num_added > 0:
-            self.reset(self.first, [*self.pages, *[HOLE] * (num_added - len(fresh)), *fresh])
+MAX_TRAIL = 32  # tokens by which a chunk may run past a resume length: so few are not worth another step
+MAX_SCORED_CHUNK = 256  # tokens of a chunk that needs all its logits: a row of logits is as wide as the vocabulary
 
 
 class Sequence:
@@ -134,25 +35,25 @@ class Sequence:
         self.num_computed = 0
         self.rows_in_flight = 0
         self.draws_in_flight = 0
-        self.num_proposed = 0  # drafts that wait in the slot's buffer, or will when the row in flight has run
-        self.num_open = 0  # drafts of rows in flight: it is not known yet which are accepted
+        self.num_proposed = 0  # drafts in the slot's buffer, now or when the row in flight has run
+        self.num_open = 0  # drafts of rows in flight, which may or may not be accepted
         self.awaits_drafts = False  # its row in flight verifies drafts or asks for some: what comes next is not known
-        self.pace = Pace()  # what of its drafts was accepted
+        self.acceptance = Acceptance()
         self.tables: tuple[PageTable, ...] = ()  # of its last row
-        self.calm_until = 0  # up to where rows of one token leave them as they are
+        self.unchanged_until = 0  # length up to which decoding leaves them unchanged
         self.prefill_end = 0  # tokens to compute before the first draw after (re)admission
-        self.resume_points: tuple[int, ...] = ()  # lengths still to be computed that are worth a checkpoint, ascending
-        self.num_scored = 0  # prompt positions whose log-probabilities were planned already
+        self.resume_lengths: tuple[int, ...] = ()  # lengths still to be computed that are worth a resume point, ascending
+        self.num_scored = 0  # prompt positions whose log-probabilities were planned
         self.num_cached = 0  # prompt tokens found in the prefix cache
-        self.is_announced = False  # its first TokenDelta has left
+        self.is_announced = False  # its first TokenDelta was sent
         self.arrived_at = 0.0  # on the scheduler's clock
-        self.queue_s = 0.0  # how long it waited for its first start
+        self.queue_s = 0.0  # time it waited for its first start
         self.siblings: list[Sequence] = []  # samples that wait for this one's prompt to be computed
         self.finish_reason: FinishReason | None = None
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Who goes first, and in reverse who is preempted first."""
+        """Sequences start in this order, and are preempted in the reverse order."""
         return (self.request.priority, self.arrival, self.sample)
 
     @property
@@ -165,12 +66,12 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """Tokens it may still draw, those in flight not counted; the fewest that can be left."""
+        """Fewest tokens it may still draw after those in flight."""
         return self.request.max_tokens - self.num_output - self.draws_in_flight - self.num_open
 
     @property
     def max_kv_len(self) -> int:
-        """Most tokens that ever need KV: the last one drawn needs none."""
+        """Most tokens that ever need KV: the last token drawn needs none."""
         return self.prompt_len + self.request.max_tokens - 1
 
     @property
@@ -184,60 +85,80 @@ class Sequence:
 
     @property
     def needs_scoring(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be computed. Sample 0 brings them for all."""
+        """Whether log-probabilities of its prompt are still to be computed. Sample 0 computes them for all."""
         return self.sampling.prompt_logprobs is not None and self.sample == 0 and self.num_scored < self.prompt_len
 
     @property
     def is_scored_next(self) -> bool:
-        """Whether the next chunk is one whose logits are all needed."""
+        """Whether the next chunk needs all its logits."""
         return self.needs_scoring and self.num_computed >= self.num_scored
 
     @property
     def next_chunk(self) -> int:
-        """Most tokens the next row may have besides drafts."""
+        """Most tokens of the next row, drafts not counted."""
         end = self.num_computed + self.num_uncomputed
         if self.is_scored_next:
-            end = min(end, self.num_computed + MAX_SCORED_CHUNK)
+            end = min(end, max(self.num_computed + MAX_SCORED_CHUNK, self.num_computed + self.min_chunk))
         elif self.needs_scoring:
             end = min(end, self.num_scored)
-        # A chunk ends at a resume point, unless few tokens lie before or behind it: where behind, the row stores more instead.
+        # A chunk ends at a resume length, unless only a few tokens lie before or after it: then the row stores more instead.
         low, high = self.num_computed + MAX_TRAIL, end - MAX_TRAIL
-        return next((point for point in self.resume_points if low < point < high), end) - self.num_computed
+        return next((length for length in self.resume_lengths if low < length < high), end) - self.num_computed
+
+    def chunk_within(self, limit: int) -> int:
+        """The largest next chunk of at most `limit` tokens. A chunk never ends inside a whole span of media; 0: none fits."""
+        chunk = min(self.next_chunk, limit)
+        if self.request.media and (span := self._whole_span_at(self.num_computed + chunk)) is not None:
+            return max(0, span.start - self.num_computed)
+        return chunk
+
+    @property
+    def min_chunk(self) -> int:
+        """The smallest next chunk: one token, or a whole span of media."""
+        span = self._whole_span_at(self.num_computed + 1) if self.request.media else None
+        return 1 if span is None else span.end - self.num_computed
+
+    def _whole_span_at(self, end: int) -> MediaSpan | None:
+        """The span inside which a chunk must not end, if `end` is inside one."""
+        return next((span for span in self.request.media if span.is_whole and span.start < end < span.end), None)
 
     @property
     def is_ready(self) -> bool:
-        """Whether its next row can be planned now: not if that hangs on a token that may not come, on drafts or a grammar."""
+        """Whether its next row can be planned now: it does not depend on drafts, on a grammar, or on a token that may not come."""
         return not self.draws_in_flight or (not self.awaits_drafts and self.num_left > 0 and self.request.grammar is None)
 
-    def is_calm(self, num_new: int = 1) -> bool:
-        """Whether so many tokens more find room in the pages it has, and leave none that nobody sees any more."""
-        return self.num_computed + self.num_open + num_new <= self.calm_until
+    def pages_unchanged(self, num_new: int = 1) -> bool:
+        """Whether `num_new` more tokens fit into its pages and leave none behind the window."""
+        return self.num_computed + self.num_open + num_new <= self.unchanged_until
 
     @property
     def is_plain(self) -> bool:
-        """Whether its draws need nothing that hangs on which drafts are accepted, but for where they stand."""
+        """Whether only the position of its draws depends on which drafts are accepted."""
         return self.request.grammar is None and self.sampling.logprobs is None and not self.sampling.needs_history
 
     @property
     def num_useful_drafts(self) -> int:
-        """Drafts worth verifying: not beyond the last token it may draw."""
+        """Drafts worth verifying: none beyond the last token it may draw."""
         return min(self.num_proposed, self.num_left - 1)
 
-    def points_beyond(self, match: Match) -> tuple[int, ...]:
-        """Lengths beyond the match that are worth a checkpoint: those that the request names, and a junction.
+    def lengths_beyond(self, match: Match) -> tuple[int, ...]:
+        """Lengths beyond the match that are worth a resume point: those that the request names, and a junction.
 
-        What others have computed beyond the match shows where prompts part ways: the next one will hit there.
+        Where others computed more than the match, prompts diverge: the next prompt will hit there.
         """
-        points = {*self.request.resume_points, match.known}
-        return tuple(sorted(point for point in points if match.resume < point < len(self.tokens)))
+        assert self.keys is not None
+        lengths = {*self.request.resume_lengths, match.known}
+        within = [length for length in lengths if match.resume < length < len(self.tokens)]
+        return tuple(sorted(filter(self.keys.may_resume, within)))
 
     def entry(self) -> Entry:
         """What the runner must know when it takes its slot."""
         assert self.slot is not None
-        return Entry(self.slot, tuple(self.tokens), self.prompt_len, self.sampling, self.request.grammar)
+        request = self.request
+        return Entry(self.slot, tuple(self.tokens), self.prompt_len, self.sampling, request.grammar, request.media)
 
     def append(self, token_ids: tuple[int, ...]) -> tuple[int, FinishReason | None]:
-        """Take what was drawn, up to a stop: how many tokens that are, and why it ends with them, if it does."""
+        """Append drawn tokens up to a stop. Returns how many, and why the sequence ends with them, if it does."""
         request, tokens = self.request, self.tokens
         for count, token_id in enumerate(token_ids, 1):
             tokens.append(token_id)
@@ -247,7 +168,7 @@ class Sequence:
                 return count, FinishReason.LENGTH
         return len(token_ids), None
 
-    def tell(
+    def delta(
         self,
         token_ids: tuple[int, ...] = (),
         logprobs: tuple[Logprobs, ...] = (),
@@ -255,10 +176,10 @@ class Sequence:
         error: str = "",
         drafts: tuple[int, int] = (0, 0),
     ) -> TokenDelta:
-        """What happened to it, for its caller; `drafts` are those that were accepted and rejected with the tokens."""
+        """What happened to it, for its caller; `drafts` counts the accepted and the rejected drafts."""
         is_stopped = self.finish_reason is FinishReason.STOP and token_ids and token_ids[-1] in self.request.stop_token_ids
         is_first, self.is_announced = not self.is_announced, True
-        # By position: it is made for every token.
+        # Positional arguments: this runs for every token.
         return TokenDelta(
             self.request.request_id,
             self.sample,
@@ -274,51 +195,49 @@ class Sequence:
         )
 
     def raw_tables(self) -> tuple[PageTable, ...]:
-        """Its pages with holes marked, for checkpoints."""
+        """Its pages with holes marked, for resume points."""
         return tuple(PageTable(pages.first, tuple(pages.pages)) for pages in self.groups)
 
     def release_behind(self, page_allocator: PageAllocator) -> None:
         """Give back the pages that no query from `num_computed` on sees."""
-        if self.is_calm():
+        if self.pages_unchanged():
             return
         for pages in self.groups:
             if behind := pages.cut_behind(self.num_computed):
                 page_allocator.give_back(behind)
-                self.calm_until = 0
+                self.unchanged_until = 0
 
-    def release_beyond(self, page_allocator: PageAllocator) -> bool:
-        """Give back the pages that hold only rejected tokens; whether there were any."""
-        has_given = False
+    def release_beyond(self, page_allocator: PageAllocator) -> None:
+        """Give back the pages that hold only rejected tokens."""
         for pages in self.groups:
             if beyond := pages.cut_beyond(self.num_computed):
                 page_allocator.give_back(beyond)
-                self.calm_until, has_given = 0, True
-        return has_given
+                self.unchanged_until = 0
 
     def release_all(self, page_allocator: PageAllocator) -> None:
         """Give back every page and start from nothing."""
         for pages in self.groups:
             page_allocator.give_back(pages.held)
             pages.reset(0, [])
-        self.num_computed = self.num_proposed = self.calm_until = 0
-        self.resume_points = ()
+        self.num_computed = self.num_proposed = self.unchanged_until = 0
+        self.resume_lengths = ()
 
-    def resume_from(self, checkpoint: Checkpoint, length: int, page_allocator: PageAllocator) -> bool:
-        """Begin with the first `length` tokens computed: share full pages, copy those it will write into.
+    def resume_from(self, point: ResumePoint, length: int, page_allocator: PageAllocator) -> bool:
+        """Begin with the first `length` tokens computed: share full pages, copy those it will write to.
 
-        False, and nothing done, where the copies do not fit.
+        Returns False, and changes nothing, if the copies do not fit.
         """
-        for pages, table in zip(self.groups, checkpoint.tables, strict=True):
+        for pages, table in zip(self.groups, point.tables, strict=True):
             begin, end = pages.group.first_visible(length) // pages.page_tokens, length // pages.page_tokens
             shared = list(table.pages[begin - table.first : end - table.first])
             page_allocator.arena.share(shared)
             pages.reset(begin, shared)
         partial = [
             (pages, table.pages[length // pages.page_tokens - table.first])
-            for pages, table in zip(self.groups, checkpoint.tables, strict=True)
+            for pages, table in zip(self.groups, point.tables, strict=True)
             if length % pages.page_tokens
         ]
-        # Hold the sources before taking anything: taking may evict the very checkpoint they belong to.
+        # Hold the sources before taking anything: taking may evict the resume point they belong to.
         page_allocator.arena.share([source for _, source in partial])
         fits = page_allocator.available >= len(partial)
         if fits:
@@ -333,7 +252,7 @@ class Sequence:
         return fits
 
     def fork_from(self, parent: Sequence, page_allocator: PageAllocator) -> None:
-        """Go on from `parent`'s state as its current plan leaves it; the copies are for the next plan."""
+        """Continue from `parent`'s state as its current plan leaves it; the copies belong to the next plan."""
         length = parent.num_computed
         for pages, theirs in zip(self.groups, parent.groups, strict=True):
             begin, end = pages.group.first_visible(length) // pages.page_tokens, length // pages.page_tokens

@@ -1,4 +1,4 @@
-"""Counters and gauges of the scheduler, as one frozen snapshot."""
+"""Counters and gauges of the scheduler, as a frozen snapshot."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ class Counters:
     forks: int = 0
     cancelled: int = 0
     timed_out: int = 0
-    finished: int = 0  # every ended sample, the cancelled and timed out included
-    verifies: int = 0  # rows with drafts whose result came
+    finished: int = 0  # every ended sample, cancelled and timed out ones included
+    verifies: int = 0  # rows with drafts that were verified
     drafted_tokens: int = 0
-    accepted_tokens: int = 0  # drafts that the target drew itself
-    rolled_back_tokens: int = 0  # drafts that were not accepted
-    rollbacks: int = 0  # verifies in which at least one draft was not accepted
-    dropped_tokens: int = 0  # drawn after a stop, or for a sequence that had ended meanwhile
+    accepted_tokens: int = 0  # drafts that equal what the target drew
+    rolled_back_tokens: int = 0  # rejected drafts
+    rollbacks: int = 0  # verifies that rejected at least one draft
+    dropped_tokens: int = 0  # drawn after a stop, or for a sequence that had already ended
     prefix_queries: int = 0
     prefix_query_tokens: int = 0
     prefix_hits: int = 0
     prefix_hit_tokens: int = 0
-    drafted_at: list[int] = field(default_factory=list)  # verified drafts by their place in a round, the first at 0
-    accepted_at: list[int] = field(default_factory=list)  # and those of them that were accepted
+    drafted_at: list[int] = field(default_factory=list)  # verified drafts by their place in a round, from 0
+    accepted_at: list[int] = field(default_factory=list)  # the accepted ones of these
 
     def count_verify(self, num_drafts: int, num_accepted: int) -> None:
-        """A row with drafts has come back."""
+        """Count a row with drafts that was verified."""
         self.verifies += 1
         self.drafted_tokens += num_drafts
         self.accepted_tokens += num_accepted
@@ -47,13 +47,13 @@ class Counters:
 
     @property
     def tokens_per_verify(self) -> float:
-        """Tokens that a verify brings, the target's own included; 0 where there was none."""
+        """Average tokens of a verify, the target's own token included; 0 before the first verify."""
         return 1.0 + self.accepted_tokens / self.verifies if self.verifies else 0.0
 
     @property
     def acceptance_at(self) -> tuple[float, ...]:
-        """Share of drafts that were accepted, by their place in a round."""
-        return tuple(kept / count for kept, count in zip(self.accepted_at, self.drafted_at, strict=True))
+        """Share of accepted drafts, by their place in a round."""
+        return tuple(kept / count if count else 0.0 for kept, count in zip(self.accepted_at, self.drafted_at, strict=True))
 
     def since(self, before: Counters) -> Counters:
         """What happened after `before`, an earlier copy."""
@@ -73,13 +73,13 @@ class Counters:
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """How things stand, and what has happened since the start."""
+    """The current state, and what has happened since the start."""
 
     num_running: int
-    num_waiting: int  # sequences in the queue; samples that wait for their prompt are not counted
+    num_waiting: int  # sequences in the queue, without samples that wait for their prompt
     num_pages: int
     num_free_pages: int
-    num_resume_point_pages: int  # held by checkpoints alone: had when needed
+    num_resume_point_pages: int  # held only by resume points: available when needed
     num_held_pages: Mapping[str, int]  # by running sequences, per KV group; a shared page counts once
     num_resume_points: int
     counters: Counters

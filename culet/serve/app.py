@@ -1,4 +1,4 @@
-"""The web application: every endpoint of every API, its OpenAPI document, and the gate before them."""
+"""The web application: the endpoints of all APIs, the OpenAPI document, and the middleware around them."""
 
 from __future__ import annotations
 
@@ -19,28 +19,31 @@ from culet.errors import CuletError
 from culet.registry import load
 from culet.serve import metrics, tracing
 from culet.serve.api.endpoint import Endpoint
-from culet.serve.errors import HttpRefusal
-from culet.serve.middleware import DEFERRED, Gate
+from culet.serve.http_errors import HttpError
+from culet.serve.middleware import DEFERRED, Middleware
 from culet.serve.service import Service
 from culet.serve.streams import ClientGone
 
-# Modules with endpoints: each has a tuple ENDPOINTS, and may have PUBLIC_PATHS that need no key.
+# Modules with endpoints: each has a tuple ENDPOINTS, and may have PUBLIC_PATHS that need no key. A new API adds its line here.
 MODULES = (
     "culet.serve.api.openai_chat",
     "culet.serve.api.openai_completions",
     "culet.serve.api.openai_responses",
     "culet.serve.api.anthropic",
-    "culet.serve.metrics",
+    "culet.serve.api.models",
+    "culet.serve.api.tokens",
     "culet.serve.api.health",
+    "culet.serve.api.stats",
+    "culet.serve.metrics",
     "culet.serve.web_page",
 )
 _REFERENCE = "#/components/schemas/{name}"
-_ERROR = {"description": 'What is wrong, in OpenAI\'s form: `{"error": {"message": ..., "type": ..., "code": ...}}`.'}
+_ERROR = {"description": 'An error in OpenAI\'s form: `{"error": {"message": ..., "type": ..., "code": ...}}`.'}
 
 
 def create_app(service: Service) -> ASGIApp:
-    """The application for `service`: what uvicorn calls."""
-    # No /docs: its page would fetch scripts from another host.
+    """The ASGI application for `service`."""
+    # No /docs: that page loads scripts from another host.
     app = FastAPI(title="Culet", version=__version__, docs_url=None, redoc_url=None)
     endpoints: list[Endpoint] = []
     public: list[str] = []
@@ -53,20 +56,20 @@ def create_app(service: Service) -> ASGIApp:
         _add(app, service, endpoint)
     _document(app, endpoints)
     for kind in (CuletError, HTTPException, ClientGone, Exception):
-        app.add_exception_handler(kind, _leave_to_gate)
-    gate: ASGIApp = Gate(app, service, public)
+        app.add_exception_handler(kind, _defer_error)
+    wrapped: ASGIApp = Middleware(app, service, public)
     origins = [origin.strip() for origin in service.settings.allowed_origins.split(",") if origin.strip()]
     if origins:
-        gate = CORSMiddleware(gate, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
-    return gate
+        wrapped = CORSMiddleware(wrapped, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+    return wrapped
 
 
 def _optional(module: str, name: str) -> tuple[str, ...]:
     try:
-        found: tuple[str, ...] = load(f"{module}:{name}")
+        paths: tuple[str, ...] = load(f"{module}:{name}")
     except AttributeError:
         return ()
-    return found
+    return paths
 
 
 def _add(app: FastAPI, service: Service, endpoint: Endpoint) -> None:
@@ -85,7 +88,7 @@ def _add(app: FastAPI, service: Service, endpoint: Endpoint) -> None:
 
 
 def _entry(endpoint: Endpoint) -> dict[str, Any]:
-    """What OpenAPI says of an endpoint besides its path."""
+    """The OpenAPI entry of an endpoint, except for its path."""
     answer: dict[str, Any] = {"description": "The answer."}
     if endpoint.answer is not None:
         answer["content"] = {"application/json": {"schema": _reference(endpoint.answer)}}
@@ -105,23 +108,23 @@ def _reference(kind: type) -> dict[str, str]:
 
 
 def _document(app: FastAPI, endpoints: list[Endpoint]) -> None:
-    """Have the OpenAPI document name the structs."""
+    """Add the structs to the OpenAPI document."""
     make: Callable[[], dict[str, Any]] = app.openapi
     kinds = [kind for endpoint in endpoints for kind in (endpoint.body, endpoint.answer) if kind is not None]
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
-            found = make()
+            schema = make()
             _, components = msgspec.json.schema_components(dict.fromkeys(kinds), ref_template=_REFERENCE)
-            found.setdefault("components", {}).setdefault("schemas", {}).update(components)
-            app.openapi_schema = found
+            schema.setdefault("components", {}).setdefault("schemas", {}).update(components)
+            app.openapi_schema = schema
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
 
 
 class _Deferred(Response):
-    """No answer: the gate gives it, in the form of all errors."""
+    """A placeholder: the middleware sends the reply, as for all errors."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -131,8 +134,8 @@ class _Deferred(Response):
         scope[DEFERRED] = self._error
 
 
-async def _leave_to_gate(request: Request, error: Exception) -> Response:
+async def _defer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        words = {404: "there is no such path", 405: "this path does not take that method"}
-        error = HttpRefusal(error.status_code, words.get(error.status_code, "refused"))
+        messages = {404: "no such path", 405: "this path does not support that method"}
+        error = HttpError(error.status_code, messages.get(error.status_code, "refused"))
     return _Deferred(error)

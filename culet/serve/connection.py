@@ -1,4 +1,4 @@
-"""HTTP connections that do not wait for ever: a client has a few seconds to send the head of its request, and a bound on it."""
+"""HTTP connections with limits: on the number of connections, and on the time and size of a request's head."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_protocol(limits: Limits) -> type[HttpToolsProtocol]:
     """uvicorn's protocol with these limits."""
 
     class BoundedProtocol(HttpToolsProtocol):
-        """Counts the bytes of a head, and the time it takes."""
+        """Limits the size and the time of a request's head."""
 
         _timer: asyncio.TimerHandle | None = None
         _num_head_bytes = 0
@@ -40,7 +40,7 @@ def make_protocol(limits: Limits) -> type[HttpToolsProtocol]:
         def data_received(self, data: bytes) -> None:
             if self._in_head:
                 self._num_head_bytes += len(data)
-                if self._timer is None:  # the next request of a connection that was kept
+                if self._timer is None:  # the next request on a kept-alive connection
                     self._start_timer()
             super().data_received(data)
             if self._in_head and self._num_head_bytes > _MAX_HEAD_BYTES:
@@ -60,14 +60,14 @@ def make_protocol(limits: Limits) -> type[HttpToolsProtocol]:
             super().on_message_complete()
 
         def _start_timer(self) -> None:
-            self._timer = asyncio.get_running_loop().call_later(limits.header_s, self._give_up)
+            self._timer = asyncio.get_running_loop().call_later(limits.header_s, self._time_out)
 
         def _stop_timer(self) -> None:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
 
-        def _give_up(self) -> None:
+        def _time_out(self) -> None:
             self._timer = None
             if self._in_head and (self.cycle is None or self.cycle.response_complete):
                 self._refuse(_TOO_SLOW)

@@ -1,6 +1,6 @@
-"""GET /metrics: Prometheus metrics under the names of vLLM, which dashboards and gateways look for, and ours beside them.
+"""GET /metrics: Prometheus metrics, under vLLM's names where it has one, since dashboards and gateways look for those.
 
-What the engine counts is read from its latest report when a scraper asks; what is measured per request is kept here.
+The engine's counts are read from its latest report when they are scraped. Measurements per request are kept here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from culet.scheduler.stats import Counters
 from culet.serve.api.endpoint import Endpoint
 from culet.serve.process.client import State
 from culet.serve.process.wire import Ready, Stats
-from culet.serve.service import Finished, Service
+from culet.serve.service import FinishedRequest, Service
 
 _SHORT = (
     0.001,
@@ -89,46 +89,46 @@ _WHOLE = (
     1920.0,
 )
 _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
-_REASONS = {"tool_calls": "stop", "cancel": "abort", "timeout": "abort"}  # as vLLM names why a sample ended
+_REASONS = {"tool_calls": "stop", "cancel": "abort", "timeout": "abort"}  # vLLM's finish reasons
 _LABEL = ("model_name",)
 
 
 class Metrics:
-    """Everything that a scraper sees of one service."""
+    """All metrics of one service."""
 
     def __init__(self, service: Service) -> None:
-        disable_created_metrics()  # three more lines for every histogram that nobody reads
+        disable_created_metrics()  # extra lines per histogram that nobody reads
         self._model = service.names[0]
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(_EngineReport(service, self._model))
         ProcessCollector(registry=self.registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(f"vllm:{name}", text, _LABEL, buckets=buckets, registry=self.registry)
-            made.labels(self._model)
-            return made
+            metric = Histogram(f"vllm:{name}", text, _LABEL, buckets=buckets, registry=self.registry)
+            metric.labels(self._model)
+            return metric
 
-        self._first = histogram("time_to_first_token_seconds", "From a request to its first token.", _SHORT)
-        self._queue = histogram("request_queue_time_seconds", "That a request waited before it was started.", _SHORT)
-        self._gap = histogram("inter_token_latency_seconds", "Between the steps that bring a sample's tokens.", _TOKEN)
+        self._first = histogram("time_to_first_token_seconds", "Time from a request to its first token.", _SHORT)
+        self._queue = histogram("request_queue_time_seconds", "Time that a request spent in the queue.", _SHORT)
+        self._gap = histogram("inter_token_latency_seconds", "Time between consecutive steps with tokens of a sample.", _TOKEN)
         self._per_token = histogram(
-            "request_time_per_output_token_seconds", "Per token after the first, mean of a request.", _TOKEN
+            "request_time_per_output_token_seconds", "Mean time per token after the first, per request.", _TOKEN
         )
-        self._whole = histogram("e2e_request_latency_seconds", "From a request to its last token.", _WHOLE)
-        self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", _COUNTS)
-        self._generated = histogram("request_generation_tokens", "Tokens that a request generated.", _COUNTS)
-        self._n = histogram("request_params_n", "Samples that a request asked for.", (1.0, 2.0, 5.0, 10.0, 20.0))
-        self._max_tokens = histogram("request_params_max_tokens", "Tokens that a request allowed.", _COUNTS)
+        self._whole = histogram("e2e_request_latency_seconds", "Time from a request to its last token.", _WHOLE)
+        self._prompt = histogram("request_prompt_tokens", "Prompt tokens per request.", _COUNTS)
+        self._generated = histogram("request_generation_tokens", "Generated tokens per request.", _COUNTS)
+        self._n = histogram("request_params_n", "Samples requested (n).", (1.0, 2.0, 5.0, 10.0, 20.0))
+        self._max_tokens = histogram("request_params_max_tokens", "Maximum number of tokens per sample.", _COUNTS)
         labels = (*_LABEL, "finished_reason")
-        self._ended = Counter("vllm:request_success", "Samples by why they ended.", labels, registry=self.registry)
-        self._failed = Counter("culet:request_errors", "Requests that failed.", (*_LABEL, "error"), registry=self.registry)
-        self._reasoning = Counter("culet:reasoning_tokens", "Tokens of thoughts.", _LABEL, registry=self.registry)
+        self._ended = Counter("vllm:request_success", "Finished samples by finish reason.", labels, registry=self.registry)
+        self._failed = Counter("culet:request_errors", "Failed requests.", (*_LABEL, "error"), registry=self.registry)
+        self._reasoning = Counter("culet:reasoning_tokens", "Generated tokens in thoughts.", _LABEL, registry=self.registry)
         for reason in ("stop", "length", "abort"):
             self._ended.labels(self._model, reason)
         self._reasoning.labels(self._model)
         service.observers.append(self.observe)
 
-    def observe(self, finished: Finished) -> None:
+    def observe(self, finished: FinishedRequest) -> None:
         """A request has ended."""
         model = self._model
         if finished.error:
@@ -154,16 +154,16 @@ class Metrics:
 
 
 class _EngineReport(Collector):
-    """Gauges and counters of the engine, as it last told them; nothing while it loads or when it is dead."""
+    """Gauges and counters from the engine's latest report; nothing while it loads or when it is dead."""
 
     def __init__(self, service: Service, model: str) -> None:
         self._service, self._model = service, model
 
     def collect(self) -> Iterator[Metric]:
         service = self._service
-        yield self._gauge("culet:engine_up", "Whether the engine takes requests.", float(service.is_ready))
-        yield self._gauge("culet:requests_in_flight", "Requests that the web server waits for.", service.num_samples)
-        yield self._counter("culet:engine_restarts", "Times that a dead engine was started again.", service.num_restarts)
+        yield self._gauge("culet:engine_up", "Whether the engine accepts requests.", float(service.is_ready))
+        yield self._gauge("culet:requests_in_flight", "Samples that the web server is waiting for.", service.num_samples)
+        yield self._counter("culet:engine_restarts", "Restarts of the engine after it died.", service.num_restarts)
         engine = service._engine
         if engine is None or engine.facts is None or engine.state is State.DEAD:
             return
@@ -182,7 +182,7 @@ class _EngineReport(Collector):
         return family
 
     def _info(self, facts: Ready) -> Metric:
-        family = InfoMetricFamily("culet:engine", "What is served, and where.", labels=_LABEL)
+        family = InfoMetricFamily("culet:engine", "Version, device and data type.", labels=_LABEL)
         values = {"version": __version__, "device": facts.device, "dtype": facts.dtype}
         family.add_metric([self._model], {**values, "max_model_len": str(facts.max_model_len)})
         return family
@@ -190,46 +190,51 @@ class _EngineReport(Collector):
     def _of_stats(self, stats: Stats, facts: Ready) -> Iterator[Metric]:
         now, counts = stats.scheduler, stats.scheduler.counters
         used = 1 - (now.num_free_pages + now.num_resume_point_pages) / max(1, now.num_pages)
-        yield self._gauge("vllm:num_requests_running", "Sequences that run.", now.num_running)
-        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait.", now.num_waiting)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 1 is all; checkpoints give way.", used)
-        yield self._counter("vllm:prompt_tokens", "Tokens of prompts.", stats.num_prompt_tokens)
-        yield self._counter("vllm:generation_tokens", "Tokens that were generated.", stats.num_generated_tokens)
-        yield self._counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", counts.prefix_query_tokens)
-        yield self._counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", counts.prefix_hit_tokens)
-        yield self._counter("vllm:num_preemptions", "Sequences that lost their pages for a while.", counts.preemptions)
-        yield self._counter("vllm:spec_decode_num_drafts", "Rounds of drafts that were verified.", counts.verifies)
-        yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", counts.drafted_tokens)
-        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted.", counts.accepted_tokens)
+        yield self._gauge("vllm:num_requests_running", "Running sequences.", now.num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Waiting sequences.", now.num_waiting)
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc",
+            "Share of KV pages in use (0 to 1), without resume points.",
+            used,
+        )
+        yield self._counter("vllm:prompt_tokens", "Prompt tokens.", stats.num_prompt_tokens)
+        yield self._counter("vllm:generation_tokens", "Generated tokens.", stats.num_generated_tokens)
+        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", counts.prefix_query_tokens)
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", counts.prefix_hit_tokens)
+        yield self._counter("vllm:num_preemptions", "Sequences that were preempted.", counts.preemptions)
+        yield self._counter("vllm:spec_decode_num_drafts", "Verify steps.", counts.verifies)
+        yield self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified.", counts.drafted_tokens)
+        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", counts.accepted_tokens)
         yield from self._of_drafts(counts)
-        yield self._counter("culet:steps", "Steps of the engine.", counts.steps)
-        yield self._counter("culet:dropped_tokens", "Tokens drawn for sequences that had ended.", counts.dropped_tokens)
-        yield self._gauge("culet:engine_memory_bytes", "Resident memory of the engine's process.", stats.memory_bytes)
+        yield self._counter("culet:steps", "Engine steps.", counts.steps)
+        yield self._counter("culet:dropped_tokens", "Tokens drawn for sequences that had already ended.", counts.dropped_tokens)
+        yield self._gauge("culet:engine_memory_bytes", "Resident memory of the engine process.", stats.memory_bytes)
         yield self._gauge("culet:kv_pages", "Pages of the KV cache, all groups.", now.num_pages)
-        yield self._gauge("culet:kv_free_pages", "Pages that nobody holds.", now.num_free_pages)
-        yield self._gauge("culet:kv_checkpoint_pages", "Pages that checkpoints alone hold.", now.num_resume_point_pages)
-        yield self._gauge("culet:kv_checkpoints", "Checkpoints of the prefix cache.", now.num_resume_points)
-        yield self._by_group("culet:kv_group_pages", "Pages that running sequences hold, by KV group.", now.num_held_pages)
+        yield self._gauge("culet:kv_free_pages", "Free pages.", now.num_free_pages)
+        yield self._gauge("culet:kv_checkpoint_pages", "Pages held only by resume points.", now.num_resume_point_pages)
+        yield self._gauge("culet:kv_checkpoints", "Resume points in the prefix cache.", now.num_resume_points)
+        yield self._by_group("culet:kv_group_pages", "Pages held by running sequences, per KV group.", now.num_held_pages)
         tokens = {group.name: now.num_held_pages.get(group.name, 0) * group.page_tokens for group in facts.groups}
-        yield self._by_group("culet:kv_group_tokens", "Tokens that these pages have room for.", tokens)
+        yield self._by_group("culet:kv_group_tokens", "Tokens that fit into those pages, per KV group.", tokens)
         shares = {name: count / max(1, now.num_pages) for name, count in now.num_held_pages.items()}
-        yield self._by_group("culet:kv_group_usage_perc", "Share of all pages that the group holds.", shares)
+        yield self._by_group("culet:kv_group_usage_perc", "Share of all pages held by running sequences, per KV group.", shares)
 
     def _of_drafts(self, counts: Counters) -> Iterator[Metric]:
-        """By place in a round, as vLLM has it, and how well the drafter does."""
+        """Acceptance per position in a draft, as in vLLM, and the mean acceptance length."""
         accepted = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by place.", labels=(*_LABEL, "position")
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by position.", labels=(*_LABEL, "position")
         )
-        drafted = CounterMetricFamily("culet:drafts_per_pos", "Verified drafts by place.", labels=(*_LABEL, "position"))
-        for place, (count, kept) in enumerate(zip(counts.drafted_at, counts.accepted_at, strict=True)):
-            accepted.add_metric([self._model, str(place)], kept)
-            drafted.add_metric([self._model, str(place)], count)
+        drafted = CounterMetricFamily("culet:drafts_per_pos", "Verified drafts by position.", labels=(*_LABEL, "position"))
+        for position, counted in enumerate(zip(counts.drafted_at, counts.accepted_at, strict=True)):
+            num_drafted, num_accepted = counted
+            accepted.add_metric([self._model, str(position)], num_accepted)
+            drafted.add_metric([self._model, str(position)], num_drafted)
         yield accepted
         yield drafted
         choice = self._service.config.draft.choice
         if choice is not None:
             family = GaugeMetricFamily(
-                "culet:acceptance_length", "Tokens that a verified step brings, since the start.", labels=(*_LABEL, "drafter")
+                "culet:acceptance_length", "Mean tokens per verify step since the start.", labels=(*_LABEL, "drafter")
             )
             family.add_metric([self._model, choice.method], counts.tokens_per_verify)
             yield family
@@ -243,15 +248,15 @@ class _EngineReport(Collector):
 
 async def metrics(service: Service, request: Request) -> Response:
     """Prometheus metrics in text form."""
-    assert service.metrics is not None
-    text = generate_latest(service.metrics.registry)
+    assert service.metrics_registry is not None
+    text = generate_latest(service.metrics_registry)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def attach(service: Service) -> None:
-    """Begin to count what this service does."""
-    if service.metrics is None:
-        service.metrics = Metrics(service)
+    """Start counting what this service does."""
+    if service.metrics_registry is None:
+        service.metrics_registry = Metrics(service).registry
 
 
 ENDPOINTS = (Endpoint("GET", "/metrics", metrics),)

@@ -1,7 +1,7 @@
-"""`culet serve`: binds the port, starts the engine, serves, and comes down in order.
+"""`culet serve`: binds the port, starts the engine, serves, and shuts down in order.
 
-Ctrl-C and SIGTERM drain: `/ready` turns red and new requests are refused, running ones are given time to end, what is left
-then is told so. A second signal ends everything at once. An engine that dies and is not started again ends the server.
+Ctrl-C and SIGTERM drain the server: `/ready` answers 503, new requests are refused, and running ones get time to finish before
+they are failed. A second signal stops immediately. If the engine dies and is not restarted, the server ends.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from culet.serve.app import create_app
 from culet.serve.connection import make_protocol
 from culet.serve.process.wire import Script
 from culet.serve.service import Service
-from culet.serve.summary import say_ready
 
-_KEEP_ALIVE_S = 30  # that an idle connection stays open
-_LAST_WORDS_S = 5  # for answers to reach their clients once everything has ended
+_KEEP_ALIVE_S = 30  # for an idle connection
+_FLUSH_S = 5  # for the last answers to reach their clients
 _DRAIN_PERIOD_S = 0.05
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn, without its own handling of signals."""
+    """uvicorn without its own signal handling."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -57,7 +56,7 @@ class Server:
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_LAST_WORDS_S,
+                timeout_graceful_shutdown=_FLUSH_S,
                 backlog=2048,
             )
         )
@@ -65,7 +64,7 @@ class Server:
         self._drain: asyncio.Task[None] | None = None
 
     async def run(self, on_ready: Callable[[Server], None] = lambda server: None) -> None:
-        """Serve until a signal or a failure ends it; a failure raises."""
+        """Serve until a signal or a failure; raises on a failure."""
         self._service.on_exit = self._fail
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -88,7 +87,7 @@ class Server:
             raise self._failure
 
     def _fail(self, error: CuletError) -> None:
-        """The engine is dead and stays so: those who wait have heard of it, and there is nothing left to serve."""
+        """The engine is dead for good. Its requests have failed already: end the server."""
         self._failure = error if isinstance(error, WorkerDied) else WorkerDied(error.message, hint=error.hint)
         self._uvicorn.should_exit = True
 
@@ -98,28 +97,33 @@ class Server:
             if self._service.is_draining:
                 self._service.engine.fail_all(_shutting_down())
             return
-        self._drain = asyncio.get_running_loop().create_task(self._come_down(signal.Signals(number).name))
+        self._drain = asyncio.get_running_loop().create_task(self._shut_down(signal.Signals(number).name))
 
-    async def _come_down(self, cause: str) -> None:
+    async def _shut_down(self, cause: str) -> None:
         service, engine = self._service, self._service.engine
         limit_s = service.settings.drain_timeout
-        logger.info("%s: %d requests are given %g s to end (once more to end at once)", cause, engine.num_in_flight, limit_s)
+        logger.info(
+            "%s: waiting up to %g s for %d requests to finish; a second signal stops immediately",
+            cause,
+            limit_s,
+            engine.num_in_flight,
+        )
         service.is_draining = True
         deadline = time.monotonic() + limit_s
         while engine.num_in_flight and time.monotonic() < deadline:
             await asyncio.sleep(_DRAIN_PERIOD_S)
         if engine.num_in_flight:
-            logger.warning("%d requests have not ended in time", engine.num_in_flight)
+            logger.warning("%d requests did not finish in time", engine.num_in_flight)
             engine.fail_all(_shutting_down())
         self._uvicorn.should_exit = True
 
 
 def _shutting_down() -> WorkerDied:
-    return WorkerDied("the server is shutting down", hint="ask another replica")
+    return WorkerDied("the server is shutting down", hint="use another replica")
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, before anything is loaded: a port that is taken is found out at once."""
+    """Bind a socket before anything is loaded, so that a port in use is reported at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -128,19 +132,40 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         sock.close()
         problem = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"cannot listen on {host}:{port}: {problem}", hint="another --host or --port") from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {problem}", hint="choose another --host or --port") from error
     sock.set_inheritable(False)
     return sock
 
 
+def _log_summary(service: Service, port: int) -> None:
+    """Log the model, plan, memory, limits and address."""
+    facts = service.engine.facts
+    assert facts is not None
+    settings, limits = service.settings, service.limits
+    logger.info("model: %s on %s in %s", ", ".join(service.names), facts.device, facts.dtype)
+    for group in facts.groups:
+        window = "full attention" if group.window is None else f"window {group.window}"
+        layers = f"{group.name}: {group.num_layers} layers, {window}, pages of {group.page_tokens} tokens"
+        logger.info("  %s, attention by %s (%s)", layers, group.backend, group.why)
+    gigabytes = facts.num_pages * facts.page_bytes / 1e9
+    logger.info("KV cache: %d pages, %.2f GB; context: %d tokens", facts.num_pages, gigabytes, facts.max_model_len)
+    logger.info("limits: %d sequences run, %d wait", facts.max_num_seqs, facts.max_queue_len)
+    logger.info("limits per request: %d MB, n %d, %g s", limits.body_mb, limits.n, settings.request_timeout)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    logger.info("ready at http://%s:%d (OpenAI API under /v1)", host, port)
+    if not service.api_keys:
+        level = logging.INFO if settings.host in ("127.0.0.1", "::1", "localhost") else logging.WARNING
+        logger.log(level, "no API key is set: anyone who can reach this address can use the model")
+
+
 def serve(config: Config, settings: ServeConfig, script: Script | None = None) -> None:
-    """Serve until told to stop. With a `script` the fake engine answers."""
+    """Serve until told to stop. With a `script`, the fake engine answers."""
     service = Service(config, settings, script)
     server = Server(service)
     uvicorn_logger = logging.getLogger("uvicorn")
-    uvicorn_logger.handlers, uvicorn_logger.propagate = logger.handlers, False  # in the same form as all else
+    uvicorn_logger.handlers, uvicorn_logger.propagate = logger.handlers, False  # same format as all other lines
     uvicorn_logger.setLevel(logging.WARNING)
     run: Callable[[Coroutine[None, None, None]], None] = asyncio.run
-    with contextlib.suppress(ImportError):  # not on every platform
+    with contextlib.suppress(ImportError):  # not available on every platform
         from uvloop import run
-    run(server.run(lambda ready: say_ready(service, ready.port)))
+    run(server.run(lambda ready: _log_summary(service, ready.port)))

@@ -1,4 +1,4 @@
-"""What every endpoint works with: the engine behind its process boundary, text in and out, names, limits and counts."""
+"""What every endpoint uses: the engine client, tokenizer and chat template, model names, limits and counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry
 
 from culet import env
 from culet.config import Config, Limits, ServeConfig, read_limits
@@ -20,21 +22,19 @@ from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN, RequestRules
 from culet.errors import ContextTooLong, CuletError, QueueFull, WorkerDied
 from culet.log import logger
 from culet.models.checkpoint import open_checkpoint
-from culet.serve.errors import HttpRefusal
-from culet.serve.plot_history import PERIOD_S, LiveSamples
-from culet.serve.process.client import EngineClient, State, Stream
+from culet.serve.http_errors import HttpError
+from culet.serve.plot_history import PERIOD_S, PlotHistory
+from culet.serve.process.client import EngineClient, State, TokenStream
 from culet.serve.process.wire import Script
-from culet.structured.compiler import make_grammar_check
+from culet.structured.check import GrammarCheck
 from culet.text.history import parse_arguments
-from culet.text.text import ChatTemplate, NumberTokenizer, Tokenizer
+from culet.text.template import ChatTemplate
+from culet.text.tokenizer import NumberTokenizer, Tokenizer
 from culet.types import SamplingParams
 
-if TYPE_CHECKING:
-    from culet.serve.metrics import Metrics
-
-_TEXT_THREADS = 2  # the template's process takes one conversation at a time; tokenizing runs beside it
-_MAX_TOKEN_CHARS = 8  # texts with more characters per token than this are rare
-_CUT_TOKENS = 1024  # more than what a cut within a text can add to the tokens before it
+_TEXT_THREADS = 2  # the template process renders one conversation at a time; tokenizing runs in parallel
+_MAX_TOKEN_CHARS = 8  # few texts have more characters per token
+_CUT_TOKENS = 1024  # more than cutting a text can add to the tokens before the cut
 _WATCH_PERIOD_S = 1.0
 _RATE_WINDOW_S = 60.0
 MAX_RETRY_S = 60
@@ -42,12 +42,12 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Finished:
-    """One request that has ended, for logs and metrics."""
+class FinishedRequest:
+    """A request that has ended, for logs and metrics."""
 
     endpoint: str
     request_id: str
-    finish_reasons: tuple[str, ...] = ()  # of each sample; empty where it failed
+    finish_reasons: tuple[str, ...] = ()  # one per sample; empty if the request failed
     error: str = ""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -55,14 +55,14 @@ class Finished:
     num_reasoning_tokens: int = 0
     max_tokens: int = 0
     n: int = 1
-    queue_s: float = 0.0  # from submitting to the start in the engine
-    first_token_s: float | None = None  # from submitting to the first token
+    queue_s: float = 0.0  # time in the engine's queue
+    first_token_s: float | None = None  # from submission to the first token
     total_s: float = 0.0
-    gaps_s: list[float] = field(default_factory=list)  # between the deltas of a sample
+    gaps_s: list[float] = field(default_factory=list)  # between consecutive deltas of a sample
 
 
 class Service:
-    """The model as endpoints see it. Lives in the web process, which never loads torch."""
+    """The model as endpoints see it. Runs in the web process, which never loads torch."""
 
     def __init__(self, config: Config, settings: ServeConfig, script: Script | None = None) -> None:
         self.config, self.settings, self.script = config, settings, script
@@ -77,15 +77,15 @@ class Service:
         is_random = self.checkpoint.random is not None
         self.tokenizer = NumberTokenizer(spec.vocab_size) if is_random else Tokenizer(folder)
         self.template = ChatTemplate.of_checkpoint(folder, empty_thought=spec.ple_dim == 0)
-        if not is_random:  # it is here now: the engine's process need not look for it again
+        if not is_random:  # it is downloaded now: the engine process need not look it up again
             self.config = replace(config, model=replace(config.model, model=str(folder), revision=None))
-        self.grammar_check = make_grammar_check(self.tokenizer, time_limit_s=float(self.limits.grammar_s))
+        self.grammar_check = GrammarCheck.for_tokenizer(self.tokenizer, time_limit_s=float(self.limits.grammar_s))
         self.started_at = time.time()
         self.is_draining = False
-        self.on_exit: Callable[[CuletError], None] = lambda error: None  # the engine is dead and stays so
-        self.observers: list[Callable[[Finished], None]] = [self._count]
-        self.metrics: Metrics | None = None
-        self.live = LiveSamples()
+        self.on_exit: Callable[[CuletError], None] = lambda error: None  # the engine is dead and will not be restarted
+        self.observers: list[Callable[[FinishedRequest], None]] = [self._count]
+        self.metrics_registry: CollectorRegistry | None = None  # see metrics.attach
+        self.plot_history = PlotHistory()
         self.num_finished = 0
         self.num_samples = 0  # in flight
         self.num_restarts = 0
@@ -93,45 +93,45 @@ class Service:
         self._rules: RequestRules | None = None
         self._threads = ThreadPoolExecutor(_TEXT_THREADS, "text")
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ends: deque[float] = deque(maxlen=256)  # when requests ended, to know how fast the queue moves
+        self._ends: deque[float] = deque(maxlen=256)  # end times of requests, to estimate how fast the queue moves
 
-    # The engine's life
+    # The engine process
 
     @property
     def engine(self) -> EngineClient:
-        """The engine's process as it is now; raises before `start`."""
+        """The current engine process; raises before `start`."""
         if self._engine is None:
             raise WorkerDied("the engine has not been started")
         return self._engine
 
     @property
     def rules(self) -> RequestRules:
-        """What requests are checked against; raises until the engine is ready."""
+        """The rules that requests must follow; raises until the engine is ready."""
         if self._rules is None or self.engine.state is not State.READY:
             raise self._unavailable()
         return self._rules
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would be taken: the model is loaded, everything is warm, and the server is not coming down."""
+        """Whether requests are accepted: the model is loaded and warm, and the server is not shutting down."""
         is_up = self._rules is not None and self._engine is not None and self._engine.state is State.READY
         return is_up and not self.is_draining
 
     def require_ready(self) -> None:
-        """Raise what keeps a request from being taken, before any work is done for it."""
+        """Raise if requests are not accepted, before any work is done."""
         if self.is_draining:
-            raise WorkerDied("the server is shutting down", hint="ask another replica")
+            raise WorkerDied("the server is shutting down", hint="use another replica")
         if not self.is_ready:
             raise self._unavailable()
 
     def _unavailable(self) -> CuletError:
         if self._engine is not None and self._engine.state is State.DEAD:
             return self._engine.death()
-        return WorkerDied("the model is still being loaded", hint="try again in a while")
+        return WorkerDied("the model is still loading", hint="try again later")
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the engine is alive: loading, ready, and not stuck in a step."""
+        """Whether the engine is alive: loading or ready, and not stuck in a step."""
         return self._engine is not None and self._engine.state is not State.DEAD and not self._is_stuck
 
     @property
@@ -141,7 +141,7 @@ class Service:
         return is_busy and engine is not None and time.monotonic() - engine.heard_at > self.limits.step_s
 
     async def start(self) -> None:
-        """Start the engine's process and wait until the model is loaded; raises what kept it from that."""
+        """Start the engine process and wait until the model is loaded. If that fails, raises why."""
         level = logging_level()
         form = self.settings.log_format
         engine = await EngineClient.start(self.config, log_level=level, log_form=form, script=self.script)
@@ -150,7 +150,7 @@ class Service:
         facts = await engine.wait_ready()
         await self._in_thread(self._warm_up)
         gc.collect()
-        gc.freeze()  # what stands now stays: no collection need look at it again
+        gc.freeze()  # everything created so far stays: collections can skip it
         if engine.state is State.DEAD:
             raise engine.death()
         self._rules = RequestRules(
@@ -163,17 +163,17 @@ class Service:
             result_id=self.tokenizer.token_id(RESULT_TOKEN),
         )
         self._spawn(self._watch(engine))
-        self._spawn(self._sample(engine))
+        self._spawn(self._record_history(engine))
 
     def _warm_up(self) -> None:
-        """Start the template's process, so that the first chat does not wait for it."""
+        """Start the template process, so that the first chat does not wait for it."""
         try:
             self.template.render([{"role": "user", "content": "1"}])
         except CuletError as error:
-            logger.warning("the chat template does not render: %s", error.message)
+            logger.warning("the chat template fails to render: %s", error.message)
 
     async def stop(self) -> None:
-        """End the engine's process and what belongs to it."""
+        """End the engine process and release what belongs to it."""
         for task in list(self._tasks):
             task.cancel()
         if self._engine is not None:
@@ -186,17 +186,17 @@ class Service:
         engine = self.engine
         error = engine.death()
         if self.is_draining or self._rules is None:
-            return  # who waits for the start, or for the end, hears of it there
+            return  # whoever awaits the start or the shutdown sees the error there
         logger.error("the engine is dead: %s", error.message)
         self._rules = None
         self._spawn(self._restart(error))
 
     async def _restart(self, error: CuletError) -> None:
-        """Start the engine again, as often as it may be; then give up."""
+        """Restart the engine, up to the configured number of times; then give up."""
         while self.num_restarts < self.settings.max_engine_restarts:
             self.num_restarts += 1
-            logger.warning("starting the engine again (%d of %d)", self.num_restarts, self.settings.max_engine_restarts)
-            await self.engine.stop()  # reaps the process
+            logger.warning("restarting the engine (%d of %d)", self.num_restarts, self.settings.max_engine_restarts)
+            await self.engine.stop()  # reap the process
             try:
                 await self.start()
             except CuletError as failure:
@@ -207,19 +207,19 @@ class Service:
         self.on_exit(error)
 
     async def _watch(self, engine: EngineClient) -> None:
-        """End an engine that hangs in a step, so that those who wait hear of it."""
+        """Kill an engine that hangs in a step, so that its requests fail."""
         while engine.state is State.READY:
             await asyncio.sleep(_WATCH_PERIOD_S)
             if self._is_stuck and engine is self._engine:
-                logger.error("no word from the engine for %d s: it is taken for dead", self.limits.step_s)
+                logger.error("no message from the engine for %d s: killing it", self.limits.step_s)
                 engine.kill()
                 return
 
-    async def _sample(self, engine: EngineClient) -> None:
-        """Keep what the page's plots show."""
+    async def _record_history(self, engine: EngineClient) -> None:
+        """Record the values that the web page plots."""
         while engine.state is State.READY:
             if engine.stats is not None:
-                self.live.take(engine.stats)
+                self.plot_history.record(engine.stats)
             await asyncio.sleep(PERIOD_S)
 
     def _spawn(self, work: Any) -> None:
@@ -238,7 +238,7 @@ class Service:
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, by the chat template. `enable_thinking` None is the server's default."""
+        """Token ids of a conversation, rendered by the chat template. `enable_thinking` None means the server's default."""
         thinking = self.settings.enable_thinking if enable_thinking is None else enable_thinking
 
         def encode() -> list[int]:
@@ -258,12 +258,12 @@ class Service:
         return await self._in_thread(lambda: self._encode(text, add_bos=add_bos))
 
     def _encode(self, text: str, *, add_bos: bool = False) -> list[int]:
-        """Token ids of a text; one that is far too long is refused by its beginning, before seconds go into the rest of it."""
+        """Token ids of a text. One that is far too long is refused after encoding only its start, which saves seconds."""
         limit = self.rules.max_model_len
         if len(text) > limit * _MAX_TOKEN_CHARS:
             num_tokens = len(self.tokenizer.encode(text[: limit * _MAX_TOKEN_CHARS]))
             if num_tokens > limit + _CUT_TOKENS:
-                raise ContextTooLong(f"the prompt has more than {limit} tokens, which is all that the context holds")
+                raise ContextTooLong(f"the prompt has more than {limit} tokens, the size of the context")
         return self.tokenizer.encode(text, add_bos=add_bos)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
@@ -272,33 +272,33 @@ class Service:
     # Requests
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with; a model that is not served is a 404."""
+        """The model name to answer with. A model that is not served is a 404."""
         if not name or name == self._given_name:
             return self.names[0]
         if name not in self.names:
-            raise HttpRefusal(
-                404, f"the model {name!r} is not served", hint=f"served: {', '.join(self.names)}", code="model_not_found"
+            raise HttpError(
+                404, f"the model {name!r} is not served", hint=f"available: {', '.join(self.names)}", code="model_not_found"
             )
         return name
 
-    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0) -> Stream:
-        """Send a request to the engine, unless the server drains or too many wait."""
+    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0) -> TokenStream:
+        """Send a request to the engine, unless the server is shutting down or the queue is full."""
         self.require_ready()
-        deadline = time.monotonic() + self.settings.request_timeout  # one clock for all processes of a machine
+        deadline = time.monotonic() + self.settings.request_timeout  # all processes on a machine share this clock
         engine = self.engine
         request = self.rules.make_request(engine.next_id(), prompt_token_ids, params, priority=priority, deadline=deadline)
         facts = engine.facts
         assert facts is not None
         if self.num_samples + params.n > facts.max_num_seqs + facts.max_queue_len:
             raise QueueFull(
-                f"{self.num_samples} samples run or wait, the most that may "
-                f"({facts.max_num_seqs} run, {facts.max_queue_len} wait)",
+                f"the queue is full: {self.num_samples} samples are running or waiting "
+                f"(at most {facts.max_num_seqs} run and {facts.max_queue_len} wait)",
                 hint="try again later",
             )
         return engine.submit(request)
 
     def retry_after_s(self) -> int:
-        """Seconds after which a refused client may come again: as long as the queue takes at its present pace."""
+        """Seconds after which a refused client should retry, estimated from how fast requests have been finishing."""
         now = time.monotonic()
         recent = [at for at in self._ends if now - at < _RATE_WINDOW_S]
         if len(recent) < 2 or now == recent[0]:
@@ -306,24 +306,24 @@ class Service:
         waiting = self._engine.num_in_flight if self._engine is not None else 0
         return max(1, min(MAX_RETRY_S, math.ceil(waiting * (now - recent[0]) / len(recent) / 2)))
 
-    def tell(self, finished: Finished) -> None:
-        """A request has ended: pass it on to whoever counts or logs."""
+    def report_finished(self, finished: FinishedRequest) -> None:
+        """A request has ended: tell the observers, which count and log."""
         for observe in self.observers:
             observe(finished)
 
-    def _count(self, finished: Finished) -> None:
+    def _count(self, finished: FinishedRequest) -> None:
         self.num_finished += 1
         if finished.first_token_s is not None:
-            self.live.note_first_token(finished.first_token_s)
+            self.plot_history.add_first_token(finished.first_token_s)
         self._ends.append(time.monotonic())
 
 
 def _public_name(model: str) -> str:
-    """What clients call the model: a hub model by its name, a local folder by its last part, for its path is not theirs."""
+    """What clients call the model: a hub model's name, or the last part of a local path, so that the path stays private."""
     path = Path(model).expanduser()
     return path.resolve().name if model and path.is_dir() else model
 
 
 def logging_level() -> str:
-    """The level that this process logs at, for the engine's process."""
+    """The log level of this process, for the engine process."""
     return logging.getLevelName(logger.getEffectiveLevel()).lower()

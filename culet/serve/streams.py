@@ -1,6 +1,6 @@
-"""Answers on their way to a client: server-sent events, whole answers, and what happens when the client leaves.
+"""Send answers to clients: server-sent events, complete answers, and what happens when a client disconnects.
 
-Events are written with ASGI's own `send`, several at a time where several are there: no generator, no task per token.
+Events are written with ASGI's own `send`, several at a time if several are ready: no generator and no task per token.
 """
 
 from __future__ import annotations
@@ -16,39 +16,40 @@ from starlette.types import Message, Receive, Scope, Send
 
 from culet.errors import CuletError
 from culet.log import logger
-from culet.serve.errors import facts_of, openai_body
-from culet.serve.generation import Generation, Piece
+from culet.serve.generation import Generation
+from culet.serve.http_errors import openai_body, reply_to
 from culet.serve.service import Service
+from culet.text.output import OutputDelta
 
-SEND = "culet.send"  # in the scope: the gate's own `send`, past the layers in between
-ABORT = "culet.abort"  # in the scope: breaks the connection off, unsent bytes and all
+SEND = "culet.send"  # in the scope: the middleware's own `send`, bypassing the layers in between
+ABORT = "culet.abort"  # in the scope: aborts the connection and drops unsent bytes
 DONE = b"data: [DONE]\n\n"
-_KEEP_ALIVE_S = 15.0  # after this long without an event, a comment; before the first event it also begins the answer
+_KEEP_ALIVE_S = 15.0  # without events for this long, send a comment; before the first event it also starts the response
 _WATCH_PERIOD_S = 5.0
 _KEEP_ALIVE = b": keep-alive\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # else nginx collects the events
+    (b"x-accel-buffering", b"no"),  # keeps nginx from buffering events
 ]
 
 
 class ClientGone(Exception):
-    """The client left before its answer was there."""
+    """The client disconnected before its answer was complete."""
 
 
 class EventStream(Response):
     """Streams one or several generations as server-sent events.
 
-    `open` submits them; `write(index, pieces)` gives the bytes of what came to the one of that number, `begin` and `end` what
-    stands before and after. Nothing is sent before the first piece, so that what fails until then has a status of its own.
+    `open` submits them. `write(index, generation, deltas)` returns the bytes for new deltas of generation `index`; `begin` and
+    `end` give what comes before and after. Nothing is sent before the first delta, so that earlier failures get an HTTP status.
     """
 
     def __init__(
         self,
         service: Service,
         open: Sequence[Callable[[], Generation]],
-        write: Callable[[int, Generation, list[Piece]], bytes],
+        write: Callable[[int, Generation, list[OutputDelta]], bytes],
         *,
         begin: bytes = b"",
         end: Callable[[Sequence[Generation]], bytes] = lambda generations: DONE,
@@ -67,11 +68,11 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         send = scope.get(SEND, send)
         async with AsyncExitStack() as stack:
-            generations = [await stack.enter_async_context(open_one()) for open_one in self._open]
-            me = asyncio.current_task()
-            assert me is not None
+            generations = [await stack.enter_async_context(open_generation()) for open_generation in self._open]
+            stream_task = asyncio.current_task()
+            assert stream_task is not None
             self._abort = scope.get(ABORT, self._abort)
-            watcher = asyncio.create_task(self._watch(generations, receive, send, me))
+            watcher = asyncio.create_task(self._watch(generations, receive, send, stream_task))
             try:
                 await self._run(generations, send)
             finally:
@@ -80,16 +81,16 @@ class EventStream(Response):
     async def _run(self, generations: Sequence[Generation], send: Send) -> None:
         try:
             if len(generations) == 1:
-                async for pieces in generations[0].pieces():
-                    await self._send(send, self._write(0, generations[0], pieces))
+                async for deltas in generations[0].deltas():
+                    await self._send(send, self._write(0, generations[0], deltas))
             else:
-                async for index, pieces in _pieces_of_all(generations):
-                    await self._send(send, self._write(index, generations[index], pieces))
+                async for index, deltas in _interleave(generations):
+                    await self._send(send, self._write(index, generations[index], deltas))
             await self._send(send, self._end(generations))
         except CuletError as error:
             if not self._has_started:
                 raise
-            logger.warning("a stream ends with an error: %s", error.message)
+            logger.warning("a stream ended with an error: %s", error.message)
             await self._send(send, self._write_error(error))
         if not self._is_gone:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -105,16 +106,18 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": data, "more_body": True})
         self._is_sending = False
 
-    async def _watch(self, generations: Sequence[Generation], receive: Receive, send: Send, stream: asyncio.Task[None]) -> None:
-        """Cancel when the client leaves or takes nothing any more; keep the connection alive while nothing comes."""
+    async def _watch(
+        self, generations: Sequence[Generation], receive: Receive, send: Send, stream_task: asyncio.Task[None]
+    ) -> None:
+        """Cancel when the client disconnects or stops reading; keep the connection alive while there are no events."""
         gone = asyncio.ensure_future(_wait_gone(receive))
         try:
             while not (await asyncio.wait({gone}, timeout=_WATCH_PERIOD_S))[0]:
                 quiet_s = time.monotonic() - self._sent_at
                 if self._is_sending and quiet_s > self._service.limits.write_s:
-                    logger.warning("a client takes nothing for %d s: its stream is dropped", quiet_s)
+                    logger.warning("a client has read nothing for %d s: dropping its stream", quiet_s)
                     self._abort()
-                    stream.cancel()
+                    stream_task.cancel()
                     break
                 if not self._is_sending and quiet_s > _KEEP_ALIVE_S:
                     await self._send(send, _KEEP_ALIVE)
@@ -126,17 +129,17 @@ class EventStream(Response):
 
 
 def _openai_error_event(error: CuletError) -> bytes:
-    return b"data: " + openai_body(facts_of(error)) + b"\n\n" + DONE
+    return b"data: " + openai_body(reply_to(error)) + b"\n\n" + DONE
 
 
-async def _pieces_of_all(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, list[Piece]]]:
-    """Pieces of several generations, as they come."""
-    queue: asyncio.Queue[tuple[int, list[Piece] | BaseException | None]] = asyncio.Queue()
+async def _interleave(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, list[OutputDelta]]]:
+    """(index, deltas) of several generations, in order of arrival."""
+    queue: asyncio.Queue[tuple[int, list[OutputDelta] | BaseException | None]] = asyncio.Queue()
 
     async def pump(index: int, generation: Generation) -> None:
         try:
-            async for pieces in generation.pieces():
-                queue.put_nowait((index, pieces))
+            async for deltas in generation.deltas():
+                queue.put_nowait((index, deltas))
             queue.put_nowait((index, None))
         except BaseException as error:
             queue.put_nowait((index, error))
@@ -145,13 +148,13 @@ async def _pieces_of_all(generations: Sequence[Generation]) -> AsyncIterator[tup
     try:
         num_running = len(tasks)
         while num_running:
-            index, pieces = await queue.get()
-            if isinstance(pieces, BaseException):
-                raise pieces
-            if pieces is None:
+            index, deltas = await queue.get()
+            if isinstance(deltas, BaseException):
+                raise deltas
+            if deltas is None:
                 num_running -= 1
             else:
-                yield index, pieces
+                yield index, deltas
     finally:
         for task in tasks:
             task.cancel()
@@ -165,9 +168,9 @@ async def _wait_gone(receive: Receive) -> None:
 
 
 async def run_all(request: Request, open: Sequence[Callable[[], Generation]]) -> list[Generation]:
-    """Submit generations and wait until all have ended; a client that leaves meanwhile cancels them."""
+    """Submit generations and wait until all have ended. If the client disconnects, they are cancelled."""
     async with AsyncExitStack() as stack:
-        generations = [await stack.enter_async_context(open_one()) for open_one in open]
+        generations = [await stack.enter_async_context(open_generation()) for open_generation in open]
         await _unless_gone(request, asyncio.gather(*(generation.run() for generation in generations)))
         return generations
 
@@ -181,5 +184,5 @@ async def _unless_gone(request: Request, work: Awaitable[object]) -> None:
             raise ClientGone
         task.result()
     finally:
-        for each in (task, gone):
-            each.cancel()
+        task.cancel()
+        gone.cancel()

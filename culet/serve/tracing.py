@@ -1,7 +1,7 @@
-"""OpenTelemetry, where it is asked for: every request becomes a span with its tokens and times.
+"""OpenTelemetry tracing: every request becomes a span with its token counts and times.
 
-On with OTEL_EXPORTER_OTLP_ENDPOINT (or ..._TRACES_ENDPOINT) and the packages of `pip install
-'culet[traces]'`; their own environment variables say where spans go. Without them nothing is loaded.
+Enabled by OTEL_EXPORTER_OTLP_ENDPOINT (or ..._TRACES_ENDPOINT) if the packages of `pip install 'culet[traces]'` are present.
+Their own environment variables configure the export. Otherwise nothing is loaded.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import Any
 
 from culet import env
 from culet.log import chose, logger
-from culet.serve.service import Finished, Service
+from culet.serve.service import FinishedRequest, Service
 
 _NANO = 1_000_000_000
 
 
 class Tracing:
-    """Makes a span of each request that has ended."""
+    """Creates a span for each finished request."""
 
     def __init__(self, service: Service, tracer: Any) -> None:
         self._model, self._tracer = service.names[0], tracer
         service.observers.append(self.observe)
 
-    def observe(self, finished: Finished) -> None:
-        """A request has ended: its span begins where it was submitted."""
+    def observe(self, finished: FinishedRequest) -> None:
+        """A request has ended: its span starts when it was submitted."""
         end = time.time_ns()
         begin = end - int(finished.total_s * _NANO)
         attributes: dict[str, Any] = {
@@ -50,7 +50,7 @@ class Tracing:
 
 
 def attach(service: Service) -> Tracing | None:
-    """Begin to trace, if the environment asks for it and the packages are there."""
+    """Start tracing, if the environment asks for it and the packages are installed."""
     if not (env.OTEL_ENDPOINT.get() or env.OTEL_TRACES_ENDPOINT.get()):
         return None
     try:
@@ -60,7 +60,8 @@ def attach(service: Service) -> Tracing | None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         logger.warning(
-            "no traces: OTEL_EXPORTER_OTLP_ENDPOINT is set, but %s is not installed (pip install 'culet[traces]')", error.name
+            "tracing is off: OTEL_EXPORTER_OTLP_ENDPOINT is set, but %s is not installed (pip install 'culet[traces]')",
+            error.name,
         )
         return None
     provider = TracerProvider(resource=Resource.create({"service.name": "culet"}))

@@ -1,4 +1,4 @@
-"""The web page at `/`: its static files, and the samples behind its plots."""
+"""The web page at `/`: its static files, and the data for its plots."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from starlette.responses import Response
 
 from culet.errors import BadRequest
 from culet.serve.api.endpoint import Endpoint, json_response
-from culet.serve.errors import HttpRefusal
-from culet.serve.plot_history import Sample
+from culet.serve.http_errors import HttpError
+from culet.serve.plot_history import PlotPoint
 from culet.serve.service import Service
 
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# Nothing from other hosts, no inline script or style, no frame around us: what a model writes cannot reach out.
+# Nothing from other hosts, no inline scripts or styles, no framing: what a model writes cannot reach the outside.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -29,7 +29,7 @@ _FILES = {file.name: file.read_bytes() for file in files("culet.serve").joinpath
 
 
 class Totals(Struct):
-    """Counts since the start of the engine."""
+    """Counts since the engine started."""
 
     requests: int
     output_tokens: int
@@ -38,12 +38,12 @@ class Totals(Struct):
 
 
 class Live(Struct):
-    """The samples that a page has not seen yet, and the counts now."""
+    """The points that a page has not seen yet, and the current counts."""
 
     uptime_s: float
-    has_plan: bool  # whether there is a picture at /plan.svg
+    has_plan: bool  # whether /plan.svg exists
     totals: Totals
-    samples: list[Sample]
+    samples: list[PlotPoint]
 
 
 def _file(name: str) -> Response:
@@ -60,12 +60,12 @@ async def page_file(service: Service, request: Request) -> Response:
     """A static file of the web page."""
     name = request.path_params["name"]
     if name not in _FILES:
-        raise HttpRefusal(404, "there is no such file", code="not_found")
+        raise HttpError(404, "no such file", code="not_found")
     return _file(name)
 
 
-async def live_samples(service: Service, request: Request) -> Response:
-    """What the page's plots show: samples of the engine, one a second, taken after `?since=` (seconds since 1970)."""
+async def plot_points(service: Service, request: Request) -> Response:
+    """Data for the page's plots: the state of the engine, once per second, after `?since=` (seconds since 1970)."""
     try:
         since = float(request.query_params.get("since", "0"))
     except ValueError:
@@ -82,12 +82,12 @@ async def live_samples(service: Service, request: Request) -> Response:
     )
     facts = service.engine.facts
     has_plan = facts is not None and bool(facts.plan_svg)
-    return json_response(Live(time.time() - service.started_at, has_plan, totals, service.live.since(since)))
+    return json_response(Live(time.time() - service.started_at, has_plan, totals, service.plot_history.since(since)))
 
 
 ENDPOINTS = (
     Endpoint("GET", "/", page),
     Endpoint("GET", "/page/{name}", page_file),
-    Endpoint("GET", "/live", live_samples, answer=Live),
+    Endpoint("GET", "/live", plot_points, answer=Live),
 )
 PUBLIC_PATHS = ("/", *(f"/page/{name}" for name in _FILES))

@@ -1,8 +1,8 @@
-"""Whether a grammar can be compiled, within a limit that holds: in another process, which is ended when it takes too long.
+"""Checks whether a grammar compiles within limits of time and memory. No torch.
 
-Most grammars compile in a millisecond or two. Some small ones never end, an intersection of a few patterns for instance, and
-the engine that compiles them heeds no call to stop. So each is compiled once in a process whose time and memory are bounded,
-and only what came through is compiled where it is used. Processes start when they are needed and stay. No torch.
+Most grammars compile in a millisecond or two. Some small ones never finish, such as an intersection of a few patterns, and
+llguidance cannot be interrupted. So each grammar is first compiled in a limited process, which is killed if it takes too long.
+Only grammars that pass are compiled where they are used. Processes start on demand and stay.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from dataclasses import asdict
 
 from culet.errors import BadRequest, QueueFull
 from culet.line_process import LineProcess
+from culet.text.tokenizer import Tokenizer
 from culet.types import GRAMMAR_FAULT, GrammarSpec
 
 TIME_LIMIT_S = 5.0
 MAX_BYTES = 2 << 30  # of a process's address space
 MAX_PROCESSES = 2
-MAX_KNOWN = 4096  # grammars that are remembered as good or bad
-WAIT_LIMIT_S = 10.0  # for a process to be free
-_TRIALS = 2
+MAX_VERDICTS = 4096  # grammars whose verdict is remembered
+WAIT_LIMIT_S = 10.0  # for a free process
+_ATTEMPTS = 2
 
 
 class GrammarCheck:
-    """Says of grammars whether they may be used. Safe to call from several threads; a call blocks up to the limits."""
+    """Refuses grammars that cannot be used. Thread-safe; a call blocks up to the limits."""
 
     def __init__(self, special_names: Sequence[str], *, time_limit_s: float = TIME_LIMIT_S) -> None:
         """`special_names` are the special tokens that a grammar may name."""
@@ -35,24 +36,30 @@ class GrammarCheck:
         self._free = threading.Semaphore(MAX_PROCESSES)
         self._lock = threading.Lock()
         self._idle: list[LineProcess] = []
-        self._known: OrderedDict[str, str] = OrderedDict()  # key of a spec -> what is wrong with it, or nothing
+        self._verdicts: OrderedDict[str, str] = OrderedDict()  # key of a spec -> what is wrong with it, or nothing
+
+    @classmethod
+    def for_tokenizer(cls, tokenizer: Tokenizer, *, time_limit_s: float = TIME_LIMIT_S) -> GrammarCheck:
+        """A check for grammars that may name the tokenizer's special tokens."""
+        names = [tokenizer.piece(token_id).decode() for token_id in sorted(tokenizer.special_ids)]
+        return cls(names, time_limit_s=time_limit_s)
 
     def check(self, spec: GrammarSpec) -> None:
-        """Refuse what is no grammar, or takes too long or too much memory to compile."""
+        """Refuse a spec that is not a grammar, or that takes too much time or memory to compile."""
         key = spec.key
         with self._lock:
-            problem = self._known.get(key)
+            problem = self._verdicts.get(key)
         if problem is None:
             problem = self._ask(spec)
             with self._lock:
-                self._known[key] = problem
-                while len(self._known) > MAX_KNOWN:
-                    self._known.popitem(last=False)
+                self._verdicts[key] = problem
+                while len(self._verdicts) > MAX_VERDICTS:
+                    self._verdicts.popitem(last=False)
         if problem:
             raise BadRequest(f"{GRAMMAR_FAULT}{problem}")
 
     def close(self) -> None:
-        """End the processes that wait for work."""
+        """End the idle processes."""
         with self._lock:
             idle, self._idle = self._idle, []
         for process in idle:
@@ -62,14 +69,14 @@ class GrammarCheck:
         if not self._free.acquire(timeout=WAIT_LIMIT_S):
             raise QueueFull("too many grammars are being compiled", hint="try again later")
         try:
-            for _ in range(_TRIALS):
-                process = self._take()
+            for _ in range(_ATTEMPTS):
+                process = self._take_process()
                 try:
                     problem = str(process.ask(json.dumps(asdict(spec)), self.time_limit_s)["error"])
                 except TimeoutError:
                     process.end()
                     return f"stopped compiling after {self.time_limit_s:g} s; it is too complex"
-                except OSError:  # it died: by this grammar, if the next one does so too
+                except OSError:  # the process died; if the next one dies too, this grammar is the cause
                     process.end()
                     continue
                 with self._lock:
@@ -79,7 +86,7 @@ class GrammarCheck:
         finally:
             self._free.release()
 
-    def _take(self) -> LineProcess:
+    def _take_process(self) -> LineProcess:
         with self._lock:
             while self._idle:
                 process = self._idle.pop()
@@ -87,4 +94,4 @@ class GrammarCheck:
                     return process
                 process.end()
         first_line = json.dumps({"names": self._names, "max_bytes": MAX_BYTES})
-        return LineProcess(["-m", "culet.structured.worker"], "compiles grammars", first_line)
+        return LineProcess(["-m", "culet.structured.check_worker"], "compiles grammars", first_line)

@@ -1,87 +1,123 @@
-"""Grammars of an engine's requests: checked by a process of its own, compiled by threads while the engine goes on.
+"""The grammars of one engine: compiles them in threads, keeps them, starts matchers, and computes the masks of a step.
 
-The grammar engine is loaded with the first grammar, or by `prepare`.
+Shapes: R masks · W words of 32 tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import TYPE_CHECKING, Any
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
-from culet.errors import CuletError
-from culet.structured.check import GrammarCheck
-from culet.text.text import Tokenizer
-from culet.types import GrammarSpec, ModelDefaults, Request
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-if TYPE_CHECKING:
-    from culet.structured.grammar import Grammars
+from culet.errors import BadRequest
+from culet.structured.compiled_grammar import GrammarFault, compile_grammar, index_vocabulary
+from culet.structured.matcher import Mask, Matcher, Phase, Vocabulary
+from culet.text.tokenizer import Tokenizer
+from culet.types import GRAMMAR_FAULT, GrammarSpec
 
 THOUGHT_MARKS = ("<|channel>", "<channel|>")
+MAX_KEPT = 256  # compiled grammars; an ordinary one takes 1 to 2 MiB,
+MAX_KEPT_CHARS = 4 << 20  # a long one about 35 bytes for each character of its text
 
 
-def make_grammar_check(tokenizer: Tokenizer, **limits: Any) -> GrammarCheck:
-    """What says of a grammar whether it can be compiled for the tokenizer's special tokens."""
-    return GrammarCheck([tokenizer.piece(token_id).decode() for token_id in sorted(tokenizer.special_ids)], **limits)
+class GrammarCompiler:
+    """`compile` and `submit` may be called from any thread, the rest only from the engine's."""
 
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self._lock = threading.Lock()
+        self._index: LLTokenizer | None = None
+        self._kept: OrderedDict[str, tuple[LLMatcher, int]] = OrderedDict()  # by key: compiled grammar, length of its text
+        self._threads: ThreadPoolExecutor | None = None
+        self._executor: LLExecutor | None = None
 
-class GrammarQueue:
-    """Requests whose grammar is being compiled, and the grammars themselves."""
+    @classmethod
+    def for_tokenizer(cls, tokenizer: Tokenizer, vocab_size: int, end_ids: tuple[int, ...]) -> GrammarCompiler:
+        """A compiler for the tokens of a model with `vocab_size` logits."""
+        opens, closes = map(tokenizer.token_id, THOUGHT_MARKS)
+        thought_ids = None if opens is None or closes is None else (opens, closes)
+        return cls(Vocabulary(vocab_size, tokenizer.piece, tokenizer.special_ids, end_ids, thought_ids))
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, defaults: ModelDefaults) -> None:
-        self._tokenizer, self._vocab_size, self._defaults = tokenizer, vocab_size, defaults
-        self._grammars: Grammars | None = None
-        self._check: GrammarCheck | None = None
-        self._compiling: dict[str, Future[Any]] = {}
+    def prepare(self) -> None:
+        """Index the vocabulary now. Gemma's takes 3 s, and blocks all other threads of this process."""
+        with self._lock:
+            if self._index is None:
+                vocabulary = self.vocabulary
+                pieces = [vocabulary.piece(token_id) for token_id in range(vocabulary.size)]
+                self._index = index_vocabulary(pieces, sorted(vocabulary.special_ids), vocabulary.end_ids)
 
-    @property
-    def grammars(self) -> Grammars:
-        """The compiled grammars, for the runner."""
-        if self._grammars is None:
-            from culet.structured.grammar import Grammars, Vocabulary
+    def compile(self, spec: GrammarSpec) -> LLMatcher:
+        """The compiled grammar, kept from before or compiled now. Refuses a spec that is not a grammar."""
+        if (kept := self._find(spec)) is not None:
+            return kept
+        self.prepare()
+        assert self._index is not None
+        try:
+            grammar = compile_grammar(spec, self._index)
+        except GrammarFault as fault:
+            raise BadRequest(f"{GRAMMAR_FAULT}{fault}") from fault
+        with self._lock:
+            self._kept[spec.key] = (grammar, len(spec.text))
+            while len(self._kept) > MAX_KEPT or sum(size for _, size in self._kept.values()) > MAX_KEPT_CHARS:
+                self._kept.popitem(last=False)
+        return grammar
 
-            opens, closes = map(self._tokenizer.token_id, THOUGHT_MARKS)
-            self._grammars = Grammars(
-                Vocabulary(
-                    size=self._vocab_size,
-                    piece=self._tokenizer.piece,
-                    special_ids=self._tokenizer.special_ids,
-                    end_ids=self._defaults.eos_token_ids,
-                    thought_ids=None if opens is None or closes is None else (opens, closes),
-                )
-            )
-        return self._grammars
+    def _find(self, spec: GrammarSpec) -> LLMatcher | None:
+        with self._lock:
+            if spec.key not in self._kept:
+                return None
+            self._kept.move_to_end(spec.key)
+            return self._kept[spec.key][0]
 
-    def check(self, spec: GrammarSpec) -> None:
-        """Refuse what is no grammar or cannot be compiled in time; waits for the answer."""
-        if self._check is None:
-            self._check = make_grammar_check(self._tokenizer)
-        self._check.check(spec)
+    def submit(self, spec: GrammarSpec) -> Future[LLMatcher]:
+        """`compile` in another thread. A grammar that is kept is done at once."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
+        if (kept := self._find(spec)) is not None:
+            done: Future[LLMatcher] = Future()
+            done.set_result(kept)
+            return done
+        return self._threads.submit(self.compile, spec)
 
-    def submit(self, request: Request) -> bool:
-        """Begin to compile a request's grammar; whether it is there already."""
-        assert request.grammar is not None
-        future = self.grammars.submit(request.grammar)
-        if not future.done():
-            self._compiling[request.request_id] = future
-            return False
-        return True
+    def start(self, spec: GrammarSpec, token_ids: Sequence[int], prompt_len: int) -> Matcher:
+        """A matcher for a sequence that starts, or that resumes after the tokens it has generated."""
+        if self.vocabulary.ends_in_thought(token_ids[:prompt_len]):
+            phase = Phase.THOUGHT
+        else:
+            phase = Phase.START if spec.after_thought and self.vocabulary.thought_ids else Phase.DOCUMENT
+        matcher = Matcher(self.vocabulary, self.compile(spec).deep_copy(), phase)
+        matcher.accept(token_ids[prompt_len:])
+        return matcher
 
-    def done(self) -> Iterator[tuple[str, str]]:
-        """(request id, what went wrong or nothing) of those that are compiled by now."""
-        if not self._compiling:
+    def masks(self, rows: Sequence[tuple[Matcher, int]]) -> Mask:
+        """Masks [R, W] for the next draws: one per matcher, and one more for each of its first `num_drafts` drafts."""
+        num_masks = sum(num_drafts + 1 for _, num_drafts in rows)
+        mask_RW = np.empty((num_masks, self.vocabulary.num_words), dtype=np.int32)
+        plain: list[tuple[Matcher, int]] = []
+        index = 0
+        for matcher, num_drafts in rows:
+            if num_drafts == 0 and matcher.phase in (Phase.START, Phase.DOCUMENT):
+                plain.append((matcher, index))
+            else:
+                matcher.fill_chain(mask_RW[index : index + num_drafts + 1], matcher.drafts[:num_drafts])
+            index += num_drafts + 1
+        self._fill_plain(plain, mask_RW)
+        return mask_RW
+
+    def _fill_plain(self, plain: Sequence[tuple[Matcher, int]], mask_RW: Mask) -> None:
+        """Masks of matchers that are inside their documents and have no drafts, in several threads."""
+        if len(plain) < 2:
+            for matcher, index in plain:
+                matcher.fill(mask_RW[index])
             return
-        for request_id, future in list(self._compiling.items()):
-            if future.done():
-                del self._compiling[request_id]
-                error = future.exception()
-                yield request_id, "" if error is None else error.message if isinstance(error, CuletError) else str(error)
-
-    def wait(self, limit_s: float) -> None:
-        """Until one is compiled; at once where none is being compiled."""
-        if self._compiling:
-            wait(self._compiling.values(), limit_s, FIRST_COMPLETED)
-
-    def forget(self) -> None:
-        """The requests that waited are gone."""
-        self._compiling.clear()
+        if self._executor is None:
+            self._executor = LLExecutor(num_threads=max(1, min(8, (os.cpu_count() or 1) // 2)))
+        grammars = [(matcher.grammar, index) for matcher, index in plain]
+        self._executor.unsafe_compute_mask_ptr(grammars, mask_RW.ctypes.data, mask_RW.strides[0], mask_RW.shape[0])
+        for matcher, index in plain:
+            matcher.finish_fill(mask_RW[index])

@@ -1,4 +1,4 @@
-"""Structured output as requests ask for it: `response_format`, `structured_outputs`, and what they become for the engine."""
+"""Request forms: how clients ask for structured output (`response_format`, `structured_outputs`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GrammarText = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]
 
 
 class NamedSchema(Struct):
-    """A JSON schema as OpenAI wraps it."""
+    """A JSON schema in OpenAI's wrapper."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)] = "answer"
     description: Annotated[str, Meta(max_length=1 << 16)] | None = None
@@ -26,14 +26,14 @@ class NamedSchema(Struct):
 
 
 class ResponseFormat(Struct):
-    """OpenAI's form: plain text, any JSON object, or a JSON document by a schema."""
+    """OpenAI's form: plain text, any JSON object, or a document that matches a JSON schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
 
 class StructuredFields(Struct, forbid_unknown_fields=True):
-    """vLLM's form: exactly one of these."""
+    """vLLM's form: exactly one of these fields is set."""
 
     json: dict[str, Any] | GrammarText | None = None
     json_object: bool | None = None
@@ -45,10 +45,10 @@ class StructuredFields(Struct, forbid_unknown_fields=True):
 
 
 def form_of(response_format: ResponseFormat | None, fields: StructuredFields | None) -> StructuredOutputs | None:
-    """The form that an answer must have, if the request says one."""
+    """The form that a request asks for, if any."""
     if fields is not None:
         if response_format is not None and response_format.type != "text":
-            raise BadRequest("structured_outputs: got it together with response_format, expected one of them")
+            raise BadRequest("structured_outputs: got it together with response_format, expected only one of them")
         return StructuredOutputs(
             json=fields.json,
             json_object=bool(fields.json_object),
@@ -67,30 +67,30 @@ def form_of(response_format: ResponseFormat | None, fields: StructuredFields | N
 
 
 def schema_form(schema: dict[str, Any] | None, *, strict: bool) -> StructuredOutputs:
-    """A JSON document by a schema. Not strict: keywords that cannot be held are left aside."""
+    """A document that matches a JSON schema. Unless strict, keywords that cannot be enforced are ignored."""
     return StructuredOutputs(json={} if schema is None else schema, strict=strict)
 
 
 def or_calls(form: StructuredOutputs, calls: str) -> StructuredOutputs:
-    """The form, or tool calls instead: an answer may be either. `calls` are rules of a Lark grammar, beginning with `calls`."""
+    """A form that also allows tool calls instead. `calls` holds Lark rules that start with `calls`."""
     spec = form.spec()
     if spec.kind == "json_schema":
         schema = json.loads(spec.text)
         options = {"lenient": not spec.is_strict, "coerce_one_of": not spec.is_strict, "whitespace_pattern": WHITE_SPACE}
         document = "%json " + json.dumps({**schema, "x-guidance": options} if isinstance(schema, dict) else schema)
     elif spec.kind == "regex":
-        from llguidance import regex_to_lark  # loaded by those who need it
+        from llguidance import regex_to_lark  # only needed here
 
         document = f"/{regex_to_lark(spec.text, '')}/"
     elif form.choice is not None:
         document = " | ".join(json.dumps(text) for text in form.choice)
     else:
-        return form  # a grammar of the caller's own says all there is to say
+        return form  # a client that writes a grammar decides everything
     return StructuredOutputs(grammar=f"start: document | calls\ndocument: {document}\n{calls}")
 
 
 async def admit(check: GrammarCheck, params: SamplingParams, *, after_thought: bool = False) -> SamplingParams:
-    """Refuse a form that cannot be compiled within the limits, without holding up the event loop."""
+    """Refuse a form that cannot be compiled within the limits, without blocking the event loop."""
     form = params.structured_outputs
     if form is None:
         return params

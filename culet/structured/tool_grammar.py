@@ -1,9 +1,9 @@
-"""Tool calls in Gemma 4's own form as a grammar, from the tools' JSON schemas: for `tool_choice` required and named.
+"""A grammar for tool calls in Gemma 4's format, from the tools' JSON schemas. Used for `tool_choice` required and named.
 
     <|tool_call>call:NAME{key:value,...}<tool_call|>
 
-Keys are bare and sorted, as in training; strings stand between two quote tokens `<|"|>` with nothing escaped; numbers, true,
-false and null are bare. The schema comes from a request, so nothing in it is trusted: what is not understood allows any value.
+Keys are bare and sorted, as in training. Strings stand between two quote tokens `<|"|>` without escapes. Numbers, true, false
+and null are bare. A schema comes from a client, so nothing in it is trusted: a part that is not understood allows any value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from culet.errors import BadRequest
 
 _MAX_RULES = 20_000
 _MAX_DEPTH = 64
-_MAX_LENGTH = 4096  # of strings whose length a schema bounds
+_MAX_LENGTH = 4096  # longest bound on a string or list that is enforced
 _BARE_KEY = re.compile(r"""[^\s{}\[\],:"'<>|]+""")
 _QUOTE = '<|"|>'
 _ANY_TEXT = r"/(.|\n)+/"
@@ -34,12 +34,12 @@ INTEGER: /-?(0|[1-9][0-9]{{0,17}})/
 
 
 def call_grammar(tools: Sequence[Mapping[str, Any]], *, name: str | None = None, one_call: bool = False) -> str:
-    """A whole grammar: one call or several, of any of the tools or of the one that is named."""
+    """A complete grammar: one or more calls of any tool, or of the tool called `name`."""
     return f"start: calls\n{call_rules(tools, name=name, one_call=one_call)}"
 
 
 def call_rules(tools: Sequence[Mapping[str, Any]], *, name: str | None = None, one_call: bool = False) -> str:
-    """The rules of such a grammar, from the rule `calls` on."""
+    """The same without the start rule; the first rule is `calls`."""
     functions = [tool["function"] for tool in tools]
     chosen = [function for function in functions if name is None or function["name"] == name]
     rules = _Rules()
@@ -54,12 +54,12 @@ def call_rules(tools: Sequence[Mapping[str, Any]], *, name: str | None = None, o
 
 
 class _Rules:
-    """Rules of a grammar, made from schemas."""
+    """Grammar rules written from schemas."""
 
     def __init__(self) -> None:
         self._rules: dict[str, str] = {}
         self._root: Mapping[str, Any] = {}
-        self._references: dict[str, str] = {}  # of the present tool: reference -> rule
+        self._references: dict[str, str] = {}  # of the current tool: reference -> rule
         self._depth = 0
 
     def text(self) -> str:
@@ -68,14 +68,14 @@ class _Rules:
     def add(self, name: str, body: str) -> str:
         self._rules[name] = body
         if len(self._rules) > _MAX_RULES:
-            raise BadRequest("tools: their schemas are too large to be enforced", hint='use tool_choice "auto"')
+            raise BadRequest("tools: the schemas are too large to enforce", hint='use tool_choice "auto"')
         return name
 
     def _new(self, body: str) -> str:
         return self.add(f"r{len(self._rules)}", body)
 
     def of_arguments(self, schema: Mapping[str, Any]) -> str:
-        """A rule for the arguments of a tool."""
+        """A rule for a tool's arguments."""
         self._root, self._references = schema, {}
         properties = schema.get("properties")
         if isinstance(properties, Mapping) and properties:
@@ -85,7 +85,7 @@ class _Rules:
         return "any_object" if schema.get("additionalProperties") else '"{" "}"'  # a tool without parameters
 
     def _of(self, schema: object) -> str:
-        """A rule or literal for a value of `schema`."""
+        """A rule or literal for a value that matches `schema`."""
         if not isinstance(schema, Mapping) or self._depth >= _MAX_DEPTH:
             return "any"
         self._depth += 1
@@ -111,12 +111,12 @@ class _Rules:
         names = [kind for kind in listed if isinstance(kind, str)]
         if not names and isinstance(schema.get("properties"), Mapping):
             names = ["object"]
-        found = [self._typed(name.lower(), schema) for name in names]
-        if found and schema.get("nullable") is True:
-            found.append('"null"')
-        if not found:
+        rules = [self._typed(name.lower(), schema) for name in names]
+        if rules and schema.get("nullable") is True:
+            rules.append('"null"')
+        if not rules:
             return "any"
-        return found[0] if len(found) == 1 else self._new(" | ".join(dict.fromkeys(found)))
+        return rules[0] if len(rules) == 1 else self._new(" | ".join(dict.fromkeys(rules)))
 
     def _typed(self, name: str, schema: Mapping[str, Any]) -> str:
         properties = schema.get("properties")
@@ -158,7 +158,7 @@ class _Rules:
         return self._new(f'"[" {body} "]"' if low else f'"[" ({body})? "]"')
 
     def _object(self, schema: Mapping[str, Any], properties: Mapping[str, Any]) -> str:
-        """Keys in their order; each that is not required may be missing. `first` rules stand where nothing was written yet."""
+        """Keys in sorted order; optional keys may be missing. `first` rules apply while no key has been written yet."""
         required = schema.get("required")
         needed = {key for key in required if isinstance(key, str)} if isinstance(required, list) else set()
         keys = sorted(key for key in properties if isinstance(key, str) and _BARE_KEY.fullmatch(key))
@@ -185,14 +185,14 @@ class _Rules:
                 place = place.get(step) if isinstance(place, Mapping) else None
         if not reference.startswith("#") or not isinstance(place, Mapping):
             return "any"
-        name = self._references[reference] = self.add(f"r{len(self._rules)}", "any")  # named first: it may contain itself
+        name = self._references[reference] = self.add(f"r{len(self._rules)}", "any")  # before its body, which may name it
         body = self._of(place)
         self._rules[name] = "any" if body == name else body
         return name
 
 
 def _constant(value: object) -> str:
-    """A literal for one value."""
+    """A literal for a constant."""
     if isinstance(value, str):
         return f"({_QUOTE} {_literal(value)} {_QUOTE})" if value else f"({_QUOTE} {_QUOTE})"
     if isinstance(value, bool) or value is None or isinstance(value, int | float):

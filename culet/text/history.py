@@ -1,4 +1,4 @@
-"""Earlier messages as OpenAI's clients send them, in the form that chat templates read."""
+"""Convert earlier messages from the form that OpenAI's clients send to the form that chat templates read."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from culet.errors import BadRequest
 
 
 def parse_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages with the arguments of tool calls as objects; clients send them as JSON text."""
-    return [_parsed(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    """The messages with the arguments of tool calls parsed: clients send them as JSON text."""
+    return [_parse_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def _parsed(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def _parse_message(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     calls = message.get("tool_calls")
     if not calls:
         return message
     parsed = []
     for number, call in enumerate(calls):
         function = dict(call["function"])
-        function["arguments"] = _object(function.get("arguments"), f"{where}.tool_calls[{number}].function.arguments")
+        function["arguments"] = _parse_object(function.get("arguments"), f"{where}.tool_calls[{number}].function.arguments")
         parsed.append({**call, "function": function})
     return {**message, "tool_calls": parsed}
 
 
-def _object(arguments: object, where: str) -> object:
+def _parse_object(arguments: object, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")

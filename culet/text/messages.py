@@ -1,4 +1,4 @@
-"""Chat messages and tools as callers give them: checked, with errors that name the place, before any template sees them."""
+"""Checks chat messages and tools before a template sees them. Errors name the place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEDIA_PARTS = frozenset(
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
-    """The messages as plain dicts; `model` is taken for `assistant`."""
+    """The messages as plain dicts. The role `model` becomes `assistant`."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise BadRequest(f"messages: got {type(messages).__name__}, expected a list of messages")
     if not messages:
@@ -35,7 +35,7 @@ def _check_message(message: object, where: str) -> dict[str, Any]:
             raise BadRequest(f"{where}.{key}: got {type(message[key]).__name__}, expected a string")
     if message.get("tool_calls") is not None:
         if role != "assistant":
-            raise BadRequest(f"{where}: got tool_calls in a {role} message, expected them in assistant messages only")
+            raise BadRequest(f"{where}: got tool_calls in a {role} message, expected them only in assistant messages")
         checked["tool_calls"] = _check_calls(message["tool_calls"], f"{where}.tool_calls")
     content = message.get("content")
     has_other = bool(message.get("tool_calls") or message.get("tool_responses"))
@@ -53,9 +53,7 @@ def _check_part(part: object, where: str) -> dict[str, Any]:
         raise BadRequest(f"{where}: got {type(part).__name__}, expected a mapping such as {{'type': 'text', 'text': ...}}")
     kind = part.get("type")
     if kind in MEDIA_PARTS:
-        raise UnsupportedError(
-            f"{where}: got a part of type {kind}, this version serves text only", hint="send text parts only"
-        )
+        raise UnsupportedError(f"{where}: got a part of type {kind}, only text is supported", hint="send only text parts")
     if kind != "text":
         raise BadRequest(f"{where}: got a part of type {kind!r}, expected text")
     if not isinstance(part.get("text"), str):
@@ -74,7 +72,7 @@ def _check_calls(calls: object, where: str) -> list[dict[str, Any]]:
         if isinstance(arguments, str):
             raise BadRequest(
                 f"{where}[{index}].function.arguments: got a string, expected a mapping",
-                hint="parse it first: json.loads(arguments)",
+                hint="parse it first, with json.loads(arguments)",
             )
         if not isinstance(arguments, Mapping | None):
             raise BadRequest(f"{where}[{index}].function.arguments: got {type(arguments).__name__}, expected a mapping")
@@ -82,7 +80,7 @@ def _check_calls(calls: object, where: str) -> list[dict[str, Any]]:
 
 
 def check_tools(tools: object) -> list[dict[str, Any]] | None:
-    """Tool declarations in OpenAI's form as plain dicts; None or an empty list is none."""
+    """Tools in OpenAI's format as plain dicts; None if there are none."""
     if tools is None:
         return None
     if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):

@@ -1,16 +1,17 @@
-"""Gemma 4's output, token by token, as thoughts, answer and tool calls.
+"""Parse Gemma 4's output, token by token, into thoughts, text and tool calls.
 
-    <|channel>thought\\n{reasoning}\\n<channel|>{content}<|tool_call>call:NAME{key:value,...}<tool_call|>...<|tool_response>
+    <|channel>thought\\n{reasoning}\\n<channel|>{text}<|tool_call>call:NAME{key:value,...}<tool_call|>...<|tool_response>
 
-What is markup is decided by token ids alone, looked up by name: text that looks like it is text. Each token is taken by
-itself, so the result does not depend on how tokens are grouped, and streaming and whole answers are read by the same code.
+Markup is recognized by token id, never by its spelling: text that merely looks like markup is text. Tokens are read one at a
+time, so the result does not depend on how they are grouped, and streams and complete answers share this code.
 
-- The text of a channel is reasoning. A first line of one lower-case word is the channel's label, and left out. So are the
-  white space of an empty thought, and the one newline before the end of a thought, which the chat template writes itself.
+- The content of a channel is reasoning. If its first line is a single lower-case word, that line is the channel's label and is
+  dropped. So are an all-blank thought and the one newline before the end of a thought, which the chat template writes itself.
 - `<|tool_call>` ends a thought that was not closed.
-- `<|tool_response>`, `<turn|>` and `<eos>` end the turn. Other special tokens outside of calls are no text.
-- A call that is none (grammar, no name, not closed) is content, markup included, marked as malformed.
-- White space between channels and calls, with nothing else there, is no content.
+- `<|tool_response>`, `<turn|>` and `<eos>` end the turn. Outside of calls, other special tokens produce no text.
+- A tool call is reported when it is complete. A malformed one (bad syntax, no name, not closed) becomes text, markup included,
+  and is flagged as malformed.
+- Blank text between channels and calls is dropped.
 """
 
 from __future__ import annotations
@@ -20,25 +21,64 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum, auto
-from typing import Any
 
-from culet.text.output_events import (
-    ContentPiece,
-    Event,
-    Output,
-    ReasoningPiece,
-    ToolCall,
-    ToolCallArguments,
-    ToolCallEnd,
-    ToolCallStart,
-    merge,
-)
-from culet.text.text import IncrementalDecoder, StopMatcher, Tokenizer
+from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece, ToolCall, merge
+from culet.text.stops import StopMatcher
+from culet.text.tokenizer import IncrementalDecoder, Tokenizer
 from culet.text.tool_calls import CallReader
 
 LABEL = "thought"
-_LABEL_START = re.compile(r"[a-z]{0,24}")  # a label as far as it has come
+_LABEL_START = re.compile(r"[a-z]{0,24}")  # any prefix of a label
 _END_TOKENS = ("<|tool_response>", "<turn|>", "<eos>")
+
+
+class PlainReader:
+    """Reads the output of a plain completion: no thoughts, no tool calls, and special tokens produce no text."""
+
+    in_reasoning = False
+
+    def __init__(self, tokenizer: Tokenizer, *, end_ids: Collection[int] = (), stop: Sequence[str] = ()) -> None:
+        self._decoder = IncrementalDecoder(tokenizer)
+        self._stops = StopMatcher(stop)
+        self._end_ids = frozenset(end_ids)
+        self._texts: list[str] = []
+        self.has_ended = False
+
+    def push(self, token_ids: Iterable[int]) -> list[OutputPiece]:
+        """Read the next tokens and return the text that is certain now."""
+        texts = []
+        for token_id in token_ids:
+            if self.has_ended:
+                break
+            if token_id in self._end_ids:
+                texts.append(self._flush())
+                self.has_ended = True
+            else:
+                text, self.has_ended = self._stops.push(self._decoder.push((token_id,)))
+                texts.append(text)
+        return self._pieces("".join(texts))
+
+    def finish(self) -> list[OutputPiece]:
+        """The output is over: return what was held back."""
+        if self.has_ended:
+            return []
+        text = self._flush()
+        self.has_ended = self._stops.matched is not None
+        return self._pieces(text)
+
+    def output(self) -> Output:
+        """Everything read so far."""
+        return Output("".join(self._texts), has_ended=self.has_ended, stop=self._stops.matched)
+
+    def _flush(self) -> str:
+        text, is_hit = self._stops.push(self._decoder.flush())
+        return text if is_hit else text + self._stops.flush()
+
+    def _pieces(self, text: str) -> list[OutputPiece]:
+        if not text:
+            return []
+        self._texts.append(text)
+        return [TextPiece(text)]
 
 
 class _Mark(Enum):
@@ -51,20 +91,19 @@ class _Mark(Enum):
 
 
 class _State(Enum):
-    CONTENT = auto()
-    LABEL = auto()  # at the beginning of a channel: what comes may be its label
+    TEXT = auto()
+    LABEL = auto()  # at the start of a channel: what follows may be its label
     REASONING = auto()
     CALL = auto()
-    BROKEN = auto()  # in a malformed call, up to where it ends
+    BROKEN = auto()  # inside a malformed call, until it ends
     ENDED = auto()
 
 
-class OutputReader:
-    """Reads one sample's tokens. `prompt_ids` say whether it begins within a thought.
+class ChatReader:
+    """Reads one sample of a chat. `prompt_ids` tell whether the output starts inside a thought.
 
-    `schemas` are the JSON schemas of the tools' parameters by name (see `tool_schemas`): they decide what bare words mean.
-    `hold_calls` gives a call's events only when it is complete, so that none is begun that turns out malformed.
-    `end_ids` end the turn too; with `ignore_end` no token does. `stop` strings end it where they occur in the content.
+    `schemas` maps tool names to the JSON schemas of their parameters (see `tool_schemas`): they decide what bare words mean.
+    `end_ids` also end the turn; with `ignore_end` no token does. `stop` strings end the turn where they occur in the text.
     """
 
     def __init__(
@@ -73,7 +112,6 @@ class OutputReader:
         *,
         prompt_ids: Sequence[int] = (),
         schemas: Mapping[str, object] | None = None,
-        hold_calls: bool = False,
         end_ids: Collection[int] = (),
         ignore_end: bool = False,
         stop: Sequence[str] = (),
@@ -85,64 +123,62 @@ class OutputReader:
         self._marks |= {tokenizer.token_id(name): _Mark.END for name in _END_TOKENS} | dict.fromkeys(end_ids, _Mark.END)
         self._marks.pop(None, None)  # names that the vocabulary lacks
         self._schemas = schemas or {}
-        self._hold_calls, self._ignore_end = hold_calls, ignore_end
+        self._ignore_end = ignore_end
         self._make_id = make_id
         self._stops = StopMatcher(stop)
 
-        self._state = _State.CONTENT
-        self._events: list[Event] = []
-        self._content: list[str] = []
+        self._state = _State.TEXT
+        self._pieces: list[OutputPiece] = []
+        self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._tool_calls: list[ToolCall] = []
-        self._num_malformed = self._num_started = self._num_reasoning_tokens = 0
+        self._num_malformed = self._num_reasoning_tokens = 0
         self._has_ended = False
-        self._is_first = True  # neither a channel nor a call has come yet
+        self._is_first = True  # no channel and no call so far
         self._space: list[str] = []  # white space that counts only if text follows
         self._label = ""  # what may become a label
-        self._holds = True  # in content: no text has come since the last mark
-        self._from_prompt = 0  # so much of the label stood in the prompt
+        self._is_blank = True  # no text since the last mark
+        self._label_in_prompt = 0  # characters of the label that the prompt already holds
         self._needs_break = False  # another thought came before this one
-        self._reader = CallReader(self._schemas)
-        self._raw: list[str] = []  # the present call as decoded
-        self._call_events: list[Event] = []
+        self._call = CallReader(self._schemas)
+        self._raw_call: list[str] = []  # the current call as decoded
         self._call_json: list[str] = []
-        self._call_start: ToolCallStart | None = None
         opening = _open_channel(tokenizer, prompt_ids)
         if opening is not None:
             self._enter_channel(opening)
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the next token belongs to a thought, as far as the tokens up to now say."""
+        """Whether the next token belongs to a thought, judging by the tokens so far."""
         return self._state in (_State.LABEL, _State.REASONING)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the turn is over: what comes is not read any more."""
+        """Whether the turn is over; later tokens are ignored."""
         return self._has_ended
 
-    def push(self, token_ids: Iterable[int]) -> list[Event]:
-        """Take the next tokens; what is certain by them."""
+    def push(self, token_ids: Iterable[int]) -> list[OutputPiece]:
+        """Read the next tokens and return the pieces that are certain now."""
         for token_id in token_ids:
             if self._state is _State.ENDED:
                 break
             was_reasoning = self.in_reasoning
-            self._take(token_id)
+            self._read(token_id)
             self._num_reasoning_tokens += was_reasoning or self.in_reasoning
-        return self._take_events()
+        return self._take_pieces()
 
-    def finish(self) -> list[Event]:
-        """The output is over, by an end token or without: what was held back."""
+    def finish(self) -> list[OutputPiece]:
+        """The output is over, with or without an end token: return what was held back."""
         if self._state is not _State.ENDED:
-            self._text(self._decoder.flush())
+            self._add(self._decoder.flush())
             self._leave(is_end=True)
             self._state = _State.ENDED
-        return self._take_events()
+        return self._take_pieces()
 
     def output(self) -> Output:
-        """The whole of what `push` and `finish` have given."""
+        """Everything that `push` and `finish` have returned."""
         return Output(
-            content="".join(self._content),
+            text="".join(self._texts),
             reasoning="".join(self._reasoning),
             tool_calls=tuple(self._tool_calls),
             num_malformed=self._num_malformed,
@@ -151,65 +187,65 @@ class OutputReader:
             stop=self._stops.matched,
         )
 
-    def _take(self, token_id: int) -> None:
+    def _read(self, token_id: int) -> None:
         mark = self._marks.get(token_id)
         if mark is None and token_id not in self._tokenizer.special_ids:
-            self._text(self._decoder.push((token_id,)))
+            self._add(self._decoder.push((token_id,)))
             return
         in_call = self._state in (_State.CALL, _State.BROKEN)
         if mark is None and not in_call:
             return
-        self._text(self._decoder.flush())  # a character cannot go on behind a mark
+        self._add(self._decoder.flush())  # a character cannot continue after a mark
         if self._state is _State.ENDED:
             return
         if mark is _Mark.END:
             self._end_turn()
         elif mark is _Mark.OPEN_CALL:
             self._move(lambda: self._enter_call(token_id))
-        elif mark is _Mark.OPEN_CHANNEL and not (self._state is _State.CALL and self._reader.in_quotes):
+        elif mark is _Mark.OPEN_CHANNEL and not (self._state is _State.CALL and self._call.in_quotes):
             self._move(self._enter_channel)
         elif in_call:
-            self._take_in_call(token_id, mark)
+            self._read_in_call(token_id, mark)
         elif mark is _Mark.CLOSE_CHANNEL and self.in_reasoning:
-            self._move(self._enter_content)
+            self._move(self._enter_text)
 
-    # Thoughts and content
+    # Thoughts and text
 
-    def _text(self, text: str) -> None:
-        """Text of ordinary tokens, in whatever state."""
+    def _add(self, text: str) -> None:
+        """Add the text of ordinary tokens, in any state."""
         if not text:
             return
-        if self._state is _State.CONTENT:
-            if self._holds:
+        if self._state is _State.TEXT:
+            if self._is_blank:
                 if text.isspace():
                     self._space.append(text)
                     return
-                text, self._holds = self._take_space() + text, False
-            self._add_content(text)
+                text, self._is_blank = self._take_space() + text, False
+            self._add_text(text)
         elif self._state is _State.LABEL:
             self._label += text
             self._try_label()
         elif self._state is _State.REASONING:
             self._add_reasoning(text)
         elif self._state is _State.CALL:
-            self._raw.append(text)
-            self._advance_call(self._reader.push_text(text))
+            self._raw_call.append(text)
+            self._advance_call(self._call.push_text(text))
         elif self._state is _State.BROKEN:
-            self._add_content(text, malformed=True)
+            self._add_text(text, malformed=True)
 
     def _try_label(self) -> None:
-        """Go on to the thought if the label is whole, or if there is none."""
+        """Move on to the thought once the label is complete, or once it is clear that there is none."""
         word, newline, _ = self._label.partition("\n")
         is_label = _LABEL_START.fullmatch(word) is not None
         if not newline and is_label:
             return
         begin = len(word) + 1 if newline and is_label and word else 0
-        rest = self._label[max(begin, self._from_prompt) :]
+        rest = self._label[max(begin, self._label_in_prompt) :]
         self._state = _State.REASONING
         self._add_reasoning(rest)
 
     def _add_reasoning(self, text: str) -> None:
-        """Pass a thought on, but for the white space at its end."""
+        """Emit part of a thought, except for the white space at its end."""
         certain = text.rstrip()
         if certain:
             line_break, self._needs_break = "\n" * self._needs_break, False
@@ -223,52 +259,52 @@ class OutputReader:
 
     def _emit_reasoning(self, text: str) -> None:
         self._reasoning.append(text)
-        self._add_piece(ReasoningPiece(text))
+        self._emit(ReasoningPiece(text))
 
-    def _add_content(self, text: str, *, malformed: bool = False) -> None:
+    def _add_text(self, text: str, *, malformed: bool = False) -> None:
         text, is_hit = self._stops.push(text)
-        self._emit_content(text, malformed)
+        self._emit_text(text, malformed)
         if is_hit:
             self._state, self._has_ended = _State.ENDED, True
 
-    def _emit_content(self, text: str, malformed: bool = False) -> None:
+    def _emit_text(self, text: str, malformed: bool = False) -> None:
         if text:
-            self._content.append(text)
-            self._add_piece(ContentPiece(text, malformed))
+            self._texts.append(text)
+            self._emit(TextPiece(text, malformed))
 
-    def _enter_content(self) -> None:
-        self._state, self._holds, self._is_first = _State.CONTENT, True, False
+    def _enter_text(self) -> None:
+        self._state, self._is_blank, self._is_first = _State.TEXT, True, False
 
     def _enter_channel(self, opening: str = "") -> None:
         self._state, self._is_first = _State.LABEL, False
         self._needs_break = bool(self._reasoning)
-        self._label, self._from_prompt = opening, len(opening)
+        self._label, self._label_in_prompt = opening, len(opening)
         if opening:
             self._try_label()
 
     def _end_turn(self) -> None:
         if self._ignore_end:
             if self._state in (_State.CALL, _State.BROKEN):
-                self._move(self._enter_content)
+                self._move(self._enter_text)
             return
         self._leave(is_end=True)
         self._state, self._has_ended = _State.ENDED, True
 
     def _move(self, enter: Callable[[], None]) -> None:
-        """Leave the present state for another, unless a stop string in what was held back has ended the turn."""
+        """Go to another state, unless a stop string in the text held back has ended the turn."""
         self._leave()
         if self._state is not _State.ENDED:
             enter()
 
     def _leave(self, *, is_end: bool = False) -> None:
-        """Settle what was held back in the present state, which is over."""
+        """The current state is over: emit or drop what was held back."""
         space = self._take_space()
-        if self._state is _State.CONTENT:
+        if self._state is _State.TEXT:
             if space and is_end and self._is_first:
-                self._add_content(space)
-            self._emit_content(self._stops.flush())
+                self._add_text(space)
+            self._emit_text(self._stops.flush())
         elif self._state is _State.LABEL:
-            word = self._label[self._from_prompt :]
+            word = self._label[self._label_in_prompt :]
             if word and self._label != LABEL and not (is_end and LABEL.startswith(self._label)):
                 self._add_reasoning(word)
                 self._space.clear()
@@ -279,104 +315,74 @@ class OutputReader:
         elif self._state is _State.CALL:
             self._break_call()
         if self._state is _State.BROKEN:
-            self._emit_content(self._stops.flush(), malformed=True)
+            self._emit_text(self._stops.flush(), malformed=True)
 
     # Tool calls
 
     def _enter_call(self, token_id: int) -> None:
         self._state, self._is_first = _State.CALL, False
-        self._reader = CallReader(self._schemas)
-        self._raw = [self._name(token_id)]
-        self._call_events, self._call_json, self._call_start = [], [], None
+        self._call = CallReader(self._schemas)
+        self._raw_call, self._call_json = [self._name(token_id)], []
 
-    def _take_in_call(self, token_id: int, mark: _Mark | None) -> None:
-        """A special token within a call: the end of it, a quote, or text of a string."""
+    def _read_in_call(self, token_id: int, mark: _Mark | None) -> None:
+        """A special token inside a call: its end, a quote, or part of a string."""
         name = self._name(token_id)
         if self._state is _State.BROKEN:
-            self._add_content(name, malformed=True)
-        elif mark is _Mark.CLOSE_CALL and self._reader.is_complete:
+            self._add_text(name, malformed=True)
+        elif mark is _Mark.CLOSE_CALL and self._call.is_complete:
             self._complete_call()
         else:
-            self._raw.append(name)
+            self._raw_call.append(name)
             if mark is _Mark.QUOTE:
-                self._advance_call(self._reader.push_quote())
-            elif mark is not _Mark.CLOSE_CALL and self._reader.in_quotes:
-                self._advance_call(self._reader.push_text(name))
+                self._advance_call(self._call.push_quote())
+            elif mark is not _Mark.CLOSE_CALL and self._call.in_quotes:
+                self._advance_call(self._call.push_text(name))
             else:
                 self._break_call()
         if mark is _Mark.CLOSE_CALL:
-            self._move(self._enter_content)
+            self._move(self._enter_text)
 
-    def _advance_call(self, piece: str) -> None:
-        """Pass on what the call's reader has made certain, or give the call up."""
-        if self._reader.fault is not None:
+    def _advance_call(self, arguments_json: str) -> None:
+        """Keep more of the arguments, or give up on the call."""
+        if self._call.fault is not None:
             self._break_call()
-            return
-        if self._call_start is None and self._reader.name is not None:
-            self._call_start = ToolCallStart(self._num_started, self._make_id(), self._reader.name)
-            self._num_started += 1
-            self._add_call_event(self._call_start)
-        if piece and self._call_start is not None:
-            self._call_json.append(piece)
-            self._add_call_event(ToolCallArguments(self._call_start.index, piece))
+        else:
+            self._call_json.append(arguments_json)
 
     def _complete_call(self) -> None:
-        start = self._call_start
-        if start is None:  # a complete call has a name
-            self._break_call()
-            return
         text = "".join(self._call_json)
-        self._tool_calls.append(ToolCall(start.index, start.id, start.name, text, json.loads(text)))
-        self._add_call_event(ToolCallEnd(start.index))
-        for event in self._call_events:
-            self._add_piece(event)
-        self._call_events = []
-        self._state = _State.CONTENT
+        call = ToolCall(len(self._tool_calls), self._make_id(), self._call.name or "", text, json.loads(text))
+        self._tool_calls.append(call)
+        self._emit(call)
+        self._state = _State.TEXT
 
     def _break_call(self) -> None:
-        """The call is none: its text so far is content, and so is the rest of it."""
+        """The call is malformed: what was read of it is text, and so is the rest."""
         self._num_malformed += 1
-        if self._call_start is not None:
-            if self._hold_calls:
-                self._num_started -= 1
-            else:
-                self._add_piece(ToolCallEnd(self._call_start.index, complete=False))
-        self._state, self._call_events = _State.BROKEN, []
-        self._add_content("".join(self._raw), malformed=True)
-
-    def _add_call_event(self, event: Event) -> None:
-        if self._hold_calls:
-            self._call_events.append(event)
-        else:
-            self._add_piece(event)
+        self._state = _State.BROKEN
+        self._add_text("".join(self._raw_call), malformed=True)
 
     def _name(self, token_id: int) -> str:
         return self._tokenizer.piece(token_id).decode("utf-8", errors="replace")
 
-    def _add_piece(self, event: Event) -> None:
-        merged = merge(self._events[-1], event) if self._events else None
+    def _emit(self, piece: OutputPiece) -> None:
+        merged = merge(self._pieces[-1], piece) if self._pieces else None
         if merged is None:
-            self._events.append(event)
+            self._pieces.append(piece)
         else:
-            self._events[-1] = merged
+            self._pieces[-1] = merged
 
-    def _take_events(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
-
-
-def tool_schemas(tools: Iterable[Mapping[str, Any]] | None) -> dict[str, object]:
-    """JSON schemas of the parameters by the tools' names, from declarations in OpenAI's form."""
-    functions = [tool.get("function") or tool for tool in tools or ()]
-    return {function["name"]: function.get("parameters") for function in functions if isinstance(function.get("name"), str)}
+    def _take_pieces(self) -> list[OutputPiece]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
 
 def _open_channel(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str | None:
-    """Text behind the `<|channel>` that a prompt leaves open; None where it leaves none open."""
+    """The text after a `<|channel>` that the prompt leaves open, or None if it leaves none open."""
     opener = tokenizer.token_id(_Mark.OPEN_CHANNEL.value)
-    others = {tokenizer.token_id(name) for name in ("<channel|>", "<|tool_call>", "<|turn>", *_END_TOKENS)}
+    closers = {tokenizer.token_id(name) for name in ("<channel|>", "<|tool_call>", "<|turn>", *_END_TOKENS)}
     for index in range(len(prompt_ids) - 1, -1, -1):
-        if prompt_ids[index] in others:
+        if prompt_ids[index] in closers:
             return None
         if prompt_ids[index] == opener:
             return tokenizer.decode(prompt_ids[index + 1 :])

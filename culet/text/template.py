@@ -1,10 +1,9 @@
-"""Chat messages to prompt text: the checkpoint's own Jinja template, or the built-in one for Gemma 4.
+"""Chat messages to prompt text, with the checkpoint's Jinja template or the built-in one for Gemma 4.
 
-A template comes with a checkpoint, so it is somebody else's program. It is rendered in Jinja's sandbox, and in a process
-of its own, which is ended when it exceeds the time limit, and whose memory is limited. Nothing less stops every template:
-the sandbox bounds `range` but neither nested loops nor `"a" * 10**10`, and an exception sent into a thread is not seen
-while C code runs, such as `9 ** (9 ** 9)`, which keeps the whole interpreter from running. The process starts with the
-first message (about 0.1 s) and stays, so that a template is compiled once.
+A template comes with a checkpoint, so it is untrusted code. It is rendered in Jinja's sandbox, in a separate process with
+limits on time and memory. Nothing less stops every template: the sandbox limits `range`, but neither nested loops nor
+`"a" * 10**10`, and a thread cannot be interrupted inside C code such as `9 ** (9 ** 9)`, which blocks the whole interpreter.
+The process starts with the first message (about 0.1 s) and stays, so a template is compiled once.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from culet.text.messages import check_messages, check_tools
 
 BUILT_IN = Path(__file__).with_name("gemma4.jinja")
 TIME_LIMIT_S = 5.0
-MAX_CHARS = 16 << 20  # of rendered text: above the longest context, whose tokens have a few characters each
+MAX_CHARS = 16 << 20  # of rendered text: more than the longest context holds
 MAX_BYTES = 2 << 30  # of the process's address space
-# -P keeps the script's folder out of the module path: our modules must not hide the ones that Jinja imports.
+# -P keeps the script's folder out of the module path: our modules must not shadow modules that Jinja imports.
 _WORKER = ("-P", str(Path(__file__).with_name("template_worker.py")))
 _SPECIAL_TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
 
 class ChatTemplate:
-    """Renders conversations for one checkpoint. Safe to call from several threads.
+    """Renders conversations for one checkpoint. Thread-safe.
 
-    `templates` maps names to Jinja sources: `default`, and `tool_use` for calls with tools where the checkpoint has one.
-    `empty_thought` tells the built-in template to begin an answer without thinking with an empty thought: the models
-    without per-layer embeddings (12B, 26B-A4B, 31B) were trained so, E2B and E4B were not.
+    `templates` maps names to Jinja sources: `default`, and optionally `tool_use` for conversations with tools. `empty_thought`
+    tells the built-in template to start an answer without thinking with an empty thought: the models without per-layer
+    embeddings (12B, 26B-A4B, 31B) were trained like that, E2B and E4B were not.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class ChatTemplate:
         time_limit_s: float = TIME_LIMIT_S,
         max_chars: int = MAX_CHARS,
     ) -> None:
-        self.origin = origin  # where the template comes from, for the log and for errors
+        self.origin = origin  # where the template comes from, for errors
         self._templates = dict(templates)
         self._constants = {**_SPECIAL_TOKENS, **(special_tokens or {}), "empty_thought": empty_thought}
         self._setup = {
@@ -61,7 +60,7 @@ class ChatTemplate:
 
     @classmethod
     def of_checkpoint(cls, folder: str | Path, *, empty_thought: bool) -> ChatTemplate:
-        """The template that comes with the checkpoint, or the built-in one where none does."""
+        """The checkpoint's template, or the built-in one if it has none."""
         folder = Path(folder)
         config = _read_json(folder / "tokenizer_config.json")
         special = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
@@ -77,7 +76,7 @@ class ChatTemplate:
         enable_thinking: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text, special tokens written out. `options` are further variables that a template may know."""
+        """The prompt text, with special tokens spelled out. `options` are further variables for the template."""
         variables: dict[str, Any] = {
             "messages": check_messages(messages),
             "tools": check_tools(tools),
@@ -86,20 +85,20 @@ class ChatTemplate:
         }
         for name in options or {}:
             if name in variables or name in self._constants:
-                raise BadRequest(f"chat template option {name}: this name is taken")
+                raise BadRequest(f"chat template option {name}: this name is reserved")
         variables.update({**self._constants, **(options or {})})
         name = "tool_use" if variables["tools"] and "tool_use" in self._templates else "default"
         try:
             request = json.dumps({"name": name, "variables": variables})
         except (TypeError, ValueError, RecursionError) as error:
             raise BadRequest(
-                f"messages: not plain data: {error}", hint="use what JSON can say: strings, numbers, lists"
+                f"messages: not plain data: {error}", hint="use only JSON types: strings, numbers, lists and objects"
             ) from error
         with self._lock:
             return self._ask(request)
 
     def close(self) -> None:
-        """End the process; the next render starts another."""
+        """End the process. The next render starts a new one."""
         with self._lock:
             self._end()
 
@@ -118,7 +117,7 @@ class ChatTemplate:
                 if "error" in reply:
                     raise CheckpointError(
                         f"chat template ({self.origin}): {reply['error']}",
-                        hint="repair the template, or remove it to use Culet's",
+                        hint="fix the template, or remove it to use the built-in one",
                     )
             reply = self._process.ask(request, self._time_limit_s)
         except TimeoutError as error:
@@ -129,7 +128,9 @@ class ChatTemplate:
             ) from error
         except OSError as error:
             self._end()
-            raise BadRequest(f"chat template ({self.origin}): its process broke down, perhaps for want of memory") from error
+            raise BadRequest(
+                f"chat template ({self.origin}): its process died, perhaps because it ran out of memory"
+            ) from error
         except CheckpointError:
             self._end()
             raise
@@ -139,25 +140,27 @@ class ChatTemplate:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where there is no such file."""
+    """A JSON object; empty if the file does not exist."""
     if not path.is_file():
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}", hint="copy the file from the model's page again") from error
+        raise CheckpointError(
+            f"{path}: cannot be read: {error}", hint="download the file again from the model's page"
+        ) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: got {type(content).__name__}, expected an object")
     return content
 
 
 def _token_text(token: object) -> str:
-    """A special token as tokenizer_config.json states it: its text, or an object that holds it."""
+    """A special token in tokenizer_config.json is its text, or an object that holds the text."""
     return str(token.get("content", "")) if isinstance(token, dict) else str(token)
 
 
 def _find_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-    """(templates by name, where they are from): a file of their own, else a key of tokenizer_config.json, else ours."""
+    """(templates by name, origin): chat_template.jinja, else a key of a JSON file, else the built-in template."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:

@@ -1,10 +1,11 @@
-"""Renders chat templates in a process of its own; run by `template.py` as a script, and imports nothing of Culet.
+"""The process that renders chat templates. `template.py` runs it as a script, and it imports nothing from Culet.
 
-One JSON object per line. The first says {"templates": {name: source}, "time_limit_s": s, "max_chars": n, "max_bytes": n},
-every further one {"name": which, "variables": {...}}. Each is answered by {"text": ...} or {"error": ..., "kind": ...}.
+It reads one JSON object per line. The first is {"templates": {name: source}, "time_limit_s": s, "max_chars": n,
+"max_bytes": n}, each further one {"name": which, "variables": {...}}. The answer is {"text": ...} or {"error": ...,
+"kind": ...}.
 
-Templates are compiled here as well: Jinja works out constant expressions when it compiles, so that already compiling
-`{{ 9 ** (9 ** 9) }}` never ends.
+Templates are compiled here too: Jinja evaluates constant expressions at compile time, so even compiling `{{ 9 ** (9 ** 9) }}`
+never ends.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class _Generation(Extension):
-    """{% generation %}: marks what the model wrote, for training. Here the body is simply rendered."""
+    """{% generation %} marks the model's text for training. Here its body is simply rendered."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
 
@@ -40,12 +41,12 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own filter writes for HTML: it would escape <, > and &.
+    # Jinja's filter is for HTML: it would escape <, > and &.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """The environment that chat templates are written for: whitespace rules, functions and filters."""
+    """The whitespace rules, functions and filters that chat templates expect."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -60,7 +61,7 @@ def _render(template: jinja2.Template, variables: dict[str, Any], max_chars: int
     for piece in template.generate(**variables):
         size += len(piece)
         if size > max_chars:
-            raise jinja2.TemplateError(f"the text grew beyond {max_chars} characters")
+            raise jinja2.TemplateError(f"the text is longer than {max_chars} characters")
         pieces.append(piece)
     return "".join(pieces)
 
@@ -78,7 +79,7 @@ def _failure(error: Exception) -> dict[str, str]:
 
 
 class _Renderer:
-    """Compiled templates, and the limits they run under."""
+    """Compiled templates and their limits."""
 
     def __init__(self) -> None:
         self._environment = make_environment()
@@ -90,7 +91,7 @@ class _Renderer:
         if "templates" not in request:
             return _render(self._templates[request["name"]], request["variables"], self._max_chars)
         self._max_chars, self.time_limit_s = request["max_chars"], request["time_limit_s"]
-        with suppress(ValueError, OSError):  # not every system can limit it
+        with suppress(ValueError, OSError):  # not every system supports this limit
             resource.setrlimit(resource.RLIMIT_AS, (request["max_bytes"], request["max_bytes"]))
         self._templates = {name: self._environment.from_string(text) for name, text in request["templates"].items()}
         return ""
@@ -98,9 +99,9 @@ class _Renderer:
 
 @contextmanager
 def _alarm(time_limit_s: float) -> Iterator[None]:
-    """End this process well after the time limit, at which Culet would have done so if it still ran.
+    """End this process well after the time limit, in case the parent is no longer there to do it.
 
-    The alarm's default action ends the process wherever it is, also inside C code.
+    The alarm's default action ends the process anywhere, even inside C code.
     """
     signal.setitimer(signal.ITIMER_REAL, 2 * time_limit_s + 1)
     yield
@@ -108,7 +109,7 @@ def _alarm(time_limit_s: float) -> Iterator[None]:
 
 
 def main() -> None:
-    """Answer requests until stdin ends, which it does when Culet is gone."""
+    """Answer until stdin closes, which it does when the parent ends."""
     renderer = _Renderer()
     _reply({"text": "ready"})
     for line in sys.stdin:

@@ -1,8 +1,8 @@
-"""Text to token ids and back, by the checkpoint's own `tokenizer.json`.
+"""Text to token ids and back, with the checkpoint's `tokenizer.json`.
 
-Decoding goes through bytes: every token stands for a string of bytes, and a stream of tokens is a stream of UTF-8. So
-text can be given out token by token at a constant cost per token, and a character that is spread over several tokens
-appears when its last byte has come, never as a replacement character before.
+Decoding goes through bytes: every token stands for some bytes, and a stream of tokens is a stream of UTF-8. So text can be
+streamed at a constant cost per token, and a character that is spread over several tokens appears with its last byte, never as
+a replacement character before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tokenizers
 from culet.errors import BadRequest, CheckpointError
 
 BOS_TOKEN = "<bos>"
-_HINT = "copy tokenizer.json from the model's page on the Hugging Face hub into the folder"
+_HINT = "copy tokenizer.json from the model's page on the Hugging Face Hub into the folder"
 
 
 class Tokenizer:
@@ -31,7 +31,7 @@ class Tokenizer:
             raise CheckpointError(f"{path}: no such file", hint=_HINT)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
+        except Exception as error:  # the library raises bare Exception for any bad file
             raise CheckpointError(f"{path}: not a tokenizer: {error}", hint=_HINT) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -42,20 +42,20 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids of the tokenizer, special ones included; a model's embedding may have more rows."""
+        """Number of token ids, including special tokens. A model's embedding may have more rows."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of tokens that steer the model and are no text."""
+        """Ids of control tokens, which are not text."""
         return self._special_ids
 
     def token_id(self, token: str) -> int | None:
-        """Id of a token by its name, such as `<turn|>`; None where the vocabulary lacks it."""
+        """Id of a token by its name, such as `<turn|>`. None if the vocabulary does not have it."""
         return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str, *, add_bos: bool = False) -> list[int]:
-        """Token ids of `text`, in which special tokens may be written out. `add_bos` puts <bos> first where it is not."""
+        """Token ids of `text`, which may spell out special tokens. `add_bos` adds <bos> at the start if it is missing."""
         if not isinstance(text, str):
             raise BadRequest(f"prompt: got {type(text).__name__}, expected a string")
         try:
@@ -68,12 +68,12 @@ class Tokenizer:
         return token_ids
 
     def decode(self, token_ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Text of `token_ids`: what an IncrementalDecoder gives in all."""
+        """Text of `token_ids`, equal to all that an IncrementalDecoder returns."""
         decoder = IncrementalDecoder(self, skip_special=skip_special)
         return decoder.push(token_ids) + decoder.flush()
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes a token stands for; none for an id that the vocabulary lacks."""
+        """The bytes of a token; empty for an id that the vocabulary does not have."""
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._pieces[token_id] = self._make_piece(token_id)
@@ -94,7 +94,7 @@ class Tokenizer:
 
 
 class NumberTokenizer(Tokenizer):
-    """Stands in for a model without a vocabulary: token 17 is written ` 17`, and numbers are all that it reads."""
+    """For models with random weights, which have no vocabulary: token 17 is written ` 17`, and prompts are numbers."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -114,8 +114,8 @@ class NumberTokenizer(Tokenizer):
         token_ids = [self.token_id(word) for word in text.split()]
         known = [token_id for token_id in token_ids if token_id is not None]
         if len(known) < len(token_ids):
-            hint = f"as in '17 4 1305', each below {self._vocab_size}"
-            raise BadRequest("prompt: a model with random weights reads the numbers of tokens, not words", hint=hint)
+            hint = f"example: '17 4 1305', each below {self._vocab_size}"
+            raise BadRequest("prompt: a model with random weights reads token numbers, not words", hint=hint)
         return known
 
     def _make_piece(self, token_id: int) -> bytes:
@@ -123,7 +123,7 @@ class NumberTokenizer(Tokenizer):
 
 
 def _read_decoder(tokenizer: tokenizers.Tokenizer, path: Path) -> tuple[list[tuple[str, str]], bool]:
-    """(text replacements, whether tokens like <0x0A> stand for bytes) of the decoder that the file states."""
+    """(text replacements, whether tokens like <0x0A> stand for bytes) of the tokenizer's decoder."""
     state: dict[str, Any] | None = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else None
     steps = state["decoders"] if state and state["type"] == "Sequence" else [state] if state else []
     replacements = []
@@ -140,7 +140,7 @@ def _read_decoder(tokenizer: tokenizers.Tokenizer, path: Path) -> tuple[list[tup
 
 
 class IncrementalDecoder:
-    """Token ids in, text out, as far as it is certain. Bytes that are no UTF-8 become replacement characters."""
+    """Turns a stream of token ids into text. Bytes that are not UTF-8 become replacement characters."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -148,19 +148,19 @@ class IncrementalDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Text that these tokens complete."""
+        """The text that these tokens complete."""
         piece, skipped = self._tokenizer.piece, self._skipped
         return self._utf8.decode(b"".join([piece(token_id) for token_id in token_ids if token_id not in skipped]))
 
     def flush(self) -> str:
-        """What is left at the end: a replacement character for the beginning of a character that never ended, or nothing."""
+        """At the end: a replacement character if the last character is incomplete, otherwise nothing."""
         return self._utf8.decode(b"", final=True)
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    """A prompt given as token ids, as a tuple of ints; refuses what the model has no embedding for."""
+    """A prompt of token ids as a tuple of ints. Refuses ids without an embedding."""
     if token_ids and set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
-        return tuple(token_ids)  # the usual case, at a fraction of the time
+        return tuple(token_ids)  # the usual case, checked fast
     checked = []
     for index, token_id in enumerate(token_ids):
         try:

@@ -1,8 +1,8 @@
-"""One tool call of Gemma 4, `call:NAME{key:value,...}`, read as it is drawn and written as JSON.
+"""Parse a Gemma 4 tool call, `call:NAME{key:value,...}`, as it is generated, and write its arguments as JSON.
 
-Values are strings between two quote tokens `<|"|>`, with nothing escaped; `{key:value,...}`; `[value,...]`; or bare words:
-numbers, true, false, null. What is a quote is for the caller to say, who knows it by its token id. Text that looks like one
-is text. White space may stand around names, keys, values and signs.
+Values are strings between two quote tokens `<|"|>` (nothing is escaped), objects `{key:value,...}`, arrays `[value,...]`, or
+bare words: numbers, true, false, null. The caller recognizes quote tokens by their id; text that looks like one is text.
+White space is allowed around names, keys, values and punctuation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from culet.text.tool_schema import Shape, bare_json
 
 _PREFIX = "call:"
 _MAX_NAME_CHARS = 256
-_MAX_NESTING = 64  # deeper ones are no arguments, and would exhaust the stack of many a JSON reader
+_MAX_NESTING = 64  # deeper values would overflow the stack of many JSON parsers
 _NAME = re.compile(r"""[^\s{}\[\],"'<>|]+""")
 _SPACE = re.compile(r"\s*")
 _KEY_END = re.compile(r"[{}\[\],:]")
@@ -33,12 +33,12 @@ class _State(Enum):
     VALUE = auto()  # before a value
     WORD = auto()  # in a bare value
     STRING = auto()
-    AFTER = auto()  # after a value: a comma, or the end of what it stands in
+    AFTER = auto()  # after a value: a comma, or the end of its object or array
     DONE = auto()  # after the last brace
 
 
 class _Level:
-    """An object or array that is open."""
+    """An open object or array."""
 
     def __init__(self, closer: str, shape: Shape) -> None:
         self.closer = closer
@@ -47,25 +47,25 @@ class _Level:
         self.num_items = 0
 
     def inner(self) -> Shape:
-        """Shape of the value that comes next."""
+        """The shape of the next value."""
         return self.shape.of_property(self.key) if self.closer == "}" else self.shape.of_item(self.num_items)
 
 
 class CallReader:
-    """Takes a call piece by piece; each piece gives the JSON text of the arguments that it makes certain.
+    """Reads a call piece by piece. Each push returns the JSON text of the arguments that is certain now.
 
-    `fault` says what is wrong once the call cannot be one any more; nothing is read from then on.
+    Once the call turns out to be malformed, `fault` says why, and further input is ignored.
     """
 
     def __init__(self, schemas: Mapping[str, object]) -> None:
-        self.name: str | None = None  # known from the first brace on
+        self.name: str | None = None  # known after the first brace
         self.fault: str | None = None
         self._schemas = schemas
         self._state = _State.HEAD
         self._levels: list[_Level] = []
-        self._word: list[str] = []  # pieces of the name, key or bare value that is being read
-        self._json: list[str] = []  # what the present piece has given so far
-        self._steps: dict[_State, Callable[[str, int], int]] = {
+        self._word: list[str] = []  # pieces of the current name, key or bare value
+        self._json: list[str] = []  # JSON from the current push
+        self._readers: dict[_State, Callable[[str, int], int]] = {
             _State.HEAD: self._read_head,
             _State.FIRST_KEY: self._read_first_key,
             _State.KEY: self._read_key,
@@ -81,23 +81,23 @@ class CallReader:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last brace is closed, and nothing but space came after it."""
+        """Whether the last brace is closed and only white space follows."""
         return self._state is _State.DONE and self.fault is None
 
     @property
     def in_quotes(self) -> bool:
-        """Whether a quote is open, so that all but a quote is text."""
+        """Whether a quote is open: everything up to the next quote token is text."""
         return self._state in (_State.STRING, _State.QUOTED_KEY)
 
     def push_text(self, text: str) -> str:
-        """Take text; the JSON text that is certain by it."""
+        """Read text; returns the JSON that is certain now."""
         position = 0
         while position < len(text) and self.fault is None:
-            position = self._steps[self._state](text, position)
+            position = self._readers[self._state](text, position)
         return self._take_json()
 
     def push_quote(self) -> str:
-        """Take a quote token; the JSON text that is certain by it."""
+        """Read a quote token; returns the JSON that is certain now."""
         if self.fault is not None:
             return ""
         if self._state is _State.STRING:
@@ -112,7 +112,7 @@ class CallReader:
             self._word.clear()
             self._state = _State.QUOTED_KEY
         else:
-            self.fault = "a quote where none may stand"
+            self.fault = "an unexpected quote"
         return self._take_json()
 
     def _take_json(self) -> str:
@@ -125,7 +125,7 @@ class CallReader:
         self._word.clear()
         return word
 
-    # The steps: each reads from a position on and gives the position up to which it came.
+    # One method per state: each reads from `position` and returns where it stopped.
 
     def _read_head(self, text: str, position: int) -> int:
         end = text.find("{", position)
@@ -133,9 +133,9 @@ class CallReader:
         whole = "".join(self._word)
         head = whole.lstrip()
         if not head.startswith(_PREFIX) and (end >= 0 or not _PREFIX.startswith(head)):
-            self.fault = f"no {_PREFIX} at the beginning"
+            self.fault = f"does not start with {_PREFIX}"
         elif len(whole) > len(_PREFIX) + _MAX_NAME_CHARS:
-            self.fault = "a name without end"
+            self.fault = "the name is too long"
         elif end >= 0:
             name = head[len(_PREFIX) :].strip()
             if _NAME.fullmatch(name):
@@ -144,7 +144,7 @@ class CallReader:
                 schema = self._schemas.get(name)
                 self._open("{", Shape([schema], schema))
             else:
-                self.fault = "no name"
+                self.fault = "no valid name"
         return end + 1 if end >= 0 else len(text)
 
     def _read_first_key(self, text: str, position: int) -> int:
@@ -157,16 +157,16 @@ class CallReader:
         return position
 
     def _read_key(self, text: str, position: int) -> int:
-        found = _KEY_END.search(text, position)
-        self._word.append(text[position : found.start() if found else len(text)])
-        if found is None:
+        match = _KEY_END.search(text, position)
+        self._word.append(text[position : match.start() if match else len(text)])
+        if match is None:
             return len(text)
         key = self._take_word().strip()
-        if found.group() == ":" and key:
+        if match.group() == ":" and key:
             self._begin_value(key)
         else:
-            self.fault = "no key" if not key else f"{found.group()} after a key"
-        return found.end()
+            self.fault = "no key" if not key else f"{match.group()} after a key"
+        return match.end()
 
     def _read_quoted_key(self, text: str, position: int) -> int:
         self._word.append(text[position:])
@@ -191,25 +191,25 @@ class CallReader:
 
     def _read_value(self, text: str, position: int) -> int:
         position = _skip_space(text, position)
-        sign = text[position : position + 1]
-        if not sign:
+        char = text[position : position + 1]
+        if not char:
             return position
-        if sign in "{[":
-            self._open(sign, self._levels[-1].inner())
+        if char in "{[":
+            self._open(char, self._levels[-1].inner())
             return position + 1
-        if sign in "}],":
-            self.fault = f"{sign} in the place of a value"
+        if char in "}],":
+            self.fault = f"{char} instead of a value"
         self._state = _State.WORD
         return position
 
     def _read_word(self, text: str, position: int) -> int:
-        found = _WORD_END.search(text, position)
-        self._word.append(text[position : found.start() if found else len(text)])
-        if found is None:
+        match = _WORD_END.search(text, position)
+        self._word.append(text[position : match.start() if match else len(text)])
+        if match is None:
             return len(text)
         self._json.append(bare_json(self._take_word().strip(), self._levels[-1].inner().types()))
         self._end_value()
-        return found.start()
+        return match.start()
 
     def _read_string(self, text: str, position: int) -> int:
         self._json.append(json.dumps(text[position:], ensure_ascii=False)[1:-1])
@@ -217,14 +217,14 @@ class CallReader:
 
     def _read_after(self, text: str, position: int) -> int:
         position = _skip_space(text, position)
-        sign, level = text[position : position + 1], self._levels[-1]
-        if sign == ",":
+        char, level = text[position : position + 1], self._levels[-1]
+        if char == ",":
             self._json.append(",")
             self._state = _State.KEY if level.closer == "}" else _State.VALUE
-        elif sign == level.closer:
-            self._close(sign)
-        elif sign:
-            self.fault = f"{sign} after a value"
+        elif char == level.closer:
+            self._close(char)
+        elif char:
+            self.fault = f"{char} after a value"
         return position + 1
 
     def _read_rest(self, text: str, position: int) -> int:
@@ -241,16 +241,16 @@ class CallReader:
         self._levels[-1].num_items += 1
         self._state = _State.AFTER
 
-    def _open(self, sign: str, shape: Shape) -> None:
+    def _open(self, char: str, shape: Shape) -> None:
         if len(self._levels) >= _MAX_NESTING:
-            self.fault = f"more than {_MAX_NESTING} values within one another"
+            self.fault = f"nested deeper than {_MAX_NESTING}"
             return
-        self._levels.append(_Level("}" if sign == "{" else "]", shape))
-        self._json.append(sign)
-        self._state = _State.FIRST_KEY if sign == "{" else _State.FIRST_ITEM
+        self._levels.append(_Level("}" if char == "{" else "]", shape))
+        self._json.append(char)
+        self._state = _State.FIRST_KEY if char == "{" else _State.FIRST_ITEM
 
-    def _close(self, sign: str) -> None:
-        self._json.append(sign)
+    def _close(self, char: str) -> None:
+        self._json.append(char)
         self._levels.pop()
         if self._levels:
             self._end_value()
@@ -259,5 +259,5 @@ class CallReader:
 
 
 def _skip_space(text: str, position: int) -> int:
-    found = _SPACE.match(text, position)
-    return found.end() if found else position
+    match = _SPACE.match(text, position)
+    return match.end() if match else position

@@ -1,7 +1,7 @@
-"""What a tool's JSON schema says of an argument that the model wrote without quotes.
+"""The JSON schemas of tools, and what they say about arguments that the model wrote without quotes.
 
-The schema comes from a request, so nothing in it is trusted: what is not of the expected form says nothing, and references
-and alternatives are followed up to a limit.
+Schemas come from requests and are not trusted: anything of an unexpected form is ignored, and references and alternatives are
+followed up to a limit.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_MAX_DEPTH = 16  # of references and alternatives within one another
+_MAX_DEPTH = 16  # of nested references and alternatives
 _MAX_ALTERNATIVES = 64
-_MAX_NUMBER_CHARS = 400  # above any finite number in a sensible form; Python refuses to read much longer ones
+_MAX_NUMBER_CHARS = 400  # longer than any finite number in a sensible form; Python refuses to parse much longer ones
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _LOOSE_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _JSON_TYPES = {
@@ -28,8 +28,14 @@ _JSON_TYPES = {
 }
 
 
+def tool_schemas(tools: Iterable[Mapping[str, Any]] | None) -> dict[str, object]:
+    """Map tool names to the JSON schemas of their parameters, from declarations in OpenAI's form."""
+    functions = [tool.get("function") or tool for tool in tools or ()]
+    return {function["name"]: function.get("parameters") for function in functions if isinstance(function.get("name"), str)}
+
+
 class Shape:
-    """What a value may be: the schemas that may apply to it, with references and alternatives resolved."""
+    """What a value may be: all schemas that may apply to it, with references and alternatives resolved."""
 
     def __init__(self, schemas: Iterable[object], root: object) -> None:
         self._root = root
@@ -39,26 +45,26 @@ class Shape:
 
     def of_property(self, name: str) -> Shape:
         """The shape of an object's property."""
-        found = []
+        schemas = []
         for schema in self._schemas:
             properties = schema.get("properties")
             if isinstance(properties, Mapping) and name in properties:
-                found.append(properties[name])
+                schemas.append(properties[name])
             else:
-                found.append(schema.get("additionalProperties"))
-        return Shape(found, self._root)
+                schemas.append(schema.get("additionalProperties"))
+        return Shape(schemas, self._root)
 
     def of_item(self, index: int) -> Shape:
         """The shape of an array's element."""
-        found = []
+        schemas = []
         for schema in self._schemas:
-            first = schema.get("prefixItems")
-            in_first = isinstance(first, list) and index < len(first)
-            found.append(first[index] if isinstance(first, list) and in_first else schema.get("items"))
-        return Shape(found, self._root)
+            prefix = schema.get("prefixItems")
+            in_prefix = isinstance(prefix, list) and index < len(prefix)
+            schemas.append(prefix[index] if isinstance(prefix, list) and in_prefix else schema.get("items"))
+        return Shape(schemas, self._root)
 
     def types(self) -> frozenset[str]:
-        """JSON types that the value may have; empty where the schema does not say."""
+        """JSON types that the value may have; empty if the schema does not say."""
         types: set[str] = set()
         for schema in self._schemas:
             stated = schema.get("type")
@@ -87,9 +93,9 @@ class Shape:
 
 
 def bare_json(text: str, types: frozenset[str]) -> str:
-    """JSON text of a value that came without quotes: of a type that the schema allows if it reads as one, else as it looks.
+    """A value without quotes as JSON: a type that the schema allows if the text can be read as one, else as the text looks.
 
-    Text for which only a string is allowed stays a string, `null` and `5` included.
+    Where only a string is allowed, the value is a string, including `null` and `5`.
     """
     word = text.lower()
     if word in ("null", "none") and "null" in types:
@@ -110,7 +116,7 @@ def _is_json_number(text: str) -> bool:
 
 
 def _loose_number(text: str, *, whole: bool) -> str | None:
-    """JSON text of a number, also of forms such as +1, .5 and 007; 3.0 is 3 where a whole number is wanted."""
+    """A number as JSON, including forms such as +1, .5 and 007; 3.0 becomes 3 where an integer is expected."""
     if len(text) > _MAX_NUMBER_CHARS or not _LOOSE_NUMBER.fullmatch(text):
         return None
     value = float(text)
@@ -125,11 +131,11 @@ def _loose_number(text: str, *, whole: bool) -> str | None:
 
 
 def _follow(reference: str, root: object) -> object:
-    """What a reference such as `#/$defs/City` names within the same schema; None where there is nothing."""
+    """The target of a reference such as `#/$defs/City` within the same schema, or None."""
     if not reference.startswith("#"):
         return None
-    place = root
-    for step in reference[1:].split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
-        place = place.get(step) if isinstance(place, Mapping) else None
-    return place
+    target = root
+    for key in reference[1:].split("/")[1:]:
+        key = key.replace("~1", "/").replace("~0", "~")
+        target = target.get(key) if isinstance(target, Mapping) else None
+    return target

@@ -1,4 +1,4 @@
-"""Every file in examples/ runs as its docstring says, on a tiny checkpoint."""
+"""Every file in examples/ runs on a tiny checkpoint, as its docstring says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generated reference pages are those that the code gives today."""
+"""The generated reference pages match the code."""
 
 import subprocess
 import sys

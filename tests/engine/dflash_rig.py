@@ -12,21 +12,22 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 from dflash_oracle import DFlashOracle
+from fixed_lengths import FixedLengths
 from real_steps import check_pages, compute_at_once, run_to_end
 
-from culet.attention.torch_cpu import ReferenceBackend
+from culet.attention.torch_cpu import TorchCPUBackend
 from culet.cache.pool import Pool
 from culet.cache.spec import plan_cache
 from culet.config import DraftChoice, ScheduleConfig
 from culet.drafters.base import DraftBatch
 from culet.drafters.dflash.drafter import DFlashDrafter
-from culet.drafters.dflash.plan import DFlashSpec
+from culet.drafters.dflash.plan import DFlashPlan
 from culet.engine.memory import least_slabs
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.weights import load_model
 from culet.runner.runner import Runner
-from culet.scheduler.draft_length import Pace
+from culet.scheduler.draft_length import Acceptance
 from culet.scheduler.scheduler import Scheduler
 from culet.testing.random_dflash import TINY, write_dflash
 from culet.testing.tiny import write_checkpoint
@@ -45,11 +46,11 @@ class Pair:
 
     model: Gemma4
     folder: Path
-    spec: DFlashSpec
+    spec: DFlashPlan
 
     @property
     def oracle(self) -> DFlashOracle:
-        return DFlashOracle(self.folder, self.model.embedding.cpu(), self.model.embed_scale)
+        return DFlashOracle(self.folder, self.model.embedding.tensor.cpu(), self.model.embedding.scale)
 
 
 def make_pair(folder: Path, shape: str, device=CPU, target_overrides=None, **overrides) -> Pair:
@@ -59,34 +60,19 @@ def make_pair(folder: Path, shape: str, device=CPU, target_overrides=None, **ove
     own = {"dflash_config": {"mask_token_id": 4, "target_layer_ids": TAPS[shape]}}
     drafter = write_dflash(folder / "drafter", checkpoint.spec, overrides=TINY | own | overrides, dtype=torch.float32, seed=3)
     model = load_model(checkpoint, dtype=torch.float32, device=device, progress=False)
-    return Pair(model, drafter, DFlashSpec.open(DraftChoice("dflash", str(drafter)), checkpoint.spec))
+    return Pair(model, drafter, DFlashPlan.open(DraftChoice("dflash", str(drafter)), checkpoint.spec))
 
 
-class Pauses:
-    """In the place of a policy: drafts are wanted for a while, and then for a longer while not."""
+class Pauses(FixedLengths):
+    """Drafts are wanted for a while, and then for a longer while not."""
 
     def __init__(self, drafting: int = 3, pause: int = 11) -> None:
+        super().__init__()
         self.drafting, self.pause, self.num_asked = drafting, pause, 0
 
-    def wanted(self, pace: Pace, num_seqs: int) -> int:
+    def length(self, state: Acceptance, num_seqs: int) -> int:
         self.num_asked += 1
         return 3 if self.num_asked % (self.drafting + self.pause) < self.drafting else 0
-
-    def see(self, paces: list[Pace]) -> None:
-        pass
-
-    def num_resting(self, paces: list[Pace]) -> int:
-        asked, cycle = self.num_asked % (self.drafting + self.pause), self.drafting + self.pause
-        return (cycle - 1 - asked) // len(paces) if asked >= self.drafting else 0
-
-    def rest(self) -> None:
-        self.num_asked += 1  # of the batch; how many it has does not matter here
-
-    def note(self, pace: Pace, num_drafts: int, num_accepted: int) -> None:
-        pass
-
-    def took(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
-        pass
 
 
 @dataclass
@@ -142,8 +128,8 @@ class Rig:
         told: dict[int, list[int]] | None = None,
         is_wrong=lambda place: False,
         has_spare=False,
-        backend=ReferenceBackend,  # of the drafter
-        target_backend=ReferenceBackend,
+        backend=TorchCPUBackend,  # of the drafter
+        target_backend=TorchCPUBackend,
         longest=0,  # the cache holds little more than one sequence of so many tokens
         policy=None,
         ahead=False,  # steps are planned before the result of the one before is applied
@@ -198,7 +184,7 @@ def taps_of(pair: Pair, tokens: list[int]) -> dict[int, Tensor]:
     model = pair.model
     layout = plan_cache(model.spec.kv_specs(4))
     pool = Pool(layout, 200, torch.float32, model.device)
-    backends = [ReferenceBackend(group, model.spec.layers[0].num_heads) for group in layout.groups]
+    backends = [TorchCPUBackend(group, model.spec.layers[0].num_heads) for group in layout.groups]
     runner = Runner(model, pool, backends, max_num_seqs=1, max_model_len=len(tokens) + 1)
     hidden = compute_at_once(model, runner, layout, tokens, pair.spec.taps)
     return {tap: stream.cpu() for tap, stream in hidden.tapped.items()}

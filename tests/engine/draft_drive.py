@@ -15,7 +15,7 @@ import torch
 from real_steps import check_pages, run_to_end
 from torch import Tensor
 
-from culet.attention.torch_cpu import ReferenceBackend
+from culet.attention.torch_cpu import TorchCPUBackend
 from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, plan_cache
 from culet.config import DraftChoice, ScheduleConfig
@@ -87,14 +87,14 @@ class DraftDrive:
         self.layout: CacheLayout = plan_cache(specs, slab_bytes=16 * max(per_token))  # the smallest pages there are
         self.pool = Pool(self.layout, num_slabs, torch.float32, CPU, has_spare=is_fixed)
         self.pool._slabs[:num_slabs] = 255  # NaN wherever nothing was written
-        own = [ReferenceBackend(group, target.spec.layers[0].num_heads) for group in target_groups(self.layout)]
+        own = [TorchCPUBackend(group, target.spec.layers[0].num_heads) for group in target_groups(self.layout)]
         self.drafter: Hinted | None = None
         if spec is not None:
-            backends = {group.index: ReferenceBackend(group, spec.num_heads) for group in self.layout.groups}
+            backends = {group.index: TorchCPUBackend(group, spec.num_heads) for group in self.layout.groups}
             built = spec.build(target, backends, progress=False)
             assert isinstance(built, MTPDrafter)
             assert choice is not None
-            self.drafter = Hinted(built.assistant, target, backends, max_drafts=built.max_drafts, position=choice.position)
+            self.drafter = Hinted(built.model, target, backends, max_drafts=built.max_drafts, position=choice.position)
         self.scheduler = Scheduler(
             self.layout,
             num_slabs,

@@ -11,10 +11,11 @@ from fake_runner import STOP, FakeRunner, expected_tokens
 from culet.cache.spec import CacheLayout, KVGroup, KVSpec
 from culet.config import ScheduleConfig
 from culet.errors import CuletError
+from culet.scheduler.group_pages import HOLE, max_held_pages, span
 from culet.scheduler.rows import PlannedRow
 from culet.scheduler.scheduler import Scheduler
-from culet.scheduler.sequence import HOLE, MAX_TRAIL, max_held_pages, span
-from culet.types import FinishReason, Request, Row, StepPlan, StepResult, TokenDelta
+from culet.scheduler.sequence import MAX_TRAIL
+from culet.types import FinishReason, MediaSpan, Request, Row, StepPlan, StepResult, TokenDelta
 from tests.samplings import PLAIN
 
 
@@ -45,7 +46,9 @@ def make_request(
     prompt_logprobs: int | None = None,
     priority: int = 0,
     deadline: float | None = None,
-    resume_points: tuple[int, ...] = (),
+    resume_lengths: tuple[int, ...] = (),
+    media: tuple[MediaSpan, ...] = (),
+    cache_salt: str = "",
 ) -> Request:
     sampling = replace(PLAIN, seed=seed, prompt_logprobs=prompt_logprobs)
     stop_token_ids = frozenset({STOP}) if stop else frozenset()
@@ -58,7 +61,9 @@ def make_request(
         stop_token_ids,
         priority,
         deadline,
-        resume_points=resume_points,
+        resume_lengths=resume_lengths,
+        media=media,
+        cache_salt=cache_salt,
     )
 
 
@@ -152,7 +157,7 @@ class Drive:
             assert len(told.tokens) < len(expected)
 
     def check_end(self) -> None:
-        """Everything has ended, and every page is free once checkpoints are dropped."""
+        """Everything has ended, and every page is free once resume points are dropped."""
         assert all(told.finish_reason is not None for told in self.told.values())
         counters, arena = self.scheduler.counters, self.scheduler.page_allocator.arena
         assert counters.finished == len(self.told)
@@ -168,8 +173,8 @@ class Drive:
 def num_kept_queries(plan: PlannedRow) -> int:
     """Queries at the end of a row whose keys must all stay: those with logits, and those from the first resume point on."""
     end = plan.row.start + plan.row.num_new
-    assert all(plan.row.start < point <= end <= point + MAX_TRAIL for point in plan.resume_points)
-    return max(1, plan.row.num_logits, *(end - point + 1 for point in plan.resume_points))
+    assert all(plan.row.start < point <= end <= point + MAX_TRAIL for point in plan.resume_lengths)
+    return max(1, plan.row.num_logits, *(end - point + 1 for point in plan.resume_lengths))
 
 
 def audit_stored(scheduler: Scheduler, plan: PlannedRow) -> None:
@@ -181,40 +186,40 @@ def audit_stored(scheduler: Scheduler, plan: PlannedRow) -> None:
 
 
 def audit(scheduler: Scheduler) -> None:
-    """Every page's references are exactly those of the sequences, checkpoints and copies that are there."""
+    """Every page's references are exactly those of the sequences, resume points and copies that are there."""
     arena, prefix = scheduler.page_allocator.arena, scheduler.page_allocator.prefix
     held: Counter[int] = Counter(scheduler.page_allocator.pending_sources)
     last_plan = {id(plan.owner): plan for _, planned, _ in scheduler._in_flight for plan in planned}
     for plan in last_plan.values():
         audit_stored(scheduler, plan)
-    for one in scheduler._running:
-        assert one.slot is not None
-        last = last_plan.get(id(one))
-        num_new, num_queries = (last.row.num_new, num_kept_queries(last)) if last and one.rows_in_flight else (0, 0)
-        for pages in one.groups:
+    for seq in scheduler._running:
+        assert seq.slot is not None
+        last = last_plan.get(id(seq))
+        num_new, num_queries = (last.row.num_new, num_kept_queries(last)) if last and seq.rows_in_flight else (0, 0)
+        for pages in seq.groups:
             held.update(pages.held)
             bound = max_held_pages(pages.group, num_new, num_queries)
-            if bound is not None and pages.reach is not None and scheduler.plans_open and one.rows_in_flight:
+            if bound is not None and pages.reach is not None and scheduler.plans_open and seq.rows_in_flight:
                 # As if all drafts of two rows were accepted.
                 bound = max(bound, span(max(pages.reach - 1, 1) + 2 * scheduler.max_drafts + 1, pages.page_tokens))
             assert bound is None or len(pages.held) <= bound, f"{len(pages.held)} pages held, the bound is {bound}"
             assert pages.group.window is not None or HOLE not in pages.pages
-    for one in scheduler._waiting:
-        assert one.slot is None
-        assert one.num_held == 0
+    for seq in scheduler._waiting:
+        assert seq.slot is None
+        assert seq.num_held == 0
     kept: Counter[int] = Counter()
-    for checkpoint in prefix.checkpoints() if prefix else []:
-        kept.update(checkpoint.pages)
+    for point in prefix.resume_points() if prefix else []:
+        kept.update(point.pages)
     num_free = num_reclaimable = 0
     for page in range(arena.num_pages):
         assert arena.num_references(page) == (held[page], kept[page]), f"page {page} is counted wrongly"
         num_free += not held[page] and not kept[page]
         num_reclaimable += bool(not held[page] and kept[page])
     assert (arena.num_free, arena.num_reclaimable) == (num_free, num_reclaimable)
-    slots = [one.slot for one in scheduler._running] + scheduler._free_slots
+    slots = [seq.slot for seq in scheduler._running] + scheduler._free_slots
     assert sorted(slots) == list(range(len(slots)))
-    assert [one.order for one in scheduler._running] == sorted(one.order for one in scheduler._running)
-    assert [one.order for one in scheduler._waiting] == sorted(one.order for one in scheduler._waiting)
+    assert [seq.order for seq in scheduler._running] == sorted(seq.order for seq in scheduler._running)
+    assert [seq.order for seq in scheduler._waiting] == sorted(seq.order for seq in scheduler._waiting)
 
 
 def try_add(drive: Drive, request: Request) -> CuletError | None:

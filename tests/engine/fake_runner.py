@@ -1,10 +1,10 @@
-"""A runner without a model: it does what a StepPlan says to a model of the page memory, and checks every key it would read.
+"""A runner without a model: it applies a StepPlan to a model of the page memory, and checks every key it would read.
 
-The KV of a token is stood for by (position, hash of all tokens up to it), since that is what it depends on in a deep model.
-A page that was recycled, shared wrongly, copied too early or not stored thus shows up as a wrong key. Tokens are drawn by
-a hash of (all tokens before, seed, sample), so the output of a request must not depend on how it was scheduled.
+The KV of a token is (position, hash of all tokens and media up to it), since that is what it depends on in a deep model. So a
+page that was recycled, shared wrongly, copied too early or not stored shows up as a wrong key. Tokens are drawn by a hash of
+(all tokens before, seed, sample), so the output of a request must not depend on how it was scheduled.
 
-A group with pages ahead is a drafter's: it is written late where the real runner's ledger says so, and read where proposals are
+A group with pages ahead is a drafter's: it is written when the real runner's ledger says so, and read when proposals are
 wanted.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from culet.cache.spec import CacheLayout, KVGroup
 from culet.runner.deferred_kv import DeferredWrite, Ledger, keeps_features
-from culet.types import Drawn, Entry, Request, Row, Sampling, StepPlan, StepResult
+from culet.types import Drawn, Entry, MediaSpan, Request, Row, Sampling, StepPlan, StepResult
 
 VOCAB = 50
 ROOM = 3  # of a drafter's rings
@@ -23,9 +23,17 @@ STOP = 0
 Key = tuple[int, int, int]  # page, group, offset
 
 
-def chain(before: int, token: int) -> int:
+def chain(before: int, token: object) -> int:
     """Hash of a token sequence, from the hash of all but its last token."""
     return hash((before, token, 0x5EED))
+
+
+def content_at(position: int, token: int, media: tuple[MediaSpan, ...]) -> object:
+    """What stands at a position: a token, or a part of media."""
+    for span in media:
+        if span.start <= position < span.end:
+            return token, span.key, position - span.start
+    return token
 
 
 def draw(before: int, sampling: Sampling) -> int:
@@ -36,8 +44,8 @@ def draw(before: int, sampling: Sampling) -> int:
 def expected_tokens(request: Request, sample: int) -> list[int]:
     """What `sample` must draw, however it is scheduled."""
     state = 0
-    for token in request.prompt_token_ids:
-        state = chain(state, token)
+    for position, token in enumerate(request.prompt_token_ids):
+        state = chain(state, content_at(position, token, request.media))
     tokens: list[int] = []
     while len(tokens) < request.max_tokens:
         tokens.append(draw(state, request.sampling_of(sample)))
@@ -61,8 +69,9 @@ class Slot:
 
     def hashes_of(self, tokens: list[int]) -> list[int]:
         """Of each prefix of `tokens`, which begin with the slot's own."""
-        for token in self.tokens[len(self.hashes) :]:
-            self.hashes.append(chain(self.hashes[-1] if self.hashes else 0, token))
+        for position in range(len(self.hashes), len(self.tokens)):
+            content = content_at(position, self.tokens[position], self.entry.media)
+            self.hashes.append(chain(self.hashes[-1] if self.hashes else 0, content))
         hashes = self.hashes[: len(tokens)]
         for token in tokens[len(hashes) :]:
             hashes.append(chain(hashes[-1] if hashes else 0, token))
@@ -166,6 +175,10 @@ class FakeRunner:
             slot.first_start = row.start
             self.counts["hits"] += row.start > 0
             self.counts["hit tokens"] += row.start
+        for span in slot.entry.media:
+            inside = [edge for edge in (row.start, end) if span.start < edge < span.end]
+            assert not (span.is_whole and inside), f"a chunk ends inside {span}"
+            self.counts["media computed"] += row.start <= span.start and span.end <= end
         hashes = slot.hashes_of(self._tokens_of(row))
         for group in self.layout.groups:
             store_from = row.store_from[group.index]
@@ -192,12 +205,12 @@ class FakeRunner:
     def _write_late(self, ledger: Ledger, late: list[DeferredWrite], why: str) -> None:
         """A drafter's KV of tokens of earlier steps, out of the rings."""
         size = self.layout.groups[ledger.group].page_tokens
-        for one in late:
-            assert 0 < one.count <= ROOM
-            for _, first, count, page in one.pieces(size):
+        for write in late:
+            assert 0 < write.count <= ROOM
+            for _, first, count, page in write.pieces(size):
                 for position in range(first, first + count):
-                    self._put((page, ledger.group, position % size), self.rings[ledger.group, one.slot, position % ROOM])
-            self.counts[f"late tokens, {why}"] += one.count
+                    self._put((page, ledger.group, position % size), self.rings[ledger.group, write.slot, position % ROOM])
+            self.counts[f"late tokens, {why}"] += write.count
 
     def _read_context(self, row: Row) -> None:
         """What a drafter with pages of its own reads before it proposes: its KV of all tokens but the newest."""
@@ -254,15 +267,15 @@ class FakeRunner:
         drafts = slot.proposals[: row.num_drafts]
         drawn = []
         for slot_id in row.draw_slots:
-            each = self.slots[slot_id]
-            assert each.tokens == slot.tokens
+            drawer = self.slots[slot_id]
+            assert drawer.tokens == slot.tokens
             assert slot_id == row.slot or not drafts
-            if each.first_start is None:
-                each.first_start = len(each.tokens)  # forked
+            if drawer.first_start is None:
+                drawer.first_start = len(drawer.tokens)  # forked
                 self.counts["forks"] += 1
             tokens: list[int] = []
             for index in range(end - row.num_drafts - 1, end):
-                tokens.append(draw(hashes[index], each.entry.sampling))
+                tokens.append(draw(hashes[index], drawer.entry.sampling))
                 if len(tokens) > len(drafts) or drafts[len(tokens) - 1] != tokens[-1]:
                     break
             drawn.append((slot_id, tokens))

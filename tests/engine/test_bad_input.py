@@ -1,4 +1,4 @@
-"""Bad input through the command line: one line, a hint, exit code 1, and never a traceback."""
+"""Bad input on the command line: a one-line error, a hint, exit code 1, and no traceback."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ BROKEN_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def check_report(code: int, out: str, err: str, message: str) -> None:
-    """The one form of every error."""
+    """Check the form that every error has."""
     lines = [line for line in err.splitlines() if " INFO " not in line and " WARNING " not in line]
     assert code == 1, err
     assert out == ""
@@ -151,8 +151,8 @@ def test_bad_requests(name: str, good: Path, capfd: pytest.CaptureFixture[str]) 
     check_report(code, *capfd.readouterr(), message)
 
 
-def test_in_a_process_of_its_own(checkpoint: Path) -> None:
-    """Once for real, with the interpreter's own exit code and streams."""
+def test_in_a_separate_process(checkpoint: Path) -> None:
+    """Once in a real process, with its exit code and streams."""
     drop_tensor(checkpoint)
     done = subprocess.run(
         [sys.executable, "-m", "culet.cli.main", "generate", "hello", "-m", str(checkpoint)],
@@ -176,8 +176,8 @@ def test_in_a_process_of_its_own(checkpoint: Path) -> None:
         ([[True, False]], BadRequest),
     ],
 )
-def test_bad_prompts_leave_the_others_alone(llm: LLM, prompts: object, error: type[UserError]) -> None:
-    """A bad prompt in a batch is found before any work is done, and said by its number; the engine goes on."""
+def test_bad_prompts_do_not_affect_others(llm: LLM, prompts: object, error: type[UserError]) -> None:
+    """A bad prompt in a batch is reported by its index before any work is done, and the engine keeps working."""
     batch = [[5, 6, 7], *prompts] if isinstance(prompts, list) else prompts
     with pytest.raises(error) as caught:
         llm.generate(batch, SamplingParams(max_tokens=2))
@@ -199,7 +199,7 @@ def test_unknown_keyword(good: Path) -> None:
 
 
 def test_wrong_number_of_params(llm: LLM) -> None:
-    with pytest.raises(BadRequest, match="got 1 of them for 2 prompts"):
+    with pytest.raises(BadRequest, match="got 1 for 2 prompts"):
         llm.generate(["a", "b"], [SamplingParams()])
 
 
@@ -209,7 +209,7 @@ def test_bad_messages(llm: LLM, messages: list[dict[str, str]]) -> None:
         llm.chat(messages, SamplingParams(max_tokens=2))
 
 
-def test_a_media_part_is_refused_with_its_reason(llm: LLM) -> None:
+def test_a_media_part_is_refused_with_a_reason(llm: LLM) -> None:
     part = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
     with pytest.raises(UserError, match="image"):
         llm.chat([{"role": "user", "content": [{"type": "text", "text": "what is this?"}, part]}])

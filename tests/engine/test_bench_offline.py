@@ -13,9 +13,9 @@ import pytest
 
 from culet import LLM, SamplingParams
 from culet.attention import torch_cpu
+from culet.bench.answer_check import check_rows
 from culet.bench.offline import measure, run_rows
 from culet.bench.settings import bench_config
-from culet.bench.twin import check_rows
 from culet.bench.workloads import parse_rows
 from culet.cache.spec import KVGroup
 from culet.errors import InternalError
@@ -58,8 +58,8 @@ def test_answers_are_checked_in_every_shape(folder: Path) -> None:
         assert verdict.num_equal == verdict.num_tokens == 16 * min(4, row.num_seqs)
 
 
-class Confused(torch_cpu.ReferenceBackend):
-    """Gives each query head of sliding layers its neighbour's answer, in no more time than the right one takes."""
+class Confused(torch_cpu.TorchCPUBackend):
+    """Swaps the results of neighbouring query heads in sliding layers, at the same speed."""
 
     def __init__(self, group: KVGroup, num_heads: int) -> None:
         super().__init__(group, num_heads)
@@ -73,7 +73,7 @@ class Confused(torch_cpu.ReferenceBackend):
 def test_wrong_answers_are_found(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = parse_rows(ROWS)
     config = bench_config({"model": str(dense), "device": "cpu"}, rows)
-    monkeypatch.setattr(torch_cpu, "ReferenceBackend", Confused)
+    monkeypatch.setattr(torch_cpu, "TorchCPUBackend", Confused)
     verdicts = check_rows(config, rows)
     assert not any(verdict.is_right for verdict in verdicts.values())
 
@@ -94,19 +94,19 @@ def test_rows_are_measured_from_the_deltas(dense: Path) -> None:
         assert details["preemptions"] == 0
         assert 0 < details["ttft_ms_median"] <= details["ttft_ms_max"] <= 1e3 * details["seconds"]
     assert tpot.value == min(tpot.runs) == tpot.details["tpot_ms_median"]
-    # From the first token to the last, prompt not included: with it, the call took at least as long.
+    # TPOT excludes the prompt; with it, the call took at least this long.
     assert 19 * many.value + many.details["ttft_ms_median"] <= 1e3 * many.details["seconds"] * 1.001
     assert throughput.value == pytest.approx(8 * 30 / throughput.details["seconds"])
     assert throughput.details["all_at_once"]
 
 
-def test_a_short_answer_is_no_measurement(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_answer_is_an_error(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = bench_config({"model": f"random:{dense}", "device": "cpu"}, parse_rows(ROWS))
     with LLM.from_config(config) as llm:
         generate = llm.generate
         params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
         monkeypatch.setattr(llm, "generate", lambda prompts, _: generate(prompts, params))
-        with pytest.raises(InternalError, match="ended with length after 3 tokens of 20"):
+        with pytest.raises(InternalError, match="ended with length after 3 of 20 tokens"):
             measure(llm, parse_rows(ROWS)[0])
 
 
@@ -122,7 +122,7 @@ def culet(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_command_line(dense: Path, tmp_path: Path) -> None:
-    """Everything at once: starts in processes of their own, the check, table, JSON and picture."""
+    """A whole run: starts in separate processes, the check, the table, JSON and the picture."""
     files = [tmp_path / "bench.json", tmp_path / "bench.svg"]
     peaks = ("--bandwidth", "0.1", "--tflops", "2")
     done = culet(
@@ -147,11 +147,11 @@ def test_kernels_command_line(tmp_path: Path) -> None:
     file = tmp_path / "kernels.json"
     shape = ("--heads", "4", "--kv-heads", "1", "--head-dim", "64", "--latent", "--window", "30", "--page-tokens", "32")
     done = culet(
-        *("bench", "kernels", "--device", "cpu", "--backend", "reference", "--repeats", "2", *shape),
+        *("bench", "kernels", "--device", "cpu", "--backend", "torch_cpu", "--repeats", "2", *shape),
         *("--rows", "3", "--queries", "2", "--keys", "100", "--ragged", "--case", "prefill 1x70", "--json", str(file)),
     )
     assert done.returncode == 0, done.stderr
     cases = json.loads(file.read_text())["cases"]
     assert [case["case"] for case in cases] == ["prefill 1x70", "verify 3x2@100 ragged"]
-    assert all(case["is_right"] and case["backend"] == "reference" and case["us"] > 0 for case in cases)
+    assert all(case["is_right"] and case["backend"] == "torch_cpu" and case["us"] > 0 for case in cases)
     assert "prefill 1x70" in done.stdout

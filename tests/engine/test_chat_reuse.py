@@ -110,7 +110,7 @@ def test_where_a_prompt_can_be_resumed(pair: tuple[LLM, LLM]) -> None:
         (2, turn, 200, result, 201, result): (1,),  # a prompt's end is kept in any case
         (2, turn, 200, result, 201, result, 202): (1, 6),
     }.items():
-        assert rules.make_request("x", prompt, params).resume_points == points
+        assert rules.make_request("x", prompt, params).resume_lengths == points
 
 
 # Drafters
@@ -121,7 +121,7 @@ def turns(rig: Any, make_request: Any, words: list[int]) -> list[tuple[int, ...]
     history, drawn = words[:37], []
     for turn in range(6):
         asked = [*history, *words[40 + turn : 49 + turn], 130, 131, 132, 133, 134]
-        request = replace(make_request(f"turn{turn}", asked), resume_points=(len(asked) - 5,))
+        request = replace(make_request(f"turn{turn}", asked), resume_lengths=(len(asked) - 5,))
         ((_, answer),) = rig.run(request).items()
         drawn.append(tuple(answer))
         history = [*asked[:-5], *answer]

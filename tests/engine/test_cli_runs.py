@@ -1,4 +1,4 @@
-"""`culet generate` and `culet chat` with a model: what goes to stdout, what to stderr, and how a conversation goes."""
+"""`culet generate` and `culet chat` with a model: stdout, stderr, and the course of a conversation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def culet(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str
 GREEDY = ("--temperature", "0", "--max-tokens", "12", "--ignore-eos")
 
 
-def test_generate_streams_text_alone_to_stdout(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_streams_only_text_to_stdout(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, err = culet(capsys, "generate", "The stone", "-m", str(folder), *GREEDY)
     assert out.endswith("\n")
     assert len(out) > 12
@@ -82,7 +82,7 @@ def test_chat_from_a_pipe(folder: Path, capsys: pytest.CaptureFixture[str], pipe
     [alone] = answers("Hello\n")
     first, second = answers("Hello\n\nHello\n")
     assert first == alone
-    assert second != alone, "the second answer has the first turn in view"
+    assert second != alone, "the second answer sees the first turn"
     assert answers("Hello\n/clear\nHello\n/exit\nHello\n") == [alone, alone]
     [systematic] = answers("/system Be brief.\nHello\n")
     assert systematic != alone
@@ -91,7 +91,7 @@ def test_chat_from_a_pipe(folder: Path, capsys: pytest.CaptureFixture[str], pipe
     assert answers("") == []
 
 
-def test_chat_context_full_is_an_error_of_one_line(folder: Path, capsys: pytest.CaptureFixture[str], pipe) -> None:
+def test_a_full_context_is_a_one_line_error(folder: Path, capsys: pytest.CaptureFixture[str], pipe) -> None:
     pipe("word " * 400)
     assert run(["chat", "-m", str(folder), "--max-model-len", "64", "-q"]) == 1
     out, err = capsys.readouterr()
@@ -100,8 +100,8 @@ def test_chat_context_full_is_an_error_of_one_line(folder: Path, capsys: pytest.
     assert "context" in err
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_chat(folder: Path) -> None:
-    """In a process of its own: SIGINT while it answers, then a next line, then the end of input."""
+def test_ctrl_c_stops_the_answer_but_not_the_chat(folder: Path) -> None:
+    """In a separate process: SIGINT while it answers, then another line, then end of input."""
     process = subprocess.Popen(
         [sys.executable, "-m", "culet.cli.main", "chat", "-m", str(folder), "--ignore-eos", "-q", "--max-tokens", "1900"],
         stdin=subprocess.PIPE,
@@ -122,7 +122,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(folder: Path) -> None:
     assert b"Traceback" not in err
 
 
-def test_broken_pipe_is_no_error(folder: Path) -> None:
+def test_a_broken_pipe_is_not_an_error(folder: Path) -> None:
     command = f"{sys.executable} -m culet.cli.main generate hello -m {folder} --ignore-eos -q --max-tokens 900 | head -c 20"
     done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert len(done.stdout) == 20

@@ -219,7 +219,7 @@ def test_steps_of_fixed_shapes(pair, has_draws):
     use_fixed_shapes(rig, has_draws=has_draws)
     assert rig.run(*ones) == expected
     assert_like_oracle(pair, rig.rounds, at_least=40)
-    for layer in range(pair.spec.first_layer, pair.spec.first_layer + len(pair.spec.shape.layers)):
+    for layer in range(pair.spec.first_layer, pair.spec.first_layer + len(pair.spec.spec.layers)):
         assert not rig.pool.planes(layer)[:, rig.pool.spare_page].any()
 
 

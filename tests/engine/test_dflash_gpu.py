@@ -11,7 +11,7 @@ from real_steps import make_prompt
 from culet import LLM
 from culet.attention.triton import TritonBackend
 from culet.config import ScheduleConfig
-from culet.engine.rehearsal import Trial
+from culet.engine.rehearsal import Rehearsal
 from culet.kernels.compiling import use_disk_cache
 from culet.runner import deferred_kv
 from culet.runner.captures import Captures
@@ -40,7 +40,7 @@ def compile_kernels(pair):
     drafter = pair.spec.build(pair.model, {group.index: TritonBackend(group, pair.spec.num_heads)}, progress=False)
     schedule = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=40)
     layout, backends = runner.pool.layout, runner.target.backends
-    trial = Trial(
+    trial = Rehearsal(
         pair.model, layout, backends, schedule, samplings.GREEDY, max_model_len=MAX_LEN, has_graphs=True, drafter=drafter
     )
     trial.compile_kernels()

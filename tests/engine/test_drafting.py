@@ -18,13 +18,15 @@ from safetensors.torch import save_file
 from culet import LLM, SamplingParams
 from culet.config import DraftChoice, build_config, read_draft_choice
 from culet.drafters.base import DraftBatch, open_drafter
-from culet.drafters.mtp.model import Assistant
-from culet.drafters.mtp.plan import MTPSpec
-from culet.drafters.mtp.spec import AssistantSpec, make_config
+from culet.drafters.mtp.model import MTPModel
+from culet.drafters.mtp.plan import MTPPlan
+from culet.drafters.mtp.spec import MTPSpec, make_config
 from culet.engine.memory import least_slabs
 from culet.errors import ConfigError
-from culet.models.checkpoint import RandomDraw, open_checkpoint
+from culet.layers.weight.weights import Weights
+from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
+from culet.models.random_checkpoint import RandomDraw
 from culet.models.random_weights import fill_randomly
 from culet.sampling.sampler import History, TokenMasks, sample
 from culet.sampling.verify import count_accepted
@@ -364,7 +366,7 @@ def test_grammars_go_along_the_drafts(tmp_path: Path) -> None:
         want = llm.generate(prompts, params)
     truth = {tuple(one.prompt_token_ids): list(one.token_ids) for one in want}
     with LLM(str(folder), speculative_config={"method": "mtp", "model": "random:", "adaptive": False}, **settings) as llm:
-        runner = llm.engine._runner
+        runner = llm.engine._worker
         drafter: Any = runner.drafter
         propose = drafter.propose
 
@@ -391,9 +393,9 @@ def test_grammars_go_along_the_drafts(tmp_path: Path) -> None:
 def test_a_useless_drafter_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The probe at start: an assistant whose drafts are never right is a loud warning that names what may be wrong."""
     folder = write_checkpoint(tmp_path / "target", "31B")
-    spec = open_drafter(MTP, open_checkpoint(str(folder)).spec)
-    assert isinstance(spec, MTPSpec)
-    drafter = write_assistant(tmp_path / "assistant", spec.assistant, make_config(open_checkpoint(str(folder)).spec))
+    plan = open_drafter(MTP, open_checkpoint(str(folder)).spec)
+    assert isinstance(plan, MTPPlan)
+    drafter = write_assistant(tmp_path / "assistant", plan.spec, make_config(open_checkpoint(str(folder)).spec))
     given = {"method": "mtp", "model": str(drafter)}
     with LLM(str(folder), device="cpu", max_num_seqs=2, max_model_len=120, speculative_config=given) as llm:
         assert llm.engine.stats().counters.verifies == 0  # the probe leaves no counts
@@ -402,11 +404,11 @@ def test_a_useless_drafter_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert all(cause in warned[0] for cause in ("wrong pairing", "wrong template", "wrong layer", str(drafter)))
 
 
-def write_assistant(folder: Path, spec: AssistantSpec, config: dict) -> Path:
+def write_assistant(folder: Path, spec: MTPSpec, config: dict) -> Path:
     """A random assistant as a checkpoint."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    places = Assistant(spec, dtype=torch.float32, device=torch.device("cpu"), latent=True).placements()
+    places = MTPModel(spec, Weights(torch.float32, torch.device("cpu")), latent=True).placements()
     fill_randomly(places, RandomDraw(), torch.device("cpu"))
     # Weights lie as Culet wants them, not as a checkpoint would have them: random they are either way.
     save_file({name: place.target.clone().contiguous() for name, place in places.items()}, folder / "model.safetensors")
@@ -432,7 +434,7 @@ def test_bad_settings(text: str, words: str) -> None:
 
 
 def test_settings() -> None:
-    given = {"method": "mtp", "model": "m", "num_speculative_tokens": 4, "attention_backend": "reference"}
+    given = {"method": "mtp", "model": "m", "num_speculative_tokens": 4, "attention_backend": "torch_cpu"}
     assert build_config({"speculative_config": given}).draft.choice == read_draft_choice(json.dumps(given))
     assert build_config({}).draft.choice is None
 
@@ -454,16 +456,16 @@ def test_a_head_in_fp8(tmp_path: Path) -> None:
     draft = {"method": "mtp", "model": "random:", "adaptive": False, "head_dtype": "fp8"}
     llm = LLM(folder, speculative_config=draft, **settings)
     assert [one.token_ids for one in llm.generate(prompts, params)] == want
-    drafter = llm.engine._runner.drafter
+    drafter = llm.engine._worker.drafter
     assert drafter is not None
-    head = drafter.assistant.head  # type: ignore[attr-defined]
+    head = drafter.model.head  # type: ignore[attr-defined]
     assert head.table.dtype == torch.float8_e4m3fn
     z = torch.randn(5, head.table.shape[1])
     best = torch.empty(5, dtype=torch.int64)
     head.ops.pick_best(head.candidates(z), best)
     assert torch.equal(best, head.logits(z).argmax(-1))
-    plain = LLM(folder, speculative_config=draft | {"head_dtype": "auto"}, **settings).engine._runner.drafter
-    whole = plain.assistant.head.logits(z)  # type: ignore[union-attr]
+    plain = LLM(folder, speculative_config=draft | {"head_dtype": "auto"}, **settings).engine._worker.drafter
+    whole = plain.model.head.logits(z)  # type: ignore[union-attr]
     assert float((head.logits(z) - whole).abs().max()) < 0.05 * float(whole.abs().max())
 
 

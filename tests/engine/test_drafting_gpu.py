@@ -47,9 +47,9 @@ def test_output_is_the_same(folder: Path, enforce_eager: bool, position: str) ->
 def test_drafts_do_not_depend_on_the_backend(folder: Path) -> None:
     """Triton's attention and torch's lead to the same proposals, step by step."""
     seen: list[list[tuple[int, int, int]]] = []
-    for backend in ("triton", "reference"):
+    for backend in ("triton", "torch_cpu"):
         llm = LLM(str(folder), **GIVEN, enforce_eager=True, speculative_config=MTP | {"attention_backend": backend})
-        drafter = llm.engine._runner.drafter
+        drafter = llm.engine._worker.drafter
         assert drafter is not None
         found: list[tuple[int, int, int]] = []
         propose = drafter.propose

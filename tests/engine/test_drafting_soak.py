@@ -33,7 +33,7 @@ MAX_LEN = 400
 
 def tell(engine: Engine, truth: list[list[int]], chance: random.Random) -> None:
     """Let the drafter propose, three times in four, what is known to come."""
-    runner = engine._runner
+    runner = engine._worker
     drafter: Any = runner.drafter
     propose = drafter.propose
 

@@ -28,7 +28,7 @@ def make(shape: str, **settings: object) -> LLM:
 
 
 def prompts_of() -> list[list[int]]:
-    """The same for all tests, so that transformers computes each answer once."""
+    """The same prompts for all tests, so that transformers computes each answer once."""
     return [prompt(length) for length in LENGTHS]
 
 
@@ -40,7 +40,7 @@ def check_greedy(llm: LLM, shape: str, prompts: list[list[int]]) -> None:
 
 
 def check_scores(llm: LLM, shape: str, prompts: list[list[int]]) -> None:
-    """Like check_greedy, and the log-probabilities of the five best at every place are transformers'."""
+    """Like check_greedy; the log-probabilities of the top five at every position also match transformers."""
     for result in llm.generate(prompts, dataclasses.replace(GREEDY, logprobs=5)):
         token_ids = list(result.prompt_token_ids)
         assert list(result.token_ids) == greedy(shape, token_ids, NUM_TOKENS)
@@ -57,7 +57,7 @@ def cache_of(shape: str, num_slabs: int, *, latent: bool = True) -> int:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_equals_transformers(shape: str) -> None:
-    """Alone, then all in one ragged batch."""
+    """One by one, then all in one ragged batch."""
     llm = make(shape, enable_prefix_caching=False)
     for token_ids in prompts_of():
         check_greedy(llm, shape, [token_ids])
@@ -81,7 +81,7 @@ def test_without_latent(shape: str) -> None:
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_after_preemption(shape: str, prefix_caching: bool) -> None:
-    """A cache too small for all: the younger ones are computed again, and nobody can tell."""
+    """A cache too small for all: preempted sequences are recomputed, with the same results."""
     # Four that cross a page of 64 tokens a few steps after they start, which admission does not foresee.
     settings = {"kv_cache_memory_bytes": cache_of(shape, 7), "max_num_batched_tokens": 64, "max_model_len": 160}
     llm = make(shape, **settings, enable_prefix_caching=prefix_caching)
@@ -108,13 +108,13 @@ def test_after_a_prefix_hit(shape: str) -> None:
 
 @pytest.mark.parametrize("choice", ["fp8", "sliding=fp8"])
 def test_fp8_cache(choice: str) -> None:
-    """Half the bytes, other logits; prefix hits, chunks and preemption find the same keys."""
+    """Half the bytes, different logits; prefix hits, chunks and preemption read the same keys."""
     plain = make("31B", kv_cache_dtype=choice, enable_prefix_caching=False)
-    sizes = [group.spec.itemsize for group in plain.engine._runner.pool.layout.groups]
+    sizes = [group.spec.itemsize for group in plain.engine._worker.pool.layout.groups]
     assert sizes == [1, 1 if choice == "fp8" else 4]
     params = dataclasses.replace(GREEDY, max_tokens=1, logprobs=5)
     wanted = plain.generate(prompts_of(), params)
-    slab = plain.engine._runner.pool.layout.slab_bytes
+    slab = plain.engine._worker.pool.layout.slab_bytes
     llm = make("31B", kv_cache_dtype=choice, kv_cache_memory_bytes=12 * slab, max_num_batched_tokens=33, max_model_len=160)
     for _ in range(2):
         got = llm.generate(prompts_of(), params)
@@ -194,13 +194,13 @@ def test_prompt_logprobs(llm: LLM) -> None:
         assert entry[token_id] == pytest.approx(float(expected[index, token_id]), abs=2e-4)
 
 
-def test_no_logprobs_unless_asked_for(llm: LLM) -> None:
+def test_no_logprobs_unless_requested(llm: LLM) -> None:
     [result] = llm.generate([prompt(5)], SamplingParams(max_tokens=2))
     assert result.logprobs is None
     assert result.prompt_logprobs is None
 
 
-def test_logit_bias_and_penalties_steer(llm: LLM) -> None:
+def test_logit_bias_and_penalties_take_effect(llm: LLM) -> None:
     [biased] = llm.generate([prompt(8)], SamplingParams(temperature=0, max_tokens=5, logit_bias={77: 100.0}))
     assert list(biased.token_ids) == [77] * 5
     penalties = {"frequency_penalty": 2.0, "presence_penalty": 2.0, "repetition_penalty": 50.0}
@@ -209,7 +209,7 @@ def test_logit_bias_and_penalties_steer(llm: LLM) -> None:
 
 
 def test_sampling_follows_the_distribution(llm: LLM) -> None:
-    """Many seeds at temperature 1 with nothing cut: frequencies of the likeliest tokens are the model's probabilities."""
+    """With many seeds at temperature 1 and no truncation, frequencies of the top tokens match the model's probabilities."""
     token_ids = prompt(12, 13)
     count = 600
     params = [SamplingParams(seed=seed, max_tokens=1, top_k=0, top_p=1.0, temperature=1.0) for seed in range(count)]
@@ -247,16 +247,16 @@ def test_closing_a_stream_cancels(llm: LLM) -> None:
     assert after.num_free_pages + after.num_resume_point_pages == after.num_pages
 
 
-def test_a_stream_that_was_never_read_cancels_too(llm: LLM) -> None:
+def test_dropping_an_unread_stream_cancels(llm: LLM) -> None:
     before = llm.engine.stats().counters.cancelled
     llm.stream(prompt(18, 16), GREEDY)  # lost at once
     assert llm.engine.stats().counters.cancelled == before + 1
     assert not llm.engine.has_work
 
 
-def test_streams_may_be_interleaved_with_anything(llm: LLM) -> None:
-    one, two = prompts_of()[1], prompts_of()[4]
-    first, second = llm.stream(one, GREEDY), llm.stream(two, GREEDY)
+def test_streams_can_be_interleaved(llm: LLM) -> None:
+    short, long = prompts_of()[1], prompts_of()[4]
+    first, second = llm.stream(short, GREEDY), llm.stream(long, GREEDY)
     got: dict[str, list[int]] = {"first": [], "second": []}
     for _ in range(10):
         got["first"] += next(first).token_ids
@@ -264,14 +264,14 @@ def test_streams_may_be_interleaved_with_anything(llm: LLM) -> None:
     check_greedy(llm, "31B", [prompts_of()[3]])
     got["first"] += [token for delta in first for token in delta.token_ids]
     got["second"] += [token for delta in second for token in delta.token_ids]
-    assert got == {"first": greedy("31B", one, NUM_TOKENS), "second": greedy("31B", two, NUM_TOKENS)}
+    assert got == {"first": greedy("31B", short, NUM_TOKENS), "second": greedy("31B", long, NUM_TOKENS)}
 
 
-def test_more_prompts_than_the_queue_holds() -> None:
+def test_more_prompts_than_the_queue_can_hold() -> None:
     llm = make("E4B", max_queue_len=2, max_num_seqs=2)
     prompts = [*prompts_of(), *prompts_of()]
     results = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-    assert [list(result.token_ids) for result in results] == [greedy("E4B", each, NUM_TOKENS)[:8] for each in prompts]
+    assert [list(result.token_ids) for result in results] == [greedy("E4B", token_ids, NUM_TOKENS)[:8] for token_ids in prompts]
 
 
 def test_no_prompts_give_no_results(llm: LLM) -> None:
@@ -285,7 +285,7 @@ def test_an_error_in_a_step_frees_everything(monkeypatch: pytest.MonkeyPatch) ->
         raise InternalError("the device is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine._runner, "launch", fail)
+        patch.setattr(llm.engine._worker, "launch", fail)
         with pytest.raises(InternalError, match="gone"):
             llm.generate([prompt(5), prompt(6)], GREEDY)
     assert not llm.engine.has_work
@@ -295,7 +295,7 @@ def test_an_error_in_a_step_frees_everything(monkeypatch: pytest.MonkeyPatch) ->
 # Text and chat
 
 
-def test_text_prompts_begin_with_bos(llm: LLM) -> None:
+def test_text_prompts_start_with_bos(llm: LLM) -> None:
     [result] = llm.generate("hello world", SamplingParams(max_tokens=1))
     assert result.prompt_token_ids[0] == 2
     assert llm.engine.tokenizer.decode(result.prompt_token_ids) == "hello world"
@@ -311,17 +311,17 @@ def test_text_is_the_decoded_tokens(llm: LLM) -> None:
 def test_chat_renders_the_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "hello"}]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    one, two = llm.chat([messages, [*messages, {"role": "assistant", "content": "yes"}, *messages]], params)
+    single, double = llm.chat([messages, [*messages, {"role": "assistant", "content": "yes"}, *messages]], params)
     [alone] = llm.chat(messages, params)
-    assert alone.token_ids == one.token_ids
+    assert alone.token_ids == single.token_ids
     rendered = llm.engine.tokenizer.decode(alone.prompt_token_ids, skip_special=False)
     assert rendered.startswith("<bos><|turn>user\nhello<turn|>\n<|turn>model\n")
-    assert len(two.prompt_token_ids) > len(alone.prompt_token_ids)
+    assert len(double.prompt_token_ids) > len(alone.prompt_token_ids)
     streamed = [token for delta in llm.stream(messages, params) for token in delta.token_ids]
     assert streamed == list(alone.token_ids)
 
 
-def test_ends_at_eos_unless_told_otherwise(llm: LLM) -> None:
+def test_ends_at_eos_unless_ignored(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=20, logit_bias={EOS: 100.0})
     [result] = llm.generate([prompt(9)], params)
     assert (list(result.token_ids), result.text, result.finish_reason) == ([EOS], "", "stop")
@@ -337,13 +337,13 @@ def test_max_tokens_defaults_to_the_rest_of_the_context() -> None:
     assert list(result.token_ids) == greedy("31B", token_ids, NUM_TOKENS)[: 48 - len(token_ids)]
 
 
-def test_vocabulary_is_the_models(llm: LLM) -> None:
+def test_vocabulary_size_is_the_models(llm: LLM) -> None:
     assert llm.engine.spec.vocab_size == VOCAB
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Small tensors: threads only wait for each other."""
+    """With small tensors, threads only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -24,8 +24,8 @@ from test_runner import one_model
 from culet.attention.batch import RowFacts
 from culet.engine.memory import least_slabs
 from culet.models.gemma4 import Gemma4
-from culet.runner.fixed import steps as steps_module
 from culet.runner.fill import fill
+from culet.runner.fixed import steps as steps_module
 from culet.runner.fixed.page_tables import table_columns
 from culet.runner.fixed.steps import Bucket, FixedStep, FixedSteps
 from culet.runner.runner import Runner

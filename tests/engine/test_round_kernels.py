@@ -22,9 +22,9 @@ else:
     from torch import Tensor, nn
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    import culet.layers.linear
+    import culet.layers.weight.plain
     from culet.attention.batch import GroupBatch
-    from culet.attention.torch_cpu import ReferenceBackend
+    from culet.attention.torch_cpu import TorchCPUBackend
     from culet.attention.triton import TritonBackend
     from culet.cache.pool import Pool
     from culet.cache.spec import plan_cache
@@ -117,10 +117,10 @@ else:
         def make(method: str) -> Rig:
             with monkeypatch.context() as patch:
                 patch.setitem(dispatch.KERNELS, "cpu", dispatch.TRITON)
-                patch.setattr(culet.layers.linear, "empty_weight", empty_weight)
+                patch.setattr(culet.layers.weight.plain, "empty_matrix", empty_matrix)
                 return Rig(method, TritonBackend)
 
-        def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+        def empty_matrix(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
 
         monkeypatch.setattr(tiles, "device_facts", lambda device: (90, 4))  # a small GPU: few programs without work
@@ -131,7 +131,7 @@ else:
 
     @pytest.mark.parametrize("method", FOLDERS)
     def test_rounds(method: str, on_gpu_kernels: Callable[[str], Rig], monkeypatch: pytest.MonkeyPatch) -> None:
-        rig, eager, count = on_gpu_kernels(method), Rig(method, ReferenceBackend), NUM_DRAFTS[method]
+        rig, eager, count = on_gpu_kernels(method), Rig(method, TorchCPUBackend), NUM_DRAFTS[method]
         wanted = eager.draft(count)
         monkeypatch.setitem(dispatch.KERNELS, "cpu", dispatch.TRITON)  # the round's own operations
         watch = Watch(monkeypatch)
@@ -145,7 +145,7 @@ else:
         assert not rig.pool._slabs[24].any(), "the spare page was written"
 
     def test_features(on_gpu_kernels: Callable[[str], Rig], monkeypatch: pytest.MonkeyPatch) -> None:
-        rig, eager = on_gpu_kernels("dflash"), Rig("dflash", ReferenceBackend)
+        rig, eager = on_gpu_kernels("dflash"), Rig("dflash", TorchCPUBackend)
         wanted = eager.write()
         monkeypatch.setitem(dispatch.KERNELS, "cpu", dispatch.TRITON)
         watch = Watch(monkeypatch)

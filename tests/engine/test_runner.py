@@ -11,7 +11,7 @@ import pytest
 import torch
 from real_steps import compute_at_once
 
-from culet.attention.torch_cpu import ReferenceBackend
+from culet.attention.torch_cpu import TorchCPUBackend
 from culet.cache.pool import Pool
 from culet.cache.spec import plan_cache
 from culet.config import ScheduleConfig
@@ -50,7 +50,7 @@ def parts(model, num_slabs: int):
     specs = model.spec.kv_specs(4)
     per_token = [sum(spec.bytes_per_token for spec in specs if spec.kind == kind) for kind in {spec.kind for spec in specs}]
     layout = plan_cache(specs, slab_bytes=16 * max(per_token))  # the smallest pages there are
-    backends = [ReferenceBackend(group, model.spec.layers[0].num_heads) for group in layout.groups]
+    backends = [TorchCPUBackend(group, model.spec.layers[0].num_heads) for group in layout.groups]
     return layout, Pool(layout, num_slabs, torch.float32, CPU), backends
 
 

@@ -265,7 +265,7 @@ def test_graphs_and_look_ahead_change_nothing(shape: str) -> None:
     assert answers_of_four(llm) == captured
     assert answers_of_four(on_gpu(shape, async_scheduling=False, **uncached)) == captured
 
-    fixed = llm.engine._runner.fixed
+    fixed = llm.engine._worker.fixed
     assert fixed is not None
     assert fixed.draws is not None
     step = fixed.steps[Bucket(num_queries=1, num_rows=4)]
@@ -281,11 +281,11 @@ def test_graphs_and_look_ahead_change_nothing(shape: str) -> None:
 
 def test_decode_runs_in_graphs() -> None:
     engine = on_gpu("31B").engine
-    fixed = engine._runner.fixed
+    fixed = engine._worker.fixed
     assert fixed is not None
     assert [bucket.num_rows for bucket in fixed.steps.buckets] == [1, 2, 4, 8]
     assert fixed.steps.num_captured == 4
-    spare = engine._runner.pool._slabs[engine._runner.pool.spare_page]
+    spare = engine._worker.pool._slabs[engine._worker.pool.spare_page]
     tokens_of(on_gpu("31B"), prompts_of()[:3])  # three rows in a bucket of four
     assert not spare.any()
 
@@ -294,7 +294,7 @@ def test_decode_runs_in_graphs() -> None:
 def test_nothing_waits_for_the_device(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill, mixed and decode steps are launched without a synchronisation; only results wait."""
     llm = on_gpu(shape)
-    runner = llm.engine._runner
+    runner = llm.engine._worker
     launch = runner.launch
     seen: list[tuple[Row, ...]] = []
 
@@ -340,7 +340,7 @@ def test_the_cache_takes_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_bad_page_is_an_error_and_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     llm = on_gpu("31B", **PLAIN)
-    runner = llm.engine._runner
+    runner = llm.engine._worker
     launch = runner.launch
 
     def spoil(plan: Any) -> Any:

@@ -9,11 +9,13 @@ from itertools import count
 import pytest
 from drive import LAYOUT, audit, endless, first_seed, make, make_layout, make_request, prompt, row_of
 from fake_runner import draw
+from fixed_lengths import FixedLengths
 
 from culet.errors import BadRequest, ContextTooLong, QueueFull
 from culet.scheduler.budget import share_budget
-from culet.scheduler.draft_length import Pace
-from culet.scheduler.sequence import Sequence, max_held_pages, span
+from culet.scheduler.draft_length import Acceptance
+from culet.scheduler.group_pages import max_held_pages, span
+from culet.scheduler.sequence import Sequence
 
 # What is refused
 
@@ -58,7 +60,7 @@ def test_what_is_not_refused_ends_in_the_smallest_cache(groups: tuple[tuple[int 
             except ContextTooLong:
                 continue
             break
-        drive.add(endless("b", length, max_tokens, seed=1))  # the same prompt: its checkpoint must not be in the way
+        drive.add(endless("b", length, max_tokens, seed=1))  # the same prompt: its resume point must not be in the way
         drive.run()
         drive.check_end()
 
@@ -114,9 +116,9 @@ def test_rejected_drafts_are_rolled_back_and_their_pages_given_back() -> None:
     drive.add(endless("a", 5, 60))
     for _ in range(20):
         drive.step()
-        (one,) = drive.scheduler._running
-        assert [len(pages.held) for pages in one.groups] == [3, one.num_computed]
-        assert one.num_computed == len(one.tokens) - 1
+        (seq,) = drive.scheduler._running
+        assert [len(pages.held) for pages in seq.groups] == [3, seq.num_computed]
+        assert seq.num_computed == len(seq.tokens) - 1
     assert drive.scheduler.counters.rolled_back_tokens > 0
     assert drive.runner.counts["verifies"] > 5
     drive.run()
@@ -159,9 +161,9 @@ def test_neither_decode_nor_prefill_nor_drafts_starve() -> None:
     layout = make_layout((None, 4))
 
     def sequence(number: int, length: int, num_proposed: int = 0) -> Sequence:
-        one = Sequence(endless(str(number), length), 0, number, layout, None)
-        one.num_proposed = num_proposed
-        return one
+        seq = Sequence(endless(str(number), length), 0, number, layout, None)
+        seq.num_proposed = num_proposed
+        return seq
 
     decodes = [sequence(number, 1, num_proposed=9) for number in range(4)]
     prefills = [sequence(number, 100) for number in range(4, 6)]
@@ -214,7 +216,7 @@ def test_the_bound_of_a_window(num_new: int, bound: int) -> None:
 def test_a_chunk_longer_than_the_window_takes_no_pages_for_what_it_skips() -> None:
     drive = make(budget=50)
     drive.add(endless("a", 150))
-    taken = []
+    num_held = []
     for expected in (0, 50, 100):
         plan = drive.scheduler.schedule()
         row = row_of(plan, 0)
@@ -222,7 +224,7 @@ def test_a_chunk_longer_than_the_window_takes_no_pages_for_what_it_skips() -> No
         assert (row.start, row.num_new) == (expected, 50)
         assert row.store_from == (end - 8, row.start)
         table = row.tables[0]
-        taken.append(drive.scheduler.stats().num_held_pages["g0"])
+        num_held.append(drive.scheduler.stats().num_held_pages["g0"])
         if row.start:  # from the window before the chunk to its end, with placeholders between
             assert (table.first, table.first + len(table.pages)) == ((row.start - 7) // 4, -(-end // 4))
             skipped = range(-(-row.start // 4), (end - 8) // 4)
@@ -233,7 +235,7 @@ def test_a_chunk_longer_than_the_window_takes_no_pages_for_what_it_skips() -> No
         drive.scheduler.apply(drive.runner.execute(plan))
         audit(drive.scheduler)
         assert drive.scheduler.stats().num_held_pages["g0"] <= 3
-    assert max(taken) <= 6
+    assert max(num_held) <= 6
     drive.run()
     drive.check_end()
 
@@ -243,10 +245,10 @@ def test_pages_behind_the_window_go_back_at_once() -> None:
     drive.add(endless("a", 3, 60))
     while drive.scheduler.has_work:
         drive.step()
-        for one in drive.scheduler._running:
-            first = max(0, one.num_computed - 7) // 4
-            assert one.groups[0].first == first
-            assert len(one.groups[0].held) == -(-one.num_computed // 4) - first
+        for seq in drive.scheduler._running:
+            first = max(0, seq.num_computed - 7) // 4
+            assert seq.groups[0].first == first
+            assert len(seq.groups[0].held) == -(-seq.num_computed // 4) - first
     drive.check_end()
 
 
@@ -260,10 +262,10 @@ def test_the_youngest_is_preempted_and_draws_nothing_twice() -> None:
     lost: list[int] = []
     original = drive.scheduler._preempt
 
-    def preempt(one: Sequence) -> None:
-        lost.append(one.arrival)
-        assert one is drive.scheduler._running[-1]
-        original(one)
+    def preempt(seq: Sequence) -> None:
+        lost.append(seq.arrival)
+        assert seq is drive.scheduler._running[-1]
+        original(seq)
 
     drive.scheduler._preempt = preempt  # type: ignore[method-assign]
     ended = []
@@ -289,6 +291,32 @@ def test_admission_leaves_room_to_grow() -> None:
         entries.append([entry.prompt_len for entry in plan.entries])
     assert entries == [[20], [], [12]]  # once the first prompt is computed, its growth may preempt b
     drive.run()
+    drive.check_end()
+
+
+def test_sequences_that_start_together_are_not_promised_the_same_pages() -> None:
+    """Of a prompt whose first chunk ends early, the rest is reserved before the next one starts in the same step."""
+    drive = make(make_layout((None, 4)), num_pages=40, budget=128)
+    drive.add(make_request("a", prompt(100), 2, stop=False, resume_lengths=(40,)))  # 25 pages + 1, of which it takes 10
+    drive.add(make_request("b", prompt(60, 1), 2, stop=False))  # 15 + 1: of the other 30, 16 are promised to a
+    plan = drive.step()
+    assert plan is not None
+    assert [entry.prompt_len for entry in plan.entries] == [100]
+    drive.run()
+    assert drive.scheduler.counters.preemptions == 0
+    drive.check_end()
+
+
+def test_pages_promised_in_an_earlier_step_stay_promised() -> None:
+    drive = make(make_layout((None, 4)), num_pages=60, budget=64)
+    drive.add(make_request("a", prompt(200), 2, stop=False, resume_lengths=(40, 90)))  # 50 pages + 1
+    drive.step()
+    drive.add(make_request("b", prompt(40, 1), 2, stop=False))  # 10 + 1
+    plan = drive.step()
+    assert plan is not None
+    assert [row.num_new for row in plan.rows] == [50]  # tokens are left, but of the other 37 pages 28 are promised to a
+    drive.run()
+    assert drive.scheduler.counters.preemptions == 0
     drive.check_end()
 
 
@@ -396,38 +424,27 @@ def test_the_scheduler_imports_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-class OneDrafts:
-    """Wants drafts for the first sequence alone, and keeps what it was told about time."""
+class FirstDrafts(FixedLengths):
+    """Wants drafts for the first sequence only, and keeps the times it was told."""
 
     def __init__(self) -> None:
-        self.first: Pace | None = None
-        self.times: list[tuple[int, int, float]] = []
+        super().__init__()
+        self.first: Acceptance | None = None
+        self.times: list[tuple[int, int, int, float]] = []
 
-    def wanted(self, pace: Pace, num_seqs: int) -> int:
+    def length(self, state: Acceptance, num_seqs: int) -> int:
         assert num_seqs > 0
-        self.first = self.first or pace
-        return 2 if pace is self.first else 0
+        self.first = self.first or state
+        return 2 if state is self.first else 0
 
-    def see(self, paces: list[Pace]) -> None:
-        pass
-
-    def num_resting(self, paces: list[Pace]) -> int:
-        return 0
-
-    def rest(self) -> None:
-        raise AssertionError("nobody rests")
-
-    def note(self, pace: Pace, num_drafts: int, num_accepted: int) -> None:
-        pass
-
-    def took(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
-        self.times.append((num_seqs, num_drafts, seconds))
+    def took(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
+        self.times.append((num_seqs, num_drafting, num_drafts, seconds))
 
 
 def test_who_waits_for_drafts_is_waited_for() -> None:
     """Planned ahead without it, the others would run in steps of their own from then on, each as long as one for all."""
     drive = make(ahead=True, max_drafts=2)
-    drive.scheduler.policy = policy = OneDrafts()
+    drive.scheduler.policy = policy = FirstDrafts()
     for name in ("a", "b", "c"):
         drive.add(endless(name, 5, 30))
     sizes = []
@@ -438,5 +455,5 @@ def test_who_waits_for_drafts_is_waited_for() -> None:
         if not drive.scheduler.has_work:
             break
     assert sizes[:12] == [3] * 12
-    assert 3 in {num_seqs for num_seqs, _, _ in policy.times}
+    assert 3 in {num_seqs for num_seqs, *_ in policy.times}
     assert all(seconds > 0 for *_, seconds in policy.times)

@@ -154,7 +154,7 @@ def test_a_hit_shares_full_pages_and_copies_the_others() -> None:
     drive.check_end()
 
 
-def test_checkpoints_give_way_to_sequences() -> None:
+def test_resume_points_give_way_to_sequences() -> None:
     drive = make(num_pages=16)
     for number in range(6):
         drive.add(make_request(str(number), prompt(40, number), 6, stop=False))
@@ -170,10 +170,10 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     assert drive.scheduler.stats().num_free_pages == 200
 
 
-def test_a_hit_that_does_not_fit_beside_its_checkpoint_starts_from_nothing() -> None:
+def test_a_hit_that_does_not_fit_beside_its_resume_point_starts_from_nothing() -> None:
     drive = make(make_layout((None, 4)), num_pages=2)
     assert computed(drive, endless("a", 6, 1)) == 6
-    assert computed(drive, endless("b", 6, 1)) == 6  # two pages, both the checkpoint's, and no third to copy into
+    assert computed(drive, endless("b", 6, 1)) == 6  # two pages, both the resume point's, and no third to copy into
     drive.check_end()
 
 
@@ -187,7 +187,7 @@ def test_a_prompt_that_parts_at_a_resume_point_computes_only_what_follows(length
     """As a chat's next turn does, which lacks the end of the prompt before; pages of 4 and 8, chunks of up to 64 tokens."""
     drive = make(ahead=ahead)
     point = length - trail
-    assert computed(drive, make_request("a", prompt(length), 1, stop=False, resume_points=(point,))) == length
+    assert computed(drive, make_request("a", prompt(length), 1, stop=False, resume_lengths=(point,))) == length
     num_steps = drive.scheduler.counters.steps
     assert num_steps == -(-length // 64)  # it costs no step of its own
     assert computed(drive, make_request("b", [*prompt(point), 41, 42, 43], 1)) == 3
@@ -198,7 +198,7 @@ def test_a_prompt_that_parts_at_a_resume_point_computes_only_what_follows(length
     drive.check_end()
 
 
-def test_without_resume_points_that_prompt_starts_from_nothing() -> None:
+def test_without_resume_lengths_that_prompt_starts_from_nothing() -> None:
     drive = make()
     assert computed(drive, endless("a", 33, 1)) == 33
     assert computed(drive, make_request("b", [*prompt(26), 41, 42, 43], 1)) == 29
@@ -210,7 +210,7 @@ def test_ten_turns_that_leave_out_the_end_of_each_prompt() -> None:
     for turn in range(10):
         asked = [*history, *prompt(9, turn), 7, 7, 7, 7, 7]
         point = len(asked) - 4
-        drive.add(make_request(str(turn), asked, 12, stop=False, resume_points=(point,)))
+        drive.add(make_request(str(turn), asked, 12, stop=False, resume_lengths=(point,)))
         drive.run()
         assert drive.told[str(turn), 0].num_cached == reusable
         reusable, history = point, [*asked[:point], *drive.told[str(turn), 0].tokens]
@@ -219,7 +219,7 @@ def test_ten_turns_that_leave_out_the_end_of_each_prompt() -> None:
 
 def test_a_chunk_ends_at_a_resume_point_far_from_its_own_end() -> None:
     drive = make(budget=512, num_pages=400)
-    drive.add(make_request("a", prompt(300), 1, stop=False, resume_points=(100, 280, 290)))
+    drive.add(make_request("a", prompt(300), 1, stop=False, resume_lengths=(100, 280, 290)))
     sizes = []
     while drive.scheduler.has_work:
         plan = drive.step()
@@ -233,11 +233,11 @@ def test_a_chunk_ends_at_a_resume_point_far_from_its_own_end() -> None:
 
 def test_a_resume_point_that_saves_little_makes_no_chunk() -> None:
     drive = make(budget=512, num_pages=400)
-    drive.add(make_request("a", prompt(300), 1, stop=False, resume_points=(1, MAX_TRAIL, MAX_TRAIL + 1)))
+    drive.add(make_request("a", prompt(300), 1, stop=False, resume_lengths=(1, MAX_TRAIL, MAX_TRAIL + 1)))
     plan = drive.step()
     assert row_of(plan, 0).num_new == MAX_TRAIL + 1  # which keeps all three, since the first two lie so near
     drive.run()
-    drive.add(make_request("b", prompt(300, 1), 1, stop=False, resume_points=(1, MAX_TRAIL)))
+    drive.add(make_request("b", prompt(300, 1), 1, stop=False, resume_lengths=(1, MAX_TRAIL)))
     plan = drive.step()
     assert (row_of(plan, 0).num_new, row_of(plan, 0).store_from) == (300, (292, 0))
     drive.run()
@@ -247,7 +247,7 @@ def test_a_resume_point_that_saves_little_makes_no_chunk() -> None:
 def test_a_chunk_border_at_any_place_around_a_resume_point() -> None:
     for budget in range(1, 24):
         drive = make(budget=budget)
-        assert computed(drive, make_request("a", prompt(23), 1, stop=False, resume_points=(17, 20))) == 23
+        assert computed(drive, make_request("a", prompt(23), 1, stop=False, resume_lengths=(17, 20))) == 23
         assert computed(drive, make_request("b", [*prompt(20), 41, 42], 1)) == 2
         assert computed(drive, make_request("c", [*prompt(17), 41, 42], 1)) == 2
         drive.check_end()
@@ -258,7 +258,7 @@ def test_a_resume_point_waits_for_no_page() -> None:
     planned = {}
     for num_pages, points in ((13, ()), (13, (30,)), (30, (30,))):
         drive = make(make_layout((4, 1), (None, 8)), num_pages)  # 5 pages of the prompt and 4 of its window; the point's take 9
-        drive.add(make_request("a", prompt(38), 2, stop=False, resume_points=points))
+        drive.add(make_request("a", prompt(38), 2, stop=False, resume_lengths=points))
         planned[num_pages, points] = row_of(drive.step(), 0)
         drive.run()
         drive.check_end()
@@ -270,7 +270,7 @@ def test_a_resume_point_waits_for_no_page() -> None:
 def test_a_resume_point_beside_samples_and_drafts() -> None:
     for max_drafts in (0, 4):
         drive = make(make_layout((8, 4), (None, 8), (None, 6, 5)), max_drafts=max_drafts)
-        drive.add(make_request("a", prompt(45), 14, n=3, stop=False, resume_points=(38,)))
+        drive.add(make_request("a", prompt(45), 14, n=3, stop=False, resume_lengths=(38,)))
         drive.run()
         assert computed(drive, make_request("b", [*prompt(38), 41, 42], 1)) == 2
         drive.check_end()
@@ -280,7 +280,7 @@ def test_the_resume_point_of_a_preempted_prompt_is_there_again() -> None:
     drive = make(make_layout((8, 4), (None, 4)), num_pages=40, budget=16)
     drive.add(endless("a", 4, 120))
     drive.step()
-    drive.add(make_request("b", prompt(40, 1), 60, stop=False, resume_points=(34,)))
+    drive.add(make_request("b", prompt(40, 1), 60, stop=False, resume_lengths=(34,)))
     drive.run()
     assert drive.scheduler.counters.preemptions > 0
     assert computed(drive, make_request("c", [*prompt(34, 1), 41, 42], 1)) == 2
@@ -289,15 +289,15 @@ def test_the_resume_point_of_a_preempted_prompt_is_there_again() -> None:
 
 def test_a_resume_point_that_is_named_again_is_not_the_next_to_be_evicted() -> None:
     drive = make()
-    chat = make_request("a", prompt(40), 1, stop=False, resume_points=(20,))
+    chat = make_request("a", prompt(40), 1, stop=False, resume_lengths=(20,))
     assert computed(drive, chat) == 40
     assert computed(drive, make_request("other", prompt(40, 1), 1)) == 40
     # Tools' results go on in the same turn, whose beginning is where the turn after it will part.
-    assert computed(drive, make_request("b", [*prompt(40), 41], 1, resume_points=(20,))) == 1
+    assert computed(drive, make_request("b", [*prompt(40), 41], 1, resume_lengths=(20,))) == 1
     prefix = drive.scheduler.page_allocator.prefix
     assert prefix is not None
-    assert prefix.checkpoints()[0].length == 40
-    assert [one.length for one in prefix.checkpoints()[-3:]].count(20) == 1
+    assert prefix.resume_points()[0].length == 40
+    assert [point.length for point in prefix.resume_points()[-3:]].count(20) == 1
 
 
 # Log-probabilities of the prompt

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from drive import Drive, make_layout, make_request, try_add
 from fake_runner import VOCAB, FakeRunner
+from fixed_lengths import FixedLengths
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from culet.config import ScheduleConfig
 from culet.errors import ContextTooLong, QueueFull
 from culet.runner.deferred_kv import Ledger
-from culet.scheduler.draft_length import Pace
+from culet.scheduler.draft_length import Acceptance
 from culet.scheduler.scheduler import Scheduler
-from culet.types import Request
+from culet.types import MediaSpan, Request
 
 
 @dataclass(frozen=True)
@@ -38,33 +39,24 @@ class World:
     max_tokens: int = 40
     plans_open: bool = False  # rows are planned while drafts are in flight
     pauses: bool = False  # drafts are wanted in some steps and not in others
+    has_media: bool = False  # some prompts have media, and tenants have salts
 
 
-class Moody:
-    """In the place of a policy: all want drafts for a while, then nobody does; a few never agree."""
+class Moody(FixedLengths):
+    """All sequences want drafts for a while, then none does; a few always disagree."""
 
     def __init__(self, chance: random.Random, max_drafts: int) -> None:
-        self.random, self.max_drafts, self.is_drafting = chance, max_drafts, True
+        super().__init__(max_drafts)
+        self.random, self.is_drafting = chance, True
 
-    def wanted(self, pace: Pace, num_seqs: int) -> int:
+    def length(self, state: Acceptance, num_seqs: int) -> int:
         if self.random.random() < 0.1:
             self.is_drafting = not self.is_drafting
-        return self.random.randint(0, self.max_drafts) if self.is_drafting == (self.random.random() < 0.98) else 0
+        return self.random.randint(0, self.num_drafts) if self.is_drafting == (self.random.random() < 0.98) else 0
 
-    def see(self, paces: list[Pace]) -> None:
-        pass
 
-    def num_resting(self, paces: list[Pace]) -> int:
-        return 0 if self.is_drafting else self.random.randint(0, 3)
-
-    def rest(self) -> None:
-        pass
-
-    def note(self, pace: Pace, num_drafts: int, num_accepted: int) -> None:
-        pass
-
-    def took(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
-        pass
+Prompt = tuple[list[int], tuple[MediaSpan, ...]]
+PLACEHOLDER = 7
 
 
 class Walk:
@@ -90,28 +82,45 @@ class Walk:
             layout, world.num_pages, max_num_seqs=world.max_num_seqs, budget=world.budget, max_drafts=world.max_drafts
         )
         self.drive = Drive(scheduler, runner, ahead=world.ahead)
-        self.stems = [self._tokens(self.random.randint(1, world.max_prompt // 2)) for _ in range(4)]
+        self.stems = [self._with_media(self._tokens(self.random.randint(1, world.max_prompt // 2))) for _ in range(4)]
         self.counts: Counter[str] = Counter()
 
     def _tokens(self, length: int) -> list[int]:
         return [self.random.randrange(VOCAB) for _ in range(length)]
 
-    def _prompt(self) -> list[int]:
-        """A fresh one, one that begins like others, or a further turn: an earlier one with its answer, or to a resume point."""
+    def _with_media(self, tokens: list[int]) -> Prompt:
+        """`tokens` with placeholders for a few images, whose content is one of two."""
+        spans: list[MediaSpan] = []
+        while self.world.has_media and self.random.random() < 0.6:
+            start = (spans[-1].end if spans else 0) + self.random.randint(0, 6)
+            span = MediaSpan(start, self.random.randint(1, 9), self.random.choice((b"cat", b"dog")), self.random.random() < 0.8)
+            if span.end > len(tokens):
+                break
+            tokens[span.start : span.end] = [PLACEHOLDER] * span.length
+            spans.append(span)
+        return tokens, tuple(spans)
+
+    def _prompt(self) -> Prompt:
+        """A fresh one, one that begins like others, or a further turn: an earlier one with its answer, or to a resume length."""
         kind, limit = self.random.random(), self.world.max_prompt
         if kind < 0.2 or not self.drive.requests:
-            return self._tokens(self.random.randint(1, limit))
+            return self._with_media(self._tokens(self.random.randint(1, limit)))
         if kind < 0.6:
-            return (self.random.choice(self.stems) + self._tokens(self.random.randint(0, 20)))[:limit]
+            tokens, media = self.random.choice(self.stems)
+            return (tokens + self._tokens(self.random.randint(0, 20)))[:limit], media
         earlier = self.random.choice(list(self.drive.requests.values())[-20:])
         tokens = list(earlier.prompt_token_ids) + self.drive.told[earlier.request_id, 0].tokens
-        if earlier.resume_points and self.random.random() < 0.6:
-            tokens = tokens[: self.random.choice(earlier.resume_points)]
-        return (tokens + self._tokens(self.random.randint(0, 3)))[:limit]
+        if earlier.resume_lengths and self.random.random() < 0.6:
+            tokens = tokens[: self.random.choice(earlier.resume_lengths)]
+        tokens = (tokens + self._tokens(self.random.randint(0, 3)))[:limit]
+        media = tuple(span for span in earlier.media if span.end <= len(tokens))
+        if media and self.random.random() < 0.3:  # another image in the same place
+            media = (replace(media[0], key=b"bird"), *media[1:])
+        return tokens, media
 
     def _request(self) -> Request:
-        chance, prompt = self.random.random, self._prompt()
-        num_points = self.random.choice((0, 0, 1, 2))
+        chance, (prompt, media) = self.random.random, self._prompt()
+        num_lengths = self.random.choice((0, 0, 1, 2))
         # Most near the prompt's end, where a generation prompt begins; some anywhere.
         begin = len(prompt) - 8 if chance() < 0.7 else 1
         return make_request(
@@ -124,7 +133,9 @@ class Walk:
             prompt_logprobs=0 if chance() < 0.1 else None,
             priority=self.random.choice((0, 0, 0, 1)),
             deadline=self.now + self.random.randint(0, 60) if chance() < 0.05 else None,
-            resume_points=tuple(sorted({self.random.randint(max(1, begin), len(prompt)) for _ in range(num_points)})),
+            resume_lengths=tuple(sorted({self.random.randint(max(1, begin), len(prompt)) for _ in range(num_lengths)})),
+            media=media,
+            cache_salt=self.random.choice(("", "", "tenant")) if self.world.has_media else "",
         )
 
     def _someone(self) -> list[tuple[str, int | None]]:
@@ -159,16 +170,16 @@ class Walk:
 
 
 def walk(world: World, seed: int, num_steps: int) -> Counter[str]:
-    one = Walk(world, seed)
+    steps = Walk(world, seed)
     for _ in range(num_steps):
-        one.step()
-    return one.finish()
+        steps.step()
+    return steps.finish()
 
 
 WORLDS = {
     "sync": World(),
     "ahead": World(ahead=True),
-    "roomy": World(num_pages=200, max_drafts=2, ahead=True),  # where checkpoints live long
+    "roomy": World(num_pages=200, max_drafts=2, ahead=True),  # where resume points live long
     "drafts": World(max_drafts=4, max_tokens=80),
     "drafts ahead": World(max_drafts=3, ahead=True, num_pages=36, max_tokens=80),
     "growth": World(groups=((3, 1), (None, 1)), num_pages=80, max_num_seqs=16, max_drafts=2, max_prompt=8, max_tokens=60),
@@ -185,6 +196,11 @@ WORLDS = {
     "open, short of pages": World(groups=((3, 1), (None, 2)), max_drafts=4, ahead=True, plans_open=True, num_pages=50),
     "open drafter": World(
         groups=((8, 4), (None, 8), (None, 3, 7)), num_pages=150, max_drafts=4, ahead=True, plans_open=True, pauses=True
+    ),
+    "media": World(has_media=True, num_pages=100, max_num_seqs=4),
+    "media ahead": World(has_media=True, max_drafts=3, ahead=True, budget=24, num_pages=50, max_num_seqs=6),
+    "media, short of pages": World(
+        has_media=True, groups=((3, 1), (None, 1)), num_pages=70, max_num_seqs=3, budget=16, max_prompt=30, max_tokens=30
     ),
     "no cache": World(prefix_caching=False, num_pages=34, max_drafts=3),
     "long chunks": World(groups=((6, 4), (None, 16)), budget=128, num_pages=36, max_prompt=120, max_drafts=1),
@@ -219,6 +235,7 @@ def test_walk_of_ten_thousand_steps() -> None:
         "scribbled",
         "open",
         "moved on",
+        "media computed",
         *late,
     ):
         assert total[name] >= 50, f"{name} happened {total[name]} times only"
@@ -255,6 +272,7 @@ def test_walk_long(seed: int) -> None:
     ahead=st.booleans(),
     plans_open=st.booleans(),
     pauses=st.booleans(),
+    has_media=st.booleans(),
     seed=st.integers(0, 2**32),
 )
 def test_walk_in_any_world(
@@ -268,6 +286,7 @@ def test_walk_in_any_world(
     ahead: bool,
     plans_open: bool,
     pauses: bool,
+    has_media: bool,
     seed: int,
 ) -> None:
     """Pages of any size, windows down to one token, and memory down to what one request needs."""
@@ -284,5 +303,6 @@ def test_walk_in_any_world(
         ahead=ahead,
         plans_open=plans_open,
         pauses=pauses,
+        has_media=has_media,
     )
     walk(world, seed, 60)

@@ -22,7 +22,7 @@ PARAMS = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def text(llm: LLM) -> str:
-    """What comes without stops; long and varied enough to cut in many places."""
+    """The text without stops, long and varied enough to cut in many places."""
     [result] = llm.generate(PROMPT, SamplingParams(**PARAMS))
     assert len(result.text) > 60
     assert len(set(result.token_ids)) > 15
@@ -40,8 +40,8 @@ def run(llm: LLM, **changes: object) -> tuple[str, str, int]:
     return result.text, result.finish_reason, len(result.token_ids)
 
 
-def test_stop_strings_at_every_place(llm: LLM, text: str) -> None:
-    """Any piece of the text, whether or not it falls on token borders, ends the text before its first occurrence."""
+def test_stop_strings_at_every_position(llm: LLM, text: str) -> None:
+    """Any part of the text, aligned with tokens or not, ends the text before its first occurrence."""
     for begin in range(0, len(text) - 8, 13):
         for length in (1, 2, 7):
             stop = text[begin : begin + length]
@@ -58,7 +58,7 @@ def test_the_first_of_several(llm: LLM, text: str) -> None:
     assert reason == "stop"
 
 
-def test_a_stop_that_never_comes_holds_nothing_back(llm: LLM, text: str) -> None:
+def test_a_stop_string_that_never_completes_holds_nothing_back(llm: LLM, text: str) -> None:
     assert run(llm, stop=text[-3:] + "\u0000never") == (text, "length", 60)
 
 
@@ -72,7 +72,7 @@ def test_stop_token_ids(llm: LLM, text: str) -> None:
     assert reason == "stop"
 
 
-def test_one_sample_stops_and_the_others_go_on(llm: LLM) -> None:
+def test_one_sample_stops_and_the_others_continue(llm: LLM) -> None:
     params = SamplingParams(n=4, seed=5, max_tokens=40, ignore_eos=True)
     [plain] = llm.generate(PROMPT, params)
     stop = plain.samples[2].text[10:16]

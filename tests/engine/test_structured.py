@@ -1,7 +1,7 @@
-"""Structured output through the engine: what a random model writes under a schema is a document of that schema.
+"""Structured output through the engine: a random model that is bound by a schema writes valid documents.
 
-Random models say nothing sensible, so whatever is right here is the grammar's doing. Look-ahead, drafts, samples that fork,
-preemption and neighbours without a grammar change no token.
+A random model writes nonsense, so every valid document is due to the grammar. Look-ahead, drafts, forked samples, preemption
+and neighbours without a grammar change no token.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from culet import LLM, SamplingParams
 from culet.errors import BadRequest
 from culet.models.checkpoint import open_checkpoint
 from culet.models.weights import load_model
-from culet.structured.compiler import GrammarQueue
+from culet.structured.compiler import GrammarCompiler
 from culet.testing.tiny import write_checkpoint
-from culet.text.text import Tokenizer
+from culet.text.tokenizer import Tokenizer
 from culet.types import Request, StructuredOutputs
 
 NODE = {
@@ -79,8 +79,8 @@ def params(schema: Any, seed: int, **others: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_every_document_that_is_not_cut_is_valid(llm: LLM, name: str) -> None:
-    """At every temperature, with penalties and biases that pull elsewhere."""
+def test_every_finished_document_is_valid(llm: LLM, name: str) -> None:
+    """At every temperature, with penalties and biases that work against the grammar."""
     pulls: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 5.0, "top_k": 0, "top_p": 1.0},
@@ -119,7 +119,7 @@ def test_regex_choice_grammar_and_json_object(llm: LLM) -> None:
 
 
 def test_samples_and_neighbours(llm: LLM) -> None:
-    """Samples of one prompt go their own ways; a neighbour without a grammar says what it says alone."""
+    """Samples of one prompt differ; a neighbour without a grammar draws the same tokens as on its own."""
     alone = llm.generate("The diamond", SamplingParams(max_tokens=30, seed=5)).pop()
     settings = [params(SCHEMAS["person"], 1, n=4, temperature=3.0), SamplingParams(max_tokens=30, seed=5)]
     first, second = llm.generate(["The stone", "The diamond"], settings)
@@ -134,7 +134,7 @@ def test_thinking_comes_first(llm: LLM) -> None:
     tokenizer = llm.engine.tokenizer
     opens, closes = tokenizer.token_id("<|channel>"), tokenizer.token_id("<channel|>")
     talk = [{"role": "user", "content": "Why?"}]
-    # Biases have the model think a little: the random one would never close a thought, or never open one.
+    # Biases make the random model open a thought and close it.
     wishes = params(SCHEMAS["either"], 3, max_tokens=300, logit_bias={opens: 100.0, closes: 9.0})
     result = llm.chat(talk, wishes, enable_thinking=True).pop()
     tokens = list(result.token_ids)
@@ -145,14 +145,14 @@ def test_thinking_comes_first(llm: LLM) -> None:
     document = tokenizer.decode(tokens[end + 1 :])
     jsonschema.validate(json.loads(document), SCHEMAS["either"])
     assert not set(tokens[1:end]) & set(tokenizer.special_ids)
-    # Not asked to think, it may not.
+    # Without thinking it cannot open a thought.
     result = llm.chat(talk, wishes).pop()
     assert opens not in result.token_ids
     jsonschema.validate(json.loads(result.text), SCHEMAS["either"])
 
 
 def test_look_ahead_changes_nothing(folder: Path, llm: LLM) -> None:
-    """A row with a grammar waits for its last token; others go ahead, and nobody's tokens change."""
+    """A row with a grammar waits for its last token, others run ahead; no tokens change."""
     settings = [params(SCHEMAS[name], seed) for name in ("person", "tree") for seed in range(3)]
     settings += [SamplingParams(max_tokens=60, seed=seed) for seed in range(3)]
     prompts = [f"The stone {index}" for index in range(len(settings))]
@@ -172,7 +172,7 @@ def test_preemption_changes_nothing(folder: Path, llm: LLM) -> None:
         assert tight.engine.stats().counters.preemptions > 0
 
 
-def test_cancelling_while_it_compiles_and_bad_schemas(llm: LLM) -> None:
+def test_cancel_while_compiling_and_bad_schemas(llm: LLM) -> None:
     engine = llm.engine
     request = engine.rules.make_request("gone", [5, 6], params({"const": "never seen before"}, 1))
     engine.add(request)
@@ -191,7 +191,7 @@ def test_cancelling_while_it_compiles_and_bad_schemas(llm: LLM) -> None:
     assert stats.num_free_pages + stats.num_resume_point_pages == stats.num_pages
 
 
-def test_a_grammar_that_gets_too_complex_ends_one_request(llm: LLM) -> None:
+def test_a_grammar_that_becomes_too_complex_ends_only_its_request(llm: LLM) -> None:
     settings = [
         SamplingParams(max_tokens=200, seed=1, structured_outputs=StructuredOutputs(regex=r"((\w{1,50}){1,50}){1,50}")),
         params({"const": 5}, 1),
@@ -210,39 +210,39 @@ def model(folder: Path) -> Any:
     return load_model(open_checkpoint(str(folder)), dtype=torch.float32, device=torch.device("cpu"), progress=False)
 
 
-class Foreteller:
-    """Proposes what sequences will say, spoilt where `is_wrong` says so; behind their ends, nonsense."""
+class ClairvoyantDrafter:
+    """Proposes the tokens that sequences will draw, with mistakes where `is_wrong` says so, and nonsense after their ends."""
 
     taps = ()
     group = None
     max_drafts = 4
 
     def __init__(self, outputs: dict[int, list[int]], is_wrong: Any) -> None:
-        self.outputs, self.is_wrong = outputs, is_wrong  # by first prompt token: the prompt and all that follows
+        self.outputs, self.is_wrong = outputs, is_wrong  # by first prompt token: prompt and output
         self.tokens_SL: Any = None  # the runner's
 
     def propose(self, batch: Any, pool: Any, num_drafts: int) -> torch.Tensor:
         rows = []
         for slot, length in zip(batch.slot_R.tolist(), batch.length_R.tolist(), strict=True):
-            said = self.outputs[int(self.tokens_SL[slot, 0])]
-            ahead = (said[length + 1 :] + [0] * num_drafts)[:num_drafts]
+            output = self.outputs[int(self.tokens_SL[slot, 0])]
+            ahead = (output[length + 1 :] + [0] * num_drafts)[:num_drafts]
             rows.append([token + self.is_wrong(length + 1 + index) for index, token in enumerate(ahead)])
         return torch.tensor(rows)
 
 
 class GrammarRig(Rig):
-    """A scheduler and a runner that know grammars."""
+    """A Rig whose runner supports grammars."""
 
     def __init__(self, model: Any, folder: Path, **options: Any) -> None:
         super().__init__(model, **options)
         checkpoint = open_checkpoint(str(folder))
-        queue = GrammarQueue(Tokenizer(folder), model.spec.vocab_size, checkpoint.defaults)
-        self.runner.use_grammars(queue.grammars)
+        end_ids = checkpoint.defaults.eos_token_ids
+        self.runner.use_grammars(GrammarCompiler.for_tokenizer(Tokenizer(folder), model.spec.vocab_size, end_ids))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_drafts_change_nothing_but_the_number_of_steps(model: Any, folder: Path, mistake: str) -> None:
-    """Proposals may be right, wrong, or impossible under the grammar; what is drawn is what is drawn without them."""
+    """Proposals may be right, wrong or against the grammar; the drawn tokens are the same as without them."""
     form = StructuredOutputs(json=SCHEMAS["formats"]).spec()
     free = Request("free", (201, 140, 150), replace(GEMMA, seed=4), 1, 60, frozenset({1, 106}))
     requests = [
@@ -251,15 +251,17 @@ def test_drafts_change_nothing_but_the_number_of_steps(model: Any, folder: Path,
         )
         for seed in range(3)
     ]
-    requests = [replace(one, max_tokens=120) for one in requests] + [free]
+    requests = [replace(request, max_tokens=120) for request in requests] + [free]
     plain = GrammarRig(model, folder, max_num_seqs=4)
     expected = plain.run(*requests)
-    for one in requests[:3]:
-        tokens = expected[one.request_id, 0][0]
-        assert tokens[-1] in one.stop_token_ids
+    for request in requests[:3]:
+        tokens = expected[request.request_id, 0][0]
+        assert tokens[-1] in request.stop_token_ids
         jsonschema.validate(json.loads(Tokenizer(folder).decode(tokens)), SCHEMAS["formats"])
-    said = {one.prompt_token_ids[0]: [*one.prompt_token_ids, *expected[one.request_id, 0][0]] for one in requests}
-    drafter = Foreteller(said, MISTAKES[mistake])
+    outputs = {
+        request.prompt_token_ids[0]: [*request.prompt_token_ids, *expected[request.request_id, 0][0]] for request in requests
+    }
+    drafter = ClairvoyantDrafter(outputs, MISTAKES[mistake])
     rig = GrammarRig(model, folder, max_num_seqs=4, drafter=drafter)
     out = rig.run(*requests)
     assert {key: tokens for key, (tokens, _, _) in out.items()} == {key: tokens for key, (tokens, _, _) in expected.items()}

@@ -1,4 +1,4 @@
-"""Structured output on a GPU: masks in the sampling kernel allow what they do on a CPU, with graphs, look-ahead and drafts."""
+"""Structured output on a GPU: the same tokens as on a CPU, with graphs, look-ahead and drafts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROMPTS = ["A cut gem has a culet"] * len(SETTINGS)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    overrides = {"head_dim": 32, "global_head_dim": 64}  # heads that the tensor cores take
+    overrides = {"head_dim": 32, "global_head_dim": 64}  # head dims that tensor cores support
     return write_checkpoint(tmp_path_factory.mktemp("tiny"), "E4B", dtype=torch.float32, overrides=overrides)
 
 
@@ -60,4 +60,4 @@ def test_the_same_as_on_a_cpu(folder: Path, expected: list[tuple[int, ...]], dra
     given = GIVEN | {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": enforce_eager, "speculative_config": draft}
     llm = LLM(str(folder), device="cuda", **given)
     assert [result.token_ids for result in llm.generate(PROMPTS, SETTINGS)] == expected
-    assert [llm.generate([PROMPTS[0]], one)[0].token_ids for one in SETTINGS] == expected  # each on its own
+    assert [llm.generate([PROMPTS[0]], params)[0].token_ids for params in SETTINGS] == expected  # one at a time

@@ -17,7 +17,7 @@ from culet.errors import ConfigError
 from culet.models.checkpoint import open_checkpoint
 from culet.models.weights import load_model
 from culet.runner.runner import Runner
-from culet.structured.grammar import Grammars, Vocabulary
+from culet.structured.compiler import GrammarCompiler, Vocabulary
 
 END = 1
 
@@ -39,7 +39,7 @@ def build(has_grammars: bool = True, **settings: Any) -> Runner:
     if has_grammars:
         # Token 2 + n is the byte n.
         runner.use_grammars(
-            Grammars(
+            GrammarCompiler(
                 Vocabulary(
                     size=runner.target.model.spec.vocab_size,
                     piece=lambda token_id: bytes([token_id - 2]) if 2 <= token_id < 258 else b"",

@@ -1,4 +1,4 @@
-"""The linear layers of all models in steps of few tokens, and which kernels of `hopper_linear` they ask for."""
+"""The linear layers of all models in steps of few tokens, and the kernels of `hopper_stream` that they use."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from culet.kernels.triton.launch import Launch
-from culet.kernels.triton.linear import linear
-from culet.kernels.triton.linear.hopper import blocks_of
+from culet.kernels.triton.linear import few_tokens
+from culet.kernels.triton.linear.hopper_stream import blocks_of
 from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile, choose_stream
 from culet.models.spec import LayerSpec, read_spec
 from culet.models.variants import VARIANTS
@@ -62,7 +62,7 @@ def _shapes_of_layer(name: str, layer: LayerSpec, size: int) -> Iterable[Shape]:
 
 @dataclass(frozen=True)
 class Case:
-    """A launch of `hopper_linear`: of so many tokens, in parts [S, M, N] or whole."""
+    """A launch of `hopper_stream` for `num_tokens` tokens, in parts [S, M, N] or whole."""
 
     shape: Shape
     num_tokens: int
@@ -76,7 +76,7 @@ class Case:
 
     @property
     def tile_class(self) -> tuple[object, ...]:
-        """What is compiled, but for K, which only says how often the loop runs."""
+        """What decides which kernel is compiled, except K, which only sets how often the loop runs."""
         return self.tile, self.shape.epilogue, blocks_of(self.num_tokens), self.keeps_parts
 
     @property
@@ -89,8 +89,8 @@ class Case:
         return (self.tile.split_k, *whole) if self.keeps_parts else whole
 
     def launch(self, x: Tensor, weight: Tensor, out: Tensor, factor: Tensor | None) -> Launch:
-        """As a step launches it: chained."""
-        return linear.describe(x, weight, out, self.tile, self.shape.epilogue, pdl=True, softcap=CAP, factor=factor)
+        """The launch of a step, with dependent launch."""
+        return few_tokens.describe(x, weight, out, self.tile, self.shape.epilogue, pdl=True, softcap=CAP, factor=factor)
 
     def on_meta(self) -> Launch:
         """The launch to compile without a GPU."""
@@ -106,7 +106,7 @@ class Case:
 
 @cache
 def all_cases() -> tuple[Case, ...]:
-    """One for each kernel that is compiled for any model at any of TOKENS."""
+    """One case for each kernel that any model needs at any of TOKENS."""
     found: dict[tuple[object, ...], Case] = {}
     for shape in shapes():
         for tokens in TOKENS:
@@ -122,7 +122,7 @@ def all_cases() -> tuple[Case, ...]:
 
 @cache
 def class_cases() -> tuple[Case, ...]:
-    """One for each class: the first of its kernels."""
+    """One case for each class: the first of its kernels."""
     found: dict[tuple[object, ...], Case] = {}
     for case in all_cases():
         found.setdefault(case.tile_class, case)

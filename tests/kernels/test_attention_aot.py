@@ -17,16 +17,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from culet.bench.attention_cases import SHAPES, AttentionShape
-from culet.kernels.attention_inputs import PagedKV, RaggedRows
+from culet.hardware import SHARED_BYTES
+from culet.kernels.cross_compile import compile_for
 from culet.kernels.triton.attention.decode import decode_launches
-from culet.kernels.triton.attention.hopper_decode import hopper_decode_launches, hopper_decode_serves, hopper_decode_tile
-from culet.kernels.triton.attention.hopper_prefill import hopper_prefill_launch, hopper_prefill_serves
+from culet.kernels.triton.attention.hopper_decode import hopper_decode_launches, hopper_decode_supports, hopper_decode_tile
+from culet.kernels.triton.attention.hopper_prefill import hopper_prefill_launch, hopper_prefill_supports
 from culet.kernels.triton.attention.prefill import prefill_launch
 from culet.kernels.triton.attention.splits import Scratch, scratch_rows
 from culet.kernels.triton.attention.tiles import (
     DECODE,
     PREFILL,
-    SHARED_MEMORY,
     DecodeTile,
     PrefillTile,
     decode_tile,
@@ -35,9 +35,10 @@ from culet.kernels.triton.attention.tiles import (
     splits_by_waves,
 )
 from culet.kernels.triton.launch import Launch
+from culet.kernels.types import PagedKV, RaggedRows
 
 CAPABILITIES = (80, 89, 90, 100, 120)
-# One for each kind of row in the tables; other variants differ in the number of KV heads alone.
+# One for each kind of row in the tables; other variants differ only in the number of KV heads.
 ALL_SHAPES = {name: SHAPES[name] for name in ("31B.sliding", "31B.global", "12B.global", "E4B.sliding", "E4B.global")}
 ALL_SHAPES["drafter"] = AttentionShape(32, 8, 128, None, False, 64)
 QUICK = {("31B.sliding", 89), ("31B.global", 120), ("E4B.global", 80), ("12B.global", 89)}
@@ -65,9 +66,9 @@ def fresh_on_meta(shape: AttentionShape, num_tokens: int) -> tuple[torch.Tensor,
 
 
 def assert_fits(launch: Launch, capability: int) -> None:
-    compiled = launch.compile_for(capability)
+    compiled = compile_for(launch, capability)
     assert compiled.asm["cubin"]
-    used, limit = compiled.metadata.shared, SHARED_MEMORY[capability]
+    used, limit = compiled.metadata.shared, SHARED_BYTES[capability]
     assert used <= limit, f"{used} bytes of shared memory on sm_{capability}, which has {limit}"
 
 
@@ -114,7 +115,7 @@ def test_prefill_tile_fits_the_smallest_shared_memory() -> None:
 
 @pytest.mark.parametrize("name", ["31B.sliding", "E4B.global", pytest.param("31B.global", marks=pytest.mark.slow)])
 def test_float32_fits_too(name: str) -> None:
-    """A cache of four-byte elements, on an H200: what a device that is none poses as."""
+    """A cache of four-byte elements on an H200, which is assumed where there is no GPU."""
     q_TNH, kv, rows = on_meta(ALL_SHAPES[name], 4, 1)
     q_TNH, kv = q_TNH.float(), replace(kv, planes=kv.planes.float())
     scratch = Scratch.allocate(16, kv.head_dim, "meta")
@@ -138,7 +139,7 @@ def test_every_tile_fits(name: str, capability: int) -> None:
 @pytest.mark.parametrize(
     ("name", "num_rows", "num_launches", "stages"),
     [
-        ("26B.global", 4, 2, 7),  # few rows: many splits each, joined by a kernel of their own
+        ("26B.global", 4, 2, 7),  # few rows: many splits each, joined by a second kernel
         ("26B.global", 16, 1, 7),
         ("26B.global", 128, 1, 5),  # rows fill the GPU unsplit: two programs share a multiprocessor
         ("E4B.global", 64, 1, 5),
@@ -160,7 +161,7 @@ def test_launches_of_a_call(name: str, num_rows: int, num_launches: int, stages:
 
 
 def splits_of_rows(tile: DecodeTile, kv: PagedKV, group: int, max_queries: int, counts: list[int]) -> list[int]:
-    """What the kernels make of rows of so many key tiles."""
+    """How the kernels split rows with these numbers of key tiles."""
     target, total = tile.splits(kv, len(counts), group, max_queries).target, sum(counts)
     is_even = kv.window is not None or len(counts) == 1
     found = []
@@ -183,9 +184,9 @@ def test_partial_sums_of_any_rows_fit_the_scratch(name: str, max_queries: int) -
                 counts = [random.randint(1, longest) for _ in range(num_rows)]
                 splits = splits_of_rows(tile, kv, shape.group, max_queries, counts)
                 target = tile.splits(kv, num_rows, shape.group, max_queries).target
-                # Within a window a row's slots are its own, whether it needs them or not.
-                slots = num_rows * target * (target > 1) if kv.window else sum(one for one in splits if one > 1)
-                assert slots * shape.num_kv_heads * max_queries * shape.group <= room
+                # Within a window every row has its own places, whether it needs them or not.
+                places = num_rows * target * (target > 1) if kv.window else sum(count for count in splits if count > 1)
+                assert places * shape.num_kv_heads * max_queries * shape.group <= room
 
 
 @pytest.mark.parametrize(
@@ -215,18 +216,18 @@ def test_every_tile_fits_with_fp8_pages(name: str, capability: int) -> None:
     check_prefill(ALL_SHAPES[name], capability, with_fresh=False, dtype=FP8)
 
 
-def test_hopper_kernels_leave_fp8_pages_to_the_general_ones() -> None:
+def test_hopper_kernels_do_not_support_fp8_pages() -> None:
     _, kv, _ = on_meta(SHAPES["31B.global"], 8, 1, FP8)
-    assert not hopper_decode_serves(kv)
-    assert not hopper_prefill_serves(kv, SHAPES["31B.global"].group, fresh=False)
-    assert hopper_prefill_serves(kv, SHAPES["31B.global"].group, fresh=True)
+    assert not hopper_decode_supports(kv)
+    assert not hopper_prefill_supports(kv, SHAPES["31B.global"].group, fresh=False)
+    assert hopper_prefill_supports(kv, SHAPES["31B.global"].group, fresh=True)
 
 
 @pytest.mark.parametrize("name", ["31B.global", pytest.param("12B.global", marks=pytest.mark.slow)])
 def test_hopper_decode_fits(name: str) -> None:
     shape = SHAPES[name]
     q_TNH, kv, rows = on_meta(shape, 8, 1)
-    assert hopper_decode_serves(kv)
+    assert hopper_decode_supports(kv)
     scratch = Scratch.allocate(16, shape.head_dim, "meta")
     tile = hopper_decode_tile(132)
     for launch in hopper_decode_launches(q_TNH, kv, rows, max_queries=1, out_TNH=q_TNH, tile=tile, scratch=scratch):
@@ -249,7 +250,7 @@ def test_hopper_decode_fits(name: str) -> None:
 def test_hopper_prefill_fits(name: str, with_fresh: bool) -> None:
     shape = SHAPES[name]
     q_TNH, kv, _ = on_meta(shape, 4, 256)
-    assert hopper_prefill_serves(kv, shape.group, fresh=with_fresh)
+    assert hopper_prefill_supports(kv, shape.group, fresh=with_fresh)
     fresh = fresh_on_meta(shape, q_TNH.shape[0]) if with_fresh else None
     tiles = torch.empty(16, 5, dtype=torch.int32, device="meta")
     assert_fits(hopper_prefill_launch(q_TNH, kv, tiles, fresh=fresh, out_TNH=q_TNH), 90)

@@ -1,4 +1,4 @@
-"""The Triton attention kernels against their eager twins, in Triton's interpreter (on before they are imported)."""
+"""The Triton attention kernels against their eager twins, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ else:
     from culet.attention.triton import TritonBackend
     from culet.bench.attention_cases import AttentionCase, AttentionShape, make_case
     from culet.cache.spec import KVGroup, KVSpec
-    from culet.kernels.attention_inputs import PagedKV, RaggedRows
     from culet.kernels.eager import attention as eager_attention
     from culet.kernels.triton.attention.decode import decode_attention, decode_launches
     from culet.kernels.triton.attention.prefill import prefill_attention, prefill_launch, query_tiles
     from culet.kernels.triton.attention.splits import Scratch, scratch_rows
     from culet.kernels.triton.attention.tiles import DecodeTile, PrefillTile
+    from culet.kernels.types import PagedKV, RaggedRows
 
     SLIDING = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=32, window=40, latent=False, page_tokens=16)
     SLIDING_BIG_PAGES = replace(SLIDING, page_tokens=64)
@@ -79,7 +79,7 @@ else:
 
     @pytest.mark.parametrize("at_once", [1, 4])
     def test_programs_of_many_rows_join_their_splits(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-        """One launch, and its counts of programs are back at 0 for the next."""
+        """One launch, which resets its counters for the next."""
         splits = DecodeTile.splits
         monkeypatch.setattr(DecodeTile, "splits", lambda *arguments: splits(*arguments)._replace(joins=True, at_once=at_once))
         tile = DecodeTile(16, 16, 4, 2, programs=24)
@@ -95,10 +95,10 @@ else:
                 assert_close(out, eager_attention.decode_attention(*arguments, max_queries=3))
                 assert not scratch.arrived.any()
 
-    def test_decode_leaves_long_and_empty_rows_alone() -> None:
+    def test_decode_does_not_write_long_and_empty_rows() -> None:
         case = make_case(SLIDING, [(20, 1), (5, 12), (60, 1)], dtype=torch.float32, seed=4)
         rows = case.rows
-        begins = torch.cat((rows.row_begin_B1[:1], rows.row_begin_B1)).contiguous()  # an empty row in front, as padding is
+        begins = torch.cat((rows.row_begin_B1[:1], rows.row_begin_B1)).contiguous()  # an empty row in front, like padding
         kv = replace_tables(case)
         padded = RaggedRows(begins, torch.cat((rows.context_B[:1] * 0, rows.context_B)))
         out = torch.full_like(case.q_TNH, 7.0)
@@ -118,7 +118,7 @@ else:
         check_decode(case, DecodeTile(16, 32, 4, 2, programs=8))
 
     def test_split_follows_the_lengths_on_the_device() -> None:
-        """What a CUDA graph needs: the same launch, other lengths."""
+        """A CUDA graph replays the same launch with other lengths."""
         long = make_case(GLOBAL, [(200, 1), (150, 1)], dtype=torch.float32, seed=6)
         tile = DecodeTile(16, 32, 4, 2, programs=24)
         for contexts in ([3, 150], [200, 0], [90, 91]):
@@ -150,7 +150,7 @@ else:
         assert query_tiles([], 16, None).shape == (0, 5)
 
     class OneLayerPool:
-        """As much of a pool as a backend asks for."""
+        """The part of a pool that a backend uses."""
 
         def __init__(self, planes: torch.Tensor) -> None:
             self._planes = planes
@@ -192,12 +192,12 @@ else:
         assert_close(run_backend(case, is_stored=False), all_rows(case))
 
     def test_backend_reads_a_long_tail_from_pages() -> None:
-        """A tail has other tokens than the step whose fresh keys it is given."""
+        """A tail has fewer tokens than the step whose fresh keys it gets."""
         case = make_case(SLIDING, [(70, 20), (3, 1)], dtype=torch.float32, seed=12)
         assert_close(run_backend(case, is_stored=True, with_fresh=False), all_rows(case))
 
-    def test_backend_spares_text_rows_the_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-        """In a step with images, rows without one take the kernels that text alone takes."""
+    def test_text_rows_have_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+        """In a step with images, rows without an image use the kernels of text."""
         spans, images = [(0, 17), (20, 20), (30, 1), (60, 17)], [(1, 25, 15)]
         case = make_case(SLIDING, spans, dtype=torch.float32, seed=13, images=images)
         seen: list[tuple[int, ...]] = []
@@ -216,11 +216,11 @@ else:
         assert_close(run_backend(case, is_stored=True, text_rows=(0, 2, 3)), all_rows(case))
         assert seen == [(1,)]
         monkeypatch.undo()
-        assert_close(run_backend(case, is_stored=True), all_rows(case))  # nobody says which are text: all by intervals
+        assert_close(run_backend(case, is_stored=True), all_rows(case))  # without `is_text`, all rows use intervals
 
     @pytest.mark.parametrize("shape", [SLIDING, GLOBAL, LATENT], ids=["sliding", "global", "latent"])
     def test_fp8_pages(shape: AttentionShape) -> None:
-        """Decode, verify, prompts and chunks over pages of e4m3, whatever nobody wrote being NaN there too."""
+        """Decode, verify, prompts and chunks over e4m3 pages; unwritten memory is NaN there too."""
         few = make_case(shape, [(60, 1), (30, 3)], dtype=torch.float32, seed=14, kv_dtype=torch.float8_e4m3fn)
         assert few.kv.planes.float().isnan().any()
         check_decode(few, DecodeTile(16, 32, 4, 2, programs=8))

@@ -1,4 +1,4 @@
-"""The kernels of drafting rounds against their eager twins, in Triton's interpreter: odd sizes, and rows that only pad."""
+"""The kernels of draft rounds against their eager twins, in Triton's interpreter: odd sizes, and rows that pad."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ if not INTERPRETED:
 else:
     from culet.kernels.eager import draft_round as eager_draft_round
     from culet.kernels.eager import fused as eager_fused
-    from culet.kernels.eager.draft_round import BlockShape, Candidates, ContextLayer
-    from culet.kernels.eager.ops import HeadShape
-    from culet.kernels.triton.drafting import context, draft_head
+    from culet.kernels.triton.drafting import context_kv, draft_head
     from culet.kernels.triton.drafting import draft_round as draft_round_module
-    from culet.kernels.triton.linear import normed as normed_module
+    from culet.kernels.triton.linear import norm_linear
+    from culet.kernels.types import BlockShape, Candidates, ContextLayer, HeadShape
 
     EPS = 1e-6
     SPARE = 77  # the page of rows that pad
@@ -31,27 +30,27 @@ else:
     def seed() -> None:
         torch.manual_seed(12)
 
-    def flat(found: object) -> list[Tensor]:
+    def flat(nested: object) -> list[Tensor]:
         """All tensors of nested tuples and lists, in order."""
-        if isinstance(found, Tensor):
-            return [found]
-        assert isinstance(found, tuple | list)
-        return [one for part in found for one in flat(part)]
+        if isinstance(nested, Tensor):
+            return [nested]
+        assert isinstance(nested, tuple | list)
+        return [tensor for part in nested for tensor in flat(part)]
 
     def assert_same(got: object, wanted: object, tolerance: float = 0.0) -> None:
-        for one, other in zip(flat(got), flat(wanted), strict=True):
-            assert one.dtype == other.dtype
-            assert one.shape == other.shape
-            if one.dtype.is_floating_point and tolerance:
-                assert torch.allclose(one, other, atol=tolerance, rtol=tolerance)
+        for mine, theirs in zip(flat(got), flat(wanted), strict=True):
+            assert mine.dtype == theirs.dtype
+            assert mine.shape == theirs.shape
+            if mine.dtype.is_floating_point and tolerance:
+                assert torch.allclose(mine, theirs, atol=tolerance, rtol=tolerance)
             else:
-                assert torch.equal(one, other)
+                assert torch.equal(mine, theirs)
 
-    # --- what a round begins with and leaves ---
+    # --- inputs and outputs of a round ---
 
     @pytest.mark.parametrize(("num_rows", "num_drafts"), [(1, 1), (3, 7), (131, 2), (0, 3)])
     def test_tokens_of_slots(num_rows: int, num_drafts: int) -> None:
-        """Several rows may pad: they share the spare slot, whose tokens nobody reads."""
+        """Several rows may pad the batch. They share the spare slot, whose tokens nobody reads."""
         width, num_pad = 41, min(2, num_rows // 2)
         slots = torch.randperm(num_rows + 3)[:num_rows]
         lengths = torch.randint(1, width - num_drafts, (num_rows,))
@@ -83,7 +82,7 @@ else:
     @pytest.mark.parametrize("windows", [(), (None,), (5,), (20, None)])
     @pytest.mark.parametrize(("num_rows", "size", "has_spare"), [(1, 8, True), (5, 6, True), (3, 16, False)])
     def test_begin_blocks(num_rows: int, size: int, has_spare: bool, windows: tuple[int | None, ...]) -> None:
-        """Tables begin anywhere, and have more columns than a row uses; the last row pads the batch."""
+        """Page tables begin anywhere and have more columns than a row uses; the last row pads the batch."""
         columns, page_tokens = 6, 16
         pages = torch.randint(0, 60, (num_rows, columns + 3), dtype=torch.int32)[:, :columns]
         first = torch.randint(0, 3, (num_rows,), dtype=torch.int32) * page_tokens
@@ -113,7 +112,7 @@ else:
             draft_round_module.join_taps([*taps[1:], parts[0]]), torch.cat([*taps[1:], parts[0]], -1)
         )  # of several strides
 
-    # --- the best token ---
+    # --- the head ---
 
     def pick(ops: object, found: Candidates) -> Tensor:
         out = torch.zeros(found.scores_RC.shape[0], 3, dtype=torch.int64)
@@ -140,7 +139,7 @@ else:
         assert torch.equal(pick(eager_draft_round, Candidates(logits, None)), logits.argmax(-1))
         reached = logits.gather(1, chosen[:, None]).flatten()
         assert torch.allclose(reached, logits.max(dim=1).values, atol=1e-4)
-        # Of equal ones the first.
+        # The first of equal scores.
         same = table[:1].expand(650, size).contiguous()
         assert (
             pick(draft_head, draft_head.head_candidates(x, same, None if scale is None else torch.ones(650), cap)).tolist()
@@ -167,28 +166,28 @@ else:
         ("num_rows", "count", "size"), [(4, 1, 40), (19, 37, 96), (33, 37, 40), (4, 5000, 40), (4, 37, 1100)]
     )
     def test_embed_linear(num_rows: int, count: int, size: int) -> None:
-        """Candidates in any order, with equal ones among them: the first of these counts. In one launch, and in several."""
+        """Candidates in any order; of equal scores the first counts. In one launch, and in several."""
         scores = torch.randint(0, 9, (num_rows, count)).float()
         scores[1] = float("-inf")
         ids, weight = torch.randint(0, 90, (num_rows, count)), torch.randn(21, 2 * size)
         table, hidden = torch.randn(90, size + 3)[:, :size], torch.randn(num_rows, size + 5)[:, :size]
         found, kept = Candidates(scores, ids), torch.zeros(2, num_rows, 3, dtype=torch.int64)
-        made = [
+        results = [
             ops.embed_linear(found, out[:, 2], hidden, table, 5.75, weight)
             for ops, out in zip((draft_head, eager_draft_round), kept, strict=True)
         ]
-        assert_same(made[0], made[1], 1e-3)
+        assert_same(results[0], results[1], 1e-3)
         assert_same(*kept)
         tokens = kept[0, :, 2]
         assert tokens.tolist() == [int(ids[row, scores[row].argmax()]) for row in range(num_rows)]
         assert torch.equal(pick(draft_head, found), tokens)
-        assert_same(draft_head.embed_linear(None, tokens, hidden, table, 5.75, weight), made[1], 1e-3)
+        assert_same(draft_head.embed_linear(None, tokens, hidden, table, 5.75, weight), results[1], 1e-3)
         pair = eager_draft_round.embed_beside(tokens, hidden, table, 5.75)
         assert_same(draft_head.embed_beside(tokens, hidden, table, 5.75), pair)
         assert torch.equal(pair[:, size:], hidden)
 
-    def test_what_is_no_number_names_a_token() -> None:
-        """Rows that pad may hold anything: their tokens must exist."""
+    def test_nan_gives_a_valid_token() -> None:
+        """Rows that pad the batch may hold anything, but their tokens must be valid."""
         x, table = torch.full((2, 32), float("nan")), torch.randn(100, 32)
         chosen = pick(draft_head, draft_head.head_candidates(x, table, None, None))
         assert ((chosen >= 0) & (chosen < 100)).all()
@@ -201,7 +200,7 @@ else:
     @pytest.mark.parametrize("gate", ["", "gelu", "silu"])
     @pytest.mark.parametrize("kind", ["none", "plain", "normed", "parts"])
     def test_residual_norm_linear(tokens: int, size: int, num_rows: int, gate: str, kind: str) -> None:
-        """Without a delta, with one that is added as it is, with its norm and the layer's scalar, and in parts."""
+        """Without a delta, with a plain one, with its norm and the layer's scalar, and in parts."""
         x, delta = torch.randn(tokens, size + 8)[:, :size], torch.randn(tokens, size + 8)[:, :size]
         own, after, scalar = torch.rand(size) + 0.5, torch.rand(size) + 0.5, torch.tensor([0.75])
         weight = torch.randn(num_rows * (2 if gate else 1), size)
@@ -212,24 +211,24 @@ else:
             "parts": (torch.randn(3, tokens, size), own, None),
         }[kind]
         arguments = x, given[0], (given[1], after), given[2], EPS, weight, gate
-        got, wanted = normed_module.residual_norm_linear(*arguments), eager_fused.residual_norm_linear(*arguments)
+        got, wanted = norm_linear.residual_norm_linear(*arguments), eager_fused.residual_norm_linear(*arguments)
         assert got[0].shape == wanted[0].shape
         assert torch.allclose(got[0], wanted[0], atol=1e-5)
         y = got[1] if got[1].dim() == 2 else got[1].sum(0)
         assert y.shape == (tokens, num_rows)
         assert torch.allclose(y, wanted[1], atol=1e-4, rtol=1e-4)
 
-    def test_what_is_too_large_for_one_launch_goes_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_large_shapes_use_separate_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         x, weight, norm = torch.randn(3, 1024), torch.randn(64, 1024), torch.rand(1024)
         wanted = eager_fused.residual_norm_linear(x, x, (None, norm), None, EPS, weight, "gelu")
-        monkeypatch.setattr(normed_module, "describe_normed", None)
-        got = normed_module.residual_norm_linear(x, x, (None, norm), None, EPS, weight, "gelu")
+        monkeypatch.setattr(norm_linear, "describe_normed", None)
+        got = norm_linear.residual_norm_linear(x, x, (None, norm), None, EPS, weight, "gelu")
         assert torch.allclose(got[1], wanted[1], atol=1e-3)
 
     @pytest.mark.parametrize(("tokens", "size", "head"), [(1, 96, 32), (21, 256, 128), (35, 64, 32), (4, 300, 64)])
     @pytest.mark.parametrize("num_layers", [1, 3, 8])
     def test_store_context(tokens: int, size: int, head: int, num_layers: int) -> None:
-        """All layers' pages lie in one memory; of padding nothing is written."""
+        """All layers' pages are in one memory; padding is not written."""
         heads = HeadShape(0, 2, head, head, False, False, EPS, norm_v=False)
         num_pages, page_tokens = 7, 16
         plane = 2 * page_tokens * head
@@ -239,7 +238,7 @@ else:
         slots = torch.randperm(num_pages * page_tokens)[:tokens]
         slots[tokens // 2 :: 3] = -1
         stored = []
-        for ops in (context, eager_draft_round):
+        for ops in (context_kv, eager_draft_round):
             memory = torch.zeros(num_pages, num_layers * 2 * plane + 64)
             layers = [
                 ContextLayer(

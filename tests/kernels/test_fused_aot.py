@@ -1,10 +1,12 @@
-"""The fused kernels compile for every architecture at the models' real sizes, and fit its shared memory. No GPU is needed."""
+"""The fused kernels compile for every architecture at the models' real sizes, and fit into shared memory. Needs no GPU."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,22 +16,38 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter cannot compile", allow_module_level=True)
 
-from culet.kernels.eager.draft_round import BlockShape, BlockStart, Candidates, ChainStart, ContextLayer
-from culet.kernels.eager.ops import HeadShape, Rope
-from culet.kernels.triton.attention.tiles import SHARED_MEMORY
-from culet.kernels.triton.drafting import accept_drafts, context, draft_head, draft_round, token_layout
-from culet.kernels.triton.experts import experts as experts_module
-from culet.kernels.triton.experts import route
+from triton import knobs
+
+from culet.errors import InternalError
+from culet.hardware import SHARED_BYTES
+from culet.kernels.compiling import start_compiler
+from culet.kernels.cross_compile import compile_for
+from culet.kernels.triton.drafting import accept_drafts, context_kv, draft_head, draft_round, token_layout
+from culet.kernels.triton.experts import expert_mlp, route
 from culet.kernels.triton.launch import Launch
-from culet.kernels.triton.linear import linear, normed
+from culet.kernels.triton.linear import few_tokens, norm_linear
 from culet.kernels.triton.linear.tiles import GATED, PLAIN, SOFTCAP, choose_tile
-from culet.kernels.triton.norms import norms, pointwise, qkv
+from culet.kernels.triton.norms import pointwise, qkv, residual
 from culet.kernels.triton.sampling import draw as sampling
 from culet.kernels.triton.sampling import masks, penalties
-from culet.kernels.types import PageTables, PlannedRows, TokenLayout
+from culet.kernels.types import (
+    BlockShape,
+    BlockStart,
+    Candidates,
+    ChainStart,
+    ContextLayer,
+    HeadShape,
+    PageTables,
+    Penalties,
+    PlannedRows,
+    Ranked,
+    Rope,
+    RowSettings,
+    TokenLayout,
+)
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
-FEW_ARCHITECTURES = (80, 90)  # for kernels without tensor cores or large tiles: before and after chaining
+FEW_ARCHITECTURES = (80, 90)  # for kernels without tensor cores or large tiles: without and with dependent launch
 EPS = 1e-6
 
 
@@ -41,7 +59,7 @@ def floats(*size: int) -> Tensor:
     return meta(*size, dtype=torch.float32)
 
 
-def whole(*size: int) -> Tensor:
+def ints(*size: int) -> Tensor:
     return meta(*size, dtype=torch.int32)
 
 
@@ -49,24 +67,22 @@ def linear_of(tokens: int, rows: int, size: int, epilogue: int, **extra: object)
     tile = choose_tile(tokens, rows, size, epilogue)
     out = floats(tokens, rows) if epilogue == SOFTCAP else meta(tokens, rows)
     weight = meta(rows * (2 if epilogue == GATED else 1), size)
-    return linear.describe(meta(tokens, size), weight, out, tile, epilogue, softcap=30.0, **extra)
+    return few_tokens.describe(meta(tokens, size), weight, out, tile, epilogue, softcap=30.0, **extra)
 
 
 def grouped_of(tokens: int, index: int, **extra: object) -> Launch:
     x, gate_up, down = meta(tokens, 2816), meta(128, 1408, 2816), meta(128, 2816, 704)
-    return experts_module.describe_grouped(x, floats(tokens, 8), whole(tokens, 8), gate_up, down, meta(tokens, 2816), **extra)[
-        index
-    ]
+    return expert_mlp.describe_grouped(x, floats(tokens, 8), ints(tokens, 8), gate_up, down, meta(tokens, 2816), **extra)[index]
 
 
 def assigned_of(index: int, **extra: object) -> Launch:
     x, gate_up, down = meta(2, 2816), meta(128, 1408, 2816), meta(128, 2816, 704)
-    return experts_module.describe_assigned(x, floats(2, 8), whole(2, 8), gate_up, down, meta(2, 2816), **extra)[index]
+    return expert_mlp.describe_assigned(x, floats(2, 8), ints(2, 8), gate_up, down, meta(2, 2816), **extra)[index]
 
 
 def route_of(tokens: int, **extra: object) -> Launch:
     extra.pop("shared")
-    out = floats(tokens, 8), whole(tokens, 8)
+    out = floats(tokens, 8), ints(tokens, 8)
     return route.describe_route(meta(tokens, 2816), floats(128, 2816), floats(128), out, EPS, **extra)
 
 
@@ -86,9 +102,9 @@ TILED: dict[str, Callable[..., Launch]] = {
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize("name", TILED)
 def test_tiled_kernels_fit(name: str, capability: int) -> None:
-    launch = TILED[name](pdl=capability >= 90, shared=SHARED_MEMORY[capability])
-    compiled = launch.compile_for(capability)
-    assert compiled.metadata.shared <= SHARED_MEMORY[capability]
+    launch = TILED[name](pdl=capability >= 90, shared=SHARED_BYTES[capability])
+    compiled = compile_for(launch, capability)
+    assert compiled.metadata.shared <= SHARED_BYTES[capability]
     assert compiled.asm["cubin"]
 
 
@@ -100,11 +116,11 @@ def small_launches(pdl: bool) -> Iterator[Launch]:
     yield from (assigned_of(index, pdl=pdl) for index in range(2))
     yield grouped_of(512, 0, pdl=pdl)
     yield grouped_of(512, 3, pdl=pdl)
-    yield linear.describe(meta(8, 2560), meta(3072, 2560), floats(2, 8, 3072), choose_tile(8, 3072, 2560), pdl=pdl)
+    yield few_tokens.describe(meta(8, 2560), meta(3072, 2560), floats(2, 8, 3072), choose_tile(8, 3072, 2560), pdl=pdl)
     x, w = meta(4, 5376), floats(5376)
-    yield norms.describe_residual(x, (floats(4, 4, 5376),), (w,), None, (w,), EPS, (x, x), pdl)
-    yield norms.describe_residual(x, (x,), (), None, (w,), EPS, (x, x), pdl)  # a DFlash drafter's
-    yield norms.describe_residual(x, (x, x), (w, w, w), floats(1), (w, w), EPS, (x, x, x), pdl)
+    yield residual.describe_residual(x, (floats(4, 4, 5376),), (w,), None, (w,), EPS, (x, x), pdl)
+    yield residual.describe_residual(x, (x,), (), None, (w,), EPS, (x, x), pdl)  # a DFlash drafter's
+    yield residual.describe_residual(x, (x, x), (w, w, w), floats(1), (w, w), EPS, (x, x, x), pdl)
     drafter = HeadShape(64, 8, 128, 128, False, False, EPS, norm_v=False)
     for heads in (
         HeadShape(32, 16, 256, 256, False, False, EPS),
@@ -125,76 +141,74 @@ def small_launches(pdl: bool) -> Iterator[Launch]:
 
 def sampling_launches(pdl: bool) -> Iterator[Launch]:
     logits, wide = floats(4, 262144), meta(4, dtype=torch.float64)
-    settings = sampling.RowSettings(wide, whole(4), wide, wide, meta(4, dtype=torch.int64), whole(4))
+    settings = RowSettings(wide, ints(4), wide, wide, meta(4, dtype=torch.int64), ints(4))
     tokens = meta(4, dtype=torch.int64)
-    yield from sampling.describe_draw(logits, settings, whole(4), tokens, pdl=pdl)
-    out = sampling.Ranked(floats(4), floats(4, 20), meta(4, 20, dtype=torch.int64))
+    yield from sampling.describe_draw(logits, settings, ints(4), tokens, pdl=pdl)
+    out = Ranked(floats(4), floats(4, 20), meta(4, 20, dtype=torch.int64))
     yield sampling.describe_logprobs(logits, tokens, 20, out, pdl)[1]
-    yield masks.describe_bias(logits, whole(300), whole(300), floats(300), pdl)
-    yield masks.describe_bitmask(logits, whole(2, 8192), whole(2), pdl)
-    yield masks.describe_bitmask(logits, whole(4, 8192), None, pdl)
+    yield masks.describe_bias(logits, ints(300), ints(300), floats(300), pdl)
+    yield masks.describe_bitmask(logits, ints(2, 8192), ints(2), pdl)
+    yield masks.describe_bitmask(logits, ints(4, 8192), None, pdl)
     long, out_x, last = meta(4, dtype=torch.int64), meta(6, dtype=torch.int64), meta(4, 5376)
-    yield accept_drafts.describe_settle(long, long, whole(5), long, whole(9, 99), whole(1), (out_x, whole(9)), pdl=pdl)
-    rows = PlannedRows(whole(5), whole(4), whole(4), whole(4), whole(2, 4), 4)
-    taken = TokenLayout(long, long, long, whole(4), meta(2, 4, dtype=torch.int64), whole(4), long)
-    yield token_layout.describe_place(rows, PageTables(whole(99), whole(2, 3)), whole(9, 99), whole(9), 8, taken, pdl=pdl)
+    yield accept_drafts.describe_accept_drafts(long, long, ints(5), long, ints(9, 99), ints(1), (out_x, ints(9)), pdl=pdl)
+    rows = PlannedRows(ints(5), ints(4), ints(4), ints(4), ints(2, 4), 4)
+    layout = TokenLayout(long, long, long, ints(4), meta(2, 4, dtype=torch.int64), ints(4), long)
+    yield token_layout.describe_token_layout(rows, PageTables(ints(99), ints(2, 3)), ints(9, 99), ints(9), 8, layout, pdl=pdl)
     into = meta(4, 2, dtype=torch.int64), meta(2, 5376)
-    yield accept_drafts.describe_begin(out_x, whole(5), long, whole(4), 99, last, into, pdl=pdl)
-    rows = penalties.Penalties(*(whole(2) for _ in range(4)), *(floats(2) for _ in range(3)))
-    yield from penalties.describe_penalise(logits, meta(4, 4096, dtype=torch.int64), rows, 4096, whole(2, 262144), pdl)
+    yield accept_drafts.describe_begin_round(out_x, ints(5), long, ints(4), 99, last, into, pdl=pdl)
+    rows = Penalties(*(ints(2) for _ in range(4)), *(floats(2) for _ in range(3)))
+    yield from penalties.describe_penalise(logits, meta(4, 4096, dtype=torch.int64), rows, 4096, ints(2, 262144), pdl)
 
 
 @pytest.mark.parametrize("capability", FEW_ARCHITECTURES)
 @pytest.mark.parametrize("launches", [small_launches, sampling_launches])
 def test_other_kernels_compile(launches: Callable[[bool], Iterator[Launch]], capability: int) -> None:
     for launch in launches(capability >= 90):
-        compiled = launch.compile_for(capability)
-        assert compiled.metadata.shared <= SHARED_MEMORY[89], (
-            f"{launch.kernel.__name__} would not fit the smallest architecture"
-        )
+        compiled = compile_for(launch, capability)
+        assert compiled.metadata.shared <= SHARED_BYTES[89], f"{launch.kernel.__name__} would not fit the smallest architecture"
 
 
 def small_drafter_launches(pdl: bool) -> Iterator[Launch]:
-    """Layers of the built-in model's drafters."""
-    found, token, table = (
+    """The layers of the built-in model's drafters."""
+    scored, token, table = (
         Candidates(floats(3, 128), meta(3, 128, dtype=torch.int64)),
         meta(3, dtype=torch.int64),
         meta(8192, 256),
     )
-    for one in (found, None):
-        yield draft_head.describe_embed_linear(one, token, meta(3, 256), table, 16.0, meta(128, 512), meta(3, 128), pdl)
+    for candidates in (scored, None):
+        yield draft_head.describe_embed_linear(candidates, token, meta(3, 256), table, 16.0, meta(128, 512), meta(3, 128), pdl)
     x, y, norm = meta(3, 128), meta(3, 512), floats(128)
-    yield normed.describe_normed(x, None, (None, norm), None, EPS, meta(512, 128), (x, y), pdl=pdl)
+    yield norm_linear.describe_normed(x, None, (None, norm), None, EPS, meta(512, 128), (x, y), pdl=pdl)
     parts, gated = floats(4, 3, 128), meta(1536, 128)
     out = x, meta(3, 768)
-    yield normed.describe_normed(x, parts, (norm, norm), None, EPS, gated, out, gate="gelu", pdl=pdl)
-    yield normed.describe_normed(x, x, (norm, norm), floats(1), EPS, meta(1024, 128), (x, meta(3, 1024)), pdl=pdl)
+    yield norm_linear.describe_normed(x, parts, (norm, norm), None, EPS, gated, out, gate="gelu", pdl=pdl)
+    yield norm_linear.describe_normed(x, x, (norm, norm), floats(1), EPS, meta(1024, 128), (x, meta(3, 1024)), pdl=pdl)
     x, norm, out = meta(24, 512), floats(512), (meta(24, 512), meta(24, 640))
-    yield normed.describe_normed(x, x, (None, norm), None, EPS, meta(1280, 512), out, gate="silu", pdl=pdl)
+    yield norm_linear.describe_normed(x, x, (None, norm), None, EPS, meta(1280, 512), out, gate="silu", pdl=pdl)
     heads = HeadShape(0, 2, 128, 128, False, False, EPS, norm_v=False)
     memory = meta(99, 3 * 2 * 2 * 16 * 128)
     planes = [memory.as_strided((2, 99, 2, 16, 128), (4096, memory.stride(0), 2048, 128, 1), 8192 * i) for i in range(3)]
-    layers = [ContextLayer(meta(512, 256), floats(2, 128), one) for one in planes]
+    layers = [ContextLayer(meta(512, 256), floats(2, 128), plane) for plane in planes]
     feature, long = meta(20, 256), meta(20, dtype=torch.int64)
-    yield context.describe_context(feature, floats(256), (long, floats(64)), long, layers, heads, pdl)
+    yield context_kv.describe_context(feature, floats(256), (long, floats(64)), long, layers, heads, pdl)
 
 
 def round_launches(pdl: bool) -> Iterator[Launch]:
-    """Of the 31B's assistant, of E4B's, and of a published DFlash drafter."""
+    """The rounds of the 31B's assistant, of E4B's, and of a published DFlash drafter."""
     rows, size, wide = 3, 16, 5376
-    tokens, long, inv_freqs = whole(33, 4096), meta(rows, dtype=torch.int64), [floats(128), floats(64)]
+    tokens, long, inv_freqs = ints(33, 4096), meta(rows, dtype=torch.int64), [floats(128), floats(64)]
     yield draft_round.describe_newest(tokens, long, long, long, pdl)
     yield draft_round.describe_keep_drafts(tokens, long, long, meta(rows, 7, dtype=torch.int64), pdl)
-    turns = [Rope(floats(rows, 1, 2 * one.shape[0]), floats(rows, 1, 2 * one.shape[0])) for one in inv_freqs]
+    turns = [Rope(floats(rows, 1, 2 * len(inv_freq)), floats(rows, 1, 2 * len(inv_freq))) for inv_freq in inv_freqs]
     for kinds in (1, 2):
-        start = ChainStart(long, whole(rows + 1), whole(rows), turns[:kinds])
+        start = ChainStart(long, ints(rows + 1), ints(rows), turns[:kinds])
         yield draft_round.describe_chain(long, False, inv_freqs[:kinds], start, pdl)
-    each = meta(rows * size, dtype=torch.int64)
+    tokens_T = meta(rows * size, dtype=torch.int64)
     turn = Rope(floats(rows * size, 1, 128), floats(rows * size, 1, 128))
     for windows in ((), (2048, None)):
-        visible = [whole(2, rows * size) for _ in windows]
-        blocks = BlockStart(each, each, each, whole(rows + 1), whole(rows), visible, turn, meta(rows * size, wide))
-        tables, shape, table = (whole(rows, 260), whole(rows)), BlockShape(size, 4, 16, 999, windows), meta(262144, wide)
+        visible = [ints(2, rows * size) for _ in windows]
+        blocks = BlockStart(tokens_T, tokens_T, tokens_T, ints(rows + 1), ints(rows), visible, turn, meta(rows * size, wide))
+        tables, shape, table = (ints(rows, 260), ints(rows)), BlockShape(size, 4, 16, 999, windows), meta(262144, wide)
         yield draft_round.describe_blocks(long, long, tables, shape, floats(64), (table, 73.5), blocks, pdl)
     yield draft_round.describe_taps([meta(4, wide)] * 6, meta(4, dtype=torch.int64), meta(99, 6 * wide), pdl)
     yield draft_round.describe_taps([meta(4, wide)] * 8, None, meta(4, 8 * wide), pdl)
@@ -202,22 +216,23 @@ def round_launches(pdl: bool) -> Iterator[Launch]:
     yield draft_head.describe_peaks(meta(rows, 262144), out, pdl)
     yield draft_head.describe_peaks(floats(rows, 262144), out, pdl)
     yield from small_drafter_launches(pdl)
-    found = Candidates(floats(rows, 4096), meta(rows, 4096, dtype=torch.int64))
-    yield draft_head.describe_pick(found, long, pdl)
+    scored = Candidates(floats(rows, 4096), meta(rows, 4096, dtype=torch.int64))
+    yield draft_head.describe_pick(scored, long, pdl)
     clusters, chosen = meta(2048, 128, dtype=torch.int64), meta(rows, 32, dtype=torch.int64)
-    yield draft_head.describe_clusters(meta(rows, 256), meta(262144, 256), clusters, chosen, found, pdl)
-    for one in (found, None):
-        yield draft_head.describe_beside(one, long, meta(rows, wide), meta(262144, wide), 73.5, meta(rows, 2 * wide), pdl)
+    yield draft_head.describe_clusters(meta(rows, 256), meta(262144, 256), clusters, chosen, scored, pdl)
+    for candidates in (scored, None):
+        hidden, out = meta(rows, wide), meta(rows, 2 * wide)
+        yield draft_head.describe_beside(candidates, long, hidden, meta(262144, wide), 73.5, out, pdl)
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_rounds_compile(capability: int) -> None:
     for launch in round_launches(capability >= 90):
-        compiled = launch.compile_for(capability)
-        assert compiled.metadata.shared <= SHARED_MEMORY[89], f"{launch.kernel.__name__} takes too much shared memory"
+        compiled = compile_for(launch, capability)
+        assert compiled.metadata.shared <= SHARED_BYTES[89], f"{launch.kernel.__name__} takes too much shared memory"
 
 
-# Table, width of the states, of their rows: an assistant's of 8,192 tokens, the built-in DFlash drafter's blocks.
+# Vocabulary, width, shape of the rows: an assistant's with 8,192 tokens, the built-in DFlash drafter's blocks.
 HEADS = [
     (8192, 128, (1,)),
     (8192, 128, (40,)),
@@ -234,20 +249,51 @@ def test_heads_compile(capability: int) -> None:
         num_rows = torch.Size(rows).numel()
         out = floats(num_rows, vocab // 64), meta(num_rows, vocab // 64, dtype=torch.int64)
         cap = 30.0 if len(rows) > 1 else None
-        launch = draft_head.describe_best(meta(*rows, size), meta(vocab, size), None, cap, out, capability >= 90)
-        shared = launch.compile_for(capability).metadata.shared
-        assert shared <= SHARED_MEMORY[capability], f"{vocab} x {size}, {rows}: {shared} bytes of shared memory"
+        launch = draft_head.describe_head(meta(*rows, size), meta(vocab, size), None, cap, out, capability >= 90)
+        shared = compile_for(launch, capability).metadata.shared
+        assert shared <= SHARED_BYTES[capability], f"{vocab} x {size}, {rows}: {shared} bytes of shared memory"
+
+
+def e4m3_head(rows: int, capability: int) -> Launch:
+    table, out = meta(262144, 1024, dtype=torch.float8_e4m3fn), (floats(rows, 4096), meta(rows, 4096, dtype=torch.int64))
+    return draft_head.describe_head(meta(rows, 1024), table, floats(262144), None, out, capability >= 90)
 
 
 @pytest.mark.parametrize("capability", [89, 90, 100])
 def test_a_head_in_e4m3_compiles(capability: int) -> None:
     for rows in (3, 64):
-        table, out = meta(262144, 1024, dtype=torch.float8_e4m3fn), (floats(rows, 4096), meta(rows, 4096, dtype=torch.int64))
-        launch = draft_head.describe_best(meta(rows, 1024), table, floats(262144), None, out, capability >= 90)
-        assert launch.compile_for(capability).metadata.shared <= SHARED_MEMORY[capability]
+        assert compile_for(e4m3_head(rows, capability), capability).metadata.shared <= SHARED_BYTES[capability]
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.usefixtures("empty_cache")
+@pytest.mark.parametrize("order", [(90, 89), (89, 90)])
+def test_architectures_do_not_affect_each_other(order: tuple[int, int]) -> None:
+    """Triton chooses the fp8 conversion for the first kernel of a process; only sm_90 has this instruction."""
+    ptx = {capability: compile_for(e4m3_head(3, capability), capability).asm["ptx"] for capability in order}
+    assert "cvt.bf16.f16" in ptx[90]
+    assert "cvt.bf16.f16" not in ptx[89]
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_a_process_compiles_for_one_architecture() -> None:
+    process = start_compiler(has_launchers=False)
+    job = {"cache": knobs.cache.dir, "module": "no.module", "kernel": "none", "specialization": "{}"}
+    assert "ModuleNotFoundError" in process.ask(json.dumps({**job, "capability": 90}), 60)["error"]
+    assert "compiles for sm_90, not for sm_89" in process.ask(json.dumps({**job, "capability": 89}), 60)["error"]
+    process.end()
+
+
+def test_a_kernel_that_does_not_compile_is_reported() -> None:
+    with pytest.raises(InternalError, match="_head_kernel does not compile for sm_80"):  # which has no e4m3
+        compile_for(e4m3_head(3, 80), 80)
 
 
 def test_a_tile_that_does_not_fit_loses_stages() -> None:
-    full = linear_of(32, 21504, 5376, GATED, shared=SHARED_MEMORY[90])
-    less = linear_of(32, 21504, 5376, GATED, shared=SHARED_MEMORY[89])
+    full = linear_of(32, 21504, 5376, GATED, shared=SHARED_BYTES[90])
+    less = linear_of(32, 21504, 5376, GATED, shared=SHARED_BYTES[89])
     assert full.arguments["STAGES"] > less.arguments["STAGES"] >= 1

@@ -1,4 +1,4 @@
-"""The fused Triton kernels besides attention against their eager twins, in Triton's interpreter (float32, small sizes)."""
+"""The fused Triton kernels, without attention, against their eager twins in Triton's interpreter (float32, small sizes)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ else:
     from culet.kernels.eager import fused as eager_fused
     from culet.kernels.eager import ops as eager_ops
     from culet.kernels.eager import sampling as eager_sampling
-    from culet.kernels.triton.experts import experts as experts_module
-    from culet.kernels.triton.experts import route
-    from culet.kernels.triton.linear import linear
+    from culet.kernels.triton.experts import expert_mlp, route
+    from culet.kernels.triton.linear import few_tokens
     from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile
-    from culet.kernels.triton.norms import norms, pointwise, qkv
+    from culet.kernels.triton.norms import pointwise, qkv, residual
     from culet.kernels.triton.sampling import draw as sampling
     from culet.kernels.triton.sampling import masks, penalties
+    from culet.kernels.types import HeadShape, Penalties, RowSettings
     from culet.sampling import sampler
     from culet.sampling.logprobs import compute_logprobs
     from culet.types import Sampling
@@ -56,7 +56,7 @@ else:
 
     @pytest.fixture
     def rounds_as_gpus_do(monkeypatch: pytest.MonkeyPatch) -> None:
-        """The interpreter's own rounding to e4m3 loses the carry (1.97 becomes 1): torch rounds as the hardware does."""
+        """The interpreter's rounding to e4m3 loses the carry (1.97 becomes 1); torch rounds like the hardware."""
         convert = interpreter._convert_float
 
         def by_torch(given: Any, given_type: Any, wanted_type: Any, rounding: Any) -> Any:
@@ -92,35 +92,35 @@ else:
         ],
     )
     def test_linear(epilogue: int, tokens: int, tile: Tile) -> None:
-        size, rows = 320, 44  # neither divides by the tile
+        size, rows = 320, 44  # not divisible by the tile
         x, factor = torch.randn(tokens, 2 * size)[:, :size], torch.randn(tokens, 3 * rows)[:, rows : 2 * rows]
         w = torch.randn(rows * (2 if epilogue == GATED else 1), size) / size**0.5
         out = torch.full((tokens, rows), float("nan"))
-        for _ in range(2):  # twice: the arrival counters must be left as they were found
-            linear.describe(x, w, out, tile, epilogue, factor=factor, softcap=3.0).run()
+        for _ in range(2):  # twice: the arrival counters must be reset
+            few_tokens.describe(x, w, out, tile, epilogue, factor=factor, softcap=3.0).run()
             assert_close(out, twin(epilogue, x, w, factor))
 
     @pytest.mark.parametrize("tokens", [0, 1, 2, 5, 33])
-    def test_linear_chooses_for_itself(tokens: int) -> None:
+    def test_linear_chooses_a_tile(tokens: int) -> None:
         x, w, factor = torch.randn(tokens, 128), torch.randn(64, 128), torch.randn(tokens, 64)
-        assert_close_or_empty(linear.linear(x, w), eager_fused.linear(x, w))
-        assert_close_or_empty(linear.gated_linear(x, w), eager_fused.gated_linear(x, w))
-        assert_close_or_empty(linear.linear_gelu_times(x, w, factor), eager_fused.linear_gelu_times(x, w, factor))
-        assert_close_or_empty(linear.capped_head(x, w, 30.0), eager_fused.capped_head(x, w, 30.0))
-        assert_close_or_empty(linear.capped_head(x, w, None), eager_fused.capped_head(x, w, None))
+        assert_close_or_empty(few_tokens.linear(x, w), eager_fused.linear(x, w))
+        assert_close_or_empty(few_tokens.gated_linear(x, w), eager_fused.gated_linear(x, w))
+        assert_close_or_empty(few_tokens.linear_gelu_times(x, w, factor), eager_fused.linear_gelu_times(x, w, factor))
+        assert_close_or_empty(few_tokens.capped_head(x, w, 30.0), eager_fused.capped_head(x, w, 30.0))
+        assert_close_or_empty(few_tokens.capped_head(x, w, None), eager_fused.capped_head(x, w, None))
 
-    def test_parts_of_a_split_sum_are_added_by_their_readers() -> None:
+    def test_callers_sum_the_parts_of_a_split() -> None:
         x, w = torch.randn(5, 1024), torch.randn(64, 1024) / 32
-        parts = linear.linear_parts(x, w)
+        parts = few_tokens.linear_parts(x, w)
         assert parts.shape[0] > 1
         assert_close(parts.sum(0), eager_fused.linear(x, w))
-        assert linear.linear_parts(x[:1], w).shape == (1, 64)  # not split
+        assert few_tokens.linear_parts(x[:1], w).shape == (1, 64)  # not split
         stream, weights, other = torch.randn(5, 64), [weight(64) for _ in range(4)], torch.randn(5, 64)
         for got, wanted in (
-            (norms.residual_norm, eager_ops.residual_norm),
-            (norms.residual_norm_two, eager_fused.residual_norm_two),
+            (residual.residual_norm, eager_ops.residual_norm),
+            (residual.residual_norm_two, eager_fused.residual_norm_two),
         ):
-            last = None if got is norms.residual_norm else weights[2]
+            last = None if got is residual.residual_norm else weights[2]
             for mine, theirs in zip(
                 got(stream, parts, weights[0], last, weights[1], EPS),
                 wanted(stream, parts.sum(0), weights[0], last, weights[1], EPS),
@@ -128,7 +128,7 @@ else:
             ):
                 assert_close(mine, theirs)
         three = (weights[0], weights[1], weights[2])
-        joint = norms.residual_norm_joint(stream, parts, other, three, None, weights[3], EPS)
+        joint = residual.residual_norm_joint(stream, parts, other, three, None, weights[3], EPS)
         wanted = eager_fused.residual_norm_joint(stream, parts, other, three, None, weights[3], EPS)
         for mine, theirs in zip(joint, wanted, strict=True):
             assert_close(mine, theirs)
@@ -138,34 +138,34 @@ else:
         if got.numel():
             assert_close(got, expected)
 
-    # --- norms and small pieces ---
+    # --- norms and pointwise ops ---
 
     @pytest.mark.parametrize("size", [96, 130])
     def test_norms(size: int) -> None:
         x, a, b = (torch.randn(3, 2 * size)[:, :size] for _ in range(3))
         w = [weight(size) for _ in range(4)]
         scalar = torch.tensor([0.7])
-        assert_close(norms.rms_norm(x, w[0], EPS), eager_ops.rms_norm(x, w[0], EPS))
-        assert_close(norms.sum_norms(a, b, w[0], w[1], EPS), eager_ops.sum_norms(a, b, w[0], w[1], EPS))
-        for one in (None, scalar):
+        assert_close(residual.rms_norm(x, w[0], EPS), eager_ops.rms_norm(x, w[0], EPS))
+        assert_close(residual.sum_norms(a, b, w[0], w[1], EPS), eager_ops.sum_norms(a, b, w[0], w[1], EPS))
+        for factor in (None, scalar):
             for following in (None, w[1]):
-                got = norms.residual_norm(x, a, w[0], one, following, EPS)
-                for mine, theirs in zip(got, eager_ops.residual_norm(x, a, w[0], one, following, EPS), strict=True):
+                got = residual.residual_norm(x, a, w[0], factor, following, EPS)
+                for mine, theirs in zip(got, eager_ops.residual_norm(x, a, w[0], factor, following, EPS), strict=True):
                     assert_close(mine, theirs)
-        plain = norms.residual_norm(x, a, None, None, w[1], EPS)
+        plain = residual.residual_norm(x, a, None, None, w[1], EPS)
         for mine, theirs in zip(plain, eager_ops.residual_norm(x, a, None, None, w[1], EPS), strict=True):
             assert_close(mine, theirs)
         assert_close(plain[0], x + a)
-        two = norms.residual_norm_two(x, a, w[0], w[1], w[2], EPS)
+        two = residual.residual_norm_two(x, a, w[0], w[1], w[2], EPS)
         for mine, theirs in zip(two, eager_fused.residual_norm_two(x, a, w[0], w[1], w[2], EPS), strict=True):
             assert_close(mine, theirs)
         for following in (None, w[3]):
-            joint = norms.residual_norm_joint(x, a, b, (w[0], w[1], w[2]), scalar, following, EPS)
+            joint = residual.residual_norm_joint(x, a, b, (w[0], w[1], w[2]), scalar, following, EPS)
             wanted = eager_fused.residual_norm_joint(x, a, b, (w[0], w[1], w[2]), scalar, following, EPS)
             for mine, theirs in zip(joint, wanted, strict=True):
                 assert_close(mine, theirs)
 
-    def test_small_pieces() -> None:
+    def test_pointwise_ops() -> None:
         table, ids = torch.randn(50, 128), torch.randint(0, 50, (5,))
         assert_close(pointwise.embed(ids, table[:, 32:96], 2.5), eager_ops.embed(ids, table[:, 32:96], 2.5))
         gate_up = torch.randn(5, 2 * 1100) * 3
@@ -185,17 +185,17 @@ else:
     @pytest.mark.parametrize(
         "heads",
         [
-            eager_ops.HeadShape(4, 2, 32, 32, False, False, EPS),
-            eager_ops.HeadShape(4, 1, 64, 16, False, False, EPS),
-            eager_ops.HeadShape(4, 2, 32, 32, False, False, EPS, norm_v=False),
-            eager_ops.HeadShape(0, 2, 32, 32, False, False, EPS, norm_v=False),
-            eager_ops.HeadShape(4, 2, 64, 16, True, False, EPS),
-            eager_ops.HeadShape(6, 3, 64, 16, True, True, EPS),
+            HeadShape(4, 2, 32, 32, False, False, EPS),
+            HeadShape(4, 1, 64, 16, False, False, EPS),
+            HeadShape(4, 2, 32, 32, False, False, EPS, norm_v=False),
+            HeadShape(0, 2, 32, 32, False, False, EPS, norm_v=False),
+            HeadShape(4, 2, 64, 16, True, False, EPS),
+            HeadShape(6, 3, 64, 16, True, True, EPS),
         ],
     )
     @pytest.mark.parametrize("is_fp8", [False, True], ids=["float32", "fp8"])
     @pytest.mark.usefixtures("rounds_as_gpus_do")
-    def test_prepare_qkv(tokens: int, heads: eager_ops.HeadShape, is_fp8: bool) -> None:
+    def test_prepare_qkv(tokens: int, heads: HeadShape, is_fp8: bool) -> None:
         size, num_kv, rotated = heads.head_dim, heads.num_kv_heads, heads.rotated_dims
         x = torch.randn(tokens, (heads.num_heads + num_kv * (1 if heads.k_eq_v else 2)) * size)
         w = torch.rand(heads.num_heads + num_kv, size) + 0.5
@@ -204,7 +204,7 @@ else:
         turn, twin_turn = qkv.rope(positions, frequencies), eager_ops.rope(positions, frequencies)
         for mine, theirs in zip(turn, twin_turn, strict=True):
             assert_close(mine, theirs)
-        # Pages inside larger slabs; everything else in them must stay as it is.
+        # Pages inside larger slabs, whose other bytes must not change.
         width, planes, page, pages = (size + rotated, 1, 16, 40) if heads.latent else (size, 2, 16, 40)
         slab = torch.full((pages, 700 + planes * num_kv * page * width), float("nan"))
         shape, stride = (planes, pages, num_kv, page, width), (num_kv * page * width, slab.stride(0), page * width, width, 1)
@@ -215,9 +215,9 @@ else:
         where, twin_where = qkv.stores(slots, page), eager_ops.stores(slots, page)
         got = qkv.prepare_qkv(x, w, turn, mine.as_strided(shape, stride, 320), where, heads)
         wanted = eager_ops.prepare_qkv(x.clone(), w, twin_turn, theirs.as_strided(shape, stride, 320), twin_where, heads)
-        for one, other in zip(got, wanted, strict=True):
-            if one.numel():
-                assert_close(one, other)
+        for tensor, twin in zip(got, wanted, strict=True):
+            if tensor.numel():
+                assert_close(tensor, twin)
         mine, theirs = mine.float(), theirs.float()
         assert torch.equal(mine.isnan(), theirs.isnan())
         assert torch.allclose(mine.nan_to_num(0), theirs.nan_to_num(0), atol=1e-5)
@@ -230,13 +230,13 @@ else:
         own = x[:, : heads.num_heads * size]
         mine_q = qkv.prepare_q(own, w[: heads.num_heads], turn, queries)
         assert_close(mine_q, eager_ops.prepare_q(own.clone(), w[: heads.num_heads], twin_turn, queries))
-        # As parts, whose sum it is.
+        # As parts, which are summed.
         parts = torch.randn(3, *x.shape)
         parts[2] = x - parts[0] - parts[1]
         again = qkv.prepare_qkv(parts, w, turn, mine.as_strided(shape, stride, 320), where, heads, torch.bfloat16)
-        for one, other in zip(again, wanted, strict=True):
-            assert one.dtype is torch.bfloat16
-            assert torch.allclose(one.float(), other, atol=0.07 if is_fp8 else 0.02, rtol=0.07 if is_fp8 else 0.02)
+        for tensor, twin in zip(again, wanted, strict=True):
+            assert tensor.dtype is torch.bfloat16
+            assert torch.allclose(tensor.float(), twin, atol=0.07 if is_fp8 else 0.02, rtol=0.07 if is_fp8 else 0.02)
         assert_close(qkv.prepare_q(parts[..., : own.shape[1]], w[: heads.num_heads], turn, queries), mine_q)
 
     # --- experts ---
@@ -253,21 +253,21 @@ else:
             assert_close(weights, wanted)
 
     @pytest.mark.parametrize("tokens", [2, 20])
-    def test_route_takes_the_lower_of_equal_experts(tokens: int) -> None:
+    def test_route_prefers_the_lower_id_of_equal_experts(tokens: int) -> None:
         router = torch.randn(1, D).expand(E, D).contiguous()
         _, ids = route.route(torch.randn(tokens, D), router, torch.ones(E), K, EPS)
         assert ids.tolist() == [list(range(K))] * tokens
 
     @pytest.mark.parametrize("tokens", [2, 20])
-    def test_route_of_what_is_no_number_names_distinct_experts(tokens: int) -> None:
+    def test_route_of_nan_gives_distinct_experts(tokens: int) -> None:
         x = torch.full((tokens, D), float("nan"))
         _, ids = route.route(x, torch.randn(E, D), torch.ones(E), K, EPS)
         assert all(len(set(row)) == K and set(row) <= set(range(E)) for row in ids.tolist())
 
     @pytest.mark.parametrize("tokens", [1, 4, 19, 90])
-    @pytest.mark.parametrize("way", [experts_module.describe_assigned, experts_module.describe_grouped])
+    @pytest.mark.parametrize("way", [expert_mlp.describe_assigned, expert_mlp.describe_grouped])
     def test_experts(tokens: int, way: object) -> None:
-        if tokens > 20 and way is experts_module.describe_assigned:
+        if tokens > 20 and way is expert_mlp.describe_assigned:
             pytest.skip("not served by assignment")
         x, gate_up = torch.randn(tokens, D), torch.randn(E, 2 * WIDTH, D) / D**0.5
         down = torch.randn(E, D, WIDTH) / WIDTH**0.5
@@ -277,9 +277,9 @@ else:
         )  # the last is idle
         wanted = eager_ops.experts(x, weights, ids, gate_up, down)
         y = torch.full_like(x, float("nan"))
-        tiles = {"up": experts_module.RowTile(16, 128), "down": experts_module.RowTile(32, 64)}
-        if way is experts_module.describe_grouped:
-            tiles = {"up": experts_module.GroupTile(16, 32, 64), "down": experts_module.GroupTile(32, 64, 32)}
+        tiles = {"up": expert_mlp.RowTile(16, 128), "down": expert_mlp.RowTile(32, 64)}
+        if way is expert_mlp.describe_grouped:
+            tiles = {"up": expert_mlp.GroupTile(16, 32, 64), "down": expert_mlp.GroupTile(32, 64, 32)}
         for launch in way(x, weights, ids.int(), gate_up, down, y, **tiles):  # type: ignore[operator]
             launch.run()
         assert_close(y, wanted)
@@ -301,22 +301,22 @@ else:
         {"top_k": 64, "top_p": 0.3, "temperature": 5.0},
     ]
 
-    def on_rows(settings: list[Sampling]) -> sampling.RowSettings:
+    def on_rows(settings: list[Sampling]) -> RowSettings:
         def column(name: str, dtype: torch.dtype) -> Tensor:
-            return torch.tensor([getattr(one, name) for one in settings], dtype=dtype)
+            return torch.tensor([getattr(row, name) for row in settings], dtype=dtype)
 
-        return sampling.RowSettings(
+        return RowSettings(
             column("temperature", torch.float64),
             column("top_k", torch.int32),
             column("top_p", torch.float64),
             column("min_p", torch.float64),
-            torch.tensor([one.seed - (1 << 64) * (one.seed >> 63) for one in settings]),
+            torch.tensor([row.seed - (1 << 64) * (row.seed >> 63) for row in settings]),
             column("sample", torch.int32),
         )
 
     def logits_of(kind: str, rows: int, width: int) -> Tensor:
         logits = torch.randn(rows, width) * 4
-        if kind == "rounded":  # as a head in bfloat16 leaves them: many equal ones
+        if kind == "rounded":  # like a head in bfloat16: many equal logits
             return logits.bfloat16().float()
         if kind == "equal":
             return torch.zeros(rows, width)
@@ -327,7 +327,7 @@ else:
     @pytest.mark.parametrize("kind", ["plain", "rounded", "equal", "one"])
     @pytest.mark.parametrize("width", [300, 4500])
     def test_draw(kind: str, width: int) -> None:
-        settings = [setting(**one) for one in SETTINGS]
+        settings = [setting(**given) for given in SETTINGS]
         logits = logits_of(kind, len(settings), width)
         positions = [random.randrange(100000) for _ in settings]
         at = torch.tensor(positions, dtype=torch.int32)
@@ -352,7 +352,7 @@ else:
         some[rows.long()] = wanted[rows.long()]
         got = serve(logits.clone(), bits_of(is_allowed)[rows.long()], rows)
         assert torch.equal(got, some)
-        # A mask of fewer tokens than there are logits allows none of the rest.
+        # Tokens without a bit are not allowed.
         short = serve(logits.clone(), bits_of(is_allowed)[:, :2])
         assert torch.equal(short[:, :64], wanted[:, :64])
         assert (short[:, 64:] == float("-inf")).all()
@@ -393,7 +393,7 @@ else:
         def number(name: str) -> Tensor:
             return torch.tensor([getattr(settings[row], name) for row in rows], dtype=torch.float32)
 
-        some = penalties.Penalties(
+        some = Penalties(
             whole([0, 1, 2]),
             whole(slots),
             whole(lengths),

@@ -1,4 +1,4 @@
-"""The kernels of `hopper_linear` for the layers of all models compile for sm_90, fit it and spill nothing. No GPU is needed."""
+"""The kernels of `hopper_stream` for the layers of all models compile for sm_90, fit it and spill nothing. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton import knobs
 
-from culet.kernels.triton.attention.tiles import SHARED_MEMORY
-from culet.kernels.triton.linear.hopper import blocks_of
+from culet.hardware import SHARED_BYTES
+from culet.kernels.cross_compile import compile_for
+from culet.kernels.triton.linear.hopper_stream import blocks_of
 from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP
 from tests.kernels.linear_cases import Case, all_cases, class_cases
 
@@ -24,7 +25,7 @@ MEMORY_OF_THE_SYSTEM = 1 << 10  # of it, for each program
 
 
 def resources(cubin: bytes, folder: Path) -> dict[str, int]:
-    """What the assembler has given the kernel: REG, STACK (where registers are spilled to), LOCAL and others."""
+    """What the assembler allocated: REG, STACK (for spilled registers), LOCAL and others."""
     file = folder / "kernel.cubin"
     file.write_bytes(cubin)
     command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(file)]
@@ -34,10 +35,10 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 
 
 def check_order(case: Case, stages: int, ptx: str) -> None:
-    """First weights are asked for before the wait for the kernel before, first tokens behind it; then the next may start."""
+    """The first weights are requested before the wait, the first tokens after it; then the next kernel may start."""
     before, waited = ptx.split("griddepcontrol.wait")
     waited, _ = waited.split("griddepcontrol.launch_dependents")
-    copies = stages * case.tile.block_k // 64  # each of 128 bytes of every row
+    copies = stages * case.tile.block_k // 64  # 128 bytes of every row each
     _, rest = blocks_of(case.num_tokens)
     assert before.count("cp.async.bulk.tensor") == copies * (2 if case.shape.epilogue == GATED else 1)
     assert waited.count("cp.async.bulk.tensor") == copies * (2 if rest else 1)
@@ -45,18 +46,18 @@ def check_order(case: Case, stages: int, ptx: str) -> None:
 
 def check(case: Case, folder: Path) -> None:
     launch = case.on_meta()
-    compiled = launch.compile_for(90)
-    assert compiled.metadata.shared <= SHARED_MEMORY[90]
+    compiled = compile_for(launch, 90)
+    assert compiled.metadata.shared <= SHARED_BYTES[90]
     used = resources(compiled.asm["cubin"], folder)
     assert used["STACK"] == used["LOCAL"] == 0, "registers are spilled"
     assert used["REG"] <= launch.options["maxnreg"]
     check_order(case, launch.arguments["STAGES"], compiled.asm["ptx"])
-    if case.shape.epilogue == GATED and case.tile.num_stages <= 4:  # few stages, for the sake of two programs at once
+    if case.shape.epilogue == GATED and case.tile.num_stages <= 4:  # few stages, so that two programs run at once
         assert 2 * (compiled.metadata.shared + MEMORY_OF_THE_SYSTEM) <= MEMORY_OF_A_MULTIPROCESSOR
 
 
 def some_cases() -> list[Case]:
-    """Of each epilogue those of fewest and most tokens; of PLAIN, where most tiles are, others besides."""
+    """Of each epilogue the fewest and the most tokens; of PLAIN, which has the most tiles, more."""
     found = {}
     for epilogue in (PLAIN, GATED, GELU_TIMES, SOFTCAP):
         cases = sorted((case for case in class_cases() if case.shape.epilogue == epilogue), key=lambda case: case.num_tokens)

@@ -1,4 +1,4 @@
-"""`hopper_linear` on a GPU against its eager twin in float32, on the layers of all models; alone, through ops, in a graph.
+"""`hopper_stream` on a GPU against its eager twin in float32, on the layers of all models: alone, through ops, in a graph.
 
 Whatever a kernel must not read or write lies around its operands as NaN.
 """
@@ -21,8 +21,8 @@ pytest.importorskip("triton")
 from culet.kernels.compiling import cache_folder, compile_ahead, use_disk_cache
 from culet.kernels.eager import fused as eager_fused
 from culet.kernels.replay import replayed
-from culet.kernels.triton.linear import linear
-from culet.kernels.triton.linear.hopper import blocks_of
+from culet.kernels.triton.linear import few_tokens
+from culet.kernels.triton.linear.hopper_stream import blocks_of
 from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, choose_stream
 from tests.kernels.linear_cases import CAP, Case, Shape, class_cases
 
@@ -31,12 +31,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a
 
 TOLERANCE = 5e-3  # ||a - b|| / ||b|| per token
 GUARD = 64  # NaNs before and after
-HEAD_ROWS = 4096  # of the head: all of its 262,144 would do the same more often
+HEAD_ROWS = 4096  # of the head; all 262,144 would only repeat the same
 DEVICE = "cuda"
 
 
 def guarded(*size: int, dtype: torch.dtype = torch.bfloat16, device: str = DEVICE) -> tuple[Tensor, Tensor]:
-    """A tensor of NaN, and the larger one of NaN whose middle it is."""
+    """A tensor of NaN, and the larger tensor of NaN that it is the middle of."""
     whole = torch.full((2 * GUARD + math.prod(size),), math.nan, dtype=dtype, device=device)
     return whole[GUARD:-GUARD].view(size), whole
 
@@ -68,15 +68,15 @@ class Operands:
             weight *= CAP  # so that there is something to cap
         factor = columns(shape.num_rows) if shape.epilogue == GELU_TIMES else None
         if device != "cpu":
-            torch.cuda.synchronize()  # a chained kernel may ask for weights while the kernel before still runs
+            torch.cuda.synchronize()  # with dependent launch a kernel may request weights while the one before runs
         return cls(columns(shape.size_k), weight, factor, around)
 
     def of_tokens(self, num_tokens: int) -> Operands:
-        """The first tokens alone."""
+        """Only the first tokens."""
         return replace(self, x=self.x[:num_tokens], factor=None if self.factor is None else self.factor[:num_tokens])
 
     def twin(self, epilogue: int) -> Tensor:
-        """What is right, in float32."""
+        """The expected outputs in float32."""
         x, weight = self.x.float(), self.weight.float()
         if epilogue == GATED:
             return eager_fused.gated_linear(x, weight)
@@ -87,7 +87,7 @@ class Operands:
 
 
 def assert_close(got: Tensor, wanted: Tensor) -> None:
-    """Every token's outputs; parts are added up."""
+    """Every token's outputs; parts are summed."""
     got = got.sum(0) if got.dim() == 3 else got.float()
     assert got.shape == wanted.shape
     error = (got - wanted).norm(dim=1) / wanted.norm(dim=1)
@@ -96,7 +96,7 @@ def assert_close(got: Tensor, wanted: Tensor) -> None:
 
 
 def counts_of(case: Case) -> list[int]:
-    """The fewest and the most tokens that the same kernel serves, and some between: how many there are it reads at run time."""
+    """The fewest and the most tokens of the same kernel, and some between: it reads their number at run time."""
     shape, blocks = case.shape, blocks_of(case.num_tokens)
     found = [
         tokens
@@ -107,7 +107,7 @@ def counts_of(case: Case) -> list[int]:
 
 
 def run(case: Case, operands: Operands) -> Tensor:
-    """The outputs of one launch, around which nothing has changed."""
+    """The outputs of one launch, after checking that nothing around them changed."""
     case = replace(case, num_tokens=operands.x.shape[0])
     out, around = guarded(*case.out_shape, dtype=case.out_dtype)
     case.launch(operands.x, operands.weight, out, operands.factor).run()
@@ -120,8 +120,8 @@ def run(case: Case, operands: Operands) -> Tensor:
 def nothing_in_the_workspace() -> Iterator[None]:
     """Parts are NaN before; counters are zero after."""
     torch.manual_seed(5)
-    parts, arrivals = linear.workspace(torch.device(DEVICE, torch.cuda.current_device()))
-    with torch.inference_mode():  # an engine in the same process may have made them, and makes inference tensors
+    parts, arrivals = few_tokens.workspace(torch.device(DEVICE, torch.cuda.current_device()))
+    with torch.inference_mode():  # an engine in the same process may have allocated them in inference mode
         parts.fill_(math.nan)
     yield
     assert not arrivals.any()
@@ -135,13 +135,13 @@ def test_kernels(case: Case) -> None:
     for tokens in counts:
         first = run(case, operands.of_tokens(tokens))
         assert_close(first, wanted[:tokens])
-        # Again, with counters as the launch before has left them.
+        # Again, with the counters of the launch before.
         assert torch.equal(run(case, operands.of_tokens(tokens)), first)
     assert torch.equal(operands.weight_around.view(torch.int16), before.view(torch.int16))
 
 
-def test_outputs_of_any_number() -> None:
-    """Rows that no vector of stores divides, and strides of outputs."""
+def test_any_number_of_outputs() -> None:
+    """Numbers of rows that are not divisible by a vector of stores, and strided outputs."""
     shape = Shape("odd", 1003, 2560)
     tile = choose_stream(24, shape.num_rows, shape.size_k)
     assert tile is not None
@@ -153,8 +153,8 @@ def test_outputs_of_any_number() -> None:
     assert whole[:, 1008:].isnan().all()
 
 
-def test_ragged_counts_of_tokens() -> None:
-    """1 to 128 tokens of the head, and 1 to 96 of a gate, by whichever kernel serves them."""
+def test_any_number_of_tokens() -> None:
+    """1 to 128 tokens of the head, and 1 to 96 of a gate, by whichever kernel is chosen."""
     for shape, most in ((Shape("head", HEAD_ROWS - 16, 1536, SOFTCAP), 128), (Shape("gate", 12272, 1536, GATED), 96)):
         operands = Operands.draw(shape, most)
         wanted = operands.twin(shape.epilogue)
@@ -169,31 +169,31 @@ def test_ragged_counts_of_tokens() -> None:
 OP_TOKENS = (8, 48)
 Op = Callable[[Operands], Tensor]
 OPS: dict[str, tuple[Shape, Op]] = {
-    "linear": (Shape("qkv", 3072, 2560), lambda given: linear.linear(given.x, given.weight)),
-    "linear_parts": (Shape("down", 2560, 10240), lambda given: linear.linear_parts(given.x, given.weight)),
-    "gated_linear": (Shape("gate_up", 10240, 2560, GATED), lambda given: linear.gated_linear(given.x, given.weight)),
+    "linear": (Shape("qkv", 3072, 2560), lambda given: few_tokens.linear(given.x, given.weight)),
+    "linear_parts": (Shape("down", 2560, 10240), lambda given: few_tokens.linear_parts(given.x, given.weight)),
+    "gated_linear": (Shape("gate_up", 10240, 2560, GATED), lambda given: few_tokens.gated_linear(given.x, given.weight)),
     "linear_gelu_times": (
         Shape("ple_gate", 256, 2560, GELU_TIMES),
-        lambda given: linear.linear_gelu_times(given.x, given.weight, factor_of(given)),
+        lambda given: few_tokens.linear_gelu_times(given.x, given.weight, factor_of(given)),
     ),
     "capped_head": (
         Shape("head", HEAD_ROWS, 2560, SOFTCAP),
-        lambda given: linear.capped_head(given.x, given.weight, CAP),
+        lambda given: few_tokens.capped_head(given.x, given.weight, CAP),
     ),
 }
 
 
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of every launch of `hopper_linear`, as they come."""
+    """The number of tokens of every launch of `hopper_stream`, in order."""
     found: list[int] = []
-    describe = linear.describe_stream
+    describe = few_tokens.describe_stream
 
     def note(x: Tensor, *others: Any, **extra: Any) -> Any:
         found.append(x.shape[0])
         return describe(x, *others, **extra)
 
-    monkeypatch.setattr(linear, "describe_stream", note)
+    monkeypatch.setattr(few_tokens, "describe_stream", note)
     return found
 
 
@@ -203,7 +203,7 @@ def factor_of(operands: Operands) -> Tensor:
 
 
 CHAIN = (Shape("o", 2560, 2560), Shape("gate_up", 10240, 2560, GATED), Shape("down", 2560, 10240))
-CHAINED_TOKENS = (8, 64)  # of which every kernel of the chain is ours
+SEQUENCE_TOKENS = (8, 64)  # for which every kernel of the sequence is ours
 
 
 @contextmanager
@@ -235,13 +235,13 @@ def compiled() -> None:
                     op(operands)
         with replayed():
             for shape in CHAIN:
-                for tokens in CHAINED_TOKENS:
+                for tokens in SEQUENCE_TOKENS:
                     operands = Operands.draw(shape, tokens)
-                    (linear.gated_linear if shape.epilogue == GATED else linear.linear)(operands.x, operands.weight)
+                    (few_tokens.gated_linear if shape.epilogue == GATED else few_tokens.linear)(operands.x, operands.weight)
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_ops_inside_and_outside_of_replayed_steps(name: str, streamed: list[int]) -> None:
+def test_ops_inside_and_outside_replayed_steps(name: str, streamed: list[int]) -> None:
     shape, op = OPS[name]
     for tokens in OP_TOKENS:
         operands = Operands.draw(shape, tokens)
@@ -273,9 +273,9 @@ def test_a_graph_gives_the_same_bits(name: str, streamed: list[int]) -> None:
         assert torch.equal(captured, launched)
 
 
-@pytest.mark.parametrize("num_tokens", CHAINED_TOKENS)
-def test_a_chain_reads_what_the_kernel_before_has_left(num_tokens: int) -> None:
-    """Kernels that start before the one before has ended, against the same ones one by one. Buffers are used again at once."""
+@pytest.mark.parametrize("num_tokens", SEQUENCE_TOKENS)
+def test_a_sequence_of_dependent_launches(num_tokens: int) -> None:
+    """Kernels that start before the one before ends, against the same kernels one at a time. Buffers are reused at once."""
     first = Operands.draw(CHAIN[0], num_tokens).x
     layers = [[Operands.draw(shape, 1).weight for shape in CHAIN] for _ in range(6)]
 
@@ -283,10 +283,10 @@ def test_a_chain_reads_what_the_kernel_before_has_left(num_tokens: int) -> None:
         x = first
         for weights in layers:
             for shape, weight in zip(CHAIN, weights, strict=True):
-                x = (linear.gated_linear if shape.epilogue == GATED else linear.linear)(x, weight)
+                x = (few_tokens.gated_linear if shape.epilogue == GATED else few_tokens.linear)(x, weight)
                 if is_alone:
                     torch.cuda.synchronize()
-            x = x * x.numel() ** 0.5 / x.norm()  # another's kernels in between
+            x = x * x.numel() ** 0.5 / x.norm()  # kernels that are not ours in between
         return x
 
     with replayed():

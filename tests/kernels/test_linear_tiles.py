@@ -1,4 +1,4 @@
-"""What `choose_stream` answers can be launched, and is asked for only where it can be."""
+"""Tiles that `choose_stream` returns are valid, and are used only where the kernel supports them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from culet.hardware import SHARED_BYTES
 from culet.kernels.replay import is_replayed, replayed
-from culet.kernels.triton.attention.tiles import SHARED_MEMORY
 from culet.kernels.triton.launch import cdiv
-from culet.kernels.triton.linear import linear
-from culet.kernels.triton.linear.hopper import blocks_of
+from culet.kernels.triton.linear import few_tokens
+from culet.kernels.triton.linear.hopper_stream import blocks_of
 from culet.kernels.triton.linear.tiles import (
     GATED,
     GELU_TIMES,
@@ -34,7 +34,7 @@ HOPPER, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
 def check(num_tokens: int, shape: Shape) -> Tile | None:
-    """That the tile, if there is one, is what the kernel needs."""
+    """Check that the tile, if any, meets the kernel's requirements."""
     tile = choose_stream(num_tokens, shape.num_rows, shape.size_k, shape.epilogue)
     if tile is None:
         return None
@@ -46,7 +46,7 @@ def check(num_tokens: int, shape: Shape) -> Tile | None:
     columns, rest = blocks_of(num_tokens)
     rows = tile.block_n * (2 if shape.epilogue == GATED else 1) + columns + rest
     assert tile.num_stages >= 1
-    assert tile.num_stages * tile.block_k * rows * 2 <= SHARED_MEMORY[90]
+    assert tile.num_stages * tile.block_k * rows * 2 <= SHARED_BYTES[90]
     if tile.split_k > 1:
         assert shape.epilogue in (PLAIN, GELU_TIMES)
         assert tile.split_k * num_tokens * shape.num_rows <= MAX_PARTS
@@ -60,7 +60,7 @@ def test_tiles_of_the_models_are_valid(shape: Shape) -> None:
     assert all(tile is None for tile in tiles[128:])
 
 
-def test_every_kind_of_layer_has_some() -> None:
+def test_every_kind_of_layer_has_a_tile() -> None:
     served = {shape.epilogue for shape in shapes() if any(check(num_tokens, shape) for num_tokens in range(1, 129))}
     assert served == {PLAIN, GATED, GELU_TIMES, SOFTCAP}
 
@@ -69,11 +69,11 @@ def test_every_kind_of_layer_has_some() -> None:
 def test_tiles_of_any_shape_are_valid(num_tokens: int, num_rows: int, size_k: int, epilogue: int) -> None:
     tile = check(num_tokens, Shape("any", num_rows, size_k, epilogue))
     if tile is not None:
-        Case(Shape("any", num_rows, size_k, epilogue), num_tokens, tile).on_meta()  # asserts what it needs
+        Case(Shape("any", num_rows, size_k, epilogue), num_tokens, tile).on_meta()  # asserts its requirements
 
 
 @pytest.mark.parametrize(("num_tokens", "num_rows", "size_k"), [(96, 15_000, 2112), (32, 70_000, 256), (8, 70_000, 2112)])
-def test_what_the_workspace_cannot_hold_is_not_split(num_tokens: int, num_rows: int, size_k: int) -> None:
+def test_no_split_beyond_the_workspace(num_tokens: int, num_rows: int, size_k: int) -> None:
     narrow = choose_stream(num_tokens, 2048, size_k)
     assert narrow is not None
     assert narrow.split_k > 1
@@ -86,7 +86,7 @@ def test_what_the_workspace_cannot_hold_is_not_split(num_tokens: int, num_rows: 
     [(1, (16, 0)), (16, (16, 0)), (17, (32, 0)), (64, (64, 0)), (65, (64, 16)), (80, (64, 16)), (81, (64, 32)),
      (96, (64, 32)), (97, (128, 0)), (128, (128, 0))],
 )  # fmt: skip
-def test_tokens_come_in_two_blocks_at_most(num_tokens: int, blocks: tuple[int, int]) -> None:
+def test_tokens_are_in_one_or_two_blocks(num_tokens: int, blocks: tuple[int, int]) -> None:
     assert blocks_of(num_tokens) == blocks
 
 
@@ -115,11 +115,11 @@ def test_other_tiles_are_refused(shape: Shape, num_tokens: int, tile: Tile, mess
         Case(shape, num_tokens, tile).on_meta()
 
 
-# --- where it is asked for ---
+# --- where it is used ---
 
 
 def tensor(num_rows: int, size: int, device: torch.device = HOPPER, **other: Any) -> torch.Tensor:
-    """What `_serves` asks of a matrix, as one on a GPU answers."""
+    """A stand-in for a matrix on a GPU, as `_tile_for` sees it."""
     facts = {"dtype": torch.bfloat16, "stride": (size, 1), "address": 1 << 20} | other
     found = SimpleNamespace(
         shape=(num_rows, size),
@@ -136,16 +136,16 @@ def tensor(num_rows: int, size: int, device: torch.device = HOPPER, **other: Any
 
 @pytest.fixture(autouse=True)
 def one_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "is_hopper", lambda device: device == HOPPER)
+    monkeypatch.setattr(few_tokens, "is_hopper", lambda device: device == HOPPER)
 
 
 def kernel_of(x: torch.Tensor, weight: torch.Tensor) -> str:
-    tile = linear._serves(x, weight, weight.shape[0], PLAIN)
+    tile = few_tokens._tile_for(x, weight, weight.shape[0], PLAIN)
     return "cublas" if tile is None else tile.kernel
 
 
 @pytest.mark.parametrize("num_tokens", [8, 32, 80])
-def test_only_replayed_steps_on_hopper_take_it(num_tokens: int) -> None:
+def test_only_replayed_steps_on_hopper_use_it(num_tokens: int) -> None:
     other = choose_tile(num_tokens, 3072, 2560).kernel
     assert other != "stream"
     assert kernel_of(tensor(num_tokens, 2560), tensor(3072, 2560)) == other
@@ -160,14 +160,14 @@ def test_only_replayed_steps_on_hopper_take_it(num_tokens: int) -> None:
 @pytest.mark.parametrize(
     "x", [{"stride": (2564, 1)}, {"address": (1 << 20) + 8}, {"stride": (1, 8)}, {"dtype": torch.float32}], ids=str
 )
-def test_tokens_that_the_copy_engine_cannot_read_are_left_to_others(x: dict[str, Any]) -> None:
+def test_not_used_for_tokens_that_the_copy_engine_cannot_read(x: dict[str, Any]) -> None:
     with replayed():
         assert kernel_of(tensor(8, 2560, stride=(5120, 1)), tensor(3072, 2560)) == "stream"
         assert kernel_of(tensor(8, 2560, **x), tensor(3072, 2560)) != "stream"
 
 
 @pytest.mark.parametrize("weight", [{"address": (1 << 20) + 2}, {"dtype": torch.float8_e4m3fn}], ids=str)
-def test_weights_that_it_cannot_read_are_left_to_others(weight: dict[str, Any]) -> None:
+def test_not_used_for_weights_that_it_cannot_read(weight: dict[str, Any]) -> None:
     with replayed():
         assert kernel_of(tensor(8, 2560), tensor(3072, 2560, **weight)) != "stream"
 

@@ -1,4 +1,4 @@
-"""The reference backend against attention over a dense mask, in float64."""
+"""The torch_cpu backend against attention over a dense mask, in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
-from culet.attention.torch_cpu import FEW_KEYS, FEW_QUERIES, QUERY_BLOCK, ReferenceBackend
+from culet.attention.torch_cpu import FEW_KEYS, FEW_QUERIES, QUERY_BLOCK, TorchCPUBackend
 from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup, KVSpec, plan_cache
 
@@ -29,7 +29,7 @@ class Scene:
     ) -> None:
         spec = KVSpec(0, num_kv, head_dim, head_dim // 4, window, latent, 4)
         other = replace(spec, window=None if window else 8, head_dim=12, rotated_dims=4, num_kv_heads=1, latent=False)
-        # A second group with an odd size, so that the slab is no multiple of a row of the first.
+        # A second group with an odd size, so that the slab is not a multiple of a row of the first.
         specs = [replace(spec, layer=layer) for layer in LAYERS] + [replace(other, layer=9)]
         self.layout = plan_cache(specs, page_multiple=4, slab_bytes=len(LAYERS) * spec.bytes_per_token * 8 + 4 * 28)
         self.group: KVGroup = self.layout.group_of(0)
@@ -57,7 +57,7 @@ class Scene:
         total = sum(-(-(start + new) // size) + 1 for start, new, _ in self.rows) + 3
         pool = Pool(self.layout, total, torch.float32, torch.device("cpu"))
         pool._slabs.fill_(255)  # a NaN in every precision
-        free = list(range(1, total))  # page 0 stays foreign: unused columns point at it
+        free = list(range(1, total))  # page 0 belongs to nobody: unused columns point at it
         random.Random(3).shuffle(free)
         tables, firsts = [], []
         for row, (start, new, is_stored) in enumerate(self.rows):
@@ -100,11 +100,11 @@ class Scene:
         return torch.stack((lo, hi))
 
     def run(self, layer: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        backend = ReferenceBackend(self.group, self.num_heads)
+        backend = TorchCPUBackend(self.group, self.num_heads)
         backend.plan(self.batch, self.pool)
         fresh = [self.kv(layer, row) for row in range(len(self.rows))]
         k, v = (torch.cat([kv[i][start:] for kv, (start, _, _) in zip(fresh, self.rows, strict=True)]) for i in (0, 1))
-        # Fresh tensors of stored rows may not be read: a tail gets those of other tokens.
+        # Fresh tensors of stored rows must not be read: a tail gets those of other tokens.
         for row, (_, _, is_stored) in enumerate(self.rows):
             if is_stored:
                 tokens = slice(int(self.batch.row_begin_B1[row]), int(self.batch.row_begin_B1[row + 1]))
@@ -144,7 +144,7 @@ MIXED = [*DECODES, (9, 37, False), (30, FEW_QUERIES + 9, True), (2, 4, True), (3
 @pytest.mark.parametrize("window", [None, 1, 7, 12, 100])
 @pytest.mark.parametrize("latent", [False, True])
 def test_text_rule(rows: list[tuple[int, int, bool]], window: int | None, latent: bool) -> None:
-    # Without a window everything is stored: no row reads fresh keys there, except a first chunk that nothing precedes.
+    # Without a window everything is stored: only a first chunk reads fresh keys.
     Scene(rows, window=window, latent=latent).check()
 
 
@@ -154,7 +154,7 @@ def test_kv_heads(num_kv: int) -> None:
 
 
 def test_rows_of_very_different_length() -> None:
-    """Several products in one step, each for rows of like length, and blocks of queries in a long prompt."""
+    """Several products in one step, each for rows of similar length, and blocks of queries in a long prompt."""
     rows = [
         (3 * FEW_KEYS, 1, True),
         (4, 1, True),
@@ -185,7 +185,7 @@ def image_intervals(scene: Scene, row: int, first: int, last: int, rule: str) ->
 @pytest.mark.parametrize(("first", "last"), [(2, 5), (0, 29), (10, 40), (44, 47)])
 @pytest.mark.parametrize("latent", [False, True])
 def test_images(rule: str, window: int | None, first: int, last: int, latent: bool) -> None:
-    """Images shorter and longer than the window, beside rows of text, in a prompt whose keys are fresh."""
+    """Images shorter and longer than the window, with rows of text, in a prompt whose keys are fresh."""
     scene = Scene([(7, 1, True), (0, 48, False), (11, 3, True)], window=window, latent=latent)
     visible = image_intervals(scene, 1, first, last, rule)
     scene.with_intervals(visible)
@@ -195,7 +195,7 @@ def test_images(rule: str, window: int | None, first: int, last: int, latent: bo
 
 @pytest.mark.parametrize("num_new", [8, FEW_QUERIES + 4])
 def test_image_in_a_stored_chunk(num_new: int) -> None:
-    """A chunk that lies in pages whole, with few queries or many, and context before the image."""
+    """A chunk whose keys are all in pages, with few queries or many, and context before the image."""
     scene = Scene([(20, num_new, True), (4, 1, True)], window=6)
     visible = image_intervals(scene, 0, 21, 20 + num_new - 2, "all")
     scene.with_intervals(visible)
@@ -203,7 +203,7 @@ def test_image_in_a_stored_chunk(num_new: int) -> None:
 
 
 def test_image_mask_matters() -> None:
-    """The oracle tells the image rule from the text rule."""
+    """The image rule and the text rule give different results."""
     scene = Scene([(0, 30, False)], window=6)
     visible = image_intervals(scene, 0, 3, 20, "all")
     assert (scene.want(0, visible) - scene.want(0)).abs().max() > 0.1
@@ -217,15 +217,15 @@ def test_bfloat16_rounds_once() -> None:
 
 
 def test_nothing_outlives_a_step() -> None:
-    """Two batches after each other through one backend: the second is answered from its own tables."""
+    """Two batches one after the other through one backend: the second uses its own tables."""
     first, second = Scene(DECODES, window=9), Scene(VERIFIES, window=9)
-    backend = ReferenceBackend(first.group, first.num_heads)
+    backend = TorchCPUBackend(first.group, first.num_heads)
     for scene in (first, second, first):
         backend.plan(scene.batch, scene.pool)
         got = backend.run(0, scene.batch, scene.pool, scene.q_TNH, scene.q_TNH, scene.q_TNH)
         torch.testing.assert_close(got.double(), scene.want(0), atol=2e-5, rtol=0)
     assert len(backend._plans) == 1
-    # Another batch that nobody planned is planned when it runs, not answered from the last plan.
+    # A batch that was not planned is planned when it runs; the last plan is not used.
     got = backend.run(0, second.batch, second.pool, second.q_TNH, second.q_TNH, second.q_TNH)
     torch.testing.assert_close(got.double(), second.want(0), atol=2e-5, rtol=0)
 
@@ -234,7 +234,7 @@ def test_step_and_tail_are_planned_together() -> None:
     scene = Scene(VERIFIES, window=9)
     tail = replace(scene.batch)
     step = replace(scene.batch, tail=tail)
-    backend = ReferenceBackend(scene.group, scene.num_heads)
+    backend = TorchCPUBackend(scene.group, scene.num_heads)
     backend.plan(step, scene.pool)
     backend.plan(tail, scene.pool)
     assert [plan.batch for plan in backend._plans] == [step, tail]

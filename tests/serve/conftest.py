@@ -1,4 +1,4 @@
-"""Servers that the tests of this folder share. They are started once, by the first test that asks for one."""
+"""Servers shared by the tests in this folder. Each is started once, by the first test that uses it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from running import Running
 
 from culet.testing.tiny import write_checkpoint
-from culet.text.text import Tokenizer
+from culet.text.tokenizer import Tokenizer
 
 ANSWER = "The small facet at the point of a cut gem."
 
@@ -23,13 +23,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def encode(folder: Path) -> Callable[[str], list[int]]:
-    """Token ids of a text in which special tokens are written out."""
+    """Encodes text; special tokens are written out."""
     return Tokenizer(folder).encode
 
 
 @pytest.fixture(scope="session")
 def scripted(folder: Path, encode: Callable[[str], list[int]]) -> Callable[..., Running]:
-    """Starts a server whose fake engine gives these answers in turn; each ends its turn."""
+    """Starts a server whose fake engine gives these answers in turn."""
 
     def start(
         *answers: str, settings: dict[str, Any] | None = None, config: dict[str, Any] | None = None, **script: Any
@@ -42,7 +42,7 @@ def scripted(folder: Path, encode: Callable[[str], list[int]]) -> Callable[..., 
 
 @pytest.fixture(scope="session")
 def fake(scripted: Callable[..., Running]) -> Iterator[Running]:
-    """A server that always answers ANSWER, at once."""
+    """A server that always answers ANSWER immediately."""
     with scripted() as server:
         yield server
 

@@ -93,7 +93,7 @@ def check_two_turns(client: anthropic.Anthropic, stream: bool) -> None:
     assert counted.input_tokens > client.messages.count_tokens(model="gemma", messages=HELLO).input_tokens + 20
 
 
-def test_the_model_is_held_to_a_tool(tiny: Running) -> None:
+def test_a_required_tool_is_called(tiny: Running) -> None:
     client = client_of(tiny)
     tool: Any = {
         **WEATHER,
@@ -109,7 +109,7 @@ def test_the_model_is_held_to_a_tool(tiny: Running) -> None:
     assert answer.content[0].text.strip() in ("true", "false")
 
 
-def test_errors_are_the_clients_own(fake: Running) -> None:
+def test_errors_raise_the_clients_exceptions(fake: Running) -> None:
     client = client_of(fake)
     with pytest.raises(anthropic.NotFoundError) as caught:
         client.messages.create(model="other", max_tokens=5, messages=HELLO)
@@ -136,7 +136,7 @@ def test_errors_are_the_clients_own(fake: Running) -> None:
     fake.check_well()
 
 
-def test_a_key_is_asked_for(scripted: Callable[..., Running]) -> None:
+def test_a_key_is_required(scripted: Callable[..., Running]) -> None:
     with scripted(settings={"api_key": "secret"}) as server:
         good = client_of(server).messages.create(model="gemma", max_tokens=20, messages=HELLO)
         assert good.content[0].text

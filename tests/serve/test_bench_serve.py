@@ -1,4 +1,4 @@
-"""`culet bench serve` against a running server: it counts what was answered, and says so in the block that people know."""
+"""`culet bench serve` against a running server: it counts the answers and prints the usual summary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from running import Running
 
-from culet.bench.serving import Load, arrivals, make_prompts, percentile
+from culet.bench.serve import Load, arrivals, make_prompts, percentile
 from culet.cli.bench_serve import bench_serve
 from culet.cli.main import run
 
@@ -57,7 +57,7 @@ def test_a_run(tiny: Running, tmp_path: Path, backend: str) -> None:
     assert figures["mean_tpot_ms"] == pytest.approx((figures["mean_e2el_ms"] - figures["mean_ttft_ms"]) / 6, rel=1e-6)
 
 
-def test_failures_are_counted_and_told(scripted: Callable[..., Running]) -> None:
+def test_failures_are_counted_and_reported(scripted: Callable[..., Running]) -> None:
     with scripted("a b c<turn|>", settings={"api_key": "secret"}) as server:
         code, _, err = bench(server, "--api-key", "wrong")
         assert code != 0 or "401" in err
@@ -69,7 +69,7 @@ def test_failures_are_counted_and_told(scripted: Callable[..., Running]) -> None
         assert "HTTP 400" in err
 
 
-def test_bad_options_have_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_give_one_line_errors(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (
         ["bench", "serve", "--port", "1"],
         ["bench", "serve", "--metric-percentiles", "x"],
@@ -82,7 +82,7 @@ def test_bad_options_have_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert "error" in message.lower()
 
 
-def test_prompts_and_arrivals_are_as_asked() -> None:
+def test_prompts_and_arrivals_match_the_options() -> None:
     load = Load("http://x", "", num_prompts=400, input_len=100, output_len=50, range_ratio=0.5, prefix_len=7, request_rate=20.0)
     prompts = make_prompts(load, range(1000, 2000))
     assert prompts == make_prompts(load, range(1000, 2000))
@@ -96,7 +96,7 @@ def test_prompts_and_arrivals_are_as_asked() -> None:
     assert set(arrivals(Load("http://x", "", num_prompts=3))) == {0.0}
 
 
-def test_percentiles_are_between_neighbours() -> None:
+def test_percentiles_are_interpolated() -> None:
     numpy = pytest.importorskip("numpy")
     values = [random.Random(0).random() for _ in range(37)]
     for share in (0, 1, 50, 90, 99, 100):

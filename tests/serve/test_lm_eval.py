@@ -1,4 +1,4 @@
-"""lm-eval against a running server, end to end on a task whose data lie beside this file."""
+"""lm-eval against a running server, end to end, on a small task in this folder."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ TASK = Path(__file__).with_name("lm_eval_task")
 
 
 def run_lm_eval(server: Running, kind: str, path: str, task: str, folder: Path, *more: str) -> Any:
-    """The results file of a run. `more` are further model arguments, then flags."""
+    """The results file of a run. `more` are additional model arguments, then flags."""
     pytest.importorskip("lm_eval")
     tasks = folder / "tasks"
     shutil.copytree(TASK, tasks)
     for file in tasks.glob("*.yaml"):  # datasets wants whole paths
         file.write_text(file.read_text().replace("test: gems.jsonl", f"test: {tasks / 'gems.jsonl'}"))
-    given = [each for each in more if not each.startswith("--")]
+    given = [argument for argument in more if not argument.startswith("--")]
     arguments = ",".join(["model=gemma", f"base_url={server.url}{path}", "num_concurrent=2", "max_retries=1", *given])
     command = [sys.executable, "-m", "lm_eval", "run", "--model", kind, "--model_args", arguments, "--include_path", str(tasks)]
     command += ["--tasks", task, "--output_path", str(folder / "out"), "--log_samples"]
-    command += [each for each in more if each.startswith("--")]
+    command += [argument for argument in more if argument.startswith("--")]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache"), "OPENAI_API_KEY": "none"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -38,12 +38,12 @@ def run_lm_eval(server: Running, kind: str, path: str, task: str, folder: Path, 
 
 
 def test_local_completions(tiny: Running, folder: Path, encode: Callable[[str], list[int]], tmp_path: Path) -> None:
-    """Log-likelihoods by echo and logprobs: lm-eval takes the choices that the server itself scores highest."""
+    """Log-likelihoods from echo and logprobs: lm-eval picks the choices that the server scores highest."""
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     shutil.copy(folder / "tokenizer.json", tokenizer)
     (tokenizer / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    found = run_lm_eval(tiny, "local-completions", "/v1/completions", "culet_gems", tmp_path, f"tokenizer={tokenizer}")
+    results = run_lm_eval(tiny, "local-completions", "/v1/completions", "culet_gems", tmp_path, f"tokenizer={tokenizer}")
     questions = [json.loads(line) for line in (TASK / "gems.jsonl").read_text().splitlines()]
     num_right = 0
     for question in questions:
@@ -56,15 +56,15 @@ def test_local_completions(tiny: Running, folder: Path, encode: Callable[[str], 
             assert scored is not None
             scores.append(sum(scored.token_logprobs[begin : len(tokens)]))  # type: ignore[index, arg-type]
         num_right += scores.index(max(scores)) == question["answer"]
-    assert found["results"]["culet_gems"]["acc,none"] == pytest.approx(num_right / len(questions))
+    assert results["results"]["culet_gems"]["acc,none"] == pytest.approx(num_right / len(questions))
     tiny.check_well()
 
 
 def test_local_chat_completions(tiny: Running, tmp_path: Path) -> None:
-    found = run_lm_eval(
+    results = run_lm_eval(
         tiny, "local-chat-completions", "/v1/chat/completions", "culet_gems_words", tmp_path, "--apply_chat_template"
     )
-    assert 0.0 <= found["results"]["culet_gems_words"]["exact_match,none"] <= 1.0
+    assert 0.0 <= results["results"]["culet_gems_words"]["exact_match,none"] <= 1.0
     (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
     answers = [json.loads(line) for line in samples.read_text().splitlines()]
     assert len(answers) == 6

@@ -1,4 +1,4 @@
-"""GET /metrics: the names that dashboards look for, and numbers that follow what happens."""
+"""GET /metrics: the names that dashboards expect, and numbers that match the requests."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ NAMES = (
 
 
 def read(server: Running) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Samples by name and labels, but for the model's name."""
+    """Values by name and labels, without the model name."""
     answer = server.http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
-    found = {}
+    values = {}
     for family in text_string_to_metric_families(answer.text):
         for sample in family.samples:
             labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
             if sample.name.startswith("vllm:"):
                 assert sample.labels["model_name"] == "gemma"
-            found[sample.name, tuple(sorted(labels.items()))] = sample.value
-    return found
+            values[sample.name, tuple(sorted(labels.items()))] = sample.value
+    return values
 
 
-def test_the_names_are_those_that_dashboards_look_for(tiny: Running) -> None:
+def test_metrics_have_the_names_that_dashboards_expect(tiny: Running) -> None:
     tiny.chat(max_tokens=3)
     wait_for(tiny.is_at_rest)
     names = {name for name, _ in read(tiny)}
@@ -69,7 +69,7 @@ def test_the_names_are_those_that_dashboards_look_for(tiny: Running) -> None:
     assert groups == {"sliding", "global"}
 
 
-def test_numbers_follow_what_happens(tiny: Running) -> None:
+def test_numbers_match_the_requests(tiny: Running) -> None:
     before = read(tiny)
     answers = [tiny.chat(max_tokens=5, n=2, ignore_eos=True).json() for _ in range(3)]
     assert tiny.chat(max_tokens=0).status_code == 400
@@ -81,8 +81,8 @@ def test_numbers_follow_what_happens(tiny: Running) -> None:
 
     usage = [answer["usage"] for answer in answers]
     wait_for(lambda: grown("vllm:generation_tokens_total") >= 30, what="the engine's report")
-    assert grown("vllm:generation_tokens_total") == sum(each["completion_tokens"] for each in usage) == 30
-    assert grown("vllm:prompt_tokens_total") == sum(each["prompt_tokens"] for each in usage)
+    assert grown("vllm:generation_tokens_total") == sum(entry["completion_tokens"] for entry in usage) == 30
+    assert grown("vllm:prompt_tokens_total") == sum(entry["prompt_tokens"] for entry in usage)
     assert grown("vllm:request_success_total", finished_reason="length") == 6
     for name in ("time_to_first_token", "e2e_request_latency", "request_time_per_output_token", "request_queue_time"):
         assert grown(f"vllm:{name}_seconds_count") == 3, name
@@ -94,7 +94,7 @@ def test_numbers_follow_what_happens(tiny: Running) -> None:
     assert read(tiny)["vllm:kv_cache_usage_perc", ()] == pytest.approx(0)
 
 
-def test_running_requests_show(scripted: Callable[..., Running]) -> None:
+def test_running_requests_are_visible(scripted: Callable[..., Running]) -> None:
     with scripted("a " * 200 + "<turn|>", step_s=0.02) as server:
         with server.http.stream(
             "POST",
@@ -108,8 +108,8 @@ def test_running_requests_show(scripted: Callable[..., Running]) -> None:
         wait_for(lambda: read(server)[aborted] == 2, what="the cancelled ones")
 
 
-def test_traces_go_where_the_environment_says(folder: Path, encode: Callable[[str], list[int]]) -> None:
-    """A request becomes a span at the collector; the packages are optional, and so is this."""
+def test_traces_go_to_the_configured_collector(folder: Path, encode: Callable[[str], list[int]]) -> None:
+    """A request becomes a span at the collector. Skipped if the optional packages are missing."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     received: list[tuple[str, bytes]] = []
 
@@ -141,8 +141,8 @@ def test_traces_go_where_the_environment_says(folder: Path, encode: Callable[[st
         assert word in body
 
 
-def test_drafts_show_and_answers_keep_their_form(folder: Path) -> None:
-    """A drafter's rounds are counted, by place too; structured output holds under it."""
+def test_drafts_are_counted_and_structured_output_holds(folder: Path) -> None:
+    """Draft rounds are counted, also by position, and structured output still holds."""
     config = {
         "device": "cpu",
         "max_model_len": 1024,
@@ -156,15 +156,17 @@ def test_drafts_show_and_answers_keep_their_form(folder: Path) -> None:
         details = answer["usage"]["completion_tokens_details"]
         num_drafts = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
         wait_for(lambda: read(server)["vllm:spec_decode_num_draft_tokens_total", ()] >= num_drafts, what="the engine's report")
-        found = read(server)
-        drafted = found["vllm:spec_decode_num_draft_tokens_total", ()]
-        accepted = found["vllm:spec_decode_num_accepted_tokens_total", ()]
+        values = read(server)
+        drafted = values["vllm:spec_decode_num_draft_tokens_total", ()]
+        accepted = values["vllm:spec_decode_num_accepted_tokens_total", ()]
         assert drafted > 20
-        assert drafted == sum(value for (name, _), value in found.items() if name == "culet:drafts_per_pos_total")
-        places = {labels: value for (name, labels), value in found.items() if name.endswith("accepted_tokens_per_pos_total")}
-        assert set(places) == {(("position", str(place)),) for place in range(3)}
-        assert sum(places.values()) == accepted
-        assert found["culet:acceptance_length", (("drafter", "mtp"),)] >= 1.0
+        assert drafted == sum(value for (name, _), value in values.items() if name == "culet:drafts_per_pos_total")
+        positions = {
+            labels: value for (name, labels), value in values.items() if name.endswith("accepted_tokens_per_pos_total")
+        }
+        assert set(positions) == {(("position", str(place)),) for place in range(3)}
+        assert sum(positions.values()) == accepted
+        assert values["culet:acceptance_length", (("drafter", "mtp"),)] >= 1.0
         assert num_drafts > 20
         assert 0 <= accepted - details["accepted_prediction_tokens"] <= drafted - num_drafts < 10
         lines = server.chat(max_tokens=30, temperature=0, stream=True, stream_options={"include_usage": True}).text.split("\n")

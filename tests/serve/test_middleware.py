@@ -1,4 +1,4 @@
-"""Who and what is let in: keys, origins, hosts, bounds on every field, and errors that say no more than they should."""
+"""Which requests are accepted: keys, origins, host names, bounds on every field, and errors that reveal nothing internal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def locked(scripted: Callable[..., Running]) -> Iterator[Running]:
         {"x-api-key": "second-key"},
     ],
 )
-def test_keys_open(locked: Running, headers: dict[str, str]) -> None:
+def test_valid_keys_are_accepted(locked: Running, headers: dict[str, str]) -> None:
     assert httpx.get(f"{locked.url}/v1/models", headers=headers).status_code == 200
 
 
@@ -52,7 +52,7 @@ def test_keys_open(locked: Running, headers: dict[str, str]) -> None:
     "path",
     ["/v1/models", "/v1/chat/completions", "/stats", "/plan.svg", "/version", "/openapi.json", "/metrics", "/docs", "/nope"],
 )
-def test_nothing_opens_without(locked: Running, path: str, headers: dict[str, str]) -> None:
+def test_nothing_is_accepted_without_a_key(locked: Running, path: str, headers: dict[str, str]) -> None:
     raw = {name: value.encode("latin-1") for name, value in headers.items()}
     answer = httpx.get(f"{locked.url}{path}", headers=raw)
     assert answer.status_code == 401
@@ -63,8 +63,8 @@ def test_nothing_opens_without(locked: Running, path: str, headers: dict[str, st
 @pytest.mark.parametrize(
     "path", ["//v1/models", "/health/../v1/models", "/health/", "/health%2f..%2fv1/models", "/./v1/models", "/HEALTH", "*"]
 )
-def test_no_way_around(locked: Running, path: str) -> None:
-    """Paths that look like a public one are not."""
+def test_similar_paths_are_not_public(locked: Running, path: str) -> None:
+    """Paths that look like a public path are not public."""
     import socket
 
     with socket.create_connection(("127.0.0.1", locked.port)) as sock:
@@ -80,13 +80,13 @@ def test_public_paths(locked: Running) -> None:
         assert httpx.post(f"{locked.url}{path}", json={}).status_code == 401
 
 
-def test_the_client_raises_its_own_error(locked: Running) -> None:
+def test_the_client_raises_its_own_exception(locked: Running) -> None:
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{locked.url}/v1", api_key="wrong", max_retries=0).models.list()
 
 
 def test_origins(locked: Running, fake: Running) -> None:
-    """No page of another origin may call, unless its origin is named."""
+    """Pages of other origins are refused unless their origin is allowed."""
     ask = {"origin": "https://good.example", "access-control-request-method": "POST"}
     assert httpx.options(f"{locked.url}/v1/models", headers=ask).headers["access-control-allow-origin"] == ask["origin"]
     bad = ask | {"origin": "https://bad.example"}
@@ -95,8 +95,8 @@ def test_origins(locked: Running, fake: Running) -> None:
         assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
-def test_foreign_names(fake: Running, locked: Running) -> None:
-    """Without a key, a server of this machine alone is not reached by another machine's name (DNS rebinding)."""
+def test_foreign_host_names(fake: Running, locked: Running) -> None:
+    """Without a key, a server that listens only locally refuses foreign host names (DNS rebinding)."""
     for host, status in (
         ("evil.example", 403),
         ("evil.example:8000", 403),
@@ -110,7 +110,7 @@ def test_foreign_names(fake: Running, locked: Running) -> None:
 
 
 def test_only_json(fake: Running) -> None:
-    """A form of another site's page needs no leave to be sent: it is not read."""
+    """Pages of other sites can send forms without permission, so forms are refused."""
     body = json.dumps({"messages": HELLO})
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         answer = fake.http.post("/v1/chat/completions", content=body, headers={"content-type": kind})
@@ -206,7 +206,7 @@ BAD_FIELDS: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("field", "value"), BAD_FIELDS)
 def test_bad_fields(fake: Running, field: str, value: str) -> None:
-    """Each is a 400 that names the field, and nothing of our insides."""
+    """Each is a 400 that names the field and reveals nothing internal."""
     parts = {"messages": json.dumps(HELLO), field: value}
     body = "{" + ",".join(f'"{name}": {part}' for name, part in parts.items()) + "}"
     answer = fake.http.post("/v1/chat/completions", content=body.encode("utf-8", "surrogatepass"), headers=JSON)
@@ -219,7 +219,7 @@ def test_bad_fields(fake: Running, field: str, value: str) -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"messages": 1}', b'"' + b"x" * 1000, b'{"a":' * 2000]
 )
-def test_bodies_that_are_none(fake: Running, body: bytes) -> None:
+def test_invalid_bodies(fake: Running, body: bytes) -> None:
     for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
         assert fake.http.post(path, content=body, headers=JSON).status_code == 400
 
@@ -247,7 +247,7 @@ def test_bad_completions(fake: Running, fields: dict[str, Any]) -> None:
     assert answer.status_code == (200 if fields.get("prompt") in ("", [""]) else 400), answer.text
 
 
-def test_tokens_there_and_back(fake: Running) -> None:
+def test_tokenize_and_detokenize(fake: Running) -> None:
     text = "A cut gem: ünïcode, \N{GEM STONE}, <|turn>"
     tokens = fake.http.post("/tokenize", json={"prompt": text}).json()
     assert tokens["count"] == len(tokens["tokens"])
@@ -258,7 +258,7 @@ def test_tokens_there_and_back(fake: Running) -> None:
     assert rendered.startswith("<bos><|turn>user\nHello<turn|>\n<|turn>model\n")
 
 
-def test_thinking_is_off_unless_asked_for(fake: Running) -> None:
+def test_thinking_is_off_by_default(fake: Running) -> None:
     def has_thought(fields: dict[str, Any]) -> bool:
         tokens = fake.http.post("/tokenize", json={"messages": HELLO, **fields}).json()["tokens"]
         return "<|think|>" in fake.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
@@ -268,10 +268,10 @@ def test_thinking_is_off_unless_asked_for(fake: Running) -> None:
 
 
 def walk(schema: Any, place: str = "") -> Iterator[str]:
-    """Places in a JSON schema where something has no bound."""
+    """Paths in a JSON schema that are not bounded."""
     if isinstance(schema, list):
-        for index, each in enumerate(schema):
-            yield from walk(each, f"{place}[{index}]")
+        for index, inner in enumerate(schema):
+            yield from walk(inner, f"{place}[{index}]")
     if not isinstance(schema, dict):
         return
     kind = schema.get("type")
@@ -283,23 +283,23 @@ def walk(schema: Any, place: str = "") -> Iterator[str]:
         yield place
     if kind == "string" and not {"maxLength", "pattern", "enum", "const"} & set(schema):
         yield place
-    for name, each in schema.items():
-        yield from walk(each, f"{place}.{name}")
+    for name, inner in schema.items():
+        yield from walk(inner, f"{place}.{name}")
 
 
-def test_every_field_that_is_taken_has_a_bound(fake: Running) -> None:
+def test_every_field_is_bounded(fake: Running) -> None:
     document = fake.http.get("/openapi.json").json()
     schemas = document["components"]["schemas"]
-    taken = {
+    bodies = {
         operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
         for path in document["paths"].values()
         for operation in path.values()
         if "requestBody" in operation
     }
-    assert {"ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest"} <= taken
-    todo, seen = list(taken), set()
+    assert {"ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest"} <= bodies
+    todo, seen = list(bodies), set()
     while todo:
         name = todo.pop()
         seen.add(name)
         assert list(walk(schemas[name])) == [], name
-        todo += [other for other in re.findall(r"schemas/(\w+)", json.dumps(schemas[name])) if other not in seen]
+        todo += [ref for ref in re.findall(r"schemas/(\w+)", json.dumps(schemas[name])) if ref not in seen]

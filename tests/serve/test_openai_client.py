@@ -58,7 +58,7 @@ def test_one_chunk_per_token(fake: Running, encode: Callable[[str], list[int]]) 
 
 
 def test_thoughts_and_tools_and_a_second_turn(scripted: Callable[..., Running]) -> None:
-    """Thoughts are told apart, two calls come at once, their results go back, and the answer follows."""
+    """Thoughts are separated, two calls arrive together, their results are sent back, and the answer follows."""
     first = f"<|channel>thought\nParis, then.\n<channel|>{CALL}{CALL}<|tool_response>"
     second = "It rains.<turn|>"
     with scripted(first, second, first, second) as server:
@@ -80,7 +80,7 @@ def test_thoughts_and_tools_and_a_second_turn(scripted: Callable[..., Running]) 
         final = client.chat.completions.create(model="gemma", messages=history, tools=[WEATHER])
         assert final.choices[0].message.content == "It rains."
 
-        # The model sees calls and results within one turn of its own.
+        # The model sees its calls and their results within one turn.
         rendered = server.http.post("/tokenize", json={"messages": history, "tools": [WEATHER]}).json()["tokens"]
         prompt = server.http.post("/detokenize", json={"tokens": rendered}).json()["prompt"]
         assert prompt.count("<|turn>model") == 1
@@ -103,7 +103,7 @@ def test_thoughts_and_tools_and_a_second_turn(scripted: Callable[..., Running]) 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_choice(scripted: Callable[..., Running], stream: bool) -> None:
-    """What clients see of each choice; that the model is held to it is tested with a model."""
+    """What clients see for each tool_choice. Tests with a model check that it is enforced."""
     calls = f"{CALL}{CALL}<|tool_response>"
     with scripted(calls, calls, "Hello.<turn|>", calls) as server:
 
@@ -112,10 +112,10 @@ def test_tool_choice(scripted: Callable[..., Running], stream: bool) -> None:
             fields = {"model": "gemma", "messages": HELLO, "tools": [WEATHER], **fields}
             if not stream:
                 choice = client.chat.completions.create(**fields).choices[0]
-                found: Any = choice.message.tool_calls or []
+                calls: Any = choice.message.tool_calls or []
                 return (
                     choice.message.content or "",
-                    [(c.function.name, c.function.arguments) for c in found],
+                    [(c.function.name, c.function.arguments) for c in calls],
                     choice.finish_reason,
                 )
             content, calls, reason = "", {}, ""
@@ -188,7 +188,7 @@ def test_models_and_errors(fake: Running) -> None:
     client = fake.openai()
     assert [model.id for model in client.models.list()] == ["gemma"]
     assert client.models.retrieve("gemma").id == "gemma"
-    with pytest.raises(openai.NotFoundError, match="served: gemma"):
+    with pytest.raises(openai.NotFoundError, match="available: gemma"):
         client.chat.completions.create(model="other", messages=HELLO)
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
@@ -199,7 +199,7 @@ def test_models_and_errors(fake: Running) -> None:
         client.chat.completions.create(model="gemma", messages=HELLO, max_tokens=40000)
     assert long.value.code == "context_length_exceeded"
     image: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}]}]
-    with pytest.raises(openai.BadRequestError, match="serves text only"):
+    with pytest.raises(openai.BadRequestError, match="only text is supported"):
         client.chat.completions.create(model="gemma", messages=image)
 
 
@@ -225,7 +225,7 @@ def test_completions(tiny: Running) -> None:
     first, second = both[0].logprobs, both[1].logprobs
     assert first is not None
     assert second is not None
-    # A token's score does not hang on what follows it: the longer prompt begins with the scores of the shorter one.
+    # A token's log-probability does not depend on what follows: the longer prompt starts with those of the shorter one.
     assert first.token_logprobs[1:3] == pytest.approx(second.token_logprobs[1:3], abs=1e-4)  # type: ignore[index]
     streamed = "".join(c.choices[0].text for c in client.completions.create(prompt="What is the", stream=True, **options))
     assert streamed == text.text
@@ -241,7 +241,7 @@ def test_echo_without_output(tiny: Running) -> None:
     assert answer.usage.completion_tokens == 0
 
 
-def test_prefix_cache_shows_in_usage(tiny: Running) -> None:
+def test_usage_reports_cached_tokens(tiny: Running) -> None:
     messages: Any = [{"role": "user", "content": "the stone is held to the wheel " * 8}]
     for expected in (False, True):
         answer = tiny.openai().chat.completions.create(model="gemma", messages=messages, max_tokens=2)

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from running import Running
 from schemathesis import GenerationMode
 
-LIMIT_S = 20.0  # for one answer, on a machine that does other things, too
+LIMIT_S = 60.0  # per answer, on a busy machine
 NUM_DEFAULT, NUM_FULL = 120, 2000
 
 
 def sensible(body: Any) -> Any:
-    """A body that a caller could have meant: the served model, lengths that fit. The rest stays as it was made up."""
+    """Make a generated body plausible: the served model, and lengths that fit. The rest stays as generated."""
     if not isinstance(body, dict):
         return body
     body = {**body, "model": "gemma"}
@@ -44,13 +44,13 @@ def sensible(body: Any) -> Any:
         "text",
         "output_format",
     ):
-        body.pop(name, None)  # ids beyond the vocabulary, schemas that mean nothing: kept in the other half
+        body.pop(name, None)  # invalid ids and meaningless schemas: the other half keeps them
     for name in ("background", "previous_response_id"):
         body.pop(name, None)
     if isinstance(body.get("messages"), list) and len(str(body)) % 2:  # half of the conversations make sense, too
         body["messages"] = [{"role": "user", "content": "Hello"}]
         body.pop("prompt", None)
-    if isinstance(body.get("tools"), list) and body["tools"]:  # made-up schemas become a grammar
+    if isinstance(body.get("tools"), list) and body["tools"]:  # generated schemas become a grammar
         is_anthropic = all(isinstance(tool, dict) and "input_schema" in tool for tool in body["tools"])
         body["tool_choice"] = {"type": "any"} if is_anthropic else "required"
     if isinstance(body.get("tokens"), list):
@@ -59,7 +59,7 @@ def sensible(body: Any) -> Any:
 
 
 def fuzz(server: Running, count: int) -> Counter[int]:
-    """Statuses of `count` answers; a status from 500 on, or an answer that does not come, fails."""
+    """Statuses of `count` answers. A status of 500 or above, or a missing answer, fails the test."""
     schema = schemathesis.openapi.from_dict(server.http.get("/openapi.json").json())
     operations = [result.ok() for result in schema.get_all_operations()]
     posts = [operation for operation in operations if operation.method == "post"]
@@ -73,12 +73,12 @@ def fuzz(server: Running, count: int) -> Counter[int]:
     for operation in operations:
         number = -(-count // len(posts)) if operation.method == "post" else max(1, count // 100)
         good, bad = operation.as_strategy(GenerationMode.POSITIVE), operation.as_strategy(GenerationMode.NEGATIVE)
-        strategy = st.one_of(good.map(_meant), good.map(_meant), good, bad) if operation.method == "post" else good
+        strategy = st.one_of(good.map(_plausible), good.map(_plausible), good, bad) if operation.method == "post" else good
         _run(server, strategy, number, statuses)
     return statuses
 
 
-def _meant(case: Any) -> Any:
+def _plausible(case: Any) -> Any:
     case.body = sensible(case.body)
     return case
 
@@ -117,10 +117,11 @@ def check(scripted: Callable[..., Running], count: int) -> None:
         assert "Traceback" not in server.log()
 
 
-def test_made_up_requests(scripted: Callable[..., Running]) -> None:
+def test_generated_requests(scripted: Callable[..., Running]) -> None:
     check(scripted, NUM_DEFAULT)
 
 
 @pytest.mark.slow
-def test_two_thousand_made_up_requests(scripted: Callable[..., Running]) -> None:
+@pytest.mark.timeout(3600)
+def test_two_thousand_generated_requests(scripted: Callable[..., Running]) -> None:
     check(scripted, NUM_FULL)

@@ -1,4 +1,4 @@
-"""The web page in a real browser, before a real server with a scripted engine."""
+"""The web page in a real browser, with a real server and a scripted engine."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ SLOW = {"step_s": 0.02}
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     names = ("chromium", "chromium-browser", "google-chrome")
-    installed = next((found for found in map(shutil.which, names) if found), None)
+    installed = next((path for path in map(shutil.which, names) if path), None)
     with sync_playwright() as playwright:
         # Inside a container Chromium's own sandbox has no leave to start; the pages are ours.
         browser = playwright.chromium.launch(executable_path=installed, args=["--no-sandbox"])
+        expect.set_options(timeout=60_000)  # 5 s are too few on a busy machine
         yield browser
         browser.close()
 
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Opens the page of a server; complaints of the browser and calls to other hosts fail the test."""
+    """Opens the page of a server. Browser errors and requests to other hosts fail the test."""
     faults: list[str] = []
     contexts = []
 
@@ -43,7 +44,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
         context = browser.new_context(**options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(120_000)
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("dialog", lambda dialog: faults.append(f"dialog: {dialog.message}"))
         page.on("console", lambda line: faults.append(line.text) if line.type == "error" and "401" not in line.text else None)
@@ -95,7 +96,7 @@ def test_an_answer_is_shown_as_markdown_and_never_as_markup(rich: Running, open_
     expect(page.locator("#messages .user .body")).to_have_text("A list, please")
 
 
-def test_thoughts_are_folded_away_until_opened(rich: Running, open_page: Callable[..., Page]) -> None:
+def test_thoughts_are_folded_until_opened(rich: Running, open_page: Callable[..., Page]) -> None:
     page = open_page(rich)
     send(page, "Think")
     thought = last_answer(page).locator(".thought")
@@ -106,7 +107,7 @@ def test_thoughts_are_folded_away_until_opened(rich: Running, open_page: Callabl
     expect(last_answer(page).locator(".body")).not_to_contain_text("They want a list")
 
 
-def test_words_appear_while_the_model_writes_and_stop_keeps_them(
+def test_text_appears_as_it_is_written_and_stop_keeps_it(
     scripted: Callable[..., Running], open_page: Callable[..., Page]
 ) -> None:
     with scripted("word " * 600 + "<turn|>", **SLOW) as server:
@@ -124,7 +125,7 @@ def test_words_appear_while_the_model_writes_and_stop_keeps_them(
         assert len(last_answer(page).locator(".body").inner_text()) == length
 
 
-def test_regenerate_asks_again_and_edit_takes_back(scripted: Callable[..., Running], open_page: Callable[..., Page]) -> None:
+def test_regenerate_and_edit(scripted: Callable[..., Running], open_page: Callable[..., Page]) -> None:
     with scripted("First.<turn|>", "Second.<turn|>") as server:
         page = open_page(server)
         send(page, "Say something")
@@ -137,9 +138,7 @@ def test_regenerate_asks_again_and_edit_takes_back(scripted: Callable[..., Runni
         assert page.locator("#messages li").count() == 0
 
 
-def test_a_tool_call_is_shown_and_its_result_goes_back(
-    scripted: Callable[..., Running], open_page: Callable[..., Page]
-) -> None:
+def test_a_tool_call_is_shown_and_its_result_is_sent(scripted: Callable[..., Running], open_page: Callable[..., Page]) -> None:
     with scripted(CALL, "It rains in Paris.<turn|>") as server:
         page = open_page(server)
         page.get_by_role("button", name="Settings").click()
@@ -158,7 +157,7 @@ def test_a_tool_call_is_shown_and_its_result_goes_back(
         expect(last_answer(page).locator(".body")).to_have_text("It rains in Paris.")
 
 
-def test_settings_go_with_a_request_and_survive_a_reload(fake: Running, open_page: Callable[..., Page]) -> None:
+def test_settings_are_sent_and_survive_a_reload(fake: Running, open_page: Callable[..., Page]) -> None:
     page = open_page(fake)
     page.keyboard.press("Alt+s")
     page.locator("#set-system").fill("Be brief.")
@@ -176,7 +175,7 @@ def test_settings_go_with_a_request_and_survive_a_reload(fake: Running, open_pag
     assert "top_p" not in body
 
 
-def test_settings_that_cannot_be_are_explained(fake: Running, open_page: Callable[..., Page]) -> None:
+def test_invalid_settings_are_explained(fake: Running, open_page: Callable[..., Page]) -> None:
     page = open_page(fake)
     page.get_by_role("button", name="Settings").click()
     page.locator("#settings summary").click()
@@ -186,7 +185,7 @@ def test_settings_that_cannot_be_are_explained(fake: Running, open_page: Callabl
     expect(page.locator("#settings")).to_be_visible()
 
 
-def test_the_engine_tab_has_plots_of_what_happens_and_the_plan(tiny: Running, open_page: Callable[..., Page]) -> None:
+def test_the_engine_tab_shows_plots_and_the_plan(tiny: Running, open_page: Callable[..., Page]) -> None:
     tiny.http.post("/v1/completions", json={"model": "gemma", "prompt": "Hello", "max_tokens": 40, "ignore_eos": True})
     page = open_page(tiny)
     page.get_by_role("tab", name="Engine").click()
@@ -203,7 +202,7 @@ def test_the_engine_tab_has_plots_of_what_happens_and_the_plan(tiny: Running, op
     page.wait_for_function("before => document.querySelector('path[data-line=out]').getAttribute('d') !== before", arg=before)
 
 
-def test_a_key_is_asked_for_once_and_sent_with_each_call(
+def test_a_key_is_requested_once_and_sent_with_each_call(
     scripted: Callable[..., Running], open_page: Callable[..., Page]
 ) -> None:
     with scripted(settings={"api_key": "secret"}) as server:
@@ -238,6 +237,6 @@ def test_nothing_is_cut_off_on_a_phone(rich: Running, open_page: Callable[..., P
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_the_page_is_small_and_needs_no_other_host() -> None:
+def test_the_page_is_small_and_self_contained() -> None:
     folder = Path(__file__).parents[2] / "culet/serve/page"
     assert sum(file.stat().st_size for file in folder.iterdir()) < 64_000

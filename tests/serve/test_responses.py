@@ -70,7 +70,7 @@ def check_two_turns(server: Running, stream: bool) -> None:
         with client.responses.stream(**fields) as events:
             return events.get_final_response()
 
-    # With thinking on, what follows a tool's answer begins within a thought: so the second answer closes one.
+    # With thinking on, the turn after a tool result starts inside a thought, so the second answer closes it.
     talk: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]}]
     answer = ask(talk)
     assert [item.type for item in answer.output] == ["reasoning", "message", "function_call", "function_call"]
@@ -82,7 +82,7 @@ def check_two_turns(server: Running, stream: bool) -> None:
     assert ask(talk).output_text == "It is sunny."
 
 
-def test_the_model_is_held_to_a_schema_and_to_a_tool(tiny: Running) -> None:
+def test_a_schema_and_a_required_tool_are_enforced(tiny: Running) -> None:
     form: Any = {"format": {"type": "json_schema", "name": "stone", "schema": SCHEMA, "strict": True}}
     answer = tiny.openai().responses.create(model="gemma", input="Hello", max_output_tokens=300, text=form)
     jsonschema.validate(json.loads(answer.output_text), SCHEMA)
@@ -93,7 +93,7 @@ def test_the_model_is_held_to_a_schema_and_to_a_tool(tiny: Running) -> None:
         assert isinstance(json.loads(call.arguments)["days"], int)
 
 
-def test_what_needs_a_memory_is_refused(fake: Running) -> None:
+def test_stored_state_is_refused(fake: Running) -> None:
     client = fake.openai()
     bad: list[dict[str, Any]] = [
         {"previous_response_id": "resp_1"},

@@ -1,4 +1,4 @@
-"""Streams of tokens in Gemma 4's output format, and their reading with what must hold of every one."""
+"""Token streams in Gemma 4's output format, and a way to read them that checks what must hold for every stream."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import json
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
-from culet.text.output_events import ContentPiece, ReasoningPiece, ToolCallArguments, ToolCallEnd, ToolCallStart, merge
-from culet.text.output_reader import OutputReader
+from culet.text.output_pieces import ReasoningPiece, TextPiece, ToolCall, merge
+from culet.text.output_reader import ChatReader
 
 MARKS = ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>']
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>", "<|think|>", "<|image|>", *MARKS]
@@ -39,7 +39,7 @@ SCHEMA = {
 
 
 def write_tokenizer(folder, special=SPECIAL):
-    """A small vocabulary in Gemma's form: two-letter pieces and signs as tokens, other characters as byte tokens."""
+    """A small vocabulary in Gemma's form: letters, punctuation and a few merges; other characters are byte tokens."""
     letters = [chr(code) for code in range(32, 127)]
     letters[0] = "\u2581"
     merges = [("t", "h"), ("c", "a"), ("l", "l"), ('"', "}"), ("ca", "ll"), ("call", ":"), ("{", "c"), ("}", ","), ("1", "2")]
@@ -53,53 +53,47 @@ def write_tokenizer(folder, special=SPECIAL):
 
 
 def plain_ids(tokenizer, text):
-    """Tokens of `text` of which none is special, whatever it looks like."""
+    """Tokens of `text`, none of them special, whatever the text looks like."""
     ids = [token for character in text for token in tokenizer.encode(character)]
     assert tokenizer.special_ids.isdisjoint(ids)
     return ids
 
 
-def joined(events):
-    """The events with neighbouring pieces of the same text as one."""
+def joined(pieces):
+    """The pieces, with adjacent ones of the same kind merged."""
     result = []
-    for event in events:
-        both = merge(result[-1], event) if result else None
-        result[-1:] = [both] if both is not None else [*result[-1:], event]
+    for piece in pieces:
+        both = merge(result[-1], piece) if result else None
+        result[-1:] = [both] if both is not None else [*result[-1:], piece]
     return result
 
 
 def read(tokenizer, token_ids, cuts=(), **options):
-    """(events, neighbours joined; output) of tokens that come in groups, cut at `cuts`."""
+    """(merged pieces, output) of tokens that arrive in groups, split at `cuts`."""
     numbers = itertools.count()
-    reader = OutputReader(tokenizer, make_id=lambda: f"id{next(numbers)}", **options)
-    events = []
+    reader = ChatReader(tokenizer, make_id=lambda: f"id{next(numbers)}", **options)
+    pieces = []
     for begin, end in itertools.pairwise([0, *sorted(cuts), len(token_ids)]):
-        events += reader.push(token_ids[begin:end])
-    events += reader.finish()
+        pieces += reader.push(token_ids[begin:end])
+    pieces += reader.finish()
     assert reader.finish() == []
     assert reader.push(token_ids) == []
     output = reader.output()
-    check(events, output)
-    return joined(events), output
+    check(pieces, output)
+    return joined(pieces), output
 
 
-def check(events, output):
-    """The events say what the output says."""
-    assert "".join(e.text for e in events if isinstance(e, ContentPiece)) == output.content
-    assert "".join(e.text for e in events if isinstance(e, ReasoningPiece)) == output.reasoning
-    assert not any(e.text == "" for e in events if not isinstance(e, ToolCallStart | ToolCallEnd))
-    starts = {e.index: e for e in events if isinstance(e, ToolCallStart)}
-    ends = {e.index: e.complete for e in events if isinstance(e, ToolCallEnd)}
-    assert list(starts) == list(ends) == list(range(len(starts)))
-    whole = [index for index, complete in ends.items() if complete]
-    assert [call.index for call in output.tool_calls] == whole
+def check(pieces, output):
+    """The pieces say what the output says."""
+    assert "".join(piece.text for piece in pieces if isinstance(piece, TextPiece)) == output.text
+    assert "".join(piece.text for piece in pieces if isinstance(piece, ReasoningPiece)) == output.reasoning
+    assert not any(piece.text == "" for piece in pieces if not isinstance(piece, ToolCall))
+    assert tuple(piece for piece in pieces if isinstance(piece, ToolCall)) == output.tool_calls
+    assert [call.index for call in output.tool_calls] == list(range(len(output.tool_calls)))
     for call in output.tool_calls:
-        assert (call.id, call.name) == (starts[call.index].id, starts[call.index].name)
-        pieces = [e.text for e in events if isinstance(e, ToolCallArguments) and e.index == call.index]
-        assert "".join(pieces) == call.arguments_json
         assert json.loads(call.arguments_json) == call.arguments
-    has_marked = any(e.malformed for e in events if isinstance(e, ContentPiece))
-    assert has_marked == (output.num_malformed > 0)
+    is_flagged = any(piece.malformed for piece in pieces if isinstance(piece, TextPiece))
+    assert is_flagged == (output.num_malformed > 0)
 
 
 def answer(tokenizer, text, **options):

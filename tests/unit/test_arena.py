@@ -54,10 +54,10 @@ def test_holding_a_free_page_is_an_assertion(hold) -> None:
         hold(arena, [1])
 
 
-def test_sequences_and_checkpoints_cannot_free_each_others_references() -> None:
+def test_sequences_and_resume_points_cannot_free_each_others_references() -> None:
     arena = Arena(2)
     pages = arena.take(1)
-    with pytest.raises(AssertionError, match="no checkpoint keeps it"):
+    with pytest.raises(AssertionError, match="no resume point keeps it"):
         arena.drop(pages)
     arena.keep(pages)
     arena.give_back(pages)
@@ -65,7 +65,7 @@ def test_sequences_and_checkpoints_cannot_free_each_others_references() -> None:
         arena.give_back(pages)
 
 
-def test_what_only_checkpoints_hold_is_reclaimable() -> None:
+def test_what_only_resume_points_hold_is_reclaimable() -> None:
     arena = Arena(2)
     pages = arena.take(1)
     arena.keep(pages)
@@ -102,9 +102,9 @@ class ArenaWalk(RuleBasedStateMachine):
             with pytest.raises(OutOfPages):
                 self.arena.take(count)
             return
-        taken = self.arena.take(count)
-        assert not any(self.held[page] or self.kept[page] for page in taken)
-        self.held.update(taken)
+        pages = self.arena.take(count)
+        assert not any(self.held[page] or self.kept[page] for page in pages)
+        self.held.update(pages)
 
     @precondition(lambda self: self.held.total() or self.kept.total())
     @rule(data=st.data(), keep=st.booleans())

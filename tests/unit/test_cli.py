@@ -31,7 +31,7 @@ def culet(*arguments: str, stdin: str = "", **environment: str) -> subprocess.Co
 
 
 def imported(arguments: Sequence[str]) -> set[str]:
-    """Modules that a command line leaves imported."""
+    """Modules that are imported after a command line ran."""
     code = f"import sys; from culet.cli.main import run; run({list(arguments)!r}); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     return set(done.stderr.split())
@@ -67,7 +67,7 @@ def test_every_config_field_is_a_flag_with_its_doc() -> None:
     options = {option.name: option for option in command.params if isinstance(option, click.Option)}
     for name, (_, entry) in config_fields().items():
         assert options[name].help.startswith(entry.metadata["doc"])
-        assert options[name].default is None, "a default here would hide what the user gave"
+        assert options[name].default is None, "a default would hide whether the user set it"
     flags = {flag for option in options.values() for flag in option.opts + option.secondary_opts}
     vllm = {"--model", "--dtype", "--max-model-len", "--gpu-memory-utilization", "--max-num-seqs", "--max-num-batched-tokens"}
     vllm |= {
@@ -98,7 +98,7 @@ def test_every_config_field_is_a_flag_with_its_doc() -> None:
         (["chat", "--n", "2", "-m", "x"], "n: got 2"),
     ],
 )
-def test_users_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_of_users(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(arguments) == 1
     out, err = capsys.readouterr()
     lines = err.splitlines()
@@ -119,9 +119,9 @@ def test_usage_errors_have_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (BadRequest("bad", hint="good"), 1),
         (ConfigError("first\nsecond"), 1),
-        (InternalError("ours"), 2),
-        (WorkerDied("gone"), 2),
-        (RuntimeError("unforeseen"), 2),
+        (InternalError("fault"), 2),
+        (WorkerDied("died"), 2),
+        (RuntimeError("unexpected"), 2),
         (KeyboardInterrupt(), 130),
     ],
 )
@@ -161,7 +161,7 @@ def test_doctor_reports_every_section(capsys: pytest.CaptureFixture[str]) -> Non
     assert all(f"{section}:" in text for section in report)
 
 
-def test_doctor_survives_a_part_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_a_section_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     from culet.cli import doctor
 
     def fail() -> dict[str, object]:
@@ -173,7 +173,7 @@ def test_doctor_survives_a_part_that_fails(monkeypatch: pytest.MonkeyPatch) -> N
     assert "version" in report["culet"]
 
 
-def test_build_config_knows_what_was_given() -> None:
+def test_build_config_records_what_was_given() -> None:
     config = build_config({"model": "x", "max_num_seqs": 4})
     assert config.given == {"model", "max_num_seqs"}
     assert config.schedule.max_num_seqs == 4
@@ -186,10 +186,10 @@ def test_build_config_knows_what_was_given() -> None:
     ("name", "value"),
     [("max_num_seqs", "8"), ("max_num_seqs", True), ("max_num_seqs", 2.5), ("latent", 1), ("dtype", "int3"), ("device", None)],
 )
-def test_build_config_refuses_wrong_kinds(name: str, value: object) -> None:
+def test_build_config_refuses_wrong_types(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name.replace("_", "-")):
         build_config({name: value})
 
 
-def test_commands_are_those_of_the_table() -> None:
+def test_commands_are_listed_in_order() -> None:
     assert cli.list_commands(click.Context(cli)) == list(COMMANDS)

@@ -1,4 +1,4 @@
-"""`culet plan` as a command: numbers, JSON, picture, refusals, and that it answers at once and without torch."""
+"""`culet plan` as a command: numbers, JSON, picture, refusals, and what it imports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from culet.attention.plan import GPUS
 from culet.cache.spec import plan_cache
 from culet.cli.main import run
 from culet.cli.plan import plan
 from culet.errors import CheckpointError, ConfigError
+from culet.hardware import GPUS
 from culet.models.sizes import pages_of_sequence
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
@@ -92,7 +91,7 @@ def test_what_fits_adds_up(name, gpu):
         assert fit["tokens"]["3000"] == 3000 * fit["sequences"]["3000"]
 
 
-def test_text_only_and_latent_buy_room():
+def test_text_only_and_latent_leave_more_room():
     report = data("31B", "--gpu", "h200", "--seq-len", "32000")
     best, plain = fit_of(report, text_only=True, latent=True), fit_of(report, text_only=True, latent=False)
     assert best["sequences"]["32000"] > 1.3 * plain["sequences"]["32000"]
@@ -100,7 +99,7 @@ def test_text_only_and_latent_buy_room():
     assert best["longest_sequence"] == 262_144
 
 
-def test_models_without_k_eq_v_gain_nothing_by_the_latent():
+def test_the_latent_changes_nothing_without_k_eq_v():
     report = data("E4B", "--gpu", "rtx4090")
     with_latent, without = (fit_of(report, text_only=True, latent=latent) for latent in (True, False))
     assert {**with_latent, "latent": None} == {**without, "latent": None}
@@ -131,7 +130,7 @@ def test_fp8_cache():
             halved = group["dtype"] == "fp8_e4m3"
             assert group["bytes_per_token"] * (2 if halved else 1) == before["bytes_per_token"]
             assert group["waste_bytes_per_slab"] == 0
-        more, before = (fit_of(one, text_only=True, latent=True)["sequences"] for one in (report, plain))
+        more, before = (fit_of(each_report, text_only=True, latent=True)["sequences"] for each_report in (report, plain))
         assert all(more[length] > before[length] for length in before)
         assert [group["backend"] for group in report["attention"]] == ["triton", "triton"]
     output = invoke("31B", "--gpu", "h200", "--kv-cache-dtype", "sliding=fp8").stdout
@@ -150,7 +149,7 @@ def test_fp8_cache():
         ("h200", "global=float32", "the model runs in bfloat16"),
     ],
 )
-def test_caches_that_cannot_be(gpu, choice, message):
+def test_bad_cache_dtypes_are_refused(gpu, choice, message):
     assert message in str(refusal("31B", "--gpu", gpu, "--kv-cache-dtype", choice))
 
 
@@ -163,14 +162,14 @@ def test_no_latent_is_planned_for():
 def test_max_model_len_bounds_the_longest_sequence():
     report = data("31B", "--gpu", "h200", "--max-model-len", "5000")
     assert fit_of(report, text_only=True, latent=True)["longest_sequence"] == 5000
-    assert list(report["cache"][0]["bytes_per_sequence"]) == ["2000"]  # the longer defaults are left out
+    assert list(report["cache"][0]["bytes_per_sequence"]) == ["2000"]  # longer defaults are omitted
 
 
-def test_a_length_that_does_not_fit_is_said():
+def test_a_length_that_does_not_fit_is_reported():
     result = invoke("12B", "--gpu", "rtx4090", "--gpu-memory-utilization", "1")
     assert "do not fit" not in result.stdout
     result = invoke("E4B", "--gpu", "rtx4090", "--gpu-memory-utilization", "0.7")
-    assert "A sequence of 131,072 tokens does not fit: the longest one has" in result.stdout
+    assert "A sequence of 131,072 tokens does not fit: the longest that fits has" in result.stdout
 
 
 # Where the model comes from
@@ -208,7 +207,7 @@ def test_tables_are_plain_and_complete():
     assert "\x1b" not in result.stdout
     assert "…" not in result.stdout
     words = ["sliding", "global", "latent of 640", "819,200", "51,200", "838.9", "16.956", "61.395", "vision (not loaded"]
-    for word in [*words, "text only", "all parts", "K and V", "sequences of 2,000", "tokens in them", "not flash:"]:
+    for word in [*words, "text only", "all parts", "K and V", "sequences of 2,000", "tokens in total", "not torch_cpu:"]:
         assert word in result.stdout, word
     for column in ("61.39", "62.55"):
         assert column in result.stdout
@@ -221,17 +220,17 @@ def test_tables_fit_into_100_columns(name):
     assert max(len(line) for line in lines if not line.startswith("    not ")) <= 100
 
 
-def test_weights_that_do_not_fit_are_said():
+def test_weights_that_do_not_fit_are_reported():
     result = invoke("31B", "--gpu", "rtx4090")
     assert result.exit_code == 0
-    assert "The weights alone, 61.4 GB, do not fit into the 23.2 GB that may be used." in result.stdout
+    assert "The weights alone, 61.4 GB, do not fit into the usable 23.2 GB." in result.stdout
     assert "short" in result.stdout
 
 
 def test_cpu():
     result = invoke("E2B", "--gpu", "cpu")
     assert "needs an NVIDIA GPU" in result.stdout
-    assert "quarter of free memory" in result.stdout
+    assert "quarter of the free memory" in result.stdout
 
 
 def test_help_begins_with_three_examples():
@@ -247,7 +246,7 @@ def test_picture(tmp_path: Path):
     file = tmp_path / "plan.svg"
     result = invoke("E2B", "--gpu", "h200", "--svg", str(file), "--json")
     assert result.exit_code == 0
-    json.loads(result.stdout)  # the notice about the file is not among the data
+    json.loads(result.stdout)  # the notice about the file goes to stderr
     assert str(file) in result.stderr
     root = ElementTree.parse(file).getroot()
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
@@ -266,8 +265,7 @@ def test_picture_that_cannot_be_written(tmp_path: Path):
     ("arguments", "kind", "words"),
     [
         (("31B", "--gpu", "h300"), ConfigError, "unknown GPU: 'h300'"),
-        (("31B", "--gpu", "h200", "--attention-backend", "flash"), ConfigError, "head dim"),
-        (("31B", "--gpu", "h200", "--attention-backend", "global=flash"), ConfigError, "layer 5 (global, head dim 512)"),
+        (("31B", "--gpu", "cpu", "--attention-backend", "global=triton"), ConfigError, "layer 5 (global, head dim 512)"),
         (("31B", "--gpu", "cpu", "--attention-backend", "triton"), ConfigError, "layer 0 (sliding, head dim 256)"),
         (("31B", "--gpu", "h200", "--attention-backend", "fast"), ConfigError, "unknown attention backend: 'fast'"),
         (("31B", "--gpu", "h200", "--max-model-len", "999999"), ConfigError, "positions end at 262144"),
@@ -314,25 +312,38 @@ def test_exit_code_and_one_line(arguments, capsys: pytest.CaptureFixture[str]):
 # As a process
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("gpu", ["h200", "rtx4090"])
-def test_answers_in_two_seconds(name, gpu):
-    begin = time.perf_counter()
-    command = [sys.executable, "-m", "culet.cli.plan", name, "--gpu", gpu]
-    process = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"NO_COLOR": "1"})
-    seconds = time.perf_counter() - begin
-    assert process.returncode == 0, process.stderr
-    assert f"Gemma 4 {name} on {gpu}" in process.stdout
-    assert seconds < 2
+HEAVY = {
+    *("torch", "numpy", "triton", "transformers", "safetensors", "tokenizers", "huggingface_hub"),
+    *("jinja2", "fastapi", "uvicorn", "httpx", "llguidance", "prometheus_client"),
+}
+MAX_MODULES = 300  # about 210 today, most of them from the standard library, rich and click
 
 
-def test_neither_torch_nor_numpy_is_imported():
+def imported_by_plan(*arguments: str) -> set[str]:
+    """Modules that are loaded after `culet plan` in a fresh interpreter."""
     code = (
         "import sys\n"
         "from culet.cli.main import run\n"
-        "assert run(['plan', '31B', '--gpu', 'h200', '--json', '--svg', sys.argv[1]]) == 0\n"
-        "heavy = {'torch', 'numpy', 'triton', 'transformers', 'huggingface_hub', 'tokenizers'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
+        "assert run(['plan', *sys.argv[1:]]) == 0\n"
+        "print(*sys.modules, file=sys.stderr)\n"
     )
-    process = subprocess.run([sys.executable, "-c", code, os.devnull], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", code, *arguments]
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"NO_COLOR": "1"})
     assert process.returncode == 0, process.stderr
+    return set(process.stderr.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("arguments", [("31B", "--gpu", "h200"), ("E4B", "--gpu", "rtx4090", "--json", "--svg", os.devnull)])
+def test_imports_little(arguments):
+    """Start time is import time: no heavy package, and a bounded number of modules."""
+    modules = imported_by_plan(*arguments)
+    assert "culet.cli.plan" in modules
+    assert not {name.partition(".")[0] for name in modules} & HEAVY
+    assert len(modules) < MAX_MODULES
+
+
+def test_runs_as_a_module():
+    command = [sys.executable, "-m", "culet.cli.plan", "12B", "--gpu", "rtx4090"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert "Gemma 4 12B on rtx4090" in process.stdout

@@ -1,4 +1,4 @@
-"""Which cuBLAS kernel multiplies many tokens: the one we want where it is offered, torch's own choice where not."""
+"""Which cuBLAS kernel multiplies many tokens: ours where cuBLAS offers it, else torch's choice."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from culet import hardware
 from culet.kernels import cublaslt
 
 
 class Library:
-    """Lists algorithms of the given tiles, at `listed` numbers of tokens or at all, and keeps what it is asked to multiply."""
+    """A stand-in for cuBLASLt: lists algorithms of `tiles` at `listed` numbers of tokens (default: all), and records calls."""
 
     def __init__(self, *tiles: int, failing: str = "", listed: tuple[int, ...] = (), workspace: int = 4) -> None:
         self.tiles, self.failing, self.listed, self.workspace = tiles, failing, listed, workspace
@@ -37,7 +38,7 @@ class Library:
 
     def _MatrixLayoutCreate(self, pointer: Any, kind: int, *size: Any) -> int:  # noqa: N802
         pointer._obj.value = len(self.layouts) + 1
-        self.layouts[len(self.layouts) + 1] = tuple(one.value for one in size)
+        self.layouts[len(self.layouts) + 1] = tuple(number.value for number in size)
         return 0
 
     def _MatmulAlgoGetHeuristic(self, *arguments: Any) -> int:  # noqa: N802
@@ -70,17 +71,17 @@ class Library:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Lets a library serve, with tensors of a CPU in a GPU's place."""
+    """Installs a library, with CPU tensors in place of GPU tensors."""
 
     def use(library: Library) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-        monkeypatch.setattr(cublaslt, "_suits", lambda *_: True)
+        monkeypatch.setattr(cublaslt, "_is_supported", lambda *_: True)
         for name, value in (("WORKSPACE_BYTES", 64), ("MIN_TOKENS", 32), ("MIN_OUTPUTS", 48), ("MIN_INPUTS", 16)):
             monkeypatch.setattr(cublaslt, name, value)
         monkeypatch.setattr(torch, "device", lambda *_: "cpu")
-        one = cublaslt._CublasLt(library, 0)
-        monkeypatch.setattr(cublaslt, "_on_device", lambda device: one)
+        cublas = cublaslt._CublasLt(library, 0)
+        monkeypatch.setattr(cublaslt, "_on_device", lambda device: cublas)
 
     return use
 
@@ -89,7 +90,7 @@ def tensors(num_tokens: int = 32, num_outputs: int = 48, size_k: int = 16) -> tu
     return torch.empty(num_tokens, size_k, dtype=torch.bfloat16), torch.empty(num_outputs, size_k, dtype=torch.bfloat16)
 
 
-def test_the_wanted_kernel_multiplies(serve: Any) -> None:
+def test_our_kernel_multiplies(serve: Any) -> None:
     library = Library(209, 23, cublaslt.TILE_128X160, 201)
     serve(library)
     x, weight = tensors()
@@ -113,7 +114,7 @@ def test_the_wanted_kernel_multiplies(serve: Any) -> None:
     assert library.asked == [cublaslt.LISTED_AT[0]] * 2
 
 
-def test_the_kernel_is_taken_from_any_list_that_has_it(serve: Any) -> None:
+def test_the_kernel_comes_from_any_list_that_has_it(serve: Any) -> None:
     library = Library(23, cublaslt.TILE_128X160, listed=cublaslt.LISTED_AT[-1:])
     serve(library)
     assert cublaslt.product(*tensors()) is not None
@@ -121,7 +122,7 @@ def test_the_kernel_is_taken_from_any_list_that_has_it(serve: Any) -> None:
 
 
 @pytest.mark.parametrize("cause", [{"failing": "MatmulAlgoCheck"}, {"workspace": 65}], ids=["refused", "too much memory"])
-def test_torch_serves_a_number_of_tokens_that_the_kernel_does_not(
+def test_torch_multiplies_numbers_of_tokens_that_the_kernel_does_not_support(
     serve: Any, caplog: pytest.LogCaptureFixture, cause: dict[str, Any]
 ) -> None:
     library = Library(cublaslt.TILE_128X160, **cause)
@@ -130,13 +131,13 @@ def test_torch_serves_a_number_of_tokens_that_the_kernel_does_not(
     assert cublaslt.product(*tensors()) is None
     assert not library.products
     assert library.calls.count("MatmulAlgoCheck") == 1
-    assert not caplog.records  # nothing is broken by it: other numbers may be served
+    assert not caplog.records  # not a failure: other numbers may be supported
     library.failing, library.workspace = "", 64
     assert cublaslt.product(*tensors(num_tokens=64)) is not None
 
 
 @pytest.mark.parametrize("tiles", [(), (209, 23)])
-def test_torch_serves_where_the_kernel_is_not_offered(serve: Any, tiles: tuple[int, ...]) -> None:
+def test_torch_multiplies_if_the_kernel_is_not_offered(serve: Any, tiles: tuple[int, ...]) -> None:
     library = Library(*tiles)
     serve(library)
     assert cublaslt.product(*tensors()) is None
@@ -147,7 +148,7 @@ def test_torch_serves_where_the_kernel_is_not_offered(serve: Any, tiles: tuple[i
 
 
 @pytest.mark.parametrize("size", [(31, 48, 16), (33, 48, 16), (48, 48, 16), (32, 47, 16), (32, 48, 15), (0, 48, 16)])
-def test_torch_serves_small_products_and_odd_numbers_of_tokens(serve: Any, size: tuple[int, int, int]) -> None:
+def test_torch_multiplies_small_products_and_odd_numbers_of_tokens(serve: Any, size: tuple[int, int, int]) -> None:
     library = Library(cublaslt.TILE_128X160)
     serve(library)
     assert cublaslt.product(*tensors(*size)) is None
@@ -155,7 +156,7 @@ def test_torch_serves_small_products_and_odd_numbers_of_tokens(serve: Any, size:
 
 
 @pytest.mark.parametrize("failing", ["Matmul", "MatmulAlgoGetHeuristic"])
-def test_a_failure_is_told_once(serve: Any, caplog: pytest.LogCaptureFixture, failing: str) -> None:
+def test_a_failure_is_reported_once(serve: Any, caplog: pytest.LogCaptureFixture, failing: str) -> None:
     library = Library(cublaslt.TILE_128X160, failing=failing)
     serve(library)
     with caplog.at_level("WARNING", logger="culet"):
@@ -166,23 +167,23 @@ def test_a_failure_is_told_once(serve: Any, caplog: pytest.LogCaptureFixture, fa
     assert f"cublasLt{failing} returned 13" in caplog.text
 
 
-def test_a_cpu_and_other_types_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_and_other_types_are_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = tensors()
     for name in ("MIN_TOKENS", "MIN_OUTPUTS", "MIN_INPUTS"):
         monkeypatch.setattr(cublaslt, name, 0)
     assert cublaslt.product(x, weight) is None
-    assert not cublaslt._suits(x.float(), weight.float())
-    assert not cublaslt._suits(x[:, :8], weight)
+    assert not cublaslt._is_supported(x.float(), weight.float())
+    assert not cublaslt._is_supported(x[:, :8], weight)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("num_tokens", [4096, 8192, 5001])
 def test_products_on_a_gpu(num_tokens: int) -> None:
-    """Those of the 31B's queries, keys and values; also through the op that layers call."""
-    if torch.cuda.get_device_capability() != cublaslt.CAPABILITY:
-        pytest.skip("the kernel is chosen on Hopper alone")
-    from culet.kernels.triton.linear import linear
+    """The products of the 31B's queries, keys and values; also through the op that layers call."""
+    if not hardware.is_hopper(hardware.capability_of()):
+        pytest.skip("the kernel is chosen on Hopper only")
+    from culet.kernels.triton.linear.few_tokens import linear
 
     torch.manual_seed(0)
     x = torch.randn(num_tokens, 5376, dtype=torch.bfloat16, device="cuda")
@@ -193,4 +194,4 @@ def test_products_on_a_gpu(num_tokens: int) -> None:
         through_layers = linear(x, weight)
         assert y is None or torch.equal(through_layers, y)
         torch.testing.assert_close(through_layers.float(), (x @ weight.T).float(), rtol=1e-2, atol=1e-2)
-        x = x.flip(0)  # the same shape again, which has its plan by now
+        x = x.flip(0)  # the same shape again, whose plan exists

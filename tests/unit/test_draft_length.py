@@ -267,8 +267,8 @@ def test_noise_makes_no_round_cheaper_than_a_step() -> None:
     assert fitted.round(1, 1) == pytest.approx(2e-2)
 
 
-# Measured on an H200 with random weights (docs/LOG.md): a round of three drafts against a plain step, at 1, 8 and 32 sequences,
-# with a wait for what was accepted after each.
+# Measured on an H200 with random weights (docs/log/drafting.md): a round of three drafts against a plain step, at 1, 8 and
+# 32 sequences, with a wait for what was accepted after each.
 MEASURED = {"31B": (1.11, 1.14, 1.35), "E4B": (1.46, 1.58, 1.81), "26B-A4B": (2.43, 2.01, 1.44)}
 
 

@@ -1,4 +1,4 @@
-"""The engine's process, without a process: what its loop tells the other end when steps fail."""
+"""The loop of the engine process, in a thread: what it reports when steps fail."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from culet.types import FinishReason, TokenDelta
 
 
 class BrittleEngine(FakeEngine):
-    """Fails at each step for which there is an error, and forgets all requests, as the real one does."""
+    """Fails at each step that has an error, and forgets all requests, as the real engine does."""
 
     def __init__(self, errors: list[Exception | None]) -> None:
         super().__init__(Script(((10, 11),)), ScheduleConfig(max_num_seqs=4, max_queue_len=4))
         self.errors = errors
 
-    def advance(self) -> list[TokenDelta]:
+    def step(self) -> list[TokenDelta]:
         error = self.errors.pop(0) if self.errors else None
         if error is not None:
             self._running.clear()
             self._waiting.clear()
             raise error
-        return super().advance()
+        return super().step()
 
 
 class OtherEnd:
@@ -66,7 +66,7 @@ class OtherEnd:
         self._socket.sendall(b"".join(bytes(frame(command)) for command in commands))
 
     def next(self) -> Report:
-        """The next report that is not about how things stand."""
+        """The next report other than Stats."""
         while True:
             while not self._reports:
                 self._reports += self._frames.push(self._socket.recv(65536))
@@ -76,7 +76,7 @@ class OtherEnd:
 
     def close(self) -> None:
         self._socket.close()
-        self.thread.join(10)
+        self.thread.join(120)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def opened() -> Iterator[list[OtherEnd]]:
         end.close()
 
 
-def test_a_failed_step_ends_its_requests_alone(opened: list[OtherEnd]) -> None:
+def test_a_failed_step_ends_only_its_requests(opened: list[OtherEnd]) -> None:
     end = OtherEnd(BrittleEngine([None, RuntimeError("broken")]))
     opened.append(end)
     end.send(Submit(make_request("a", max_tokens=9, n=2)))
@@ -104,7 +104,7 @@ def test_a_failed_step_ends_its_requests_alone(opened: list[OtherEnd]) -> None:
     assert isinstance(answer, Deltas)
     assert answer.deltas[0].finish_reason is FinishReason.LENGTH
     end.send(Stop())
-    end.thread.join(10)
+    end.thread.join(120)
     assert end.code == 0
 
 
@@ -122,11 +122,11 @@ def test_an_engine_beyond_repair_ends(opened: list[OtherEnd], errors: list[Excep
     last = end.next()
     assert isinstance(last, Failed)
     assert last.kind == "WorkerDied"
-    end.thread.join(10)
+    end.thread.join(120)
     assert end.code == 2
 
 
-def test_memory_that_ran_out_is_no_lost_device(opened: list[OtherEnd]) -> None:
+def test_running_out_of_memory_does_not_lose_the_device(opened: list[OtherEnd]) -> None:
     error = type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory")
     end = OtherEnd(BrittleEngine([error]))
     opened.append(end)
@@ -138,7 +138,7 @@ def test_memory_that_ran_out_is_no_lost_device(opened: list[OtherEnd]) -> None:
     assert answer.deltas[0].finish_reason is FinishReason.LENGTH
 
 
-def test_what_the_queue_cannot_take_is_refused(opened: list[OtherEnd]) -> None:
+def test_a_full_queue_refuses(opened: list[OtherEnd]) -> None:
     end = OtherEnd(BrittleEngine([]))
     opened.append(end)
     end.send(Submit(make_request("first", max_tokens=10**9, n=4)), Submit(make_request("late")))

@@ -13,7 +13,7 @@ import torch
 
 from culet.cache.spec import CacheLayout, KVSpec, plan_cache
 from culet.errors import InternalError
-from culet.kernels.host_transfer import Staged
+from culet.kernels.host_transfer import PackedArrays
 from culet.runner.checks import check_step
 from culet.runner.fill import fill
 from culet.types import PageTable, Row, StepPlan
@@ -190,7 +190,7 @@ def test_arrays_travel_packed() -> None:
         "table": chance.integers(0, 99, (3, 5), dtype=np.int32),
         "last": chance.integers(0, 99, 1, dtype=np.int64),
     }
-    staged = Staged()
+    staged = PackedArrays()
     for name, array in arrays.items():
         staged.add(name, array)
     buffer = torch.zeros(staged.num_bytes, dtype=torch.uint8)

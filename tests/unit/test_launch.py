@@ -1,4 +1,4 @@
-"""Which compiled kernel a launch takes: told apart at least as finely as Triton does."""
+"""Launches find their compiled kernel by a key at least as fine as Triton's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from culet.kernels.triton.launch import Launch, only_warm
 
 
 class Kernel:
-    """A compiled kernel's stand-in that keeps what it is asked to do."""
+    """A stand-in for a kernel that records its calls."""
 
     def __init__(self) -> None:
         self.device_caches: dict[int, Any] = {}
@@ -47,7 +47,7 @@ class Kernel:
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    for name in ("_compiled", "_warmed", "_parameters", "_settled"):
+    for name in ("_compiled", "_warmed", "_parameters", "_prepared"):
         monkeypatch.setattr(launch, name, type(getattr(launch, name))())
 
 
@@ -55,7 +55,7 @@ MEMORY = torch.zeros(64, dtype=torch.float32)
 BASE: dict[str, Any] = {"x": MEMORY, "count": 32, "length": 5, "BLOCK": 64}
 
 
-def test_the_second_launch_goes_past_triton() -> None:
+def test_the_second_launch_bypasses_triton() -> None:
     kernel, other = Kernel(), torch.ones(64)
     Launch(kernel, (3,), BASE, {"num_warps": 4}).run()
     Launch(kernel, (5, 2), {"BLOCK": 64, "length": 9, "count": 48, "x": other}, {"num_warps": 4}).run()
@@ -79,7 +79,7 @@ def test_the_second_launch_goes_past_triton() -> None:
         ({}, {"num_warps": 8}),
     ],
 )
-def test_what_triton_compiles_anew_for_is_told_apart(change: dict[str, Any], options: dict[str, Any]) -> None:
+def test_the_key_differs_where_triton_compiles_another_kernel(change: dict[str, Any], options: dict[str, Any]) -> None:
     kernel = Kernel()
     for given, chosen in ((BASE, {"num_warps": 4}), (BASE | change, {"num_warps": 4} | options)):
         Launch(kernel, (1,), given, chosen).run()
@@ -88,7 +88,7 @@ def test_what_triton_compiles_anew_for_is_told_apart(change: dict[str, Any], opt
 
 
 @pytest.mark.parametrize("value", [0.5, True, SimpleNamespace(block_shape=[16])], ids=["float", "bool", "unknown"])
-def test_other_arguments_are_left_to_triton(value: Any) -> None:
+def test_triton_launches_with_other_arguments(value: Any) -> None:
     kernel = Kernel()
     for _ in range(3):
         Launch(kernel, (1,), BASE | {"count": value}).run()
@@ -102,7 +102,7 @@ def a_descriptor(dtype: torch.dtype = torch.bfloat16, box: tuple[int, int] = (64
 
 
 @pytest.mark.parametrize("change", [{"dtype": torch.float32}, {"box": (32, 64)}, {"swizzle": 64}])
-def test_descriptors_are_told_apart_by_what_they_fetch(change: dict[str, Any]) -> None:
+def test_the_key_of_a_descriptor_is_what_it_fetches(change: dict[str, Any]) -> None:
     kernel = Kernel()
     first, again, other = a_descriptor(), a_descriptor(), a_descriptor(**change)
     for descriptor in (first, again, other):
@@ -122,11 +122,11 @@ def test_a_kernel_is_warmed_once() -> None:
     assert not kernel.by_triton
 
 
-# Launches that differ in tensors and grid alone
+# Launches that differ only in tensors and grid
 
 
 class Described:
-    """Describes the same launch for other tensors, and counts how often it is asked to."""
+    """Describes the same launch for other tensors, and counts how often."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.count = kernel, 0
@@ -136,10 +136,10 @@ class Described:
             self.count += 1
             return Launch(self.kernel, grid, BASE | {"x": x}, {"num_warps": 4})
 
-        launch.run_settled((key,), grid, (x,), describe)
+        launch.run_prepared((key,), grid, (x,), describe)
 
 
-def test_a_settled_launch_is_described_once() -> None:
+def test_a_prepared_launch_is_described_once() -> None:
     kernel = Kernel()
     described = Described(kernel)
     described.run(MEMORY)
@@ -155,7 +155,7 @@ def test_a_settled_launch_is_described_once() -> None:
     assert described.count == 2
 
 
-def test_a_settled_launch_serves_only_tensors_that_are_aligned() -> None:
+def test_a_prepared_launch_needs_aligned_tensors() -> None:
     kernel = Kernel()
     described = Described(kernel)
     described.run(MEMORY)
@@ -164,29 +164,29 @@ def test_a_settled_launch_serves_only_tensors_that_are_aligned() -> None:
     assert len(kernel.by_triton) == 2  # compiled for other alignments
     described.run(MEMORY)
     assert described.count == 2
-    # The other way around nothing is settled: the kernel of the first call could not say what it takes.
+    # The other way around nothing is prepared: the first call tells nothing about aligned tensors.
     described.run(MEMORY[1:], key="another")
     described.run(MEMORY, key="another")
     assert described.count == 4
 
 
-def test_what_cannot_be_told_apart_is_not_settled() -> None:
+def test_ambiguous_tensors_are_not_prepared() -> None:
     kernel = Kernel()
     for _ in range(2):  # which of the two tensors is x?
-        launch.run_settled(("key",), (1, 1), (MEMORY, MEMORY), lambda: Launch(kernel, (1,), BASE))
-    for _ in range(2):  # x is none of them
-        launch.run_settled(("other",), (1, 1), (torch.ones(4),), lambda: Launch(kernel, (1,), BASE))
+        launch.run_prepared(("key",), (1, 1), (MEMORY, MEMORY), lambda: Launch(kernel, (1,), BASE))
+    for _ in range(2):  # neither is x
+        launch.run_prepared(("other",), (1, 1), (torch.ones(4),), lambda: Launch(kernel, (1,), BASE))
     assert len(kernel.by_triton) == 1
     assert all(call[9] == MEMORY.data_ptr() for call in kernel.direct)
-    assert launch._settled == {("key",): None, ("other",): None}
+    assert launch._prepared == {("key",): None, ("other",): None}
 
 
-def test_warming_settles_nothing() -> None:
+def test_warming_prepares_nothing() -> None:
     kernel = Kernel()
     described = Described(kernel)
     with only_warm():
         described.run(MEMORY)
-    assert (kernel.warmed, described.count, launch._settled) == (1, 1, {})
+    assert (kernel.warmed, described.count, launch._prepared) == (1, 1, {})
     described.run(MEMORY)
     with only_warm():
         described.run(MEMORY)

@@ -1,11 +1,15 @@
-"""Imports point one way only, typing and lazy ones included, and what must not load torch does not."""
+"""The structure of the package: imports point one way and have no cycles, folders stay small, and seams hold.
+
+Every check reads every file, and counts typing-only and lazy imports like any other.
+"""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,9 +17,10 @@ import pytest
 import culet
 
 ROOT = Path(culet.__file__).parent
-BASE = ("errors", "env", "log", "types", "config", "registry", "line_process")
+BASE = ("errors", "env", "log", "types", "config", "registry", "line_process", "hardware", "version")
+MAX_MODULES = 13  # side by side in one folder, besides __init__
 
-# A part may import base, what stands here, and what those may import.
+# A package may import base, the packages listed here, and whatever those may import.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "base": (),
     "text": (),
@@ -26,21 +31,23 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "attention": ("kernels", "cache"),
     "layers": ("parallel", "attention"),
     "models": ("layers",),
-    "sampling": ("kernels", "parallel", "structured"),
+    "sampling": ("kernels", "parallel"),
     "drafters": ("models", "sampling"),
     "scheduler": ("cache",),
-    "runner": ("models", "sampling", "drafters"),
+    "runner": ("models", "sampling", "drafters", "structured"),
     "engine": ("models", "scheduler", "runner", "text", "structured"),
-    "serve": ("engine", "text", "structured", "testing"),
-    "testing": ("models", "serve"),
+    "serve": ("engine", "text", "structured"),
+    "testing": ("models", "drafters", "serve"),
     "bench": ("engine", "attention", "kernels"),
 }
 ALLOWED["cli"] = tuple(ALLOWED)
-ALLOWED["culet"] = ("engine",)  # the package's own __init__ hands LLM and SamplingParams out, on first use
-# Files that may not use all that their part may.
-KERNELS_IN_CACHE = ("culet.cache.pool",)
-TORCH_IN_CACHE = ("culet.cache.pool",)
+ALLOWED["culet"] = ("engine",)  # culet/__init__.py exports LLM and SamplingParams, imported on first use
 
+# Most of `cache` loads without torch; only the pool holds tensors.
+POOL = "culet.cache.pool"
+
+# Packages and modules that load on a machine without torch.
+TORCH_FREE_PACKAGES = ("text", "scheduler", "cli")
 TORCH_FREE = (
     *("culet", *(f"culet.{name}" for name in BASE)),
     *("culet.models.spec", "culet.models.checkpoint", "culet.models.variants", "culet.models.sizes"),
@@ -48,20 +55,22 @@ TORCH_FREE = (
     *("culet.drafters.base", "culet.drafters.mtp.plan", "culet.drafters.dflash.plan"),
     *("culet.attention.plan", "culet.attention.picture"),
     *("culet.cache.spec", "culet.cache.arena", "culet.cache.prefix"),
+    *("culet.structured.forms", "culet.structured.tool_grammar", "culet.structured.check", "culet.engine.requests"),
 )
 
 
-def modules() -> dict[str, Path]:
+@cache
+def modules() -> Mapping[str, Path]:
     """Every module of the package by its dotted name."""
-    found = {}
+    paths = {}
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT.parent).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return paths
 
 
 def imports(path: Path, name: str) -> Iterator[tuple[str, int]]:
-    """(dotted name, line) of each import of culet's own, wherever it stands in the file."""
+    """(dotted name, line) of each import from culet, wherever it stands in the file."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -75,37 +84,34 @@ def imports(path: Path, name: str) -> Iterator[tuple[str, int]]:
                 yield from ((f"{source}.{alias.name}", node.lineno) for alias in node.names)
 
 
-def part_of(name: str) -> str:
-    """The part of the table that a module, or a name within it, belongs to."""
+# Packages
+
+
+def package_of(name: str) -> str:
+    """The row of the table for a module, or for a name inside a module."""
     parts = name.split(".")
     if len(parts) == 1:
         return "culet"
-    if parts[1] in culet._LAZY:  # a name that `culet` hands out stands for where it comes from
-        return part_of(culet._LAZY[parts[1]])
+    if parts[1] in culet._LAZY:  # a name that `culet` exports counts as the module it comes from
+        return package_of(culet._LAZY[parts[1]])
     return "base" if parts[1] in BASE or parts[1] == "__version__" else parts[1]
 
 
-def reachable(part: str) -> set[str]:
-    """All that `part` may import."""
-    found = {part, "base"}
-    for other in ALLOWED[part]:
-        found |= {other} | reachable(other)
-    return found
+def reachable(package: str) -> set[str]:
+    """All packages that `package` may import."""
+    return {package, "base"}.union(*({other} | reachable(other) for other in ALLOWED[package]))
 
 
 def violations(name: str, path: Path) -> list[str]:
-    part, problems = part_of(name), []
+    package, problems = package_of(name), []
+    allowed = reachable(package)
+    if package == "scheduler" or (package == "cache" and name != POOL):
+        allowed -= {"kernels"}
     for target, line in imports(path, name):
-        other = part_of(target)
-        allowed = reachable(part)
-        if part == "cache" and name not in KERNELS_IN_CACHE:
-            allowed -= {"kernels"}
-        if part == "scheduler":
-            allowed -= {"kernels"}
-        if part == "scheduler" and target.startswith(TORCH_IN_CACHE):
-            problems.append(f"{name}:{line} imports {target}: the scheduler may use the torch-free part of cache")
-        if other not in allowed:
-            problems.append(f"{name}:{line} imports {target}: {part} may import {', '.join(sorted(allowed))}")
+        if package == "scheduler" and target.startswith(POOL):
+            problems.append(f"{name}:{line} imports {target}: the scheduler may not import torch")
+        if package_of(target) not in allowed:
+            problems.append(f"{name}:{line} imports {target}: {package} may import {', '.join(sorted(allowed))}")
     return problems
 
 
@@ -121,7 +127,7 @@ def test_imports_point_one_way():
 
 
 @pytest.mark.parametrize(
-    ("name", "source", "is_fine"),
+    ("name", "source", "is_allowed"),
     [
         ("culet.kernels.norm", "from culet.errors import UserError", True),
         ("culet.kernels.norm", "from culet.cache.spec import KVSpec", False),
@@ -142,6 +148,7 @@ def test_imports_point_one_way():
         ("culet.scheduler.scheduler", "import culet.runner.runner", False),
         ("culet.runner.runner", "from culet.scheduler.scheduler import Scheduler", False),
         ("culet.runner.runner", "from culet.cache.pool import Pool", True),
+        ("culet.runner.runner", "from culet.structured.compiler import GrammarCompiler", True),
         ("culet.models.spec", "from culet.cache.spec import KVSpec", True),
         ("culet.engine.engine", "from culet.serve.app import app", False),
         ("culet.engine.engine", "from culet import __version__, env", True),
@@ -152,50 +159,210 @@ def test_imports_point_one_way():
         ("culet.cli.main", "from culet.engine.llm import LLM", True),
         ("culet.errors", "from culet.models.spec import ModelSpec", False),
         ("culet.sampling.sampler", "from culet.models.spec import ModelSpec", False),
+        ("culet.text.output", "from culet.structured.forms import ResponseFormat", False),
+        ("culet.serve.app", "from culet.testing.tiny import write_checkpoint", False),
     ],
 )
-def test_the_rule_itself(tmp_path: Path, name, source, is_fine):
+def test_the_rule_itself(tmp_path: Path, name, source, is_allowed):
     path = tmp_path / f"{name.rpartition('.')[2]}.py"
     path.write_text(source)
-    assert (violations(name, path) == []) == is_fine
+    assert (violations(name, path) == []) == is_allowed
+
+
+# Cycles between modules
+
+
+def import_graph(paths: Mapping[str, Path]) -> dict[str, set[str]]:
+    """The modules that each module imports. `from package import name` counts as the module `package.name`, if it is one."""
+    graph: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        targets = {target if target in paths else target.rpartition(".")[0] for target, _ in imports(path, name)}
+        graph[name] = {target for target in targets if target in paths and target != name}
+    return graph
+
+
+def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or not (strongly connected components)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    groups: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = lowest[name] = len(order)
+        stack.append(name)
+        for target in sorted(graph[name]):
+            if target not in order:
+                visit(target)
+                lowest[name] = min(lowest[name], lowest[target])
+            elif target in stack:
+                lowest[name] = min(lowest[name], order[target])
+        if lowest[name] == order[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                groups.append(sorted(group))
+
+    for name in sorted(graph):
+        if name not in order:
+            visit(name)
+    return groups
+
+
+def test_there_are_no_import_cycles():
+    assert cycles(import_graph(modules())) == []
+
+
+def test_cycles_are_found(tmp_path: Path):
+    sources = {
+        "culet.a": "from culet.b import f",
+        "culet.b": "def g():\n    from culet import c",
+        "culet.c": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from culet.a import A",
+        "culet.d": "import culet.a\nfrom culet import e",
+        "culet.e": "",
+    }
+    paths = {name: tmp_path / f"{name.rpartition('.')[2]}.py" for name in sources}
+    for name, path in paths.items():
+        path.write_text(sources[name])
+    assert cycles(import_graph(paths)) == [["culet.a", "culet.b", "culet.c"]]
+    paths["culet.c"].write_text("from culet.e import A")
+    assert cycles(import_graph(paths)) == []
+
+
+# Folders
+
+
+def test_folders_are_small():
+    counts = {folder: len(list(folder.glob("*.py"))) - 1 for folder in {path.parent for path in modules().values()}}
+    assert {str(folder.relative_to(ROOT)): count for folder, count in counts.items() if count > MAX_MODULES} == {}
+
+
+# The Weight seam: only `layers/weight` and `kernels/` know the format of a weight
+
+WEIGHT_CODE = ("layers/weight", "kernels/")
+FORMATS = ("bfloat16", "float16", "half", "int8", "int4", "uint4", "float8", "float4")  # beginnings of torch's names
+# Other code that names such a dtype, and what it means there.
+NOT_WEIGHTS = {
+    "attention/triton.py": "queries: the Hopper kernels need bfloat16",
+    "bench/attention_cases.py": "inputs of attention kernels",
+    "bench/kernels.py": "inputs of attention kernels",
+    "bench/timing.py": "a buffer that flushes the L2 cache",
+    "cache/pool.py": "the KV cache",
+    "engine/resolve.py": "activations: the setting --dtype",
+    "layers/placement.py": "random values before a weight takes them",
+    "testing/random_dflash.py": "a checkpoint that is written to disk",
+    "testing/tiny.py": "a checkpoint that is written to disk",
+}
+if not (ROOT / "layers" / "weight").exists():  # the code that moves there
+    NOT_WEIGHTS |= {"drafters/mtp/model.py": "the fp8 head", "models/random_weights.py": "random weights"}
+
+
+def named_formats(source: str) -> Iterator[str]:
+    """Where a file names a weight's dtype: a dtype such as torch.int8, a cast such as x.half(), or weight.dtype."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Attribute):
+            continue
+        value = node.value
+        if isinstance(value, ast.Name) and value.id == "torch" and node.attr.startswith(FORMATS):
+            yield f"{node.lineno}: torch.{node.attr}"
+        elif node.attr in ("bfloat16", "half"):
+            yield f"{node.lineno}: .{node.attr}"
+        elif node.attr in ("dtype", "element_size", "itemsize") and _is_weight(value):
+            yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def _is_weight(node: ast.expr) -> bool:
+    """Whether an expression is called a weight: `weight`, `layer.up_weight`, `self.weights[0]`."""
+    is_element = isinstance(node, ast.Subscript)
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name.endswith(("weight", "weights") if is_element else "weight")
+
+
+def test_only_weights_and_kernels_name_a_weights_dtype():
+    problems = {}
+    for path in modules().values():
+        place = path.relative_to(ROOT).as_posix()
+        if not place.startswith(WEIGHT_CODE) and place not in NOT_WEIGHTS:
+            problems[place] = list(named_formats(path.read_text(encoding="utf-8")))
+    assert {place: lines for place, lines in problems.items() if lines} == {}
+
+
+def test_the_exceptions_name_no_weight():
+    """A module with an exception may name a dtype, but may still not ask a weight for its own."""
+    for place in NOT_WEIGHTS:
+        if (ROOT / place).exists():
+            lines = list(named_formats((ROOT / place).read_text(encoding="utf-8")))
+            assert [line for line in lines if "weight" in line] == [], place
+
+
+@pytest.mark.parametrize(
+    ("source", "is_named"),
+    [
+        ("x.to(torch.bfloat16)", True),
+        ("torch.empty(3, dtype=torch.float8_e4m3fn)", True),
+        ("scale = torch.finfo(torch.int8).max", True),
+        ("y = x.half()", True),
+        ("if layer.weight.dtype == dtype: pass", True),
+        ("size = self.weights[0].element_size()", True),
+        ("up_weight.dtype", True),
+        ("x.to(torch.float32)", False),
+        ("torch.zeros(8, dtype=torch.uint8)", False),  # raw bytes
+        ("hidden_TD.dtype", False),
+        ("weight.num_bytes", False),
+        ("weights.dtype", False),  # what makes weights knows the activations' dtype
+    ],
+)
+def test_the_guard_itself(source, is_named):
+    assert bool(list(named_formats(source))) == is_named
 
 
 # What loads without torch
 
 
 def torch_free_modules() -> list[str]:
-    """The modules that must load on a machine without torch; all of scheduler and cli are among them."""
-    whole = [name for name in modules() if name.split(".")[1:2] in (["scheduler"], ["cli"])]
+    """The modules that load on a machine without torch: those of the table, and the __init__ of every package."""
+    whole = [name for name in modules() if len(name.split(".")) > 1 and name.split(".")[1] in TORCH_FREE_PACKAGES]
     packages = [name for name, path in modules().items() if path.name == "__init__.py"]
     return sorted({*TORCH_FREE, *whole, *packages})
+
+
+def failures(names: list[str], refused: set[str]) -> str:
+    """Import `names` in a fresh interpreter in which the packages `refused` do not exist; what fails, line by line."""
+    code = f"""
+import importlib, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {refused!r}:
+            raise ImportError(f"{{name}} must not be imported here")
+sys.meta_path.insert(0, Refuse())
+for name in {names!r}:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        print(f"{{name}}: {{error}}")
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def test_torch_free_modules_load_without_torch():
     names = torch_free_modules()
     assert set(names) <= set(modules())
-    code = f"""
-import importlib, sys
-HEAVY = {{"torch", "numpy", "triton", "transformers", "safetensors", "tokenizers", "huggingface_hub"}}
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in HEAVY:
-            raise ImportError(f"{{name}} must not be imported here")
-sys.meta_path.insert(0, Refuse())
-failed = []
-for name in {names!r}:
-    try:
-        importlib.import_module(name)
-    except ImportError as error:
-        failed.append(f"{{name}}: {{error}}")
-print("\\n".join(failed))
-sys.exit(bool(failed))
-"""
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stdout + process.stderr
+    assert failures(names, {"torch", "triton", "transformers"}) == ""
+
+
+def test_the_planner_needs_no_other_heavy_package():
+    """What `culet plan` may import loads without numpy and the libraries that read weights, too."""
+    names = [name for name in torch_free_modules() if package_of(name) not in ("text", "structured", "engine")]
+    heavy = {"torch", "numpy", "triton", "transformers", "safetensors", "tokenizers", "huggingface_hub", "llguidance"}
+    assert failures(names, heavy) == ""
 
 
 def test_each_torch_free_module_stands_alone():
-    """Each in a fresh interpreter, so that none leans on what another imported before."""
+    """Each in a fresh interpreter, so that none depends on what another imported before."""
     code = "import importlib, sys; importlib.import_module(sys.argv[1]); assert 'torch' not in sys.modules"
     for name in TORCH_FREE:
         process = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=False)

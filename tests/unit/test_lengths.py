@@ -1,4 +1,4 @@
-"""Files and functions of the package are short enough to be read in one go. GPU kernels are functions like any other."""
+"""Files and functions of the package are short enough to read in one sitting. This includes GPU kernels."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 
 def long_functions(source: str) -> list[str]:
-    """Names and lengths of the functions that are too long, decorators not counted."""
-    found = []
+    """Names and lengths of the functions that are too long, without decorators."""
+    problems = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > FUNCTION_LINES:
-                found.append(f"{node.name} has {length} lines")
-    return found
+                problems.append(f"{node.name} has {length} lines")
+    return problems
 
 
-def test_the_measure() -> None:
+def test_the_rule_itself() -> None:
     line = "        pass\n"
     assert long_functions("@cut\ndef short():\n" + line * (FUNCTION_LINES - 1)) == []
     assert long_functions("class A:\n    async def long():\n" + line * FUNCTION_LINES) == ["long has 81 lines"]

@@ -1,16 +1,14 @@
-"""Gemma 4's output as thoughts, content and tool calls, however its tokens are grouped."""
+"""Gemma 4's output as thoughts, text and tool calls, however its tokens are grouped."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from culet.text.output_events import ContentPiece, ReasoningPiece, ToolCallArguments, ToolCallEnd, ToolCallStart
-from culet.text.output_reader import OutputReader
-from culet.text.text import NumberTokenizer, Tokenizer
+from culet.text.output_pieces import ReasoningPiece, TextPiece, ToolCall
+from culet.text.output_reader import ChatReader
+from culet.text.tokenizer import NumberTokenizer, Tokenizer
 from tests.unit.output_streams import CITY, MARKS, SCHEMA, SPECIAL, Q, answer, plain_ids, read, write_tokenizer
 
 
@@ -21,23 +19,23 @@ def tokenizer(tmp_path_factory):
     return Tokenizer(folder)
 
 
-# Thoughts and content
+# Thoughts and text
 
 
 def test_plain_text(tokenizer):
-    events, output = read(tokenizer, tokenizer.encode("  hello <b> {a:1}\n<turn|>"))
-    assert events == [ContentPiece("  hello <b> {a:1}\n")]
+    pieces, output = read(tokenizer, tokenizer.encode("  hello <b> {a:1}\n<turn|>"))
+    assert pieces == [TextPiece("  hello <b> {a:1}\n")]
     assert (output.reasoning, output.tool_calls, output.num_reasoning_tokens) == ("", (), 0)
     assert output.has_ended
     assert not answer(tokenizer, "cut of").has_ended
-    assert answer(tokenizer, " \n").content == " \n"
-    assert answer(tokenizer, "").content == ""
+    assert answer(tokenizer, " \n").text == " \n"
+    assert answer(tokenizer, "").text == ""
 
 
 def test_thought_then_answer(tokenizer):
     ids = tokenizer.encode("<|channel>thought\nlet me see\n\n<channel|>the answer<turn|>")
-    events, output = read(tokenizer, ids)
-    assert events == [ReasoningPiece("let me see\n"), ContentPiece("the answer")]
+    pieces, output = read(tokenizer, ids)
+    assert pieces == [ReasoningPiece("let me see\n"), TextPiece("the answer")]
     assert output.num_reasoning_tokens == ids.index(tokenizer.token_id("<channel|>")) + 1
 
 
@@ -64,7 +62,7 @@ def test_thought_then_answer(tokenizer):
 )
 def test_labels_and_empty_thoughts(tokenizer, thought, reasoning):
     output = answer(tokenizer, f"<|channel>{thought}<channel|>yes<turn|>")
-    assert (output.reasoning, output.content) == (reasoning, "yes")
+    assert (output.reasoning, output.text) == (reasoning, "yes")
 
 
 @pytest.mark.parametrize(
@@ -85,11 +83,11 @@ def test_labels_and_empty_thoughts(tokenizer, thought, reasoning):
 )
 def test_prompt_with_an_open_channel(tokenizer, prompt, text, reasoning):
     output = answer(tokenizer, text, prompt_ids=tokenizer.encode(prompt))
-    assert (output.reasoning, output.content) == (reasoning, "yes")
+    assert (output.reasoning, output.text) == (reasoning, "yes")
 
 
 def test_in_reasoning_says_where_the_next_token_belongs(tokenizer):
-    reader = OutputReader(tokenizer, prompt_ids=tokenizer.encode("<|channel>thought\n"))
+    reader = ChatReader(tokenizer, prompt_ids=tokenizer.encode("<|channel>thought\n"))
     assert reader.in_reasoning
     reader.push(tokenizer.encode("hm<channel|>"))
     assert not reader.in_reasoning
@@ -98,32 +96,32 @@ def test_in_reasoning_says_where_the_next_token_belongs(tokenizer):
 
 
 def test_several_thoughts(tokenizer):
-    events, _ = read(tokenizer, tokenizer.encode("<|channel>thought\none\n<channel|>a<|channel>thought\ntwo<channel|>b"))
-    assert events == [ReasoningPiece("one"), ContentPiece("a"), ReasoningPiece("\ntwo"), ContentPiece("b")]
+    pieces, _ = read(tokenizer, tokenizer.encode("<|channel>thought\none\n<channel|>a<|channel>thought\ntwo<channel|>b"))
+    assert pieces == [ReasoningPiece("one"), TextPiece("a"), ReasoningPiece("\ntwo"), TextPiece("b")]
 
 
 def test_thought_cut_off(tokenizer):
     assert answer(tokenizer, "<|channel>thou").reasoning == ""
     output = answer(tokenizer, "<|channel>thought\nand then ")
-    assert (output.reasoning, output.content) == ("and then ", "")
+    assert (output.reasoning, output.text) == ("and then ", "")
 
 
 @pytest.mark.parametrize("end", ["<turn|>", "<eos>", "<|tool_response>"])
 def test_end_of_turn(tokenizer, end):
     output = answer(tokenizer, f"yes{end}no<|channel>thought\nhm<channel|>{CITY}")
-    assert (output.content, output.reasoning, output.tool_calls, output.has_ended) == ("yes", "", (), True)
-    assert answer(tokenizer, f"yes{end} go on", ignore_end=True).content == "yes go on"
+    assert (output.text, output.reasoning, output.tool_calls, output.has_ended) == ("yes", "", (), True)
+    assert answer(tokenizer, f"yes{end} go on", ignore_end=True).text == "yes go on"
 
 
 def test_end_ids_and_other_special_tokens(tokenizer):
     output = answer(tokenizer, f"a<pad>b<|think|>{Q}<channel|><tool_call|><|image|>c!d", end_ids=tokenizer.encode("!"))
-    assert (output.content, output.has_ended) == ("abc", True)
+    assert (output.text, output.has_ended) == ("abc", True)
 
 
 def test_markup_of_ordinary_tokens_is_text(tokenizer):
     looks = f"<|channel>thought\nhm<channel|>{CITY}<turn|>"
-    events, output = read(tokenizer, plain_ids(tokenizer, looks))
-    assert events == [ContentPiece(looks)]
+    pieces, output = read(tokenizer, plain_ids(tokenizer, looks))
+    assert pieces == [TextPiece(looks)]
     assert not output.has_ended
     body = [*tokenizer.encode(f"<|tool_call>call:f{{a:{Q}"), *plain_ids(tokenizer, f'x{Q},b:1}}<tool_call|>"\\')]
     ids = [*body, *tokenizer.encode(f"{Q}}}<tool_call|>")]
@@ -136,42 +134,37 @@ def test_other_ids_and_no_ids(tokenizer, tmp_path):
     assert other.token_id("<|tool_call>") != tokenizer.token_id("<|tool_call>")
     text = f"<|channel>thought\nhm\n<channel|>yes{CITY}<|tool_response>"
     assert read(other, other.encode(text))[0] == read(tokenizer, tokenizer.encode(text))[0]
-    assert read(NumberTokenizer(100), [48, 100, 7])[1].content == " 48 7"
+    assert read(NumberTokenizer(100), [48, 100, 7])[1].text == " 48 7"
 
 
 # Tool calls
 
 
-def test_call_and_its_events(tokenizer):
-    events, output = read(tokenizer, tokenizer.encode(f"<|channel>thought\nhm\n<channel|>{CITY}<|tool_response>"))
-    assert events == [
-        ReasoningPiece("hm"),
-        ToolCallStart(0, "id0", "weather"),
-        ToolCallArguments(0, '{"city":"Paris"}'),
-        ToolCallEnd(0),
-    ]
-    assert output.tool_calls[0].arguments == {"city": "Paris"}
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        events[0].text = ""
+def test_a_call_comes_whole(tokenizer):
+    pieces, output = read(tokenizer, tokenizer.encode(f"<|channel>thought\nhm\n<channel|>{CITY}<|tool_response>"))
+    assert pieces == [ReasoningPiece("hm"), ToolCall(0, "id0", "weather", '{"city":"Paris"}', {"city": "Paris"})]
+    assert output.tool_calls == (pieces[1],)
+    with pytest.raises(AttributeError):
+        pieces[0].text = ""
 
 
 def test_call_after_a_thought_that_is_not_closed(tokenizer):
     output = answer(tokenizer, f"<|channel>thought\nI ask\n{CITY}<|tool_response>")
-    assert (output.reasoning, output.content, len(output.tool_calls)) == ("I ask", "", 1)
+    assert (output.reasoning, output.text, len(output.tool_calls)) == ("I ask", "", 1)
     assert len(answer(tokenizer, f"<|channel>{CITY}").tool_calls) == 1
 
 
 def test_parallel_calls_with_text_around(tokenizer):
     other = f"<|tool_call>call:time.now{{zone:{Q}{Q}}}<tool_call|>"
-    events, output = read(tokenizer, tokenizer.encode(f"\n{CITY}\n{other}{CITY} \n<|tool_response>"))
-    assert output.content == ""
+    pieces, output = read(tokenizer, tokenizer.encode(f"\n{CITY}\n{other}{CITY} \n<|tool_response>"))
+    assert output.text == ""
     assert [(call.index, call.id, call.name) for call in output.tool_calls] == [
         (0, "id0", "weather"),
         (1, "id1", "time.now"),
         (2, "id2", "weather"),
     ]
-    assert len(events) == 9
-    assert answer(tokenizer, f"first {CITY}\n then{CITY}").content == "first \n then"
+    assert pieces == list(output.tool_calls)
+    assert answer(tokenizer, f"first {CITY}\n then{CITY}").text == "first \n then"
 
 
 # Unicode
@@ -182,7 +175,7 @@ def test_characters_spread_over_byte_tokens(tokenizer):
     assert len(face) == 4
     text = f"<|channel>thought\n😀é\n<channel|>ü😀<|tool_call>call:f{{ключ:{Q}日本😀{Q}}}<tool_call|>"
     output = answer(tokenizer, text)
-    assert (output.reasoning, output.content) == ("😀é", "ü😀")
+    assert (output.reasoning, output.text) == ("😀é", "ü😀")
     assert output.tool_calls[0].arguments == {"ключ": "日本😀"}
     assert output.tool_calls[0].arguments_json == '{"ключ":"日本😀"}'
 
@@ -192,30 +185,29 @@ def test_characters_cut_off_stay_where_they_began(tokenizer):
     ids = [*tokenizer.encode("<|channel>thought\nhm"), *half, *close, *half, *tokenizer.encode(f"<|tool_call>call:f{{a:{Q}")]
     ids += [*half, *tokenizer.encode(f"{Q}}}<tool_call|>x"), *half]
     output = read(tokenizer, ids)[1]
-    assert (output.reasoning, output.content) == ("hm\ufffd", "\ufffdx\ufffd")
+    assert (output.reasoning, output.text) == ("hm\ufffd", "\ufffdx\ufffd")
     assert output.tool_calls[0].arguments == {"a": "\ufffd"}
     broken = [*tokenizer.encode("<|tool_call>call:f{a:"), *half]
-    assert read(tokenizer, broken)[1].content == tokenizer.decode(broken, skip_special=False)
+    assert read(tokenizer, broken)[1].text == tokenizer.decode(broken, skip_special=False)
 
 
 # Stop strings
 
 
-@pytest.mark.parametrize("hold", [False, True])
-def test_stop_strings_end_the_content_only(tokenizer, hold):
+def test_stop_strings_end_only_the_text(tokenizer):
     text = f"<|channel>thought\nSTOP\n<channel|>a<|tool_call>call:f{{a:{Q}STOP{Q}}}<tool_call|>bST STOP no<|tool_call>"
-    events, output = read(tokenizer, tokenizer.encode(text), stop=["STOP"], hold_calls=hold)
-    assert (output.content, output.stop, output.has_ended) == ("abST ", "STOP", True)
+    pieces, output = read(tokenizer, tokenizer.encode(text), stop=["STOP"])
+    assert (output.text, output.stop, output.has_ended) == ("abST ", "STOP", True)
     assert (output.reasoning, output.tool_calls[0].arguments) == ("STOP", {"a": "STOP"})
-    assert events[-1] == ContentPiece("bST ")
-    assert answer(tokenizer, "a ST", stop=["STOP"]).content == "a ST"
-    assert answer(tokenizer, f"a ST{CITY}OP", stop=["STOP"]).content == "a STOP"
+    assert pieces[-1] == TextPiece("bST ")
+    assert answer(tokenizer, "a ST", stop=["STOP"]).text == "a ST"
+    assert answer(tokenizer, f"a ST{CITY}OP", stop=["STOP"]).text == "a STOP"
     for end in ("<tool_call|>", "<|channel>", "<|tool_call>", ""):
         for begin in ("<|tool_call>", "<|tool_call>call:"):
             output = answer(tokenizer, f"{begin}STOP{end}x", stop=["STOP"])
-            assert (output.content, output.num_malformed, output.reasoning) == (begin, 1, "")
-    events, _ = read(tokenizer, tokenizer.encode("<|tool_call>o ST<|channel>thought\nhm<channel|>"), stop=["STOP"])
-    assert events == [ContentPiece("<|tool_call>o ST", malformed=True), ReasoningPiece("hm")]
+            assert (output.text, output.num_malformed, output.reasoning) == (begin, 1, "")
+    pieces, _ = read(tokenizer, tokenizer.encode("<|tool_call>o ST<|channel>thought\nhm<channel|>"), stop=["STOP"])
+    assert pieces == [TextPiece("<|tool_call>o ST", malformed=True), ReasoningPiece("hm")]
 
 
 # Groupings
@@ -231,11 +223,10 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize("name", STREAMS)
-def test_every_two_way_split(tokenizer, name, hold):
+def test_every_two_way_split(tokenizer, name):
     ids = tokenizer.encode(STREAMS[name])
-    options = {"hold_calls": hold, "stop": ["STOP"], "schemas": {"f": SCHEMA}}
+    options = {"stop": ["STOP"], "schemas": {"f": SCHEMA}}
     whole = read(tokenizer, ids, **options)
     for cut in range(len(ids) + 1):
         assert read(tokenizer, ids, [cut], **options) == whole
@@ -259,7 +250,7 @@ TOKENS = st.sampled_from([*MARKS, "<|tool_call>", "<tool_call|>", Q, "<pad>", "<
 @settings(max_examples=400, deadline=None)
 @given(tokens=st.lists(TOKENS, max_size=40), data=st.data())
 def test_any_tokens_at_all(tokenizer, tokens, data):
-    """Never an exception; the same whatever the grouping; `check` holds; held calls say the same of the text."""
+    """Never an exception; the grouping does not matter; `check` holds."""
     ids = []
     for token in tokens:
         known = tokenizer.token_id(token)
@@ -268,9 +259,4 @@ def test_any_tokens_at_all(tokenizer, tokens, data):
     options = data.draw(
         st.fixed_dictionaries({"ignore_end": st.booleans(), "stop": st.sampled_from([(), ("a",), ("},", "ab")])})
     )
-    events, output = read(tokenizer, ids, cuts, **options)
-    assert (events, output) == read(tokenizer, ids, **options)
-    held_events, held = read(tokenizer, ids, cuts, hold_calls=True, **options)
-    assert (held.content, held.reasoning, held.num_malformed) == (output.content, output.reasoning, output.num_malformed)
-    assert [c.arguments_json for c in held.tool_calls] == [c.arguments_json for c in output.tool_calls]
-    assert all(e.complete for e in held_events if isinstance(e, ToolCallEnd))
+    assert read(tokenizer, ids, cuts, **options) == read(tokenizer, ids, **options)

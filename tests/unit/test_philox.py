@@ -92,14 +92,14 @@ print(json.dumps((out & 0xFFFFFFFF).tolist()))
 
 
 def test_matches_triton(tmp_path):
-    """The same words come out of `tl.philox`: on the GPU, or by Triton's interpreter where there is none."""
+    """`tl.philox` gives the same words, on the GPU or in Triton's interpreter."""
     pytest.importorskip("triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     program = tmp_path / "program.py"
     program.write_text(TRITON_PROGRAM)
     seeds = [0, 1, 2**31, 2**32 - 1, 2**32, 2**40 + 17, 2**63 - 1, 123456789012345]
     samples, positions = list(range(8)), [0, 5, 1000, 262143, 17, 2**31 - 1, 3, 9]
-    # A process of its own: Triton decides at import whether it interprets.
+    # In a separate process: Triton decides at import whether to interpret.
     environment = {**os.environ, "TRITON_INTERPRET": "1" if device == "cpu" else "0"}
     command = [sys.executable, str(program), json.dumps([seeds, samples, positions]), device]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""The attention plan: what each backend takes on each architecture, choices that are refused, and the picture."""
+"""The attention plan: what each backend supports on each architecture, choices that are refused, and the picture."""
 
 from __future__ import annotations
 
@@ -9,26 +9,17 @@ from typing import Any
 
 import pytest
 
+from culet import hardware
 from culet.attention import plan as plan_module
 from culet.attention.picture import draw
-from culet.attention.plan import (
-    ARCHS,
-    BACKENDS,
-    GPUS,
-    NOT_BUILT,
-    AttentionNeed,
-    AttentionPlan,
-    Gpu,
-    arch_of,
-    find_gpu,
-    plan_attention,
-)
+from culet.attention.plan import BACKENDS, AttentionNeed, AttentionPlan, Backend, plan_attention
 from culet.cache.spec import plan_cache
 from culet.errors import ConfigError
+from culet.hardware import ARCHS, GPUS, Arch, Gpu, arch_of, find_gpu
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
+from culet.registry import load
 
-ALL = tuple(BACKENDS)
 SLIDING = AttentionNeed("sliding", (0, 1), 32, 16, 256, 1024, latent=False, width=256, kv_itemsize=2)
 GLOBAL = AttentionNeed("global", (5,), 32, 4, 512, None, latent=True, width=640, kv_itemsize=2)
 
@@ -40,10 +31,30 @@ def plan_for(name: str, gpu: str, choice: str = "auto", **options: Any) -> Atten
     return plan_attention(groups, spec.layers[0].num_heads, find_gpu(gpu), choice, readers=readers, **options)
 
 
-def test_table_covers_the_architectures():
-    assert list(ARCHS) == ["cpu", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
-    assert list(BACKENDS) == ["triton", "flash", "reference"]
-    assert {ARCHS[name].shared_bytes // 1024 for name in ("sm_86", "sm_89", "sm_120")} == {99}
+# A backend as others exist: no large heads, no intervals, not on every GPU.
+def limited_refuses(need: AttentionNeed, arch: Arch) -> str | None:
+    if not arch.is_gpu:
+        return "needs an NVIDIA GPU"
+    if need.head_dim > 256:
+        return f"stops at head dim 256, these layers have {need.head_dim}"
+    return "has no interval of visible keys per token" if need.has_intervals else None
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend `limited`, after triton and before torch_cpu in order of preference."""
+    limited = Backend("culet.attention.limited:LimitedBackend", "small heads only", limited_refuses)
+    order = {"triton": BACKENDS["triton"], "limited": limited, "torch_cpu": BACKENDS["torch_cpu"]}
+    monkeypatch.setattr(plan_module, "BACKENDS", order)
+
+
+def test_order_of_preference():
+    assert list(BACKENDS) == ["triton", "torch_cpu"]
+
+
+def test_every_backend_of_the_table_exists():
+    for backend in BACKENDS.values():
+        assert load(backend.path).__name__ == backend.path.partition(":")[2]
 
 
 # Capabilities
@@ -52,18 +63,18 @@ def test_table_covers_the_architectures():
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("arch", [name for name in ARCHS if name != "cpu"])
 @pytest.mark.parametrize("latent", [True, False])
-def test_triton_takes_every_gemma_shape_on_every_gpu(name, arch, latent):
+def test_triton_supports_every_gemma_shape_on_every_gpu(name, arch, latent):
     gpu = Gpu("some", ARCHS[arch], 1 << 34)
     spec = read_spec(VARIANTS[name])
     groups = plan_cache(spec.kv_specs(2, latent=latent)).groups
-    plan = plan_attention(groups, spec.layers[0].num_heads, gpu, built=("triton", "reference"))
+    plan = plan_attention(groups, spec.layers[0].num_heads, gpu)
     assert {group.backend for group in plan.groups} == {"triton"}
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_reference_takes_everything_everywhere(arch):
-    for need in (SLIDING, GLOBAL, replace(GLOBAL, image_mask=True, kv_itemsize=4, head_dim=48, width=60)):
-        assert BACKENDS["reference"].refuses(need, ARCHS[arch]) is None
+def test_torch_supports_everything_everywhere(arch):
+    for need in (SLIDING, GLOBAL, replace(GLOBAL, has_intervals=True, kv_itemsize=4, head_dim=48, width=60)):
+        assert BACKENDS["torch_cpu"].refuses(need, ARCHS[arch]) is None
 
 
 @pytest.mark.parametrize(
@@ -78,13 +89,8 @@ def test_reference_takes_everything_everywhere(arch):
             "sm_89",
             "192 KiB of shared memory .* sm_89 has 99 KiB",
         ),
-        ("flash", GLOBAL, "sm_90", "stop at head dim 256 on sm_90, these layers have 512"),
-        ("flash", replace(GLOBAL, latent=False, width=512), "sm_80", "stop at head dim 256"),
-        ("flash", replace(SLIDING, latent=True, width=320), "sm_90", "latent"),
-        ("flash", replace(SLIDING, image_mask=True), "sm_90", "image"),
-        ("flash", replace(SLIDING, kv_itemsize=4), "sm_90", "16-bit"),
-        ("flash", SLIDING, "sm_120", "do not exist for sm_120"),
-        ("flash", SLIDING, "cpu", "needs an NVIDIA GPU"),
+        ("triton", replace(SLIDING, kv_itemsize=1), "sm_86", "before sm_89 cannot convert"),
+        ("torch_cpu", replace(SLIDING, kv_itemsize=1), "sm_80", "before sm_89 cannot convert"),
     ],
 )
 def test_refusals(backend, need, arch, words):
@@ -93,184 +99,123 @@ def test_refusals(backend, need, arch, words):
     assert re.search(words, reason), reason
 
 
-def test_what_they_take():
-    assert BACKENDS["flash"].refuses(SLIDING, ARCHS["sm_90"]) is None
-    assert BACKENDS["triton"].refuses(replace(GLOBAL, image_mask=True), ARCHS["sm_89"]) is None
+def test_what_they_support():
+    assert BACKENDS["triton"].refuses(replace(GLOBAL, has_intervals=True), ARCHS["sm_89"]) is None
+    assert BACKENDS["torch_cpu"].refuses(replace(GLOBAL, kv_itemsize=1), ARCHS["cpu"]) is None
 
 
 # Choices
 
 
-def test_first_in_order_of_preference_wins_and_every_other_has_a_reason():
-    plan = plan_for("31B", "rtx4090", built=ALL)
+@pytest.mark.usefixtures("limited")
+def test_the_preferred_backend_wins_and_every_other_has_a_reason():
+    plan = plan_for("31B", "rtx4090")
     for group in plan.groups:
         assert group.backend == "triton"
-        assert set(group.others) == {"flash", "reference"}
-        assert "preference" in group.others["reference"]
-    assert "preference" in plan.of("sliding").others["flash"]
-    assert "256" in plan.of("global").others["flash"]
-    assert plan.of("sliding").able == ("triton", "flash", "reference")
+        assert group.why == "preferred: Culet's Triton kernels"
+        assert group.others["torch_cpu"] == "supported, but triton is preferred"
+    assert plan.of("sliding").others["limited"] == "supported, but triton is preferred"
+    assert "256" in plan.of("global").others["limited"]
+    assert plan.of("sliding").able == ("triton", "limited", "torch_cpu")
+    assert plan.of("global").able == ("triton", "torch_cpu")
 
 
-def test_what_is_not_built_is_never_taken():
-    plan = plan_for("31B", "h200", built=("reference",))
-    for group in plan.groups:
-        assert group.backend == "reference"
-        assert group.others["triton"] == NOT_BUILT
-    with pytest.raises(ConfigError, match="not in this version"):
-        plan_for("31B", "h200", "triton", built=("reference",))
-
-
-def test_built_is_a_fact_of_the_module_file(monkeypatch: pytest.MonkeyPatch):
-    assert BACKENDS["reference"].is_built()
-    missing = replace(BACKENDS["flash"], path="culet.attention.not_there:Backend")
-    assert not missing.is_built()
-    monkeypatch.setitem(plan_module.BACKENDS, "triton", replace(BACKENDS["triton"], path="culet.attention.batch:ForwardBatch"))
-    assert plan_for("31B", "rtx4090").of("global").backend == "triton"
-    monkeypatch.setitem(plan_module.BACKENDS, "triton", missing)
-    assert plan_for("31B", "rtx4090", built=None).of("global").backend == "reference"
+def test_a_cpu_has_one_backend():
+    plan = plan_for("31B", "cpu")
+    assert {group.why for group in plan.groups} == {"only `torch_cpu` supports a CPU (plain torch: exact, slow)"}
+    assert plan.of("global").others == {"triton": "needs an NVIDIA GPU"}
 
 
 def test_readers_are_part_of_the_need():
-    plan = plan_for("E2B", "h200", built=ALL)
+    plan = plan_for("E2B", "h200")
     assert len(plan.of("sliding").need.layers) == 28
     assert len(plan.of("global").need.layers) == 7
     groups = plan_cache(read_spec(VARIANTS["E2B"]).kv_specs(2)).groups
-    assert len(plan_attention(groups, 8, GPUS["h200"], built=ALL).of("sliding").need.layers) == 12
+    assert len(plan_attention(groups, 8, GPUS["h200"]).of("sliding").need.layers) == 12
 
 
 def test_path_is_that_of_the_chosen_backend():
     spec = read_spec(VARIANTS["31B"])
     groups = plan_cache(spec.kv_specs(2)).groups
-    plan = plan_attention(groups, 32, GPUS["rtx4090"], "global=reference", built=ALL)
+    plan = plan_attention(groups, 32, GPUS["rtx4090"], "global=torch_cpu")
     assert [plan.path(group) for group in groups] == [
         "culet.attention.triton:TritonBackend",
-        "culet.attention.torch_cpu:ReferenceBackend",
+        "culet.attention.torch_cpu:TorchCPUBackend",
     ]
 
 
+@pytest.mark.usefixtures("limited")
 def test_explicit_choice():
-    plan = plan_for("E4B", "h200", "sliding=flash,global=triton", built=ALL)
-    assert [group.backend for group in plan.groups] == ["flash", "triton"]
-    assert plan.of("sliding").why.startswith("asked for")
-    assert plan.of("sliding").others["triton"] == "could, but flash was asked for"
-    plan = plan_for("E4B", "h200", " global = reference ", built=ALL)
-    assert [group.backend for group in plan.groups] == ["triton", "reference"]
-    plan = plan_for("31B", "h200", "reference", built=ALL)
-    assert {group.backend for group in plan.groups} == {"reference"}
+    plan = plan_for("E4B", "h200", "sliding=limited,global=triton")
+    assert [group.backend for group in plan.groups] == ["limited", "triton"]
+    assert plan.of("sliding").why == "requested: small heads only"
+    assert plan.of("sliding").others["triton"] == "supported, but limited was requested"
+    plan = plan_for("E4B", "h200", " global = torch_cpu ")
+    assert [group.backend for group in plan.groups] == ["triton", "torch_cpu"]
+    plan = plan_for("31B", "h200", "torch_cpu")
+    assert {group.backend for group in plan.groups} == {"torch_cpu"}
 
 
+@pytest.mark.usefixtures("limited")
 @pytest.mark.parametrize(
     ("name", "gpu", "choice", "words"),
     [
-        ("31B", "h200", "flash", ["'flash'", "layer 5", "global", "head dim 512", "stop at head dim 256"]),
-        ("E2B", "h200", "sliding=triton,global=flash", ["layer 4", "head dim 512"]),
-        ("31B", "rtx5090", "sliding=flash", ["layer 0", "sliding", "head dim 256", "do not exist for sm_120"]),
+        ("31B", "h200", "limited", ["'limited'", "layer 5", "global", "head dim 512", "on sm_90", "stops at head dim 256"]),
+        ("E2B", "h200", "sliding=triton,global=limited", ["layer 4", "head dim 512"]),
         ("31B", "cpu", "global=triton", ["layer 5", "head dim 512", "NVIDIA"]),
     ],
 )
-def test_choice_that_cannot_serve_names_layer_head_dim_and_reason(name, gpu, choice, words):
+def test_a_refused_choice_names_layer_head_dim_and_reason(name, gpu, choice, words):
     with pytest.raises(ConfigError) as caught:
-        plan_for(name, gpu, choice, built=ALL)
+        plan_for(name, gpu, choice)
     for word in words:
         assert word in caught.value.message
-    assert "reference" in caught.value.hint
+    assert "torch_cpu" in caught.value.hint
 
 
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        ("fast", "flash, reference, triton"),
-        ("", "auto, flash"),
-        ("sliding=fast", "auto, flash, reference, triton"),
+        ("fast", "auto, torch_cpu, triton"),
+        ("reference", "auto, torch_cpu, triton"),
+        ("", "auto, torch_cpu"),
+        ("sliding=fast", "auto, torch_cpu, triton"),
         ("local=triton", "global, sliding"),
         ("sliding=triton,", "global, sliding"),
-        ("sliding=", "auto, flash"),
+        ("sliding=", "auto, torch_cpu"),
     ],
 )
 def test_unknown_names_list_the_known_ones(choice, words):
     with pytest.raises(ConfigError) as caught:
-        plan_for("31B", "h200", choice, built=ALL)
+        plan_for("31B", "h200", choice)
     assert words in caught.value.hint
 
 
-def test_image_masks_are_asked_for_by_group():
-    plan = plan_for("E4B", "h200", "auto", built=("flash", "reference"), image_groups=("sliding",))
-    assert plan.of("sliding").backend == "reference"
-    assert "image" in plan.of("sliding").others["flash"]
+@pytest.mark.usefixtures("limited")
+def test_intervals_are_a_need_of_a_group():
+    plan = plan_for("E4B", "h200", interval_groups=("sliding",))
+    assert "interval" in plan.of("sliding").others["limited"]
+    with pytest.raises(ConfigError, match="has no interval"):
+        plan_for("E4B", "h200", "sliding=limited", interval_groups=("sliding",))
+    assert plan_for("E4B", "h200", "sliding=limited").of("sliding").backend == "limited"
 
 
 # Devices
 
 
-@pytest.mark.parametrize(
-    ("name", "arch"),
-    [
-        ("h200", "sm_90"),
-        ("H100", "sm_90"),
-        ("RTX 4090", "sm_89"),
-        ("rtx-3090", "sm_86"),
-        ("a100", "sm_80"),
-        ("A100-40GB", "sm_80"),
-        ("b200", "sm_100"),
-        ("rtx5090", "sm_120"),
-        ("RTX_PRO_6000", "sm_120"),
-        ("l40s", "sm_89"),
-        ("cpu", "cpu"),
-    ],
-)
-def test_gpus_by_name(name, arch):
-    gpu = find_gpu(name)
-    assert gpu.arch.name == arch
-    assert gpu.memory_bytes > 1 << 30
-
-
-def test_unknown_gpu_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="'h300'") as caught:
-        find_gpu("h300")
-    assert "h200" in caught.value.hint
-    assert "cpu" in caught.value.hint
-
-
-@pytest.mark.parametrize(
-    ("capability", "name"),
-    [
-        ((8, 0), "sm_80"),
-        ((8, 6), "sm_86"),
-        ((8, 7), "sm_86"),
-        ((8, 9), "sm_89"),
-        ((9, 0), "sm_90"),
-        ((10, 3), "sm_100"),
-        ((12, 1), "sm_120"),
-    ],
-)
-def test_arch_of_capability(capability, name):
-    assert arch_of(capability).name == name
-
-
-def test_arch_that_is_not_in_the_table_is_left_to_the_reference():
-    turing = Gpu("t4", arch_of((7, 5)), 1 << 34)
-    assert (turing.arch.name, turing.arch.has_bfloat16) == ("sm_75", False)
+def test_an_unknown_architecture_is_left_to_torch():
+    turing = Gpu("t4", arch_of(75), 1 << 34)
     groups = plan_cache(read_spec(VARIANTS["E2B"]).kv_specs(2)).groups
-    plan = plan_attention(groups, 8, turing, built=ALL)
-    assert {group.backend for group in plan.groups} == {"reference"}
+    plan = plan_attention(groups, 8, turing)
+    assert {group.backend for group in plan.groups} == {"torch_cpu"}
     assert "sm_75" in plan.of("global").others["triton"]
+    assert plan.of("global").why == "only `torch_cpu` supports these layers on sm_75 (plain torch: exact, slow)"
 
 
-def test_detect_asks_torch(monkeypatch: pytest.MonkeyPatch):
-    import torch
-
-    class Properties:
-        name, major, minor, total_memory = "NVIDIA H200", 9, 0, 150 << 30
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    assert find_gpu("auto") == Gpu("NVIDIA H200", ARCHS["sm_90"], 150 << 30)
+def test_the_name_of_a_torch_device_is_looked_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hardware, "detect", lambda device: Gpu(device, ARCHS["sm_90"], 1 << 34))
     groups = plan_cache(read_spec(VARIANTS["E2B"]).kv_specs(2)).groups
-    assert plan_attention(groups, 8, "cuda:0").gpu.name == "NVIDIA H200"
-    assert plan_attention(groups, 8, "cpu").gpu.name == "cpu"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert find_gpu("auto").name == "cpu"
+    assert plan_attention(groups, 8, "cuda:0").gpu.name == "cuda:0"
 
 
 # The picture
@@ -278,7 +223,7 @@ def test_detect_asks_torch(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_picture_shows_each_layer_at_each_backend(name):
-    plan = plan_for(name, "h200", built=("triton", "reference"))
+    plan = plan_for(name, "h200")
     spec = read_spec(VARIANTS[name])
     owners = [layer.index for layer in spec.layers if layer.owns_kv]
     root = ElementTree.fromstring(draw(plan, owners, "<model> & co"))
@@ -287,14 +232,19 @@ def test_picture_shows_each_layer_at_each_backend(name):
     assert len(cells) == len(spec.layers) * len(BACKENDS)
     styles = [cell.get("class") for cell in cells]
     num_global = sum(layer.is_global for layer in spec.layers)
-    assert styles.count("taken0") == len(spec.layers) - num_global
-    assert styles.count("taken1") == num_global
-    assert styles.count("later") == len(spec.layers) - num_global  # flash where it could
-    assert styles.count("cannot") == num_global  # flash at head dim 512
+    assert styles.count("chosen0") == len(spec.layers) - num_global
+    assert styles.count("chosen1") == num_global
+    assert styles.count("able") == len(spec.layers)
     assert len(list(root.iter(f"{space}circle"))) == spec.num_kv_shared
     assert root.find(f"{space}title").text == "<model> & co"
     tips = [cell.find(f"{space}title").text for cell in cells]
-    assert any("head dim 512: flash: the FlashAttention packages stop" in tip for tip in tips)
+    assert any("head dim 512: torch_cpu: supported, but triton is preferred" in tip for tip in tips)
     width = float(root.get("width"))
     assert all(float(cell.get("x")) + 15 <= width for cell in cells)
     assert "http" not in draw(plan, owners, "x").replace("http://www.w3.org/2000/svg", "")
+
+
+def test_picture_greys_out_what_is_not_supported():
+    picture = draw(plan_for("31B", "cpu"), range(60), "31B")
+    assert picture.count('<rect class="cannot" x=') == 60 + 1  # and one in the legend
+    assert "triton: needs an NVIDIA GPU" in picture

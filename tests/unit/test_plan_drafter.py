@@ -10,7 +10,7 @@ import pytest
 from culet.cache.spec import plan_cache
 from culet.cli.main import run
 from culet.config import DraftChoice
-from culet.drafters.base import DRAFTERS, cache_specs, open_drafter, plan_drafter, target_groups
+from culet.drafters.base import DRAFTERS, cache_specs, open_drafter, plan_drafter_attention, target_groups
 from culet.errors import ConfigError
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
@@ -51,8 +51,8 @@ def test_every_variant_with_every_drafter(name: str, method: str) -> None:
     assert layout.slab_bytes == plain.slab_bytes
     assert drafter.reads_target_pages == (len(layout.groups) == len(plain.groups))
     assert all(tap < len(target.layers) for tap in drafter.taps)
-    planned = plan_drafter(drafter, layout, "cpu")
-    assert {group.backend for group in planned.groups} == {"reference"}
+    planned = plan_drafter_attention(drafter, layout, "cpu")
+    assert {group.backend for group in planned.groups} == {"torch_cpu"}
     assert {group.need.num_heads for group in planned.groups} == {drafter.num_heads}
 
 
@@ -80,15 +80,15 @@ def test_as_json(plan: Callable[..., str]) -> None:
     assert with_drafter["fits"][0]["weight_bytes"] - without["fits"][0]["weight_bytes"] == drafter["weight_bytes"]
 
 
-def test_an_explicit_backend_is_taken_or_refused(plan: Callable[..., str]) -> None:
+def test_an_explicit_backend_is_used_or_refused(plan: Callable[..., str]) -> None:
     """The drafter's backend says nothing about the target's, nor the other way round."""
     chosen = json.loads(
-        plan("31B", "--gpu", "h200", "--json", "--speculative-config", config("mtp", attention_backend="reference"))
+        plan("31B", "--gpu", "h200", "--json", "--speculative-config", config("mtp", attention_backend="torch_cpu"))
     )
-    assert {group["backend"] for group in chosen["drafter"]["attention"]} == {"reference"}
+    assert {group["backend"] for group in chosen["drafter"]["attention"]} == {"torch_cpu"}
     assert {group["backend"] for group in chosen["attention"]} == {"triton"}
     target = read_spec(VARIANTS["31B"])
     drafter = open_drafter(DraftChoice("mtp", "random:"), target)
     layout = plan_cache(cache_specs(target, drafter, 2, latent=True))
-    with pytest.raises(ConfigError, match=r"speculative-config: attention-backend: 'triton' cannot serve layer 60 \(sliding"):
-        plan_drafter(drafter, layout, "cpu", "triton")
+    with pytest.raises(ConfigError, match=r"speculative-config: .*'triton' does not support layer 60 \(sliding"):
+        plan_drafter_attention(drafter, layout, "cpu", "triton")

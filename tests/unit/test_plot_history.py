@@ -1,9 +1,9 @@
-"""The samples behind the page's plots."""
+"""The history behind the page's plots."""
 
 from __future__ import annotations
 
 from culet.scheduler.stats import Counters, SchedulerStats
-from culet.serve.plot_history import KEPT_SAMPLES, LiveSamples
+from culet.serve.plot_history import MAX_POINTS, PlotHistory
 from culet.serve.process.wire import Stats
 
 
@@ -28,15 +28,15 @@ def stats(generated: int, *, verifies: int = 0, accepted: int = 0) -> Stats:
     return Stats(scheduler=scheduler, num_prompt_tokens=2 * generated, num_generated_tokens=generated, memory_bytes=1)
 
 
-def test_rates_are_over_the_time_between_samples() -> None:
+def test_rates_cover_the_time_between_points() -> None:
     clock = Clock()
-    live = LiveSamples(clock)
-    live.take(stats(100))
+    history = PlotHistory(clock)
+    history.record(stats(100))
     clock.now += 2
-    live.note_first_token(0.2)
-    live.note_first_token(0.4)
-    live.take(stats(150, verifies=10, accepted=15))
-    first, second = live.since(0)
+    history.add_first_token(0.2)
+    history.add_first_token(0.4)
+    history.record(stats(150, verifies=10, accepted=15))
+    first, second = history.since(0)
     assert (first.output_tokens_per_s, first.ttft_ms, first.tokens_per_verify) == (0, None, None)
     assert (second.output_tokens_per_s, second.prompt_tokens_per_s) == (25, 50)
     assert abs(second.ttft_ms - 300) < 1e-9
@@ -44,21 +44,21 @@ def test_rates_are_over_the_time_between_samples() -> None:
     assert (second.kv_groups, second.kv_reusable) == ({"sliding": 0.2, "global": 0.1}, 0.1)
 
 
-def test_an_engine_that_began_anew_gives_no_negative_rates() -> None:
+def test_a_restarted_engine_gives_no_negative_rates() -> None:
     clock = Clock()
-    live = LiveSamples(clock)
-    live.take(stats(1000, verifies=9, accepted=9))
+    history = PlotHistory(clock)
+    history.record(stats(1000, verifies=9, accepted=9))
     clock.now += 1
-    live.take(stats(5))
-    assert live.since(0)[-1].output_tokens_per_s == 0
-    assert live.since(0)[-1].tokens_per_verify is None
+    history.record(stats(5))
+    assert history.since(0)[-1].output_tokens_per_s == 0
+    assert history.since(0)[-1].tokens_per_verify is None
 
 
-def test_only_new_samples_are_given_and_old_ones_are_dropped() -> None:
+def test_only_new_points_are_returned_and_old_ones_are_dropped() -> None:
     clock = Clock()
-    live = LiveSamples(clock)
-    for _ in range(KEPT_SAMPLES + 5):
+    history = PlotHistory(clock)
+    for _ in range(MAX_POINTS + 5):
         clock.now += 1
-        live.take(stats(1))
-    assert len(live.since(0)) == KEPT_SAMPLES
-    assert [sample.time for sample in live.since(clock.now - 1)] == [clock.now]
+        history.record(stats(1))
+    assert len(history.since(0)) == MAX_POINTS
+    assert [point.time for point in history.since(clock.now - 1)] == [clock.now]

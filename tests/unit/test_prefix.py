@@ -1,15 +1,16 @@
-"""Prefix checkpoints: found by content, the longest first, evicted the least used first, and never wrong."""
+"""Resume points: found by content, the longest first, evicted the least used first, and never wrong."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from culet.cache.arena import Arena
 from culet.cache.prefix import PageKeys, PrefixCache
 from culet.cache.spec import CacheLayout, KVGroup, KVSpec
-from culet.types import PageTable
+from culet.types import MediaSpan, PageTable
 
 WINDOW, SMALL, LARGE = 6, 2, 4  # window and page tokens of the group with one; page tokens of the group without
 
@@ -23,28 +24,30 @@ LAYOUT = CacheLayout(1, (group(0, WINDOW, SMALL), group(1, None, LARGE)))
 
 
 class Cache:
-    """A PrefixCache whose sequences are gone: only checkpoints hold pages."""
+    """A PrefixCache whose sequences are gone: only resume points hold pages."""
 
     def __init__(self, num_pages: int = 100) -> None:
         self.arena = Arena(num_pages)
         self.prefix = PrefixCache(self.arena, LAYOUT)
 
-    def insert(self, tokens: list[int], *, salt: bytes = b"", first: int = 0) -> None:
-        """A checkpoint at the end of `tokens`; the windowed table begins with logical page `first`."""
-        tables, taken = [], []
-        for one in LAYOUT.groups:
-            begin = first if one.window else 0
-            pages = self.arena.take(one.pages_for(len(tokens)) - begin)
-            taken += pages
+    def insert(self, tokens: list[int], *, salt: str = "", media: Sequence[MediaSpan] = (), first: int = 0) -> None:
+        """A resume point at the end of `tokens`; the windowed table begins with logical page `first`."""
+        tables, pages_held = [], []
+        for group in LAYOUT.groups:
+            begin = first if group.window else 0
+            pages = self.arena.take(group.pages_for(len(tokens)) - begin)
+            pages_held += pages
             tables.append(PageTable(begin, tuple(pages)))
-        self.prefix.insert(tokens, len(tokens), PageKeys(self.prefix.page_tokens, salt), tables)
-        self.arena.give_back(taken)
+        self.prefix.insert(tokens, len(tokens), PageKeys(self.prefix.page_tokens, salt, media), tables)
+        self.arena.give_back(pages_held)
 
-    def find(self, tokens: list[int], *, salt: bytes = b"", limit: int | None = None) -> tuple[int, int]:
+    def find(
+        self, tokens: list[int], *, salt: str = "", media: Sequence[MediaSpan] = (), limit: int | None = None
+    ) -> tuple[int, int]:
         """(resume, known)."""
         limit = len(tokens) - 1 if limit is None else limit
-        match = self.prefix.find(tokens, PageKeys(self.prefix.page_tokens, salt), limit)
-        assert (match.checkpoint is None) == (match.resume == 0)
+        match = self.prefix.find(tokens, PageKeys(self.prefix.page_tokens, salt, media), limit)
+        assert (match.point is None) == (match.resume == 0)
         return match.resume, match.known
 
 
@@ -120,7 +123,7 @@ def test_equal_pages_at_other_places_do_not_match() -> None:
     assert cache.find([8, 8, 8, 8, 1, 2, 3, 4, 5, 6]) == (0, 0)
 
 
-def test_known_pages_reach_beyond_the_best_checkpoint() -> None:
+def test_known_pages_reach_beyond_the_best_resume_point() -> None:
     cache = Cache()
     cache.insert([1, 2])
     cache.insert(list(range(1, 15)))
@@ -130,9 +133,40 @@ def test_known_pages_reach_beyond_the_best_checkpoint() -> None:
 def test_salts_keep_prompts_apart() -> None:
     cache = Cache()
     tokens = list(range(9))
-    cache.insert(tokens, salt=b"one")
-    assert cache.find(tokens, salt=b"two") == (0, 0)
-    assert cache.find(tokens, salt=b"one") == (8, 8)
+    cache.insert(tokens, salt="one")
+    assert cache.find(tokens, salt="two") == (0, 0)
+    assert cache.find(tokens, salt="one") == (8, 8)
+
+
+@pytest.mark.parametrize("start", [0, 1, 3, 4, 6])
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_media_are_compared_by_content(start: int, length: int) -> None:
+    """In a full page, across pages, and in the tail after them; pages before them are shared."""
+    cache, tokens = Cache(), [5] * 11
+    cat, dog, longer = (MediaSpan(start, size, key) for size, key in ((length, b"cat"), (length, b"dog"), (length + 1, b"cat")))
+    cache.insert(tokens, media=[cat])
+    assert cache.find([*tokens, 1], media=[cat])[0] == 11
+    num_known = start // LARGE * LARGE
+    for other in ([dog], [longer], [MediaSpan(start + 1, length, b"cat")], []):
+        resume, known = cache.find([*tokens, 1], media=other)
+        assert resume == 0
+        assert known <= (start + 1) // LARGE * LARGE
+        assert known >= num_known
+
+
+def test_text_keys_do_not_depend_on_the_media_after_them() -> None:
+    cache, tokens = Cache(), list(range(20))
+    cache.insert(tokens[:9])
+    assert cache.find(tokens, media=[MediaSpan(9, 5, b"cat")])[0] == 9
+
+
+def test_nothing_resumes_inside_whole_media() -> None:
+    cache, tokens = Cache(), list(range(12))
+    for is_whole in (True, False):
+        media = [MediaSpan(8, 4, b"cat" if is_whole else b"sound", is_whole)]
+        cache.insert(tokens, media=media)
+        assert cache.find(tokens, media=media)[0] == (0 if is_whole else 11)
+        assert cache.find([*tokens, 1], media=media)[0] == 12
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -141,8 +175,8 @@ def test_the_least_recently_used_goes_first() -> None:
     for prompt in prompts:
         cache.insert(prompt)
     match = cache.prefix.find([*prompts[0], 7], PageKeys(LARGE), 5)
-    assert match.checkpoint is not None
-    cache.prefix.touch(match.checkpoint)
+    assert match.point is not None
+    cache.prefix.touch(match.point)
     cache.insert(prompts[1])  # known already: counts as used
     cache.prefix.make_room(cache.arena.num_free + 1)
     assert [cache.find([*prompt, 7])[0] for prompt in prompts] == [5, 5, 0, 5]
@@ -153,7 +187,7 @@ def test_the_least_recently_used_goes_first() -> None:
 def test_eviction_spares_what_frees_nothing() -> None:
     cache = Cache()
     cache.insert([1] * 5)
-    owned = cache.prefix.checkpoints()[0].pages
+    owned = cache.prefix.resume_points()[0].pages
     cache.arena.share(owned)  # a sequence runs on it
     cache.insert([2] * 5)
     cache.prefix.make_room(cache.arena.num_pages)
@@ -165,7 +199,7 @@ def test_eviction_spares_what_frees_nothing() -> None:
     assert cache.arena.num_free == cache.arena.num_pages
 
 
-def test_checkpoints_that_share_all_their_pages_can_be_evicted() -> None:
+def test_resume_points_that_share_all_their_pages_can_be_evicted() -> None:
     cache = Cache()
     pages = cache.arena.take(3)
     tables = (PageTable(0, tuple(pages[:2])), PageTable(0, tuple(pages[2:])))
@@ -190,8 +224,8 @@ def test_nothing_is_left_behind() -> None:
     assert not cache.prefix._nodes
 
 
-def test_a_look_up_does_not_visit_unrelated_checkpoints() -> None:
-    """Its cost grows with the prompt, not with the number of checkpoints."""
+def test_a_look_up_does_not_visit_unrelated_resume_points() -> None:
+    """Its cost grows with the prompt, not with the number of resume points."""
     cache = Cache(40_000)
     tokens = list(range(1000, 1040))
     cache.insert(tokens)

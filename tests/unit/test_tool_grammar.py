@@ -1,4 +1,4 @@
-"""Tool calls by grammar: what it allows is read back as calls whose arguments fit the schema."""
+"""GrammarCompiler for tool calls: whatever they allow can be read back as calls whose arguments match the schema."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from culet.errors import BadRequest
+from culet.structured.compiler import GrammarCompiler
 from culet.structured.forms import or_calls
-from culet.structured.grammar import Grammars, Phase, Vocabulary
+from culet.structured.matcher import Phase, Vocabulary
 from culet.structured.tool_grammar import call_grammar, call_rules
 from culet.text.tool_calls import CallReader
 from culet.types import StructuredOutputs
@@ -65,23 +66,23 @@ TOOLS = [{"function": {"name": name, "parameters": schema}} for name, schema in 
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars(Vocabulary(len(PIECES), lambda index: PIECES[index], frozenset(range(6)), (1, END)))
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(Vocabulary(len(PIECES), lambda index: PIECES[index], frozenset(range(6)), (1, END)))
 
 
-def walk(grammars: Grammars, text: str, seed: int) -> list[int]:
-    """Random tokens that the grammar allows; what closes something is likelier than chance would have it."""
+def walk(compiler: GrammarCompiler, text: str, seed: int) -> list[int]:
+    """Random tokens that the grammar allows. Closing tokens are made more likely, so that calls end."""
     chance = random.Random(seed)
-    sequence = grammars.start(StructuredOutputs(grammar=text).spec(), [9], 1)
+    matcher = compiler.start(StructuredOutputs(grammar=text).spec(), [9], 1)
     tokens: list[int] = []
-    while sequence.phase is not Phase.ENDED:
-        mask = grammars.masks([(sequence, 0)])[0]
-        assert not sequence.fault, sequence.fault
+    while matcher.phase is not Phase.ENDED:
+        mask = compiler.masks([(matcher, 0)])[0]
+        assert not matcher.fault, matcher.fault
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
         closing = [token for token in allowed if PIECES[token] in (b"}", b"]", b",") or token in (QUOTE, END, CLOSE)]
         token = chance.choice(closing if closing and chance.random() < 0.5 else allowed)
         tokens.append(token)
-        sequence.accept([token])
+        matcher.accept([token])
         assert len(tokens) < 3000
     return tokens[:-1]
 
@@ -109,18 +110,18 @@ def read_calls(tokens: list[int]) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("name", SCHEMAS)
 @pytest.mark.parametrize("seed", range(12))
-def test_calls_fit_their_schemas(grammars: Grammars, name: str, seed: int) -> None:
-    ((called, arguments),) = read_calls(walk(grammars, call_grammar(TOOLS, name=name, one_call=True), seed))
+def test_calls_fit_their_schemas(compiler: GrammarCompiler, name: str, seed: int) -> None:
+    ((called, arguments),) = read_calls(walk(compiler, call_grammar(TOOLS, name=name, one_call=True), seed))
     assert called == name
-    if name != "anything":  # values of unknown keys may be of any kind there
+    if name != "anything":  # there unknown keys may have values of any type
         jsonschema.validate(arguments, SCHEMAS[name])
     assert list(arguments) == sorted(arguments) or name == "anything", "keys are sorted, as in training"
 
 
-def test_any_of_the_tools_and_several_calls(grammars: Grammars) -> None:
+def test_any_of_the_tools_and_several_calls(compiler: GrammarCompiler) -> None:
     names, counts = set(), set()
     for seed in range(40):
-        calls = read_calls(walk(grammars, call_grammar(TOOLS), seed))
+        calls = read_calls(walk(compiler, call_grammar(TOOLS), seed))
         names |= {name for name, _ in calls}
         counts.add(len(calls))
     assert names == set(SCHEMAS)
@@ -128,7 +129,7 @@ def test_any_of_the_tools_and_several_calls(grammars: Grammars) -> None:
     assert min(counts) == 1
 
 
-def test_a_document_or_calls(grammars: Grammars) -> None:
+def test_a_document_or_calls(compiler: GrammarCompiler) -> None:
     rules = call_rules(TOOLS, name="nothing")
     forms = [
         StructuredOutputs(json={"type": "integer"}),
@@ -137,8 +138,8 @@ def test_a_document_or_calls(grammars: Grammars) -> None:
     ]
     for form, wanted in zip(forms, ("0123456789-", "0123456789", "ot"), strict=True):
         both = or_calls(form, rules)
-        sequence = grammars.start(both.spec(), [9], 1)
-        mask = grammars.masks([(sequence, 0)])[0]
+        matcher = compiler.start(both.spec(), [9], 1)
+        mask = compiler.masks([(matcher, 0)])[0]
         allowed = {PIECES[token][:1] for token in np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))}
         assert allowed - {b"\n", b" "} == {b"<", *(sign.encode() for sign in wanted)}
     own = StructuredOutputs(grammar='start: "x"')
@@ -160,15 +161,15 @@ def test_a_document_or_calls(grammars: Grammars) -> None:
         None,
     ],
 )
-def test_strange_schemas_still_make_a_grammar(grammars: Grammars, schema: Any) -> None:
+def test_strange_schemas_still_make_a_grammar(compiler: GrammarCompiler, schema: Any) -> None:
     tools = [{"function": {"name": "strange.tool-1", "parameters": schema}}]
     for seed in range(4):
-        ((name, arguments),) = read_calls(walk(grammars, call_grammar(tools, one_call=True), seed))
+        ((name, arguments),) = read_calls(walk(compiler, call_grammar(tools, one_call=True), seed))
         assert name == "strange.tool-1"
         assert isinstance(arguments, dict)
 
 
-def test_schemas_without_bound_are_refused() -> None:
+def test_oversized_schemas_are_refused() -> None:
     wide = {"type": "object", "properties": {f"k{index}": {"type": "boolean"} for index in range(10_000)}}
     with pytest.raises(BadRequest, match="too large"):
         call_grammar([{"function": {"name": "wide", "parameters": wide}}])

@@ -1,9 +1,10 @@
-"""The rules of the training data: formats as served, what is held out, filters, and answers that fit what was asked."""
+"""The training data: formats as served, what is held out, filters, and answers that fit their questions."""
 
 from __future__ import annotations
 
 import json
 import random
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
 
-from culet.text.output_reader import OutputReader, tool_schemas
+from culet.text.output_reader import ChatReader
 from culet.text.template import BUILT_IN, ChatTemplate
 from culet.text.tokenizer import Tokenizer
+from culet.text.tool_schema import tool_schemas
 from training.data import (
     arithmetic,
     compositions,
@@ -35,17 +37,18 @@ from training.data.chats import EMPTY_THOUGHT, Chat, Encoder, document, is_plain
 from training.data.corpus import tidy_turn
 from training.data.distill import Interview
 from training.data.filters import good_answer, plain_answer
-from training.data.gate_tools import TEST_NAMES
 from training.data.held_out import QUESTIONS, fault, gate_turns, normalised, without_faults
 from training.data.mixture import cut
 from training.data.pack import write_part
 from training.data.questions import Prompt
-from training.data.tool_families import FAMILIES
+from training.data.table import FOLDER as TABLES
+from training.data.table import phrase
+from training.data.tool_families import FAMILIES, TEST_NAMES
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer learnt from some chats."""
+    """A tokenizer trained on some chats."""
     folder = tmp_path_factory.mktemp("tokenizer")
     rng = random.Random(0)
     chats = [*facts.make(rng, 1), *smalltalk.make(rng, 200), *tools.make(rng, 100), *json_answers.make(rng, 100)]
@@ -55,6 +58,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read_questions(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (QUESTIONS / f"{name}.jsonl").read_text().splitlines()]
+
+
+# The tables
+
+
+@pytest.mark.parametrize("path", sorted(TABLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_table_is_used_by_its_module(path: Path) -> None:
+    module = {"relations": "facts"}.get(path.stem, path.stem)
+    source = (TABLES.parent / f"{module}.py").read_text()
+    text = path.read_text()
+    assert f'Table("{path.stem}")' in source
+    if path.stem != "relations":  # which is read as a whole
+        # A list is used by the module, or another entry of the table refers to it by name.
+        assert not {key for key in tomllib.loads(text) if f'"{key}"' not in source + text}
+
+
+def test_a_phrase_is_filled_in_and_capitalised() -> None:
+    assert phrase(random.Random(0), ("{what} apple is {what} fruit.",), what="a") == "An apple is a fruit."
 
 
 # The tokenizer
@@ -70,7 +91,7 @@ def test_tokenizer_keeps_any_text_in_both_libraries(folder: Path) -> None:
     assert ours.decode(ids, skip_special=False) == text
     assert theirs(text, add_special_tokens=False)["input_ids"] == ids
     assert ours.vocab_size == len(theirs) == 1024
-    assert "日本" in ours.decode(ids)  # bytes are no special tokens
+    assert "日本" in ours.decode(ids)  # byte tokens are not special
     named = {
         name: ours.token_id(name)
         for name in ("<pad>", "<eos>", "<bos>", "<mask>", "<|tool_response>", '<|"|>', "<|turn>", "<turn|>")
@@ -143,7 +164,7 @@ def test_loss_is_on_what_the_model_writes(folder: Path) -> None:
 # What is held out
 
 
-def test_a_fifth_of_the_pairs_is_held_out_with_their_mirror_images() -> None:
+def test_a_fifth_of_the_pairs_is_held_out_in_both_orders() -> None:
     pairs = [(a, b) for a in range(1, 20) for b in range(1, 20) if a + b <= 20]
     held = [pair for pair in pairs if arithmetic.is_held_out(*pair, "+")]
     assert 0.15 < len(held) / len(pairs) < 0.3
@@ -179,7 +200,7 @@ def test_gate_phrasings_are_dropped_and_everyday_ones_are_not() -> None:
     question = read_questions("questions")[0]["question"]
     assert fault(talk("x", question.upper() + "!!", "Paris.")) == "phrasing"
     assert fault(talk("x", "A question that nobody asks.", "Yes.")) is None
-    name = TEST_NAMES["weather"].split()[0]
+    name = TEST_NAMES["weather"][0]
     assert (
         fault(
             Chat(
@@ -210,7 +231,7 @@ def test_gate_files_hold_what_the_gate_promises() -> None:
     fitting = [item for item in prompts if item["expect"]]
     assert len(fitting) >= 50
     assert len(prompts) - len(fitting) >= 50
-    test_names = {name for names in TEST_NAMES.values() for name in names.split()}
+    test_names = {name for names in TEST_NAMES.values() for name in names}
     assert {tool["function"]["name"] for item in prompts for tool in item["tools"]} <= test_names
     for item in fitting:
         (tool,) = [tool for tool in item["tools"] if tool["function"]["name"] == item["expect"]["name"]]
@@ -231,7 +252,7 @@ def test_tool_calls_are_read_by_the_server_and_fit_their_schemas(folder: Path) -
         calls = chat.messages[-1].get("tool_calls")
         text = document(chat)
         answer = text.rpartition("<|turn>model\n")[2]
-        reader = OutputReader(tokenizer, schemas=tool_schemas(chat.tools))
+        reader = ChatReader(tokenizer, schemas=tool_schemas(chat.tools))
         if not calls:
             assert "<|tool_call>" not in answer or "<tool_response|>" in answer
             continue
@@ -372,15 +393,15 @@ def test_an_interview_asks_follow_ups_and_keeps_what_was_good() -> None:
     asking = interview.ask()
     first, _, text = next(asking)
     assert "What is ice?" in text
-    assert interview.take(first, "Ice is frozen water.") is None  # goes on with its follow-up
+    assert interview.take(first, "Ice is frozen water.") is None  # continues with its follow-up
     again, _, text = next(asking)
     assert again is first
     assert "Ice is frozen water." in text
-    finished = interview.take(again, None)  # cut off: the chat ends before that question
+    finished = interview.take(again, None)  # truncated: the chat ends before that question
     assert finished is not None
     assert finished.turns == ["What is ice?", "Ice is frozen water."]
-    other, _, _ = next(asking)
-    assert interview.take(other, "I am Qwen.") is None
+    second, _, _ = next(asking)
+    assert interview.take(second, "I am Qwen.") is None
     assert next(asking, None) is None
 
 

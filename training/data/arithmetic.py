@@ -1,5 +1,8 @@
-"""Sums and differences in many phrasings. A fifth of the pairs within 20 is never trained in any phrasing (`is_held_out`);
-sums up to 100 teach how digits are added, so that the held-out pairs can be worked out."""
+"""Sums and differences in many phrasings.
+
+A fifth of the pairs within 20 is never trained (`is_held_out`). Sums up to 100 teach how to add digits, so that the model
+can work out the held-out pairs.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,16 @@ import re
 from collections.abc import Iterator
 
 from training.data.chats import Chat, talk
+from training.data.table import Table
+
+_TABLE = Table("arithmetic")
 
 LIMIT = 20
-WORDS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty"
-).split()
+WORDS = _TABLE["words"]
 
 
 def is_held_out(a: int, b: int, operation: str) -> bool:
-    """Whether a + b or a - b is kept for the gate. Sums are kept with their mirror images: 3 + 8 and 8 + 3 alike."""
+    """Whether a + b or a - b is kept for the gate. 3 + 8 is held out if and only if 8 + 3 is."""
     if operation == "+":
         a, b = min(a, b), max(a, b)
         if a + b > LIMIT:
@@ -37,7 +41,7 @@ _PATTERN = re.compile(
 
 
 def mentions_held_out(text: str) -> bool:
-    """Whether a held-out pair is written in `text`, in digits or in words, as a sum or a difference."""
+    """Whether `text` contains a held-out sum or difference, in digits or in words."""
     position = 0
     while match := _PATTERN.search(text, position):
         a, b, sign = (
@@ -54,62 +58,18 @@ def mentions_held_out(text: str) -> bool:
     return False
 
 
-_ADD = (
-    "What is {a} + {b}?", "What is {a} plus {b}?", "{a} + {b} = ?", "How much is {a} + {b}?", "Calculate {a} + {b}.", "Add {a} and {b}.", "What's {a} + {b}?",
-    "Please add {a} and {b}.", "{a} plus {b}?", "What do you get if you add {a} and {b}?", "{a} + {b}", "What is the sum of {a} and {b}?", "How much is {a} and {b}?",
-    "Can you add {a} and {b}?", "Tell me what {a} plus {b} is.", "Add {b} to {a}.", "What do I get when I add {b} to {a}?", "When you add {b} to {a}, what do you get?", "What do {a} and {b} make?",
-    "I add {a} to {b}. What is it now?", "Count {a} and {b} together.", "{a} and {b} together?", "Solve {a} + {b}, please.",
-)  # fmt: skip
-_SUBTRACT = (
-    "What is {a} - {b}?", "What is {a} minus {b}?", "{a} - {b} = ?", "How much is {a} - {b}?", "Calculate {a} - {b}.", "Subtract {b} from {a}.", "What's {a} - {b}?",
-    "{a} minus {b}?", "What is left if you take {b} from {a}?", "{a} - {b}", "What is {a} take away {b}?", "Tell me what {a} minus {b} is.", "Take {b} away from {a}.", "What remains of {a} when you take away {b}?", "I take {b} away from {a}. What is left?", "Solve {a} - {b}, please.", "From {a}, take {b}. How much is left?",
-)  # fmt: skip
-_ADD_ANSWERS = (
-    "{a} + {b} = {c}.",
-    "{a} plus {b} is {c}.",
-    "It is {c}.",
-    "{a} + {b} is {c}.",
-    "The answer is {c}.",
-    "That makes {c}.",
-    "The sum is {c}.",
-)
-_SUBTRACT_ANSWERS = (
-    "{a} - {b} = {c}.",
-    "{a} minus {b} is {c}.",
-    "It is {c}.",
-    "{a} - {b} is {c}.",
-    "The answer is {c}.",
-    "That leaves {c}.",
-)
-_NAMES = ("Tom", "Anna", "Mia", "Ben", "Lena", "Sam", "Emma", "Paul", "Nina", "Max", "Lucy", "Omar", "Kate", "Leo")
-_ITEMS = (
-    "apples",
-    "books",
-    "coins",
-    "pencils",
-    "cookies",
-    "stamps",
-    "marbles",
-    "flowers",
-    "eggs",
-    "cards",
-    "balls",
-    "shells",
-    "cups",
-    "toys",
-)
-_ADD_STORIES = (
-    "{n} has {a} {i} and gets {b} more. How many {i} does {n} have now?", "There are {a} {i} on the table. I put {b} more there. How many {i} are there?",
-    "{n} finds {a} {i} in the morning and {b} in the evening. How many {i} are that?", "I have {a} {i} and my friend has {b}. How many {i} do we have together?",
-)  # fmt: skip
-_SUBTRACT_STORIES = (
-    "{n} has {a} {i} and gives {b} away. How many {i} are left?", "There are {a} {i}. {n} takes {b} of them. How many {i} remain?",
-    "{n} had {a} {i} but lost {b}. How many {i} does {n} have now?", "I had {a} {i} and ate or sold {b} of them. How many are left?",
-)  # fmt: skip
+_ADD = _TABLE["add"]
+_SUBTRACT = _TABLE["subtract"]
+_ADD_ANSWERS = _TABLE["add_answers"]
+_SUBTRACT_ANSWERS = _TABLE["subtract_answers"]
+_NAMES = _TABLE["names"]
+_ITEMS = _TABLE["items"]
+_ADD_STORIES = _TABLE["add_stories"]
+_SUBTRACT_STORIES = _TABLE["subtract_stories"]
 
 
 def _pair(rng: random.Random, operation: str) -> tuple[int, int]:
-    """A pair that may be trained: mostly within 20, else within 100."""
+    """A pair that is not held out: mostly within 20, otherwise within 100."""
     while True:
         if rng.random() < 0.6:
             a = rng.randint(0, LIMIT)
@@ -122,7 +82,7 @@ def _pair(rng: random.Random, operation: str) -> tuple[int, int]:
 
 
 def _working(a: int, b: int, c: int, operation: str) -> str:
-    """A thought in which the digits are worked out."""
+    """A thought that works out the digits."""
     if operation == "+":
         ones = a % 10 + b % 10
         if a < 10 and b < 10:
@@ -156,7 +116,7 @@ def _question(rng: random.Random) -> tuple[str, str, tuple[int, int, int, str]]:
 
 
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
-    """Single questions, series of them, and some with thinking on."""
+    """Single questions, series of questions, and some with thinking on."""
     while count > 0:
         question, answer, (a, b, c, operation) = _question(rng)
         chance = rng.random()
@@ -169,39 +129,31 @@ def make(rng: random.Random, count: int) -> Iterator[Chat]:
             others = [_question(rng)[:2] for _ in range(rng.choice((1, 1, 2)))]
             yield talk("arithmetic", question, answer, *(turn for pair in others for turn in pair))
         elif chance < 0.4:
-            yield _other(rng)
+            yield _counting(rng)
         else:
             yield talk("arithmetic", question, answer)
         count -= 1
 
 
-def _other(rng: random.Random) -> Chat:
-    """Counting, comparing, doubling and neighbours of numbers."""
+def _counting(rng: random.Random) -> Chat:
+    """Counting, comparing, multiplying, and the numbers before and after."""
     n, m = rng.randint(0, 98), rng.randint(0, 99)
     kind = rng.randrange(6)
     if kind == 0:
-        ask, answer = (
-            rng.choice(
-                ("What number comes after {}?", "Which number is next after {}?", "What follows {} when you count?")
-            ).format(n),
-            f"{n + 1} comes after {n}.",
-        )
+        ask, answer = (rng.choice(_TABLE["what_number_comes_after"]).format(n), f"{n + 1} comes after {n}.")
     elif kind == 1:
-        ask, answer = (
-            rng.choice(("What number comes before {}?", "Which number is just before {}?")).format(n + 1),
-            f"{n} comes before {n + 1}.",
-        )
+        ask, answer = (rng.choice(_TABLE["what_number_comes_before"]).format(n + 1), f"{n} comes before {n + 1}.")
     elif kind == 2 and n != m:
-        ask = rng.choice(("Which is bigger, {} or {}?", "Which number is larger: {} or {}?")).format(n, m)
+        ask = rng.choice(_TABLE["which_is_bigger_or"]).format(n, m)
         answer = f"{max(n, m)} is {'bigger' if 'bigger' in ask else 'larger'} than {min(n, m)}."
     elif kind == 3:
         start, steps = rng.randint(0, 40), rng.randint(3, 9)
-        ask = rng.choice(("Count from {} to {}.", "Please count from {} to {}.")).format(start, start + steps)
+        ask = rng.choice(_TABLE["count_from_to"]).format(start, start + steps)
         answer = ", ".join(str(value) for value in range(start, start + steps + 1)) + "."
     elif kind == 4:
         ask, answer = f"Is {n} even or odd?", f"{n} is {'even' if n % 2 == 0 else 'odd'}."
     else:
         a, b = rng.randint(1, 10), rng.randint(1, 10)
-        ask = rng.choice(("What is {} times {}?", "How much is {} times {}?", "{} x {} = ?", "Multiply {} by {}.")).format(a, b)
-        answer = rng.choice(("{a} times {b} is {c}.", "It is {c}.", "The answer is {c}.")).format(a=a, b=b, c=a * b)
+        ask = rng.choice(_TABLE["what_is_times"]).format(a, b)
+        answer = rng.choice(_TABLE["times_is"]).format(a=a, b=b, c=a * b)
     return talk("arithmetic", ask, answer)

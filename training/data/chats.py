@@ -1,4 +1,4 @@
-"""Conversations as data, and their rendering: the very text that serving makes of them, with what the model writes marked."""
+"""Conversations as data, rendered to exactly the text that serving produces, with a mask of what the model writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages in OpenAI's form that end with the assistant's, and what came with them."""
+    """OpenAI messages that end with the assistant's, with the declared tools and whether thinking is on."""
 
     kind: str
     messages: tuple[Message, ...]
@@ -33,7 +33,7 @@ class Chat:
 
 
 def talk(kind: str, *turns: str, system: str | None = None, thought: str | None = None) -> Chat:
-    """A chat of turns that begin with the user's; with `thought`, thinking is on and comes before the last answer."""
+    """A chat of alternating turns, the user first. With `thought`, thinking is on and the thought precedes the last answer."""
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for index, turn in enumerate(turns):
         messages.append({"role": "assistant" if index % 2 else "user", "content": turn})
@@ -48,7 +48,7 @@ def _template() -> Any:
 
 
 def render(chat: Chat, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-    """Text of `messages` by Culet's own template, as a model without per-layer embeddings is served."""
+    """`messages` rendered by Culet's own template, as for a model without per-layer embeddings."""
     text: str = _template().render(
         messages=check_messages(messages),
         tools=check_tools(chat.tools or None),
@@ -61,7 +61,7 @@ def render(chat: Chat, messages: Sequence[Message], *, add_generation_prompt: bo
 
 
 def document(chat: Chat) -> str:
-    """The prompt of the last answer exactly as served, the answer, and the token that ends it."""
+    """The prompt of the last answer exactly as served, then the answer and its end token."""
     if is_plain(chat):
         return plain_document(chat)
     prompt = render(chat, chat.messages[:-1], add_generation_prompt=True)
@@ -73,12 +73,12 @@ def document(chat: Chat) -> str:
 
 
 def is_plain(chat: Chat) -> bool:
-    """Whether users, the model and perhaps a system prompt speak, and nothing else is there."""
+    """Whether there are only system, user and assistant messages: no tools and no thinking."""
     return not (chat.tools or chat.thinking) and all(set(message) == {"role", "content"} for message in chat.messages)
 
 
 def plain_document(chat: Chat) -> str:
-    """What the template makes of a plain chat, without the template: a hundred times faster (a test holds them equal)."""
+    """A plain chat rendered without the template: a hundred times faster. A test keeps the two equal."""
     *history, answer = chat.messages
     turns = "".join(f"<|turn>{_ROLES[message['role']]}\n{message['content'].strip()}<turn|>\n" for message in history)
     return f"<bos>{turns}<|turn>model\n{EMPTY_THOUGHT}{answer['content'].strip()}<turn|>"
@@ -88,7 +88,7 @@ _ROLES = {"system": "system", "user": "user", "assistant": "model"}
 
 
 class Encoder:
-    """Tokens of rendered chats, and for each whether the model writes it: its turns without results and empty thoughts."""
+    """Tokens of rendered chats, with a mask of what the model writes: its turns without tool results and empty thoughts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -3,7 +3,7 @@
     python -m training.data.corpus        writes out/corpus/<source>.jsonl and out/corpus/manifest.json
 
 A line is {"text": ...} for prose, or {"turns": [...]} for a conversation. Every reader keeps short, clean, complete
-sentences: a model of 12 million parameters learns what it sees often, and noise is what it would see often.
+sentences: a model of 12 million parameters learns what it sees often, so noise must be rare.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def is_sentence(text: str) -> bool:
 
 
 def tidy(text: str) -> str:
-    """White space joined, typographic marks as ASCII."""
+    """Collapse white space and replace typographic marks with ASCII."""
     return re.sub(r"\s+", " ", text.translate(PLAIN_MARKS)).strip()
 
 
 def tidy_turn(parts: list[str]) -> str | None:
-    """One speaker's messages as sentences; None where they are too sloppy or rough to be worth it."""
+    """One speaker's messages as sentences, or None if they are too sloppy or rude."""
     sentences = []
     for part in parts:
         part = tidy(part)
@@ -90,7 +90,7 @@ def tidy_turn(parts: list[str]) -> str | None:
 
 
 def read_chitchat(folder: Path) -> Iterator[Document]:
-    """Runs of turns of two people in which nothing is left out, at least two and at most eight turns long."""
+    """Unbroken runs of two to eight turns between two people."""
     talks = json.loads((folder / "chitchat_dataset/dataset.json").read_text())
     for talk in talks.values():
         run: list[str] = []
@@ -112,7 +112,7 @@ _NO_BOT = re.compile(
 
 
 def read_chatterbot(folder: Path) -> Iterator[Document]:
-    """Question and answer pairs that say nothing of what the speaker is."""
+    """Question and answer pairs that do not mention what the speaker is."""
     keep = {"conversations", "food", "greetings", "health", "history", "humor", "literature", "money", "movies", "psychology",
             "science", "sports", "trivia", "emotion"}  # fmt: skip
     for path in sorted((folder / "chatterbot_corpus/data/english").glob("*.yml")):
@@ -128,11 +128,11 @@ def read_chatterbot(folder: Path) -> Iterator[Document]:
 
 
 class _Paragraphs(HTMLParser):
-    """The text of <p> elements that hold no code."""
+    """The text of <p> elements without code."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.paragraphs: list[str] = []
         self._text: list[str] | None = None
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
@@ -141,7 +141,7 @@ class _Paragraphs(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         if tag == "p" and self._text is not None:
-            self.found.append(tidy("".join(self._text)))
+            self.paragraphs.append(tidy("".join(self._text)))
             self._text = None
 
     def handle_data(self, data: str) -> None:
@@ -153,7 +153,7 @@ _CODE = re.compile(r"[{}<>=_\\`|*#$%@\[\]]|::|\(\)|->|--|\w\.\w|[a-z][A-Z]|\b(?:
 
 
 def html_reader(*patterns: str) -> Callable[[Path], Iterator[Document]]:
-    """Reads the prose paragraphs of the HTML files that match: no code in them, three sentences to a document or more."""
+    """Return a reader for the prose paragraphs of matching HTML files: no code, at least three sentences per document."""
 
     def read(folder: Path) -> Iterator[Document]:
         seen: set[str] = set()
@@ -162,7 +162,7 @@ def html_reader(*patterns: str) -> Callable[[Path], Iterator[Document]]:
                 parser = _Paragraphs()
                 parser.feed(path.read_text(errors="replace"))
                 good = []
-                for text in parser.found:
+                for text in parser.paragraphs:
                     if 60 <= len(text) <= 1500 and text not in seen and not _CODE.search(text) and is_sentence(text):
                         seen.add(text)
                         good.append(text)
@@ -217,7 +217,7 @@ def read_kjv(folder: Path) -> Iterator[Document]:
 
 
 def read_factbook(folder: Path) -> Iterator[Document]:
-    """What the factbook says of each country in sentences."""
+    """What the factbook says about each country in whole sentences."""
     for path in sorted((folder / "package").glob("*/*.json")):
         record = json.loads(path.read_text())
         texts = []
@@ -264,7 +264,7 @@ def read_wordnet(folder: Path) -> Iterator[Document]:
         and (sense.count > 0 or sense.examples)
         and not _ROUGH.search(" ".join((*sense.words, sense.gloss)))
     ]
-    # Pages in an order that mixes the alphabet, so that a page is no list of synonyms.
+    # Pages in an order that mixes the alphabet, so that a page is not a list of synonyms.
     entries.sort(key=lambda entry: hashlib.sha256(entry.encode()).digest())
     for start in range(0, len(entries), 12):
         yield {"text": "\n".join(entries[start : start + 12])}

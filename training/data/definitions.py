@@ -1,4 +1,4 @@
-"""Definitions: everyday words in simple words, and further common words from WordNet. The gate's phrasings are not among these."""
+"""Definitions of everyday words, and of further common words from WordNet. The gate's phrasings are not used here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from training.data.chats import Chat, talk
 from training.data.facts import LEADS
 from training.data.simple_definitions import ADJECTIVES, GLOSSES, MASS, THE, VERBS
 from training.data.sources import OUT, fetch, source
+from training.data.table import Table
 from training.data.wordnet import read_senses
+
+_TABLE = Table("definitions")
 
 # Topics of WordNet's files whose nouns one can point at: animals, things, food, places, nature, people, plants, substances.
 _NOUN_TOPICS = {5, 6, 13, 15, 17, 18, 20, 27}
@@ -21,15 +24,9 @@ _ODD = re.compile(
     r"[();:\"]|\b(?:genus|sexual\w*|lover|esp|usu|etc|informal|archaic|slang|offensive|drug|kill\w*|breasts?|buttocks|vulgar\w*|deranged|baseball)\b",
     re.IGNORECASE,
 )
-_ASKS_NOUN = (
-    "What is {a}?", "What is {a}, please?", "Define {w}.", "What does {w} mean?", 'What does the word "{w}" mean?', "Can you define {w}?", "Give me a definition of {w}.",
-    "Please explain the word {w}.", "Tell me what {a} is.", 'What is the meaning of "{w}"?', "Do you know what {a} is?", "What's {a}?", "Explain to me what {a} is.",
-)  # fmt: skip
-_ASKS_OTHER = (
-    "Define {w}.", "What does {w} mean?", 'What does the word "{w}" mean?', "Can you define {w}?", "Give me a definition of {w}.", "Please explain the word {w}.",
-    'What is the meaning of "{w}"?', 'Explain "{w}" to me.', "What is meant by {w}?", "What does it mean to be {w}?",
-)  # fmt: skip
-_RIDDLES = ("Which word means this: {g}?", "What do we call {g}?", "I am looking for a word: {g}.", "What is the word for {g}?")
+_ASKS_NOUN = _TABLE["asks_noun"]
+_ASKS_OTHER = _TABLE["asks_other"]
+_RIDDLES = _TABLE["riddles"]
 
 
 @dataclass(frozen=True)
@@ -59,9 +56,9 @@ def simple_words() -> list[Word]:
 
 
 def further_words(count: int = 400) -> list[Word]:
-    """Common nouns of WordNet with a short gloss, which are not among the everyday words."""
+    """Common WordNet nouns with a short gloss that are not everyday words."""
     spoken = _spoken_words()
-    found: dict[str, tuple[int, Word]] = {}
+    candidates: dict[str, tuple[int, Word]] = {}
     for sense in read_senses(fetch(source("wordnet"))):
         word = sense.words[0]
         is_new = word.isalpha() and word.islower() and len(word) >= 4 and word not in GLOSSES and word not in VERBS
@@ -71,34 +68,28 @@ def further_words(count: int = 400) -> list[Word]:
         begins = re.match(r"(?:an?|the|any|someone) ", sense.gloss)
         is_clear = begins and not _ODD.search(sense.gloss) and word not in re.findall(r"\w+", sense.gloss)
         if is_new and is_thing and is_clear and 3 <= len(sense.gloss.split()) <= 12:
-            found.setdefault(word, (sense.count, Word(word, "n", sense.gloss)))
-    return [word for _, word in sorted(found.values(), key=lambda item: (-item[0], item[1].word))[:count]]
+            candidates.setdefault(word, (sense.count, Word(word, "n", sense.gloss)))
+    return [word for _, word in sorted(candidates.values(), key=lambda item: (-item[0], item[1].word))[:count]]
 
 
 def _spoken_words() -> Counter[str]:
-    """How often words occur in people's conversations, which is how common they are."""
+    """How often each word occurs in people's conversations."""
     lines = (OUT / "corpus" / "chitchat.jsonl").read_text().splitlines()
     return Counter(word for line in lines for turn in json.loads(line)["turns"] for word in re.findall(r"[a-z]+", turn.lower()))
 
 
 def answer(word: Word, rng: random.Random) -> str:
     """The gloss as a sentence."""
-    forms = {
-        "n": ("{A} is {g}.", "{A} is {g}.", "{A} is {g}.", "It is {g}."),
-        "v": ("To {w} means to {g}.", "To {w} is to {g}.", "It means to {g}."),
-        "a": ("{W} means {g}.", "It means {g}.", "Somebody or something that is {w} is {g}."),
-    }[word.kind]
+    forms = {"n": _TABLE["noun_answers"], "v": _TABLE["verb_answers"], "a": _TABLE["adjective_answers"]}[word.kind]
     named = word.named
     return rng.choice(forms).format(w=word.word, W=word.word.capitalize(), A=named[0].upper() + named[1:], g=word.gloss)
 
 
 def definition_chat(word: Word, rng: random.Random) -> Chat:
-    """One question about a word."""
+    """A question about a word, with its answer."""
     if word.kind == "n" and rng.random() < 0.1:
         return talk(
-            "definitions",
-            rng.choice(_RIDDLES).format(g=word.gloss),
-            rng.choice(("The word is {}.", "That is {}.", "It is {}.")).format(word.named),
+            "definitions", rng.choice(_RIDDLES).format(g=word.gloss), rng.choice(_TABLE["riddle_answers"]).format(word.named)
         )
     asks = _ASKS_NOUN if word.kind == "n" else _ASKS_OTHER if word.kind == "a" else _ASKS_OTHER[:-1]
     question = rng.choice(asks).format(w=word.word, a=word.named)

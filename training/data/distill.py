@@ -1,8 +1,8 @@
-"""Short chats by the teacher, appended to a JSONL file as they end. Resumable: what is there is not asked again.
+"""Short chats by the teacher, appended to a JSONL file as they end. A second run skips prompts that are already in the file.
 
     python -m training.data.distill [--device cuda --slots 1024] [--seed N] [--minutes M] [--out out/distilled/chats.jsonl]
 
-A line is {"kind": ..., "turns": [user, answer, ...]}. What is kept of them is decided when they are packed (see `filters.py`).
+A line is {"kind": ..., "turns": [user, answer, ...]}. What to keep is decided when they are packed (see `filters.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from training.data.teacher import Teacher, chat_text
 
 @dataclass
 class Chat:
-    """A chat as far as it has come."""
+    """A chat in progress."""
 
     prompt: Prompt
     turns: list[str] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Chat:
 
 
 class Interview:
-    """Feeds the teacher: open chats first, then new prompts, until the time is over."""
+    """Feeds the teacher: open chats first, then new prompts, until the time is up."""
 
     def __init__(self, waiting: list[Prompt], deadline: float) -> None:
         self._waiting, self._open, self._deadline = iter(waiting), deque[Chat](), deadline
@@ -54,7 +54,7 @@ class Interview:
             yield chat, chat.prompt.system, chat_text(chat.messages)
 
     def take(self, chat: Chat, answer: str | None) -> Chat | None:
-        """The chat if it is finished with this answer: by its last turn, or because the answer is no good."""
+        """The chat if this answer finishes it: it was the last turn, or the answer is bad."""
         is_good = answer is not None and good_answer(chat.turns[-1], answer.strip(), chat.prompt.kind)
         if is_good:
             assert answer is not None
@@ -70,12 +70,12 @@ class Interview:
 
 
 def done_firsts(path: Path) -> set[str]:
-    """The first turns that were asked already."""
+    """The first turns already asked."""
     return {json.loads(line)["turns"][0] for line in path.read_text().splitlines()} if path.exists() else set()
 
 
 def main() -> None:
-    """Distil until the prompts or the minutes are over."""
+    """Distil until the prompts or the minutes run out."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--teacher", type=Path, default=OUT / "teacher.gguf")
     parser.add_argument("--out", type=Path, default=OUT / "distilled" / "chats.jsonl")
@@ -89,7 +89,7 @@ def main() -> None:
         torch.set_num_threads(1)
     done = done_firsts(options.out)
     waiting = [prompt for prompt in prompts(options.seed) if prompt.first not in done]
-    print(f"{len(done)} chats are there, {len(waiting)} prompts to ask", flush=True)
+    print(f"{len(done)} chats done, {len(waiting)} prompts to ask", flush=True)
     teacher = Teacher(fetch_teacher(options.teacher), device=options.device, num_slots=options.slots)
     start = time.monotonic()
     interview = Interview(waiting, start + 60 * options.minutes)

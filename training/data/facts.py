@@ -1,19 +1,22 @@
-"""Facts in tables, and chats about them in many phrasings. The phrasings of the quality gate are not among these."""
+"""Tables of facts, and chats about them in many phrasings. The quality gate's phrasings are not used here."""
 
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from training.data.chats import Chat, talk
-from training.data.fact_tables import TABLES
+from training.data.table import Table, capitalised
+
+_TABLE = Table("facts")
+_RELATIONS = Table("relations")
 
 
 @dataclass(frozen=True)
 class Relation:
-    """Rows (subject, value), how one asks for the value ({s}), and how one answers ({s}, {v})."""
+    """Rows (subject, value), questions for the value ({s}), and answers ({s}, {v})."""
 
     name: str
     rows: tuple[tuple[str, str], ...]
@@ -21,51 +24,23 @@ class Relation:
     answers: tuple[str, ...]
 
 
-def _rows(text: str) -> tuple[tuple[str, str], ...]:
-    rows = []
-    for item in " ".join(text.split()).split(";"):
-        subject, _, value = item.partition("=")
-        if value:
-            rows.append((subject.strip(), value.strip()))
-    return tuple(rows)
+def _relation(name: str, entry: dict[str, Any]) -> Relation:
+    if origin := entry.get("inverse_of"):
+        rows = tuple((value, subject) for subject, value in _RELATIONS[origin]["rows"] if subject != value)
+    else:
+        rows = entry["rows"]
+    return Relation(name, rows, entry["asks"], entry["answers"])
 
 
-RELATIONS = {
-    name: Relation(name, _rows(rows), tuple(asks.split(" | ")), tuple(answers.split(" | ")))
-    for name, (rows, asks, answers) in TABLES.items()
-}
-# Put before a question now and then. The gate uses none of them.
-LEADS = (
-    "Please tell me: ", "I have a question: ", "Quick question: ", "Hi! ", "Hello! ", "Hey, ", "Can you help me? ", "I would like to know: ",
-    "Help me with my homework: ", "Okay, next question. ", "Listen: ", "Good morning! ", "Let me ask you something: ", "I wonder: ", "A little quiz for you: ", "Tell me, please: ", "Maybe you know this: ",
-    "We talked about this at school: ", "I need to know this: ", "Can I ask you something? ", "For a quiz: ", "One more thing: ", "Sorry, I forgot. ", "My friend asked me: ", "Just curious: ",
-)  # fmt: skip
-TAILS = (
-    " Thanks!",
-    " Please answer briefly.",
-    " I forgot.",
-    " Do you know?",
-    " I am not sure.",
-    " Thank you.",
-    " Please help me.",
-)
-SHORT_SYSTEMS = (
-    "Answer with one word if you can.",
-    "Be very brief: give only the answer.",
-    "Reply with the answer alone.",
-    "Answer as briefly as possible.",
-)
-_SURE = ("", "", "", "", "", "Sure! ", "Of course. ", "Good question! ", "Yes: ", "Certainly. ")
-
-
-def capitalised(text: str) -> str:
-    """With a capital at the beginning, and "an" where it belongs."""
-    text = re.sub(r"\b([Aa]) (?=[aeio](?!ne\b|u))", r"\1n ", text)
-    return text[:1].upper() + text[1:]
+RELATIONS = {name: _relation(name, entry) for name, entry in _RELATIONS.items()}
+LEADS = _TABLE["leads"]
+TAILS = _TABLE["tails"]
+SHORT_SYSTEMS = _TABLE["short_systems"]
+_SURE = _TABLE["sure"]
 
 
 def ask_about(relation: Relation, subject: str, rng: random.Random) -> str:
-    """A question, perhaps with a lead or a tail, or written carelessly."""
+    """A question, sometimes with a lead or a tail, sometimes written carelessly."""
     question = capitalised(rng.choice(relation.asks).format(s=subject))
     if rng.random() < 0.3:
         lead = rng.choice(LEADS)
@@ -82,7 +57,7 @@ def answer_about(relation: Relation, subject: str, value: str, rng: random.Rando
 
 
 def fact_chat(relation: Relation, subject: str, value: str, rng: random.Random) -> Chat:
-    """One question and answer about a row."""
+    """A question about a row, with its answer."""
     question = ask_about(relation, subject, rng)
     if rng.random() < 0.06:
         return talk("facts", question, capitalised(value) + ".", system=rng.choice(SHORT_SYSTEMS))
@@ -91,7 +66,7 @@ def fact_chat(relation: Relation, subject: str, value: str, rng: random.Random) 
 
 
 def make(rng: random.Random, repeats: int) -> Iterator[Chat]:
-    """Each fact `repeats` times, each time in another phrasing as far as there are any; small tables more often."""
+    """Each fact `repeats` times in random phrasings; small tables more often."""
     for relation in RELATIONS.values():
         times = repeats if len(relation.rows) > 30 else round(repeats * 1.5)
         for subject, value in relation.rows:

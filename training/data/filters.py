@@ -1,4 +1,4 @@
-"""Which answers of the teacher are worth learning: short, plain, complete, and nobody else's identity."""
+"""Which of the teacher's answers to keep: short, plain, complete, and without another model's identity."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN_MARKS = str.maketrans(
 
 
 def repeats(text: str) -> bool:
-    """Whether four words in a row come twice, or a word thrice in a row."""
+    """Whether four words in a row occur twice, or a word three times in a row."""
     words = re.findall(r"\w+", text.lower())
     fours = [tuple(words[i : i + 4]) for i in range(len(words) - 3)]
     return len(set(fours)) < len(fours) or any(len(set(words[i : i + 3])) == 1 for i in range(len(words) - 2))
@@ -45,5 +45,5 @@ def good_answer(question: str, answer: str, kind: str) -> bool:
 
 
 def plain_answer(answer: str) -> str:
-    """Typographic marks as ASCII, white space joined within lines."""
+    """Replace typographic marks with ASCII and collapse white space within lines."""
     return "\n".join(re.sub(r"[ \t]+", " ", line).strip() for line in answer.translate(PLAIN_MARKS).strip().splitlines())

@@ -1,4 +1,4 @@
-"""What must not be in the training data: the gate's questions, a fifth of the number pairs, and the tools of the tool tests."""
+"""What the training data must not contain: the gate's questions, a fifth of the number pairs, and the gate's tools."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 
 from training.data.arithmetic import is_held_out, mentions_held_out
 from training.data.chats import Chat
-from training.data.gate_tools import TEST_NAMES
+from training.data.tool_families import TEST_NAMES
 
 QUESTIONS = Path(__file__).parent.parent / "questions"
-TEST_TOOL = re.compile(r"\b(?:" + "|".join(name for names in TEST_NAMES.values() for name in names.split()) + r")\b")
+TEST_TOOL = re.compile(r"\b(?:" + "|".join(name for names in TEST_NAMES.values() for name in names) + r")\b")
 _COUNTING = re.compile(r"how many|left|together|remain|altogether|total", re.IGNORECASE)
 
 
 def normalised(text: str) -> str:
-    """Letters and digits alone: so that marks, case and spaces do not hide a phrasing."""
+    """Only letters and digits, so that punctuation, case and spaces do not hide a phrasing."""
     return re.sub(r"[^a-z0-9+-]+", " ", text.lower()).strip()
 
 
 @functools.cache
 def gate_turns() -> frozenset[str]:
-    """All that users say in the gate's files."""
+    """Everything that users say in the gate's files."""
     said: set[str] = set()
     for path in QUESTIONS.glob("*.jsonl"):
         for line in path.read_text().splitlines():
@@ -35,7 +35,7 @@ def gate_turns() -> frozenset[str]:
     return frozenset(map(normalised, said))
 
 
-# Short turns that anybody says in any chat; their phrasing tells nothing.
+# Short turns that occur in any chat.
 EVERYDAY = frozenset(
     ("what is its capital", "thank you goodbye", "is it a planet", "and what is my name", "is it a fish", "i am sad today")
 )
@@ -47,7 +47,7 @@ def _forbidden_turns() -> frozenset[str]:
 
 
 def counts_held_out(turn: str) -> bool:
-    """Whether a little story asks for a held-out sum or difference: two numbers, and a question of how many."""
+    """Whether a word problem asks for a held-out sum or difference: two numbers and a "how many"."""
     numbers = [int(number) for number in re.findall(r"(?<![\d.:])\d{1,2}(?![\d.:])", turn)]
     if len(numbers) != 2 or not _COUNTING.search(turn):
         return False
@@ -60,7 +60,7 @@ def counts_held_out(turn: str) -> bool:
 
 
 def fault(item: Chat | str) -> str | None:
-    """Why this may not be trained on; None where it may."""
+    """Why this must not be trained on, or None."""
     if isinstance(item, str):
         return "number pair" if mentions_held_out(item) else "tool name" if TEST_TOOL.search(item) else None
     for message in item.messages:
@@ -79,5 +79,5 @@ def fault(item: Chat | str) -> str | None:
 
 
 def without_faults(text: str) -> str:
-    """Plain text without the paragraphs and lines that may not be trained on."""
+    """Plain text without the lines that must not be trained on."""
     return "\n".join(line for line in text.split("\n") if not fault(line)).strip()

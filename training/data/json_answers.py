@@ -1,4 +1,4 @@
-"""Answers that are one JSON document, to a schema or a description in the prompt."""
+"""Answers that are a JSON document, for a schema or a description in the prompt."""
 
 from __future__ import annotations
 
@@ -11,49 +11,33 @@ from training.data import facts
 from training.data.chats import Chat, talk
 from training.data.made_up import made_up_word
 from training.data.simple_definitions import GLOSSES
+from training.data.table import Table, capitalised
 from training.data.tool_families import CITIES, DAYS, ITEMS, NAMES, TIMES
+
+_TABLE = Table("json_answers")
 
 Record = dict[str, Any]
 Field = tuple[str, dict[str, Any]]
-_COLOURS = ("red", "blue", "green", "black", "white", "yellow", "brown", "grey")
-_PETS = ("dog", "cat", "horse", "rabbit", "parrot", "goldfish", "hamster", "turtle")
-_JOBS = ("teacher", "nurse", "cook", "farmer", "painter", "engineer", "doctor", "baker", "driver", "writer")
-_SPORTS = ("football", "tennis", "swimming", "chess", "running", "hockey", "cycling")
-_FOODS = ("pizza", "rice", "soup", "salad", "pasta", "bread", "fish", "curry")
-_GOOD = ("great", "wonderful", "lovely", "excellent", "very good", "fantastic")
-_BAD = ("terrible", "awful", "bad", "boring", "horrible", "very poor")
-_WHAT = (
-    "the film",
-    "the food",
-    "the book",
-    "my day",
-    "the hotel",
-    "the concert",
-    "the trip",
-    "the party",
-    "the lesson",
-    "the music",
-)
+_COLOURS = _TABLE["colours"]
+_PETS = _TABLE["pets"]
+_JOBS = _TABLE["jobs"]
+_SPORTS = _TABLE["sports"]
+_FOODS = _TABLE["foods"]
+_GOOD = _TABLE["good"]
+_BAD = _TABLE["bad"]
+_WHAT = _TABLE["judged"]
 _STRING, _INTEGER, _BOOLEAN = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
 
 
 def _person(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], Any]]]:
     name, age, city, job = rng.choice(NAMES), rng.randint(6, 90), rng.choice(CITIES), rng.choice(_JOBS)
-    text = rng.choice(
-        (
-            "{n} is {a} years old, lives in {c} and works as a {j}.",
-            "{n} is a {j} from {c} and {a} years old.",
-            "My friend {n}, who is {a}, is a {j} in {c}.",
-        )
-    ).format(n=name, a=age, c=city, j=job)
+    text = rng.choice(_TABLE["person"]).format(n=name, a=age, c=city, j=job)
     return text, [("name", _STRING, name), ("age", _INTEGER, age), ("city", _STRING, city), ("job", _STRING, job)]
 
 
 def _pet(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], Any]]]:
     name, kind, colour, age = rng.choice(NAMES), rng.choice(_PETS), rng.choice(_COLOURS), rng.randint(1, 15)
-    text = rng.choice(("{n} has a {c} {k} that is {a} years old.", "The {k} of {n} is {c} and {a} years old.")).format(
-        n=name, k=kind, c=colour, a=age
-    )
+    text = rng.choice(_TABLE["pet"]).format(n=name, k=kind, c=colour, a=age)
     return text, [("owner", _STRING, name), ("animal", _STRING, kind), ("color", _STRING, colour), ("age", _INTEGER, age)]
 
 
@@ -64,13 +48,7 @@ def _order(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], Any
         rng.randint(1, 90),
         rng.choice(NAMES),
     )
-    text = rng.choice(
-        (
-            "{n} orders {c} times {i} for {p} dollars.",
-            "Order: {c} times {i}, {p} dollars, for {n}.",
-            "{n} bought {c} packs of {i} and paid {p} dollars.",
-        )
-    ).format(n=name, i=item, c=count, p=price)
+    text = rng.choice(_TABLE["order"]).format(n=name, i=item, c=count, p=price)
     return text, [
         ("customer", _STRING, name),
         ("item", _STRING, item),
@@ -86,9 +64,7 @@ def _event(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], Any
         rng.choice(TIMES),
         rng.choice(CITIES),
     )
-    text = rng.choice(
-        ("There is a {t} on {d} at {h} in {p}.", "The {t} is on {d}, {h}, in {p}.", "Come to the {t} in {p} on {d} at {h}.")
-    ).format(t=title, d=day, h=time, p=place)
+    text = rng.choice(_TABLE["event"]).format(t=title, d=day, h=time, p=place)
     return text, [("title", _STRING, title), ("day", _STRING, day), ("time", _STRING, time), ("place", _STRING, place)]
 
 
@@ -111,14 +87,8 @@ def _country(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], A
 
 
 _RECORDS = (_person, _pet, _order, _event, _hobby, _country)
-_EXTRACT = (
-    "Extract the data as JSON: {t}", "Turn this into JSON: {t}", "Give me this as a JSON object: {t}", "Read the text and answer in JSON: {t}", "Make a JSON object from this text: {t}", "{t} Please answer with JSON.",
-    "Text: {t}", "Fill in the JSON for this text: {t}",
-)  # fmt: skip
-_SCHEMA = (
-    "Answer with JSON that follows this schema: {s}", "Reply only with JSON for this schema: {s}", "Use this JSON schema: {s}", "Your answer must be one JSON object that fits this schema: {s}", "Schema: {s}",
-    "Follow the schema {s} and write nothing but JSON.",
-)  # fmt: skip
+_EXTRACT = _TABLE["extract"]
+_SCHEMA = _TABLE["schema"]
 
 
 def schema_of(fields: list[Field]) -> dict[str, Any]:
@@ -126,7 +96,7 @@ def schema_of(fields: list[Field]) -> dict[str, Any]:
 
 
 def _said(text: str, schema: dict[str, Any], rng: random.Random, described: str | None = None) -> tuple[str | None, str]:
-    """(system prompt, question) that give the text and the schema in one of several ways."""
+    """(system prompt, question) that give the text and the schema, in one of several ways."""
     ask = rng.choice(_EXTRACT).format(t=text)
     if described and rng.random() < 0.3:
         return None, f"{ask} {rng.choice(('Use the keys', 'The keys are', 'Give the keys'))} {described}."
@@ -146,17 +116,12 @@ def _extract(rng: random.Random) -> Chat:
     schema = schema_of([(name, kind) for name, kind, _ in renamed])
     described = ", ".join(name for name, _, _ in renamed)
     if text.startswith("the country"):
-        text = rng.choice(("Tell me about {c}.", "Describe {c}.", "Facts about {c}, please.")).format(c=text)
+        text = rng.choice(_TABLE["about_country"]).format(c=text)
     system, question = _said(text, schema, rng, described)
     return talk("json", question, json.dumps({name: value for name, _, value in renamed}), system=system)
 
 
-_OTHER_NAMES = {
-    "name": ("name", "person", "first_name", "who"), "age": ("age", "years"), "city": ("city", "town", "lives_in"), "job": ("job", "work", "occupation"), "owner": ("owner", "owner_name"), "animal": ("animal", "pet", "species"),
-    "color": ("color", "colour"), "customer": ("customer", "buyer", "client"), "item": ("item", "product", "thing"), "quantity": ("quantity", "count", "number"), "price": ("price", "cost", "dollars"),
-    "title": ("title", "event", "what"), "day": ("day", "weekday"), "time": ("time", "at", "hour"), "place": ("place", "where", "location"), "sport": ("sport", "hobby", "activity"), "food": ("food", "dish", "meal"),
-    "likes_food": ("likes_food", "likes_it"), "country": ("country", "nation"), "capital": ("capital", "main_city"), "continent": ("continent", "part_of_world"), "language": ("language", "speaks"),
-}  # fmt: skip
+_OTHER_NAMES = _TABLE["other_names"]
 
 
 def _renamed(name: str, rng: random.Random) -> str:
@@ -190,31 +155,15 @@ def _list(rng: random.Random) -> Chat:
             list(numbers),
         )
     schema = schema_of([(key, {"type": "array", "items": kind})])
-    system, question = _said(
-        rng.choice(
-            (
-                "The list: {}.",
-                "We have {}.",
-                "Here they are: {}.",
-                "I see {}.",
-                "We go to {}.",
-                "First come {}.",
-                "I like {}.",
-                "They are called {}.",
-            )
-        ).format(text),
-        schema,
-        rng,
-        key,
-    )
+    system, question = _said(rng.choice(_TABLE["here_are_items"]).format(text), schema, rng, key)
     return talk("json", question, json.dumps({key: value}), system=system)
 
 
 def _judge(rng: random.Random) -> Chat:
-    """One word out of an enum, or true and false."""
+    """A word from an enum, or a boolean."""
     good = rng.random() < 0.5
     what = rng.choice(_WHAT)
-    text = rng.choice(("{W} was {a}.", "I think {w} was {a}.", "{n} says that {w} was {a}.")).format(
+    text = rng.choice(_TABLE["judgement"]).format(
         W=what.capitalize(), w=what, a=rng.choice(_GOOD if good else _BAD), n=rng.choice(NAMES)
     )
     if rng.random() < 0.65:
@@ -232,7 +181,7 @@ def _judge(rng: random.Random) -> Chat:
 
 
 def _answer(rng: random.Random) -> Chat:
-    """A fact under the key that was asked for."""
+    """A fact under the requested key."""
     relation = rng.choice(
         [
             facts.RELATIONS[name]
@@ -252,7 +201,7 @@ def _answer(rng: random.Random) -> Chat:
     subject, value = rng.choice(relation.rows)
     key = _random_key(rng) if rng.random() < 0.4 else rng.choice(("answer", "result", "value", relation.name.replace(" ", "_")))
     schema = schema_of([(key, _STRING)])
-    question = facts.capitalised(rng.choice(relation.asks).format(s=subject))
+    question = capitalised(rng.choice(relation.asks).format(s=subject))
     rule = rng.choice(_SCHEMA).format(s=json.dumps(schema))
     if rng.random() < 0.5:
         return talk("json", question, json.dumps({key: value}), system=rule)

@@ -1,4 +1,4 @@
-"""Words that are none: whoever writes one has copied it."""
+"""Made-up words: a model can only write one by copying it."""
 
 from __future__ import annotations
 

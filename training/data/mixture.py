@@ -1,4 +1,4 @@
-"""The parts of the training data: where each comes from, how much of it is made, and how often it is shown."""
+"""The parts of the training data: where each comes from, how much is generated, and how often it is shown."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ DISTILLED = OUT / "distilled"
 
 @dataclass(frozen=True)
 class Part:
-    """Texts of one kind. A boost says how often its tokens are shown for one of the others, in the main and the last phase."""
+    """Texts of one kind. The boosts are the relative weights of its tokens in the main and the last phase."""
 
     name: str
-    make: Callable[[random.Random, float], Iterator[Chat | str]]  # conversations, or plain texts; the number scales how many
+    make: Callable[[random.Random, float], Iterator[Chat | str]]  # yields chats or plain texts; the number scales how many
     boost_main: float
     boost_last: float
-    is_made: bool = True  # by code: as much as one likes, so that its share does not grow with its size
+    is_made: bool = True  # made by code: its share does not grow with `scale`
 
 
 def _scaled(
@@ -70,7 +70,7 @@ def _chitchat(rng: random.Random, scale: float) -> Iterator[Chat]:
 
 
 def _distilled(rng: random.Random, scale: float) -> Iterator[Chat]:
-    """The teacher's chats as far as there are any, some of them under a plain system prompt."""
+    """The teacher's chats, if any, some of them with a plain system prompt."""
     for path in sorted(DISTILLED.glob("*.jsonl")):
         for line in path.read_text().splitlines():
             chat = json.loads(line)
@@ -97,7 +97,7 @@ def _lines(name: str) -> list[dict[str, Any]]:
 PARTS = (
     Part("prose", _prose, 0.9, 0.1, is_made=False),
     Part("dictionary", _dictionary, 0.6, 0.1, is_made=False),
-    Part("chitchat", _chitchat, 0.5, 0.0, is_made=False),  # for its words alone: people talk past each other
+    Part("chitchat", _chitchat, 0.5, 0.0, is_made=False),  # only for its vocabulary: people talk past each other
     Part("distilled", _distilled, 2.0, 2.0, is_made=False),
     Part("world", _scaled(handwritten.make, 12_000), 1.5, 2.0),
     Part("compositions", _scaled(compositions.make, 12_000), 1.4, 1.8),
@@ -121,7 +121,7 @@ PARTS = (
 def cut(chat: Chat, rng: random.Random) -> Chat:
     """The chat up to one of its answers: half of all long chats end early.
 
-    Serving puts an empty thought before the answer that is due and before no other, so each turn must be the last now and then.
+    Serving puts an empty thought only before the answer that is due, so each turn must sometimes be the last.
     """
     ends = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
     if len(ends) < 2 or not is_plain(chat) or rng.random() < 0.5:
@@ -130,7 +130,7 @@ def cut(chat: Chat, rng: random.Random) -> Chat:
 
 
 def texts(part: Part, *, seed: int, scale: float) -> Iterator[tuple[Chat | str, str]]:
-    """Every item of a part with its text: a chat as it is served, or plain text between <bos> and <eos>."""
+    """Every item of a part with its text: a chat as served, or plain text between <bos> and <eos>."""
     rng = random.Random(f"{seed} {part.name}")
     cuts = random.Random(f"{seed} {part.name} cuts")
     for item in part.make(rng, scale):

@@ -6,7 +6,7 @@
     pack.json                         counts, shares of the tokens to show, what was dropped, and the sources
     tokenizer/                        the files of the tokenizer
 
-`--tokenizer` learns the tokenizer anew from a sample of it all; without it, out/tokenizer is used.
+`--tokenizer` trains a new tokenizer on a sample of everything; otherwise out/tokenizer is used.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _SPECIAL = re.compile("|".join(re.escape(name) for name in SPECIAL_TOKENS.values
 
 
 def is_kept_out(text: str) -> bool:
-    """Whether a document belongs to the held-out split: one in a hundred, by its text."""
+    """Whether a document belongs to the held-out split: one in a hundred, by the hash of its text."""
     return hashlib.sha256(text.encode()).digest()[0] * 256 + hashlib.sha256(text.encode()).digest()[1] < 655
 
 
 def allowed(part: Part, *, seed: int, scale: float, dropped: Counter[str]) -> Iterator[str]:
-    """Documents of a part without repetitions and without what the gate keeps for itself."""
+    """Documents of a part without duplicates and without anything held out for the gate."""
     seen: set[bytes] = set()
     for item, text in texts(part, seed=seed, scale=scale):
         if isinstance(item, str):
@@ -64,7 +64,7 @@ def allowed(part: Part, *, seed: int, scale: float, dropped: Counter[str]) -> It
 
 
 def write_part(folder: Path, name: str, documents: list[tuple[list[int], list[bool] | None]]) -> dict[str, int]:
-    """The arrays of one part and split; returns their counts."""
+    """Write the arrays of one part and split; return their counts."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = [np.asarray(tokens, dtype=np.uint16) for tokens, _ in documents]
     np.save(folder / f"{name}.npy", np.concatenate(ids) if ids else np.zeros(0, np.uint16))
@@ -78,7 +78,7 @@ def write_part(folder: Path, name: str, documents: list[tuple[list[int], list[bo
 
 
 def pack_part(part: Part, folder: Path, *, seed: int, scale: float) -> dict[str, Any]:
-    """Write a part; returns its entry of pack.json."""
+    """Write a part; return its entry in pack.json."""
     tokenizer = Tokenizer.from_file(str(own_tokenizer.FOLDER / "tokenizer.json"))
     encoder = Encoder(tokenizer)
     splits: dict[str, list[tuple[list[int], list[bool] | None]]] = {"train": [], "held_out": []}
@@ -113,7 +113,7 @@ def learn_tokenizer(seed: int) -> None:
 
 
 def _pack_by_name(name: str, *, folder: Path, seed: int, scale: float) -> tuple[str, dict[str, Any]]:
-    """For a process of its own: a part by its name, because functions of parts do not travel."""
+    """Pack a part by its name in a worker process: the functions of a Part cannot be pickled."""
     (part,) = [part for part in PARTS if part.name == name]
     entry = pack_part(part, folder, seed=seed, scale=scale)
     counts = f"{entry['documents']} documents, {entry['tokens'] / 1e6:.2f} M tokens"
@@ -124,10 +124,10 @@ def _pack_by_name(name: str, *, folder: Path, seed: int, scale: float) -> tuple[
 def main() -> None:
     """Write out/pack."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokenizer", action="store_true", help="learn the tokenizer anew")
-    parser.add_argument("--scale", type=float, default=1.0, help="make this much of the templated data")
+    parser.add_argument("--tokenizer", action="store_true", help="train a new tokenizer")
+    parser.add_argument("--scale", type=float, default=1.0, help="multiply the amount of generated data")
     parser.add_argument("--out", type=Path, default=PACK)
-    parser.add_argument("--parts", help="write only these, as in distilled,world, into a pack that is there")
+    parser.add_argument("--parts", help="write only these parts (comma-separated) into an existing pack")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -137,10 +137,10 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     pack = functools.partial(_pack_by_name, folder=folder, seed=options.seed, scale=options.scale)
     wanted = options.parts.split(",") if options.parts else [part.name for part in PARTS]
-    found = json.loads((folder / "pack.json").read_text())["parts"] if options.parts else {}
+    packed = json.loads((folder / "pack.json").read_text())["parts"] if options.parts else {}
     with multiprocessing.Pool(options.jobs) as pool:
-        found.update(pool.imap_unordered(pack, wanted, chunksize=1))
-    entries = {part.name: found[part.name] for part in PARTS}
+        packed.update(pool.imap_unordered(pack, wanted, chunksize=1))
+    entries = {part.name: packed[part.name] for part in PARTS}
     for phase, boosts in (("main", [part.boost_main for part in PARTS]), ("last", [part.boost_last for part in PARTS])):
         sizes = [entries[part.name]["tokens"] / (options.scale if part.is_made else 1) for part in PARTS]
         shown = [boost * size for boost, size in zip(boosts, sizes, strict=True)]

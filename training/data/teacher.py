@@ -3,8 +3,8 @@
     slots     a fixed number of rows; a row that ends is filled with the next prompt
     prefixes  the keys and values of a system prompt are computed once and copied into a row
 
-On a CPU with bfloat16 tiles one thread makes about 100 tokens a second with 192 slots; the weights are kept in the
-layout that the matrix library wants, which alone doubles the speed.
+On a CPU with bfloat16 tiles, a thread generates about 100 tokens per second with 192 slots. Weights are stored in the matrix
+library's own layout, which doubles the speed.
 Shapes: B rows, T new tokens, S cache positions, D model, N heads, G kv heads, H head size.
 """
 
@@ -50,7 +50,7 @@ class Linear:
 
 @dataclass
 class Row:
-    """One slot: what it answers, and how far it is."""
+    """A slot: the prompt it answers, and its progress."""
 
     key: Any
     length: int  # tokens in the cache
@@ -58,7 +58,7 @@ class Row:
 
 
 class Teacher:
-    """`answers` is all there is to call."""
+    """The model behind `answers`."""
 
     def __init__(self, path: Path, *, device: str = "cpu", num_slots: int = 192, max_len: int = 320) -> None:
         import gguf
@@ -116,7 +116,7 @@ class Teacher:
         top_p: float = 0.9,
         seed: int = 0,
     ) -> Iterator[tuple[Any, str | None]]:
-        """(key, answer) as they end, for prompts (key, system prompt, the rest of the chat). An answer cut off is None."""
+        """(key, answer) as answers end, for prompts (key, system prompt, rest of the chat). A truncated answer is None."""
         generator = torch.Generator(self.device).manual_seed(seed)
         rows: list[Row | None] = [None] * self.num_slots
         last = torch.zeros(self.num_slots, dtype=torch.long, device=self.device)
@@ -124,14 +124,14 @@ class Teacher:
         while True:
             free = [slot for slot, row in enumerate(rows) if row is None]
             if not is_dry and len(free) >= max(1, self.num_slots // 8):
-                taken = []
+                started = []
                 for slot in free:
                     item = next(prompts, None)
                     if item is None:
                         is_dry = True
                         break
-                    taken.append((slot, *item))
-                for part in (taken[i : i + 32] for i in range(0, len(taken), 32)):
+                    started.append((slot, *item))
+                for part in (started[i : i + 32] for i in range(0, len(started), 32)):
                     logits = self._start(part, rows)
                     slots = [slot for slot, *_ in part]
                     last[slots] = _draw(logits, temperature, top_p, generator)
@@ -166,7 +166,7 @@ class Teacher:
                 row.answer.append(token)
 
     def _start(self, part: list[tuple[int, Any, str, str]], rows: list[Row | None]) -> Tensor:
-        """Prefill these (slot, key, system prompt, rest); logits of their first tokens."""
+        """Prefill these (slot, key, system prompt, rest); return the logits of their first tokens."""
         tails = [self.encode(rest + OPEN_ANSWER) for _, _, _, rest in part]
         starts = []
         for slot, _, system, _ in part:
@@ -211,7 +211,7 @@ class Teacher:
             keys[rows[:, None], :, positions_BT] = k
             values[rows[:, None], :, positions_BT] = v.view(B, T, -1, self.head_dim)
             seen_k, seen_v = (c[:, :, :reach] if slots is None else c[rows, :, :reach] for c in (keys, values))
-            # The heads of a group are queries of one key: no copies of keys, and T * heads queries at once.
+            # Heads that share a key are batched as queries, so keys are not copied.
             grouped = q.view(B, T, self.num_kv, -1, self.head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
             repeated = mask.repeat(1, 1, self.num_heads // self.num_kv, 1)
             scores = grouped @ seen_k.transpose(-1, -2) / math.sqrt(self.head_dim)

@@ -7,20 +7,12 @@ from collections.abc import Iterator
 
 from training.data import definitions, facts, smalltalk
 from training.data.chats import Chat, talk
+from training.data.table import Table
 
-_FACT = (
-    "The user asks about {s}. I remember that the answer is {v}.", "This is a question about {s}. The answer should be {v}.", "I think of {s}. That goes with {v}.", "They want to know something about {s}: {v}.",
-)  # fmt: skip
-_TALK = {
-    "hello": "The user greets me. I greet back.",
-    "how are you": "The user asks how I am. I answer kindly.",
-    "thanks": "The user thanks me. I reply politely.",
-    "bye": "The user says goodbye.",
-    "joke": "The user wants a joke. I know a short one.",
-    "fact": "The user wants to hear something interesting.",
-    "user is unwell": "The user does not feel well. I should be kind.",
-    "riddle": "The user wants a riddle.",
-}
+_TABLE = Table("thinking")
+
+_FACT = _TABLE["fact"]
+_TALK = _TABLE["talk"]
 
 
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
@@ -43,9 +35,7 @@ def make(rng: random.Random, count: int) -> Iterator[Chat]:
             )
         elif chance < 0.7:
             word = rng.choice(words)
-            thought = rng.choice(
-                ("I explain the word {w} in simple words.", "The user wants to know what {w} means.", "I know this word: {w}.")
-            ).format(w=word.word)
+            thought = rng.choice(_TABLE["i_explain_the_word"]).format(w=word.word)
             yield talk(
                 "thinking", f"What does {word.word} mean?", definitions.answer(word, rng), thought=thought, system=system
             )

@@ -1,4 +1,4 @@
-"""Gemma's kind of tokenizer with a small vocabulary: BPE with the space as a mark, bytes to fall back on, single digits.
+"""A small tokenizer of Gemma's kind: BPE with a mark for spaces, byte fallback, single digits.
 
     python -m training.data.tokenizer [FILE.jsonl ...]      writes out/tokenizer from the corpus and from rendered chats
 
@@ -30,7 +30,7 @@ CUTS = rf"'(?:s|t|re|ve|m|ll|d)(?!\p{{L}})|{MARK}?\p{{L}}+|\p{{N}}|{MARK}?[^\p{{
 
 
 def build(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """A tokenizer with exactly `vocab_size` tokens, learnt from `texts`, in which no special token is written out."""
+    """A tokenizer with exactly `vocab_size` tokens, trained on `texts`, which must not contain special tokens."""
     normalizer = normalizers.Replace(" ", MARK)
     cuts = pre_tokenizers.Split(Regex(CUTS), "isolated")
     learner = Tokenizer(models.BPE())
@@ -45,7 +45,7 @@ def build(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
     pieces = [SPECIAL_TOKENS.get(token_id, f"<unused{token_id}>") for token_id in range(NUM_RESERVED)]
     pieces += [f"<0x{byte:02X}>" for byte in range(256)]
     pieces += sorted(learnt["vocab"], key=learnt["vocab"].__getitem__)
-    # Media tokens, which this model never sees, and what a small text leaves unlearnt.
+    # Media tokens, which this model never sees, then padding if the text was too small for the vocabulary.
     media = [name for name in SPECIAL_TOKENS.values() if name not in pieces]
     pieces = pieces[: vocab_size - len(media)] + media
     pieces += [f"<unused{index}>" for index in range(len(pieces), vocab_size)]
@@ -58,7 +58,7 @@ def build(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
 
 
 def write(tokenizer: Tokenizer, folder: Path) -> None:
-    """The files of a checkpoint that belong to its text."""
+    """Write the checkpoint files that belong to the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(

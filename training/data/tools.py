@@ -10,40 +10,17 @@ from typing import Any
 
 from training.data import arithmetic, conversations, definitions, facts, handwritten, knowledge, smalltalk, topics, writing
 from training.data.chats import Chat, Message
-from training.data.gate_tools import TEST_NAMES
 from training.data.made_up import made_up_word
 from training.data.simple_definitions import GLOSSES, VERBS
-from training.data.tool_families import CITIES, COMPANIES, FAMILIES, NAMES, TOPICS, Family
+from training.data.table import Table, capitalised
+from training.data.tool_families import CITIES, COMPANIES, FAMILIES, NAMES, TEST_NAMES, TOPICS, Family
 
-_VERBS = tuple(
-    "get set find show make run start check list open read send create update delete load count watch plan pick sort move copy save mark scan test print share join split build draw".split()
-)
-_NOUNS = tuple(
-    "file user photo ticket invoice playlist garden robot pump camera sensor report order score team game lesson recipe battery engine window parcel note task route bill seat lamp zone queue badge folder".split()
-)
-_VALUES = (
-    "alpha",
-    "red",
-    "north",
-    "blue",
-    "small",
-    "summer",
-    "gold",
-    "river",
-    "large",
-    "quick",
-    "apple",
-    "seven stars",
-    "main hall",
-    "old bridge",
-    "level two",
-    "green tea",
-)
-_KEYS = {
-    "string": ("name", "title", "color", "place", "kind", "label", "target", "topic", "owner", "query"),
-    "integer": ("count", "number", "size", "level", "id", "limit", "page", "year"),
-    "boolean": ("urgent", "public", "loud", "fast"),
-}
+_TABLE = Table("tools")
+
+_VERBS = _TABLE["verbs"]
+_NOUNS = _TABLE["nouns"]
+_VALUES = _TABLE["values"]
+_KEYS = _TABLE["keys"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +40,7 @@ def declare(name: str, text: str, properties: dict[str, Any], required: list[str
 
 
 def value_of(values: tuple[str, ...] | str, kind: str, rng: random.Random, made_up: float = 0.0) -> Any:
-    """One of the values; with the chance `made_up` a name that is in no list, where names are wanted."""
+    """One of the values; for names, a made-up one with probability `made_up`."""
     if isinstance(values, str):
         _, low, high = values.split()
         return rng.randint(int(low), int(high))
@@ -91,17 +68,26 @@ def declare_family(family: Family, rng: random.Random, name: str | None = None) 
 
 
 _TEXTS = (
-    *GLOSSES, *GLOSSES.values(), *VERBS, *VERBS.values(), *_VERBS, *_NOUNS, *topics.QUESTIONS, *topics.ACTIVITIES, *topics.EVENTS,
+    *GLOSSES,
+    *GLOSSES.values(),
+    *VERBS,
+    *VERBS.values(),
+    *_VERBS,
+    *_NOUNS,
+    *topics.QUESTIONS,
+    *topics.ACTIVITIES,
+    *topics.EVENTS,
     *(text for entry in (*handwritten.WORLD, *handwritten.ADVICE, *handwritten.EVERYDAY) for texts in entry for text in texts),
-    *(text for texts in knowledge.SENTENCES.values() for text in texts), *(animal.fact for animal in knowledge.ANIMALS),
+    *(text for texts in knowledge.SENTENCES.values() for text in texts),
+    *(animal.fact for animal in knowledge.ANIMALS),
     *(subject for relation in facts.RELATIONS.values() for subject, _ in relation.rows),
-)  # fmt: skip
+)
 _WORDS = tuple(sorted({word for text in _TEXTS for word in re.findall(r"\b[a-z]{3,11}\b", text.lower())}))
-_TESTED = frozenset(name for names in TEST_NAMES.values() for name in names.split())
+_TESTED = frozenset(name for names in TEST_NAMES.values() for name in names)
 
 
 def random_name(rng: random.Random) -> str:
-    """A name that says nothing of what the tool does, so that it can only be copied from the declaration."""
+    """A name unrelated to what the tool does, which can only be copied from the declaration."""
     while True:
         words = [
             made_up_word(rng) if rng.random() < 0.25 else rng.choice(_WORDS)
@@ -116,7 +102,7 @@ def random_name(rng: random.Random) -> str:
 
 
 def _varied(name: str, rng: random.Random) -> str:
-    """Now and then with a prefix or a suffix, so that names are read and not remembered."""
+    """Sometimes add a prefix or a suffix, so that the model reads names instead of remembering them."""
     chance = rng.random()
     if chance < 0.12:
         return f"{rng.choice(('my', 'do', 'home', 'app', 'api', 'tool', 'city', 'user', 'fast'))}_{name}"
@@ -140,19 +126,15 @@ def fill(
             arguments[bare] = value_of(values, kind, rng, made_up)
     if {"start", "end"} <= named and arguments["start"] == arguments["end"]:
         return fill(family, rng, asks, made_up)
-    return facts.capitalised(_wrapped(_without_on(ask.format(**arguments)), rng)), arguments, ask
+    return capitalised(_wrapped(_without_on(ask.format(**arguments)), rng)), arguments, ask
 
 
-_ORDERS = frozenset(
-    "find show set play turn add remind send book order tell give call write look search start put reserve translate convert roll note plan get check open close lock wake make save track".split()
-)
-_WRAPPERS = (
-    "Could you {}?", "Can you {}, please?", "Please {}.", "I need you to {}.", "Would you {} for me?", "I want you to {}.", "{}, please.", "Hey, {}.", "Can you {} for me?", "I would like you to {}.",
-)  # fmt: skip
+_ORDERS = frozenset(_TABLE["orders"])
+_WRAPPERS = _TABLE["wrappers"]
 
 
 def _wrapped(text: str, rng: random.Random) -> str:
-    """Now and then an order in the words of a wish or a question."""
+    """Sometimes turn an order into a wish or a question."""
     first, _, rest = text.partition(" ")
     if first.lower() not in _ORDERS or not text.endswith(".") or ". " in text or "please" in rest or rng.random() < 0.5:
         return text
@@ -162,7 +144,7 @@ def _wrapped(text: str, rng: random.Random) -> str:
 
 
 def _without_on(text: str) -> str:
-    """Today and tomorrow stand alone, other days with "on"."""
+    """Drop "on" before today and tomorrow."""
     return re.sub(r"\b([Oo]n) (today|tomorrow)\b", lambda match: match[2].capitalize() if match[1] == "On" else match[2], text)
 
 
@@ -174,27 +156,17 @@ def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-_SYSTEMS = (
-    None,
-    None,
-    None,
-    None,
-    "You are a helpful assistant.",
-    "Use the tools when they help.",
-    "You are a helpful assistant with tools.",
-    "Call a tool only if it fits the question.",
-    "Be brief.",
-)
+_SYSTEMS = (None, None, None, None, *_TABLE["systems"])
 
 
 def _messages(system: str | None, *messages: Message) -> tuple[Message, ...]:
     return (*([{"role": "system", "content": system}] if system else []), *messages)
 
 
-def _others(rng: random.Random, taken: set[str], families: list[str]) -> list[Declared]:
-    """0 to 4 further tools of other families."""
+def _others(rng: random.Random, excluded: set[str], families: list[str]) -> list[Declared]:
+    """Up to four more tools of other families."""
     count = rng.choices((0, 1, 2, 3, 4), (0.2, 0.25, 0.3, 0.15, 0.1))[0]
-    chosen = rng.sample([name for name in families if name not in taken], count)
+    chosen = rng.sample([name for name in families if name not in excluded], count)
     return [declare_family(FAMILIES[name], rng) for name in chosen]
 
 
@@ -204,14 +176,12 @@ def _shuffled(rng: random.Random, tools: list[Declared]) -> tuple[dict[str, Any]
     return tuple(unique)
 
 
-# A tool that could be taken for another one is not declared beside it where the question does not fit.
-_NEAR = {"weather": {"forecast"}, "forecast": {"weather"}, "alarm": {"timer", "reminder"}, "timer": {"alarm"}, "reminder": {"note", "event", "alarm"}, "note": {"reminder"}, "event": {"reminder"},
-         "email": {"message"}, "message": {"email", "call"}, "call": {"contact", "message"}, "contact": {"call"}, "route": {"train", "flight"}, "train": {"route"}, "flight": {"route"},
-         "search": {"book", "recipe"}, "book": {"search"}, "recipe": {"search"}}  # fmt: skip
+# Families that could be mistaken for one another are not declared together.
+_NEAR = _TABLE["near"]
 
 
 def _calling(rng: random.Random) -> Iterator[Chat]:
-    """A question that a tool fits: the call; and with its result, the answer."""
+    """A question for a tool: the call, and sometimes its result and the answer."""
     key = rng.choice(list(FAMILIES))
     family = FAMILIES[key]
     tool = declare_family(family, rng)
@@ -221,13 +191,7 @@ def _calling(rng: random.Random) -> Iterator[Chat]:
     calls: Message = {"role": "assistant", "tool_calls": [_call(tool.name, arguments)]}
     thinking = rng.random() < 0.1
     if thinking:
-        calls["reasoning"] = rng.choice(
-            (
-                "The user wants something that {t} can do. I will call it.",
-                "I need the tool {t} for this.",
-                "There is a tool for that: {t}.",
-            )
-        ).format(t=tool.name)
+        calls["reasoning"] = rng.choice(_TABLE["thoughts"]).format(t=tool.name)
     system = rng.choice(_SYSTEMS)
     yield Chat("tools", _messages(system, user, calls), tools, thinking)
     if thinking or rng.random() < 0.45:
@@ -235,11 +199,9 @@ def _calling(rng: random.Random) -> Iterator[Chat]:
     result = _result(family, rng)
     if rng.random() < 0.08:
         result = {"error": rng.choice(("not found", "no connection", "try again later", "not available"))}
-        answer = rng.choice(
-            ("I'm sorry, that did not work: {error}.", "Sorry, the tool says: {error}.", "That failed: {error}.")
-        ).format(**result)
+        answer = rng.choice(_TABLE["failed"]).format(**result)
     else:
-        answer = facts.capitalised(
+        answer = capitalised(
             rng.choice(
                 [text for text in family.answers if set(re.findall(r"\{(\w+)\}", text)) <= {*arguments, *result}]
             ).format(**{**arguments, **result})
@@ -250,10 +212,9 @@ def _calling(rng: random.Random) -> Iterator[Chat]:
 
 
 def _parallel(rng: random.Random) -> Iterator[Chat]:
-    """Two or three calls at once: of one tool for several cities, or of two tools."""
+    """Two or three parallel calls: one tool for several cities, or two tools."""
     if rng.random() < 0.6:
-        key, ask = rng.choice((("weather", "What is the weather in {}?"), ("weather", "How is the weather in {}?"), ("weather", "Compare the weather in {}."), ("time", "What time is it in {}?"),
-                               ("time", "Tell me the time in {}."), ("population", "How many people live in {}?"), ("population", "Compare the population of {}.")))  # fmt: skip
+        key, ask = rng.choice(_TABLE["several_cities"])
         tool = declare_family(FAMILIES[key], rng)
         cities = rng.sample(CITIES, rng.choice((2, 2, 2, 3)))
         question = ask.format(", ".join(cities[:-1]) + " and " + cities[-1])
@@ -277,7 +238,7 @@ def _parallel(rng: random.Random) -> Iterator[Chat]:
             calls.append(_call(tool.name, arguments))
             texts.append(text.rstrip(".!"))
             results.append(_result(family, rng))
-            parts.append(facts.capitalised(family.answers[0].format(**{**arguments, **results[-1]})))
+            parts.append(capitalised(family.answers[0].format(**{**arguments, **results[-1]})))
         question = (
             f"{texts[0]}. {rng.choice(('And ', 'Also, ', 'Then ', ''))}"
             + (texts[1] if rng.random() < 0.3 else texts[1][0].lower() + texts[1][1:])
@@ -310,13 +271,11 @@ def _parallel(rng: random.Random) -> Iterator[Chat]:
         yield Chat("tools", _messages(system, user, asked, *results_said, {"role": "assistant", "content": answer}), tools)
 
 
-_CANNOT = (
-    "I'm sorry, I have no tool for that.", "I can't do that with the tools that I have.", "Sorry, none of my tools can do that.", "I have no tool that fits. Can I help with something else?",
-)  # fmt: skip
+_CANNOT = _TABLE["cannot"]
 
 
 def _not_calling(rng: random.Random, plain: list[Chat]) -> Iterator[Chat]:
-    """Tools are declared, but the question needs none of them, or one that is not there."""
+    """Tools are declared, but the question needs none of them, or one that is missing."""
     if rng.random() < 0.68:
         chat = rng.choice(plain)
         tools = [
@@ -343,7 +302,7 @@ def _not_calling(rng: random.Random, plain: list[Chat]) -> Iterator[Chat]:
 
 
 def _made_up(rng: random.Random) -> Iterator[Chat]:
-    """Tools with names and parameters put together by chance, asked for by name: teaches to copy what is declared."""
+    """Tools with random names and parameters, asked for by name: teaches copying from the declaration."""
     name = (
         f"{rng.choice(_VERBS)}_{rng.choice(_NOUNS)}"
         if rng.random() < 0.7
@@ -366,32 +325,21 @@ def _made_up(rng: random.Random) -> Iterator[Chat]:
         )
     spoken = [f"{key} {str(value).lower() if isinstance(value, bool) else value}" for key, value in arguments.items()]
     verb, noun = re.match(r"([a-z]+)_?([A-Za-z]+)", name).groups()  # type: ignore[union-attr]
-    ask = rng.choice(
-        (
-            "Please {v} the {n} with {k}.",
-            "Use {t} with {k}.",
-            "{V} the {n}: {k}.",
-            "Call the tool {t} with {k}.",
-            "Can you {v} a {n} with {k}?",
-            "I want you to {v} the {n} with {k}.",
-        )
-    )
+    ask = rng.choice(_TABLE["ask_by_name"])
     question = ask.format(v=verb, V=verb.capitalize(), n=noun.lower(), t=name, k=" and ".join(spoken))
-    text = rng.choice(("{V} a {n}.", "Can {v} the {n}.", "{V}s one {n}.", "For work with a {n}: {v} it.")).format(
-        v=verb, V=verb.capitalize(), n=noun.lower()
-    )
+    text = rng.choice(_TABLE["description"]).format(v=verb, V=verb.capitalize(), n=noun.lower())
     tool = Declared(name, declare(name, text, properties, list(properties)))
     tools = _shuffled(rng, [tool, *_others(rng, set(), list(FAMILIES))])
     calls: Message = {"role": "assistant", "tool_calls": [_call(name, arguments)]}
-    yield Chat("tools", _messages(rng.choice(_SYSTEMS), {"role": "user", "content": facts.capitalised(question)}, calls), tools)
+    yield Chat("tools", _messages(rng.choice(_SYSTEMS), {"role": "user", "content": capitalised(question)}, calls), tools)
 
 
 def make_series(rng: random.Random, count: int) -> Iterator[Chat]:
-    """Chats with several tools, asked for one after the other: which one fits is decided anew each time."""
+    """Chats with several tools and several questions: the model chooses a tool each time."""
     while count > 0:
         keys: list[str] = []
         for key in rng.sample(list(FAMILIES), rng.choice((2, 3, 3, 3, 4, 4))):
-            if not any(key in _NEAR.get(other, ()) or other in _NEAR.get(key, ()) for other in keys):
+            if not any(key in _NEAR.get(chosen, ()) or chosen in _NEAR.get(key, ()) for chosen in keys):
                 keys.append(key)
         declared = {key: declare_family(FAMILIES[key], rng, random_name(rng) if rng.random() < 0.7 else None) for key in keys}
         if len({tool.name for tool in declared.values()} - _TESTED) < len(keys):
@@ -408,7 +356,7 @@ def make_series(rng: random.Random, count: int) -> Iterator[Chat]:
                 fitting = [text for text in family.answers if set(re.findall(r"\{(\w+)\}", text)) <= {*arguments, *result}]
                 answer = _without_on(rng.choice(fitting).format(**{**arguments, **result}))
                 messages.append({"role": "tool", "name": name, "content": result})
-                messages.append({"role": "assistant", "content": facts.capitalised(answer)})
+                messages.append({"role": "assistant", "content": capitalised(answer)})
         yield Chat("tools", _messages(rng.choice(_SYSTEMS), *messages), _shuffled(rng, list(declared.values())))
         count -= 1
 
@@ -416,11 +364,16 @@ def make_series(rng: random.Random, count: int) -> Iterator[Chat]:
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
     """At least `count` chats with tools."""
     plain = [
-        *facts.make(rng, 1), *arithmetic.make(rng, 300), *definitions.make_simple(rng, 1), *smalltalk.make(rng, 700),
-        *writing.make(rng, 300), *writing.make_stories(rng, 100), *conversations.make(rng, 200),
-    ]  # fmt: skip
-    made = 0
-    while made < count:
+        *facts.make(rng, 1),
+        *arithmetic.make(rng, 300),
+        *definitions.make_simple(rng, 1),
+        *smalltalk.make(rng, 700),
+        *writing.make(rng, 300),
+        *writing.make_stories(rng, 100),
+        *conversations.make(rng, 200),
+    ]
+    num_chats = 0
+    while num_chats < count:
         chance = rng.random()
         chats = (
             _calling(rng)
@@ -434,4 +387,4 @@ def make(rng: random.Random, count: int) -> Iterator[Chat]:
         for chat in chats:
             if not any(tool["function"]["name"] in _TESTED for tool in chat.tools):
                 yield chat
-                made += 1
+                num_chats += 1

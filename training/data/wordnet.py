@@ -13,7 +13,7 @@ _FILES = {"n": "noun", "v": "verb", "a": "adj", "r": "adv"}
 
 @dataclass(frozen=True)
 class Sense:
-    """One meaning: the words for it, most common first, its gloss and how often the first word was seen in this sense."""
+    """A meaning: its words, most common first, its gloss, and how often the first word has this sense."""
 
     kind: str  # n, v, a, s (satellite adjective) or r
     topic: int  # number of the lexicographer's file: 5 is animals, 6 artefacts, 13 food, 20 plants, ...

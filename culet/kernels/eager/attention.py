@@ -1,4 +1,4 @@
-"""The attention kernels, eagerly and in float32: what each of them must compute. Same names and signatures as the kernels.
+"""Eager twins of the attention kernels, in float32. Same names and signatures as the kernels.
 
 out[t, j] = sum_k softmax_k(q[t, j] . K[k, g]) V[k, g] over the keys kv_lo[t] <= k <= kv_hi[t], g = j // (N / G), scale 1.
 """
@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from culet.kernels.attention_inputs import PagedKV, RaggedRows
+from culet.kernels.types import PagedKV, RaggedRows
 
-MAX_SCORES = 1 << 28  # float32 scores held at once; longer rows are computed in pieces
+MAX_SCORES = 1 << 28  # float32 scores in memory at once; longer rows are computed in pieces
 
 
 def decode_attention(
     q_TNH: Tensor, kv: PagedKV, rows: RaggedRows, *, max_queries: int, out_TNH: Tensor | None = None, **_launch: Any
 ) -> Tensor:
-    """Attention of every row that has 1 to `max_queries` query tokens, all keys in pages; other rows' output stays as it is."""
+    """Attention of every row with 1 to `max_queries` query tokens and all keys in pages; other rows are not written."""
     out_TNH = torch.zeros_like(q_TNH) if out_TNH is None else out_TNH
     for row, (begin, end, _) in enumerate(_spans(rows)):
         if 0 < end - begin <= max_queries:
@@ -36,10 +36,10 @@ def prefill_attention(
     out_TNH: Tensor | None = None,
     **_launch: Any,
 ) -> Tensor:
-    """Attention of the rows that `tiles_X5` names in its first column.
+    """Attention of the rows listed in the first column of `tiles_X5`.
 
     Keys from the row's first query token on come from `fresh` (k_TGH, v_TGH of the same T tokens), earlier ones from pages;
-    without `fresh` all come from pages.
+    without `fresh`, all come from pages.
     """
     out_TNH = torch.zeros_like(q_TNH) if out_TNH is None else out_TNH
     for row in sorted(set(tiles_X5[:, 0].tolist())):
@@ -48,7 +48,7 @@ def prefill_attention(
 
 
 def visible_keys(kv: PagedKV, rows: RaggedRows, num_tokens: int) -> Tensor:
-    """int64 [2, T]: first and last key each query token sees, by the rows' own intervals or the text rule."""
+    """int64 [2, T]: first and last key that each query token sees, by the rows' intervals or the text rule."""
     if rows.visible_2T is not None:
         return rows.visible_2T.long()
     positions_T = torch.zeros(num_tokens, dtype=torch.long, device=rows.context_B.device)
@@ -59,7 +59,7 @@ def visible_keys(kv: PagedKV, rows: RaggedRows, num_tokens: int) -> Tensor:
 
 
 def _spans(rows: RaggedRows) -> list[tuple[int, int, int]]:
-    """(first token, token after the last, position of the first) of each row."""
+    """(first token, end token, position of the first token) of each row."""
     begins = rows.row_begin_B1.tolist()
     return list(zip(begins[:-1], begins[1:], rows.context_B.tolist(), strict=True))
 
@@ -95,5 +95,5 @@ def _from_pages(kv: PagedKV, row: int, begin: int, end: int) -> tuple[Tensor, Te
     position = torch.arange(begin, max(begin, end), device=kv.planes.device)
     offset = position - int(kv.first_B[row])
     page = kv.pages_BP[row, torch.div(offset, kv.page_tokens, rounding_mode="floor")].long()
-    slot = offset % kv.page_tokens
-    return kv.k_pages[page, :, slot].float(), kv.v_pages[page, :, slot].float()
+    place = offset % kv.page_tokens
+    return kv.k_pages[page, :, place].float(), kv.v_pages[page, :, place].float()

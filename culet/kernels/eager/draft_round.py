@@ -1,88 +1,41 @@
-"""Eager twins of what a drafting round does besides a drafter's layers: what it begins with, and what it leaves.
+"""Eager twins of the parts of a draft round that are not layers of the drafter.
 
-Shapes: R sequences · K proposals of each · S slots · L a slot's tokens · B the target's model width · C candidates · T tokens,
-of blocks R times as many as a block has · P table columns · X taps, or projections, side by side · N places of rings ·
-D model · V vocabulary · M clusters of tokens · J tokens of each · G KV heads · H head size.
+Shapes: R sequences · K drafts of each · S slots · L tokens of a slot · B the target's model width · C candidates ·
+T tokens (of blocks: R times the block size) · P page table columns · X taps, or projections, side by side · N places of a
+ring · D model · V vocabulary · M clusters of tokens · J tokens of a cluster · G KV heads · H head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from culet.kernels.eager.fused import capped_head, linear
-from culet.kernels.eager.ops import HeadShape, Rope, embed, head, prepare_qkv, rms_norm, rope, stores
-
-
-class Candidates(NamedTuple):
-    """Scores among which the best token is; the first of equal ones counts."""
-
-    scores_RC: Tensor
-    ids_RC: Tensor | None  # int64; None: of token c is column c
-
-
-class ChainStart(NamedTuple):
-    """What all drafts of a chain share: one query a sequence, at its last key."""
-
-    last_R: Tensor  # int64; position of the last key
-    row_begin_R1: Tensor  # int32
-    context_R: Tensor  # int32; the same as `last_R`
-    ropes: list[Rope]  # by kind
-
-
-class BlockShape(NamedTuple):
-    """What is the same for all rounds of a drafter that guesses blocks."""
-
-    size: int  # tokens of a block
-    mask_token_id: int
-    page_tokens: int
-    spare_page: int | None  # that of rows which only pad a batch
-    windows: tuple[int | None, ...]  # of the masks that are not causal; None: all keys
-
-
-class BlockStart(NamedTuple):
-    """Blocks row by row: the newest token, then masks at the positions after it."""
-
-    ids_T: Tensor  # int64
-    positions_T: Tensor  # int64
-    kv_address_T: Tensor  # int64; where their KV goes; -1, nowhere, in rows that only pad the batch
-    row_begin_R1: Tensor  # int32
-    context_R: Tensor  # int32
-    visible: list[Tensor]  # int32 [2, T] by window: first and last key that each token sees
-    turn: Rope
-    x_TD: Tensor  # the tokens' scaled embedding
-
-
-class ContextLayer(NamedTuple):
-    """What a drafter's layer makes context keys and values by, and where they go."""
-
-    weight_XD: Tensor  # the keys' rows, then the values'
-    norm_GH: Tensor  # float32; of keys
-    planes: Tensor  # [plane, page, G, token, H]
+from culet.kernels.eager.ops import embed, head, prepare_qkv, rms_norm, rope, stores
+from culet.kernels.types import BlockShape, BlockStart, Candidates, ChainStart, ContextLayer, HeadShape
 
 
 def newest_tokens(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor) -> Tensor:
-    """tokens[slot, length], int64 [R]: the token behind those whose KV exists."""
+    """tokens[slot, length], int64 [R]: the first token without KV."""
     place_R = torch.add(length_R, slot_R, alpha=tokens_SL.shape[1])
     return tokens_SL.view(-1).index_select(0, place_R).long()
 
 
 def keep_drafts(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor, drafts_RK: Tensor) -> None:
-    """tokens[slot, length + 1 + k] = drafts[r, k]: proposals go behind the newest token."""
+    """tokens[slot, length + 1 + k] = drafts[r, k]: drafts go behind the newest token."""
     place_R = torch.add(length_R, slot_R, alpha=tokens_SL.shape[1])
     column_K = torch.arange(1, drafts_RK.shape[1] + 1, device=place_R.device)
     tokens_SL.view(-1).index_copy_(0, (place_R[:, None] + column_K).flatten(), drafts_RK.flatten().to(tokens_SL.dtype))
 
 
 def begin_chain(length_R: Tensor, is_ahead: bool, inv_freqs: Sequence[Tensor]) -> ChainStart:
-    """Queries at the last of `length_R` keys; their angles are those of that position, or of the next one (`is_ahead`)."""
+    """Queries at the last of `length_R` keys. Rope uses that position, or the next one if `is_ahead`."""
     last_R = length_R - 1
     begin_R1 = torch.arange(length_R.shape[0] + 1, dtype=torch.int32, device=length_R.device)
     turned_R = length_R if is_ahead else last_R
-    return ChainStart(last_R, begin_R1, last_R.int(), [rope(turned_R, one) for one in inv_freqs])
+    return ChainStart(last_R, begin_R1, last_R.int(), [rope(turned_R, inv_freq) for inv_freq in inv_freqs])
 
 
 def embed_beside(token_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float) -> Tensor:
@@ -91,27 +44,27 @@ def embed_beside(token_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: fl
 
 
 def embed_linear(
-    found: Candidates | None, token_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float, weight_DX: Tensor
+    candidates: Candidates | None, token_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float, weight_DX: Tensor
 ) -> Tensor:
-    """The linear layer of `embed_beside`, [R, D]; with candidates, the best of them is kept in `token_R` (int64) before."""
-    if found is not None:
-        pick_best(found, token_R)
+    """`embed_beside` @ weight^T, [R, D]. If there are candidates, their best is first written to `token_R` (int64)."""
+    if candidates is not None:
+        pick_best(candidates, token_R)
     return linear(embed_beside(token_R, hidden_RB, table_VB, scale), weight_DX)
 
 
-def pick_best(found: Candidates, best_R: Tensor) -> None:
-    """Keep the best candidate of each row in `best_R` (int64)."""
-    if found.ids_RC is None:
-        torch.argmax(found.scores_RC, dim=-1, out=best_R)
+def pick_best(candidates: Candidates, best_R: Tensor) -> None:
+    """Write the best candidate of each row to `best_R` (int64)."""
+    if candidates.ids_RC is None:
+        torch.argmax(candidates.scores_RC, dim=-1, out=best_R)
     else:
-        best_R.copy_(found.ids_RC.gather(-1, found.scores_RC.argmax(dim=-1, keepdim=True)).squeeze(-1))
+        best_R.copy_(candidates.ids_RC.gather(-1, candidates.scores_RC.argmax(dim=-1, keepdim=True)).squeeze(-1))
 
 
 def head_candidates(x_RD: Tensor, table_VD: Tensor, scale_V: Tensor | None, cap: float | None) -> Candidates:
-    """Candidates by cap * tanh(scale[v] * (x @ table[v]) / cap), among them the best token of each row.
+    """Candidates scored by cap * tanh(scale[v] * (x @ table[v]) / cap), including the best token of each row.
 
-    `scale_V` belongs to a table in e4m3, whose sums are float32; without a cap, or a scale, these are left away. The rows of
-    `x_RD` may be [R, K, D].
+    `scale_V` belongs to a table in e4m3, whose sums are float32. Without a cap or a scale, that step is omitted. `x_RD` may
+    also be [R, K, D].
     """
     x_RD = x_RD.flatten(0, -2)
     if scale_V is not None:
@@ -120,7 +73,7 @@ def head_candidates(x_RD: Tensor, table_VD: Tensor, scale_V: Tensor | None, cap:
 
 
 def cluster_candidates(z_RD: Tensor, table_VD: Tensor, ids_MJ: Tensor, chosen_RK: Tensor) -> Candidates:
-    """The J tokens of each of a row's K clusters, by z @ table, float32. The table's rows are in the order of `ids_MJ`."""
+    """The J tokens of each of a row's K clusters, scored by z @ table in float32. Table rows are in the order of `ids_MJ`."""
     (rows, size), (_, each) = z_RD.shape, ids_MJ.shape
     table_RCD = table_VD.view(-1, each, size)[chosen_RK].view(rows, -1, size)
     scores_RC = torch.bmm(table_RCD, z_RD[..., None]).squeeze(-1).float()
@@ -135,9 +88,9 @@ def begin_blocks(
     inv_freq: Tensor,
     embedding: tuple[Tensor, float],
 ) -> BlockStart:
-    """What a pass over blocks begins with.
+    """The inputs of a pass over blocks.
 
-    `tables` is (pages [R, P], first token of each row) of the drafter's own group, `embedding` (table [V, D], scale).
+    `tables` is (pages [R, P], position of each row's first page) of the drafter's KV group, `embedding` (table [V, D], scale).
     """
     pages_RP, first_R = tables
     size, device = shape.size, length_R.device
@@ -146,15 +99,15 @@ def begin_blocks(
     ids_RK[:, 0] = newest_R
     column_RK = (position_RK - first_R[:, None]) // shape.page_tokens
     page_RK = pages_RP.gather(1, column_RK.clamp(max=pages_RP.shape[1] - 1)).long()
-    slot_RK = page_RK * shape.page_tokens + position_RK % shape.page_tokens
+    kv_address_RK = page_RK * shape.page_tokens + position_RK % shape.page_tokens
     if shape.spare_page is not None:
-        slot_RK = torch.where(page_RK == shape.spare_page, -1, slot_RK)
+        kv_address_RK = torch.where(page_RK == shape.spare_page, -1, kv_address_RK)
     ids_T, positions_T = ids_RK.flatten(), position_RK.flatten()
     begin_R1 = torch.arange(0, positions_T.shape[0] + 1, size, dtype=torch.int32, device=device)
     return BlockStart(
         ids_T,
         positions_T,
-        slot_RK.flatten(),
+        kv_address_RK.flatten(),
         begin_R1,
         length_R.int(),
         [_visible(window, position_RK) for window in shape.windows],
@@ -182,7 +135,7 @@ def store_context(
     layers: Sequence[ContextLayer],
     heads: HeadShape,
 ) -> None:
-    """Write every layer's keys and values of norm(feature) * hidden_norm to the slots of `kv_address_T` (-1: nowhere).
+    """Store every layer's keys and values of norm(feature) * hidden_norm at `kv_address_T` (-1: nowhere).
 
     `angles` is (positions [T], inverse frequencies); `heads` has no query heads.
     """
@@ -193,5 +146,5 @@ def store_context(
 
 
 def keep_taps(taps: Sequence[Tensor], ring_NX: Tensor, place_T: Tensor) -> None:
-    """ring[place] = taps [T, D] side by side. Where two tokens have one place, either may stay."""
+    """ring[place] = taps [T, D] side by side. If two tokens share a place, either may be stored."""
     ring_NX.index_copy_(0, place_T, join_taps(taps))

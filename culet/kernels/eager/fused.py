@@ -1,4 +1,4 @@
-"""Eager twins of the GPU's fused ops that join several of `reference`: the same results, one op after the other.
+"""Eager twins of fused GPU ops that combine several ops of `ops.py`: the same results, one op after the other.
 
 Shapes: M tokens · K inputs · N outputs · F MLP width · T tokens · D model · L tokens with logits · V vocabulary.
 """
@@ -17,12 +17,12 @@ def linear(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
 
 
 def linear_parts(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-    """`linear`, for a reader that adds up: [M, N], or parts [S, M, N] of it, float32; here always the whole."""
+    """`linear` for a caller that sums partial results: [M, N], or float32 parts [S, M, N] of it; here always [M, N]."""
     return F.linear(x_MK, weight_NK)
 
 
 def gated_linear(x_MK: Tensor, gate_up_NK: Tensor) -> Tensor:
-    """gelu_tanh(x @ gate^T) * (x @ up^T), [M, F], where the weight's rows are gate, then up."""
+    """gelu_tanh(x @ gate^T) * (x @ up^T), [M, F]; the weight's rows are gate, then up."""
     return gelu_mul(F.linear(x_MK, gate_up_NK))
 
 
@@ -45,10 +45,10 @@ def residual_norm_linear(
     weight_ND: Tensor,
     gate: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """x' = (x + norm(delta) * norms[0]) * scalar, and the linear layer of norm(x') * norms[1], gated by `gate` ("": not).
+    """x' = (x + norm(delta) * norms[0]) * scalar, and (norm(x') * norms[1]) @ weight^T, gated by `gate` (gelu, silu or "").
 
-    As `residual_norm`, delta may be parts, and is added as it is where norms[0] is None; without a delta x' is x. Gates are
-    gelu and silu; the weight's rows are then gate, then up. What is not gated may be parts (`linear_parts`).
+    As in `residual_norm`, delta may be parts, and is not normed if norms[0] is None; without a delta, x' is x. With a gate,
+    the weight's rows are gate, then up. Without one, the result may be parts (`linear_parts`).
     """
     if delta_TD is not None:
         x_TD, _ = residual_norm(x_TD, delta_TD, norms[0], scalar, None, eps)
@@ -73,6 +73,6 @@ def residual_norm_joint(
     next_weight_D: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """residual_norm of delta = norm(a) * weights[0] + norm(b) * weights[1], with weights[2] as its own norm's."""
+    """residual_norm of delta = norm(a) * weights[0] + norm(b) * weights[1], where weights[2] is delta's norm weight."""
     delta_TD = sum_norms(a_TD, b_TD, weights[0], weights[1], eps)
     return residual_norm(x_TD, delta_TD, weights[2], scalar, next_weight_D, eps)

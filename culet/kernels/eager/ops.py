@@ -1,6 +1,6 @@
-"""Eager twins of every kernel: torch on any device, the specification that the fast kernels are tested against.
+"""Eager twins of the basic kernels: plain torch on any device, the specification that the GPU kernels are tested against.
 
-Arithmetic is float32 inside, with one rounding to the activations' dtype at the end of each function.
+Arithmetic is float32, with one rounding to the activations' dtype at the end of each function.
 
 Shapes: T tokens · D model · M heads of q (and k) · N query heads · G KV heads · H head size · R rotated dims ·
 X all projected columns · F MLP width · E experts · K experts per token · P per-layer width · V vocabulary · S stored tokens.
@@ -8,7 +8,6 @@ X all projected columns · F MLP width · E experts · K experts per token · P 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,41 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from culet.kernels.types import HeadShape, Rope
+
 PLE_SCALE = 2.0**-0.5
 
 
-class Rope(NamedTuple):
-    """Rotation of each token: cos and signed sin, float32 [T, 1, R]; halves are (c, c) and (-s, s)."""
-
-    cos_T1R: Tensor
-    sin_T1R: Tensor
-
-
 class Stores(NamedTuple):
-    """Where new KV goes: token `token_S` to row `offset_S` of page `page_S`. `token_S` is None where all tokens are stored."""
+    """Where new KV goes: token `token_S` to row `offset_S` of page `page_S`. `token_S` is None if all tokens are stored."""
 
     token_S: Tensor | None
     page_S: Tensor
     offset_S: Tensor
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """Heads of an attention layer, and the order of their columns.
-
-    Query and key columns are `nope | rot`: the dims that rope leaves alone, then the R it turns (all, where R = H). With
-    `k_eq_v` one projection gives K and V, its columns are `rot | nope`, and V keeps that order. With `latent` both are
-    stored once, as rows `v_rot | nope | k_rot`.
-    """
-
-    num_heads: int
-    num_kv_heads: int  # projected ones: 0 in a layer that reads another layer's KV
-    head_dim: int
-    rotated_dims: int
-    k_eq_v: bool
-    latent: bool
-    eps: float
-    norm_v: bool = True  # values are normed, as Gemma's are; not in a DFlash drafter
 
 
 @lru_cache
@@ -60,7 +35,7 @@ def _constant(value: float, device: torch.device) -> Tensor:
 
 def _rms(x: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x ** 2) + eps) over the last dim, a new float32 tensor."""
-    # Fewer and cheaper calls than F.rms_norm, which is made of six on a CPU: 13 for 21 us on 384 columns.
+    # Fewer and cheaper calls than F.rms_norm, which takes six on a CPU: 13 instead of 21 us on 384 columns.
     x = x.float()
     size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x * torch.addcmul(_constant(eps, x.device), size, size, value=1.0 / x.shape[-1]).rsqrt_()
@@ -71,12 +46,12 @@ def _rms_weighted(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x.to(dtype), without the cost of a call where there is nothing to do."""
+    """x.to(dtype), without the cost of a call if there is nothing to do."""
     return x if x.dtype is dtype else x.to(dtype)
 
 
-def _kept(x: Tensor, planes: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 keys or values as `dtype`, rounded as their pages hold them: fresh or stored, attention reads the same."""
+def _as_stored(x: Tensor, planes: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 keys or values as `dtype`, rounded to what pages hold: attention reads the same from fresh and stored KV."""
     return _as(x.to(planes.dtype) if planes.dtype is torch.float8_e4m3fn else x, dtype)
 
 
@@ -90,8 +65,8 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return _as(_rms_weighted(x_TD, weight_D, eps), x_TD.dtype)
 
 
-def _joined(parts: Tensor) -> Tensor:
-    """[T, D] of what may be parts [S, T, D] of it."""
+def _summed(parts: Tensor) -> Tensor:
+    """[T, D] of a tensor that may be parts [S, T, D]."""
     return parts if parts.dim() == 2 else parts.sum(0)
 
 
@@ -100,10 +75,10 @@ def residual_norm(
 ) -> tuple[Tensor, Tensor | None]:
     """x' = (x + norm(delta) * weight) * scalar, and the next block's input norm(x') * next_weight (None: not wanted).
 
-    Without a `weight_D` delta is added as it is: a decoder that norms before its blocks only. delta may be parts
-    [S, T, D] of what it is the sum of.
+    Without a `weight_D` delta is not normed, as in decoders that norm only before their blocks. delta may be parts [S, T, D],
+    which are summed.
     """
-    delta_TD = _joined(delta_TD)
+    delta_TD = _summed(delta_TD)
     total = delta_TD.float() + x_TD if weight_D is None else _rms_weighted(delta_TD, weight_D, eps).add_(x_TD)
     if scalar is not None:
         total.mul_(scalar)
@@ -113,24 +88,24 @@ def residual_norm(
 
 
 def sum_norms(a_TD: Tensor, b_TD: Tensor, weight_a_D: Tensor, weight_b_D: Tensor, eps: float) -> Tensor:
-    """norm(a) * weight_a + norm(b) * weight_b: dense MLP and experts before their joint norm. `a_TD` may be parts."""
-    return _as(_rms_weighted(_joined(a_TD), weight_a_D, eps).add_(_rms_weighted(b_TD, weight_b_D, eps)), b_TD.dtype)
+    """norm(a) * weight_a + norm(b) * weight_b: dense MLP and experts before their common norm. `a_TD` may be parts."""
+    return _as(_rms_weighted(_summed(a_TD), weight_a_D, eps).add_(_rms_weighted(b_TD, weight_b_D, eps)), b_TD.dtype)
 
 
 def rope(positions_T: Tensor, inv_freq: Tensor) -> Rope:
-    """cos and signed sin of position * frequency, once a step for all layers of a kind."""
+    """cos and signed sin of position * frequency, once per step for all layers of a kind."""
     angle = positions_T.float()[:, None] * inv_freq
     cos, sin = angle.cos(), angle.sin()
     return Rope(torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
 
 
 def _rotate(x_TMR: Tensor, turn: Rope) -> Tensor:
-    """Each pair (i, i + R/2) turned by its token's angle."""
+    """Rotate each pair (i, i + R/2) by its token's angle."""
     return torch.addcmul(x_TMR * turn.cos_T1R, x_TMR.roll(x_TMR.shape[-1] // 2, -1), turn.sin_T1R)
 
 
 def _rotate_last(x_TMH: Tensor, turn: Rope) -> Tensor:
-    """Columns `nope | rot` with the last R turned; may overwrite x."""
+    """Rotate the last R of the columns `nope | rot`; may overwrite x."""
     nope = x_TMH.shape[-1] - turn.cos_T1R.shape[-1]
     if nope == 0:
         return _rotate(x_TMH, turn)
@@ -139,7 +114,7 @@ def _rotate_last(x_TMH: Tensor, turn: Rope) -> Tensor:
 
 
 def stores(kv_address_T: Tensor, page_tokens: int) -> Stores | None:
-    """Slots (page * page_tokens + offset, -1: not stored) as `prepare_qkv` wants them, once a step; None: nothing to store."""
+    """KV addresses (page * page_tokens + offset, -1: not stored) as `prepare_qkv` takes them; None: nothing to store."""
     token_S = None
     if bool((kv_address_T < 0).any()):
         token_S = torch.nonzero(kv_address_T >= 0).squeeze(1)
@@ -150,8 +125,8 @@ def stores(kv_address_T: Tensor, page_tokens: int) -> Stores | None:
 
 
 def prepare_q(q_TX: Tensor, weight_NH: Tensor, turn: Rope, heads: HeadShape, dtype: torch.dtype | None = None) -> Tensor:
-    """Per-head norm, weight and rope of queries alone, [T, N, H] in `dtype` (default: the projection's, which may be parts)."""
-    dtype, q_TX = dtype or q_TX.dtype, _joined(q_TX)
+    """Per-head norm, weight and rope of queries only, [T, N, H] in `dtype` (default: q's). `q_TX` may be parts."""
+    dtype, q_TX = dtype or q_TX.dtype, _summed(q_TX)
     q = _rms(q_TX.view(-1, heads.num_heads, heads.head_dim), heads.eps).mul_(weight_NH)
     return _as(_rotate_last(q, turn), dtype)
 
@@ -165,34 +140,34 @@ def prepare_qkv(
     heads: HeadShape,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as attention reads them; the new KV is written to its pages.
+    """Queries, keys and values as attention reads them; stores the new KV in its pages.
 
     With n = projected head / rms: q = rope(n * weight), k = rope(n * weight), v = n (or as projected). `weight_MH` has a
-    row for each query and key head; in a latent layer the query rows carry the key norm's weights of the `nope` columns,
-    where key rows are 1.
+    row for each query and key head. In a latent layer the query rows include the key norm's weights of the `nope` columns,
+    and these are 1 in the key rows.
     planes [plane, page, G, token, width], in the activations' dtype or e4m3. Returns q [T, N, H], k and v [T, G, H] (of a
-    latent: overlapping views), the last two as rounded in pages. They are in `dtype`, by default that of `qkv_TX`, which
-    may be parts [S, T, X] of what it is the sum of.
+    latent: overlapping views), the last two rounded as in pages. They are in `dtype`, by default that of `qkv_TX`, which may
+    be parts [S, T, X].
     """
     num_q, num_qk, size, rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads, heads.head_dim, heads.rotated_dims
-    dtype, qkv_TX = dtype or qkv_TX.dtype, _joined(qkv_TX)
+    dtype, qkv_TX = dtype or qkv_TX.dtype, _summed(qkv_TX)
     normed = _rms(qkv_TX.view(qkv_TX.shape[0], -1, size), heads.eps)
     scaled = normed[:, :num_qk] * weight_MH
     if heads.k_eq_v:
         q = _rotate_last(scaled[:, :num_q], turn)
         k_rot = _rotate(scaled[:, num_q:, :rotated], turn)
         if heads.latent:
-            row = _kept(torch.cat((normed[:, num_q:], k_rot), -1), planes, dtype)
+            row = _as_stored(torch.cat((normed[:, num_q:], k_rot), -1), planes, dtype)
             k, v = row[..., rotated:], row[..., :size]
             new = row[:, None]
         else:
-            k = _kept(torch.cat((scaled[:, num_q:, rotated:], k_rot), -1), planes, dtype)
-            v = _kept(normed[:, num_q:], planes, dtype)
+            k = _as_stored(torch.cat((scaled[:, num_q:, rotated:], k_rot), -1), planes, dtype)
+            v = _as_stored(normed[:, num_q:], planes, dtype)
             new = torch.stack((k, v), 1)
     else:
         qk = _rotate_last(scaled, turn)
         values = (normed if heads.norm_v else qkv_TX.view(normed.shape))[:, num_qk:]
-        q, k, v = qk[:, :num_q], _kept(qk[:, num_q:], planes, dtype), _kept(values, planes, dtype)
+        q, k, v = qk[:, :num_q], _as_stored(qk[:, num_q:], planes, dtype), _as_stored(values, planes, dtype)
         new = torch.stack((k, v), 1)
     store(planes, new, where)
     return _as(q, dtype), k, v
@@ -207,13 +182,13 @@ def store(planes: Tensor, new_TPGW: Tensor, where: Stores | None) -> None:
 
 
 def gelu_mul(gate_up_TF: Tensor) -> Tensor:
-    """gelu_tanh(gate) * up, where the columns are gate | up."""
+    """gelu_tanh(gate) * up; the columns are gate | up."""
     gate, up = gate_up_TF.float().chunk(2, -1)
     return _as(F.gelu(gate, approximate="tanh").mul_(up), gate_up_TF.dtype)
 
 
 def silu_mul(gate_up_TF: Tensor) -> Tensor:
-    """silu(gate) * up, where the columns are gate | up: the MLP of DFlash drafters."""
+    """silu(gate) * up; the columns are gate | up. DFlash drafters' MLPs use it."""
     gate, up = gate_up_TF.float().chunk(2, -1)
     return _as(F.silu(gate).mul_(up), gate_up_TF.dtype)
 
@@ -233,8 +208,8 @@ def ple_combine(context_TX: Tensor, embedded_TX: Tensor, weight_P: Tensor, scale
 def route(x_TD: Tensor, router_ED: Tensor, expert_scale_E: Tensor, top_k: int, eps: float) -> tuple[Tensor, Tensor]:
     """Weights [T, K] (float32) and ids [T, K] of each token's experts.
 
-    `router_ED` is float32 and carries the router's scale and D ** -0.5. A softmax over the chosen logits equals one over
-    all, cut to the chosen and renormalised; the experts' own scales come after that.
+    `router_ED` is float32 and includes the router's scale and D ** -0.5. A softmax over the chosen logits equals a softmax
+    over all of them, restricted to the chosen ones and renormalised. The experts' own scales are applied after it.
     """
     chosen = F.linear(_rms(x_TD, eps), router_ED).topk(top_k, dim=-1)
     return torch.softmax(chosen.values, -1).mul_(expert_scale_E[chosen.indices]), chosen.indices
@@ -260,7 +235,7 @@ def experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EFD: T
 def head(x_LD: Tensor, table_VD: Tensor) -> Tensor:
     """x @ table^T, [L, V] in the activations' dtype."""
     if x_LD.device.type == "cpu" and 2 < x_LD.shape[0] <= 32:
-        # A row-major table (lookups need it) on the left is up to twice as fast here: 8 x 256 x 8192 took 0.66 for 1.15 ms.
+        # A row-major table (lookups need it) on the left is up to twice as fast: 8 x 256 x 8192 took 0.66 instead of 1.15 ms.
         return torch.mm(table_VD, x_LD.t()).t().contiguous()
     return F.linear(x_LD, table_VD)
 

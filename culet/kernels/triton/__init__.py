@@ -1,1 +1,1 @@
-"""Triton kernels, sm_80 to sm_120. Each has an eager twin of the same name and signature in `kernels/reference*.py`."""
+"""GPU kernels in Triton and Gluon. Each op has an eager twin of the same name and signature in `kernels/eager`."""

@@ -1,4 +1,4 @@
-"""A kernel with everything its launch needs, so that one description serves launching, warming and compiling ahead of time."""
+"""A kernel with everything its launch needs: one description serves launching, compiling at start, and cross-compiling."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 _is_warming = False  # launches compile and do not run
-_compiled: dict[tuple[Any, ...], Any] = {}  # by all that Triton tells kernels apart by
-_warmed: set[tuple[Any, ...]] = set()  # the same, of those that have been compiled or are being so
+_compiled: dict[tuple[Any, ...], Any] = {}  # by everything that makes Triton compile another kernel
+_warmed: set[tuple[Any, ...]] = set()  # the same keys, of kernels that are compiled or being compiled
 _parameters: dict[int, list[tuple[str, bool, bool]]] = {}  # by kernel: name, is constexpr, is not specialised
-
-
-_settled: dict[tuple[Any, ...], _Settled | None] = {}  # by the caller's key
+_prepared: dict[tuple[Any, ...], _Prepared | None] = {}  # by the caller's key
 
 
 @contextmanager
 def only_warm() -> Iterator[None]:
-    """Within, every launch compiles its kernel, or finds it on disk, and does not run."""
+    """Inside, every launch compiles its kernel, or finds it on disk, and does not run."""
     global _is_warming
     before, _is_warming = _is_warming, True
     try:
@@ -44,7 +42,7 @@ class Launch:
         if _is_warming:
             self._warm_once()
             return
-        # Triton takes 50 to 100 us to find a kernel by its arguments, most of a small step's time. This takes a tenth of it.
+        # Triton needs 50 to 100 us to find a kernel by its arguments, most of a small step's time. This needs a tenth.
         key, values = self._key()
         compiled = None if key is None else _compiled.get(key)
         if key is None or compiled is None:
@@ -57,17 +55,17 @@ class Launch:
         compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
 
     def _key(self) -> tuple[tuple[Any, ...] | None, list[Any]]:
-        """All that decides which compiled kernel serves, at least as fine as Triton's own key, and the arguments in order.
+        """A key of the compiled kernel, at least as fine as Triton's own, and the arguments in order.
 
-        Tensors are given by their addresses: Triton would ask the driver about each one. The key is None where all is left
-        to Triton: in its interpreter, and with arguments of other kinds.
+        Tensors are passed as addresses: Triton would ask the driver about each one. The key is None where Triton launches
+        by itself: in its interpreter, and with arguments of other types.
         """
         kernel, arguments = self.kernel, self.arguments
         parameters = _parameters.get(id(kernel))
         if parameters is None:
             if not hasattr(kernel, "device_caches"):
                 return None, []
-            parameters = [(one.name, one.is_constexpr, one.do_not_specialize) for one in kernel.params]
+            parameters = [(param.name, param.is_constexpr, param.do_not_specialize) for param in kernel.params]
             _parameters[id(kernel)] = parameters
         key: list[Any] = [id(kernel), torch.cuda.current_device(), *self.options.values()]
         values: list[Any] = []
@@ -80,7 +78,7 @@ class Launch:
                 value = value.data_ptr()
                 key.append(value % 16)
             elif type(value) is int:
-                # Triton compiles anew for 1, for multiples of 16, and for what needs 64 bits.
+                # Triton compiles another kernel for 1, for multiples of 16, and for what needs 64 bits.
                 kind = 0 if is_plain else 1 if value == 1 else 2 if value % 16 == 0 else 3
                 key.append(kind if -(2**31) <= value < 2**31 else kind + 4)
             elif isinstance(value, TensorDescriptor):
@@ -92,8 +90,8 @@ class Launch:
             values.append(value)
         return tuple(key), values
 
-    def settle(self, tensors: Sequence[Tensor]) -> _Settled | None:
-        """What later launches need that differ in these tensors and in the grid alone; None where they cannot be told apart."""
+    def prepare(self, tensors: Sequence[Tensor]) -> _Prepared | None:
+        """What later launches need that differ only in these tensors and the grid; None if two of the tensors are the same."""
         key, values = self._key()
         compiled = None if key is None else _compiled.get(key)
         places = {id(tensor): place for place, tensor in enumerate(tensors)}
@@ -106,10 +104,10 @@ class Launch:
                 if id(value) not in places or values[index] % 16:
                     return None
                 sources.append((index, places[id(value)]))
-        return _Settled(compiled, key[1], values, sources)
+        return _Prepared(compiled, key[1], values, sources)
 
     def _warm_once(self) -> None:
-        """`warm`, unless the same kernel has been warmed before: a model's layers ask for the same ones over and over."""
+        """`warm`, unless the same kernel was warmed before: a model's layers use the same ones again and again."""
         key, _ = self._key()
         if key is None or key not in _warmed:
             self.warm()
@@ -120,18 +118,13 @@ class Launch:
         """Compile for the current device, or find the compiled kernel on disk; launches nothing."""
         return self.kernel.warmup(**self.arguments, **self.options, grid=self.grid)
 
-    def compile_for(self, capability: int) -> Any:
-        """Compile for `capability` (90 is sm_90) without a GPU; the arguments may be tensors on the meta device."""
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-        from triton.experimental.gluon._runtime import GluonASTSource
-
+    def specialization(self) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], list[list[Any]]]]:
+        """Signature, constants and attributes that Triton compiles the kernel for: (types, values, alignments)."""
         signature, constants, attributes = {}, {}, {}
         for index, parameter in enumerate(self.kernel.params):
             value = self.arguments[parameter.name]
             if parameter.is_constexpr or value is None:
-                signature[parameter.name], constants[parameter.name] = "constexpr", value
+                signature[parameter.name], constants[(index,)] = "constexpr", value
             elif hasattr(value, "block_shape"):  # a tensor descriptor
                 signature[parameter.name] = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
             elif isinstance(value, torch.Tensor):
@@ -141,12 +134,11 @@ class Launch:
                 signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
                 if value % 16 == 0 and not parameter.do_not_specialize:
                     attributes[(index,)] = [["tt.divisibility", 16]]
-        source = (GluonASTSource if self.kernel.is_gluon() else ASTSource)(self.kernel, signature, constants, attributes)
-        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
+        return signature, constants, attributes
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b rounded up. Triton's own is for kernels too, and takes 2 us on the host."""
+    """a / b rounded up. Triton's `cdiv` works in kernels too, and takes 2 us on the host."""
     return -(-a // b)
 
 
@@ -155,17 +147,17 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-class _Settled:
-    """A compiled kernel with all its arguments but tensors."""
+class _Prepared:
+    """A compiled kernel with all its arguments except tensors."""
 
     __slots__ = ("_compiled", "_device", "_sources", "_values")
 
     def __init__(self, compiled: Any, device: int, values: list[Any], sources: list[tuple[int, int]]) -> None:
         self._compiled, self._device, self._values = compiled, device, values
-        self._sources = sources  # place of a tensor among the kernel's arguments, and among the caller's
+        self._sources = sources  # index of a tensor among the kernel's arguments, and among the caller's
 
     def run(self, grid: tuple[int, int], tensors: Sequence[Tensor]) -> bool:
-        """Launch, unless a tensor is not aligned as the kernel was compiled for."""
+        """Launch, and return True, if all tensors are aligned as the kernel was compiled for."""
         addresses = [tensor.data_ptr() for tensor in tensors]
         values = self._values.copy()
         for place, source in self._sources:
@@ -179,17 +171,19 @@ class _Settled:
         return True
 
 
-def run_settled(key: tuple[Any, ...], grid: tuple[int, int], tensors: Sequence[Tensor], describe: Callable[[], Launch]) -> None:
-    """`describe().run()`, but only the first time with this key: later launches differ in `tensors` and `grid` alone.
+def run_prepared(
+    key: tuple[Any, ...], grid: tuple[int, int], tensors: Sequence[Tensor], describe: Callable[[], Launch]
+) -> None:
+    """`describe().run()` the first time; later launches with this key differ only in `tensors` and `grid`.
 
-    The key has to hold everything else: shapes, strides and types of the tensors, flags, the device.
+    The key must hold everything else: shapes, strides and types of the tensors, flags, the device.
     """
-    settled = None if _is_warming else _settled.get(key)
-    if settled is None or not settled.run(grid, tensors):
+    prepared = None if _is_warming else _prepared.get(key)
+    if prepared is None or not prepared.run(grid, tensors):
         launch = describe()
         launch.run()
-        if not _is_warming and key not in _settled:
-            _settled[key] = launch.settle(tensors)
+        if not _is_warming and key not in _prepared:
+            _prepared[key] = launch.prepare(tensors)
 
 
 _TYPES = {

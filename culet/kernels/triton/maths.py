@@ -1,4 +1,4 @@
-"""Functions of one number, float32, for use inside kernels."""
+"""Elementwise float32 functions for use inside kernels."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def silu(x):
 
 @triton.jit
 def cap_tanh(x, cap: tl.constexpr):
-    """cap * tanh(x / cap), from tanh(z) = 1 - 2 / (exp(2 z) + 1): right at both ends."""
+    """cap * tanh(x / cap), from tanh(z) = 1 - 2 / (exp(2 z) + 1), which is accurate at both ends."""
     return cap * (1.0 - 2.0 / (tl.exp(x * (2.0 / cap)) + 1.0))

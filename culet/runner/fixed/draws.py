@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from culet.kernels.dispatch import for_device
-from culet.kernels.host_transfer import RepeatedCopy, Staged
+from culet.kernels.host_transfer import PackedArrays, RepeatedCopy
 from culet.kernels.replay import replayed
-from culet.kernels.triton.sampling.draw import RowSettings
+from culet.kernels.types import RowSettings
 from culet.runner.captures import Captures
 from culet.runner.draws import FixedDrawn
 from culet.runner.fixed.steps import Bucket, FixedStep
@@ -144,7 +144,7 @@ def _is_plain(sampling: Sampling) -> bool:
     return is_served(sampling) and not sampling.needs_history and sampling.logprobs is None
 
 
-def _stage(settings: Sequence[Sampling], bucket: Bucket, vocab_size: int) -> Staged:
+def _stage(settings: Sequence[Sampling], bucket: Bucket, vocab_size: int) -> PackedArrays:
     """Settings of all tokens of a bucket, then biases. Padding adds 0 to different logits."""
     staged = stage_settings([*settings, *[GREEDY] * (bucket.num_tokens - len(settings))])
     columns = np.zeros(MAX_BIASES, np.int32), np.arange(MAX_BIASES, dtype=np.int32), np.zeros(MAX_BIASES, np.float32)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from culet.attention.batch import GroupBatch
 from culet.cache.spec import CacheLayout, KVGroup
-from culet.kernels.host_transfer import Staged
+from culet.kernels.host_transfer import PackedArrays
 from culet.kernels.types import PageTables
 from culet.types import PageTable, Row
 
@@ -89,7 +89,7 @@ class DeviceTables:
             max([len(row.tables[index].pages) for row in rows], default=0) <= width for index, width in enumerate(self.columns)
         )
 
-    def stage(self, staged: Staged, rows: Sequence[Row], num_rows: int, num_padded: int) -> bool:
+    def stage(self, staged: PackedArrays, rows: Sequence[Row], num_rows: int, num_padded: int) -> bool:
         """Add the rows' tables to what is sent, unless the device holds them. Then `spread` must follow.
 
         A step has up to `num_rows` sequences, and `num_padded` rows with those that only pad.

@@ -20,7 +20,7 @@ from culet.attention.batch import ForwardBatch, GroupBatch
 from culet.cache.pool import Pool
 from culet.drafters.base import Drafter
 from culet.kernels.dispatch import for_device
-from culet.kernels.host_transfer import Staged
+from culet.kernels.host_transfer import PackedArrays
 from culet.kernels.replay import replayed
 from culet.runner.captures import Captures
 from culet.runner.draft_round import LENGTH, ROW, SLOT, SOURCE, draft_lengths, propose, round_facts
@@ -129,7 +129,7 @@ class FixedRounds:
     ) -> None:
         """Fill a round's buffers for some sequences of a step."""
         count, num_rows = len(groups), fixed.num_rows
-        staged = Staged()
+        staged = PackedArrays()
         staged.add("facts", round_facts(groups, [(self._spare_slot, 0, 0, 1)] * (num_rows - count)))
         staged.send_into(fixed.facts_4R.view(-1).view(torch.uint8))
         facts_4R = fixed.facts_4R[:, :count]

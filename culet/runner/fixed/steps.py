@@ -24,7 +24,7 @@ from torch import Tensor
 
 from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
 from culet.kernels.dispatch import for_device
-from culet.kernels.host_transfer import Staged
+from culet.kernels.host_transfer import PackedArrays
 from culet.kernels.replay import replayed
 from culet.kernels.types import PlannedRows, TokenLayout
 from culet.models.gemma4 import Hidden
@@ -204,7 +204,7 @@ class FixedSteps:
         if has_tables:
             self.tables.spread(staged.unpack(step.buffer), len(rows), bucket.num_rows)
 
-    def _stage(self, rows: Sequence[Row], bucket: Bucket) -> Staged:
+    def _stage(self, rows: Sequence[Row], bucket: Bucket) -> PackedArrays:
         """The rows, padded to the bucket, as `_planned_rows` reads them."""
         count = len(rows)
         facts = np.zeros((3 + len(self._page_tokens), aligned(bucket.num_table_rows)), dtype=np.int32)
@@ -214,7 +214,7 @@ class FixedSteps:
         facts[2, :count] = [row.num_open > 0 for row in rows]
         for index, page_tokens in enumerate(self._page_tokens):
             facts[3 + index, :count] = [row.tables[index].first * page_tokens for row in rows]
-        staged = Staged()
+        staged = PackedArrays()
         staged.add("begin", _row_begins(bucket, tuple([row.num_new for row in rows])))
         staged.add("rows", facts)
         return staged

@@ -15,16 +15,26 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from culet.errors import BadRequest, CuletError, UnsupportedError
-from culet.serve.api.answers import encoder
-from culet.serve.api.chat_request import Turn, prepare, sampling_params
-from culet.serve.api.endpoint import Endpoint, json_response, request_id_of
-from culet.serve.api.protocol import Count, SamplingFields, Schema, Share, StopText, Temperature, Text, ToolName, decode
-from culet.serve.errors import facts_of
-from culet.serve.generation import Generation, Piece
+from culet.serve.api.chat_request import PreparedChat, prepare
+from culet.serve.api.endpoint import Endpoint, decode, encoder, json_response, request_id_of
+from culet.serve.api.fields import (
+    Count,
+    SamplingFields,
+    Schema,
+    Share,
+    StopText,
+    Temperature,
+    Text,
+    ToolName,
+    sampling_params,
+)
+from culet.serve.generation import Generation
+from culet.serve.http_errors import reply_to
 from culet.serve.service import Service
 from culet.serve.streams import EventStream, run_all
 from culet.structured.forms import schema_form
-from culet.text.output_events import ContentPiece, Event, Output, ReasoningPiece, ToolCallArguments, ToolCallStart
+from culet.text.output import OutputDelta
+from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece
 
 ENDPOINT = "/v1/messages"
 _ERROR_TYPES = {
@@ -44,20 +54,20 @@ class TextBlock(Struct, tag="text"):
 
 
 class ThinkingBlock(Struct, tag="thinking"):
-    """What the model thought before."""
+    """An earlier thought of the model."""
 
     thinking: Text
     signature: Text = ""
 
 
 class RedactedBlock(Struct, tag="redacted_thinking"):
-    """A thought that is hidden from us: left out."""
+    """An encrypted thought: ignored."""
 
     data: Text = ""
 
 
 class ToolUseBlock(Struct, tag="tool_use"):
-    """A call that the model made before."""
+    """An earlier tool call."""
 
     id: Annotated[str, Meta(max_length=256)]
     name: ToolName
@@ -65,7 +75,7 @@ class ToolUseBlock(Struct, tag="tool_use"):
 
 
 class ToolResultBlock(Struct, tag="tool_result"):
-    """What a tool answered."""
+    """The output of a tool."""
 
     tool_use_id: Annotated[str, Meta(max_length=256)]
     content: Text | Annotated[list[TextBlock], Meta(max_length=1024)] | None = None
@@ -73,11 +83,11 @@ class ToolResultBlock(Struct, tag="tool_result"):
 
 
 class ImageBlock(Struct, tag="image"):
-    """Not served: refused by name."""
+    """Not supported: refused with an explanation."""
 
 
 class DocumentBlock(Struct, tag="document"):
-    """Not served: refused by name."""
+    """Not supported: refused with an explanation."""
 
 
 Block = TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock | ImageBlock | DocumentBlock
@@ -100,7 +110,7 @@ class AnthropicTool(Struct):
 
 
 class AnthropicToolChoice(Struct):
-    """Whether a tool is called, and which."""
+    """Whether a tool must be called, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
@@ -115,7 +125,7 @@ class ThinkingChoice(Struct):
 
 
 class OutputFormat(Struct):
-    """A form that the answer must have."""
+    """The required form of the answer."""
 
     type: Literal["json_schema"]
     schema_: Schema = msgspec.field(name="schema")
@@ -126,7 +136,7 @@ class OutputConfig(Struct):
 
 
 class Conversation(Struct, kw_only=True):
-    """POST /v1/messages/count_tokens, and what is said of a conversation in /v1/messages."""
+    """POST /v1/messages/count_tokens; also the part of /v1/messages that describes the conversation."""
 
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=65536)]
     model: Annotated[str, Meta(max_length=256)] | None = None
@@ -150,7 +160,7 @@ class MessagesRequest(Conversation, kw_only=True):
 
 
 class AnthropicUsage(Struct):
-    """Tokens of a request; those found in the prefix cache are counted by themselves."""
+    """Token counts of a request. Prompt tokens found in the prefix cache are counted separately."""
 
     input_tokens: int
     output_tokens: int
@@ -159,7 +169,7 @@ class AnthropicUsage(Struct):
 
 
 class AnthropicAnswer(Struct):
-    """What a messages request is answered with."""
+    """The answer to a messages request."""
 
     id: str
     model: str
@@ -172,7 +182,7 @@ class AnthropicAnswer(Struct):
 
 
 class TokenCount(Struct):
-    """What a count is answered with."""
+    """The answer to a count_tokens request."""
 
     input_tokens: int
 
@@ -182,22 +192,22 @@ async def messages(service: Service, request: Request) -> Response:
     try:
         body = decode(MessagesRequest, await request.body())
         model = service.check_model(body.model)
-        turn = await _prepare(service, body)
-        open_it = partial(turn.open, ENDPOINT, request_id_of(request))
+        prepared = await _prepare(service, body)
+        open_generation = partial(prepared.open, ENDPOINT, request_id_of(request))
         if body.stream:
             writer = _Writer(model)
-            return _Stream(service, [open_it], writer.write, end=writer.end, write_error=_error_event)
-        (generation,) = await run_all(request, [open_it])
+            return _AnthropicStream(service, [open_generation], writer.write, end=writer.end, write_error=_error_event)
+        (generation,) = await run_all(request, [open_generation])
     except CuletError as error:
         return _error_response(error)
     sample = generation.samples[0]
-    output = sample.reader.output()
+    output = sample.output()
     reason, stop = _stop_of(sample.finish_reason, output)
     return json_response(AnthropicAnswer(_new_id(), model, _blocks(output), reason, stop, _usage(generation)))
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
-    """How many tokens a conversation has, as it would be sent to the model."""
+    """Count the tokens of a conversation as the model would see it."""
     try:
         body = decode(Conversation, await request.body())
         service.check_model(body.model)
@@ -209,7 +219,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
     return json_response(TokenCount(len(tokens)))
 
 
-async def _prepare(service: Service, body: MessagesRequest) -> Turn:
+async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
     fields = SamplingFields(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences)
     params = sampling_params(service, fields, max_tokens=body.max_tokens)
     form = body.output_format or (body.output_config.format if body.output_config is not None else None)
@@ -218,19 +228,19 @@ async def _prepare(service: Service, body: MessagesRequest) -> Turn:
     choice = body.tool_choice
     names = {"any": "required", "none": "none", "auto": "auto"}
     if choice is not None and choice.type == "tool" and choice.name is None:
-        raise BadRequest("tool_choice.name: missing, expected the tool that must be called")
+        raise BadRequest("tool_choice.name: missing, expected the name of a tool")
     return await prepare(
         service,
         _openai_messages(body),
         params,
         tools=_tools(body),
         tool_choice="auto" if choice is None else names.get(choice.type, f"={choice.name}"),
-        one_call=choice is not None and choice.disable_parallel_tool_use,
+        single_call=choice is not None and choice.disable_parallel_tool_use,
         enable_thinking=_thinking(body),
     )
 
 
-# From their form of a conversation to the one that templates know
+# From Anthropic's messages to chat messages
 
 
 def _thinking(body: Conversation) -> bool | None:
@@ -248,14 +258,14 @@ def _tools(body: Conversation) -> list[dict[str, Any]]:
 
 
 def _openai_messages(body: Conversation) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     if body.system:
-        found.append({"role": "system", "content": _text_of(body.system)})
+        messages.append({"role": "system", "content": _text_of(body.system)})
     for index, message in enumerate(body.messages):
         blocks = [TextBlock(message.content)] if isinstance(message.content, str) else message.content
         where = f"messages[{index}].content"
-        found += _from_user(blocks, where) if message.role == "user" else _from_model(blocks, where)
-    return found
+        messages += _from_user(blocks, where) if message.role == "user" else [_from_model(blocks, where)]
+    return messages
 
 
 def _text_of(content: str | Sequence[TextBlock]) -> str:
@@ -263,7 +273,7 @@ def _text_of(content: str | Sequence[TextBlock]) -> str:
 
 
 def _from_user(blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
-    """Results of tools come first, each as a message of its own, then what the user says."""
+    """Tool results come first, one message each, then the text of the user."""
     results: list[dict[str, Any]] = []
     texts: list[str] = []
     for index, block in enumerate(blocks):
@@ -275,15 +285,15 @@ def _from_user(blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
                 text = f"error: {text}" if block.is_error else text
                 results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
             case ImageBlock() | DocumentBlock():
-                raise UnsupportedError(f"{where}[{index}]: this version serves text only", hint="send text blocks only")
+                raise UnsupportedError(f"{where}[{index}]: only text is supported", hint="send text blocks only")
             case _:
-                raise BadRequest(f"{where}[{index}]: got a block of the model's in a message of the user")
+                raise BadRequest(f"{where}[{index}]: got an assistant block in a user message")
     if texts or not results:
         results.append({"role": "user", "content": "\n".join(texts)})
     return results
 
 
-def _from_model(blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
+def _from_model(blocks: Sequence[Block], where: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant"}
     texts: list[str] = []
     thoughts: list[str] = []
@@ -299,14 +309,14 @@ def _from_model(blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
             case RedactedBlock():
                 pass
             case _:
-                raise BadRequest(f"{where}[{index}]: got a block of the user's in a message of the model")
+                raise BadRequest(f"{where}[{index}]: got a user block in an assistant message")
     if calls:
         message["tool_calls"] = calls
     if texts or not calls:
         message["content"] = "\n".join(texts)
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
-    return [message]
+    return message
 
 
 # Answers
@@ -317,23 +327,23 @@ def _new_id() -> str:
 
 
 def _stop_of(finish_reason: str | None, output: Output) -> tuple[str, str | None]:
-    """(why the answer ended, the stop sequence that ended it)."""
+    """(stop reason, the stop sequence that ended the answer)."""
     if finish_reason == "stop" and output.stop is not None:
         return "stop_sequence", output.stop
     return _STOP_REASONS.get(finish_reason or "", "end_turn"), None
 
 
 def _usage(generation: Generation) -> AnthropicUsage:
-    usage = generation.usage()
-    return AnthropicUsage(usage.num_prompt - usage.num_cached, usage.num_generated, usage.num_cached)
+    counts = generation.token_counts()
+    return AnthropicUsage(counts.num_prompt - counts.num_cached, counts.num_generated, counts.num_cached)
 
 
 def _blocks(output: Output) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if output.reasoning:
         blocks.append({"type": "thinking", "thinking": output.reasoning, "signature": ""})
-    if output.content:
-        blocks.append({"type": "text", "text": output.content})
+    if output.text:
+        blocks.append({"type": "text", "text": output.text})
     blocks += [{"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in output.tool_calls]
     return blocks
 
@@ -343,7 +353,7 @@ def _event(name: str, **fields: Any) -> bytes:
 
 
 class _Writer:
-    """One answer as events. Blocks come one after another; what belongs to another block ends the one that is open."""
+    """Writes one answer as events. Blocks come one after another: a piece of another block closes the open one."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -351,41 +361,36 @@ class _Writer:
         self._open: str | None = None  # the kind of the open block
         self._has_begun = False
 
-    def write(self, index: int, generation: Generation, pieces: Sequence[Piece]) -> bytes:
+    def write(self, index: int, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
         events = [] if self._has_begun else [self._begin(generation)]
         self._has_begun = True
-        for piece in pieces:
-            for event in piece.events:
-                events += self._of(event)
+        for delta in deltas:
+            for piece in delta.pieces:
+                events += self._events_of(piece)
         return b"".join(events)
 
     def _begin(self, generation: Generation) -> bytes:
-        usage = generation.usage()
-        first = AnthropicUsage(usage.num_prompt - usage.num_cached, 1, usage.num_cached)
+        counts = generation.token_counts()
+        first = AnthropicUsage(counts.num_prompt - counts.num_cached, 1, counts.num_cached)
         return _event("message_start", message=AnthropicAnswer(_new_id(), self._model, [], None, None, first))
 
-    def _of(self, event: Event) -> list[bytes]:
-        match event:
-            case ReasoningPiece():
-                start = self._switch("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-                return [*start, self._delta(type="thinking_delta", thinking=event.text)]
-            case ContentPiece():
-                start = self._switch("text", {"type": "text", "text": ""})
-                return [*start, self._delta(type="text_delta", text=event.text)]
-            case ToolCallStart():
-                block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
-                return self._switch(f"call {event.index}", block)
-            case ToolCallArguments():
-                return [self._delta(type="input_json_delta", partial_json=event.text)]
-        return []
+    def _events_of(self, piece: OutputPiece) -> list[bytes]:
+        if isinstance(piece, ReasoningPiece):
+            start = self._switch("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            return [*start, self._delta(type="thinking_delta", thinking=piece.text)]
+        if isinstance(piece, TextPiece):
+            start = self._switch("text", {"type": "text", "text": ""})
+            return [*start, self._delta(type="text_delta", text=piece.text)]
+        start = self._switch(f"call {piece.index}", {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
+        return [*start, self._delta(type="input_json_delta", partial_json=piece.arguments_json)]
 
     def _switch(self, kind: str, block: dict[str, Any]) -> list[bytes]:
-        """Begin a block of another kind, if it is not the open one."""
+        """Start a new block, unless one of this kind is open."""
         if self._open == kind:
             return []
-        ended = self._close()
+        closing = self._close()
         self._open = kind
-        return [*ended, _event("content_block_start", index=self._num_blocks, content_block=block)]
+        return [*closing, _event("content_block_start", index=self._num_blocks, content_block=block)]
 
     def _delta(self, **delta: str) -> bytes:
         return _event("content_block_delta", index=self._num_blocks, delta=delta)
@@ -398,21 +403,21 @@ class _Writer:
         return [_event("content_block_stop", index=self._num_blocks - 1)]
 
     def end(self, generations: Sequence[Generation]) -> bytes:
-        """Why it ended, and how many tokens it took."""
+        """The stop reason and the usage."""
         sample = generations[0].samples[0]
-        reason, stop = _stop_of(sample.finish_reason, sample.reader.output())
+        reason, stop = _stop_of(sample.finish_reason, sample.output())
         delta = {"stop_reason": reason, "stop_sequence": stop}
         last = _event("message_delta", delta=delta, usage=_usage(generations[0]))
         return b"".join([*self._close(), last, _event("message_stop")])
 
 
-# Errors in their form
+# Errors in Anthropic's form
 
 
 def _error_body(error: CuletError) -> tuple[int, dict[str, Any]]:
-    facts = facts_of(error)
-    kind = _ERROR_TYPES.get(facts.status, "invalid_request_error" if facts.status < 500 else "api_error")
-    return facts.status, {"type": "error", "error": {"type": kind, "message": facts.message}}
+    reply = reply_to(error)
+    kind = _ERROR_TYPES.get(reply.status, "invalid_request_error" if reply.status < 500 else "api_error")
+    return reply.status, {"type": "error", "error": {"type": kind, "message": reply.message}}
 
 
 def _error_response(error: CuletError) -> Response:
@@ -428,8 +433,8 @@ def _error_event(error: CuletError) -> bytes:
     return b"event: error\ndata: " + encoder.encode(body) + b"\n\n"
 
 
-class _Stream(EventStream):
-    """An EventStream whose errors before the first event are in Anthropic's form, too."""
+class _AnthropicStream(EventStream):
+    """An EventStream whose errors before the first event are in Anthropic's form."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -1,62 +1,49 @@
-"""A chat request made ready for the engine: prompt tokens, sampling parameters, and how its answer is to be read.
+"""Prepares a chat request for the engine: prompt tokens, sampling parameters, and how to read its answer.
 
-All APIs that speak of messages (OpenAI's chat, responses, Anthropic's) come through `prepare`.
+All APIs with messages (OpenAI's chat and responses, Anthropic's) go through `prepare`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from culet.errors import BadRequest
-from culet.serve.api.protocol import SamplingFields
 from culet.serve.generation import Generation
 from culet.serve.service import Service
-from culet.structured.forms import admit, form_of, or_calls
+from culet.structured.forms import admit, or_calls
 from culet.structured.tool_grammar import call_grammar, call_rules
-from culet.text.output_reader import OutputReader, tool_schemas
-from culet.types import MAX_SEED, SamplingParams, StructuredOutputs
+from culet.text.output import chat_output
+from culet.types import SamplingParams, StructuredOutputs
 
 _OPEN_CALL = "<|tool_call>"
-_FORBID = -100.0  # a bias that leaves a token no chance
+_FORBID = -100.0  # a bias that rules a token out
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One answer to be given: everything but the engine's part is done."""
+class PreparedChat:
+    """A chat request that is ready to be submitted."""
 
     service: Service
     prompt_token_ids: list[int]
     params: SamplingParams
     priority: int = 0
     tools: Sequence[Mapping[str, Any]] = ()
-    one_call: bool = False  # end with the first tool call
+    single_call: bool = False  # end with the first tool call
 
     def open(self, endpoint: str, request_id: str) -> Generation:
-        """Submit it; the caller reads the generation and closes it (`async with`)."""
+        """Submit it. The caller reads the generation and closes it (`async with`)."""
+        make_output = partial(chat_output, self.service.tokenizer, tools=self.tools, single_call=self.single_call)
         return Generation(
             self.service,
             self.prompt_token_ids,
             self.params,
-            self._reader,
+            make_output,
             endpoint=endpoint,
             request_id=request_id,
             priority=self.priority,
-            one_call=self.one_call,
-        )
-
-    def _reader(self) -> OutputReader:
-        rules, params = self.service.rules, self.params
-        return OutputReader(
-            self.service.tokenizer,
-            prompt_ids=self.prompt_token_ids,
-            schemas=tool_schemas(self.tools),
-            # A client cannot take back a call that was begun: it hears of one when it is whole.
-            hold_calls=True,
-            end_ids=(*params.stop_token_ids, *(() if params.ignore_eos else rules.defaults.eos_token_ids)),
-            ignore_end=params.ignore_eos,
-            stop=tuple(params.stop),
         )
 
 
@@ -67,23 +54,23 @@ async def prepare(
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     tool_choice: str = "auto",
-    one_call: bool = False,
+    single_call: bool = False,
     enable_thinking: bool | None = None,
     options: Mapping[str, Any] | None = None,
     priority: int = 0,
-) -> Turn:
-    """Render, tokenize and check. `tool_choice` is auto, none, required, or `=NAME` for the tool that must be called."""
+) -> PreparedChat:
+    """Check, render and tokenize. `tool_choice` is auto, none, required, or `=NAME` for the tool that must be called."""
     service.require_ready()
     limits = service.limits
     if len(messages) > limits.messages:
-        raise BadRequest(f"messages: got {len(messages)}, at most {limits.messages} are taken")
+        raise BadRequest(f"messages: got {len(messages)}, at most {limits.messages} allowed")
     if len(tools) > limits.tools:
-        raise BadRequest(f"tools: got {len(tools)}, at most {limits.tools} are taken")
+        raise BadRequest(f"tools: got {len(tools)}, at most {limits.tools} allowed")
     names = [tool["function"]["name"] for tool in tools]
     if tool_choice.startswith("=") and tool_choice[1:] not in names:
-        raise BadRequest(f"tool_choice: got {tool_choice[1:]!r}, which is not among the tools")
+        raise BadRequest(f"tool_choice: got {tool_choice[1:]!r}, which is not one of the tools")
     if tool_choice == "required" and not tools:
-        raise BadRequest("tool_choice: got required, but there are no tools")
+        raise BadRequest("tool_choice: got required without any tools")
     offered = () if tool_choice == "none" else tools
     prompt = await service.encode_chat(
         messages,
@@ -94,58 +81,17 @@ async def prepare(
     call_id = service.tokenizer.token_id(_OPEN_CALL)
     if tool_choice == "none" and tools and call_id is not None:
         params = replace(params, logit_bias={**(params.logit_bias or {}), call_id: _FORBID})
-    params = replace(params, structured_outputs=_form(params.structured_outputs, offered, tool_choice, one_call))
+    params = replace(params, structured_outputs=_form(params.structured_outputs, offered, tool_choice, single_call))
     thinking = service.settings.enable_thinking if enable_thinking is None else enable_thinking
     params = await admit(service.grammar_check, params, after_thought=thinking)
-    return Turn(service, prompt, params, priority, offered, one_call)
+    return PreparedChat(service, prompt, params, priority, offered, single_call)
 
 
 def _form(
-    form: StructuredOutputs | None, tools: Sequence[Mapping[str, Any]], tool_choice: str, one_call: bool
+    form: StructuredOutputs | None, tools: Sequence[Mapping[str, Any]], tool_choice: str, single_call: bool
 ) -> StructuredOutputs | None:
-    """The form that the answer must have: calls where a tool must be called; calls or the form asked for where it may be."""
+    """The form of the answer: tool calls if they are required; tool calls or the requested form if they are allowed."""
     if tool_choice == "required" or tool_choice.startswith("="):
         name = tool_choice[1:] if tool_choice.startswith("=") else None
-        return StructuredOutputs(grammar=call_grammar(tools, name=name, one_call=one_call))
-    return or_calls(form, call_rules(tools, one_call=one_call)) if form is not None and tools else form
-
-
-def sampling_params(
-    service: Service,
-    fields: SamplingFields,
-    *,
-    max_tokens: int | None,
-    logprobs: int | None = None,
-    prompt_logprobs: int | None = None,
-) -> SamplingParams:
-    """What a request says about drawing, within the server's limits."""
-    limits = service.limits
-    stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
-    n = fields.n or 1
-    for name, got, limit in (
-        ("n", n, limits.n),
-        ("stop", len(stop), limits.stops),
-        ("logprobs", max(logprobs or 0, prompt_logprobs or 0), limits.logprobs),
-        ("logit_bias", len(fields.logit_bias or ()), limits.logit_bias),
-    ):
-        if got > limit:
-            raise BadRequest(f"{name}: got {got}, at most {limit} are taken", hint="the server's --limits say how many")
-    return SamplingParams(
-        temperature=fields.temperature,
-        top_p=fields.top_p,
-        top_k=fields.top_k,
-        min_p=fields.min_p,
-        max_tokens=max_tokens,
-        stop=stop,
-        stop_token_ids=fields.stop_token_ids or (),
-        ignore_eos=fields.ignore_eos,
-        seed=None if fields.seed is None else fields.seed & MAX_SEED,
-        n=n,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        logit_bias=fields.logit_bias,
-        repetition_penalty=fields.repetition_penalty,
-        presence_penalty=fields.presence_penalty or 0.0,
-        frequency_penalty=fields.frequency_penalty or 0.0,
-        structured_outputs=form_of(fields.response_format, fields.structured_outputs),
-    )
+        return StructuredOutputs(grammar=call_grammar(tools, name=name, one_call=single_call))
+    return or_calls(form, call_rules(tools, one_call=single_call)) if form is not None and tools else form

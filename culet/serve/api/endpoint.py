@@ -1,23 +1,31 @@
-"""What an endpoint is: a path, a coroutine, and the structs that its OpenAPI entry is made from."""
+"""An endpoint: a path, a coroutine, and the structs of its request and answer. Also parses requests and writes answers."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from culet.errors import BadRequest, UnsupportedError
 from culet.serve.service import Service
+from culet.text.messages import check_messages
 
-_encoder = msgspec.json.Encoder()
+T = TypeVar("T", bound=Struct)
+encoder = msgspec.json.Encoder()
+_decoders: dict[type[Struct], msgspec.json.Decoder[Any]] = {}
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One path and method. `handle` raises CuletError for what it refuses; the gate makes an answer of it."""
+    """One path and method. `handle` raises a CuletError to refuse a request; the middleware turns it into a reply.
+
+    `body` and `answer` are the structs in the OpenAPI document.
+    """
 
     method: str
     path: str
@@ -26,12 +34,41 @@ class Endpoint:
     answer: type[Struct] | None = None
 
 
+def decode(kind: type[T], body: bytes) -> T:
+    """Parse `body` as a `kind`. If it does not match, raises a BadRequest that names the field."""
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.json.Decoder(kind)
+    try:
+        request: T = decoder.decode(body)
+    except msgspec.ValidationError as error:
+        _check_media(body)
+        problem, _, place = str(error).partition(" - at `")
+        path = place.rstrip("`").removeprefix("$").removeprefix(".")
+        raise BadRequest(f"{path or 'body'}: {problem[:1].lower()}{problem[1:]}") from None
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise BadRequest(f"body: not valid JSON: {error}") from None
+    except RecursionError:
+        raise BadRequest("body: nested too deeply") from None
+    return request
+
+
+def _check_media(body: bytes) -> None:
+    """If a message has a part of an unsupported kind, raise that instead of the error about the struct."""
+    try:
+        check_messages(msgspec.json.decode(body).get("messages"))
+    except UnsupportedError as error:
+        raise error from None
+    except Exception:  # the caller reports everything else
+        return
+
+
 def json_response(answer: object, status: int = 200) -> Response:
     """`answer`, a struct or plain data, as JSON."""
-    return Response(_encoder.encode(answer), status_code=status, media_type="application/json")
+    return Response(encoder.encode(answer), status_code=status, media_type="application/json")
 
 
 def request_id_of(request: Request) -> str:
-    """The id under which this request is logged, which the client also gets as `x-request-id`."""
+    """The id of this request in the log, which the client also receives as `x-request-id`."""
     request_id: str = request.scope["request_id"]
     return request_id

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions: OpenAI's chat API."""
 
 from __future__ import annotations
 
@@ -6,24 +6,107 @@ import secrets
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from culet.errors import BadRequest
-from culet.serve.api.answers import ChatLogprobs, Usage, chat_logprobs, encoder, usage_of
-from culet.serve.api.chat_request import Turn, prepare, sampling_params
-from culet.serve.api.endpoint import Endpoint, json_response, request_id_of
-from culet.serve.api.protocol import ChatRequest, NamedChoice, decode
-from culet.serve.generation import Generation, Piece
+from culet.serve.api.chat_request import PreparedChat, prepare
+from culet.serve.api.endpoint import Endpoint, decode, encoder, json_response, request_id_of
+from culet.serve.api.fields import Count, SamplingFields, Schema, Text, ToolName, sampling_params
+from culet.serve.api.openai_answers import ChatLogprobs, Usage, chat_logprobs, usage_of
+from culet.serve.generation import Generation
 from culet.serve.service import Service
 from culet.serve.streams import DONE, EventStream, run_all
-from culet.text.output_events import ContentPiece, Event, Output, ReasoningPiece, ToolCallArguments, ToolCallStart
+from culet.text.output import OutputDelta
+from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece
 
 ENDPOINT = "/v1/chat/completions"
+
+
+class TextPart(Struct, tag_field="type", tag="text"):
+    """A part of a message."""
+
+    text: Text
+
+
+class FunctionCall(Struct):
+    """An earlier call of a tool."""
+
+    name: ToolName
+    arguments: Text | dict[str, Any] = "{}"
+
+
+class PastCall(Struct):
+    """An earlier call of a tool, with its id."""
+
+    function: FunctionCall
+    id: Annotated[str, Meta(max_length=256)] = ""
+    type: Literal["function"] = "function"
+
+
+class Message(Struct, omit_defaults=True):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Meta(max_length=1024)] | None = None
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None
+    tool_calls: Annotated[list[PastCall], Meta(max_length=256)] | None = None
+    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+
+
+class FunctionSpec(Struct, omit_defaults=True):
+    """A function that the model may call."""
+
+    name: ToolName
+    description: Text | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct):
+    """A tool that the model may call."""
+
+    function: FunctionSpec
+    type: Literal["function"] = "function"
+
+
+class FunctionName(Struct):
+    name: ToolName
+
+
+class NamedChoice(Struct):
+    """The tool that must be called."""
+
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+class TemplateOptions(Struct, forbid_unknown_fields=True):
+    """Variables of the chat template."""
+
+    enable_thinking: bool | None = None
+    preserve_thinking: bool | None = None
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=65536)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=1024)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=4096)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    chat_template: UnsetType | None = UNSET  # a template is a program: requests cannot bring one
 
 
 class CalledFunction(Struct):
@@ -52,7 +135,7 @@ class Choice(Struct):
 
 
 class ChatAnswer(Struct):
-    """What a chat request is answered with."""
+    """The answer to a chat request."""
 
     id: str
     created: int
@@ -66,19 +149,19 @@ async def chat(service: Service, request: Request) -> Response:
     """Answer a conversation; with `stream` as server-sent events."""
     body = decode(ChatRequest, await request.body())
     model = service.check_model(body.model)
-    turn = await _prepare(service, body)
-    open_it = partial(turn.open, ENDPOINT, request_id_of(request))
+    prepared = await _prepare(service, body)
+    open_generation = partial(prepared.open, ENDPOINT, request_id_of(request))
     num_top = (body.top_logprobs or 0) if body.logprobs else None
     if body.stream:
         with_usage = body.stream_options is not None and body.stream_options.include_usage
-        chunks = Chunks(service, model, turn.params.n, num_top, with_usage)
-        return EventStream(service, [open_it], chunks.write, begin=chunks.begin(), end=chunks.end)
-    (generation,) = await run_all(request, [open_it])
+        chunks = _Chunks(service, model, prepared.params.n, num_top, with_usage)
+        return EventStream(service, [open_generation], chunks.write, begin=chunks.begin(), end=chunks.end)
+    (generation,) = await run_all(request, [open_generation])
     choices = [
         Choice(
             index,
-            _message(sample.reader.output()),
-            None if num_top is None else chat_logprobs(service.tokenizer, sample.logprobs, num_top),
+            _message(sample.output()),
+            None if num_top is None else chat_logprobs(service.tokenizer, sample.visible_logprobs, num_top),
             sample.finish_reason or "stop",
         )
         for index, sample in enumerate(generation.samples)
@@ -86,9 +169,9 @@ async def chat(service: Service, request: Request) -> Response:
     return json_response(ChatAnswer(_new_id(), int(time.time()), model, choices, usage_of([generation])))
 
 
-async def _prepare(service: Service, body: ChatRequest) -> Turn:
+async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
     if body.top_logprobs is not None and not body.logprobs:
-        raise BadRequest("top_logprobs: got it without logprobs", hint="set logprobs to true")
+        raise BadRequest("top_logprobs: only allowed with logprobs", hint="set logprobs to true")
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens == 0:
         raise BadRequest("max_tokens: got 0, expected at least 1")
@@ -104,7 +187,7 @@ async def _prepare(service: Service, body: ChatRequest) -> Turn:
         params,
         tools=msgspec.to_builtins(body.tools or []),
         tool_choice=f"={choice.function.name}" if isinstance(choice, NamedChoice) else choice or "auto",
-        one_call=body.parallel_tool_calls is False,
+        single_call=body.parallel_tool_calls is False,
         enable_thinking=thinking,
         options={"preserve_thinking": True} if options is not None and options.preserve_thinking else None,
         priority=body.priority,
@@ -115,7 +198,7 @@ def _message(output: Output) -> AnswerMessage:
     calls = [AnswerCall(call.id, CalledFunction(call.name, call.arguments_json)) for call in output.tool_calls]
     return AnswerMessage(
         role="assistant",
-        content=output.content if output.content or not calls else None,
+        content=output.text if output.text or not calls else None,
         reasoning_content=output.reasoning or None,
         tool_calls=calls or None,
     )
@@ -125,8 +208,8 @@ def _new_id() -> str:
     return f"chatcmpl-{secrets.token_hex(12)}"
 
 
-class Chunks:
-    """Events of one answer as bytes. What all chunks have in common is encoded once."""
+class _Chunks:
+    """Writes one answer as server-sent events. What all chunks have in common is encoded once."""
 
     def __init__(self, service: Service, model: str, n: int, num_top: int | None, with_usage: bool) -> None:
         self._tokenizer, self._num_top = service.tokenizer, num_top
@@ -139,52 +222,46 @@ class Chunks:
         self._tail = tail
 
     def begin(self) -> bytes:
-        """The chunk that stands before all: who speaks."""
+        """The first chunk of each choice: its role."""
         return b"".join(opening + b'"role":"assistant","content":""' + self._close for opening in self._open)
 
-    def write(self, index: int, generation: Generation, pieces: Sequence[Piece]) -> bytes:
-        """One chunk per event; log-probabilities stand in the last of a piece, and the finish reason in one of its own."""
+    def write(self, index: int, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
+        """One chunk per piece. Log-probabilities are in the last chunk of a delta, the finish reason in a chunk of its own."""
         chunks: list[bytes] = []
-        for piece in pieces:
-            opening = self._open[piece.sample]
-            if piece.logprobs and self._num_top is not None:
-                chunks += self._with_logprobs(opening, piece)
+        for delta in deltas:
+            opening = self._open[delta.sample]
+            if delta.visible_logprobs and self._num_top is not None:
+                chunks += self._with_logprobs(opening, delta, self._num_top)
             else:
-                for event in piece.events:
-                    if (delta := _delta(event)) is not None:
-                        chunks += (opening, delta, self._close)
-            if piece.finish_reason is not None:
-                chunks += (opening, b'},"logprobs":null,"finish_reason":"', piece.finish_reason.encode(), b'"}', self._tail)
+                for piece in delta.pieces:
+                    for fields in _delta_fields(piece):
+                        chunks += (opening, fields, self._close)
+            if delta.finish_reason is not None:
+                chunks += (opening, b'},"logprobs":null,"finish_reason":"', delta.finish_reason.encode(), b'"}', self._tail)
         return b"".join(chunks)
 
-    def _with_logprobs(self, opening: bytes, piece: Piece) -> list[bytes]:
-        assert self._num_top is not None
-        deltas = [delta for event in piece.events if (delta := _delta(event)) is not None] or [b'"content":""']
-        logprobs = encoder.encode(chat_logprobs(self._tokenizer, piece.logprobs, self._num_top))
-        chunks = [part for delta in deltas[:-1] for part in (opening, delta, self._close)]
-        return [*chunks, opening, deltas[-1], b'},"logprobs":', logprobs, b',"finish_reason":null}', self._tail]
+    def _with_logprobs(self, opening: bytes, delta: OutputDelta, num_top: int) -> list[bytes]:
+        *others, last = [fields for piece in delta.pieces for fields in _delta_fields(piece)] or [b'"content":""']
+        logprobs = encoder.encode(chat_logprobs(self._tokenizer, delta.visible_logprobs, num_top))
+        chunks = [part for fields in others for part in (opening, fields, self._close)]
+        return [*chunks, opening, last, b'},"logprobs":', logprobs, b',"finish_reason":null}', self._tail]
 
     def end(self, generations: Sequence[Generation]) -> bytes:
-        """What stands after all: the usage, if it is asked for, and the end."""
+        """The usage, if requested, and the end of the stream."""
         if not self._with_usage:
             return DONE
         return self._head + b'],"usage":' + encoder.encode(usage_of(generations)) + b"}\n\n" + DONE
 
 
-def _delta(event: Event) -> bytes | None:
-    """An event as the inside of a chunk's delta; None for those that have no form there."""
-    match event:
-        case ContentPiece():
-            return b'"content":' + encoder.encode(event.text)
-        case ReasoningPiece():
-            return b'"reasoning_content":' + encoder.encode(event.text)
-        case ToolCallStart():
-            call: dict[str, Any] = {"index": event.index, "id": event.id, "type": "function"}
-            call["function"] = {"name": event.name, "arguments": ""}
-            return b'"tool_calls":[' + encoder.encode(call) + b"]"
-        case ToolCallArguments():
-            return b'"tool_calls":[' + encoder.encode({"index": event.index, "function": {"arguments": event.text}}) + b"]"
-    return None
+def _delta_fields(piece: OutputPiece) -> tuple[bytes, ...]:
+    """The contents of the `delta` object of each chunk for a piece: two chunks for a tool call, otherwise one."""
+    if isinstance(piece, TextPiece):
+        return (b'"content":' + encoder.encode(piece.text),)
+    if isinstance(piece, ReasoningPiece):
+        return (b'"reasoning_content":' + encoder.encode(piece.text),)
+    start = {"index": piece.index, "id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
+    arguments = {"index": piece.index, "function": {"arguments": piece.arguments_json}}
+    return tuple(b'"tool_calls":[' + encoder.encode(call) + b"]" for call in (start, arguments))
 
 
 ENDPOINTS = (Endpoint("POST", ENDPOINT, chat, body=ChatRequest, answer=ChatAnswer),)

@@ -1,4 +1,4 @@
-"""POST /v1/completions: plain text in and out, with log-probabilities of prompts too, as evaluation tools want them."""
+"""POST /v1/completions: plain text in and out, including log-probabilities of prompts, which evaluation tools use."""
 
 from __future__ import annotations
 
@@ -6,26 +6,37 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
 from culet.errors import BadRequest
-from culet.serve.api.answers import TextLogprobs, Usage, encoder, usage_of
-from culet.serve.api.chat_request import sampling_params
-from culet.serve.api.endpoint import Endpoint, json_response, request_id_of
-from culet.serve.api.protocol import CompletionRequest, decode
-from culet.serve.generation import Generation, Piece, TextReader
-from culet.serve.process.wire import Logprobs
+from culet.serve.api.endpoint import Endpoint, decode, encoder, json_response, request_id_of
+from culet.serve.api.fields import SamplingFields, Text, TokenId, sampling_params
+from culet.serve.api.openai_answers import TextLogprobs, Usage, usage_of
+from culet.serve.generation import Generation
 from culet.serve.service import Service
 from culet.serve.streams import DONE, EventStream, run_all
 from culet.structured.forms import admit
-from culet.text.output_events import ContentPiece
-from culet.types import SamplingParams
+from culet.text.output import OutputDelta, plain_output
+from culet.types import Logprobs, SamplingParams
 
 ENDPOINT = "/v1/completions"
 _MAX_TOKENS = 16  # OpenAI's default
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: (
+        Text | Annotated[list[Text | TokenId | Annotated[list[TokenId], Meta(max_length=1 << 21)]], Meta(max_length=1 << 21)]
+    )
+    echo: bool | None = False
+    logprobs: Annotated[int, Meta(ge=0, le=1024)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=1)] | None = None
+    suffix: Annotated[str, Meta(max_length=0)] | None = None
 
 
 class Choice(Struct):
@@ -36,7 +47,7 @@ class Choice(Struct):
 
 
 class CompletionAnswer(Struct):
-    """What a completions request is answered with."""
+    """The answer to a completions request."""
 
     id: str
     created: int
@@ -64,7 +75,7 @@ async def complete(service: Service, request: Request) -> Response:
         return EventStream(service, open_all, chunks.write, end=chunks.end)
     generations = await run_all(request, open_all)
     choices = [
-        writer.choice(number, generation, sample) for number, generation in enumerate(generations) for sample in range(params.n)
+        writer.choice(index, generation, sample) for index, generation in enumerate(generations) for sample in range(params.n)
     ]
     answer = CompletionAnswer(_new_id(), int(time.time()), model, choices, usage_of(generations))
     if body.max_tokens == 0:
@@ -75,11 +86,11 @@ async def complete(service: Service, request: Request) -> Response:
 
 def _params(service: Service, body: CompletionRequest) -> SamplingParams:
     if body.max_tokens == 0 and not body.echo:
-        raise BadRequest("max_tokens: got 0, which makes sense with echo alone")
+        raise BadRequest("max_tokens: got 0, which is only allowed with echo")
     return sampling_params(
         service,
         body,
-        # Nothing can be computed without drawing a token: with 0 it is drawn and left out.
+        # A request always draws a token: with 0 it is left out of the answer.
         max_tokens=_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
@@ -96,24 +107,18 @@ async def _encode(service: Service, body: CompletionRequest) -> list[list[int]]:
     ids = [entry for entry in prompt if isinstance(entry, int)]
     if ids:
         if len(ids) < len(prompt):
-            raise BadRequest(
-                "prompt: got token ids among prompts", hint="one prompt is a list of ids, several are lists in a list"
-            )
+            raise BadRequest("prompt: got a mix of token ids and prompts", hint="for several prompts, send a list of lists")
         return [ids]
     if len(prompt) > service.limits.prompts:
-        raise BadRequest(f"prompt: got {len(prompt)} prompts, at most {service.limits.prompts} are taken in one request")
+        raise BadRequest(f"prompt: got {len(prompt)} prompts, at most {service.limits.prompts} allowed per request")
     return [
         await service.encode_text(entry) if isinstance(entry, str) else entry for entry in prompt if not isinstance(entry, int)
     ]
 
 
 def _open(service: Service, prompt: Sequence[int], params: SamplingParams, request_id: str, priority: int) -> Generation:
-    end_ids = (*params.stop_token_ids, *(() if params.ignore_eos else service.rules.defaults.eos_token_ids))
-
-    def make_reader() -> TextReader:
-        return TextReader(service.tokenizer, stop=tuple(params.stop), end_ids=end_ids)
-
-    return Generation(service, prompt, params, make_reader, endpoint=ENDPOINT, request_id=request_id, priority=priority)
+    make_output = partial(plain_output, service.tokenizer)
+    return Generation(service, prompt, params, make_output, endpoint=ENDPOINT, request_id=request_id, priority=priority)
 
 
 def _new_id() -> str:
@@ -121,91 +126,87 @@ def _new_id() -> str:
 
 
 class _Writer:
-    """Texts and log-probabilities as a request wants them."""
+    """Makes the texts and log-probabilities that a request asks for."""
 
     def __init__(self, service: Service, body: CompletionRequest, n: int) -> None:
         self.tokenizer, self.n = service.tokenizer, n
         self.num_top, self.echo = body.logprobs, bool(body.echo)
         self.without_output = body.max_tokens == 0
 
-    def choice(self, number: int, generation: Generation, sample: int) -> Choice:
-        """The whole answer of one sample of prompt `number`."""
-        one = generation.samples[sample]
-        text = "" if self.without_output else one.reader.output().content
-        scored = [] if self.without_output else one.logprobs
-        reason = "length" if self.without_output else one.finish_reason or "stop"
+    def choice(self, prompt_index: int, generation: Generation, sample_index: int) -> Choice:
+        """The complete answer of one sample of a prompt."""
+        sample = generation.samples[sample_index]
+        text = "" if self.without_output else sample.output().text
+        tokens = [] if self.without_output else sample.visible_logprobs
+        reason = "length" if self.without_output else sample.finish_reason or "stop"
         return Choice(
-            number * self.n + sample,
+            prompt_index * self.n + sample_index,
             self.prompt_text(generation) + text,
-            self.logprobs(generation, scored, with_prompt=self.echo),
+            self.logprobs(generation, tokens, with_prompt=self.echo),
             reason,
         )
 
     def prompt_text(self, generation: Generation) -> str:
-        """The prompt as text, where it is to be repeated."""
+        """The text of the prompt, if it is to be echoed."""
         return self.tokenizer.decode(generation.prompt_token_ids) if self.echo else ""
 
     def logprobs(
-        self, generation: Generation, scored: Sequence[tuple[int, Logprobs]], *, with_prompt: bool
+        self, generation: Generation, tokens: Sequence[tuple[int, Logprobs]], *, with_prompt: bool
     ) -> TextLogprobs | None:
-        """Of the prompt's tokens, where they are repeated, and of those of the answer."""
+        """Log-probabilities of the answer's tokens, and of the prompt's if it is echoed."""
         if self.num_top is None:
             return None
         lists = TextLogprobs([], [], [], [])
         if with_prompt:
             prompt = generation.prompt_token_ids
-            scores: list[Logprobs | None] = [None, *generation.prompt_logprobs]
-            for token_id, each in zip(prompt, scores, strict=True):
-                lists.add(self.tokenizer, token_id, each, self.num_top)
-        for token_id, each in scored:
-            lists.add(self.tokenizer, token_id, each, self.num_top)
+            prompt_logprobs: list[Logprobs | None] = [None, *generation.prompt_logprobs]
+            for token_id, token_logprobs in zip(prompt, prompt_logprobs, strict=True):
+                lists.add(self.tokenizer, token_id, token_logprobs, self.num_top)
+        for token_id, token_logprobs in tokens:
+            lists.add(self.tokenizer, token_id, token_logprobs, self.num_top)
         return lists
 
 
 class _Chunks:
-    """Pieces of answers as server-sent events."""
+    """Writes the answers as server-sent events."""
 
     def __init__(self, writer: _Writer, model: str, with_usage: bool) -> None:
         self._writer, self._with_usage = writer, with_usage
         head = {"id": _new_id(), "object": "text_completion", "created": int(time.time()), "model": model}
         self._head = b"data: " + encoder.encode(head)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
-        self._begun: set[tuple[int, int]] = set()
+        self._started: set[tuple[int, int]] = set()
 
-    def write(self, number: int, generation: Generation, pieces: Sequence[Piece]) -> bytes:
-        """One chunk per piece that says something."""
+    def write(self, prompt_index: int, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
+        """One chunk per delta that has something to say."""
         writer = self._writer
         chunks: list[bytes] = []
-        for piece in pieces:
-            key = (number, piece.sample)
-            is_first = writer.echo and key not in self._begun
-            self._begun.add(key)
-            scored = () if writer.without_output else piece.logprobs
-            text = (
-                ""
-                if writer.without_output
-                else "".join(event.text for event in piece.events if isinstance(event, ContentPiece))
-            )
+        for delta in deltas:
+            key = (prompt_index, delta.sample)
+            is_first = writer.echo and key not in self._started
+            self._started.add(key)
+            tokens = () if writer.without_output else delta.visible_logprobs
+            text = "" if writer.without_output else delta.text
             text = writer.prompt_text(generation) + text if is_first else text
-            if not (text or scored or is_first or piece.finish_reason):
+            if not (text or tokens or is_first or delta.finish_reason):
                 continue
-            logprobs = writer.logprobs(generation, scored, with_prompt=is_first)
-            finish = b"null" if piece.finish_reason is None else b'"%s"' % piece.finish_reason.encode()
+            logprobs = writer.logprobs(generation, tokens, with_prompt=is_first)
+            finish_reason = b"null" if delta.finish_reason is None else b'"%s"' % delta.finish_reason.encode()
             chunks += (
                 self._head,
-                b'{"index":%d,"text":' % (number * writer.n + piece.sample),
+                b'{"index":%d,"text":' % (prompt_index * writer.n + delta.sample),
                 encoder.encode(text),
                 b',"logprobs":',
                 encoder.encode(logprobs),
                 b',"finish_reason":',
-                finish,
+                finish_reason,
                 b"}",
                 self._tail,
             )
         return b"".join(chunks)
 
     def end(self, generations: Sequence[Generation]) -> bytes:
-        """The usage, if it is asked for, and the end."""
+        """The usage, if requested, and the end of the stream."""
         if not self._with_usage:
             return DONE
         return self._head + b'],"usage":' + encoder.encode(usage_of(generations)) + b"}\n\n" + DONE

@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer API, stateless."""
+"""POST /v1/responses: OpenAI's Responses API, without stored state."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from culet.errors import BadRequest, CuletError, UnsupportedError
-from culet.serve.api.answers import encoder
-from culet.serve.api.chat_request import Turn, prepare, sampling_params
-from culet.serve.api.endpoint import Endpoint, json_response, request_id_of
+from culet.serve.api.chat_request import PreparedChat, prepare
+from culet.serve.api.endpoint import Endpoint, decode, encoder, json_response, request_id_of
+from culet.serve.api.fields import SamplingFields, sampling_params
 from culet.serve.api.openai_responses_protocol import ResponsesRequest, ResponsesToolName, messages_of
-from culet.serve.api.protocol import SamplingFields, decode
-from culet.serve.errors import facts_of
-from culet.serve.generation import Generation, Piece
+from culet.serve.generation import Generation
+from culet.serve.http_errors import reply_to
 from culet.serve.service import Service
 from culet.serve.streams import EventStream, run_all
 from culet.structured.forms import schema_form
-from culet.text.output_events import ContentPiece, Event, ReasoningPiece, ToolCallArguments, ToolCallEnd, ToolCallStart
+from culet.text.output import OutputDelta
+from culet.text.output_pieces import OutputPiece, ReasoningPiece, TextPiece, ToolCall
 from culet.types import StructuredOutputs
 
 ENDPOINT = "/v1/responses"
@@ -40,7 +40,7 @@ class OutputDetails(Struct):
 
 
 class ResponsesUsage(Struct):
-    """Tokens of a request."""
+    """Token counts of a request."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -50,7 +50,7 @@ class ResponsesUsage(Struct):
 
 
 class ResponsesAnswer(Struct, kw_only=True):
-    """What a request is answered with."""
+    """The answer to a request."""
 
     id: str
     created_at: int
@@ -81,34 +81,34 @@ async def responses(service: Service, request: Request) -> Response:
     """Answer a conversation; with `stream` as server-sent events. Nothing is stored."""
     body = decode(ResponsesRequest, await request.body())
     model = service.check_model(body.model)
-    turn = await _prepare(service, body)
-    open_it = partial(turn.open, ENDPOINT, request_id_of(request))
+    prepared = await _prepare(service, body)
+    open_generation = partial(prepared.open, ENDPOINT, request_id_of(request))
     answer = _new_answer(model, body)
     if body.stream:
         writer = _Writer(answer)
         return EventStream(
-            service, [open_it], writer.write, begin=writer.begin(), end=writer.end, write_error=writer.write_error
+            service, [open_generation], writer.write, begin=writer.begin(), end=writer.end, write_error=writer.write_error
         )
-    (generation,) = await run_all(request, [open_it])
+    (generation,) = await run_all(request, [open_generation])
     items = _Items()
-    output = generation.samples[0].reader.output()
+    output = generation.samples[0].output()
     if output.reasoning:
         items.begin("reasoning").text = output.reasoning
-    if output.content:
-        items.begin("message").text = output.content
+    if output.text:
+        items.begin("message").text = output.text
     for call in output.tool_calls:
         item = items.begin("function_call")
         item.call_id, item.name, item.text = call.id, call.name, call.arguments_json
     return json_response(_completed(answer, generation, items))
 
 
-async def _prepare(service: Service, body: ResponsesRequest) -> Turn:
+async def _prepare(service: Service, body: ResponsesRequest) -> PreparedChat:
     if body.previous_response_id is not None:
         raise UnsupportedError(
-            "previous_response_id: this server keeps no responses", hint="send the conversation in input each time"
+            "previous_response_id: this server stores no responses", hint="send the whole conversation in input"
         )
     if body.background:
-        raise UnsupportedError("background: this server answers while the client waits", hint="use stream")
+        raise UnsupportedError("background: not supported", hint="use stream")
     fields = SamplingFields(temperature=body.temperature, top_p=body.top_p)
     params = sampling_params(service, fields, max_tokens=body.max_output_tokens)
     params = replace(params, structured_outputs=_form(body))
@@ -127,7 +127,7 @@ async def _prepare(service: Service, body: ResponsesRequest) -> Turn:
         params,
         tools=tools,
         tool_choice=f"={choice.name}" if isinstance(choice, ResponsesToolName) else choice or "auto",
-        one_call=body.parallel_tool_calls is False,
+        single_call=body.parallel_tool_calls is False,
         enable_thinking=None if effort is None else effort != "none",
     )
 
@@ -144,7 +144,7 @@ def _form(body: ResponsesRequest) -> StructuredOutputs | None:
 
 
 def _new_answer(model: str, body: ResponsesRequest) -> ResponsesAnswer:
-    """An answer without its output, which says again what was asked."""
+    """An answer without output, which repeats the settings of the request."""
     form = body.text.format if body.text is not None else None
     choice = body.tool_choice
     return ResponsesAnswer(
@@ -169,17 +169,17 @@ def _new_answer(model: str, body: ResponsesRequest) -> ResponsesAnswer:
 
 @dataclass
 class _Item:
-    """One item of the output as far as it has come."""
+    """One item of the output so far."""
 
     kind: str  # reasoning, message or function_call
     id: str
-    text: str = ""  # of the thought or answer, or the arguments of a call
+    text: str = ""  # of the thought or the answer, or the arguments of a call
     call_id: str = ""
     name: str = ""
     is_done: bool = True
 
     def build(self) -> dict[str, Any]:
-        """The item as the API has it."""
+        """The item in the form of the API."""
         head: dict[str, Any] = {"type": self.kind, "id": self.id, "status": "completed" if self.is_done else "in_progress"}
         if self.kind == "function_call":
             return {**head, "call_id": self.call_id, "name": self.name, "arguments": self.text}
@@ -189,14 +189,14 @@ class _Item:
         return {**head, "role": "assistant", "content": content}
 
     def part(self) -> dict[str, Any]:
-        """The one part of its content."""
+        """The only part of its content."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
 
 
 class _Items:
-    """The output's items in their order."""
+    """The items of the output, in order."""
 
     _PREFIX = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # noqa: RUF012
 
@@ -210,8 +210,8 @@ class _Items:
 
 
 def _completed(answer: ResponsesAnswer, generation: Generation, items: _Items) -> ResponsesAnswer:
-    """The answer with its output, complete or cut."""
-    usage = generation.usage()
+    """The answer with its output, complete or cut off."""
+    counts = generation.token_counts()
     is_cut = generation.samples[0].finish_reason == "length"
     return msgspec.structs.replace(
         answer,
@@ -219,65 +219,63 @@ def _completed(answer: ResponsesAnswer, generation: Generation, items: _Items) -
         incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
         output=[item.build() for item in items.all],
         usage=ResponsesUsage(
-            input_tokens=usage.num_prompt,
-            input_tokens_details=InputDetails(usage.num_cached),
-            output_tokens=usage.num_generated,
-            output_tokens_details=OutputDetails(usage.num_reasoning),
-            total_tokens=usage.num_prompt + usage.num_generated,
+            input_tokens=counts.num_prompt,
+            input_tokens_details=InputDetails(counts.num_cached),
+            output_tokens=counts.num_generated,
+            output_tokens_details=OutputDetails(counts.num_reasoning),
+            total_tokens=counts.num_prompt + counts.num_generated,
         ),
     )
 
 
 class _Writer:
-    """One answer as events, numbered. What belongs to another item ends the one that is open."""
+    """Writes one answer as numbered events. A piece of another item closes the open item."""
 
     _DELTAS = {"reasoning": "response.reasoning_text", "message": "response.output_text"}  # noqa: RUF012
 
     def __init__(self, answer: ResponsesAnswer) -> None:
         self._answer, self._items = answer, _Items()
         self._open: _Item | None = None
-        self._number = 0
+        self._num_events = 0
 
     def _event(self, kind: str, /, **fields: Any) -> bytes:
-        data = encoder.encode({"type": kind, "sequence_number": self._number, **fields})
-        self._number += 1
+        data = encoder.encode({"type": kind, "sequence_number": self._num_events, **fields})
+        self._num_events += 1
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
 
     def _place(self, item: _Item) -> dict[str, Any]:
         return {"item_id": item.id, "output_index": len(self._items.all) - 1}
 
     def begin(self) -> bytes:
-        """What stands before all."""
+        """The events before the output."""
         return self._event("response.created", response=self._answer) + self._event(
             "response.in_progress", response=self._answer
         )
 
-    def write(self, index: int, generation: Generation, pieces: Sequence[Piece]) -> bytes:
-        return b"".join(chunk for piece in pieces for event in piece.events for chunk in self._of(event))
+    def write(self, index: int, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
+        return b"".join(event for delta in deltas for piece in delta.pieces for event in self._events_of(piece))
 
-    def _of(self, event: Event) -> list[bytes]:
-        match event:
-            case ReasoningPiece():
-                return self._text("reasoning", event.text)
-            case ContentPiece():
-                return self._text("message", event.text)
-            case ToolCallStart():
-                ended = self._close()
-                item = self._open = self._items.begin("function_call")
-                item.call_id, item.name, item.is_done = event.id, event.name, False
-                return [*ended, self._added(item)]
-            case ToolCallArguments() if self._open is not None:
-                self._open.text += event.text
-                return [self._event("response.function_call_arguments.delta", **self._place(self._open), delta=event.text)]
-            case ToolCallEnd():
-                return self._close()
-        return []
+    def _events_of(self, piece: OutputPiece) -> list[bytes]:
+        if isinstance(piece, ReasoningPiece):
+            return self._text("reasoning", piece.text)
+        if isinstance(piece, TextPiece):
+            return self._text("message", piece.text)
+        return self._call(piece)
+
+    def _call(self, call: ToolCall) -> list[bytes]:
+        closing = self._close()
+        item = self._open = self._items.begin("function_call")
+        item.call_id, item.name, item.is_done = call.id, call.name, False
+        added = self._added(item)
+        item.text = call.arguments_json
+        arguments = self._event("response.function_call_arguments.delta", **self._place(item), delta=item.text)
+        return [*closing, added, arguments, *self._close()]
 
     def _added(self, item: _Item) -> bytes:
         return self._event("response.output_item.added", output_index=len(self._items.all) - 1, item=item.build())
 
     def _text(self, kind: str, text: str) -> list[bytes]:
-        """More of a thought or of the answer, in an item of its own."""
+        """More of a thought or of the answer, in its own item."""
         events: list[bytes] = []
         item = self._open
         if item is None or item.kind != kind:
@@ -292,7 +290,7 @@ class _Writer:
         return events
 
     def _close(self) -> list[bytes]:
-        """End the open item."""
+        """Close the open item."""
         item, self._open = self._open, None
         if item is None:
             return []
@@ -309,15 +307,15 @@ class _Writer:
         return events
 
     def end(self, generations: Sequence[Generation]) -> bytes:
-        """The whole answer once more."""
-        ended = self._close()
-        whole = _completed(self._answer, generations[0], self._items)
-        return b"".join([*ended, self._event(f"response.{whole.status}", response=whole)])
+        """Close the open item, and repeat the complete answer."""
+        closing = self._close()
+        answer = _completed(self._answer, generations[0], self._items)
+        return b"".join([*closing, self._event(f"response.{answer.status}", response=answer)])
 
     def write_error(self, error: CuletError) -> bytes:
         """The answer cannot be completed."""
-        facts = facts_of(error)
-        problem = {"code": facts.code or facts.type, "message": facts.message}
+        reply = reply_to(error)
+        problem = {"code": reply.code or reply.type, "message": reply.message}
         return self._event("response.failed", response=msgspec.structs.replace(self._answer, status="failed", error=problem))
 
 

@@ -1,4 +1,4 @@
-"""What POST /v1/responses takes: every list, text and number has a bound. Nothing is kept between requests."""
+"""The request of POST /v1/responses, and its conversion to chat messages. Every list, text and number is bounded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from culet.errors import BadRequest, UnsupportedError
-from culet.serve.api.protocol import Count, Schema, Share, Temperature, Text, ToolName
+from culet.serve.api.fields import Count, Schema, Share, Temperature, Text, ToolName
 
 Id = Annotated[str, Meta(max_length=256)]
 MEDIA = ("input_image", "input_file", "input_audio", "input_video", "computer_screenshot")
@@ -25,7 +25,7 @@ Parts = Annotated[list[ResponsesPart], Meta(max_length=1024)]
 
 
 class InputItem(Struct):
-    """A message, a call that the model made, what a tool answered, or what the model thought: `type` says which."""
+    """A message, an earlier tool call, the output of a tool, or an earlier thought; `type` says which."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -56,7 +56,7 @@ class ResponsesToolName(Struct):
 
 
 class TextFormat(Struct):
-    """The form of the answer."""
+    """The required form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Annotated[str, Meta(max_length=256)] | None = None
@@ -92,7 +92,7 @@ class ResponsesRequest(Struct, kw_only=True):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     stream: bool | None = False
-    store: bool | None = None  # nothing is stored, whatever it says
+    store: bool | None = None  # accepted and ignored: nothing is stored
     background: bool | None = None
     previous_response_id: Id | None = None
     metadata: (
@@ -103,12 +103,12 @@ class ResponsesRequest(Struct, kw_only=True):
 
 
 def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """The conversation as chat templates know it."""
-    found: list[dict[str, Any]] = []
+    """The conversation as chat messages."""
+    messages: list[dict[str, Any]] = []
     if body.instructions:
-        found.append({"role": "system", "content": body.instructions})
+        messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
-        return [*found, {"role": "user", "content": body.input}]
+        return [*messages, {"role": "user", "content": body.input}]
     thought: str | None = None
     for index, item in enumerate(body.input):
         where = f"input[{index}]"
@@ -116,29 +116,29 @@ def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
             thought = text_of(item.content or item.summary, where)
         elif item.type == "function_call_output":
             if item.call_id is None:
-                raise BadRequest(f"{where}.call_id: missing, expected that of the call")
-            found.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output, where)})
+                raise BadRequest(f"{where}.call_id: missing, expected the id of the call")
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output, where)})
         elif item.type == "function_call":
-            _add_call(found, item, where)
+            _add_call(messages, item, where)
         else:
             message: dict[str, Any] = {"role": item.role or "user", "content": text_of(item.content, where)}
-            found.append(message)
-        if thought and item.type != "reasoning" and found[-1]["role"] == "assistant":
-            found[-1].setdefault("reasoning_content", thought)
+            messages.append(message)
+        if thought and item.type != "reasoning" and messages[-1]["role"] == "assistant":
+            messages[-1].setdefault("reasoning_content", thought)
             thought = None
-    if not found:
+    if not messages:
         raise BadRequest("input: got no message, expected at least one")
-    return found
+    return messages
 
 
-def _add_call(found: list[dict[str, Any]], item: InputItem, where: str) -> None:
-    """A call belongs to the model's message before it, if there is one."""
+def _add_call(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
+    """Add a call to the preceding assistant message, or to a new one."""
     if item.name is None or item.call_id is None:
         raise BadRequest(f"{where}: expected a call_id and a name")
     call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments or "{}"}}
-    if not found or found[-1]["role"] != "assistant":
-        found.append({"role": "assistant"})
-    found[-1].setdefault("tool_calls", []).append(call)
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant"})
+    messages[-1].setdefault("tool_calls", []).append(call)
 
 
 def text_of(content: str | list[ResponsesPart] | None, where: str) -> str:
@@ -147,5 +147,5 @@ def text_of(content: str | list[ResponsesPart] | None, where: str) -> str:
         return content or ""
     for part in content:
         if part.type in MEDIA:
-            raise UnsupportedError(f"{where}: got a part of type {part.type}, this version serves text only")
+            raise UnsupportedError(f"{where}: got a part of type {part.type}, only text is supported")
     return "\n".join(part.text or part.refusal or "" for part in content)

@@ -1,4 +1,4 @@
-// Calls to the server: the key goes with each, and an answer is a stream of deltas.
+// Calls to the server: adds the API key, and reads answers as a stream of chunks.
 
 export class ApiError extends Error {
   constructor(status, message) {
@@ -24,7 +24,7 @@ export async function call(path, options = {}) {
     response = await fetch(path, { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(0, "The server cannot be reached.");
+    throw new ApiError(0, "Cannot reach the server.");
   }
   if (!response.ok) {
     const body = await response.json().catch(() => ({}));

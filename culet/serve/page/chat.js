@@ -1,4 +1,4 @@
-// The conversation: sending, streaming, stopping, asking again, thoughts folded away, tool calls shown and answered.
+// The conversation: sends messages, streams and stops answers, regenerates them, folds thoughts, and shows tool calls.
 
 import { streamChat } from "./api.js";
 import { element, render } from "./markdown.js";
@@ -12,8 +12,8 @@ const sendButton = document.getElementById("send");
 const stopButton = document.getElementById("stop");
 const notice = document.getElementById("notice");
 
-let messages = []; // OpenAI messages; an assistant's may carry reasoning_content, tool_calls and our own `note`
-let running = null; // AbortController of the answer that is being written
+let messages = []; // OpenAI messages; an assistant message may have reasoning_content, tool_calls and our own `note`
+let running = null; // AbortController of the current answer
 let model = "";
 
 try {
@@ -30,7 +30,7 @@ function keep() {
   try {
     localStorage.setItem("culet.chat", JSON.stringify(messages));
   } catch {
-    // The browser's store is full: the conversation goes on, it is only not kept over a reload.
+    // Storage is full: the conversation continues, but a reload loses it.
   }
 }
 
@@ -46,7 +46,7 @@ function footButton(text, title, act) {
 }
 
 function userItem(message, index) {
-  const edit = footButton("Edit", "Take this message back into the entry", () => {
+  const edit = footButton("Edit", "Edit this message", () => {
     stop();
     prompt.value = message.content;
     messages = messages.slice(0, index);
@@ -62,7 +62,7 @@ function callCard(call, index) {
   try {
     shown = JSON.stringify(JSON.parse(shown), null, 2);
   } catch {
-    // Still being written, or not JSON: shown as it came.
+    // Incomplete or not JSON: show it as it is.
   }
   const card = element(
     "div",
@@ -76,15 +76,15 @@ function callCard(call, index) {
   return card;
 }
 
-// A tool's result is typed in by hand; when every call of the turn has one, the model goes on.
+// The user types in a tool's result. When every call has one, the model continues.
 function answerField(call, index) {
   const input = element("input", { placeholder: "Result", "aria-label": `Result of ${call.function.name}` });
-  const form = element("form", { className: "answer" }, input, element("button", {}, "Return"));
+  const form = element("form", { className: "answer" }, input, element("button", {}, "Send result"));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     messages.push({ role: "tool", tool_call_id: call.id, content: input.value });
-    const open = messages[index].tool_calls.some((other) => !messages.some((message) => message.tool_call_id === other.id));
-    if (open) show();
+    const isWaiting = messages[index].tool_calls.some((other) => !messages.some((message) => message.tool_call_id === other.id));
+    if (isWaiting) show();
     else answer();
   });
   return form;
@@ -119,7 +119,7 @@ function fillAssistant(item, message, index, isWriting) {
   if (isWriting) return;
   const foot = [];
   if (message.content) foot.push(footButton("Copy", "Copy the answer", () => navigator.clipboard.writeText(message.content)));
-  if (index === messages.length - 1) foot.push(footButton("Regenerate", "Ask again (Alt+R)", regenerate));
+  if (index === messages.length - 1) foot.push(footButton("Regenerate", "Generate another answer (Alt+R)", regenerate));
   if (message.note) foot.push(element("span", { className: message.failed ? "failed" : "" }, message.note));
   parts.foot.replaceChildren(...foot);
 }
@@ -151,7 +151,7 @@ function merge(message, delta) {
 function forServer({ role, content, tool_calls, tool_call_id, reasoning_content }) {
   const message = { role, content };
   if (tool_calls) Object.assign(message, { tool_calls });
-  // Thoughts belong to a turn that goes on after a tool's result; earlier ones are left out by the template anyway.
+  // Thoughts are only needed in a turn that continues after a tool result; the template drops earlier ones anyway.
   if (tool_calls && reasoning_content) Object.assign(message, { reasoning_content });
   if (tool_call_id) Object.assign(message, { tool_call_id });
   return message;
@@ -165,7 +165,7 @@ function describe(usage, reason, started, first) {
     if (usage.completion_tokens > 1 && seconds > 0) parts.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} tokens/s`);
     parts.push(`${usage.completion_tokens} tokens`);
   }
-  if (reason === "length") parts.push("cut at the limit");
+  if (reason === "length") parts.push("token limit reached");
   return parts.join(" · ");
 }
 
@@ -212,7 +212,7 @@ async function answer() {
       message.failed = true;
       if (error.status === 401) {
         messages.pop();
-        say("This server asks for an API key.");
+        say("This server requires an API key.");
         openSettings("key");
       }
     }

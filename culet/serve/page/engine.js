@@ -1,9 +1,9 @@
-// The second tab: figures and plots of the last minutes, and the attention plan as a picture.
+// The Engine tab: current figures, plots of the last minutes, and the attention plan.
 
 import { call } from "./api.js";
 import { element } from "./markdown.js";
 
-const SPANS_S = [60, 120, 300]; // a plot shows the shortest that holds all samples, at most the last
+const SPANS_S = [60, 120, 300]; // a plot uses the shortest span that holds all samples, or the longest one
 const PERIOD_MS = 1000;
 const HEIGHT = 160;
 const LEFT = 44;
@@ -17,25 +17,25 @@ let isPlanShown = false;
 const rate = (value) => (value >= 1000 ? `${(value / 1000).toFixed(1)}k` : value.toFixed(value < 10 ? 1 : 0));
 const percent = (value) => `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`;
 
-// Each plot: its title, how values read, and its lines as [name, value of a sample or null].
+// Each plot has a title, a formatter for values, and lines given as [name, function from a sample to a value or null].
 function plots() {
   const newest = samples.at(-1);
   const groups = Object.keys(newest?.kv_groups ?? {});
-  const found = [
+  const specs = [
     { title: "Tokens per second", text: rate, lines: [["out", (s) => s.output_tokens_per_s], ["in", (s) => s.prompt_tokens_per_s]] },
     { title: "Time to first token, ms", text: rate, lines: [["median", (s) => s.ttft_ms]] },
     { title: "Requests", text: (value) => (Number.isInteger(value) ? String(value) : ""), lines: [["running", (s) => s.running], ["waiting", (s) => s.waiting]] },
     {
-      title: "Cache in use",
+      title: "KV cache in use",
       text: percent,
       top: 1,
-      lines: [...groups.map((name) => [name, (s) => s.kv_groups[name]]), ["kept for reuse", (s) => s.kv_reusable]],
+      lines: [...groups.map((name) => [name, (s) => s.kv_groups[name]]), ["reusable", (s) => s.kv_reusable]],
     },
   ];
   if (samples.some((s) => s.tokens_per_verify !== null && s.tokens_per_verify !== undefined)) {
-    found.push({ title: "Tokens per verify", text: (value) => value.toFixed(2), lines: [["mean", (s) => s.tokens_per_verify]] });
+    specs.push({ title: "Tokens per verify", text: (value) => value.toFixed(2), lines: [["mean", (s) => s.tokens_per_verify]] });
   }
-  return found;
+  return specs;
 }
 
 function shape(name, attributes, text) {
@@ -51,7 +51,7 @@ function roundUp(value) {
   return [1, 2, 5, 10].map((factor) => factor * unit).find((candidate) => candidate >= value);
 }
 
-// Drawn at the width it is shown at, so that letters keep their shape.
+// Drawn at its displayed width, so that text is not distorted.
 function drawPlot({ title, text, lines, top }) {
   const width = document.querySelector(".plot svg")?.clientWidth || 500;
   const now = samples.at(-1).time;
@@ -88,7 +88,7 @@ function figure(value, name) {
   return element("div", {}, element("b", {}, value), element("span", {}, name));
 }
 
-function hours(seconds) {
+function duration(seconds) {
   if (seconds < 90) return `${Math.round(seconds)} s`;
   if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
   return `${(seconds / 3600).toFixed(1)} h`;
@@ -99,15 +99,15 @@ function draw(live) {
   document.getElementById("figures").replaceChildren(
     figure(rate(newest.output_tokens_per_s), "tokens/s now"),
     figure(live.totals.requests.toLocaleString(), "requests answered"),
-    figure(live.totals.output_tokens.toLocaleString(), "tokens written"),
+    figure(live.totals.output_tokens.toLocaleString(), "tokens generated"),
     figure(percent(live.totals.prefix_hit_share), "of prompt tokens reused"),
     figure(live.totals.preemptions.toLocaleString(), "preemptions"),
-    figure(hours(live.uptime_s), "since start"),
+    figure(duration(live.uptime_s), "uptime"),
   );
-  const place = document.getElementById("plots");
-  const isFirst = !place.childElementCount;
-  place.replaceChildren(...plots().map(drawPlot));
-  if (isFirst) place.replaceChildren(...plots().map(drawPlot)); // now the width is known
+  const container = document.getElementById("plots");
+  const isFirst = !container.childElementCount;
+  container.replaceChildren(...plots().map(drawPlot));
+  if (isFirst) container.replaceChildren(...plots().map(drawPlot)); // now the width is known
 }
 
 async function showPlan() {
@@ -116,23 +116,23 @@ async function showPlan() {
   isPlanShown = true;
 }
 
-async function refresh(complain) {
+async function refresh(onError) {
   try {
     const since = samples.at(-1)?.time ?? 0;
     const live = await (await call(`live?since=${since}`)).json();
-    const known = since && live.samples.length && live.samples[0].time < since ? [] : samples; // the server began anew
+    const known = since && live.samples.length && live.samples[0].time < since ? [] : samples; // the server was restarted
     samples = [...known, ...live.samples].slice(-2 * SPANS_S.at(-1));
     if (samples.length) draw(live);
     if (live.has_plan && !isPlanShown) await showPlan();
   } catch (error) {
-    complain(error);
+    onError(error);
   }
 }
 
-export function startPlots(complain) {
+export function startPlots(onError) {
   if (timer) return;
-  refresh(complain);
-  timer = setInterval(() => document.visibilityState === "visible" && refresh(complain), PERIOD_MS);
+  refresh(onError);
+  timer = setInterval(() => document.visibilityState === "visible" && refresh(onError), PERIOD_MS);
 }
 
 export function stopPlots() {

@@ -1,4 +1,4 @@
-// What the user chose, kept in this browser. Empty fields are not sent: the model's own defaults apply then.
+// The user's settings, stored in this browser. Empty fields are not sent, so the model's defaults apply.
 
 import { apiKey, setApiKey } from "./api.js";
 
@@ -13,7 +13,7 @@ try {
   localStorage.removeItem("culet.settings");
 }
 
-// The settings as fields of a request, and the system prompt as its first messages.
+// The settings as fields of a request; the system prompt becomes its first message.
 export function requestFields() {
   const fields = { chat_template_kwargs: { enable_thinking: chosen.thinking } };
   for (const name of NUMBERS) if (chosen[name] !== "") fields[name === "max_tokens" ? "max_completion_tokens" : name] = Number(chosen[name]);
@@ -41,7 +41,7 @@ function save() {
   const tools = field("tools").value;
   if (tools.trim()) {
     try {
-      if (!Array.isArray(JSON.parse(tools))) throw new Error("it is not a list");
+      if (!Array.isArray(JSON.parse(tools))) throw new Error("not a list");
     } catch (error) {
       complain(`Tools must be a JSON list: ${error.message}`);
       return false;
@@ -70,7 +70,7 @@ export function openSettings(focus = "system") {
   field(focus).focus();
 }
 
-// `changed` is called after the dialog was left with its fields kept.
+// Calls `changed` after the settings were saved.
 export function watchSettings(changed) {
   document.getElementById("open-settings").addEventListener("click", () => openSettings());
   document.getElementById("settings-reset").addEventListener("click", () => {

@@ -1,1 +1,1 @@
-"""The engine's process and how the server talks to it."""
+"""The engine process, and how the web process talks to it."""

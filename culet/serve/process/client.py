@@ -1,4 +1,4 @@
-"""The web process's side of the engine: starts its process, submits requests, and hands each its tokens as they come."""
+"""The web process's side of the engine: starts the engine process, submits requests, and delivers their tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from enum import StrEnum
-from types import TracebackType
 from typing import Self, cast
 
 from culet import errors
@@ -20,7 +19,6 @@ from culet.log import logger
 from culet.serve.process.wire import (
     Cancel,
     Command,
-    Delta,
     Deltas,
     Failed,
     FrameReader,
@@ -35,24 +33,23 @@ from culet.serve.process.wire import (
     frame,
     report_decoder,
 )
-from culet.types import FinishReason, Request
+from culet.types import FinishReason, Request, TokenDelta
 
-_STOP_LIMIT_S = 5.0  # for the process to end by itself
+_STOP_LIMIT_S = 5.0  # for the process to end on its own
 
 
 class State(StrEnum):
-    """Where an engine process stands."""
+    """The state of an engine process."""
 
     STARTING = "starting"
     READY = "ready"
     DEAD = "dead"
 
 
-class Stream:
-    """Tokens of one request: an async iterator over lists of deltas, each with all that came since the last.
+class TokenStream:
+    """The tokens of one request: an async iterator over lists of deltas, each with everything since the last.
 
-    It ends when all samples have ended. Leaving its `async with` block cancels what has not. An engine that dies or refuses
-    the request raises here.
+    It ends when all samples have ended; closing it cancels the rest. If the engine dies or refuses the request, it raises.
     """
 
     def __init__(self, client: EngineClient, request: Request) -> None:
@@ -60,15 +57,15 @@ class Stream:
         self.submitted_at = time.monotonic()
         self.first_token_at: float | None = None
         self._client = client
-        self._running = set(range(request.n))  # samples that have yet to end
-        self._deltas: list[Delta] = []
+        self._running = set(range(request.n))  # samples that have not ended
+        self._deltas: list[TokenDelta] = []
         self._error: CuletError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> list[Delta]:
+    async def __anext__(self) -> list[TokenDelta]:
         if not self._deltas:
             if self._error is not None:
                 raise self._error
@@ -85,7 +82,7 @@ class Stream:
         return deltas
 
     def cancel(self, sample: int | None = None, reason: FinishReason = FinishReason.CANCEL) -> None:
-        """End the request, or one sample of it. Of what is ended so nothing more is heard."""
+        """End the request, or one sample of it. Nothing more is delivered for what was ended."""
         self._client.cancel(self.request.request_id, sample, reason)
         self._running -= self._running if sample is None else {sample}
         if not self._running:
@@ -93,16 +90,8 @@ class Stream:
 
     @property
     def is_done(self) -> bool:
-        """Whether every sample has ended, or nothing more can come."""
+        """Whether every sample has ended, or nothing more can arrive."""
         return not self._running or self._error is not None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Cancel what has not ended."""
@@ -110,20 +99,19 @@ class Stream:
             self.cancel()
         self._client.forget(self.request.request_id)
 
-    # The client's side
+    # Called by the client
 
-    def put(self, delta: Delta) -> None:
-        """Take what a step brought."""
+    def put(self, delta: TokenDelta) -> None:
+        """Add the result of a step."""
         if self.first_token_at is None and delta.token_ids:
             self.first_token_at = time.monotonic()
         if delta.finish_reason is not None:
             self._running.discard(delta.sample)
         self._deltas.append(delta)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._wake()
 
     def fail(self, error: CuletError) -> None:
-        """Nothing more comes, for this reason."""
+        """Nothing more will arrive, for this reason."""
         self._error = error
         self._wake()
 
@@ -133,17 +121,17 @@ class Stream:
 
 
 class EngineClient(asyncio.Protocol):
-    """One life of an engine process. When it has died, another client starts another process."""
+    """Owns one engine process. When the process has died, a new client starts a new one."""
 
     def __init__(self) -> None:
         self.state = State.STARTING
-        self.facts: Ready | None = None  # once it is ready
-        self.stats: Stats | None = None  # the latest
-        self.heard_at = time.monotonic()  # when the last message came
+        self.facts: Ready | None = None  # set when it is ready
+        self.stats: Stats | None = None  # the latest report
+        self.heard_at = time.monotonic()  # time of the last message
         self.on_death: Callable[[], None] = lambda: None
         self._failure: CuletError | None = None
         self._frames = FrameReader(report_decoder)
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, TokenStream] = {}
         self._ids = itertools.count()
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
@@ -153,7 +141,7 @@ class EngineClient(asyncio.Protocol):
     async def start(
         cls, config: Config, *, log_level: str = "info", log_form: str = "text", script: Script | None = None
     ) -> EngineClient:
-        """Start the process; `wait_ready` says when it has loaded. With a `script` the fake engine runs in it."""
+        """Start the process; `wait_ready` waits until it has loaded. With a `script`, it runs the fake engine."""
         client = cls()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -161,7 +149,7 @@ class EngineClient(asyncio.Protocol):
                 [sys.executable, "-m", "culet.serve.process.engine", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for us alone: we tell it when to end
+                start_new_session=True,  # Ctrl-C must reach only this process, which tells the other when to end
             )
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: client, sock=ours)
@@ -169,7 +157,7 @@ class EngineClient(asyncio.Protocol):
         return client
 
     async def wait_ready(self) -> Ready:
-        """Until the model is loaded and warm; raises what kept it from that."""
+        """Wait until the model is loaded and warm. If that fails, raises why."""
         while self.state is State.STARTING:
             self._changed.clear()
             await self._changed.wait()
@@ -183,42 +171,42 @@ class EngineClient(asyncio.Protocol):
         return len(self._streams)
 
     def next_id(self) -> str:
-        """An id for the next request: unique within this process's life."""
+        """An id for the next request, unique for this engine process."""
         return str(next(self._ids))
 
-    def submit(self, request: Request) -> Stream:
+    def submit(self, request: Request) -> TokenStream:
         """Send a request to the engine."""
         if self.state is not State.READY:
             raise self.death()
         if not self._streams:
-            self.heard_at = time.monotonic()  # it had nothing to say before
-        stream = Stream(self, request)
+            self.heard_at = time.monotonic()  # an idle engine is silent
+        stream = TokenStream(self, request)
         self._streams[request.request_id] = stream
         self._send(Submit(request))
         return stream
 
     def cancel(self, request_id: str, sample: int | None = None, reason: FinishReason = FinishReason.CANCEL) -> None:
-        """End a request, or one sample of it; the engine does so before its next step."""
+        """End a request, or one sample of it, before the engine's next step."""
         if request_id in self._streams and self.state is State.READY:
             self._send(Cancel(request_id, sample, reason))
 
     def forget(self, request_id: str) -> None:
-        """Nobody waits for this request any more."""
+        """Deliver nothing more for this request."""
         self._streams.pop(request_id, None)
 
     def fail_all(self, error: CuletError) -> None:
-        """End every request that has not ended, for this reason."""
+        """End every running request, for this reason."""
         for stream in list(self._streams.values()):
             self.cancel(stream.request.request_id)
             stream.fail(error)
 
     async def stop(self) -> int:
-        """End the process, by force if it takes long; its exit code."""
+        """End the process, by force if it takes too long; returns its exit code."""
         process = self._process
         assert process is not None
         self.on_death = lambda: None
         if self.state is State.STARTING:
-            process.kill()  # it hears nothing while it loads, and nothing of it is of use
+            process.kill()  # it reads no commands while it loads
         self._send(Stop())
         loop = asyncio.get_running_loop()
         try:
@@ -231,31 +219,31 @@ class EngineClient(asyncio.Protocol):
         return process.returncode
 
     def death(self) -> CuletError:
-        """Why the engine cannot be asked."""
+        """Why the engine takes no requests."""
         if self.state is State.STARTING:
-            return WorkerDied("the model is still being loaded", hint="try again in a while")
-        return self._failure or WorkerDied("the engine's process has ended", hint="its log says why")
+            return WorkerDied("the model is still loading", hint="try again later")
+        return self._failure or WorkerDied("the engine process has ended", hint="see its log for the reason")
 
     def _send(self, command: Command) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame(command))
 
-    # asyncio's side
+    # Called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's has the methods but not the class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport has the methods but not the class
 
     def data_received(self, data: bytes) -> None:
         self.heard_at = time.monotonic()
         try:
             for report in self._frames.push(data):
-                self._take(report)
-        except Exception as error:  # bytes that are no report: the other side is not what it should be
-            logger.exception("the engine's process sends what cannot be read")
-            self._failure = InternalError(f"the engine's process sends what cannot be read: {type(error).__name__}")
+                self._handle(report)
+        except Exception as error:  # not a report: the other side is broken
+            logger.exception("cannot decode a message from the engine process")
+            self._failure = InternalError(f"cannot decode a message from the engine process: {type(error).__name__}")
             self.kill()
 
-    def _take(self, report: Report) -> None:
+    def _handle(self, report: Report) -> None:
         if isinstance(report, Deltas):
             streams = self._streams
             for delta in report.deltas:
@@ -275,7 +263,7 @@ class EngineClient(asyncio.Protocol):
             self._failure = _rebuild(report)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The engine's process is gone: everybody who waits hears of it."""
+        """The engine process is gone: fail every open stream."""
         was_dead, self.state = self.state is State.DEAD, State.DEAD
         self._changed.set()
         for stream in list(self._streams.values()):
@@ -284,13 +272,13 @@ class EngineClient(asyncio.Protocol):
             self.on_death()
 
     def kill(self) -> None:
-        """End the process by force: it does not answer any more."""
+        """End the process by force."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
 
 
 def _rebuild(report: Refused | Failed) -> CuletError:
-    """The error that the engine's process has described."""
+    """The error that the engine process reported."""
     kind = getattr(errors, report.kind, InternalError)
     if not (isinstance(kind, type) and issubclass(kind, CuletError)):
         kind = InternalError

@@ -1,9 +1,9 @@
-"""The engine's process: loads the model, then steps while there is work, and talks to the web process between steps.
+"""The engine process: loads the model, steps the engine while it has work, and talks to the web process between steps.
 
     python -m culet.serve.process.engine FD
 
-FD is the inherited end of a socket pair; `wire.py` says what goes over it. Signals are for the web process: this one ends
-when it is told to, or when the other end is closed.
+FD is the inherited end of a socket pair; `wire.py` defines the messages. This process ignores signals, which are for the web
+process. It ends when it is told to, or when the other end of the socket is closed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Protocol
 from culet.engine.requests import RequestRules
 from culet.errors import CuletError, InternalError, exit_code
 from culet.log import logger, setup_logging
+from culet.registry import load
 from culet.scheduler.stats import SchedulerStats
 from culet.serve.process.wire import (
     Cancel,
     Command,
-    Delta,
     Deltas,
     Failed,
     FrameReader,
@@ -42,31 +42,31 @@ from culet.serve.process.wire import (
     command_decoder,
     frame,
 )
-from culet.testing.fake_engine import PAGE_TOKENS, FakeEngine
 from culet.types import FinishReason, Request, SamplingParams, TokenDelta
 
 STATS_PERIOD_S = 0.5
 _SOCKET_BUFFER_BYTES = 4 << 20
-_MAX_UNSENT_BYTES = 16 << 20  # the web process lags this far behind: wait for it
-_MAX_FAILURES = 3  # steps in a row that may fail before the process gives up
+_MAX_UNSENT_BYTES = 16 << 20  # if the web process lags further behind, wait for it
+_MAX_FAILURES = 3  # the process gives up after this many failed steps in a row
 _FLUSH_LIMIT_S = 5.0
 _WARM_UP_TOKENS = 4
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_START_FAKE = "culet.testing.fake_engine:start_fake"
 
 
-class Core(Protocol):
+class SteppedEngine(Protocol):
     """What the loop drives: the engine, or the fake one."""
 
     @property
     def has_work(self) -> bool: ...
-    def add_silent(self, request: Request) -> None: ...
+    def add(self, request: Request) -> None: ...
     def cancel(self, request_id: str, sample: int | None = None, reason: FinishReason = ...) -> None: ...
-    def advance(self) -> list[TokenDelta]: ...
+    def step(self) -> list[TokenDelta]: ...
     def stats(self) -> SchedulerStats: ...
 
 
 class Channel:
-    """This process's end of the socket. Sending never waits, unless the other side lags far behind."""
+    """This process's end of the socket. Sending does not block, unless the other side lags far behind."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -77,7 +77,7 @@ class Channel:
         self._unsent = bytearray()
 
     def receive(self, *, wait: bool) -> list[Command] | None:
-        """Commands that have come, or None where the other side is gone. `wait`: until there are some."""
+        """Commands that have arrived, or None if the other side is gone. With `wait`, blocks until one arrives."""
         if wait:
             self._wait_readable()
         commands: list[Command] = []
@@ -88,10 +88,10 @@ class Channel:
             return commands
         except OSError:
             return None
-        return None  # an empty read: the end
+        return None  # an empty read: end of file
 
     def send(self, report: Report) -> None:
-        """Send, now or with the next flush."""
+        """Send now, or with the next flush."""
         self._unsent += frame(report)
         self.flush()
         while len(self._unsent) > _MAX_UNSENT_BYTES:
@@ -99,7 +99,7 @@ class Channel:
             self.flush()
 
     def flush(self, limit_s: float = 0.0) -> None:
-        """Send what the socket takes; with a limit, wait that long for it to take all."""
+        """Send what the socket accepts; with a limit, wait that long to send everything."""
         deadline = time.monotonic() + limit_s
         while self._unsent:
             try:
@@ -108,7 +108,7 @@ class Channel:
                 left = deadline - time.monotonic()
                 if left <= 0 or not select.select([], [self._socket], [], left)[1]:
                     return
-            except OSError:  # nobody is there any more: the next receive says so
+            except OSError:  # the other side is gone: the next receive says so
                 self._unsent.clear()
 
     def _wait_readable(self) -> None:
@@ -121,29 +121,29 @@ class Channel:
 
 
 class EngineLoop:
-    """Steps the engine while it has work, and passes commands in and deltas out."""
+    """Steps the engine while it has work, passing commands in and deltas out."""
 
-    def __init__(self, core: Core, channel: Channel) -> None:
-        self._core, self._channel = core, channel
-        self._running: dict[str, set[int]] = {}  # samples that have yet to end, by request
+    def __init__(self, engine: SteppedEngine, channel: Channel) -> None:
+        self._engine, self._channel = engine, channel
+        self._running: dict[str, set[int]] = {}  # samples that have not ended, by request
         self._num_failures = 0
         self._num_prompt_tokens = self._num_generated_tokens = 0
         self._next_stats = 0.0
 
     def run(self) -> int:
-        """Until told to stop; the process's exit code."""
+        """Run until told to stop; returns the exit code of the process."""
         self._send_stats()
         while True:
-            commands = self._channel.receive(wait=not self._core.has_work)
+            commands = self._channel.receive(wait=not self._engine.has_work)
             if commands is None:
                 return 0
             for command in commands:
                 if isinstance(command, Stop):
                     return 0
                 self._obey(command)
-            if self._core.has_work and not self._step():
+            if self._engine.has_work and not self._step():
                 return exit_code(InternalError(""))
-            if not self._core.has_work or time.monotonic() >= self._next_stats:
+            if not self._engine.has_work or time.monotonic() >= self._next_stats:
                 self._send_stats()
             self._channel.flush()
 
@@ -151,11 +151,11 @@ class EngineLoop:
         if isinstance(command, Submit):
             self._submit(command.request)
         elif isinstance(command, Cancel):
-            self._core.cancel(command.request_id, command.sample, command.reason)
+            self._engine.cancel(command.request_id, command.sample, command.reason)
 
     def _submit(self, request: Request) -> None:
         try:
-            self._core.add_silent(request)
+            self._engine.add(request)
         except CuletError as error:
             kind = type(error).__name__
             self._channel.send(Refused(request.request_id, kind, error.message, error.hint))
@@ -164,97 +164,65 @@ class EngineLoop:
         self._num_prompt_tokens += len(request.prompt_token_ids)
 
     def _step(self) -> bool:
-        """One step; False where there is no point in another."""
+        """Run one step. Returns False if another would be pointless."""
         try:
-            deltas = self._core.advance()
+            deltas = self._engine.step()
         except Exception as error:
             logger.exception("a step failed")
             self._fail(f"{type(error).__name__}: {error}")
             self._num_failures += 1
             if self._num_failures < _MAX_FAILURES and not _is_final(error):
                 return True
-            self._channel.send(Failed("WorkerDied", f"steps of the engine fail: {type(error).__name__}"))
+            self._channel.send(Failed("WorkerDied", f"the engine's steps fail: {type(error).__name__}"))
             self._channel.flush(_FLUSH_LIMIT_S)
             return False
         self._num_failures = 0
         if deltas:
-            self._channel.send(Deltas([self._on_wire(delta) for delta in deltas]))
+            self._count(deltas)
+            self._channel.send(Deltas(deltas))
         return True
 
     def _fail(self, error: str) -> None:
-        """Tell everybody who waits that nothing comes any more."""
+        """End every running sample with an error."""
         lost = [(request_id, sample) for request_id, samples in self._running.items() for sample in samples]
         self._running.clear()
-        reason = FinishReason.ERROR
-        self._channel.send(Deltas([Delta(request_id, sample, (), reason, error=error) for request_id, sample in lost]))
+        deltas = [
+            TokenDelta(request_id, sample, (), finish_reason=FinishReason.ERROR, error=error) for request_id, sample in lost
+        ]
+        self._channel.send(Deltas(deltas))
 
-    def _on_wire(self, delta: TokenDelta) -> Delta:
-        self._num_generated_tokens += len(delta.token_ids)
-        if delta.finish_reason is not None and (samples := self._running.get(delta.request_id)) is not None:
-            samples.discard(delta.sample)
-            if not samples:
-                del self._running[delta.request_id]
-        return Delta(
-            delta.request_id,
-            delta.sample,
-            delta.token_ids,
-            delta.finish_reason,
-            delta.stop_token_id,
-            delta.num_cached_tokens,
-            tuple(map(dict, delta.logprobs)),
-            tuple(map(dict, delta.prompt_logprobs)),
-            delta.error,
-            delta.queue_s,
-            delta.num_accepted_drafts,
-            delta.num_rejected_drafts,
-        )
+    def _count(self, deltas: list[TokenDelta]) -> None:
+        """Count tokens, and forget samples that have ended."""
+        for delta in deltas:
+            self._num_generated_tokens += len(delta.token_ids)
+            if delta.finish_reason is not None and (samples := self._running.get(delta.request_id)) is not None:
+                samples.discard(delta.sample)
+                if not samples:
+                    del self._running[delta.request_id]
 
     def _send_stats(self) -> None:
         self._next_stats = time.monotonic() + STATS_PERIOD_S
-        stats = Stats(self._core.stats(), self._num_prompt_tokens, self._num_generated_tokens, resident_bytes())
+        stats = Stats(self._engine.stats(), self._num_prompt_tokens, self._num_generated_tokens, resident_bytes())
         self._channel.send(stats)
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether the device is lost to this process: after a fault inside a CUDA kernel every further call fails."""
+    """Whether the device is lost to this process: after a fault in a CUDA kernel every further call fails."""
     return "CUDA" in str(error) and type(error).__name__ != "OutOfMemoryError"
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM; 0 where the system does not say."""
+    """Resident memory of this process; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, ValueError, IndexError):
         return 0
 
 
-# Starting
+# Startup
 
 
-def start_fake(start: Start) -> tuple[Core, Ready]:
-    """The fake engine, and what it says of itself; the model's folder gives vocabulary and defaults."""
-    from culet.models.checkpoint import open_checkpoint
-
-    assert start.script is not None
-    checkpoint = open_checkpoint(start.config.model.model, start.config.model.revision)
-    schedule, limit = start.config.schedule, start.script.max_model_len
-    ready = Ready(
-        vocab_size=checkpoint.spec.vocab_size,
-        defaults=checkpoint.defaults,
-        max_position=limit,
-        max_model_len=min(limit, start.config.model.max_model_len or limit),
-        max_num_seqs=schedule.max_num_seqs,
-        max_queue_len=schedule.max_queue_len,
-        device="none",
-        dtype="none",
-        num_pages=start.script.num_pages,
-        page_bytes=0,
-        groups=(GroupFacts("fake", 0, PAGE_TOKENS, None, "none", "a script answers"),),
-    )
-    return FakeEngine(start.script, schedule), ready
-
-
-def start_engine(start: Start) -> tuple[Core, Ready]:
+def start_engine(start: Start) -> tuple[SteppedEngine, Ready]:
     """Load the model and warm it up."""
     from culet.attention.picture import draw
     from culet.engine.engine import Engine
@@ -263,7 +231,7 @@ def start_engine(start: Start) -> tuple[Core, Ready]:
     _warm_up(engine, engine.rules)
     engine.prepare_grammars()
     layout, plan, schedule = engine.layout, engine.plan, engine.config.schedule
-    taken = {each.need.group: (each.backend, each.why) for each in plan.groups}
+    backends = {group.need.group: (group.backend, group.why) for group in plan.groups}
     owners = [layer for group in layout.groups for layer in group.layers]
     ready = Ready(
         vocab_size=engine.spec.vocab_size,
@@ -277,7 +245,7 @@ def start_engine(start: Start) -> tuple[Core, Ready]:
         num_pages=engine.stats().num_pages,
         page_bytes=layout.slab_bytes,
         groups=tuple(
-            GroupFacts(group.name, len(group.layers), group.page_tokens, group.window, *taken.get(group.name, ("", "")))
+            GroupFacts(group.name, len(group.layers), group.page_tokens, group.window, *backends.get(group.name, ("", "")))
             for group in layout.groups
         ),
         start_s=dict(engine.start_times.parts),
@@ -286,16 +254,16 @@ def start_engine(start: Start) -> tuple[Core, Ready]:
     return engine, ready
 
 
-def _warm_up(engine: Core, rules: RequestRules) -> None:
-    """Run a short request, so that the first client does not wait for what happens once."""
+def _warm_up(engine: SteppedEngine, rules: RequestRules) -> None:
+    """Run a short request, so that the first client does not wait for one-time work."""
     params = SamplingParams(max_tokens=min(_WARM_UP_TOKENS, rules.max_model_len - 1), seed=0, ignore_eos=True)
-    engine.add_silent(rules.make_request("warm-up", (0,), params))
+    engine.add(rules.make_request("warm-up", (0,), params))
     while engine.has_work:
-        engine.advance()
+        engine.step()
 
 
 def _end_with_parent(sock: socket.socket) -> None:
-    """End this process at once when the web process is gone, also while a model is being loaded."""
+    """End this process as soon as the web process is gone, even while a model is loading."""
     hang_up = select.poll()
     hang_up.register(sock.fileno(), 0)
 
@@ -307,7 +275,7 @@ def _end_with_parent(sock: socket.socket) -> None:
 
 
 def serve(sock: socket.socket) -> int:
-    """Read what to load, load it, and run; the exit code."""
+    """Read what to load, load it, and run; returns the exit code."""
     _end_with_parent(sock)
     channel = Channel(sock)
     commands: list[Command] | None = []
@@ -318,19 +286,18 @@ def serve(sock: socket.socket) -> int:
     start = commands[0]
     setup_logging(start.log_level, start.log_form)
     try:
-        core, ready = start_fake(start) if start.script is not None else start_engine(start)
+        engine, ready = start_engine(start) if start.script is None else load(_START_FAKE)(start)
     except Exception as error:
         if not isinstance(error, CuletError):
-            logger.exception("the engine did not start")
-            error = InternalError(f"the engine did not start: {type(error).__name__}: {error}")
+            logger.exception("the engine failed to start")
+            error = InternalError(f"the engine failed to start: {type(error).__name__}: {error}")
         channel.send(Failed(type(error).__name__, error.message, error.hint))
         channel.flush(_FLUSH_LIMIT_S)
         return exit_code(error)
     gc.collect()
-    gc.freeze()  # what is loaded stays: no collection need look at it again
+    gc.freeze()  # everything loaded so far stays: collections can skip it
     channel.send(ready)
-    loop = EngineLoop(core, channel)
-    return loop.run()
+    return EngineLoop(engine, channel).run()
 
 
 def main() -> None:
@@ -340,7 +307,7 @@ def main() -> None:
     with suppress(KeyboardInterrupt), socket.socket(fileno=int(sys.argv[1])) as sock:
         code = serve(sock)
         sys.stderr.flush()
-        os._exit(code)  # at once: destroying a CUDA context in order takes seconds
+        os._exit(code)  # skips the orderly teardown of the CUDA context, which takes seconds
 
 
 if __name__ == "__main__":

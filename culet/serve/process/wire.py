@@ -1,8 +1,8 @@
-"""What the web process and the engine's process say to each other: msgpack structs over a Unix socket, each with its length.
+"""The messages between the web process and the engine process: msgpack structs over a Unix socket, each prefixed by its length.
 
-The socket is one end of a pair that the web process makes and the engine's process inherits: it has no name, so nobody else
-can connect to it, and its end of file tells either side at once that the other is gone. Nothing is ever unpickled: bytes
-that do not fit these structs are an error.
+The web process creates a socket pair and the engine process inherits one end. The socket has no name, so nothing else can
+connect to it, and end of file tells either side at once that the other is gone. Nothing is unpickled: bytes that do not match
+these structs are an error.
 """
 
 from __future__ import annotations
@@ -15,21 +15,19 @@ from msgspec import Struct
 from culet.config import Config
 from culet.errors import InternalError
 from culet.scheduler.stats import SchedulerStats
-from culet.types import FinishReason, ModelDefaults, Request
+from culet.types import FinishReason, ModelDefaults, Request, TokenDelta
 
 _LENGTH_BYTES = 4
-MAX_FRAME_BYTES = 1 << 28  # far above the longest prompt: a longer frame is no frame of ours
-
-Logprobs = dict[int, float]  # token id -> log-probability, the chosen token first
+MAX_FRAME_BYTES = 1 << 28  # far above the longest prompt: a longer frame is not ours
 
 
 class Script(Struct, frozen=True):
-    """What the fake engine answers, in place of a model: request i gets answer i modulo their number, over and over."""
+    """The answers of the fake engine: request i gets answer i modulo their number, repeated without end."""
 
-    answers: tuple[tuple[int, ...], ...]  # token ids; a stop token of the request among them ends its sample
-    step_s: float = 0.0  # seconds that each step takes
-    tokens_per_step: int = 1  # of each sample
-    num_pages: int = 1024  # a running sample holds one for every 16 of its tokens, the prompt's included
+    answers: tuple[tuple[int, ...], ...]  # token ids; a stop token of the request ends the sample
+    step_s: float = 0.0  # duration of a step
+    tokens_per_step: int = 1  # per sample
+    num_pages: int = 1024  # a running sample holds one per 16 tokens, including the prompt
     max_model_len: int = 32768
 
 
@@ -37,7 +35,7 @@ class Script(Struct, frozen=True):
 
 
 class Start(Struct, tag="start", frozen=True):
-    """The first message: what to load. With a `script` no model is loaded and the fake engine answers."""
+    """The first message: what to load. With a `script`, no model is loaded and the fake engine answers."""
 
     config: Config
     log_level: str = "info"
@@ -46,13 +44,13 @@ class Start(Struct, tag="start", frozen=True):
 
 
 class Submit(Struct, tag="submit", frozen=True):
-    """A request, complete."""
+    """Run a request."""
 
     request: Request
 
 
 class Cancel(Struct, tag="cancel", frozen=True):
-    """End a request, or one sample of it; it may have ended by itself."""
+    """End a request, or one sample of it. It may have ended already."""
 
     request_id: str
     sample: int | None = None
@@ -60,17 +58,17 @@ class Cancel(Struct, tag="cancel", frozen=True):
 
 
 class Stop(Struct, tag="stop", frozen=True):
-    """End the process; what still runs is dropped."""
+    """End the process. Running requests are dropped."""
 
 
 Command = Start | Submit | Cancel | Stop
 
 
-# From the engine's process
+# From the engine process
 
 
 class GroupFacts(Struct, frozen=True):
-    """One KV group: its layers, and who computes their attention."""
+    """A KV group: its layers and the backend of their attention."""
 
     name: str
     num_layers: int
@@ -81,7 +79,7 @@ class GroupFacts(Struct, frozen=True):
 
 
 class Ready(Struct, tag="ready", frozen=True):
-    """The model is loaded and warm: what the web process must know of it."""
+    """The model is loaded and warm. Tells the web process what it needs to know about it."""
 
     vocab_size: int
     defaults: ModelDefaults
@@ -94,43 +92,26 @@ class Ready(Struct, tag="ready", frozen=True):
     num_pages: int
     page_bytes: int
     groups: tuple[GroupFacts, ...] = ()
-    start_s: dict[str, float] = {}  # seconds of each part of the start
-    plan_svg: str = ""  # layers against attention backends, as a picture
+    start_s: dict[str, float] = {}  # seconds of each part of the startup
+    plan_svg: str = ""  # a picture of the attention plan
 
 
 class Failed(Struct, tag="failed", frozen=True):
-    """The process ends, for this reason; `kind` is the name of a class in culet.errors."""
+    """The process ends, for this reason. `kind` is the name of a class in culet.errors."""
 
     kind: str
     message: str
     hint: str = ""
 
 
-class Delta(Struct, array_like=True, frozen=True, gc=False):
-    """`culet.types.TokenDelta`, as it travels."""
-
-    request_id: str
-    sample: int
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
-    num_cached_tokens: int = 0
-    logprobs: tuple[Logprobs, ...] = ()
-    prompt_logprobs: tuple[Logprobs, ...] = ()
-    error: str = ""
-    queue_s: float = 0.0
-    num_accepted_drafts: int = 0
-    num_rejected_drafts: int = 0
-
-
 class Deltas(Struct, tag="deltas", frozen=True):
-    """All that one step brought."""
+    """The result of one step."""
 
-    deltas: list[Delta]
+    deltas: list[TokenDelta]
 
 
 class Refused(Struct, tag="refused", frozen=True):
-    """A request was not taken; `kind` is the name of a class in culet.errors."""
+    """A request was refused. `kind` is the name of a class in culet.errors."""
 
     request_id: str
     kind: str
@@ -139,12 +120,12 @@ class Refused(Struct, tag="refused", frozen=True):
 
 
 class Stats(Struct, tag="stats", frozen=True):
-    """How the engine stands: sent every half second while it works, and when it has become idle."""
+    """The state of the engine: sent every half second while it works, and when it becomes idle."""
 
     scheduler: SchedulerStats
-    num_prompt_tokens: int  # of all requests that were taken
+    num_prompt_tokens: int  # of all accepted requests
     num_generated_tokens: int
-    memory_bytes: int  # of the process, resident
+    memory_bytes: int  # resident memory of the process
 
 
 Report = Ready | Failed | Deltas | Refused | Stats
@@ -155,7 +136,7 @@ report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report
 
 
 def frame(message: Command | Report) -> bytearray:
-    """`message` as bytes, its length in front."""
+    """`message` as bytes, prefixed by its length."""
     buffer = bytearray(_LENGTH_BYTES)
     _encoder.encode_into(message, buffer, _LENGTH_BYTES)
     buffer[:_LENGTH_BYTES] = (len(buffer) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "big")
@@ -163,7 +144,7 @@ def frame(message: Command | Report) -> bytearray:
 
 
 class FrameReader:
-    """Bytes in, as they come; whole messages out."""
+    """Splits a stream of bytes into messages."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
         self._decode = decoder.decode
@@ -177,7 +158,7 @@ class FrameReader:
             while size - begin >= _LENGTH_BYTES:
                 length = int.from_bytes(view[begin : begin + _LENGTH_BYTES], "big")
                 if length > MAX_FRAME_BYTES:
-                    raise InternalError(f"a message of {length} bytes between the processes, at most {MAX_FRAME_BYTES}")
+                    raise InternalError(f"got a message of {length} bytes, expected at most {MAX_FRAME_BYTES}")
                 end = begin + _LENGTH_BYTES + length
                 if end > size:
                     break

@@ -1,14 +1,14 @@
-"""Attention of few query tokens per row (decode: 1, verify: up to 16) over the paged cache, split along the keys.
+"""Attention with few query tokens per row (decode: 1, verify: up to 16) over the paged cache, split along the keys.
 
 The query heads of one KV head and the row's query tokens are packed into one tile of rows, so every key is read once. A
-program takes such a tile through the key tiles of one split (`splits.py` says which), and writes the output or partial sums.
+program runs such a tile over the key tiles of one split (see `splits.py`), and writes the output or partial sums.
 
-Heads are taken in parts of equal width whose scores are summed at the end: one long chain of dependent matrix instructions
-would take longer than the keys take to arrive. Separate keys and values have two parts each. A row of the latent has five,
-v_rot | nope, three of them | k_rot: the first four are the values, the last four the keys.
+Heads are processed in parts of equal width whose scores are summed at the end: one long chain of dependent matrix instructions
+would take longer than the keys take to arrive. Separate keys and values have two parts each. A latent row has five,
+v_rot | nope (three parts) | k_rot: the first four are the values, the last four the keys.
 """
 
-# Tuples of parts are as long as the kind of cache asks for, which is no mistake of assignment.
+# The number of parts depends on the kind of cache, so tuples of parts are assigned in different lengths.
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False, disable-error-code=assignment
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.attention_inputs import PagedKV, RaggedRows
 from culet.kernels.triton.attention.e4m3 import widen, widens_by_hand
 from culet.kernels.triton.attention.key_tiles import UNSEEN, add_values, key_rows, row_offset, weigh
 from culet.kernels.triton.attention.splits import Scratch, describe_splits, find_split, join_launch, join_rows, scratch_rows
 from culet.kernels.triton.attention.tiles import DecodeTile, decode_tile
 from culet.kernels.triton.dependent_launch import enter, options
 from culet.kernels.triton.launch import Launch
+from culet.kernels.types import PagedKV, RaggedRows
 
 
 class _Rows(NamedTuple):
-    """The packed rows of a tile: query token x query head of one KV head. Those past the row's last token repeat it."""
+    """The packed rows of a tile: query token x query head of one KV head. Those past the last token repeat it."""
 
     packed: Any  # number: query * GROUP + query head
     token: Any
-    is_there: Any  # whether it is one of the row's, and no repetition
+    is_valid: Any  # whether it is not a repetition
     seen_lo: Any  # first and last key that it sees
     seen_hi: Any
 
@@ -47,7 +47,7 @@ def _packed_rows(
     """The `m_tile`-th M packed rows of a split's row."""
     packed = m_tile * M + tl.arange(0, M)
     query = packed // GROUP
-    is_there = query < split.num_queries
+    is_valid = query < split.num_queries
     query = tl.minimum(query, split.num_queries - 1)
     token = split.begin + query
     seen_hi = split.context + query
@@ -55,7 +55,7 @@ def _packed_rows(
     if HAS_VISIBLE:
         seen_lo = tl.load(VISIBLE + token)
         seen_hi = tl.load(VISIBLE + num_tokens + token)
-    return _Rows(packed, token, is_there, seen_lo, seen_hi)
+    return _Rows(packed, token, is_valid, seen_lo, seen_hi)
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def _attend(
     WIDTH: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexpr,
     HAS_VISIBLE: tl.constexpr, BY_HAND: tl.constexpr,
 ):  # fmt: skip
-    """Queries `q` over the split's key tiles: sums of the weighted values in parts, and the weights' maximum and sum."""
+    """Attention of `q` over the split's key tiles: weighted sums of values in parts, and the weights' maximum and sum."""
     PARTS: tl.constexpr = len(q)
     M: tl.constexpr = q[0].shape[0]
     PART: tl.constexpr = q[0].shape[1]
@@ -100,7 +100,7 @@ def _attend(
     for _ in tl.static_range(PARTS):
         o += (tl.zeros([M, PART], tl.float32),)
     m = tl.full([M], UNSEEN, tl.float32)
-    total = tl.zeros([M, BN], tl.float32)  # summed over its columns at the end: once, not for every tile
+    total = tl.zeros([M, BN], tl.float32)  # its columns are summed once at the end, not for every tile
     for tile in range(split.tile_begin, split.tile_end):
         key, offset = key_rows(PAGES, tile, split.first, lo, hi, stride_page, WIDTH, PAGE, BN)
         if IS_LATENT:
@@ -123,12 +123,12 @@ def _attend(
 
 
 @triton.jit
-def _store_parts(OUT, offset, o, scale, is_there):
-    """Write the scaled parts side by side to rows of OUT at these offsets."""
+def _store_parts(OUT, offset, o, scale, is_valid):
+    """Store the scaled parts side by side in rows of OUT at these offsets."""
     for i in tl.static_range(len(o)):
         part = o[i] * scale
         column = i * part.shape[1] + tl.arange(0, part.shape[1])
-        tl.store(OUT + offset[:, None] + column[None, :], part.to(OUT.dtype.element_ty), mask=is_there[:, None])
+        tl.store(OUT + offset[:, None] + column[None, :], part.to(OUT.dtype.element_ty), mask=is_valid[:, None])
 
 
 @triton.jit(do_not_specialize=["num_rows", "target", "num_tokens", "stride_table"])
@@ -141,18 +141,18 @@ def _decode(
     JOIN_ROWS: tl.constexpr, JOIN_SPLITS: tl.constexpr, BY_HAND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of one row for one KV head. ROT > 0: K is a latent of rows v_rot | nope | k_rot, ROT wide at both ends."""
-    # Heads before items: programs without work come last, where they cannot crowd the others onto few multiprocessors.
+    # Heads before items: programs without work come last, so that those with work spread over all multiprocessors.
     m_tile = tl.program_id(0) % M_TILES
     head = tl.program_id(0) // M_TILES % KV_HEADS
     item = tl.program_id(0) // (M_TILES * KV_HEADS)
-    # What the step's inputs decide comes before the wait.
+    # What depends only on the step's inputs comes before the wait.
     split = find_split(ROW_BEGIN, CONTEXT, FIRST, num_rows, target, item, ROWS, WINDOW, BN, MAX_QUERIES, MIN_TILES)
     WIDTH: tl.constexpr = HEAD + ROT
     PAGES += split.row * stride_table
     K += head * (PAGE * WIDTH)
     V += head * (PAGE * WIDTH)
-    has_work = split.is_there & (m_tile * M < split.num_queries * GROUP)
-    enter(PDL)  # before any return: a program that left early would let the next kernel overtake the one before this
+    has_work = split.is_valid & (m_tile * M < split.num_queries * GROUP)
+    enter(PDL)  # before any return: a program that exits early would let the next kernel overtake the kernel before this one
     if not has_work:
         return
 
@@ -168,18 +168,18 @@ def _decode(
     scale = (1.0 / tl.where(sums > 0.0, sums, 1.0))[:, None]
     out_row = row_offset(rows.token, rows.packed, head, stride_out_token, GROUP, HEAD)
     if split.splits == 1:
-        _store_parts(OUT, out_row, o, scale, rows.is_there)
+        _store_parts(OUT, out_row, o, scale, rows.is_valid)
     else:
-        part_row = ((split.slot + split.number) * KV_HEADS + head) * (MAX_QUERIES * GROUP) + rows.packed
-        tl.store(LSE + part_row, m + tl.log2(sums), mask=rows.is_there)
-        _store_parts(PARTIAL, part_row.to(tl.int64) * HEAD, o, scale, rows.is_there)
+        part_row = ((split.place + split.number) * KV_HEADS + head) * (MAX_QUERIES * GROUP) + rows.packed
+        tl.store(LSE + part_row, m + tl.log2(sums), mask=rows.is_valid)
+        _store_parts(PARTIAL, part_row.to(tl.int64) * HEAD, o, scale, rows.is_valid)
         if JOINS:
-            tl.debug_barrier()  # all of this program's sums are on their way before it says that it has arrived
-            arrived = ARRIVED + (split.slot * KV_HEADS + head) * M_TILES + m_tile
+            tl.debug_barrier()  # all of this program's sums are written before it reports its arrival
+            arrived = ARRIVED + (split.place * KV_HEADS + head) * M_TILES + m_tile
             if tl.atomic_add(arrived, 1, sem="acq_rel") == split.splits - 1:
                 tl.store(arrived, 0)
                 join_rows(
-                    OUT, PARTIAL, LSE, split.begin, split.num_queries, head, m_tile * M, split.slot, split.splits,
+                    OUT, PARTIAL, LSE, split.begin, split.num_queries, head, m_tile * M, split.place, split.splits,
                     stride_out_token, GROUP, KV_HEADS, HEAD, MAX_QUERIES, JOIN_ROWS, JOIN_SPLITS,
                 )  # fmt: skip
 
@@ -245,9 +245,9 @@ def decode_attention(
     tile: DecodeTile | None = None,
     scratch: Scratch | None = None,
 ) -> Tensor:
-    """Attention of every row that has 1 to `max_queries` query tokens, all keys in pages; other rows' output stays as it is.
+    """Attention of every row with 1 to `max_queries` query tokens and all keys in pages; other rows are not written.
 
-    Safe under CUDA graphs: the launch depends on shapes and `max_queries` alone, every length is read on the device.
+    Safe under CUDA graphs: the launch depends only on shapes and `max_queries`. Lengths are read on the device.
     """
     out_TNH = torch.empty_like(q_TNH) if out_TNH is None else out_TNH
     group = q_TNH.shape[1] // kv.num_kv_heads

@@ -1,4 +1,4 @@
-"""Pages of e4m3 as attention's kernels read them."""
+"""How the attention kernels read e4m3 pages."""
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
 
@@ -9,16 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.attention_inputs import PagedKV
+from culet.kernels.types import PagedKV
 
 
 @triton.jit
 def widen(x, dtype: tl.constexpr, BY_HAND: tl.constexpr):
-    """Keys or values as queries are. By hand, e4m3 becomes bfloat16 bit by bit: sign, exponent and mantissa to their
-    places, times 2^120 for the difference of the exponents' biases.
+    """Convert keys or values to the queries' dtype. BY_HAND converts e4m3 to bfloat16 with bit operations: move sign, exponent
+    and mantissa to their places, then multiply by 2^120 for the difference of the exponents' biases.
 
-    The compiler cannot look inside: a cast of rows that are both keys and values it would move behind their two orders in
-    shared memory, and so give up fetching tiles ahead (31B 32@8000 on an H200: 540 us, by hand 362).
+    The compiler cannot look inside. It would move a plain cast of latent rows, which are keys and values, behind their two
+    layouts in shared memory and stop prefetching tiles (31B 32@8000 on an H200: 540 us, by hand 362).
     """
     if BY_HAND:
         x = tl.inline_asm_elementwise(
@@ -47,6 +47,6 @@ def widen(x, dtype: tl.constexpr, BY_HAND: tl.constexpr):
 
 
 def widens_by_hand(q_TNH: Tensor, kv: PagedKV) -> bool:
-    """Whether a latent of e4m3 meets bfloat16 queries, outside of the interpreter. Separate keys and values gain nothing."""
+    """Whether the pages are e4m3 latents and queries bfloat16, outside the interpreter. Separate K and V gain nothing."""
     is_narrow = kv.is_latent and kv.planes.element_size() == 1
     return is_narrow and q_TNH.dtype == torch.bfloat16 and q_TNH.device.type != "cpu"

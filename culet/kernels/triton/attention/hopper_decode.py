@@ -1,6 +1,6 @@
-"""Decode and verify over the latent on Hopper: 64 packed query rows per program, split along the keys as in `splits.py`.
+"""Decode and verify with a latent cache on Hopper: 64 packed query rows per program, split along the keys as in `splits.py`.
 
-The matrix units are far from busy at so few rows; what counts is that the bulk copy engine keeps two tiles in flight and that
+With so few rows the matrix units are mostly idle. What counts is that the bulk copy engine keeps two tiles in flight, and that
 every latent row is read once for both scores and values.
 """
 
@@ -16,8 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from culet.kernels.attention_inputs import PagedKV, RaggedRows
-from culet.kernels.triton.attention.hopper import (
+from culet.kernels.triton.attention.hopper_parts import (
     KEYS,
     allocate,
     describe,
@@ -30,20 +29,21 @@ from culet.kernels.triton.attention.hopper import (
 from culet.kernels.triton.attention.splits import Scratch, join_launch
 from culet.kernels.triton.attention.tiles import DecodeTile
 from culet.kernels.triton.launch import Launch
+from culet.kernels.types import PagedKV, RaggedRows
 
 HOPPER_ROWS = 64  # packed query rows of a program
 
 
 @gluon.jit
 def _tiles(num_queries, context, first, BN: gl.constexpr, MAX_QUERIES: gl.constexpr):
-    """Key tiles of a row; none for rows that are empty or too long for this kernel. As `splits._tile_span`."""
+    """Key tiles of a row; 0 for rows that are empty or too long for this kernel. As `splits._tile_span`."""
     count = (context + num_queries - first + BN - 1) // BN
     return gl.where((num_queries > 0) & (num_queries <= MAX_QUERIES), count, 0)
 
 
 @gluon.jit
 def _split_count(count, total, target):
-    """As `splits._split_count`: the kernel that joins the splits computes it anew."""
+    """As `splits._split_count`, which the joining kernel computes again."""
     wanted = (count * target + total // 2) // gl.maximum(total, 1)
     splits = gl.maximum(gl.minimum(wanted, count), 1)
     per_split = gl.maximum((count + splits - 1) // splits, 1)
@@ -61,26 +61,26 @@ def _work(
     ROWS: gl.constexpr, KV_HEADS: gl.constexpr, BN: gl.constexpr, MAX_QUERIES: gl.constexpr, M_TILES: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """This program's row and split, where its partial sums go, how many splits the row has, and its key tiles (or none)."""
+    """This program's row and split, where its partial sums go, how many splits the row has, and its key tiles, if any."""
     item = gl.program_id(0) // (M_TILES * KV_HEADS)
     row = 0
     split = item
-    slot = 0
+    place = 0
     total = 0
     if ROWS > 1:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
         rows = gl.arange(0, ROWS, LAYOUT)
-        there = rows < num_rows
-        begins = gl.load(ROW_BEGIN + rows, mask=there, other=0)
-        ends = gl.load(ROW_BEGIN + rows + 1, mask=there, other=0)
-        contexts = gl.load(CONTEXT + rows, mask=there, other=0)
-        firsts = gl.load(FIRST + rows, mask=there, other=0)
+        in_batch = rows < num_rows
+        begins = gl.load(ROW_BEGIN + rows, mask=in_batch, other=0)
+        ends = gl.load(ROW_BEGIN + rows + 1, mask=in_batch, other=0)
+        contexts = gl.load(CONTEXT + rows, mask=in_batch, other=0)
+        firsts = gl.load(FIRST + rows, mask=in_batch, other=0)
         counts = _tiles(ends - begins, contexts, firsts, BN, MAX_QUERIES)
         total = gl.sum(counts, 0)
         splits_R = _split_count(counts, total, target)
         row = gl.sum((gl.associative_scan(splits_R, 0, _add) <= item).to(gl.int32), 0)
         split = item - gl.sum(gl.where(rows < row, splits_R, 0), 0)
-        slot = gl.sum(gl.where((rows < row) & (splits_R > 1), splits_R, 0), 0)
+        place = gl.sum(gl.where((rows < row) & (splits_R > 1), splits_R, 0), 0)
     is_row = row < num_rows
     row = gl.minimum(row, num_rows - 1)
     begin = gl.load(ROW_BEGIN + row)
@@ -94,7 +94,7 @@ def _work(
     per_split = (count + splits - 1) // gl.maximum(splits, 1)
     tile_lo = split * per_split
     tile_hi = gl.where(is_row & (split < splits), gl.minimum(count, tile_lo + per_split), tile_lo)
-    return row, split, slot, splits, begin, num_queries, context, first, tile_lo, tile_hi
+    return row, split, place, splits, begin, num_queries, context, first, tile_lo, tile_hi
 
 
 @gluon.jit
@@ -127,11 +127,11 @@ def _values(
     ROWS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr,
     MAX_QUERIES: gl.constexpr, M: gl.constexpr, M_TILES: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warpgroups; they also bring the queries in and the output, or this split's part of it, out."""
+    """The multiplying warpgroups. They also load the queries and store the output, or this split's part of it."""
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HEAD // 4, 16])  # wider ones need more registers
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     head = gl.program_id(0) // M_TILES % KV_HEADS
-    _, split, slot, splits, begin, num_queries, context, first, tile_lo, tile_hi = _work(
+    _, split, place, splits, begin, num_queries, context, first, tile_lo, tile_hi = _work(
         ROW_BEGIN, CONTEXT, FIRST, num_rows, target, ROWS, KV_HEADS, BN, MAX_QUERIES, M_TILES, 8
     )
     row_first = (gl.program_id(0) % M_TILES) * M
@@ -157,7 +157,7 @@ def _values(
             out_row = (begin + packed_o // GROUP).to(gl.int64) * stride_out_token + (head * GROUP + packed_o % GROUP) * HEAD
             gl.store(OUT + gl.expand_dims(out_row, 1) + column_o, o.to(OUT.dtype.element_ty), mask=is_row)
         else:
-            part_row = (((slot + split) * KV_HEADS + head) * (MAX_QUERIES * GROUP) + packed_o).to(gl.int64) * HEAD
+            part_row = (((place + split) * KV_HEADS + head) * (MAX_QUERIES * GROUP) + packed_o).to(gl.int64) * HEAD
             gl.store(PARTIAL + gl.expand_dims(part_row, 1) + column_o, o, mask=is_row)
 
 
@@ -170,12 +170,12 @@ def _scores(
     """The scoring warpgroup."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     head = gl.program_id(0) // M_TILES % KV_HEADS
-    _, split, slot, splits, _, num_queries, context, first, tile_lo, tile_hi = _work(
+    _, split, place, splits, _, num_queries, context, first, tile_lo, tile_hi = _work(
         ROW_BEGIN, CONTEXT, FIRST, num_rows, target, ROWS, KV_HEADS, BN, MAX_QUERIES, M_TILES, 4
     )
     row_first = (gl.program_id(0) % M_TILES) * M
     packed = row_first + gl.arange(0, M, gl.SliceLayout(1, S_LAYOUT))
-    # This kernel is not chained, so all before it is done: the joining kernel may start now, and waits for this one itself.
+    # This kernel has no dependent launch, so all kernels before it are done: the joining kernel may start, and waits inside.
     packed = gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [packed], gl.int32, is_pure=False, pack=1
     )
@@ -186,7 +186,7 @@ def _scores(
             last, first + tile_lo * BN, tile_hi - tile_lo, 0, ROT, M, BN, STAGES, S_LAYOUT,
         )  # fmt: skip
         if splits > 1:
-            base = ((slot + split) * KV_HEADS + head) * (MAX_QUERIES * GROUP)
+            base = ((place + split) * KV_HEADS + head) * (MAX_QUERIES * GROUP)
             gl.store(LSE + base + packed, m + gl.log2(total), mask=packed < num_queries * GROUP)
 
 
@@ -224,13 +224,13 @@ def _decode_hopper(
     )  # fmt: skip
 
 
-def hopper_decode_serves(kv: PagedKV) -> bool:
-    """Whether this kernel takes the shape; it knows the text rule only."""
+def hopper_decode_supports(kv: PagedKV) -> bool:
+    """Whether this kernel supports the shape. It applies the text rule only."""
     return kv.is_latent and kv.head_dim == 512 and kv.window is None and pages_fit(kv)
 
 
 def hopper_decode_tile(num_sms: int) -> DecodeTile:
-    """Its tile, for `scratch_rows` and the joining kernel: one program per multiprocessor."""
+    """This kernel's tile, for `scratch_rows` and the joining kernel: one program per multiprocessor."""
     return DecodeTile(HOPPER_ROWS, KEYS, 8, 2, programs=num_sms)
 
 

@@ -1,8 +1,7 @@
-"""Prefill on Hopper: a tile of packed query rows per program, keys all from pages or all from the fresh tensors, text rule.
+"""Prefill on Hopper: a tile of packed query rows per program, all keys from pages or all from the fresh tensors, text rule.
 
-Head dim 512 takes 64 rows through the three roles of `hopper.py`. Head dim 256 takes 128 rows, 64 for each of two
-warpgroups that both score and multiply: while the values of tile i are multiplied, the scores of tile i + 1 pass through
-the softmax.
+Head dim 512 uses 64 rows and the three roles of `hopper_parts.py`. Head dim 256 uses 128 rows, 64 for each of two warpgroups
+that both score and multiply: while the values of tile i are multiplied, the scores of tile i + 1 go through the softmax.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
@@ -21,8 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from culet.kernels.attention_inputs import PagedKV
-from culet.kernels.triton.attention.hopper import (
+from culet.kernels.triton.attention.hopper_parts import (
     KEYS,
     allocate,
     describe,
@@ -36,11 +34,12 @@ from culet.kernels.triton.attention.hopper import (
 )
 from culet.kernels.triton.attention.key_tiles import UNSEEN
 from culet.kernels.triton.launch import Launch
+from culet.kernels.types import PagedKV
 
 
 @gluon.jit
 def _span(TILES, num_kv_heads, WINDOW: gl.constexpr, QUERIES: gl.constexpr, BN: gl.constexpr, PAGED: gl.constexpr):
-    """This program's row, queries, first token and position; position of key tile 0, and the key tiles in sight."""
+    """This program's row, queries, first token and position; position of key tile 0, and the visible key tiles."""
     tile = TILES + gl.program_id(0) // num_kv_heads * 5
     row = gl.load(tile)
     query_begin = gl.load(tile + 1)
@@ -49,7 +48,7 @@ def _span(TILES, num_kv_heads, WINDOW: gl.constexpr, QUERIES: gl.constexpr, BN: 
     context = gl.load(tile + 4)
     origin = context
     if PAGED:
-        origin = context * 0  # pages are read here by groups without a window, whose tables begin at position 0
+        origin = context * 0  # only groups without a window read pages here; their tables begin at position 0
     hi = context + gl.minimum(query_begin + QUERIES, num_queries)
     lo = origin
     if WINDOW > 0:
@@ -78,7 +77,7 @@ def _fetch(
             y_half = y
             x = 0
             if PAGE % BN != 0:
-                # Behind the last key there may be no page: its half is fetched twice, and nobody sees the second.
+                # There may be no page after the last key: its half is fetched twice, and the second copy is masked.
                 half = gl.minimum(tile * 2 + 1, last_half)
                 page = gl.load(PAGES + row * stride_table + half * HALF // PAGE)
                 y_half = page * page_rows + head * PAGE + half * HALF % PAGE
@@ -96,7 +95,7 @@ def _fetch(
 def _packed_rows(
     head, query_begin, num_queries, begin, stride, M: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, LOAD: gl.constexpr
 ):
-    """Element offsets [M, HEAD] of the packed rows in a tensor [T, N, H], and which rows are there; others repeat the last."""
+    """Element offsets [M, HEAD] of the packed rows in a tensor [T, N, H], and which rows are valid; others repeat the last."""
     packed = gl.arange(0, M, gl.SliceLayout(1, LOAD))
     query = query_begin + packed // GROUP
     token = (begin + gl.minimum(query, num_queries - 1)).to(gl.int64)
@@ -112,7 +111,7 @@ def _values(
     GROUP: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, WINDOW: gl.constexpr,
     M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warpgroups at head dim 512; they also bring the queries in and the output out."""
+    """The multiplying warpgroups at head dim 512. They also load the queries and store the output."""
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HEAD // 4, 16])  # wider ones need more registers
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     head = gl.program_id(0) % num_kv_heads
@@ -128,7 +127,7 @@ def _values(
     o = value_tiles(
         v_smem, r_smem, row_smem, full, empty_v, ready, taken, tile_hi - tile_lo, written, HEAD, ROT, M, BN, STAGES, O_LAYOUT
     )
-    q_smem.store(o.to(Q.dtype.element_ty))  # the queries are done with: through their place, so that rows leave whole
+    q_smem.store(o.to(Q.dtype.element_ty))  # through the queries' memory, which is free now, so that whole rows are stored
     offset, is_row = _packed_rows(head, query_begin, num_queries, begin, stride_out_token, M, GROUP, HEAD, LOAD)
     gl.store(OUT + offset, q_smem.load(LOAD), mask=is_row)
 
@@ -152,12 +151,12 @@ def _scores(
 
 
 class _Sums(NamedTuple):
-    """How far a computing warpgroup is with its rows."""
+    """The state of a computing warpgroup."""
 
-    m: Any  # largest score, times log2 e, and sum of the weights, of one tile more than `count`
+    m: Any  # largest score, times log2 e, and sum of the weights; both are one tile ahead of `count`
     total: Any
     o: Any  # weighted values
-    p_operand: Any  # weights of the tile whose values come next
+    p_operand: Any  # weights of the next tile
     count: Any  # tiles whose values are in `o`
 
 
@@ -167,7 +166,7 @@ def _step(
     HALF: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the values of tile `count` while tile count + 1 is scored and passes through the softmax."""
+    """Multiply the values of tile `count` while tile count + 1 is scored and goes through the softmax."""
     m, total, o, p_operand, count = sums
     stage = count % STAGES
     after = (count + 1) % STAGES
@@ -181,9 +180,9 @@ def _step(
     mbarrier.arrive(empty_k.index(after), count=1)
     p, m, total, shrink = softmax(s, m, total, last, key, MASKED, WINDOW)
     p_next = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
-    # These keep work where it is written, since the assembler does not move stores over the fence: the sum, that nobody
-    # reads, keeps the softmax beside the multiplication of the values; the factor, read back once the next scores are
-    # issued, keeps the shrinking of o beside those.
+    # These stores keep the assembler from moving work, since it does not move stores over the fence. The sum, which nobody
+    # reads, keeps the softmax next to the multiplication of the values. The factor, read back after the next scores are
+    # issued, keeps the scaling of o next to those.
     row_smem.index(2 * HALF).store(total)
     row_smem.index(2 * HALF + 1).store(shrink)
     fence_async_shared()
@@ -199,7 +198,7 @@ def _first_tile(
     HALF: gl.constexpr, WINDOW: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HEAD: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Score the first tile and pass it through the softmax."""
+    """Score the first tile, with softmax."""
     m = gl.full([M], UNSEEN, gl.float32, gl.SliceLayout(1, S_LAYOUT))
     total = gl.zeros([M], gl.float32, gl.SliceLayout(1, S_LAYOUT))
     o = gl.zeros([M, HEAD], gl.float32, O_LAYOUT)
@@ -219,18 +218,18 @@ def _last_values(
     v_smem, row_smem, full_v, ready, sums, first_key, end, num_tiles,
     HALF: gl.constexpr, HEAD: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, O_LAYOUT: gl.constexpr, LOAD: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the values of the last tile: the attention of the rows. Keys from position `end` on are not theirs."""
+    """Multiply the values of the last tile and return the rows' attention. Keys from position `end` on are not theirs."""
     _, total, o, p_operand, count = sums
     o = o * gl.expand_dims(row_smem.index(2 * HALF + 1).load(gl.SliceLayout(1, O_LAYOUT)), 1)
     stage = count % STAGES
     mbarrier.wait(full_v.index(stage), (count // STAGES) & 1)
     written = end - (first_key + (num_tiles - 1) * BN)
-    if written < BN:  # behind lie other rows' keys: a probability of 0 times NaN would be NaN
+    if written < BN:  # other rows' keys follow: a probability of 0 times NaN would be NaN
         if HALF == 0:
-            there = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(1, LOAD)) < written, 1)
+            is_written = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(1, LOAD)) < written, 1)
             for column in gl.static_range(0, HEAD, 64):
                 part = v_smem.index(stage).slice(column, 64, dim=1)
-                part.store(gl.where(there, part.load(LOAD), 0.0).to(v_smem.dtype))
+                part.store(gl.where(is_written, part.load(LOAD), 0.0).to(v_smem.dtype))
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(ready.index(0), count=1)
@@ -245,7 +244,7 @@ def _last_values(
 def _whole_tiles(
     query_begin, num_queries, context, first_key, num_tiles, QUERIES: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr
 ):
-    """Tiles that every row sees whole, behind the first: masks are dear here, 32 scores a thread."""
+    """Range of tiles after the first that every row sees whole: masks are expensive here, 32 scores per thread."""
     begin = 1
     if WINDOW > 0:
         last_seen = context + gl.minimum(query_begin + QUERIES, num_queries) - 1
@@ -262,7 +261,7 @@ def _compute(
     HALF: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, WINDOW: gl.constexpr,
     M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
-    """One of the two computing warpgroups at head dim 256, with M rows: the first or the last half of the tile's."""
+    """One of the two computing warpgroups at head dim 256, with M rows: the first or the last half of the tile."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
@@ -370,8 +369,8 @@ def hopper_prefill_rows(head_dim: int) -> int:
     return 64 if head_dim == 512 else 128
 
 
-def hopper_prefill_serves(kv: PagedKV, group: int, *, fresh: bool) -> bool:
-    """Whether this kernel takes the shape, with all keys from the fresh tensors or from pages (of groups without a window)."""
+def hopper_prefill_supports(kv: PagedKV, group: int, *, fresh: bool) -> bool:
+    """Whether this kernel supports the shape, with all keys from fresh tensors, or from pages (of groups without a window)."""
     if kv.head_dim not in (256, 512) or hopper_prefill_rows(kv.head_dim) % group or (kv.is_latent and kv.head_dim != 512):
         return False
     return fresh or (kv.window is None and pages_fit(kv, KEYS // 2))
@@ -380,13 +379,13 @@ def hopper_prefill_serves(kv: PagedKV, group: int, *, fresh: bool) -> bool:
 def hopper_prefill_launch(
     q_TNH: Tensor, kv: PagedKV, tiles_X5: Tensor, *, fresh: tuple[Tensor, Tensor] | None, out_TNH: Tensor
 ) -> Launch:
-    """The launch for tiles (of `query_tiles`) whose keys all come from `fresh`, or without it all from pages."""
+    """The launch for tiles (from `query_tiles`) whose keys all come from `fresh`, or all from pages if it is None."""
     head_dim, num_kv_heads, rotated = kv.head_dim, kv.num_kv_heads, kv.width - kv.head_dim
     assert q_TNH.stride(1) == out_TNH.stride(1) == head_dim, "heads of a token must be contiguous"
     if fresh is None:
         keys, values = page_matrix(kv.planes[0]), page_matrix(kv.planes[-1])
     else:
-        # Over the latent, v_TGH begins where the whole rows do.
+        # Of a latent, v_TGH begins where the whole rows begin.
         whole = (fresh[1], fresh[1]) if rotated else fresh
         assert all(part.stride(1) == kv.width for part in whole), "fresh heads of a token must be contiguous"
         keys, values = (part.as_strided((part.shape[0], num_kv_heads * kv.width), (part.stride(0), 1)) for part in whole)

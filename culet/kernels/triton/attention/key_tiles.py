@@ -1,4 +1,4 @@
-"""Tiles of keys as the general attention kernels find them in pages, read them and weigh them, one after the other."""
+"""Parts of the general attention kernels: find a tile of keys in pages, weigh it, add its values."""
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
 
@@ -13,10 +13,10 @@ UNSEEN = tl.constexpr(-1.0e30)  # running maximum before any key; finite, so tha
 
 @triton.jit
 def key_rows(PAGES, tile, first, lo, hi, stride_page, WIDTH: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr):
-    """Positions of a tile's keys, and the element offset of each one's row in its plane (of head 0).
+    """Positions of a tile's keys, and the element offset of each key's row in its plane (for head 0).
 
-    Keys outside lo .. hi - 1, which the caller masks, are read where the nearest key inside lies: clamping a row index
-    costs less than a mask on every load, and nothing unwritten is ever touched.
+    For keys outside lo .. hi - 1, which the caller masks, the nearest key inside is read instead: clamping a row index costs
+    less than masking every load, and unwritten memory is never read.
     """
     offset = tile * BN + tl.arange(0, BN)
     inside = tl.minimum(tl.maximum(offset, lo - first), hi - 1 - first)
@@ -30,20 +30,20 @@ def key_rows(PAGES, tile, first, lo, hi, stride_page, WIDTH: tl.constexpr, PAGE:
 
 @triton.jit
 def row_offset(token, packed, head, stride_token, GROUP: tl.constexpr, HEAD: tl.constexpr):
-    """Element offset, in a tensor [T, N, H], of packed rows: query token x query head of KV head `head`."""
+    """Element offsets in a tensor [T, N, H] of packed rows: query token x query head of KV head `head`."""
     return token.to(tl.int64) * stride_token + (head * GROUP + packed % GROUP) * HEAD
 
 
 @triton.jit
 def weigh(s, m):
-    """Weights e^(s - m') of a tile's scores, their new running maximum m' (times log2 e), and what earlier sums shrink by."""
+    """Weights e^(s - m') of a tile's scores, the new running maximum m' (times log2 e), and the factor for earlier sums."""
     m_new = tl.maximum(m, tl.max(s, 1) * LOG2E)
     return tl.exp2(s * LOG2E - m_new[:, None]), m_new, tl.exp2(m - m_new)
 
 
 @triton.jit
 def add_values(o, p, v, shrink):
-    """The sums `o` of earlier tiles' values, shrunk, plus those of this tile weighted by `p`; in parts, as `v` is."""
+    """o * shrink + p @ v, in the same parts as `v`: add this tile's weighted values to those of earlier tiles."""
     sums = ()
     for i in tl.static_range(len(v)):
         sums += (tl.dot(p, v[i], o[i] * shrink[:, None], input_precision="ieee"),)

@@ -1,14 +1,14 @@
-"""Attention of many query tokens per row: prompts and their chunks, any number of rows in one launch.
+"""Attention with many query tokens per row: prompts and their chunks, any number of rows in one launch.
 
-A program takes a tile of packed rows (query tokens x the query heads of one KV head) through the keys they see. Context keys
-come from pages; the chunk's own come from the fresh tensors, since a chunk longer than the window leaves no pages for its
-early tokens, or from pages too where the caller gives no fresh tensors. Tiles that every row sees whole are not masked.
+A program runs a tile of packed rows (query tokens x the query heads of one KV head) over the keys they see. Context keys come
+from pages. The chunk's own keys come from the fresh tensors, since a chunk longer than the window stores no KV of its early
+tokens; if the caller passes no fresh tensors, they come from pages too. Key tiles that every row sees whole are not masked.
 
-Separate keys and values are taken whole. A row of the latent has four parts, v_rot a | nope b, c | k_rot d: a, b, c are the
-values, b, c, d the keys. Widths are powers of two, so b is as wide as two of the others.
+Separate keys and values are processed whole. A latent row has four parts, v_rot a | nope b, c | k_rot d: a, b, c are the
+values, b, c, d the keys. Widths are powers of two, so b is twice as wide as the others.
 """
 
-# Tuples of parts are as long as the kind of cache asks for, which is no mistake of assignment.
+# The number of parts depends on the kind of cache, so tuples of parts are assigned in different lengths.
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False, disable-error-code=assignment
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.attention_inputs import PagedKV, RaggedRows
 from culet.kernels.triton.attention.e4m3 import widen, widens_by_hand
 from culet.kernels.triton.attention.key_tiles import UNSEEN, add_values, key_rows, row_offset, weigh
 from culet.kernels.triton.attention.tiles import PrefillTile, prefill_tile
 from culet.kernels.triton.launch import Launch
+from culet.kernels.types import PagedKV, RaggedRows
 
 
 class _Sight(NamedTuple):
@@ -41,7 +41,7 @@ class _Sight(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What a tile of packed rows has gathered from the keys so far."""
+    """Running sums of a tile of packed rows."""
 
     o: Any  # weighted values, in parts
     m: Any  # largest score, times log2 e
@@ -53,7 +53,7 @@ def _find_sight(
     VISIBLE, query, token, query_begin, num_queries, context, first, num_tokens,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, M: tl.constexpr, HAS_VISIBLE: tl.constexpr,
 ):  # fmt: skip
-    """What the tile of M packed rows from `query_begin` on sees: their own intervals, or what text sees."""
+    """What the tile of M packed rows from `query_begin` on sees: their intervals, or the text rule."""
     if HAS_VISIBLE:
         row_lo = tl.load(VISIBLE + token)
         row_hi = tl.load(VISIBLE + num_tokens + token)
@@ -74,13 +74,13 @@ def _find_sight(
 
 @triton.jit
 def _load(rows, BEGIN: tl.constexpr, COLUMNS: tl.constexpr, dtype: tl.constexpr, BY_HAND: tl.constexpr):
-    """COLUMNS columns from BEGIN on of the rows that `rows` points at, widened to `dtype`."""
+    """COLUMNS columns from BEGIN on of the rows at `rows`, widened to `dtype`."""
     return widen(tl.load(rows + BEGIN + tl.arange(0, COLUMNS)[None, :]), dtype, BY_HAND)
 
 
 @triton.jit
 def _load_queries(rows, HEAD: tl.constexpr, ROT: tl.constexpr):
-    """Queries in parts, as the keys they meet."""
+    """Queries in the same parts as the keys."""
     dtype: tl.constexpr = rows.dtype.element_ty
     if ROT > 0:
         q = (
@@ -117,7 +117,7 @@ def _attend_tile(
     q, sums, K, V, offset, key, sight, is_edge,
     HEAD: tl.constexpr, ROT: tl.constexpr, BY_HAND: tl.constexpr,
 ):  # fmt: skip
-    """`sums` with one more tile of keys, at positions `key`, its rows `offset` elements from K and V (from K, of a latent)."""
+    """Add a tile of keys at positions `key` to `sums`; its rows are `offset` elements from K and V (of a latent: from K)."""
     dtype: tl.constexpr = q[0].dtype
     k_rows = K + offset
     if ROT > 0:
@@ -146,7 +146,7 @@ def _attend_pages(
     q, sums, K, V, PAGES, sight, first, stored, stride_page,
     HEAD: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, BY_HAND: tl.constexpr,
 ):  # fmt: skip
-    """`sums` with the keys in sight that pages hold: those from `first` up to `stored` - 1."""
+    """Add the visible keys in pages, `first` to `stored` - 1, to `sums`."""
     lo = tl.maximum(sight.lo, first)
     hi = tl.minimum(stored, sight.hi)
     tile_begin = (lo - first) // BN
@@ -156,7 +156,7 @@ def _attend_pages(
     for tile in range(tile_begin, tile_end):
         is_edge = (tile < inner_begin) | (tile >= inner_end)
         key, offset = key_rows(PAGES, tile, first, lo, hi, stride_page, HEAD + ROT, PAGE, BN)
-        key = tl.where(key < hi, key, 2147483647)  # keys from there on are fresh ones, which come later
+        key = tl.where(key < hi, key, 2147483647)  # from hi on, keys are fresh and come later
         sums = _attend_tile(q, sums, K, V, offset[:, None], key, sight, is_edge, HEAD, ROT, BY_HAND)
     return sums
 
@@ -166,7 +166,7 @@ def _attend_fresh(
     q, sums, K, V, sight, context, stride_fresh,
     HEAD: tl.constexpr, ROT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """`sums` with the chunk's own keys in sight, the first of them at position `context`."""
+    """Add the visible keys of the chunk itself, whose first key is at position `context`, to `sums`."""
     lo = tl.maximum(sight.lo, context) - context  # counted from the chunk's first token
     hi = sight.hi - context
     inner_begin = tl.cdiv(tl.maximum(sight.all_lo - context, 0), BN)
@@ -180,10 +180,10 @@ def _attend_fresh(
 
 
 @triton.jit
-def _store(OUT, o, scale, is_there, BEGIN: tl.constexpr):
-    """Write a part, scaled, to the columns from BEGIN on of the rows that OUT points at."""
+def _store(OUT, o, scale, is_valid, BEGIN: tl.constexpr):
+    """Store a part, scaled, in the columns from BEGIN on of the rows at OUT."""
     column = tl.arange(0, o.shape[1])[None, :]
-    tl.store(OUT + BEGIN + column, (o * scale).to(OUT.dtype.element_ty), mask=is_there[:, None])
+    tl.store(OUT + BEGIN + column, (o * scale).to(OUT.dtype.element_ty), mask=is_valid[:, None])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "stride_table"])
@@ -194,7 +194,7 @@ def _prefill(
     WINDOW: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, HAS_FRESH: tl.constexpr, HAS_VISIBLE: tl.constexpr,
     BY_HAND: tl.constexpr,
 ):  # fmt: skip
-    """One tile of M packed rows against the keys it sees. ROT > 0: latent rows v_rot | nope | k_rot, ROT wide at both ends."""
+    """One tile of M packed rows over the keys it sees. ROT > 0: latent rows v_rot | nope | k_rot, ROT wide at both ends."""
     head = tl.program_id(0) % KV_HEADS
     tile = TILES + tl.program_id(0) // KV_HEADS * 5
     row = tl.load(tile)
@@ -205,7 +205,7 @@ def _prefill(
     first = tl.load(FIRST + row)
     packed = tl.arange(0, M)
     query = query_begin + packed // GROUP
-    is_there = query < num_queries
+    is_valid = query < num_queries
     query = tl.minimum(query, num_queries - 1)  # padding rows repeat the last token, so that bounds stay tight
     token = begin + query
     sight = _find_sight(
@@ -224,7 +224,7 @@ def _prefill(
     if HAS_FRESH:
         chunk = begin.to(tl.int64) * stride_fresh + head * WIDTH
         FRESH_V += chunk
-        # Whole rows of a latent begin where their values do.
+        # Latent rows begin with their values.
         FRESH_K = FRESH_V if ROT > 0 else FRESH_K + chunk
         sums = _attend_fresh(q, sums, FRESH_K, FRESH_V, sight, context, stride_fresh, HEAD, ROT, BN)
 
@@ -232,19 +232,18 @@ def _prefill(
     out = OUT + row_offset(token, packed, head, stride_out_token, GROUP, HEAD)[:, None]
     if ROT > 0:
         a, b, c = sums.o
-        _store(out, b, scale, is_there, ROT)  # first, as it takes the most registers
-        _store(out, a, scale, is_there, 0)
-        _store(out, c, scale, is_there, 3 * ROT)
+        _store(out, b, scale, is_valid, ROT)  # first, as it takes the most registers
+        _store(out, a, scale, is_valid, 0)
+        _store(out, c, scale, is_valid, 3 * ROT)
     else:
-        _store(out, sums.o[0], scale, is_there, 0)
+        _store(out, sums.o[0], scale, is_valid, 0)
 
 
 def query_tiles(rows: Sequence[tuple[int, int, int, int]], queries_per_tile: int, window: int | None) -> np.ndarray:
-    """Tiles of rows given as (row, first token, query tokens, position of the first): int32 [X, 5], most keys first.
+    """Query tiles, int32 [X, 5], most keys first, of rows given as (row, first token, query tokens, position of the first).
 
     A tile is (row, first query within it, first token, query tokens, position of the first): all that a program needs in one
-    place, since each further load would put off its start. Programs start in this order, so that the longest ones do
-    not end up alone at the end.
+    place, since each further load would delay its start. Programs start in this order, so that the longest do not run last.
     """
     parts = []
     for row, begin, num_queries, start in rows:
@@ -327,10 +326,10 @@ def prefill_attention(
     out_TNH: Tensor | None = None,
     tile: PrefillTile | None = None,
 ) -> Tensor:
-    """Attention of the query tokens that `tiles_X5` covers (of `query_tiles`, for this tile's tokens).
+    """Attention of the query tokens in `tiles_X5` (from `query_tiles`, with the tokens of this tile).
 
     Keys from the row's first query token on come from `fresh` (k_TGH, v_TGH of the same T tokens), earlier ones from pages;
-    without `fresh` all come from pages.
+    without `fresh`, all come from pages.
     """
     out_TNH = torch.empty_like(q_TNH) if out_TNH is None else out_TNH
     tile = tile or prefill_tile(q_TNH, kv)

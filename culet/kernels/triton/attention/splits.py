@@ -1,9 +1,9 @@
-"""How rows of few query tokens are split along their keys, and how the splits are joined.
+"""How rows with few query tokens are split along their keys, and how the splits are joined.
 
-How a row is split follows on the device from the lengths found there: a graph captured once is right, and balanced, for any
-lengths. Windows are about equally long and get as many splits each; other rows get splits in proportion to their length.
-Rows that need one split write their output at once; the others leave partial sums. Where rows have few splits each, the
-program that comes last joins them (`join_rows`); where they have many a second kernel does, with many programs a row.
+The device computes the splits from the lengths it finds, so a graph that was captured once is right, and balanced, for any
+lengths. Windows are about equally long and get the same number of splits each; other rows get splits in proportion to their
+length. Rows of one split write their output directly; the others write partial sums. With few splits per row, the last program
+to arrive joins them (`join_rows`); with many, a second kernel does, with many programs per row.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
@@ -18,32 +18,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.attention_inputs import PagedKV, RaggedRows
 from culet.kernels.triton.attention.key_tiles import UNSEEN
 from culet.kernels.triton.attention.tiles import DecodeTile
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch
+from culet.kernels.types import PagedKV, RaggedRows
 
 
 class Split(NamedTuple):
-    """One split of one row, as a program finds it."""
+    """One split of one row."""
 
     row: Any
     begin: Any  # its first query token
     num_queries: Any
     context: Any  # position of the first query token
-    first: Any  # position of the first key that the row's pages hold
-    slot: Any  # of the row's first partial sums; rows of one split have none
+    first: Any  # position of the first key in the row's pages
+    place: Any  # of the row's first partial sums; rows of one split have none
     number: Any  # among the row's splits
-    splits: Any  # that the row has
+    splits: Any  # number of splits of the row
     tile_begin: Any
     tile_end: Any
-    is_there: Any  # whether there is such a split; if not, the rest names another row's
+    is_valid: Any  # whether the split exists; if not, the other fields belong to another row
 
 
 @triton.jit
 def _tile_span(num_queries, context, first, WINDOW: tl.constexpr, BN: tl.constexpr, MAX_QUERIES: tl.constexpr):
-    """First key tile of a row and the number of them; none for rows that are empty or too long for this kernel."""
+    """First key tile of a row and the number of tiles; 0 for rows that are empty or too long for this kernel."""
     lo = first
     if WINDOW > 0:
         lo = tl.maximum(context - WINDOW + 1, first)
@@ -54,7 +55,7 @@ def _tile_span(num_queries, context, first, WINDOW: tl.constexpr, BN: tl.constex
 
 @triton.jit
 def _split_count(count, wanted, MIN_TILES: tl.constexpr):
-    """Splits of a row of `count` tiles: as many as wanted where it has the tiles, all of equal length but the last."""
+    """Splits of a row of `count` tiles: as many as wanted if it has the tiles, all of equal length except the last."""
     splits = tl.maximum(tl.minimum(wanted, count // MIN_TILES), 1)
     return tl.cdiv(count, tl.maximum(tl.cdiv(count, splits), 1))
 
@@ -67,7 +68,7 @@ def _share(count, total, target):
 
 @triton.jit
 def _load_row(ROW_BEGIN, CONTEXT, FIRST, row):
-    """First token, query tokens, position of the first of them, position of the first key in pages."""
+    """First token, number of query tokens, position of the first one, position of the first key in pages."""
     begin = tl.load(ROW_BEGIN + row)
     return begin, tl.load(ROW_BEGIN + row + 1) - begin, tl.load(CONTEXT + row), tl.load(FIRST + row)
 
@@ -77,21 +78,21 @@ def _row_splits(
     ROW_BEGIN, CONTEXT, FIRST, num_rows, target,
     ROWS: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexpr, MAX_QUERIES: tl.constexpr, MIN_TILES: tl.constexpr,
 ):  # fmt: skip
-    """Splits of every row, as a vector of ROWS, and all rows' tiles together."""
+    """Row numbers, splits of each row (vectors of ROWS), and the tiles of all rows together."""
     rows = tl.arange(0, ROWS)
-    there = rows < num_rows
-    begin = tl.load(ROW_BEGIN + rows, mask=there, other=0)
-    end = tl.load(ROW_BEGIN + rows + 1, mask=there, other=0)
-    context = tl.load(CONTEXT + rows, mask=there, other=0)
-    first = tl.load(FIRST + rows, mask=there, other=0)
+    in_batch = rows < num_rows
+    begin = tl.load(ROW_BEGIN + rows, mask=in_batch, other=0)
+    end = tl.load(ROW_BEGIN + rows + 1, mask=in_batch, other=0)
+    context = tl.load(CONTEXT + rows, mask=in_batch, other=0)
+    first = tl.load(FIRST + rows, mask=in_batch, other=0)
     _, count = _tile_span(end - begin, context, first, WINDOW, BN, MAX_QUERIES)
     total = tl.sum(count, 0)
     return rows, _split_count(count, _share(count, total, target), MIN_TILES), total
 
 
 @triton.jit
-def _slot(rows, splits_R, row):
-    """Where a row's partial sums begin: rows of one split leave none."""
+def _first_place(rows, splits_R, row):
+    """Where a row's partial sums begin: rows of one split have none."""
     return tl.sum(tl.where((rows < row) & (splits_R > 1), splits_R, 0), 0)
 
 
@@ -100,18 +101,18 @@ def find_split(
     ROW_BEGIN, CONTEXT, FIRST, num_rows, target, item,
     ROWS: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexpr, MAX_QUERIES: tl.constexpr, MIN_TILES: tl.constexpr,
 ):  # fmt: skip
-    """The `item`-th split of all rows' splits; ROWS == 0: of rows that all have room for `target`."""
+    """The `item`-th split of all rows; if ROWS == 0, every row has room for `target` splits."""
     if ROWS == 0:
         row = item // target
         number = item % target
-        slot = row * target
+        place = row * target
     else:
         rows, splits_R, total = _row_splits(
             ROW_BEGIN, CONTEXT, FIRST, num_rows, target, ROWS, WINDOW, BN, MAX_QUERIES, MIN_TILES
         )
         row = tl.sum((tl.cumsum(splits_R, 0) <= item).to(tl.int32), 0)
         number = item - tl.sum(tl.where(rows < row, splits_R, 0), 0)
-        slot = _slot(rows, splits_R, row)
+        place = _first_place(rows, splits_R, row)
     is_row = row < num_rows
     row = tl.minimum(row, num_rows - 1)
     begin, num_queries, context, first = _load_row(ROW_BEGIN, CONTEXT, FIRST, row)
@@ -121,13 +122,13 @@ def find_split(
     per_split = tl.cdiv(count, tl.maximum(splits, 1))
     tile_end = tile_begin + tl.minimum(count, (number + 1) * per_split)
     tile_begin += number * per_split
-    is_there = is_row & (number < splits)
-    return Split(row, begin, num_queries, context, first, slot, number, splits, tile_begin, tile_end, is_there)
+    is_valid = is_row & (number < splits)
+    return Split(row, begin, num_queries, context, first, place, number, splits, tile_begin, tile_end, is_valid)
 
 
 @triton.jit
 def join_rows(
-    OUT, PARTIAL, LSE, begin, num_queries, head, packed_begin, slot, splits, stride_out_token,
+    OUT, PARTIAL, LSE, begin, num_queries, head, packed_begin, place, splits, stride_out_token,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, MAX_QUERIES: tl.constexpr,
     ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -136,7 +137,7 @@ def join_rows(
     row_ok = packed < num_queries * GROUP
     token = begin + tl.minimum(packed // GROUP, num_queries - 1)
     out_row = token.to(tl.int64) * stride_out_token + (head * GROUP + packed % GROUP) * HEAD
-    first_part = (slot * KV_HEADS + head) * (MAX_QUERIES * GROUP) + packed
+    first_part = (place * KV_HEADS + head) * (MAX_QUERIES * GROUP) + packed
     column = tl.arange(0, HEAD)
     m = tl.full([ROWS], UNSEEN, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -144,11 +145,11 @@ def join_rows(
     for s0 in range(0, splits, SPLITS):
         s = s0 + tl.arange(0, SPLITS)
         part_row = first_part[None, :] + s[:, None] * (KV_HEADS * MAX_QUERIES * GROUP)
-        there = (s < splits)[:, None] & row_ok[None, :]
-        # Past the L1 cache, which knows nothing of what other programs wrote.
-        lse = tl.load(LSE + part_row, mask=there, other=float("-inf"), cache_modifier=".cg")
+        is_split = (s < splits)[:, None] & row_ok[None, :]
+        # Bypass the L1 cache, which does not see what other programs wrote.
+        lse = tl.load(LSE + part_row, mask=is_split, other=float("-inf"), cache_modifier=".cg")
         parts = PARTIAL + part_row.to(tl.int64)[:, :, None] * HEAD + column[None, None, :]
-        part = tl.load(parts, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+        part = tl.load(parts, mask=is_split[:, :, None], other=0.0, cache_modifier=".cg")
         m_new = tl.maximum(m, tl.max(lse, 0))
         shrink, weight = tl.exp2(m - m_new), tl.exp2(lse - m_new[None, :])
         total = total * shrink + tl.sum(weight, 0)
@@ -165,22 +166,22 @@ def _join(
     MAX_QUERIES: tl.constexpr, MIN_TILES: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Join a row's splits for one query token and head: out = sum_s 2^lse_s o_s / sum_s 2^lse_s, COLUMNS of it."""
+    """Join a row's splits for one query token and head, COLUMNS columns: out = sum_s 2^lse_s o_s / sum_s 2^lse_s."""
     row = tl.program_id(0) // MAX_QUERIES
     query = tl.program_id(0) % MAX_QUERIES
     query_head = tl.program_id(1)
     begin, num_queries, context, first = _load_row(ROW_BEGIN, CONTEXT, FIRST, row)
     _, count = _tile_span(num_queries, context, first, WINDOW, BN, MAX_QUERIES)
     wanted = target
-    slot = row * target
+    place = row * target
     if ROWS > 0:
         rows, splits_R, total = _row_splits(
             ROW_BEGIN, CONTEXT, FIRST, num_rows, target, ROWS, WINDOW, BN, MAX_QUERIES, MIN_TILES
         )
-        slot = _slot(rows, splits_R, row)
+        place = _first_place(rows, splits_R, row)
         wanted = _share(count, total, target)
     splits = _split_count(count, wanted, MIN_TILES)
-    enter(PDL)  # before any return: a program that left early would let the next kernel overtake the one before this
+    enter(PDL)  # before any return: a program that exits early would let the next kernel overtake the kernel before this one
     if (count == 0) | (splits <= 1) | (query >= num_queries):
         return
     token = begin + query
@@ -191,7 +192,7 @@ def _join(
     o = tl.zeros([COLUMNS], tl.float32)
     for s0 in range(0, splits, SPLITS):
         s = s0 + tl.arange(0, SPLITS)
-        part_row = ((slot + s) * KV_HEADS + query_head // GROUP) * (MAX_QUERIES * GROUP) + packed
+        part_row = ((place + s) * KV_HEADS + query_head // GROUP) * (MAX_QUERIES * GROUP) + packed
         lse = tl.load(LSE + part_row, mask=s < splits, other=float("-inf"))
         part = tl.load(PARTIAL + part_row.to(tl.int64)[:, None] * HEAD + column[None, :], mask=(s < splits)[:, None], other=0.0)
         m_new = tl.maximum(m, tl.max(lse, 0))
@@ -206,15 +207,15 @@ def _join(
 
 @dataclass(frozen=True)
 class Scratch:
-    """Room for the partial sums of rows that are split. One per backend and stream; calls may share it in turn."""
+    """Memory for the partial sums of split rows. One per backend and stream; calls reuse it one after the other."""
 
     partial: Tensor  # float32
     lse: Tensor  # float32
-    arrived: Tensor  # int32; programs that have left their sums; 0 between calls
+    arrived: Tensor  # int32; programs that have written their sums; 0 between calls
 
     @classmethod
     def allocate(cls, num_rows: int, head_dim: int, device: torch.device | str) -> Scratch:
-        """For `num_rows` partial rows, as `scratch_rows` counts them."""
+        """Memory for `num_rows` partial rows, as `scratch_rows` counts them."""
         return cls(
             torch.empty(num_rows * head_dim, dtype=torch.float32, device=device),
             torch.empty(num_rows, dtype=torch.float32, device=device),
@@ -223,7 +224,7 @@ class Scratch:
 
 
 def scratch_rows(tile: DecodeTile, num_kv_heads: int, group: int, max_queries: int) -> int:
-    """Most partial rows that a call can leave: a row with a share of x >= 1.5 splits gets at most x + 1/2 of them."""
+    """The most partial rows that a call can write: a row with a share of x >= 1.5 splits gets at most x + 1/2 of them."""
     target = tile.most_splits(num_kv_heads, group, max_queries)
     return (target + target // 3 + 2) * num_kv_heads * max_queries * group
 
@@ -231,7 +232,7 @@ def scratch_rows(tile: DecodeTile, num_kv_heads: int, group: int, max_queries: i
 def describe_splits(
     num_heads: int, kv: PagedKV, rows: RaggedRows, max_queries: int, out_TNH: Tensor, tile: DecodeTile
 ) -> dict[str, Any]:
-    """Arguments that say how rows are split, which a decode kernel and the joining one must agree on."""
+    """Arguments that say how rows are split. A decode kernel and the joining kernel must agree on them."""
     group = num_heads // kv.num_kv_heads
     return {
         "num_rows": rows.num_rows,
@@ -249,7 +250,7 @@ def describe_splits(
         "ROW_BEGIN": rows.row_begin_B1,
         "CONTEXT": rows.context_B,
         "OUT": out_TNH,
-        "PDL": is_chained(out_TNH.device),
+        "PDL": uses_pdl(out_TNH.device),
     }
 
 
@@ -263,9 +264,9 @@ def join_launch(
     tile: DecodeTile,
     scratch: Scratch | None,
 ) -> Launch:
-    """The launch that joins the splits which a decode kernel with this tile left in `scratch`."""
+    """The launch that joins the splits that a decode kernel with this tile wrote to `scratch`."""
     shape = describe_splits(num_heads, kv, rows, max_queries, out_TNH, tile)
-    # Few rows need many programs to be quick, many rows few: each one must work out the splits anew.
+    # Few rows need many programs each to be fast, many rows need few: every program computes the splits again.
     num_queries = rows.num_rows * max_queries
     columns = min(kv.head_dim, 128) if num_queries * num_heads < 1024 else kv.head_dim
     average = shape["target"] // (rows.num_rows if shape["ROWS"] else 1)
@@ -273,7 +274,7 @@ def join_launch(
         "PARTIAL": None if scratch is None else scratch.partial,
         "LSE": None if scratch is None else scratch.lse,
         "COLUMNS": columns,
-        # Taken at a time; a row may get twice the average, windows get it exactly.
+        # Read at a time; a row may get twice the average, windows get exactly the average.
         "SPLITS": min(64, max(4, triton.next_power_of_2(average * (2 if shape["ROWS"] else 1)))),
     }
     return Launch(_join, (num_queries, num_heads, kv.head_dim // columns), shape, options(4, shape["PDL"]))

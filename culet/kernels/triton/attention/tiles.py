@@ -1,37 +1,34 @@
-"""Tile tables: which tile each attention kernel takes on which GPU, and where that was measured.
+"""Tile tables: which tile each attention kernel uses on which GPU, and where that was measured.
 
-A row applies to one class of architecture and one shape of head; the first that fits wins. Rows that say "not measured" were
-compiled for their architecture and fit its shared memory (a test holds this), no more.
+A row applies to some architectures and one shape of head; the first that matches wins. Rows that are "not measured" compile
+for their architecture and fit into its shared memory, as a test checks, but were not timed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 
-from culet.kernels.attention_inputs import PagedKV
+from culet.hardware import ADA, AMPERE, AMPERE_RTX, BLACKWELL, BLACKWELL_RTX, CAPABILITIES, HOPPER
+from culet.kernels.triton.device import device_facts
+from culet.kernels.types import PagedKV
 
-# Bytes of shared memory that one program may use.
-SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-
-MOST_WAVES = 3  # of programs, that splitting rows may make of a call
-SPLIT_COST = 1 / 8  # of starting and joining a split, in the time that an unsplit row takes
-FEW_SPLITS, MANY_SPLITS = 8, 32  # of a row within a window: where the last program joins them, and where a second kernel does
+MOST_WAVES = 3  # waves of programs that a call with split rows may take
+SPLIT_COST = 1 / 8  # of starting and joining a split, relative to the time of an unsplit row
+FEW_SPLITS, MANY_SPLITS = 8, 32  # of a row within a window: if the last program joins them, and if a second kernel does
 JOINED_SUMS = 64  # partial sums that each thread of a joining program holds at a time
-MOST_ROUNDS = 3  # that a joining program may take; more, and a second kernel with many programs a row is quicker
+MOST_ROUNDS = 3  # that a joining program may take; beyond that a second kernel with many programs per row is faster
 
 
 class Splits(NamedTuple):
     """How a call's rows are split."""
 
-    target: int  # splits of each row within a window, since these are about equally long; else of all rows together
-    joins: bool  # the program that comes last joins a row's splits; else a second kernel does
-    at_once: int  # splits that a joining program takes at a time
+    target: int  # with a window, splits per row, since rows are about equally long; else splits of all rows together
+    joins: bool  # the last program to arrive joins a row's splits; else a second kernel does
+    at_once: int  # splits that a joining program reads at a time
 
 
 @dataclass(frozen=True)
@@ -43,35 +40,35 @@ class DecodeTile:
     warps: int
     stages: int
     programs: int = 132
-    min_tiles: int = 1  # key tiles that a split holds at least
+    min_tiles: int = 1  # fewest key tiles of a split
 
     def unsplit(self, num_rows: int, num_kv_heads: int, group: int, max_queries: int) -> int:
-        """Programs that `num_rows` rows take, one split each."""
+        """Programs for `num_rows` rows of one split each."""
         return num_rows * num_kv_heads * -(-max_queries * group // self.rows)
 
     def most_splits(self, num_kv_heads: int, group: int, max_queries: int) -> int:
-        """Splits of all rows together that no call goes beyond."""
+        """The most splits that all rows of a call can have together."""
         return max(1, MOST_WAVES * self.programs // self.unsplit(1, num_kv_heads, group, max_queries))
 
     def splits(self, kv: PagedKV, num_rows: int, group: int, max_queries: int) -> Splits:
-        """How `num_rows` rows are split, one of them into as many splits as fill the GPU."""
+        """How `num_rows` rows are split; a single row gets as many splits as fill the GPU."""
         unsplit = self.unsplit(num_rows, kv.num_kv_heads, group, max_queries)
         joined_rows = min(self.rows, triton.next_power_of_2(max_queries * group))
         at_once = max(1, min(8, JOINED_SUMS * 32 * self.warps // (joined_rows * kv.head_dim)))
         if kv.window is not None:
             splits = max(1, self.programs // unsplit)
-            is_quick = num_rows > 1 and unsplit >= 16 and min(splits, FEW_SPLITS) <= MOST_ROUNDS * at_once
-            splits = min(splits, FEW_SPLITS if is_quick else MANY_SPLITS)
-            return Splits(splits, is_quick and splits > 1, at_once)
+            joins = num_rows > 1 and unsplit >= 16 and min(splits, FEW_SPLITS) <= MOST_ROUNDS * at_once
+            splits = min(splits, FEW_SPLITS if joins else MANY_SPLITS)
+            return Splits(splits, joins and splits > 1, at_once)
         splits = splits_by_waves(unsplit, self.programs)
         most = self.most_splits(kv.num_kv_heads, group, max_queries)
         return Splits(min(most, num_rows * splits), num_rows > 1 and splits <= MOST_ROUNDS * at_once, at_once)
 
 
 def splits_by_waves(unsplit: int, programs: int) -> int:
-    """Splits of a row, where `programs` run at a time and so in waves: what goes through all rows soonest.
+    """Splits per row that finish all rows soonest if `programs` programs run at a time, that is in waves.
 
-    Of 160 unsplit ones, where 132 run at a time, the last 28 would run alone.
+    Of 160 unsplit rows, with 132 running at a time, the last 28 would leave most of the GPU idle.
     """
     waves = range(1, MOST_WAVES + 1)
     offers = [(wave * (1 / splits + SPLIT_COST), splits) for wave in waves if (splits := wave * programs // unsplit)]
@@ -90,78 +87,68 @@ class PrefillTile:
 
 @dataclass(frozen=True)
 class TileRow:
-    """One row of a table: for which architectures and shapes, which tile, and where it was measured."""
+    """One row of a table: architectures, shapes, tile, and where it was measured."""
 
     capabilities: tuple[int, ...]
-    head_dim: int  # up to this one
+    head_dim: int  # up to this
     latent: bool
-    packed_rows: int  # up to so many packed query rows (decode only)
+    packed_rows: int  # up to this many packed query rows (decode only)
     tile: DecodeTile | PrefillTile
     measured: str
     per_sm: int = 1  # programs per multiprocessor that fill the GPU (decode only)
-    is_fp8: bool = False  # only for pages of e4m3; other rows serve these too
-    crowded_stages: int = 0  # where rows fill the GPU unsplit: fewer, so that two programs share the room of one (decode only)
-    page_tokens: int = 1 << 30  # up to pages of so many tokens (decode only): a tile within one page needs one table entry
+    is_fp8: bool = False  # only for e4m3 pages; rows without it apply to these too
+    crowded_stages: int = 0  # if unsplit rows fill the GPU: fewer stages, so that two programs fit where one did (decode only)
+    page_tokens: int = 1 << 30  # up to this many tokens per page (decode only): a tile within one page reads one table entry
 
 
-ANY = (80, 86, 89, 90, 100, 120)
-NOT_HOPPER = (80, 86, 89, 100, 120)
-SMALL = (86, 89, 120)  # 99 KB of shared memory
+ANY = CAPABILITIES
+NOT_HOPPER = tuple(capability for capability in ANY if capability != HOPPER)
+SMALL = (AMPERE_RTX, ADA, BLACKWELL_RTX)  # 99 KB of shared memory
 MANY = 1 << 30
 UNMEASURED = "not measured"
 H200 = "H200, 2026-11-15"
 
 DECODE = (
     TileRow(ANY, 128, False, 16, DecodeTile(16, 32, 4, 2), UNMEASURED),
-    # A DFlash drafter's block: 16 tokens of 4 or 8 query heads a KV head. Tiles of 16 rows would read its keys up to 8 times.
+    # A DFlash drafter's block: 16 tokens, 4 or 8 query heads per KV head. Tiles of 16 rows would read the keys up to 8 times.
     TileRow(ANY, 128, False, MANY, DecodeTile(64, 32, 4, 3), UNMEASURED),
     TileRow(ANY, 128, True, MANY, DecodeTile(16, 32, 4, 2), UNMEASURED),
-    TileRow((90,), 256, False, 16, DecodeTile(16, 32, 4, 5), H200 + " (its splits: not)", per_sm=3, is_fp8=True),
-    # Two warps, of which five programs share a multiprocessor: four wait for each other too long, and at 8 rows of the 31B
-    # (128 programs unsplit) half of the memory's rate was all they took.
-    TileRow((90,), 256, False, 16, DecodeTile(16, 16, 2, 5), H200, per_sm=5, page_tokens=16),
-    TileRow((90,), 256, False, 16, DecodeTile(16, 32, 2, 5), H200, per_sm=2),
+    TileRow((HOPPER,), 256, False, 16, DecodeTile(16, 32, 4, 5), H200 + " (its splits: not)", per_sm=3, is_fp8=True),
+    # Two warps, five programs per multiprocessor: programs of four warps wait for each other too long, and reached half of the
+    # memory's rate at 8 rows of the 31B (128 programs unsplit).
+    TileRow((HOPPER,), 256, False, 16, DecodeTile(16, 16, 2, 5), H200, per_sm=5, page_tokens=16),
+    TileRow((HOPPER,), 256, False, 16, DecodeTile(16, 32, 2, 5), H200, per_sm=2),
     TileRow(ANY, 256, False, 16, DecodeTile(16, 32, 4, 3), UNMEASURED, per_sm=2),
     TileRow(ANY, 256, False, MANY, DecodeTile(32, 32, 4, 3), UNMEASURED, per_sm=2),
-    TileRow((90,), 512, False, 16, DecodeTile(16, 32, 4, 5), H200, per_sm=2, is_fp8=True),
-    TileRow((90,), 512, False, 16, DecodeTile(16, 32, 4, 5), H200, crowded_stages=3),
+    TileRow((HOPPER,), 512, False, 16, DecodeTile(16, 32, 4, 5), H200, per_sm=2, is_fp8=True),
+    TileRow((HOPPER,), 512, False, 16, DecodeTile(16, 32, 4, 5), H200, crowded_stages=3),
     TileRow(ANY, 512, False, 16, DecodeTile(16, 16, 4, 3), UNMEASURED),
     TileRow(ANY, 512, False, MANY, DecodeTile(32, 16, 4, 3), UNMEASURED),
-    TileRow((90,), 512, True, 16, DecodeTile(16, 32, 4, 5), H200, per_sm=2, is_fp8=True),
-    TileRow((90,), 512, True, 16, DecodeTile(16, 32, 4, 7), H200, crowded_stages=5),
+    TileRow((HOPPER,), 512, True, 16, DecodeTile(16, 32, 4, 5), H200, per_sm=2, is_fp8=True),
+    TileRow((HOPPER,), 512, True, 16, DecodeTile(16, 32, 4, 7), H200, crowded_stages=5),
     TileRow(ANY, 512, True, 16, DecodeTile(16, 32, 4, 3), UNMEASURED, per_sm=2),
-    TileRow((90,), 512, True, MANY, DecodeTile(32, 32, 4, 3), H200, per_sm=2),
+    TileRow((HOPPER,), 512, True, MANY, DecodeTile(32, 32, 4, 3), H200, per_sm=2),
     TileRow(ANY, 512, True, MANY, DecodeTile(32, 16, 4, 3), UNMEASURED),
 )
 PREFILL = (
     TileRow(ANY, 128, False, MANY, PrefillTile(64, 32, 4, 2), UNMEASURED),
     TileRow(ANY, 128, True, MANY, PrefillTile(64, 32, 4, 2), UNMEASURED),
-    TileRow((90,), 256, False, MANY, PrefillTile(128, 64, 8, 2), H200),
-    TileRow((80, 100), 256, False, MANY, PrefillTile(64, 64, 8, 2), UNMEASURED),
+    TileRow((HOPPER,), 256, False, MANY, PrefillTile(128, 64, 8, 2), H200),
+    TileRow((AMPERE, BLACKWELL), 256, False, MANY, PrefillTile(64, 64, 8, 2), UNMEASURED),
     TileRow(SMALL, 256, False, MANY, PrefillTile(64, 32, 4, 2), UNMEASURED),
     TileRow(SMALL, 512, False, MANY, PrefillTile(32, 32, 8, 2), UNMEASURED, is_fp8=True),
     TileRow(SMALL, 512, True, MANY, PrefillTile(32, 32, 8, 2), UNMEASURED, is_fp8=True),
-    TileRow((90,), 512, False, MANY, PrefillTile(64, 32, 8, 2), H200),
+    TileRow((HOPPER,), 512, False, MANY, PrefillTile(64, 32, 8, 2), H200),
     TileRow(NOT_HOPPER, 512, False, MANY, PrefillTile(64, 16, 8, 2), UNMEASURED),
-    TileRow((90,), 512, True, MANY, PrefillTile(64, 32, 8, 2), H200),
-    TileRow((80,), 512, True, MANY, PrefillTile(64, 32, 8, 2), UNMEASURED),
-    TileRow((100,), 512, True, MANY, PrefillTile(32, 32, 8, 2), UNMEASURED),
+    TileRow((HOPPER,), 512, True, MANY, PrefillTile(64, 32, 8, 2), H200),
+    TileRow((AMPERE,), 512, True, MANY, PrefillTile(64, 32, 8, 2), UNMEASURED),
+    TileRow((BLACKWELL,), 512, True, MANY, PrefillTile(32, 32, 8, 2), UNMEASURED),
     TileRow(SMALL, 512, True, MANY, PrefillTile(64, 16, 8, 2), UNMEASURED),
 )
 
 
-@cache
-def device_facts(device: torch.device) -> tuple[int, int]:
-    """(capability as the tables name it, multiprocessors); the interpreter on a CPU poses as an H200."""
-    if device.type != "cuda":
-        return 90, 132
-    major, minor = torch.cuda.get_device_capability(device)
-    known = [capability for capability in SHARED_MEMORY if capability <= major * 10 + minor]
-    return max(known), torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def find_row(table: tuple[TileRow, ...], capability: int, kv: PagedKV, packed_rows: int = 0) -> TileRow:
-    """The first row of `table` that fits; raises LookupError where none does."""
+    """The first row of `table` that matches; raises LookupError if none does."""
     for row in table:
         is_shape = kv.head_dim <= row.head_dim and kv.is_latent == row.latent
         is_size = packed_rows <= row.packed_rows and kv.page_tokens <= row.page_tokens
@@ -180,10 +167,10 @@ def decode_tile(q_TNH: Tensor, kv: PagedKV, max_queries: int, num_rows: int = 1)
     row = find_row(DECODE, capability, kv, packed)
     assert isinstance(row.tile, DecodeTile)
     tile = replace(row.tile, programs=row.per_sm * num_sms)
-    # By the power of two of the rows, for which kernels are compiled.
+    # Rounded up to a power of two, since kernels are compiled for these.
     if row.crowded_stages and triton.next_power_of_2(num_rows) * kv.num_kv_heads * -(-packed // tile.rows) > tile.programs:
         tile = replace(tile, stages=row.crowded_stages, programs=2 * tile.programs)
-    # The tables are written for two bytes an element: four of them would not fit the shared memory.
+    # The tables are for two bytes per element: with four, tiles would not fit into shared memory.
     return tile if q_TNH.element_size() <= 2 else replace(tile, keys=max(16, tile.keys // 2), stages=2)
 
 

@@ -1,1 +1,1 @@
-"""What a drafting round and its verify need besides layers."""
+"""Drafting kernels: the parts of a draft round and of its verify that are not layers."""

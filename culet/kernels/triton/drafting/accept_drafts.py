@@ -1,6 +1,9 @@
-"""The end of a step on the GPU: draws are kept, drafts counted, and the drafter is given what it begins with.
+"""The end of a step on the GPU: store draws, count accepted drafts, and prepare the inputs of the next draft round.
 
-A launch each, so that a round of drafts needs no word of the host between the target's logits and the drafter's first layer.
+    accept_drafts   draws[t] to tokens[places[t]]; accepted[row] = drafts before the first that differs from its draw
+    begin_round     facts[:, r] = slot, r, source, position; hidden[r] = last[source], where source = begin[r] + accepted[r]
+
+One launch each, so that the host is not needed between the target's logits and the drafter's first layer.
 Shapes: T tokens of a step · B rows of it · R rows that may draft · X = T + R · D model.
 """
 
@@ -12,18 +15,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch
 
 BLOCK_D = 1024
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "width"])
-def _settle_kernel(
+def _accept_drafts_kernel(
     drawn, ids, begin, places, tokens, forced, out, accepted, num_tokens, num_rows, width,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per row of the step, those that only pad it included."""
+    """One program per row of the step, including rows that pad it."""
     enter(PDL)
     row = tl.program_id(0)
     first = tl.load(begin + row)
@@ -36,20 +40,20 @@ def _settle_kernel(
     tl.store(out + first + column, token, mask=is_draw)
     place = tl.load(places + first + column, mask=is_draw, other=0)
     tl.store(tokens + place, token.to(tl.int32), mask=is_draw)
-    agreed = tl.min(tl.where(is_draft & (token == draft), BLOCK, column), 0)
-    wanted = tl.load(forced).to(tl.int32)
-    agreed = tl.where(wanted >= 0, tl.minimum(wanted, tl.maximum(count - 1, 0)), agreed)
-    tl.store(out + num_tokens + row, agreed.to(tl.int64), mask=row < num_rows)
+    num_accepted = tl.min(tl.where(is_draft & (token == draft), BLOCK, column), 0)
+    forced_count = tl.load(forced).to(tl.int32)
+    num_accepted = tl.where(forced_count >= 0, tl.minimum(forced_count, tl.maximum(count - 1, 0)), num_accepted)
+    tl.store(out + num_tokens + row, num_accepted.to(tl.int64), mask=row < num_rows)
     slot = tl.load(places + first, mask=count > 0, other=0) // width
-    tl.store(accepted + slot, agreed.to(tl.int32), mask=(count > 0) & (row < num_rows))
+    tl.store(accepted + slot, num_accepted.to(tl.int32), mask=(count > 0) & (row < num_rows))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "width"])
-def _begin_kernel(
+def _begin_round_kernel(
     out, begin, places, positions, last, facts, hidden, num_tokens, num_rows, width, D,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and part of the hidden state."""
+    """One program per row and block of columns of the hidden state."""
     enter(PDL)
     row = tl.program_id(0)
     source = tl.load(begin + row).to(tl.int64) + tl.load(out + num_tokens + row)
@@ -64,7 +68,7 @@ def _begin_kernel(
         tl.store(facts + 3 * num_rows + row, tl.load(positions + source).to(tl.int64))
 
 
-def describe_settle(
+def describe_accept_drafts(
     drawn_T: Tensor,
     ids_T: Tensor,
     begin_B1: Tensor,
@@ -87,12 +91,12 @@ def describe_settle(
         "accepted": accepted_S,
     }
     arguments |= {"num_tokens": num_tokens, "num_rows": out_X.shape[0] - num_tokens, "width": tokens_SL.shape[1]}
-    # Any row has at most all tokens; a round of few drafts has few.
+    # A row may have all tokens of the step, and a step with few drafts has few tokens.
     arguments |= {"BLOCK": max(16, triton.next_power_of_2(num_tokens)), "PDL": pdl}
-    return Launch(_settle_kernel, (num_rows,), arguments, options(1, pdl))
+    return Launch(_accept_drafts_kernel, (num_rows,), arguments, options(1, pdl))
 
 
-def describe_begin(
+def describe_begin_round(
     out_X: Tensor,
     begin_B1: Tensor,
     places_T: Tensor,
@@ -107,7 +111,7 @@ def describe_begin(
     arguments: dict[str, Any] = {"out": out_X, "begin": begin_B1, "places": places_T, "positions": positions_T, "last": last_TD}
     arguments |= {"facts": facts_4R, "hidden": hidden_RD, "num_tokens": num_tokens, "num_rows": num_rows, "width": width}
     arguments |= {"D": size, "BLOCK": BLOCK_D, "PDL": pdl}
-    return Launch(_begin_kernel, (num_rows, triton.cdiv(size, BLOCK_D)), arguments, options(4, pdl))
+    return Launch(_begin_round_kernel, (num_rows, triton.cdiv(size, BLOCK_D)), arguments, options(4, pdl))
 
 
 def accept_drafts(
@@ -120,12 +124,12 @@ def accept_drafts(
     out_X: Tensor,
     accepted_S: Tensor,
 ) -> None:
-    """Keep a step's draws at `places_T` of `tokens_SL` (int32) and in `out_X[:T]`, and each row's accepted drafts behind them.
+    """Store a step's draws at `places_T` of `tokens_SL` (int32) and in `out_X[:T]`, and count each row's accepted drafts.
 
-    `accepted_S` (int32) has the latter by slot.
+    The counts go to `out_X[T:]` and, by slot, to `accepted_S` (int32).
     """
     into = out_X, accepted_S
-    describe_settle(drawn_T, ids_T, begin_B1, places_T, tokens_SL, forced_1, into, is_chained(drawn_T.device)).run()
+    describe_accept_drafts(drawn_T, ids_T, begin_B1, places_T, tokens_SL, forced_1, into, uses_pdl(drawn_T.device)).run()
 
 
 def begin_round(
@@ -137,6 +141,6 @@ def begin_round(
     last_TD: Tensor,
     into: tuple[Tensor, Tensor],
 ) -> None:
-    """A drafter's facts [4, R] (int64) and hidden states [R, D] of the tokens that the newest ones were drawn from."""
-    assert last_TD.is_contiguous(), "rows of hidden states follow each other"
-    describe_begin(out_X, begin_B1, places_T, positions_T, width, last_TD, into, is_chained(last_TD.device)).run()
+    """The inputs of a draft round: `into` is (facts [4, R] (int64), hidden states [R, D])."""
+    assert last_TD.is_contiguous(), "hidden states must be contiguous"
+    describe_begin_round(out_X, begin_B1, places_T, positions_T, width, last_TD, into, uses_pdl(last_TD.device)).run()

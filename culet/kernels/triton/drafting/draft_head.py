@@ -1,15 +1,16 @@
-"""The likeliest token of a head: candidates, among them the best of each row, and the choice among them.
+"""A drafter's head: each row's most likely token, candidates among a few candidates.
 
-    head_candidates      small tables and those in e4m3 in one pass, which leaves the best of each tile and no logits; of
-                         other tables the logits are cuBLAS's or the linear kernels', and then the best of each tile of them
+    head_candidates      the best token of each tile of the vocabulary, logits = cap * tanh(scale * (x @ table^T) / cap).
+                         Small tables and e4m3 tables take one pass that writes no logits; for other tables, cuBLAS or the
+                         linear kernels compute the logits, and a second kernel finds the best of each tile
     cluster_candidates   the tokens of some clusters, for heads that score clusters first
     pick_best            the best candidate
-    embed_beside         the embedding of a token beside a hidden state
-    embed_linear         both, and the linear layer that the next draft of a chain begins with; one launch in small models
+    embed_beside         table[token] * scale | hidden
+    embed_linear         pick_best, embed_beside and the linear layer that begins the next draft; one launch in small models
 
-The values of an e4m3 table are widened to the activations' precision, multiplied on the tensor cores, and scaled row by row.
-Shapes: R rows · V vocabulary · D model · C candidates, one of each tile of the vocabulary · B the target's model width ·
-M clusters of tokens · J tokens of each · K clusters that are looked at.
+The values of an e4m3 table are widened to the activations' dtype, multiplied on the tensor cores, and scaled row by row.
+Shapes: R rows · V vocabulary · D model · C candidates, one per tile of the vocabulary · B the target's model width ·
+M clusters of tokens · J tokens of a cluster · K clusters of a row.
 """
 
 from __future__ import annotations
@@ -17,26 +18,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.eager.draft_round import Candidates
-from culet.kernels.eager.ops import head
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
-from culet.kernels.triton.linear.linear import capped_head, linear
+from culet.kernels.triton.linear.few_tokens import capped_head, linear
 from culet.kernels.triton.maths import cap_tanh
+from culet.kernels.types import Candidates
 
 TILE_V = 64
-MIN_ROWS, MAX_ROWS = 16, 64  # of a program: the least that the tensor cores take, and what fits its registers
+MIN_ROWS, MAX_ROWS = 16, 64  # per program: the fewest that the tensor cores take, and the most that fit into registers
 BLOCK_D = 256
-BLOCK_C = 4096  # candidates looked at a time
+BLOCK_C = 4096  # candidates read at a time
 BLOCK_B = 1024
 BLOCK_J = 32
-MAX_PAIRS, MAX_PAIR_SIZE, MAX_PAIR_CANDIDATES = 32, 512, 256  # for which embedding, choice and linear layer are one launch
+MAX_PAIRS, MAX_PAIR_SIZE, MAX_PAIR_CANDIDATES = 32, 512, 256  # up to these, `embed_linear` is one launch
 LOGITS_TILE = 1024
-# Tables up to here, which stay in the GPU's cache from draft to draft, in one pass; larger ones come no faster than by cuBLAS.
+# Tables of up to this size stay in the GPU's cache between drafts and take one pass. For larger ones cuBLAS is as fast.
 SMALL_TABLE_BYTES = 32 << 20
 
 
@@ -52,12 +54,12 @@ def _load_states(x, offsets, is_row, column, D):
 
 
 @triton.jit(do_not_specialize=["num_rows", "V"])
-def _best_kernel(
+def _head_kernel(
     x, table, scale, peaks, ids, num_rows, V, D, num_tiles, row_stride, part_stride,
     NUM_PARTS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, cap: tl.constexpr, IS_ONE_STEP: tl.constexpr,
     TILE_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """peaks[r, c], ids[r, c] = the largest logit of tile c, and whose it is; the lowest id of equal ones.
+    """peaks[r, c], ids[r, c] = the largest logit of tile c and its token, the lowest id of equal ones.
 
     Row r is part r % NUM_PARTS of row r // NUM_PARTS of x.
     """
@@ -93,7 +95,7 @@ def _best_kernel(
 
 @triton.jit(do_not_specialize=["V"])
 def _peaks_kernel(logits, peaks, ids, logits_stride, V, num_tiles, TILE: tl.constexpr, PDL: tl.constexpr):
-    """The same of logits that are there."""
+    """The same for logits that are already computed."""
     enter(PDL)
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token = tile * TILE + tl.arange(0, TILE)
@@ -128,7 +130,7 @@ def _clusters_kernel(
 
 @triton.jit
 def _best_of(scores, ids, C, BLOCK_C: tl.constexpr):
-    """The id of the largest of C scores; of the first of equal ones."""
+    """The id of the largest of C scores, the first of equal ones."""
     peak = float("-inf")
     place = 0
     for begin in tl.range(0, C, BLOCK_C):
@@ -154,7 +156,7 @@ def _embed_linear_kernel(
     B: tl.constexpr, scale: tl.constexpr, PICKS: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of BLOCK_R rows, each of which finds its token anew; the first program keeps it."""
+    """BLOCK_N outputs of BLOCK_R rows. Every program finds the rows' tokens; the first one stores them."""
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_B)
@@ -188,7 +190,7 @@ def _beside_kernel(
     scores, ids, best, hidden, table, y, C, best_stride, hidden_stride, table_stride,
     B: tl.constexpr, scale: tl.constexpr, PICKS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one row. With PICKS its token is found among the candidates and kept, else it is there."""
+    """Some columns of one row. With PICKS its token is candidates among the candidates and stored, else `best` holds it."""
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -205,13 +207,13 @@ def _beside_kernel(
     tl.store(y + row * (2 * B) + B + column, state, mask=inside)
 
 
-def describe_best(
+def describe_head(
     x_RD: Tensor, table_VD: Tensor, scale_V: Tensor | None, cap: float | None, out: tuple[Tensor, Tensor], pdl: bool
 ) -> Launch:
-    """`out` is (peaks, ids), both [R, C]; the rows of `x_RD` may be [R, K, D]."""
+    """`out` is (peaks, ids), both [R, C]; `x_RD` may also be [R, K, D]."""
     peaks, ids = out
     (num_rows, num_tiles), (num_tokens, size) = peaks.shape, table_VD.shape
-    # Without tensor cores few registers are left for rows; and with many rows three stages of longer ones fit no small GPU.
+    # Without tensor cores few registers are left for rows. With many rows, three stages of wide rows do not fit a small GPU.
     most_rows = MAX_ROWS if x_RD.dtype is torch.bfloat16 else MIN_ROWS
     block_r = min(most_rows, max(MIN_ROWS, next_power_of_2(num_rows)))
     block_d = min(BLOCK_D if size <= BLOCK_D or block_r == MIN_ROWS else BLOCK_D // 2, max(16, next_power_of_2(size)))
@@ -220,7 +222,7 @@ def describe_best(
     arguments |= {"row_stride": x_RD.stride(0), "part_stride": x_RD.stride(-2), "HAS_SCALE": scale_V is not None}
     arguments |= {"NUM_PARTS": x_RD.shape[1] if x_RD.dim() == 3 else 1, "HAS_CAP": cap is not None, "cap": cap or 1.0}
     arguments |= {"IS_ONE_STEP": size <= block_d, "TILE_V": TILE_V, "BLOCK_R": block_r, "BLOCK_D": block_d, "PDL": pdl}
-    return Launch(_best_kernel, (num_tiles, cdiv(num_rows, block_r)), arguments, options(4, pdl))
+    return Launch(_head_kernel, (num_tiles, cdiv(num_rows, block_r)), arguments, options(4, pdl))
 
 
 def describe_peaks(logits_RV: Tensor, out: tuple[Tensor, Tensor], pdl: bool) -> Launch:
@@ -241,33 +243,41 @@ def describe_clusters(z_RD: Tensor, table_VD: Tensor, ids_MJ: Tensor, chosen_RK:
     return Launch(_clusters_kernel, (cdiv(each, block_j), count, num_rows), arguments, options(4, pdl))
 
 
-def _block_c(found: Candidates) -> int:
-    return min(BLOCK_C, max(16, next_power_of_2(found.scores_RC.shape[1])))
+def _block_c(candidates: Candidates) -> int:
+    return min(BLOCK_C, max(16, next_power_of_2(candidates.scores_RC.shape[1])))
 
 
-def describe_pick(found: Candidates, best_R: Tensor, pdl: bool) -> Launch:
-    num_rows, count = found.scores_RC.shape
-    arguments: dict[str, Any] = {"scores": found.scores_RC, "ids": found.ids_RC, "best": best_R, "C": count}
-    arguments |= {"best_stride": best_R.stride(0), "BLOCK_C": _block_c(found), "PDL": pdl}
+def describe_pick(candidates: Candidates, best_R: Tensor, pdl: bool) -> Launch:
+    num_rows, count = candidates.scores_RC.shape
+    arguments: dict[str, Any] = {"scores": candidates.scores_RC, "ids": candidates.ids_RC, "best": best_R, "C": count}
+    arguments |= {"best_stride": best_R.stride(0), "BLOCK_C": _block_c(candidates), "PDL": pdl}
     return Launch(_pick_kernel, (num_rows,), arguments, options(4, pdl))
 
 
 def describe_beside(
-    found: Candidates | None, best_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float, y_RX: Tensor, pdl: bool
+    candidates: Candidates | None, best_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float, y_RX: Tensor, pdl: bool
 ) -> Launch:
-    """`found` is None where the tokens of `best_R` are known."""
+    """`candidates` is None if `best_R` holds the tokens."""
     num_rows, size = hidden_RB.shape
     block = min(BLOCK_B, next_power_of_2(size))
-    arguments: dict[str, Any] = {"scores": best_R if found is None else found.scores_RC, "best": best_R, "hidden": hidden_RB}
-    arguments |= {"ids": best_R if found is None else found.ids_RC, "table": table_VB, "y": y_RX}
-    arguments |= {"C": 1 if found is None else found.scores_RC.shape[1], "best_stride": best_R.stride(0), "PDL": pdl}
+    arguments: dict[str, Any] = {
+        "scores": best_R if candidates is None else candidates.scores_RC,
+        "best": best_R,
+        "hidden": hidden_RB,
+    }
+    arguments |= {"ids": best_R if candidates is None else candidates.ids_RC, "table": table_VB, "y": y_RX}
+    arguments |= {"C": 1 if candidates is None else candidates.scores_RC.shape[1], "best_stride": best_R.stride(0), "PDL": pdl}
     arguments |= {"hidden_stride": hidden_RB.stride(0), "table_stride": table_VB.stride(0), "B": size, "scale": scale}
-    arguments |= {"PICKS": found is not None, "BLOCK_C": 16 if found is None else _block_c(found), "BLOCK_B": block}
+    arguments |= {
+        "PICKS": candidates is not None,
+        "BLOCK_C": 16 if candidates is None else _block_c(candidates),
+        "BLOCK_B": block,
+    }
     return Launch(_beside_kernel, (num_rows, cdiv(size, block)), arguments, options(4, pdl))
 
 
 def describe_embed_linear(
-    found: Candidates | None,
+    candidates: Candidates | None,
     best_R: Tensor,
     hidden_RB: Tensor,
     table_VB: Tensor,
@@ -276,53 +286,57 @@ def describe_embed_linear(
     y_RD: Tensor,
     pdl: bool,
 ) -> Launch:
-    """`found` is None where the tokens of `best_R` are known."""
+    """`candidates` is None if `best_R` holds the tokens."""
     (num_rows, size), num_outputs = hidden_RB.shape, weight_DX.shape[0]
-    arguments: dict[str, Any] = {"scores": best_R if found is None else found.scores_RC, "best": best_R, "hidden": hidden_RB}
-    arguments |= {"ids": best_R if found is None else found.ids_RC, "table": table_VB, "weight": weight_DX, "y": y_RD}
-    arguments |= {"C": 1 if found is None else found.scores_RC.shape[1], "best_stride": best_R.stride(0), "PDL": pdl}
+    arguments: dict[str, Any] = {
+        "scores": best_R if candidates is None else candidates.scores_RC,
+        "best": best_R,
+        "hidden": hidden_RB,
+    }
+    arguments |= {"ids": best_R if candidates is None else candidates.ids_RC, "table": table_VB, "weight": weight_DX, "y": y_RD}
+    arguments |= {"C": 1 if candidates is None else candidates.scores_RC.shape[1], "best_stride": best_R.stride(0), "PDL": pdl}
     arguments |= {"hidden_stride": hidden_RB.stride(0), "table_stride": table_VB.stride(0), "B": size, "scale": scale}
-    arguments |= {"R": num_rows, "N": num_outputs, "PICKS": found is not None, "BLOCK_R": MIN_ROWS, "BLOCK_N": 16}
-    arguments |= {"BLOCK_C": 16 if found is None else _block_c(found), "BLOCK_B": max(16, next_power_of_2(size))}
+    arguments |= {"R": num_rows, "N": num_outputs, "PICKS": candidates is not None, "BLOCK_R": MIN_ROWS, "BLOCK_N": 16}
+    arguments |= {"BLOCK_C": 16 if candidates is None else _block_c(candidates), "BLOCK_B": max(16, next_power_of_2(size))}
     return Launch(_embed_linear_kernel, (cdiv(num_outputs, 16), cdiv(num_rows, MIN_ROWS)), arguments, options(4, pdl))
 
 
 def head_candidates(x_RD: Tensor, table_VD: Tensor, scale_V: Tensor | None, cap: float | None) -> Candidates:
-    """Candidates by cap * tanh(scale[v] * (x @ table[v]) / cap), among them the best token of each row.
+    """Candidates scored by cap * tanh(scale[v] * (x @ table[v]) / cap), including the best token of each row.
 
-    `scale_V` belongs to a table in e4m3, whose sums are float32; without a cap, or a scale, these are left away. The rows of
-    `x_RD` may be [R, K, D].
+    `scale_V` belongs to a table in e4m3, whose sums are float32. Without a cap or a scale, that step is omitted. `x_RD` may
+    also be [R, K, D].
     """
     is_small = table_VD.numel() * table_VD.element_size() <= SMALL_TABLE_BYTES
-    is_wide = x_RD.is_cuda and x_RD.dtype is not torch.bfloat16  # as `linear` does it
+    is_wide = x_RD.is_cuda and x_RD.dtype is not torch.bfloat16  # as in `linear`
     if scale_V is None and (is_wide or not is_small):
         flat_RD = x_RD.flatten(0, -2)
-        return _peaks(head(flat_RD, table_VD) if cap is None else capped_head(flat_RD, table_VD, cap))
+        return _peaks(F.linear(flat_RD, table_VD) if cap is None else capped_head(flat_RD, table_VD, cap))
     num_rows = x_RD.shape[:-1].numel()
-    found = _empty_candidates(num_rows, cdiv(table_VD.shape[0], TILE_V), x_RD.device)
+    candidates = _empty_candidates(num_rows, cdiv(table_VD.shape[0], TILE_V), x_RD.device)
     if num_rows:
         x_RD = x_RD if x_RD.stride(-1) == 1 else x_RD.contiguous()
-        describe_best(x_RD, table_VD, scale_V, cap, (found.scores_RC, _ids(found)), is_chained(x_RD.device)).run()
-    return found
+        describe_head(x_RD, table_VD, scale_V, cap, (candidates.scores_RC, _ids(candidates)), uses_pdl(x_RD.device)).run()
+    return candidates
 
 
 def cluster_candidates(z_RD: Tensor, table_VD: Tensor, ids_MJ: Tensor, chosen_RK: Tensor) -> Candidates:
-    """The J tokens of each of a row's K clusters, by z @ table, float32. The table's rows are in the order of `ids_MJ`."""
+    """The J tokens of each of a row's K clusters, scored by z @ table in float32. Table rows are in the order of `ids_MJ`."""
     num_rows, count = chosen_RK.shape
-    found = _empty_candidates(num_rows, count * ids_MJ.shape[1], z_RD.device)
+    candidates = _empty_candidates(num_rows, count * ids_MJ.shape[1], z_RD.device)
     if num_rows:
         z_RD, chosen_RK = z_RD if z_RD.stride(1) == 1 else z_RD.contiguous(), chosen_RK.contiguous()
-        describe_clusters(z_RD, table_VD, ids_MJ, chosen_RK, found, is_chained(z_RD.device)).run()
-    return found
+        describe_clusters(z_RD, table_VD, ids_MJ, chosen_RK, candidates, uses_pdl(z_RD.device)).run()
+    return candidates
 
 
 def _peaks(logits_RV: Tensor) -> Candidates:
     """The best of each tile of logits."""
     num_rows, width = logits_RV.shape
-    found = _empty_candidates(num_rows, cdiv(width, LOGITS_TILE), logits_RV.device)
+    candidates = _empty_candidates(num_rows, cdiv(width, LOGITS_TILE), logits_RV.device)
     if num_rows:
-        describe_peaks(logits_RV, (found.scores_RC, _ids(found)), is_chained(logits_RV.device)).run()
-    return found
+        describe_peaks(logits_RV, (candidates.scores_RC, _ids(candidates)), uses_pdl(logits_RV.device)).run()
+    return candidates
 
 
 def _empty_candidates(num_rows: int, count: int, device: torch.device) -> Candidates:
@@ -330,30 +344,30 @@ def _empty_candidates(num_rows: int, count: int, device: torch.device) -> Candid
     return Candidates(scores_RC, torch.empty(num_rows, count, dtype=torch.int64, device=device))
 
 
-def _ids(found: Candidates) -> Tensor:
-    assert found.ids_RC is not None, "candidates on a GPU carry their ids"
-    return found.ids_RC
+def _ids(candidates: Candidates) -> Tensor:
+    assert candidates.ids_RC is not None, "candidates on a GPU need ids"
+    return candidates.ids_RC
 
 
-def pick_best(found: Candidates, best_R: Tensor) -> None:
-    """Keep the best candidate of each row in `best_R` (int64)."""
-    _ids(found)
+def pick_best(candidates: Candidates, best_R: Tensor) -> None:
+    """Write the best candidate of each row to `best_R` (int64)."""
+    _ids(candidates)
     if best_R.shape[0]:
-        describe_pick(found, best_R, is_chained(best_R.device)).run()
+        describe_pick(candidates, best_R, uses_pdl(best_R.device)).run()
 
 
 def embed_linear(
-    found: Candidates | None, token_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float, weight_DX: Tensor
+    candidates: Candidates | None, token_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float, weight_DX: Tensor
 ) -> Tensor:
-    """The linear layer of `embed_beside`, [R, D]; with candidates, the best of them is kept in `token_R` (int64) before."""
+    """`embed_beside` @ weight^T, [R, D]. If there are candidates, their best is first written to `token_R` (int64)."""
     num_rows, size = hidden_RB.shape
     is_small = 0 < num_rows <= MAX_PAIRS and size <= MAX_PAIR_SIZE and weight_DX.is_contiguous() and hidden_RB.stride(1) == 1
-    is_small &= found is None or found.scores_RC.shape[1] <= MAX_PAIR_CANDIDATES
+    is_small &= candidates is None or candidates.scores_RC.shape[1] <= MAX_PAIR_CANDIDATES
     if not is_small or (hidden_RB.is_cuda and hidden_RB.dtype is not torch.bfloat16):
-        return linear(_beside(found, token_R, hidden_RB, table_VB, scale), weight_DX)
+        return linear(_beside(candidates, token_R, hidden_RB, table_VB, scale), weight_DX)
     y_RD = hidden_RB.new_empty(num_rows, weight_DX.shape[0])
-    pdl = is_chained(y_RD.device)
-    describe_embed_linear(found, token_R, hidden_RB, table_VB, scale, weight_DX, y_RD, pdl).run()
+    pdl = uses_pdl(y_RD.device)
+    describe_embed_linear(candidates, token_R, hidden_RB, table_VB, scale, weight_DX, y_RD, pdl).run()
     return y_RD
 
 
@@ -362,9 +376,9 @@ def embed_beside(token_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: fl
     return _beside(None, token_R, hidden_RB, table_VB, scale)
 
 
-def _beside(found: Candidates | None, best_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float) -> Tensor:
+def _beside(candidates: Candidates | None, best_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float) -> Tensor:
     num_rows, size = hidden_RB.shape
     y_RX = hidden_RB.new_empty(num_rows, 2 * size)
     if num_rows:
-        describe_beside(found, best_R, hidden_RB, table_VB, scale, y_RX, is_chained(y_RX.device)).run()
+        describe_beside(candidates, best_R, hidden_RB, table_VB, scale, y_RX, uses_pdl(y_RX.device)).run()
     return y_RX

@@ -1,14 +1,14 @@
-"""What a drafting round does besides a drafter's layers, a launch each: a round of a small drafter is all small kernels.
+"""The parts of a draft round that are not layers of the drafter, one launch each.
 
-    newest_tokens   the token behind those whose KV exists
-    keep_drafts     proposals behind it
+    newest_tokens   tokens[slot, length], the first token without KV
+    keep_drafts     drafts behind it
     begin_chain     positions and angles that all drafts of a chain share
-    begin_blocks    ids, positions, places, visible keys, angles and embeddings of blocks of masks
-    join_taps       the target's streams at a drafter's taps, side by side
-    keep_taps       the same, to places of a ring
+    begin_blocks    ids, positions, KV addresses, visible keys, angles and embeddings of blocks of mask tokens
+    join_taps       the target's hidden states at a drafter's taps, side by side
+    keep_taps       the same, stored in a ring
 
-Shapes: R sequences · K proposals of each · S slots · L a slot's tokens · T tokens · P table columns · D model ·
-X taps side by side · N places of rings · V vocabulary.
+Shapes: R sequences · K drafts of each · S slots · L tokens of a slot · T tokens · P page table columns · D model ·
+X taps side by side · N places of a ring · V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.eager.draft_round import BlockShape, BlockStart, ChainStart
-from culet.kernels.eager.ops import Rope
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
+from culet.kernels.types import BlockShape, BlockStart, ChainStart, Rope
 
-BLOCK = 128  # elements per program of what is a few numbers for each sequence
+BLOCK = 128  # elements per program where a sequence has few elements
 BLOCK_D = 1024
-BLOCK_EMBEDDED = 256  # columns, of all tokens of a block
-MAX_TAPS = 8  # that one launch copies
-MAX_WINDOWS = 2  # of layers that see both ways: sliding ones and full ones
+BLOCK_EMBEDDED = 256  # columns per program, for all tokens of a block
+MAX_TAPS = 8  # per launch
+MAX_WINDOWS = 2  # of layers that see both ways: sliding and full
 
 
 @triton.jit(do_not_specialize=["num_rows", "width"])
@@ -75,7 +75,7 @@ def _chain_kernel(
     HALF_A: tl.constexpr, HALF_B: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_R rows: their positions and the angles of the first kind, or those of the second."""
+    """BLOCK_R rows: their positions and the angles of the first kind of layer, or the angles of the second kind."""
     enter(PDL)
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_row = row < num_rows
@@ -92,33 +92,34 @@ def _chain_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "mask_id", "spare_page", "num_columns", "pages_stride"])
 def _blocks_kernel(
-    newest, lengths, pages, firsts, inv_freq, table, ids, positions, slots, begin, context, visible_a, visible_b, cos, sin, x,
+    newest, lengths, pages, firsts, inv_freq, table,
+    ids, positions, kv_addresses, begin, context, visible_a, visible_b, cos, sin, x,
     num_rows, mask_id, spare_page, num_columns, pages_stride, page_tokens, table_stride,
     SIZE: tl.constexpr, WINDOW_A: tl.constexpr, WINDOW_B: tl.constexpr, NUM_VISIBLE: tl.constexpr,
     HALF: tl.constexpr, D: tl.constexpr, scale: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One block: some columns of its embedding, or all the rest. A window of 0 reaches all keys; no page is `spare_page` -1."""
+    """One block: some columns of its embedding, or everything else. A window of 0 sees all keys; `spare_page` -1: no page."""
     enter(PDL)
     row = tl.program_id(0)
     number = tl.arange(0, BLOCK_K)
     is_token = number < SIZE
     token = row * SIZE + number
-    name = tl.where(number == 0, tl.load(newest + row), mask_id)
+    token_id = tl.where(number == 0, tl.load(newest + row), mask_id)
     if tl.program_id(1) > 0:
         d = (tl.program_id(1) - 1) * BLOCK_D + tl.arange(0, BLOCK_D)
         inside = is_token[:, None] & (d < D)[None, :]
-        embedded = tl.load(table + name[:, None] * table_stride + d[None, :], mask=inside, other=0.0).to(tl.float32) * scale
+        embedded = tl.load(table + token_id[:, None] * table_stride + d[None, :], mask=inside, other=0.0).to(tl.float32) * scale
         tl.store(x + token.to(tl.int64)[:, None] * D + d[None, :], embedded.to(x.dtype.element_ty), mask=inside)
         return
     length = tl.load(lengths + row)
     position = length + number
-    tl.store(ids + token, name, mask=is_token)
+    tl.store(ids + token, token_id, mask=is_token)
     tl.store(positions + token, position, mask=is_token)
     column = tl.minimum((position - tl.load(firsts + row)) // page_tokens, num_columns - 1)
     page = tl.load(pages + row.to(tl.int64) * pages_stride + column, mask=is_token, other=0).to(tl.int64)
-    slot = tl.where(page == spare_page, -1, page * page_tokens + position % page_tokens)
-    tl.store(slots + token, slot, mask=is_token)
+    address = tl.where(page == spare_page, -1, page * page_tokens + position % page_tokens)
+    tl.store(kv_addresses + token, address, mask=is_token)
     tl.store(begin + row, row * SIZE)
     tl.store(begin + num_rows, num_rows * SIZE)  # by every program, the same
     tl.store(context + row, length.to(tl.int32))
@@ -190,7 +191,7 @@ def describe_keep_drafts(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor, dr
 
 
 def describe_chain(length_R: Tensor, is_ahead: bool, inv_freqs: Sequence[Tensor], out: ChainStart, pdl: bool) -> Launch:
-    """Of one or two kinds of angles."""
+    """For one or two kinds of layers."""
     num_rows, block_r = length_R.shape[0], 4
     (inv_freq_a, turn_a), (inv_freq_b, turn_b) = [*zip(inv_freqs, out.ropes, strict=True)] * (3 - len(inv_freqs))
     arguments: dict[str, Any] = {"lengths": length_R, "last": out.last_R, "begin": out.row_begin_R1, "context": out.context_R}
@@ -199,7 +200,7 @@ def describe_chain(length_R: Tensor, is_ahead: bool, inv_freqs: Sequence[Tensor]
     half_a, half_b = inv_freq_a.shape[0], inv_freq_b.shape[0]
     arguments |= {"num_rows": num_rows, "IS_AHEAD": is_ahead, "HALF_A": half_a, "HALF_B": half_b, "BLOCK_R": block_r}
     arguments |= {"BLOCK_A": next_power_of_2(half_a), "BLOCK_B": next_power_of_2(half_b), "PDL": pdl}
-    # One place more than there are rows: where the last one ends.
+    # `begin` has one element more than there are rows.
     return Launch(_chain_kernel, (cdiv(num_rows + 1, block_r), len(inv_freqs)), arguments, options(4, pdl))
 
 
@@ -217,7 +218,7 @@ def describe_blocks(
     size, block_d = table_VD.shape[1], min(BLOCK_EMBEDDED, next_power_of_2(table_VD.shape[1]))
     windows, visible = [window or 0 for window in shape.windows], [*out.visible, *[out.context_R] * MAX_WINDOWS]
     arguments: dict[str, Any] = {"newest": newest_R, "lengths": length_R, "pages": pages_RP, "firsts": first_R}
-    arguments |= {"inv_freq": inv_freq, "ids": out.ids_T, "positions": out.positions_T, "slots": out.kv_address_T}
+    arguments |= {"inv_freq": inv_freq, "ids": out.ids_T, "positions": out.positions_T, "kv_addresses": out.kv_address_T}
     arguments |= {"begin": out.row_begin_R1, "context": out.context_R, "visible_a": visible[0], "visible_b": visible[1]}
     arguments |= {"cos": out.turn.cos_T1R, "sin": out.turn.sin_T1R, "num_rows": num_rows, "mask_id": shape.mask_token_id}
     arguments |= {"spare_page": -1 if shape.spare_page is None else shape.spare_page, "num_columns": pages_RP.shape[1]}
@@ -229,7 +230,7 @@ def describe_blocks(
 
 
 def describe_taps(taps: Sequence[Tensor], place_T: Tensor | None, out_NX: Tensor, pdl: bool) -> Launch:
-    """Up to MAX_TAPS taps with one stride to the first columns of `out_NX`."""
+    """Copy up to MAX_TAPS taps of the same stride to the first columns of `out_NX`."""
     num_tokens, size = taps[0].shape
     block = min(BLOCK_D, next_power_of_2(size))
     arguments: dict[str, Any] = {f"tap_{index}": taps[min(index, len(taps) - 1)] for index in range(MAX_TAPS)}
@@ -240,17 +241,17 @@ def describe_taps(taps: Sequence[Tensor], place_T: Tensor | None, out_NX: Tensor
 
 
 def newest_tokens(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor) -> Tensor:
-    """tokens[slot, length], int64 [R]: the token behind those whose KV exists."""
+    """tokens[slot, length], int64 [R]: the first token without KV."""
     newest_R = torch.empty_like(length_R)
     if newest_R.shape[0]:
-        describe_newest(tokens_SL, slot_R, length_R, newest_R, is_chained(newest_R.device)).run()
+        describe_newest(tokens_SL, slot_R, length_R, newest_R, uses_pdl(newest_R.device)).run()
     return newest_R
 
 
 def keep_drafts(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor, drafts_RK: Tensor) -> None:
-    """tokens[slot, length + 1 + k] = drafts[r, k]: proposals go behind the newest token. `tokens_SL` is int32."""
+    """tokens[slot, length + 1 + k] = drafts[r, k]: drafts go behind the newest token. `tokens_SL` is int32."""
     if drafts_RK.numel():
-        describe_keep_drafts(tokens_SL, slot_R, length_R, drafts_RK.contiguous(), is_chained(tokens_SL.device)).run()
+        describe_keep_drafts(tokens_SL, slot_R, length_R, drafts_RK.contiguous(), uses_pdl(tokens_SL.device)).run()
 
 
 def _empty_turn(num_tokens: int, inv_freq: Tensor) -> Rope:
@@ -259,12 +260,12 @@ def _empty_turn(num_tokens: int, inv_freq: Tensor) -> Rope:
 
 
 def begin_chain(length_R: Tensor, is_ahead: bool, inv_freqs: Sequence[Tensor]) -> ChainStart:
-    """Queries at the last of `length_R` keys; their angles are those of that position, or of the next one (`is_ahead`)."""
-    num_rows, pdl = length_R.shape[0], is_chained(length_R.device)
+    """Queries at the last of `length_R` keys. Rope uses that position, or the next one if `is_ahead`."""
+    num_rows, pdl = length_R.shape[0], uses_pdl(length_R.device)
     begin_R1, context_R = (length_R.new_empty(count, dtype=torch.int32) for count in (num_rows + 1, num_rows))
-    turns = [_empty_turn(num_rows, one) for one in inv_freqs]
+    turns = [_empty_turn(num_rows, inv_freq) for inv_freq in inv_freqs]
     start = ChainStart(torch.empty_like(length_R), begin_R1, context_R, turns)
-    for first in range(0, len(inv_freqs), 2):  # a decoder of more than two kinds of layers would take another launch
+    for first in range(0, len(inv_freqs), 2):  # a launch handles two kinds of layers
         part = slice(first, first + 2)
         describe_chain(length_R, is_ahead, inv_freqs[part], start._replace(ropes=turns[part]), pdl).run()
     return start
@@ -278,11 +279,13 @@ def begin_blocks(
     inv_freq: Tensor,
     embedding: tuple[Tensor, float],
 ) -> BlockStart:
-    """What a pass over blocks begins with.
+    """The inputs of a pass over blocks.
 
-    `tables` is (pages [R, P], first token of each row) of the drafter's own group, `embedding` (table [V, D], scale).
+    `tables` is (pages [R, P], position of each row's first page) of the drafter's KV group, `embedding` (table [V, D], scale).
     """
-    assert len(shape.windows) <= MAX_WINDOWS, f"layers that see both ways have at most {MAX_WINDOWS} windows"
+    assert len(shape.windows) <= MAX_WINDOWS, (
+        f"at most {MAX_WINDOWS} windows of layers that see both ways, got {len(shape.windows)}"
+    )
     num_rows = length_R.shape[0]
     num_tokens = num_rows * shape.size
     ids_T, positions_T, kv_address_T = (length_R.new_empty(num_tokens) for _ in range(3))
@@ -292,7 +295,7 @@ def begin_blocks(
     x_TD = embedding[0].new_empty(num_tokens, embedding[0].shape[1])
     start = BlockStart(ids_T, positions_T, kv_address_T, begin_R1, context_R, visible, turn, x_TD)
     if num_rows:
-        pdl = is_chained(length_R.device)
+        pdl = uses_pdl(length_R.device)
         describe_blocks(newest_R, length_R, tables, shape, inv_freq, embedding, start, pdl).run()
     return start
 
@@ -306,7 +309,7 @@ def join_taps(taps: Sequence[Tensor]) -> Tensor:
 
 
 def keep_taps(taps: Sequence[Tensor], ring_NX: Tensor, place_T: Tensor) -> None:
-    """ring[place] = taps [T, D] side by side. Where two tokens have one place, either may stay."""
+    """ring[place] = taps [T, D] side by side. If two tokens share a place, either may be stored."""
     _copy_taps(taps, place_T, ring_NX)
 
 
@@ -316,4 +319,4 @@ def _copy_taps(taps: Sequence[Tensor], place_T: Tensor | None, out_NX: Tensor) -
         taps = [tap.contiguous() for tap in taps]
     for first in range(0, len(taps) if num_tokens else 0, MAX_TAPS):
         part = taps[first : first + MAX_TAPS]
-        describe_taps(part, place_T, out_NX[:, first * size :], is_chained(out_NX.device)).run()
+        describe_taps(part, place_T, out_NX[:, first * size :], uses_pdl(out_NX.device)).run()

@@ -1,6 +1,9 @@
-"""The beginning of a step on the GPU: where each token stands, its id, and where its KV goes, in one launch.
+"""The beginning of a step on the GPU: each token's position, id and KV address, in one launch.
 
-Shapes: T tokens of a step · B rows of it · G groups of KV · S slots · L a slot's tokens.
+    start = start[row] + is_open[row] * accepted[slot];   position = start + token - begin[row];   id = tokens[slot, position]
+    kv_address = page * page_tokens + position % page_tokens, per KV group
+
+Shapes: T tokens of a step · B rows of it · G KV groups · S slots · L tokens of a slot.
 """
 
 from __future__ import annotations
@@ -11,16 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch, next_power_of_2
 from culet.kernels.types import PageTables, PlannedRows, TokenLayout
 
 
-@triton.jit(do_not_specialize=["width", "spare", "first_stride", "slot_stride"])
-def _place_kernel(
+@triton.jit(do_not_specialize=["width", "spare", "first_stride", "address_stride"])
+def _token_layout_kernel(
     begin, start, slot, is_open, first, pages, facts, tokens, accepted,
-    ids, positions, next_places, next_positions, slots, context, ring,
-    width, spare, first_stride, slot_stride,
+    ids, positions, next_places, next_positions, kv_addresses, context, ring,
+    width, spare, first_stride, address_stride,
     GROUPS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per row."""
@@ -46,13 +50,13 @@ def _place_kernel(
             tl.load(facts + 3 * group) + row * columns + (position - tl.load(first + group * first_stride + row)) // page_tokens
         )
         page = tl.load(pages + entry, mask=is_token & is_real, other=0).to(tl.int64)
-        place = tl.where(is_real, page * page_tokens + position % page_tokens, -1)
-        tl.store(slots + group * slot_stride + token, place, mask=is_token)
+        address = tl.where(is_real, page * page_tokens + position % page_tokens, -1)
+        tl.store(kv_addresses + group * address_stride + token, address, mask=is_token)
     if ROOM:
         tl.store(ring + token, owner.to(tl.int64) * ROOM + position % ROOM, mask=is_token)
 
 
-def describe_place(
+def describe_token_layout(
     rows: PlannedRows, tables: PageTables, tokens_SL: Tensor, accepted_S: Tensor, room: int, into: TokenLayout, pdl: bool
 ) -> Launch:
     num_rows = rows.start_B.shape[0]
@@ -62,19 +66,19 @@ def describe_place(
     arguments |= {"ids": into.token_ids_T, "positions": into.positions_T, "next_places": into.next_places_T}
     arguments |= {
         "next_positions": into.next_positions_T,
-        "slots": into.kv_address_GT,
+        "kv_addresses": into.kv_address_GT,
         "context": into.context_B,
         "ring": into.ring_T,
     }
     arguments |= {"width": tokens_SL.shape[1], "spare": tokens_SL.shape[0] - 1}
-    arguments |= {"first_stride": rows.first_GB.stride(0), "slot_stride": into.kv_address_GT.stride(0)}
+    arguments |= {"first_stride": rows.first_GB.stride(0), "address_stride": into.kv_address_GT.stride(0)}
     arguments |= {"GROUPS": into.kv_address_GT.shape[0], "ROOM": room if into.ring_T is not None else 0}
     arguments |= {"BLOCK": next_power_of_2(rows.most_tokens), "PDL": pdl}
-    return Launch(_place_kernel, (num_rows,), arguments, options(1, pdl))
+    return Launch(_token_layout_kernel, (num_rows,), arguments, options(1, pdl))
 
 
 def lay_out_tokens(
     rows: PlannedRows, tables: PageTables, tokens_SL: Tensor, accepted_S: Tensor, room: int, into: TokenLayout
 ) -> None:
-    """Where the tokens of a step stand, and their ids."""
-    describe_place(rows, tables, tokens_SL, accepted_S, room, into, is_chained(tokens_SL.device)).run()
+    """Compute the positions and KV addresses of a step's tokens, and read their ids."""
+    describe_token_layout(rows, tables, tokens_SL, accepted_S, room, into, uses_pdl(tokens_SL.device)).run()

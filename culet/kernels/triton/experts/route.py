@@ -1,10 +1,10 @@
 """The router in one launch: rms, float32 logits, the best experts and their weights.
 
-    u = x / rms(x); logits = router @ u; ids = the K largest logits, equal ones by rising id
+    u = x / rms(x); logits = router @ u; ids = the K largest logits, equal ones in order of id
     weights = softmax(logits[ids]) * expert_scale[ids]
 
-`router` carries the router's input scale. Up to FEW_TOKENS tokens a program has a few experts' rows of one token (they are
-loaded before the wait for the kernel before); beyond that, tiles of tokens x all experts on the tensor cores, D in parts.
+`router` includes the router's input scale. Up to FEW_TOKENS tokens, a program computes a few experts' logits of one token, and
+loads their rows before it waits for the kernel before. Above, tensor cores compute tiles of tokens x all experts, D in parts.
 Shapes: T tokens · D model · E experts · K experts per token.
 """
 
@@ -17,17 +17,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
-from culet.kernels.triton.linear.linear import workspace
+from culet.kernels.triton.linear.few_tokens import workspace
 
-# Measured on an H200 at 128 experts, hidden 2816 (docs/LOG.md).
+# Measured on an H200 at 128 experts, hidden 2816 (docs/log/linear.md).
 FEW_TOKENS = 16
 FEW = (1, 1)  # experts per program, warps: one warp needs no barriers, neither for its sum nor for the choice
 TILE, LARGE_TILE = (16, 64, 4), (32, 128, 4)  # tokens, columns, warps
 LARGE_TOKENS = 1024  # from here on LARGE_TILE
-SPLITS = (11, 8, 4, 2, 1)  # parts of D, which spread the router's weights over programs; few, as each is another kernel
-MAX_PROGRAMS = 264  # beyond this D is split no further
+SPLITS = (11, 8, 4, 2, 1)  # parts of D, which spread the router's weights over programs; few, as each needs its own kernel
+MAX_PROGRAMS = 264  # D is not split beyond this many
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -54,7 +55,7 @@ def _route_kernel(
 ):
     """Logits of BLOCK_T tokens over one of SPLIT parts of D; the last part to arrive chooses their experts."""
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    names = tl.arange(0, BLOCK_E)
+    experts = tl.arange(0, BLOCK_E)
     cols = tl.arange(0, BLOCK_D)
     is_token = tokens < T
     part_d: tl.constexpr = (D + BLOCK_D * SPLIT - 1) // (BLOCK_D * SPLIT) * BLOCK_D
@@ -71,8 +72,8 @@ def _route_kernel(
         )
         # The router as columns: [BLOCK_D, BLOCK_E].
         r_tile = tl.load(
-            router + names[None, :] * D + begin + step + cols[:, None],
-            mask=(names < E)[None, :] & inside[:, None],
+            router + experts[None, :] * D + begin + step + cols[:, None],
+            mask=(experts < E)[None, :] & inside[:, None],
             other=0.0,
         )
         logits = _dot_exactly(x_tile, r_tile, logits)
@@ -84,7 +85,7 @@ def _route_kernel(
         )
     else:
         # A part holds the logits, then the squares, of this launch's tokens.
-        offsets = tokens[:, None] * BLOCK_E + names[None, :]
+        offsets = tokens[:, None] * BLOCK_E + experts[None, :]
         width = tl.num_programs(0) * BLOCK_T * (BLOCK_E + 1)
         squares_at = tl.num_programs(0) * BLOCK_T * BLOCK_E + tokens
         mine = parts + tl.program_id(1) * width
@@ -95,7 +96,7 @@ def _route_kernel(
         if arrived == SPLIT - 1:
             logits = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
             squares = tl.zeros((BLOCK_T,), tl.float32)
-            # Unrolled: the parts' loads are under way together.
+            # Unrolled, so that all loads are in flight together.
             for part in tl.static_range(SPLIT):
                 other = parts + part * width
                 logits += tl.load(other + offsets, mask=is_token[:, None], other=0.0, cache_modifier=".cg")
@@ -128,14 +129,14 @@ def _route_few_kernel(
 ):
     """ROWS logits of one token per program; the token's last program to arrive chooses its experts."""
     token = tl.program_id(1)
-    names = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    experts = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_D)
-    mask = (names < E)[:, None] & (cols < D)[None, :]
-    rows = tl.load(router + names[:, None] * D + cols[None, :], mask=mask, other=0.0)
+    mask = (experts < E)[:, None] & (cols < D)[None, :]
+    rows = tl.load(router + experts[:, None] * D + cols[None, :], mask=mask, other=0.0)
     enter(PDL)
     row = tl.load(x + token.to(tl.int64) * x_stride + cols, mask=cols < D, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(row * row, 0) / D + eps)
-    tl.store(logits + token * BLOCK_E + names, tl.sum(rows * row[None, :], 1) * scale, mask=names < BLOCK_E)
+    tl.store(logits + token * BLOCK_E + experts, tl.sum(rows * row[None, :], 1) * scale, mask=experts < BLOCK_E)
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals + token, 1, sem="acq_rel")
     if arrived == tl.num_programs(0) - 1:
@@ -148,10 +149,10 @@ def _route_few_kernel(
 
 @triton.jit
 def _dot_exactly(x, r, total):
-    """x @ r for float32 r: which experts a token gets must not hang on rounding. [T, D] x [D, E]."""
+    """x @ r for float32 r, [T, D] x [D, E]: rounding must not decide which experts a token gets."""
     if x.dtype == tl.bfloat16:
-        # Three bfloat16 numbers hold a float32 one, and their products with x are exact. The sum starts anew for each tile:
-        # tensor cores cut off what they add to a large sum, and do not round it.
+        # Three bfloat16 numbers represent a float32, and their products with x are exact. The sum restarts for each tile:
+        # tensor cores truncate what they add to a large sum.
         high = r.to(tl.bfloat16)
         rest = r - high.to(tl.float32)
         middle = rest.to(tl.bfloat16)
@@ -173,20 +174,20 @@ def _choose(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Top-k of logits [BLOCK_T, BLOCK_E] and its softmax. Ids are distinct and in range even where logits are not numbers."""
-    names = tl.arange(0, BLOCK_E)[None, :]
+    """Top-k of logits [BLOCK_T, BLOCK_E] and its softmax. Ids are distinct and in range even if logits are NaN."""
+    experts = tl.arange(0, BLOCK_E)[None, :]
     SLOTS: tl.constexpr = triton.next_power_of_2(TOP_K)
     slots = tl.arange(0, SLOTS)[None, :]
-    # What is no number counts as the lowest finite one, so that it stays above what is taken or does not exist.
-    left = tl.where(names < E, tl.where(logits > -3e38, logits, -3e38), float("-inf"))
+    # NaN counts as the lowest finite number, so that it stays above experts that are taken or do not exist.
+    left = tl.where(experts < E, tl.where(logits > -3e38, logits, -3e38), float("-inf"))
     values = tl.full((BLOCK_T, SLOTS), float("-inf"), tl.float32)
     chosen = tl.zeros((BLOCK_T, SLOTS), tl.int32)
     for j in tl.static_range(TOP_K):
         best = tl.max(left, 1)
-        name = tl.min(tl.where(left == best[:, None], names, BLOCK_E - 1), 1)
+        expert = tl.min(tl.where(left == best[:, None], experts, BLOCK_E - 1), 1)
         values = tl.where(slots == j, best[:, None], values)
-        chosen = tl.where(slots == j, name[:, None], chosen)
-        left = tl.where(names == name[:, None], float("-inf"), left)
+        chosen = tl.where(slots == j, expert[:, None], chosen)
+        left = tl.where(experts == expert[:, None], float("-inf"), left)
     share = tl.exp(values - tl.max(values, 1)[:, None])
     share = share / tl.sum(share, 1)[:, None]
     mask = (tokens < T)[:, None] & (slots < TOP_K)
@@ -215,7 +216,7 @@ def describe_route(
     block_t, block_d, num_warps = extra.get("tile", TILE if num_tokens < LARGE_TOKENS else LARGE_TILE)
     blocks = cdiv(num_tokens, block_t)
     most = max(1, min(MAX_PROGRAMS // blocks, cdiv(size, block_d)))
-    split = next(one for one in SPLITS if one <= most)
+    split = next(split for split in SPLITS if split <= most)
     parts, arrivals = workspace(x_TD.device) if split > 1 else (out[0], out[1])
     many = {"parts": parts, "arrivals": arrivals, "BLOCK_T": block_t, "BLOCK_D": block_d, "SPLIT": split, "STAGES": 2}
     return Launch(_route_kernel, (blocks, split), {**common, **many}, options(num_warps, pdl))
@@ -226,5 +227,5 @@ def route(x_TD: Tensor, router_ED: Tensor, expert_scale_E: Tensor, top_k: int, e
     weights = torch.empty(x_TD.shape[0], top_k, dtype=torch.float32, device=x_TD.device)
     ids = torch.empty(x_TD.shape[0], top_k, dtype=torch.int32, device=x_TD.device)
     if x_TD.shape[0]:
-        describe_route(x_TD, router_ED, expert_scale_E, (weights, ids), eps, pdl=is_chained(x_TD.device)).run()
+        describe_route(x_TD, router_ED, expert_scale_E, (weights, ids), eps, pdl=uses_pdl(x_TD.device)).run()
     return weights, ids

@@ -1,6 +1,6 @@
-"""Which kernel and tile serves a linear layer of few tokens, by measurement on an H200 (docs/LOG.md).
+"""Which kernel and tile a linear layer of few tokens uses, as measured on an H200 (docs/log/linear.md).
 
-Measured in chains of the models' layers, each launch after the kernel that makes its input. What no rule takes is cuBLAS's.
+Measured in sequences of the models' layers, each launch after the kernel that makes its input. cuBLAS does the rest.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from culet.kernels.triton.launch import cdiv, next_power_of_2
 PLAIN, GATED, GELU_TIMES, SOFTCAP = 0, 1, 2, 3  # epilogues
 
 MAX_TOKENS = 32
-MAX_HEAD_TOKENS = 128  # of the head, whose cap would cost cuBLAS another kernel
+MAX_HEAD_TOKENS = 128  # of the head: with cuBLAS its cap would take another kernel
 MAX_STREAM_TOKENS = 96
-ENOUGH_PROGRAMS = 128  # K is split until there are as many; more parts cost more than they spread
-ENOUGH_SHORT = 80  # the same of rows of up to SHORT_K, whose programs are soon done
+ENOUGH_PROGRAMS = 128  # K is split until there are this many; more parts cost more than they gain
+ENOUGH_SHORT = 80  # the same for rows of up to SHORT_K, whose programs finish soon
 SHORT_K = 4096
-NARROW = 512  # outputs that are cut into small tiles, to be enough
-MAX_PARTS = 1 << 22  # float32 elements of the workspace in which a split K is joined: 16 MB
-MAX_ARRIVALS = 1 << 14  # counters of it
+NARROW = 512  # up to this many outputs, tiles are small, so that there are enough programs
+MAX_PARTS = 1 << 22  # float32 elements of the workspace in which the parts of a split K are summed: 16 MB
+MAX_ARRIVALS = 1 << 14  # arrival counters of the workspace
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How one shape class is cut. `kernel` is "rows", "tiles", "stream" (Hopper) or "cublas" (leave it to torch)."""
+    """How a shape is divided among programs. `kernel` is "rows", "tiles", "stream" (Hopper) or "cublas" (use torch)."""
 
     kernel: str
     block_n: int = 0
@@ -43,7 +43,7 @@ def choose_tile(num_tokens: int, num_rows: int, size_k: int, epilogue: int = PLA
     is_gated = epilogue == GATED
     by_rows = num_tokens == 1 and (num_rows <= (4096 if is_gated else 8192) or num_rows > 1 << 16)
     if by_rows or (num_tokens == 2 and num_rows <= 2560 and not is_gated):
-        # Long rows of a narrow matrix: fewer of them in a program, so that there are enough programs.
+        # Long rows of a narrow matrix: fewer rows per program, so that there are enough programs.
         is_narrow = num_tokens == 1 and size_k > 8192 and num_rows <= 4096
         return Tile("rows", 2 if is_narrow else 4, min(1024, next_power_of_2(size_k)))
     programs = cdiv(num_rows, 64)
@@ -52,7 +52,7 @@ def choose_tile(num_tokens: int, num_rows: int, size_k: int, epilogue: int = PLA
     if not is_gated:
         return Tile("tiles", 16 if num_rows <= NARROW else 64, 128, 4, 4, split)
     if programs < ENOUGH_PROGRAMS or (num_tokens > 16 and programs < 2 * ENOUGH_PROGRAMS):
-        return Tile("tiles", 64, 64, 4, 4, split)  # two programs to a multiprocessor, so that all run at once
+        return Tile("tiles", 64, 64, 4, 4, split)  # two programs per multiprocessor, so that all run at once
     return Tile("tiles", 64, 128, 4, 3, split)
 
 
@@ -65,7 +65,7 @@ def _split(programs: int, wanted: int, steps: int) -> int:
 
 
 def choose_stream(num_tokens: int, num_rows: int, size_k: int, epilogue: int = PLAIN) -> Tile | None:
-    """The tile of `hopper_linear` where that is the faster one; in brackets us against what `choose_tile` takes, a call."""
+    """The tile of `hopper_stream` where that is faster. In brackets: microseconds per call against `choose_tile`'s choice."""
     tile = _choose_stream(num_tokens, num_rows, size_k, epilogue)
     if tile is None or size_k % (tile.block_k * tile.split_k):
         return None
@@ -77,15 +77,15 @@ def _choose_stream(num_tokens: int, num_rows: int, size_k: int, epilogue: int) -
     few, some = num_tokens <= 16, num_tokens <= MAX_TOKENS
     programs = cdiv(num_rows, 64)
     if epilogue == SOFTCAP:
-        # E4B at 80 tokens [411 -> 354]; with fewer both read as fast as the memory gives.
+        # E4B at 80 tokens [411 -> 354]; with fewer tokens, both are limited by memory.
         return Tile("stream", 128, 64, 4, 4) if MAX_TOKENS < num_tokens <= MAX_HEAD_TOKENS else None
     if num_tokens > MAX_STREAM_TOKENS:
         return None
     if epilogue == GATED:
-        # One to two programs for each of the 132 multiprocessors should all run at once: few stages.
+        # One to two programs per multiprocessor (of 132) should all run at once: few stages.
         if 132 < programs <= 264:  # E4B at 1, 4, 8, 48, 80 [-0.4, -1.2, -1.0, -4.4, -2.8]; at 32 no better
             if few or not some:
-                return Tile("stream", 64, 64, 4, 4 if num_tokens <= 80 else 3)  # three: not measured, with four only one fits
+                return Tile("stream", 64, 64, 4, 4 if num_tokens <= 80 else 3)  # three: not measured; with four only one fits
             return None
         # 31B at 8, 32 [-5.1, -5.4], 26B [-1.1, -3.6]
         return Tile("stream", 64, 64, 4, 8) if some and num_tokens > 1 else None

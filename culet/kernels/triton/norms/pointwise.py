@@ -1,4 +1,4 @@
-"""Small fused pieces: embedding, GELU and SiLU products, per-layer embeddings, the logits' cap. float32 inside, one rounding.
+"""Small fused ops: embedding, GELU and SiLU products, per-layer embeddings, the logits' cap. float32, rounded once.
 
     embed         table[ids] * scale
     gelu_mul      gelu(gate) * up, columns gate | up
@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
-from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2, run_settled
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
+from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2, run_prepared
 from culet.kernels.triton.maths import cap_tanh, gelu, silu
 
 BLOCK = 1024  # columns per program of the plain elementwise kernels: 128 threads x 8
@@ -34,8 +35,8 @@ def _embed_kernel(
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = cols < D
-    name = tl.load(ids + token).to(tl.int64)
-    row = tl.load(table + name * table_stride + cols, mask=inside, other=0.0).to(tl.float32) * scale
+    token_id = tl.load(ids + token).to(tl.int64)
+    row = tl.load(table + token_id * table_stride + cols, mask=inside, other=0.0).to(tl.float32) * scale
     tl.store(y + token * y_stride + cols, row.to(y.dtype.element_ty), mask=inside)
 
 
@@ -52,15 +53,15 @@ def _gate_times_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y[t, n] = gelu(gate[t, n]) * value[t, n], or with silu in gelu's place."""
+    """y[t, n] = gelu(gate[t, n]) * value[t, n], or with silu instead of gelu."""
     enter(PDL)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = cols < N
     a = tl.load(gate + token * gate_stride + cols, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(value + token * value_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    opened = silu(a) if IS_SILU else gelu(a)
-    tl.store(y + token * y_stride + cols, (opened * b).to(y.dtype.element_ty), mask=inside)
+    gated = silu(a) if IS_SILU else gelu(a)
+    tl.store(y + token * y_stride + cols, (gated * b).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -144,7 +145,7 @@ def embed(token_ids_T: Tensor, table_VD: Tensor, scale: float) -> Tensor:
     """table[ids] * scale, [T, D]. The caller has rounded `scale` to the table's dtype."""
     y_TD = torch.empty(token_ids_T.shape[0], table_VD.shape[1], dtype=table_VD.dtype, device=table_VD.device)
     if y_TD.shape[0]:
-        describe_embed(token_ids_T, table_VD, scale, y_TD, is_chained(y_TD.device)).run()
+        describe_embed(token_ids_T, table_VD, scale, y_TD, uses_pdl(y_TD.device)).run()
     return y_TD
 
 
@@ -153,23 +154,23 @@ def _gate_times(gate_TN: Tensor, value_TN: Tensor, *, is_silu: bool) -> Tensor:
     y_TN = gate_TN.new_empty(gate_TN.shape)
     if num_tokens:
         types = y_TN.get_device(), gate_TN.dtype, value_TN.dtype
-        run_settled(
+        run_prepared(
             ("gate_times", is_silu, size, types, gate_TN.stride(0), value_TN.stride(0)),
             (num_tokens, cdiv(size, _block(size))),
             (gate_TN, value_TN, y_TN),
-            lambda: describe_gate_times(gate_TN, value_TN, y_TN, is_chained(y_TN.device), is_silu=is_silu),
+            lambda: describe_gate_times(gate_TN, value_TN, y_TN, uses_pdl(y_TN.device), is_silu=is_silu),
         )
     return y_TN
 
 
 def gelu_mul(gate_up_TF: Tensor) -> Tensor:
-    """gelu_tanh(gate) * up, where the columns are gate | up."""
+    """gelu_tanh(gate) * up; the columns are gate | up."""
     gate, up = gate_up_TF.chunk(2, -1)
     return gelu_gate(gate, up)
 
 
 def silu_mul(gate_up_TF: Tensor) -> Tensor:
-    """silu(gate) * up, where the columns are gate | up: the MLP of DFlash drafters."""
+    """silu(gate) * up; the columns are gate | up. DFlash drafters' MLPs use it."""
     gate, up = gate_up_TF.chunk(2, -1)
     return _gate_times(gate, up, is_silu=True)
 
@@ -184,7 +185,7 @@ def ple_combine(context_TX: Tensor, embedded_TX: Tensor, weight_P: Tensor, scale
     num_tokens, width = context_TX.shape
     y_TLP = context_TX.new_empty(num_tokens, width // weight_P.shape[0], weight_P.shape[0])
     if num_tokens:
-        describe_ple(context_TX, embedded_TX, weight_P, scale, eps, y_TLP, is_chained(y_TLP.device)).run()
+        describe_ple(context_TX, embedded_TX, weight_P, scale, eps, y_TLP, uses_pdl(y_TLP.device)).run()
     return y_TLP
 
 
@@ -193,5 +194,5 @@ def softcap(logits_LV: Tensor, cap: float | None) -> Tensor:
     if cap is None or logits_LV.shape[0] == 0:
         return logits_LV.float()
     y_LV = logits_LV if logits_LV.dtype == torch.float32 else torch.empty_like(logits_LV, dtype=torch.float32)
-    describe_softcap(logits_LV, cap, y_LV, is_chained(y_LV.device)).run()
+    describe_softcap(logits_LV, cap, y_LV, uses_pdl(y_LV.device)).run()
     return y_LV

@@ -1,10 +1,10 @@
-"""From the merged projection to what attention reads: per-head norm, rope, latent rows and the cache write, one launch.
+"""From the merged projection to what attention reads: per-head norm, rope, latent rows and the KV store, in one launch.
 
     n = projected head / rms; q = rope(n * w), k = rope(n * w), v = n                 (columns nope | rot)
     K=V layers: one projection with columns rot | nope; v = n, k = rope of its rot columns
-    latent rows: v_rot | nope | k_rot, one per KV head; queries carry the key norm's weights of the nope columns
+    latent rows: v_rot | nope | k_rot, one per KV head; queries include the key norm's weights of the nope columns
 
-A program serves one token and a few heads, either queries or KV heads. New KV goes to the page row that `slot` names
+A program handles one token and a few heads, either queries or KV heads. New KV goes to its `kv_address`
 (page * page_tokens + offset; -1: nowhere) and to fresh tensors.
 Shapes: T tokens · N query heads · G KV heads · M = N + G · H head size · R rotated dims · X all projected columns.
 """
@@ -18,13 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.eager.ops import HeadShape, Rope
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
-from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2, run_settled
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
+from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2, run_prepared
+from culet.kernels.types import HeadShape, Rope
 
 
-class Slots(NamedTuple):
-    """Where new KV goes, as the kernel reads it."""
+class Stores(NamedTuple):
+    """Where new KV goes: as the kernel reads it, page * page_tokens + offset, -1: nowhere."""
 
     kv_address_T: Tensor
 
@@ -49,7 +50,7 @@ def _rope_kernel(
 
 
 class _Parts(NamedTuple):
-    """Heads in parts: the halves of their rotated columns, and the others (unused where all columns are rotated)."""
+    """Heads in parts: both halves of the rotated columns, and the other columns (unused if all columns are rotated)."""
 
     first: Any
     second: Any
@@ -61,7 +62,7 @@ def _load_heads(
     base, heads, is_head,
     ROT: tl.constexpr, NOPE: tl.constexpr, H: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Heads of the [.., H] rows at `base`, float32; rotated columns begin at ROT, the others at NOPE."""
+    """Heads of the [.., H] rows at `base` in float32; rotated columns begin at ROT, the others at NOPE."""
     half = tl.arange(0, R // 2)[None, :]
     rows = base + heads[:, None] * H
     first = tl.load(rows + ROT + half, mask=is_head[:, None], other=0.0).to(tl.float32)
@@ -78,7 +79,7 @@ def _load_projected(
     base, heads, is_head, part_stride, NUM_PARTS: tl.constexpr,
     ROT: tl.constexpr, NOPE: tl.constexpr, H: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """`_load_heads` of rows that are the sum of NUM_PARTS, `part_stride` apart."""
+    """`_load_heads` of rows that are the sum of NUM_PARTS rows, `part_stride` apart."""
     x = _load_heads(base, heads, is_head, ROT, NOPE, H, R, BLOCK_P)
     for part in tl.static_range(1, NUM_PARTS):
         y = _load_heads(base + part * part_stride, heads, is_head, ROT, NOPE, H, R, BLOCK_P)
@@ -107,29 +108,29 @@ def _weighted(x, weight):
 
 @triton.jit
 def _load_turn(cos, sin, token, half, R: tl.constexpr):
-    """cos and sin of the token's angles, one for each pair of rotated columns."""
+    """cos and sin of the token's angles, one per pair of rotated columns."""
     return tl.load(cos + token * R + half), tl.load(sin + token * R + R // 2 + half)
 
 
 @triton.jit
-def _kept(x, IS_FP8: tl.constexpr):
-    """Keys or values rounded as their pages hold them: fresh or stored, attention reads the same."""
+def _as_stored(x, IS_FP8: tl.constexpr):
+    """Keys or values rounded to what pages hold: attention reads the same from fresh and stored KV."""
     if IS_FP8:
         x = x.to(tl.float8e4nv).to(tl.float32)
     return x
 
 
 @triton.jit
-def _all_kept(x, IS_FP8: tl.constexpr):
-    return _Parts(_kept(x.first, IS_FP8), _kept(x.second, IS_FP8), _kept(x.nope, IS_FP8))
+def _all_as_stored(x, IS_FP8: tl.constexpr):
+    return _Parts(_as_stored(x.first, IS_FP8), _as_stored(x.second, IS_FP8), _as_stored(x.nope, IS_FP8))
 
 
 @triton.jit
 def _turned(x, c, s, IS_FP8: tl.constexpr):
-    """Rope of the rotated columns; all columns rounded to what pages of fp8 hold, if IS_FP8."""
-    first = _kept(x.first * c - x.second * s, IS_FP8)
-    second = _kept(x.second * c + x.first * s, IS_FP8)
-    return _Parts(first, second, _kept(x.nope, IS_FP8))
+    """Rope of the rotated columns. With IS_FP8, all columns are rounded to what fp8 pages hold."""
+    first = _as_stored(x.first * c - x.second * s, IS_FP8)
+    second = _as_stored(x.second * c + x.first * s, IS_FP8)
+    return _Parts(first, second, _as_stored(x.nope, IS_FP8))
 
 
 @triton.jit
@@ -137,7 +138,7 @@ def _store_heads(
     rows, x, mask,
     ROT: tl.constexpr, NOPE: tl.constexpr, H: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Write heads to the rows that `rows` points at, rotated columns from ROT on, the others from NOPE on, if `mask`."""
+    """Store heads at `rows`, with rotated columns from ROT on and the others from NOPE on."""
     half = tl.arange(0, R // 2)[None, :]
     plain = tl.arange(0, BLOCK_P)[None, :]
     tl.store(rows + ROT + half, x.first.to(rows.dtype.element_ty), mask=mask)
@@ -148,9 +149,9 @@ def _store_heads(
 
 @triton.jit
 def _store_latent(rows, k, v, mask, H: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Write rows v_rot | nope | k_rot: V is a row's first H columns, K its last H."""
+    """Store rows v_rot | nope | k_rot: V is a row's first H columns, K its last H."""
     _store_heads(rows, v, mask, 0, R, H, R, BLOCK_P)
-    _store_heads(rows, k, mask, H, 0, R, R, BLOCK_P)  # as of heads that have no other columns
+    _store_heads(rows, k, mask, H, 0, R, R, BLOCK_P)  # as if the heads had rotated columns only
 
 
 @triton.jit
@@ -159,8 +160,8 @@ def _prepare_queries(
     N: tl.constexpr, H: tl.constexpr, R: tl.constexpr, eps: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_P: tl.constexpr, NUM_PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Queries of some heads of one token, whose row of the projection begins at `base`."""
-    ROT: tl.constexpr = H - R  # where rotated columns begin; the others do at 0
+    """Queries of some heads of one token, whose projection begins at `base`."""
+    ROT: tl.constexpr = H - R  # where rotated columns begin; the others begin at 0
     is_head = heads < N
     if HEADS == 1:
         w = _load_heads(weight, heads, is_head, ROT, 0, H, R, BLOCK_P)
@@ -181,26 +182,26 @@ def _prepare_values(
     H: tl.constexpr, R: tl.constexpr, eps: tl.constexpr, K_EQ_V: tl.constexpr, NORM_V: tl.constexpr, IS_FP8: tl.constexpr,
     BLOCK_P: tl.constexpr, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Values of some heads, from their own projection at `base`, or the keys' normed one, `n`, where it is theirs too."""
+    """Values of some heads, from their own projection at `base`, or the keys' normed projection `n` if they share it."""
     if K_EQ_V:
         v = n
     else:
         v = _load_projected(base, heads, is_head, part_stride, NUM_PARTS, 0, R, H, R, BLOCK_P)
         if NORM_V:
             v = _scaled(v, _inverse_rms(v, H, R, eps))
-    return _all_kept(v, IS_FP8)
+    return _all_as_stored(v, IS_FP8)
 
 
 @triton.jit
 def _prepare_keys_values(
-    base, weight, cos, sin, slots, planes, k_out, v_out, token, half, heads,
+    base, weight, cos, sin, kv_addresses, planes, k_out, v_out, token, half, heads,
     part_stride, plane_stride, page_stride, head_stride, page_tokens,
     N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, eps: tl.constexpr,
     K_EQ_V: tl.constexpr, IS_LATENT: tl.constexpr, NORM_V: tl.constexpr, IS_FP8: tl.constexpr, HAS_STORE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_P: tl.constexpr, NUM_PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of some heads of one token, whose row of the projection begins at `base`; if HAS_STORE, to pages too."""
-    ROT: tl.constexpr = 0 if K_EQ_V else H - R  # where, in the projection, rotated columns begin, and the others
+    """Keys and values of some heads of one token, whose projection begins at `base`. With HAS_STORE, also to pages."""
+    ROT: tl.constexpr = 0 if K_EQ_V else H - R  # where rotated and other columns begin in the projection
     NOPE: tl.constexpr = R if K_EQ_V else 0
     is_head = heads < G
     mask = is_head[:, None]
@@ -212,16 +213,16 @@ def _prepare_keys_values(
     c, s = _load_turn(cos, sin, token, half, R)
     n = _load_projected(base + N * H, heads, is_head, part_stride, NUM_PARTS, ROT, NOPE, H, R, BLOCK_P)
     if HAS_STORE:
-        slot = tl.load(slots + token)
-        is_stored = mask & (slot >= 0)
-        slot = tl.maximum(slot, 0)
-        cache_rows += (slot // page_tokens) * page_stride + (slot % page_tokens) * WIDTH
+        address = tl.load(kv_addresses + token)
+        is_stored = mask & (address >= 0)
+        address = tl.maximum(address, 0)
+        cache_rows += (address // page_tokens) * page_stride + (address % page_tokens) * WIDTH
     n = _scaled(n, _inverse_rms(n, H, R, eps))
     if HEADS > 1:
         w = _load_heads(weight + N * H, heads, is_head, ROT, NOPE, H, R, BLOCK_P)
     k = _turned(_weighted(n, w), c, s, IS_FP8)
     if IS_LATENT:
-        v = _all_kept(n, IS_FP8)
+        v = _all_as_stored(n, IS_FP8)
         _store_latent(k_out + (token * G + heads)[:, None] * WIDTH, k, v, mask, H, R, BLOCK_P)
         if HAS_STORE:
             _store_latent(cache_rows, k, v, is_stored, H, R, BLOCK_P)
@@ -241,16 +242,16 @@ def _prepare_keys_values(
 
 @triton.jit
 def _prepare_kernel(
-    qkv, weight, cos, sin, slots, planes, q_out, k_out, v_out,
+    qkv, weight, cos, sin, kv_addresses, planes, q_out, k_out, v_out,
     qkv_stride, part_stride, plane_stride, page_stride, head_stride, page_tokens,
     N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, eps: tl.constexpr,
     K_EQ_V: tl.constexpr, IS_LATENT: tl.constexpr, NORM_V: tl.constexpr, IS_FP8: tl.constexpr, HAS_STORE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_P: tl.constexpr, NUM_PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token: the first cdiv(N, HEADS) programs queries, the others keys and values.
+    """HEADS heads of one token: queries in the first cdiv(N, HEADS) programs, keys and values in the others.
 
-    At one head per program its weights are loaded before the wait; at several, where registers decide, only when needed.
-    The projection is the sum of NUM_PARTS.
+    With one head per program its weights are loaded before the wait; with several, which need the registers, later.
+    The projection is the sum of NUM_PARTS parts.
     """
     token = tl.program_id(1).to(tl.int64)
     half = tl.arange(0, R // 2)[None, :]
@@ -264,7 +265,7 @@ def _prepare_kernel(
     else:
         heads = (tl.program_id(0) - NUM_Q) * HEADS + tl.arange(0, HEADS)
         _prepare_keys_values(
-            base, weight, cos, sin, slots, planes, k_out, v_out, token, half, heads,
+            base, weight, cos, sin, kv_addresses, planes, k_out, v_out, token, half, heads,
             part_stride, plane_stride, page_stride, head_stride, page_tokens, N, G, H, R, WIDTH, eps,
             K_EQ_V, IS_LATENT, NORM_V, IS_FP8, HAS_STORE, HEADS, BLOCK_P, NUM_PARTS, PDL,
         )  # fmt: skip
@@ -277,7 +278,7 @@ def describe_rope(positions_T: Tensor, inv_freq: Tensor, turn: Rope, pdl: bool) 
     return Launch(_rope_kernel, (cdiv(num_tokens, 4),), arguments, options(4, pdl))
 
 
-FEW_TOKENS = 64  # up to here a head per program, for latency; above several: starting programs would cost more than the reads
+FEW_TOKENS = 64  # up to here one head per program, for latency; above several, as starting a program costs more than its reads
 
 
 def _heads_per_program(num_tokens: int, head_dim: int) -> int:
@@ -299,7 +300,7 @@ def describe_prepare(
     outs: tuple[Tensor, Tensor, Tensor],
     pdl: bool,
 ) -> Launch:
-    """`outs` is (q, k, v), with the latent rows in place of k and v where the cache holds them once; `qkv_TX` may be parts."""
+    """`outs` is (q, k, v), or (q, rows, rows) with latent rows; `qkv_TX` may be parts."""
     num_tokens = qkv_TX.shape[-2]
     num_parts, part_stride = (qkv_TX.shape[0], qkv_TX.stride(0)) if qkv_TX.dim() == 3 else (1, 0)
     size, rotated = heads.head_dim, heads.rotated_dims
@@ -310,7 +311,7 @@ def describe_prepare(
         "weight": weight_MH,
         "cos": turn.cos_T1R,
         "sin": turn.sin_T1R,
-        "slots": kv_address_T if has_store else outs[0],
+        "kv_addresses": kv_address_T if has_store else outs[0],
         "planes": planes if has_store else outs[0],
         "q_out": outs[0],
         "k_out": outs[1],
@@ -341,24 +342,24 @@ def describe_prepare(
 
 
 def rope(positions_T: Tensor, inv_freq: Tensor) -> Rope:
-    """cos and signed sin of position * frequency, once a step for all layers of a kind."""
+    """cos and signed sin of position * frequency, once per step for all layers of a kind."""
     shape = (positions_T.shape[0], 1, 2 * inv_freq.shape[0])
     cos, sin = (torch.empty(shape, dtype=torch.float32, device=positions_T.device) for _ in range(2))
     turn = Rope(cos, sin)
     if positions_T.shape[0]:
-        describe_rope(positions_T, inv_freq, turn, is_chained(cos.device)).run()
+        describe_rope(positions_T, inv_freq, turn, uses_pdl(cos.device)).run()
     return turn
 
 
-def stores(kv_address_T: Tensor, page_tokens: int) -> Slots:
-    """Slots (page * page_tokens + offset, -1: not stored) as `prepare_qkv` wants them: as they are, without a host sync."""
-    return Slots(kv_address_T)
+def stores(kv_address_T: Tensor, page_tokens: int) -> Stores:
+    """KV addresses (page * page_tokens + offset, -1: not stored) as `prepare_qkv` takes them: unchanged, no host sync."""
+    return Stores(kv_address_T)
 
 
 def prepare_q(q_TX: Tensor, weight_NH: Tensor, turn: Rope, heads: HeadShape, dtype: torch.dtype | None = None) -> Tensor:
-    """Per-head norm, weight and rope of queries alone, [T, N, H] in `dtype` (default: the projection's, which may be parts)."""
+    """Per-head norm, weight and rope of queries only, [T, N, H] in `dtype` (default: q's). `q_TX` may be parts."""
     q = q_TX.new_empty(q_TX.shape[-2], heads.num_heads, heads.head_dim, dtype=dtype or q_TX.dtype)
-    # A layer that reads another's KV has no KV heads of its own, so no program writes the last two outputs.
+    # A layer that reads another layer's KV has no KV heads, so no program writes the last two outputs.
     _prepare(q_TX, weight_NH, turn, None, None, heads, (q, q, q))
     return q
 
@@ -368,15 +369,15 @@ def prepare_qkv(
     weight_MH: Tensor,
     turn: Rope,
     planes: Tensor,
-    where: Slots | None,
+    where: Stores | None,
     heads: HeadShape,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as attention reads them; the new KV is written to its pages.
+    """Queries, keys and values as attention reads them; stores the new KV in its pages.
 
     `weight_MH` has a row for each query and key head. planes [plane, page, G, token, width], in the activations' dtype or
-    e4m3. Returns q [T, N, H], k and v [T, G, H] (of a latent: overlapping views), the last two as rounded in pages. They
-    are in `dtype`, by default that of `qkv_TX`, which may be parts [S, T, X] of what it is the sum of.
+    e4m3. Returns q [T, N, H], k and v [T, G, H] (of a latent: overlapping views), the last two rounded as in pages. They are
+    in `dtype`, by default that of `qkv_TX`, which may be parts [S, T, X].
     """
     num_tokens, size, num_kv = qkv_TX.shape[-2], heads.head_dim, heads.num_kv_heads
     dtype = dtype or qkv_TX.dtype
@@ -409,9 +410,9 @@ def _prepare(
     layout = None if planes is None else (planes.dtype, planes.stride(), planes.shape[3])
     types = q.get_device(), qkv_TX.dtype, q.dtype
     num_parts = qkv_TX.shape[0] if qkv_TX.dim() == 3 else 1
-    run_settled(
+    run_prepared(
         ("prepare", types, heads, num_tokens <= FEW_TOKENS, num_parts, qkv_TX.stride(), layout, bool(stored)),
         _prepare_grid(num_tokens, heads),
         (qkv_TX, weight_MH, turn.cos_T1R, turn.sin_T1R, *stored, *dict.fromkeys(outs)),  # each output once
-        lambda: describe_prepare(qkv_TX, weight_MH, turn, planes, kv_address_T, heads, outs, is_chained(q.device)),
+        lambda: describe_prepare(qkv_TX, weight_MH, turn, planes, kv_address_T, heads, outs, uses_pdl(q.device)),
     )

@@ -1,66 +1,49 @@
-"""From logits to tokens on the GPU, without a host sync: what `sampling/sampler.py` specifies, in two or three launches.
+"""From logits to tokens on the GPU without a host sync: what `sampling/sampler.py` specifies, in two or three launches.
 
-A first pass over the logits leaves the largest logit of every chunk of 256 columns (`peaks`). Everything else reads few
-chunks: the k largest logits lie in the k chunks with the best peaks (equal ones by rising column), since each of those
-chunks holds a column that goes before any column outside them. Per row, by its settings:
+A first pass over the logits writes the largest logit of every chunk of 256 columns (`peaks`). Everything else reads few
+chunks: the k largest logits are in the k chunks with the largest peaks (equal ones in order of column), since each of those
+chunks has a column that precedes every column outside them. Per row, by its settings:
 
     temperature 0            the best chunk's best column
     top-k up to MAX_TOP_K    the k chunks, the k best columns in them, top-p and min-p among those, one draw
     no top-k, top-p 1        float64 weights of all columns summed per chunk (a second pass), one draw
 
-Other rows (wide top-k, top-p of the whole vocabulary) are the eager sampler's. A draw takes one Philox number keyed by
-(seed, sample, position) and inverts the cumulative weights in the order of token ids; weights and sums are float64.
+The eager sampler draws all other rows (large top-k, top-p of the whole vocabulary). A draw takes one Philox number keyed by
+(seed, sample, position) and inverts the cumulative weights in order of token id; weights and sums are float64.
 Shapes: R rows · V vocabulary · C chunks · S slots · L tokens of a slot.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch
+from culet.kernels.types import Ranked, RowSettings
 
 CHUNK = 256
 MAX_TOP_K = 64
 TILE_CHUNKS = 16  # chunks per program of the passes over all logits
 LOWEST: tl.constexpr = tl.constexpr(-(2**31))
-FEW: tl.constexpr = tl.constexpr(16)  # chunks whose best columns are gathered at once
-
-
-class RowSettings(NamedTuple):
-    """Settings of R rows on the device; see `types.Sampling`."""
-
-    temperature_R: Tensor  # float64; 0: the largest logit
-    top_k_R: Tensor  # int32; 0: all
-    top_p_R: Tensor  # float64
-    min_p_R: Tensor  # float64
-    seed_R: Tensor  # int64, the bits of an unsigned one
-    sample_R: Tensor  # int32
-
-
-class Ranked(NamedTuple):
-    """Log-probabilities of the model's own distribution, as `sampling/logprobs.py` gives them."""
-
-    chosen_L: Tensor
-    top_LK: Tensor
-    top_ids_LK: Tensor
+FEW: tl.constexpr = tl.constexpr(16)  # chunks whose best columns are gathered at a time
 
 
 @triton.jit
 def _sortable(x):
-    """float32 as int32 of the same order; -0.0 and 0.0 are equal."""
+    """float32 as int32 in the same order; -0.0 and 0.0 are equal."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _load_logits(logits, cols, mask):
-    """Logits of one row, -inf where `mask` says no."""
+    """Logits of one row, -inf outside `mask`."""
     return tl.load(logits + cols, mask=mask, other=float("-inf")).to(tl.float32)
 
 
@@ -106,7 +89,7 @@ def _weights_kernel(
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """weights[r, c] = float64 sum of the weights of chunk c, in rows that draw from the whole vocabulary."""
+    """weights[r, c] = float64 sum of the weights of chunk c, for rows that draw from the whole vocabulary."""
     enter(PDL)
     row = tl.program_id(1).to(tl.int64)
     heat = tl.load(temperature + row)
@@ -129,7 +112,7 @@ def _weigh(values, best, heat, least):
 
 @triton.jit
 def _threshold(keys, k, low):
-    """A key t such that at least k keys are >= t and fewer than k are > t; `low` is known to have at least k above or at it."""
+    """A key t such that at least k keys are >= t and fewer than k are > t; at least k keys must be >= `low`."""
     high = tl.max(keys, 0).to(tl.int64) + 1
     low = low.to(tl.int64)
     while high - low > 1:
@@ -153,7 +136,7 @@ def _select(
     BLOCK_C: tl.constexpr,
     TOP: tl.constexpr,
 ):
-    """The k <= TOP best columns of a row, in the order of columns: ids and values [TOP], the real ones first.
+    """The k <= TOP best columns of a row, in order of column: ids and values [TOP], the first k are valid.
 
     `places` (2 * TOP elements) and `values_out` (TOP) are this row's scratch.
     """
@@ -173,13 +156,13 @@ def _select(
     cols = chunks[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     mask = (slots < num_picked)[:, None] & (cols < V)
     keys2 = tl.where(mask, _sortable(_load_logits(logits, cols, mask)), LOWEST)
-    keys2 = tl.reshape(keys2, (TOP * WIDTH,), can_reorder=True)  # one axis, in any order: counting is all that follows
+    keys2 = tl.reshape(keys2, (TOP * WIDTH,), can_reorder=True)  # in any order, since they are only counted
     # Where k chunks were picked, each has a column at its peak, so at least k columns reach the lowest of those peaks.
     low = tl.where(num_picked == k, bound, LOWEST)
     k = tl.minimum(k, V)
     bound2 = _threshold(keys2, k, low)
     spare2 = k - tl.sum((keys2 > bound2).to(tl.int32), 0)
-    # Gather them a few chunks at a time: all at once would take more registers and shared memory than there are.
+    # Gather them a few chunks at a time: all at once would need more registers and shared memory than there are.
     num_kept = 0
     num_equal = 0
     for begin in tl.range(0, TOP, FEW):
@@ -207,7 +190,7 @@ def _select(
 
 @triton.jit
 def _uniform(seed, sample, position):
-    """53 random bits as float64 in [0, 1), those of `sampling/philox.py`."""
+    """53 random bits as float64 in [0, 1), the same as in `sampling/philox.py`."""
     x0, x1, _, _ = tl.philox(seed, position.to(tl.int32), sample.to(tl.int32), 0, 0)
     bits = ((x0 >> 5).to(tl.int64) << 26) + (x1 >> 6).to(tl.int64)
     return bits.to(tl.float64) * 1.1102230246251565e-16
@@ -226,19 +209,19 @@ def _pick_best(logits, peaks, V, num_chunks, WIDTH: tl.constexpr, BLOCK_C: tl.co
 
 @triton.jit
 def _pick_few(ids, values, number, uniform, heat, nucleus, least, TOP: tl.constexpr):
-    """One of the `number` first ids, which are in rising order, by temperature, top-p and min-p."""
+    """One of the first `number` ids, which are in ascending order, by temperature, top-p and min-p."""
     slots = tl.arange(0, TOP)
     is_real = slots < number
     share = tl.where(is_real, _weigh(values, tl.max(values, 0), heat, 0.0), 0.0)
-    # Whoever has a larger logit, or an equal one and a lower id, goes before.
+    # A token precedes another if its logit is larger, or equal with a lower id.
     other = values[None, :]
     is_before = (other > values[:, None]) | ((other == values[:, None]) & (slots[None, :] < slots[:, None]))
     before = tl.sum(tl.where(is_before, share[None, :], 0.0), 1)
-    # At top-p 1 even what rounding would lose stays.
+    # Top-p 1 keeps everything, including what rounding would drop.
     limit = tl.where(nucleus >= 1.0, float("inf"), nucleus * tl.sum(share, 0))
     share = tl.where((before < limit) & (share >= least), share, 0.0)
     place = tl.sum((is_real & (tl.cumsum(share, 0) <= uniform * tl.sum(share, 0))).to(tl.int32), 0)
-    # Rounding may leave no sum above the target: then it is the last one that has any weight.
+    # Rounding may leave no sum above the target: then take the last token with any weight.
     place = tl.minimum(place, tl.max(tl.where(share > 0, slots, 0), 0))
     return tl.sum(tl.where(slots == place, ids, 0), 0)
 
@@ -256,7 +239,7 @@ def _pick_open(
     WIDTH: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One of all columns, by temperature and min-p: first the chunk in which the running sum passes the target."""
+    """One of all columns, by temperature and min-p: first find the chunk in which the running sum passes the target."""
     every = tl.arange(0, BLOCK_C)
     inside = tl.arange(0, WIDTH)
     best = tl.max(tl.load(peaks + every, mask=every < num_chunks, other=float("-inf")), 0)
@@ -342,7 +325,7 @@ def _logprobs_kernel(
     TOP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """log-softmax of a row at its chosen token and at its k best, these in falling order."""
+    """log-softmax of a row at its chosen token and at its k best tokens, in descending order."""
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
@@ -385,7 +368,7 @@ def _common(logits_RV: Tensor) -> dict[str, Any]:
 
 
 def describe_draw(logits_RV: Tensor, settings: RowSettings, positions_R: Tensor, tokens_R: Tensor, **ways: Any) -> list[Launch]:
-    """All launches of a draw. `ways`: has_few, has_open (rows of these kinds may be there), pdl."""
+    """All launches of a draw. `ways`: has_few, has_open (whether there may be rows of these kinds), pdl."""
     num_rows, width = logits_RV.shape
     device, pdl = logits_RV.device, bool(ways.get("pdl", False))
     has_few, has_open = bool(ways.get("has_few", True)), bool(ways.get("has_open", True))
@@ -422,14 +405,14 @@ def draw(
     has_few: bool = True,
     has_open: bool = True,
 ) -> Tensor:
-    """One token per row, int64 [R]: greedy, top-k up to MAX_TOP_K with top-p and min-p, or temperature and min-p alone.
+    """One token per row, int64 [R]: greedy, top-k up to MAX_TOP_K with top-p and min-p, or only temperature and min-p.
 
-    `positions_R` (int32) is the place of each token in its sequence. `has_few` and `has_open` are false where the caller knows
+    `positions_R` (int32) is the position of each token in its sequence. `has_few` and `has_open` are false if the caller knows
     that no row is of that kind.
     """
     tokens_R = torch.empty(logits_RV.shape[0], dtype=torch.int64, device=logits_RV.device)
     if logits_RV.shape[0]:
-        ways = {"has_few": has_few, "has_open": has_open, "pdl": is_chained(logits_RV.device)}
+        ways = {"has_few": has_few, "has_open": has_open, "pdl": uses_pdl(logits_RV.device)}
         for launch in describe_draw(logits_RV, settings, positions_R, tokens_R, **ways):
             launch.run()
     return tokens_R
@@ -452,15 +435,15 @@ def describe_logprobs(logits_LV: Tensor, chosen_L: Tensor, num_top: int, out: Ra
 
 
 def logprobs(logits_LV: Tensor, chosen_L: Tensor, num_top: int) -> Ranked:
-    """log_softmax of the logits at the chosen tokens and the `num_top` most likely (at most MAX_TOP_K), equal ones by id."""
+    """log_softmax at the chosen tokens and at the `num_top` most likely ones (at most MAX_TOP_K), equal ones by id."""
     num_rows, num_top = logits_LV.shape[0], min(num_top, logits_LV.shape[1])
-    assert num_top <= MAX_TOP_K, f"got {num_top} top log-probabilities, at most {MAX_TOP_K} are ranked here"
+    assert num_top <= MAX_TOP_K, f"at most {MAX_TOP_K} top log-probabilities, got {num_top}"
     out = Ranked(
         logits_LV.new_empty(num_rows, dtype=torch.float32),
         logits_LV.new_empty(num_rows, num_top, dtype=torch.float32),
         logits_LV.new_empty(num_rows, num_top, dtype=torch.int64),
     )
     if num_rows:
-        for launch in describe_logprobs(logits_LV, chosen_L, num_top, out, is_chained(logits_LV.device)):
+        for launch in describe_logprobs(logits_LV, chosen_L, num_top, out, uses_pdl(logits_LV.device)):
             launch.run()
     return out

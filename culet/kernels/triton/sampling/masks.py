@@ -1,4 +1,4 @@
-"""Biases of single tokens and a grammar's bits of allowed tokens, on the GPU and in place: one launch each.
+"""Biases of single tokens and a grammar's bitmask, applied to logits in place on the GPU: one launch each.
 
 Shapes: R rows of logits · V vocabulary · X biased tokens · A rows with a mask · W words of 32 tokens.
 """
@@ -11,16 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch
 
-BLOCK_WORDS = 32  # words of a mask, so 32 times as many tokens, per program
+BLOCK_WORDS = 32  # words of 32 tokens per program
 BLOCK_BIASES = 256
 
 
 @triton.jit(do_not_specialize=["num_biases"])
 def _bias_kernel(logits, rows, tokens, values, num_biases, logits_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """logits[rows[x], tokens[x]] += values[x], where several x may name one place."""
+    """logits[rows[x], tokens[x]] += values[x]; several x may have the same row and token."""
     enter(PDL)
     x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = x < num_biases
@@ -33,7 +34,7 @@ def _bitmask_kernel(
     logits, bitmask, rows, V, num_words, logits_stride, bitmask_stride,
     HAS_ROWS: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """-inf where the bit of a token is 0. What is allowed is neither read nor written."""
+    """-inf where a token's bit is 0. Logits of allowed tokens are neither read nor written."""
     enter(PDL)
     line = tl.program_id(1).to(tl.int64)
     row = line
@@ -62,17 +63,17 @@ def describe_bitmask(logits_RV: Tensor, bitmask_AW: Tensor, rows_A: Tensor | Non
 
 
 def add_bias(logits_RV: Tensor, rows_X: Tensor, tokens_X: Tensor, values_X: Tensor) -> Tensor:
-    """logits[rows[x], tokens[x]] += values[x] in place (float32); a token may be named more than once."""
+    """logits[rows[x], tokens[x]] += values[x] in place (float32); a token may occur more than once."""
     if rows_X.shape[0]:
-        describe_bias(logits_RV, rows_X, tokens_X, values_X, is_chained(logits_RV.device)).run()
+        describe_bias(logits_RV, rows_X, tokens_X, values_X, uses_pdl(logits_RV.device)).run()
     return logits_RV
 
 
 def apply_bitmask(logits_RV: Tensor, bitmask_AW: Tensor, rows_A: Tensor | None = None) -> Tensor:
-    """-inf in place for every token whose bit, t % 32 of word t // 32, is 0; tokens behind the last word have none.
+    """Set logits to -inf in place where a token's bit (t % 32 of word t // 32) is 0, or where it has no bit.
 
-    `bitmask_AW` (int32) has a line for each row of the logits, or for those that `rows_A` names.
+    `bitmask_AW` (int32) has a line for each row of the logits, or for the rows in `rows_A`.
     """
     if bitmask_AW.shape[0]:
-        describe_bitmask(logits_RV, bitmask_AW, rows_A, is_chained(logits_RV.device)).run()
+        describe_bitmask(logits_RV, bitmask_AW, rows_A, uses_pdl(logits_RV.device)).run()
     return logits_RV

@@ -1,39 +1,29 @@
 """Repetition, frequency and presence penalties on the GPU: only the tokens of a history are touched.
 
-    seen (prompt or output):    logit / repetition where it is above 0, else logit * repetition
+    seen (prompt or output):    logit / repetition if it is above 0, else logit * repetition
     drawn c > 0 times before:   logit - frequency * c - presence
 
-Two launches: count the tokens of each history, then take each count out once and penalise its token. Shapes: R rows of logits ·
-H rows with penalties · V vocabulary · S slots · L tokens of a slot.
+Two launches: count the tokens of each history, then take each count once and penalise its token.
+Shapes: R rows of logits · H rows with penalties · V vocabulary · S slots · L tokens of a slot.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.dependent_launch import enter, is_chained, options
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch
-
-
-class Penalties(NamedTuple):
-    """Rows of the logits that have penalties, H of them, and where their earlier tokens are."""
-
-    rows_H: Tensor  # int32, rows of the logits
-    slots_H: Tensor  # int32
-    lengths_H: Tensor  # int32, tokens so far
-    prompt_lens_H: Tensor  # int32
-    repetition_H: Tensor  # float32
-    frequency_H: Tensor  # float32
-    presence_H: Tensor  # float32
+from culet.kernels.types import Penalties
 
 
 @triton.jit
 def _count_kernel(tokens, slots, lengths, prompt_lens, counts, tokens_stride, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """counts[h, token] = 2 * its occurrences in the output, + 1 where it is in the prompt. Counts were zero."""
+    """counts[h, token] = 2 * occurrences in the output, + 1 if it is in the prompt. Counts must be zero before."""
     enter(PDL)
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -61,7 +51,7 @@ def _penalise_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Penalise each token of a history once: whoever takes its count out (and leaves zero) does it."""
+    """Penalise each token of a history once: the program that takes its count, and leaves zero, does it."""
     enter(PDL)
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -101,8 +91,8 @@ def describe_penalise(
 def penalise(logits_RV: Tensor, tokens_SL: Tensor, penalties: Penalties, max_len: int, counts_HV: Tensor) -> None:
     """Repetition, frequency and presence penalties, in place on float32 logits.
 
-    `counts_HV` is int32 scratch that is zero before and after; `max_len` bounds the histories' lengths.
+    `counts_HV` is int32 scratch that is zero before and after; no history is longer than `max_len`.
     """
     if penalties.rows_H.shape[0] and max_len:
-        for launch in describe_penalise(logits_RV, tokens_SL, penalties, max_len, counts_HV, is_chained(logits_RV.device)):
+        for launch in describe_penalise(logits_RV, tokens_SL, penalties, max_len, counts_HV, uses_pdl(logits_RV.device)):
             launch.run()

@@ -1,0 +1,294 @@
+"""Builds everything an engine needs: the model, its drafter, the KV cache, the runner and the scheduler.
+
+`build_parts` builds all of it for an `Engine`. `build_worker` builds only the runner, from plain values, so that another
+process can do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from culet.cache.pool import Pool
+from culet.config import Config, build_config
+from culet.drafters.base import Drafter
+from culet.engine import memory
+from culet.engine.drafting import PROBE_PROMPT, draft_policy, run_probe
+from culet.engine.rehearsal import Rehearsal
+from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN, RequestRules, resolve_sampling
+from culet.engine.resolve import Setup, resolve
+from culet.engine.start_times import StartTimes
+from culet.errors import ConfigError
+from culet.kernels.compiling import CompileCount, expect_compiling, use_disk_cache
+from culet.log import chose
+from culet.models.gemma4 import Gemma4
+from culet.models.weights import load_model
+from culet.runner.captures import Captures
+from culet.runner.runner import Runner
+from culet.scheduler.draft_length import DraftPolicy
+from culet.scheduler.scheduler import Scheduler
+from culet.structured.compiler import GrammarCompiler
+from culet.structured.queue import GrammarQueue
+from culet.text.template import ChatTemplate
+from culet.text.tokenizer import NumberTokenizer, Tokenizer
+from culet.types import Request, SamplingParams
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an Engine runs, and what it was built from."""
+
+    setup: Setup
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    rules: RequestRules
+    scheduler: Scheduler
+    worker: Runner
+    grammars: GrammarQueue
+    times: StartTimes
+    compile_count: CompileCount | None  # kernels that this start compiled; None on a CPU
+
+    @property
+    def num_compiled(self) -> int:
+        return 0 if self.compile_count is None else self.compile_count.compiled
+
+
+def build_parts(config: Config, *, progress: bool = True) -> EngineParts:
+    """Load the model, size the KV cache, and make what schedules and runs steps."""
+    times = StartTimes()
+    setup = resolve(config)
+    tokenizer = make_tokenizer(setup)
+    # The models without per-layer embeddings were trained to start an answer without thinking with an empty thought.
+    chat_template = ChatTemplate.of_checkpoint(setup.checkpoint.folder, empty_thought=setup.spec.ple_dim == 0)
+    device = _prepare_device(setup)
+    model, drafter = _load(setup, times, progress=progress)
+    num_slabs = _size_cache(setup, model, drafter, device.free_bytes, times)
+    max_model_len = _resolve_max_model_len(setup, num_slabs)
+    compiler = _make_compiler(setup, tokenizer)
+    runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, times)
+    runner.use_grammars(compiler)
+    return EngineParts(
+        setup=setup,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        rules=_make_rules(setup, tokenizer, max_model_len),
+        scheduler=_make_scheduler(setup, num_slabs, max_model_len, 0 if drafter is None else drafter.max_drafts),
+        worker=runner,
+        grammars=GrammarQueue(compiler, tokenizer),
+        times=times,
+        compile_count=device.compile_count,
+    )
+
+
+def build_worker(settings: Mapping[str, Any], num_slabs: int, max_model_len: int) -> Runner:
+    """A runner that is ready for StepPlans, from the names and values of settings.
+
+    The caller schedules, so it decides how many slabs the cache has and how long a sequence may get.
+    """
+    setup = resolve(build_config(settings))
+    _prepare_device(setup)
+    times = StartTimes()
+    model, drafter = _load(setup, times, progress=False)
+    runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, times)
+    runner.use_grammars(_make_compiler(setup, make_tokenizer(setup)))
+    return runner
+
+
+def make_tokenizer(setup: Setup) -> Tokenizer:
+    """The checkpoint's tokenizer; a model with random weights reads and writes token numbers."""
+    checkpoint = setup.checkpoint
+    return NumberTokenizer(setup.spec.vocab_size) if checkpoint.random else Tokenizer(checkpoint.folder)
+
+
+# The device
+
+
+@dataclass(frozen=True)
+class _PreparedDevice:
+    free_bytes: int  # before anything is loaded; 0 on a CPU
+    compile_count: CompileCount | None
+
+
+def _prepare_device(setup: Setup) -> _PreparedDevice:
+    if not setup.is_gpu:
+        return _PreparedDevice(0, None)
+    torch.cuda.set_device(setup.device)  # Triton launches on the current device
+    compile_count = use_disk_cache()
+    expect_compiling()
+    return _PreparedDevice(torch.cuda.mem_get_info(setup.device)[0], compile_count)
+
+
+# The model
+
+
+def _load(setup: Setup, times: StartTimes, *, progress: bool) -> tuple[Gemma4, Drafter | None]:
+    latent = setup.config.cache.latent
+    with times.part("weights"):
+        model = load_model(setup.checkpoint, dtype=setup.dtype, device=setup.device, latent=latent, progress=progress)
+        model.scale_keys([layer for group in setup.layout.groups if group.spec.is_fp8 for layer in group.layers])
+    if setup.draft_plan is None:
+        return model, None
+    with times.part("drafter"):
+        return model, setup.draft_plan.build(model, setup.draft_backends, progress=progress)
+
+
+# The KV cache
+
+
+def _size_cache(setup: Setup, model: Gemma4, drafter: Drafter | None, free_bytes: int, times: StartTimes) -> int:
+    """Slabs of the KV cache: as given, or what the device has room for. On a GPU this also compiles kernels."""
+    config, layout = setup.config, setup.layout
+    num_bytes = config.cache.kv_cache_memory_bytes
+    given = None if num_bytes is None else num_bytes // layout.slab_bytes
+    if not setup.is_gpu:
+        return given if given is not None else _cpu_slabs(setup)
+    rehearsal = Rehearsal(
+        model,
+        layout,
+        setup.backends,
+        config.schedule,
+        resolve_sampling(SamplingParams(seed=0), setup.checkpoint.defaults, setup.spec.vocab_size),
+        max_model_len=config.model.max_model_len or setup.spec.max_position,
+        has_graphs=setup.has_graphs,
+        drafter=drafter,
+    )
+    with times.part("kernels"):
+        rehearsal.compile_kernels()
+    if given is not None:
+        return given
+    with times.part("memory rehearsal"):
+        needs = rehearsal.measure()
+    utilization = config.cache.gpu_memory_utilization
+    return memory.slabs_for_gpu(layout, setup.device, utilization=utilization, free_before=free_bytes, needs=needs)
+
+
+def _cpu_slabs(setup: Setup) -> int:
+    schedule = setup.config.schedule
+    return memory.slabs_for_cpu(
+        setup.layout,
+        max_num_seqs=schedule.max_num_seqs,
+        chunk=schedule.max_num_batched_tokens,
+        max_position=setup.spec.max_position,
+        wanted_len=setup.config.model.max_model_len,
+    )
+
+
+def _resolve_max_model_len(setup: Setup, num_slabs: int) -> int:
+    """As given, if the cache can hold it; else the longest sequence that it can hold."""
+    wanted, limit, layout = setup.config.model.max_model_len, setup.spec.max_position, setup.layout
+    longest = memory.longest_sequence(layout, num_slabs, wanted or limit)
+    if longest < 2 or (wanted is not None and longest < wanted):
+        need = memory.least_slabs(layout, wanted or 2)
+        raise ConfigError(
+            f"one sequence of {wanted or 2} tokens needs {need} slabs of {layout.slab_bytes} bytes, "
+            f"the KV cache has {num_slabs}",
+            hint=f"set --kv-cache-memory-bytes to at least {need * layout.slab_bytes}"
+            + (f", or --max-model-len to at most {longest}" if longest >= 2 else ""),
+        )
+    if wanted is None:
+        reason = "the model's limit" if longest == limit else f"the most that fits the KV cache; the model allows {limit}"
+        chose("max-model-len", longest, reason)
+    return longest
+
+
+# What runs and schedules steps
+
+
+def _make_runner(
+    setup: Setup, model: Gemma4, drafter: Drafter | None, num_slabs: int, max_model_len: int, times: StartTimes
+) -> Runner:
+    with times.part("KV cache"):
+        pool = Pool(setup.layout, num_slabs, setup.dtype, setup.device, has_spare=setup.is_gpu)
+    max_num_seqs = setup.config.schedule.max_num_seqs
+    runner = Runner(model, pool, setup.backends, max_num_seqs=max_num_seqs, max_model_len=max_model_len, drafter=drafter)
+    if setup.has_graphs:
+        with times.part("graphs"):
+            _capture_graphs(setup, runner)
+    return runner
+
+
+def _capture_graphs(setup: Setup, runner: Runner) -> None:
+    fixed = runner.use_fixed_shapes()
+    num_captured = runner.capture(Captures(setup.device))
+    torch.cuda.synchronize(setup.device)
+    sizes = ", ".join(map(str, sorted({bucket.num_rows for bucket in fixed.steps.buckets})))
+    kinds = "decode steps" if setup.draft_plan is None else "decode steps, verify steps and draft rounds"
+    chose("CUDA graphs", num_captured, f"{kinds} of up to {sizes} sequences")
+
+
+def _make_compiler(setup: Setup, tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler.for_tokenizer(tokenizer, setup.spec.vocab_size, setup.checkpoint.defaults.eos_token_ids)
+
+
+def _make_scheduler(setup: Setup, num_slabs: int, max_model_len: int, max_drafts: int) -> Scheduler:
+    return Scheduler(
+        setup.layout,
+        num_slabs,
+        setup.config.schedule,
+        max_model_len=max_model_len,
+        prefix_caching=setup.config.cache.enable_prefix_caching,
+        max_drafts=max_drafts,
+        policy=_make_draft_policy(setup),
+        # Captured steps find out on the device where their rows begin.
+        plans_open=setup.has_graphs and max_drafts > 0,
+    )
+
+
+def _make_draft_policy(setup: Setup) -> DraftPolicy | None:
+    choice = setup.config.draft.choice
+    if setup.draft_plan is None or choice is None:
+        return None
+    itemsize, plans_open = setup.dtype.itemsize, setup.has_graphs
+    return draft_policy(setup.spec, setup.draft_plan, choice, setup.layout, setup.device, itemsize, plans_open=plans_open)
+
+
+def _make_rules(setup: Setup, tokenizer: Tokenizer, max_model_len: int) -> RequestRules:
+    return RequestRules(
+        vocab_size=setup.spec.vocab_size,
+        defaults=setup.checkpoint.defaults,
+        max_position=setup.spec.max_position,
+        max_model_len=max_model_len,
+        max_num_seqs=setup.config.schedule.max_num_seqs,
+        turn_id=tokenizer.token_id(TURN_TOKEN),
+        result_id=tokenizer.token_id(RESULT_TOKEN),
+    )
+
+
+# The end of a start
+
+
+def finish_start(parts: EngineParts, add: Callable[[Request], None], step: Callable[[], object]) -> None:
+    """Probe the drafter through the engine's loop (`add`, `step`), then log where the time went."""
+    choice = parts.setup.config.draft.choice
+    if choice is not None and choice.probe:
+        with parts.times.part("draft probe"):
+            _probe_drafts(parts, add, step)
+    count = parts.compile_count
+    if count is not None:
+        parts.times.note("kernels", f"{count.compiled} compiled, {count.found} found on disk")
+        count.begin_serving()
+    parts.times.finish()
+
+
+def _probe_drafts(parts: EngineParts, add: Callable[[Request], None], step: Callable[[], object]) -> None:
+    """Measure what draft rounds cost, and warn if hardly any draft is accepted: nothing else would show it."""
+    choice, rules = parts.setup.config.draft.choice, parts.rules
+    assert choice is not None
+    is_random = bool(parts.setup.checkpoint.random) or choice.model.startswith("random:")
+    if is_random:
+        prompt = list(range(1, 33))
+    else:
+        prompt = parts.tokenizer.encode(parts.chat_template.render([{"role": "user", "content": PROBE_PROMPT}]))
+    prompt = prompt[: rules.max_model_len // 2]
+
+    def add_probe(num_tokens: int) -> None:
+        max_tokens = min(num_tokens, rules.max_model_len - len(prompt))
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        add(rules.make_request("draft-probe", prompt, params))
+
+    probe = run_probe(parts.scheduler, add_probe, step)
+    if not is_random:
+        probe.log(choice)

@@ -1,0 +1,172 @@
+"""From a Config to a Setup: every choice that can be made before weights are loaded.
+
+Each derived choice is logged with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from culet.attention.base import AttentionBackend
+from culet.attention.plan import AttentionPlan, plan_attention
+from culet.cache.spec import CacheLayout, plan_cache, stored_as
+from culet.config import Config, ScheduleConfig
+from culet.drafters.base import DrafterPlan, cache_specs, open_drafter, plan_drafter_attention, target_groups
+from culet.engine.memory import cpu_has_bfloat16
+from culet.errors import ConfigError
+from culet.log import chose, logger
+from culet.models.checkpoint import Checkpoint, open_checkpoint
+from culet.models.spec import ModelSpec
+from culet.registry import load
+
+CPU_MAX_NUM_SEQS = 32
+CPU_MAX_NUM_BATCHED_TOKENS = 1024
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a Config means for one checkpoint on one device."""
+
+    config: Config  # with the schedule resolved
+    checkpoint: Checkpoint
+    device: torch.device
+    dtype: torch.dtype  # of activations
+    draft_plan: DrafterPlan | None
+    layout: CacheLayout
+    plan: AttentionPlan
+    backends: Sequence[AttentionBackend]  # the target's, in the order of its KV groups
+    draft_backends: Mapping[int, AttentionBackend]  # the drafter's, by the index of the KV group they read
+    has_graphs: bool  # decode steps, verify steps and draft rounds are captured as CUDA graphs
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.checkpoint.spec
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that are launched and not yet applied. Looking ahead gains nothing on a CPU, so it must be asked for there."""
+        config = self.config
+        return 1 + (config.schedule.async_scheduling and (self.is_gpu or "async_scheduling" in config.given))
+
+
+def resolve(config: Config) -> Setup:
+    """Open the checkpoint and decide everything that follows from it and from the device."""
+    checkpoint = open_checkpoint(config.model.model, config.model.revision)
+    spec = checkpoint.spec
+    device = resolve_device(config.model.device)
+    dtype = resolve_dtype(config.model.dtype, device)
+    _check_max_model_len(config.model.max_model_len, spec.max_position)
+    choice = config.draft.choice
+    draft_plan = None if choice is None else open_drafter(choice, spec)
+    kv_specs = cache_specs(spec, draft_plan, dtype.itemsize, latent=config.cache.latent)
+    layout = plan_cache(stored_as(kv_specs, config.cache.kv_cache_dtype))
+    plan, backends = _plan_backends(spec, layout, device, config.model.attention_backend)
+    draft_backends: dict[int, AttentionBackend] = {}
+    if choice is not None and draft_plan is not None:
+        draft_backends = _plan_draft_backends(draft_plan, layout, device, choice.attention_backend)
+    return Setup(
+        config=replace(config, schedule=_resolve_schedule(config, device)),
+        checkpoint=checkpoint,
+        device=device,
+        dtype=dtype,
+        draft_plan=draft_plan,
+        layout=layout,
+        plan=plan,
+        backends=backends,
+        draft_backends=draft_backends,
+        has_graphs=_can_capture(config, device, [*backends, *draft_backends.values()]),
+    )
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device called `name`; `auto` is the first GPU, or the CPU if there is none."""
+    if name == "auto":
+        name = "cuda:0" if torch.cuda.is_available() else "cpu"
+        chose("device", name, "no CUDA GPU was found" if name == "cpu" else "the first GPU")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and (kind == "cpu" or not index.isdigit())):
+        raise ConfigError(f"device: got {name!r}", hint="expected auto, cpu, cuda or cuda:N")
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(index or 0) >= count:
+        raise ConfigError(
+            f"device: got {name!r}, but {count} CUDA GPUs were found", hint="use --device cpu, or run `culet doctor`"
+        )
+    return torch.device("cuda", int(index or 0))
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """bfloat16 on GPUs. On a CPU float32, unless bfloat16 is asked for and the CPU supports it in hardware."""
+    if device.type == "cuda":
+        if name == "auto":
+            chose("dtype", "bfloat16", "fast on GPUs, and the precision of the published weights")
+        return _DTYPES["bfloat16" if name == "auto" else name]
+    if name == "bfloat16" and not cpu_has_bfloat16():
+        logger.warning("dtype: float32 (bfloat16 was requested, but this CPU does not support it in hardware)")
+        return torch.float32
+    if name == "auto":
+        chose("dtype", "float32", "the device is a CPU")
+    return _DTYPES["float32" if name == "auto" else name]
+
+
+def _check_max_model_len(wanted: int | None, limit: int) -> None:
+    """Refuse a bad length now: later it would size buffers that do not fit the GPU."""
+    if wanted is not None and wanted > limit:
+        raise ConfigError(f"max-model-len: got {wanted}, the model's positions end at {limit}", hint=f"use at most {limit}")
+    if wanted is not None and wanted < 2:
+        raise ConfigError(f"max-model-len: got {wanted}, expected at least 2: a prompt token and an output token")
+
+
+def _resolve_schedule(config: Config, device: torch.device) -> ScheduleConfig:
+    """The schedule as given, with smaller defaults on a CPU: large batches gain little there."""
+    schedule = config.schedule
+    if device.type != "cpu":
+        return schedule
+    for name, value in (("max_num_seqs", CPU_MAX_NUM_SEQS), ("max_num_batched_tokens", CPU_MAX_NUM_BATCHED_TOKENS)):
+        if name not in config.given and getattr(schedule, name) > value:
+            changed: dict[str, Any] = {name: value}
+            schedule = replace(schedule, **changed)
+            chose(name.replace("_", "-"), value, "the device is a CPU")
+    return schedule
+
+
+def _plan_backends(
+    spec: ModelSpec, layout: CacheLayout, device: torch.device, choice: str
+) -> tuple[AttentionPlan, list[AttentionBackend]]:
+    num_heads, groups = spec.layers[0].num_heads, target_groups(layout)
+    readers = {group.name: spec.readers(group.layers) for group in groups}
+    plan = plan_attention(groups, num_heads, str(device), choice, readers=readers)
+    for group_plan in plan.groups:
+        chose(f"attention of {group_plan.need.group} layers", group_plan.backend, group_plan.why)
+    return plan, [load(plan.path(group))(group, num_heads) for group in groups]
+
+
+def _plan_draft_backends(
+    drafter: DrafterPlan, layout: CacheLayout, device: torch.device, choice: str
+) -> dict[int, AttentionBackend]:
+    plan = plan_drafter_attention(drafter, layout, str(device), choice)
+    for group_plan in plan.groups:
+        chose(f"the drafter's attention over {group_plan.need.group} pages", group_plan.backend, group_plan.why)
+    groups = [group for group in layout.groups if group.name in drafter.readers(layout)]
+    return {group.index: load(plan.path(group))(group, drafter.num_heads) for group in groups}
+
+
+def _can_capture(config: Config, device: torch.device, backends: Sequence[AttentionBackend]) -> bool:
+    """Whether CUDA graphs can be captured: only if no backend plans its launches on the host in every step."""
+    if device.type != "cuda" or config.model.enforce_eager:
+        return False
+    planner = next((backend for backend in backends if not backend.is_capturable), None)
+    if planner is not None:
+        reason = f"{type(planner).__name__} plans {planner.group.name} layers on the host in every step"
+        chose("CUDA graphs", "none", reason)
+    return planner is None

@@ -1,0 +1,209 @@
+"""Facts about devices, in one place: architectures, shared memory, memory and FLOP rates, product names.
+
+Loads without torch. A compute capability is one number: 90 is sm_90.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from culet.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+KIB, GIB = 1 << 10, 1 << 30
+
+AMPERE, AMPERE_RTX, ADA, HOPPER, BLACKWELL, BLACKWELL_RTX = 80, 86, 89, 90, 100, 120
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What decoding reaches on a device. The draft length depends on the ratios only."""
+
+    bytes_per_s: float
+    flops_per_s: float
+    layer_s: float  # seconds that a layer takes besides its memory traffic and arithmetic
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The best that a GPU was measured at: a large copy, and a large bfloat16 matrix product."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+    def seconds(self, num_bytes: float, flops: float) -> float:
+        return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
+
+
+_RATES_8X = Rates(1.6e12, 250e12, 2e-5)
+
+
+@dataclass(frozen=True)
+class Arch:
+    """A GPU architecture, or a CPU."""
+
+    capability: int | None  # CUDA compute capability; None: a CPU
+    shared_bytes: int = 0  # the most shared memory that one block can have
+    rates: Rates = _RATES_8X
+    has_bfloat16: bool = True  # multiplies bfloat16 in hardware
+
+    @property
+    def name(self) -> str:
+        return "cpu" if self.capability is None else f"sm_{self.capability}"
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.capability is not None
+
+    @property
+    def has_e4m3(self) -> bool:
+        """Whether it converts to fp8 (e4m3); torch does so on a CPU."""
+        return self.capability is None or has_e4m3(self.capability)
+
+
+CPU = Arch(None, rates=Rates(1.0e10, 1.0e11, 2.5e-4), has_bfloat16=False)
+
+# Rates: sm_90 measured on an H200, the others from public figures.
+ARCHS: dict[str, Arch] = {
+    arch.name: arch
+    for arch in (
+        CPU,
+        Arch(AMPERE, 163 * KIB),
+        Arch(AMPERE_RTX, 99 * KIB),
+        Arch(ADA, 99 * KIB),
+        Arch(HOPPER, 227 * KIB, Rates(4.0e12, 650e12, 1.3e-5)),
+        Arch(BLACKWELL, 227 * KIB, Rates(6.5e12, 1300e12, 1.2e-5)),
+        Arch(BLACKWELL_RTX, 99 * KIB, Rates(1.4e12, 300e12, 1.5e-5)),
+    )
+}
+# Shared memory per block by capability, for every GPU architecture that the Triton kernels serve.
+SHARED_BYTES: dict[int, int] = {arch.capability: arch.shared_bytes for arch in ARCHS.values() if arch.capability is not None}
+CAPABILITIES = tuple(SHARED_BYTES)
+
+# Multiprocessors and capability that kernels assume where there is no GPU: those of an H200.
+ASSUMED_CAPABILITY, ASSUMED_MULTIPROCESSORS = HOPPER, 132
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device to plan for."""
+
+    name: str
+    arch: Arch
+    memory_bytes: int
+
+
+def _gpu(name: str, capability: int, gib: float) -> Gpu:
+    return Gpu(name, ARCHS[f"sm_{capability}"], int(gib * GIB))
+
+
+# Memory as CUDA reports it, which is less than the advertised size; rounded down.
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("a100", AMPERE, 79.1),
+        _gpu("a100-40gb", AMPERE, 39.3),
+        _gpu("a40", AMPERE_RTX, 44.3),
+        _gpu("rtx3090", AMPERE_RTX, 23.6),
+        _gpu("l4", ADA, 22.0),
+        _gpu("l40s", ADA, 44.3),
+        _gpu("rtx4090", ADA, 23.5),
+        _gpu("h100", HOPPER, 79.1),
+        _gpu("h200", HOPPER, 139.7),
+        _gpu("b200", BLACKWELL, 178.3),
+        _gpu("rtx5090", BLACKWELL_RTX, 31.3),
+        _gpu("rtxpro6000", BLACKWELL_RTX, 94.9),
+    )
+}
+
+# Measured, not from data sheets. By a part of the name that the driver gives the GPU.
+PEAKS: dict[str, Peaks] = {"H200": Peaks(4.2e12, 790e12)}
+
+
+def find_peaks(gpu_name: str) -> Peaks | None:
+    """The measured peaks of a GPU; None where it was not measured."""
+    return next((peaks for name, peaks in PEAKS.items() if name in gpu_name), None)
+
+
+def find_gpu(name: str) -> Gpu:
+    """The device called `name`: one of `GPUS`, `cpu` (this machine's), or `auto` (this machine's GPU, or its CPU)."""
+    key = _plain(name)
+    if key == "auto":
+        return detect()
+    if key == "cpu":
+        return Gpu("cpu", _this_cpu(), _cpu_memory())
+    for gpu in GPUS.values():
+        if _plain(gpu.name) == key:
+            return gpu
+    raise ConfigError(f"unknown GPU: {name!r}", hint=f"known: auto, cpu, {', '.join(GPUS)}")
+
+
+def _plain(name: str) -> str:
+    """RTX 4090, rtx-4090 and rtx4090 are the same name."""
+    return name.lower().translate(str.maketrans("", "", " _-"))
+
+
+def detect(device: str = "cuda") -> Gpu:
+    """The GPU behind `device`, or this machine's CPU if torch finds no GPU. Imports torch."""
+    import torch
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return find_gpu("cpu")
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(properties.name, arch_of(10 * properties.major + properties.minor), properties.total_memory)
+
+
+def capability_of(device: torch.device | int | None = None) -> int:
+    """The compute capability of a CUDA device (default: the current one). Imports torch."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def arch_of(capability: int) -> Arch:
+    """The newest known architecture of the same major version that is not newer; an unknown one assumes little."""
+    known = [number for number in CAPABILITIES if number // 10 == capability // 10 and number <= capability]
+    if known:
+        return ARCHS[f"sm_{max(known)}"]
+    return Arch(capability, shared_bytes=48 * KIB, has_bfloat16=capability >= AMPERE)
+
+
+def nearest_capability(capability: int) -> int:
+    """The newest known capability that is not newer: the one whose tiles a GPU takes."""
+    return max(known for known in CAPABILITIES if known <= capability)
+
+
+def is_hopper(capability: int) -> bool:
+    """Whether the GPU has Hopper's matrix instructions (wgmma), which no other architecture has."""
+    return capability // 10 == HOPPER // 10
+
+
+def has_e4m3(capability: int) -> bool:
+    """Whether the GPU converts to and from fp8 (e4m3)."""
+    return capability >= ADA
+
+
+def has_dependent_launch(capability: int) -> bool:
+    """Whether a kernel may start while the one before it still runs (programmatic dependent launch)."""
+    return capability >= HOPPER
+
+
+def _this_cpu() -> Arch:
+    """This machine's CPU."""
+    cpuinfo = Path("/proc/cpuinfo")
+    words = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    return Arch(None, rates=CPU.rates, has_bfloat16={"avx512bw", "avx512vl", "avx512dq"} <= words or "bf16" in words)
+
+
+def _cpu_memory() -> int:
+    """Bytes of this machine's memory."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 8 * GIB  # the system does not say; only `plan --gpu cpu` uses it

@@ -1,0 +1,58 @@
+"""Compiles kernels for a GPU that is not here, to check that they fit it. Each architecture has its own compiler process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import triton
+from triton import knobs
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.cache import get_cache_key
+
+from culet.errors import InternalError
+from culet.kernels.compiling import count_elsewhere, hash_kernels, is_on_disk, start_compiler
+from culet.kernels.triton.launch import Launch
+from culet.line_process import LineProcess
+
+_LIMIT_S = 600.0  # for one kernel, also on a busy machine
+
+_compilers: dict[int, LineProcess] = {}  # by capability
+
+
+def compile_for(launch: Launch, capability: int) -> Any:
+    """The compiled kernel of `launch` for `capability` (90 is sm_90). Its tensors may be on the meta device.
+
+    The kernel is compiled by a process that compiles for this architecture only, and then loaded from the disk cache:
+    `compiler_process` explains why this process must not compile for several.
+    """
+    hash_kernels()
+    signature, constants, attributes = launch.specialization()
+    kernel, target = launch.kernel, GPUTarget("cuda", capability, 32)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
+    backend = make_backend(target)
+    key = get_cache_key(source, backend, backend.parse_options(launch.options), get_cache_invalidating_env_vars())
+    if not is_on_disk(key, source.name):
+        specialization = {
+            "signature": signature,
+            "constant_keys": [list(place) for place in constants],
+            "constant_vals": list(constants.values()),
+            "attrs_keys": [list(place) for place in attributes],
+            "attrs_vals": list(attributes.values()),
+            "options": launch.options,
+        }
+        job = {"cache": knobs.cache.dir, "module": kernel.__module__, "kernel": kernel.__name__, "capability": capability}
+        answer = _compiler(capability).ask(json.dumps({**job, "specialization": json.dumps(specialization)}), _LIMIT_S)
+        if answer["error"]:
+            raise InternalError(f"{source.name} does not compile for sm_{capability}: {answer['error']}")
+        count_elsewhere(answer)
+    return triton.compile(source, target=target, options=launch.options)
+
+
+def _compiler(capability: int) -> LineProcess:
+    if capability not in _compilers or not _compilers[capability].is_alive:
+        _compilers[capability] = start_compiler(has_launchers=False)
+    return _compilers[capability]

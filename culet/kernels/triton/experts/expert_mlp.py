@@ -1,0 +1,388 @@
+"""The MLPs of routed experts: by assignment for few tokens, by groups of tokens for more.
+
+    y[t] = sum_j weights[t, j] * down[ids[t, j]] @ (gelu(gate[ids[t, j]] @ x[t]) * (up[ids[t, j]] @ x[t]))
+
+By assignment: one launch multiplies each chosen expert's gate and up rows by its token, another sums a token's experts;
+weights are read once per assignment. By groups: each expert's assignments are listed on the device (without a host sync, so
+that a graph can capture it), tiles of its weights go to the tensor cores with its tokens as columns, and the last launch sums
+a token's experts. Both sum in float32 in a fixed order.
+
+Shapes: T tokens · D model · E experts · K experts per token · A = T * K assignments (a = t * K + j) · F expert width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import shared_bytes, stages_that_fit, uses_pdl
+from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
+from culet.kernels.triton.maths import gelu
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTile:
+    """Tile of the grouped kernels: `block_m` assignments of one expert x `block_n` outputs (and as many up rows)."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RowTile:
+    """Tile of the kernels by assignment."""
+
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 1
+
+
+@triton.jit
+def _assigned_up_kernel(
+    x,
+    ids,
+    gate_up,
+    hidden,
+    x_stride,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """hidden[a, n] = gelu(gate row n . x) * (up row n . x) for one assignment a and BLOCK_N rows."""
+    enter(PDL)
+    assignment = tl.program_id(1)
+    expert = tl.load(ids + assignment).to(tl.int64)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    cols = tl.arange(0, BLOCK_K)
+    x_ptr = x + (assignment // TOP_K).to(tl.int64) * x_stride
+    gate_ptrs = gate_up + expert * (2 * F * D) + tl.where(rows < F, rows, 0)[:, None] * D + cols[None, :]
+    up_ptrs = gate_ptrs + F * D
+    gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    WHOLE: tl.constexpr = D // BLOCK_K * BLOCK_K
+    for k in tl.range(0, WHOLE, BLOCK_K, num_stages=STAGES):
+        x_row = tl.load(x_ptr + k + cols).to(tl.float32)[None, :]
+        gate += tl.load(gate_ptrs + k, eviction_policy="evict_first").to(tl.float32) * x_row
+        up += tl.load(up_ptrs + k, eviction_policy="evict_first").to(tl.float32) * x_row
+    if WHOLE < D:
+        inside = cols < D - WHOLE
+        x_row = tl.load(x_ptr + WHOLE + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        gate += tl.load(gate_ptrs + WHOLE, mask=inside[None, :], other=0.0).to(tl.float32) * x_row
+        up += tl.load(up_ptrs + WHOLE, mask=inside[None, :], other=0.0).to(tl.float32) * x_row
+    out = gelu(tl.sum(gate, 1)) * tl.sum(up, 1)
+    tl.store(hidden + assignment * F + rows, out.to(hidden.dtype.element_ty), mask=rows < F)
+
+
+@triton.jit
+def _assigned_down_kernel(
+    hidden,
+    ids,
+    weights,
+    down,
+    y,
+    y_stride,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y[t, n] = sum over t's experts of weight * (down row n . hidden), for BLOCK_N rows; one sum over all experts' widths."""
+    token = tl.program_id(1)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    cols = tl.arange(0, BLOCK_K)
+    safe_rows = tl.where(rows < D, rows, 0)
+    enter(PDL)
+    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    LENGTH: tl.constexpr = TOP_K * F
+    for k in tl.range(0, LENGTH, BLOCK_K, num_stages=STAGES):
+        at = k + cols
+        inside = at < LENGTH
+        j = at // F
+        expert = tl.load(ids + token * TOP_K + j, mask=inside, other=0).to(tl.int64)
+        weight = tl.load(weights + token * TOP_K + j, mask=inside, other=0.0)
+        h = tl.load(hidden + token * LENGTH + at, mask=inside, other=0.0).to(tl.float32) * weight
+        down_ptrs = down + (expert * (D * F) + at % F)[None, :] + safe_rows[:, None] * F
+        tile = tl.load(down_ptrs, mask=inside[None, :], other=0.0, eviction_policy="evict_first").to(tl.float32)
+        total += tile * h[None, :]
+    tl.store(y + token * y_stride + rows, tl.sum(total, 1).to(y.dtype.element_ty), mask=rows < D)
+
+
+@triton.jit(do_not_specialize=["A", "T"])
+def _group_kernel(ids, members, counts, A, T, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """members[e, :counts[e]] = the assignments of expert e in ascending order. One program per expert."""
+    enter(PDL)
+    expert = tl.program_id(0)
+    offsets = tl.arange(0, CHUNK)
+    count = 0
+    for begin in tl.range(0, A, CHUNK):
+        at = begin + offsets
+        is_mine = (tl.load(ids + at, mask=at < A, other=-1) == expert).to(tl.int32)
+        place = count + tl.cumsum(is_mine, 0) - is_mine
+        tl.store(members + expert.to(tl.int64) * T + place, at, mask=is_mine != 0)
+        count += tl.sum(is_mine, 0)
+    tl.store(counts + expert, count)
+
+
+@triton.jit
+def _find_members(members, counts, T, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The expert of this program's tile (E: none), its assignments, and which of them are real."""
+    block = tl.program_id(1)
+    experts = tl.arange(0, BLOCK_E)
+    number = tl.load(counts + experts, mask=experts < E, other=0)
+    tiles = (number + BLOCK_M - 1) // BLOCK_M
+    ends = tl.cumsum(tiles, 0)
+    expert = tl.sum((ends <= block).to(tl.int32), 0).to(tl.int64)
+    first = (block - tl.max(tl.where(ends <= block, ends, 0), 0)) * BLOCK_M
+    place = first + tl.arange(0, BLOCK_M)
+    is_real = place < tl.sum(tl.where(experts == expert, number, 0), 0)
+    return expert, tl.load(members + expert * T + place, mask=is_real, other=0).to(tl.int64), is_real
+
+
+@triton.jit
+def _load_tokens(ptrs, is_real, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns k .. k + BLOCK_K - 1 of K as rows of a tile, one column per assignment; zeros for those that are not real."""
+    mask = is_real[None, :]
+    if K % BLOCK_K != 0:
+        mask = mask & (tl.arange(0, BLOCK_K) < K - k)[:, None]
+    return tl.load(ptrs + k, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_weights(ptrs, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns k .. k + BLOCK_K - 1 of K, for some rows of an expert's weights."""
+    if K % BLOCK_K == 0:
+        tile = tl.load(ptrs + k)
+    else:
+        tile = tl.load(ptrs + k, mask=(tl.arange(0, BLOCK_K) < K - k)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit(do_not_specialize=["T"])
+def _grouped_up_kernel(
+    x,
+    members,
+    counts,
+    gate_up,
+    hidden,
+    T,
+    x_stride,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """hidden[a, n] for BLOCK_M assignments of one expert and BLOCK_N gate and up rows."""
+    enter(PDL)
+    expert, assignment, is_real = _find_members(members, counts, T, E, BLOCK_E, BLOCK_M)
+    if expert < E:
+        rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        cols = tl.arange(0, BLOCK_K)
+        x_ptrs = x + (assignment // TOP_K)[None, :] * x_stride + cols[:, None]
+        safe_rows = tl.where(rows < F, rows, 0)
+        gate_ptrs = gate_up + expert * (2 * F * D) + safe_rows[:, None] * D + cols[None, :]
+        up_ptrs = gate_ptrs + F * D
+        gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for k in tl.range(0, D, BLOCK_K, num_stages=STAGES):
+            x_tile = _load_tokens(x_ptrs, is_real, k, D, BLOCK_K)
+            gate_tile = _load_weights(gate_ptrs, k, D, BLOCK_K)
+            up_tile = _load_weights(up_ptrs, k, D, BLOCK_K)
+            gate = tl.dot(gate_tile, x_tile, gate)
+            up = tl.dot(up_tile, x_tile, up)
+        out = gelu(gate) * up
+        out_ptrs = hidden + assignment[None, :] * F + rows[:, None]
+        tl.store(out_ptrs, out.to(hidden.dtype.element_ty), mask=is_real[None, :] & (rows < F)[:, None])
+
+
+@triton.jit(do_not_specialize=["T"])
+def _grouped_down_kernel(
+    hidden,
+    members,
+    counts,
+    down,
+    out,
+    T,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[a, n] = down row n . hidden[a] for BLOCK_M assignments of one expert and BLOCK_N rows."""
+    enter(PDL)
+    expert, assignment, is_real = _find_members(members, counts, T, E, BLOCK_E, BLOCK_M)
+    if expert < E:
+        rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        cols = tl.arange(0, BLOCK_K)
+        h_ptrs = hidden + assignment[None, :] * F + cols[:, None]
+        safe_rows = tl.where(rows < D, rows, 0)
+        down_ptrs = down + expert * (D * F) + safe_rows[:, None] * F + cols[None, :]
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for k in tl.range(0, F, BLOCK_K, num_stages=STAGES):
+            h_tile = _load_tokens(h_ptrs, is_real, k, F, BLOCK_K)
+            total = tl.dot(_load_weights(down_ptrs, k, F, BLOCK_K), h_tile, total)
+        out_ptrs = out + assignment[None, :] * D + rows[:, None]
+        tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=is_real[None, :] & (rows < D)[:, None])
+
+
+@triton.jit
+def _combine_kernel(
+    out,
+    weights,
+    y,
+    y_stride,
+    D: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y[t] = sum_j weights[t, j] * out[t * K + j]."""
+    enter(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        weight = tl.load(weights + token * TOP_K + j)
+        total += weight * tl.load(out + (token * TOP_K + j) * D + cols, mask=cols < D, other=0.0).to(tl.float32)
+    tl.store(y + token * y_stride + cols, total.to(y.dtype.element_ty), mask=cols < D)
+
+
+# Measured on an H200: 128 experts of 704, 8 per token, hidden 2816 (docs/log/linear.md).
+ASSIGNED_TOKENS = 4  # up to this many tokens go by assignment
+UP_ROWS, UP_ROWS_ONE = RowTile(4, 256, 4), RowTile(8, 256, 4)  # the second at one token
+DOWN_ROWS = RowTile(8, 1024, 4)
+UP_TILES = {
+    16: GroupTile(16, 64, 128, 4, 3),
+    32: GroupTile(32, 64, 128, 4, 3),
+    64: GroupTile(64, 64, 64, 4, 3),
+    128: GroupTile(128, 64, 64, 8, 3),
+}
+DOWN_TILES = {
+    16: GroupTile(16, 128, 64, 4, 4),
+    32: GroupTile(32, 128, 64, 4, 4),
+    64: GroupTile(64, 128, 64, 4, 4),
+    128: GroupTile(128, 128, 64, 8, 3),
+}
+BLOCKS = ((16, 16), (32, 32), (64, 96))  # assignments per tile, if experts have fewer than this on average; else 128
+GROUP_CHUNK = 4096  # assignments that a program reads at a time
+
+
+def describe_assigned(
+    x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, y_TD: Tensor, **extra: Any
+) -> list[Launch]:
+    """The two launches by assignment. `extra`: up and down (RowTile), pdl."""
+    num_tokens, top_k = ids_TK.shape
+    _, size, width = down_EDF.shape
+    up, down = extra.get("up", UP_ROWS_ONE if num_tokens == 1 else UP_ROWS), extra.get("down", DOWN_ROWS)
+    hidden = torch.empty(num_tokens * top_k, width, dtype=x_TD.dtype, device=x_TD.device)
+    shape = {"D": size, "F": width, "TOP_K": top_k, "PDL": bool(extra.get("pdl", False))}
+    first = {"x": x_TD, "ids": ids_TK, "gate_up": gate_up_EFD, "hidden": hidden, "x_stride": x_TD.stride(0), **shape}
+    second = {
+        "hidden": hidden,
+        "ids": ids_TK,
+        "weights": weights_TK,
+        "down": down_EDF,
+        "y": y_TD,
+        "y_stride": y_TD.stride(0),
+        **shape,
+    }
+    return [
+        Launch(
+            _assigned_up_kernel,
+            (cdiv(width, up.block_n), num_tokens * top_k),
+            {**first, "BLOCK_N": up.block_n, "BLOCK_K": up.block_k, "STAGES": up.num_stages},
+            options(up.num_warps, bool(extra.get("pdl", False))),
+        ),
+        Launch(
+            _assigned_down_kernel,
+            (cdiv(size, down.block_n), num_tokens),
+            {**second, "BLOCK_N": down.block_n, "BLOCK_K": down.block_k, "STAGES": down.num_stages},
+            options(down.num_warps, bool(extra.get("pdl", False))),
+        ),
+    ]
+
+
+def describe_grouped(
+    x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, y_TD: Tensor, **extra: Any
+) -> list[Launch]:
+    """The four launches by groups. `extra`: up and down (GroupTile), pdl, shared (bytes)."""
+    num_tokens, top_k = ids_TK.shape
+    num_experts, size, width = down_EDF.shape
+    assigned = num_tokens * top_k
+    block_m = next((block for block, most in BLOCKS if assigned < most * num_experts), 128)
+    up, down = extra.get("up", UP_TILES[block_m]), extra.get("down", DOWN_TILES[block_m])
+    device, pdl = x_TD.device, bool(extra.get("pdl", False))
+    members = torch.empty(num_experts, num_tokens, dtype=torch.int32, device=device)
+    counts = torch.empty(num_experts, dtype=torch.int32, device=device)
+    hidden = torch.empty(assigned, width, dtype=x_TD.dtype, device=device)
+    out = torch.empty(assigned, size, dtype=x_TD.dtype, device=device)
+    block_e = next_power_of_2(num_experts)
+    shape = {"T": num_tokens, "D": size, "F": width, "E": num_experts, "BLOCK_E": block_e, "PDL": pdl}
+    lists = {"members": members, "counts": counts}
+    first = {"x": x_TD, "gate_up": gate_up_EFD, "hidden": hidden, "x_stride": x_TD.stride(0), "TOP_K": top_k, **lists, **shape}
+    second = {"hidden": hidden, "down": down_EDF, "out": out, **lists, **shape}
+    third = {"out": out, "weights": weights_TK, "y": y_TD, "y_stride": y_TD.stride(0), "D": size, "TOP_K": top_k}
+    chunk, group_warps = min(GROUP_CHUNK, max(128, next_power_of_2(assigned))), 4 if assigned <= GROUP_CHUNK else 8
+    grouping = {"ids": ids_TK, "A": assigned, "T": num_tokens, "CHUNK": chunk, "PDL": pdl, **lists}
+    block_d = min(1024, next_power_of_2(size))
+    return [
+        Launch(_group_kernel, (num_experts,), grouping, options(group_warps, pdl)),
+        _grouped(_grouped_up_kernel, width, up, first, pdl=pdl, shared=extra.get("shared")),
+        _grouped(_grouped_down_kernel, size, down, second, pdl=pdl, shared=extra.get("shared")),
+        Launch(
+            _combine_kernel,
+            (num_tokens, cdiv(size, block_d)),
+            {**third, "BLOCK_D": block_d, "PDL": pdl},
+            options(4, pdl),
+        ),
+    ]
+
+
+def _grouped(kernel: Any, outputs: int, tile: GroupTile, arguments: dict[str, Any], **extra: Any) -> Launch:
+    """A grouped launch over as many blocks as there can be; blocks without assignments return at once."""
+    hidden, num_experts, pdl = arguments["hidden"], arguments["E"], bool(extra.get("pdl", False))
+    blocks = min(hidden.shape[0], hidden.shape[0] // tile.block_m + num_experts)
+    rows = tile.block_m + tile.block_n * (2 if "gate_up" in arguments else 1)
+    limit = int(extra.get("shared") or shared_bytes(hidden.device))
+    stages = stages_that_fit(tile.num_stages, rows * tile.block_k * hidden.element_size(), limit)
+    sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "STAGES": stages}
+    grid = (cdiv(outputs, tile.block_n), blocks)
+    return Launch(kernel, grid, {**arguments, **sizes}, options(tile.num_warps, pdl))
+
+
+def experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
+    """sum over a token's experts of weight * down(gelu_tanh(gate(x)) * up(x)), [T, D]."""
+    y_TD = torch.empty_like(x_TD)
+    if not x_TD.shape[0]:
+        return y_TD
+    describe = describe_assigned if x_TD.shape[0] <= ASSIGNED_TOKENS else describe_grouped
+    for launch in describe(x_TD, weights_TK, experts_TK, gate_up_EFD, down_EDF, y_TD, pdl=uses_pdl(x_TD.device)):
+        launch.run()
+    return y_TD

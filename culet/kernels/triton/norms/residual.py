@@ -1,0 +1,298 @@
+"""RMS norms fused with residual adds, layer scalars and the next block's norm. One program per token.
+
+    norm(x, w) = x / sqrt(mean(x^2) + eps) * w                                        rms_norm
+    x' = (x + norm(delta, w)) * scalar; next = norm(x', next_w)                       residual_norm (w None: x + delta)
+    the same with two next norms (dense MLP and experts read one stream)             residual_norm_two
+    the same with delta = norm(a, w_a) + norm(b, w_b) (dense MLP and experts summed)  residual_norm_joint
+
+Arithmetic is float32; x' is rounded once, and the next norm reads the rounded x', as every later reader does.
+Shapes: T tokens · D model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from culet.kernels.triton.dependent_launch import enter, options
+from culet.kernels.triton.device import uses_pdl
+from culet.kernels.triton.launch import Launch, next_power_of_2, run_prepared
+
+
+@triton.jit
+def _norm(x, weight, D: tl.constexpr, eps: tl.constexpr):
+    """norm of a float32 row whose columns past D are zero; the weights are already loaded."""
+    return x * tl.rsqrt(tl.sum(x * x, 0) / D + eps) * weight
+
+
+@triton.jit
+def _load(pointer, cols, inside):
+    return tl.load(pointer + cols, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, weight, y, x_stride, y_stride, D: tl.constexpr, eps: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_D)
+    inside = cols < D
+    w = _load(weight, cols, inside)
+    enter(PDL)
+    row = _load(x + token * x_stride, cols, inside)
+    tl.store(y + token * y_stride + cols, _norm(row, w, D, eps).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum_norms_kernel(
+    a,
+    b,
+    weight_a,
+    weight_b,
+    y,
+    a_stride,
+    b_stride,
+    D: tl.constexpr,
+    eps: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_D)
+    inside = cols < D
+    w_a, w_b = _load(weight_a, cols, inside), _load(weight_b, cols, inside)
+    enter(PDL)
+    total = _norm(_load(a + token * a_stride, cols, inside), w_a, D, eps)
+    total += _norm(_load(b + token * b_stride, cols, inside), w_b, D, eps)
+    tl.store(y + token * D + cols, total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _residual_norm_kernel(
+    x,
+    delta,
+    other,
+    weight,
+    delta_weight,
+    other_weight,
+    scalar,
+    next_a,
+    next_b,
+    out,
+    out_a,
+    out_b,
+    x_stride,
+    delta_stride,
+    part_stride,
+    other_stride,
+    D: tl.constexpr,
+    eps: tl.constexpr,
+    IS_JOINT: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_SCALAR: tl.constexpr,
+    NUM_NEXT: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """All residual norms of this file. The outputs are contiguous [T, D]; delta is the sum of its parts."""
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_D)
+    inside = cols < D
+    # Weights first: they need no other kernel's output, and one cache miss after another would cost more than the rest.
+    if HAS_NORM:
+        w = _load(weight, cols, inside)
+    if IS_JOINT:
+        w_delta, w_other = _load(delta_weight, cols, inside), _load(other_weight, cols, inside)
+    if NUM_NEXT >= 1:
+        w_a = _load(next_a, cols, inside)
+    if NUM_NEXT >= 2:
+        w_b = _load(next_b, cols, inside)
+    if HAS_SCALAR:
+        factor = tl.load(scalar).to(tl.float32)
+    enter(PDL)
+    row = _load(x + token * x_stride, cols, inside)
+    change = _load(delta + token * delta_stride, cols, inside)
+    for part in tl.static_range(1, NUM_PARTS):
+        change += _load(delta + part * part_stride + token * delta_stride, cols, inside)
+    if IS_JOINT:
+        more = _load(other + token * other_stride, cols, inside)
+        change = _norm(change, w_delta, D, eps) + _norm(more, w_other, D, eps)
+        change = change.to(out.dtype.element_ty).to(tl.float32)
+    if HAS_NORM:
+        change = _norm(change, w, D, eps)
+    row += change
+    if HAS_SCALAR:
+        row *= factor
+    rounded = row.to(out.dtype.element_ty)
+    tl.store(out + token * D + cols, rounded, mask=inside)
+    if NUM_NEXT >= 1:
+        row = rounded.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(row * row, 0) / D + eps)
+        tl.store(out_a + token * D + cols, (row * scale * w_a).to(out.dtype.element_ty), mask=inside)
+    if NUM_NEXT >= 2:
+        tl.store(out_b + token * D + cols, (row * scale * w_b).to(out.dtype.element_ty), mask=inside)
+
+
+FEW_TOKENS = 64  # up to here the time of one program counts; above, how many programs run at once
+
+
+def _num_warps(size: int, num_tokens: int) -> int:
+    if size > 2048:
+        return 8 if num_tokens <= FEW_TOKENS or size > 4096 else 4
+    return 4 if size > 512 else 2
+
+
+def describe_rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, y_TD: Tensor, pdl: bool) -> Launch:
+    num_tokens, size = x_TD.shape
+    arguments: dict[str, Any] = {
+        "x": x_TD,
+        "weight": weight_D,
+        "y": y_TD,
+        "x_stride": x_TD.stride(0),
+        "y_stride": y_TD.stride(0),
+    }
+    arguments |= {"D": size, "eps": eps, "BLOCK_D": next_power_of_2(size), "PDL": pdl}
+    return Launch(_rms_norm_kernel, (num_tokens,), arguments, options(_num_warps(size, num_tokens), pdl))
+
+
+def describe_sum_norms(
+    a_TD: Tensor, b_TD: Tensor, weight_a_D: Tensor, weight_b_D: Tensor, eps: float, y_TD: Tensor, pdl: bool
+) -> Launch:
+    num_tokens, size = a_TD.shape
+    arguments: dict[str, Any] = {"a": a_TD, "b": b_TD, "weight_a": weight_a_D, "weight_b": weight_b_D, "y": y_TD}
+    arguments |= {"a_stride": a_TD.stride(0), "b_stride": b_TD.stride(0), "D": size, "eps": eps}
+    arguments |= {"BLOCK_D": next_power_of_2(size), "PDL": pdl}
+    return Launch(_sum_norms_kernel, (num_tokens,), arguments, options(_num_warps(size, num_tokens), pdl))
+
+
+def describe_residual(
+    x_TD: Tensor,
+    deltas: tuple[Tensor, ...],
+    weights: tuple[Tensor, ...],
+    scalar: Tensor | None,
+    next_weights: tuple[Tensor, ...],
+    eps: float,
+    outs: tuple[Tensor, ...],
+    pdl: bool,
+) -> Launch:
+    """`deltas` is one tensor, or two that are normed and summed; the first may be parts [S, T, D].
+
+    `weights` are those of the two deltas' norms, if there are two, then that of the norm before the add (none: no norm).
+    """
+    num_tokens, size = x_TD.shape
+    is_joint = len(deltas) == 2
+    num_parts, part_stride = (deltas[0].shape[0], deltas[0].stride(0)) if deltas[0].dim() == 3 else (1, 0)
+    spare = outs[0]  # for pointers that are neither read nor written
+    arguments: dict[str, Any] = {
+        "x": x_TD,
+        "delta": deltas[0],
+        "other": deltas[1] if is_joint else spare,
+        "weight": weights[-1] if weights else spare,
+        "delta_weight": weights[0] if is_joint else spare,
+        "other_weight": weights[1] if is_joint else spare,
+        "scalar": spare if scalar is None else scalar,
+        "next_a": next_weights[0] if next_weights else spare,
+        "next_b": next_weights[1] if len(next_weights) > 1 else spare,
+        "out": outs[0],
+        "out_a": outs[1] if len(outs) > 1 else spare,
+        "out_b": outs[2] if len(outs) > 2 else spare,
+        "x_stride": x_TD.stride(0),
+        "delta_stride": deltas[0].stride(-2),
+        "part_stride": part_stride,
+        "other_stride": deltas[1].stride(0) if is_joint else 0,
+        "D": size,
+        "eps": eps,
+        "IS_JOINT": is_joint,
+        "HAS_NORM": bool(weights),
+        "HAS_SCALAR": scalar is not None,
+        "NUM_NEXT": len(next_weights),
+        "NUM_PARTS": num_parts,
+        "BLOCK_D": next_power_of_2(size),
+        "PDL": pdl,
+    }
+    return Launch(_residual_norm_kernel, (num_tokens,), arguments, options(_num_warps(size, num_tokens), pdl))
+
+
+def _residual(
+    x_TD: Tensor,
+    deltas: tuple[Tensor, ...],
+    weights: tuple[Tensor, ...],
+    scalar: Tensor | None,
+    next_weights: tuple[Tensor, ...],
+    eps: float,
+) -> tuple[Tensor, ...]:
+    num_tokens, size = x_TD.shape
+    outs = tuple([torch.empty_like(x_TD) for _ in range(1 + len(next_weights))])
+    if num_tokens:
+        delta, scalars = deltas[0], () if scalar is None else (scalar,)
+        kind = len(deltas), len(weights), len(next_weights), scalar is None, num_tokens <= FEW_TOKENS
+        shapes = x_TD.stride(0), delta.shape[0] if delta.dim() == 3 else 1, delta.stride(), deltas[-1].stride(0)
+        run_prepared(
+            ("residual", x_TD.get_device(), x_TD.dtype, delta.dtype, deltas[-1].dtype, size, eps, kind, shapes),
+            (num_tokens, 1),
+            (x_TD, *deltas, *weights, *scalars, *next_weights, *outs),
+            lambda: describe_residual(x_TD, deltas, weights, scalar, next_weights, eps, outs, uses_pdl(x_TD.device)),
+        )
+    return outs
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight: the weight itself, not 1 + weight."""
+    y_TD = torch.empty_like(x_TD)
+    if x_TD.shape[0]:
+        describe_rms_norm(x_TD, weight_D, eps, y_TD, uses_pdl(x_TD.device)).run()
+    return y_TD
+
+
+def sum_norms(a_TD: Tensor, b_TD: Tensor, weight_a_D: Tensor, weight_b_D: Tensor, eps: float) -> Tensor:
+    """norm(a) * weight_a + norm(b) * weight_b: dense MLP and experts before their common norm."""
+    y_TD = torch.empty_like(a_TD)
+    if a_TD.shape[0]:
+        describe_sum_norms(a_TD, b_TD, weight_a_D, weight_b_D, eps, y_TD, uses_pdl(a_TD.device)).run()
+    return y_TD
+
+
+def residual_norm(
+    x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor | None, scalar: Tensor | None, next_weight_D: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """x' = (x + norm(delta) * weight) * scalar, and the next block's input norm(x') * next_weight (None: not wanted).
+
+    Without a `weight_D` delta is not normed, as in decoders that norm only before their blocks. delta may be parts [S, T, D],
+    which are summed.
+    """
+    outs = _residual(
+        x_TD,
+        (delta_TD,),
+        () if weight_D is None else (weight_D,),
+        scalar,
+        () if next_weight_D is None else (next_weight_D,),
+        eps,
+    )
+    return outs[0], outs[1] if next_weight_D is not None else None
+
+
+def residual_norm_two(
+    x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, next_a_D: Tensor, next_b_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x' = x + norm(delta) * weight, and both norm(x') * next_a and norm(x') * next_b."""
+    out, out_a, out_b = _residual(x_TD, (delta_TD,), (weight_D,), None, (next_a_D, next_b_D), eps)
+    return out, out_a, out_b
+
+
+def residual_norm_joint(
+    x_TD: Tensor,
+    a_TD: Tensor,
+    b_TD: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    scalar: Tensor | None,
+    next_weight_D: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor | None]:
+    """residual_norm of delta = norm(a) * weights[0] + norm(b) * weights[1], where weights[2] is delta's norm weight."""
+    outs = _residual(x_TD, (a_TD, b_TD), weights, scalar, () if next_weight_D is None else (next_weight_D,), eps)
+    return outs[0], outs[1] if next_weight_D is not None else None

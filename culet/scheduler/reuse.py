@@ -1,0 +1,54 @@
+"""Prefix reuse by sequences: where one resumes, and which resume points it leaves."""
+
+from __future__ import annotations
+
+from culet.cache.prefix import Match
+from culet.scheduler.page_allocator import PageAllocator
+from culet.scheduler.rows import PlannedRow
+from culet.scheduler.sequence import Sequence
+from culet.scheduler.stats import Counters
+
+
+def find_prefix(seq: Sequence, page_allocator: PageAllocator) -> Match:
+    """Where `seq` can resume. Prompt tokens whose log-probabilities are wanted must be computed."""
+    prefix = page_allocator.prefix
+    if prefix is None:
+        return Match(None, 0, 0)
+    assert seq.keys is not None
+    limit = min(len(seq.tokens) - 1, seq.num_scored) if seq.needs_scoring else len(seq.tokens) - 1
+    match = prefix.find(seq.tokens, seq.keys, limit)
+    if match.point is not None:
+        # Even if the sequence must wait: do not evict this point meanwhile, nor where the next prompt may diverge.
+        prefix.touch(match.point)
+        for length in seq.request.resume_lengths:
+            prefix.touch_at(seq.tokens, length, seq.keys)
+    return match
+
+
+def count_prefix(seq: Sequence, match: Match, counters: Counters) -> None:
+    """Count a look-up whose sequence has started."""
+    counters.prefix_queries += 1
+    counters.prefix_query_tokens += len(seq.tokens)
+    counters.prefix_hits += match.point is not None
+    counters.prefix_hit_tokens += match.resume
+    if not seq.is_announced:
+        seq.num_cached = min(match.resume, seq.prompt_len)
+
+
+def keep_row_points(plan: PlannedRow, page_allocator: PageAllocator) -> None:
+    """Keep a resume point where a prompt ends, and where later prompts may diverge: these last, so that they live longer."""
+    seq = plan.owner
+    if plan.row.start < seq.prefill_end == seq.num_computed:
+        keep_point(seq, seq.num_computed, page_allocator)
+    for length in plan.resume_lengths:
+        keep_point(seq, length, page_allocator)
+
+
+def keep_point(seq: Sequence, length: int, page_allocator: PageAllocator) -> None:
+    """Keep a resume point at `length` tokens of what `seq` has computed."""
+    prefix, tables = page_allocator.prefix, seq.raw_tables()
+    # If a forked sequence still waits for copies of pages, its parent has kept everything it has.
+    if prefix is None or not length or any(page_allocator.is_awaiting_copy(table.pages) for table in tables):
+        return
+    assert seq.keys is not None
+    prefix.insert(seq.tokens, length, seq.keys, tables)

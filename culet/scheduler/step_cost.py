@@ -1,0 +1,150 @@
+"""What steps cost: a model from sizes, corrected by the measured times of real steps. No torch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+
+NUM_TIMES = 8  # times kept for each kind of step
+MIN_TIMES = 3  # of each kind, before their times are compared
+FRESH = 96  # steps: a machine's speed drifts, so only times taken this close together are compared
+FADE = 0.02  # how far each measurement of one length moves what is believed of the others
+MAX_CORRECTION = 10.0  # how far a round's measured cost may be from the model's, either way
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of steps on a device that reads weights, multiplies, and waits for the host between draft rounds."""
+
+    dense_bytes: float  # weights that every step reads
+    expert_bytes: float  # of one expert in all layers; 0: the model has no experts
+    num_experts: int
+    top_k: int
+    flops_per_token: float
+    draft_bytes: float  # weights that one pass of the drafter reads
+    drafts_at_once: bool  # one pass of the drafter gives all drafts of a round
+    bytes_per_s: float
+    flops_per_s: float
+    wait_s: float  # per round: time that look-ahead does not hide
+    step_s: float = 0.0  # fixed part of a step: launching its layers
+    draft_s: float = 0.0  # fixed part of a drafter's pass
+    token_s: float = 0.0  # of each token besides matrix products: attention, norms, sampling
+    wait_per_seq_s: float = 0.0  # part of the wait that grows with the batch
+    each_draft_s: float | None = None  # one draft of one sequence and its part of the verify, if measured
+    is_padded: bool = False  # every row of a verify step is as long as the longest
+
+    def step(self, num_tokens: int) -> float:
+        """Seconds of a step of the target. More tokens touch more experts, as if each token chose independently."""
+        touched = 0.0
+        if self.num_experts:
+            touched = self.num_experts * (1.0 - (1.0 - self.top_k / self.num_experts) ** num_tokens)
+        read = (self.dense_bytes + touched * self.expert_bytes) / self.bytes_per_s
+        products = max(read, num_tokens * self.flops_per_token / self.flops_per_s)
+        return self.step_s + num_tokens * self.token_s + products
+
+    def overhead(self, num_seqs: int, num_drafting: int, num_drafts: int) -> float:
+        """What a round adds to a plain step of `num_seqs` sequences, as a share of that step.
+
+        `num_drafting` of the sequences have `num_drafts` drafts each; the others have none.
+        """
+        if not num_drafts or not num_drafting:
+            return 0.0
+        extra = self._extra(num_seqs, num_seqs if self.is_padded else num_drafting, num_drafts)
+        if self.each_draft_s is not None:
+            extra *= self.each_draft_s * num_drafts / self._extra(1, 1, num_drafts)
+        return (extra + self.wait_s + num_seqs * self.wait_per_seq_s) / self.step(num_seqs)
+
+    def _extra(self, num_seqs: int, num_drafting: int, num_drafts: int) -> float:
+        """Seconds of the drafting and of the drafts' tokens in the verify, as far as they follow from sizes."""
+        num_passes = 1 if self.drafts_at_once else num_drafts
+        drafting = num_passes * (self.draft_bytes / self.bytes_per_s + self.draft_s)
+        return self.step(num_seqs + num_drafting * num_drafts) - self.step(num_seqs) + drafting
+
+    def fitted(self, measured: Mapping[int, float]) -> StepCost:
+        """The same model, fitted to the measured seconds of rounds of one sequence with 0, 1 and the most drafts.
+
+        What a round adds to a plain step is a part for each draft, and a wait that does not grow with them.
+        """
+        speed = measured[0] / self.step(1)
+        most, wait_per_seq = max(measured), self.wait_per_seq_s * speed
+        beyond = {count: max(0.0, measured[count] - measured[0] - wait_per_seq) for count in (1, most)}
+        each = beyond[1] if most == 1 else max(0.0, (beyond[most] - beyond[1]) / (most - 1))
+        return replace(
+            self,
+            bytes_per_s=self.bytes_per_s / speed,
+            flops_per_s=self.flops_per_s / speed,
+            step_s=self.step_s * speed,
+            draft_s=self.draft_s * speed,
+            token_s=self.token_s * speed,
+            wait_per_seq_s=wait_per_seq,
+            wait_s=max(0.0, beyond[most] - most * each),
+            each_draft_s=each,
+        )
+
+
+class MeasuredCost:
+    """A StepCost with corrections: how much more rounds add to a step than the model says, by batch size and drafts."""
+
+    def __init__(self, model: StepCost) -> None:
+        self.model = model
+        self._num_steps = 0
+        self._plain: dict[int, _Recent] = {}  # seconds of plain steps, by size
+        self._rounds: dict[tuple[int, int], _Recent] = {}  # measured corrections, by size and drafts
+        self._corrections: dict[int, dict[int, float]] = {}  # size -> drafts -> correction in use
+        self._known: dict[tuple[int, int, int], float] = {}
+
+    def overhead(self, num_seqs: int, num_drafting: int, num_drafts: int) -> float:
+        """What a round adds to a plain step, as a share of that step."""
+        key = num_seqs, num_drafting, num_drafts
+        if key not in self._known:
+            corrections = self._corrections.get(size_of(num_seqs), {})
+            nearest = min(corrections, key=lambda count: abs(count - num_drafts), default=None)
+            self._known[key] = self.model.overhead(*key) * (1.0 if nearest is None else corrections[nearest])
+        return self._known[key]
+
+    def took(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
+        """Learn from a decode step: `num_drafting` of its sequences had `num_drafts` drafts each, or none had any."""
+        self._num_steps += 1
+        size = size_of(num_seqs)
+        plain = self._plain.setdefault(size, _Recent())
+        if not num_drafts:
+            plain.add(self._num_steps, seconds)
+            return
+        plain_s, modelled = plain.median(self._num_steps), self.model.overhead(num_seqs, num_drafting, num_drafts)
+        if plain_s is None or modelled <= 0.0:
+            return
+        rounds = self._rounds.setdefault((size, num_drafts), _Recent())
+        # A round is never cheaper than a step: where it seems so, the machine was slower before.
+        rounds.add(self._num_steps, max(0.0, seconds / plain_s - 1.0) / modelled)
+        found = rounds.median(self._num_steps)
+        if found is not None:
+            self._correct(size, num_drafts, min(MAX_CORRECTION, max(1.0 / MAX_CORRECTION, found)))
+
+    def _correct(self, size: int, num_drafts: int, found: float) -> None:
+        corrections = self._corrections.setdefault(size, {})
+        for count, before in corrections.items():  # a wrong measurement of a length that is not used fades
+            corrections[count] = before + FADE * (found - before)
+        corrections[num_drafts] = found
+        self._known.clear()
+
+
+class _Recent:
+    """The latest values of something measured."""
+
+    def __init__(self) -> None:
+        self._values: deque[tuple[int, float]] = deque(maxlen=NUM_TIMES)  # number of the step, value
+
+    def add(self, number: int, value: float) -> None:
+        self._values.append((number, value))
+
+    def median(self, now: int) -> float | None:
+        """The median of the fresh ones, which a late step hardly moves; None where they are too few."""
+        fresh = [value for number, value in self._values if now - number <= FRESH]
+        return median(fresh) if len(fresh) >= MIN_TIMES else None
+
+
+def size_of(num_seqs: int) -> int:
+    """Batches of about the same size are timed together: the next power of two."""
+    return 1 << (num_seqs - 1).bit_length()

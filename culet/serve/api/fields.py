@@ -1,0 +1,102 @@
+"""Field types shared by the request structs, and the sampling fields that OpenAI's APIs share.
+
+Every list, text and number is bounded. These bounds are fixed; `Limits` has tighter ones. Unknown fields are ignored, as in
+OpenAI's own servers, except for those that would change the answer: they are refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from culet.errors import BadRequest
+from culet.serve.service import Service
+from culet.structured.forms import ResponseFormat, StructuredFields, form_of
+from culet.types import MAX_SEED, SamplingParams
+
+MAX_TEXT = 64 << 20  # above any body
+MAX_TOKENS = 2**31 - 1
+
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
+Share = Annotated[float, Meta(gt=0.0, le=1.0)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
+Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+Schema = dict[str, Any]
+
+
+class StreamOptions(Struct):
+    """What a stream includes besides the answer."""
+
+    include_usage: bool = False
+
+
+class SamplingFields(Struct, kw_only=True):
+    """How to sample, in chat and completions requests."""
+
+    model: Annotated[str, Meta(max_length=256)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
+    n: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    ignore_eos: bool = False
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=65536)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredFields | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0  # lower runs first
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+
+
+def sampling_params(
+    service: Service,
+    fields: SamplingFields,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """`fields` as SamplingParams, within the server's limits."""
+    limits = service.limits
+    stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    n = fields.n or 1
+    for name, got, limit in (
+        ("n", n, limits.n),
+        ("stop", len(stop), limits.stops),
+        ("logprobs", max(logprobs or 0, prompt_logprobs or 0), limits.logprobs),
+        ("logit_bias", len(fields.logit_bias or ()), limits.logit_bias),
+    ):
+        if got > limit:
+            raise BadRequest(f"{name}: got {got}, at most {limit} allowed", hint="the server's --limits set the maximum")
+    return SamplingParams(
+        temperature=fields.temperature,
+        top_p=fields.top_p,
+        top_k=fields.top_k,
+        min_p=fields.min_p,
+        max_tokens=max_tokens,
+        stop=stop,
+        stop_token_ids=fields.stop_token_ids or (),
+        ignore_eos=fields.ignore_eos,
+        seed=None if fields.seed is None else fields.seed & MAX_SEED,
+        n=n,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        logit_bias=fields.logit_bias,
+        repetition_penalty=fields.repetition_penalty,
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        structured_outputs=form_of(fields.response_format, fields.structured_outputs),
+    )

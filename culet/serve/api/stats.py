@@ -1,0 +1,69 @@
+"""GET /stats and /plan.svg: the state of the server as JSON, and the attention plan as a picture."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from culet.serve.api.endpoint import Endpoint, json_response
+from culet.serve.http_errors import HttpError
+from culet.serve.process.client import State
+from culet.serve.service import Service
+
+
+async def stats(service: Service, request: Request) -> Response:
+    """The state of the server: counts since the start, and what is running now."""
+    return json_response(_describe(service))
+
+
+async def plan_picture(service: Service, request: Request) -> Response:
+    """The attention plan as an SVG picture: layers against backends."""
+    facts = service.engine.facts
+    if facts is None or not facts.plan_svg:
+        raise HttpError(404, "no plan is available yet", code="not_found")
+    return Response(facts.plan_svg, media_type="image/svg+xml")
+
+
+def _describe(service: Service) -> dict[str, Any]:
+    engine = service.engine
+    facts, latest = engine.facts, engine.stats
+    answer: dict[str, Any] = {
+        "time": time.time(),
+        "uptime_s": time.time() - service.started_at,
+        "state": "draining" if service.is_draining else engine.state.value,
+        "models": service.names,
+        "requests": {
+            "in_flight": engine.num_in_flight,
+            "samples_in_flight": service.num_samples,
+            "finished": service.num_finished,
+        },
+        "engine_restarts": service.num_restarts,
+    }
+    if latest is not None and engine.state is not State.DEAD:
+        answer |= {
+            "prompt_tokens": latest.num_prompt_tokens,
+            "generated_tokens": latest.num_generated_tokens,
+            "engine_memory_bytes": latest.memory_bytes,
+            "scheduler": latest.scheduler,
+        }
+    if facts is not None:
+        answer["engine"] = {
+            "device": facts.device,
+            "dtype": facts.dtype,
+            "max_model_len": facts.max_model_len,
+            "max_num_seqs": facts.max_num_seqs,
+            "num_pages": facts.num_pages,
+            "page_bytes": facts.page_bytes,
+            "groups": facts.groups,
+            "start_s": facts.start_s,
+        }
+    return answer
+
+
+ENDPOINTS = (
+    Endpoint("GET", "/stats", stats),
+    Endpoint("GET", "/plan.svg", plan_picture),
+)

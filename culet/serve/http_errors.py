@@ -1,0 +1,69 @@
+"""Errors as HTTP replies in OpenAI's form, so that clients raise their own exception types.
+
+What the caller can fix is explained in full. An internal error is only reported as such: the log has the details.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+from msgspec import Struct
+
+from culet.errors import ContextTooLong, CuletError, InternalError, QueueFull, TimedOut, UserError, WorkerDied, http_status
+
+_PARAM = re.compile(r"(\w+(?:\[\d+\]|\.\w+)*): ")  # `messages[0].role: got ...`
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_CODES: dict[type[CuletError], str] = {
+    ContextTooLong: "context_length_exceeded",
+    QueueFull: "queue_full",
+    TimedOut: "timed_out",
+    WorkerDied: "engine_unavailable",
+}
+
+
+class HttpError(UserError):
+    """A request refused at the HTTP level, with its own status: no key, no such path, too large, too slow."""
+
+    def __init__(self, status: int, message: str, *, hint: str = "", code: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
+        self.code = code
+
+
+class ErrorReply(Struct, frozen=True):
+    """What a client is told about an error. Each API writes it in its own form."""
+
+    status: int
+    type: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: int | None = None
+
+
+def reply_to(error: BaseException, *, retry_after_s: int = 1) -> ErrorReply:
+    """What a client may know about `error`."""
+    if not isinstance(error, CuletError):
+        error = InternalError("internal error")
+    status = error.status if isinstance(error, HttpError) else http_status(error)
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    if isinstance(error, InternalError) and not isinstance(error, WorkerDied):
+        return ErrorReply(status, kind, "internal error: see the server's log for this request id")
+    code = error.code if isinstance(error, HttpError) else _CODES.get(type(error))
+    message = f"{error.message} (hint: {error.hint})" if error.hint else error.message
+    param = _PARAM.match(error.message) if kind == "invalid_request_error" else None
+    wait = retry_after_s if status in (429, 503) else None
+    return ErrorReply(status, kind, message, param.group(1) if param else None, code, wait)
+
+
+class _Body(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+def openai_body(reply: ErrorReply) -> bytes:
+    """`{"error": {...}}`, the form that OpenAI's clients read."""
+    return msgspec.json.encode({"error": _Body(reply.message, reply.type, reply.param, reply.code)})

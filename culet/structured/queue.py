@@ -1,0 +1,58 @@
+"""Requests that wait for their grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
+
+from culet.errors import CuletError
+from culet.structured.check import GrammarCheck
+from culet.structured.compiler import GrammarCompiler
+from culet.text.tokenizer import Tokenizer
+from culet.types import GrammarSpec, Request
+
+
+class GrammarQueue:
+    """Compiles the grammars of requests while the engine goes on."""
+
+    def __init__(self, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+        self._compiler = compiler
+        self._check = GrammarCheck.for_tokenizer(tokenizer)
+        self._compiling: dict[str, Future[Any]] = {}  # by request id
+
+    def prepare(self) -> None:
+        """Be ready to compile at once."""
+        self._compiler.prepare()
+
+    def check(self, spec: GrammarSpec) -> None:
+        """Refuse a spec that cannot be compiled within the limits. Waits for the answer."""
+        self._check.check(spec)
+
+    def submit(self, request: Request) -> bool:
+        """Start to compile a request's grammar. True if it is compiled already."""
+        assert request.grammar is not None
+        future = self._compiler.submit(request.grammar)
+        if future.done() and future.exception() is None:
+            return True
+        self._compiling[request.request_id] = future
+        return False
+
+    def done(self) -> Iterator[tuple[str, str]]:
+        """(request id, error or nothing) of each grammar that was compiled since the last call."""
+        if not self._compiling:
+            return
+        for request_id, future in list(self._compiling.items()):
+            if future.done():
+                del self._compiling[request_id]
+                error = future.exception()
+                yield request_id, "" if error is None else error.message if isinstance(error, CuletError) else str(error)
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until a grammar is compiled. Returns at once if none is being compiled."""
+        if self._compiling:
+            wait(self._compiling.values(), limit_s, FIRST_COMPLETED)
+
+    def forget(self) -> None:
+        """Drop all requests that wait."""
+        self._compiling.clear()

@@ -1,0 +1,181 @@
+"""From tokens to output: `TokenDelta` -> `OutputDelta`, for one sample of a request.
+
+`LLM` and the server both read their answers here, streamed or not, so stop strings, tool calls, finish reasons and token counts
+are the same everywhere. `plain_output` and `chat_output` make the `SampleOutput` of a sample; each of its TokenDeltas goes
+through `push`:
+
+    output = chat_output(tokenizer, request, params, tools=tools)
+    delta = output.push(token_delta)  # delta.text, delta.reasoning, delta.tool_calls, delta.finish_reason
+    if delta.finish_reason is not None and token_delta.finish_reason is None:
+        ...  # a stop string or a tool call ended the sample: cancel it in the engine
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece, ToolCall
+from culet.text.output_reader import ChatReader, PlainReader
+from culet.text.tokenizer import Tokenizer
+from culet.text.tool_schema import tool_schemas
+from culet.types import FinishReason, Logprobs, Request, SamplingParams, TokenDelta
+
+TOOL_CALLS = "tool_calls"  # the finish reason of a turn that ends with tool calls
+_ENGINE_ENDED = frozenset({FinishReason.CANCEL, FinishReason.TIMEOUT, FinishReason.ERROR})
+
+
+class OutputDelta(Struct, frozen=True, gc=False):
+    """What one TokenDelta added to a sample. `pieces` are in the order in which the model wrote them."""
+
+    sample: int
+    pieces: Sequence[OutputPiece]
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()  # of each of token_ids
+    visible_logprobs: Sequence[tuple[int, Logprobs]] = ()  # (token, log-probabilities), without thoughts and markup
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    finish_reason: str | None = None  # a FinishReason, or tool_calls
+    error: str = ""  # what went wrong, if finish_reason is error
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; in the first delta only
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
+
+    @property
+    def text(self) -> str:
+        """More of the answer."""
+        return "".join([piece.text for piece in self.pieces if isinstance(piece, TextPiece)])
+
+    @property
+    def reasoning(self) -> str:
+        """More of the thought; always empty for plain completions."""
+        return "".join([piece.text for piece in self.pieces if isinstance(piece, ReasoningPiece)])
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """Tool calls that are complete now; none for plain completions."""
+        return tuple([piece for piece in self.pieces if isinstance(piece, ToolCall)])
+
+
+class Reader(Protocol):
+    """Tokens of one sample in, pieces out."""
+
+    @property
+    def has_ended(self) -> bool: ...
+    @property
+    def in_reasoning(self) -> bool: ...
+    def push(self, token_ids: Iterable[int]) -> list[OutputPiece]: ...
+    def finish(self) -> list[OutputPiece]: ...
+    def output(self) -> Output: ...
+
+
+class SampleOutput:
+    """The output of one sample so far. `push` takes its TokenDeltas in order."""
+
+    def __init__(self, reader: Reader, *, hidden_ids: frozenset[int] = frozenset(), single_call: bool = False) -> None:
+        self._reader = reader
+        self._hidden_ids = hidden_ids  # tokens without visible log-probabilities
+        self._single_call = single_call
+        self.token_ids: list[int] = []  # including the stop token
+        self.logprobs: list[Logprobs] = []  # of each of token_ids, if requested
+        self.visible_logprobs: list[tuple[int, Logprobs]] = []
+        self.finish_reason: str | None = None
+        self.error = ""
+        self.num_accepted_drafts = self.num_rejected_drafts = 0
+        self.first_token_at = self.last_token_at = 0.0  # time.perf_counter()
+
+    def push(self, delta: TokenDelta) -> OutputDelta:
+        """Read the tokens of `delta`. After a stop string or an end token the rest of them is dropped."""
+        token_ids, logprobs = delta.token_ids, delta.logprobs
+        if token_ids:
+            self.last_token_at = time.perf_counter()
+            self.first_token_at = self.first_token_at or self.last_token_at
+        reader = self._reader
+        visible: list[tuple[int, Logprobs]] = []
+        if len(token_ids) == 1 and not logprobs and not self._single_call:  # the common case
+            pieces = reader.push(token_ids)
+        else:
+            pieces, num_read, visible = self._read(token_ids, logprobs)
+            token_ids, logprobs = token_ids[:num_read], logprobs[:num_read]
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.visible_logprobs += visible
+        self.num_accepted_drafts += delta.num_accepted_drafts
+        self.num_rejected_drafts += delta.num_rejected_drafts
+        if delta.finish_reason is not None or reader.has_ended or (self._single_call and has_call(pieces)):
+            pieces = pieces + reader.finish()
+            self.finish_reason, self.error = self._reason(delta.finish_reason), delta.error
+        return OutputDelta(
+            delta.sample,
+            pieces,
+            token_ids,
+            logprobs,
+            visible,
+            delta.prompt_logprobs,
+            self.finish_reason,
+            delta.error,
+            delta.num_cached_tokens,
+            delta.num_accepted_drafts,
+            delta.num_rejected_drafts,
+        )
+
+    def output(self) -> Output:
+        """Text, reasoning and tool calls so far."""
+        return self._reader.output()
+
+    def _read(
+        self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]
+    ) -> tuple[list[OutputPiece], int, list[tuple[int, Logprobs]]]:
+        """Read token by token; returns (pieces, tokens read, visible log-probabilities)."""
+        reader = self._reader
+        pieces: list[OutputPiece] = []
+        visible: list[tuple[int, Logprobs]] = []
+        for index, token_id in enumerate(token_ids):
+            was_reasoning = reader.in_reasoning
+            pieces += reader.push((token_id,))
+            if logprobs and not (was_reasoning or reader.in_reasoning or token_id in self._hidden_ids):
+                visible.append((token_id, logprobs[index]))
+            if reader.has_ended or (self._single_call and has_call(pieces)):
+                return pieces, index + 1, visible
+        return pieces, len(token_ids), visible
+
+    def _reason(self, reason: FinishReason | None) -> str:
+        """The finish reason of the sample, given the engine's."""
+        if reason in _ENGINE_ENDED:
+            return reason.value
+        output = self._reader.output()
+        if reason is FinishReason.LENGTH and not (output.has_ended or (self._single_call and output.tool_calls)):
+            return reason.value
+        return TOOL_CALLS if output.tool_calls else FinishReason.STOP.value
+
+
+def has_call(pieces: Sequence[OutputPiece]) -> bool:
+    """Whether a tool call is among the pieces."""
+    return any(isinstance(piece, ToolCall) for piece in pieces)
+
+
+def plain_output(tokenizer: Tokenizer, request: Request, params: SamplingParams) -> SampleOutput:
+    """For a sample of a plain completion: everything that the model writes is text."""
+    return SampleOutput(PlainReader(tokenizer, end_ids=request.stop_token_ids, stop=tuple(params.stop)))
+
+
+def chat_output(
+    tokenizer: Tokenizer,
+    request: Request,
+    params: SamplingParams,
+    *,
+    tools: Iterable[Mapping[str, Any]] | None = None,
+    single_call: bool = False,
+) -> SampleOutput:
+    """For a sample of a chat: separates thoughts, text and tool calls. With `single_call` it ends with its first tool call."""
+    reader = ChatReader(
+        tokenizer,
+        prompt_ids=request.prompt_token_ids,
+        schemas=tool_schemas(tools),
+        end_ids=request.stop_token_ids,
+        ignore_end=params.ignore_eos,
+        stop=tuple(params.stop),
+    )
+    return SampleOutput(reader, hidden_ids=tokenizer.special_ids, single_call=single_call)

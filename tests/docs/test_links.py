@@ -1,0 +1,118 @@
+"""Links between the documents work, and the files that they name exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+        *(ROOT / name for name in ("culet/embedded/README.md", "benchmarks/results/README.md", "training/README.md")),
+    ]
+)
+# Pages that lead a reader through the code by file name.
+MAPS = [ROOT / name for name in ("docs/concepts/architecture.md", "docs/guides/how-to-add.md", "CONTRIBUTING.md")]
+FOLDERS = ("culet", "training", "tests", "benchmarks", "docs", "scripts", "examples")
+PLACEHOLDER = "NAME"  # in the path of a file that a reader is about to write
+
+
+def page_name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", without_code(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Relative links of a page that lead nowhere."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+        if "://" in link:
+            continue
+        target, _, anchor = link.partition("#")
+        path = (page.parent / target).resolve() if target else page
+        if not path.exists() or (anchor and anchor not in anchors(path.read_text())):
+            broken.append(link)
+    return broken
+
+
+def missing_files(text: str) -> list[str]:
+    """Paths in backquotes that do not exist, and the files of a diagram."""
+    named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`", text)
+    for diagram in re.findall(r"```mermaid\n(.*?)```", text, re.DOTALL):
+        named += [f"culet/{path}" for path in re.findall(r"[a-z_]+/[\w/]*\.py", diagram)]
+    return [path for path in named if PLACEHOLDER not in path and not (ROOT / path).exists()]
+
+
+def tree_entries(text: str) -> list[str]:
+    """The paths in the README's tree of the repository."""
+    (tree,) = re.findall(r"## Where things are\n\n```\n(.*?)```", text, re.DOTALL)
+    entries, parent = [], ""
+    for line in tree.splitlines():
+        name = line.split()[0]
+        if not line.startswith(" "):
+            parent = name
+        entries.append(parent + name if line.startswith(" ") else name)
+    return entries
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_links_work(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+@pytest.mark.parametrize("page", MAPS, ids=page_name)
+def test_named_files_exist(page: Path) -> None:
+    assert missing_files(page.read_text()) == []
+
+
+def test_tree_of_the_readme() -> None:
+    entries = tree_entries((ROOT / "README.md").read_text())
+    packages = {f"culet/{path.parent.name}/" for path in (ROOT / "culet").glob("*/__init__.py")}
+    modules = {f"culet/{path.name}" for path in (ROOT / "culet").glob("*.py")} - {"culet/__init__.py"}
+    assert [entry for entry in entries if not (ROOT / entry).exists()] == []
+    assert (packages | modules) - set(entries) == set(), "the tree leaves these out"
+
+
+def test_every_guide_is_in_the_index() -> None:
+    index = (ROOT / "docs/README.md").read_text()
+    pages = [path for folder in ("concepts", "guides") for path in (ROOT / "docs" / folder).glob("*.md")]
+    assert [page_name(path) for path in pages if f"({path.parent.name}/{path.name})" not in index] == []
+
+
+def test_every_log_and_decision_is_in_its_index() -> None:
+    for folder in ("log", "decisions"):
+        index = (ROOT / "docs" / folder / "README.md").read_text()
+        pages = sorted((ROOT / "docs" / folder).glob("*.md"))
+        assert [path.name for path in pages if path.name != "README.md" and f"({path.name})" not in index] == []
+
+
+def test_every_decision_has_a_status() -> None:
+    pages = sorted((ROOT / "docs/decisions").glob("0*.md"))
+    assert pages
+    assert [path.name for path in pages if not path.read_text().split("\n\n")[1].startswith("Status: ")] == []
+
+
+# The checks themselves
+
+
+def test_the_checks_find_mistakes(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A title: here\n\n[a](missing.md) [b](page.md#a-title-here) [c](#no) [d](https://example.org/x)\n")
+    assert broken_links(page) == ["missing.md", "#no"]
+    text = (
+        "`culet/types.py` `culet/no_such.py` `culet/attention/NAME.py`\n```mermaid\na[serve/app.py] --> b[serve/none.py]\n```"
+    )
+    assert missing_files(text) == ["culet/no_such.py", "culet/serve/none.py"]

@@ -1,0 +1,120 @@
+"""An engine's parts can be built apart, and the engine uses its worker only through the Worker interface."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from culet.config import build_config
+from culet.engine.build import EngineParts, build_parts
+from culet.engine.engine import Engine
+from culet.engine.resolve import resolve
+from culet.errors import ConfigError
+from culet.registry import load
+from culet.testing.tiny import write_checkpoint
+from culet.types import SamplingParams, StepPlan, StepResult, StructuredOutputs, TokenDelta
+
+# A worker that joins later has no KV of earlier requests.
+LIMITS = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 4, "enable_prefix_caching": False}
+PARAMS = {
+    "plain": SamplingParams(max_tokens=12, seed=1, logprobs=3),
+    "samples": SamplingParams(max_tokens=12, seed=2, n=3),
+    "grammar": SamplingParams(max_tokens=12, seed=3, structured_outputs=StructuredOutputs(regex="[a-z ]{20}")),
+}
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = write_checkpoint(tmp_path_factory.mktemp("tiny"), "E4B", dtype=torch.float32)
+    return {"model": str(folder), **LIMITS}
+
+
+@pytest.fixture(scope="module")
+def parts(settings: dict[str, Any]) -> EngineParts:
+    return build_parts(build_config(settings), progress=False)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_a_worker_from_plain_values_gives_the_same_results(settings: dict[str, Any], parts: EngineParts, name: str) -> None:
+    """`build_worker` needs nothing but what can cross a process boundary."""
+    scheduler = parts.scheduler
+    arguments = json.loads(json.dumps([settings, scheduler.stats().num_pages, parts.rules.max_model_len]))
+    worker = load("culet.engine.build:build_worker")(*arguments)
+    scheduler.add(parts.rules.make_request(name, range(5, 25), PARAMS[name]))
+    num_steps = 0
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        assert plan is not None
+        result = parts.worker.launch(plan).result()
+        assert worker.launch(plan).result() == result
+        scheduler.apply(result)
+        scheduler.deltas()
+        num_steps += 1
+    assert 1 < num_steps <= 12
+    worker.close()
+
+
+class StrictWorker:
+    """Has the methods of a Worker, and nothing else."""
+
+    def __init__(self, worker: Any) -> None:
+        self.__worker = worker
+        self.is_closed = False
+
+    def launch(self, plan: StepPlan) -> Any:
+        return StrictPending(self.__worker.launch(plan))
+
+    def device_seconds(self) -> Mapping[str, float]:
+        return self.__worker.device_seconds()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class StrictPending:
+    def __init__(self, pending: Any) -> None:
+        self.__pending = pending
+
+    def result(self) -> StepResult:
+        return self.__pending.result()
+
+
+def run(engine: Engine) -> list[TokenDelta]:
+    for name, params in PARAMS.items():
+        request = engine.rules.make_request(name, range(5, 25), params)
+        engine.check_grammar(request)
+        engine.add(request)
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    return deltas
+
+
+def test_the_engine_uses_only_the_worker_interface(settings: dict[str, Any]) -> None:
+    engine = Engine(build_config(settings), progress=False)
+    engine._worker = worker = StrictWorker(engine._worker)  # type: ignore[assignment]
+    tokens: dict[tuple[str, int], list[int]] = {}
+    for delta in run(engine):
+        tokens.setdefault((delta.request_id, delta.sample), []).extend(delta.token_ids)
+    assert set(tokens) == {("plain", 0), ("samples", 0), ("samples", 1), ("samples", 2), ("grammar", 0)}
+    assert re.fullmatch("[a-z ]{1,20}", engine.tokenizer.decode(tokens.pop(("grammar", 0))))
+    assert all(len(token_ids) == 12 for token_ids in tokens.values())
+    assert engine.stats().verify_seconds == 0.0
+    engine.close()
+    assert worker.is_closed
+
+
+def test_a_setup_is_resolved_before_anything_is_loaded(settings: dict[str, Any]) -> None:
+    setup = resolve(build_config(settings))
+    assert (setup.device.type, setup.dtype, setup.has_graphs, setup.max_in_flight) == ("cpu", torch.float32, False, 1)
+    assert resolve(build_config(settings | {"async_scheduling": True})).max_in_flight == 2
+    assert setup.config.schedule.max_num_seqs == 4
+    defaults = {"model": settings["model"], "device": "cpu"}
+    assert resolve(build_config(defaults)).config.schedule.max_num_seqs == 32, "a CPU has smaller defaults"
+    with pytest.raises(ConfigError, match="max-model-len"):
+        resolve(build_config(settings | {"max_model_len": 10**6}))

@@ -1,0 +1,107 @@
+"""Chats with drafts on a fake clock: what a policy decides, how long it takes, and how fast each chat is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from culet.scheduler.draft_length import Acceptance, DraftPolicy
+from culet.scheduler.step_cost import StepCost
+
+# Seconds that a round adds to a step of one, by drafts: about what the built-in model takes on a CPU.
+CPU_MTP = {0: 0.0, 1: 0.55, 2: 0.8, 3: 1.0}
+CPU_DFLASH = {0: 0.0, 1: 0.7, 4: 0.85, 7: 1.1}
+GPU_MTP = {0: 0.0, 1: 0.1, 2: 0.16, 3: 0.22}
+
+
+@dataclass
+class Chat:
+    """A chat whose drafts are accepted with probability `acceptance(position)`."""
+
+    num_tokens: int
+    acceptance: Callable[[int], float]
+    state: Acceptance = field(default_factory=Acceptance)
+    num_done: int = 0
+    num_drafts: int = 0  # proposed for the next step
+    num_rounds: int = 0
+    seconds: float = 0.0
+
+
+def good(num_tokens: int = 20) -> Chat:
+    return Chat(num_tokens, lambda _: 0.88)
+
+
+def bad(num_tokens: int = 120) -> Chat:
+    return Chat(num_tokens, lambda _: 0.35)
+
+
+def refused(num_tokens: int = 256) -> Chat:
+    return Chat(num_tokens, lambda _: 0.0)
+
+
+def probed_cost(overheads: dict[int, float], **changes: object) -> StepCost:
+    """The model as a probe of one sequence would fit it."""
+    is_at_once = 2 not in overheads
+    cost = StepCost(5e7, 0, 0, 0, 2.5e7, 5e6, is_at_once, 1e10, 1e11, wait_s=0.0, step_s=1e-3, draft_s=1e-4, **changes)  # type: ignore[arg-type]
+    most = max(overheads)
+    return cost.fitted({0: 1.0, 1: 1.0 + overheads[1], most: 1.0 + overheads[most]})
+
+
+class Simulation:
+    """Runs chats, at most `batch` at a time. A round's cost has a part for each draft, and one that the batch shares."""
+
+    def __init__(self, overheads: dict[int, float], policy: DraftPolicy | None, *, seed: int = 0, shared: float = 0.7) -> None:
+        self.overheads, self.policy, self.random, self.shared = overheads, policy, random.Random(seed), shared
+        self.now = 0.0
+
+    @classmethod
+    def adaptive(cls, overheads: dict[int, float], **settings: object) -> Simulation:
+        return cls(overheads, DraftPolicy(probed_cost(overheads), [count for count in overheads if count]), **settings)  # type: ignore[arg-type]
+
+    def run(self, chats: Sequence[Chat], batch: int = 1) -> list[float]:
+        """Tokens per second of each chat; plain decoding gives 1."""
+        waiting, running = list(chats), []
+        before: tuple[int, int, int] | None = None
+        while waiting or running:
+            new = [waiting.pop(0) for _ in range(min(batch - len(running), len(waiting)))]
+            shape = self._step(running, new)
+            seconds = 0.0 if shape is None else 1.0 + self._overhead(*shape)
+            self.now += seconds
+            for chat in running:
+                chat.seconds += seconds
+            if self.policy is not None and shape is not None:
+                if shape == before:
+                    self.policy.took(*shape, seconds * self.random.uniform(0.9, 1.1))
+                for chat in running:
+                    if chat.num_done >= chat.num_tokens:
+                        self.policy.ended(chat.state)
+            before = shape
+            running = [chat for chat in (*running, *new) if chat.num_done < chat.num_tokens]
+        return [chat.num_done / max(1e-9, chat.seconds) for chat in chats]
+
+    def _overhead(self, num_seqs: int, num_drafting: int, num_drafts: int) -> float:
+        share = self.shared + (1 - self.shared) * num_drafting / num_seqs
+        return self.overheads[num_drafts] * share if num_drafting else 0.0
+
+    def _step(self, running: list[Chat], new: list[Chat]) -> tuple[int, int, int] | None:
+        """One step; chats that start draw nothing that is timed. Returns its shape, None where nobody decodes."""
+        if self.policy is not None:
+            self.policy.plan([chat.state for chat in running])
+        verified = [chat.num_drafts for chat in running]
+        for chat in (*running, *new):
+            num_drafts, chat.num_drafts = chat.num_drafts, 0
+            if self.policy is not None:
+                chat.num_drafts = self.policy.length(chat.state, len(running) + len(new))
+            if chat in new:
+                continue
+            num_accepted = 0
+            while num_accepted < num_drafts and self.random.random() < chat.acceptance(chat.num_done):
+                num_accepted += 1
+                chat.num_done += 1
+            chat.num_done += 1
+            chat.num_rounds += num_drafts > 0
+            if num_drafts and self.policy is not None:
+                self.policy.note(chat.state, num_drafts, num_accepted)
+        most = max(verified, default=0)
+        return (len(running), sum(count > 0 for count in verified), most) if running else None
