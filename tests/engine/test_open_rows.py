@@ -1,7 +1,7 @@
-"""Rows that are planned while it is not known how many drafts of the last ones are accepted.
+"""Open rows: planned before it is known how many drafts of the previous rows are accepted.
 
-On a GPU captured steps find out by themselves where such rows begin. Here the same launches run one by one in the place of a
-replay, or the runner looks at what was accepted itself; what comes out is always what comes out without drafts.
+On a GPU captured steps find out on the device where such rows begin. Here the same launches run one by one instead of a replay,
+or the runner waits and closes the rows. The output is always the one without drafts.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def run_open(drive: DraftDrive, *requests, **settings):
 @pytest.mark.parametrize("is_fixed", [True, False])
 def test_output_is_that_without_drafts(target: Gemma4, is_fixed: bool, is_told: Callable[[int], bool]) -> None:
     asked = [
-        make_request(f"r{n}", make_prompt(n), replace(one, seed=n), 40 + n)
-        for n, one in zip((1, 5, 33), (greedy(), GEMMA, greedy()), strict=True)
+        make_request(f"r{n}", make_prompt(n), replace(sampling, seed=n), 40 + n)
+        for n, sampling in zip((1, 5, 33), (greedy(), GEMMA, greedy()), strict=True)
     ]
     want = DraftDrive(target, None).run(*asked)
     known = sequences(asked, want)
@@ -115,7 +115,7 @@ def test_pages_in_flight(target: Gemma4, is_tight: bool) -> None:
     drive = DraftDrive(target, MTP, known=known, is_told=often, num_slabs=num_slabs, prefix_caching=True, is_fixed=True)
     use_fixed_draws(drive.runner)
     served = replay_by_hand(drive.runner)
-    again = [replace(one, request_id=f"{one.request_id} again") for one in asked]
+    again = [replace(request, request_id=f"{request.request_id} again") for request in asked]
     for several in (asked, again):
         got = run_open(drive, *several, cancel_at={15: several[-1].request_id})
         for (name, sample), tokens in got.items():
@@ -132,13 +132,13 @@ def test_pages_in_flight(target: Gemma4, is_tight: bool) -> None:
 def test_a_drafter_with_pages_of_its_own(pair, mistake, monkeypatch):
     """Every block is the oracle's: its context is in place wherever the row began."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
-    ones = requests(60)
-    expected = DFlashRig(pair, drafts=False).run(*ones)
-    rig = DFlashRig(pair, told=told(ones, expected), is_wrong=MISTAKES[mistake], has_spare=True, ahead=True)
+    asked = requests(60)
+    expected = DFlashRig(pair, drafts=False).run(*asked)
+    rig = DFlashRig(pair, told=told(asked, expected), is_wrong=MISTAKES[mistake], has_spare=True, ahead=True)
     use_fixed_shapes(rig, has_draws=True)
     served = replay_by_hand(rig.runner)
     rig.scheduler.plans_open = True
-    assert rig.run(*ones) == expected
+    assert rig.run(*asked) == expected
     assert sum(count > 0 for count in served) > 5
     assert_like_oracle(pair, rig.rounds, at_least=12)
     rig.check_pages()
