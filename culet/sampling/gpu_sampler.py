@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from culet.kernels.host_transfer import PackedArrays, on_device
-from culet.kernels.triton.sampling.draw import MAX_TOP_K, RowSettings
+from culet.kernels.triton.sampling.draw import MAX_TOP_K
 from culet.kernels.triton.sampling.draw import draw as draw_by_kernels
 from culet.kernels.triton.sampling.masks import add_bias, apply_bitmask
-from culet.kernels.triton.sampling.penalties import Penalties, penalise
+from culet.kernels.triton.sampling.penalties import penalise
+from culet.kernels.types import Penalties, RowSettings
 from culet.sampling import sampler
 from culet.sampling.sampler import History, TokenMasks
 from culet.types import Sampling
