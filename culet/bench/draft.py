@@ -31,7 +31,8 @@ from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.weights import load_model
 from culet.registry import load
-from culet.runner.fixed_steps import Bucket, Captures
+from culet.runner.captures import Captures
+from culet.runner.fixed.steps import Bucket
 from culet.runner.runner import Runner
 from culet.scheduler.scheduler import Scheduler
 from culet.types import Request, Sampling
@@ -160,12 +161,11 @@ class _Loop:
         self.rounds = None
         if self.is_gpu:
             captures = Captures(self.device)
-            fixed = self.runner.use_fixed_steps()
+            fixed = self.runner.use_fixed_shapes()
             buckets = [Bucket(1, num_seqs) if drafter is None else Bucket(drafter.max_drafts + 1, num_seqs)]
-            fixed.capture(captures, buckets)
-            if self.runner.draws is not None:
-                self.runner.draws.capture(captures, buckets)
-            self.rounds = None if self.runner.drafting is None else self.runner.drafting.fixed
+            fixed.steps.capture(captures, buckets)
+            fixed.capture_draws(captures, buckets)
+            self.rounds = fixed.rounds
             if self.rounds is not None and drafter is not None:
                 self.rounds.capture(captures, [(num_seqs, drafter.max_drafts)])
 
@@ -191,22 +191,13 @@ class _Loop:
         return median(gaps[WARM_ROUNDS:])
 
     def graph_ms(self, bucket: Bucket) -> float | None:
-        """Milliseconds of a replay of a captured step."""
-        step = None if self.runner.fixed is None else self.runner.fixed.step_of(bucket)
-        if step is None or step.graph is None:
-            return None
-        graph, start_B = step.graph, step.planned.start_B
-        before_B = start_B.clone()
-
-        def replay() -> None:
-            graph.replay()
-            start_B.copy_(before_B)  # undo the advance by a token, which would eventually leave the pages
-
-        return _replay_ms(replay)
+        """Milliseconds of one replay of a captured step."""
+        step = None if self.runner.fixed is None else self.runner.fixed.steps[bucket]
+        return None if step is None or step.graph is None else _replay_ms(step.graph.replay)
 
     def draft_ms(self, num_seqs: int, num_drafts: int) -> float | None:
-        """Milliseconds of a replay of a captured draft round."""
-        graph = None if self.rounds is None else self.rounds.graph_of((num_seqs, num_drafts))
+        """Milliseconds of one replay of a captured draft round."""
+        graph = None if self.rounds is None else self.rounds[num_seqs, num_drafts].graph
         return None if graph is None else _replay_ms(graph.replay)
 
 

@@ -26,7 +26,7 @@ from culet.kernels.compiling import CompileCount, expect_compiling, use_disk_cac
 from culet.log import chose
 from culet.models.gemma4 import Gemma4
 from culet.models.weights import load_model
-from culet.runner.fixed_steps import Captures
+from culet.runner.captures import Captures
 from culet.runner.runner import Runner
 from culet.scheduler.draft_length import DraftPolicy
 from culet.scheduler.scheduler import Scheduler
@@ -211,10 +211,10 @@ def _make_runner(
 
 
 def _capture_graphs(setup: Setup, runner: Runner) -> None:
-    fixed = runner.use_fixed_steps()
+    fixed = runner.use_fixed_shapes()
     num_captured = runner.capture(Captures(setup.device))
     torch.cuda.synchronize(setup.device)
-    sizes = ", ".join(map(str, sorted({bucket.num_rows for bucket in fixed.buckets})))
+    sizes = ", ".join(map(str, sorted({bucket.num_rows for bucket in fixed.steps.buckets})))
     kinds = "decode steps" if setup.draft_plan is None else "decode steps, verify steps and draft rounds"
     chose("CUDA graphs", num_captured, f"{kinds} of up to {sizes} sequences")
 

@@ -14,7 +14,7 @@ from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup, plan_cache, stored_as
 from culet.models.gemma4 import Gemma4, Hidden
 from culet.runner.fill import fill
-from culet.types import PageTable, Row, StepPlan
+from culet.types import PageTable, Row
 
 NAN_BYTE = 255  # a NaN in every precision that pages may have
 
@@ -60,7 +60,6 @@ class Harness:
         self.free = list(range(num_slabs))
         random.Random(seed).shuffle(self.free)
         self.tracks: list[Track] = []
-        self.num_steps = 0
         self.hidden: Hidden | None = None
 
     def add(self, tokens: Sequence[int]) -> Track:
@@ -71,9 +70,7 @@ class Harness:
     def step(self, parts: Sequence[tuple[Track, int, int]], taps: tuple[int, ...] = ()) -> list[Tensor]:
         """Compute each part (track, new tokens, num_logits) in one pass. Returns the logits [num_logits, V] of each."""
         rows = [self._row(track, num_new, num_logits) for track, num_new, num_logits in parts]
-        self.num_steps += 1
-        plan = StepPlan(self.num_steps, (), (), tuple(rows))
-        batch = fill(plan, self.layout, self.tokens_SL, torch.device("cpu"), num_slabs=self.pool.num_slabs)
+        batch = fill(rows, self.layout, self.tokens_SL)
         with torch.inference_mode():
             self.model.plan(batch, self.pool, self.backends)
             self.hidden = self.model(batch, self.pool, self.backends, taps)
