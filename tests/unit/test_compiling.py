@@ -74,7 +74,7 @@ def test_marks_differ(cache: Path) -> None:
 
 def test_warmup_without_a_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["warmup", "random:E2B", "--device", "cpu"]) == 1
-    assert "no GPU" in capsys.readouterr().err
+    assert "needs a GPU" in capsys.readouterr().err
 
 
 def test_only_warm_launches_nothing() -> None:
