@@ -28,6 +28,7 @@ from culet.models.gemma4 import Gemma4
 from culet.models.weights import load_model
 from culet.runner.captures import Captures
 from culet.runner.runner import Runner
+from culet.runner.worker import Worker
 from culet.scheduler.draft_length import DraftPolicy
 from culet.scheduler.scheduler import Scheduler
 from culet.structured.compiler import GrammarCompiler
@@ -46,7 +47,7 @@ class EngineParts:
     chat_template: ChatTemplate
     rules: RequestRules
     scheduler: Scheduler
-    worker: Runner
+    worker: Worker
     grammars: GrammarQueue
     times: StartTimes
     compile_count: CompileCount | None  # kernels that this start compiled; None on a CPU

@@ -194,13 +194,13 @@ def assert_like_oracle(pair: Pair, rounds: list[Round], at_least: int, tolerance
     """Every block's logits are the oracle's."""
     assert len(rounds) >= at_least, f"{len(rounds)} blocks were drafted, expected {at_least} at the least"
     oracle, streams = pair.oracle, {}
-    for one in sorted(rounds, key=lambda one: -len(one.tokens)):
-        context = tuple(one.tokens[:-1])
+    for block in sorted(rounds, key=lambda block: -len(block.tokens)):
+        context = tuple(block.tokens[:-1])
         whole = next((known for known in streams if known[: len(context)] == context), None)
         if whole is None:
             whole, streams[context] = context, taps_of(pair, list(context))
         tapped = {tap: stream[: len(context)] for tap, stream in streams[whole].items()}
         with torch.inference_mode():
-            expected = oracle.logits(tapped, one.tokens[-1])
-        error = float((one.logits - expected).abs().max())
+            expected = oracle.logits(tapped, block.tokens[-1])
+        error = float((block.logits - expected).abs().max())
         assert error < tolerance, f"block after {len(context)} tokens: off by {error:.2e}"

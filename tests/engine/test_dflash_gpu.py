@@ -49,17 +49,17 @@ def compile_kernels(pair):
 @pytest.mark.parametrize("is_fixed", [False, True])
 def test_blocks(pair, is_fixed):
     """Launched one by one, and in padded shapes; float32 products of a GPU are not a CPU's to the last bit."""
-    ones = [make_request(f"r{length}", make_prompt(length), 12) for length in (1, 30, 75)]
+    asked = [make_request(f"r{length}", make_prompt(length), 12) for length in (1, 30, 75)]
     rig = make_rig(pair)
     if is_fixed:
         rig.runner.use_fixed_shapes()
-    rig.run(*ones)
+    rig.run(*asked)
     assert_like_oracle(pair, rig.rounds, at_least=20, tolerance=2e-2)
     rig.check_pages()
 
 
 def test_blocks_after_pauses(pair, monkeypatch):
-    """Steps that keep the drafter's features, and what writes them late, both as graphs; with hits of what was written so."""
+    """Steps that keep the drafter's features and deferred writes, both as graphs; with prefix hits of what was written."""
     monkeypatch.setattr(deferred_kv, "MAX_RING_LEN", 4)
     rig = make_rig(pair, policy=Pauses(), prefix_caching=True, ahead=True)
     fixed, captures = rig.runner.use_fixed_shapes(), Captures(torch.device("cuda"))

@@ -89,11 +89,11 @@ def test_rounds_of_fixed_shapes(target: Gemma4) -> None:
 
 @pytest.mark.parametrize("name", ["greedy", "gemma", "penalised", "mixed"])
 def test_draws_of_fixed_shapes(one_target: Gemma4, name: str) -> None:
-    """Draws, counts and the drafter's inputs as a GPU captures them; what no graph serves goes the other way, in between."""
+    """Draws, counts and the drafter's inputs as a GPU captures them, between steps that no graph serves."""
     chosen = [SETTINGS[name]] * 4 if name != "mixed" else [greedy(), GEMMA, PENALISED, replace(GEMMA, logit_bias=((5, 3.0),))]
     requests = [
-        make_request(f"r{n}", make_prompt(n), replace(one, seed=n), 30 - n)
-        for n, one in zip((1, 5, 9, 13), chosen, strict=True)
+        make_request(f"r{n}", make_prompt(n), replace(sampling, seed=n), 30 - n)
+        for n, sampling in zip((1, 5, 9, 13), chosen, strict=True)
     ]
     want = DraftDrive(one_target, None).run(*requests)
     drive = DraftDrive(one_target, MTP, known=sequences(requests, want), is_told=often, max_num_seqs=5, is_fixed=True)
@@ -155,10 +155,10 @@ def test_cancels(one_target: Gemma4) -> None:
 
 
 def test_samples_of_one_prompt(one_target: Gemma4) -> None:
-    one = make_request("n", make_prompt(37), replace(GEMMA, seed=5), 16, n=4)
-    want = DraftDrive(one_target, None).run(one)
+    request = make_request("n", make_prompt(37), replace(GEMMA, seed=5), 16, n=4)
+    want = DraftDrive(one_target, None).run(request)
     drive = DraftDrive(one_target, MTP)
-    assert drive.run(one) == want
+    assert drive.run(request) == want
     assert len({tuple(tokens) for tokens in want.values()}) == 4
 
 
@@ -202,7 +202,7 @@ def chi_squared(counts: Counter[int], probabilities: torch.Tensor, total: int) -
 
 def allowed_after(token: int, vocab: int, is_masked: bool) -> torch.Tensor:
     """A grammar of sorts: which tokens may follow, as flags."""
-    return torch.tensor([not is_masked or (token + other) % 3 > 0 for other in range(vocab)])
+    return torch.tensor([not is_masked or (token + following) % 3 > 0 for following in range(vocab)])
 
 
 def packed(allowed_RV: torch.Tensor) -> torch.Tensor:
@@ -347,9 +347,9 @@ def test_llm_with_drafts(shape: str, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     prompts = ["hello there", "a b c d e f g", "x"]
     with LLM(str(folder), **settings) as llm:
-        want = [one.token_ids for one in llm.generate(prompts, params)]
+        want = [result.token_ids for result in llm.generate(prompts, params)]
     with LLM(str(folder), speculative_config={"method": "mtp", "model": "random:", "adaptive": False}, **settings) as llm:
-        assert [one.token_ids for one in llm.generate(prompts, params)] == want
+        assert [result.token_ids for result in llm.generate(prompts, params)] == want
         counters = llm.engine.stats().counters
         assert counters.verifies > 20
         assert len(counters.drafted_at) == 3
@@ -364,7 +364,7 @@ def test_grammars_go_along_the_drafts(tmp_path: Path) -> None:
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=40, structured_outputs=outputs) for seed in range(3)]
     with LLM(str(folder), **settings) as llm:
         want = llm.generate(prompts, params)
-    truth = {tuple(one.prompt_token_ids): list(one.token_ids) for one in want}
+    truth = {tuple(result.prompt_token_ids): list(result.token_ids) for result in want}
     with LLM(str(folder), speculative_config={"method": "mtp", "model": "random:", "adaptive": False}, **settings) as llm:
         runner = llm.engine._worker
         drafter: Any = runner.drafter
@@ -385,9 +385,9 @@ def test_grammars_go_along_the_drafts(tmp_path: Path) -> None:
         drafter.propose = told
         got = llm.generate(prompts, params)
         assert llm.engine.stats().counters.accepted_tokens > 5
-    assert [one.token_ids for one in got] == [one.token_ids for one in want]
-    for one in got:
-        assert re.fullmatch("(ab|cd|xyz){4,12}", one.text) or one.finish_reason == "length"
+    assert [result.token_ids for result in got] == [result.token_ids for result in want]
+    for result in got:
+        assert re.fullmatch("(ab|cd|xyz){4,12}", result.text) or result.finish_reason == "length"
 
 
 def test_a_useless_drafter_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -452,10 +452,10 @@ def test_a_head_in_fp8(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"device": "cpu", "max_model_len": 200, "max_num_seqs": 3}
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     prompts = [make_prompt(length) for length in (3, 40)]
-    want = [one.token_ids for one in LLM(folder, **settings).generate(prompts, params)]
+    want = [result.token_ids for result in LLM(folder, **settings).generate(prompts, params)]
     draft = {"method": "mtp", "model": "random:", "adaptive": False, "head_dtype": "fp8"}
     llm = LLM(folder, speculative_config=draft, **settings)
-    assert [one.token_ids for one in llm.generate(prompts, params)] == want
+    assert [result.token_ids for result in llm.generate(prompts, params)] == want
     drafter = llm.engine._worker.drafter
     assert drafter is not None
     head = drafter.model.head  # type: ignore[attr-defined]

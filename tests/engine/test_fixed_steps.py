@@ -1,6 +1,6 @@
-"""Steps of fixed shapes against steps of their own shape: buckets, padding, page tables that are kept between steps.
+"""Fixed-shape steps against steps of their own shape: buckets, padding, page tables that are kept between steps.
 
-The same code that a GPU captures as graphs runs here without a capture.
+The code that a GPU captures as graphs runs here without a capture.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_runner import GEMMA, GREEDY, MAX_LEN, SETTINGS, ListDrafter, Rig, model, one_model, parts, request, watch
+from test_runner import GEMMA, GREEDY, MAX_LEN, SETTINGS, ListDrafter, Rig, make_request, model, one_model, parts, watch
 
 from culet.cache.pool import Pool
 from culet.runner.fixed.page_tables import table_columns
@@ -87,7 +87,7 @@ def test_which_bucket(one_model):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_fixed_steps_change_nothing(model, name):
     lengths = (1, 3, 31, 70, 90)
-    requests = [request(f"{name}{n}", n, SETTINGS[name], num_tokens=16 + 6 * index) for index, n in enumerate(lengths)]
+    requests = [make_request(f"{name}{n}", n, SETTINGS[name], num_tokens=16 + 6 * index) for index, n in enumerate(lengths)]
     plain = Rig(model, max_num_seqs=6, budget=40).run(*requests)
     rig = FixedRig(model, max_num_seqs=6, budget=40, is_poisoned=True)
     assert rig.run(*requests) == plain
@@ -96,7 +96,7 @@ def test_fixed_steps_change_nothing(model, name):
 
 
 def test_fixed_steps_under_preemption(model):
-    requests = [request(f"r{index}", 40, GEMMA, num_tokens=30) for index in range(4)]
+    requests = [make_request(f"r{index}", 40, GEMMA, num_tokens=30) for index in range(4)]
     layout, _, _ = parts(model, 1)
     tight = FixedRig(model, num_slabs=2 * sum(group.pages_for(70) for group in layout.groups), is_poisoned=True)
     out = tight.run(*requests)
@@ -105,7 +105,7 @@ def test_fixed_steps_under_preemption(model):
 
 
 def test_fixed_steps_after_prefix_hits(model):
-    requests = [request(f"r{index}", 130, GEMMA, num_tokens=20) for index in range(3)]
+    requests = [make_request(f"r{index}", 130, GEMMA, num_tokens=20) for index in range(3)]
     rig = FixedRig(model, prefix_caching=True, is_poisoned=True)
     first, again = rig.run(*requests), rig.run(*requests)
     assert rig.scheduler.counters.prefix_hits == 3
@@ -113,9 +113,9 @@ def test_fixed_steps_after_prefix_hits(model):
 
 
 def test_samples_that_part_ways(model):
-    one = request("n", 37, replace(GEMMA, logprobs=2), n=5)
+    request = make_request("n", 37, replace(GEMMA, logprobs=2), n=5)
     rig = FixedRig(model)
-    out, plain = rig.run(one), Rig(model).run(one)
+    out, plain = rig.run(request), Rig(model).run(request)
     assert {key: tokens for key, (tokens, _, _) in out.items()} == {key: tokens for key, (tokens, _, _) in plain.items()}
     assert Bucket(1, 8) in rig.used
 
@@ -124,12 +124,12 @@ def test_samples_that_part_ways(model):
 def test_verify_steps(model, mistake):
     """Rows with all drafts, some and none in one bucket, padded by rows of many tokens, of one and of none."""
     requests = [
-        request(f"d{length}", length, replace(GREEDY, seed=length), num_tokens=length + 1) for length in (5, 13, 33, 41)
+        make_request(f"d{length}", length, replace(GREEDY, seed=length), num_tokens=length + 1) for length in (5, 13, 33, 41)
     ]
     expected = Rig(model, max_num_seqs=5).run(*requests)
     drafter = ListDrafter(
-        {one.prompt_token_ids[0]: expected[one.request_id, 0][0] for one in requests},
-        {one.prompt_token_ids[0]: len(one.prompt_token_ids) for one in requests},
+        {request.prompt_token_ids[0]: expected[request.request_id, 0][0] for request in requests},
+        {request.prompt_token_ids[0]: len(request.prompt_token_ids) for request in requests},
         max_drafts=3,
         is_wrong=lambda position: mistake == "sometimes" and position % 3 == 0,
     )
@@ -141,7 +141,7 @@ def test_verify_steps(model, mistake):
     assert any(len({row.num_new for row in rows}) > 1 for rows in plans)
 
 
-def test_a_pool_without_spare_page_is_our_fault(one_model):
+def test_fixed_shapes_need_a_spare_page(one_model):
     rig = Rig(one_model)
     with pytest.raises(AssertionError, match="spare page"):
         rig.runner.use_fixed_shapes()

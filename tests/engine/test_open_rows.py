@@ -1,7 +1,7 @@
-"""Rows that are planned while it is not known how many drafts of the last ones are accepted.
+"""Open rows: planned before it is known how many drafts of the previous rows are accepted.
 
-On a GPU captured steps find out by themselves where such rows begin. Here the same launches run one by one in the place of a
-replay, or the runner looks at what was accepted itself; what comes out is always what comes out without drafts.
+On a GPU captured steps find out on the device where such rows begin. Here the same launches run one by one instead of a replay,
+or the runner waits and closes the rows. The output is always the one without drafts.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from dflash_rig import Rig as DFlashRig
-from draft_drive import DraftDrive, use_fixed_draws
+from draft_drive import CpuCaptures, DraftDrive, use_fixed_draws
 from real_steps import make_prompt, run_to_end
 from test_dflash import MISTAKES, assert_like_oracle, pair, requests, told, use_fixed_shapes
 from test_drafting import GEMMA, MTP, greedy, make_request, often, sequences, target
@@ -51,12 +52,22 @@ class Replay:
 
 
 def replay_by_hand(runner: Runner) -> list[int]:
-    """Let a runner's steps of fixed shapes pass for captured ones; returns the numbers of open drafts of rows they served."""
+    """Let a runner replay its fixed shapes as if they were captured; returns the numbers of open drafts of rows they served."""
     assert runner.fixed is not None
     fixed = runner.fixed.steps
+    captures: Any = CpuCaptures()
     for bucket in fixed.buckets:
-        step = fixed[bucket]
+        step = fixed.rehearse((), bucket)
         step.graph = Replay(fixed, step)  # type: ignore[assignment]
+    runner.fixed.capture_draws(captures)
+    for part in (runner.fixed.rounds, runner.fixed.deferred):
+        if part is not None:
+            part.capture(captures)
+    assert runner.fixed.draws is not None
+    assert runner.fixed.rounds is not None
+    assert runner.fixed.num_captured >= len(fixed.buckets) + 2 * len(runner.fixed.draws.buckets) + len(
+        runner.fixed.rounds.shapes
+    )
     served: list[int] = []
     run = fixed.run
 
@@ -77,8 +88,8 @@ def run_open(drive: DraftDrive, *requests, **settings):
 @pytest.mark.parametrize("is_fixed", [True, False])
 def test_output_is_that_without_drafts(target: Gemma4, is_fixed: bool, is_told: Callable[[int], bool]) -> None:
     asked = [
-        make_request(f"r{n}", make_prompt(n), replace(one, seed=n), 40 + n)
-        for n, one in zip((1, 5, 33), (greedy(), GEMMA, greedy()), strict=True)
+        make_request(f"r{n}", make_prompt(n), replace(sampling, seed=n), 40 + n)
+        for n, sampling in zip((1, 5, 33), (greedy(), GEMMA, greedy()), strict=True)
     ]
     want = DraftDrive(target, None).run(*asked)
     known = sequences(asked, want)
@@ -104,7 +115,7 @@ def test_pages_in_flight(target: Gemma4, is_tight: bool) -> None:
     drive = DraftDrive(target, MTP, known=known, is_told=often, num_slabs=num_slabs, prefix_caching=True, is_fixed=True)
     use_fixed_draws(drive.runner)
     served = replay_by_hand(drive.runner)
-    again = [replace(one, request_id=f"{one.request_id} again") for one in asked]
+    again = [replace(request, request_id=f"{request.request_id} again") for request in asked]
     for several in (asked, again):
         got = run_open(drive, *several, cancel_at={15: several[-1].request_id})
         for (name, sample), tokens in got.items():
@@ -121,13 +132,13 @@ def test_pages_in_flight(target: Gemma4, is_tight: bool) -> None:
 def test_a_drafter_with_pages_of_its_own(pair, mistake, monkeypatch):
     """Every block is the oracle's: its context is in place wherever the row began."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
-    ones = requests(60)
-    expected = DFlashRig(pair, drafts=False).run(*ones)
-    rig = DFlashRig(pair, told=told(ones, expected), is_wrong=MISTAKES[mistake], has_spare=True, ahead=True)
+    asked = requests(60)
+    expected = DFlashRig(pair, drafts=False).run(*asked)
+    rig = DFlashRig(pair, told=told(asked, expected), is_wrong=MISTAKES[mistake], has_spare=True, ahead=True)
     use_fixed_shapes(rig, has_draws=True)
     served = replay_by_hand(rig.runner)
     rig.scheduler.plans_open = True
-    assert rig.run(*ones) == expected
+    assert rig.run(*asked) == expected
     assert sum(count > 0 for count in served) > 5
     assert_like_oracle(pair, rig.rounds, at_least=12)
     rig.check_pages()

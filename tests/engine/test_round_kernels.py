@@ -83,11 +83,11 @@ else:
             generator = torch.Generator().manual_seed(3)
             self.pool._slabs.view(torch.float32)[:24].copy_(torch.randn(24, layout.slab_bytes // 4, generator=generator))
             readers = spec.readers(layout)
-            backends = {one.index: backend(one, spec.num_heads) for one in layout.groups if one.name in readers}
+            backends = {group.index: backend(group, spec.num_heads) for group in layout.groups if group.name in readers}
             self.drafter: Drafter = spec.build(target, backends, progress=False)
             groups, pages = [], iter(list(range(24)) * 20)
-            for one in layout.groups:
-                columns = -(-max(LENGTHS) - 16) // one.page_tokens + 2
+            for group in layout.groups:
+                columns = -(-max(LENGTHS) - 16) // group.page_tokens + 2
                 table = torch.tensor([[next(pages) for _ in range(columns)] for _ in LENGTHS], dtype=torch.int32)
                 table[-1] = self.pool.spare_page  # type: ignore[call-overload]
                 groups.append(GroupBatch(table, torch.zeros(len(LENGTHS), dtype=torch.int32), torch.zeros(0).long()))

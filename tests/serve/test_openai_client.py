@@ -199,7 +199,7 @@ def test_models_and_errors(fake: Running) -> None:
         client.chat.completions.create(model="gemma", messages=HELLO, max_tokens=40000)
     assert long.value.code == "context_length_exceeded"
     image: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}]}]
-    with pytest.raises(openai.BadRequestError, match="only text is supported"):
+    with pytest.raises(openai.BadRequestError, match="only text"):
         client.chat.completions.create(model="gemma", messages=image)
 
 

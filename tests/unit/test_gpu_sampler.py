@@ -1,4 +1,4 @@
-"""How draws are handed to the GPU's kernels: the kernels stand in here by the eager sampler, which says what they must draw."""
+"""How draws are given to the GPU's kernels. The eager sampler stands in for the kernels."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
 
 
 def test_which_rows_the_kernels_serve() -> None:
-    assert {name for name, one in KINDS.items() if not is_served(one)} == {"wide", "nucleus"}
+    assert {name for name, sampling in KINDS.items() if not is_served(sampling)} == {"wide", "nucleus"}
 
 
 @pytest.mark.parametrize("has_masks", [False, True])
