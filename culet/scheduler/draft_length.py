@@ -26,7 +26,8 @@ WORTHLESS = 0.1  # acceptance at start below which the drafter does not fit the 
 MIN_GAIN = 1.03  # tokens per second, against no drafts
 TRY_ACCEPTANCE = 0.9  # what a try hopes for
 TRY_SHARE = 0.01  # of the time that a sequence without drafts gives to its first try; later ones get less
-MIN_REST, MAX_REST = 8, 1024  # steps before a try
+MIN_REST, MAX_REST = 8, 256  # steps before a try
+TRY_WEIGHT = 2.0  # compared drafts that count in a try: the text may be another by now
 NUM_TIMED = 5  # steps of each length that are taken for their time,
 TIMED_FIRST, TIMED_AGAIN = 16, 2048  # when a batch of one size has taken this many steps, and after this many more
 
@@ -76,7 +77,7 @@ class DraftPolicy:
         self._gains = {count: [_expected_tokens(p / 100, count) - 1.0 for p in range(101)] for count in self.lengths}
         self._min_prior, self._general = MIN_PRIOR, START_ACCEPTANCE
         self._step = 0
-        self._num_drafts = 0  # of the planned step
+        self._num_drafts: int | None = None  # of the planned step; None: nobody decodes in it
         self._num_until_timed: dict[int, int] = {}  # by size of batch: steps before some are taken for their time
         self._timed: list[int] = []  # lengths of the next steps, which are taken for their time
         self._num_changes = 0  # of anything that a decision depends on
@@ -114,41 +115,48 @@ class DraftPolicy:
     def plan(self, batch: Sequence[Acceptance]) -> None:
         """Decide for all sequences that decode in the next step."""
         self._step += 1
+        if not batch:
+            self._num_drafts = None
+            return
+        self._count_down(len(batch))
         key = (self._num_changes, *map(id, batch))
-        if not batch or (key == self._quiet and self._step < self._quiet_until):
+        if key == self._quiet and self._step < self._quiet_until and not self._timed:
             return
         for state in batch:
             if not state.tried:
                 self._start(state)
+        estimates = [state.estimate for state in batch]
         hopes = [TRY_ACCEPTANCE if 0 <= state.try_at <= self._step else state.estimate for state in batch]
-        self._num_drafts, least = self._choose(hopes)
-        self._count_down(len(batch))
+        num_drafts, least = self._choose(estimates)
+        if not num_drafts and hopes != estimates:
+            num_drafts, least = self._choose(hopes, is_try=True)
         if self._timed:
-            self._num_drafts, least = self._timed.pop(), 0.0
-        first_rest = max(MIN_REST, round(self.cost.overhead(len(batch), 1, self.lengths[0]) / TRY_SHARE))
+            num_drafts, least = self._timed.pop(), 0.0
+        self._num_drafts = num_drafts
+        first_rest = round(self.cost.overhead(len(batch), 1, self.lengths[0]) / TRY_SHARE)
+        first_rest = min(MAX_REST, max(MIN_REST, first_rest))
         for state, hope in zip(batch, hopes, strict=True):
-            self._decide(state, self._num_drafts if hope >= least else 0, first_rest)
-        if not self._num_drafts and not self._timed:
-            self._quiet, self._quiet_until = key, min([state.try_at for state in batch])
+            self._decide(state, num_drafts if hope >= least else 0, first_rest)
+        self._quiet, self._quiet_until = key, 0 if num_drafts else min([state.try_at for state in batch])
 
     def length(self, state: Acceptance, num_seqs: int) -> int:
         """Drafts for a sequence of the planned batch, or for one that joins it now as one of `num_seqs`."""
         if state.length is not None:
             return state.length
         self._start(state)
-        if num_seqs > 1 and self._num_drafts:
-            return self._num_drafts
-        return self._choose([state.estimate] * num_seqs)[0]
+        return self._choose([state.estimate] * num_seqs)[0] if self._num_drafts is None else self._num_drafts
 
     def _start(self, state: Acceptance) -> None:
         prior = min(MAX_PRIOR, max(self._min_prior, self._general + OPTIMISM))
         state.tried, state.accepted = START_WEIGHT, START_WEIGHT * prior
 
-    def _choose(self, hopes: list[float]) -> tuple[int, float]:
-        """Drafts of the step that brings the most tokens per second, and the least acceptance of those who get them."""
+    def _choose(self, hopes: list[float], *, is_try: bool = False) -> tuple[int, float]:
+        """Drafts of the step that brings the most tokens per second, and the least acceptance of those who get them.
+
+        `is_try`: not the best length but the shortest that pays.
+        """
         ranked, num_seqs = sorted(hopes, reverse=True), len(hopes)
         best, best_rate, least = 0, MIN_GAIN * num_seqs, 0.0
-        is_try = ranked[0] == TRY_ACCEPTANCE
         for count in self.lengths:
             first, last = 1.0 + self.cost.overhead(num_seqs, 1, count), 1.0 + self.cost.overhead(num_seqs, num_seqs, count)
             each = (last - first) / max(1, num_seqs - 1)
@@ -158,8 +166,8 @@ class DraftPolicy:
                 seconds += each
                 if num_tokens > best_rate * seconds:
                     best, best_rate, least = count, num_tokens / seconds, hope
-            if best and is_try and least == TRY_ACCEPTANCE:
-                break  # only tries: as few drafts as will do
+            if best and is_try:
+                break
         return best, least
 
     def _decide(self, state: Acceptance, num_drafts: int, first_rest: int) -> None:
@@ -167,7 +175,7 @@ class DraftPolicy:
         state.length = num_drafts
         state.is_trying = num_drafts > 0 and 0 <= state.try_at <= self._step
         if state.is_trying:
-            forget = min(1.0, START_WEIGHT / state.tried)  # the text may be another by now
+            forget = min(1.0, TRY_WEIGHT / state.tried)
             state.tried, state.accepted = forget * state.tried, forget * state.accepted
             state.rest = min(MAX_REST, 2 * max(first_rest, state.rest))
         elif num_drafts:

@@ -372,9 +372,9 @@ class Scheduler:
         assert next(drawn, None) is None, "more draws than the plan asked for"
 
     def _report_time(self, policy: DraftLengths, shape: Shape | None) -> None:
-        """Tell the policy how long a step took, if it decodes like the step before it."""
+        """Tell the policy how long a step took, if it decodes with as many drafts as the step before it."""
         now, last = self._clock(), self._last_shape
-        if shape is not None and last is not None and (shape[0], shape[2]) == (last[0], last[2]):
+        if shape is not None and last is not None and shape[2] == last[2]:
             policy.took(*shape, now - self._last_end)
         self._last_shape, self._last_end = shape, now
 

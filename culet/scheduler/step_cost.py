@@ -11,7 +11,8 @@ NUM_TIMES = 8  # times kept for each kind of step
 MIN_TIMES = 3  # of each kind, before their times are compared
 FRESH = 96  # steps: a machine's speed drifts, so only times taken this close together are compared
 FADE = 0.02  # how far each measurement of one length moves what is believed of the others
-MAX_CORRECTION = 10.0  # how far a round's measured cost may be from the model's, either way
+MAX_CORRECTION = 100.0  # how far a round's measured cost may be from the model's, either way
+MIN_OVERHEAD = 0.02  # of a round by the model: a probe with noise may find none
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class MeasuredCost:
         if key not in self._known:
             corrections = self._corrections.get(size_of(num_seqs), {})
             nearest = min(corrections, key=lambda count: abs(count - num_drafts), default=None)
-            self._known[key] = self.model.overhead(*key) * (1.0 if nearest is None else corrections[nearest])
+            self._known[key] = self._modelled(*key) * (1.0 if nearest is None else corrections[nearest])
         return self._known[key]
 
     def took(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
@@ -112,8 +113,8 @@ class MeasuredCost:
         if not num_drafts:
             plain.add(self._num_steps, seconds)
             return
-        plain_s, modelled = plain.median(self._num_steps), self.model.overhead(num_seqs, num_drafting, num_drafts)
-        if plain_s is None or modelled <= 0.0:
+        plain_s, modelled = plain.median(self._num_steps), self._modelled(num_seqs, num_drafting, num_drafts)
+        if plain_s is None:
             return
         rounds = self._rounds.setdefault((size, num_drafts), _Recent())
         # A round is never cheaper than a step: where it seems so, the machine was slower before.
@@ -121,6 +122,9 @@ class MeasuredCost:
         found = rounds.median(self._num_steps)
         if found is not None:
             self._correct(size, num_drafts, min(MAX_CORRECTION, max(1.0 / MAX_CORRECTION, found)))
+
+    def _modelled(self, num_seqs: int, num_drafting: int, num_drafts: int) -> float:
+        return max(MIN_OVERHEAD, self.model.overhead(num_seqs, num_drafting, num_drafts))
 
     def _correct(self, size: int, num_drafts: int, found: float) -> None:
         corrections = self._corrections.setdefault(size, {})

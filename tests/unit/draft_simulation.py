@@ -71,7 +71,7 @@ class Simulation:
             for chat in running:
                 chat.seconds += seconds
             if self.policy is not None and shape is not None:
-                if shape == before:
+                if before is not None and shape[2] == before[2]:
                     self.policy.took(*shape, seconds * self.random.uniform(0.9, 1.1))
                 for chat in running:
                     if chat.num_done >= chat.num_tokens:

@@ -1,0 +1,143 @@
+"""Chats that draft well and chats that draft badly, in turn: does one kind slow down the other?
+
+    python benchmarks/mixed_drafts.py                       # the built-in model, both drafters, 1 and 8 chats at a time
+    python benchmarks/mixed_drafts.py --runs 1 --drafters mtp=assistant --num-seqs 1
+
+40 chats, good and bad ones in turn, one after the other or in groups of eight. Good chats are the built-in model's questions,
+answered to their end. Bad chats continue behind the end of such an answer (`ignore_eos`). Three engines take turns, chat by
+chat, so that other load on the machine affects all of them:
+
+- one without a drafter gives the plain speed,
+- one that gets only the good chats gives the speed they have on their own,
+- one gets all chats.
+
+`good` is the speed of good chats among bad ones, against that on their own (to reach: 0.95). `bad` is the speed of bad chats
+among good ones, against plain (to reach: 0.97). `good_gain` is the speed of good chats on their own, against plain. `shared` is
+the total speed, against plain, if good and bad chats run in the same batch. Each is the median over all runs after a first one
+that is a warm-up; `own` counts the time that this process ran, which is steadier on a busy CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from refused_drafts import Answering, add_options, draft_choice, engine_settings, share_weights
+
+from culet import LLM, SamplingParams
+
+QUESTIONS = Path(__file__).parents[1] / "training" / "questions"
+NUM_CHATS = 40
+ALL_STEPS = 1 << 30
+
+
+@dataclass(frozen=True)
+class Chats:
+    """Prompts of one kind, and how they are continued."""
+
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+
+    def group(self, index: int, size: int) -> tuple[Sequence[Sequence[int]], SamplingParams]:
+        return self.prompts[index * size : (index + 1) * size], self.params
+
+
+def read_chats(llm: LLM, count: int, num_tokens: int) -> tuple[Chats, Chats]:
+    """Good and bad ones, `count` of each."""
+    lines = [json.loads(line) for name in ("open", "questions") for line in (QUESTIONS / f"{name}.jsonl").open()]
+    asked = [line.get("question") or line["turns"][0] for line in lines]
+    encode, render = llm.engine.tokenizer.encode, llm.engine.chat_template.render
+    prompts = [encode(render([{"role": "user", "content": text}])) for text in random.Random(1).sample(asked, count)]
+    to_end = SamplingParams(temperature=0, max_tokens=num_tokens)
+    answers = llm.generate(prompts, to_end)
+    ended = [[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)]
+    return Chats(prompts, to_end), Chats(ended, SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True))
+
+
+class Speed:
+    """Tokens and seconds of one kind of chats in one engine."""
+
+    def __init__(self) -> None:
+        self.num_tokens, self.seconds, self.own_seconds = 0, 0.0, 0.0
+
+    def run(self, llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+        answering = Answering(llm, prompts, params)
+        answering.advance(ALL_STEPS)
+        self.num_tokens += answering.num_tokens
+        self.seconds += answering.seconds
+        self.own_seconds += answering.own_seconds
+
+    def over(self, slower: Speed) -> tuple[float, float]:
+        """How many times as fast as the other: by the clock, and by the time that this process ran."""
+        if not self.seconds or not slower.seconds:  # answers of a single token
+            return 1.0, 1.0
+        tokens = self.num_tokens / slower.num_tokens
+        return tokens * slower.seconds / self.seconds, tokens * slower.own_seconds / self.own_seconds
+
+
+def run_once(plain: LLM, alone: LLM, mixed: LLM, good: Chats, bad: Chats, size: int) -> dict[str, tuple[float, float]]:
+    """All chats once, in groups of `size`."""
+    names = ("plain good", "plain bad", "alone good", "mixed good", "mixed bad", "plain shared", "mixed shared")
+    speeds = {name: Speed() for name in names}
+    num_groups = max(2, NUM_CHATS // size)
+    for index in range(num_groups):
+        kind, chats = ("good", good) if index % 2 == 0 else ("bad", bad)
+        group = chats.group(index // 2, size)
+        engines = [("plain", plain), ("mixed", mixed)] + ([("alone", alone)] if kind == "good" else [])
+        for name, llm in engines if index % 4 < 2 else engines[::-1]:
+            speeds[f"{name} {kind}"].run(llm, *group)
+    for index in range(num_groups // 2 if size > 1 else 0):
+        half = size // 2
+        prompts = [*good.group(index, half)[0], *bad.group(index, half)[0]]
+        for name, llm in (("plain", plain), ("mixed", mixed)):
+            speeds[f"{name} shared"].run(llm, prompts, bad.params)
+    return {
+        "good": speeds["mixed good"].over(speeds["alone good"]),
+        "bad": speeds["mixed bad"].over(speeds["plain bad"]),
+        "good_gain": speeds["alone good"].over(speeds["plain good"]),
+        "shared": speeds["mixed shared"].over(speeds["plain shared"]),
+    }
+
+
+def measure(plain: LLM, alone: LLM, mixed: LLM, size: int, *, num_runs: int, num_tokens: int) -> dict[str, Any]:
+    """Medians over the runs."""
+    share_weights(mixed, alone, plain)
+    good, bad = read_chats(plain, NUM_CHATS, num_tokens)
+    runs = [run_once(plain, alone, mixed, good, bad, size) for _ in range(num_runs + 1)][1:]
+    summary: dict[str, Any] = {"num_seqs": size}
+    for name in runs[0]:
+        summary[name] = round(median(run[name][0] for run in runs), 3)
+        summary[f"own_{name}"] = round(median(run[name][1] for run in runs), 3)
+    counters = mixed.engine.stats().counters
+    return summary | {"verifies": counters.verifies, "steps": counters.steps}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--num-tokens", type=int, default=120, help="most tokens of a chat; bad ones have as many")
+    options = parser.parse_args()
+    settings, results = engine_settings(options), {}
+    plain = LLM(options.model, **settings)
+    for drafter in options.drafters:
+        results[drafter] = []
+        choice = draft_choice(options.model, drafter)
+        for size in options.num_seqs:
+            alone, mixed = (LLM(options.model, **settings, speculative_config=choice) for _ in range(2))
+            sizes = {"num_runs": options.runs, "num_tokens": options.num_tokens}
+            results[drafter].append(measure(plain, alone, mixed, size, **sizes))
+            print(drafter, results[drafter][-1], flush=True)
+            del alone, mixed
+        if options.out is not None:
+            options.out.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
