@@ -64,7 +64,7 @@ def compare(plain: LLM, drafting: LLM, num_seqs: int, *, num_tokens: int, turns:
     drafting.engine._worker.force_accepted(0)
     if plain.engine._worker.fixed is None:
         # Where weights lie in memory moves a CPU's speed by some percent: both compute with the same.
-        plain.engine._worker.model = drafting.engine._worker.model
+        plain.engine._worker.target.model = drafting.engine._worker.target.model
     prompts = make_prompts(plain, (turns + 1) * num_seqs, PROMPT_LEN)
     before, ratios, own_ratios = drafting.engine.stats().counters, [], []
     for turn in range(turns + 1):

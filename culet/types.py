@@ -1,11 +1,11 @@
-"""The nouns that travel between parts: frozen, and without torch.
+"""The data that travels between parts: frozen, and without torch.
 
-A request's way: `Request` -> scheduler (`StepPlan`) -> runner (`StepResult`) -> scheduler -> `TokenDelta`.
+The path of a request: `Request` -> scheduler (`StepPlan`) -> runner (`StepResult`) -> scheduler -> `TokenDelta`.
 
-The runner keeps a few things per **slot** (0 .. max_num_seqs - 1), one slot for each running sequence: its tokens and
-its sampling settings. An `Entry` fills a slot when a sequence starts or resumes; after that a `Row` needs no token ids,
-since the tokens of positions `start .. start + num_new` are read from the slot's buffer, where the sampler also appends
-what it draws. So a step can be planned before the last one's tokens have reached the host.
+The runner has one **slot** (0 .. max_num_seqs - 1) for each running sequence. It holds the sequence's tokens and sampling
+settings. An `Entry` fills a slot when a sequence starts or resumes. After that a `Row` needs no token ids: the tokens at
+positions `start .. start + num_new` are read from the slot's buffer, and the sampler appends what it draws there. So a step
+can be planned before the previous step's tokens have reached the host.
 """
 
 from __future__ import annotations
@@ -256,10 +256,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A sequence takes a slot: all the runner must know that rows do not repeat."""
+    """A sequence takes a slot: everything the runner needs to know about it that its rows do not repeat."""
 
     slot: int
-    token_ids: tuple[int, ...]  # prompt, and what was generated before a preemption
+    token_ids: tuple[int, ...]  # the prompt, and what was generated before a preemption
     prompt_len: int
     sampling: Sampling
     grammar: GrammarSpec | None = None
@@ -271,11 +271,11 @@ class PageTable:
     """Live pages of one sequence in one KV group: `pages[i]` holds tokens of logical page `first + i`.
 
     Logical page p covers positions p * page_tokens .. (p + 1) * page_tokens - 1. `first` is above 0 only in groups with
-    a window, where pages behind it went back to the arena or were never needed.
+    a window, where pages behind the window went back to the arena or were never needed.
 
-    A chunk longer than the window skips positions `start .. store_from - 1`: a logical page that lies wholly among them
-    has no page, and its entry is the placeholder 0 (as are unused columns of a filled table). Page 0 is also an ordinary
-    page, so an entry alone does not tell; no reader and no writer of the row ever comes to a skipped position.
+    A chunk longer than the window skips positions `start .. store_from - 1`. A logical page that lies entirely among them
+    has no page: its entry is the placeholder 0, like the unused columns of a filled table. Page 0 is also an ordinary page,
+    so the entry does not tell them apart; no reader or writer of the row ever reaches a skipped position.
     """
 
     first: int
@@ -283,28 +283,34 @@ class PageTable:
 
 
 class Row(NamedTuple):
-    """New tokens of one sequence in a step. Prefill, decode and verify differ only in the counts."""
+    """New tokens of one sequence in a step. Prefill, decode and verify differ only in the counts.
+
+    A row is **open** when its sequence's previous row has drafts whose acceptance is not known yet. Then `start` is the lowest
+    position at which it can begin, and each accepted draft moves it on by one.
+    """
 
     slot: int
-    start: int  # tokens whose KV exists already, so the position of the first new token; with `num_open`, the least it can be
+    start: int  # position of the first new token: the number of tokens that have KV
     num_new: int
     num_logits: int  # the last `num_logits` new tokens need logits; 0 in the middle of a prompt
     tables: tuple[PageTable, ...]  # one per KV group, in the layout's order; they cover the new tokens that are stored
-    store_from: tuple[int, ...]  # per KV group: new tokens before this position leave no KV (no later step sees them)
-    num_drafts: int = 0  # the last new tokens are the first so many proposals, to verify; then num_logits = num_drafts + 1
-    num_wanted: int = 0  # proposals that its draw slots want for their next step
+    store_from: tuple[int, ...]  # per KV group: new tokens before this position store no KV (no later step sees them)
+    num_drafts: int = 0  # the last `num_drafts` new tokens are proposals to verify; then num_logits = num_drafts + 1
+    num_wanted: int = 0  # proposals to make for the next step of its draw slots
     draw_slots: tuple[int, ...] = ()  # slots that draw from the last logits: usually (slot,), n of them where samples fork
     is_prompt_logprobs: bool = False  # the logits are those of prompt tokens: report log-probabilities of what follows
-    num_open: int = 0  # drafts of its last row that are not counted yet: those that were accepted move `start` on
+    num_open: int = 0  # drafts of the previous row whose acceptance is not known yet
 
-    def later(self, count: int) -> Row:
-        """The same, beginning `count` tokens later."""
-        return self._replace(start=self.start + count, store_from=tuple([first + count for first in self.store_from]))
+    def close(self, num_accepted: int) -> Row:
+        """The row once it is known that `num_accepted` of its open drafts were accepted."""
+        assert 0 <= num_accepted <= self.num_open, f"slot {self.slot}: {num_accepted} drafts accepted of {self.num_open}"
+        store_from = tuple([first + num_accepted for first in self.store_from])
+        return self._replace(start=self.start + num_accepted, store_from=store_from, num_open=0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step, complete: the scheduler's order to the runner. Entries first, then page copies, then the forward pass."""
+    """One complete step, from the scheduler to a worker. Entries come first, then page copies, then the forward pass."""
 
     step_id: int
     entries: tuple[Entry, ...]
@@ -324,18 +330,18 @@ Logprobs = Mapping[int, float]  # token id -> log-probability; the chosen token 
 
 
 class Drawn(NamedTuple):
-    """What one slot drew in a step: one token, or after a verify the accepted drafts and one more."""
+    """What one slot drew in a step: one token, or after a verify the accepted drafts and one more token."""
 
     slot: int
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
-    num_proposed: int = 0  # drafts for the next step that wait in the slot's buffer
-    fault: str = ""  # why its grammar cannot go on; then the tokens do not count
+    num_proposed: int = 0  # proposals for the next step, in the slot's buffer
+    fault: str = ""  # why its grammar cannot continue; then the tokens do not count
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The runner's answer to a StepPlan, in the order of its rows and their `draw_slots`."""
+    """A worker's answer to a StepPlan, in the order of its rows and their `draw_slots`."""
 
     step_id: int
     drawn: tuple[Drawn, ...]

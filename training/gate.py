@@ -25,7 +25,7 @@ import torch
 
 from culet import LLM, SamplingParams
 from culet.config import BUILT_IN
-from culet.models.checkpoint import find_folder
+from culet.models.folder import find_folder
 from culet.text.output_pieces import Output
 from culet.text.output_reader import ChatReader
 from culet.text.tool_schema import tool_schemas

@@ -30,7 +30,7 @@ from culet.models.checkpoint import open_checkpoint
 from culet.models.random_checkpoint import PREFIX, random_name, twin_depth
 from culet.models.weights import load_model
 from culet.runner.fill import fill
-from culet.types import PageTable, Row, SamplingParams, StepPlan
+from culet.types import PageTable, Row, SamplingParams
 
 # In standard deviations of the logits. A wrong kernel's answers are about four below the favourite; bf16 costs up to 0.1,
 # mostly where two experts are nearly tied.
@@ -154,7 +154,7 @@ class _Judge:
             num_logits = max(0, min(num_new, start + num_new - (len(prompt) - 1)))
             store_from = (start,) * len(layout.groups)
             row = Row(0, start, num_new, num_logits, tuple(tables), store_from)
-            batch = fill(StepPlan(0, (), (), (row,)), layout, tokens_SL, model.device)
+            batch = fill([row], layout, tokens_SL)
             model.plan(batch, pool, self._backends)
             hidden = model.forward(batch, pool, self._backends)
             if num_logits:

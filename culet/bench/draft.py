@@ -21,7 +21,7 @@ from culet.bench.answer_check import free_memory
 from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, plan_cache
 from culet.config import MAX_BATCHED_TOKENS, Config, DraftChoice, ScheduleConfig
-from culet.drafters.base import Drafter, cache_specs, open_drafter, plan_drafter, target_groups
+from culet.drafters.base import Drafter, cache_specs, open_drafter, plan_drafter_attention, target_groups
 from culet.engine.memory import least_slabs
 from culet.engine.rehearsal import Rehearsal
 from culet.engine.resolve import resolve_device, resolve_dtype
@@ -31,7 +31,8 @@ from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.weights import load_model
 from culet.registry import load
-from culet.runner.fixed_steps import Bucket, Captures
+from culet.runner.captures import Captures
+from culet.runner.fixed.steps import Bucket
 from culet.runner.runner import Runner
 from culet.scheduler.scheduler import Scheduler
 from culet.types import Request, Sampling
@@ -84,20 +85,20 @@ class DraftBench:
         # All prompts fit in one step, before the timed steps.
         budget = min(MAX_BATCHED_TOKENS, max_num_seqs * self.max_len)
         self.schedule = ScheduleConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
-        draft_spec = open_drafter(choice, self.spec)
-        specs = cache_specs(self.spec, draft_spec, self.dtype.itemsize, latent=config.cache.latent)
+        draft_plan = open_drafter(choice, self.spec)
+        specs = cache_specs(self.spec, draft_plan, self.dtype.itemsize, latent=config.cache.latent)
         self.layout: CacheLayout = plan_cache(specs)
         self.num_heads = self.spec.layers[0].num_heads
         self.plan = plan_attention(target_groups(self.layout), self.num_heads, str(self.device))
         self.model: Gemma4 = load_model(
             checkpoint, dtype=self.dtype, device=self.device, latent=config.cache.latent, progress=False
         )
-        self.drafter: Drafter = draft_spec.build(self.model, self._draft_backends(draft_spec, choice), progress=False)
+        self.drafter: Drafter = draft_plan.build(self.model, self._draft_backends(draft_plan, choice), progress=False)
 
-    def _draft_backends(self, draft_spec: Any, choice: DraftChoice) -> dict[int, Any]:
-        plan = plan_drafter(draft_spec, self.layout, str(self.device), choice.attention_backend)
-        groups = [group for group in self.layout.groups if group.name in draft_spec.readers(self.layout)]
-        return {group.index: load(plan.path(group))(group, draft_spec.num_heads) for group in groups}
+    def _draft_backends(self, draft_plan: Any, choice: DraftChoice) -> dict[int, Any]:
+        plan = plan_drafter_attention(draft_plan, self.layout, str(self.device), choice.attention_backend)
+        groups = [group for group in self.layout.groups if group.name in draft_plan.readers(self.layout)]
+        return {group.index: load(plan.path(group))(group, draft_plan.num_heads) for group in groups}
 
     def _backends(self) -> list[Any]:
         return [load(self.plan.path(group))(group, self.num_heads) for group in target_groups(self.layout)]
@@ -160,12 +161,11 @@ class _Loop:
         self.rounds = None
         if self.is_gpu:
             captures = Captures(self.device)
-            fixed = self.runner.use_fixed_steps()
+            fixed = self.runner.use_fixed_shapes()
             buckets = [Bucket(1, num_seqs) if drafter is None else Bucket(drafter.max_drafts + 1, num_seqs)]
-            fixed.capture(captures, buckets)
-            if self.runner.draws is not None:
-                self.runner.draws.capture(captures, buckets)
-            self.rounds = None if self.runner.drafting is None else self.runner.drafting.fixed
+            fixed.steps.capture(captures, buckets)
+            fixed.capture_draws(captures, buckets)
+            self.rounds = fixed.rounds
             if self.rounds is not None and drafter is not None:
                 self.rounds.capture(captures, [(num_seqs, drafter.max_drafts)])
 
@@ -191,22 +191,13 @@ class _Loop:
         return median(gaps[WARM_ROUNDS:])
 
     def graph_ms(self, bucket: Bucket) -> float | None:
-        """Milliseconds of a replay of a captured step."""
-        step = None if self.runner.fixed is None else self.runner.fixed.step_of(bucket)
-        if step is None or step.graph is None:
-            return None
-        graph, start_B = step.graph, step.planned.start_B
-        before_B = start_B.clone()
-
-        def replay() -> None:
-            graph.replay()
-            start_B.copy_(before_B)  # undo the advance by a token, which would eventually leave the pages
-
-        return _replay_ms(replay)
+        """Milliseconds of one replay of a captured step."""
+        step = None if self.runner.fixed is None else self.runner.fixed.steps[bucket]
+        return None if step is None or step.graph is None else _replay_ms(step.graph.replay)
 
     def draft_ms(self, num_seqs: int, num_drafts: int) -> float | None:
-        """Milliseconds of a replay of a captured draft round."""
-        graph = None if self.rounds is None else self.rounds.graph_of((num_seqs, num_drafts))
+        """Milliseconds of one replay of a captured draft round."""
+        graph = None if self.rounds is None else self.rounds[num_seqs, num_drafts].graph
         return None if graph is None else _replay_ms(graph.replay)
 
 

@@ -34,7 +34,7 @@ from culet.kernels.eager.attention import prefill_attention
 from culet.kernels.types import PagedKV, RaggedRows
 from culet.registry import load, lookup
 from culet.runner.fill import fill
-from culet.types import PageTable, Row, StepPlan
+from culet.types import PageTable, Row
 
 NUM_LAYERS = 2  # per slab, so that pages are strided as in a model
 VERIFY_QUERIES = 16  # rows with up to this many query tokens are decode or verify rows: every token has logits
@@ -150,7 +150,7 @@ class Step:
         rows, num_slabs = _rows(self.group, case)
         longest = max(context + queries for context, queries in case.spans)
         tokens_SL = torch.zeros(len(rows), longest, dtype=torch.int64, device=device)
-        self.batch: ForwardBatch = fill(StepPlan(0, (), (), rows), layout, tokens_SL, device)
+        self.batch: ForwardBatch = fill(rows, layout, tokens_SL)
         generator = torch.Generator(device=device).manual_seed(1)
         self.pool = Pool(layout, num_slabs, dtype, device)
         self.pool.planes(self.layer).normal_(0.0, _SPREAD, generator=generator)

@@ -19,10 +19,10 @@ from culet.attention.picture import draw
 from culet.attention.plan import AttentionPlan, plan_attention
 from culet.cache.spec import CacheLayout, plan_cache, stored_as
 from culet.config import CacheConfig, Config, ModelConfig, build_config
-from culet.drafters.base import DrafterSpec, cache_specs, open_drafter, plan_drafter, target_groups
+from culet.drafters.base import DrafterPlan, cache_specs, open_drafter, plan_drafter_attention, target_groups
 from culet.errors import CheckpointError, ConfigError
 from culet.hardware import GPUS, Gpu, find_gpu
-from culet.models.checkpoint import read_config
+from culet.models.folder import read_config
 from culet.models.sizes import Room, pages_of_sequence, slabs_of_sequence, text_weights, tower_weights, working_bytes
 from culet.models.spec import ModelSpec, read_spec
 from culet.models.variants import VARIANTS
@@ -52,7 +52,7 @@ class Facts:
     seq_lens: tuple[int, ...]
     layouts: dict[bool, CacheLayout]  # with and without the latent
     attention: AttentionPlan  # for the layout that would be served
-    drafter: DrafterSpec | None = None
+    drafter: DrafterPlan | None = None
     draft_attention: AttentionPlan | None = None  # planned separately from the target's
 
     @property
@@ -144,7 +144,7 @@ def gather(model: str, gpu_name: str, config: Config, seq_lens: Sequence[int] = 
         drafter=drafter,
         draft_attention=None
         if drafter is None or drafts is None
-        else plan_drafter(drafter, layout, gpu, drafts.attention_backend),
+        else plan_drafter_attention(drafter, layout, gpu, drafts.attention_backend),
     )
 
 

@@ -26,8 +26,9 @@ from culet.kernels.compiling import CompileCount, expect_compiling, use_disk_cac
 from culet.log import chose
 from culet.models.gemma4 import Gemma4
 from culet.models.weights import load_model
-from culet.runner.fixed_steps import Captures
+from culet.runner.captures import Captures
 from culet.runner.runner import Runner
+from culet.runner.worker import Worker
 from culet.scheduler.draft_length import DraftPolicy
 from culet.scheduler.scheduler import Scheduler
 from culet.structured.compiler import GrammarCompiler
@@ -46,7 +47,7 @@ class EngineParts:
     chat_template: ChatTemplate
     rules: RequestRules
     scheduler: Scheduler
-    worker: Runner
+    worker: Worker
     grammars: GrammarQueue
     times: StartTimes
     compile_count: CompileCount | None  # kernels that this start compiled; None on a CPU
@@ -129,10 +130,10 @@ def _load(setup: Setup, times: StartTimes, *, progress: bool) -> tuple[Gemma4, D
     with times.part("weights"):
         model = load_model(setup.checkpoint, dtype=setup.dtype, device=setup.device, latent=latent, progress=progress)
         model.scale_keys([layer for group in setup.layout.groups if group.spec.is_fp8 for layer in group.layers])
-    if setup.draft_spec is None:
+    if setup.draft_plan is None:
         return model, None
     with times.part("drafter"):
-        return model, setup.draft_spec.build(model, setup.draft_backends, progress=progress)
+        return model, setup.draft_plan.build(model, setup.draft_backends, progress=progress)
 
 
 # The KV cache
@@ -211,11 +212,11 @@ def _make_runner(
 
 
 def _capture_graphs(setup: Setup, runner: Runner) -> None:
-    fixed = runner.use_fixed_steps()
+    fixed = runner.use_fixed_shapes()
     num_captured = runner.capture(Captures(setup.device))
     torch.cuda.synchronize(setup.device)
-    sizes = ", ".join(map(str, sorted({bucket.num_rows for bucket in fixed.buckets})))
-    kinds = "decode steps" if setup.draft_spec is None else "decode steps, verify steps and draft rounds"
+    sizes = ", ".join(map(str, sorted({bucket.num_rows for bucket in fixed.steps.buckets})))
+    kinds = "decode steps" if setup.draft_plan is None else "decode steps, verify steps and draft rounds"
     chose("CUDA graphs", num_captured, f"{kinds} of up to {sizes} sequences")
 
 
@@ -239,10 +240,10 @@ def _make_scheduler(setup: Setup, num_slabs: int, max_model_len: int, max_drafts
 
 def _make_draft_policy(setup: Setup) -> DraftPolicy | None:
     choice = setup.config.draft.choice
-    if setup.draft_spec is None or choice is None:
+    if setup.draft_plan is None or choice is None:
         return None
     itemsize, plans_open = setup.dtype.itemsize, setup.has_graphs
-    return draft_policy(setup.spec, setup.draft_spec, choice, setup.layout, setup.device, itemsize, plans_open=plans_open)
+    return draft_policy(setup.spec, setup.draft_plan, choice, setup.layout, setup.device, itemsize, plans_open=plans_open)
 
 
 def _make_rules(setup: Setup, tokenizer: Tokenizer, max_model_len: int) -> RequestRules:

@@ -12,7 +12,7 @@ import torch
 from culet import hardware
 from culet.cache.spec import CacheLayout
 from culet.config import DraftChoice
-from culet.drafters.base import DrafterSpec
+from culet.drafters.base import DrafterPlan
 from culet.log import chose, logger
 from culet.models.sizes import text_weights
 from culet.models.spec import ModelSpec
@@ -35,7 +35,7 @@ MIN_ACCEPTED = 0.05  # share of the probe's drafts: if fewer are accepted, somet
 
 def draft_policy(
     target: ModelSpec,
-    drafter: DrafterSpec,
+    drafter: DrafterPlan,
     choice: DraftChoice,
     layout: CacheLayout,
     device: torch.device,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from culet.cache.spec import CacheLayout
 from culet.config import Config
 from culet.engine.build import build_parts, finish_start
-from culet.runner.runner import Pending
+from culet.runner.worker import LaunchedStep
 from culet.scheduler.stats import SchedulerStats
 from culet.types import FinishReason, Request, TokenDelta
 
@@ -28,12 +28,12 @@ class Engine:
         self.config = setup.config
         self.spec, self.defaults = setup.spec, setup.checkpoint.defaults
         self.device, self.dtype = setup.device, setup.dtype
-        self.plan, self.draft_spec = setup.plan, setup.draft_spec
+        self.plan, self.draft_plan = setup.plan, setup.draft_plan
         self.tokenizer, self.chat_template = parts.tokenizer, parts.chat_template
         self.rules = parts.rules  # what requests are checked against and completed with
         self.max_model_len = parts.rules.max_model_len
         self._scheduler, self._worker, self._grammars = parts.scheduler, parts.worker, parts.grammars
-        self._in_flight: deque[Pending] = deque()  # steps that were launched and not yet applied, oldest first
+        self._in_flight: deque[LaunchedStep] = deque()  # steps that were launched and not yet applied, oldest first
         self._max_in_flight = setup.max_in_flight
         finish_start(parts, self.add, self.step)
         self.start_times = parts.times

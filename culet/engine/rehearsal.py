@@ -20,8 +20,9 @@ from culet.drafters.base import Drafter
 from culet.engine.memory import Needs, measure_peak
 from culet.kernels.compiling import compile_ahead, mark_of
 from culet.models.gemma4 import Gemma4
+from culet.runner.captures import Captures
 from culet.runner.draft_round import draft_lengths
-from culet.runner.fixed_steps import Bucket, Captures, FixedSteps
+from culet.runner.fixed.shapes import FixedShapes
 from culet.runner.runner import Runner
 from culet.scheduler.sequence import MAX_SCORED_CHUNK
 from culet.types import Entry, PageTable, Row, Sampling, StepPlan
@@ -80,13 +81,12 @@ class Rehearsal:
             for plan in self._ladder():
                 runner.launch(plan)
             if self.has_graphs:
-                fixed = runner.use_fixed_steps()
-                for bucket in fixed.buckets:
+                fixed = runner.use_fixed_shapes()
+                for bucket in fixed.steps.buckets:
                     shapes = [(0, bucket.num_queries, bucket.num_queries)] * bucket.num_rows
-                    fixed.run(self._plan(shapes), bucket)
-                    self._rehearse_draws(runner, bucket)
-                self._rehearse_rounds(runner)
-                self._rehearse_deferred_kv(runner)
+                    fixed.rehearse_step(self._plan(shapes).rows, bucket)
+                fixed.rehearse_rounds()
+                fixed.rehearse_deferred()
         torch.cuda.synchronize(self.model.device)
         return True
 
@@ -96,34 +96,16 @@ class Rehearsal:
         with compile_ahead(), self.model.one_of_each_kind():
             for count in num_seqs:
                 runner.launch(self._plan([(0, min(prompt_len, self._longest), 1)] * count))
-            fixed = runner.use_fixed_steps()
-            buckets = [bucket for bucket in fixed.buckets if bucket.num_rows in num_seqs]
+            fixed = runner.use_fixed_shapes()
+            buckets = [bucket for bucket in fixed.steps.buckets if bucket.num_rows in num_seqs]
             for bucket in buckets:
-                fixed.run(self._plan([(0, bucket.num_queries, bucket.num_queries)] * bucket.num_rows), bucket)
-                self._rehearse_draws(runner, bucket)
+                shapes = [(0, bucket.num_queries, bucket.num_queries)] * bucket.num_rows
+                fixed.rehearse_step(self._plan(shapes).rows, bucket)
             for bucket in buckets:
                 runner.launch(self._verify_plan(bucket.num_rows, bucket.num_queries))
-            self._rehearse_rounds(runner, num_seqs)
-            self._rehearse_deferred_kv(runner)
+            fixed.rehearse_rounds(num_seqs)
+            fixed.rehearse_deferred()
         torch.cuda.synchronize(self.model.device)
-
-    def _rehearse_draws(self, runner: Runner, bucket: Bucket) -> None:
-        """The draws of the bucket whose step has just run, if they get a graph."""
-        if runner.draws is not None and bucket in runner.draws.buckets:
-            runner.draws.rehearse(bucket)
-
-    def _rehearse_rounds(self, runner: Runner, num_seqs: Sequence[int] | None = None) -> None:
-        """Draft rounds of all sizes, or of `num_seqs` sequences."""
-        if runner.drafting is not None and runner.drafting.fixed is not None:
-            for shape in runner.drafting.fixed.shapes:
-                if num_seqs is None or shape[0] in num_seqs:
-                    runner.drafting.fixed.rehearse(shape)
-
-    def _rehearse_deferred_kv(self, runner: Runner) -> None:
-        """The writes of deferred KV, in all sizes."""
-        if runner.features is not None:
-            for size in runner.features.sizes:
-                runner.features.rehearse(size)
 
     def _drafter_facts(self) -> object:
         """What the drafter's kernels depend on."""
@@ -172,7 +154,7 @@ class Rehearsal:
         device = self.model.device
         before = torch.cuda.memory_allocated(device)
         runner = self._runner()
-        fixed = runner.use_fixed_steps() if self.has_graphs else None
+        fixed = runner.use_fixed_shapes() if self.has_graphs else None
         buffers = max(0, torch.cuda.memory_allocated(device) - before - 2 * self.layout.slab_bytes)
         graphs = 0
         if fixed is not None:
@@ -185,24 +167,20 @@ class Rehearsal:
             peak = max(measure_peak(device, _launching(runner, plan)) for plan in self._heavy_steps())
         return Needs(peak, buffers, graphs)
 
-    def _graph_bytes(self, runner: Runner, fixed: FixedSteps) -> int:
+    def _graph_bytes(self, runner: Runner, fixed: FixedShapes) -> int:
         """Memory of all the runner's graphs, from a few that are captured here and freed."""
         captures = Captures(self.model.device)
-        total = self._measure_graphs(fixed.buckets, lambda bucket: fixed.capture(captures, [bucket]))
-        if (draws := runner.draws) is not None:
-            largest = max(draws.buckets, key=lambda bucket: bucket.num_tokens)
-            fixed.capture(captures, [largest])
-            total += self._measure_graphs([largest], lambda bucket: draws.capture(captures, [bucket]))
-            total += LEAST_GRAPH * (len(draws.buckets) * (1 if draws.rounds is None else 2) - 1)
-            runner.draws = None
-        drafting = runner.drafting
-        if drafting is not None and (rounds := drafting.fixed) is not None:
+        total = self._measure_graphs(fixed.steps.buckets, lambda bucket: fixed.steps.capture(captures, [bucket]))
+        if fixed.draws is not None:
+            largest = max(fixed.draws.buckets, key=lambda bucket: bucket.num_tokens)
+            fixed.steps.capture(captures, [largest])
+            total += self._measure_graphs([largest], lambda bucket: fixed.capture_draws(captures, [bucket]))
+            total += LEAST_GRAPH * (len(fixed.draws.buckets) * (1 if fixed.rounds is None else 2) - 1)
+        if (rounds := fixed.rounds) is not None:
             total += self._measure_graphs(rounds.shapes, lambda shape: rounds.capture(captures, [shape]))
-            drafting.fixed = None
-        if (features := runner.features) is not None:
-            total += self._measure_graphs(features.sizes, lambda size: features.capture(captures, [size]))
-            features.drop_fixed_sizes()
-        runner.fixed = None
+        if (deferred := fixed.deferred) is not None:
+            total += self._measure_graphs(deferred.sizes, lambda size: deferred.capture(captures, [size]))
+        runner.drop_fixed_shapes()
         return total
 
     def _measure_graphs(self, shapes: Sequence[T], capture: Callable[[T], None]) -> int:

@@ -15,7 +15,7 @@ from culet.attention.base import AttentionBackend
 from culet.attention.plan import AttentionPlan, plan_attention
 from culet.cache.spec import CacheLayout, plan_cache, stored_as
 from culet.config import Config, ScheduleConfig
-from culet.drafters.base import DrafterSpec, cache_specs, open_drafter, plan_drafter, target_groups
+from culet.drafters.base import DrafterPlan, cache_specs, open_drafter, plan_drafter_attention, target_groups
 from culet.engine.memory import cpu_has_bfloat16
 from culet.errors import ConfigError
 from culet.log import chose, logger
@@ -36,7 +36,7 @@ class Setup:
     checkpoint: Checkpoint
     device: torch.device
     dtype: torch.dtype  # of activations
-    draft_spec: DrafterSpec | None
+    draft_plan: DrafterPlan | None
     layout: CacheLayout
     plan: AttentionPlan
     backends: Sequence[AttentionBackend]  # the target's, in the order of its KV groups
@@ -66,19 +66,19 @@ def resolve(config: Config) -> Setup:
     dtype = resolve_dtype(config.model.dtype, device)
     _check_max_model_len(config.model.max_model_len, spec.max_position)
     choice = config.draft.choice
-    draft_spec = None if choice is None else open_drafter(choice, spec)
-    kv_specs = cache_specs(spec, draft_spec, dtype.itemsize, latent=config.cache.latent)
+    draft_plan = None if choice is None else open_drafter(choice, spec)
+    kv_specs = cache_specs(spec, draft_plan, dtype.itemsize, latent=config.cache.latent)
     layout = plan_cache(stored_as(kv_specs, config.cache.kv_cache_dtype))
     plan, backends = _plan_backends(spec, layout, device, config.model.attention_backend)
     draft_backends: dict[int, AttentionBackend] = {}
-    if choice is not None and draft_spec is not None:
-        draft_backends = _plan_draft_backends(draft_spec, layout, device, choice.attention_backend)
+    if choice is not None and draft_plan is not None:
+        draft_backends = _plan_draft_backends(draft_plan, layout, device, choice.attention_backend)
     return Setup(
         config=replace(config, schedule=_resolve_schedule(config, device)),
         checkpoint=checkpoint,
         device=device,
         dtype=dtype,
-        draft_spec=draft_spec,
+        draft_plan=draft_plan,
         layout=layout,
         plan=plan,
         backends=backends,
@@ -152,9 +152,9 @@ def _plan_backends(
 
 
 def _plan_draft_backends(
-    drafter: DrafterSpec, layout: CacheLayout, device: torch.device, choice: str
+    drafter: DrafterPlan, layout: CacheLayout, device: torch.device, choice: str
 ) -> dict[int, AttentionBackend]:
-    plan = plan_drafter(drafter, layout, str(device), choice)
+    plan = plan_drafter_attention(drafter, layout, str(device), choice)
     for group_plan in plan.groups:
         chose(f"the drafter's attention over {group_plan.need.group} pages", group_plan.backend, group_plan.why)
     groups = [group for group in layout.groups if group.name in drafter.readers(layout)]

@@ -1,1 +1,1 @@
-"""Modules that decoders are made of."""
+"""The layers that decoders are built from."""

@@ -1,4 +1,4 @@
-"""How large things are, counted from `config.json` alone: weights by part, KV pages of a sequence, what fits. No torch."""
+"""Sizes computed from `config.json`: weights by part, KV pages of a sequence, and what fits. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CLIP_BOUNDS = 4  # scalars beside each clipped linear: input_min, input_max, ou
 
 
 def text_weights(spec: ModelSpec) -> dict[str, int]:
-    """Elements of the text decoder by part; the parts that a variant does not have are absent."""
+    """Weights of the text decoder by part. Parts that a variant does not have are absent."""
     hidden, num_layers = spec.hidden_size, len(spec.layers)
     parts = {"token embedding": spec.vocab_size * hidden}
     if spec.ple_dim:
@@ -38,7 +38,7 @@ def text_weights(spec: ModelSpec) -> dict[str, int]:
 
 
 def _attention_weights(layer: LayerSpec, hidden: int) -> int:
-    """q, o and q_norm; where the layer owns its KV also k and k_norm, and v unless K and V are one projection."""
+    """q, o and q_norm; if the layer owns its KV also k and k_norm, and v unless K and V share a projection."""
     total = 2 * hidden * layer.num_heads * layer.head_dim + layer.head_dim
     if layer.owns_kv:
         num_projections = 1 if layer.k_eq_v else 2
@@ -47,7 +47,7 @@ def _attention_weights(layer: LayerSpec, hidden: int) -> int:
 
 
 def unused_kv_weights(spec: ModelSpec) -> int:
-    """Elements of k, v and k_norm that a checkpoint holds for layers that read another layer's KV; never loaded."""
+    """Weights of k, v and k_norm that a checkpoint stores for layers that read another layer's KV. Never loaded."""
     return sum(
         (1 if layer.k_eq_v else 2) * spec.hidden_size * layer.num_kv_heads * layer.head_dim + layer.head_dim
         for layer in spec.layers
@@ -56,7 +56,7 @@ def unused_kv_weights(spec: ModelSpec) -> int:
 
 
 def tower_weights(config: Mapping[str, Any]) -> dict[str, int]:
-    """Elements of the vision and audio parts of a wrapped config; {} where it has none."""
+    """Weights of the vision and audio parts of a wrapped config; {} if it has none."""
     if config.get("text_config") is None:
         return {}
     hidden = config["text_config"]["hidden_size"]
@@ -70,7 +70,7 @@ def tower_weights(config: Mapping[str, Any]) -> dict[str, int]:
         try:
             parts[name] = operator.index(count(defaults | tower, hidden))
         except (ArithmeticError, TypeError, ValueError) as error:
-            raise CheckpointError(f"config.json: {name}_config: the size of that part cannot be told: {error}") from error
+            raise CheckpointError(f"config.json: {name}_config: cannot compute its size: {error}") from error
     return parts
 
 
@@ -90,7 +90,7 @@ def _vision_weights(tower: Mapping[str, Any], text_hidden: int) -> int:
 
 
 def _audio_weights(tower: Mapping[str, Any], text_hidden: int) -> int:
-    """Convolutions that thin the frames out, conformer layers, and the projections into the decoder."""
+    """Convolutions that subsample the frames, conformer layers, and the projections into the decoder."""
     hidden, (first, second) = tower["hidden_size"], tower["subsampling_conv_channels"]
     head_dim, out = hidden // tower["num_attention_heads"], tower["output_proj_dims"]
     num_linears = 10
@@ -117,7 +117,7 @@ def _unified_audio_weights(tower: Mapping[str, Any], text_hidden: int) -> int:
     return total
 
 
-# Each part's count, and the values of keys that its section may leave out.
+# By part: its function, and the values of keys that its section may omit.
 _TOWERS: dict[tuple[str, bool], tuple[Callable[[Mapping[str, Any], int], int], dict[str, Any]]] = {
     ("vision", False): (
         _vision_weights,
@@ -153,10 +153,10 @@ _TOWERS: dict[tuple[str, bool], tuple[Callable[[Mapping[str, Any], int], int], d
 
 
 def working_bytes(spec: ModelSpec, itemsize: int, *, num_tokens: int, num_seqs: int) -> int:
-    """Memory of activations at the peak of a step of `num_tokens`, estimated: the widest layer, PLE, and the logits."""
+    """Estimated peak memory of activations in a step of `num_tokens`: the widest layer, PLE, and the logits."""
     hidden, widest = spec.hidden_size, max(layer.mlp_width for layer in spec.layers)
     queries = max(layer.num_heads * layer.head_dim for layer in spec.layers)
-    # Residual, its norm and a branch's output; then gate, up and their product, or queries, keys, values and output.
+    # Residual, its norm and a branch's output. Then gate, up and their product, or queries, keys, values and output.
     per_token = 4 * hidden + max(3 * widest, 4 * queries) + 2 * len(spec.layers) * spec.ple_dim
     if spec.moe is not None:
         per_token += spec.moe.top_k * (3 * spec.moe.width + hidden)
@@ -165,7 +165,7 @@ def working_bytes(spec: ModelSpec, itemsize: int, *, num_tokens: int, num_seqs: 
 
 
 def pages_of_sequence(group: KVGroup, num_tokens: int) -> int:
-    """Most pages that a sequence of `num_tokens` tokens holds in `group`: of a window, what it can straddle."""
+    """The most pages that a sequence of `num_tokens` tokens holds in `group`. A window may start inside a page."""
     pages = group.pages_for(num_tokens + group.ahead)
     if group.window is None:
         return pages
@@ -173,27 +173,27 @@ def pages_of_sequence(group: KVGroup, num_tokens: int) -> int:
 
 
 def slabs_of_sequence(layout: CacheLayout, num_tokens: int) -> int:
-    """Slabs that a sequence of `num_tokens` tokens holds at most, once its prompt is computed."""
+    """The most slabs that a sequence of `num_tokens` tokens holds once its prompt is computed."""
     return sum(pages_of_sequence(group, num_tokens) for group in layout.groups)
 
 
 @dataclass(frozen=True)
 class Room:
-    """How much cache fits beside the weights, and what it holds."""
+    """How much cache fits next to the weights, and what it holds."""
 
     layout: CacheLayout
-    cache_bytes: int  # negative where the weights alone do not fit
+    cache_bytes: int  # negative if the weights do not fit
 
     @property
     def num_slabs(self) -> int:
         return max(0, self.cache_bytes // self.layout.slab_bytes)
 
     def sequences(self, num_tokens: int) -> int:
-        """Sequences of `num_tokens` tokens that are held at once."""
+        """How many sequences of `num_tokens` tokens fit."""
         return self.num_slabs // slabs_of_sequence(self.layout, num_tokens)
 
     def longest(self, limit: int) -> int:
-        """Tokens of the longest single sequence, at most `limit`."""
+        """Length of the longest single sequence that fits, at most `limit`."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2

@@ -1,9 +1,9 @@
-"""A Gemma 4 checkpoint's `config.json` as plain facts, one LayerSpec per decoder layer. No torch.
+"""The `config.json` of a Gemma 4 checkpoint as plain facts, with one LayerSpec per decoder layer. No torch.
 
-`read_spec` takes both forms of the file: the published one, where `head_dim` and `num_key_value_heads` are those of the
-sliding layers and `global_head_dim` and `num_global_key_value_heads` those of the global ones, and the one with
-`per_layer_config`, which lists the layers that differ. Where a key is absent, the model family's own default holds; a key
-that is there but says what Culet cannot serve, or what contradicts another, is a CheckpointError that names it.
+`read_spec` reads both forms of the file. In the published form, `head_dim` and `num_key_value_heads` belong to the sliding
+layers, `global_head_dim` and `num_global_key_value_heads` to the global ones. The other form lists the layers that differ in
+`per_layer_config`. An absent key has the default of its model family. A value that Culet cannot serve, or that contradicts
+another key, is a CheckpointError that names the key.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from culet.log import logger
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding of one layer kind.
+    """Rotary embedding of one kind of layer.
 
-    Pairs are (i, i + head_dim / 2) with frequency theta ** (-2 i / head_dim) / factor for i < rotated_dims / 2; the
-    other dims are left as they are ("proportional" rope).
+    Pairs are (i, i + head_dim / 2) with frequency theta ** (-2 i / head_dim) / factor for i < rotated_dims / 2. Other dims
+    are not rotated ("proportional" rope).
     """
 
     theta: float
@@ -35,13 +35,13 @@ class LayerSpec:
     """Everything that differs between decoder layers."""
 
     index: int
-    window: int | None  # keys a query sees, itself included; None: a global layer
+    window: int | None  # keys that a query sees, itself included; None: a global layer
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rope: RopeSpec
     k_eq_v: bool  # K and V come from one projection
-    kv_source: int  # layer whose KV is read; itself where it owns KV
+    kv_source: int  # layer whose KV it reads; itself if it owns KV
     mlp_width: int
 
     @property
@@ -64,7 +64,7 @@ class MoESpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A Gemma 4 text decoder, complete."""
+    """A Gemma 4 text decoder."""
 
     architecture: str  # as config.json names it
     hidden_size: int
@@ -76,7 +76,7 @@ class ModelSpec:
     moe: MoESpec | None
     ple_dim: int  # width of the per-layer embeddings; 0: none
     ple_vocab_size: int
-    image_attention: str  # "causal" (E2B, E4B), "sliding" (26B, 31B) or "all" (12B): which layers see a whole image
+    image_attention: str  # which layers see a whole image: "causal" (none: E2B, E4B), "sliding" (26B, 31B) or "all" (12B)
     eos_token_ids: tuple[int, ...]
     has_towers: bool  # the checkpoint wraps vision or audio parts around the text decoder
 
@@ -86,7 +86,7 @@ class ModelSpec:
         return sum(not layer.owns_kv for layer in self.layers)
 
     def kv_specs(self, itemsize: int, *, latent: bool = True) -> list[KVSpec]:
-        """What each KV-owning layer stores; `latent` keeps K and V of K=V layers once."""
+        """What each KV-owning layer stores. With `latent`, K=V layers store K and V once."""
         return [
             KVSpec(
                 layer=layer.index,
@@ -102,13 +102,13 @@ class ModelSpec:
         ]
 
     def readers(self, owners: Collection[int]) -> tuple[int, ...]:
-        """The layers that attend over the KV of `owners`: those layers themselves, and the ones that share theirs."""
+        """The layers that attend over the KV of `owners`: the owners, and the layers that share their KV."""
         return tuple(layer.index for layer in self.layers if layer.kv_source in owners)
 
 
 @dataclass(frozen=True)
 class _Family:
-    """What a `model_type` says about the keys its config may leave out."""
+    """What a `model_type` implies for keys that its config may omit."""
 
     name: str
     wraps_text: bool  # the decoder's keys are in `text_config`
@@ -118,7 +118,7 @@ class _Family:
     max_position: int
     ple_dim: int
     bidirectional: str | None
-    image_attention: str  # where use_bidirectional_attention is "vision"
+    image_attention: str  # if use_bidirectional_attention is "vision"
     has_moe: bool
 
 
@@ -149,8 +149,8 @@ _FAMILIES = {
     )
 }
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_MAX_LAYERS = 1000  # a slip of the pen should not fill the memory
-_DEFAULT_PATTERN = 6  # every sixth layer is global where layer_types is absent
+_MAX_LAYERS = 1000  # a typo must not fill the memory
+_DEFAULT_PATTERN = 6  # without layer_types, every sixth layer is global
 _DEFAULT_ROPE: Mapping[str, object] = {
     _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     _FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
@@ -158,7 +158,7 @@ _DEFAULT_ROPE: Mapping[str, object] = {
 _DEFAULT_GLOBAL_HEAD_DIM = 512
 _DEFAULT_PLE_VOCAB_SIZE = 262_144
 _PER_LAYER_KEYS = ("head_dim", "num_key_value_heads")
-# Another value of these would change the decoder's maths: (key, the value Gemma 4 has).
+# Keys whose value would change the decoder's maths: (key, its value in Gemma 4).
 _FIXED: tuple[tuple[str, object], ...] = (
     ("hidden_activation", "gelu_pytorch_tanh"),
     ("attention_bias", False),
@@ -167,12 +167,12 @@ _FIXED: tuple[tuple[str, object], ...] = (
     ("rope_scaling", None),
     ("quantization_config", None),
 )
-_FIXED_HINTS = {"quantization_config": "quantised weights are not served in this version; take the bfloat16 checkpoint"}
+_FIXED_HINTS = {"quantization_config": "quantised weights are not supported yet; use the bfloat16 checkpoint"}
 
 
 @dataclass(frozen=True)
 class Section:
-    """One JSON object of the config; reads are typed, and what is wrong is reported under the key's full name."""
+    """One JSON object of the config, with typed reads. Errors give the full name of the key."""
 
     values: Mapping[str, object]
     prefix: str = ""
@@ -217,7 +217,7 @@ class Section:
 
 
 def read_spec(config: Mapping[str, object]) -> ModelSpec:
-    """The facts of a Gemma 4 `config.json`, wrapped multimodal or text-only, in either form."""
+    """The facts of a Gemma 4 `config.json`: multimodal or text-only, in either form."""
     if not isinstance(config, Mapping):
         raise CheckpointError(f"config.json: got {type(config).__name__}, expected an object")
     root = Section(config)
@@ -257,9 +257,9 @@ def _read_family(root: Section) -> _Family:
     if isinstance(model_type, str) and model_type in _FAMILIES:
         return _FAMILIES[model_type]
     if isinstance(model_type, str) and model_type.startswith("gemma4") and model_type.endswith("assistant"):
-        hint = "this is a drafter; name the model that it drafts for"
+        hint = "this is a drafter; name its target model"
     else:
-        hint = "Culet serves Gemma 4 and nothing else: google/gemma-4-E2B-it, -E4B-it, -12B-it, -26B-A4B-it, -31B-it"
+        hint = "Culet serves only Gemma 4: google/gemma-4-E2B-it, -E4B-it, -12B-it, -26B-A4B-it, -31B-it"
     got = "is missing" if model_type is None else f"got {model_type!r}"
     raise root.error("model_type", f"{got}, expected one of {', '.join(_FAMILIES)}", hint)
 
@@ -267,7 +267,7 @@ def _read_family(root: Section) -> _Family:
 def _read_architecture(root: Section, family: _Family) -> str:
     value = root.values.get("architectures")
     if value is not None and value != [family.architecture]:
-        hint = "the checkpoint was saved from a class that is not the whole model, or from another model"
+        hint = "the checkpoint was saved from a part of the model, or from another model"
         raise root.error("architectures", f"got {value!r}, expected {[family.architecture]!r}", hint)
     return family.architecture
 
@@ -278,17 +278,17 @@ def _check_fixed(section: Section) -> None:
         if value is not None and value != expected:
             got = f"got {value!r}" if isinstance(value, str | int | float) else "is set"
             wanted = "it absent" if expected is None else repr(expected)
-            hint = _FIXED_HINTS.get(key, "no Gemma 4 model is built like that; Culet does not serve it")
+            hint = _FIXED_HINTS.get(key, "no Gemma 4 model has that, and Culet does not support it")
             raise section.error(key, f"{got}, expected {wanted}", hint)
 
 
 def _read_eos(section: Section) -> tuple[int, ...]:
-    """`eos_token_id` as a tuple: one id, a list of them, or () where it is absent."""
+    """`eos_token_id` as a tuple: one id, several, or () if it is absent."""
     value = section.values.get("eos_token_id")
     ids: list[int] = []
     for token_id in value if isinstance(value, list | tuple) else [] if value is None else [value]:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-            raise section.error("eos_token_id", f"got {token_id!r}, expected a token id or a list of them")
+            raise section.error("eos_token_id", f"got {token_id!r}, expected a token id or a list of token ids")
         ids.append(token_id)
     return tuple(ids)
 
@@ -297,7 +297,7 @@ def _read_image_attention(text: Section, family: _Family) -> str:
     """Which layers let image tokens see a whole image."""
     value = text.values.get("use_bidirectional_attention", family.bidirectional)
     if value not in (None, "vision"):
-        hint = "a model that reads both ways cannot write text token by token"
+        hint = "a model with bidirectional attention cannot write text token by token"
         raise text.error("use_bidirectional_attention", f"got {value!r}, expected null or 'vision'", hint)
     return "causal" if value is None else family.image_attention
 
@@ -348,7 +348,7 @@ def _read_layers(text: Section, family: _Family) -> tuple[LayerSpec, ...]:
 
 
 def _kv_source(text: Section, types: list[str], index: int, first_shared: int) -> int:
-    """The last layer before the shared ones that is of the same kind."""
+    """The last layer of the same kind before the shared ones."""
     for source in range(first_shared - 1, -1, -1):
         if types[source] == types[index]:
             return source
@@ -374,7 +374,7 @@ def _read_layer_types(text: Section) -> list[str]:
         if kind not in (_SLIDING, _FULL):
             raise text.error(f"layer_types[{index}]", f"got {kind!r}, expected {_SLIDING!r} or {_FULL!r}")
     if value[-1] != _FULL:
-        # Gemma 4's last layer is global whatever the file says; the reference implementation reads it so, too.
+        # The last layer of Gemma 4 is global, whatever the file says. The reference implementation does the same.
         logger.warning("config.json: %slayer_types: the last layer is read as %s", text.prefix, _FULL)
     return [*map(str, value[:-1]), _FULL]
 
@@ -390,7 +390,7 @@ def _read_shapes(text: Section, types: list[str], k_eq_v: bool) -> list[tuple[in
             override = overrides.section(key)
             for unknown in set(override.values) - set(_PER_LAYER_KEYS):
                 known = " and ".join(_PER_LAYER_KEYS)
-                raise override.error(unknown, f"is not a key that layers differ in, expected {known}")
+                raise override.error(unknown, f"is not a key that can differ between layers, expected {known}")
             shapes[index] = (override.whole("head_dim", sliding[0]), override.whole("num_key_value_heads", sliding[1]))
         _check_legacy_keys(text, types, shapes, k_eq_v)
     else:
@@ -401,7 +401,7 @@ def _read_shapes(text: Section, types: list[str], k_eq_v: bool) -> list[tuple[in
         first = types.index(kind)
         if shapes[index] != shapes[first]:
             got = f"layer {index} differs from layer {first}, though both are {kind}"
-            raise text.error("per_layer_config", got, "layers of one kind share pages and rope, so they have one shape")
+            raise text.error("per_layer_config", got, "layers of one kind share pages and rope, so they need the same shape")
         if shapes[index][0] % 2:
             raise text.error("head_dim", f"layer {index} has {shapes[index][0]}, expected an even number")
     return shapes
@@ -409,12 +409,12 @@ def _read_shapes(text: Section, types: list[str], k_eq_v: bool) -> list[tuple[in
 
 def _layer_index(overrides: Section, key: str, num_layers: int) -> int:
     if not isinstance(key, str) or not key.isdecimal() or len(key) > 6 or int(key) >= num_layers:
-        raise overrides.error(str(key), f"is no layer, expected an index from 0 to {num_layers - 1}")
+        raise overrides.error(str(key), f"is not a layer, expected an index from 0 to {num_layers - 1}")
     return int(key)
 
 
 def _check_legacy_keys(text: Section, types: list[str], shapes: list[tuple[int, int]], k_eq_v: bool) -> None:
-    """Where both forms are in one file, they must say the same."""
+    """If a file has both forms, they must agree."""
     head_dim, num_kv_heads = shapes[types.index(_FULL)]
     if text.whole("global_head_dim", head_dim) != head_dim:
         raise text.error("global_head_dim", f"got {text.values['global_head_dim']}, but per_layer_config says {head_dim}")
@@ -440,8 +440,8 @@ def _read_rope(text: Section, kind: str, head_dim: int) -> RopeSpec:
         raise rope.error("partial_rotary_factor", f"got {share:g}, expected at most 1")
     if rope_type == "default" and (share, factor) != (1.0, 1.0):
         key = "partial_rotary_factor" if share != 1.0 else "factor"
-        raise rope.error(key, f"got {rope.values[key]!r}, but rope_type 'default' turns every dim, unscaled")
+        raise rope.error(key, f"got {rope.values[key]!r}, but rope_type 'default' rotates every dim, unscaled")
     rotated_dims = 2 * int(share * head_dim // 2)
     if rotated_dims == 0:
-        raise rope.error("partial_rotary_factor", f"got {share:g}, which turns none of {head_dim} dims")
+        raise rope.error("partial_rotary_factor", f"got {share:g}, which rotates none of the {head_dim} dims")
     return RopeSpec(theta=rope.number("rope_theta"), rotated_dims=rotated_dims, factor=factor)

@@ -1,4 +1,4 @@
-"""The five Gemma 4 models: their `config.json` in the published form, so that they can be planned for without a download."""
+"""The five Gemma 4 models: their `config.json` in the published form, so that `culet plan` needs no download."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _TEXT: dict[str, Any] = {
         _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     },
 }
-# What the two small models have, and the three large ones.
+# What the two small models have in common, and the three large ones.
 _SMALL: dict[str, Any] = {
     "sliding_window": 512,
     "max_position_embeddings": 131072,

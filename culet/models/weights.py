@@ -1,7 +1,7 @@
-"""Fill a model, or a drafter, from safetensors files: checked by name and shape first, then streamed tensor by tensor.
+"""Fills a model or a drafter from safetensors files: names and shapes are checked first, then tensors are read one by one.
 
-Each file is mapped, not read, and let go before the next is opened, so that the host needs room for the largest file beside
-the weights themselves. Weights of the vision and audio parts are passed over by name; nothing is allocated for them.
+Each file is mapped, and closed before the next one is opened, so the host needs memory for the largest file in addition to
+the weights. Weights of the vision and audio parts are skipped by name; nothing is allocated for them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -20,21 +20,22 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from safetensors import SafetensorError, safe_open
 
 from culet.errors import CheckpointError
-from culet.layers.linear import Placement
-from culet.models.checkpoint import Checkpoint, read_json
+from culet.layers.weight.placement import Placement
+from culet.layers.weight.weights import Weights
+from culet.models.checkpoint import Checkpoint
+from culet.models.folder import read_json
 from culet.models.gemma4 import Gemma4
 from culet.models.random_weights import draw_model
 from culet.models.spec import ModelSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# Longest first: a wrapped model's decoder lies deeper than a text-only one's.
+# Longest first: the decoder of a wrapped model has the longer prefix.
 _PREFIXES = ("model.language_model.", "model.")
 _TOWERS = re.compile(r"model\.(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\.")
-_TIED_HEAD = "lm_head.weight"  # stored by some tools; it is the embedding table once more
-_FLOATS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
-_INTS = {"I64": 8, "I32": 4}  # only where the place is one of integers
-_NUM_LISTED = 5  # names that an error spells out
+_TIED_HEAD = "lm_head.weight"  # stored by some tools; it equals the embedding table
+_ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4}
+_NUM_LISTED = 5  # names that an error lists
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,14 @@ class _Stored:
 
     @property
     def num_bytes(self) -> int:
-        size = (_FLOATS | _INTS).get(self.dtype, 1)
+        size = _ITEM_BYTES.get(self.dtype, 1)
         for length in self.shape:
             size *= length
         return size
 
 
 class Fillable(Protocol):
-    """A module whose parameters a checkpoint fills."""
+    """A model whose weights a checkpoint fills."""
 
     def placements(self) -> dict[str, Placement]: ...
 
@@ -67,36 +68,36 @@ M = TypeVar("M", bound=Fillable)
 def load_model(
     checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, latent: bool = True, progress: bool = True
 ) -> Gemma4:
-    """The checkpoint's decoder with its weights on `device` in `dtype`, ready to run."""
+    """The checkpoint's decoder with its weights on `device`, ready to run with activations in `dtype`."""
     if checkpoint.random is not None:
         return draw_model(checkpoint.spec, checkpoint.random, dtype=dtype, device=device, latent=latent)
 
-    def build(where: torch.device) -> Gemma4:
-        return Gemma4(checkpoint.spec, dtype=dtype, device=where, latent=latent)
+    def build(weights: Weights) -> Gemma4:
+        return Gemma4(checkpoint.spec, weights, latent=latent)
 
     def match(names: Iterable[str]) -> dict[str, str]:
         return _match_names(names, checkpoint.spec)
 
-    return load_weights(checkpoint.folder, build, match, device=device, progress=progress)
+    return load_weights(checkpoint.folder, build, match, Weights(dtype, torch.device(device)), progress=progress)
 
 
 def load_weights(
     folder: Path,
-    build: Callable[[torch.device], M],
+    build: Callable[[Weights], M],
     match: Callable[[Iterable[str]], dict[str, str]],
+    weights: Weights,
     *,
-    device: torch.device,
     progress: bool = True,
 ) -> M:
-    """What `build` makes on `device`, filled from `folder`'s files and finished.
+    """The model that `build` makes of `weights`, filled from the files in `folder` and finished.
 
-    `match` gives, out of the names that are stored, those to read: by the name of their place.
+    `match` selects the stored names to read: placement name -> stored name.
     """
     stored = _read_headers(folder)
     chosen = match(stored)
-    # On the meta device first: a checkpoint that does not fit is refused before memory is taken for it.
-    _check(folder, build(torch.device("meta")).placements(), stored, chosen)
-    model = build(torch.device(device))
+    # On the meta device first: a checkpoint that does not fit is refused before memory is allocated.
+    _check(folder, build(replace(weights, device=torch.device("meta"))).placements(), stored, chosen)
+    model = build(weights)
     _stream(model.placements(), stored, chosen, progress)
     model.finish()
     return model
@@ -107,22 +108,25 @@ def _read_headers(folder: Path) -> dict[str, _Stored]:
     found: dict[str, _Stored] = {}
     for file in _files(folder):
         with _open(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (an open file is no dict)
-                part = tensors.get_slice(name)
-                found[name] = _Stored(file, tuple(part.get_shape()), str(part.get_dtype()))
+            for name in tensors.keys():  # noqa: SIM118 (an open file is not a dict)
+                header = tensors.get_slice(name)
+                found[name] = _Stored(file, tuple(header.get_shape()), str(header.get_dtype()))
     return found
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that hold the weights: those the index names, or the single one."""
+    """The files with the weights: those that the index names, or the only one."""
     if (folder / INDEX_FILE).is_file():
         weight_map = read_json(folder / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise CheckpointError(f"{folder / INDEX_FILE}: weight_map: expected a table of tensor names and file names")
+            raise CheckpointError(f"{folder / INDEX_FILE}: weight_map: expected an object of tensor names and file names")
         names = sorted(set(weight_map.values()))
-        missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+        outside = [name for name in names if Path(name).name != name]
+        if outside:
+            raise CheckpointError(f"{folder / INDEX_FILE}: weight_map: {_listed(outside, 'file')} not in this folder")
+        missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            hint = "fetch the model again: part of it did not arrive"
+            hint = "download the model again: part of it is missing"
             raise CheckpointError(f"{folder}: {_listed(missing, 'file')} named in {INDEX_FILE} missing", hint=hint)
         return [folder / name for name in names]
     if (folder / SINGLE_FILE).is_file():
@@ -133,19 +137,19 @@ def _files(folder: Path) -> list[Path]:
 
 @contextmanager
 def _open(file: Path) -> Iterator[Any]:
-    """A mapped safetensors file; whatever is wrong with it is said under its name."""
+    """A mapped safetensors file. Errors name the file."""
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             yield tensors
     except (SafetensorError, OSError, ValueError) as error:
         problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        hint = "the file is damaged or did not arrive in full: fetch it again"
+        hint = "the file is damaged or incomplete: download it again"
         raise CheckpointError(f"{file}: cannot be read: {problem}", hint=hint) from error
 
 
 def _match_names(stored: Iterable[str], spec: ModelSpec) -> dict[str, str]:
-    """Decoder name -> stored name, of all tensors but the known dead ones."""
-    dead = {
+    """Decoder name -> stored name of all tensors, except those that no layer uses."""
+    unused = {
         f"layers.{layer.index}.self_attn.{part}.weight"
         for layer in spec.layers
         if not layer.owns_kv
@@ -157,21 +161,21 @@ def _match_names(stored: Iterable[str], spec: ModelSpec) -> dict[str, str]:
             continue
         prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
         local = name.removeprefix(prefix) if prefix else name
-        if local in dead and prefix:
+        if local in unused and prefix:
             continue
-        # A name without prefix, or one that is there under two, keeps its full form and so is found to be unexpected.
+        # A name without a prefix, or stored under two prefixes, keeps its full form, so that it is reported as unexpected.
         chosen[name if not prefix or local in chosen else local] = name
     return chosen
 
 
 def _listed(names: list[str], noun: str) -> str:
-    """`3 tensors (a, b, c)`, the first few spelled out."""
+    """`3 tensors (a, b, c)`; of a long list, only the first few names."""
     more = ", ..." if len(names) > _NUM_LISTED else ""
     return f"{len(names)} {noun}{'' if len(names) == 1 else 's'} ({', '.join(names[:_NUM_LISTED])}{more})"
 
 
 def _check(folder: Path, places: dict[str, Placement], stored: dict[str, _Stored], chosen: dict[str, str]) -> None:
-    """Refuse a checkpoint whose tensors are not those of the model, with a list of what is wrong."""
+    """Refuse a checkpoint whose tensors are not those of the model, and list the differences."""
     problems = []
     missing = [name for name in places if name not in chosen]
     if missing:
@@ -181,37 +185,33 @@ def _check(folder: Path, places: dict[str, Placement], stored: dict[str, _Stored
         problems.append(f"{_listed(unexpected, 'tensor')} unexpected")
     known = [(name, stored[chosen[name]]) for name in places if name in chosen]
     misshapen = [
-        f"{chosen[name]}: {list(there.shape)}, expected {list(places[name].target.shape)}"
-        for name, there in known
-        if there.shape != tuple(places[name].target.shape)
+        f"{chosen[name]}: {list(tensor.shape)}, expected {list(places[name].shape)}"
+        for name, tensor in known
+        if tensor.shape != places[name].shape
     ]
     if misshapen:
-        problems.append(f"{_listed(misshapen, 'tensor')} misshapen")
-    strange = [
-        f"{chosen[name]}: {there.dtype}"
-        for name, there in known
-        if there.dtype not in (_FLOATS if places[name].target.is_floating_point() else _INTS)
-    ]
+        problems.append(f"{_listed(misshapen, 'tensor')} with the wrong shape")
+    strange = [f"{chosen[name]}: {tensor.dtype}" for name, tensor in known if tensor.dtype not in places[name].types]
     if strange:
-        problems.append(f"{_listed(strange, 'tensor')} of a type that is not served")
+        problems.append(f"{_listed(strange, 'tensor')} of an unsupported type")
     if problems:
-        hint = "config.json and the weights are of different models, or the checkpoint is quantised or not complete"
+        hint = "config.json and the weights belong to different models, or the checkpoint is quantised or incomplete"
         raise CheckpointError(f"{folder}: {'; '.join(problems)}", hint=hint)
 
 
 def _stream(places: dict[str, Placement], stored: dict[str, _Stored], chosen: dict[str, str], progress: bool) -> None:
-    """Copy each tensor to its place, file by file."""
+    """Copy each tensor to its place, file by file. A rank reads only its own regions."""
     by_file: dict[Path, list[str]] = {}
-    for name, there in chosen.items():
-        by_file.setdefault(stored[there].file, []).append(name)
+    for name, stored_name in chosen.items():
+        by_file.setdefault(stored[stored_name].file, []).append(name)
     bar = _bar() if progress and sys.stderr.isatty() else None
-    total = sum(stored[there].num_bytes for there in chosen.values())
+    total = sum(stored[stored_name].num_bytes for stored_name in chosen.values())
     with bar or nullcontext():
         task = None if bar is None else bar.add_task("Loading weights", total=total)
         for file, names in by_file.items():
             with _open(file) as tensors:
                 for name in names:
-                    places[name].fill(tensors.get_tensor(chosen[name]))
+                    places[name].fill(tensors.get_slice(chosen[name]))
                     if bar is not None and task is not None:
                         bar.advance(task, stored[chosen[name]].num_bytes)
 

@@ -1,1 +1,1 @@
-"""Ranks, groups and collectives; no-ops at size 1."""
+"""Ranks, and where their partial sums meet. One rank is the default and costs nothing."""

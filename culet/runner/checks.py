@@ -1,7 +1,7 @@
-"""The debug switch CULET_CHECK_PAGES: every page index and position of a step is checked before anything is launched.
+"""The debug switch CULET_CHECK_PAGES: check every page index and position of a step before anything is launched.
 
-On a GPU a wild index is an illegal access some kernels later, or another sequence's memory. Here it is a Python error that
-names group, row and value, and a file that holds the whole step.
+On a GPU a wild index is an illegal access some kernels later, or it reads another sequence's memory. Here it is a Python error
+that names the group, row and value, and a file with the whole step.
 """
 
 from __future__ import annotations
@@ -12,27 +12,24 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from culet import env
 from culet.cache.spec import CacheLayout, KVGroup
 from culet.errors import InternalError
+from culet.runner.deferred_kv import DeferredWrite
 from culet.types import Row, StepPlan
-
-if TYPE_CHECKING:
-    from culet.runner.deferred_kv import LateWrite
 
 
 def check_step(plan: StepPlan, layout: CacheLayout, *, num_slots: int, room: int, num_slabs: int | None) -> None:
-    """Refuse a step that would read or write outside of its pages or of the `room` tokens of a slot."""
+    """Refuse a step that would read or write outside of its pages, or of the `room` tokens of a slot."""
     _refuse(plan, layout, next(_faults(plan, layout, num_slots, room, num_slabs), None))
 
 
-def check_late(
-    plan: StepPlan, late: Sequence[LateWrite], layout: CacheLayout, group: KVGroup, *, num_slabs: int | None
+def check_deferred(
+    plan: StepPlan, writes: Sequence[DeferredWrite], layout: CacheLayout, group: KVGroup, *, num_slabs: int | None
 ) -> None:
-    """Refuse to write a drafter's KV of earlier tokens, before or behind `plan`, outside of their pages."""
-    _refuse(plan, layout, next(_late_faults(late, group, num_slabs), None))
+    """Refuse deferred writes, before or after `plan`, that are outside of their pages."""
+    _refuse(plan, layout, next(_deferred_faults(writes, group, num_slabs), None))
 
 
 def _refuse(plan: StepPlan, layout: CacheLayout, fault: str | None) -> None:
@@ -40,17 +37,17 @@ def _refuse(plan: StepPlan, layout: CacheLayout, fault: str | None) -> None:
         raise InternalError(f"step {plan.step_id}: {fault}", hint=f"the step is in {_dump(plan, layout, fault)}; report it")
 
 
-def _late_faults(late: Sequence[LateWrite], group: KVGroup, num_slabs: int | None) -> Iterator[str]:
+def _deferred_faults(writes: Sequence[DeferredWrite], group: KVGroup, num_slabs: int | None) -> Iterator[str]:
     limit = "?" if num_slabs is None else str(num_slabs - 1)
-    for one in late:
-        where = f"group {group.name} (layers {_span(group.layers)}), slot {one.slot}, late"
-        end, last = one.first + one.count, (one.table.first + len(one.table.pages)) * group.page_tokens - 1
-        if not 0 <= one.first < end <= last + 1:
-            yield f"{where}: positions {one.first} to {end - 1}, pages end at {last}"
-        elif (seen := group.first_visible(end)) < one.table.first * group.page_tokens:
-            yield f"{where}: pages begin at {one.table.first * group.page_tokens}, the next token sees position {seen}"
+    for write in writes:
+        where = f"group {group.name} (layers {_span(group.layers)}), slot {write.slot}, deferred"
+        end, last = write.first + write.count, (write.table.first + len(write.table.pages)) * group.page_tokens - 1
+        if not 0 <= write.first < end <= last + 1:
+            yield f"{where}: positions {write.first} to {end - 1}, pages end at {last}"
+        elif (seen := group.first_visible(end)) < write.table.first * group.page_tokens:
+            yield f"{where}: pages begin at {write.table.first * group.page_tokens}, the next token sees position {seen}"
         else:
-            for _, position, _, page in one.pieces(group.page_tokens):
+            for _, position, _, page in write.pieces(group.page_tokens):
                 if page < 0 or (num_slabs is not None and page >= num_slabs):
                     yield f"{where}: position {position} in page {page}, expected 0 to {limit}"
 
@@ -89,9 +86,9 @@ def _row_faults(number: int, row: Row, num_slots: int, room: int) -> Iterator[st
 
 
 def _touched(row: Row, group: KVGroup) -> Iterator[tuple[str, int]]:
-    """First and last position that is read of the context, that is written of the new tokens, and by a drafter behind them.
+    """The first and last position that is read of the context, written by the new tokens, and written by a drafter behind them.
 
-    An open row may begin later: then it reads and writes further on, as far as if all its open drafts were accepted.
+    An open row may begin later. It reads and writes as far as if all its open drafts were accepted.
     """
     first_read, store_from = group.first_visible(row.start), row.store_from[group.index]
     if first_read < row.start:
@@ -104,7 +101,7 @@ def _touched(row: Row, group: KVGroup) -> Iterator[tuple[str, int]]:
     if group.ahead and row.draw_slots:
         yield "drafted", end + row.num_open + group.ahead - 1
     if row.num_wanted:
-        # A drafter's query stands where the last accepted token does; drafts may all be rejected.
+        # A drafter's query is at the last accepted token, and all drafts may be rejected.
         first_seen = group.first_visible(end - row.num_drafts - 1)
         yield "drafter's", first_seen if first_seen < row.start or first_seen >= store_from else -1
 
@@ -114,7 +111,7 @@ def _span(layers: tuple[int, ...]) -> str:
 
 
 def _dump(plan: StepPlan, layout: CacheLayout, fault: str) -> Path:
-    """Write the step to the cache folder; prompts stay out of it, only their lengths are kept."""
+    """Write the step to the cache folder, without prompts: only their lengths are kept."""
     folder = Path(env.CACHE_DIR.get()).expanduser() / "dumps"
     path = folder / f"step-{plan.step_id}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
     facts = {

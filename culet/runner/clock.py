@@ -1,4 +1,4 @@
-"""How long parts of steps take on the device, found out without a wait for it."""
+"""How long parts of steps take on the device, measured without waiting for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-EVERY = 8  # so many spans of a name stand for the one of them that is timed on a GPU: events take the host's time
+EVERY = 8  # on a GPU one span of a name in this many is timed and stands for the others: events take the host's time
 
 
 class DeviceClock:
@@ -41,7 +41,7 @@ class DeviceClock:
         self._collect()
 
     def seconds(self, name: str) -> float:
-        """What all spans of `name` took that have ended so far."""
+        """The total of all spans of `name` that have ended."""
         self._collect()
         return self._seconds.get(name, 0.0)
 

@@ -1,192 +1,197 @@
-"""The draws of steps of fixed shapes, as CUDA graphs: head, draw, drafts counted; and apart what a drafter begins with.
+"""The draws of a step of any shape: logits, samples, log-probabilities, and which drafts are accepted.
 
-Behind the graph of a step comes that of its draws; where drafts are wanted, then that of their beginning and a round's. So a
-round of drafts is four launches, and the host does little in it that the device would have to wait for; a step after which
-nobody drafts pays nothing for the drafter. Draws that need more than these graphs hold (penalties, grammars, log-probabilities,
-filters that no kernel serves) are made kernel by kernel.
-
-Shapes: T tokens of a bucket, one draw from each · R rows of it · X = T + R · V vocabulary · D model.
+Shapes: S slots · L a slot's tokens, or tokens whose logits are needed · R draws · G groups of draws, one per slot that draws ·
+K draws of the longest group · X draws and rows of a bucket · D model · V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from culet.kernels.dispatch import for_device
-from culet.kernels.host_transfer import PackedArrays, RepeatedCopy
-from culet.kernels.replay import replayed
-from culet.kernels.types import RowSettings
-from culet.runner.draft_round import FixedDrafts
-from culet.runner.fixed_steps import Bucket, Captures, FixedSteps
-from culet.sampling.on_gpu import is_served, stage_settings
-from culet.sampling.sampler import biases_of
-from culet.types import Sampling
+from culet.kernels.host_transfer import HostCopy, RepeatedCopy, on_device
+from culet.runner.draw_plan import DrawGroup
+from culet.runner.grammar_masks import StepMasks
+from culet.runner.target import ForwardOutput, NextTokens, Target
+from culet.sampling.logprobs import LogprobTensors, compute_logprobs
+from culet.sampling.sampler import EagerSampler, History, Sampler
+from culet.sampling.verify import Accept, count_accepted
+from culet.types import Entry, Row
 
-MAX_TOKENS = 128  # of a bucket whose draws get a graph: in a larger step the host has time
-MAX_BIASES = 256
-GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, 0, None, None)  # what padding draws by
-NOT_FORCED = -1
-
-# (logits [T, V], settings, positions [T]) -> tokens [T]
-Draw = Callable[[Tensor, RowSettings, Tensor], Tensor]
+LOGITS_ROWS = 256  # logits computed at a time: 256 MiB at Gemma's vocabulary
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """What a step's draws leave on the device, until the same bucket draws again."""
+class Scored:
+    """Log-probabilities, still on the device, of draws (by their numbers) or of prompt tokens (by their ids)."""
 
-    bucket: Bucket
-    out_X: Tensor  # int64; the draws of all tokens, then how many drafts each row keeps
-    accepted_R: Tensor  # the latter
-    copy: RepeatedCopy  # of both
-
-    @property
-    def num_rows(self) -> int:
-        return self.bucket.num_rows
+    of: list[int]
+    counts: list[int]  # how many of the most likely tokens are wanted for each
+    tensors: LogprobTensors
 
 
-@dataclass
-class _Draws:
-    """One bucket: what draws are made by, what they leave, and once captured the graph."""
+@dataclass(frozen=True, slots=True)
+class StepDraws:
+    """What a step drew, on the device."""
 
-    bucket: Bucket
-    buffer: Tensor  # uint8; `columns` and `biases`, sent in one copy
-    columns: RowSettings
-    biases: tuple[Tensor, Tensor, Tensor]  # rows, tokens, values
-    settled: Settled
-    graph: torch.cuda.CUDAGraph | None = None
-    begin: torch.cuda.CUDAGraph | None = None  # of a round behind these draws
-    settings: Sequence[Sampling] = ()  # those that `columns` hold, or that no graph serves
-    is_served: bool = False
+    tokens_R: Tensor
+    accepted_G: Tensor | None  # accepted drafts of each group; None where no row has drafts
+    scored: Sequence[Scored] = ()
+    prompts: dict[int, list[Scored]] = field(default_factory=dict)  # by slot
+
+    def send(self) -> HostCopy:
+        """Start the copy to the host: tokens, accepted drafts, log-probabilities."""
+        parts = [*self.scored, *(part for parts in self.prompts.values() for part in parts)]
+        tensors = [tensor for part in parts for tensor in (part.tensors.chosen_L, part.tensors.top_LK, part.tensors.top_ids_LK)]
+        return HostCopy([self.tokens_R, *([] if self.accepted_G is None else [self.accepted_G]), *tensors])
 
 
-class FixedDraws:
-    """All buckets with few enough tokens. `run` answers where it serves a step's settings; captured or not, alike."""
+@dataclass(frozen=True, slots=True)
+class FixedDrawn:
+    """What a fixed-shape step drew (`FixedDraws`), on the device, until the same bucket draws again."""
 
-    def __init__(self, steps: FixedSteps, rounds: FixedDrafts | None, draw: Draw) -> None:
-        self.steps, self.rounds, self.draw = steps, rounds, draw
-        self.ops = for_device(steps.model.device)
-        # How many drafts every row keeps whatever was drawn; for measurements.
-        self.forced_1 = torch.full((1,), NOT_FORCED, dtype=torch.int32, device=steps.model.device)
-        self.buckets = [bucket for bucket in steps.buckets if bucket.num_tokens <= MAX_TOKENS]
-        self._draws = {bucket: self._make(bucket) for bucket in self.buckets}
+    out_X: Tensor  # int64; the draws of all tokens, then how many drafts each row keeps; both with padding
+    copy: RepeatedCopy  # of it
 
-    def _make(self, bucket: Bucket) -> _Draws:
-        device, staged = self.steps.model.device, _stage((), bucket, self.steps.model.spec.vocab_size)
-        buffer = torch.zeros(staged.num_bytes, dtype=torch.uint8, device=device)
-        staged.send_into(buffer)
-        sent = staged.unpack(buffer)
-        biases = (sent.pop("bias_row"), sent.pop("bias_token"), sent.pop("bias"))
-        out_X = torch.zeros(bucket.num_tokens + bucket.num_rows, dtype=torch.int64, device=device)
-        sizes = (bucket.num_tokens, bucket.num_rows)
-        settled = Settled(bucket, out_X, out_X[bucket.num_tokens :], RepeatedCopy(out_X, sizes))
-        return _Draws(bucket, buffer, RowSettings(*sent.values()), biases, settled)
+    def send(self) -> HostCopy:
+        """Start the copy to the host: tokens, accepted drafts."""
+        return self.copy.send()
 
-    def run(self, bucket: Bucket, settings: Sequence[Sampling]) -> Settled | None:
-        """Draw for the step that has just run in `bucket`, by the settings of its tokens; None where no graph serves them."""
-        taken = self._take(bucket, settings)
-        if taken is None:
+
+class Draws:
+    """Draws after the forward pass of any step. Writes the drawn tokens to the slots."""
+
+    def __init__(self, target: Target, tokens_SL: Tensor, accepted_S: Tensor) -> None:
+        self.target, self.tokens_SL, self.accepted_S = target, tokens_SL, accepted_S
+        self.accept: Accept = count_accepted
+        self._sampler = _sampler_for(target.device)
+
+    def run(
+        self,
+        rows: Sequence[Row],
+        groups: Sequence[DrawGroup],
+        entries: Sequence[Entry | None],
+        output: ForwardOutput,
+        masks: StepMasks | None,
+    ) -> StepDraws:
+        """Draw all tokens of a step. `entries` are those of the slots; `masks` is what grammars allow."""
+        last_LD = output.hidden.last_LD
+        prompts = self._score_prompts(rows, entries, last_LD)
+        tokens_R, scored = self._draw(groups, entries, last_LD, output.next_tokens, masks)
+        accepted_G = self._verify(groups, tokens_R)
+        self._append(groups, tokens_R, output.next_tokens)
+        return StepDraws(tokens_R, accepted_G, scored, prompts)
+
+    def _score_prompts(self, rows: Sequence[Row], entries: Sequence[Entry | None], last_LD: Tensor) -> dict[int, list[Scored]]:
+        """By slot: log-probabilities of the prompt tokens that follow the tokens with logits, where requested."""
+        scored: dict[int, list[Scored]] = {}
+        begin = 0
+        for row in rows:
+            if row.is_prompt_logprobs:
+                entry = entry_of(entries, row.slot)
+                first = row.start + row.num_new - row.num_logits + 1  # position of the token that the first logits are for
+                count = max(0, min(row.num_logits, entry.prompt_len - first))
+                num_top = entry.sampling.prompt_logprobs or 0
+                scored[row.slot] = []
+                for part in _parts(count):
+                    logits_LV = self.target.logits(last_LD[begin + part.start : begin + part.stop])
+                    chosen_L = self.tokens_SL[row.slot, first + part.start : first + part.stop].long()
+                    tensors = compute_logprobs(logits_LV, chosen_L, num_top)
+                    chosen = list(entry.token_ids[first + part.start : first + part.stop])
+                    scored[row.slot].append(Scored(chosen, [num_top] * len(chosen), tensors))
+            begin += row.num_logits
+        return scored
+
+    def _draw(
+        self,
+        groups: Sequence[DrawGroup],
+        entries: Sequence[Entry | None],
+        last_LD: Tensor,
+        next_tokens: NextTokens | None,
+        masks: StepMasks | None,
+    ) -> tuple[Tensor, list[Scored]]:
+        """Draw as if every draft were accepted: tokens [R], and the requested log-probabilities."""
+        slots = [group.slot for group in groups for _ in range(group.size)]
+        sources = [group.source + index for group in groups for index in range(group.size)]
+        positions = [group.position + index for group in groups for index in range(group.size)]
+        drawing = [entry_of(entries, slot) for slot in slots]
+        tokens, scored = [torch.empty(0, dtype=torch.int64, device=last_LD.device)], []
+        for part in _parts(len(slots)):
+            logits_RV = self._logits(last_LD, sources[part])
+            settings = [entry.sampling for entry in drawing[part]]
+            history = History(self.tokens_SL, slots[part], [entry.prompt_len for entry in drawing[part]])
+            positions_R = None if next_tokens is None else next_tokens.positions_R[part]
+            part_masks = None if masks is None else masks.of(part)
+            tokens_R = self._sampler.sample(logits_RV, settings, positions[part], history, positions_R, masks=part_masks)
+            tokens.append(tokens_R)
+            wanted = {row: sampling.logprobs for row, sampling in enumerate(settings) if sampling.logprobs is not None}
+            if wanted:
+                wanted_rows, counts = list(wanted), list(wanted.values())
+                if len(wanted_rows) < len(settings):
+                    index = on_device(wanted_rows, logits_RV.device)
+                    logits_RV, tokens_R = logits_RV[index], tokens_R[index]
+                tensors = compute_logprobs(logits_RV, tokens_R, max(counts))
+                scored.append(Scored([part.start + row for row in wanted_rows], counts, tensors))
+        return tokens[1] if len(tokens) == 2 else torch.cat(tokens), scored
+
+    def _logits(self, last_LD: Tensor, sources: list[int]) -> Tensor:
+        """Logits of the given tokens, computed once where several samples draw from the same."""
+        if sources == list(range(last_LD.shape[0])):
+            return self.target.logits(last_LD)
+        distinct = sorted(set(sources))
+        logits_LV = self.target.logits(last_LD[on_device(distinct, last_LD.device)])
+        if sources == distinct:
+            return logits_LV
+        place = {source: index for index, source in enumerate(distinct)}
+        return logits_LV[on_device([place[source] for source in sources], last_LD.device)]
+
+    def _verify(self, groups: Sequence[DrawGroup], tokens_R: Tensor) -> Tensor | None:
+        """How many drafts each group keeps, [G]; None where no row has drafts. The drafts are still in the slots."""
+        width = max((group.size for group in groups), default=1)
+        if width == 1:
             return None
-        if taken.graph is None:
-            self._run(taken)
+        device = tokens_R.device
+        # Padding repeats a group's last draw; its columns are not compared.
+        draws_GK = on_device([[group.first + min(k, group.num_drafts) for k in range(width)] for group in groups], device)
+        facts = [(group.slot, group.position, group.num_drafts) for group in groups]
+        slots_G, positions_G, num_drafts_G = on_device(facts, device).T
+        column_K = torch.arange(width, device=device)
+        positions_GK = torch.minimum(positions_G[:, None] + column_K, (positions_G + num_drafts_G)[:, None])
+        accepted_G = self.accept(tokens_R[draws_GK], self.tokens_SL[slots_G[:, None], positions_GK], num_drafts_G)
+        self.accepted_S.index_copy_(0, slots_G, accepted_G.to(self.accepted_S.dtype))
+        return accepted_G
+
+    def _append(self, groups: Sequence[DrawGroup], tokens_R: Tensor, next_tokens: NextTokens | None) -> None:
+        """Write the draws to the slots. Those behind the first rejected draft are no tokens: the next step overwrites them."""
+        if not groups:
+            return
+        if next_tokens is None:
+            width = self.tokens_SL.shape[1]
+            places = [group.slot * width + group.position + index for group in groups for index in range(group.size)]
+            places_R = on_device(places, tokens_R.device)
         else:
-            taken.graph.replay()
-        return taken.settled
-
-    def serves(self, bucket: Bucket, settings: Sequence[Sampling]) -> bool:
-        """Whether `run` will draw by these settings."""
-        return self._take(bucket, settings) is not None
-
-    def _take(self, bucket: Bucket, settings: Sequence[Sampling]) -> _Draws | None:
-        """A bucket's draws, set to these settings; None where no graph serves them."""
-        taken = self._draws.get(bucket)
-        if taken is None:
-            return None
-        if settings is taken.settings:
-            return taken if taken.is_served else None
-        if len(settings) != len(taken.settings) or any(map(lambda a, b: a is not b, settings, taken.settings)):
-            taken.is_served = all(map(_is_plain, settings))
-            taken.is_served &= sum(len(one.logit_bias) for one in settings) <= MAX_BIASES
-            if taken.is_served:
-                _stage(settings, bucket, self.steps.model.spec.vocab_size).send_into(taken.buffer)
-        taken.settings = settings
-        return taken if taken.is_served else None
-
-    def _run(self, taken: _Draws) -> None:
-        """What is captured: it only launches."""
-        step, out_X = self.steps.step_of(taken.bucket), taken.settled.out_X
-        assert step.hidden is not None, "no step has run in this bucket"
-        last_TD, placed, begin_B1 = step.hidden.last_LD, step.following, step.batch.row_begin_B1
-        tokens_SL = self.steps.tokens_SL
-        with replayed():
-            logits_TV = self.steps.model.logits(last_TD)
-        self.ops.add_bias(logits_TV, *taken.biases)
-        drawn_T = self.draw(logits_TV, taken.columns, placed.positions_R)
-        ids_T, accepted_S = step.batch.token_ids_T, self.steps.accepted_S
-        self.ops.accept_drafts(drawn_T, ids_T, begin_B1, placed.places_R, tokens_SL, self.forced_1, out_X, accepted_S)
-
-    def begin_round(self, bucket: Bucket) -> None:
-        """Fill the buffers of a round for all sequences of the step whose draws have just run in `bucket`."""
-        taken = self._draws[bucket]
-        if taken.begin is None:
-            self._begin(taken)
-        else:
-            taken.begin.replay()
-
-    def _begin(self, taken: _Draws) -> None:
-        """What is captured: it only launches."""
-        assert self.rounds is not None, "nobody drafts"
-        step, num_rows = self.steps.step_of(taken.bucket), taken.bucket.num_rows
-        assert step.hidden is not None, "no step has run in this bucket"
-        placed, begin_B1, width = step.following, step.batch.row_begin_B1, self.steps.tokens_SL.shape[1]
-        into = (self.rounds.facts[num_rows], self.rounds.hidden_SD[:num_rows])
-        self.ops.begin_round(
-            taken.settled.out_X, begin_B1, placed.places_R, placed.positions_R, width, step.hidden.last_LD, into
-        )
-        for own, first in zip(step.batch.groups, self.rounds.firsts, strict=True):
-            first[:num_rows].copy_(own.first_B[:num_rows])
-
-    @torch.inference_mode()
-    def rehearse(self, bucket: Bucket) -> None:
-        """Run one bucket's draws after its step, so that their kernels are compiled."""
-        self._run(self._draws[bucket])
-        if self.rounds is not None:
-            self._begin(self._draws[bucket])
-
-    @torch.inference_mode()
-    def capture(self, captures: Captures, buckets: Sequence[Bucket] | None = None) -> None:
-        """Capture `buckets` (default: all) whose steps have been captured, the largest first."""
-        chosen = [bucket for bucket in buckets or self.buckets if bucket in self._draws]
-        for bucket in sorted(chosen, key=lambda one: -one.num_tokens):
-            taken = self._draws[bucket]
-            taken.graph, _ = captures.capture(partial(self._run, taken))
-            if self.rounds is not None:
-                taken.begin, _ = captures.capture(partial(self._begin, taken))
-
-    @property
-    def num_captured(self) -> int:
-        return sum((one.graph is not None) + (one.begin is not None) for one in self._draws.values())
+            places_R = next_tokens.places_R
+        self.tokens_SL.view(-1).index_copy_(0, places_R, tokens_R.to(self.tokens_SL.dtype))
 
 
-def _is_plain(one: Sampling) -> bool:
-    """Whether a draw by these settings needs nothing but its logits, and nothing of them afterwards."""
-    return is_served(one) and not one.needs_history and one.logprobs is None
+def entry_of(entries: Sequence[Entry | None], slot: int) -> Entry:
+    entry = entries[slot]
+    assert entry is not None, f"slot {slot} is in use, but no sequence has entered it"
+    return entry
 
 
-def _stage(settings: Sequence[Sampling], bucket: Bucket, vocab_size: int) -> PackedArrays:
-    """Settings of all tokens of a bucket, then biases: what pads them adds nothing, each to another logit."""
-    staged = stage_settings([*settings, *[GREEDY] * (bucket.num_tokens - len(settings))])
-    columns = np.zeros(MAX_BIASES, np.int32), np.arange(MAX_BIASES, dtype=np.int32), np.zeros(MAX_BIASES, np.float32)
-    columns[1][:] %= vocab_size
-    if biases := biases_of(settings, vocab_size):
-        for column, values in zip(columns, zip(*biases, strict=True), strict=True):
-            column[: len(biases)] = values
-    for name, column in zip(("bias_row", "bias_token", "bias"), columns, strict=True):
-        staged.add(name, column)
-    return staged
+def _sampler_for(device: torch.device) -> Sampler:
+    if device.type != "cuda":
+        return EagerSampler()
+    from culet.sampling.gpu_sampler import GpuSampler  # needs Triton
+
+    return GpuSampler()
+
+
+def _parts(count: int) -> Iterator[slice]:
+    """Slices of at most LOGITS_ROWS that make up `count`."""
+    for begin in range(0, count, LOGITS_ROWS):
+        yield slice(begin, min(begin + LOGITS_ROWS, count))

@@ -1,7 +1,7 @@
-"""StepPlan -> ForwardBatch: the scheduler's rows as the tensors of a step.
+"""Rows -> ForwardBatch: a step of any shape as tensors.
 
-Everything is computed with numpy on the host and goes to the device in one copy; only the token ids are read there, from
-the slots' buffer, since the last step's tokens may not have reached the host.
+Everything is computed with numpy on the host and sent to the device in one copy. Only the token ids are read there, from the
+slots' buffer, since the last step's tokens may not have reached the host.
 """
 
 from __future__ import annotations
@@ -14,34 +14,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from culet import env
 from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
 from culet.cache.spec import CacheLayout, KVGroup
 from culet.kernels.host_transfer import PackedArrays
-from culet.runner.checks import check_step
-from culet.types import Row, StepPlan
+from culet.types import Row
 
 Ints = NDArray[np.int64]
 
 
-def fill(
-    plan: StepPlan,
-    layout: CacheLayout,
-    tokens_SL: Tensor,
-    device: torch.device,
-    *,
-    num_slabs: int | None = None,
-) -> ForwardBatch:
-    """The batch of a step. `tokens_SL` holds the slots' tokens; `num_slabs` bounds the pages where they are checked."""
-    rows = plan.rows
+def fill(rows: Sequence[Row], layout: CacheLayout, tokens_SL: Tensor) -> ForwardBatch:
+    """The batch of a step, on the device of `tokens_SL`, which holds the slots' tokens."""
     facts_B4 = np.array([(row.slot, row.start, row.num_new, row.num_logits) for row in rows], dtype=np.int64).reshape(-1, 4)
     slot_B, start_B, new_B, logits_B = facts_B4.T
     begin_B1 = _offsets(new_B)
     row_T = np.repeat(np.arange(len(rows)), new_B)
     position_T = np.arange(begin_B1[-1]) + (start_B - begin_B1[:-1])[row_T]
-    if env.CHECK_PAGES.is_set():
-        num_slots, room = tokens_SL.shape
-        check_step(plan, layout, num_slots=num_slots, room=room, num_slabs=num_slabs)
     flat_T = slot_B[row_T] * tokens_SL.shape[1] + position_T
     logits_T = _last_of_rows(begin_B1, logits_B)
     tables = [_table(rows, group, row_T, position_T) for group in layout.groups]
@@ -55,17 +42,20 @@ def fill(
     for group, (pages_BP, first_B, kv_address_T) in zip(layout.groups, tables, strict=True):
         staged.add(f"pages{group.index}", pages_BP)
         staged.add(f"first{group.index}", first_B)
-        staged.add(f"slot{group.index}", kv_address_T)
+        staged.add(f"kv_address{group.index}", kv_address_T)
     has_tail = logits_T.size < position_T.size
     tail_B = np.flatnonzero(logits_B)
     if has_tail:
         staged.add("tail_begin", _offsets(logits_B[tail_B]).astype(np.int32))
         staged.add("tail_context", (start_B + new_B - logits_B)[tail_B].astype(np.int32))
         staged.add("tail_row", tail_B)
-    sent = staged.send(device)
+    sent = staged.send(tokens_SL.device)
 
     token_ids_T = tokens_SL.view(-1).index_select(0, sent["flat"]).long()
-    groups = tuple(GroupBatch(sent[f"pages{g.index}"], sent[f"first{g.index}"], sent[f"slot{g.index}"]) for g in layout.groups)
+    groups = tuple(
+        GroupBatch(sent[f"pages{index}"], sent[f"first{index}"], sent[f"kv_address{index}"])
+        for index in range(len(layout.groups))
+    )
     tail = None
     if has_tail:
         tail = _tail(sent, groups, token_ids_T, [rows[i] for i in tail_B.tolist()])
@@ -84,7 +74,7 @@ def fill(
 
 
 def _tail(sent: dict[str, Tensor], groups: tuple[GroupBatch, ...], token_ids_T: Tensor, rows: Sequence[Row]) -> ForwardBatch:
-    """The step reduced to the tokens whose logits are needed. The store rule keeps all that they see in pages."""
+    """The step reduced to the tokens that need logits. Everything that they see is stored in pages."""
     index_L, row = sent["logits"], sent["tail_row"]
     is_stored = (True,) * len(groups)
     return ForwardBatch(
@@ -125,7 +115,7 @@ def _table(
     )
     store_from_B = np.array([row.store_from[index] for row in rows], dtype=np.int64)
     is_stored_T = position_T >= store_from_B[row_T]
-    # Tokens that are not stored may lie before the table's first page: their column is not looked up.
+    # Tokens that are not stored may be before the table's first page: their column is not looked up.
     column_T = np.where(is_stored_T, (position_T - first_B[row_T]) // size, 0)
     kv_address_T = np.where(is_stored_T, pages_BP[row_T, column_T] * np.int64(size) + position_T % size, -1)
     return pages_BP, first_B.astype(np.int32), kv_address_T

@@ -1,1 +1,1 @@
-"""From logits to tokens: the sampler, log-probabilities."""
+"""From logits to tokens: sampling, log-probabilities, verifying drafts."""

@@ -1,4 +1,4 @@
-"""Log-probabilities of the model's own distribution: before bias, penalties, temperature and filters.
+"""Log-probabilities of the model's distribution, before bias, penalties, temperature and filters.
 
 Shapes: L positions · V vocabulary · K most likely tokens.
 """
@@ -16,7 +16,7 @@ from culet.types import Logprobs
 
 @dataclass(frozen=True, slots=True)
 class LogprobTensors:
-    """Log-probabilities still on the device: of the chosen tokens and of the K most likely, in falling order."""
+    """Log-probabilities on the device: of the chosen tokens, and of the K most likely in falling order."""
 
     chosen_L: Tensor  # float32
     top_LK: Tensor  # float32
@@ -24,7 +24,7 @@ class LogprobTensors:
 
 
 def compute_logprobs(logits_LV: Tensor, chosen_L: Tensor, num_top: int) -> LogprobTensors:
-    """log_softmax of the logits at the chosen tokens and at the `num_top` most likely, equal ones by rising id."""
+    """log_softmax of the logits at the chosen tokens and at the `num_top` most likely; of equals the lowest id comes first."""
     if logits_LV.is_cuda:
         from culet.kernels.triton.sampling import draw  # needs Triton
 
@@ -46,5 +46,5 @@ def as_mappings(
     width = len(top) // max(len(chosen_ids), 1)
     for index, (token_id, count) in enumerate(zip(chosen_ids, counts, strict=True)):
         row = slice(index * width, index * width + count)
-        ranked = {int(other): value for other, value in zip(top_ids[row], top[row], strict=True)}
-        yield {token_id: chosen[index], **{other: value for other, value in ranked.items() if other != token_id}}
+        ranked = {int(top_id): value for top_id, value in zip(top_ids[row], top[row], strict=True)}
+        yield {token_id: chosen[index]} | {top_id: value for top_id, value in ranked.items() if top_id != token_id}

@@ -1,8 +1,8 @@
 """The random numbers of sampling: one uniform number per (seed, sample, position), the same on every device.
 
-Philox-4x32-10 (Salmon et al., 2011) is a counter-based generator: no state, so a draw does not depend on what else is in
-the batch, in which step it is made, or whether the sequence was preempted meanwhile. The layout below is that of
-`tl.philox(seed, position, sample, 0, 0)` in Triton, so that a GPU kernel can repeat the numbers bit for bit:
+Philox-4x32-10 (Salmon et al., 2011) is a counter-based generator. It has no state, so a draw does not depend on the rest of
+the batch, on the step in which it is made, or on preemptions. The layout below is that of `tl.philox(seed, position, sample,
+0, 0)` in Triton, so a GPU kernel reproduces the numbers bit for bit:
 
     key      k0 = low 32 bits of the seed, k1 = high 32 bits
     counter  c0 = position of the drawn token in the sequence (prompt included), c1 = sample, c2 = c3 = 0
@@ -20,14 +20,14 @@ import numpy.typing as npt
 _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
-_FEW = 16  # up to here a loop over Python's integers is faster than numpy
+_FEW = 16  # up to this many a loop over Python's integers is faster than numpy
 
-# 32-bit words: Python's integers, or arrays of uint64, in which products do not overflow.
+# 32-bit words: Python's integers, or arrays of uint64, whose products do not overflow.
 Words = TypeVar("Words", int, npt.NDArray[Any])
 
 
 def philox(key: tuple[Words, Words], counter: tuple[Words, Words, Words, Words]) -> tuple[Words, Words, Words, Words]:
-    """Philox-4x32-10 of each counter under its key: four output words, elementwise over arrays of equal shape."""
+    """Philox-4x32-10 of each counter with its key: four output words, elementwise over arrays of equal shape."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(10):

@@ -6,7 +6,7 @@ top-k left, min-p. Then one uniform number u, keyed by (seed, sample, position) 
 the order of token ids, whose cumulative probability exceeds u times the total. Temperature 0 takes the largest logit, the
 lowest id of equal ones.
 
-Probabilities and sums are float64: so the same draw comes out on every device, whatever the order of summation.
+Probabilities and sums are float64, so that every device draws the same token, whatever the order of summation.
 Shapes: R rows to draw · V vocabulary · C candidate tokens · H rows with penalties · M tokens of the longest history.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ FULL_ROWS = 16  # rows whose whole vocabulary is weighed at once: bounds the mem
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Where penalties find the earlier tokens: row r drew, or will draw, at `positions[r]` of slot `slots[r]`."""
+    """Where penalties find the earlier tokens: row r draws the token at `positions[r]` of slot `slots[r]`."""
 
     tokens_SL: Tensor  # int32 or int64, the slots' tokens
     slots: Sequence[int]
@@ -39,10 +40,42 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Which tokens a grammar lets some rows draw. Other rows draw freely."""
+    """Which tokens grammars allow in some rows. Other rows draw freely."""
 
     rows: Sequence[int]
-    bits_AW: Tensor  # int32, a line per row: bit t % 32 of word t // 32 is 1 where token t is allowed; on any device
+    bits_AW: Tensor  # int32, one line per row: bit t % 32 of word t // 32 is 1 where token t is allowed; on any device
+
+
+class Sampler(Protocol):
+    """What draws tokens on a device."""
+
+    def sample(
+        self,
+        logits_RV: Tensor,
+        settings: Sequence[Sampling],
+        positions: Sequence[int],
+        history: History | None = None,
+        positions_R: Tensor | None = None,
+        *,
+        masks: TokenMasks | None = None,
+    ) -> Tensor:
+        """`sample`; `positions_R` are the positions as int32, if they are on the device already."""
+
+
+class EagerSampler:
+    """`sample` as a Sampler."""
+
+    def sample(
+        self,
+        logits_RV: Tensor,
+        settings: Sequence[Sampling],
+        positions: Sequence[int],
+        history: History | None = None,
+        positions_R: Tensor | None = None,
+        *,
+        masks: TokenMasks | None = None,
+    ) -> Tensor:
+        return sample(logits_RV, settings, positions, history, masks=masks)
 
 
 def sample(
@@ -53,34 +86,34 @@ def sample(
     *,
     masks: TokenMasks | None = None,
 ) -> Tensor:
-    """Draw one token per row: int64 [R], on the logits' device. `positions[r]` is the place of the token in its sequence."""
+    """Draw one token per row: int64 [R], on the logits' device. `positions[r]` is the token's position in its sequence."""
     return draw(adjust(logits_RV, settings, positions, history, masks=masks), settings, positions)
 
 
 def draw(logits_RV: Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
-    """`sample` from logits that bias, penalties and masks are in already."""
-    if all(one.temperature == 0 for one in settings):
+    """`sample` from logits that include bias, penalties and masks."""
+    if all(sampling.temperature == 0 for sampling in settings):
         return argmax(logits_RV)
-    # Each row goes the way its own settings say, so that its result does not depend on its neighbours' settings.
-    ways: dict[Callable[[_Part], Tensor], list[int]] = {}
-    for row, one in enumerate(settings):
-        ways.setdefault(_way(one), []).append(row)
-    uniform = uniforms([one.seed for one in settings], [one.sample for one in settings], positions)
+    # Each row is drawn as its own settings say, so that its result does not depend on its neighbours' settings.
+    methods: dict[Callable[[_Part], Tensor], list[int]] = {}
+    for row, sampling in enumerate(settings):
+        methods.setdefault(_method(sampling), []).append(row)
+    uniform = uniforms([sampling.seed for sampling in settings], [sampling.sample for sampling in settings], positions)
     tokens_R = torch.empty(len(settings), dtype=torch.int64, device=logits_RV.device)
-    for way, rows in ways.items():
-        step = len(rows) if way in (_draw_best, _draw_few) else FULL_ROWS
+    for method, rows in methods.items():
+        step = len(rows) if method in (_draw_best, _draw_few) else FULL_ROWS
         for begin in range(0, len(rows), step):
             some = rows[begin : begin + step]
             part = _Part.of(logits_RV, some, settings, [uniform[row] for row in some])
             if len(some) == len(settings):
-                return way(part)
-            tokens_R[on_device(some, tokens_R.device)] = way(part)
+                return method(part)
+            tokens_R[on_device(some, tokens_R.device)] = method(part)
     return tokens_R
 
 
 def biases_of(settings: Sequence[Sampling], width: int) -> list[tuple[int, int, float]]:
     """(row, token, bias) of all rows."""
-    return [(row, token, bias) for row, one in enumerate(settings) for token, bias in one.logit_bias if token < width]
+    return [(row, token, bias) for row, sampling in enumerate(settings) for token, bias in sampling.logit_bias if token < width]
 
 
 def adjust(
@@ -91,9 +124,9 @@ def adjust(
     *,
     masks: TokenMasks | None = None,
 ) -> Tensor:
-    """Logits after bias, penalties and masks; the input is left as it is, and returned where nothing changes."""
+    """Logits after bias, penalties and masks. The input is not changed; it is returned if there is nothing to do."""
     biases = biases_of(settings, logits_RV.shape[-1])
-    penalised = [row for row, one in enumerate(settings) if one.needs_history]
+    penalised = [row for row, sampling in enumerate(settings) if sampling.needs_history]
     if not biases and not penalised and masks is None:
         return logits_RV
     logits_RV = logits_RV.clone()
@@ -116,22 +149,21 @@ def adjust(
 
 
 def _penalise(logits_HV: Tensor, settings: Sequence[Sampling], lengths: Sequence[int], history: History) -> Tensor:
-    """Apply the three penalties in place to rows with a history of `lengths` tokens; only those tokens' logits are read."""
+    """Apply the three penalties in place to rows with a history of `lengths` tokens. Only those tokens' logits are read."""
     device = logits_HV.device
     column_M = torch.arange(max(lengths), device=device)
     is_seen_HM = column_M < on_device(lengths, device)[:, None]
     is_output_HM = is_seen_HM & (column_M >= on_device(history.prompt_lens, device)[:, None])
     tokens_HM = history.tokens_SL[:, : max(lengths)][on_device(history.slots, device)].long()
-    # Columns behind the end stand for the first token once more: equal tokens are given equal logits, so that the order
-    # of writing them back does not matter.
+    # Columns behind the end repeat the first token. Equal tokens get equal logits, so the order of writing does not matter.
     tokens_HM = torch.where(is_seen_HM, tokens_HM, tokens_HM[:, :1])
 
     def setting(values: list[float]) -> Tensor:
         return on_device(values, device, logits_HV.dtype)[:, None]
 
-    repetition = setting([one.repetition_penalty for one in settings])
-    frequency = setting([one.frequency_penalty for one in settings])
-    presence = setting([one.presence_penalty for one in settings])
+    repetition = setting([sampling.repetition_penalty for sampling in settings])
+    frequency = setting([sampling.frequency_penalty for sampling in settings])
+    presence = setting([sampling.presence_penalty for sampling in settings])
     counts_HV = torch.zeros_like(logits_HV).scatter_add_(1, tokens_HM, is_output_HM.to(logits_HV.dtype))
     counts_HM = counts_HV.gather(1, tokens_HM)
     before_HM = logits_HV.gather(1, tokens_HM)
@@ -155,12 +187,12 @@ class _Part:
     def of(cls, logits_RV: Tensor, rows: list[int], settings: Sequence[Sampling], uniform: list[float]) -> _Part:
         width = logits_RV.shape[-1]
         chosen = [settings[row] for row in rows]
-        top_k = [min(one.top_k, width) if one.top_k > 0 else width for one in chosen]
+        top_k = [min(sampling.top_k, width) if sampling.top_k > 0 else width for sampling in chosen]
         numbers = [
-            [one.temperature for one in chosen],
+            [sampling.temperature for sampling in chosen],
             [float(k) for k in top_k],
-            [one.top_p for one in chosen],
-            [one.min_p for one in chosen],
+            [sampling.top_p for sampling in chosen],
+            [sampling.min_p for sampling in chosen],
             uniform,
         ]
         columns = on_device(numbers, logits_RV.device, torch.float64)[..., None]
@@ -174,20 +206,20 @@ class _Part:
         return _Part(self.logits_RV[is_in_R], self.max_k, *(column[is_in_R] for column in columns))
 
     def weigh(self, logits_RC: Tensor, best_R1: Tensor) -> Tensor:
-        """Unnormalised probabilities, 1 for the best token. The difference comes first: no temperature can overflow it."""
+        """Unnormalised probabilities, 1 for the best token. The difference is taken first, so no temperature can overflow."""
         return ((logits_RC.double() - best_R1.double()) / self.temperature_R1).exp()
 
     def keep(self, ranked_RC: Tensor, total_R1: Tensor | None = None) -> Tensor:
-        """Zero the weights, given in falling order, that top-k, top-p and min-p rule out.
+        """Zero the weights that top-k, top-p and min-p exclude. `ranked_RC` is in falling order.
 
-        `total_R1` is what top-p is a share of, where `ranked_RC` is only the head of the row.
+        `total_R1` is the sum that top-p is a share of, where `ranked_RC` is only the head of the row.
         """
         column_C = torch.arange(ranked_RC.shape[-1], device=ranked_RC.device)
         ranked_RC = ranked_RC * (column_C < self.top_k_R1)
         sums_RC = ranked_RC.cumsum(dim=-1)
         before_RC = torch.nn.functional.pad(sums_RC[:, :-1], (1, 0))
         total_R1 = sums_RC[:, -1:] if total_R1 is None else total_R1
-        # A token stays while the ones before it do not make up top_p; at 1 even those that rounding would lose.
+        # A token stays if those before it sum to less than top_p. At 1 all stay, even those that rounding would lose.
         kept_RC = (before_RC < self.top_p_R1 * total_R1) | (self.top_p_R1 >= 1)
         return ranked_RC * (kept_RC & (ranked_RC >= self.min_p_R1 * ranked_RC[:, :1]))
 
@@ -195,16 +227,16 @@ class _Part:
         """Column of the first weight at which the running sum exceeds u times the total: int64 [R, 1]."""
         sums_RC = weights_RC.cumsum(dim=-1)
         index_R1 = torch.searchsorted(sums_RC, self.uniform_R1 * sums_RC[:, -1:], right=True)
-        return index_R1.clamp_(max=weights_RC.shape[-1] - 1)  # only NaN gets there, and must not become a wild index
+        return index_R1.clamp_(max=weights_RC.shape[-1] - 1)  # only NaN gets there; it must not become a wild index
 
 
-def _way(one: Sampling) -> Callable[[_Part], Tensor]:
+def _method(sampling: Sampling) -> Callable[[_Part], Tensor]:
     """How a row with these settings is drawn."""
-    if one.temperature == 0:
+    if sampling.temperature == 0:
         return _draw_best
-    if 0 < one.top_k <= MAX_CANDIDATES:
+    if 0 < sampling.top_k <= MAX_CANDIDATES:
         return _draw_few
-    return _draw_open if one.top_k <= 0 and one.top_p >= 1 else _draw_ranked
+    return _draw_open if sampling.top_k <= 0 and sampling.top_p >= 1 else _draw_ranked
 
 
 def _draw_best(part: _Part) -> Tensor:
@@ -213,13 +245,13 @@ def _draw_best(part: _Part) -> Tensor:
 
 
 def _draw_few(part: _Part) -> Tensor:
-    """Draw where top-k leaves few tokens: only those are ranked and weighed."""
+    """Draw where top-k leaves few tokens: only those are ranked."""
     values_RC, ids_RC = top_columns(part.logits_RV, part.max_k)
     return _pick_ranked(part, part.keep(part.weigh(values_RC, values_RC[:, :1])), ids_RC)
 
 
 def _draw_open(part: _Part) -> Tensor:
-    """Draw from the whole vocabulary, where at most min-p rules tokens out: no order is needed."""
+    """Draw from the whole vocabulary, where only min-p may exclude tokens: no order is needed."""
     weights_RV = part.weigh(part.logits_RV, part.logits_RV.amax(dim=-1, keepdim=True))
     return part.pick(weights_RV * (weights_RV >= part.min_p_R1)).flatten()
 
@@ -227,8 +259,9 @@ def _draw_open(part: _Part) -> Tensor:
 def _draw_ranked(part: _Part) -> Tensor:
     """Draw by top-p of the whole vocabulary, or by a wide top-k.
 
-    The most likely tokens nearly always make up top_p, and the rest need not be sorted (30 ms a row on a CPU for 262,144
-    tokens). Whether they do is known on the host only after a wait: a GPU sorts at once.
+    The most likely tokens nearly always sum to top_p, and the others need not be sorted (30 ms a row on a CPU for 262,144
+    tokens). A GPU sorts at once: the host would have to wait to know whether they do. With a wide top-k the sum that top-p
+    is a share of needs the sort.
     """
     width = part.logits_RV.shape[-1]
     if part.logits_RV.device.type != "cpu":
@@ -250,6 +283,6 @@ def _draw_sorted(part: _Part) -> Tensor:
 
 
 def _pick_ranked(part: _Part, weights_RC: Tensor, ids_RC: Tensor) -> Tensor:
-    """Pick among tokens that are given in another order than that of their ids."""
+    """Pick among tokens that are not in the order of their ids."""
     ids_RC, order_RC = ids_RC.sort(dim=-1)
     return ids_RC.gather(-1, part.pick(weights_RC.gather(-1, order_RC))).flatten()

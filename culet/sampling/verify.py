@@ -1,9 +1,9 @@
-"""Drafts against the target's own draws.
+"""Verify: which drafts the target accepts.
 
-At every drafted position the target draws as it would without drafts, with the same random number: keyed by (seed, sample,
-position), under penalties that count the drafts before it. A draft is accepted while it equals the draw; the first draw
-that differs, or the one after the last draft, is the new token. So what comes out is token for token what comes out
-without a drafter, at any temperature, and the drafter's own distribution is not needed.
+At every drafted position the target draws as it would without drafts, with the same random number, keyed by (seed, sample,
+position), and with penalties that count the drafts before it. Drafts are accepted as long as they equal the draws. The first
+draw that differs, or the one after the last draft, is the new token. So the output is token for token the output without a
+drafter, at any temperature, and the drafter's own distribution is not needed.
 Shapes: G verified sequences · K drawn tokens, the drafts' positions and one more.
 """
 
@@ -26,9 +26,9 @@ def count_accepted(drawn_GK: Tensor, drafts_GK: Tensor, num_drafts_G: Tensor) ->
 
 
 def force_accepted(count: int) -> Accept:
-    """A decision for measurements: each sequence keeps `count` drafts, or all of fewer. The tokens are still the target's.
+    """For measurements: each sequence keeps `count` drafts, or all if it has fewer.
 
-    All work of drafting and verifying is done as ever; what comes out means nothing.
+    All the work of drafting and verifying is done, but the output is nonsense.
     """
 
     def accept(drawn_GK: Tensor, drafts_GK: Tensor, num_drafts_G: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Write a DFlash drafter's checkpoint with random weights for any target: everything a real one has, but good guesses.
+"""Writes a DFlash drafter with random weights for any target. It has everything that a real one has, except good guesses.
 
     python -m culet.testing.random_dflash FOLDER --target random:31B
 
-The folder holds config.json in the published form, with the published proportions, and model.safetensors.
+The folder gets config.json in the published form, with the published proportions, and model.safetensors.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from torch import Tensor
 
 from culet.drafters.dflash.spec import make_config, read_dflash
 from culet.errors import CheckpointError, CuletError, exit_code
-from culet.models.checkpoint import open_checkpoint, read_config
+from culet.models.checkpoint import open_checkpoint
+from culet.models.folder import read_config
+from culet.models.random_checkpoint import PREFIX
 from culet.models.spec import ModelSpec, read_spec
 
-# A drafter small enough for tests: its windows are shorter than prompts, its heads are not the target's.
+# Small enough for tests: windows shorter than prompts, and heads that differ from the target's.
 TINY: Mapping[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -43,7 +45,7 @@ def write_dflash(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> Path:
-    """Write a drafter for `target` into `folder`; `overrides` replace keys of its config.json, `TINY` makes it small."""
+    """Write a drafter for `target` to `folder`. `overrides` replace keys of its config.json; `TINY` makes it small."""
     from safetensors.torch import save_file
 
     folder = Path(folder)
@@ -55,26 +57,26 @@ def write_dflash(
         if len(shape) == 1:
             tensors[name] = (torch.rand(shape, generator=generator) + 0.5).to(dtype)
         else:
-            tensors[name] = (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)  # keeps the stream's size
+            tensors[name] = (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)  # keeps the stream size
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     except OSError as error:
         problem = error.strerror or str(error)
-        raise CheckpointError(f"{folder}: cannot be written: {problem}", hint="name a folder that may be written") from error
+        raise CheckpointError(f"{folder}: cannot be written: {problem}", hint="name a writable folder") from error
     return folder
 
 
 def _target_spec(model: str) -> ModelSpec:
-    return open_checkpoint(model).spec if model.startswith("random:") else read_spec(read_config(model))
+    return open_checkpoint(model).spec if model.startswith(PREFIX) else read_spec(read_config(model))
 
 
 def main() -> int:
-    """Command line: write a checkpoint, say so on stderr, print the folder on stdout."""
+    """Write a checkpoint. The folder is printed on stdout, everything else on stderr."""
     parser = argparse.ArgumentParser(prog="python -m culet.testing.random_dflash", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("folder", help="folder to write; made where it is missing")
-    parser.add_argument("--target", required=True, help="the model to draft for: a folder, a hub name, or random:31B")
+    parser.add_argument("folder", help="folder to write; created if missing")
+    parser.add_argument("--target", required=True, help="the model to draft for: a folder, a hub id, or random:31B")
     parser.add_argument("--tiny", action="store_true", help="a few narrow layers instead of the published proportions")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
     arguments = parser.parse_args()
@@ -84,7 +86,7 @@ def main() -> int:
     except CuletError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_code(error)
-    print("wrote a random DFlash drafter; what it drafts will be noise", file=sys.stderr)
+    print("wrote a random DFlash drafter; it drafts noise", file=sys.stderr)
     print(folder)
     return 0
 

@@ -1,9 +1,9 @@
-"""Write a small Gemma-4-shaped checkpoint with random weights: everything a real one has, but a voice.
+"""Writes a small checkpoint with the structure of Gemma 4 and random weights.
 
     python -m culet.testing.tiny FOLDER --shape 31B
 
 The folder holds config.json (in the form of the published checkpoints), model.safetensors with the published tensor
-names, tokenizer.json with Gemma 4's special tokens, and generation_config.json. What such a model writes is noise.
+names, tokenizer.json with Gemma 4's special tokens, and generation_config.json. The model writes noise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from culet.registry import lookup
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# What a shape keeps of its big sister is its structure; the numbers are small.
+# Each shape has the structure of a published model, with small numbers.
 _BASE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -70,7 +70,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "31B": _BASE | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "num_key_value_heads": 4},
 }
 
-# Gemma 4's own ids, except for the media tokens, whose real ids lie beyond a small vocabulary.
+# Gemma 4's own ids, except for media tokens, whose real ids are outside a small vocabulary.
 _FIRST_IDS: dict[int, tuple[str, ...]] = {
     0: ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>"),
     46: ("<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
@@ -81,7 +81,7 @@ _FIRST_IDS: dict[int, tuple[str, ...]] = {
 }
 SPECIAL_TOKENS = {first + index: name for first, names in _FIRST_IDS.items() for index, name in enumerate(names)}
 SPACE_MARK = "\u2581"
-_NUM_RESERVED = 120  # ids below are special or unused, then come 256 bytes, then what was learnt from the text
+_NUM_RESERVED = 120  # ids below are special or unused; 256 bytes and the learned tokens follow
 
 _TEXT = """
 A culet is the small facet at the point of a cut gem. The stone is held to the wheel, and each facet is ground and polished
@@ -103,15 +103,13 @@ def write_checkpoint(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> Path:
-    """Write a checkpoint of `shape` (a key of SHAPES) into `folder`; `overrides` replace keys of its text_config."""
+    """Write a checkpoint of `shape` (a key of SHAPES) to `folder`. `overrides` replace keys of its text_config."""
     text_config = lookup("shape", shape, SHAPES) | dict(overrides or {})
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(
-            f"{folder}: cannot be made: {error.strerror}", hint="name a folder that may be written"
-        ) from error
+        raise CheckpointError(f"{folder}: cannot be created: {error.strerror}", hint="name a writable folder") from error
     vocab_size, words = _write_tokenizer(folder, text_config.get("vocab_size"))
     config = _config(shape, text_config | {"vocab_size": vocab_size}, dtype)
     _write_json(folder / "config.json", config)
@@ -121,7 +119,7 @@ def write_checkpoint(
 
 
 def _config(shape: str, text: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """config.json as the published checkpoints have it: text_config inside, head dims of global layers by their own keys."""
+    """config.json in the published form: a text_config inside, and separate keys for the head dims of global layers."""
     unified = shape == "12B"
     dtype_name = str(dtype).removeprefix("torch.")
     text_config = {
@@ -146,7 +144,7 @@ def _config(shape: str, text: Mapping[str, Any], dtype: torch.dtype) -> dict[str
         "vocab_size_per_layer_input": text["vocab_size"],
         **text,
     }
-    if unified:  # that architecture has neither per-layer embeddings, shared KV nor experts
+    if unified:  # this architecture has no per-layer embeddings, shared KV or experts
         for key in ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp"):
             text_config.pop(key, None)
         for key in ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"):
@@ -172,7 +170,7 @@ def _config(shape: str, text: Mapping[str, Any], dtype: torch.dtype) -> dict[str
 
 
 def _generation_config(shape: str) -> dict[str, Any]:
-    """generation_config.json of an instruction-tuned checkpoint; the 12B also suppresses the media end tokens."""
+    """generation_config.json of an instruction-tuned checkpoint. The 12B also suppresses the media end tokens."""
     config: dict[str, Any] = {
         "bos_token_id": 2,
         "do_sample": True,
@@ -192,19 +190,19 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _write_tokenizer(folder: Path, vocab_size: int | None) -> tuple[int, slice]:
-    """Train a small BPE on the text above and write it in Gemma's form; returns the vocabulary's size and the learnt part."""
+    """Train a small BPE on the text above and write it in Gemma's form. Returns the vocabulary size and the learned ids."""
     from tokenizers import Tokenizer, models, normalizers, trainers
 
     learner = Tokenizer(models.BPE())
     learner.normalizer = normalizers.Replace(" ", SPACE_MARK)
-    # The text is fed word by word, so that no merge crosses a word.
+    # Train on single words, so that no merge crosses a word.
     words = [word for line in _TEXT.split("\n") for word in line.replace(" ", "\n ").split("\n") if word]
     learner.train_from_iterator(words, trainers.BpeTrainer(vocab_size=512, show_progress=False, special_tokens=[]))
-    learnt = json.loads(learner.to_str())["model"]
+    learned = json.loads(learner.to_str())["model"]
 
     pieces = [SPECIAL_TOKENS.get(token_id, f"<unused{token_id}>") for token_id in range(_NUM_RESERVED)]
     pieces += [f"<0x{byte:02X}>" for byte in range(256)]
-    pieces += sorted(learnt["vocab"], key=learnt["vocab"].__getitem__)
+    pieces += sorted(learned["vocab"], key=learned["vocab"].__getitem__)
     if "\n" not in pieces:
         pieces.append("\n")
     words_part = slice(_NUM_RESERVED + 256, len(pieces))
@@ -213,14 +211,14 @@ def _write_tokenizer(folder: Path, vocab_size: int | None) -> tuple[int, slice]:
         raise CheckpointError(f"vocab_size: got {size}, expected at least {len(pieces)}")
     pieces += [f"<unused{index}>" for index in range(len(pieces), size)]
 
-    merges = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ")) for merge in learnt["merges"]]
+    merges = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ")) for merge in learned["merges"]]
     make_tokenizer(pieces, merges).save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", tokenizer_config(1 << 30))
     return size, words_part
 
 
 def make_tokenizer(pieces: Sequence[str], merges: Sequence[tuple[str, str]]) -> Tokenizer:
-    """Gemma's kind of BPE: the space as a mark, bytes to fall back on, the special tokens; ids are places in `pieces`."""
+    """A BPE like Gemma's: a mark for spaces, byte fallback, and the special tokens. Ids are indices into `pieces`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
     vocab = {piece: index for index, piece in enumerate(pieces)}
@@ -254,13 +252,13 @@ def _write_weights(path: Path, spec: ModelSpec, words: slice, dtype: torch.dtype
         if name.endswith(("norm.weight", "_1.weight", "_2.weight", "scale", "layer_scalar")):
             tensor = torch.rand(shape, generator=generator) + 0.5
         else:
-            tensor = torch.randn(shape, generator=generator) * shape[-1] ** -0.5  # keeps the stream's size
+            tensor = torch.randn(shape, generator=generator) * shape[-1] ** -0.5  # keeps the size of the stream
         if name.endswith("q_norm.weight"):
             tensor *= 3.0 * shape[-1] ** -0.5  # scores of a few units: sharper attention would amplify rounding errors
         if name == "norm.weight":
             tensor *= 4.0  # logits of a few units, so that the model has preferences
         if name == "embed_tokens.weight":
-            tensor[: words.start] *= 0.2  # what it prefers is printable: neither bytes nor unused tokens
+            tensor[: words.start] *= 0.2  # makes the model prefer printable tokens to bytes and unused ones
             tensor[words.stop :] *= 0.2
         tensors["model.language_model." + name] = tensor.to(dtype)
     save_file(tensors, str(path), metadata={"format": "pt"})
@@ -289,7 +287,7 @@ def _layer_shapes(spec: ModelSpec, layer: LayerSpec) -> Iterator[tuple[str, tupl
     yield "self_attn.q_proj.weight", (queries, D)
     yield "self_attn.o_proj.weight", (D, queries)
     yield "self_attn.q_norm.weight", (layer.head_dim,)
-    # Published E2B and E4B files hold dead k and v weights for the layers that share KV; so do ours.
+    # Published E2B and E4B files also have unused k and v weights for the layers that share KV.
     yield "self_attn.k_proj.weight", (keys, D)
     yield "self_attn.k_norm.weight", (layer.head_dim,)
     if not layer.k_eq_v:
@@ -313,10 +311,10 @@ def _layer_shapes(spec: ModelSpec, layer: LayerSpec) -> Iterator[tuple[str, tupl
 
 
 def main() -> int:
-    """Command line: write a checkpoint, say so on stderr, print the folder on stdout."""
+    """Write a checkpoint. The folder is printed on stdout, everything else on stderr."""
     parser = argparse.ArgumentParser(prog="python -m culet.testing.tiny", description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("folder", help="folder to write; made where it is missing")
-    parser.add_argument("--shape", default="31B", help=f"structure to take after: {', '.join(SHAPES)} (default: 31B)")
+    parser.add_argument("folder", help="folder to write; created if missing")
+    parser.add_argument("--shape", default="31B", help=f"structure of the model: {', '.join(SHAPES)} (default: 31B)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
     arguments = parser.parse_args()
     try:
@@ -324,7 +322,7 @@ def main() -> int:
     except CuletError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_code(error)
-    print(f"wrote a random {arguments.shape}-shaped checkpoint; what it writes will be noise", file=sys.stderr)
+    print(f"wrote a random {arguments.shape}-shaped checkpoint; it writes noise", file=sys.stderr)
     print(folder)
     return 0
 

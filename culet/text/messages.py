@@ -53,9 +53,7 @@ def _check_part(part: object, where: str) -> dict[str, Any]:
         raise BadRequest(f"{where}: got {type(part).__name__}, expected a mapping such as {{'type': 'text', 'text': ...}}")
     kind = part.get("type")
     if kind in MEDIA_PARTS:
-        raise UnsupportedError(
-            f"{where}: got a part of type {kind}, this version supports only text", hint="send only text parts"
-        )
+        raise UnsupportedError(f"{where}: got a part of type {kind}, only text is supported", hint="send only text parts")
     if kind != "text":
         raise BadRequest(f"{where}: got a part of type {kind!r}, expected text")
     if not isinstance(part.get("text"), str):

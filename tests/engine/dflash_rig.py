@@ -21,7 +21,7 @@ from culet.cache.spec import plan_cache
 from culet.config import DraftChoice, ScheduleConfig
 from culet.drafters.base import DraftBatch
 from culet.drafters.dflash.drafter import DFlashDrafter
-from culet.drafters.dflash.plan import DFlashSpec
+from culet.drafters.dflash.plan import DFlashPlan
 from culet.engine.memory import least_slabs
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
@@ -46,11 +46,11 @@ class Pair:
 
     model: Gemma4
     folder: Path
-    spec: DFlashSpec
+    spec: DFlashPlan
 
     @property
     def oracle(self) -> DFlashOracle:
-        return DFlashOracle(self.folder, self.model.embedding.cpu(), self.model.embed_scale)
+        return DFlashOracle(self.folder, self.model.embedding.tensor.cpu(), self.model.embedding.scale)
 
 
 def make_pair(folder: Path, shape: str, device=CPU, target_overrides=None, **overrides) -> Pair:
@@ -60,7 +60,7 @@ def make_pair(folder: Path, shape: str, device=CPU, target_overrides=None, **ove
     own = {"dflash_config": {"mask_token_id": 4, "target_layer_ids": TAPS[shape]}}
     drafter = write_dflash(folder / "drafter", checkpoint.spec, overrides=TINY | own | overrides, dtype=torch.float32, seed=3)
     model = load_model(checkpoint, dtype=torch.float32, device=device, progress=False)
-    return Pair(model, drafter, DFlashSpec.open(DraftChoice("dflash", str(drafter)), checkpoint.spec))
+    return Pair(model, drafter, DFlashPlan.open(DraftChoice("dflash", str(drafter)), checkpoint.spec))
 
 
 class Pauses(FixedLengths):
@@ -194,13 +194,13 @@ def assert_like_oracle(pair: Pair, rounds: list[Round], at_least: int, tolerance
     """Every block's logits are the oracle's."""
     assert len(rounds) >= at_least, f"{len(rounds)} blocks were drafted, expected {at_least} at the least"
     oracle, streams = pair.oracle, {}
-    for one in sorted(rounds, key=lambda one: -len(one.tokens)):
-        context = tuple(one.tokens[:-1])
+    for block in sorted(rounds, key=lambda block: -len(block.tokens)):
+        context = tuple(block.tokens[:-1])
         whole = next((known for known in streams if known[: len(context)] == context), None)
         if whole is None:
             whole, streams[context] = context, taps_of(pair, list(context))
         tapped = {tap: stream[: len(context)] for tap, stream in streams[whole].items()}
         with torch.inference_mode():
-            expected = oracle.logits(tapped, one.tokens[-1])
-        error = float((one.logits - expected).abs().max())
+            expected = oracle.logits(tapped, block.tokens[-1])
+        error = float((block.logits - expected).abs().max())
         assert error < tolerance, f"block after {len(context)} tokens: off by {error:.2e}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from real_steps import check_pages, run_to_end
@@ -23,11 +24,14 @@ from culet.drafters.mtp.drafter import MTPDrafter
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.weights import load_model
+from culet.runner.fixed.draws import FixedDraws
 from culet.runner.runner import Runner
 from culet.scheduler.scheduler import Scheduler
 from culet.testing.tiny import write_checkpoint
 from culet.types import Request, Sampling, StepPlan, StepResult
+from tests.samplings import draw_by_columns
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
 CLOSE = 1e-4  # two best logits nearer than this may change places
 
@@ -79,7 +83,9 @@ class DraftDrive:
     ) -> None:
         spec = None if choice is None else open_drafter(choice, target.spec)
         specs = cache_specs(target.spec, spec, 4, latent=True)
-        per_token = [sum(one.bytes_per_token for one in specs if one.kind == kind) for kind in {one.kind for one in specs}]
+        per_token = [
+            sum(layer.bytes_per_token for layer in specs if layer.kind == kind) for kind in {layer.kind for layer in specs}
+        ]
         self.layout: CacheLayout = plan_cache(specs, slab_bytes=16 * max(per_token))  # the smallest pages there are
         self.pool = Pool(self.layout, num_slabs, torch.float32, CPU, has_spare=is_fixed)
         self.pool._slabs[:num_slabs] = 255  # NaN wherever nothing was written
@@ -90,7 +96,7 @@ class DraftDrive:
             built = spec.build(target, backends, progress=False)
             assert isinstance(built, MTPDrafter)
             assert choice is not None
-            self.drafter = Hinted(built.assistant, target, backends, max_drafts=built.max_drafts, position=choice.position)
+            self.drafter = Hinted(built.model, target, backends, max_drafts=built.max_drafts, position=choice.position)
         self.scheduler = Scheduler(
             self.layout,
             num_slabs,
@@ -104,7 +110,7 @@ class DraftDrive:
         if self.drafter is not None:
             self.drafter.hint(self.runner.tokens_SL, known or {}, is_told)
         if is_fixed:
-            self.runner.use_fixed_steps()
+            self.runner.use_fixed_shapes()
         self.results: list[StepResult] = []
 
     def run(self, *requests: Request, cancel_at: Mapping[int, str] | None = None) -> dict[tuple[str, int], list[int]]:
@@ -120,34 +126,56 @@ class DraftDrive:
         check_pages(self.scheduler)
 
 
+def use_fixed_draws(runner: Runner) -> FixedDraws:
+    """Let a runner's fixed-shape steps have fixed-shape draws, as on a GPU."""
+    assert runner.fixed is not None
+    buckets = runner.fixed.steps.buckets
+    runner.fixed.draws = FixedDraws(runner.target, buckets, runner.tokens_SL, runner.accepted_S, draw_by_columns)
+    return runner.fixed.draws
+
+
+class CpuGraph:
+    """In the place of a CUDA graph: a replay calls again what was captured."""
+
+    def __init__(self, replay: Callable[[], object]) -> None:
+        self.replay = replay
+
+
+class CpuCaptures:
+    """In the place of `Captures`."""
+
+    def capture(self, run: Callable[[], T]) -> tuple[CpuGraph, T]:
+        return CpuGraph(run), run()
+
+
 def make_request(name: str, prompt: Sequence[int], sampling: Sampling, num_tokens: int = 20, n: int = 1) -> Request:
     return Request(name, tuple(prompt), sampling, n, num_tokens, frozenset())
 
 
 def sequences(requests: Sequence[Request], out: Mapping[tuple[str, int], Sequence[int]]) -> dict[int, list[int]]:
     """Whole sequences of the first samples, by their first token."""
-    return {one.prompt_token_ids[0]: [*one.prompt_token_ids, *out[one.request_id, 0]] for one in requests}
+    return {request.prompt_token_ids[0]: [*request.prompt_token_ids, *out[request.request_id, 0]] for request in requests}
 
 
 def margin_at(target: Gemma4, tokens: Sequence[int]) -> float:
     """Distance between the two best logits after `tokens`, computed anew."""
     drive = DraftDrive(target, None, num_slabs=600, max_len=len(tokens) + 2, budget=512)
-    found: list[Tensor] = []
+    logits: list[Tensor] = []
     original = target.logits
-    target.logits = lambda last_LD: found.append(original(last_LD)) or found[-1]  # type: ignore[method-assign, func-returns-value]
+    target.logits = lambda last_LD: logits.append(original(last_LD)) or logits[-1]  # type: ignore[method-assign, func-returns-value]
     try:
         sampling = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, 0, None, None)
         drive.run(make_request("margin", tokens, sampling, num_tokens=1))
     finally:
         del target.logits
-    best = found[-1][-1].topk(2).values
+    best = logits[-1][-1].topk(2).values
     return float(best[0] - best[1])
 
 
 def assert_same(target: Gemma4, requests: Sequence[Request], got: Mapping, want: Mapping) -> int:
     """Greedy outputs are equal but where the two best logits lie within 1e-4; returns how many such places there were."""
     num_close = 0
-    prompts = {one.request_id: one.prompt_token_ids for one in requests}
+    prompts = {request.request_id: request.prompt_token_ids for request in requests}
     for key, tokens in want.items():
         if got[key] == tokens:
             continue

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from culet.cache.spec import CacheLayout, KVGroup
-from culet.runner.deferred_kv import LateWrite, Ledger, keeps
+from culet.runner.deferred_kv import DeferredWrite, Ledger, keeps_features
 from culet.types import Drawn, Entry, MediaSpan, Request, Row, Sampling, StepPlan, StepResult
 
 VOCAB = 50
@@ -98,7 +98,7 @@ class FakeRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         self._check_plan(plan)
         for ledger in self.ledgers:
-            self._write_late(ledger, ledger.left(plan), "left")
+            self._write_late(ledger, ledger.due_before(plan), "left")
         for entry in plan.entries:
             self.slots[entry.slot] = Slot(entry, list(entry.token_ids))
         self._copy(plan.copies)
@@ -113,7 +113,7 @@ class FakeRunner:
         for row in plan.rows:
             drawn += self._draw(row)
         for ledger in self.ledgers:
-            self._write_late(ledger, ledger.due(plan.rows), "due")
+            self._write_late(ledger, ledger.due_after(plan.rows), "due")
         for row in plan.rows:
             self._read_context(row)
             self._scribble(row)
@@ -187,7 +187,7 @@ class FakeRunner:
                 rule = max(row.start, end - group.window - max(row.num_logits, 1) + 1)
             assert row.start <= store_from <= rule  # earlier where a resume point lies within the row: see `audit`
             self.counts["holes"] += store_from > row.start
-            if group.ahead and keeps(self.rows):
+            if group.ahead and keeps_features(self.rows):
                 assert store_from == row.start
                 self.rings[group.index, row.slot, row.start % ROOM] = row.start, hashes[row.start]
                 continue
@@ -202,7 +202,7 @@ class FakeRunner:
             self.page_group[page], self.memory[page] = group, {}
         self.memory[page][offset] = value
 
-    def _write_late(self, ledger: Ledger, late: list[LateWrite], why: str) -> None:
+    def _write_late(self, ledger: Ledger, late: list[DeferredWrite], why: str) -> None:
         """A drafter's KV of tokens of earlier steps, out of the rings."""
         size = self.layout.groups[ledger.group].page_tokens
         for write in late:

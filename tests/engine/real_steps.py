@@ -66,12 +66,12 @@ def compute_at_once(
         count = group.pages_for(len(tokens))
         tables.append(PageTable(0, tuple(range(page, page + count))))
         page += count
-    found: list[Hidden] = []
+    passed: list[Hidden] = []
     original = model.forward
 
     def capture(batch: Any, pool: Any, backends: Any, own_taps: tuple[int, ...] = ()) -> Hidden:
-        found.append(original(batch, pool, backends, taps or own_taps))
-        return found[-1]
+        passed.append(original(batch, pool, backends, taps or own_taps))
+        return passed[-1]
 
     row = Row(0, 0, len(tokens), len(tokens), tuple(tables), (0,) * len(tables))
     model.forward = capture  # type: ignore[method-assign]
@@ -79,4 +79,4 @@ def compute_at_once(
         runner.execute(StepPlan(0, (Entry(0, tuple(tokens), len(tokens), GREEDY),), (), (row,)))
     finally:
         del model.forward
-    return found[0]
+    return passed[0]

@@ -16,11 +16,11 @@ from culet.testing.tiny import write_checkpoint
 def test_lines(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(draft, "NUM_ROUNDS", 6)
     monkeypatch.setattr(draft, "WARM_ROUNDS", 1)
-    folder, found = write_checkpoint(tmp_path / "model", "31B"), tmp_path / "lines.json"
+    folder, json_file = write_checkpoint(tmp_path / "model", "31B"), tmp_path / "lines.json"
     choice = json.dumps({"method": method, "model": "random:", "num_speculative_tokens": 3})
-    words = ["--device", "cpu", "--num-seqs", "1,2", "--prompt-len", "20", "--max-model-len", "200", "--json", str(found)]
+    words = ["--device", "cpu", "--num-seqs", "1,2", "--prompt-len", "20", "--max-model-len", "200", "--json", str(json_file)]
     assert run(["bench", "draft", str(folder), "--speculative-config", choice, *words]) == 0
-    lines = json.loads(found.read_text())["lines"]
+    lines = json.loads(json_file.read_text())["lines"]
     assert [line["num_seqs"] for line in lines] == [1, 2]
     for line in lines:
         assert line["speedup"] == pytest.approx(3 * line["plain_ms"] / line["round_ms"])

@@ -59,7 +59,7 @@ def test_answers_are_checked_in_every_shape(folder: Path) -> None:
 
 
 class Confused(torch_cpu.TorchCPUBackend):
-    """Gives each query head of sliding layers its neighbour's answer, in no more time than the right one takes."""
+    """Swaps the results of neighbouring query heads in sliding layers, at the same speed."""
 
     def __init__(self, group: KVGroup, num_heads: int) -> None:
         super().__init__(group, num_heads)
@@ -94,13 +94,13 @@ def test_rows_are_measured_from_the_deltas(dense: Path) -> None:
         assert details["preemptions"] == 0
         assert 0 < details["ttft_ms_median"] <= details["ttft_ms_max"] <= 1e3 * details["seconds"]
     assert tpot.value == min(tpot.runs) == tpot.details["tpot_ms_median"]
-    # From the first token to the last, prompt not included: with it, the call took at least as long.
+    # TPOT excludes the prompt; with it, the call took at least this long.
     assert 19 * many.value + many.details["ttft_ms_median"] <= 1e3 * many.details["seconds"] * 1.001
     assert throughput.value == pytest.approx(8 * 30 / throughput.details["seconds"])
     assert throughput.details["all_at_once"]
 
 
-def test_a_short_answer_is_no_measurement(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_answer_is_an_error(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = bench_config({"model": f"random:{dense}", "device": "cpu"}, parse_rows(ROWS))
     with LLM.from_config(config) as llm:
         generate = llm.generate
@@ -122,7 +122,7 @@ def culet(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_command_line(dense: Path, tmp_path: Path) -> None:
-    """Everything at once: starts in processes of their own, the check, table, JSON and picture."""
+    """A whole run: starts in separate processes, the check, the table, JSON and the picture."""
     files = [tmp_path / "bench.json", tmp_path / "bench.svg"]
     peaks = ("--bandwidth", "0.1", "--tflops", "2")
     done = culet(

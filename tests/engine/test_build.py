@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ from culet.engine.build import EngineParts, build_parts
 from culet.engine.engine import Engine
 from culet.engine.resolve import resolve
 from culet.errors import ConfigError
-from culet.registry import load
+from culet.runner.worker import ProcessWorker
 from culet.testing.tiny import write_checkpoint
-from culet.types import SamplingParams, StepPlan, StepResult, StructuredOutputs, TokenDelta
+from culet.types import SamplingParams, StepPlan, StepResult, StructuredOutputs
 
 # A worker that joins later has no KV of earlier requests.
 LIMITS = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 4, "enable_prefix_caching": False}
@@ -39,24 +38,33 @@ def parts(settings: dict[str, Any]) -> EngineParts:
     return build_parts(build_config(settings), progress=False)
 
 
+@pytest.fixture(scope="module")
+def process_worker(settings: dict[str, Any], parts: EngineParts) -> Iterator[ProcessWorker]:
+    """A worker of the same size in another process."""
+    num_slabs, max_model_len = parts.scheduler.stats().num_pages, parts.rules.max_model_len
+    worker = ProcessWorker(
+        "culet.engine.build:build_worker", settings=settings, num_slabs=num_slabs, max_model_len=max_model_len
+    )
+    yield worker
+    worker.close()
+
+
 @pytest.mark.parametrize("name", PARAMS)
-def test_a_worker_from_plain_values_gives_the_same_results(settings: dict[str, Any], parts: EngineParts, name: str) -> None:
-    """`build_worker` needs nothing but what can cross a process boundary."""
+def test_a_worker_in_another_process_gives_the_same_results(
+    parts: EngineParts, process_worker: ProcessWorker, name: str
+) -> None:
     scheduler = parts.scheduler
-    arguments = json.loads(json.dumps([settings, scheduler.stats().num_pages, parts.rules.max_model_len]))
-    worker = load("culet.engine.build:build_worker")(*arguments)
     scheduler.add(parts.rules.make_request(name, range(5, 25), PARAMS[name]))
     num_steps = 0
     while scheduler.has_work:
         plan = scheduler.schedule()
         assert plan is not None
         result = parts.worker.launch(plan).result()
-        assert worker.launch(plan).result() == result
+        assert process_worker.launch(plan).result() == result
         scheduler.apply(result)
         scheduler.deltas()
         num_steps += 1
     assert 1 < num_steps <= 12
-    worker.close()
 
 
 class StrictWorker:
@@ -84,29 +92,36 @@ class StrictPending:
         return self.__pending.result()
 
 
-def run(engine: Engine) -> list[TokenDelta]:
+def run(engine: Engine) -> dict[tuple[str, int], list[int]]:
+    """The tokens of every sample."""
     for name, params in PARAMS.items():
         request = engine.rules.make_request(name, range(5, 25), params)
         engine.check_grammar(request)
         engine.add(request)
-    deltas = []
+    tokens: dict[tuple[str, int], list[int]] = {}
     while engine.has_work:
-        deltas += engine.step()
-    return deltas
+        for delta in engine.step():
+            tokens.setdefault((delta.request_id, delta.sample), []).extend(delta.token_ids)
+    return tokens
 
 
 def test_the_engine_uses_only_the_worker_interface(settings: dict[str, Any]) -> None:
     engine = Engine(build_config(settings), progress=False)
     engine._worker = worker = StrictWorker(engine._worker)  # type: ignore[assignment]
-    tokens: dict[tuple[str, int], list[int]] = {}
-    for delta in run(engine):
-        tokens.setdefault((delta.request_id, delta.sample), []).extend(delta.token_ids)
+    tokens = run(engine)
     assert set(tokens) == {("plain", 0), ("samples", 0), ("samples", 1), ("samples", 2), ("grammar", 0)}
     assert re.fullmatch("[a-z ]{1,20}", engine.tokenizer.decode(tokens.pop(("grammar", 0))))
     assert all(len(token_ids) == 12 for token_ids in tokens.values())
     assert engine.stats().verify_seconds == 0.0
     engine.close()
     assert worker.is_closed
+
+
+def test_an_engine_runs_on_a_worker_in_another_process(settings: dict[str, Any], process_worker: ProcessWorker) -> None:
+    engine = Engine(build_config(settings), progress=False)
+    expected = run(engine)
+    engine._worker = process_worker
+    assert run(engine) == expected
 
 
 def test_a_setup_is_resolved_before_anything_is_loaded(settings: dict[str, Any]) -> None:

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 from dflash_rig import Pair, Pauses, Rig, assert_like_oracle, make_pair, make_request
+from draft_drive import use_fixed_draws
 from real_steps import make_prompt
 
 from culet.errors import InternalError
 from culet.runner import deferred_kv
-from culet.runner.draws import FixedDraws
 from culet.types import PageTable
-from tests.samplings import GREEDY, draw_by_columns
+from tests.samplings import GREEDY
 
 LENGTHS = (1, 3, 31, 75)  # prompts within and beyond the windows, of the target (32) and of the drafter (24)
 MISTAKES = {
@@ -33,12 +33,12 @@ def requests(num_tokens: int = 20):
 
 def told(requests, out) -> dict[int, list[int]]:
     """What each sequence will say, by its first token."""
-    return {one.prompt_token_ids[0]: [*one.prompt_token_ids, *out[one.request_id, 0]] for one in requests}
+    return {request.prompt_token_ids[0]: [*request.prompt_token_ids, *out[request.request_id, 0]] for request in requests}
 
 
 def told_all(asked, out) -> dict[int, list[int]]:
     """As `told`, where turns of one conversation begin with the same token: the longest of them tells them all."""
-    return told(sorted(asked, key=lambda one: len(one.prompt_token_ids)), out)
+    return told(sorted(asked, key=lambda request: len(request.prompt_token_ids)), out)
 
 
 @pytest.mark.parametrize("budget", [13, 200])
@@ -55,28 +55,28 @@ def test_blocks_of_a_batch(pair, budget):
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_blocks_after_acceptance(pair, mistake):
     """Drafts that are accepted, rejected, and both: the context is that of the tokens that stayed."""
-    ones = requests(40)
-    expected = Rig(pair, drafts=False).run(*ones)
-    rig = Rig(pair, budget=40, told=told(ones, expected), is_wrong=MISTAKES[mistake])
-    assert rig.run(*ones) == expected
+    asked = requests(40)
+    expected = Rig(pair, drafts=False).run(*asked)
+    rig = Rig(pair, budget=40, told=told(asked, expected), is_wrong=MISTAKES[mistake])
+    assert rig.run(*asked) == expected
     if mistake == "right":
         assert rig.scheduler.counters.steps < 20
     assert_like_oracle(pair, rig.rounds, at_least=12)
     rig.check_pages()
 
 
-def use_fixed_steps(rig: Rig, *, has_draws: bool) -> None:
+def use_fixed_shapes(rig: Rig, *, has_draws: bool) -> None:
     """Run steps as a GPU captures them, their draws too."""
-    fixed = rig.runner.use_fixed_steps()
+    rig.runner.use_fixed_shapes()
     if has_draws:
-        rig.runner.draws = FixedDraws(fixed, rig.runner.drafting.fixed, draw_by_columns)
+        use_fixed_draws(rig.runner)
 
 
 def conversation(pair, num_tokens=14, is_fixed=False, **settings):
     """Three turns of one conversation and two prompts that begin alike, one after another: (rig, output, all requests)."""
     rig, out, asked = Rig(pair, budget=50, has_spare=is_fixed, **settings), {}, []
     if is_fixed:
-        use_fixed_steps(rig, has_draws=True)
+        use_fixed_shapes(rig, has_draws=True)
 
     def ask(name: str, prompt: list[int]) -> list[int]:
         asked.append(make_request(name, prompt, num_tokens))
@@ -102,7 +102,7 @@ def test_a_prefix_hit_holds_the_drafters_context(pair):
     assert out_cold == out_warm == plain
     assert warm.scheduler.counters.prefix_hits >= 4
     assert warm.scheduler.counters.prefix_hit_tokens > 200
-    assert [one.tokens for one in warm.rounds] == [one.tokens for one in cold.rounds]
+    assert [block.tokens for block in warm.rounds] == [block.tokens for block in cold.rounds]
     for ours, theirs in zip(warm.rounds, cold.rounds, strict=True):
         assert float((ours.logits - theirs.logits).abs().max()) < 1e-4
     assert warm.scheduler.counters.rollbacks == cold.scheduler.counters.rollbacks
@@ -112,36 +112,36 @@ def test_a_prefix_hit_holds_the_drafters_context(pair):
 
 def drafted(rig: Rig) -> list[tuple[list[int], list[int]]]:
     """What was drafted after which tokens."""
-    return [(one.tokens, one.logits.argmax(-1).tolist()) for one in rig.rounds]
+    return [(block.tokens, block.logits.argmax(-1).tolist()) for block in rig.rounds]
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_drafts_after_pauses(pair, monkeypatch, is_fixed, ahead):
-    """A context that is written late gives the drafts of one that is written at once, and so do hits of what has ended."""
+    """Deferred KV gives the same drafts as KV that is written at once, and so do prefix hits of sequences that have ended."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
     _, plain, asked = conversation(pair, 30, drafts=False)
     settings = {"told": told_all(asked, plain), "is_wrong": MISTAKES["mixed"], "ahead": ahead, "is_fixed": is_fixed}
-    found = {}
+    outcomes = {}
     for room, prefix_caching in ((1, False), (4, True), (32, True)):
-        monkeypatch.setattr(deferred_kv, "MAX_ROOM", room)
+        monkeypatch.setattr(deferred_kv, "MAX_RING_LEN", room)
         rig, out, _ = conversation(pair, 30, **settings, policy=Pauses(), prefix_caching=prefix_caching)
         assert out == plain
-        assert rig.runner.features.room == room
+        assert rig.runner.deferred.ring_len == room
         counters = rig.scheduler.counters
-        found[room, prefix_caching] = drafted(rig), counters.drafted_tokens, counters.accepted_tokens
+        outcomes[room, prefix_caching] = drafted(rig), counters.drafted_tokens, counters.accepted_tokens
         assert_like_oracle(pair, rig.rounds, at_least=15)
         rig.check_pages()
     assert counters.prefix_hits >= 4
     assert counters.accepted_tokens > 10
-    first, *others = found.values()
-    assert all(other == first for other in others)
+    first, *rest = outcomes.values()
+    assert all(outcome == first for outcome in rest)
 
 
-def test_a_context_that_nobody_writes_is_seen(pair, monkeypatch):
-    """The test above fails where sequences that have ended leave their context unwritten."""
-    left = deferred_kv.Ledger.left
-    monkeypatch.setattr(deferred_kv.Ledger, "left", lambda self, plan: left(self, plan) and [])
+def test_deferred_kv_that_is_never_written_fails(pair, monkeypatch):
+    """The test above fails if the KV of sequences that have ended is not written."""
+    due_before = deferred_kv.Ledger.due_before
+    monkeypatch.setattr(deferred_kv.Ledger, "due_before", lambda self, plan: due_before(self, plan) and [])
     rig, _, _ = conversation(pair, 30, policy=Pauses(), prefix_caching=True)
     with pytest.raises(AssertionError, match="off by"):
         assert_like_oracle(pair, rig.rounds, at_least=10)
@@ -151,15 +151,15 @@ def test_a_context_that_nobody_writes_is_seen(pair, monkeypatch):
 def test_a_batch_with_pauses(pair, monkeypatch, ahead):
     """Many at once with preemption, cancels, samples that fork, and rings that are full: every block is the oracle's."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
-    monkeypatch.setattr(deferred_kv, "MAX_ROOM", 4)
+    monkeypatch.setattr(deferred_kv, "MAX_RING_LEN", 4)
     sampling = replace(GREEDY, temperature=1.0, seed=5)
-    ones = [make_request(f"r{length}", make_prompt(length), 60) for length in (5, 9, 17, 40)]
-    ones += [make_request("many", make_prompt(20), 40, sampling, n=3), make_request("leaves", make_prompt(30), 40)]
-    expected = Rig(pair, drafts=False).run(*ones)
+    asked = [make_request(f"r{length}", make_prompt(length), 60) for length in (5, 9, 17, 40)]
+    asked += [make_request("many", make_prompt(20), 40, sampling, n=3), make_request("leaves", make_prompt(30), 40)]
+    expected = Rig(pair, drafts=False).run(*asked)
     rig = Rig(pair, longest=130, prefix_caching=True, budget=70, policy=Pauses(7, 50), ahead=ahead)
-    again = [replace(one, request_id=f"{one.request_id} again") for one in ones]
-    for asked in (ones, again):
-        out = rig.run(*asked, cancel_at={20: asked[-1].request_id})
+    again = [replace(request, request_id=f"{request.request_id} again") for request in asked]
+    for several in (asked, again):
+        out = rig.run(*several, cancel_at={20: several[-1].request_id})
         for (name, sample), tokens in out.items():
             said = expected[name.removesuffix(" again"), sample]
             assert tokens == (said[: len(tokens)] if name.startswith("leaves") else said)
@@ -172,12 +172,12 @@ def test_a_batch_with_pauses(pair, monkeypatch, ahead):
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_preemption(pair, prefix_caching):
     """Too few pages for all: who is preempted is computed again, its context too."""
-    ones = [make_request(f"r{length}", make_prompt(length), 60) for length in (5, 9, 17, 40)]
-    expected = Rig(pair, drafts=False).run(*ones)
+    asked = [make_request(f"r{length}", make_prompt(length), 60) for length in (5, 9, 17, 40)]
+    expected = Rig(pair, drafts=False).run(*asked)
     rig = Rig(
-        pair, longest=101, told=told(ones, expected), is_wrong=MISTAKES["mixed"], prefix_caching=prefix_caching, budget=70
+        pair, longest=101, told=told(asked, expected), is_wrong=MISTAKES["mixed"], prefix_caching=prefix_caching, budget=70
     )
-    assert rig.run(*ones) == expected
+    assert rig.run(*asked) == expected
     assert rig.scheduler.counters.preemptions >= 1
     assert_like_oracle(pair, rig.rounds, at_least=20)
     rig.check_pages()
@@ -185,10 +185,10 @@ def test_preemption(pair, prefix_caching):
 
 def test_cancels(pair):
     """Pages of a cancelled sequence go to others at once: nobody's context suffers."""
-    ones = [make_request(f"r{index}", make_prompt(20 + 7 * index, seed=index), 24) for index in range(8)]
-    expected = Rig(pair, drafts=False).run(*ones)
-    rig = Rig(pair, num_slabs=60, max_num_seqs=4, told=told(ones, expected), is_wrong=MISTAKES["mixed"], prefix_caching=True)
-    out = rig.run(*ones, cancel_at={2: "r1", 4: "r0", 5: "r3", 9: "r5"})
+    asked = [make_request(f"r{index}", make_prompt(20 + 7 * index, seed=index), 24) for index in range(8)]
+    expected = Rig(pair, drafts=False).run(*asked)
+    rig = Rig(pair, num_slabs=60, max_num_seqs=4, told=told(asked, expected), is_wrong=MISTAKES["mixed"], prefix_caching=True)
+    out = rig.run(*asked, cancel_at={2: "r1", 4: "r0", 5: "r3", 9: "r5"})
     ended = {("r1", 0), ("r0", 0), ("r3", 0), ("r5", 0)}
     for key, tokens in out.items():
         assert tokens == (expected[key][: len(tokens)] if key in ended else expected[key])
@@ -200,11 +200,11 @@ def test_cancels(pair):
 def test_samples_of_one_prompt(pair):
     """Samples that fork share a prompt's pages in the step in which they fork; each drafts on its own afterwards."""
     sampling = replace(GREEDY, temperature=1.0, seed=5)
-    ones = [make_request("many", make_prompt(37), 16, sampling, n=4), make_request("one", make_prompt(50), 16)]
-    expected = Rig(pair, drafts=False).run(*ones)
+    asked = [make_request("many", make_prompt(37), 16, sampling, n=4), make_request("one", make_prompt(50), 16)]
+    expected = Rig(pair, drafts=False).run(*asked)
     assert len({tuple(tokens) for (name, _), tokens in expected.items() if name == "many"}) > 1
     rig = Rig(pair, prefix_caching=True)
-    assert rig.run(*ones) == expected
+    assert rig.run(*asked) == expected
     assert rig.scheduler.counters.forks == 3
     assert_like_oracle(pair, rig.rounds, at_least=50)
     rig.check_pages()
@@ -213,17 +213,17 @@ def test_samples_of_one_prompt(pair):
 @pytest.mark.parametrize("has_draws", [False, True])
 def test_steps_of_fixed_shapes(pair, has_draws):
     """Padded steps, as graphs replay them: rows that only pad leave nothing behind, and drafts are the same."""
-    ones = requests(16)
-    expected = Rig(pair).run(*ones)
+    asked = requests(16)
+    expected = Rig(pair).run(*asked)
     rig = Rig(pair, has_spare=True)
-    use_fixed_steps(rig, has_draws=has_draws)
-    assert rig.run(*ones) == expected
+    use_fixed_shapes(rig, has_draws=has_draws)
+    assert rig.run(*asked) == expected
     assert_like_oracle(pair, rig.rounds, at_least=40)
-    for layer in range(pair.spec.first_layer, pair.spec.first_layer + len(pair.spec.shape.layers)):
+    for layer in range(pair.spec.first_layer, pair.spec.first_layer + len(pair.spec.spec.layers)):
         assert not rig.pool.planes(layer)[:, rig.pool.spare_page].any()
 
 
-def test_the_debug_switch_knows_the_pages_ahead(pair, monkeypatch, tmp_path):
+def test_the_debug_switch_checks_the_pages_ahead(pair, monkeypatch, tmp_path):
     """A row that draws needs pages for a block behind its tokens, and the switch says so before anything is written."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
     monkeypatch.setenv("CULET_CACHE_DIR", str(tmp_path))
@@ -241,20 +241,20 @@ def test_the_debug_switch_knows_the_pages_ahead(pair, monkeypatch, tmp_path):
     rig.runner.execute(plan)
 
 
-def test_the_debug_switch_knows_late_writes(pair, monkeypatch, tmp_path):
-    """A context that would be written late to a page that is not there is refused."""
+def test_the_debug_switch_checks_deferred_writes(pair, monkeypatch, tmp_path):
+    """Deferred KV for a page that does not exist is refused."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
     monkeypatch.setenv("CULET_CACHE_DIR", str(tmp_path))
     rig = Rig(pair, policy=Pauses(0, 1))
     rig.run(make_request("one", make_prompt(9), 6))
-    (kept,) = rig.runner.features.ledger._kept.values()
+    (kept,) = rig.runner.deferred.ledger._kept.values()
     assert (kept.slot, kept.first, kept.count) == (0, 9, 5)
     rig.scheduler.add(make_request("two", make_prompt(5)))
     plan = rig.scheduler.schedule()
     for pages, fault in (((), "positions 9 to 13, pages end at -1"), ((10**6,), "page 1000000, expected 0 to")):
-        rig.runner.features.ledger._kept[0] = replace(kept, table=PageTable(0, pages))
-        with pytest.raises(InternalError, match=f"group dflash .* slot 0, late: .*{fault}"):
+        rig.runner.deferred.ledger._kept[0] = replace(kept, table=PageTable(0, pages))
+        with pytest.raises(InternalError, match=f"group dflash .* slot 0, deferred: .*{fault}"):
             rig.runner.execute(plan)
-    rig.runner.features.ledger._kept[0] = kept
+    rig.runner.deferred.ledger._kept[0] = kept
     rig.runner.execute(plan)
-    assert not rig.runner.features.ledger._kept
+    assert not rig.runner.deferred.ledger._kept

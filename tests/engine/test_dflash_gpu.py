@@ -14,7 +14,7 @@ from culet.config import ScheduleConfig
 from culet.engine.rehearsal import Rehearsal
 from culet.kernels.compiling import use_disk_cache
 from culet.runner import deferred_kv
-from culet.runner.fixed_steps import Captures
+from culet.runner.captures import Captures
 from tests import samplings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -39,32 +39,32 @@ def compile_kernels(pair):
     group = next(group for group in runner.pool.layout.groups if group.name == "dflash")
     drafter = pair.spec.build(pair.model, {group.index: TritonBackend(group, pair.spec.num_heads)}, progress=False)
     schedule = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=40)
-    layout, backends = runner.pool.layout, runner.backends
-    rehearsal = Rehearsal(
+    layout, backends = runner.pool.layout, runner.target.backends
+    trial = Rehearsal(
         pair.model, layout, backends, schedule, samplings.GREEDY, max_model_len=MAX_LEN, has_graphs=True, drafter=drafter
     )
-    rehearsal.compile_kernels()
+    trial.compile_kernels()
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])
 def test_blocks(pair, is_fixed):
     """Launched one by one, and in padded shapes; float32 products of a GPU are not a CPU's to the last bit."""
-    ones = [make_request(f"r{length}", make_prompt(length), 12) for length in (1, 30, 75)]
+    asked = [make_request(f"r{length}", make_prompt(length), 12) for length in (1, 30, 75)]
     rig = make_rig(pair)
     if is_fixed:
-        rig.runner.use_fixed_steps()
-    rig.run(*ones)
+        rig.runner.use_fixed_shapes()
+    rig.run(*asked)
     assert_like_oracle(pair, rig.rounds, at_least=20, tolerance=2e-2)
     rig.check_pages()
 
 
 def test_blocks_after_pauses(pair, monkeypatch):
-    """Steps that keep the drafter's features, and what writes them late, both as graphs; with hits of what was written so."""
-    monkeypatch.setattr(deferred_kv, "MAX_ROOM", 4)
+    """Steps that keep the drafter's features and deferred writes, both as graphs; with prefix hits of what was written."""
+    monkeypatch.setattr(deferred_kv, "MAX_RING_LEN", 4)
     rig = make_rig(pair, policy=Pauses(), prefix_caching=True, ahead=True)
-    fixed, captures = rig.runner.use_fixed_steps(), Captures(torch.device("cuda"))
-    fixed.capture(captures)
-    rig.runner.features.capture(captures)
+    fixed, captures = rig.runner.use_fixed_shapes(), Captures(torch.device("cuda"))
+    fixed.steps.capture(captures)
+    fixed.deferred.capture(captures)
     prompts = [make_prompt(length) for length in (1, 30, 45)]
     for turn in range(2):
         out = rig.run(*[make_request(f"{turn}-{index}", prompt, 30) for index, prompt in enumerate(prompts)])

@@ -30,9 +30,9 @@ else:
             own["is_causal"] = is_causal
         # More packed rows than 16, as published drafters have: the tile of blocks.
         pair = make_pair(tmp_path, "31B", dflash_config=own, num_key_value_heads=1)
-        ones = [make_request("long", make_prompt(33), 4)]
+        asked = [make_request("long", make_prompt(33), 4)]
         if is_causal is not None:
-            ones.append(make_request("short", make_prompt(2), 4))
+            asked.append(make_request("short", make_prompt(2), 4))
         rig = Rig(pair, budget=30, backend=TritonBackend)
-        assert rig.run(*ones) == Rig(pair, drafts=False).run(*ones)
+        assert rig.run(*asked) == Rig(pair, drafts=False).run(*asked)
         assert_like_oracle(pair, rig.rounds, at_least=2)

@@ -117,7 +117,7 @@ def test_spec(method: str, shape: str) -> None:
     assert (spec.method, spec.max_drafts) == (method, 2)
     assert all(0 <= tap < len(target.layers) for tap in spec.taps)
     own = spec.kv_specs(4)
-    assert all(one.owner == method and one.itemsize == 4 and one.layer >= len(target.layers) for one in own)
+    assert all(spec.owner == method and spec.itemsize == 4 and spec.layer >= len(target.layers) for spec in own)
     assert bool(own) != spec.reads_target_pages
     layout = plan_cache(cache_specs(target, spec, 4, latent=True))
     assert [group.layers for group in target_groups(layout)] == [g.layers for g in plan_cache(target.kv_specs(4)).groups]
@@ -146,7 +146,7 @@ def test_rows_do_not_know_each_other(met: Met) -> None:
 
 def rows_of(batch: DraftBatch, order: list[int]) -> DraftBatch:
     index = torch.tensor(order)
-    groups = tuple(GroupBatch(one.pages_BP[index], one.first_B[index], one.kv_address_T) for one in batch.groups)
+    groups = tuple(GroupBatch(group.pages_BP[index], group.first_B[index], group.kv_address_T) for group in batch.groups)
     parts = {name: getattr(batch, name)[index] for name in ("newest_R", "length_R", "slot_R", "hidden_RD")}
     return replace(batch, groups=groups, **parts)
 
@@ -157,8 +157,8 @@ def test_rows_that_pad(met: Met) -> None:
     expected, spare = met.propose(), met.pool._slabs[met.pool.spare_page].clone()
     padded = rows_of(met.batch, [0, 1, 2, 3, 0, 0])
     padded.length_R[4:], padded.newest_R[4:], padded.hidden_RD[4:] = 1, 0, 0.0
-    for one in padded.groups:
-        one.pages_BP[4:], one.first_B[4:] = met.pool.spare_page, 0
+    for group in padded.groups:
+        group.pages_BP[4:], group.first_B[4:] = met.pool.spare_page, 0
     assert torch.equal(met.propose(padded)[:4], expected)
     assert torch.equal(met.pool._slabs[met.pool.spare_page], spare)
 

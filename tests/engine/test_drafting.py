@@ -11,28 +11,28 @@ from typing import Any
 
 import pytest
 import torch
-from draft_drive import DraftDrive, assert_same, greedy, make_request, make_target, sequences
+from draft_drive import DraftDrive, assert_same, greedy, make_request, make_target, sequences, use_fixed_draws
 from real_steps import make_prompt
 from safetensors.torch import save_file
 
 from culet import LLM, SamplingParams
 from culet.config import DraftChoice, build_config, read_draft_choice
 from culet.drafters.base import DraftBatch, open_drafter
-from culet.drafters.mtp.model import Assistant
-from culet.drafters.mtp.plan import MTPSpec
-from culet.drafters.mtp.spec import AssistantSpec, make_config
+from culet.drafters.mtp.model import MTPModel
+from culet.drafters.mtp.plan import MTPPlan
+from culet.drafters.mtp.spec import MTPSpec, make_config
 from culet.engine.memory import least_slabs
 from culet.errors import ConfigError
-from culet.models.checkpoint import RandomDraw, open_checkpoint
+from culet.layers.weight.weights import Weights
+from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
+from culet.models.random_checkpoint import RandomDraw
 from culet.models.random_weights import fill_randomly
-from culet.runner.draws import FixedDraws
 from culet.sampling.sampler import History, TokenMasks, sample
 from culet.sampling.verify import count_accepted
 from culet.scheduler.draft_length import DraftPolicy, StepCost
 from culet.testing.tiny import write_checkpoint
 from culet.types import StructuredOutputs
-from tests.samplings import draw_by_columns
 
 MTP = DraftChoice("mtp", "random:", num_speculative_tokens=3)
 GEMMA = replace(greedy(), temperature=1.0, top_k=64, top_p=0.95)
@@ -80,8 +80,8 @@ def test_rounds_of_fixed_shapes(target: Gemma4) -> None:
     known = sequences(requests, want)
     drive = DraftDrive(target, MTP, known=known, is_told=often, max_num_seqs=5, budget=40, is_fixed=True)
     assert drive.run(*requests) == want
-    assert drive.runner.drafting is not None
-    assert drive.runner.drafting.fixed is not None
+    assert drive.runner.fixed is not None
+    assert drive.runner.fixed.rounds is not None
     assert drive.drafter is not None
     assert drive.drafter.num_rounds > 5
     assert not drive.pool._slabs[drive.pool.spare_page].any()
@@ -89,22 +89,19 @@ def test_rounds_of_fixed_shapes(target: Gemma4) -> None:
 
 @pytest.mark.parametrize("name", ["greedy", "gemma", "penalised", "mixed"])
 def test_draws_of_fixed_shapes(one_target: Gemma4, name: str) -> None:
-    """Draws, counts and the drafter's inputs as a GPU captures them; what no graph serves goes the other way, in between."""
+    """Draws, counts and the drafter's inputs as a GPU captures them, between steps that no graph serves."""
     chosen = [SETTINGS[name]] * 4 if name != "mixed" else [greedy(), GEMMA, PENALISED, replace(GEMMA, logit_bias=((5, 3.0),))]
     requests = [
-        make_request(f"r{n}", make_prompt(n), replace(one, seed=n), 30 - n)
-        for n, one in zip((1, 5, 9, 13), chosen, strict=True)
+        make_request(f"r{n}", make_prompt(n), replace(sampling, seed=n), 30 - n)
+        for n, sampling in zip((1, 5, 9, 13), chosen, strict=True)
     ]
     want = DraftDrive(one_target, None).run(*requests)
     drive = DraftDrive(one_target, MTP, known=sequences(requests, want), is_told=often, max_num_seqs=5, is_fixed=True)
     runner = drive.runner
-    assert runner.fixed is not None
-    assert runner.drafting is not None
-    rounds = runner.drafting.fixed
-    runner.draws = FixedDraws(runner.fixed, rounds, draw_by_columns)
+    draws = use_fixed_draws(runner)
     seen: list[bool] = []
-    run = runner.draws.run
-    runner.draws.run = lambda *given: (settled := run(*given), seen.append(settled is not None))[0]  # type: ignore[method-assign]
+    serves = draws.serves
+    draws.serves = lambda *given: (is_served := serves(*given), seen.append(is_served))[0]  # type: ignore[method-assign]
     assert drive.run(*requests) == want
     assert set(seen) == {"penalised": {False}, "mixed": {False, True}}.get(name, {True})
     assert drive.drafter is not None
@@ -158,10 +155,10 @@ def test_cancels(one_target: Gemma4) -> None:
 
 
 def test_samples_of_one_prompt(one_target: Gemma4) -> None:
-    one = make_request("n", make_prompt(37), replace(GEMMA, seed=5), 16, n=4)
-    want = DraftDrive(one_target, None).run(one)
+    request = make_request("n", make_prompt(37), replace(GEMMA, seed=5), 16, n=4)
+    want = DraftDrive(one_target, None).run(request)
     drive = DraftDrive(one_target, MTP)
-    assert drive.run(one) == want
+    assert drive.run(request) == want
     assert len({tuple(tokens) for tokens in want.values()}) == 4
 
 
@@ -205,7 +202,7 @@ def chi_squared(counts: Counter[int], probabilities: torch.Tensor, total: int) -
 
 def allowed_after(token: int, vocab: int, is_masked: bool) -> torch.Tensor:
     """A grammar of sorts: which tokens may follow, as flags."""
-    return torch.tensor([not is_masked or (token + other) % 3 > 0 for other in range(vocab)])
+    return torch.tensor([not is_masked or (token + following) % 3 > 0 for following in range(vocab)])
 
 
 def packed(allowed_RV: torch.Tensor) -> torch.Tensor:
@@ -350,9 +347,9 @@ def test_llm_with_drafts(shape: str, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     prompts = ["hello there", "a b c d e f g", "x"]
     with LLM(str(folder), **settings) as llm:
-        want = [one.token_ids for one in llm.generate(prompts, params)]
+        want = [result.token_ids for result in llm.generate(prompts, params)]
     with LLM(str(folder), speculative_config={"method": "mtp", "model": "random:", "adaptive": False}, **settings) as llm:
-        assert [one.token_ids for one in llm.generate(prompts, params)] == want
+        assert [result.token_ids for result in llm.generate(prompts, params)] == want
         counters = llm.engine.stats().counters
         assert counters.verifies > 20
         assert len(counters.drafted_at) == 3
@@ -367,7 +364,7 @@ def test_grammars_go_along_the_drafts(tmp_path: Path) -> None:
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=40, structured_outputs=outputs) for seed in range(3)]
     with LLM(str(folder), **settings) as llm:
         want = llm.generate(prompts, params)
-    truth = {tuple(one.prompt_token_ids): list(one.token_ids) for one in want}
+    truth = {tuple(result.prompt_token_ids): list(result.token_ids) for result in want}
     with LLM(str(folder), speculative_config={"method": "mtp", "model": "random:", "adaptive": False}, **settings) as llm:
         runner = llm.engine._worker
         drafter: Any = runner.drafter
@@ -388,17 +385,17 @@ def test_grammars_go_along_the_drafts(tmp_path: Path) -> None:
         drafter.propose = told
         got = llm.generate(prompts, params)
         assert llm.engine.stats().counters.accepted_tokens > 5
-    assert [one.token_ids for one in got] == [one.token_ids for one in want]
-    for one in got:
-        assert re.fullmatch("(ab|cd|xyz){4,12}", one.text) or one.finish_reason == "length"
+    assert [result.token_ids for result in got] == [result.token_ids for result in want]
+    for result in got:
+        assert re.fullmatch("(ab|cd|xyz){4,12}", result.text) or result.finish_reason == "length"
 
 
 def test_a_useless_drafter_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The probe at start: an assistant whose drafts are never right is a loud warning that names what may be wrong."""
     folder = write_checkpoint(tmp_path / "target", "31B")
-    spec = open_drafter(MTP, open_checkpoint(str(folder)).spec)
-    assert isinstance(spec, MTPSpec)
-    drafter = write_assistant(tmp_path / "assistant", spec.assistant, make_config(open_checkpoint(str(folder)).spec))
+    plan = open_drafter(MTP, open_checkpoint(str(folder)).spec)
+    assert isinstance(plan, MTPPlan)
+    drafter = write_assistant(tmp_path / "assistant", plan.spec, make_config(open_checkpoint(str(folder)).spec))
     given = {"method": "mtp", "model": str(drafter)}
     with LLM(str(folder), device="cpu", max_num_seqs=2, max_model_len=120, speculative_config=given) as llm:
         assert llm.engine.stats().counters.verifies == 0  # the probe leaves no counts
@@ -407,11 +404,11 @@ def test_a_useless_drafter_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert all(cause in warned[0] for cause in ("wrong pairing", "wrong template", "wrong layer", str(drafter)))
 
 
-def write_assistant(folder: Path, spec: AssistantSpec, config: dict) -> Path:
+def write_assistant(folder: Path, spec: MTPSpec, config: dict) -> Path:
     """A random assistant as a checkpoint."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    places = Assistant(spec, dtype=torch.float32, device=torch.device("cpu"), latent=True).placements()
+    places = MTPModel(spec, Weights(torch.float32, torch.device("cpu")), latent=True).placements()
     fill_randomly(places, RandomDraw(), torch.device("cpu"))
     # Weights lie as Culet wants them, not as a checkpoint would have them: random they are either way.
     save_file({name: place.target.clone().contiguous() for name, place in places.items()}, folder / "model.safetensors")
@@ -455,20 +452,20 @@ def test_a_head_in_fp8(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"device": "cpu", "max_model_len": 200, "max_num_seqs": 3}
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     prompts = [make_prompt(length) for length in (3, 40)]
-    want = [one.token_ids for one in LLM(folder, **settings).generate(prompts, params)]
+    want = [result.token_ids for result in LLM(folder, **settings).generate(prompts, params)]
     draft = {"method": "mtp", "model": "random:", "adaptive": False, "head_dtype": "fp8"}
     llm = LLM(folder, speculative_config=draft, **settings)
-    assert [one.token_ids for one in llm.generate(prompts, params)] == want
+    assert [result.token_ids for result in llm.generate(prompts, params)] == want
     drafter = llm.engine._worker.drafter
     assert drafter is not None
-    head = drafter.assistant.head  # type: ignore[attr-defined]
+    head = drafter.model.head  # type: ignore[attr-defined]
     assert head.table.dtype == torch.float8_e4m3fn
     z = torch.randn(5, head.table.shape[1])
     best = torch.empty(5, dtype=torch.int64)
     head.ops.pick_best(head.candidates(z), best)
     assert torch.equal(best, head.logits(z).argmax(-1))
     plain = LLM(folder, speculative_config=draft | {"head_dtype": "auto"}, **settings).engine._worker.drafter
-    whole = plain.assistant.head.logits(z)  # type: ignore[union-attr]
+    whole = plain.model.head.logits(z)  # type: ignore[union-attr]
     assert float((head.logits(z) - whole).abs().max()) < 0.05 * float(whole.abs().max())
 
 

@@ -59,7 +59,7 @@ def read_prompts(llm: LLM, count: int) -> list[list[int]]:
     thoughts = [
         llm.engine.tokenizer.encode(llm.engine.chat_template.render(chat, enable_thinking=True)) for chat, _ in chats[::5]
     ]
-    every = [one for one in [*plain, *kinds, *thoughts] if len(one) < MAX_LEN // 2]
+    every = [prompt for prompt in [*plain, *kinds, *thoughts] if len(prompt) < MAX_LEN // 2]
     return random.Random(3).sample(every, min(count, len(every)))
 
 
@@ -97,10 +97,10 @@ def run(method: str, num_prompts: int, num_tokens: int) -> Tally:
         asked = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         whole = list(enumerate(zip(prompts, first, strict=True))), list(enumerate(zip(turns, second, strict=True)))
         for part in (part[begin : begin + GROUP] for begin in range(0, len(prompts), GROUP) for part in whole):
-            names = {f"{method} {number} of {len(one)} tokens": (one, want) for number, (one, want) in part}
+            names = {f"{method} {number} of {len(prompt)} tokens": (prompt, want) for number, (prompt, want) in part}
             heard: dict[str, list[int]] = {name: [] for name in names}
-            for name, (one, _) in names.items():
-                engine.add(engine.rules.make_request(name, one, asked))
+            for name, (prompt, _) in names.items():
+                engine.add(engine.rules.make_request(name, prompt, asked))
             left = {name for name in names if chance.random() < 0.15}
             while engine.has_work:
                 steps += 1
@@ -108,7 +108,7 @@ def run(method: str, num_prompts: int, num_tokens: int) -> Tally:
                     engine._scheduler._preempt(engine._scheduler._running[-1])  # as if pages were short
                 for delta in engine.step():
                     heard[delta.request_id] += delta.token_ids
-                for name in [one for one in left if len(heard[one]) > num_tokens // 3]:
+                for name in [name for name in left if len(heard[name]) > num_tokens // 3]:
                     engine.cancel(name)
                     left.discard(name)
             for name, (_, want) in names.items():
@@ -150,6 +150,6 @@ def test_refused_drafts_cost_little(method: str) -> None:
         LLM(str(FOLDER / "target"), **given) as plain,
         LLM(str(FOLDER / "target"), **given, speculative_config=choice) as drafting,
     ):
-        found = refused_drafts.compare(plain, drafting, 1, num_tokens=200, turns=5, block=16)
-    print(method, found)
-    assert found["own_ratio"] > 0.93
+        figures = refused_drafts.compare(plain, drafting, 1, num_tokens=200, turns=5, block=16)
+    print(method, figures)
+    assert figures["own_ratio"] > 0.93

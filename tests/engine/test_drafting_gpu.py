@@ -51,17 +51,17 @@ def test_drafts_do_not_depend_on_the_backend(folder: Path) -> None:
         llm = LLM(str(folder), **GIVEN, enforce_eager=True, speculative_config=MTP | {"attention_backend": backend})
         drafter = llm.engine._worker.drafter
         assert drafter is not None
-        found: list[tuple[int, int, int]] = []
+        drafted: list[tuple[int, int, int]] = []
         propose = drafter.propose
 
-        def spy(batch, pool, num_drafts, propose=propose, found=found):
+        def spy(batch, pool, num_drafts, propose=propose, drafted=drafted):
             proposals = propose(batch, pool, num_drafts)
-            found.extend(zip(batch.newest_R.tolist(), batch.length_R.tolist(), proposals[:, 0].tolist(), strict=True))
+            drafted.extend(zip(batch.newest_R.tolist(), batch.length_R.tolist(), proposals[:, 0].tolist(), strict=True))
             return proposals
 
         drafter.propose = spy  # type: ignore[method-assign]
         llm.generate([make_prompt(length) for length in (5, 90)], replace(GREEDY, max_tokens=30))
-        seen.append(found)
+        seen.append(drafted)
     assert len(seen[0]) == len(seen[1]) > 40
     equal = sum(a == b for a, b in zip(*seen, strict=True))
     assert equal >= 0.95 * len(seen[0])  # a draft may hang on the last bits

@@ -41,7 +41,7 @@ def tell(engine: Engine, truth: list[list[int]], chance: random.Random) -> None:
         proposals = propose(batch, pool, num_drafts)
         for row, (slot, length) in enumerate(zip(batch.slot_R.tolist(), batch.length_R.tolist(), strict=True)):
             said = runner.tokens_SL[slot, : length + 1].tolist()
-            whole = next((one for one in truth if one[: length + 1] == said), [])
+            whole = next((tokens for tokens in truth if tokens[: length + 1] == said), [])
             for index, token in enumerate(whole[length + 1 : length + 1 + num_drafts]):
                 if chance.random() < 0.75:
                     proposals[row, index] = token
@@ -83,7 +83,7 @@ class Soak:
                 repetition_penalty=chance.choice([1.0, 1.2]),
             )
             want = self.plain.generate(prompts, params)
-            truth[:] = [[*prompt, *one.token_ids] for prompt, one in zip(prompts, want, strict=True)]
+            truth[:] = [[*prompt, *result.token_ids] for prompt, result in zip(prompts, want, strict=True)]
             if chance.random() < 0.3:  # somebody who does not wait for the end
                 name = f"leaves-{self.num_turns}"
                 engine.add(engine.rules.make_request(name, prompts[0], params))
@@ -94,8 +94,8 @@ class Soak:
             got = self.drafting.generate(prompts, params)
             self.num_answers += len(got)
             self.num_same += sum(ours.token_ids == theirs.token_ids for ours, theirs in zip(got, want, strict=True))
-            assert all(len(one.token_ids) == params.max_tokens for one in got)
-            chats.update(zip(chosen, [list(one) for one in truth], strict=True))
+            assert all(len(result.token_ids) == params.max_tokens for result in got)
+            chats.update(zip(chosen, [list(tokens) for tokens in truth], strict=True))
             self.num_turns += 1
         print(
             f"{self.num_turns} turns, {self.num_cancelled} cancelled, {self.num_same} of {self.num_answers} answers the same, "

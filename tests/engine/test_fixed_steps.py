@@ -1,6 +1,6 @@
-"""Steps of fixed shapes against steps of their own shape: buckets, padding, page tables that are kept between steps.
+"""Fixed-shape steps against steps of their own shape: buckets, padding, page tables that are kept between steps.
 
-The same code that a GPU captures as graphs runs here without a capture.
+The code that a GPU captures as graphs runs here without a capture.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_runner import GEMMA, GREEDY, MAX_LEN, SETTINGS, ListDrafter, Rig, model, one_model, parts, request, watch
+from test_runner import GEMMA, GREEDY, MAX_LEN, SETTINGS, ListDrafter, Rig, make_request, model, one_model, parts, watch
 
 from culet.cache.pool import Pool
-from culet.runner.fixed_steps import Bucket, FixedSteps, bucket_sizes, table_columns
+from culet.runner.fixed.page_tables import table_columns
+from culet.runner.fixed.steps import Bucket, FixedSteps, bucket_sizes
 from culet.runner.runner import Runner
-from culet.types import PageTable, Row, StepPlan
+from culet.runner.target import Target
+from culet.types import PageTable, Row
 
 __all__ = ["model", "one_model"]  # fixtures
 
@@ -33,13 +35,13 @@ class FixedRig(Rig):
         self.runner = Runner(model, pool, backends, max_num_seqs=max_num_seqs, max_model_len=MAX_LEN, drafter=drafter)
         if drafter is not None:
             watch(self.runner, drafter)
-        self.fixed = self.runner.use_fixed_steps()
+        self.fixed = self.runner.use_fixed_shapes().steps
         self.used: list[Bucket] = []
         run = self.fixed.run
 
-        def spy(plan, bucket):
+        def spy(rows, bucket):
             self.used.append(bucket)
-            return run(plan, bucket)
+            return run(rows, bucket)
 
         self.fixed.run = spy  # type: ignore[method-assign]
 
@@ -59,7 +61,7 @@ def fixed_steps(model, max_num_seqs=16, query_counts=(1,)) -> FixedSteps:
     pool = Pool(layout, 4, torch.float32, torch.device("cpu"), has_spare=True)
     tokens_SL = torch.zeros(max_num_seqs + 1, 400, dtype=torch.int32)  # a spare slot
     accepted_S = torch.zeros(max_num_seqs + 1, dtype=torch.int32)
-    return FixedSteps(model, pool, backends, tokens_SL, accepted_S, query_counts=query_counts)
+    return FixedSteps(Target(model, pool, backends), tokens_SL, accepted_S, query_counts=query_counts)
 
 
 def row(slot=0, start=40, num_new=1, num_logits=1, num_pages=3, **changes) -> Row:
@@ -78,14 +80,14 @@ def test_which_bucket(one_model):
     assert fixed.find([row(0), row(1, num_logits=0)]) is None  # a prompt's middle
     assert fixed.find([row(is_prompt_logprobs=True)]) is None
     assert fixed.find([row(slot) for slot in range(17)]) is None
-    too_wide = table_columns(fixed.pool.layout.groups[0], 400, 5) + 1
+    too_wide = table_columns(fixed.target.pool.layout.groups[0], 400, 5) + 1
     assert fixed.find([row(num_pages=too_wide)]) is None
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_fixed_steps_change_nothing(model, name):
     lengths = (1, 3, 31, 70, 90)
-    requests = [request(f"{name}{n}", n, SETTINGS[name], num_tokens=16 + 6 * index) for index, n in enumerate(lengths)]
+    requests = [make_request(f"{name}{n}", n, SETTINGS[name], num_tokens=16 + 6 * index) for index, n in enumerate(lengths)]
     plain = Rig(model, max_num_seqs=6, budget=40).run(*requests)
     rig = FixedRig(model, max_num_seqs=6, budget=40, is_poisoned=True)
     assert rig.run(*requests) == plain
@@ -94,7 +96,7 @@ def test_fixed_steps_change_nothing(model, name):
 
 
 def test_fixed_steps_under_preemption(model):
-    requests = [request(f"r{index}", 40, GEMMA, num_tokens=30) for index in range(4)]
+    requests = [make_request(f"r{index}", 40, GEMMA, num_tokens=30) for index in range(4)]
     layout, _, _ = parts(model, 1)
     tight = FixedRig(model, num_slabs=2 * sum(group.pages_for(70) for group in layout.groups), is_poisoned=True)
     out = tight.run(*requests)
@@ -103,7 +105,7 @@ def test_fixed_steps_under_preemption(model):
 
 
 def test_fixed_steps_after_prefix_hits(model):
-    requests = [request(f"r{index}", 130, GEMMA, num_tokens=20) for index in range(3)]
+    requests = [make_request(f"r{index}", 130, GEMMA, num_tokens=20) for index in range(3)]
     rig = FixedRig(model, prefix_caching=True, is_poisoned=True)
     first, again = rig.run(*requests), rig.run(*requests)
     assert rig.scheduler.counters.prefix_hits == 3
@@ -111,9 +113,9 @@ def test_fixed_steps_after_prefix_hits(model):
 
 
 def test_samples_that_part_ways(model):
-    one = request("n", 37, replace(GEMMA, logprobs=2), n=5)
+    request = make_request("n", 37, replace(GEMMA, logprobs=2), n=5)
     rig = FixedRig(model)
-    out, plain = rig.run(one), Rig(model).run(one)
+    out, plain = rig.run(request), Rig(model).run(request)
     assert {key: tokens for key, (tokens, _, _) in out.items()} == {key: tokens for key, (tokens, _, _) in plain.items()}
     assert Bucket(1, 8) in rig.used
 
@@ -122,12 +124,12 @@ def test_samples_that_part_ways(model):
 def test_verify_steps(model, mistake):
     """Rows with all drafts, some and none in one bucket, padded by rows of many tokens, of one and of none."""
     requests = [
-        request(f"d{length}", length, replace(GREEDY, seed=length), num_tokens=length + 1) for length in (5, 13, 33, 41)
+        make_request(f"d{length}", length, replace(GREEDY, seed=length), num_tokens=length + 1) for length in (5, 13, 33, 41)
     ]
     expected = Rig(model, max_num_seqs=5).run(*requests)
     drafter = ListDrafter(
-        {one.prompt_token_ids[0]: expected[one.request_id, 0][0] for one in requests},
-        {one.prompt_token_ids[0]: len(one.prompt_token_ids) for one in requests},
+        {request.prompt_token_ids[0]: expected[request.request_id, 0][0] for request in requests},
+        {request.prompt_token_ids[0]: len(request.prompt_token_ids) for request in requests},
         max_drafts=3,
         is_wrong=lambda position: mistake == "sometimes" and position % 3 == 0,
     )
@@ -139,24 +141,24 @@ def test_verify_steps(model, mistake):
     assert any(len({row.num_new for row in rows}) > 1 for rows in plans)
 
 
-def test_a_pool_without_spare_page_is_our_fault(one_model):
+def test_fixed_shapes_need_a_spare_page(one_model):
     rig = Rig(one_model)
     with pytest.raises(AssertionError, match="spare page"):
-        rig.runner.use_fixed_steps()
+        rig.runner.use_fixed_shapes()
 
 
-def test_page_tables_are_sent_as_they_change(one_model, monkeypatch) -> None:
+def test_page_tables_are_sent_when_they_change(one_model, monkeypatch) -> None:
     """A page more, a page behind the window less, other pages, several rows at once: the device has what the plan says."""
     fixed, chance = fixed_steps(one_model), random.Random(0)
-    sent = {"all": 0, "one": 0}
-    spread, patch = fixed._spread_tables, fixed._patch_tables
-    monkeypatch.setattr(fixed, "_spread_tables", lambda *given: (sent.update(all=sent["all"] + 1), spread(*given)))
-    monkeypatch.setattr(fixed, "_patch_tables", lambda *given: (sent.update(one=sent["one"] + 1), patch(*given)))
-    widths = [table.shape[1] for table in fixed.tables]
+    groups, spare_page = fixed.target.pool.layout.groups, fixed.target.pool.spare_page
+    sent: list[int] = []
+    spread = fixed.tables.spread
+    monkeypatch.setattr(fixed.tables, "spread", lambda *given: (sent.append(1), spread(*given)))
+    widths = fixed.tables.columns
     fresh = iter(range(10**6))
     rows = [row(slot, 3 + slot, tables=tuple(PageTable(0, (next(fresh),)) for _ in widths)) for slot in range(3)]
-    for step_id in range(300):
-        num_changed, before = chance.choice((0, 0, 1, 1, 2, 3)), dict(sent)
+    for number in range(300):
+        num_changed, before = chance.choice((0, 0, 1, 1, 2, 3)), len(sent)
         for index in chance.sample(range(3), num_changed):
             tables = list(rows[index].tables)
             group = chance.randrange(len(tables))
@@ -168,18 +170,27 @@ def test_page_tables_are_sent_as_they_change(one_model, monkeypatch) -> None:
             else:
                 tables[group] = PageTable(old.first, tuple(next(fresh) for _ in old.pages))
             rows[index] = rows[index]._replace(tables=tuple(tables))
-        rows = [one._replace(start=one.start + 1) for one in rows]
-        plan = StepPlan(step_id, (), (), tuple(rows))
-        step = fixed.step_of(fixed.find(plan.rows))
-        fixed._fill(plan, step)
-        if step_id and num_changed < 3:
-            assert (sent["all"], sent["one"]) == (before["all"], before["one"] + num_changed)
-        for group, table in enumerate(fixed.tables):
-            for index, one in enumerate(rows):
-                pages = one.tables[group]
+        rows = [each._replace(start=each.start + 1) for each in rows]
+        step = fixed[fixed.find(rows)]
+        fixed._send(rows, step)
+        assert len(sent) - before == (num_changed > 0 or number == 0)
+        assert step.planned.start_B[:3].tolist() == [each.start for each in rows]
+        for group, table in enumerate(fixed.tables.groups):
+            for index, each in enumerate(rows):
+                pages = each.tables[group]
                 assert table[index, : len(pages.pages)].tolist() == list(pages.pages)
-                first = pages.first * fixed.pool.layout.groups[group].page_tokens
-                assert step.batch.groups[group].first_B[index] == first
-            assert (table[3 : step.bucket.num_rows] == fixed.pool.spare_page).all()
-    assert sent["one"] > 50
-    assert sent["all"] > 20
+                assert step.batch.groups[group].first_B[index] == pages.first * groups[group].page_tokens
+            assert (table[3 : step.bucket.num_rows] == spare_page).all()
+
+
+def test_page_tables_of_another_bucket_are_sent_again(one_model) -> None:
+    """Buckets share their tables, and each pads its own rows."""
+    fixed = fixed_steps(one_model, query_counts=(1, 5))
+    verify = [row(slot, num_new=2, num_logits=2, num_drafts=1) for slot in range(3)]
+    decode = [row(slot) for slot in range(4)]
+    for rows in (decode, verify, decode, decode[:3], verify):
+        step = fixed[fixed.find(rows)]
+        fixed._send(rows, step)
+        for group in step.batch.groups:
+            assert (group.pages_BP[: len(rows), :3] == 0).all()
+            assert (group.pages_BP[len(rows) :, :1] == fixed.target.pool.spare_page).all()

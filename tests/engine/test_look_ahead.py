@@ -1,4 +1,4 @@
-"""The engine with a step in flight while the next is planned: nobody can tell, except that the device never waits."""
+"""The engine with a step in flight while the next is planned: the output is the same, and the device never waits."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def test_samples_stops_and_log_probabilities(shape: str) -> None:
     prompts = prompts_of()
     expected = plain.generate(prompts, SamplingParams(n=3, seed=5, temperature=1.0, max_tokens=24, logprobs=2))
     got = ahead.generate(prompts, SamplingParams(n=3, seed=5, temperature=1.0, max_tokens=24, logprobs=2))
-    for one, other in zip(got, expected, strict=True):
-        assert [sample.token_ids for sample in one.samples] == [sample.token_ids for sample in other.samples]
-        for mine, theirs in zip(one.samples, other.samples, strict=True):
+    for result, plain_result in zip(got, expected, strict=True):
+        assert [sample.token_ids for sample in result.samples] == [sample.token_ids for sample in plain_result.samples]
+        for mine, theirs in zip(result.samples, plain_result.samples, strict=True):
             assert mine.finish_reason == theirs.finish_reason
             for found, wanted in zip(mine.logprobs or (), theirs.logprobs or (), strict=True):
                 assert dict(found) == pytest.approx(dict(wanted), abs=1e-4)

@@ -22,7 +22,7 @@ else:
     from torch import Tensor, nn
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    import culet.layers.linear
+    import culet.layers.weight.plain
     from culet.attention.batch import GroupBatch
     from culet.attention.torch_cpu import TorchCPUBackend
     from culet.attention.triton import TritonBackend
@@ -36,7 +36,7 @@ else:
     from culet.models import embedded
     from culet.models.checkpoint import open_checkpoint
     from culet.models.weights import load_model
-    from culet.runner.deferred_kv import Features
+    from culet.runner.deferred_kv import DeferredKV
     from culet.runner.draft_round import propose
 
     CPU = torch.device("cpu")
@@ -83,11 +83,11 @@ else:
             generator = torch.Generator().manual_seed(3)
             self.pool._slabs.view(torch.float32)[:24].copy_(torch.randn(24, layout.slab_bytes // 4, generator=generator))
             readers = spec.readers(layout)
-            backends = {one.index: backend(one, spec.num_heads) for one in layout.groups if one.name in readers}
+            backends = {group.index: backend(group, spec.num_heads) for group in layout.groups if group.name in readers}
             self.drafter: Drafter = spec.build(target, backends, progress=False)
             groups, pages = [], iter(list(range(24)) * 20)
-            for one in layout.groups:
-                columns = -(-max(LENGTHS) - 16) // one.page_tokens + 2
+            for group in layout.groups:
+                columns = -(-max(LENGTHS) - 16) // group.page_tokens + 2
                 table = torch.tensor([[next(pages) for _ in range(columns)] for _ in LENGTHS], dtype=torch.int32)
                 table[-1] = self.pool.spare_page  # type: ignore[call-overload]
                 groups.append(GroupBatch(table, torch.zeros(len(LENGTHS), dtype=torch.int32), torch.zeros(0).long()))
@@ -104,11 +104,11 @@ else:
         @torch.inference_mode()
         def write(self) -> Tensor:
             """Keep features in a ring, and write context: of the last token nowhere."""
-            features = Features.make(self.drafter, self.pool, 4, torch.zeros(256))
-            assert features is not None
-            features.keep(self.taps, torch.tensor([3, 40, 70]))
+            deferred = DeferredKV.create(self.drafter, self.pool, 4, 256, torch.float32, CPU)
+            assert deferred is not None
+            deferred.keep(self.taps, torch.tensor([3, 40, 70]))
             self.drafter.commit(self.taps, torch.tensor([5, 9, 1]), torch.tensor([17, 33, -1]), self.pool)
-            return features.ring_SNX
+            return deferred.ring_SNX
 
     @pytest.fixture
     def on_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Rig]:
@@ -117,10 +117,10 @@ else:
         def make(method: str) -> Rig:
             with monkeypatch.context() as patch:
                 patch.setitem(dispatch.KERNELS, "cpu", dispatch.TRITON)
-                patch.setattr(culet.layers.linear, "empty_weight", empty_weight)
+                patch.setattr(culet.layers.weight.plain, "empty_matrix", empty_matrix)
                 return Rig(method, TritonBackend)
 
-        def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+        def empty_matrix(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
 
         monkeypatch.setattr(tiles, "device_facts", lambda device: (90, 4))  # a small GPU: few programs without work

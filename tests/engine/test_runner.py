@@ -1,6 +1,6 @@
 """The runner on a small random model: draws, samples that share logits, log-probabilities, drafts and their rollback.
 
-Most tests drive it by the real scheduler; what comes out is compared with steps that compute everything anew.
+Most tests drive it with the real scheduler and compare the output with steps that compute everything from the first token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from culet.cache.spec import plan_cache
 from culet.config import ScheduleConfig
 from culet.models.checkpoint import open_checkpoint
 from culet.models.weights import load_model
-from culet.runner import runner as runner_module
+from culet.runner import draws as draws_module
 from culet.runner.runner import Runner
 from culet.sampling.sampler import History, sample
 from culet.scheduler.scheduler import Scheduler
@@ -59,9 +59,9 @@ def watch(runner, drafter):
     drafter.tokens_SL, forward = runner.tokens_SL, runner._forward
 
     def watched(*arguments):
-        passed = forward(*arguments)
-        drafter.last_LD = passed.left()[1].last_LD
-        return passed
+        output = forward(*arguments)
+        drafter.last_LD = output.hidden.last_LD
+        return output
 
     runner._forward = watched
 
@@ -103,7 +103,7 @@ class Rig:
         return out
 
 
-def request(name: str, prompt_len: int, sampling: Sampling, *, num_tokens=20, n=1) -> Request:
+def make_request(name: str, prompt_len: int, sampling: Sampling, *, num_tokens=20, n=1) -> Request:
     generator = torch.Generator().manual_seed(sum(name.encode()) * 1000 + prompt_len)
     prompt = torch.randint(120, 600, (prompt_len,), generator=generator).tolist()
     return Request(name, tuple(prompt), sampling, n, num_tokens, frozenset())
@@ -111,9 +111,9 @@ def request(name: str, prompt_len: int, sampling: Sampling, *, num_tokens=20, n=
 
 def assert_close(ours, theirs) -> None:
     """Log-probabilities of the same tokens, equal but for the order of summation."""
-    assert [next(iter(one)) for one in ours] == [next(iter(one)) for one in theirs]
-    for mine, other in zip(ours, theirs, strict=True):
-        assert dict(mine) == pytest.approx(dict(other), abs=1e-4)
+    assert [next(iter(scores)) for scores in ours] == [next(iter(scores)) for scores in theirs]
+    for our_scores, their_scores in zip(ours, theirs, strict=True):
+        assert dict(our_scores) == pytest.approx(dict(their_scores), abs=1e-4)
 
 
 def logits_anew(model, tokens: list[int]) -> torch.Tensor:
@@ -125,32 +125,32 @@ def logits_anew(model, tokens: list[int]) -> torch.Tensor:
         return model.logits(hidden.last_LD)
 
 
-def continued_anew(model, one: Request, sampling: Sampling) -> list[int]:
+def continued_anew(model, request: Request, sampling: Sampling) -> list[int]:
     """The request's output, each token drawn from logits that are computed from the first token on."""
-    tokens = list(one.prompt_token_ids)
-    for _ in range(one.max_tokens):
-        history = History(torch.tensor([tokens]), [0], [len(one.prompt_token_ids)])
+    tokens = list(request.prompt_token_ids)
+    for _ in range(request.max_tokens):
+        history = History(torch.tensor([tokens]), [0], [len(request.prompt_token_ids)])
         tokens.append(int(sample(logits_anew(model, tokens)[-1:], [sampling], [len(tokens)], history)))
-    return tokens[len(one.prompt_token_ids) :]
+    return tokens[len(request.prompt_token_ids) :]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_continues_as_if_computed_anew(model, name):
-    one = request(name, 47, SETTINGS[name], num_tokens=12)
-    expected = continued_anew(model, one, SETTINGS[name])
+    request = make_request(name, 47, SETTINGS[name], num_tokens=12)
+    expected = continued_anew(model, request, SETTINGS[name])
     assert len(set(expected)) > 3  # not a constant that a broken cache would also give
-    assert Rig(model, budget=17).run(one)[name, 0][0] == expected
+    assert Rig(model, budget=17).run(request)[name, 0][0] == expected
 
 
 def test_neighbours_do_not_matter(model):
-    requests = [request(f"{name}{length}", length, SETTINGS[name]) for name in SETTINGS for length in (3, 31, 70)]
+    requests = [make_request(f"{name}{length}", length, SETTINGS[name]) for name in SETTINGS for length in (3, 31, 70)]
     together = Rig(model, max_num_seqs=6, budget=40).run(*requests)
-    for one in requests:
-        assert Rig(model).run(one)[one.request_id, 0] == together[one.request_id, 0]
+    for request in requests:
+        assert Rig(model).run(request)[request.request_id, 0] == together[request.request_id, 0]
 
 
 def test_preemption_changes_nothing(model):
-    requests = [request(f"r{index}", 40, GEMMA, num_tokens=30) for index in range(4)]
+    requests = [make_request(f"r{index}", 40, GEMMA, num_tokens=30) for index in range(4)]
     layout, _, _ = parts(model, 1)
     # Room for two requests at their end: at the beginning more start, and then they fight.
     tight = Rig(model, num_slabs=2 * sum(group.pages_for(70) for group in layout.groups))
@@ -160,15 +160,15 @@ def test_preemption_changes_nothing(model):
 
 
 def test_prefix_hits_change_nothing(model):
-    requests = [request(f"r{index}", 130, replace(SETTINGS[name], logprobs=0)) for index, name in enumerate(SETTINGS)]
+    requests = [make_request(f"r{index}", 130, replace(SETTINGS[name], logprobs=0)) for index, name in enumerate(SETTINGS)]
     rig = Rig(model, prefix_caching=True)
     first = rig.run(*requests)
     again = rig.run(*requests)
     assert rig.scheduler.counters.prefix_hits == 3
     for key, (tokens, logprobs, _) in first.items():
         assert again[key][0] == tokens
-        assert [list(one.values()) for one in again[key][1]] == [
-            pytest.approx(list(one.values()), abs=1e-4) for one in logprobs
+        assert [list(scores.values()) for scores in again[key][1]] == [
+            pytest.approx(list(scores.values()), abs=1e-4) for scores in logprobs
         ]
 
 
@@ -178,15 +178,15 @@ def test_prefix_hits_change_nothing(model):
 @pytest.mark.parametrize("name", ["gemma", "penalised"])
 def test_samples_share_the_prompt_but_not_the_draws(model, name):
     sampling = replace(SETTINGS[name], logprobs=2)
-    one = request("n", 37, sampling, n=4)
+    request = make_request("n", 37, sampling, n=4)
     rig = Rig(model)
     calls = count_logits(rig)
-    out = rig.run(one)
+    out = rig.run(request)
     assert calls[0] == 1  # one position's logits for four draws
     outputs = [tuple(out["n", index][0]) for index in range(4)]
     assert len(set(outputs)) == 4
     for index in range(4):
-        alone = replace(one, request_id="alone", sampling=replace(sampling, sample=index), n=1)
+        alone = replace(request, request_id="alone", sampling=replace(sampling, sample=index), n=1)
         # A request's own sample number is 0; here it stands in for the sample by its settings.
         alone_rig = Rig(model)
         alone_rig.scheduler.add(alone)
@@ -212,14 +212,14 @@ def count_logits(rig: Rig) -> list[int]:
             calls.append(last_LD.shape[0])
             return self._model.logits(last_LD)
 
-    rig.runner.model = Counting(rig.runner.model)
+    rig.runner.target.model = Counting(rig.runner.target.model)
     return calls
 
 
 def test_logits_only_where_needed(one_model):
     rig = Rig(one_model, budget=16)
     calls = count_logits(rig)
-    rig.run(request("long", 60, GREEDY, num_tokens=3))
+    rig.run(make_request("long", 60, GREEDY, num_tokens=3))
     assert calls == [1, 1, 1]  # none in the middle of the prompt
 
 
@@ -229,44 +229,44 @@ def test_logits_only_where_needed(one_model):
 def test_logprobs_are_those_of_the_model(model):
     wanted = {"none": None, "chosen": 0, "five": 5, "two": 2}
     sampling = replace(PENALISED, temperature=1.3)  # none of which shows in the log-probabilities
-    requests = [request(name, 20, replace(sampling, logprobs=count)) for name, count in wanted.items()]
+    requests = [make_request(name, 20, replace(sampling, logprobs=count)) for name, count in wanted.items()]
     out = Rig(model).run(*requests)
     assert out["none", 0][1] == []
-    for one in requests[1:]:
-        tokens, logprobs, _ = out[one.request_id, 0]
-        count = wanted[one.request_id]
-        expected = logits_anew(model, [*one.prompt_token_ids, *tokens])[19:-1].double().log_softmax(-1)
+    for request in requests[1:]:
+        tokens, logprobs, _ = out[request.request_id, 0]
+        count = wanted[request.request_id]
+        expected = logits_anew(model, [*request.prompt_token_ids, *tokens])[19:-1].double().log_softmax(-1)
         assert len(logprobs) == len(tokens)
-        for index, (token, found) in enumerate(zip(tokens, logprobs, strict=True)):
-            assert next(iter(found)) == token
+        for index, (token, scores) in enumerate(zip(tokens, logprobs, strict=True)):
+            assert next(iter(scores)) == token
             top = expected[index].topk(count).indices.tolist() if count else []
-            assert set(found) == {token, *top}
-            for other, value in found.items():
-                assert value == pytest.approx(expected[index, other].item(), abs=1e-4)
+            assert set(scores) == {token, *top}
+            for token_id, value in scores.items():
+                assert value == pytest.approx(expected[index, token_id].item(), abs=1e-4)
 
 
 @pytest.mark.parametrize("budget", [7, 100])
 def test_prompt_logprobs(model, monkeypatch, budget):
-    monkeypatch.setattr(runner_module, "LOGITS_ROWS", 5)
-    one = request("scored", 41, replace(GEMMA, prompt_logprobs=3, logprobs=1))
+    monkeypatch.setattr(draws_module, "LOGITS_ROWS", 5)
+    request = make_request("scored", 41, replace(GEMMA, prompt_logprobs=3, logprobs=1))
     rig = Rig(model, budget=budget)
     calls = count_logits(rig)
-    tokens, logprobs, scores = rig.run(one, request("beside", 23, GREEDY))["scored", 0]
+    tokens, logprobs, scores = rig.run(request, make_request("beside", 23, GREEDY))["scored", 0]
     assert max(calls) <= 5
     assert len(tokens) == len(logprobs) == 20
-    prompt = one.prompt_token_ids
+    prompt = request.prompt_token_ids
     expected = logits_anew(model, list(prompt)).double().log_softmax(-1)
     assert len(scores) == len(prompt) - 1
-    for index, found in enumerate(scores):
-        assert next(iter(found)) == prompt[index + 1]
-        assert set(found) == {prompt[index + 1], *expected[index].topk(3).indices.tolist()}
-        for other, value in found.items():
-            assert value == pytest.approx(expected[index, other].item(), abs=1e-4)
+    for index, token_scores in enumerate(scores):
+        assert next(iter(token_scores)) == prompt[index + 1]
+        assert set(token_scores) == {prompt[index + 1], *expected[index].topk(3).indices.tolist()}
+        for token_id, value in token_scores.items():
+            assert value == pytest.approx(expected[index, token_id].item(), abs=1e-4)
 
 
 def test_prompt_logprobs_of_one_token(model):
-    one = request("short", 1, replace(GREEDY, prompt_logprobs=0), num_tokens=2)
-    tokens, _, scores = Rig(model).run(one)["short", 0]
+    request = make_request("short", 1, replace(GREEDY, prompt_logprobs=0), num_tokens=2)
+    tokens, _, scores = Rig(model).run(request)["short", 0]
     assert len(tokens) == 2
     assert scores == []
 
@@ -318,13 +318,14 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_drafts_change_nothing_but_the_number_of_steps(model, name, mistake):
     requests = [
-        request(f"d{length}", length, replace(SETTINGS[name], seed=length, logprobs=1), num_tokens=30) for length in (5, 33, 64)
+        make_request(f"d{length}", length, replace(SETTINGS[name], seed=length, logprobs=1), num_tokens=30)
+        for length in (5, 33, 64)
     ]
     plain = Rig(model, max_num_seqs=4)
     expected = plain.run(*requests)
     drafter = ListDrafter(
-        {one.prompt_token_ids[0]: expected[one.request_id, 0][0] for one in requests},
-        {one.prompt_token_ids[0]: len(one.prompt_token_ids) for one in requests},
+        {request.prompt_token_ids[0]: expected[request.request_id, 0][0] for request in requests},
+        {request.prompt_token_ids[0]: len(request.prompt_token_ids) for request in requests},
         is_wrong=MISTAKES[mistake],
     )
     assert len(drafter.outputs) == 3
@@ -346,12 +347,12 @@ def test_drafts_change_nothing_but_the_number_of_steps(model, name, mistake):
 
 def test_accepted_drafts_by_hand(one_model):
     """One verify row: what is accepted, where the new token stands, and what the drafter is told."""
-    one = request("hand", 9, GREEDY, num_tokens=8)
-    expected = Rig(one_model).run(one)["hand", 0][0]
-    first, length = one.prompt_token_ids[0], 9
+    request = make_request("hand", 9, GREEDY, num_tokens=8)
+    expected = Rig(one_model).run(request)["hand", 0][0]
+    first, length = request.prompt_token_ids[0], 9
     drafter = ListDrafter({first: expected}, {first: length}, is_wrong=lambda position: position == length + 3)
     rig = Rig(one_model, drafter=drafter)
-    rig.scheduler.add(one)
+    rig.scheduler.add(request)
     rows = []
     for _ in range(2):
         plan = rig.scheduler.schedule()
@@ -363,7 +364,7 @@ def test_accepted_drafts_by_hand(one_model):
     assert (verify.start, verify.num_new, verify.num_drafts, verify.num_logits) == (length, 5, 4, 5)
     # Drafts stand at positions 10 to 13, the one at 12 is wrong: two are kept, the third is the target's own.
     assert drawn.token_ids == tuple(expected[1:4])
-    assert rig.runner.tokens_SL[verify.slot, : length + 4].tolist() == [*one.prompt_token_ids, *expected[:4]]
+    assert rig.runner.tokens_SL[verify.slot, : length + 4].tolist() == [*request.prompt_token_ids, *expected[:4]]
     assert drafter.seen == [(length, 0), (length + 3, 2)]
     assert rig.runner.tokens_SL[verify.slot, length + 4 : length + 8].tolist() == expected[4:8]  # the next proposals wait
 
@@ -375,7 +376,7 @@ def test_waits_for_the_device_once(one_model, monkeypatch):
     """A step of greedy, sampled and scored sequences brings its results to the host in one piece."""
     rig = Rig(one_model)
     for name, sampling in {**SETTINGS, "logprobs": replace(GEMMA, logprobs=3)}.items():
-        rig.scheduler.add(request(name, 10, replace(sampling, top_k=64)))
+        rig.scheduler.add(make_request(name, 10, replace(sampling, top_k=64)))
     rig.scheduler.apply(rig.runner.execute(rig.scheduler.schedule()))
     plan = rig.scheduler.schedule()
     waits = []
@@ -383,8 +384,8 @@ def test_waits_for_the_device_once(one_model, monkeypatch):
         original = getattr(torch.Tensor, name)
         spy = lambda self, *rest, _original=original, _name=name: (waits.append(_name), _original(self, *rest))[1]  # noqa: E731
         monkeypatch.setattr(torch.Tensor, name, spy)
-    # The torch_cpu backend plans on the host; only what the runner itself does is counted.
-    monkeypatch.setattr(rig.runner.model, "forward", lambda *arguments: forward(*arguments), raising=False)
+    # The reference backend plans on the host; only what the runner itself does is counted.
+    monkeypatch.setattr(rig.runner.target.model, "forward", lambda *arguments: forward(*arguments), raising=False)
     before: list[int] = []
     original_forward = type(one_model).forward
 
@@ -400,8 +401,8 @@ def test_waits_for_the_device_once(one_model, monkeypatch):
 def test_slots_are_taken_over(one_model):
     """A shorter sequence in a used slot sees nothing of its predecessor, not even under penalties."""
     rig = Rig(one_model, max_num_seqs=1)
-    rig.run(request("before", 60, PENALISED, num_tokens=30))
-    after = request("after", 6, PENALISED)
+    rig.run(make_request("before", 60, PENALISED, num_tokens=30))
+    after = make_request("after", 6, PENALISED)
     assert rig.run(after)["after", 0] == Rig(one_model).run(after)["after", 0]
 
 
@@ -411,7 +412,7 @@ def test_a_step_without_rows(one_model):
     assert (result.step_id, result.drawn) == (7, ())
 
 
-def test_a_slot_without_entry_is_our_fault(one_model):
+def test_a_slot_without_an_entry_is_refused(one_model):
     rig = Rig(one_model)
     tables = tuple(PageTable(0, (0,)) for _ in rig.runner.pool.layout.groups)
     row = Row(2, 0, 1, 1, tables, (0,) * len(tables), draw_slots=(2,))

@@ -26,7 +26,7 @@ from culet.engine import memory
 from culet.engine.llm import Result
 from culet.errors import InternalError
 from culet.models.checkpoint import open_checkpoint
-from culet.runner.fixed_steps import Bucket
+from culet.runner.fixed.steps import Bucket
 from culet.types import PageTable, Row
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -74,13 +74,13 @@ def of_transformers(shape: str) -> Any:
 @torch.inference_mode()
 def their_logprobs(shape: str, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     """transformers' log-probabilities [T, V] after each token, in bfloat16; sequences of one length are computed together."""
-    found: dict[int, Tensor] = {}
+    by_place: dict[int, Tensor] = {}
     for length in {len(sequence) for sequence in sequences}:
         places = [place for place, sequence in enumerate(sequences) if len(sequence) == length]
         model, token_ids = of_transformers(shape), torch.tensor([sequences[place] for place in places])
         logits = model(input_ids=token_ids.to(model.device), use_cache=False).logits
-        found |= dict(zip(places, logits.float().log_softmax(-1).cpu(), strict=True))
-    return [found[place] for place in range(len(sequences))]
+        by_place |= dict(zip(places, logits.float().log_softmax(-1).cpu(), strict=True))
+    return [by_place[place] for place in range(len(sequences))]
 
 
 @functools.cache
@@ -105,18 +105,18 @@ def whole(result: Result) -> list[int]:
 
 def told(result: Result) -> Tensor:
     """The log-probabilities that came with an answer's tokens; before them those of its prompt, where they were asked for."""
-    found = [*(result.prompt_logprobs or ()), *(result.logprobs or ())]
-    return torch.tensor([at[token] for at, token in zip(found, whole(result)[-len(found) :], strict=True)])
+    scores = [*(result.prompt_logprobs or ()), *(result.logprobs or ())]
+    return torch.tensor([at[token] for at, token in zip(scores, whole(result)[-len(scores) :], strict=True)])
 
 
 def judged(llm: LLM, results: Sequence[Result]) -> list[Tensor]:
     """The log-probabilities of the same tokens, computed anew by `llm`, as prompts."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    found = []
+    logprobs = []
     for result, again in zip(results, llm.generate([whole(result) for result in results], params), strict=True):
         scores = zip(again.prompt_logprobs or (), again.prompt_token_ids[1:], strict=True)
-        found.append(torch.tensor([at[token] for at, token in scores])[-len(told(result)) :])
-    return found
+        logprobs.append(torch.tensor([at[token] for at, token in scores])[-len(told(result)) :])
+    return logprobs
 
 
 def check_answers(shape: str, results: Sequence[Result], tolerance: float) -> None:
@@ -140,7 +140,7 @@ def check_errors(what: str, ours: Tensor, theirs: Tensor, exact: Tensor) -> None
 def test_float32_tokens_are_those_of_the_cpu(shape: str) -> None:
     llm = on_gpu(shape, "float32")
     assert tokens_of(llm, prompts_of()) == expected(shape)
-    assert [tokens_of(llm, [one])[0] for one in prompts_of()] == expected(shape)  # with prefix hits this time
+    assert [tokens_of(llm, [prompt_ids])[0] for prompt_ids in prompts_of()] == expected(shape)  # with prefix hits this time
     assert llm.engine.stats().counters.prefix_hits > 0
     check_answers(shape, llm.generate(list(prompts_of()), DRAWN), 1e-3)
 
@@ -162,7 +162,9 @@ def test_bfloat16_answers(shape: str) -> None:
     exact: list[Tensor] = []
     for seed in range(8 if shape == "26B-A4B" else 3):
         params, prompts = dataclasses.replace(DRAWN, seed=seed), prompts_of(20 + seed)
-        results = llm.generate(list(prompts), params) + [result for one in prompts for result in llm.generate([one], params)]
+        results = llm.generate(list(prompts), params) + [
+            result for prompt_ids in prompts for result in llm.generate([prompt_ids], params)
+        ]
         for result, logprobs_TV in zip(results, their_logprobs(shape, [*map(whole, results)]), strict=True):
             answer = torch.tensor(result.token_ids)
             theirs.append(logprobs_TV[-1 - len(answer) : -1].gather(1, answer[:, None])[:, 0])
@@ -177,14 +179,14 @@ def test_bfloat16_is_as_close_as_that_of_transformers(shape: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=8)
     prompts = [prompt(5 * WINDOW, 3 + seed) for seed in range(16 if shape == "26B-A4B" else 4)]
     exact, ours = (llm.generate(prompts, params) for llm in (on_cpu(shape), on_gpu(shape)))
-    found = []
+    triples = []
     for want, got, logprobs_TV in zip(exact, ours, their_logprobs(shape, prompts), strict=True):
         for right, mine, logprobs_V in zip(
             want.prompt_logprobs or (), got.prompt_logprobs or (), logprobs_TV[:-1], strict=True
         ):
-            found += [(mine[token], float(logprobs_V[token]), right[token]) for token in set(right) & set(mine)]
-    assert len(found) > 5 * sum(map(len, prompts))
-    check_errors(f"prompts, {shape}", *torch.tensor(found).unbind(1))
+            triples += [(mine[token], float(logprobs_V[token]), right[token]) for token in set(right) & set(mine)]
+    assert len(triples) > 5 * sum(map(len, prompts))
+    check_errors(f"prompts, {shape}", *torch.tensor(triples).unbind(1))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -253,7 +255,7 @@ def answers_of_four(llm: LLM) -> list[tuple[Any, Any]]:
     prompts = [prompt(20 + index, 9) for index in range(4)]
     drawn = SamplingParams(temperature=1.0, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True)
     both = (drawn, dataclasses.replace(drawn, logprobs=1))
-    return [(one.token_ids, one.logprobs) for params in both for one in llm.generate(prompts, params)]
+    return [(result.token_ids, result.logprobs) for params in both for result in llm.generate(prompts, params)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -265,16 +267,16 @@ def test_graphs_and_look_ahead_change_nothing(shape: str) -> None:
     assert answers_of_four(llm) == captured
     assert answers_of_four(on_gpu(shape, async_scheduling=False, **uncached)) == captured
 
-    fixed, draws = llm.engine._worker.fixed, llm.engine._worker.draws
+    fixed = llm.engine._worker.fixed
     assert fixed is not None
-    assert draws is not None
-    step = fixed.step_of(Bucket(num_queries=1, num_rows=4))
+    assert fixed.draws is not None
+    step = fixed.steps[Bucket(num_queries=1, num_rows=4)]
     hidden = step.hidden
-    for one in fixed._steps.values():
-        one.graph = None
-    for drawn in draws._draws.values():
-        drawn.graph = drawn.begin = None
-    assert fixed.num_captured == draws.num_captured == 0
+    for each in fixed.steps._steps.values():
+        each.graph = None
+    for buffers in fixed.draws._buffers.values():
+        buffers.graph = None
+    assert fixed.num_captured == 0
     assert answers_of_four(llm) == captured
     assert step.hidden is not hidden  # it was this step that ran, launch by launch
 
@@ -283,8 +285,8 @@ def test_decode_runs_in_graphs() -> None:
     engine = on_gpu("31B").engine
     fixed = engine._worker.fixed
     assert fixed is not None
-    assert [bucket.num_rows for bucket in fixed.buckets] == [1, 2, 4, 8]
-    assert fixed.num_captured == 4
+    assert [bucket.num_rows for bucket in fixed.steps.buckets] == [1, 2, 4, 8]
+    assert fixed.steps.num_captured == 4
     spare = engine._worker.pool._slabs[engine._worker.pool.spare_page]
     tokens_of(on_gpu("31B"), prompts_of()[:3])  # three rows in a bucket of four
     assert not spare.any()

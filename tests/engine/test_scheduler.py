@@ -307,6 +307,19 @@ def test_sequences_that_start_together_are_not_promised_the_same_pages() -> None
     drive.check_end()
 
 
+def test_pages_promised_in_an_earlier_step_stay_promised() -> None:
+    drive = make(make_layout((None, 4)), num_pages=60, budget=64)
+    drive.add(make_request("a", prompt(200), 2, stop=False, resume_lengths=(40, 90)))  # 50 pages + 1
+    drive.step()
+    drive.add(make_request("b", prompt(40, 1), 2, stop=False))  # 10 + 1
+    plan = drive.step()
+    assert plan is not None
+    assert [row.num_new for row in plan.rows] == [50]  # tokens are left, but of the other 37 pages 28 are promised to a
+    drive.run()
+    assert drive.scheduler.counters.preemptions == 0
+    drive.check_end()
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_preempted_sequence_may_end_by_the_result_in_flight(ahead: bool) -> None:
     for seed in range(40):

@@ -244,12 +244,12 @@ def test_walk_of_ten_thousand_steps() -> None:
 @pytest.mark.parametrize("world", ["pauses", "pauses ahead"])
 def test_the_walk_sees_what_is_not_written_late(world: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ledger that forgets those who left, or writes what is due a step too late, does not get through."""
-    left, due = Ledger.left, Ledger.due
-    monkeypatch.setattr(Ledger, "left", lambda self, plan: left(self, plan) and [])
+    before, after = Ledger.due_before, Ledger.due_after
+    monkeypatch.setattr(Ledger, "due_before", lambda self, plan: before(self, plan) and [])
     with pytest.raises(AssertionError, match="drafts from a wrong key"):
         walk(WORLDS[world], {"pauses": 0, "pauses ahead": 7}[world], 2000)
-    monkeypatch.setattr(Ledger, "left", left)
-    monkeypatch.setattr(Ledger, "due", lambda self, rows: due(self, rows) and [])
+    monkeypatch.setattr(Ledger, "due_before", before)
+    monkeypatch.setattr(Ledger, "due_after", lambda self, rows: after(self, rows) and [])
     with pytest.raises(AssertionError, match="drafts from a wrong key"):
         walk(WORLDS[world], 0, 300)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from culet import hardware
 from culet.kernels.compiling import cache_folder, compile_ahead, use_disk_cache
 from culet.kernels.eager import fused as eager_fused
 from culet.kernels.replay import replayed
@@ -26,7 +27,7 @@ from culet.kernels.triton.linear.hopper_stream import blocks_of
 from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, choose_stream
 from tests.kernels.linear_cases import CAP, Case, Shape, class_cases
 
-IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+IS_HOPPER = torch.cuda.is_available() and hardware.is_hopper(hardware.capability_of())
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")]
 
 TOLERANCE = 5e-3  # ||a - b|| / ||b|| per token

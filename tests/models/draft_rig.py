@@ -1,4 +1,4 @@
-"""An assistant over a Harness: prompts of different lengths in one batch, and the logits of every draft."""
+"""An MTP drafter over a Harness: prompts of different lengths in one batch, and the logits of every draft."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def choice_of(shape: str, **changes: object) -> DraftChoice:
 
 
 class DraftRig:
-    """A target, its assistant, and sequences whose prompts are computed. `position` is the drafter's."""
+    """A target, its drafter, and sequences whose prompts are computed. `position` is an option of the drafter."""
 
     def __init__(
         self,
@@ -42,17 +42,17 @@ class DraftRig:
         latent: bool = True,
         position: str = "engine",
         page_tokens: int = 4,
-        backend: type = TorchCPUBackend,  # of the assistant
+        backend: type = TorchCPUBackend,  # of the drafter
     ) -> None:
         target = target_of(shape, latent)
-        spec = open_drafter(choice_of(shape, position=position), target.spec)
-        # The harness frees pages behind the window of the next token at once, the engine after the round.
-        self.harness = Harness(target, page_tokens=page_tokens, lookback=spec.lookback + 1)
+        plan = open_drafter(choice_of(shape, position=position), target.spec)
+        # The harness frees pages behind the next token's window immediately, the engine after the draft round.
+        self.harness = Harness(target, page_tokens=page_tokens, lookback=plan.lookback + 1)
         layout = self.harness.layout
         backends = {
-            group.index: backend(group, spec.num_heads) for group in layout.groups if group.name in spec.readers(layout)
+            group.index: backend(group, plan.num_heads) for group in layout.groups if group.name in plan.readers(layout)
         }
-        drafter = spec.build(target, backends)
+        drafter = plan.build(target, backends)
         assert isinstance(drafter, MTPDrafter)
         self.drafter = drafter
 
@@ -62,13 +62,13 @@ class DraftRig:
         hidden: dict[int, Tensor] = {}
         while any(track.start < len(track.tokens) for track in tracks):
             parts = []
-            for track in (one for one in tracks if one.start < len(one.tokens)):
+            for track in (track for track in tracks if track.start < len(track.tokens)):
                 size = min(chunk, len(track.tokens) - track.start)
                 parts.append((track, size, int(track.start + size == len(track.tokens))))
             self.harness.step(parts, taps=(AFTER_FINAL_NORM,))
             assert self.harness.hidden is not None
             ended = [track for track, _, num_logits in parts if num_logits]
-            hidden.update(zip((one.slot for one in ended), self.harness.hidden.tapped[AFTER_FINAL_NORM], strict=True))
+            hidden.update(zip((track.slot for track in ended), self.harness.hidden.tapped[AFTER_FINAL_NORM], strict=True))
         return tracks, torch.stack([hidden[track.slot] for track in tracks])
 
     def batch(self, tracks: Sequence[Track], newest: Sequence[int], hidden_RD: Tensor) -> DraftBatch:
@@ -90,9 +90,9 @@ class DraftRig:
     def drafts(
         self, prompts: Sequence[Sequence[int]], newest: Sequence[int], num_drafts: int, chunk: int = 10**9
     ) -> tuple[list[list[int]], Tensor]:
-        """Drafts after each prompt and its newest token: tokens [R][K], and the logits they were taken from [R, K, V]."""
+        """Drafts after each prompt and its newest token: tokens [R][K], and the logits they were chosen by [R, K, V]."""
         tracks, hidden_RD = self.read(prompts, chunk)
-        head = self.drafter.assistant.head
+        head = self.drafter.model.head
         states: list[Tensor] = []
         candidates = head.candidates
 

@@ -1,4 +1,4 @@
-"""Drives a Gemma4 as scheduler and runner would: pages in no order, freed behind the window, and NaN in all that is free."""
+"""Drives a Gemma4 like the scheduler and the runner: shuffled pages, freed behind the window, and NaN in every free page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup, plan_cache, stored_as
 from culet.models.gemma4 import Gemma4, Hidden
 from culet.runner.fill import fill
-from culet.types import PageTable, Row, StepPlan
+from culet.types import PageTable, Row
 
 NAN_BYTE = 255  # a NaN in every precision that pages may have
 
@@ -60,7 +60,6 @@ class Harness:
         self.free = list(range(num_slabs))
         random.Random(seed).shuffle(self.free)
         self.tracks: list[Track] = []
-        self.num_steps = 0
         self.hidden: Hidden | None = None
 
     def add(self, tokens: Sequence[int]) -> Track:
@@ -69,11 +68,9 @@ class Harness:
         return track
 
     def step(self, parts: Sequence[tuple[Track, int, int]], taps: tuple[int, ...] = ()) -> list[Tensor]:
-        """Compute (track, new tokens, logits wanted) of each part in one pass; logits [num_logits, V] of each."""
+        """Compute each part (track, new tokens, num_logits) in one pass. Returns the logits [num_logits, V] of each."""
         rows = [self._row(track, num_new, num_logits) for track, num_new, num_logits in parts]
-        self.num_steps += 1
-        plan = StepPlan(self.num_steps, (), (), tuple(rows))
-        batch = fill(plan, self.layout, self.tokens_SL, torch.device("cpu"), num_slabs=self.pool.num_slabs)
+        batch = fill(rows, self.layout, self.tokens_SL)
         with torch.inference_mode():
             self.model.plan(batch, self.pool, self.backends)
             self.hidden = self.model(batch, self.pool, self.backends, taps)
@@ -103,7 +100,7 @@ class Harness:
         return Row(track.slot, track.start, num_new, num_logits, tuple(tables), tuple(store_from), draw_slots=slots)
 
     def _free_behind(self, track: Track) -> None:
-        """Give back pages that no later query sees, and spoil them."""
+        """Free pages that no later query sees, and fill them with NaN."""
         for group in self.layout.groups:
             own = track.pages[group.index]
             first = group.first_visible(track.start) // group.page_tokens
@@ -129,7 +126,7 @@ class Harness:
         return torch.cat([self.step([(track, size, size)])[0] for size in chunks or (len(tokens),)])
 
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int, chunk: int = 10**9) -> list[list[int]]:
-        """`num_tokens` most likely tokens after each prompt, all sequences in one ragged batch."""
+        """The `num_tokens` most likely tokens after each prompt. All sequences are in one ragged batch."""
         tracks = [self.add(tokens) for tokens in prompts]
         while any(len(track.tokens) < len(prompt) + num_tokens for track, prompt in zip(tracks, prompts, strict=True)):
             parts = []

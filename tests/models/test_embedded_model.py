@@ -1,4 +1,4 @@
-"""The built-in model's weights, held to what they must show."""
+"""What the weights of the built-in model must achieve."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_size_and_files() -> None:
 
 
 def test_configs_are_those_of_the_shapes() -> None:
-    """So that what training says of the model is true of the files."""
+    """What training says about the model is true of its files."""
     target = TargetShape()
     configs = {"target": target.config(), "assistant": AssistantShape().config(target), "dflash": DFlashShape().config(target)}
     for name, config in configs.items():
@@ -42,7 +42,7 @@ def test_drafts_are_accepted_in_the_engine() -> None:
 
 
 def test_it_keeps_its_golden_conversations() -> None:
-    """The golden file shows what the model says; `python -m training.gate --parts open --golden FILE` writes it."""
+    """The golden file has the model's answers; `python -m training.gate --parts open --golden FILE` writes it."""
     from training.gate import QUESTIONS, golden_text
 
     conversations = run_gate("built-in", parts=["open"]).details["conversations"]

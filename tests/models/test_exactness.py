@@ -1,4 +1,4 @@
-"""The decoder against transformers, on small checkpoints with the structure of the real ones."""
+"""The decoder compared with transformers, on small checkpoints with the structure of the real ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = tiny.SHAPES
 WINDOW = tiny.WINDOW
 LENGTHS = (WINDOW - 5, WINDOW, 4 * WINDOW + 6)
 K_EQ_V = ("12B", "26B-A4B", "31B")
-# Only where K = V does the latent change anything.
+# The latent changes something only where K = V.
 SHAPE_LATENT = [(shape, True) for shape in SHAPES] + [(shape, False) for shape in K_EQ_V]
 
 
@@ -36,7 +36,7 @@ def culet_model(shape: str, latent: bool = True, form: str = "new", dtype: str =
 
 @functools.cache
 def expected(shape: str, length: int, seed: int = 0) -> tuple[list[int], Tensor]:
-    """A prompt and transformers' float32 logits of it."""
+    """A prompt and its float32 logits in transformers."""
     token_ids = tiny.telling_prompt(shape, length, seed)
     return token_ids, tiny.oracle_logits(tiny.oracle(shape), token_ids)
 
@@ -67,7 +67,7 @@ def test_odd_chunks(shape: str, latent: bool, page_tokens: int) -> None:
 @pytest.mark.parametrize(("shape", "latent"), SHAPE_LATENT)
 @pytest.mark.parametrize("first", [WINDOW - 7, 2 * WINDOW + 1, 3 * WINDOW])
 def test_prefill_then_decode(shape: str, latent: bool, first: int) -> None:
-    """Chunks that want no logits or one, so that tails and unstored keys are met, then token by token and as a verify."""
+    """Chunks with no logits or one, so that tails and unstored keys occur, then single tokens and a verify."""
     token_ids, want = expected(shape, LENGTHS[-1])
     harness = Harness(culet_model(shape, latent))
     track = harness.add(token_ids)
@@ -82,7 +82,7 @@ def test_prefill_then_decode(shape: str, latent: bool, first: int) -> None:
 
 @pytest.mark.parametrize(("shape", "latent"), SHAPE_LATENT)
 def test_ragged_batch(shape: str, latent: bool) -> None:
-    """Rows at very different places in one step: long and short prompts, decodes, verifies, a finished neighbour."""
+    """Very different rows in one step: long and short prompts, decodes, verifies, a finished neighbour."""
     lengths = (LENGTHS[-1], 9, WINDOW, 40, 2 * WINDOW + 3)
     wanted = [expected(shape, length, seed) for seed, length in enumerate(lengths)]
     harness = Harness(culet_model(shape, latent), page_tokens=4)
@@ -163,7 +163,7 @@ def decoder_of(model: Any) -> Any:
 
 @pytest.mark.parametrize("shape", ["E2B", "31B"])
 def test_taps(shape: str) -> None:
-    """A tap holds the residual stream of all tokens at a layer's output, also where layers behind it run on the tail alone."""
+    """A tap holds the residual stream of all tokens at a layer's output, even if later layers run only on the tail."""
     token_ids, _ = expected(shape, LENGTHS[-1])
     oracle, outputs = tiny.oracle(shape), {}
     layers = decoder_of(oracle).layers
@@ -180,7 +180,7 @@ def test_taps(shape: str) -> None:
 
 
 def tapped_up_to(shape: str, token_ids: list[int], taps: tuple[int, ...], outputs: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Compare the taps of a step that wants two logits, and of a chunk that wants none; returns the last hidden states."""
+    """Compare the taps of a step with two logits and of a chunk with none. Returns the last hidden states."""
     harness = Harness(culet_model(shape))
     track = harness.add(token_ids)
     for begin, end, num_logits in ((0, 5, 0), (5, len(token_ids), 2)):
@@ -210,7 +210,7 @@ def test_only_the_tail_goes_on_behind_the_last_kv(shape: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_layer_of_each_kind_calls_all_that_a_step_calls(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ops with the shapes of what they are given: what decides which kernels a GPU needs."""
+    """Ops with the shapes of their arguments, which decide the kernels that a GPU needs."""
     model = culet_model(shape)
     seen: set[object] = set()
 
@@ -239,7 +239,7 @@ def test_one_layer_of_each_kind_calls_all_that_a_step_calls(shape: str, monkeypa
 
 
 class LiveMemory(TorchDispatchMode):
-    """Counts the bytes of tensors that live at a time, of those that are made within."""
+    """Measures the peak bytes of the tensors that are created inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class LiveMemory(TorchDispatchMode):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_layer_of_each_kind_takes_the_memory_of_all(shape: str) -> None:
-    """Of prompts without logits, with few and with all; and where taps keep the stream of several layers."""
+    """For prompts with no logits, few and all, and with taps that keep the stream of several layers."""
     model = culet_model(shape)
     every = tuple(range(1, len(model.spec.layers), 2))
     for num_logits in (0, 1, 40):
@@ -275,7 +275,7 @@ def test_one_layer_of_each_kind_takes_the_memory_of_all(shape: str) -> None:
 
 
 def test_checkpoints_hide_nothing() -> None:
-    """Attention is peaked, weights are away from their defaults, and the softcap bends the logits."""
+    """Attention is peaked, weights differ from their defaults, and the softcap changes the logits."""
     for shape in SHAPES:
         model = tiny.oracle(shape)
         token_ids, _ = expected(shape, LENGTHS[-1])

@@ -65,7 +65,7 @@ def change_keys(model: Gemma4, factor: float) -> None:
 
 
 def distances(got: Tensor, wanted: Tensor) -> Tensor:
-    """Of each position's logits, as a share of their size."""
+    """The error of each position's logits, relative to their size."""
     return (got.float() - wanted).norm(dim=-1) / (wanted - wanted.mean(-1, keepdim=True)).norm(dim=-1)
 
 
@@ -88,7 +88,7 @@ def test_logits_stay_close(make: Make, shape: str) -> None:
 
 @pytest.mark.parametrize("shape", ["E4B", "12B", "26B-A4B"])
 def test_chunks_and_recomputation_change_nothing(make: Make, shape: str) -> None:
-    """Keys are rounded before anybody reads them, so it does not matter which of them came out of pages."""
+    """Keys are rounded before they are read, so it does not matter which of them came from pages."""
     wanted = make(shape, "fp8").all_logits(TOKENS)
     harness = make(shape, "fp8")
     assert_same(harness.all_logits(TOKENS, [1, 33, 17, 5, 64]), wanted)
@@ -121,8 +121,8 @@ def test_the_size_of_the_keys_does_not_matter(make: Make, shape: str, latent: bo
 
 
 def test_no_key_leaves_the_range(make: Make) -> None:
-    """The largest key there can be is that of a projection along one column."""
+    """The largest possible key is that of a projection along one column."""
     attention = make("31B", "fp8", key_factor=100.0).model._layers[0].attention
     keys = attention.norm_weight[attention.heads.num_heads :].abs() * attention.heads.head_dim**0.5
     assert 448 / 4 < float(keys.max()) <= 448
-    assert float(keys.min()) > 448 / 16  # toy weights lie within a factor of three, pairs of columns share theirs
+    assert float(keys.min()) > 448 / 16  # toy weights differ by at most a factor of three, and pairs of columns share a scale

@@ -1,4 +1,4 @@
-"""Checkpoints of culet.testing.tiny are what transformers takes for Gemma 4, and both generate the same from them."""
+"""transformers loads checkpoints of culet.testing.tiny as Gemma 4, and generates the same tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = "<bos>What is the capital of France? caf\u00e9 \u4f60\u597d \U0001f48e\
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_transformers_loads_it_and_says_the_same(shape: str, tmp_path: Path) -> None:
+def test_transformers_loads_it_and_agrees(shape: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = write_checkpoint(tmp_path, shape)
@@ -40,7 +40,7 @@ def test_transformers_loads_it_and_says_the_same(shape: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_structure_is_that_of_the_real_one(shape: str, tmp_path: Path) -> None:
-    """The same keys in config.json, and the same flags where they decide the structure."""
+    """The same keys in config.json, and the same flags that decide the structure."""
     config = json.loads((write_checkpoint(tmp_path, shape) / "config.json").read_text())
     real = VARIANTS[shape]
     assert config["architectures"] == real["architectures"]

@@ -1,4 +1,4 @@
-"""Training at toy size: it learns, it can be taken up again, and what it exports is what transformers and Culet run."""
+"""Training at toy size: it learns, it resumes, and transformers and Culet run what it exports."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def work(pack: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All three stages, some seconds of each."""
+    """All three stages, a few seconds each."""
     folder = tmp_path_factory.mktemp("work")
     options = ["--pack", str(pack), "--work", str(folder), "--mini", "--device", "cpu", "--rows", "8", "--own-prompts", "24"]
     assert main([*options, "--steps", "80,30,30"]) == 0
@@ -74,15 +74,15 @@ def test_it_learns(entries: list[dict]) -> None:
     assert emitted["assistant", 0.0] > 1.2
 
 
-def test_a_stage_that_is_done_is_not_done_again(work: Path, pack: Path, entries: list[dict]) -> None:
+def test_a_finished_stage_is_skipped(work: Path, pack: Path, entries: list[dict]) -> None:
     before = (work / "embedded/target/model.safetensors").stat().st_mtime_ns
     options = ["--pack", str(pack), "--work", str(work), "--mini", "--device", "cpu", "--stages", "target"]
     assert main([*options, "--rows", "8", "--steps", "80,30,30"]) == 0
     assert (work / "embedded/target/model.safetensors").stat().st_mtime_ns == before
 
 
-def test_trained_on_from_checkpoints(work: Path, pack: Path, entries: list[dict], tmp_path: Path) -> None:
-    """After one step it still knows what it knew; a fresh model would be at log(832) = 6.7."""
+def test_continues_from_checkpoints(work: Path, pack: Path, entries: list[dict], tmp_path: Path) -> None:
+    """After one step the loss is still low; a new model would be at log(832) = 6.7."""
     options = ["--pack", str(pack), "--work", str(tmp_path), "--mini", "--device", "cpu", "--rows", "8", "--stages", "target"]
     more = ["--start-from", str(work / "embedded"), "--last-share", "1", "--rate", "0.5"]
     assert main([*options, "--steps", "1,1,1", *more]) == 0
@@ -91,7 +91,7 @@ def test_trained_on_from_checkpoints(work: Path, pack: Path, entries: list[dict]
     assert after["chat"] < before["chat"] + 1
 
 
-def test_the_last_mixture_may_be_all_there_is(pack: Path) -> None:
+def test_the_last_mixture_may_be_the_only_one(pack: Path) -> None:
     parts = load_parts(pack / "train")
     main_phase, last_phase = read_phases(pack, parts, 1e6, 0.3)
     assert (main_phase.learn_all, last_phase.learn_all) == (True, False)
@@ -163,7 +163,7 @@ def test_mtp_drafts_are_those_of_culet(work: Path, target: Target) -> None:
     theirs, _ = rig.drafts([TEXT[: place + 1] for place in places], [TEXT[place + 1] for place in places], 3)
     for place, drafts in zip(places, theirs, strict=True):
         expected = ours[place].tolist()
-        fed = TEXT[place + 2 : place + 4]  # ours is fed the text; Culet its own drafts: the same while they agree
+        fed = TEXT[place + 2 : place + 4]  # training feeds the text, Culet its own drafts: the same while they agree
         agreed = next((index for index in range(2) if drafts[index] != fed[index]), 2)
         assert drafts[: agreed + 1] == expected[: agreed + 1]
 
@@ -198,8 +198,8 @@ def _training(pack: Path, folder: Path, steps: int) -> Training:
     return Training(target, optimiser, target_loss(target, F32), settings, parts=parts, phases=phases, folder=folder, log=log)
 
 
-def test_taken_up_where_it_stopped(pack: Path, tmp_path: Path) -> None:
-    """Stopped in the middle of a chunk: the same weights as without a stop."""
+def test_resumes_where_it_stopped(pack: Path, tmp_path: Path) -> None:
+    """A stop in the middle of a chunk does not change the weights."""
     whole = _training(pack, tmp_path / "whole", 12)
     whole.run()
     begun = _training(pack, tmp_path / "parts", 12)
@@ -209,8 +209,8 @@ def test_taken_up_where_it_stopped(pack: Path, tmp_path: Path) -> None:
     rest = _training(pack, tmp_path / "parts", 12)
     assert rest.step == 7
     rest.run()
-    for one, other in zip(whole.module.parameters(), rest.module.parameters(), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
+    for expected, got in zip(whole.module.parameters(), rest.module.parameters(), strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-4)
 
 
 def test_rows_are_whole_documents(pack: Path) -> None:

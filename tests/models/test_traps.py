@@ -1,7 +1,7 @@
-"""The details that implementers of Gemma 4 most often get wrong: each is sprung here, and the comparison must see it.
+"""The details that implementers of Gemma 4 most often get wrong: each test makes the mistake, and the comparison must see it.
 
 The eighth (stop and suppressed tokens, the empty thought) is in test_traps_engine.py, the ninth (assistants) in
-test_traps_assistant.py.
+test_traps_mtp.py.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from culet.kernels.eager import fused as eager_fused
 from culet.kernels.eager import ops as eager_ops
 from culet.layers import attention
 from culet.layers.experts import Experts
+from culet.layers.weight import plain
 from culet.models import gemma4
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
@@ -34,7 +35,7 @@ from tests.models import tiny_checkpoints as tiny
 from tests.models.harness import Harness
 
 LENGTH = 3 * tiny.WINDOW + 5
-SEEN = 1e-2  # a sprung trap shows at least a hundred times the tolerance
+SEEN = 1e-2  # a mistake causes at least a hundred times the tolerance
 
 
 def load(shape: str, *, latent: bool = False, change: Callable[[ModelSpec], ModelSpec] = lambda spec: spec) -> Gemma4:
@@ -58,12 +59,12 @@ def clean_error(shape: str, latent: bool = False) -> float:
 
 @pytest.fixture(autouse=True)
 def _untouched_models_agree() -> None:
-    """Without a trap the same comparison passes, so that what a test sees is the trap."""
+    """The same comparison passes without a mistake, so the mistake is what a test sees."""
     assert all(clean_error(shape) <= 1e-4 for shape in tiny.SHAPES)
 
 
 def spring(monkeypatch: pytest.MonkeyPatch, op: str, trap: Callable[..., Any]) -> None:
-    """Put `trap` in the place of an op, wherever models and other ops find it."""
+    """Replace an op by `trap` wherever models and other ops find it."""
     for module in (eager_ops, eager_fused, eager_kernels()):
         if hasattr(module, op):
             monkeypatch.setattr(module, op, trap)
@@ -135,8 +136,14 @@ def test_rope_exponent_over_the_head_dim(shape: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("shape", tiny.SHAPES)
 def test_rope_pairs_across_the_head(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "rotated_columns", lambda head_dim, rotated: torch.arange(rotated))
-    monkeypatch.setattr(attention, "plain_columns", lambda head_dim, rotated: torch.arange(rotated, head_dim))
+    def plain_first(head_dim: int, rotated: int, num_heads: int = 1) -> Tensor:
+        return torch.arange(num_heads * head_dim).view(num_heads, head_dim).roll(-rotated, 1).flatten()
+
+    def rotated_first(head_dim: int, rotated: int, num_heads: int = 1) -> Tensor:
+        return torch.arange(num_heads * head_dim)
+
+    monkeypatch.setattr(attention, "plain_first", plain_first)
+    monkeypatch.setattr(attention, "rotated_first", rotated_first)
     assert error_of(load(shape), shape) > SEEN
 
 
@@ -207,13 +214,13 @@ def test_kv_source_is_the_last_of_its_kind(shape: str) -> None:
         return dataclasses.replace(spec, layers=tuple(layers))
 
     model = load(shape, change=first_of_its_kind)
-    if shape == "E2B":  # one global layer owns KV, so that only sliding layers can be led astray
+    if shape == "E2B":  # only one global layer owns KV, so only sliding layers can read the wrong one
         assert {layer.kv_source for layer in model.spec.layers if layer.is_global} == {4}
     assert error_of(model, shape) > SEEN
 
 
-def test_dead_weights_of_shared_layers_are_ignored(tmp_path: Path) -> None:
-    """The published files carry k/v weights for KV-shared layers; NaN there must change nothing."""
+def test_unused_weights_of_shared_layers_are_ignored(tmp_path: Path) -> None:
+    """The published files have k/v weights for KV-shared layers. NaN there must change nothing."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(tiny.checkpoint_folder("E2B"), tmp_path, dirs_exist_ok=True)
@@ -234,7 +241,7 @@ def test_shared_layers_have_double_wide_mlps() -> None:
         width = spec.layers[0].mlp_width
         return dataclasses.replace(spec, layers=tuple(dataclasses.replace(layer, mlp_width=width) for layer in spec.layers))
 
-    with pytest.raises(CheckpointError, match="misshapen"):
+    with pytest.raises(CheckpointError, match="wrong shape"):
         load("E2B", change=narrow)
 
 
@@ -263,14 +270,14 @@ def test_experts_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_expert_scale_comes_after_renormalisation() -> None:
-    """Seen in the router alone: the norm behind the experts takes a common factor of a token's weights away again."""
+    """Visible only in the router: the norm after the experts removes a common factor of a token's weights."""
     x = torch.randn(50, 80, generator=torch.Generator().manual_seed(4))
     layer = tiny.oracle("26B-A4B").model.language_model.layers[0]
     with torch.no_grad():
         _, want, want_experts = layer.router(x)
     experts = load("26B-A4B")._layers[0].experts
     assert experts is not None
-    weights, chosen = eager_ops.route(x, experts.router, experts.expert_scale, experts.top_k, experts.eps)
+    weights, chosen = experts.router.route(x, experts.expert_scale, experts.top_k, experts.eps)
     assert torch.equal(chosen, want_experts)
     torch.testing.assert_close(weights, want, atol=1e-5, rtol=1e-5)
     assert ((weights / weights.sum(-1, keepdim=True)) - want).abs().max() > SEEN
@@ -298,14 +305,14 @@ def test_embedding_scale_is_rounded(shape: str) -> None:
     token_ids = torch.tensor(tiny.prompt(40))
     with torch.no_grad():
         want = oracle.get_input_embeddings()(token_ids)
-    assert torch.equal(eager_ops.embed(token_ids, model.embedding, model.embed_scale), want)
-    unrounded = (model.embedding[token_ids].float() * model.spec.hidden_size**0.5).bfloat16()
+    assert torch.equal(model.embedding.embed(token_ids), want)
+    unrounded = (model.embedding.tensor[token_ids].float() * model.spec.hidden_size**0.5).bfloat16()
     assert not torch.equal(unrounded, want)
 
 
 @pytest.mark.parametrize(("hidden_size", "scale"), [(1536, 39.25), (2560, 50.5), (3840, 62.0), (2816, 53.0), (5376, 73.5)])
 def test_embedding_scales_of_the_real_models(hidden_size: int, scale: float) -> None:
-    assert gemma4._rounded(hidden_size**0.5, torch.bfloat16) == scale
+    assert plain.rounded(hidden_size**0.5, torch.bfloat16) == scale
 
 
 # 10: head_dim and num_key_value_heads are those of sliding layers; windows count the query itself.

@@ -1,4 +1,4 @@
-"""The eighth trap through the engine as users call it, and of the ninth what the target hands to an assistant."""
+"""The eighth trap, through the engine as users call it, and the part of the ninth that concerns the target."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rendered(llm: LLM, **options: bool) -> str:
 # 8: stop tokens, suppressed tokens, and the empty thought.
 @pytest.mark.parametrize("stop_token", ["<eos>", "<turn|>", "<|tool_response>"])
 def test_every_eos_of_generation_config_stops(stop_token: str, tmp_path: Path) -> None:
-    """The token is made certain by its bias; a reader of config.json's single eos alone would go on."""
+    """A bias makes the token certain. An engine that reads only the eos of config.json would continue."""
     folder = write_checkpoint(tmp_path, "31B")
     params = SamplingParams(temperature=0, max_tokens=4, logit_bias={IDS[stop_token]: 100.0})
     with open_llm(folder) as llm:
@@ -49,7 +49,7 @@ def test_every_eos_of_generation_config_stops(stop_token: str, tmp_path: Path) -
 
 
 def test_suppressed_tokens_are_never_drawn(tmp_path: Path) -> None:
-    """The 12B writes media end tokens into plain text unless they are suppressed, whatever the caller's bias."""
+    """The 12B writes media end tokens into plain text unless they are suppressed, despite a caller's bias."""
     folder = write_checkpoint(tmp_path, "12B")
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logit_bias={IDS["<image|>"]: 100.0})
     with open_llm(folder) as llm:
@@ -87,6 +87,6 @@ def test_what_an_assistant_is_fed(shape: str) -> None:
     limit = 1e-4 * want.abs().max()
     assert (tapped[AFTER_FINAL_NORM][-1] - want).abs().max() <= limit
     assert (tapped[last][-1] - want).abs().max() > 100 * limit  # the stream before the final norm is not it
-    table = model.embedding[token_ids[:5]]
-    torch.testing.assert_close(table * model.embed_scale, embedded, rtol=1e-6, atol=1e-6)
+    table = model.embedding.tensor[token_ids[:5]]
+    torch.testing.assert_close(table * model.embedding.scale, embedded, rtol=1e-6, atol=1e-6)
     assert (table - embedded).abs().max() > 1e-2  # the table without its scale is not it

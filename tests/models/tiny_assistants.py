@@ -23,9 +23,9 @@ from transformers import (
 
 from tests.models import tiny_checkpoints as tiny
 
-SMALL = ("E2B", "E4B")  # those with a head in two steps
+SMALL = ("E2B", "E4B")  # these have a head in two steps
 CLUSTERS, TOP_CLUSTERS = 20, 6
-CALM = 0.5  # factor on q_norm: with scores that spread more, a chain of drafts multiplies the noise of float32
+CALM = 0.5  # factor on q_norm: with a wider spread of scores, a chain of drafts amplifies float32 noise
 
 
 def assistant_config(shape: str, **changes: Any) -> Any:
@@ -67,7 +67,7 @@ def assistant_config(shape: str, **changes: Any) -> Any:
 
 @torch.no_grad()
 def build(shape: str, **changes: Any) -> Any:
-    """An unsaved transformers assistant of a shape, with telling weights."""
+    """An unsaved transformers assistant of a shape, with weights that reveal mistakes."""
     torch.manual_seed(101 + tiny.SHAPES.index(shape))
     kind = Gemma4UnifiedAssistantForCausalLM if shape == "12B" else Gemma4AssistantForCausalLM
     model = kind(assistant_config(shape, **changes))

@@ -93,7 +93,7 @@ _VISION = {
     "position_embedding_size": 4,
 }
 _AUDIO = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16}
-# Beyond the vocabulary, as no test sends media.
+# Outside the vocabulary: no test sends media.
 _MEDIA_IDS = {"image_token_id": 1000, "video_token_id": 1001, "audio_token_id": 1002}
 
 
@@ -112,7 +112,7 @@ def text_config(shape: str, **changes: Any) -> Any:
 
 
 def build(shape: str, **changes: Any) -> Any:
-    """An unsaved transformers model of a shape, with telling weights."""
+    """An unsaved transformers model of a shape, with weights that reveal mistakes."""
     torch.manual_seed(1 + SHAPES.index(shape))
     text = text_config(shape, **changes)
     if shape == "12B":
@@ -130,7 +130,7 @@ def build(shape: str, **changes: Any) -> Any:
 
 @torch.no_grad()
 def randomise(model: Any) -> None:
-    """Draw every weight of the decoder so that no mistake in it can hide."""
+    """Draw every weight of the decoder so that no mistake stays hidden."""
     decoder = model.model if isinstance(model, Gemma4ForCausalLM) else model.model.language_model
     for name, weight in [*decoder.named_parameters(), *decoder.named_buffers()]:
         if name.endswith(("norm.weight", "layer_scalar", "router.scale", "per_expert_scale")) or "layernorm" in name:
@@ -151,7 +151,7 @@ def randomise(model: Any) -> None:
 
 @functools.cache
 def checkpoint_folder(shape: str, form: str = "new", dtype: str = "float32") -> Path:
-    """A saved checkpoint of a shape; `form` "old" has the published config keys, "new" has per_layer_config."""
+    """A saved checkpoint of a shape. `form` "old" has the published config keys, "new" has per_layer_config."""
     folder = _root() / f"{shape}-{form}-{dtype}"
     build(shape).to(getattr(torch, dtype)).save_pretrained(folder)
     if shape == "E2B":
@@ -162,7 +162,7 @@ def checkpoint_folder(shape: str, form: str = "new", dtype: str = "float32") -> 
 
 
 def add_dead_weights(folder: Path) -> None:
-    """Give KV-shared layers the k/v weights that the published checkpoints carry and nobody may read."""
+    """Give KV-shared layers the unused k/v weights of the published checkpoints."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     text = json.loads((folder / "config.json").read_text())["text_config"]
@@ -209,7 +209,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 @functools.cache
 def telling_prompt(shape: str, length: int, seed: int = 0) -> list[int]:
-    """Random token ids; in the MoE model such that no choice of experts hangs on float32 noise.
+    """Random token ids. In the MoE model, no choice of experts depends on float32 noise.
 
     Two implementations that differ in the last bit may take different experts where two router logits are all but equal,
     and then differ for good: that says nothing about either.
@@ -225,7 +225,7 @@ MIN_ROUTER_GAP = 5e-5
 
 
 def router_gap(model: Any, token_ids: list[int]) -> float:
-    """Least distance between the last logit that chose an expert and the first that did not."""
+    """The smallest distance between the last logit that chose an expert and the first that did not."""
     gaps: list[float] = []
 
     def look(module: Any, _inputs: Any, outputs: Any) -> None:

@@ -1,4 +1,4 @@
-"""A little training text with a rule in it: counting up. Enough to see that training learns and that its parts fit together."""
+"""A small training text with one rule, counting up: enough to see that training learns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = {"train": 400, "held_out": 40}
 
 
 def write_pack(folder: Path) -> Path:
-    """Documents that count up from a random word: plain ones, and chats in which the model goes on counting."""
+    """Documents that count up from a random word: plain ones, and chats in which the model continues counting."""
     random = np.random.default_rng(0)
     for split, size in SIZES.items():
         (folder / split).mkdir(parents=True)
@@ -31,7 +31,7 @@ def write_pack(folder: Path) -> Path:
                     documents.append([2, *words, 1])
                     learnt.append([1] * len(documents[-1]))
             np.save(folder / split / f"{part}.npy", np.concatenate(documents).astype(np.uint16))
-            np.save(folder / split / f"{part}.ends.npy", np.cumsum([len(each) for each in documents]).astype(np.uint32))
+            np.save(folder / split / f"{part}.ends.npy", np.cumsum([len(document) for document in documents]).astype(np.uint32))
             np.save(folder / split / f"{part}.loss.npy", np.concatenate(learnt).astype(np.uint8))
     weights = {"plain": {"weight_main": 1.0, "weight_last": 0.3}, "chat": {"weight_main": 1.0, "weight_last": 1.0}}
     (folder / "pack.json").write_text(json.dumps({"parts": weights}))

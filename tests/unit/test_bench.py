@@ -23,8 +23,8 @@ from culet.cache.spec import plan_cache
 from culet.cli.main import run
 from culet.errors import BadRequest, ConfigError, UnsupportedError
 from culet.hardware import PEAKS, find_peaks
-from culet.models.checkpoint import RandomDraw, open_checkpoint
-from culet.models.random_checkpoint import random_name, reduce_depth, twin_depth, variant_of
+from culet.models.checkpoint import open_checkpoint
+from culet.models.random_checkpoint import RandomDraw, random_name, reduce_depth, twin_depth, variant_of
 from culet.models.random_weights import draw_model
 from culet.models.sizes import text_weights
 from culet.models.spec import ModelSpec, read_spec
@@ -43,7 +43,7 @@ def spec_of(variant: str) -> ModelSpec:
 
 # Floors
 
-# Microseconds of a decode step by (sequences, context), K and V apart, at 4.2 TB/s and 790 TFLOP/s.
+# Microseconds of a decode step by (sequences, context), separate K and V, at 4.2 TB/s and 790 TFLOP/s.
 DECODE_US = {
     "E2B": {(1, 1024): 1092, (8, 8192): 1337, (32, 32768): 4776, (128, 1024): 1980},
     "E4B": {(1, 1024): 2227, (8, 1024): 2337, (32, 1024): 2715, (1, 32768): 2444, (128, 8192): 10488},
@@ -74,7 +74,7 @@ def test_decode_floors(variant: str) -> None:
 
 
 def test_verify_floor_of_experts() -> None:
-    """Four tokens of one sequence meet more experts than one does: 1.96 times the step, on 26B."""
+    """Four tokens of a sequence use more experts than one token: 1.96 times the step on the 26B."""
     floor = Floor(spec_of("26B-A4B"), H200, latent=False)
     assert 1e6 * floor.decode_step(1, 1024, 4) == pytest.approx(3670, rel=0.002)
 
@@ -99,7 +99,7 @@ def test_floors_of_the_rows(variant: str) -> None:
     setting = make_setting(variant, latent=False)
     rows = parse_rows("tpot,ttft,chat,summarise")
     for row, expected in zip(rows, ANCHOR_FLOORS[variant], strict=True):
-        # The anchors' throughput floors are round numbers, and those of E4B count shared KV once, which no engine can do.
+        # The peer's throughput floors are rounded, and those of E4B count shared KV only once, which is too optimistic.
         tolerance = 0.02 if row.kind != "throughput" else 0.2
         assert setting.floor(row) == pytest.approx(expected, rel=tolerance), row.label
 
@@ -192,7 +192,7 @@ def test_twins_keep_everything_but_depth(variant: str) -> None:
     assert {(layer.is_global, layer.owns_kv) for layer in twin.layers} == {
         (layer.is_global, layer.owns_kv) for layer in spec.layers
     }
-    pages = [[group.page_tokens for group in plan_cache(one.kv_specs(2)).groups] for one in (spec, twin)]
+    pages = [[group.page_tokens for group in plan_cache(model.kv_specs(2)).groups] for model in (spec, twin)]
     assert pages[0] == pages[1], "other page sizes would be other kernels"
 
 
@@ -252,7 +252,7 @@ def test_every_weight_is_drawn(shape: str, tmp_path: Path) -> None:
         value = place.target
         if value.ndim == 1:
             assert (value == 1).all(), name
-        elif "router" not in name:  # finished: D ** -0.5 is folded in
+        elif "router" not in name:  # D ** -0.5 is folded into the router
             assert float(value.std()) == pytest.approx(0.02, rel=0.15), name
             assert float(value.mean()) == pytest.approx(0, abs=0.004), name
     draws = [place.target.flatten()[:64] for place in places.values() if place.target.ndim > 1 and place.target.numel() >= 64]
@@ -266,8 +266,8 @@ def test_a_draw_does_not_depend_on_depth_precision_or_cache(tmp_path: Path) -> N
     for name, place in twin.items():
         if name.startswith(("layers.0.", "layers.1.", "embed")):
             torch.testing.assert_close(place.target, whole[name].target.float(), rtol=0, atol=0)
-    other = draw_model(spec, RandomDraw(seed=1), dtype=torch.bfloat16, device=CPU).placements()
-    assert not torch.equal(other["embed_tokens.weight"].target, whole["embed_tokens.weight"].target)
+    reseeded = draw_model(spec, RandomDraw(seed=1), dtype=torch.bfloat16, device=CPU).placements()
+    assert not torch.equal(reseeded["embed_tokens.weight"].target, whole["embed_tokens.weight"].target)
 
 
 def test_kinds_of_draw(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_kinds_of_draw(tmp_path: Path) -> None:
     calm = draw_model(spec, RandomDraw(kind="calm"), dtype=torch.float32, device=CPU)
     layer = calm.layers[0]
     assert float(layer.attention.q_norm[0]) == pytest.approx(16**-0.5)
-    logits = torch.randn(1000, spec.hidden_size) @ layer.experts.router.T
+    logits = torch.randn(1000, spec.hidden_size) @ layer.experts.router.tensor.T
     assert float(logits.std()) == pytest.approx(4.0, rel=0.2), "the router has preferences"
 
 
@@ -290,7 +290,7 @@ def test_number_tokenizer() -> None:
     assert tokenizer.encode(" 5 17 99", add_bos=True) == [5, 17, 99]
     assert (tokenizer.vocab_size, tokenizer.token_id("99"), tokenizer.token_id("100")) == (100, 99, None)
     for text in ("100", "hello", "-1"):
-        with pytest.raises(BadRequest, match="numbers of tokens"):
+        with pytest.raises(BadRequest, match="token numbers"):
             tokenizer.encode(text)
 
 
@@ -318,7 +318,7 @@ def test_shares_and_speedups() -> None:
     assert chat.share(chat.value) == pytest.approx(20 / 2100, rel=0.01)
 
 
-def test_the_peer_stands_beside_its_own_gpu_and_depth_only() -> None:
+def test_the_peer_is_shown_only_for_its_gpu_and_depth() -> None:
     for setting in (make_setting("31B", device="NVIDIA H100 80GB HBM3"), make_setting("12B")):
         assert all(line.peer is None and line.speedup is None for line in make_lines(setting))
     line = report.line_of(Measured(STANDARD["tpot"][3], 2.0, (2.0,)), make_setting("26B-A4B"))
@@ -423,8 +423,8 @@ def test_work_counts_what_queries_see(window: int | None, span: tuple[int, int])
 
 @pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize("window", [None, 24])
-def test_reference_backend_agrees_at_any_shape(latent: bool, window: int | None) -> None:
-    """The whole way of a case: pages, batch, backend, and the float32 that it is compared with."""
+def test_the_torch_backend_agrees_at_any_shape(latent: bool, window: int | None) -> None:
+    """A whole case: pages, batch, backend, and the float32 result that it is compared with."""
     shape = AttentionShape(4, 2, 32, window, latent, 16)
     for case in (
         make_kernel_case(3, 1, 70, ragged=True),
@@ -453,7 +453,7 @@ def test_kernels_need_a_gpu() -> None:
         assert "--backend torch_cpu" in caught.value.hint
 
 
-# The command line's manners
+# The command line
 
 
 @pytest.mark.parametrize(
@@ -475,7 +475,7 @@ def test_kernels_need_a_gpu() -> None:
         (["kernels", "--device", "cpu", "--case", "decode"], "case: got 'decode'"),
         (["kernels", "--device", "cpu", "--heads", "8"], "kv-heads: missing"),
         (["kernels", "--device", "cpu", "--window", "8"], "heads: missing"),
-        (["kernels", "--device", "cpu", "--keys", "8"], "rows: is missing"),
+        (["kernels", "--device", "cpu", "--keys", "8"], "rows: missing"),
         (
             ["kernels", "--device", "cpu", "--heads", "8", "--kv-heads", "3", "--head-dim", "16", "--rows", "1"],
             "shape: got 8 query",
@@ -483,7 +483,7 @@ def test_kernels_need_a_gpu() -> None:
         (["kernels", "--device", "cpu", "--shape", "31B.global", "--page-tokens", "0"], "shape: got 32 query"),
     ],
 )
-def test_users_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", *arguments]) == 1
     out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if " INFO " not in line]

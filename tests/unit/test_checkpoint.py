@@ -1,4 +1,4 @@
-"""`open_checkpoint`: folders, hub ids, defaults, and every way a folder can be wrong."""
+"""`open_checkpoint`: folders, hub ids, defaults, and everything that can be wrong with a folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from culet.errors import CheckpointError, ConfigError
-from culet.models.checkpoint import open_checkpoint, read_config
+from culet.models.checkpoint import open_checkpoint
+from culet.models.folder import read_config
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
 from culet.types import ModelDefaults
@@ -65,7 +66,7 @@ def test_what_transformers_writes_is_read(tmp_path: Path):
         ),
         ({"top_k": -1, "repetition_penalty": 1.2}, {"top_k": 0, "repetition_penalty": 1.2}),
         ({"suppress_tokens": [258883, 258882]}, {"suppress_token_ids": (258883, 258882)}),
-        ({"suppress_tokens": [5, 262144]}, {"suppress_token_ids": (5,)}),  # the second is beyond the vocabulary
+        ({"suppress_tokens": [5, 262144]}, {"suppress_token_ids": (5,)}),  # the second is outside the vocabulary
     ],
 )
 def test_sampling_defaults(tmp_path: Path, generation, expected):
@@ -186,11 +187,11 @@ def test_offline_hub_without_the_model(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("RepositoryNotFoundError", "neither a folder here nor a model on the hub"),
+        ("RepositoryNotFoundError", "neither a local folder nor a model on the hub"),
         ("GatedRepoError", "account"),
         ("RevisionNotFoundError", "revision 'v9'"),
         ("LocalEntryNotFoundError", "cannot be reached"),
-        ("HfHubHTTPError", "cannot be fetched"),
+        ("HfHubHTTPError", "the download from the hub failed"),
     ],
 )
 def test_errors_of_the_hub(monkeypatch: pytest.MonkeyPatch, name, words):
@@ -225,7 +226,7 @@ def test_any_other_failure_of_the_network(monkeypatch: pytest.MonkeyPatch):
         open_checkpoint("google/gemma-4-31B-it")
 
 
-# config.json alone
+# Only config.json
 
 
 def test_read_config_of_folder_and_file(tmp_path: Path):

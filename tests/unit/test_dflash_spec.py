@@ -1,4 +1,4 @@
-"""DFlash checkpoints: what their config says, what is refused and how, which tensors they have, and the room they take."""
+"""DFlash checkpoints: their config, refusals, tensors and cache."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from culet.cache.arena import Arena
 from culet.cache.prefix import PrefixCache
 from culet.cache.spec import plan_cache
 from culet.config import DraftChoice
-from culet.drafters.base import open_drafter, plan_drafter
+from culet.drafters.base import open_drafter, plan_drafter_attention
 from culet.drafters.dflash.model import load_dflash
-from culet.drafters.dflash.plan import DFlashSpec
-from culet.drafters.dflash.spec import DFlashLayer, make_config, read_dflash
+from culet.drafters.dflash.plan import DFlashPlan
+from culet.drafters.dflash.spec import DFlashMask, make_config, read_dflash
 from culet.errors import CheckpointError, ConfigError, UnsupportedError
 from culet.hardware import find_gpu
 from culet.models.checkpoint import open_checkpoint
@@ -31,11 +31,11 @@ SPECS = {name: read_spec(config) for name, config in VARIANTS.items()}
 
 
 def test_published_dimensions() -> None:
-    """What is made up for a target is what was published for it, where something was."""
+    """The generated config of a target equals the published one, if there is one."""
     large = read_dflash(make_config(SPECS["31B"]), SPECS["31B"])
     assert large.taps == (1, 12, 23, 35, 46, 57)
     assert (large.num_heads, large.num_kv_heads, large.head_dim, large.mlp_width) == (64, 8, 128, 10752)
-    assert large.layers == (*[DFlashLayer(2048, is_causal=True)] * 4, DFlashLayer(None, is_causal=False))
+    assert large.layers == (*[DFlashMask(2048, is_causal=True)] * 4, DFlashMask(None, is_causal=False))
     assert (large.block_size, large.mask_token_id, large.rope_theta, large.final_softcap) == (16, 4, 1e6, 30.0)
     small = read_dflash(make_config(SPECS["26B-A4B"]), SPECS["26B-A4B"])
     assert small.taps == (1, 6, 11, 17, 22, 27)
@@ -57,12 +57,12 @@ def test_every_target_can_have_one(name: str) -> None:
 
 
 def test_random_drafters_by_name() -> None:
-    spec = DFlashSpec.open(DraftChoice("dflash", "random:layers=2,block=8,seed=3"), SPECS["12B"])
-    assert (len(spec.shape.layers), spec.shape.block_size, spec.max_drafts) == (2, 8, 7)
+    spec = DFlashPlan.open(DraftChoice("dflash", "random:layers=2,block=8,seed=3"), SPECS["12B"])
+    assert (len(spec.spec.layers), spec.spec.block_size, spec.max_drafts) == (2, 8, 7)
     assert spec.random is not None
     assert spec.random.seed == 3
-    with pytest.raises(ConfigError, match="heads=2 is none of layers=N"):
-        DFlashSpec.open(DraftChoice("dflash", "random:heads=2"), SPECS["12B"])
+    with pytest.raises(ConfigError, match="heads=2 is not one of layers=N"):
+        DFlashPlan.open(DraftChoice("dflash", "random:heads=2"), SPECS["12B"])
 
 
 # The cache
@@ -70,7 +70,7 @@ def test_random_drafters_by_name() -> None:
 
 @pytest.mark.parametrize(("name", "page_tokens"), [("31B", 640), ("26B-A4B", 160), ("12B", 256), ("E4B", 128), ("E2B", 32)])
 def test_one_group_in_the_targets_slabs(name: str, page_tokens: int) -> None:
-    """A drafter does not change the target's pages; it has as many tokens in a slab as fit, a multiple of 16."""
+    """A drafter does not change the target's pages. Its own hold as many tokens as fit in a slab, a multiple of 16."""
     spec = open_drafter(DraftChoice("dflash", "random:"), SPECS[name])
     alone = plan_cache(SPECS[name].kv_specs(2))
     layout = plan_cache([*SPECS[name].kv_specs(2), *spec.kv_specs(2)])
@@ -81,14 +81,14 @@ def test_one_group_in_the_targets_slabs(name: str, page_tokens: int) -> None:
     assert own.layers == tuple(range(len(SPECS[name].layers), len(SPECS[name].layers) + 5))
     assert own.page_tokens == page_tokens
     assert 0 <= layout.waste(own) < 16 * own.bytes_per_token
-    # Prompts that begin alike are found in steps of the same length as without a drafter.
+    # Prefix hits have the same granularity as without a drafter.
     assert PrefixCache(Arena(1), layout).page_tokens == PrefixCache(Arena(1), alone).page_tokens
 
 
 def test_a_group_of_the_same_shape_as_the_targets_stays_apart() -> None:
     config = make_config(SPECS["E4B"], head_dim=512, num_key_value_heads=2, num_attention_heads=8)
     shape = read_dflash(config, SPECS["E4B"])
-    spec = DFlashSpec("x", None, shape, len(SPECS["E4B"].layers), 3)
+    spec = DFlashPlan("x", None, shape, len(SPECS["E4B"].layers), 3)
     layout = plan_cache([*SPECS["E4B"].kv_specs(2), *spec.kv_specs(2)])
     assert [group.name for group in layout.groups] == ["sliding", "global", "dflash"]
 
@@ -96,16 +96,16 @@ def test_a_group_of_the_same_shape_as_the_targets_stays_apart() -> None:
 def test_attention_is_planned_by_its_own_needs() -> None:
     spec = open_drafter(DraftChoice("dflash", "random:"), SPECS["31B"])
     layout = plan_cache([*SPECS["31B"].kv_specs(2), *spec.kv_specs(2)])
-    plan = plan_drafter(spec, layout, find_gpu("h200"))
+    plan = plan_drafter_attention(spec, layout, find_gpu("h200"))
     assert [(group.need.group, group.backend) for group in plan.groups] == [("dflash", "triton")]
     assert plan.groups[0].need.head_dim == 128
     assert plan.groups[0].need.layers == (60, 61, 62, 63, 64)
-    assert plan_drafter(spec, layout, find_gpu("h200"), "torch_cpu").groups[0].backend == "torch_cpu"
+    assert plan_drafter_attention(spec, layout, find_gpu("h200"), "torch_cpu").groups[0].backend == "torch_cpu"
     assert plan.groups[0].need.has_intervals
     with pytest.raises(
         ConfigError, match=r"'triton' does not support layer 60 \(dflash, head dim 128\) on cpu: needs an NVIDIA"
     ):
-        plan_drafter(spec, layout, find_gpu("cpu"), "triton")
+        plan_drafter_attention(spec, layout, find_gpu("cpu"), "triton")
 
 
 # What is refused
@@ -119,7 +119,7 @@ def test_attention_is_planned_by_its_own_needs() -> None:
         ({"attention_bias": True}, "attention_bias: got True"),
         ({"rope_scaling": {"factor": 2}}, "rope_scaling: got"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_parameters.rope_type: got 'yarn'"),
-        ({"hidden_size": 4096}, "hidden_size: got 4096, but the model it is to draft for has 5376"),
+        ({"hidden_size": 4096}, "hidden_size: got 4096, but the target has 5376"),
         ({"vocab_size": 1000}, "vocab_size: got 1000, but"),
         ({"num_target_layers": 30}, "num_target_layers: got 30, but"),
         ({"num_key_value_heads": 7}, "num_key_value_heads: got 7, which does not divide"),
@@ -138,7 +138,7 @@ def test_attention_is_planned_by_its_own_needs() -> None:
         ({"dflash_config": {"target_layer_ids": [60], "mask_token_id": 4}}, "got 60, the target's layers are 0 to 59"),
         ({"dflash_config": {"target_layer_ids": [-1], "mask_token_id": 4}}, "got -1, the target's layers"),
         ({"dflash_config": {"target_layer_ids": [True], "mask_token_id": 4}}, "got True, the target's layers"),
-        ({"dflash_config": {"target_layer_ids": [3, 3], "mask_token_id": 4}}, "a layer stands twice"),
+        ({"dflash_config": {"target_layer_ids": [3, 3], "mask_token_id": 4}}, "names a layer twice"),
         ({"dflash_config": {"target_layer_ids": [3], "mask_token_id": 10**6}}, "mask_token_id: got 1000000"),
         ({"dflash_config": {"target_layer_ids": [3], "mask_token_id": 4, "is_causal": 1}}, "is_causal: got 1"),
         ({"intermediate_size": "many"}, "intermediate_size: got 'many'"),
@@ -153,7 +153,7 @@ def test_bad_configs(tmp_path: Path, changes: dict[str, object], problem: str) -
     assert "\n" not in caught.value.message
 
 
-def test_an_assistant_is_told_its_method(tmp_path: Path) -> None:
+def test_an_assistant_gets_a_hint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4_assistant"}))
     with pytest.raises(CheckpointError) as caught:
         open_drafter(DraftChoice("dflash", str(tmp_path)), SPECS["31B"])
@@ -161,13 +161,13 @@ def test_an_assistant_is_told_its_method(tmp_path: Path) -> None:
 
 
 def test_spellings() -> None:
-    """Keys at either level, rope by either name, layers without kinds, a mask rule that is stated."""
+    """Keys at either level, rope under either name, layers without kinds, an explicit mask rule."""
     config = make_config(SPECS["31B"])
     expected = read_dflash(config, SPECS["31B"])
     flat = {key: value for key, value in config.items() if key not in ("dflash_config", "rope_theta")} | config["dflash_config"]
     assert read_dflash(flat | {"rope_parameters": {"rope_theta": 1e6}}, SPECS["31B"]) == expected
     full = read_dflash(config | {"layer_types": None}, SPECS["31B"])
-    assert full.layers == (DFlashLayer(None, is_causal=False),) * 5
+    assert full.layers == (DFlashMask(None, is_causal=False),) * 5
     own = config["dflash_config"] | {"is_causal": True}
     assert all(layer.is_causal for layer in read_dflash(config | {"dflash_config": own}, SPECS["31B"]).layers)
 
@@ -196,8 +196,8 @@ def drafter(tiny: tuple[Path, ModelSpec], tmp_path: Path) -> Path:
 
 def load(tiny: tuple[Path, ModelSpec], folder: Path):
     model = load_model(open_checkpoint(str(tiny[0])), dtype=torch.float32, device=torch.device("cpu"), progress=False)
-    spec = DFlashSpec.open(DraftChoice("dflash", str(folder)), tiny[1])
-    return load_dflash(folder, spec.shape, model, progress=False)
+    spec = DFlashPlan.open(DraftChoice("dflash", str(folder)), tiny[1])
+    return load_dflash(folder, spec.spec, model, progress=False)
 
 
 def rewrite(folder: Path, change) -> None:
@@ -216,7 +216,7 @@ def test_weights_are_where_they_belong(tiny, drafter) -> None:
 
 
 def test_other_names(tiny, drafter) -> None:
-    """A prefix on all tensors, and copies of the target's own: both are seen in the wild."""
+    """A prefix on all tensors, and copies of the target's own tensors: both exist in published files."""
     expected = load_file(drafter / "model.safetensors")
 
     def change(tensors) -> None:

@@ -37,7 +37,7 @@ def test_every_op_on_the_gpu(name: str) -> None:
     assert list(inspect.signature(served).parameters) == list(eager)
 
 
-def test_a_missing_kernel_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_kernel_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(dispatch, "TRITON_MODULES", ("norms.residual",))
     dispatch.triton_kernels.cache_clear()

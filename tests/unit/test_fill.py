@@ -1,4 +1,4 @@
-"""StepPlan rows as tensors, against a plain loop over tokens."""
+"""Rows as tensors, against a plain loop over tokens; and the checks of their pages."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 from culet.cache.spec import CacheLayout, KVSpec, plan_cache
 from culet.errors import InternalError
 from culet.kernels.host_transfer import PackedArrays
+from culet.runner.checks import check_step
 from culet.runner.fill import fill
 from culet.types import PageTable, Row, StepPlan
 
-CPU = torch.device("cpu")
 WINDOW = 20
 NUM_SLABS = 400
 
@@ -47,6 +47,11 @@ def make_tokens(num_slots: int = 16, room: int = 300) -> torch.Tensor:
     return torch.arange(num_slots * room).view(num_slots, room)
 
 
+def check(*rows: Row) -> None:
+    num_slots, room = make_tokens().shape
+    check_step(StepPlan(7, (), (), rows), LAYOUT, num_slots=num_slots, room=room, num_slabs=NUM_SLABS)
+
+
 def rows_of(kind: str, seed: int) -> list[Row]:
     chance = random.Random(seed)
     rows = []
@@ -60,10 +65,10 @@ def rows_of(kind: str, seed: int) -> list[Row]:
 
 @pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
 @pytest.mark.parametrize("seed", range(12))
-def test_fill(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CULET_CHECK_PAGES", "1")
+def test_fill(kind: str, seed: int) -> None:
     rows, tokens = rows_of(kind, seed), make_tokens()
-    batch = fill(StepPlan(1, (), (), tuple(rows)), LAYOUT, tokens, CPU, num_slabs=NUM_SLABS)
+    check(*rows)
+    batch = fill(rows, LAYOUT, tokens)
     token = 0
     wanted = []
     for index, row in enumerate(rows):
@@ -99,7 +104,7 @@ def test_fill(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_tail(seed: int) -> None:
     rows = rows_of("mixed", seed)
-    batch = fill(StepPlan(1, (), (), tuple(rows)), LAYOUT, make_tokens(), CPU)
+    batch = fill(rows, LAYOUT, make_tokens())
     tail = batch.tail
     if tail is None:
         assert all(row.num_logits == row.num_new for row in rows)
@@ -125,7 +130,7 @@ def test_tail(seed: int) -> None:
 
 def test_no_logits_at_all() -> None:
     chance = random.Random(0)
-    batch = fill(StepPlan(1, (), (), (make_row(0, 0, 30, 0, chance),)), LAYOUT, make_tokens(), CPU)
+    batch = fill([make_row(0, 0, 30, 0, chance)], LAYOUT, make_tokens())
     assert batch.logits_index_L.numel() == 0
     assert batch.tail is not None
     assert batch.tail.num_tokens == 0
@@ -162,22 +167,21 @@ def bad_rows() -> list[tuple[str, Row]]:
 
 @pytest.mark.parametrize(("message", "row"), bad_rows())
 def test_check_pages(message: str, row: Row, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CULET_CHECK_PAGES", "1")
     monkeypatch.setenv("CULET_CACHE_DIR", str(tmp_path))
     good = make_row(1, 19, 1, 1, random.Random(5))
     with pytest.raises(InternalError, match=message) as caught:
-        fill(StepPlan(7, (), (), (good, row)), LAYOUT, make_tokens(), CPU, num_slabs=NUM_SLABS)
+        check(good, row)
     (dump,) = (tmp_path / "dumps").iterdir()
     assert str(dump) in caught.value.hint
     step = json.loads(dump.read_text())
     assert step["step_id"] == 7
     assert step["fault"] in caught.value.message
-    assert [one["slot"] for one in step["rows"]] == [good.slot, row.slot]
+    assert [dumped["slot"] for dumped in step["rows"]] == [good.slot, row.slot]
     assert step["rows"][1]["tables"] == json.loads(json.dumps([asdict(table) for table in row.tables]))
 
 
 def test_arrays_travel_packed() -> None:
-    """What goes to a GPU in one copy comes out as it went in, whatever the sizes."""
+    """Arrays of any sizes that go to a GPU in one copy come out unchanged."""
     chance = np.random.default_rng(0)
     arrays = {
         "odd": chance.integers(0, 99, 5, dtype=np.int32),

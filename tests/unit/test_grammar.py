@@ -1,4 +1,4 @@
-"""Grammars: what their masks allow, how matchers follow tokens and drafts, and the process that checks grammars."""
+"""GrammarCompiler: what their masks allow, how matchers follow tokens and drafts, and the process that checks grammars."""
 
 from __future__ import annotations
 

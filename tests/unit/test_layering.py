@@ -249,12 +249,9 @@ NOT_WEIGHTS = {
     "bench/timing.py": "a buffer that flushes the L2 cache",
     "cache/pool.py": "the KV cache",
     "engine/resolve.py": "activations: the setting --dtype",
-    "layers/placement.py": "random values before a weight takes them",
     "testing/random_dflash.py": "a checkpoint that is written to disk",
     "testing/tiny.py": "a checkpoint that is written to disk",
 }
-if not (ROOT / "layers" / "weight").exists():  # the code that moves there
-    NOT_WEIGHTS |= {"drafters/mtp/model.py": "the fp8 head", "models/random_weights.py": "random weights"}
 
 
 def named_formats(source: str) -> Iterator[str]:
@@ -292,9 +289,9 @@ def test_only_weights_and_kernels_name_a_weights_dtype():
 def test_the_exceptions_name_no_weight():
     """A module with an exception may name a dtype, but may still not ask a weight for its own."""
     for place in NOT_WEIGHTS:
-        if (ROOT / place).exists():
-            lines = list(named_formats((ROOT / place).read_text(encoding="utf-8")))
-            assert [line for line in lines if "weight" in line] == [], place
+        lines = list(named_formats((ROOT / place).read_text(encoding="utf-8")))
+        assert lines, f"{place} needs no exception"
+        assert [line for line in lines if "weight" in line] == [], place
 
 
 @pytest.mark.parametrize(

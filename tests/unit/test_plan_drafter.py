@@ -10,7 +10,7 @@ import pytest
 from culet.cache.spec import plan_cache
 from culet.cli.main import run
 from culet.config import DraftChoice
-from culet.drafters.base import DRAFTERS, cache_specs, open_drafter, plan_drafter, target_groups
+from culet.drafters.base import DRAFTERS, cache_specs, open_drafter, plan_drafter_attention, target_groups
 from culet.errors import ConfigError
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
@@ -51,7 +51,7 @@ def test_every_variant_with_every_drafter(name: str, method: str) -> None:
     assert layout.slab_bytes == plain.slab_bytes
     assert drafter.reads_target_pages == (len(layout.groups) == len(plain.groups))
     assert all(tap < len(target.layers) for tap in drafter.taps)
-    planned = plan_drafter(drafter, layout, "cpu")
+    planned = plan_drafter_attention(drafter, layout, "cpu")
     assert {group.backend for group in planned.groups} == {"torch_cpu"}
     assert {group.need.num_heads for group in planned.groups} == {drafter.num_heads}
 
@@ -91,4 +91,4 @@ def test_an_explicit_backend_is_used_or_refused(plan: Callable[..., str]) -> Non
     drafter = open_drafter(DraftChoice("mtp", "random:"), target)
     layout = plan_cache(cache_specs(target, drafter, 2, latent=True))
     with pytest.raises(ConfigError, match=r"speculative-config: .*'triton' does not support layer 60 \(sliding"):
-        plan_drafter(drafter, layout, "cpu", "triton")
+        plan_drafter_attention(drafter, layout, "cpu", "triton")

@@ -1,4 +1,4 @@
-"""Sampling against a slow and obvious double in plain Python, and what the draws promise."""
+"""Sampling against a slow, obvious implementation in plain Python."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from tests.samplings import GREEDY, PLAIN
 WIDE = CHUNK * MIN_CHUNKS * 2  # wide enough for the chunked ranking
 
 
-def survivors(logits: list[float], one: Sampling) -> dict[int, float]:
+def survivors(logits: list[float], sampling: Sampling) -> dict[int, float]:
     """Token id -> probability after temperature and filters, by the definition."""
     best = max(logits)
-    weights = {token: math.exp((value - best) / one.temperature) for token, value in enumerate(logits)}
+    weights = {token: math.exp((value - best) / sampling.temperature) for token, value in enumerate(logits)}
     ranked = sorted(weights, key=lambda token: (-logits[token], token))
-    if one.top_k > 0:
-        ranked = ranked[: one.top_k]
+    if sampling.top_k > 0:
+        ranked = ranked[: sampling.top_k]
     total = sum(weights[token] for token in ranked)
     kept, mass = [], 0.0
     for token in ranked:
-        if one.top_p < 1 and mass >= one.top_p * total:
+        if sampling.top_p < 1 and mass >= sampling.top_p * total:
             break
         kept.append(token)
         mass += weights[token]
-    kept = [token for token in kept if weights[token] >= one.min_p]
+    kept = [token for token in kept if weights[token] >= sampling.min_p]
     total = sum(weights[token] for token in kept)
     return {token: weights[token] / total for token in sorted(kept)}
 
 
-def expected_token(logits: list[float], one: Sampling, position: int) -> int:
-    probabilities = survivors(logits, one)
-    u = float(uniforms([one.seed], [one.sample], [position])[0])
+def expected_token(logits: list[float], sampling: Sampling, position: int) -> int:
+    probabilities = survivors(logits, sampling)
+    u = float(uniforms([sampling.seed], [sampling.sample], [position])[0])
     running = 0.0
     for token, probability in probabilities.items():
         running += probability
@@ -87,7 +87,7 @@ def test_draws_follow_the_definition(name, width):
 def test_draws_follow_the_definition_anywhere(data):
     width = data.draw(st.integers(2, 40))
     logits = data.draw(st.lists(st.integers(-6, 6).map(lambda x: x / 2), min_size=width, max_size=width))
-    one = replace(
+    sampling = replace(
         PLAIN,
         temperature=data.draw(st.sampled_from([0.1, 0.7, 1.0, 2.0])),
         top_k=data.draw(st.integers(0, width + 1)),
@@ -96,17 +96,17 @@ def test_draws_follow_the_definition_anywhere(data):
         seed=data.draw(st.integers(0, 2**64 - 1)),
     )
     position = data.draw(st.integers(0, 262143))
-    assert sample(torch.tensor([logits]), [one], [position]).item() == expected_token(logits, one, position)
+    assert sample(torch.tensor([logits]), [sampling], [position]).item() == expected_token(logits, sampling, position)
 
 
 @pytest.mark.parametrize("name", ["plain", "gemma", "top_p", "min_p", "all"])
 def test_distribution(name):
     """Chi-squared over 6,000 positions of one sequence."""
     logits = torch.randn(30, generator=torch.Generator().manual_seed(1)) * 1.5
-    one = replace(PLAIN, seed=99, **FILTERS[name])
+    sampling = replace(PLAIN, seed=99, **FILTERS[name])
     count = 6000
-    drawn = sample(logits.expand(count, -1), [one] * count, list(range(count))).tolist()
-    probabilities = survivors(logits.tolist(), one)
+    drawn = sample(logits.expand(count, -1), [sampling] * count, list(range(count))).tolist()
+    probabilities = survivors(logits.tolist(), sampling)
     assert set(drawn) <= set(probabilities)
     observed = np.bincount(drawn, minlength=30)
     chi_squared = sum((observed[token] - count * p) ** 2 / (count * p) for token, p in probabilities.items())
@@ -137,12 +137,12 @@ def test_seed_sample_and_position_key_the_draw():
     logits = torch.zeros(1, 4096)
     base = replace(PLAIN, seed=17)
 
-    def draw(one: Sampling, position: int) -> int:
-        return sample(logits, [one], [position]).item()
+    def draw(sampling: Sampling, position: int) -> int:
+        return sample(logits, [sampling], [position]).item()
 
     assert draw(base, 5) == draw(base, 5)
-    others = [draw(replace(base, seed=18), 5), draw(replace(base, sample=1), 5), draw(base, 6)]
-    assert draw(base, 5) not in others
+    different = [draw(replace(base, seed=18), 5), draw(replace(base, sample=1), 5), draw(base, 6)]
+    assert draw(base, 5) not in different
     samples = [[draw(replace(base, sample=s), position) for position in range(8)] for s in range(4)]
     assert len({tuple(tokens) for tokens in samples}) == 4
 
@@ -209,14 +209,14 @@ def test_penalties_follow_the_definition():
     ]
     slots, prompt_lens, lengths = [3, 0, 2], [4, 9, 6], [12, 25, 6]
     adjusted = adjust(logits, rows, lengths, History(tokens, slots, prompt_lens))
-    for index, one in enumerate(rows):
+    for index, sampling in enumerate(rows):
         sequence = tokens[slots[index], : lengths[index]].tolist()
         output = sequence[prompt_lens[index] :]
         for token in range(20):
-            value = logits[index, token].item() + dict(one.logit_bias).get(token, 0.0)
+            value = logits[index, token].item() + dict(sampling.logit_bias).get(token, 0.0)
             if token in sequence:
-                value = value / one.repetition_penalty if value > 0 else value * one.repetition_penalty
-            value -= one.frequency_penalty * output.count(token) + one.presence_penalty * (token in output)
+                value = value / sampling.repetition_penalty if value > 0 else value * sampling.repetition_penalty
+            value -= sampling.frequency_penalty * output.count(token) + sampling.presence_penalty * (token in output)
             assert adjusted[index, token].item() == pytest.approx(value, abs=1e-6)
 
 
@@ -231,20 +231,20 @@ def test_penalties_match_transformers():
     assert torch.allclose(ours, RepetitionPenaltyLogitsProcessor(1.7)(tokens, logits.clone()))
 
 
-@pytest.mark.parametrize("one", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 12, "top_p": 0.7, "temperature": 0.4}])
-def test_filters_match_transformers(one):
+@pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 12, "top_p": 0.7, "temperature": 0.4}])
+def test_filters_match_transformers(filters):
     """Without ties, the surviving tokens and their probabilities are those of transformers' warpers."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = torch.randn(1, 80, generator=torch.Generator().manual_seed(6)) * 2
-    scores = TemperatureLogitsWarper(one.get("temperature", 1.0))(None, logits.clone())
-    if "top_k" in one:
-        scores = TopKLogitsWarper(one["top_k"])(None, scores)
-    if "top_p" in one:
-        scores = TopPLogitsWarper(one["top_p"])(None, scores)
+    scores = TemperatureLogitsWarper(filters.get("temperature", 1.0))(None, logits.clone())
+    if "top_k" in filters:
+        scores = TopKLogitsWarper(filters["top_k"])(None, scores)
+    if "top_p" in filters:
+        scores = TopPLogitsWarper(filters["top_p"])(None, scores)
     theirs = scores.softmax(-1)[0]
     ours = torch.zeros(80)
-    for token, probability in survivors(logits[0].tolist(), replace(PLAIN, **one)).items():
+    for token, probability in survivors(logits[0].tolist(), replace(PLAIN, **filters)).items():
         ours[token] = probability
     assert torch.allclose(ours, theirs, atol=1e-6)
 
@@ -282,7 +282,32 @@ def test_ranked_draw_sorts_only_where_the_head_is_too_small(monkeypatch):
         sorts = 0
         drawn = sample(logits.expand(20, -1), rows, range(20)).tolist()
         assert (sorts > 0) == (needs_sort and sampler.MAX_CANDIDATES < WIDE)
-        assert drawn == [expected_token(logits[0].tolist(), one, index) for index, one in enumerate(rows)]
+        assert drawn == [expected_token(logits[0].tolist(), sampling, index) for index, sampling in enumerate(rows)]
+
+
+def test_top_p_is_a_share_of_what_a_wide_top_k_leaves():
+    """Ten likely tokens and a flat tail of the same weight in all: most of the tail is beyond top-k.
+
+    Half of what top-k leaves is six of the ten, half of the whole vocabulary would be all ten.
+    """
+    logits = torch.full((WIDE,), math.log(10 / (WIDE - 10)))
+    logits[:10] = 0.0
+    sampling = replace(PLAIN, top_k=1500, top_p=0.5)
+    assert sampler.MAX_CANDIDATES < sampling.top_k < WIDE
+    assert list(survivors(logits.tolist(), sampling)) == list(range(6))
+    drawn = sample(logits.expand(200, -1), [replace(sampling, seed=seed) for seed in range(200)], range(200))
+    assert set(drawn.tolist()) == set(range(6))
+
+
+@pytest.mark.parametrize("width", [4, WIDE])
+@pytest.mark.parametrize("top_k", [0, 4, 10**9])
+def test_a_token_that_top_p_does_not_need_is_out(width, top_k):
+    """Of four equal tokens two make up exactly half: the third is not drawn."""
+    logits = torch.full((width,), -math.inf)
+    logits[:4] = 1.0
+    sampling = replace(PLAIN, top_k=top_k, top_p=0.5)
+    drawn = sample(logits.expand(64, -1), [replace(sampling, seed=seed) for seed in range(64)], range(64))
+    assert set(drawn.tolist()) == {0, 1}
 
 
 def test_logprobs():

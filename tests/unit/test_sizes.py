@@ -1,4 +1,4 @@
-"""Weights by part against the published models, and what fits against the arena's own bounds."""
+"""Weights by part compared with the published models, and what fits compared with the bounds of the arena."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_towers():
     def towers(name: str) -> dict[str, int]:
         return tower_weights(VARIANTS[name])
 
-    clips = 16 * 7 * 4, 12 * 10 * 4  # bounds of the clipped linears, beside the parameters
+    clips = 16 * 7 * 4, 12 * 10 * 4  # bounds of the clipped linears, which are not parameters
     assert towers("E2B") == {"vision": 167_364_608 + 1_179_648 + clips[0], "audio": 304_824_608 + 2_359_296 + clips[1]}
     assert towers("E4B") == {"vision": 167_364_608 + 1_966_080 + clips[0], "audio": 304_824_608 + 3_932_160 + clips[1]}
     assert towers("12B") == {"vision": 49_922_304, "audio": 2_457_600}
@@ -91,7 +91,7 @@ def test_towers():
     assert tower_weights(VARIANTS["31B"]["text_config"]) == {}
 
 
-def test_tower_sections_may_leave_out_what_is_usual():
+def test_tower_sections_may_omit_defaults():
     config = copy.deepcopy(VARIANTS["E2B"])
     config["audio_config"] = {"model_type": "gemma4_audio"}
     assert tower_weights(config)["audio"] == tower_weights(VARIANTS["E2B"])["audio"]
@@ -107,7 +107,7 @@ def test_tower_section_that_makes_no_sense(bad):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_counts_are_those_of_the_model_that_transformers_builds(name):
+def test_counts_match_transformers(name):
     import torch
     import transformers
 
@@ -142,7 +142,7 @@ def test_pages_are_bounded_as_the_scheduler_bounds_them(name, latent):
             assert pages_of_sequence(group, length) == expected
 
 
-def test_a_window_straddles_one_page_more():
+def test_a_window_may_need_one_more_page():
     layout = plan_cache(read_spec(VARIANTS["31B"]).kv_specs(2))
     sliding, full = layout.groups
     assert (sliding.page_tokens, full.page_tokens) == (16, 256)

@@ -1,4 +1,4 @@
-"""`read_spec`: the five models in every form of config.json, against transformers' own reading, and every refusal."""
+"""`read_spec`: the five models in every form of config.json, compared with transformers, and every refusal."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_cache_bytes_per_token(name, sliding, plain, latent):
         assert [(group.name, group.bytes_per_token) for group in groups] == [("sliding", sliding), ("global", expected)]
 
 
-def test_readers_are_owners_and_the_layers_that_share_theirs():
+def test_readers_are_owners_and_the_layers_that_share_their_kv():
     spec = read_spec(VARIANTS["E2B"])
     groups = plan_cache(spec.kv_specs(2)).groups
     sliding, full = (spec.readers(group.layers) for group in groups)
@@ -115,7 +115,7 @@ def test_readers_are_owners_and_the_layers_that_share_theirs():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_both_forms_of_the_file_say_the_same(name, tmp_path: Path):
+def test_both_forms_of_the_file_agree(name, tmp_path: Path):
     transformers_config(name).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert "per_layer_config" in written["text_config"]
@@ -147,7 +147,7 @@ def test_text_only_config_has_the_same_layers(name, tmp_path: Path):
 
 
 def small_model(spec_changes: dict[str, Any], unified: bool = False) -> tuple[Any, ModelSpec]:
-    """A transformers model on the meta device, and our reading of the config it writes."""
+    """A transformers model on the meta device, and our spec of the config that it writes."""
     import torch
     import transformers
 
@@ -186,7 +186,7 @@ def small_model(spec_changes: dict[str, Any], unified: bool = False) -> tuple[An
         ({"layer_types": None, "num_hidden_layers": 7}, True),
     ],
 )
-def test_layers_are_those_that_transformers_builds(changes, unified):
+def test_layers_match_transformers(changes, unified):
     model, spec = small_model(changes, unified)
     assert len(model.model.layers) == len(spec.layers)
     sources: dict[str, int] = {}
@@ -209,7 +209,7 @@ def test_layers_are_those_that_transformers_builds(changes, unified):
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
 @pytest.mark.parametrize("factor", [1.0, 4.0])
-def test_rope_is_that_of_transformers(share, factor):
+def test_rope_matches_transformers(share, factor):
     from transformers import Gemma4TextConfig
     from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 
@@ -333,16 +333,16 @@ def rope(kind: str, **changes: Any) -> dict[str, Any]:
         (rope("full_attention", rope_type="yarn"), "rope_parameters.full_attention.rope_type", "'yarn'"),
         (rope("full_attention", rope_theta=None), "rope_parameters.full_attention.rope_theta", "null"),
         (rope("full_attention", partial_rotary_factor=1.5), "full_attention.partial_rotary_factor", "at most 1"),
-        (rope("full_attention", partial_rotary_factor=0.001), "full_attention.partial_rotary_factor", "none of 512"),
-        (rope("sliding_attention", partial_rotary_factor=0.5), "sliding_attention.partial_rotary_factor", "turns every dim"),
+        (rope("full_attention", partial_rotary_factor=0.001), "full_attention.partial_rotary_factor", "none of the 512"),
+        (rope("sliding_attention", partial_rotary_factor=0.5), "sliding_attention.partial_rotary_factor", "rotates every dim"),
         (rope("sliding_attention", factor=8.0), "sliding_attention.factor", "unscaled"),
         (variant("31B", rope_parameters={"rope_type": "default"}), "text_config.rope_parameters.sliding_attention", "missing"),
         (variant("31B", rope_parameters=None, rope_theta=1e6), "text_config.rope_theta", "without rope_parameters"),
         (variant("31B", rope_scaling={"factor": 8}), "text_config.rope_scaling", "is set"),
         (per_layer(_60={"head_dim": 512}), "per_layer_config.60", "from 0 to 59"),
-        (per_layer(_x={"head_dim": 512}), "per_layer_config.x", "is no layer"),
+        (per_layer(_x={"head_dim": 512}), "per_layer_config.x", "is not a layer"),
         (per_layer(_11={"head_dim": 128}), "per_layer_config", "layer 11 differs from layer 5"),
-        (per_layer(_11={"sliding_window": 7}), "per_layer_config.11.sliding_window", "layers differ in"),
+        (per_layer(_11={"sliding_window": 7}), "per_layer_config.11.sliding_window", "can differ between layers"),
         (per_layer(_11=5), "per_layer_config.11", "expected an object"),
         (per_layer() | {"text_config": per_layer()["text_config"] | {"global_head_dim": 256}}, "global_head_dim", "says 512"),
         ([1, 2], "config.json", "expected an object"),
@@ -356,7 +356,7 @@ def test_refusal_names_the_key(config, key, words):
     assert "\n" not in caught.value.message
 
 
-def test_per_layer_form_by_hand_reads_as_the_old_one():
+def test_handwritten_per_layer_form_equals_the_old_one():
     assert read_spec(per_layer()).layers == read_spec(VARIANTS["31B"]).layers
     padded = per_layer()
     padded["text_config"]["per_layer_config"] = {
@@ -365,7 +365,7 @@ def test_per_layer_form_by_hand_reads_as_the_old_one():
     assert read_spec(padded).layers == read_spec(VARIANTS["31B"]).layers
 
 
-def test_empty_per_layer_config_means_that_all_layers_are_alike():
+def test_empty_per_layer_config_means_equal_layers():
     config = without("31B", "global_head_dim", "num_global_key_value_heads")
     config["text_config"]["per_layer_config"] = {}
     assert {(layer.head_dim, layer.num_kv_heads) for layer in read_spec(config).layers} == {(256, 16)}
@@ -373,7 +373,7 @@ def test_empty_per_layer_config_means_that_all_layers_are_alike():
 
 @pytest.mark.parametrize("name", ["E2B", "12B", "26B-A4B"])
 def test_no_value_of_any_key_escapes_as_another_error(name):
-    """Each key with each odd value: a spec or a CheckpointError, never a TypeError or KeyError."""
+    """Each key with each odd value gives a spec or a CheckpointError, never a TypeError or KeyError."""
     odd = [None, True, False, 0, -1, 1, 3, 2.5, math.inf, math.nan, "", "x", [], [None], [[]], {}, {"a": 1}, {"0": {}}, 10**30]
     refusals = []
     for section in ("", "text_config", "rope"):

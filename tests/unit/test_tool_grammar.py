@@ -1,4 +1,4 @@
-"""Grammars for tool calls: whatever they allow can be read back as calls whose arguments match the schema."""
+"""GrammarCompiler for tool calls: whatever they allow can be read back as calls whose arguments match the schema."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ from training.data.tool_families import FAMILIES, TEST_NAMES
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer learnt from some chats."""
+    """A tokenizer trained on some chats."""
     folder = tmp_path_factory.mktemp("tokenizer")
     rng = random.Random(0)
     chats = [*facts.make(rng, 1), *smalltalk.make(rng, 200), *tools.make(rng, 100), *json_answers.make(rng, 100)]
@@ -91,7 +91,7 @@ def test_tokenizer_keeps_any_text_in_both_libraries(folder: Path) -> None:
     assert ours.decode(ids, skip_special=False) == text
     assert theirs(text, add_special_tokens=False)["input_ids"] == ids
     assert ours.vocab_size == len(theirs) == 1024
-    assert "日本" in ours.decode(ids)  # bytes are no special tokens
+    assert "日本" in ours.decode(ids)  # byte tokens are not special
     named = {
         name: ours.token_id(name)
         for name in ("<pad>", "<eos>", "<bos>", "<mask>", "<|tool_response>", '<|"|>', "<|turn>", "<turn|>")
@@ -164,7 +164,7 @@ def test_loss_is_on_what_the_model_writes(folder: Path) -> None:
 # What is held out
 
 
-def test_a_fifth_of_the_pairs_is_held_out_with_their_mirror_images() -> None:
+def test_a_fifth_of_the_pairs_is_held_out_in_both_orders() -> None:
     pairs = [(a, b) for a in range(1, 20) for b in range(1, 20) if a + b <= 20]
     held = [pair for pair in pairs if arithmetic.is_held_out(*pair, "+")]
     assert 0.15 < len(held) / len(pairs) < 0.3
@@ -393,15 +393,15 @@ def test_an_interview_asks_follow_ups_and_keeps_what_was_good() -> None:
     asking = interview.ask()
     first, _, text = next(asking)
     assert "What is ice?" in text
-    assert interview.take(first, "Ice is frozen water.") is None  # goes on with its follow-up
+    assert interview.take(first, "Ice is frozen water.") is None  # continues with its follow-up
     again, _, text = next(asking)
     assert again is first
     assert "Ice is frozen water." in text
-    finished = interview.take(again, None)  # cut off: the chat ends before that question
+    finished = interview.take(again, None)  # truncated: the chat ends before that question
     assert finished is not None
     assert finished.turns == ["What is ice?", "Ice is frozen water."]
-    other, _, _ = next(asking)
-    assert interview.take(other, "I am Qwen.") is None
+    second, _, _ = next(asking)
+    assert interview.take(second, "I am Qwen.") is None
     assert next(asking, None) is None
 
 

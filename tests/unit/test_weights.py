@@ -1,4 +1,4 @@
-"""Loading weights: single and sharded files, what is skipped, what is refused, and how much memory it takes."""
+"""Loading weights: single and sharded files, skipped and refused tensors, and peak memory."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from culet.errors import CheckpointError
+from culet.layers.weight.weights import Weights
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.weights import load_model
@@ -29,7 +30,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Gemma4:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A writable copy of a wrapped checkpoint with KV sharing, towers and dead weights."""
+    """A writable copy of a wrapped checkpoint with KV sharing, towers and unused weights."""
     shutil.copytree(tiny.checkpoint_folder("E2B"), tmp_path, dirs_exist_ok=True)
     return tmp_path
 
@@ -41,7 +42,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
 
 
 def shard(folder: Path, num_files: int = 3) -> list[str]:
-    """Split the single file as large checkpoints are."""
+    """Split the single file, as in large checkpoints."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = [f"model-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
@@ -59,9 +60,9 @@ def same(a: Gemma4, b: Gemma4) -> bool:
 
 @pytest.mark.parametrize("shape", tiny.SHAPES)
 def test_every_parameter_is_filled(shape: str) -> None:
-    """All that a model allocates is covered by the tensors of a checkpoint, once, and nothing else is."""
+    """The tensors of a checkpoint fill every parameter of a model exactly once."""
     spec = open_checkpoint(str(tiny.checkpoint_folder(shape))).spec
-    model = Gemma4(spec, dtype=torch.float32, device=CPU)
+    model = Gemma4(spec, Weights(torch.float32, CPU))
     for parameter in model.parameters():
         parameter.zero_()
     for placement in model.placements().values():
@@ -81,12 +82,12 @@ def test_towers_are_never_allocated(folder: Path) -> None:
     assert any("vision_tower" in name for name in tensors)
     assert any("audio_tower" in name for name in tensors)
     text = sum(value.numel() for name, value in tensors.items() if name.startswith("model.language_model."))
-    dead = sum(value.numel() for name, value in tensors.items() if is_dead(name))
-    assert dead > 0
-    assert sum(parameter.numel() for parameter in load(folder).parameters()) == text - dead
+    unused = sum(value.numel() for name, value in tensors.items() if is_unused(name))
+    assert unused > 0
+    assert sum(parameter.numel() for parameter in load(folder).parameters()) == text - unused
 
 
-def is_dead(name: str) -> bool:
+def is_unused(name: str) -> bool:
     parts = name.split(".")
     return "language_model" in name and "layers" in parts and int(parts[3]) >= 5 and parts[-2] in ("k_proj", "v_proj", "k_norm")
 
@@ -102,8 +103,8 @@ def test_stored_head_and_12b_embedder_are_skipped(folder: Path) -> None:
 def test_dtype(folder: Path) -> None:
     """Matrices are converted; norms and other small scales stay float32."""
     exact, model = load(folder), load(folder, torch.bfloat16)
-    assert torch.equal(model.embedding, exact.embedding.bfloat16())
-    assert model._layers[0].mlp.gate_up.weight.dtype == torch.bfloat16
+    assert torch.equal(model.embedding.tensor, exact.embedding.tensor.bfloat16())
+    assert model._layers[0].mlp.gate_up.tensor.dtype == torch.bfloat16
     assert torch.equal(model._layers[0].input_norm, exact._layers[0].input_norm)
 
 
@@ -124,14 +125,14 @@ def remove(*names: str) -> Callable[[dict[str, Tensor]], None]:
             lambda t: t.update({f"x{i}": torch.zeros(1) for i in range(9)}),
             r"9 tensors \(x0, x1, x2, x3, x4, \.\.\.\) unexpected",
         ),
-        (lambda t: t.update({LAYER + "layer_scalar": torch.zeros(2)}), r"layer_scalar: \[2\], expected \[1\]\) misshapen"),
+        (lambda t: t.update({LAYER + "layer_scalar": torch.zeros(2)}), r"layer_scalar: \[2\], expected \[1\]\) with the wrong"),
         (
             lambda t: t.update({"model.norm.weight": t["model.language_model.norm.weight"].clone()}),
             r"1 tensor \(model\..*norm\.weight\) unexpected",
         ),
         (
             lambda t: t.update({LAYER + "layer_scalar": torch.zeros(1, dtype=torch.int8)}),
-            r"layer_scalar: I8\) of a type that is not served",
+            r"layer_scalar: I8\) of an unsupported type",
         ),
     ],
 )
@@ -169,20 +170,38 @@ def test_missing_files(folder: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("weight_map", [None, [], {"a": 1}, {"a": "../model.safetensors"}])
+@pytest.mark.parametrize("weight_map", [None, [], {"a": 1}])
 def test_bad_index(folder: Path, weight_map: object) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match="weight_map: expected an object"):
         load(folder)
+
+
+@pytest.mark.parametrize("place", ["parent", "absolute", "below"])
+def test_an_index_cannot_name_files_elsewhere(folder: Path, place: str) -> None:
+    """The file exists and holds the whole model, so only the check of its name refuses it."""
+    inner = folder / "inner"
+    inner.mkdir()
+    shutil.copy(folder / "config.json", inner)
+    tensors = load_file(folder / "model.safetensors")
+    (inner / "sub").mkdir()
+    shutil.copy(folder / "model.safetensors", inner / "sub")
+    names = {"parent": "../model.safetensors", "absolute": str(folder / "model.safetensors"), "below": "sub/model.safetensors"}
+    name = names[place]
+    assert (inner / name).is_file()
+    (inner / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
+    with pytest.raises(CheckpointError, match="not in this folder"):
+        load(inner)
 
 
 PEAK = """
 import sys, torch
 from pathlib import Path
+from culet.layers.weight.weights import Weights
 from culet.models.checkpoint import open_checkpoint
 from culet.models.weights import load_model
 checkpoint = open_checkpoint(sys.argv[1])
-def peak():  # not ru_maxrss, in which a child process begins with what its parent held
+def peak():  # not ru_maxrss, which a child process inherits from its parent
     return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
 before = peak()
 model = load_model(checkpoint, dtype=torch.bfloat16, device=torch.device("cpu"), progress=False)
@@ -194,7 +213,7 @@ print((after - before) * 1024, weights)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_peak_memory(tmp_path: Path) -> None:
-    """Beside the weights, loading takes no more than the largest of 12 files (and what the allocator keeps)."""
+    """In addition to the weights, loading needs no more than the largest of 12 files (and the allocator's overhead)."""
     from transformers import Gemma4ForCausalLM
 
     with torch.device("meta"):

@@ -111,8 +111,8 @@ def _yes_no(rng: random.Random) -> tuple[str, str] | None:
         ("a fruit", "a vegetable", "a flower", "a tree"),
     ]
     own = next((group for group in groups if kind in group), ())
-    other = rng.choice([value for _, value in RELATIONS["kind"].rows if value != kind and value not in own])
-    return f"Is {lower} {other}?", rng.choice(_TABLE["no_it_is"]).format(n=lower, N=named, k=kind, o=other)
+    wrong_kind = rng.choice([value for _, value in RELATIONS["kind"].rows if value != kind and value not in own])
+    return f"Is {lower} {wrong_kind}?", rng.choice(_TABLE["no_it_is"]).format(n=lower, N=named, k=kind, o=wrong_kind)
 
 
 def _able(rng: random.Random) -> tuple[str, str] | None:

@@ -139,8 +139,11 @@ def _word(rng: random.Random) -> Chat:
             "-".join(word.word.upper()) + ".",
         ]
     else:
-        other = rng.choice([word for word in words if word.kind == "n"])
-        turns += [rng.choice(_TABLE["and_another_word"]).format(a=other.named), capitalised(f"{other.named} is {other.gloss}.")]
+        second_word = rng.choice([word for word in words if word.kind == "n"])
+        turns += [
+            rng.choice(_TABLE["and_another_word"]).format(a=second_word.named),
+            capitalised(f"{second_word.named} is {second_word.gloss}."),
+        ]
     return talk("threads", *turns)
 
 
@@ -162,10 +165,10 @@ def _same_thing(rng: random.Random) -> Chat:
     for name in rng.sample(known, min(len(known), rng.choice((1, 2, 2)))):
         value = tables[name][word.word]
         if name == "kind" and rng.random() < 0.6:
-            other = rng.choice([kind for kind in sorted(set(tables["kind"].values())) if kind != value])
+            wrong_kind = rng.choice([kind for kind in sorted(set(tables["kind"].values())) if kind != value])
             is_right = rng.random() < 0.5
             turns += [
-                rng.choice(_TABLE["is_it"]).format(value if is_right else other),
+                rng.choice(_TABLE["is_it"]).format(value if is_right else wrong_kind),
                 f"Yes, it is {value}." if is_right else f"No, it is {value}.",
             ]
         else:

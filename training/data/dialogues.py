@@ -77,9 +77,9 @@ def remember(rng: random.Random) -> Chat:
         for memory in known[: rng.choice((1, 2, 3))]:
             turns += [memory.asked, memory.answered]
     if rng.random() < 0.12:
-        other = rng.choices(makers, weights)[0](rng)
-        if other.topic not in memories and other.topic in ("name", "home", "age", "job"):
-            turns += [other.asked, _TABLE.say(rng, "you_have_not_told")]
+        untold = rng.choices(makers, weights)[0](rng)
+        if untold.topic not in memories and untold.topic in ("name", "home", "age", "job"):
+            turns += [untold.asked, _TABLE.say(rng, "you_have_not_told")]
     return talk("dialogues", *turns, *_closing(rng, 0.2))
 
 
@@ -94,9 +94,9 @@ def _about_animal(rng: random.Random, animal: knowledge.Animal, *, named: bool) 
     if kind == 1:
         return _TABLE.say(rng, "what_does_eat", s=s), f"{S} eats {animal.food}."
     if kind == 2:
-        other = rng.choice(("a fish", "a bird", "an insect", "a mammal", "a reptile"))
-        answer = f"Yes, {s} is {animal.kind}." if other == animal.kind else f"No, {s} is {animal.kind}."
-        return _TABLE.say(rng, "is_it_a", s=s, o=other), answer
+        guess = rng.choice(("a fish", "a bird", "an insect", "a mammal", "a reptile"))
+        answer = f"Yes, {s} is {animal.kind}." if guess == animal.kind else f"No, {s} is {animal.kind}."
+        return _TABLE.say(rng, "is_it_a", s=s, o=guess), answer
     if kind == 3:
         return _TABLE.say(rng, "what_kind_of_animal", s=s), f"{S} is {animal.kind}."
     return _TABLE.say(rng, "tell_me_more"), animal.fact
@@ -134,9 +134,9 @@ def animal(rng: random.Random) -> Chat:
         if answer not in asked.values():
             asked[question] = answer
     if rng.random() < 0.25:
-        other = rng.choice([animal for animal in knowledge.ANIMALS if animal is not subject])
-        asked[_TABLE.say(rng, "and_another_animal", a="an" if other.name[0] in "aeio" else "a", n=other.name)] = capitalised(
-            f"a {other.name} is {GLOSSES.get(other.name) or described(other)}."
+        second = rng.choice([animal for animal in knowledge.ANIMALS if animal is not subject])
+        asked[_TABLE.say(rng, "and_another_animal", a="an" if second.name[0] in "aeio" else "a", n=second.name)] = capitalised(
+            f"a {second.name} is {GLOSSES.get(second.name) or described(second)}."
         )
     return talk("dialogues", *opening, *(turn for pair in asked.items() for turn in pair), *_closing(rng, 0.25))
 
@@ -214,9 +214,12 @@ def words(rng: random.Random) -> Chat:
         elif kind == "spell":
             turns += [_TABLE.say(rng, "how_do_you_spell"), "-".join(word.upper()) + "."]
         else:
-            other = rng.choice(sorted(ADJECTIVES - {word}))
-            turns += [_TABLE.say(rng, "and_another_word", o=other), f"{other.capitalize()} means {GLOSSES[other]}."]
-            word = other
+            second_word = rng.choice(sorted(ADJECTIVES - {word}))
+            turns += [
+                _TABLE.say(rng, "and_another_word", o=second_word),
+                f"{second_word.capitalize()} means {GLOSSES[second_word]}.",
+            ]
+            word = second_word
             if word not in _OPPOSITES or "sentence" in kinds:
                 break
     return talk("dialogues", *turns, *_closing(rng, 0.25))

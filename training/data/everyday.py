@@ -182,16 +182,22 @@ TRANSLATIONS = _TABLE["translations"]
 
 def translation(rng: random.Random) -> Chat:
     """A word in another language, then in a second language or another word."""
-    language, other = rng.sample(list(TRANSLATIONS), 2)
-    word, second = rng.sample(list(TRANSLATIONS[language]), 2)
+    language, second_language = rng.sample(list(TRANSLATIONS), 2)
+    word, second_word = rng.sample(list(TRANSLATIONS[language]), 2)
     turns = [
         _TABLE.say(rng, "translate_into", w=word, l=language),
         _TABLE.say(rng, "translated", w=word, l=language, v=TRANSLATIONS[language][word]),
     ]
     if rng.random() < 0.5:
-        turns += [_TABLE.say(rng, "and_in_language", l=other), f'In {other}, you say "{TRANSLATIONS[other][word]}".']
+        turns += [
+            _TABLE.say(rng, "and_in_language", l=second_language),
+            f'In {second_language}, you say "{TRANSLATIONS[second_language][word]}".',
+        ]
     elif rng.random() < 0.5:
-        turns += [_TABLE.say(rng, "and_word", w=second), f'In {language}, you say "{TRANSLATIONS[language][second]}".']
+        turns += [
+            _TABLE.say(rng, "and_word", w=second_word),
+            f'In {language}, you say "{TRANSLATIONS[language][second_word]}".',
+        ]
     return talk("everyday", *turns, *_closing(rng))
 
 

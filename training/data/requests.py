@@ -243,18 +243,18 @@ _HEROES = _TABLE["heroes"]
 
 def story(rng: random.Random) -> Chat:
     """A little story about the requested hero."""
-    noun, other = rng.sample(_HEROES, 2)
+    noun, second_noun = rng.sample(_HEROES, 2)
     adjective = rng.choice((*_ADJECTIVES, ""))
     hero = f"{adjective} {noun}".strip()
     hero = ("an " if hero[0] in "aeiou" else "a ") + hero
-    friend = rng.choice(("little ", "young ", "")) + other
+    friend = rng.choice(("little ", "young ", "")) + second_noun
     friend = ("an " if friend[0] in "aeiou" else "a ") + friend
     finds = [find for find in topics.FINDS if not re.search(r"child|friend|dragon|stranger|sound|song|light", find)]
     values = {
         "h": hero,
         "H": capitalised(hero),
         "n": noun,
-        "m": other,
+        "m": second_noun,
         "g": friend,
         "f": rng.choice(finds),
         "p": rng.choice([place for place in topics.PLACES if place.startswith(("in ", "by ", "on a s", "on a h"))]),

@@ -163,10 +163,10 @@ def _messages(system: str | None, *messages: Message) -> tuple[Message, ...]:
     return (*([{"role": "system", "content": system}] if system else []), *messages)
 
 
-def _others(rng: random.Random, taken: set[str], families: list[str]) -> list[Declared]:
+def _others(rng: random.Random, excluded: set[str], families: list[str]) -> list[Declared]:
     """Up to four more tools of other families."""
     count = rng.choices((0, 1, 2, 3, 4), (0.2, 0.25, 0.3, 0.15, 0.1))[0]
-    chosen = rng.sample([name for name in families if name not in taken], count)
+    chosen = rng.sample([name for name in families if name not in excluded], count)
     return [declare_family(FAMILIES[name], rng) for name in chosen]
 
 
@@ -339,7 +339,7 @@ def make_series(rng: random.Random, count: int) -> Iterator[Chat]:
     while count > 0:
         keys: list[str] = []
         for key in rng.sample(list(FAMILIES), rng.choice((2, 3, 3, 3, 4, 4))):
-            if not any(key in _NEAR.get(other, ()) or other in _NEAR.get(key, ()) for other in keys):
+            if not any(key in _NEAR.get(chosen, ()) or chosen in _NEAR.get(key, ()) for chosen in keys):
                 keys.append(key)
         declared = {key: declare_family(FAMILIES[key], rng, random_name(rng) if rng.random() < 0.7 else None) for key in keys}
         if len({tool.name for tool in declared.values()} - _TESTED) < len(keys):

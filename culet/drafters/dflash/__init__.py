@@ -1,1 +1,1 @@
-"""DFlash drafters: they keep pages of their own."""
+"""DFlash drafters: they have their own pages."""

@@ -1,8 +1,8 @@
-"""DFlash at work: context keys and values of what the target has computed, and one pass over a block of masks a round.
+"""DFlash drafting: context keys and values of the tokens that the target has computed, and one pass over a block of masks.
 
-A block is the newest token, which has no KV yet, and masks at the positions after it. Its keys and values are written behind
+A block is the newest token, which has no KV yet, and masks at the positions after it. Its keys and values are written after
 the context, into pages that the scheduler keeps ready there (`KVSpec.ahead`), so that attention reads every key from pages and
-depends on shapes alone. They mean nothing afterwards: `commit` writes the context of the same positions before the next block.
+depends only on shapes. They have no meaning afterwards: `commit` writes the context of those positions before the next block.
 
 Shapes: R sequences · K tokens of a block · T = R * K · D model.
 """
@@ -21,7 +21,7 @@ from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup
 from culet.drafters.base import DraftBatch
 from culet.drafters.dflash.model import DFlashModel
-from culet.drafters.dflash.spec import DFlashLayer
+from culet.drafters.dflash.spec import DFlashMask
 from culet.kernels.types import BlockShape
 
 LOGITS_ROWS = 256  # logits computed at a time: 256 MiB at Gemma's vocabulary
@@ -29,21 +29,21 @@ LOGITS_ROWS = 256  # logits computed at a time: 256 MiB at Gemma's vocabulary
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Layers with one mask, and the backend that serves them."""
+    """A mask that some layers share, and their backend."""
 
-    mask: DFlashLayer
+    mask: DFlashMask
     backend: AttentionBackend
 
-    def own_of(self, visible: Iterator[Tensor]) -> Tensor | None:
-        """The next of `visible`, which has the keys that masks see which are not causal; None: the text rule."""
-        return None if self.mask.is_causal else next(visible)
+    def visible_from(self, intervals: Iterator[Tensor]) -> Tensor | None:
+        """The next of `intervals`, which has one for each mask that is not causal. None: the text rule."""
+        return None if self.mask.is_causal else next(intervals)
 
 
 class DFlashDrafter:
-    """A DFlash model beside its target."""
+    """A DFlash model and its target."""
 
     def __init__(self, model: DFlashModel, backend: AttentionBackend, *, max_drafts: int) -> None:
-        """`backend` is the one that was planned for the drafter's group."""
+        """`backend` is the one planned for the drafter's group."""
         self.model, self.taps, self.max_drafts = model, model.spec.taps, max_drafts
         self.group: KVGroup = backend.group
         kinds = {mask: _kind(mask, backend) for mask in dict.fromkeys(model.spec.layers)}
@@ -57,11 +57,11 @@ class DFlashDrafter:
         return [tuple(weight.shape) for weight in self.model.parameters()]
 
     def commit(self, tapped: Mapping[int, Tensor], positions_T: Tensor, kv_address_T: Tensor, pool: Pool) -> None:
-        """Write context keys and values. They depend on no other token, so it matters not when."""
+        """Write context keys and values. They depend on no other token, so they can be written at any time."""
         self.model.commit(tapped, positions_T, kv_address_T, pool)
 
     def propose(self, batch: DraftBatch, pool: Pool, num_drafts: int) -> Tensor:
-        """The likeliest token at each of the first `num_drafts` masks of every block: int64 [R, num_drafts]."""
+        """The most likely token at each of the first `num_drafts` masks of every block: int64 [R, num_drafts]."""
         hidden_RKD = self.block_states(batch, pool).unflatten(0, (batch.num_rows, -1))
         drafts_RK = torch.empty(batch.num_rows, num_drafts, dtype=torch.int64, device=batch.newest_R.device)
         at_a_time = max(1, LOGITS_ROWS // num_drafts)
@@ -72,25 +72,25 @@ class DFlashDrafter:
         return drafts_RK
 
     def block_states(self, batch: DraftBatch, pool: Pool) -> Tensor:
-        """Hidden states [T, D] of all blocks, whose tokens follow each other row by row."""
+        """Hidden states [T, D] of all blocks, row after row."""
         model, own = self.model, batch.groups[self.group.index]
         shape = self._shape._replace(spare_page=pool.spare_page)
         tables = own.pages_BP, own.first_B
-        start = model.ops.begin_blocks(batch.newest_R, batch.length_R, tables, shape, model.inv_freq, model.embedding)
+        start = model.begin_blocks(batch.newest_R, batch.length_R, tables, shape)
         blocks = ForwardBatch(
             token_ids_T=start.ids_T,
             positions_T=start.positions_T,
             row_begin_B1=start.row_begin_R1,
             context_B=start.context_R,
             logits_index_L=start.kv_address_T[:0],
-            # Where a row starts is known on the device alone; with all keys in pages and few queries no backend asks.
+            # Only the device knows where a row starts. With all keys in pages and few queries, no backend asks.
             rows=(RowFacts(0, shape.size, (True,)),) * batch.num_rows,
             groups=(),
             tail=None,
         )
-        visible = iter(start.visible)
+        intervals = iter(start.visible)
         masked = [
-            replace(blocks, groups=(GroupBatch(own.pages_BP, own.first_B, start.kv_address_T, kind.own_of(visible)),))
+            replace(blocks, groups=(GroupBatch(own.pages_BP, own.first_B, start.kv_address_T, kind.visible_from(intervals)),))
             for kind in self._kinds
         ]
         batches = [masked[index] for index in self._kind_of]
@@ -98,8 +98,8 @@ class DFlashDrafter:
         return model(batches, backends, pool, start)
 
 
-def _kind(mask: DFlashLayer, planned: AttentionBackend) -> _Kind:
-    """A backend of the planned class for the layers with one window. Its batches have one group alone, hence index 0."""
+def _kind(mask: DFlashMask, planned: AttentionBackend) -> _Kind:
+    """A backend of the planned class for the layers with one window. Its batches have only one group, hence index 0."""
     group = planned.group
     specs = tuple(replace(spec, window=mask.window) for spec in group.specs)
     return _Kind(mask, type(planned)(replace(group, index=0, specs=specs), planned.num_heads))

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from culet.cache.spec import CacheLayout, KVSpec
 from culet.config import MAX_DRAFTS, DraftChoice
-from culet.drafters.dflash.spec import DFlashModelSpec, make_config, read_dflash
+from culet.drafters.dflash.spec import DFlashSpec, make_config, read_dflash
 from culet.errors import CheckpointError, ConfigError, UnsupportedError
-from culet.models.checkpoint import RandomDraw, find_folder, read_config
+from culet.models.folder import find_folder, read_config
+from culet.models.random_checkpoint import PREFIX, RandomDraw
 from culet.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -19,84 +20,83 @@ if TYPE_CHECKING:
     from culet.drafters.dflash.drafter import DFlashDrafter
     from culet.models.gemma4 import Gemma4
 
-RANDOM = "random:"
 _RANDOM_OPTIONS = ("layers", "block", "seed")
 
 
 @dataclass(frozen=True)
-class DFlashSpec:
-    """Which DFlash drafter, for which target, and how many of its drafts are used."""
+class DFlashPlan:
+    """Which DFlash drafter, and how many of its drafts are used."""
 
     method: ClassVar[str] = "dflash"
     reads_target_pages: ClassVar[bool] = False
-    lookback: ClassVar[int] = 0  # it reads none of the target's keys
+    lookback: ClassVar[int] = 0  # it does not read the target's keys
 
     model: str
     revision: str | None
-    shape: DFlashModelSpec
-    first_layer: int  # the pool's number of its first layer: the target's come before
+    spec: DFlashSpec
+    first_layer: int  # number of its first layer in the pool: the target's layers come first
     max_drafts: int
-    random: RandomDraw | None = None  # its weights are drawn, and no folder holds it
+    random: RandomDraw | None = None  # set: weights are drawn, and there is no folder
 
     @property
     def taps(self) -> tuple[int, ...]:
-        return self.shape.taps
+        return self.spec.taps
 
     @property
     def num_heads(self) -> int:
-        return self.shape.num_heads
+        return self.spec.num_heads
 
     @property
     def needs_intervals(self) -> bool:
-        """Where a layer sees the whole block, whatever comes later in it."""
-        return not all(layer.is_causal for layer in self.shape.layers)
+        """True if a layer sees the whole block, later tokens included."""
+        return not all(layer.is_causal for layer in self.spec.layers)
 
     @classmethod
-    def open(cls, choice: DraftChoice, target: ModelSpec) -> DFlashSpec:
-        """Read the drafter's config.json, and refuse one that was not made for `target`."""
+    def open(cls, choice: DraftChoice, target: ModelSpec) -> DFlashPlan:
+        """Read the drafter's config.json, and refuse a drafter that was not made for `target`."""
         draw, config = None, None
-        if choice.model.startswith(RANDOM):
+        if choice.model.startswith(PREFIX):
             draw, config = _read_random(choice.model, target)
         try:
-            shape = read_dflash(config or read_config(choice.model, choice.revision), target)
+            spec = read_dflash(config or read_config(choice.model, choice.revision), target)
         except CheckpointError as error:
             raise CheckpointError(f"drafter {choice.model}: {error.message}", hint=error.hint) from error
-        if shape.block_size > MAX_DRAFTS + 1:
-            problem = f"its blocks have {shape.block_size} tokens, attention takes at most {MAX_DRAFTS + 1}"
+        if spec.block_size > MAX_DRAFTS + 1:
+            problem = f"its blocks have {spec.block_size} tokens, attention takes at most {MAX_DRAFTS + 1}"
             raise UnsupportedError(f"drafter {choice.model}: {problem}")
-        most = shape.block_size - 1
+        most = spec.block_size - 1
         if choice.num_speculative_tokens is not None and choice.num_speculative_tokens > most:
-            problem = f"got {choice.num_speculative_tokens}, blocks of {shape.block_size} tokens hold {most} drafts"
+            problem = f"got {choice.num_speculative_tokens}, blocks of {spec.block_size} tokens hold {most} drafts"
             raise ConfigError(f"speculative-config: num_speculative_tokens: {problem}")
         drafts = choice.num_speculative_tokens or most
-        return cls(choice.model, choice.revision, shape, len(target.layers), drafts, draw)
+        return cls(choice.model, choice.revision, spec, len(target.layers), drafts, draw)
 
     def kv_specs(self, itemsize: int) -> list[KVSpec]:
-        """One group: windows are masks, and a block is written behind the newest token for the length of one pass."""
-        shape = self.shape
+        """One group: windows are only masks, and a block is written after the newest token for one pass."""
+        spec = self.spec
         return [
             KVSpec(
                 layer=self.first_layer + index,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
-                rotated_dims=shape.head_dim,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                rotated_dims=spec.head_dim,
                 window=None,
                 latent=False,
                 itemsize=itemsize,
                 owner=self.method,
-                ahead=shape.block_size,
+                ahead=spec.block_size,
             )
-            for index in range(len(shape.layers))
+            for index in range(len(spec.layers))
         ]
 
     def readers(self, layout: CacheLayout) -> Mapping[str, tuple[int, ...]]:
-        """Its own group alone."""
-        return {self.method: tuple(range(self.first_layer, self.first_layer + len(self.shape.layers)))}
+        """Only its own group."""
+        return {self.method: tuple(range(self.first_layer, self.first_layer + len(self.spec.layers)))}
 
     def num_parameters(self) -> Mapping[str, int]:
         """Weights by part."""
         counts = {"context": 0, "attention": 0, "MLP": 0, "norms": 0}
-        for name, size in self.shape.tensor_shapes():
+        for name, size in self.spec.tensor_shapes():
             part = (
                 "norms" if len(size) == 1 else "context" if name == "fc.weight" else "MLP" if ".mlp." in name else "attention"
             )
@@ -104,25 +104,25 @@ class DFlashSpec:
         return counts
 
     def build(self, target: Gemma4, backends: Mapping[int, AttentionBackend], *, progress: bool = True) -> DFlashDrafter:
-        """Load the weights to the target's device in its precision; `backends` has the one of its group."""
+        """Load the weights to the target's device, in its precision. `backends` has the backend of its group."""
         from culet.drafters.dflash.drafter import DFlashDrafter
         from culet.drafters.dflash.model import draw_dflash, load_dflash
 
         if self.random is not None:
-            model = draw_dflash(self.shape, target, self.random)
+            model = draw_dflash(self.spec, target, self.random)
         else:
-            model = load_dflash(find_folder(self.model, self.revision), self.shape, target, progress=progress)
+            model = load_dflash(find_folder(self.model, self.revision), self.spec, target, progress=progress)
         (backend,) = backends.values()
         return DFlashDrafter(model, backend, max_drafts=self.max_drafts)
 
 
 def _read_random(model: str, target: ModelSpec) -> tuple[RandomDraw, dict[str, object]]:
-    """`random:` or `random:layers=2,block=8,seed=1`: a drafter of the published proportions that fits `target`."""
-    given = dict(part.partition("=")[::2] for part in model.removeprefix(RANDOM).split(",") if part)
+    """`random:` or `random:layers=2,block=8,seed=1`: a drafter for `target` with the published proportions."""
+    given = dict(part.partition("=")[::2] for part in model.removeprefix(PREFIX).split(",") if part)
     for key, value in given.items():
         if key not in _RANDOM_OPTIONS or not value.isdecimal():
             known = ", ".join(f"{name}=N" for name in _RANDOM_OPTIONS)
-            raise ConfigError(f"speculative-config: model: got {model!r}, in which {key}={value} is none of {known}")
+            raise ConfigError(f"speculative-config: model: got {model!r}, in which {key}={value} is not one of {known}")
     overrides = {"num_hidden_layers": given.get("layers"), "block_size": given.get("block")}
     numbers = {key: int(value) for key, value in overrides.items() if value is not None}
     return RandomDraw(int(given.get("seed", 0))), make_config(target, **numbers)

@@ -1,8 +1,8 @@
-"""A DFlash drafter's `config.json` as plain facts, in the form of the published checkpoints. No torch.
+"""The `config.json` of a DFlash drafter as plain facts, in the form of the published checkpoints. No torch.
 
-Such a drafter is a small decoder of its own with neither embedding nor head: it takes the target's. It reads the residual
-stream at the output of a few target layers (**taps**), and guesses a block of masked tokens in one pass.
-docs/guides/dflash.md lists the keys and the tensors.
+Such a drafter is a small decoder that uses the target's embedding and head. It reads the residual stream at the output of a
+few target layers (**taps**), and guesses a block of masked tokens in one pass. docs/guides/dflash.md lists the keys and the
+tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from culet.models.spec import ModelSpec, Section
 ARCHITECTURE = "DFlashDraftModel"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _MAX_LAYERS = 100
-# Another value of these would change the maths: (key, the value that the published drafters have).
+# Keys whose value would change the maths: (key, its value in the published drafters).
 _FIXED: tuple[tuple[str, object], ...] = (
     ("hidden_act", "silu"),
     ("attention_bias", False),
@@ -26,16 +26,16 @@ _FIXED: tuple[tuple[str, object], ...] = (
 
 
 @dataclass(frozen=True)
-class DFlashLayer:
-    """What differs between a drafter's layers: which keys a token of the block sees."""
+class DFlashMask:
+    """Which keys a token of the block sees in a layer. Layers differ in nothing else."""
 
-    window: int | None  # keys before and with itself; None: all of the context
-    is_causal: bool  # whether later tokens of the block are hidden from it
+    window: int | None  # keys that it sees, itself included; None: all of the context
+    is_causal: bool  # True: it does not see later tokens of the block
 
 
 @dataclass(frozen=True)
-class DFlashModelSpec:
-    """A DFlash drafter, complete."""
+class DFlashSpec:
+    """A DFlash drafter for one target."""
 
     hidden_size: int
     vocab_size: int
@@ -46,7 +46,7 @@ class DFlashModelSpec:
     rope_theta: float
     rms_eps: float
     final_softcap: float | None
-    layers: tuple[DFlashLayer, ...]
+    layers: tuple[DFlashMask, ...]
     taps: tuple[int, ...]  # target layers, in the order in which `fc` reads them
     block_size: int  # tokens of a block: the newest one, then masks
     mask_token_id: int
@@ -72,17 +72,17 @@ class DFlashModelSpec:
             yield f"{layer}mlp.down_proj.weight", (D, self.mlp_width)
 
 
-def read_dflash(config: Mapping[str, object], target: ModelSpec) -> DFlashModelSpec:
-    """The facts of a drafter's `config.json`; refuses one that was not made for `target`, by the key that says so."""
+def read_dflash(config: Mapping[str, object], target: ModelSpec) -> DFlashSpec:
+    """The facts of a drafter's `config.json`. A drafter that was not made for `target` is refused, with the key at fault."""
     root = Section(config)
     if config.get("architectures") != [ARCHITECTURE]:
-        hint = 'an assistant of Google\'s is used with "method": "mtp"' if "assistant" in str(config.get("model_type")) else ""
+        hint = 'use an assistant with "method": "mtp"' if "assistant" in str(config.get("model_type")) else ""
         raise root.error("architectures", f"got {config.get('architectures')!r}, expected {[ARCHITECTURE]!r}", hint)
     for key, expected in _FIXED:
         value = config.get(key)
         if value is not None and value != expected:
             wanted = "it absent" if expected is None else repr(expected)
-            raise root.error(key, f"got {value!r}, expected {wanted}", "no published DFlash drafter is built like that")
+            raise root.error(key, f"got {value!r}, expected {wanted}", "no published DFlash drafter has that")
     own = root.section("dflash_config", {})
     _check_pairing(root, own, target)
     num_heads, num_kv_heads = root.whole("num_attention_heads"), root.whole("num_key_value_heads")
@@ -93,7 +93,7 @@ def read_dflash(config: Mapping[str, object], target: ModelSpec) -> DFlashModelS
     if head_dim % 2:
         raise root.error("head_dim", f"got {head_dim}, expected an even number: rope turns pairs")
     softcap = config.get("final_logit_softcapping", target.final_softcap)
-    return DFlashModelSpec(
+    return DFlashSpec(
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         mlp_width=root.whole("intermediate_size"),
@@ -111,19 +111,19 @@ def read_dflash(config: Mapping[str, object], target: ModelSpec) -> DFlashModelS
 
 
 def _check_pairing(root: Section, own: Section, target: ModelSpec) -> None:
-    """Width, vocabulary and depth must be the target's."""
-    hint = "a DFlash drafter serves the one model that it was trained for"
+    """Width, vocabulary and depth must be those of the target."""
+    hint = "a DFlash drafter drafts only for the model that it was trained with"
     for key, found, expected in (
         ("hidden_size", root.whole("hidden_size"), target.hidden_size),
         ("vocab_size", root.whole("vocab_size", target.vocab_size), target.vocab_size),
         ("num_target_layers", root.whole("num_target_layers", len(target.layers)), len(target.layers)),
     ):
         if found != expected:
-            raise root.error(key, f"got {found}, but the model it is to draft for has {expected}", hint)
+            raise root.error(key, f"got {found}, but the target has {expected}", hint)
 
 
 def _read_theta(root: Section) -> float:
-    """The one rope of all layers, by either of its spellings."""
+    """Theta of the rope that all layers share, under either key."""
     if root.values.get("rope_parameters") is None:
         return root.number("rope_theta", 1e6)
     rope = root.section("rope_parameters")
@@ -132,7 +132,7 @@ def _read_theta(root: Section) -> float:
     return rope.number("rope_theta")
 
 
-def _read_layers(root: Section, own: Section, block_size: int) -> tuple[DFlashLayer, ...]:
+def _read_layers(root: Section, own: Section, block_size: int) -> tuple[DFlashMask, ...]:
     num_layers = root.whole("num_hidden_layers")
     if num_layers > _MAX_LAYERS:
         raise root.error("num_hidden_layers", f"got {num_layers}, expected at most {_MAX_LAYERS}")
@@ -147,7 +147,7 @@ def _read_layers(root: Section, own: Section, block_size: int) -> tuple[DFlashLa
     if stated is not None and not isinstance(stated, bool):
         raise own.error("is_causal", f"got {stated!r}, expected true or false")
     return tuple(
-        DFlashLayer(window if kind == _SLIDING else None, kind == _SLIDING if stated is None else stated) for kind in kinds
+        DFlashMask(window if kind == _SLIDING else None, kind == _SLIDING if stated is None else stated) for kind in kinds
     )
 
 
@@ -161,7 +161,7 @@ def _read_taps(root: Section, own: Section, target: ModelSpec) -> tuple[int, ...
         if isinstance(tap, bool) or not isinstance(tap, int) or not 0 <= tap < num_layers:
             raise section.error("target_layer_ids", f"got {tap!r}, the target's layers are 0 to {num_layers - 1}")
     if len(set(taps)) < len(taps):
-        raise section.error("target_layer_ids", f"got {taps}, in which a layer stands twice")
+        raise section.error("target_layer_ids", f"got {taps}, which names a layer twice")
     return tuple(taps)
 
 
@@ -174,7 +174,7 @@ def _read_mask(root: Section, own: Section, target: ModelSpec) -> int:
 
 
 def make_config(target: ModelSpec, **overrides: Any) -> dict[str, Any]:
-    """`config.json` of a drafter for `target` with the published drafters' proportions; `overrides` replace keys of it."""
+    """The `config.json` of a drafter for `target` with the published proportions. `overrides` replace keys."""
     size, num_layers = target.hidden_size, overrides.get("num_hidden_layers", 5)
     head_dim = overrides.get("head_dim", 128 if size >= 1024 else 32)
     num_heads = 1 << (max(1, size // head_dim) - 1).bit_length()
@@ -205,6 +205,6 @@ def make_config(target: ModelSpec, **overrides: Any) -> dict[str, Any]:
 
 
 def spread_taps(num_layers: int, count: int = 6) -> list[int]:
-    """Evenly spread target layers from the second to the third from the end, as the published drafters tap them."""
+    """Evenly spread target layers, from the second to the third last, like the taps of the published drafters."""
     first, last = min(1, num_layers - 1), max(num_layers - 3, min(1, num_layers - 1))
     return sorted({round(first + index * (last - first) / (count - 1)) for index in range(count)})

@@ -1,1 +1,1 @@
-"""MTP assistants: they read the target's pages."""
+"""MTP drafters, which Google publishes as assistants. They read the target's pages."""

@@ -1,13 +1,12 @@
-"""The Gemma 4 assistant: a decoder that reads the target's pages and drafts one token at a time.
+"""The layers of an MTP drafter: a decoder that reads the target's pages and drafts one token at a time.
 
-Shapes: R sequences · B the target's model width · D the assistant's · V vocabulary · C clusters of tokens ·
-J tokens of a cluster · K clusters that are looked at.
+Shapes: R sequences · B the target's model width · D the drafter's · V vocabulary · C clusters of tokens ·
+J tokens of a cluster · K chosen clusters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,136 +14,108 @@ from torch import Tensor, nn
 from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
-from culet.drafters.mtp.spec import AssistantSpec, CentroidSpec
-from culet.kernels.dispatch import for_device
+from culet.drafters.mtp.spec import CentroidSpec, MTPSpec
 from culet.kernels.types import Candidates, Rope
 from culet.layers.attention import Pass
-from culet.layers.linear import Layer, Linear, Placement, empty_vector
+from culet.layers.layer import Layer
 from culet.layers.rope import inverse_frequencies
-from culet.models.gemma4 import DecoderLayer
+from culet.layers.weight.base import Projection
+from culet.layers.weight.weights import Weights, narrowed
+from culet.models.gemma4 import DecoderLayer, Gemma4
 from culet.models.spec import RopeSpec
 
-if TYPE_CHECKING:
-    from culet.models.gemma4 import Gemma4
-
-_FP8_ROWS = 16384  # of a table that are made e4m3 at a time
+_TABLE = "model.embed_tokens"
 
 
 class CentroidHead(Layer):
-    """Scores clusters of tokens by their centroids, then only the tokens of the best ones.
+    """Scores clusters of tokens by their centroids, then only the tokens of the best clusters.
 
-    The table is kept in the order of the clusters, so that the rows of a cluster lie together.
+    The table is kept in the order of the clusters, so that the rows of a cluster are adjacent.
     """
 
-    def __init__(self, spec: CentroidSpec, vocab_size: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: CentroidSpec, vocab_size: int, size: int, weights: Weights) -> None:
         super().__init__()
-        self.ops = for_device(device)
+        self.ops = weights.ops
         self.spec, self.vocab_size = spec, vocab_size
-        self.centroids = Linear(spec.count, size, dtype=dtype, device=device)
-        self.table = nn.Parameter(torch.empty(vocab_size, size, dtype=dtype, device=device), requires_grad=False)
-        # A vocabulary of 262,144 needs more than 16 bits.
-        self.token_ids_CJ: Tensor
-        ordering = torch.empty(spec.count, vocab_size // spec.count, dtype=torch.int64, device=device)
-        self.register_buffer("token_ids_CJ", ordering, persistent=False)
+        self.centroids = weights.matrix(Projection("masked_embedding.centroids", spec.count), num_columns=size)
+        self.table = weights.table(_TABLE, vocab_size, size)
+        self.token_ids_CJ = weights.token_ids("masked_embedding.token_ordering", spec.count, vocab_size // spec.count)
 
     def candidates(self, z_RD: Tensor) -> Candidates:
-        """The tokens that are looked at, R rows of K * J, with their logits, float32."""
-        chosen_RK = self.centroids(z_RD).topk(self.spec.top_k, dim=-1).indices
-        found: Candidates = self.ops.cluster_candidates(z_RD, self.table, self.token_ids_CJ, chosen_RK)
-        return found
+        """The tokens of the chosen clusters, R rows of K * J, with their logits in float32."""
+        chosen_RK = self.centroids.linear(z_RD).topk(self.spec.top_k, dim=-1).indices
+        return self.table.cluster_candidates(z_RD, self.token_ids_CJ, chosen_RK)
 
     def logits(self, z_RD: Tensor) -> Tensor:
-        """Logits [R, V], float32; -inf for the tokens that are not looked at."""
+        """Logits [R, V], float32; -inf for the tokens of all other clusters."""
         logits, token_ids = self.candidates(z_RD)
         assert token_ids is not None
         everything = logits.new_full((z_RD.shape[0], self.vocab_size), float("-inf"))
         return everything.scatter_(-1, token_ids, logits)
 
-    def placements(self) -> dict[str, Placement]:
-        return {
-            "model.embed_tokens.weight": Placement(self.table),
-            "masked_embedding.centroids.weight": Placement(self.centroids.weight),
-            "masked_embedding.token_ordering": Placement(self.token_ids_CJ.view(-1)),
-        }
-
     def finish(self) -> None:
-        """After loading, when the table is still in the order of token ids."""
-        self.table.copy_(self.table[self.token_ids_CJ.view(-1)])
+        """After loading: order the table by clusters. Until then it is in the order of token ids."""
+        self.table.reorder_rows(self.token_ids_CJ.view(-1))
 
 
 class PlainHead(Layer):
-    """A head over the whole vocabulary. Nothing else reads its table, so an e4m3 copy may take its place."""
+    """A head over the whole vocabulary."""
 
-    def __init__(self, vocab_size: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, size: int, weights: Weights) -> None:
         super().__init__()
-        self.ops = for_device(device)
-        self.table = nn.Parameter(torch.empty(vocab_size, size, dtype=dtype, device=device), requires_grad=False)
-        self.scale_V: Tensor | None
-        self.register_buffer("scale_V", None, persistent=False)  # of an e4m3 table
+        self.table = weights.table(_TABLE, vocab_size, size)
 
-    def to_fp8(self) -> None:
-        """From now on keep the table in e4m3, each row scaled to its range: half the bytes to read for a draft."""
-        scale_V1 = (self.table.abs().amax(dim=1, keepdim=True).float() / torch.finfo(torch.float8_e4m3fn).max).clamp(min=1e-12)
-        self.register_buffer("scale_V", scale_V1.flatten(), persistent=False)
-        narrow = torch.empty(self.table.shape, dtype=torch.float8_e4m3fn, device=self.table.device)
-        for part in range(0, self.table.shape[0], _FP8_ROWS):
-            rows = slice(part, part + _FP8_ROWS)
-            narrow[rows] = (self.table[rows].float() / scale_V1[rows]).to(narrow.dtype)
-        self.table = nn.Parameter(narrow, requires_grad=False)
+    def narrow(self, precision: str) -> None:
+        """Once, after loading: keep the table in a narrower format. Only the head reads it."""
+        self.table = narrowed(self.table, precision)
 
     def candidates(self, z_RD: Tensor) -> Candidates:
-        """Tokens among which the most likely one is."""
-        found: Candidates = self.ops.head_candidates(z_RD, self.table, self.scale_V, None)
-        return found
+        """Tokens that include the most likely one."""
+        return self.table.head_candidates(z_RD, None)
 
     def logits(self, z_RD: Tensor) -> Tensor:
         """Logits [R, V], float32."""
-        if self.scale_V is not None:
-            return z_RD.float() @ self.table.float().t() * self.scale_V
-        return self.ops.head(z_RD, self.table).float()
-
-    def placements(self) -> dict[str, Placement]:
-        return {"model.embed_tokens.weight": Placement(self.table)}
+        return self.table.head(z_RD).float()
 
     def finish(self) -> None:
-        """Nothing is made of several tensors here."""
+        """Nothing to do."""
 
 
-class Assistant(Layer):
-    """Drafts over the target's pages; it writes none. Parameters are allocated unfilled, as the target's."""
+class MTPModel(Layer):
+    """Drafts over the target's pages, and writes none. Weights are allocated unfilled, like the target's."""
 
-    def __init__(self, spec: AssistantSpec, *, dtype: torch.dtype, device: torch.device, latent: bool) -> None:
+    def __init__(self, spec: MTPSpec, weights: Weights, *, latent: bool) -> None:
         super().__init__()
-        device = torch.device(device)
         decoder = spec.decoder
-        self.spec, self.dtype, self.device = spec, dtype, device
-        self.ops, self.eps = for_device(device), decoder.rms_eps
+        self.spec, self.device = spec, weights.device
+        self.ops, self.eps = weights.ops, decoder.rms_eps
         size = decoder.hidden_size
-        self.pre_projection = Linear(size, 2 * spec.backbone_size, dtype=dtype, device=device)
-        self.post_projection = Linear(spec.backbone_size, size, dtype=dtype, device=device)
+        self.pre_projection = weights.matrix(Projection("pre_projection", size), num_columns=2 * spec.backbone_size)
+        self.post_projection = weights.matrix(Projection("post_projection", spec.backbone_size), num_columns=size)
         kinds: dict[tuple[RopeSpec, int], int] = {}
         self._layers = [
             DecoderLayer(
                 decoder,
                 layer,
                 kinds.setdefault((layer.rope, layer.head_dim), len(kinds)),
-                dtype=dtype,
-                device=device,
+                weights=weights.below(f"model.layers.{index}."),
                 latent=latent,
             )
-            for layer in decoder.layers
+            for index, layer in enumerate(decoder.layers)
         ]
         self.layers = nn.ModuleList(self._layers)
-        self.inv_freqs = [inverse_frequencies(rope.theta, dim, rope.rotated_dims, rope.factor, device) for rope, dim in kinds]
-        self.norm = empty_vector(size, device=device)
+        self.inv_freqs = [
+            inverse_frequencies(rope.theta, dim, rope.rotated_dims, rope.factor, weights.device) for rope, dim in kinds
+        ]
+        self.norm = weights.vector("model.norm.weight", size)
         self.head: CentroidHead | PlainHead
         if spec.centroids is not None:
-            self.head = CentroidHead(spec.centroids, decoder.vocab_size, size, dtype=dtype, device=device)
+            self.head = CentroidHead(spec.centroids, decoder.vocab_size, size, weights)
         else:
-            self.head = PlainHead(decoder.vocab_size, size, dtype=dtype, device=device)
+            self.head = PlainHead(decoder.vocab_size, size, weights)
 
     def begin(self, batch: ForwardBatch, pool: Pool, backends: Mapping[int, AttentionBackend], ropes: Sequence[Rope]) -> Pass:
-        """What all drafts of a round share: they stand at one position and see the same keys."""
+        """What all drafts of a draft round share: they have the same position and see the same keys."""
         groups = pool.layout.groups
         # Every key is in pages: nothing is fresh.
         nothing = torch.empty(0, device=self.device)
@@ -161,46 +132,34 @@ class Assistant(Layer):
     def forward(self, x_RD: Tensor, shared: Pass) -> Tensor:
         """The state that `head` and `next_hidden` read, [R, D].
 
-        `x_RD` is `pre_projection` of the newest token in the target's scaled embedding, beside the target's hidden state after
-        its final norm, or what `next_hidden` made of the last draft (`embed_linear`).
+        `x_RD` is `pre_projection` of two things side by side: the target's scaled embedding of the newest token, and a hidden
+        state, which is the target's after its final norm, or `next_hidden` of the last draft.
         """
         ops, eps, first = self.ops, self.eps, self._layers[0]
-        # No layer has experts or KV of its own, so each norm has one reader, and goes with it.
-        x, q = ops.residual_norm_linear(x_RD, None, (None, first.input_norm), None, eps, first.attention.qkv.weight)
+        # No layer has experts or KV of its own, so each norm has one reader and is fused with it.
+        x, q = first.attention.qkv.residual_norm_linear(x_RD, None, (None, first.input_norm), eps)
         for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
             attended, norms = layer.attention.attend(q, shared, x.dtype), (layer.post_attention_norm, layer.pre_mlp_norm)
-            x, opened = ops.residual_norm_linear(x, attended, norms, None, eps, layer.mlp.gate_up.weight, "gelu")
-            added, weight = layer.mlp.down.parts(opened), layer.post_mlp_norm
+            x, opened = layer.mlp.gate_up.residual_norm_linear(x, attended, norms, eps, gate="gelu")
+            added, weight = layer.mlp.down.linear_parts(opened), layer.post_mlp_norm
             if after is None:
-                x, normed = ops.residual_norm(x, added, weight, layer.scalar, self.norm, eps)
+                normed: Tensor = ops.residual_norm(x, added, weight, layer.scalar, self.norm, eps)[1]
             else:
-                norms = (weight, after.input_norm)
-                x, q = ops.residual_norm_linear(x, added, norms, layer.scalar, eps, after.attention.qkv.weight)
+                x, q = after.attention.qkv.residual_norm_linear(x, added, (weight, after.input_norm), eps, layer.scalar)
         return normed
 
     def next_hidden(self, z_RD: Tensor) -> Tensor:
-        """The hidden state that the draft after this one starts from, [R, B]."""
-        return self.post_projection(z_RD)
-
-    def placements(self) -> dict[str, Placement]:
-        """Every tensor of a checkpoint that has a place here, by its name there."""
-        found = {
-            "pre_projection.weight": Placement(self.pre_projection.weight),
-            "post_projection.weight": Placement(self.post_projection.weight),
-            "model.norm.weight": Placement(self.norm),
-        }
-        for index, layer in enumerate(self._layers):
-            found.update(layer.placements(f"model.layers.{index}."))
-        return found | self.head.placements()
+        """The hidden state that the next draft starts from, [R, B]."""
+        return self.post_projection.linear(z_RD)
 
     def finish(self) -> None:
         """After loading: what needs no target."""
         self.head.finish()
 
-    def head_to_fp8(self) -> None:
-        """Once, after loading: an e4m3 copy of the head in its place."""
+    def narrow_head(self, precision: str) -> None:
+        """Once, after loading: keep the head in a narrower format."""
         assert isinstance(self.head, PlainHead), "a head of clusters reads few of its rows"
-        self.head.to_fp8()
+        self.head.narrow(precision)
 
     def bind(self, target: Gemma4) -> None:
         """After `finish`, once: fold into the queries what the target's pages leave out of their keys."""
@@ -212,6 +171,6 @@ class Assistant(Layer):
 
 
 def _by_group(backends: Mapping[int, AttentionBackend], num_groups: int) -> Sequence[AttentionBackend]:
-    """`backends` as a sequence over all KV groups; those that no layer here reads hold any of them."""
+    """`backends` as a sequence over all KV groups. Groups that no layer here reads get any of them."""
     some = next(iter(backends.values()))
     return [backends.get(index, some) for index in range(num_groups)]

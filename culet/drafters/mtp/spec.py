@@ -1,8 +1,8 @@
-"""A Gemma 4 assistant's `config.json` as plain facts, held against the target it drafts for. No torch.
+"""The `config.json` of an MTP drafter (a Gemma 4 assistant) as plain facts, checked against its target. No torch.
 
 An assistant is a decoder of a few narrow layers that store no KV: each reads the pages of the target's last KV-owning layer
-of its own kind. Its input is the target's embedding of a token beside a hidden state of the target's width; its output goes
-to a head over the same vocabulary, and back to that width, as the hidden state of the next draft.
+of its kind. Its input is the target's embedding of a token beside a hidden state of the target's width. Its output goes to a
+head over the same vocabulary, and is projected back to that width, as the hidden state of the next draft.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from dataclasses import dataclass, replace
 from culet.errors import CheckpointError
 from culet.models.spec import LayerSpec, ModelSpec, Section, read_spec
 
-# model_type of an assistant -> that of the decoder within it
+# model_type of an assistant -> that of its decoder
 MODEL_TYPES = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
 _DEFAULT_CENTROIDS, _DEFAULT_TOP_CENTROIDS = 2048, 32
-_WRONG_PAIR = "an assistant drafts only for the model that it was trained with; take the one that carries the target's name"
+_WRONG_PAIR = "an assistant drafts only for the model that it was trained with; use the one with the target's name"
 
 
 @dataclass(frozen=True)
 class CentroidSpec:
-    """A head in two steps: the best clusters of tokens, then the tokens in them."""
+    """A head in two steps: first the best clusters of tokens, then the tokens in them."""
 
-    count: int  # clusters of equal size
-    top_k: int  # of them whose tokens are looked at
+    count: int  # clusters, of equal size
+    top_k: int  # clusters whose tokens are scored
 
 
 @dataclass(frozen=True)
-class AssistantSpec:
-    """An assistant for one target."""
+class MTPSpec:
+    """An MTP drafter for one target."""
 
     decoder: ModelSpec  # its layers are numbered after the target's, and `kv_source` is a layer of the target
     backbone_size: int  # hidden size of the target
     centroids: CentroidSpec | None  # None: an ordinary head
 
     def tensor_sizes(self) -> dict[str, int]:
-        """Elements by part."""
+        """Number of weights by part."""
         decoder, size = self.decoder, self.decoder.hidden_size
         attention = sum(2 * layer.num_heads * layer.head_dim * size + layer.head_dim for layer in decoder.layers)
         mlp = sum(3 * layer.mlp_width * size for layer in decoder.layers)
@@ -50,12 +50,12 @@ class AssistantSpec:
         }
 
 
-def read_assistant(config: Mapping[str, object], target: ModelSpec) -> AssistantSpec:
-    """The facts of an assistant's `config.json`; one that was not made for `target` is refused, with what does not fit."""
+def read_mtp(config: Mapping[str, object], target: ModelSpec) -> MTPSpec:
+    """The facts of an assistant's `config.json`. An assistant that was not made for `target` is refused, with the reason."""
     root = Section(config)
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
-        hint = "name an assistant, as google/gemma-4-E4B-it-assistant"
+        hint = "name an assistant, such as google/gemma-4-E4B-it-assistant"
         raise root.error("model_type", f"got {model_type!r}, expected one of {', '.join(MODEL_TYPES)}", hint)
     text = root.section("text_config")
     for key in ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp"):
@@ -65,10 +65,10 @@ def read_assistant(config: Mapping[str, object], target: ModelSpec) -> Assistant
     if text.whole("num_kv_shared_layers", num_layers, least=0) not in (0, num_layers):
         problem = f"got {text.values['num_kv_shared_layers']}, but all {num_layers} layers of an assistant read the target's KV"
         raise text.error("num_kv_shared_layers", problem)
-    # Read as a decoder whose layers all own KV; that they do not is what `_read_from_target` then says.
+    # Read it as a decoder whose layers all own KV. `_read_from_target` then sets where they read KV instead.
     plain = {"model_type": MODEL_TYPES[str(model_type)], "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
     decoder = read_spec({key: value for key, value in text.values.items() if key != "architectures"} | plain)
-    spec = AssistantSpec(
+    spec = MTPSpec(
         decoder=replace(decoder, layers=tuple(_read_from_target(layer, target) for layer in decoder.layers)),
         backbone_size=root.whole("backbone_hidden_size"),
         centroids=_read_centroids(root, decoder.vocab_size),
@@ -96,7 +96,7 @@ def _read_centroids(root: Section, vocab_size: int) -> CentroidSpec | None:
 def _read_from_target(layer: LayerSpec, target: ModelSpec) -> LayerSpec:
     """`layer` as a reader of the target's last KV-owning layer of its kind, if its shape allows that."""
     kind = "global" if layer.is_global else "sliding"
-    owners = [one for one in target.layers if one.owns_kv and one.is_global == layer.is_global]
+    owners = [owner for owner in target.layers if owner.owns_kv and owner.is_global == layer.is_global]
     if not owners:
         raise CheckpointError(f"the assistant has {kind} layers, the target has none", hint=_WRONG_PAIR)
     source = owners[-1]
@@ -108,13 +108,13 @@ def _read_from_target(layer: LayerSpec, target: ModelSpec) -> LayerSpec:
     if layer.num_heads % layer.num_kv_heads:
         problem = f"{layer.num_heads} query heads cannot share {layer.num_kv_heads} KV heads"
         raise CheckpointError(f"the assistant's {kind} layers: {problem}")
-    # K = V is a fact of the pages, so it is the source's; and the number is one that no layer of the target has.
+    # K = V is a fact of the pages, so the source decides. Layer numbers continue after those of the target.
     return replace(layer, index=len(target.layers) + layer.index, kv_source=source.index, k_eq_v=source.k_eq_v)
 
 
 def make_config(target: ModelSpec) -> dict[str, object]:
-    """The `config.json` of an assistant of the published proportions that fits `target`, for random weights."""
-    is_small = target.ple_dim > 0  # E2B and E4B have narrow assistants with a head in two steps
+    """The `config.json` of an assistant for `target` with the published proportions, for random weights."""
+    is_small = target.ple_dim > 0  # the assistants of E2B and E4B are narrow and have a head in two steps
     by_kind = {layer.is_global: layer for layer in target.layers}
     sliding, full = by_kind[False], by_kind[True]
     size = min(256 if is_small else 1024, target.hidden_size)

@@ -15,17 +15,12 @@ from culet.kernels.types import PageTables, PlannedRows, TokenLayout
 def lay_out_tokens(
     rows: PlannedRows, tables: PageTables, tokens_SL: Tensor, accepted_S: Tensor, room: int, into: TokenLayout
 ) -> None:
-    """Compute the positions and KV addresses of a step's tokens, and read their ids. `room` is the size of each slot's ring.
-
-    Afterwards `rows.start_B` is where each row continues in the next step if none of its drafts is accepted. A next step with
-    the same rows in the same pages needs no data from the host.
-    """
+    """Compute the positions and KV addresses of a step's tokens, and read their ids. `room` is the size of each slot's ring."""
     num_tokens, num_rows = into.token_ids_T.shape[0], rows.start_B.shape[0]
     spare, width = tokens_SL.shape[0] - 1, tokens_SL.shape[1]
     slot_B = rows.slot_B.long()
     start_B = rows.start_B.long() + rows.is_open_B * accepted_S[slot_B]
     into.context_B.copy_(start_B)
-    rows.start_B.copy_(start_B + (slot_B != spare))
     token_T = torch.arange(num_tokens, device=start_B.device)
     row_T = torch.searchsorted(rows.begin_B1[1:].long(), token_T, right=True)
     position_T = start_B[row_T] + token_T - rows.begin_B1[row_T]

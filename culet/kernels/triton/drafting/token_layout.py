@@ -27,7 +27,7 @@ def _token_layout_kernel(
     width, spare, first_stride, address_stride,
     GROUPS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per row, so that no other reads the row's start, which it advances."""
+    """One program per row."""
     enter(PDL)
     row = tl.program_id(0)
     first_token = tl.load(begin + row)
@@ -36,7 +36,6 @@ def _token_layout_kernel(
     is_real = owner != spare
     at = tl.load(start + row) + tl.load(is_open + row) * tl.load(accepted + owner)
     tl.store(context + row, at)
-    tl.store(start + row, at + is_real.to(tl.int32))
     column = tl.arange(0, BLOCK)
     is_token = column < count
     token, position = first_token + column, at + column
@@ -81,5 +80,5 @@ def describe_token_layout(
 def lay_out_tokens(
     rows: PlannedRows, tables: PageTables, tokens_SL: Tensor, accepted_S: Tensor, room: int, into: TokenLayout
 ) -> None:
-    """Compute the positions and KV addresses of a step's tokens, read their ids, and advance `rows.start_B`."""
+    """Compute the positions and KV addresses of a step's tokens, and read their ids."""
     describe_token_layout(rows, tables, tokens_SL, accepted_S, room, into, uses_pdl(tokens_SL.device)).run()

@@ -1,4 +1,4 @@
-"""MTP assistants against transformers' own assistant model, on small checkpoints with the structure of the real ones."""
+"""MTP drafters compared with the assistants of transformers, on small checkpoints with the structure of the real ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from culet.config import DraftChoice
 from culet.drafters.base import open_drafter
-from culet.drafters.mtp.spec import read_assistant
+from culet.drafters.mtp.spec import read_mtp
 from culet.errors import CheckpointError, ConfigError
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
@@ -31,7 +31,7 @@ NUM_DRAFTS = 4
 
 
 def assert_same_logits(got_KV: Tensor, want_KV: Tensor) -> None:
-    """To 1e-4 of the largest, where a token is looked at; transformers gives the others less than any of those."""
+    """Equal to 1e-4 of the largest logit where a token is scored. In transformers all other tokens have smaller logits."""
     for got, want in zip(got_KV, want_KV, strict=True):
         seen = got.isfinite()
         error, size = float((got[seen] - want[seen]).abs().max()), float(want[seen].abs().max())
@@ -43,7 +43,7 @@ def assert_same_logits(got_KV: Tensor, want_KV: Tensor) -> None:
 @pytest.mark.parametrize(("shape", "latent"), SHAPE_LATENT)
 @pytest.mark.parametrize("position", ["hf", "engine"])
 def test_drafts_of_a_batch(shape: str, latent: bool, position: str) -> None:
-    """Rows of different lengths, shorter and longer than the window, drafted together, as transformers does one by one."""
+    """Rows shorter and longer than the window are drafted together. transformers drafts them one by one."""
     prompts = [tiny.telling_prompt(shape, length) for length in LENGTHS]
     newest = [5 + 7 * row for row in range(len(prompts))]
     rig = DraftRig(shape, latent=latent, position=position)
@@ -57,7 +57,7 @@ def test_drafts_of_a_batch(shape: str, latent: bool, position: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("position", ["hf", "engine"])
 def test_after_chunks(shape: str, position: str) -> None:
-    """What a prompt's chunks leave in pages is all that the assistant needs."""
+    """The drafter needs only what the chunks of a prompt leave in pages."""
     prompts = [tiny.telling_prompt(shape, 3 * WINDOW + 3), tiny.telling_prompt(shape, 2 * WINDOW)]
     tokens, logits_RKV = DraftRig(shape, position=position, page_tokens=12).drafts(prompts, [9, 11], 2, chunk=7)
     for row, token_ids in enumerate(prompts):
@@ -66,8 +66,8 @@ def test_after_chunks(shape: str, position: str) -> None:
         assert tokens[row] == want_tokens
 
 
-def test_the_two_positions_are_two() -> None:
-    """A window more than one key away, so that both what is seen and the angle differ."""
+def test_the_two_positions_differ() -> None:
+    """A prompt longer than the window, so that both the visible keys and the angle differ."""
     prompt = tiny.telling_prompt("31B", 4 * WINDOW)
     hf, engine = (DraftRig("31B", position=position).drafts([prompt], [9], 1)[1] for position in ("hf", "engine"))
     assert float((hf - engine).abs().max()) > 1e-2
@@ -75,7 +75,7 @@ def test_the_two_positions_are_two() -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_published_shapes(name: str) -> None:
-    """Parameters and tensors of the five published assistants, from their published dimensions."""
+    """Parameters and tensors of the five published assistants, computed from their dimensions."""
     target = read_spec(VARIANTS[name])
     is_small = name in tiny_assistants.SMALL
     layers = {layer.is_global: layer for layer in target.layers}
@@ -99,7 +99,7 @@ def test_published_shapes(name: str) -> None:
             "final_logit_softcapping": None,
         },
     }
-    spec = read_assistant(config, target)
+    spec = read_mtp(config, target)
     published = {"E2B": 77.7, "E4B": 78.5, "12B": 422.9, "26B-A4B": 419.7, "31B": 469.5}
     assert round(sum(spec.tensor_sizes().values()) / 1e6, 1) == published[name]
     sources = {"E2B": (13, 14), "E4B": (22, 23), "12B": (46, 47), "26B-A4B": (28, 29), "31B": (58, 59)}

@@ -1,4 +1,4 @@
-"""An assistant on our Triton backend, in Triton's interpreter: the same drafts as transformers'."""
+"""An MTP drafter on the Triton backend, in Triton's interpreter: the same drafts as transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ else:
     from tests.models import tiny_assistants
     from tests.models import tiny_checkpoints as tiny
     from tests.models.draft_rig import DraftRig
-    from tests.models.test_assistant import assert_same_logits
+    from tests.models.test_mtp import assert_same_logits
 
     MORE = [pytest.param(*case, marks=pytest.mark.slow) for case in (("E4B", "engine"), ("31B", "hf"))]
 

@@ -1,7 +1,7 @@
-"""`sample` on a GPU: the same draws by a few kernels, without a wait for the host.
+"""`sample` on a GPU: the same draws by a few kernels, without waiting for the host.
 
-Rows that the kernels do not serve (top-k above 64, top-p of the whole vocabulary) are drawn by the eager sampler, on the
-device too.
+Rows that the kernels do not serve (top-k above 64, top-p of the whole vocabulary) are drawn by the eager sampler, also on the
+device.
 Shapes: R rows to draw · V vocabulary · X biased tokens · H rows with penalties.
 """
 
@@ -29,7 +29,7 @@ PENALISED_ROWS = 16  # rows whose tokens are counted at once: bounds the counts 
 
 @dataclass
 class _Kept:
-    """What the last call's rows asked for, on the device: most steps draw for the same ones again."""
+    """The settings of the last call's rows, on the device. Most steps draw for the same rows again."""
 
     settings: list[Sampling]
     columns: RowSettings
@@ -38,13 +38,13 @@ class _Kept:
     penalised: list[int]
     has_few: bool
     has_open: bool
-    needs_copy: bool  # log-probabilities are still to be computed from the logits
-    slots: list[int] = field(default_factory=list)  # of the penalised rows, whose `penalties` these are
+    needs_copy: bool  # the unchanged logits are needed for log-probabilities
+    slots: list[int] = field(default_factory=list)  # of the penalised rows, for which `penalties` were sent
     penalties: Penalties | None = None  # without lengths, which change in every step
 
 
 class GpuSampler:
-    """Keeps the settings of the rows it last drew for on the device."""
+    """Keeps the settings of the rows that it last drew for on the device."""
 
     def __init__(self) -> None:
         self._kept: _Kept | None = None
@@ -60,11 +60,8 @@ class GpuSampler:
         *,
         masks: TokenMasks | None = None,
     ) -> Tensor:
-        """As `sampler.sample`; `positions_R` are the positions once more, int32, where they are on the device already.
-
-        Logits are overwritten, unless a row wants log-probabilities of them.
-        """
-        kept = self._keep(settings, logits_RV)
+        """See `Sampler`. Overwrites the logits, unless a row needs log-probabilities."""
+        kept = self._keep(list(settings), logits_RV)
         if positions_R is None:
             positions_R = on_device(positions, logits_RV.device, torch.int32)
         logits_RV = self._adjust(kept, logits_RV, positions, positions_R, history, masks)
@@ -73,8 +70,8 @@ class GpuSampler:
         tokens_R = draw_by_kernels(logits_RV, kept.columns, positions_R, has_few=kept.has_few, has_open=kept.has_open)
         if kept.others:
             index = on_device(kept.others, logits_RV.device)
-            others, places = [settings[row] for row in kept.others], [positions[row] for row in kept.others]
-            tokens_R[index] = sampler.draw(logits_RV[index], others, places)
+            other_settings, other_positions = [settings[row] for row in kept.others], [positions[row] for row in kept.others]
+            tokens_R[index] = sampler.draw(logits_RV[index], other_settings, other_positions)
         return tokens_R
 
     def _adjust(
@@ -109,48 +106,48 @@ class GpuSampler:
         if kept.penalties is None or kept.slots != slots:
             kept.slots = slots
             kept.penalties = _send_penalties(kept, history, logits_RV.device)
-        width, found = logits_RV.shape[1], kept.penalties
+        width, penalties = logits_RV.shape[1], kept.penalties
         if self._counts_HV is None or self._counts_HV.shape[1] != width:
             self._counts_HV = torch.zeros(PENALISED_ROWS, width, dtype=torch.int32, device=logits_RV.device)
-        lengths_H = positions_R[found.rows_H]
+        lengths_H = positions_R[penalties.rows_H]
         for begin in range(0, len(slots), PENALISED_ROWS):
             part = slice(begin, begin + PENALISED_ROWS)
-            some = Penalties(*(column[part] for column in found._replace(lengths_H=lengths_H)))
+            some = Penalties(*(column[part] for column in penalties._replace(lengths_H=lengths_H)))
             max_len = max(positions[row] for row in kept.penalised[part])
             penalise(logits_RV, history.tokens_SL, some, max_len, self._counts_HV)
 
-    def _keep(self, settings: Sequence[Sampling], logits_RV: Tensor) -> _Kept:
-        """Bring the settings to the device, unless they are those of the last call."""
+    def _keep(self, settings: list[Sampling], logits_RV: Tensor) -> _Kept:
+        """Send the settings to the device, unless they are those of the last call."""
         kept = self._kept
-        if kept is not None and len(settings) == len(kept.settings) and all(map(lambda a, b: a is b, settings, kept.settings)):
+        if kept is not None and settings == kept.settings:
             return kept
         device = logits_RV.device
-        others = [row for row, one in enumerate(settings) if not is_served(one)]
-        drawn = [one for one in settings if one.temperature > 0 and is_served(one)]
+        others = [row for row, sampling in enumerate(settings) if not is_served(sampling)]
+        drawn = [sampling for sampling in settings if sampling.temperature > 0 and is_served(sampling)]
         columns = RowSettings(*stage_settings(settings).send(device).values())
         self._kept = _Kept(
-            settings=list(settings),
+            settings=settings,
             columns=columns,
             biases=_send_biases(settings, logits_RV),
             others=others,
-            penalised=[row for row, one in enumerate(settings) if one.needs_history],
-            has_few=any(one.top_k > 0 for one in drawn),
-            has_open=any(one.top_k <= 0 for one in drawn),
-            needs_copy=any(one.logprobs is not None for one in settings),
+            penalised=[row for row, sampling in enumerate(settings) if sampling.needs_history],
+            has_few=any(sampling.top_k > 0 for sampling in drawn),
+            has_open=any(sampling.top_k <= 0 for sampling in drawn),
+            needs_copy=any(sampling.logprobs is not None for sampling in settings),
         )
         return self._kept
 
 
 def stage_settings(settings: Sequence[Sampling]) -> PackedArrays:
-    """The columns of RowSettings, in its order. A row that the kernels do not serve stands as a greedy one, the cheapest."""
-    heat = [one.temperature if is_served(one) else 0.0 for one in settings]
+    """The columns of RowSettings, in its order. A row that the kernels do not serve counts as greedy, which is the cheapest."""
+    temperature = [sampling.temperature if is_served(sampling) else 0.0 for sampling in settings]
     staged = PackedArrays()
-    staged.add("temperature", np.array(heat, dtype=np.float64))
-    staged.add("top_k", np.array([min(one.top_k, MAX_TOP_K) for one in settings], dtype=np.int32))
-    staged.add("top_p", np.array([one.top_p for one in settings], dtype=np.float64))
-    staged.add("min_p", np.array([one.min_p for one in settings], dtype=np.float64))
-    staged.add("seed", np.array([one.seed for one in settings], dtype=np.uint64).view(np.int64))
-    staged.add("sample", np.array([one.sample for one in settings], dtype=np.int32))
+    staged.add("temperature", np.array(temperature, dtype=np.float64))
+    staged.add("top_k", np.array([min(sampling.top_k, MAX_TOP_K) for sampling in settings], dtype=np.int32))
+    staged.add("top_p", np.array([sampling.top_p for sampling in settings], dtype=np.float64))
+    staged.add("min_p", np.array([sampling.min_p for sampling in settings], dtype=np.float64))
+    staged.add("seed", np.array([sampling.seed for sampling in settings], dtype=np.uint64).view(np.int64))
+    staged.add("sample", np.array([sampling.sample for sampling in settings], dtype=np.int32))
     return staged
 
 
@@ -168,19 +165,19 @@ def _send_biases(settings: Sequence[Sampling], logits_RV: Tensor) -> tuple[Tenso
 
 
 def _send_penalties(kept: _Kept, history: History, device: torch.device) -> Penalties:
-    """The penalised rows' settings; their lengths stand empty."""
+    """The penalised rows' settings, with lengths of 0."""
     some = [kept.settings[row] for row in kept.penalised]
     staged = PackedArrays()
     staged.add("rows", np.array(kept.penalised, dtype=np.int32))
     staged.add("slots", np.array(kept.slots, dtype=np.int32))
     staged.add("lengths", np.zeros(len(some), dtype=np.int32))
     staged.add("prompt_lens", np.array([history.prompt_lens[row] for row in kept.penalised], dtype=np.int32))
-    staged.add("repetition", np.array([one.repetition_penalty for one in some], dtype=np.float32))
-    staged.add("frequency", np.array([one.frequency_penalty for one in some], dtype=np.float32))
-    staged.add("presence", np.array([one.presence_penalty for one in some], dtype=np.float32))
+    staged.add("repetition", np.array([sampling.repetition_penalty for sampling in some], dtype=np.float32))
+    staged.add("frequency", np.array([sampling.frequency_penalty for sampling in some], dtype=np.float32))
+    staged.add("presence", np.array([sampling.presence_penalty for sampling in some], dtype=np.float32))
     return Penalties(*staged.send(device).values())
 
 
-def is_served(one: Sampling) -> bool:
+def is_served(sampling: Sampling) -> bool:
     """Whether the kernels draw for a row with these settings."""
-    return one.temperature == 0 or 0 < one.top_k <= MAX_TOP_K or (one.top_k <= 0 and one.top_p >= 1)
+    return sampling.temperature == 0 or 0 < sampling.top_k <= MAX_TOP_K or (sampling.top_k <= 0 and sampling.top_p >= 1)

@@ -1,4 +1,4 @@
-"""The ninth detail that implementers of Gemma 4 get wrong, the assistant: each trap is sprung, and the test must see it."""
+"""The ninth detail that implementers of Gemma 4 get wrong: MTP assistants. Each test makes a mistake and must see it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 from culet.drafters.mtp.drafter import MTPDrafter
-from culet.drafters.mtp.model import Assistant, CentroidHead
+from culet.drafters.mtp.model import CentroidHead, MTPModel
 from culet.drafters.mtp.spec import CentroidSpec
 from culet.kernels.eager import draft_round as eager_draft_round
 from culet.layers.attention import Pass
+from culet.layers.weight.weights import Weights
 from tests.models import tiny_assistants
 from tests.models import tiny_checkpoints as tiny
 from tests.models.draft_rig import DraftRig
 
 LENGTHS = (5, tiny.WINDOW, 3 * tiny.WINDOW + 5)
 NUM_DRAFTS = 3
-SEEN = 1e-2  # a sprung trap shows at least a hundred times the tolerance
+SEEN = 1e-2  # a mistake causes at least a hundred times the tolerance
 KINDS = ("E4B", "26B-A4B", "31B")  # a head in two steps, experts, and K = V over the latent
 
 
@@ -31,7 +32,7 @@ def wanted(shape: str, length: int) -> Tensor:
 
 
 def errors_of(rig: DraftRig, shape: str) -> list[float]:
-    """By draft: largest difference to transformers' logits, as a share of the largest; what only one looks at counts fully."""
+    """By draft: the largest relative difference from the logits of transformers. Tokens scored by only one count fully."""
     prompts = [tiny.telling_prompt(shape, length) for length in LENGTHS]
     _, got_RKV = rig.drafts(prompts, [9] * len(prompts), NUM_DRAFTS)
     found = []
@@ -54,7 +55,7 @@ def clean_errors(shape: str) -> list[float]:
 
 @pytest.fixture(autouse=True)
 def _untouched_assistants_agree() -> None:
-    """Without a trap the same comparison passes, so that what a test sees is the trap."""
+    """The same comparison passes without a mistake, so the mistake is what a test sees."""
     assert all(max(clean_errors(shape)) <= 1e-4 for shape in KINDS)
 
 
@@ -99,16 +100,17 @@ def test_the_embedding_is_the_targets_and_scaled(shape: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("shape", KINDS)
 def test_its_own_table_is_no_input(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trap: the assistant's own embedding of the token, scaled as a decoder's, instead of the projected pair."""
+    """The trap: the drafter's own scaled embedding of the token instead of the projected pair."""
     rig = DraftRig(shape)
-    assistant, table = rig.drafter.assistant, tiny_assistants.assistant_oracle(shape).model.embed_tokens.weight
+    assistant, table = rig.drafter.model, tiny_assistants.assistant_oracle(shape).model.embed_tokens.weight
     size = assistant.spec.decoder.hidden_size
 
     def embed(token_ids: Tensor, targets: Tensor, scale: float) -> Tensor:
         rows = table.detach()[token_ids] * size**0.5
         return torch.nn.functional.pad(rows, (0, targets.shape[1] - size))
 
-    assistant.pre_projection.weight.copy_(torch.eye(*assistant.pre_projection.weight.shape))
+    weight = assistant.pre_projection.tensor
+    weight.copy_(torch.eye(*weight.shape))
     monkeypatch.setattr(eager_draft_round, "embed", embed)
     assert min(errors_of(rig, shape)) > SEEN
 
@@ -117,7 +119,7 @@ def test_its_own_table_is_no_input(shape: str, monkeypatch: pytest.MonkeyPatch) 
 def test_its_own_table_is_the_head(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trap: the target's head over the state that is projected back to the target's width."""
     rig = DraftRig(shape)
-    assistant, target = rig.drafter.assistant, rig.drafter.target
+    assistant, target = rig.drafter.model, rig.drafter.target
     monkeypatch.setattr(assistant.head, "logits", lambda z_RD: target.logits(assistant.next_hidden(z_RD)))
     assert min(errors_of(rig, shape)) > SEEN
 
@@ -125,8 +127,8 @@ def test_its_own_table_is_the_head(shape: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("shape", KINDS)
 @pytest.mark.parametrize("what", ["position", "keys"])
 def test_position_and_keys_stay_along_the_chain(shape: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trap: each draft moves on by one, in its angle, or in the window of keys that it sees."""
-    begin, forward = MTPDrafter.begin, Assistant.forward
+    """The trap: each draft moves by one position, in its angle or in its window of keys."""
+    begin, forward = MTPDrafter.begin, MTPModel.forward
     moves: list[Callable[[int], Pass]] = []
 
     def begin_movable(self: MTPDrafter, batch: object, pool: object) -> Pass:
@@ -134,7 +136,7 @@ def test_position_and_keys_stay_along_the_chain(shape: str, what: str, monkeypat
             length = batch.length_R  # type: ignore[attr-defined]
             if what == "position":
                 shared = begin(self, batch, pool)  # type: ignore[arg-type]
-                ropes = [self.assistant.ops.rope(length - 1 + by, one) for one in self.assistant.inv_freqs]
+                ropes = [self.model.ops.rope(length - 1 + by, inv_freq) for inv_freq in self.model.inv_freqs]
                 shared.ropes[:] = ropes  # type: ignore[index]
                 return shared
             window = pool.layout.groups[0].window  # type: ignore[attr-defined]
@@ -151,12 +153,12 @@ def test_position_and_keys_stay_along_the_chain(shape: str, what: str, monkeypat
 
     counts = [0]
 
-    def forward_moved(self: Assistant, x: Tensor, _: Pass) -> Tensor:
+    def forward_moved(self: MTPModel, x: Tensor, _: Pass) -> Tensor:
         counts[0] += 1
         return forward(self, x, moves[0](counts[0] - 1))
 
     monkeypatch.setattr(MTPDrafter, "begin", begin_movable)
-    monkeypatch.setattr(Assistant, "forward", forward_moved)
+    monkeypatch.setattr(MTPModel, "forward", forward_moved)
     first, *others = errors_of(DraftRig(shape), shape)
     assert first <= 1e-4  # the first draft has not moved
     assert min(others) > 10 * 1e-4
@@ -182,9 +184,9 @@ def test_the_hidden_state_moves_along_the_chain(shape: str, monkeypatch: pytest.
 @pytest.mark.parametrize("shape", ["E2B", "E4B"])
 @pytest.mark.parametrize("trap", ["ignored", "narrow"])
 def test_token_ordering(shape: str, trap: str) -> None:
-    """The traps: tokens taken in the order of their ids; and an order in too few bits (here 7 of the 8 it takes)."""
+    """The traps: tokens in the order of their ids, and an order in too few bits (here 7 of 8)."""
     rig = DraftRig(shape)
-    head = rig.drafter.assistant.head
+    head = rig.drafter.model.head
     assert isinstance(head, CentroidHead)
     assert head.token_ids_CJ.dtype == torch.int64
     if trap == "ignored":
@@ -195,9 +197,9 @@ def test_token_ordering(shape: str, trap: str) -> None:
 
 
 def test_token_ordering_of_a_real_vocabulary() -> None:
-    """Ids beyond 16 bits come back whole: the token that a state was made for is found, wherever the order puts it."""
+    """Ids of more than 16 bits are intact: the best token is found wherever the order puts it."""
     vocab, size = 262_144, 8
-    head = CentroidHead(CentroidSpec(2048, 32), vocab, size, dtype=torch.float32, device=torch.device("cpu"))
+    head = CentroidHead(CentroidSpec(2048, 32), vocab, size, Weights(torch.float32, torch.device("cpu")))
     generator = torch.Generator().manual_seed(0)
     places = head.placements()
     table = torch.randn(vocab, size, generator=generator)
@@ -225,10 +227,10 @@ def test_keys_are_those_of_the_last_owner_of_the_kind(shape: str, is_global: boo
     target = rig.drafter.target
     owners = [layer.index for layer in target.spec.layers if layer.owns_kv and layer.is_global == is_global]
     others = [owner for owner in owners if owner != owners[-1]]
-    for layer in rig.drafter.assistant._layers:
+    for layer in rig.drafter.model._layers:
         if layer.attention.kv_source == owners[-1]:
             layer.attention.kv_source = others[-1]
-    begin = rig.drafter.assistant.begin
+    begin = rig.drafter.model.begin
 
     def begin_elsewhere(*arguments: object) -> Pass:
         shared = begin(*arguments)  # type: ignore[arg-type]
@@ -236,13 +238,13 @@ def test_keys_are_those_of_the_last_owner_of_the_kind(shape: str, is_global: boo
         shared.fresh.update(dict.fromkeys(others, nothing))
         return shared
 
-    rig.drafter.assistant.begin = begin_elsewhere  # type: ignore[method-assign, assignment]
+    rig.drafter.model.begin = begin_elsewhere  # type: ignore[method-assign, assignment]
     assert min(errors_of(rig, shape)) > SEEN
 
 
 def test_the_latent_needs_the_targets_key_norm_in_the_assistants_queries() -> None:
     rig = DraftRig("31B")
-    for layer in rig.drafter.assistant._layers:
+    for layer in rig.drafter.model._layers:
         if layer.attention.heads.latent:
             layer.attention.norm_weight[:] = layer.attention.q_norm
     assert max(errors_of(rig, "31B")) > SEEN

@@ -1,4 +1,4 @@
-"""How draws are passed to the GPU kernels. Here the eager sampler replaces the kernels."""
+"""How draws are given to the GPU's kernels. The eager sampler stands in for the kernels."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from culet.kernels.eager import sampling as eager_sampling
-from culet.sampling import on_gpu, sampler
-from culet.sampling.on_gpu import GpuSampler, is_served
+from culet.sampling import gpu_sampler, sampler
+from culet.sampling.gpu_sampler import GpuSampler, is_served
 from culet.sampling.sampler import History, TokenMasks, sample
 from tests.samplings import PLAIN, draw_by_columns
 
@@ -28,7 +28,7 @@ KINDS = {
 
 
 class Kernels:
-    """Draws like the kernels, and counts the calls."""
+    """Draws as the kernels do, from what they are given, and keeps count."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -43,7 +43,7 @@ class Kernels:
     def penalise(self, logits_RV: Tensor, tokens_SL: Tensor, some: Any, max_len: int, counts_HV: Tensor) -> None:
         lengths = some.lengths_H.tolist()
         assert max_len == max(lengths)
-        assert len(lengths) <= counts_HV.shape[0] == on_gpu.PENALISED_ROWS
+        assert len(lengths) <= counts_HV.shape[0] == gpu_sampler.PENALISED_ROWS
         self.calls.append({"penalised": len(lengths)})
         facts = zip(some.repetition_H.tolist(), some.frequency_H.tolist(), some.presence_H.tolist(), strict=True)
         settings = [replace(BASE, repetition_penalty=a, frequency_penalty=b, presence_penalty=c) for a, b, c in facts]
@@ -55,15 +55,15 @@ class Kernels:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     kernels = Kernels()
-    monkeypatch.setattr(on_gpu, "draw_by_kernels", kernels.draw)
-    monkeypatch.setattr(on_gpu, "penalise", kernels.penalise)
-    monkeypatch.setattr(on_gpu, "add_bias", eager_sampling.add_bias)
-    monkeypatch.setattr(on_gpu, "apply_bitmask", eager_sampling.apply_bitmask)
+    monkeypatch.setattr(gpu_sampler, "draw_by_kernels", kernels.draw)
+    monkeypatch.setattr(gpu_sampler, "penalise", kernels.penalise)
+    monkeypatch.setattr(gpu_sampler, "add_bias", eager_sampling.add_bias)
+    monkeypatch.setattr(gpu_sampler, "apply_bitmask", eager_sampling.apply_bitmask)
     return kernels
 
 
 def test_which_rows_the_kernels_serve() -> None:
-    assert {name for name, settings in KINDS.items() if not is_served(settings)} == {"wide", "nucleus"}
+    assert {name for name, sampling in KINDS.items() if not is_served(sampling)} == {"wide", "nucleus"}
 
 
 @pytest.mark.parametrize("has_masks", [False, True])
@@ -100,15 +100,15 @@ def test_logits_stay_where_log_probabilities_are_wanted(kernels: Kernels) -> Non
 
 
 def test_many_penalised_rows_go_in_pieces(kernels: Kernels) -> None:
-    """Also when sequences changed their slots, as after a preemption."""
-    settings = [replace(KINDS["penalised"], seed=row) for row in range(on_gpu.PENALISED_ROWS + 3)]
+    """Also when sequences have changed their slots, as after a preemption."""
+    settings = [replace(KINDS["penalised"], seed=row) for row in range(gpu_sampler.PENALISED_ROWS + 3)]
     gpu, tokens_SL = GpuSampler(), torch.randint(0, 300, (len(settings), 50))
     for slots in (list(range(len(settings))), list(range(len(settings)))[::-1]):
         logits, positions = torch.randn(len(settings), 300), [20 + row for row in range(len(settings))]
         history = History(tokens_SL, slots, [9] * len(settings))
         wanted = sample(logits, settings, positions, history).tolist()
         assert gpu.sample(logits, settings, positions, history).tolist() == wanted
-    assert [call["penalised"] for call in kernels.calls if "penalised" in call] == [on_gpu.PENALISED_ROWS, 3] * 2
+    assert [call["penalised"] for call in kernels.calls if "penalised" in call] == [gpu_sampler.PENALISED_ROWS, 3] * 2
 
 
 def test_settings_go_to_the_device_once(kernels: Kernels) -> None:

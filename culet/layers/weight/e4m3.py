@@ -1,0 +1,56 @@
+"""A head in e4m3 with a scale for each row: half the bytes of bfloat16. Made from a plain table after loading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from culet import hardware
+from culet.errors import ConfigError
+from culet.kernels.dispatch import E4M3, for_device
+from culet.kernels.types import Candidates
+from culet.layers.weight.base import Table
+from culet.layers.weight.placement import Placement
+from culet.layers.weight.plain import PlainTable
+
+_ROWS_AT_ONCE = 16384
+_MIN_SCALE = 1e-12  # of a row of zeros
+
+
+class E4M3Table(Table):
+    """A table that serves as a head only: it has no lookups."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__()
+        assert isinstance(table, PlainTable), "made from the values that were loaded"
+        wide_VD = table.tensor
+        check_device(wide_VD.device)
+        self.scale, self.ops = table.scale, for_device(wide_VD.device, E4M3)
+        scale_V1 = (wide_VD.abs().amax(dim=1, keepdim=True).float() / torch.finfo(torch.float8_e4m3fn).max).clamp(
+            min=_MIN_SCALE
+        )
+        narrow_VD = torch.empty(wide_VD.shape, dtype=torch.float8_e4m3fn, device=wide_VD.device)
+        for begin in range(0, wide_VD.shape[0], _ROWS_AT_ONCE):
+            rows = slice(begin, begin + _ROWS_AT_ONCE)
+            narrow_VD[rows] = (wide_VD[rows].float() / scale_V1[rows]).to(narrow_VD.dtype)
+        self.tensor = nn.Parameter(narrow_VD, requires_grad=False)
+        self.scale_V: Tensor
+        self.register_buffer("scale_V", scale_V1.flatten(), persistent=False)
+
+    def own_placements(self) -> Iterator[tuple[str, Placement]]:
+        """None: no checkpoint stores it."""
+        return iter(())
+
+    def head(self, x_LD: Tensor) -> Tensor:
+        return x_LD.float() @ self.tensor.float().t() * self.scale_V
+
+    def head_candidates(self, x_RD: Tensor, cap: float | None) -> Candidates:
+        return self.ops.head_candidates(x_RD, self.tensor, self.scale_V, cap)
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse a GPU without e4m3."""
+    if device.type == "cuda" and not hardware.has_e4m3(capability := hardware.capability_of(device)):
+        raise ConfigError(f"fp8 weights need sm_{hardware.ADA} or later, and this GPU is sm_{capability}")

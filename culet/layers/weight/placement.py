@@ -1,0 +1,80 @@
+"""Where the tensors of a checkpoint go."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+# Types of stored tensors, by their names in a safetensors header.
+FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
+INTEGERS = frozenset({"I32", "I64"})
+# Random values are rounded to this first, so that a model in float32 has the weights of its twin in bfloat16.
+_DRAWN_DTYPE = torch.bfloat16
+
+
+class Sliceable(Protocol):
+    """A stored tensor that can be read in part: a Tensor, or a slice of a safetensors file."""
+
+    def __getitem__(self, index: Any, /) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A region of a stored tensor, and the memory it fills after `order` is applied along `dim`."""
+
+    target: Tensor
+    region: tuple[slice, ...]
+    order: Tensor | None = None  # int64; None: the stored order
+    dim: int = 0
+
+    def fill(self, stored: Sliceable) -> None:
+        """Read the region and copy it, converted to the target's device and dtype."""
+        value = stored[self.region].to(self.target.device)
+        if self.order is not None:
+            value = value.index_select(self.dim, self.order.to(value.device))
+        self.target.copy_(value)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one stored tensor goes. A rank reads only the regions that it holds."""
+
+    shape: tuple[int, ...]  # of the whole stored tensor
+    pieces: tuple[Piece, ...]
+    types: Collection[str] = FLOATS  # stored types that can be read
+
+    @property
+    def target(self) -> Tensor:
+        """The memory of a placement that is one piece."""
+        (piece,) = self.pieces
+        return piece.target
+
+    def fill(self, stored: Sliceable) -> None:
+        for piece in self.pieces:
+            piece.fill(stored)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Memory for random values of the whole stored tensor."""
+        return torch.empty(self.shape, dtype=_DRAWN_DTYPE if self.types == FLOATS else torch.int64, device=device)
+
+
+def whole(shape: Iterable[int]) -> tuple[slice, ...]:
+    """The region that is all of a tensor."""
+    return tuple(slice(0, size) for size in shape)
+
+
+@dataclass(frozen=True)
+class StoredVector:
+    """Where a small parameter (norm weights, scales, token orders) is in a checkpoint. Every rank holds all of it."""
+
+    name: str
+    order: Tensor | None = None
+
+    def place(self, parameter: nn.Parameter) -> Placement:
+        target = parameter if parameter.is_floating_point() else parameter.view(-1)
+        piece = Piece(target, whole(target.shape), self.order)
+        return Placement(tuple(target.shape), (piece,), FLOATS if parameter.is_floating_point() else INTEGERS)

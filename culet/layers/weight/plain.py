@@ -1,0 +1,227 @@
+"""Plain weights: one tensor in the activations' dtype, as published checkpoints store them (`name.weight`).
+
+Shapes: as in `base`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from culet.kernels.dispatch import for_device
+from culet.kernels.types import BlockShape, BlockStart, Candidates, ContextLayer, HeadShape
+from culet.layers.weight.base import (
+    ContextRows,
+    ExpertsLayout,
+    ExpertStack,
+    Matrix,
+    MatrixLayout,
+    Site,
+    Table,
+    TableLayout,
+    local_order,
+)
+from culet.layers.weight.placement import Piece, Placement, whole
+from culet.parallel.reduce import PartialSum, join_parts
+
+
+def empty_matrix(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """An unfilled matrix [..., N, D].
+
+    On a CPU, memory runs along N: with a handful of tokens MKL is up to twice as fast that way (8 x 512 x 2048: 0.23 ms
+    instead of 0.51), and with one token or many it is the same.
+    """
+    if device.type == "cpu":
+        memory = torch.empty(*shape[:-2], shape[-1], shape[-2], dtype=dtype, device=device).transpose(-1, -2)
+    else:
+        memory = torch.empty(*shape, dtype=dtype, device=device)
+    return nn.Parameter(memory, requires_grad=False)
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """`value` as `dtype` holds it."""
+    return float(torch.tensor(value, dtype=dtype))
+
+
+class PlainMatrix(Matrix):
+    """A matrix in the activations' dtype."""
+
+    def __init__(self, layout: MatrixLayout, site: Site) -> None:
+        super().__init__(layout, site)
+        cuts = [layout.rows(projection, site.rank) for projection in layout.projections]
+        columns = layout.columns(site.rank)
+        num_rows, num_columns = sum(cut.stop - cut.start for cut in cuts), columns.stop - columns.start
+        self.tensor = empty_matrix(num_rows, num_columns, dtype=site.dtype, device=site.device)
+
+    def own_placements(self) -> Iterator[tuple[str, Placement]]:
+        layout, begin = self.layout, 0
+        columns = layout.columns(self.rank)
+        for projection in layout.projections:
+            rows = layout.rows(projection, self.rank)
+            target = self.tensor[begin : begin + rows.stop - rows.start]
+            begin += rows.stop - rows.start
+            if layout.column_order is None:
+                piece = Piece(target, (rows, columns), local_order(projection.order, rows))
+            else:
+                assert projection.order is None, "rows and columns are never both reordered"
+                piece = Piece(target, (rows, columns), local_order(layout.column_order, columns), dim=1)
+            yield f"{projection.name}.weight", Placement((projection.num_rows, layout.num_columns), (piece,))
+
+    def linear(self, x_TD: Tensor) -> Tensor:
+        return self.ops.linear(x_TD, self.tensor)
+
+    def linear_rows(self, x_TD: Tensor, rows: slice) -> Tensor:
+        return self.ops.linear(x_TD, self.tensor[rows])
+
+    def linear_parts(self, x_TD: Tensor) -> PartialSum:
+        return join_parts(self.ops.linear_parts(x_TD, self.tensor), self.all_reduce)
+
+    def gated_linear(self, x_TD: Tensor) -> Tensor:
+        return self.ops.gated_linear(x_TD, self.tensor)
+
+    def linear_gelu_times(self, x_TD: Tensor, factor_TN: Tensor) -> Tensor:
+        return self.ops.linear_gelu_times(x_TD, self.tensor, factor_TN)
+
+    def residual_norm_linear(
+        self,
+        x_TD: Tensor,
+        delta_TD: Tensor | None,
+        norms: tuple[Tensor | None, Tensor],
+        eps: float,
+        scalar: Tensor | None = None,
+        gate: str = "",
+    ) -> tuple[Tensor, Tensor]:
+        return self.ops.residual_norm_linear(x_TD, delta_TD, norms, scalar, eps, self.tensor, gate)
+
+    def embed_linear(self, found: Candidates | None, token_R: Tensor, hidden_RB: Tensor, table: Table) -> Tensor:
+        if not isinstance(table, PlainTable):
+            return super().embed_linear(found, token_R, hidden_RB, table)
+        return self.ops.embed_linear(found, token_R, hidden_RB, table.tensor, table.scale, self.tensor)
+
+    def store_context(
+        self,
+        feature_TD: Tensor,
+        hidden_norm_D: Tensor,
+        angles: tuple[Tensor, Tensor],
+        kv_address_T: Tensor,
+        layers: Sequence[ContextRows],
+        heads: HeadShape,
+    ) -> None:
+        plain = [
+            ContextLayer(weight.tensor[first_row:], norm_GH, planes)
+            for weight, first_row, norm_GH, planes in layers
+            if isinstance(weight, PlainMatrix)
+        ]
+        if len(plain) < len(layers):
+            super().store_context(feature_TD, hidden_norm_D, angles, kv_address_T, layers, heads)
+        else:
+            self.ops.store_context(feature_TD, hidden_norm_D, angles, kv_address_T, plain, heads)
+
+
+class Router(PlainMatrix):
+    """The matrix that chooses experts: float32 in every model, so that the choice does not depend on rounding."""
+
+    def __init__(self, layout: MatrixLayout, site: Site) -> None:
+        Matrix.__init__(self, layout, site)
+        (projection,) = layout.projections
+        memory = torch.empty(projection.num_rows, layout.num_columns, dtype=torch.float32, device=site.device)
+        self.tensor = nn.Parameter(memory, requires_grad=False)
+
+    def fold_in(self, scale_D: Tensor) -> None:
+        """Multiply the columns once, after loading."""
+        self.tensor.mul_(scale_D)
+
+    def route(self, x_TD: Tensor, expert_scale_E: Tensor, top_k: int, eps: float) -> tuple[Tensor, Tensor]:
+        """Weights and ids of each token's experts."""
+        return self.ops.route(x_TD, self.tensor, expert_scale_E, top_k, eps)
+
+
+class PlainTable(Table):
+    """A table in the activations' dtype."""
+
+    def __init__(self, layout: TableLayout, site: Site) -> None:
+        super().__init__()
+        self.layout, self.rank, self.ops = layout, site.rank, for_device(site.device)
+        rows = layout.rows(site.rank)
+        memory = torch.empty(rows.stop - rows.start, layout.num_columns, dtype=site.dtype, device=site.device)
+        self.tensor = nn.Parameter(memory, requires_grad=False)
+        # The model was trained with the scale rounded to its precision: 39.25 for sqrt(1536) in bfloat16.
+        self.scale = rounded(layout.scale, site.dtype)
+
+    def own_placements(self) -> Iterator[tuple[str, Placement]]:
+        shape = self.layout.num_rows, self.layout.num_columns
+        piece = Piece(self.tensor, (self.layout.rows(self.rank), slice(0, shape[1])))
+        yield f"{self.layout.name}.weight", Placement(shape, (piece,))
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        return self.ops.embed(token_ids_T, self.tensor, self.scale)
+
+    def embed_columns(self, token_ids_T: Tensor, columns: slice) -> Tensor:
+        return self.ops.embed(token_ids_T, self.tensor[:, columns], self.scale)
+
+    def head(self, x_LD: Tensor) -> Tensor:
+        return self.ops.head(x_LD, self.tensor)
+
+    def capped_head(self, x_LD: Tensor, cap: float | None) -> Tensor:
+        return self.ops.capped_head(x_LD, self.tensor, cap)
+
+    def head_candidates(self, x_RD: Tensor, cap: float | None) -> Candidates:
+        return self.ops.head_candidates(x_RD, self.tensor, None, cap)
+
+    def cluster_candidates(self, x_RD: Tensor, ids_MJ: Tensor, chosen_RK: Tensor) -> Candidates:
+        return self.ops.cluster_candidates(x_RD, self.tensor, ids_MJ, chosen_RK)
+
+    def begin_blocks(
+        self, newest_R: Tensor, length_R: Tensor, tables: tuple[Tensor, Tensor], shape: BlockShape, inv_freq: Tensor
+    ) -> BlockStart:
+        return self.ops.begin_blocks(newest_R, length_R, tables, shape, inv_freq, (self.tensor, self.scale))
+
+    def reorder_rows(self, order_V: Tensor) -> None:
+        self.tensor.copy_(self.tensor[order_V])
+
+
+class PlainExperts(ExpertStack):
+    """All experts in two tensors: gate and up rows [E, 2F, D], and down [E, D, F]."""
+
+    def __init__(self, layout: ExpertsLayout, site: Site) -> None:
+        super().__init__()
+        self.layout, self.rank = layout, site.rank
+        self.ops, self.all_reduce = for_device(site.device), site.all_reduce
+        num_experts, size = layout.num_experts, layout.hidden_size
+        part = layout.width_of(site.rank)
+        width = part.stop - part.start
+        self.gate_up = empty_matrix(num_experts, 2 * width, size, dtype=site.dtype, device=site.device)
+        self.down = empty_matrix(num_experts, size, width, dtype=site.dtype, device=site.device)
+
+    def own_placements(self) -> Iterator[tuple[str, Placement]]:
+        layout, part = self.layout, self.layout.width_of(self.rank)
+        width, every = part.stop - part.start, whole((layout.num_experts, layout.hidden_size))
+        if width == layout.width:
+            pieces: tuple[Piece, ...] = (Piece(self.gate_up, (every[0], slice(0, 2 * width), every[1])),)
+        else:
+            up = slice(layout.width + part.start, layout.width + part.stop)
+            pieces = (
+                Piece(self.gate_up[:, :width], (every[0], part, every[1])),
+                Piece(self.gate_up[:, width:], (every[0], up, every[1])),
+            )
+        yield f"{layout.name}.gate_up_proj", Placement((layout.num_experts, 2 * layout.width, layout.hidden_size), pieces)
+        down = Piece(self.down, (*every, part))
+        yield f"{layout.name}.down_proj", Placement((layout.num_experts, layout.hidden_size, layout.width), (down,))
+
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> PartialSum:
+        return join_parts(self.ops.experts(x_TD, weights_TK, experts_TK, self.gate_up, self.down), self.all_reduce)
+
+
+class PlainFormat:
+    """Makes plain weights."""
+
+    def matrix(self, layout: MatrixLayout, site: Site) -> Matrix:
+        return PlainMatrix(layout, site)
+
+    def table(self, layout: TableLayout, site: Site) -> Table:
+        return PlainTable(layout, site)
+
+    def experts(self, layout: ExpertsLayout, site: Site) -> ExpertStack:
+        return PlainExperts(layout, site)

@@ -1,0 +1,121 @@
+"""Finds a model's folder, on disk or on the hub, and reads its JSON files. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from culet import env
+from culet.errors import CheckpointError, ConfigError
+from culet.models.embedded import embedded_folder, is_embedded
+
+CONFIG_FILE = "config.json"
+# What serving reads. A hub repository may hold more, such as other formats or pictures.
+_FILES = ("*.json", "*.safetensors", "*.jinja")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def find_folder(model: str, revision: str | None = None) -> Path:
+    """The folder of `model`: a folder, a part of the package, or a hub id, which is downloaded unless the hub is offline."""
+    return _local_folder(model, revision) or _download(model, revision)
+
+
+def read_config(model: str, revision: str | None = None) -> dict[str, Any]:
+    """`config.json` of a folder or hub id, or the file itself. Weights are neither needed nor fetched."""
+    path = _local_path(model)
+    if path is not None and path.is_file():
+        return read_json(path)
+    folder = _local_folder(model, revision) or _download(model, revision, only=CONFIG_FILE)
+    return read_json(folder / CONFIG_FILE)
+
+
+def _local_path(model: str) -> Path | None:
+    """The path that `model` names on disk, if it exists."""
+    if not model:
+        return None
+    try:
+        path = Path(model).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError, ValueError):  # no valid file name, or no permission
+        return None
+
+
+def _local_folder(model: str, revision: str | None) -> Path | None:
+    """The folder that `model` names; None for a hub id."""
+    if is_embedded(model):
+        return embedded_folder(model)
+    path = _local_path(model)
+    if path is not None and path.is_dir():
+        if revision is not None:
+            raise ConfigError(f"revision: got {revision!r}, but {model} is a local folder", hint="omit it")
+        if not (path / CONFIG_FILE).is_file():
+            hint = f"name the folder with {CONFIG_FILE} and the .safetensors files"
+            raise CheckpointError(f"{model}: the folder has no {CONFIG_FILE}", hint=hint)
+        return path
+    if path is not None:
+        hint = "GGUF and other single-file formats are not supported" if path.suffix == ".gguf" else "name its folder"
+        raise CheckpointError(f"{model}: is a file, expected the folder of a checkpoint", hint=hint)
+    if _HUB_ID.fullmatch(model) is None:
+        hint = "name an existing folder, or a model on the hub such as google/gemma-4-E2B-it"
+        raise CheckpointError(f"{model or 'no model'}: no such folder", hint=hint)
+    return None
+
+
+def _download(model: str, revision: str | None, only: str = "") -> Path:
+    """The local folder of a hub model. Downloads what is missing, unless the hub is offline."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub import utils as hub
+
+    is_offline = env.HUB_OFFLINE.is_set()
+    patterns = [only] if only else list(_FILES)
+    try:
+        folder = snapshot_download(
+            model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"], local_files_only=is_offline
+        )
+    except hub.GatedRepoError as error:
+        hint = "accept the model's terms on its hub page, then run `hf auth login`"
+        raise CheckpointError(f"{model}: the hub requires an account with access to it", hint=hint) from error
+    except hub.RevisionNotFoundError as error:
+        raise CheckpointError(f"{model}: the hub has no revision {revision!r}", hint="name a branch, tag or commit") from error
+    except hub.RepositoryNotFoundError as error:
+        hint = "check the name; a private model needs `hf auth login`"
+        raise CheckpointError(f"{model}: neither a local folder nor a model on the hub", hint=hint) from error
+    except hub.LocalEntryNotFoundError as error:
+        if is_offline:
+            problem = f"{model}: no such folder, not downloaded before, and {env.HUB_OFFLINE.name} is set"
+        else:
+            problem = f"{model}: no such folder, not downloaded before, and the hub cannot be reached"
+        raise CheckpointError(problem, hint="name an existing folder, or try again online") from error
+    except Exception as error:
+        # The network fails in many ways, each with its own exception. None of them is worth a traceback.
+        raise CheckpointError(f"{model}: the download from the hub failed: {_first_line(error)}") from error
+    if not (Path(folder) / CONFIG_FILE).is_file():
+        hint = "it is not a model, or only part of it was downloaded"
+        raise CheckpointError(f"{model}: the hub's copy has no {CONFIG_FILE}", hint=hint)
+    return Path(folder)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise CheckpointError(
+            f"{path}: not valid JSON at {where}: {error.msg}", hint="download or write the file again"
+        ) from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, or numbers or nesting beyond reason
+        problem = "nested too deeply" if isinstance(error, RecursionError) else _first_line(error)
+        raise CheckpointError(f"{path}: not valid JSON: {problem}", hint="download or write the file again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: got {type(value).__name__}, expected a JSON object")
+    return value

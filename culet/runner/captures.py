@@ -1,0 +1,34 @@
+"""CUDA graphs: work that is captured once and replayed with one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Captures:
+    """Captures graphs on one device. They run one after another, so they share memory: capture the largest first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._memory: Any = torch.cuda.graph_pool_handle()
+        # One stream for all captures: libraries keep a workspace for each stream.
+        self._stream = torch.cuda.Stream(device)
+
+    def capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """The graph of one call, and the call's result, which every replay leaves in the same place."""
+        # Run once outside of a capture: kernels are compiled and loaded, and buffers made at first use are allocated.
+        run()
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+            try:
+                result = run()
+            finally:
+                graph.capture_end()
+        return graph, result

@@ -1,0 +1,59 @@
+"""The target model with its KV pages and attention backends, and what its forward pass leaves.
+
+Shapes: T new tokens of a step · R draws · L tokens whose logits are needed · D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from culet.attention.base import AttentionBackend
+from culet.attention.batch import ForwardBatch
+from culet.cache.pool import Pool
+from culet.models.gemma4 import Gemma4, Hidden
+
+
+@dataclass(frozen=True, slots=True)
+class NextTokens:
+    """Where the token after each of a step's tokens goes, on the device."""
+
+    positions_R: Tensor  # int32; in its sequence
+    places_R: Tensor  # int64; among all slots' tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutput:
+    """What a forward pass leaves, without padding."""
+
+    batch: ForwardBatch
+    hidden: Hidden
+    next_tokens: NextTokens | None = None  # if they are known on the device, and each token has one draw
+
+
+@dataclass
+class Target:
+    """Runs the model; `taps` are the layers whose output a drafter needs."""
+
+    model: Gemma4
+    pool: Pool
+    backends: Sequence[AttentionBackend]
+    taps: tuple[int, ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """The backends' work on the host, before `forward`."""
+        self.model.plan(batch, self.pool, self.backends)
+
+    def forward(self, batch: ForwardBatch) -> Hidden:
+        """Only launches."""
+        return self.model.forward(batch, self.pool, self.backends, self.taps)
+
+    def logits(self, last_LD: Tensor) -> Tensor:
+        return self.model.logits(last_LD)

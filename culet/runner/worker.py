@@ -1,0 +1,245 @@
+"""Workers run StepPlans. A `Runner` is one, in the engine's own process; a `ProcessWorker` is a Runner in another process.
+
+The engine uses only this interface once everything is built, so a worker may also be one of several ranks.
+
+A ProcessWorker and its process (`worker_process.py`) exchange msgpack messages over a socket pair, each with its length in
+front. The process is told by name which function builds its Runner. Each plan is sent once. Results come back in the order of
+the plans, and a plan may be sent before the result of the last one has come.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import Struct
+
+from culet import errors
+from culet.errors import CuletError, InternalError, WorkerDied
+from culet.types import StepPlan, StepResult
+
+STOP_LIMIT_S = 5.0  # for the process to end by itself
+_LENGTH_BYTES = 4
+# The process imports the same culet as this one, and nothing from the current folder (`-P`; `-m` would import from there).
+_MAIN = """
+import sys
+folder, descriptor = sys.argv[1:]
+if folder not in sys.path:
+    sys.path.insert(0, folder)
+from culet.runner.worker_process import main
+main(int(descriptor))
+"""
+
+
+class LaunchedStep(Protocol):
+    """A step whose result is on its way."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and return what it drew; raises what made it fail."""
+
+
+class Worker(Protocol):
+    """Runs steps, in the order of their plans."""
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step. The next one may be launched before its result is read."""
+
+    def device_seconds(self) -> Mapping[str, float]:
+        """How long the device has verified drafts (`verify`) and proposed them (`draft`), since the start."""
+
+    def close(self) -> None:
+        """End what belongs to the worker. Steps in flight are dropped."""
+
+
+# Messages
+
+
+class Build(Struct, tag="build", frozen=True):
+    """The first message: the Runner is what `builder` ("module:function") returns for these arguments."""
+
+    builder: str
+    arguments: dict[str, Any]
+
+
+class Step(Struct, tag="step", frozen=True):
+    plan: StepPlan
+
+
+class Built(Struct, tag="built", frozen=True):
+    """The Runner is ready for plans."""
+
+
+class Result(Struct, tag="result", frozen=True):
+    result: StepResult
+    device_seconds: dict[str, float]
+
+
+class Failed(Struct, tag="failed", frozen=True):
+    """The build or a step failed; `kind` is the name of a class in culet.errors."""
+
+    kind: str
+    message: str
+    hint: str = ""
+
+    @classmethod
+    def of(cls, error: Exception) -> Failed:
+        """`error` as a message; what Culet did not raise on purpose is an InternalError that names it."""
+        if isinstance(error, CuletError):
+            return cls(type(error).__name__, error.message, error.hint)
+        return cls(InternalError.__name__, f"{type(error).__name__}: {error}")
+
+    def error(self) -> CuletError:
+        kind = getattr(errors, self.kind, InternalError)
+        return kind(self.message, hint=self.hint) if issubclass(kind, CuletError) else InternalError(self.message)
+
+
+Command = Build | Step
+Report = Built | Result | Failed
+_encoder = msgspec.msgpack.Encoder()
+command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+
+
+def send_message(connection: socket.socket, message: Command | Report) -> None:
+    """Send a message with its length in front. Raises OSError if the other side is gone."""
+    buffer = bytearray(_LENGTH_BYTES)
+    _encoder.encode_into(message, buffer, _LENGTH_BYTES)
+    buffer[:_LENGTH_BYTES] = (len(buffer) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "big")
+    connection.sendall(buffer)
+
+
+def receive_message(connection: socket.socket) -> bytearray:
+    """Wait for a message. Raises OSError if the other side is gone."""
+    length = int.from_bytes(_receive(connection, _LENGTH_BYTES), "big")
+    return _receive(connection, length)
+
+
+def _receive(connection: socket.socket, count: int) -> bytearray:
+    data = bytearray(count)
+    view = memoryview(data)
+    while view:
+        received = connection.recv_into(view)
+        if not received:
+            raise ConnectionError("the connection was closed")
+        view = view[received:]
+    return data
+
+
+# The engine's side
+
+
+class ProcessWorker:
+    """A Runner in another process. Not for several threads at once."""
+
+    def __init__(self, builder: str, **arguments: Any) -> None:
+        """Start the process and wait until its Runner is built by `builder` ("module:function").
+
+        The arguments are plain data: numbers, strings, lists and dicts.
+        """
+        self._connection, theirs = socket.socketpair()
+        folder = str(Path(__file__).parents[2])  # where this culet is imported from
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _MAIN, folder, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for this process, which then ends the other
+            )
+        self._end = weakref.finalize(self, _end, self._process, self._connection)  # also at exit
+        self._in_flight: deque[_RemoteStep] = deque()  # oldest first
+        self._device_seconds: dict[str, float] = {"verify": 0.0, "draft": 0.0}
+        try:
+            self._send(Build(builder, arguments))
+            report = self._receive()
+            if isinstance(report, Failed):
+                raise report.error()
+        except BaseException:
+            self._end()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def launch(self, plan: StepPlan) -> _RemoteStep:
+        """Send a plan to the process."""
+        self._send(Step(plan))
+        step = _RemoteStep(self)
+        self._in_flight.append(step)
+        return step
+
+    def device_seconds(self) -> Mapping[str, float]:
+        """As of the last result."""
+        return self._device_seconds
+
+    def close(self) -> None:
+        """End the process."""
+        self._end()
+
+    def take_report(self) -> None:
+        """Wait for the next report and give it to the oldest step without one."""
+        report = self._receive()
+        if isinstance(report, Result):
+            self._device_seconds = report.device_seconds
+        self._in_flight.popleft().report = report
+
+    def _send(self, command: Command) -> None:
+        try:
+            send_message(self._connection, command)
+        except OSError as error:
+            raise self._death() from error
+
+    def _receive(self) -> Report:
+        try:
+            return report_decoder.decode(receive_message(self._connection))
+        except OSError as error:
+            raise self._death() from error
+
+    def _death(self) -> WorkerDied:
+        """Why nothing can be sent or received any more."""
+        self._end()
+        code = self._process.returncode
+        return WorkerDied(f"the worker's process {self.pid} has ended with exit code {code}", hint="see its log")
+
+
+class _RemoteStep:
+    """A plan that was sent to a ProcessWorker's process."""
+
+    def __init__(self, worker: ProcessWorker) -> None:
+        self._worker = worker
+        self.report: Report | None = None  # once it has come
+
+    def result(self) -> StepResult:
+        while self.report is None:
+            self._worker.take_report()
+        if isinstance(self.report, Failed):
+            raise self.report.error()
+        assert isinstance(self.report, Result)
+        return self.report.result
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    """Close the connection, which ends the process; by force if it takes too long."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+    try:
+        process.wait(STOP_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def take_connection(descriptor: int) -> socket.socket:
+    """The process's end of the connection, which no process that it starts inherits."""
+    os.set_inheritable(descriptor, False)
+    return socket.socket(fileno=descriptor)

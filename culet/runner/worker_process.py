@@ -1,0 +1,94 @@
+"""The process of a `ProcessWorker`: builds a Runner and runs the plans that it receives.
+
+The main thread launches plans as they come. A second thread waits for their results and sends them, so that a plan that comes
+meanwhile is launched at once.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from culet import registry
+from culet.errors import CuletError
+from culet.log import logger
+from culet.runner.worker import (
+    Build,
+    Built,
+    Failed,
+    LaunchedStep,
+    Report,
+    Result,
+    Step,
+    Worker,
+    command_decoder,
+    receive_message,
+    send_message,
+    take_connection,
+)
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step on its way, with the clock's state at its launch; or why it could not be launched."""
+
+    step: LaunchedStep | Exception
+    device_seconds: Mapping[str, float]
+
+    def report(self) -> Report:
+        try:
+            if isinstance(self.step, Exception):
+                raise self.step
+            return Result(self.step.result(), dict(self.device_seconds))
+        except Exception as error:
+            return _failed(error)
+
+
+def main(descriptor: int) -> None:
+    """Run plans until the connection is closed."""
+    connection = take_connection(descriptor)
+    with suppress(OSError):
+        command = command_decoder.decode(receive_message(connection))
+        assert isinstance(command, Build), "the first message says what to build"
+        try:
+            worker: Worker = registry.load(command.builder)(**command.arguments)
+        except Exception as error:
+            send_message(connection, _failed(error))
+            return
+        send_message(connection, Built())
+        _run(connection, worker)
+
+
+def _run(connection: socket.socket, worker: Worker) -> None:
+    launched: queue.SimpleQueue[_Launched] = queue.SimpleQueue()
+    threading.Thread(target=_send_reports, args=(connection, launched), daemon=True).start()
+    while True:
+        command = command_decoder.decode(receive_message(connection))
+        assert isinstance(command, Step), "after the first message come plans"
+        step: LaunchedStep | Exception
+        try:
+            step = worker.launch(command.plan)
+        except Exception as error:
+            step = error
+        launched.put(_Launched(step, worker.device_seconds()))
+
+
+def _failed(error: Exception) -> Failed:
+    """The report of an error. The traceback goes to the log, since only the message travels."""
+    if not isinstance(error, CuletError):
+        logger.error("worker: %s: %s", type(error).__name__, error, exc_info=error)
+    return Failed.of(error)
+
+
+def _send_reports(connection: socket.socket, launched: queue.SimpleQueue[_Launched]) -> None:
+    """Send the result of each step, in order."""
+    try:
+        while True:
+            send_message(connection, launched.get().report())
+    except OSError:
+        os._exit(0)  # nobody listens any more

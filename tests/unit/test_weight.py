@@ -1,0 +1,346 @@
+"""Weights: what a rank holds of them, where partial sums meet, and what a format has to bring."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import culet
+from culet.errors import ConfigError
+from culet.kernels import dispatch
+from culet.layers.experts import Experts
+from culet.layers.mlp import MLP
+from culet.layers.weight.base import Matrix, MatrixLayout, Projection, Split
+from culet.layers.weight.e4m3 import E4M3Table
+from culet.layers.weight.placement import Piece, Placement, whole
+from culet.layers.weight.weights import Weights, narrowed
+from culet.models.checkpoint import open_checkpoint
+from culet.models.gemma4 import Gemma4
+from culet.models.weights import _match_names, load_weights
+from culet.parallel.rank import Rank
+from culet.parallel.reduce import join_parts
+from tests.models import tiny_checkpoints as tiny
+
+CPU = torch.device("cpu")
+SIZES = (2, 4)
+
+
+def on_rank(index: int, size: int) -> Weights:
+    """The weights of a rank whose partial sums are left as they are."""
+    return Weights(torch.float32, CPU, rank=Rank(index, size), all_reduce=lambda parts: parts)
+
+
+def random_tensors(placements: dict[str, Placement]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(placement.shape, generator=generator) for name, placement in placements.items()}
+
+
+def fill(layer: Any, tensors: dict[str, Tensor]) -> Any:
+    for name, placement in layer.placements().items():
+        placement.fill(tensors[name])
+    return layer
+
+
+@dataclass
+class Spy:
+    """A stored tensor that counts the elements that are read."""
+
+    tensor: Tensor
+    num_read: int = 0
+    regions: list[tuple[slice, ...]] = field(default_factory=list)
+
+    def __getitem__(self, region: tuple[slice, ...]) -> Tensor:
+        self.regions.append(region)
+        self.num_read += self.tensor[region].numel()
+        return self.tensor[region]
+
+
+# Ranks
+
+
+def test_the_default_rank_holds_everything() -> None:
+    assert Rank().share(12, 3) == slice(0, 12)
+
+
+def test_shares_cover_everything_in_whole_units() -> None:
+    for size in SIZES:
+        shares = [Rank(index, size).share(24, 3) for index in range(size)]
+        assert [place for share in shares for place in range(share.start, share.stop)] == list(range(24))
+        assert all(share.start % 3 == share.stop % 3 == 0 for share in shares)
+
+
+def test_ranks_that_outnumber_the_units_hold_the_same_ones() -> None:
+    assert [Rank(index, 4).share(16, 8) for index in range(4)] == [slice(0, 8)] * 2 + [slice(8, 16)] * 2
+
+
+@pytest.mark.parametrize(("count", "unit"), [(10, 4), (9, 3), (24, 8)])
+def test_shares_that_do_not_exist(count: int, unit: int) -> None:
+    with pytest.raises(ConfigError, match="cannot be shared by 4 ranks" if count != 24 else "by 2 ranks"):
+        Rank(0, 2 if count == 24 else 4).share(count, unit)
+
+
+# Shards
+
+
+def matrix_layout(split: Split) -> MatrixLayout:
+    """Two merged projections with heads of 4 rows. Rows are reordered within heads, or columns within units of 4."""
+    order = torch.tensor([2, 0, 3, 1])
+    heads = torch.cat([4 * head + order.roll(head) for head in range(8)])
+    if split is Split.ROWS:
+        return MatrixLayout((Projection("a", 32, heads, unit=4), Projection("b", 16, unit=4)), 8, split)
+    return MatrixLayout((Projection("a", 6),), 32, split, column_order=heads, column_unit=4)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_rows_of_all_ranks_make_the_whole(size: int) -> None:
+    """The outputs of a merged matrix: each rank has its rows of every projection, in the order that the whole has."""
+    layout = matrix_layout(Split.ROWS)
+    alone = Weights(torch.float32, CPU).matrix_of(layout)
+    tensors = random_tensors(alone.placements())
+    fill(alone, tensors)
+    shards = [fill(on_rank(index, size).matrix_of(layout), tensors) for index in range(size)]
+    cuts = [shard.tensor.split([32 // size, 16 // size]) for shard in shards]
+    joined = torch.cat([torch.cat([cut[part] for cut in cuts]) for part in range(2)])
+    assert torch.equal(joined, alone.tensor)
+    assert sum(shard.num_bytes for shard in shards) == alone.num_bytes
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_partial_products_of_all_ranks_add_up(size: int) -> None:
+    layout = matrix_layout(Split.COLUMNS)
+    alone = Weights(torch.float32, CPU).matrix_of(layout)
+    tensors = random_tensors(alone.placements())
+    fill(alone, tensors)
+    shards = [fill(on_rank(index, size).matrix_of(layout), tensors) for index in range(size)]
+    assert torch.equal(torch.cat([shard.tensor for shard in shards], 1), alone.tensor)
+    x = torch.randn(3, 32)
+    parts = [shard.linear_parts(part) for shard, part in zip(shards, x.chunk(size, 1), strict=True)]
+    torch.testing.assert_close(sum(parts), alone.linear(x))
+    assert not torch.allclose(parts[0], alone.linear(x))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_vocabulary_rows_of_all_ranks_make_the_head(size: int) -> None:
+    def table(weights: Weights) -> Any:
+        return weights.table("t", 24, 8, split=Split.ROWS)
+
+    alone = table(Weights(torch.float32, CPU))
+    tensors = random_tensors(alone.placements())
+    fill(alone, tensors)
+    shards = [fill(table(on_rank(index, size)), tensors) for index in range(size)]
+    assert torch.equal(torch.cat([shard.tensor for shard in shards]), alone.tensor)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(torch.cat([shard.head(x) for shard in shards], 1), alone.head(x))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_mlp_and_experts_over_ranks(size: int) -> None:
+    def mlp(weights: Weights) -> MLP:
+        return MLP(8, 16, weights)
+
+    def experts(weights: Weights) -> Experts:
+        return Experts(8, 4, 2, 16, eps=1e-6, weights=weights)
+
+    x, residual = torch.randn(5, 8), torch.randn(5, 8)
+    for build, inputs in ((mlp, (x,)), (experts, (residual, x))):
+        alone: Any = build(Weights(torch.float32, CPU))
+        tensors = random_tensors(alone.placements())
+        fill(alone, tensors)
+        shards = [fill(build(on_rank(index, size)), tensors) for index in range(size)]
+        torch.testing.assert_close(sum(shard(*inputs) for shard in shards), alone(*inputs), rtol=1e-4, atol=1e-4)
+        assert max(shard(*inputs).sub(alone(*inputs)).abs().max() for shard in shards) > 0.1
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_reads_only_its_part(size: int) -> None:
+    for build in (
+        lambda weights: weights.matrix_of(matrix_layout(Split.ROWS)),
+        lambda weights: weights.matrix_of(matrix_layout(Split.COLUMNS)),
+        lambda weights: weights.table("t", 24, 8, split=Split.ROWS),
+        lambda weights: weights.experts("e", 4, 8, 16),
+    ):
+        for placement in build(on_rank(1, size)).placements().values():
+            spy = Spy(torch.randn(placement.shape))
+            placement.fill(spy)
+            assert spy.num_read == spy.tensor.numel() // size
+
+
+@pytest.mark.parametrize("shape", ["26B-A4B", "31B"])
+def test_shards_of_a_checkpoint(shape: str) -> None:
+    """Both ranks' weights of a checkpoint, loaded from its files, are the regions that their placements name."""
+    folder = tiny.checkpoint_folder(shape)
+    spec = open_checkpoint(str(folder)).spec
+    stored = load_file(folder / "model.safetensors")
+    names = _match_names(stored, spec)
+    num_read = dict.fromkeys(names, 0)
+    for index in range(2):
+        model = load_weights(folder, lambda weights: Gemma4(spec, weights), lambda _: names, on_rank(index, 2), progress=False)
+        for name, placement in model.placements().items():
+            for piece in placement.pieces:
+                region = stored[names[name]][piece.region].float()
+                wanted = region if piece.order is None else region.index_select(piece.dim, piece.order)
+                num_read[name] += wanted.numel()
+                if "router.proj" not in name:  # its scale is folded in
+                    assert torch.equal(piece.target.float(), wanted), name
+    whole_size = {name: stored[names[name]].numel() for name in names}
+    assert all(num_read[name] in (whole_size[name], 2 * whole_size[name]) for name in names)
+    split = {name.rpartition("layers.0.")[2] for name in names if num_read[name] == whole_size[name] and "layers.0." in name}
+    assert {"self_attn.q_proj.weight", "self_attn.o_proj.weight", "mlp.gate_proj.weight", "mlp.down_proj.weight"} <= split
+    assert not any("norm" in name for name in split)
+    assert num_read["embed_tokens.weight"] == whole_size["embed_tokens.weight"]
+
+
+# Partial sums
+
+
+def test_one_rank_keeps_its_parts() -> None:
+    parts = torch.randn(3, 2, 4)
+    assert join_parts(parts, None) is parts
+
+
+def test_parts_of_several_ranks_meet_before_the_norm() -> None:
+    """The all-reduce gets the sum of a rank's own parts, and its result is what the norm reads."""
+    seen: list[Tensor] = []
+
+    def all_reduce(x: Tensor) -> Tensor:
+        seen.append(x)
+        return x + 10
+
+    parts = torch.randn(3, 2, 4)
+    joined = join_parts(parts, all_reduce)
+    torch.testing.assert_close(seen[0], parts.sum(0))
+    torch.testing.assert_close(joined, parts.sum(0) + 10)
+
+
+@pytest.mark.parametrize("shape", ["E2B", "26B-A4B"])
+def test_what_is_reduced_in_a_layer(shape: str) -> None:
+    """Attention's output, the MLP and the experts are reduced once each. Nothing else of a layer is."""
+    reduced: list[tuple[int, ...]] = []
+
+    def all_reduce(x: Tensor) -> Tensor:
+        reduced.append(tuple(x.shape))
+        return x
+
+    spec = open_checkpoint(str(tiny.checkpoint_folder(shape))).spec
+    layer = Gemma4(spec, Weights(torch.float32, CPU, rank=Rank(0, 2), all_reduce=all_reduce))._layers[0]
+    for parameter in layer.parameters():
+        parameter.fill_(0.01)
+    x, width = torch.randn(3, spec.hidden_size), layer.attention.out.tensor.shape[1]
+    layer.attention.out.linear_parts(torch.randn(3, width))
+    layer.mlp(x)
+    layer.attention.qkv.linear_parts(x)
+    if layer.experts is not None:
+        layer.experts(x, x)
+    assert reduced == [(3, spec.hidden_size)] * (2 if layer.experts is None else 3)
+
+
+def test_several_ranks_need_an_all_reduce() -> None:
+    with pytest.raises(AssertionError, match="must meet"):
+        Weights(torch.float32, CPU, rank=Rank(0, 2))
+
+
+# Formats
+
+
+class DoubledMatrix(Matrix):
+    """A format that stores twice the weight. It brings only what a format must: its bytes, its placements, its product."""
+
+    def __init__(self, layout: MatrixLayout, site: Any) -> None:
+        super().__init__(layout, site)
+        rows = sum(projection.num_rows for projection in layout.projections)
+        self.doubled = nn.Parameter(torch.empty(rows, layout.num_columns, dtype=torch.float64), requires_grad=False)
+
+    def own_placements(self) -> Iterator[tuple[str, Placement]]:
+        begin = 0
+        for projection in self.layout.projections:
+            shape = projection.num_rows, self.layout.num_columns
+            target = self.doubled[begin : begin + projection.num_rows]
+            order, dim = (projection.order, 0) if self.layout.column_order is None else (self.layout.column_order, 1)
+            yield f"{projection.name}.doubled", Placement(shape, (Piece(target, whole(shape), order, dim),), {"F64"})
+            begin += projection.num_rows
+
+    def linear(self, x_TD: Tensor) -> Tensor:
+        return F.linear(x_TD.double(), self.doubled / 2).to(x_TD.dtype)
+
+    def linear_rows(self, x_TD: Tensor, rows: slice) -> Tensor:
+        return F.linear(x_TD.double(), self.doubled[rows] / 2).to(x_TD.dtype)
+
+
+class DoubledFormat:
+    def matrix(self, layout: MatrixLayout, site: Any) -> Matrix:
+        return DoubledMatrix(layout, site)
+
+
+def choose(name: str) -> Any:
+    """As in quantised checkpoints: tables and experts are plain."""
+    is_matrix = name.endswith(("_proj", "gate", "projection", "_projection"))
+    return DoubledFormat() if is_matrix else Weights(torch.float32, CPU).choose_format(name)
+
+
+@pytest.mark.parametrize("shape", ["E2B", "26B-A4B", "31B"])
+def test_a_format_is_one_class(shape: str) -> None:
+    """A model whose matrices are in another format gives the same logits, and no code but the format's is needed."""
+    from tests.models.harness import Harness
+
+    folder = tiny.checkpoint_folder(shape)
+    spec = open_checkpoint(str(folder)).spec
+    stored = load_file(folder / "model.safetensors")
+    names = _match_names(stored, spec)
+    models = []
+    for weights in (Weights(torch.float32, CPU), Weights(torch.float32, CPU, choose_format=choose)):
+        model, num_doubled = Gemma4(spec, weights), 0
+        for name, placement in model.placements().items():
+            tensor = stored[names[name.replace(".doubled", ".weight")]].double()
+            placement.fill(2 * tensor if name.endswith(".doubled") else tensor)
+            num_doubled += name.endswith(".doubled")
+        model.finish()
+        models.append(model)
+    assert num_doubled >= 7 * len([layer for layer in spec.layers if layer.owns_kv and not layer.k_eq_v])
+    token_ids = tiny.prompt(40)
+    plain, doubled = (Harness(model, num_slots=1).all_logits(token_ids) for model in models)
+    torch.testing.assert_close(doubled, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_a_head_in_e4m3() -> None:
+    table = Weights(torch.float32, CPU).table("head", 64, 32)
+    fill(table, {"head.weight": torch.randn(64, 32)})
+    narrow = narrowed(table, "fp8")
+    assert isinstance(narrow, E4M3Table)
+    assert narrow.num_bytes == 64 * 32 + 64 * 4 < table.num_bytes
+    x = torch.randn(5, 32)
+    difference = (narrow.head(x) - table.head(x)).abs().max() / table.head(x).abs().max()
+    assert 0 < difference < 0.05
+    assert torch.equal(narrow.head_candidates(x, None).scores_RC, narrow.head(x))
+    with pytest.raises(NotImplementedError, match="E4M3Table has no kernel for embed"):
+        narrow.embed(torch.tensor([1]))
+    with pytest.raises(ConfigError, match="unknown weight precision: 'int3'"):
+        narrowed(table, "int3")
+
+
+def test_kernels_by_format() -> None:
+    pytest.importorskip("triton")
+    for device, package in (("cpu", "culet.kernels.eager."), ("cuda", "culet.kernels.triton.")):
+        ops = dispatch.for_device(device, dispatch.E4M3)
+        assert ops.head_candidates.__module__.startswith(package)
+        assert not hasattr(ops, "linear"), "no kernel multiplies e4m3 weights yet"
+
+
+def test_only_formats_know_the_bytes() -> None:
+    """Outside layers/weight and kernels/, nobody reads a weight's tensors, and no layer or model names their dtype."""
+    root = Path(culet.__file__).parent
+    bytes_of = re.compile(r"(?<!torch)\.tensor\b|\bPlain(Matrix|Table|Experts)\b|\bE4M3Table\b")
+    dtype_of = re.compile(r"torch\.(bfloat16|float16|half|float8\w*|int8|uint8)\b")
+    files = [path for path in root.rglob("*.py") if not path.is_relative_to(root / "layers/weight")]
+    files = [path for path in files if not path.is_relative_to(root / "kernels")]
+    assert [path for path in files if bytes_of.search(path.read_text())] == []
+    models = [path for path in files if path.relative_to(root).parts[0] in ("layers", "models", "drafters", "parallel")]
+    assert [path for path in models if dtype_of.search(path.read_text())] == []
