@@ -190,7 +190,7 @@ def test_the_engine_tab_shows_plots_and_the_plan(tiny: Running, open_page: Calla
     page = open_page(tiny)
     page.get_by_role("tab", name="Engine").click()
     expect(page.locator(".plot figcaption")).to_contain_text(
-        ["Tokens per second", "Time to first token", "Requests", "Cache in use"]
+        ["Tokens per second", "Time to first token", "Requests", "KV cache in use"]
     )
     expect(page.locator('path[data-line="sliding"]')).to_have_count(1)
     expect(page.locator('path[data-line="global"]')).to_have_count(1)
