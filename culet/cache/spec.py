@@ -184,7 +184,7 @@ def plan_cache(specs: Sequence[KVSpec], *, page_multiple: int = PAGE_MULTIPLE, s
 
 
 def _choose_slab(per_token: Sequence[int], page_multiple: int) -> int:
-    """Smallest slab that every group fills exactly with a multiple of `page_multiple` tokens, doubled up to useful page sizes."""
+    """Smallest slab that every group fills exactly with a multiple of `page_multiple` tokens, doubled to useful page sizes."""
     slab = math.lcm(*(size * page_multiple for size in per_token))
     if slab > max(MAX_EXACT_SLAB, max(per_token) * page_multiple):
         slab = max(per_token) * page_multiple

@@ -88,7 +88,7 @@ class GroupPages:
         return beyond
 
     def first_stored(self, start: int, num_new: int, num_queries: int) -> int:
-        """Position from which a row's new tokens are stored: all that its last `num_queries` queries or a later step can see."""
+        """Position from which a row's new tokens are stored: all that its last `num_queries` queries or a later step see."""
         if self.reach is None:
             return start
         return max(start, start + num_new - self.reach - max(num_queries, 1) + 1)

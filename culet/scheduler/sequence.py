@@ -124,7 +124,7 @@ class Sequence:
 
     @property
     def is_ready(self) -> bool:
-        """Whether its next row can be planned now: it does not depend on drafts, on a grammar, or on a token that may not come."""
+        """Whether its next row can be planned now: it does not depend on drafts, a grammar, or a token that may not come."""
         return not self.draws_in_flight or (not self.awaits_drafts and self.num_left > 0 and self.request.grammar is None)
 
     def pages_unchanged(self, num_new: int = 1) -> bool:

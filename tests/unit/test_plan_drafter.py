@@ -65,7 +65,7 @@ def test_side_by_side(plan: Callable[..., str]) -> None:
         ["mtp", "sliding", "triton", "3"],
         ["mtp", "global", "triton", "1"],
     ]
-    assert "up to 3 drafts a round, reads the target's pages" in text
+    assert "up to 3 drafts per round, reads the target's pages" in text
     assert "target" not in plan("31B", "--gpu", "h200").splitlines()[6]
 
 
