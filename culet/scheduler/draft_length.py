@@ -17,7 +17,7 @@ from culet.scheduler.stats import Counters
 from culet.scheduler.step_cost import MeasuredCost, StepCost, size_of
 
 START_ACCEPTANCE = 0.75  # what requests are believed to accept before any has ended
-MIN_PRIOR, MAX_PRIOR = 0.7, 0.95  # bounds of what a new sequence is believed to accept
+MIN_PRIOR, MAX_PRIOR = 0.78, 0.95  # bounds of what a new sequence is believed to accept
 OPTIMISM = 0.1  # that is so much more than requests accepted in general: a belief too high is corrected in a few rounds
 START_WEIGHT = 4.0  # compared drafts that the belief counts as
 DECAY = 0.93  # of older rounds of a sequence
@@ -153,11 +153,11 @@ class DraftPolicy:
     def _choose(self, hopes: list[float], *, is_try: bool = False) -> tuple[int, float]:
         """Drafts of the step that brings the most tokens per second, and the least acceptance of those who get them.
 
-        `is_try`: not the best length but the shortest that pays.
+        `is_try`: only the shortest length counts that would pay if all accepted what a try hopes for.
         """
         ranked, num_seqs = sorted(hopes, reverse=True), len(hopes)
         best, best_rate, least = 0, MIN_GAIN * num_seqs, 0.0
-        for count in self.lengths:
+        for count in self._try_lengths(num_seqs) if is_try else self.lengths:
             first, last = 1.0 + self.cost.overhead(num_seqs, 1, count), 1.0 + self.cost.overhead(num_seqs, num_seqs, count)
             each = (last - first) / max(1, num_seqs - 1)
             gains, num_tokens, seconds = self._gains[count], float(num_seqs), first - each
@@ -166,9 +166,12 @@ class DraftPolicy:
                 seconds += each
                 if num_tokens > best_rate * seconds:
                     best, best_rate, least = count, num_tokens / seconds, hope
-            if best and is_try:
-                break
         return best, least
+
+    def _try_lengths(self, num_seqs: int) -> tuple[int, ...]:
+        hope = round(100 * TRY_ACCEPTANCE)
+        paying = (c for c in self.lengths if 1 + self._gains[c][hope] > MIN_GAIN * (1 + self.cost.overhead(num_seqs, num_seqs, c)))
+        return tuple(paying)[:1]
 
     def _decide(self, state: Acceptance, num_drafts: int, first_rest: int) -> None:
         """Give a sequence its drafts, and set the time of its next try."""

@@ -101,7 +101,7 @@ class Walk:
         return tokens, tuple(spans)
 
     def _prompt(self) -> Prompt:
-        """A fresh prompt, one that begins like others, or a later turn: an earlier prompt with its answer or up to a resume length."""
+        """A fresh prompt, one that begins like others, or a later turn of an earlier prompt."""
         kind, limit = self.random.random(), self.world.max_prompt
         if kind < 0.2 or not self.drive.requests:
             return self._with_media(self._tokens(self.random.randint(1, limit)))
