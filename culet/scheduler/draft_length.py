@@ -19,7 +19,7 @@ from culet.scheduler.step_cost import MeasuredCost, StepCost, size_of
 START_ACCEPTANCE = 0.75  # what requests are believed to accept before any has ended
 MIN_PRIOR, MAX_PRIOR = 0.78, 0.95  # bounds of what a new sequence is believed to accept
 OPTIMISM = 0.1  # that is so much more than requests accepted in general: a belief too high is corrected in a few rounds
-START_WEIGHT = 4.0  # compared drafts that the belief counts as
+START_WEIGHT = 3.0  # compared drafts that the belief counts as, and in a try what was accepted before: text changes
 DECAY = 0.93  # of older rounds of a sequence
 REQUEST_SHARE = 1 / 16  # of each request that ends in what requests accept in general
 WORTHLESS = 0.1  # acceptance at start below which the drafter does not fit the model: nothing is believed without evidence
@@ -27,7 +27,6 @@ MIN_GAIN = 1.03  # tokens per second, against no drafts
 TRY_ACCEPTANCE = 0.9  # what a try hopes for
 TRY_SHARE = 0.01  # of the time that a sequence without drafts gives to its first try; later ones get less
 MIN_REST, MAX_REST = 8, 256  # steps before a try
-TRY_WEIGHT = 2.0  # compared drafts that count in a try: the text may be another by now
 NUM_TIMED = 5  # steps of each length that are taken for their time,
 TIMED_FIRST, TIMED_AGAIN = 16, 2048  # when a batch of one size has taken this many steps, and after this many more
 
@@ -155,9 +154,12 @@ class DraftPolicy:
 
         `is_try`: only the shortest length counts that would pay if all accepted what a try hopes for.
         """
-        ranked, num_seqs = sorted(hopes, reverse=True), len(hopes)
+        ranked, num_seqs, lengths = sorted(hopes, reverse=True), len(hopes), self.lengths
+        if is_try:
+            costs = {count: MIN_GAIN * (1.0 + self.cost.overhead(num_seqs, num_seqs, count)) for count in lengths}
+            lengths = tuple(count for count in lengths if _expected_tokens(TRY_ACCEPTANCE, count) > costs[count])[:1]
         best, best_rate, least = 0, MIN_GAIN * num_seqs, 0.0
-        for count in self._try_lengths(num_seqs) if is_try else self.lengths:
+        for count in lengths:
             first, last = 1.0 + self.cost.overhead(num_seqs, 1, count), 1.0 + self.cost.overhead(num_seqs, num_seqs, count)
             each = (last - first) / max(1, num_seqs - 1)
             gains, num_tokens, seconds = self._gains[count], float(num_seqs), first - each
@@ -168,17 +170,12 @@ class DraftPolicy:
                     best, best_rate, least = count, num_tokens / seconds, hope
         return best, least
 
-    def _try_lengths(self, num_seqs: int) -> tuple[int, ...]:
-        hope = round(100 * TRY_ACCEPTANCE)
-        paying = (c for c in self.lengths if 1 + self._gains[c][hope] > MIN_GAIN * (1 + self.cost.overhead(num_seqs, num_seqs, c)))
-        return tuple(paying)[:1]
-
     def _decide(self, state: Acceptance, num_drafts: int, first_rest: int) -> None:
         """Give a sequence its drafts, and set the time of its next try."""
         state.length = num_drafts
         state.is_trying = num_drafts > 0 and 0 <= state.try_at <= self._step
         if state.is_trying:
-            forget = min(1.0, TRY_WEIGHT / state.tried)
+            forget = min(1.0, START_WEIGHT / state.tried)
             state.tried, state.accepted = forget * state.tried, forget * state.accepted
             state.rest = min(MAX_REST, 2 * max(first_rest, state.rest))
         elif num_drafts:
