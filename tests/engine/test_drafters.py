@@ -20,7 +20,7 @@ from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, plan_cache
 from culet.config import Config, DraftChoice, ScheduleConfig, build_config
 from culet.drafters.base import DRAFTERS, DraftBatch, Drafter, cache_specs, open_drafter, target_groups
-from culet.engine import engine as engine_module
+from culet.engine import resolve
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.weights import load_model
@@ -191,10 +191,10 @@ def test_no_graph_of_what_is_planned_on_the_host() -> None:
     backends = [load(backend.path)(group, spec.num_heads) for backend in BACKENDS.values()]
     by_kind = {backend.is_capturable: backend for backend in backends}
     cuda = torch.device("cuda")
-    assert engine_module._captures(Config(), cuda, [by_kind[True]])
-    assert not engine_module._captures(Config(), cuda, [by_kind[True], by_kind[False]])
-    assert not engine_module._captures(Config(), CPU, [by_kind[True]])
-    assert not engine_module._captures(build_config({"enforce_eager": True}), cuda, [by_kind[True]])
+    assert resolve._can_capture(Config(), cuda, [by_kind[True]])
+    assert not resolve._can_capture(Config(), cuda, [by_kind[True], by_kind[False]])
+    assert not resolve._can_capture(Config(), CPU, [by_kind[True]])
+    assert not resolve._can_capture(build_config({"enforce_eager": True}), cuda, [by_kind[True]])
 
 
 # Through the engine: greedy output is that of no drafter, token for token
