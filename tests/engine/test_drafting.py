@@ -442,7 +442,7 @@ def test_settings() -> None:
 def test_an_explicit_backend_is_the_drafters_or_an_error(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "31B")
     base = {"device": "cpu", "max_num_seqs": 2, "max_model_len": 64}
-    with pytest.raises(ConfigError, match="speculative-config: attention-backend: 'triton' cannot serve layer 6"):
+    with pytest.raises(ConfigError, match="speculative-config: attention-backend: 'triton' does not support layer 6"):
         LLM(str(folder), speculative_config={"method": "mtp", "model": "random:", "attention_backend": "triton"}, **base)
 
 
@@ -459,8 +459,8 @@ def test_a_head_in_fp8(tmp_path: Path) -> None:
     drafter = llm.engine._worker.drafter
     assert drafter is not None
     head = drafter.model.head  # type: ignore[attr-defined]
-    assert head.table.dtype == torch.float8_e4m3fn
-    z = torch.randn(5, head.table.shape[1])
+    assert head.table.tensor.dtype == torch.float8_e4m3fn
+    z = torch.randn(5, head.table.tensor.shape[1])
     best = torch.empty(5, dtype=torch.int64)
     head.ops.pick_best(head.candidates(z), best)
     assert torch.equal(best, head.logits(z).argmax(-1))

@@ -101,7 +101,7 @@ def test_all_tokens_have_a_column() -> None:
 @pytest.mark.parametrize(
     ("shape", "num_tokens", "tile", "message"),
     [
-        (Shape("rows", 256, 2560), 129, Tile("stream", 64, 64, 4, 4), "more than two blocks"),
+        (Shape("rows", 256, 2560), 129, Tile("stream", 64, 64, 4, 4), "do not fit into two blocks"),
         (Shape("rows", 256, 2560), 8, Tile("stream", 64, 64, 8, 4), "too few rows"),
         (Shape("inputs", 256, 2624), 8, Tile("stream", 64, 128, 4, 4), "does not divide"),
         (Shape("inputs", 256, 2560), 8, Tile("stream", 64, 64, 4, 4, 3), "does not divide"),
