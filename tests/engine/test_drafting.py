@@ -462,7 +462,7 @@ def test_a_head_in_fp8(tmp_path: Path) -> None:
     assert head.table.tensor.dtype == torch.float8_e4m3fn
     z = torch.randn(5, head.table.tensor.shape[1])
     best = torch.empty(5, dtype=torch.int64)
-    head.ops.pick_best(head.candidates(z), best)
+    drafter.model.ops.pick_best(head.candidates(z), best)  # type: ignore[attr-defined]
     assert torch.equal(best, head.logits(z).argmax(-1))
     plain = LLM(folder, speculative_config=draft | {"head_dtype": "auto"}, **settings).engine._worker.drafter
     whole = plain.model.head.logits(z)  # type: ignore[union-attr]
