@@ -1,13 +1,13 @@
-"""Which tokens are computed in which step, and on which pages: pure Python, no torch.
+"""The scheduler decides which tokens each step computes, and on which pages. Pure Python, no torch.
 
-sequence        one sample of a request: its tokens, its pages, how far it is computed
+sequence        one sample of a request, with its tokens, its pages and its progress
 group_pages     the pages of one sequence in one KV group
-page_allocator  pages for sequences: the arena, resume points that give way, copies that the next step makes
-budget          how a step's tokens are shared between decode, drafts and prefill
-rows            one row of a plan: its size, its pages, what it does to its sequence
-admission       what is refused, and when a waiting sequence may start
-reuse           where a sequence resumes, and which resume points it leaves
+page_allocator  takes pages for sequences, evicts resume points, and lists page copies for the next step
+budget          splits a step's tokens between decode, drafts and prefill
+rows            one row of a plan, with its size, its pages and its effect on the sequence
+admission       which requests are rejected, and when a waiting sequence may start
+reuse           where a sequence resumes, and which resume points it creates
 draft_length    how many tokens to draft for each sequence
-step_cost       what steps cost, by a model and by measured times
-scheduler       the loop: schedule, apply, preempt, fork, finish
+step_cost       the cost of steps, from a model and from measured times
+scheduler       the main loop (schedule, apply, preempt, fork, finish)
 """

@@ -1,4 +1,4 @@
-"""What is refused at once, and how many pages a waiting sequence needs before it starts."""
+"""Decide which requests to reject at once, and how many pages a waiting sequence needs before it starts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from culet.types import Request
 
 
 def least_pages(group: KVGroup, num_tokens: int, chunk: int = 1) -> int:
-    """Pages of `group` that a sequence of `num_tokens` tokens with KV needs to end, computed in chunks of `chunk` tokens."""
+    """Return how many pages of `group` a sequence needs to finish.
+
+    `num_tokens` of its tokens have KV, and they are computed in chunks of `chunk` tokens.
+    """
     bound = max_held_pages(group, chunk, 1)
     most = group.pages_for(num_tokens + group.ahead)
     return most if bound is None else min(most, bound)
 
 
 def check_fits(request: Request, layout: CacheLayout, num_pages: int, max_model_len: int, max_chunk: int) -> None:
-    """Refuse a request that could never end, even alone, with the arithmetic.
+    """Raise if a request could never finish, even alone. The error shows the arithmetic.
 
-    `max_chunk`: prompt tokens that a step has room for, whatever else runs.
+    `max_chunk` is the number of prompt tokens that a step has room for, whatever else runs.
     """
     prompt_len = len(request.prompt_token_ids)
     if not prompt_len:
@@ -35,7 +38,7 @@ def check_fits(request: Request, layout: CacheLayout, num_pages: int, max_model_
             if prompt_len < max_model_len
             else "shorten the prompt, or raise --max-model-len if the model allows it",
         )
-    # The last token drawn needs no KV.
+    # The last sampled token needs no KV.
     need = {group.name: least_pages(group, total - 1, largest) for group in layout.groups}
     if sum(need.values()) > num_pages:
         parts = " + ".join(f"{count} {name}" for name, count in need.items())
@@ -46,7 +49,7 @@ def check_fits(request: Request, layout: CacheLayout, num_pages: int, max_model_
 
 
 def _check_media(request: Request, max_chunk: int) -> int:
-    """Refuse media that lie wrongly or do not fit into a step. Returns the largest chunk that must be computed at once."""
+    """Raise if media spans are misplaced or too long for a step. Return the largest chunk that must be computed at once."""
     spans, prompt_len = request.media, len(request.prompt_token_ids)
     for span in spans:
         if span.length < 1 or span.start < 0 or span.end > prompt_len:
@@ -63,9 +66,9 @@ def _check_media(request: Request, max_chunk: int) -> int:
 
 
 def reserved_pages(seq: Sequence, budget: int) -> int:
-    """Pages that `seq` lacks for the tokens it is admitted with, and one more per group to grow.
+    """Return how many pages `seq` still needs for the tokens it is admitted with, plus one per group to grow.
 
-    In groups with a window, this is what it holds while its next chunk is in flight.
+    In groups with a window, the count covers the pages it holds while its next chunk is in flight.
     """
     reserved = 0
     for pages in seq.groups:

@@ -1,4 +1,4 @@
-"""How a step's tokens are shared: decode first, then drafts and prefill, the oldest first."""
+"""Share a step's tokens. Decode comes first, then drafts and prefill, oldest sequence first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from culet.scheduler.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What one sequence may compute in a step; `num_drafts` of the `num_new` tokens are drafts."""
+    """The tokens that one sequence may compute in a step. `num_drafts` of the `num_new` tokens are drafts."""
 
     sequence: Sequence
     num_new: int
@@ -18,10 +18,10 @@ class Grant:
 
 
 def share_budget(ready: Iterable[Sequence], budget: int) -> list[Grant]:
-    """Grants in the order of `ready` (oldest first), `budget` tokens in total.
+    """Return grants of at most `budget` tokens in total, in the order of `ready` (oldest first).
 
     Every decode gets its token. The scheduler never runs more sequences than the budget has tokens, so at least one token is
-    left for a prefill. Drafts get at most half of the rest while a prompt wants it.
+    left for a prefill. While a prompt wants the remaining tokens, drafts get at most half of them.
     """
     ready = list(ready)
     prefills = [seq for seq in ready if seq.num_uncomputed > 1]

@@ -1,4 +1,4 @@
-"""Counters and gauges of the scheduler, as a frozen snapshot."""
+"""A frozen snapshot of the scheduler's counters and gauges."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 @dataclass
 class Counters:
-    """What has happened since the start."""
+    """Counts of events since the start."""
 
     steps: int = 0
     preemptions: int = 0
     forks: int = 0
     cancelled: int = 0
     timed_out: int = 0
-    finished: int = 0  # every ended sample, cancelled and timed out ones included
+    finished: int = 0  # all finished samples, including cancelled and timed-out ones
     verifies: int = 0  # rows with drafts that were verified
     drafted_tokens: int = 0
-    accepted_tokens: int = 0  # drafts that equal what the target drew
+    accepted_tokens: int = 0  # drafts that equal the token the target drew
     rolled_back_tokens: int = 0  # rejected drafts
     rollbacks: int = 0  # verifies that rejected at least one draft
     dropped_tokens: int = 0  # drawn after a stop, or for a sequence that had already ended
@@ -27,11 +27,11 @@ class Counters:
     prefix_query_tokens: int = 0
     prefix_hits: int = 0
     prefix_hit_tokens: int = 0
-    drafted_at: list[int] = field(default_factory=list)  # verified drafts by their place in a round, from 0
-    accepted_at: list[int] = field(default_factory=list)  # the accepted ones of these
+    drafted_at: list[int] = field(default_factory=list)  # verified drafts by position in a round, from 0
+    accepted_at: list[int] = field(default_factory=list)  # accepted drafts by position
 
     def count_verify(self, num_drafts: int, num_accepted: int) -> None:
-        """Count a row with drafts that was verified."""
+        """Count one verified row."""
         self.verifies += 1
         self.drafted_tokens += num_drafts
         self.accepted_tokens += num_accepted
@@ -47,16 +47,16 @@ class Counters:
 
     @property
     def tokens_per_verify(self) -> float:
-        """Average tokens of a verify, the target's own token included; 0 before the first verify."""
+        """Average tokens per verify, including the target's own token, or 0 before the first verify."""
         return 1.0 + self.accepted_tokens / self.verifies if self.verifies else 0.0
 
     @property
     def acceptance_at(self) -> tuple[float, ...]:
-        """Share of accepted drafts, by their place in a round."""
+        """Share of accepted drafts, by position in a round."""
         return tuple(kept / count if count else 0.0 for kept, count in zip(self.accepted_at, self.drafted_at, strict=True))
 
     def since(self, before: Counters) -> Counters:
-        """What happened after `before`, an earlier copy."""
+        """Return the counts since `before`, an earlier copy."""
         change: dict[str, Any] = {}
         for entry in fields(self):
             now, then = getattr(self, entry.name), getattr(before, entry.name)
@@ -73,15 +73,15 @@ class Counters:
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """The current state, and what has happened since the start."""
+    """The current state, and the counts since the start."""
 
     num_running: int
-    num_waiting: int  # sequences in the queue, without samples that wait for their prompt
+    num_waiting: int  # sequences in the queue, not counting samples that wait for their prompt
     num_pages: int
     num_free_pages: int
-    num_resume_point_pages: int  # held only by resume points: available when needed
-    num_held_pages: Mapping[str, int]  # by running sequences, per KV group; a shared page counts once
+    num_resume_point_pages: int  # held only by resume points, so available when needed
+    num_held_pages: Mapping[str, int]  # held by running sequences, per KV group (a shared page counts once)
     num_resume_points: int
     counters: Counters
-    verify_seconds: float = 0.0  # on the device, of steps with drafts to verify
-    draft_seconds: float = 0.0  # on the device, of drafting
+    verify_seconds: float = 0.0  # device time of steps with drafts to verify
+    draft_seconds: float = 0.0  # device time of drafting

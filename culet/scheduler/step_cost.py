@@ -1,4 +1,4 @@
-"""What steps cost: a model from sizes, corrected by the measured times of real steps. No torch."""
+"""Estimate the cost of steps with a model based on sizes, corrected by measured times of real steps. No torch."""
 
 from __future__ import annotations
 
@@ -8,36 +8,39 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 NUM_TIMES = 8  # times kept for each kind of step
-MIN_TIMES = 3  # of each kind, before their times are compared
-FRESH = 96  # steps: a machine's speed drifts, so only times taken this close together are compared
-FADE = 0.02  # how far each measurement of one length moves what is believed of the others
-MAX_CORRECTION = 100.0  # how far a round's measured cost may be from the model's, either way
-MIN_OVERHEAD = 0.02  # of a round by the model: a probe with noise may find none
+MIN_TIMES = 3  # times of each kind needed before they are compared
+FRESH = 96  # compare only times at most this many steps apart, because a machine's speed drifts
+FADE = 0.02  # how far each measurement of one length moves the corrections of the others
+MAX_CORRECTION = 100.0  # largest factor between a round's measured and modelled cost, in either direction
+MIN_OVERHEAD = 0.02  # smallest modelled overhead of a round, because a noisy probe may find none
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of steps on a device that reads weights, multiplies, and waits for the host between draft rounds."""
+    """A model of step times on a device that reads weights, multiplies, and waits for the host between draft rounds."""
 
     dense_bytes: float  # weights that every step reads
-    expert_bytes: float  # of one expert in all layers; 0: the model has no experts
+    expert_bytes: float  # weights of one expert in all layers, or 0 if the model has no experts
     num_experts: int
     top_k: int
     flops_per_token: float
     draft_bytes: float  # weights that one pass of the drafter reads
-    drafts_at_once: bool  # one pass of the drafter gives all drafts of a round
+    drafts_at_once: bool  # whether one pass of the drafter makes all drafts of a round
     bytes_per_s: float
     flops_per_s: float
-    wait_s: float  # per round: time that look-ahead does not hide
-    step_s: float = 0.0  # fixed part of a step: launching its layers
-    draft_s: float = 0.0  # fixed part of a drafter's pass
-    token_s: float = 0.0  # of each token besides matrix products: attention, norms, sampling
+    wait_s: float  # time per round that look-ahead does not hide
+    step_s: float = 0.0  # fixed time of a step, to launch its layers
+    draft_s: float = 0.0  # fixed time of a drafter's pass
+    token_s: float = 0.0  # time per token outside matrix products (attention, norms, sampling)
     wait_per_seq_s: float = 0.0  # part of the wait that grows with the batch
-    each_draft_s: float | None = None  # one draft of one sequence and its part of the verify, if measured
-    is_padded: bool = False  # every row of a verify step is as long as the longest
+    each_draft_s: float | None = None  # time of one draft of one sequence and its share of the verify, if measured
+    is_padded: bool = False  # whether every row of a verify step is padded to the longest
 
     def step(self, num_tokens: int) -> float:
-        """Seconds of a step of the target. More tokens touch more experts, as if each token chose independently."""
+        """Return the seconds of a step of the target.
+
+        More tokens touch more experts. The model assumes that each token chooses its experts independently.
+        """
         touched = 0.0
         if self.num_experts:
             touched = self.num_experts * (1.0 - (1.0 - self.top_k / self.num_experts) ** num_tokens)
@@ -46,9 +49,9 @@ class StepCost:
         return self.step_s + num_tokens * self.token_s + products
 
     def overhead(self, num_seqs: int, num_drafting: int, num_drafts: int) -> float:
-        """What a round adds to a plain step of `num_seqs` sequences, as a share of that step.
+        """Return the time that a round adds to a plain step of `num_seqs` sequences, as a share of that step.
 
-        `num_drafting` of the sequences have `num_drafts` drafts each; the others have none.
+        `num_drafting` of the sequences have `num_drafts` drafts each. The others have none.
         """
         if not num_drafts or not num_drafting:
             return 0.0
@@ -58,15 +61,15 @@ class StepCost:
         return (extra + self.wait_s + num_seqs * self.wait_per_seq_s) / self.step(num_seqs)
 
     def _extra(self, num_seqs: int, num_drafting: int, num_drafts: int) -> float:
-        """Seconds of the drafting and of the drafts' tokens in the verify, as far as they follow from sizes."""
+        """Return the seconds of drafting and of the drafts' tokens in the verify, estimated from sizes alone."""
         num_passes = 1 if self.drafts_at_once else num_drafts
         drafting = num_passes * (self.draft_bytes / self.bytes_per_s + self.draft_s)
         return self.step(num_seqs + num_drafting * num_drafts) - self.step(num_seqs) + drafting
 
     def fitted(self, measured: Mapping[int, float]) -> StepCost:
-        """The same model, fitted to the measured seconds of rounds of one sequence with 0, 1 and the most drafts.
+        """Return this model fitted to measured seconds of rounds of one sequence with 0, 1 and the most drafts.
 
-        What a round adds to a plain step is a part for each draft, and a wait that does not grow with them.
+        A round adds a fixed time per draft to a plain step, plus a wait that does not depend on the number of drafts.
         """
         speed = measured[0] / self.step(1)
         most, wait_per_seq = max(measured), self.wait_per_seq_s * speed
@@ -86,7 +89,10 @@ class StepCost:
 
 
 class MeasuredCost:
-    """A StepCost with corrections: how much more rounds add to a step than the model says, by batch size and drafts."""
+    """A StepCost with corrections by batch size and number of drafts.
+
+    A correction is the ratio of the measured overhead of a round to the modelled one.
+    """
 
     def __init__(self, model: StepCost) -> None:
         self.model = model
@@ -97,7 +103,7 @@ class MeasuredCost:
         self._known: dict[tuple[int, int, int], float] = {}
 
     def overhead(self, num_seqs: int, num_drafting: int, num_drafts: int) -> float:
-        """What a round adds to a plain step, as a share of that step."""
+        """Return the time that a round adds to a plain step, as a share of that step."""
         key = num_seqs, num_drafting, num_drafts
         if key not in self._known:
             corrections = self._corrections.get(size_of(num_seqs), {})
@@ -106,7 +112,7 @@ class MeasuredCost:
         return self._known[key]
 
     def took(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
-        """Learn from a decode step: `num_drafting` of its sequences had `num_drafts` drafts each, or none had any."""
+        """Learn from a decode step in which `num_drafting` sequences had `num_drafts` drafts each, or none had any."""
         self._num_steps += 1
         size = size_of(num_seqs)
         plain = self._plain.setdefault(size, _Recent())
@@ -117,7 +123,7 @@ class MeasuredCost:
         if plain_s is None:
             return
         rounds = self._rounds.setdefault((size, num_drafts), _Recent())
-        # A round is never cheaper than a step: where it seems so, the machine was slower before.
+        # A round is never cheaper than a plain step. If it seems so, the machine was slower when plain steps were timed.
         rounds.add(self._num_steps, max(0.0, seconds / plain_s - 1.0) / modelled)
         found = rounds.median(self._num_steps)
         if found is not None:
@@ -128,14 +134,14 @@ class MeasuredCost:
 
     def _correct(self, size: int, num_drafts: int, found: float) -> None:
         corrections = self._corrections.setdefault(size, {})
-        for count, before in corrections.items():  # a wrong measurement of a length that is not used fades
+        for count, before in corrections.items():  # let wrong measurements of unused lengths fade
             corrections[count] = before + FADE * (found - before)
         corrections[num_drafts] = found
         self._known.clear()
 
 
 class _Recent:
-    """The latest values of something measured."""
+    """The latest values of a measurement."""
 
     def __init__(self) -> None:
         self._values: deque[tuple[int, float]] = deque(maxlen=NUM_TIMES)  # number of the step, value
@@ -144,11 +150,11 @@ class _Recent:
         self._values.append((number, value))
 
     def median(self, now: int) -> float | None:
-        """The median of the fresh ones, which a late step hardly moves; None where they are too few."""
+        """Return the median of the fresh values, or None if there are too few. One slow step hardly moves a median."""
         fresh = [value for number, value in self._values if now - number <= FRESH]
         return median(fresh) if len(fresh) >= MIN_TIMES else None
 
 
 def size_of(num_seqs: int) -> int:
-    """Batches of about the same size are timed together: the next power of two."""
+    """Round a batch size up to a power of two. Batches of about the same size are timed together."""
     return 1 << (num_seqs - 1).bit_length()
