@@ -98,3 +98,10 @@ def http_status(error: CuletError) -> int:
 def exit_code(error: CuletError) -> int:
     """2 for a fault in Culet, otherwise 1."""
     return 2 if isinstance(error, InternalError) else 1
+
+
+def error_of(kind: str, message: str, hint: str = "") -> CuletError:
+    """Return the error that another process reported. `kind` is the name of its class here; unknown names are InternalError."""
+    found = globals().get(kind)
+    is_error = isinstance(found, type) and issubclass(found, CuletError)
+    return (found if is_error else InternalError)(message, hint=hint)

@@ -23,12 +23,11 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import Struct
 
-from culet import errors
-from culet.errors import CuletError, InternalError, WorkerDied
+from culet.errors import CuletError, InternalError, WorkerDied, error_of
+from culet.frames import LENGTH_BYTES, frame, frame_length
 from culet.types import StepPlan, StepResult
 
 STOP_LIMIT_S = 5.0  # for the process to end by itself
-_LENGTH_BYTES = 4
 # The process imports the same culet as this one, and nothing from the current folder (`-P`; `-m` would import from there).
 _MAIN = """
 import sys
@@ -98,29 +97,24 @@ class Failed(Struct, tag="failed", frozen=True):
         return cls(InternalError.__name__, f"{type(error).__name__}: {error}")
 
     def error(self) -> CuletError:
-        kind = getattr(errors, self.kind, InternalError)
-        return kind(self.message, hint=self.hint) if issubclass(kind, CuletError) else InternalError(self.message)
+        """Return the error that this message describes."""
+        return error_of(self.kind, self.message, self.hint)
 
 
 Command = Build | Step
 Report = Built | Result | Failed
-_encoder = msgspec.msgpack.Encoder()
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 
 
 def send_message(connection: socket.socket, message: Command | Report) -> None:
     """Send a message with its length in front. Raises OSError if the other side is gone."""
-    buffer = bytearray(_LENGTH_BYTES)
-    _encoder.encode_into(message, buffer, _LENGTH_BYTES)
-    buffer[:_LENGTH_BYTES] = (len(buffer) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "big")
-    connection.sendall(buffer)
+    connection.sendall(frame(message))
 
 
 def receive_message(connection: socket.socket) -> bytearray:
     """Wait for a message. Raises OSError if the other side is gone."""
-    length = int.from_bytes(_receive(connection, _LENGTH_BYTES), "big")
-    return _receive(connection, length)
+    return _receive(connection, frame_length(_receive(connection, LENGTH_BYTES)))
 
 
 def _receive(connection: socket.socket, count: int) -> bytearray:

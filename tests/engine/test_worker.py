@@ -17,7 +17,8 @@ from real_steps import make_prompt, run_to_end
 from worker_rig import build, make_drive
 
 from culet.errors import ConfigError, InternalError, WorkerDied
-from culet.runner.worker import ProcessWorker, Step, Worker, _encoder, command_decoder
+from culet.frames import LENGTH_BYTES, frame
+from culet.runner.worker import ProcessWorker, Step, Worker, command_decoder
 from culet.testing.tiny import write_checkpoint
 from culet.types import Entry, GrammarSpec, PageTable, Request, Row, StepPlan, StepResult
 
@@ -204,7 +205,7 @@ def test_a_plan_travels_unchanged() -> None:
     entry = Entry(3, (1, 2, 262143), 2, sampling, grammar)
     verify = Row(3, 40, 4, 4, (PageTable(1, (7, 0, 9)), PageTable(0, ())), (40, 41), 3, 2, (3,), False, 2)
     plan = StepPlan(2**40, (entry,), ((5, 6), (7, 8)), (verify, verify._replace(is_prompt_logprobs=True, draw_slots=())))
-    command = command_decoder.decode(_encoder.encode(Step(plan)))
+    command = command_decoder.decode(frame(Step(plan))[LENGTH_BYTES:])
     assert isinstance(command, Step)
     assert command.plan == plan
     assert isinstance(command.plan.rows[0], Row)

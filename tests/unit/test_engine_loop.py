@@ -10,19 +10,18 @@ import pytest
 from test_wire import make_request
 
 from culet.config import ScheduleConfig
+from culet.frames import FrameReader, frame
 from culet.serve.process.engine import Channel, EngineLoop
 from culet.serve.process.wire import (
     Command,
     Deltas,
     Failed,
-    FrameReader,
     Refused,
     Report,
     Script,
     Stats,
     Stop,
     Submit,
-    frame,
     report_decoder,
 )
 from culet.testing.fake_engine import FakeEngine

@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 from culet.config import ScheduleConfig, build_config
 from culet.engine.requests import resolve_sampling
 from culet.errors import InternalError, QueueFull
+from culet.frames import FrameReader, frame
 from culet.serve.process.wire import (
     Cancel,
     Deltas,
-    FrameReader,
     Script,
     Start,
     Stop,
     Submit,
     command_decoder,
-    frame,
     report_decoder,
 )
 from culet.testing.fake_engine import FakeEngine

@@ -12,16 +12,15 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Self, cast
 
-from culet import errors
 from culet.config import Config
-from culet.errors import CuletError, InternalError, WorkerDied
+from culet.errors import CuletError, InternalError, WorkerDied, error_of
+from culet.frames import FrameReader, frame
 from culet.log import logger
 from culet.serve.process.wire import (
     Cancel,
     Command,
     Deltas,
     Failed,
-    FrameReader,
     Ready,
     Refused,
     Report,
@@ -30,7 +29,6 @@ from culet.serve.process.wire import (
     Stats,
     Stop,
     Submit,
-    frame,
     report_decoder,
 )
 from culet.types import FinishReason, Request, TokenDelta
@@ -255,12 +253,12 @@ class EngineClient(asyncio.Protocol):
         elif isinstance(report, Refused):
             stream = self._streams.get(report.request_id)
             if stream is not None:
-                stream.fail(_rebuild(report))
+                stream.fail(error_of(report.kind, report.message, report.hint))
         elif isinstance(report, Ready):
             self.facts, self.state = report, State.READY
             self._changed.set()
         elif isinstance(report, Failed):
-            self._failure = _rebuild(report)
+            self._failure = error_of(report.kind, report.message, report.hint)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The engine process is gone: fail every open stream."""
@@ -275,11 +273,3 @@ class EngineClient(asyncio.Protocol):
         """End the process by force."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
-
-
-def _rebuild(report: Refused | Failed) -> CuletError:
-    """The error that the engine process reported."""
-    kind = getattr(errors, report.kind, InternalError)
-    if not (isinstance(kind, type) and issubclass(kind, CuletError)):
-        kind = InternalError
-    return kind(report.message, hint=report.hint)

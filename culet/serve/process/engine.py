@@ -22,6 +22,7 @@ from typing import Protocol
 
 from culet.engine.requests import RequestRules
 from culet.errors import CuletError, InternalError, exit_code
+from culet.frames import FrameReader, frame
 from culet.log import logger, setup_logging
 from culet.registry import load
 from culet.scheduler.stats import SchedulerStats
@@ -30,7 +31,6 @@ from culet.serve.process.wire import (
     Command,
     Deltas,
     Failed,
-    FrameReader,
     GroupFacts,
     Ready,
     Refused,
@@ -40,7 +40,6 @@ from culet.serve.process.wire import (
     Stop,
     Submit,
     command_decoder,
-    frame,
 )
 from culet.types import FinishReason, Request, SamplingParams, TokenDelta
 

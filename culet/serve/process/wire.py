@@ -7,18 +7,12 @@ these structs are an error.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from msgspec import Struct
 
 from culet.config import Config
-from culet.errors import InternalError
 from culet.scheduler.stats import SchedulerStats
 from culet.types import FinishReason, ModelDefaults, Request, TokenDelta
-
-_LENGTH_BYTES = 4
-MAX_FRAME_BYTES = 1 << 28  # far above the longest prompt: a longer frame is not ours
 
 
 class Script(Struct, frozen=True):
@@ -130,39 +124,5 @@ class Stats(Struct, tag="stats", frozen=True):
 
 Report = Ready | Failed | Deltas | Refused | Stats
 
-_encoder = msgspec.msgpack.Encoder()
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
-
-
-def frame(message: Command | Report) -> bytearray:
-    """`message` as bytes, prefixed by its length."""
-    buffer = bytearray(_LENGTH_BYTES)
-    _encoder.encode_into(message, buffer, _LENGTH_BYTES)
-    buffer[:_LENGTH_BYTES] = (len(buffer) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "big")
-    return buffer
-
-
-class FrameReader:
-    """Splits a stream of bytes into messages."""
-
-    def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
-        self._decode = decoder.decode
-        self._buffer = bytearray()
-
-    def push(self, data: bytes) -> list[Any]:
-        """The messages that `data` completes."""
-        self._buffer += data
-        messages, begin, size = [], 0, len(self._buffer)
-        with memoryview(self._buffer) as view:
-            while size - begin >= _LENGTH_BYTES:
-                length = int.from_bytes(view[begin : begin + _LENGTH_BYTES], "big")
-                if length > MAX_FRAME_BYTES:
-                    raise InternalError(f"got a message of {length} bytes, expected at most {MAX_FRAME_BYTES}")
-                end = begin + _LENGTH_BYTES + length
-                if end > size:
-                    break
-                messages.append(self._decode(view[begin + _LENGTH_BYTES : end]))
-                begin = end
-        del self._buffer[:begin]
-        return messages
