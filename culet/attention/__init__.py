@@ -1,1 +1,1 @@
-"""Attention: which backend serves which KV group and why (plan), a step's data (batch), one file per backend."""
+"""Attention. `plan` chooses a backend for each KV group, `batch` holds a step's data, and each backend has its own file."""

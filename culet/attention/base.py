@@ -1,4 +1,4 @@
-"""The interface of attention backends. `plan.py` says, without torch, what each of them supports."""
+"""The interface of attention backends. `plan.py` lists what each backend supports and does not import torch."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from culet.cache.spec import KVGroup
 
 
 class AttentionBackend(Protocol):
-    """Attention over the paged cache for the layers of one KV group, by the text rule or by intervals per token.
+    """Attention over the paged cache for the layers of one KV group.
 
-    Query token t at position p sees keys kv_lo .. kv_hi; by the text rule kv_hi = p, kv_lo = p - window + 1 (0 without a
-    window). The softmax scale is 1: Gemma's norms include it. Query head j reads KV head j // (num_heads / num_kv_heads).
+    A query token at position p sees the keys kv_lo .. kv_hi. They come from the text rule or from one interval per token. The
+    text rule sets kv_hi = p and kv_lo = p - window + 1 (0 without a window). The softmax scale is 1 because Gemma's norms
+    include it. Query head j reads KV head j // (num_heads / num_kv_heads).
     """
 
     group: KVGroup
     num_heads: int
-    is_capturable: ClassVar[bool]  # launches of decode and verify depend only on shapes: a CUDA graph is right for any lengths
+    is_capturable: ClassVar[bool]  # decode and verify launches depend only on shapes, so a CUDA graph fits any lengths
 
     def __init__(self, group: KVGroup, num_heads: int) -> None: ...
 
     def plan(self, batch: ForwardBatch, pool: Pool) -> None:
-        """Host work, once per batch (the step's batch, and its tail)."""
+        """Do the host work for a batch. Called once for the step's batch and once for its tail."""
 
     def run(self, layer: int, batch: ForwardBatch, pool: Pool, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> Tensor:
-        """Launch the kernels; returns out_TNH.
+        """Launch the kernels and return out_TNH.
 
-        `layer` is the KV-owning layer whose pages are read. The new tokens' KV is already in pages, where it is stored at
-        all; `k_TGH` and `v_TGH` are the fresh keys and values of the whole step in the same layer, for rows whose keys are
-        not all in pages. With a latent cache they are overlapping views of one tensor, and q, k and v have its column order.
+        `layer` is the KV-owning layer whose pages are read. If the new tokens' KV is stored at all, it is already in pages.
+        `k_TGH` and `v_TGH` are the fresh keys and values of the whole step in the same layer. Rows whose keys are not all in
+        pages read them. With a latent cache they are overlapping views of one tensor, and q, k and v have its column order.
         """

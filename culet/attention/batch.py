@@ -1,4 +1,4 @@
-"""ForwardBatch: everything that a forward pass needs to know about a step, except weights and pages.
+"""Define ForwardBatch, which holds everything that a forward pass needs for a step, except weights and pages.
 
 Shapes: T new tokens of all rows, row after row · B rows · P table columns · L tokens whose logits are needed · M tokens with
 precomputed input rows · D model.
@@ -13,21 +13,21 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """Facts of a row on the host, for backends that plan there."""
+    """Host-side facts about a row, for backends that plan on the host."""
 
     start: int  # position of the first query token
     num_queries: int
-    is_stored: tuple[bool, ...]  # per KV group: pages hold every key that this row's queries see
-    is_text: bool = False  # the row follows the text rule, even where the step has a `visible_2T`
+    is_stored: tuple[bool, ...]  # by KV group: whether pages hold every key that this row's queries see
+    is_text: bool = False  # the row follows the text rule, even if the step has a `visible_2T`
 
 
 @dataclass(frozen=True, slots=True)
 class GroupBatch:
-    """What one KV group needs in a step. `runner/fill` fills it. Backends read it at every call and never keep it."""
+    """A step's data for one KV group. `runner/fill` fills it. Backends read it at every call and never keep it."""
 
     pages_BP: Tensor  # int32; column j of row b holds positions from first_B[b] + j * page_tokens on; unused columns hold 0
     first_B: Tensor  # int32; position of the first token of column 0
-    kv_address_T: Tensor  # int64; page * page_tokens + offset where a new token's KV goes; -1: it leaves none
+    kv_address_T: Tensor  # int64; page * page_tokens + offset where a new token's KV goes; -1: it is not stored
     visible_2T: Tensor | None = None  # int32 (kv_lo, kv_hi) of each query token, inclusive; None: the text rule
 
 
@@ -36,22 +36,22 @@ class InputRows:
     """Precomputed rows, such as image and audio features, that replace the embeddings of marked tokens."""
 
     index_M: Tensor  # int64; which of the T tokens
-    rows_MD: Tensor  # in the activations' dtype, used as they are: an embedding's scale is not applied
+    rows_MD: Tensor  # in the activations' dtype; used unchanged, without an embedding's scale
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """A step as tensors. `tail` is the same step, reduced to the tokens whose logits are needed, with all keys in pages."""
+    """A step as tensors. `tail` is the same step reduced to the tokens whose logits are needed, with all keys in pages."""
 
     token_ids_T: Tensor  # int64
     positions_T: Tensor  # int64
     row_begin_B1: Tensor  # int32; tokens row_begin[b] .. row_begin[b + 1] - 1 belong to row b
-    context_B: Tensor  # int32; tokens of the row whose KV existed before this step (= position of its first token)
+    context_B: Tensor  # int32; number of the row's tokens whose KV existed before this step (= position of its first token)
     logits_index_L: Tensor  # int64; which of the T tokens need logits
     rows: tuple[RowFacts, ...]
     groups: tuple[GroupBatch, ...]  # in the layout's order
     tail: ForwardBatch | None  # None: every token needs logits, so the batch is its own tail
-    input_rows: InputRows | None = None  # the tail's are those of its batch
+    input_rows: InputRows | None = None  # the tail uses those of its batch
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""An AttentionPlan as a picture: layers from left to right, backends from top to bottom. Plain SVG, no torch."""
+"""Draw an AttentionPlan as plain SVG, with layers from left to right and backends from top to bottom. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEGEND_WIDTH = 820
 _ROW = 24
 _LINE = 17
 _LETTER = 6.3  # mean width of a letter at 12 px, to estimate how wide the picture must be
-# Greys and hues that are readable on white and on black: the picture has no background.
+# These colours are readable on white and on black, because the picture has no background.
 _STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #767676; }
 .title { font-size: 15px; font-weight: 600; }
@@ -29,7 +29,7 @@ text { font: 12px system-ui, sans-serif; fill: #767676; }
 
 
 def draw(plan: AttentionPlan, owners: Sequence[int], title: str) -> str:
-    """SVG of `plan`; `owners` are the layers that own KV, the others are marked with a dot."""
+    """Return an SVG of `plan`. `owners` are the layers that own KV. The other layers are marked with a dot."""
     by_layer = {layer: (index, group) for index, group in enumerate(plan.groups) for layer in group.need.layers}
     layers = sorted(by_layer)
     notes = [line for group in plan.groups for line in _notes(group)]
@@ -66,7 +66,10 @@ def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start")
 
 
 def _cell(x: float, y: float, index: int, group: GroupPlan, name: str, layer: int, owns_kv: bool) -> str:
-    """One layer at one backend: filled if chosen, outlined if supported, grey if not; the reason is the tooltip."""
+    """Draw the square of one layer and one backend. It is filled if the backend is chosen, outlined if supported, grey if not.
+
+    The tooltip gives the reason.
+    """
     if name == group.backend:
         style, reason = f"chosen{index % 4}", group.why
     else:
@@ -83,7 +86,7 @@ def _cell(x: float, y: float, index: int, group: GroupPlan, name: str, layer: in
 
 
 def _legend(plan: AttentionPlan, y: float) -> list[str]:
-    """One line of squares with their meaning."""
+    """Draw one line of squares with their meanings."""
     entries = [(f"chosen{index % 4}", f"{group.need.group}: chosen") for index, group in enumerate(plan.groups)]
     entries += [("able", "supported"), ("cannot", "not supported")]
     parts, x = [], 12.0
@@ -96,7 +99,10 @@ def _legend(plan: AttentionPlan, y: float) -> list[str]:
 
 
 def _notes(group: GroupPlan) -> list[tuple[str, str]]:
-    """(style, text) lines under the grid: the group, its backend, and why each other backend was not chosen."""
+    """Return the (style, text) lines under the grid.
+
+    They describe the group and its backend, and say why each other backend was not chosen.
+    """
     need = group.need
     heads = f"{need.num_heads} query and {need.num_kv_heads} KV heads"
     window = "all keys" if need.window is None else f"window {need.window}"

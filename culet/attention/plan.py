@@ -1,7 +1,8 @@
-"""Which backend serves which KV group, and why: the capability table of attention backends by GPU architecture. No torch.
+"""Choose an attention backend for each KV group, and say why. Capabilities depend on the GPU architecture. No torch.
 
-Each KV group gets the first backend of `BACKENDS` (in order of preference) that supports it on this GPU. If the user names a
-backend that does not, the plan is refused with the layer, its head dim and the reason. Nothing falls back silently.
+Each KV group gets the first backend in `BACKENDS` (in order of preference) that supports it on this GPU. If the user names a
+backend that does not support it, planning raises an error with the layer, its head dim and the reason. There is no silent
+fallback.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ class AttentionNeed:
     """What one KV group needs from a backend."""
 
     group: str
-    layers: tuple[int, ...]  # all that read the group's pages, including those that share another layer's KV
+    layers: tuple[int, ...]  # all layers that read the group's pages, including those that share another layer's KV
     num_heads: int
     num_kv_heads: int
     head_dim: int
     window: int | None
     latent: bool  # pages hold K and V once, in overlapping columns
-    width: int  # elements of a page's row: the head dim, or more for a latent
+    width: int  # elements in a row of a page: the head dim, or more for a latent
     kv_itemsize: int
-    has_intervals: bool = False  # rows may carry an interval of visible keys per token: images, blocks of drafts
+    has_intervals: bool = False  # rows may have an interval of visible keys per token, as for images or blocks of drafts
 
 
 Capability = Callable[[AttentionNeed, Arch], str | None]
@@ -37,11 +38,11 @@ Capability = Callable[[AttentionNeed, Arch], str | None]
 
 @dataclass(frozen=True)
 class Backend:
-    """One row of the table."""
+    """One entry of `BACKENDS`."""
 
     path: str  # "module:Class"
     about: str
-    refuses: Capability  # why it cannot serve a need on an architecture; None: it can
+    refuses: Capability  # returns why it cannot serve a need on an architecture; None: it can
 
 
 NO_E4M3 = f"GPUs before sm_{hardware.ADA} cannot convert to an fp8 (e4m3) cache: use --kv-cache-dtype auto"
@@ -60,7 +61,7 @@ def _triton_refuses(need: AttentionNeed, arch: Arch) -> str | None:
         return NO_E4M3
     if need.head_dim < 16 or need.head_dim & (need.head_dim - 1):
         return f"head dim {need.head_dim} is not a power of two of at least 16"
-    # The smallest tile: 16 query rows and 16 keys with their values, or 16 latent rows.
+    # The smallest tile has 16 query rows, and 16 keys with their values or 16 latent rows.
     tile = 16 * (need.head_dim + (need.width if need.latent else 2 * need.width)) * need.kv_itemsize
     if tile > arch.shared_bytes:
         have = f"{arch.name} has {arch.shared_bytes // KIB} KiB"
@@ -72,7 +73,7 @@ def _torch_cpu_refuses(need: AttentionNeed, arch: Arch) -> str | None:
     return NO_E4M3 if _lacks_e4m3(need, arch) else None  # the kernel that writes the pages cannot convert either
 
 
-# In order of preference. A new backend is one file and one row here.
+# In order of preference. To add a backend, write its file and add an entry here.
 BACKENDS: dict[str, Backend] = {
     "triton": Backend("culet.attention.triton:TritonBackend", "Culet's Triton kernels", _triton_refuses),
     "torch_cpu": Backend("culet.attention.torch_cpu:TorchCPUBackend", "plain torch: exact, slow", _torch_cpu_refuses),
@@ -87,7 +88,7 @@ class GroupPlan:
     backend: str
     why: str
     others: Mapping[str, str]  # every other backend -> why it was not chosen
-    able: tuple[str, ...]  # all that support the group, in order of preference
+    able: tuple[str, ...]  # all backends that support the group, in order of preference
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,12 @@ class AttentionPlan:
         return next(plan for plan in self.groups if plan.need.group == group)
 
     def path(self, group: KVGroup) -> str:
-        """ "module:Class" of the backend that serves `group`, for `registry.load`."""
+        """Return the "module:Class" path of the backend that serves `group`, for `registry.load`."""
         return BACKENDS[self.of(group.name).backend].path
 
 
 def need_of(group: KVGroup, num_heads: int, layers: Sequence[int] = (), *, has_intervals: bool = False) -> AttentionNeed:
-    """What `group` needs; `layers` are all that read its pages (default: the layers that own them)."""
+    """Return what `group` needs. `layers` are all layers that read its pages (default: the layers that own them)."""
     spec = group.spec
     return AttentionNeed(
         group=group.name,
@@ -131,11 +132,11 @@ def plan_attention(
     readers: Mapping[str, Sequence[int]] | None = None,
     interval_groups: Collection[str] = (),
 ) -> AttentionPlan:
-    """Choose a backend for each group: the one `choice` names, or the first that supports the group.
+    """Choose a backend for each group, either the one that `choice` names or the first that supports the group.
 
     `gpu` is a Gpu or the name of a torch device. `choice` is "auto", a backend for all groups, or
-    "sliding=NAME,global=NAME". `readers` lists, by group name, all layers that read the group's pages; `interval_groups`
-    names the groups whose rows may carry an interval of visible keys per token.
+    "sliding=NAME,global=NAME". `readers` maps each group's name to all layers that read its pages. `interval_groups` names
+    the groups whose rows may have an interval of visible keys per token.
     """
     gpu = gpu if isinstance(gpu, Gpu) else hardware.detect(str(gpu))
     chosen = _parse_choice(choice, [group.name for group in groups])
@@ -179,7 +180,7 @@ def _preference(name: str, choice: str) -> str:
 
 
 def _parse_choice(choice: str, groups: Sequence[str]) -> dict[str, str]:
-    """The requested backend (or auto) by group name."""
+    """Return the requested backend, or "auto", by group name."""
     known = {"auto": None, **dict.fromkeys(BACKENDS)}
     if "=" not in choice:
         name = choice.strip()

@@ -1,10 +1,10 @@
-"""Attention in plain torch: the backend of a CPU. It is exact and slow, and runs on any device.
+"""Attention in plain torch, the backend for CPUs. It is exact and slow, and runs on any device.
 
 Rows with few queries and all keys in pages (decode, verify, tails) share one batched product over gathered keys. Other rows
-are computed one at a time, in blocks of queries that read only the keys that some query of the block sees.
+are computed one at a time, in blocks of queries. A block reads only keys that at least one of its queries sees.
 
-Only keys that a row may see are gathered: padding repeats the row's last visible key. So nothing in other pages, or in
-unwritten parts of the row's own pages, can affect a result, not even NaN.
+Only keys that a row may see are gathered, and padding repeats the row's last visible key. So other pages and unwritten parts
+of the row's own pages cannot affect a result, even if they contain NaN.
 
 Shapes: B rows · Q queries of a row · S keys · N query heads · G KV heads · R = N / G · H head size · W width of a stored row.
 """
@@ -27,10 +27,10 @@ from culet.cache.spec import KVGroup
 
 FEW_QUERIES = 16  # rows with up to this many queries are batched
 QUERY_BLOCK = 256  # queries of a long row that share one masked product
-FEW_KEYS = 128  # rows that see fewer keys share a product, whatever their lengths; longer rows only within a factor of two
+FEW_KEYS = 128  # rows that see fewer keys share a product at any length; longer rows share one only within a factor of two
 
 Ints = NDArray[np.int64]
-RowsView = tuple[tuple[int, int], tuple[int, int]]  # size and stride of a view of a layer's memory, one row per unit
+RowsView = tuple[tuple[int, int], tuple[int, int]]  # size and stride of a view of a layer's memory with one row per unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class _Product:
 
 @dataclass(frozen=True, slots=True)
 class _LongRow:
-    """A row with its own products: keys in pages, then fresh keys (none if all are in pages)."""
+    """A row with its own products. Keys in pages come first, then fresh keys (none if all keys are in pages)."""
 
     tokens: slice  # its queries among the T tokens
     key_rows: Tensor  # rows of the flat pool, [plane, G, S] flattened
@@ -57,12 +57,12 @@ class _LongRow:
     first_key: int  # position of the first key
     lo_Q: Tensor
     hi_Q: Tensor
-    bounds: tuple[tuple[int, int], ...]  # per block of queries: first and last key position that any of them sees
+    bounds: tuple[tuple[int, int], ...]  # by block of queries: first and last key position that any of them sees
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a batch reads, the same for all layers of the group."""
+    """The keys that a batch reads. All layers of the group share the plan."""
 
     batch: ForwardBatch
     rows_view: RowsView
@@ -78,7 +78,7 @@ class TorchCPUBackend:
     def __init__(self, group: KVGroup, num_heads: int) -> None:
         self.group = group
         self.num_heads = num_heads
-        self._plans: list[_Plan] = []  # of the step's batch and its tail, found by identity
+        self._plans: list[_Plan] = []  # for the step's batch and its tail, found by identity
 
     def plan(self, batch: ForwardBatch, pool: Pool) -> None:
         """Compute which keys each row reads."""
@@ -87,7 +87,7 @@ class TorchCPUBackend:
         self._plans.append(planner.plan())
 
     def run(self, layer: int, batch: ForwardBatch, pool: Pool, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> Tensor:
-        """out_TNH of one layer."""
+        """Compute out_TNH of one layer."""
         plan = next((plan for plan in self._plans if plan.batch is batch), None)
         if plan is None:
             self.plan(batch, pool)
@@ -114,10 +114,10 @@ class TorchCPUBackend:
     def _gather(
         self, layer: int, pool: Pool, rows_view: RowsView, key_rows: Tensor, shape: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [*shape, H] in float32 from rows of the flat pool."""
+        """Gather keys and values [*shape, H] in float32 from rows of the flat pool."""
         spec = self.group.spec
-        # index_select copies whole rows: 4 to 6 times as fast as indexing [page, head, token] (300 keys x 2 heads x 64: 12
-        # instead of 80 us).
+        # index_select copies whole rows, which is 4 to 6 times as fast as indexing [page, head, token]. For 300 keys x 2 heads
+        # x 64 it takes 12 us instead of 80.
         flat = pool.planes(layer).as_strided(*rows_view)
         planes = flat.index_select(0, key_rows).float().view(spec.num_planes, *shape, spec.width)
         if spec.latent:
@@ -125,10 +125,10 @@ class TorchCPUBackend:
         return planes[0], planes[1]
 
     def _run_product(self, part: _Product, layer: int, pool: Pool, rows_view: RowsView, q_XNH: Tensor) -> Tensor:
-        """Outputs of the B * Q places, shaped like the queries."""
+        """Compute the outputs of the B * Q places, in the shape of the queries."""
         rows, queries, num_kv = part.num_rows, part.num_queries, self.group.spec.num_kv_heads
         k_BGSH, v_BGSH = self._gather(layer, pool, rows_view, part.key_rows, (rows, num_kv, part.num_keys))
-        # Query heads that share a KV head are more queries of it, so that keys are read once for all of them.
+        # Treat query heads that share a KV head as more queries of that head, so that keys are read once for all of them.
         size = q_XNH.shape[-1]
         if queries == 1:
             q = q_XNH.float().view(rows, num_kv, -1, size)
@@ -140,7 +140,7 @@ class TorchCPUBackend:
         return out.reshape(q_XNH.shape).to(q_XNH.dtype)
 
     def _run_long(self, row: _LongRow, q_QNH: Tensor, k_GSH: Tensor, v_GSH: Tensor) -> Tensor:
-        """Outputs of one row's queries, block by block."""
+        """Compute the outputs of one row's queries, block by block."""
         q_RGQH = q_QNH.float().unflatten(1, (k_GSH.shape[0], -1)).permute(2, 1, 0, 3)
         repeat = q_RGQH.shape[0]
         parts = []
@@ -156,7 +156,7 @@ class TorchCPUBackend:
 
 
 class _Planner:
-    """Builds the plan of one batch on the host."""
+    """Builds the plan for one batch on the host."""
 
     def __init__(self, group: KVGroup, num_heads: int, batch: ForwardBatch, pool: Pool) -> None:
         self.group, self.batch = group, batch
@@ -166,9 +166,9 @@ class _Planner:
         self.pages_BP, self.first_B = own.pages_BP.cpu().numpy(), own.first_B.cpu().numpy()
         self.begin_B1 = batch.row_begin_B1.cpu().numpy().astype(np.int64)
         self.lo_T, self.hi_T = self._visible()
-        # The last layer's planes begin last, so a view that fits behind them fits behind those of every layer.
+        # The last layer's planes begin last in memory, so a view that fits after them fits after those of every layer.
         planes = pool.planes(group.layers[-1])
-        unit = math.gcd(planes.stride(1), planes.shape[-1])  # stored rows begin at multiples of it, for any size of slab
+        unit = math.gcd(planes.stride(1), planes.shape[-1])  # stored rows begin at multiples of it, whatever the slab size
         room = planes.untyped_storage().nbytes() // planes.element_size() - planes.storage_offset()
         self.rows_view: RowsView = ((room - planes.shape[-1]) // unit + 1, planes.shape[-1]), (unit, 1)
         self.plane_step, self.page_step, self.head_step = (planes.stride(dim) // unit for dim in range(3))
@@ -185,7 +185,7 @@ class _Planner:
         return _Plan(self.batch, self.rows_view, self._products(np.array(few, dtype=np.int64)), long_rows)
 
     def _visible(self) -> tuple[Ints, Ints]:
-        """First and last key position that each query sees."""
+        """Return the first and the last key position that each query sees."""
         visible_2T = self.batch.groups[self.group.index].visible_2T
         if visible_2T is not None:
             lo, hi = visible_2T.cpu().numpy().astype(np.int64)
@@ -194,7 +194,7 @@ class _Planner:
         return (np.zeros_like(hi) if self.group.window is None else np.maximum(hi - self.group.window + 1, 0)), hi
 
     def _key_rows(self, position_BS: Ints, rows_B: Ints) -> Ints:
-        """Rows of the flat pool, [plane, B, G, S], that hold the keys at these positions of these rows."""
+        """Return the rows of the flat pool, [plane, B, G, S], that hold the keys at these positions of these rows."""
         size, spec = self.group.page_tokens, self.group.spec
         page_BS = self.pages_BP[rows_B[:, None], (position_BS - self.first_B[rows_B, None]) // size].astype(np.int64)
         row_BS = page_BS * self.page_step + position_BS % size * self.token_step
@@ -205,14 +205,14 @@ class _Planner:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
     def _products(self, rows_B: Ints) -> tuple[_Product, ...]:
-        """Products of the rows with few queries; rows of similar length share one."""
+        """Return the products for the rows with few queries. Rows of similar length share a product."""
         if rows_B.size == 0:
             return ()
         lo_B = np.minimum.reduceat(self.lo_T, self.begin_B1[:-1])[rows_B]
         hi_B = np.maximum.reduceat(self.hi_T, self.begin_B1[:-1])[rows_B]
         if rows_B.size == 1 or int((hi_B - lo_B).max()) < FEW_KEYS:
             return (self._product(rows_B, lo_B, hi_B),)
-        # Buckets by powers of two of the number of keys, so that no row is padded to more than twice its length.
+        # Bucket the rows by number of keys in powers of two, so that no row is padded to more than twice its length.
         bucket_B = np.frexp(np.maximum(hi_B - lo_B, FEW_KEYS).astype(np.float64))[1]
         products = []
         for bucket in np.unique(bucket_B):

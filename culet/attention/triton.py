@@ -1,8 +1,8 @@
-"""Attention by Culet's Triton kernels on NVIDIA GPUs: every Gemma 4 shape, any mix of rows in one step.
+"""Attention with Culet's Triton kernels on NVIDIA GPUs. It serves every Gemma 4 shape and any mix of rows in one step.
 
-Rows with few query tokens (decode, verify, tails) share one call that is split along the keys. It depends only on shapes, so a
-CUDA graph of it can be replayed at other lengths. Rows with many query tokens are divided into tiles on the host. On Hopper,
-decoding with a latent cache and prefill by the text rule have their own kernels.
+Rows with few query tokens (decode, verify, tails) share one call that is split along the keys. The call depends only on
+shapes, so its CUDA graph can be replayed at other lengths. Rows with many query tokens are divided into tiles on the host. On
+Hopper, decoding with a latent cache and prefill by the text rule have their own kernels.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from culet.kernels.types import PagedKV, RaggedRows
 MANY_ROWS = 1 << 10  # enough rows to get the tile for a full GPU
 FEW_QUERIES = 16  # rows with up to this many query tokens are split along their keys
 
-LongRow = tuple[int, int, int, int]  # row, its first token, number of query tokens, position of the first
+LongRow = tuple[int, int, int, int]  # row, its first token, number of query tokens, position of the first token
 
 
 @dataclass(frozen=True)
 class _LongTiles:
-    """Query tiles of the rows with many query tokens, by the kernel that computes them."""
+    """Query tiles of the rows with many query tokens, grouped by kernel."""
 
     paged_X5: Tensor | None  # the Hopper kernel, all keys from pages
     fresh_X5: Tensor | None  # the Hopper kernel, all keys from the fresh tensors
@@ -46,11 +46,11 @@ class _LongTiles:
 
 @dataclass
 class _Plan:
-    """The plan of a batch, the same for all layers of the group."""
+    """The plan for a batch. All layers of the group share it."""
 
     batch: ForwardBatch
-    max_queries: int  # of the rows with few query tokens, rounded up to a power of two; 0: no such rows
-    is_few_masked: bool  # one of these rows has intervals per token
+    max_queries: int  # in rows with few query tokens, rounded up to a power of two; 0: no such rows
+    is_few_masked: bool  # whether one of these rows has intervals per token
     long_rows: list[LongRow]  # by the text rule
     masked_rows: list[LongRow]  # with intervals per token
     tiles: dict[bool, _LongTiles] = field(default_factory=dict)  # by whether the fresh keys belong to this batch
@@ -64,13 +64,13 @@ class TritonBackend:
     def __init__(self, group: KVGroup, num_heads: int) -> None:
         self.group = group
         self.num_heads = num_heads
-        # All keys of a row this short are in pages, since the last `window` new tokens always are.
+        # All keys of such a short row are in pages, because the last `window` new tokens always are.
         self.few_queries = min(FEW_QUERIES, group.window or FEW_QUERIES)
-        self._plans: list[_Plan] = []  # of the step's batch and its tail, found by identity
+        self._plans: list[_Plan] = []  # for the step's batch and its tail, found by identity
         self._scratch: Scratch | None = None
 
     def plan(self, batch: ForwardBatch, pool: Pool) -> None:
-        """Sort the rows by kernel. If all rows have few query tokens, no device work."""
+        """Sort the rows by kernel. If all rows have few query tokens, there is no device work."""
         has_masks = batch.groups[self.group.index].visible_2T is not None
         ends = accumulate(row.num_queries for row in batch.rows)
         max_few, is_few_masked = 0, False
@@ -129,17 +129,17 @@ class TritonBackend:
     def _decode_tile(
         self, q_TNH: Tensor, kv: PagedKV, max_queries: int, num_rows: int = 1, *, has_intervals: bool
     ) -> tuple[bool, DecodeTile]:
-        """Whether to use the Hopper kernel for a latent cache, and the tile."""
+        """Return whether to use the Hopper kernel for a latent cache, and the tile."""
         num_sms = device_facts(q_TNH.device)[1]
         can_use_hopper = _can_use_hopper(q_TNH) and not has_intervals
         packed = max_queries * self.num_heads // kv.num_kv_heads
-        # Up to 16 packed rows both kernels move about 4 TB/s, and the general one is 2 us faster at one sequence.
+        # Up to 16 packed rows, both kernels move about 4 TB/s, and the general one is 2 us faster for one sequence.
         if can_use_hopper and packed > 16 and hopper_decode_supports(kv):
             return True, hopper_decode_tile(num_sms)
         return False, decode_tile(q_TNH, kv, max_queries, num_rows)
 
     def _allocate(self, q_TNH: Tensor, kv: PagedKV) -> Scratch:
-        """Scratch for any call, allocated once, since graphs keep its address."""
+        """Allocate scratch memory that is large enough for any call. Graphs keep its address, so this happens once."""
         group = self.num_heads // kv.num_kv_heads
         tiles = [
             (queries, self._decode_tile(q_TNH, kv, queries, rows, has_intervals=intervals)[1])
@@ -151,7 +151,7 @@ class TritonBackend:
         return Scratch.allocate(max(sizes), kv.head_dim, q_TNH.device)
 
     def _long_tiles(self, plan: _Plan, q_TNH: Tensor, kv: PagedKV, *, has_fresh: bool) -> tuple[PrefillTile, _LongTiles]:
-        """Which kernel computes which queries, once per step. The Hopper kernel needs the text rule and one source of keys."""
+        """Assign the queries to kernels, once per step. The Hopper kernel needs the text rule and a single source of keys."""
         tile = prefill_tile(q_TNH, kv)
         if has_fresh in plan.tiles:
             return tile, plan.tiles[has_fresh]
@@ -170,7 +170,7 @@ class TritonBackend:
             sees_fresh = everything[:, 4] == 0
             if window is not None:
                 sees_fresh |= everything[:, 1] >= window - 1
-            # Whole tiles from pages are as fast as fresh ones, and then all rows take one launch. Half tiles are slower.
+            # Whole tiles from pages are as fast as fresh ones, and all rows then need only one launch. Half tiles are slower.
             sees_fresh &= can_take_fresh and not (can_page and kv.page_tokens % KEYS == 0)
             fresh, rest = everything[sees_fresh], everything[~sees_fresh]
             paged, rest = (rest, rest[:0]) if can_page else (None, rest)
@@ -183,12 +183,12 @@ class TritonBackend:
 
 
 def _can_use_hopper(q_TNH: Tensor) -> bool:
-    """Whether the Hopper kernels support these queries."""
+    """Return whether the Hopper kernels support these queries."""
     return is_hopper(q_TNH.device) and q_TNH.dtype == torch.bfloat16
 
 
 def _split(tiles_X5: np.ndarray, have: int, want: int) -> np.ndarray:
-    """Divide tiles of `have` query tokens into tiles of `want`, and drop those past a row's end."""
+    """Divide tiles of `have` query tokens into tiles of `want` tokens. Drop tiles past a row's end."""
     assert have % want == 0, f"tiles of {have} query tokens cannot be divided into tiles of {want}"
     parts = np.repeat(tiles_X5, have // want, axis=0)
     parts[:, 1] += np.tile(np.arange(have // want, dtype=parts.dtype) * want, len(tiles_X5))
