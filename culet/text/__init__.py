@@ -1,1 +1,1 @@
-"""Text in and out: tokenizer, chat template, stop strings, and how answers are read. No torch."""
+"""Convert between text and tokens: the tokenizer, chat templates, stop strings and output parsing. No torch."""

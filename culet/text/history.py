@@ -1,4 +1,4 @@
-"""Convert earlier messages from the form that OpenAI's clients send to the form that chat templates read."""
+"""Convert earlier messages from the form that OpenAI clients send to the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from culet.errors import BadRequest
 
 
 def parse_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages with the arguments of tool calls parsed: clients send them as JSON text."""
+    """Return the messages with their tool call arguments parsed. Clients send arguments as JSON text."""
     return [_parse_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 

@@ -1,4 +1,4 @@
-"""Checks chat messages and tools before a template sees them. Errors name the place."""
+"""Check chat messages and tools before a template sees them. Each error names the offending field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEDIA_PARTS = frozenset(
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
-    """The messages as plain dicts. The role `model` becomes `assistant`."""
+    """Check the messages and return them as plain dicts. The role `model` becomes `assistant`."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise BadRequest(f"messages: got {type(messages).__name__}, expected a list of messages")
     if not messages:
@@ -80,7 +80,7 @@ def _check_calls(calls: object, where: str) -> list[dict[str, Any]]:
 
 
 def check_tools(tools: object) -> list[dict[str, Any]] | None:
-    """Tools in OpenAI's format as plain dicts; None if there are none."""
+    """Check tools in OpenAI's format and return them as plain dicts. Return None if there are none."""
     if tools is None:
         return None
     if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):

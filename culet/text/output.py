@@ -1,13 +1,13 @@
-"""From tokens to output: `TokenDelta` -> `OutputDelta`, for one sample of a request.
+"""Turn the tokens of one sample into output: `TokenDelta` -> `OutputDelta`.
 
-`LLM` and the server both read their answers here, streamed or not, so stop strings, tool calls, finish reasons and token counts
-are the same everywhere. `plain_output` and `chat_output` make the `SampleOutput` of a sample; each of its TokenDeltas goes
-through `push`:
+`LLM` and the server both use this module, with and without streaming, so stop strings, tool calls, finish reasons and token
+counts are the same everywhere. `plain_output` and `chat_output` create the `SampleOutput` for a sample. Pass each of the
+sample's TokenDeltas to `push`:
 
     output = chat_output(tokenizer, request, params, tools=tools)
     delta = output.push(token_delta)  # delta.text, delta.reasoning, delta.tool_calls, delta.finish_reason
     if delta.finish_reason is not None and token_delta.finish_reason is None:
-        ...  # a stop string or a tool call ended the sample: cancel it in the engine
+        ...  # a stop string or a tool call ended the sample, so cancel it in the engine
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ _ENGINE_ENDED = frozenset({FinishReason.CANCEL, FinishReason.TIMEOUT, FinishReas
 
 
 class OutputDelta(Struct, frozen=True, gc=False):
-    """What one TokenDelta added to a sample. `pieces` are in the order in which the model wrote them."""
+    """The output that one TokenDelta added to a sample. `pieces` are in the order the model wrote them."""
 
     sample: int
     pieces: Sequence[OutputPiece]
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[Logprobs, ...] = ()  # of each of token_ids
-    visible_logprobs: Sequence[tuple[int, Logprobs]] = ()  # (token, log-probabilities), without thoughts and markup
+    logprobs: tuple[Logprobs, ...] = ()  # one per token id
+    visible_logprobs: Sequence[tuple[int, Logprobs]] = ()  # (token, log-probabilities), excluding thoughts and markup
     prompt_logprobs: tuple[Logprobs, ...] = ()
     finish_reason: str | None = None  # a FinishReason, or tool_calls
-    error: str = ""  # what went wrong, if finish_reason is error
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; in the first delta only
+    error: str = ""  # the cause, if finish_reason is error
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache, only set in the first delta
     num_accepted_drafts: int = 0
     num_rejected_drafts: int = 0
 
     @property
     def text(self) -> str:
-        """More of the answer."""
+        """The answer text in this delta."""
         return "".join([piece.text for piece in self.pieces if isinstance(piece, TextPiece)])
 
     @property
     def reasoning(self) -> str:
-        """More of the thought; always empty for plain completions."""
+        """The reasoning text in this delta. Always empty for plain completions."""
         return "".join([piece.text for piece in self.pieces if isinstance(piece, ReasoningPiece)])
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """Tool calls that are complete now; none for plain completions."""
+        """The tool calls that this delta completed. Always empty for plain completions."""
         return tuple([piece for piece in self.pieces if isinstance(piece, ToolCall)])
 
 
 class Reader(Protocol):
-    """Tokens of one sample in, pieces out."""
+    """Turns the tokens of one sample into pieces."""
 
     @property
     def has_ended(self) -> bool: ...
@@ -72,14 +72,14 @@ class Reader(Protocol):
 
 
 class SampleOutput:
-    """The output of one sample so far. `push` takes its TokenDeltas in order."""
+    """The output of one sample so far. Pass its TokenDeltas to `push` in order."""
 
     def __init__(self, reader: Reader, *, hidden_ids: frozenset[int] = frozenset(), single_call: bool = False) -> None:
         self._reader = reader
         self._hidden_ids = hidden_ids  # tokens without visible log-probabilities
         self._single_call = single_call
         self.token_ids: list[int] = []  # including the stop token
-        self.logprobs: list[Logprobs] = []  # of each of token_ids, if requested
+        self.logprobs: list[Logprobs] = []  # one per token id, if requested
         self.visible_logprobs: list[tuple[int, Logprobs]] = []
         self.finish_reason: str | None = None
         self.error = ""
@@ -87,7 +87,7 @@ class SampleOutput:
         self.first_token_at = self.last_token_at = 0.0  # time.perf_counter()
 
     def push(self, delta: TokenDelta) -> OutputDelta:
-        """Read the tokens of `delta`. After a stop string or an end token the rest of them is dropped."""
+        """Read the tokens of `delta`. Tokens after a stop string or an end token are dropped."""
         token_ids, logprobs = delta.token_ids, delta.logprobs
         if token_ids:
             self.last_token_at = time.perf_counter()
@@ -122,13 +122,13 @@ class SampleOutput:
         )
 
     def output(self) -> Output:
-        """Text, reasoning and tool calls so far."""
+        """Return the text, reasoning and tool calls so far."""
         return self._reader.output()
 
     def _read(
         self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]
     ) -> tuple[list[OutputPiece], int, list[tuple[int, Logprobs]]]:
-        """Read token by token; returns (pieces, tokens read, visible log-probabilities)."""
+        """Read token by token. Return (pieces, number of tokens read, visible log-probabilities)."""
         reader = self._reader
         pieces: list[OutputPiece] = []
         visible: list[tuple[int, Logprobs]] = []
@@ -142,7 +142,7 @@ class SampleOutput:
         return pieces, len(token_ids), visible
 
     def _reason(self, reason: FinishReason | None) -> str:
-        """The finish reason of the sample, given the engine's."""
+        """Return the finish reason of the sample, given the engine's finish reason."""
         if reason in _ENGINE_ENDED:
             return reason.value
         output = self._reader.output()
@@ -152,12 +152,12 @@ class SampleOutput:
 
 
 def has_call(pieces: Sequence[OutputPiece]) -> bool:
-    """Whether a tool call is among the pieces."""
+    """Return whether the pieces include a tool call."""
     return any(isinstance(piece, ToolCall) for piece in pieces)
 
 
 def plain_output(tokenizer: Tokenizer, request: Request, params: SamplingParams) -> SampleOutput:
-    """For a sample of a plain completion: everything that the model writes is text."""
+    """Create the output for a sample of a plain completion. Everything the model writes is text."""
     return SampleOutput(PlainReader(tokenizer, end_ids=request.stop_token_ids, stop=tuple(params.stop)))
 
 
@@ -169,7 +169,10 @@ def chat_output(
     tools: Iterable[Mapping[str, Any]] | None = None,
     single_call: bool = False,
 ) -> SampleOutput:
-    """For a sample of a chat: separates thoughts, text and tool calls. With `single_call` it ends with its first tool call."""
+    """Create the output for a sample of a chat, which separates thoughts, text and tool calls.
+
+    With `single_call`, the sample ends after its first tool call.
+    """
     reader = ChatReader(
         tokenizer,
         prompt_ids=request.prompt_token_ids,

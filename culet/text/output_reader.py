@@ -1,16 +1,16 @@
-"""Parse Gemma 4's output, token by token, into thoughts, text and tool calls.
+"""Parse Gemma 4's output token by token into thoughts, text and tool calls.
 
     <|channel>thought\\n{reasoning}\\n<channel|>{text}<|tool_call>call:NAME{key:value,...}<tool_call|>...<|tool_response>
 
-Markup is recognized by token id, never by its spelling: text that merely looks like markup is text. Tokens are read one at a
-time, so the result does not depend on how they are grouped, and streams and complete answers share this code.
+Markup is recognized by token id, never by spelling, so text that merely looks like markup is still text. Tokens are read one
+at a time, so the result does not depend on how they are grouped. Streams and complete answers share this code.
 
 - The content of a channel is reasoning. If its first line is a single lower-case word, that line is the channel's label and is
-  dropped. So are an all-blank thought and the one newline before the end of a thought, which the chat template writes itself.
+  dropped. Blank thoughts are also dropped, and so is one newline at the end of a thought, because the chat template writes it.
 - `<|tool_call>` ends a thought that was not closed.
-- `<|tool_response>`, `<turn|>` and `<eos>` end the turn. Outside of calls, other special tokens produce no text.
-- A tool call is reported when it is complete. A malformed one (bad syntax, no name, not closed) becomes text, markup included,
-  and is flagged as malformed.
+- `<|tool_response>`, `<turn|>` and `<eos>` end the turn. Outside calls, other special tokens produce no text.
+- A tool call is reported when it is complete. A malformed call (bad syntax, no name or not closed) becomes text, including its
+  markup, and is flagged as malformed.
 - Blank text between channels and calls is dropped.
 """
 
@@ -33,7 +33,7 @@ _END_TOKENS = ("<|tool_response>", "<turn|>", "<eos>")
 
 
 class PlainReader:
-    """Reads the output of a plain completion: no thoughts, no tool calls, and special tokens produce no text."""
+    """Reads the output of a plain completion, without thoughts or tool calls. Special tokens produce no text."""
 
     in_reasoning = False
 
@@ -45,7 +45,7 @@ class PlainReader:
         self.has_ended = False
 
     def push(self, token_ids: Iterable[int]) -> list[OutputPiece]:
-        """Read the next tokens and return the text that is certain now."""
+        """Read the next tokens and return the text that can no longer change."""
         texts = []
         for token_id in token_ids:
             if self.has_ended:
@@ -59,7 +59,7 @@ class PlainReader:
         return self._pieces("".join(texts))
 
     def finish(self) -> list[OutputPiece]:
-        """The output is over: return what was held back."""
+        """Return the text that was held back. Call at the end of the output."""
         if self.has_ended:
             return []
         text = self._flush()
@@ -67,7 +67,7 @@ class PlainReader:
         return self._pieces(text)
 
     def output(self) -> Output:
-        """Everything read so far."""
+        """Return everything read so far."""
         return Output("".join(self._texts), has_ended=self.has_ended, stop=self._stops.matched)
 
     def _flush(self) -> str:
@@ -92,7 +92,7 @@ class _Mark(Enum):
 
 class _State(Enum):
     TEXT = auto()
-    LABEL = auto()  # at the start of a channel: what follows may be its label
+    LABEL = auto()  # at the start of a channel, where its label may follow
     REASONING = auto()
     CALL = auto()
     BROKEN = auto()  # inside a malformed call, until it ends
@@ -100,10 +100,10 @@ class _State(Enum):
 
 
 class ChatReader:
-    """Reads one sample of a chat. `prompt_ids` tell whether the output starts inside a thought.
+    """Reads one sample of a chat. `prompt_ids` show whether the output starts inside a thought.
 
-    `schemas` maps tool names to the JSON schemas of their parameters (see `tool_schemas`): they decide what bare words mean.
-    `end_ids` also end the turn; with `ignore_end` no token does. `stop` strings end the turn where they occur in the text.
+    `schemas` maps tool names to the JSON schemas of their parameters (see `tool_schemas`), which decide what bare words mean.
+    Tokens in `end_ids` also end the turn. With `ignore_end`, no token ends it. A `stop` string in the text ends the turn.
     """
 
     def __init__(
@@ -134,14 +134,14 @@ class ChatReader:
         self._tool_calls: list[ToolCall] = []
         self._num_malformed = self._num_reasoning_tokens = 0
         self._has_ended = False
-        self._is_first = True  # no channel and no call so far
+        self._is_first = True  # no channel or call so far
         self._space: list[str] = []  # white space that counts only if text follows
-        self._label = ""  # what may become a label
+        self._label = ""  # text that may become a label
         self._is_blank = True  # no text since the last mark
-        self._label_in_prompt = 0  # characters of the label that the prompt already holds
+        self._label_in_prompt = 0  # characters of the label that are already in the prompt
         self._needs_break = False  # another thought came before this one
         self._call = CallReader(self._schemas)
-        self._raw_call: list[str] = []  # the current call as decoded
+        self._raw_call: list[str] = []  # the decoded text of the current call
         self._call_json: list[str] = []
         opening = _open_channel(tokenizer, prompt_ids)
         if opening is not None:
@@ -154,11 +154,11 @@ class ChatReader:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the turn is over; later tokens are ignored."""
+        """Whether the turn is over. Later tokens are ignored."""
         return self._has_ended
 
     def push(self, token_ids: Iterable[int]) -> list[OutputPiece]:
-        """Read the next tokens and return the pieces that are certain now."""
+        """Read the next tokens and return the pieces that can no longer change."""
         for token_id in token_ids:
             if self._state is _State.ENDED:
                 break
@@ -168,7 +168,7 @@ class ChatReader:
         return self._take_pieces()
 
     def finish(self) -> list[OutputPiece]:
-        """The output is over, with or without an end token: return what was held back."""
+        """Return the pieces that were held back. Call at the end of the output, with or without an end token."""
         if self._state is not _State.ENDED:
             self._add(self._decoder.flush())
             self._leave(is_end=True)
@@ -176,7 +176,7 @@ class ChatReader:
         return self._take_pieces()
 
     def output(self) -> Output:
-        """Everything that `push` and `finish` have returned."""
+        """Return everything that `push` and `finish` have returned."""
         return Output(
             text="".join(self._texts),
             reasoning="".join(self._reasoning),
@@ -234,7 +234,7 @@ class ChatReader:
             self._add_text(text, malformed=True)
 
     def _try_label(self) -> None:
-        """Move on to the thought once the label is complete, or once it is clear that there is none."""
+        """Start the thought once the label is complete, or once it is clear that there is no label."""
         word, newline, _ = self._label.partition("\n")
         is_label = _LABEL_START.fullmatch(word) is not None
         if not newline and is_label:
@@ -245,7 +245,7 @@ class ChatReader:
         self._add_reasoning(rest)
 
     def _add_reasoning(self, text: str) -> None:
-        """Emit part of a thought, except for the white space at its end."""
+        """Emit part of a thought and hold back the white space at its end."""
         certain = text.rstrip()
         if certain:
             line_break, self._needs_break = "\n" * self._needs_break, False
@@ -291,13 +291,13 @@ class ChatReader:
         self._state, self._has_ended = _State.ENDED, True
 
     def _move(self, enter: Callable[[], None]) -> None:
-        """Go to another state, unless a stop string in the text held back has ended the turn."""
+        """Change to another state, unless a stop string in the held-back text has ended the turn."""
         self._leave()
         if self._state is not _State.ENDED:
             enter()
 
     def _leave(self, *, is_end: bool = False) -> None:
-        """The current state is over: emit or drop what was held back."""
+        """Leave the current state. Emit or drop the text that was held back."""
         space = self._take_space()
         if self._state is _State.TEXT:
             if space and is_end and self._is_first:
@@ -325,7 +325,7 @@ class ChatReader:
         self._raw_call, self._call_json = [self._name(token_id)], []
 
     def _read_in_call(self, token_id: int, mark: _Mark | None) -> None:
-        """A special token inside a call: its end, a quote, or part of a string."""
+        """Read a special token inside a call. It may be the end of the call, a quote, or part of a string."""
         name = self._name(token_id)
         if self._state is _State.BROKEN:
             self._add_text(name, malformed=True)
@@ -343,7 +343,7 @@ class ChatReader:
             self._move(self._enter_text)
 
     def _advance_call(self, arguments_json: str) -> None:
-        """Keep more of the arguments, or give up on the call."""
+        """Append to the arguments, or give up on the call if it is malformed."""
         if self._call.fault is not None:
             self._break_call()
         else:
@@ -357,7 +357,7 @@ class ChatReader:
         self._state = _State.TEXT
 
     def _break_call(self) -> None:
-        """The call is malformed: what was read of it is text, and so is the rest."""
+        """Treat the call as malformed. The part read so far becomes text, and so does the rest."""
         self._num_malformed += 1
         self._state = _State.BROKEN
         self._add_text("".join(self._raw_call), malformed=True)
@@ -378,7 +378,7 @@ class ChatReader:
 
 
 def _open_channel(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str | None:
-    """The text after a `<|channel>` that the prompt leaves open, or None if it leaves none open."""
+    """Return the text after the prompt's unclosed `<|channel>`. Return None if no channel is open."""
     opener = tokenizer.token_id(_Mark.OPEN_CHANNEL.value)
     closers = {tokenizer.token_id(name) for name in ("<channel|>", "<|tool_call>", "<|turn>", *_END_TOKENS)}
     for index in range(len(prompt_ids) - 1, -1, -1):

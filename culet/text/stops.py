@@ -6,23 +6,23 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Passes text through until a stop string is complete, and holds back only what may still become one.
+    """Passes text through until a stop string is complete. Holds back only text that may still become a stop string.
 
-    The result does not depend on how the text is split: the first stop string to be complete ends the text, and among several
-    that end at the same character, the longest. Knuth-Morris-Pratt keeps the cost per character constant, however long the
-    strings are.
+    The result does not depend on how the text is split. The first stop string to be completed ends the text. If several end at
+    the same character, the longest one counts. Knuth-Morris-Pratt keeps the cost per character constant, no matter how long
+    the strings are.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._borders = [_borders(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)  # characters of each stop string that the text ends with
+        self._matched = [0] * len(self._stops)  # per stop string, how many of its characters the text ends with
         self._first = {stop[0] for stop in self._stops}
         self._held = ""
         self.matched: str | None = None  # the stop string that ended the text
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text that is certain now, whether a stop string is complete). Later text is dropped."""
+        """Return (text that can no longer change, whether a stop string is complete). Later text is dropped."""
         if self.matched is not None:
             return "", True
         if not self._held and self._first.isdisjoint(text):
@@ -38,13 +38,13 @@ class StopMatcher:
         return text[:keep], False
 
     def flush(self) -> str:
-        """The text has ended: return what was held back."""
+        """Return the text that was held back. Call at the end of the text."""
         held, self._held = self._held, ""
         self._matched = [0] * len(self._stops)
         return held
 
     def _advance(self, character: str) -> str | None:
-        """Read one character; returns the longest stop string that it completes."""
+        """Read one character and return the longest stop string that it completes, if any."""
         hit: str | None = None
         for index, stop in enumerate(self._stops):
             borders, length = self._borders[index], self._matched[index]
@@ -58,7 +58,7 @@ class StopMatcher:
 
 
 def _borders(word: str) -> list[int]:
-    """For each prefix of `word`, the length of its longest proper prefix that is also its suffix."""
+    """Return, for each prefix of `word`, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(word)
     length = 0
     for index in range(1, len(word)):

@@ -1,9 +1,9 @@
-"""Chat messages to prompt text, with the checkpoint's Jinja template or the built-in one for Gemma 4.
+"""Render chat messages to prompt text with the checkpoint's Jinja template or the built-in one for Gemma 4.
 
 A template comes with a checkpoint, so it is untrusted code. It is rendered in Jinja's sandbox, in a separate process with
-limits on time and memory. Nothing less stops every template: the sandbox limits `range`, but neither nested loops nor
-`"a" * 10**10`, and a thread cannot be interrupted inside C code such as `9 ** (9 ** 9)`, which blocks the whole interpreter.
-The process starts with the first message (about 0.1 s) and stays, so a template is compiled once.
+limits on time and memory. Weaker measures cannot stop every template. The sandbox limits `range`, but not nested loops or
+`"a" * 10**10`. A thread cannot be interrupted inside C code such as `9 ** (9 ** 9)`, which blocks the whole interpreter.
+The process starts with the first message (about 0.1 s) and keeps running, so each template is compiled once.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from culet.text.messages import check_messages, check_tools
 
 BUILT_IN = Path(__file__).with_name("gemma4.jinja")
 TIME_LIMIT_S = 5.0
-MAX_CHARS = 16 << 20  # of rendered text: more than the longest context holds
-MAX_BYTES = 2 << 30  # of the process's address space
-# -P keeps the script's folder out of the module path: our modules must not shadow modules that Jinja imports.
+MAX_CHARS = 16 << 20  # limit on rendered text, more than the longest context holds
+MAX_BYTES = 2 << 30  # limit on the process's address space
+# -P keeps the script's folder off the module path, so that our modules do not shadow modules that Jinja imports.
 _WORKER = ("-P", str(Path(__file__).with_name("template_worker.py")))
 _SPECIAL_TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
@@ -30,9 +30,9 @@ _SPECIAL_TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pa
 class ChatTemplate:
     """Renders conversations for one checkpoint. Thread-safe.
 
-    `templates` maps names to Jinja sources: `default`, and optionally `tool_use` for conversations with tools. `empty_thought`
-    tells the built-in template to start an answer without thinking with an empty thought: the models without per-layer
-    embeddings (12B, 26B-A4B, 31B) were trained like that, E2B and E4B were not.
+    `templates` maps names to Jinja sources. The names are `default` and optionally `tool_use`, for conversations with tools.
+    `empty_thought` tells the built-in template to begin answers without thinking with an empty thought. The models without
+    per-layer embeddings (12B, 26B-A4B, 31B) were trained that way. E2B and E4B were not.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ChatTemplate:
         time_limit_s: float = TIME_LIMIT_S,
         max_chars: int = MAX_CHARS,
     ) -> None:
-        self.origin = origin  # where the template comes from, for errors
+        self.origin = origin  # the source of the template, for error messages
         self._templates = dict(templates)
         self._constants = {**_SPECIAL_TOKENS, **(special_tokens or {}), "empty_thought": empty_thought}
         self._setup = {
@@ -60,7 +60,7 @@ class ChatTemplate:
 
     @classmethod
     def of_checkpoint(cls, folder: str | Path, *, empty_thought: bool) -> ChatTemplate:
-        """The checkpoint's template, or the built-in one if it has none."""
+        """Load the checkpoint's template, or the built-in one if it has none."""
         folder = Path(folder)
         config = _read_json(folder / "tokenizer_config.json")
         special = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
@@ -76,7 +76,7 @@ class ChatTemplate:
         enable_thinking: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text, with special tokens spelled out. `options` are further variables for the template."""
+        """Return the prompt text, with special tokens spelled out. `options` are extra variables for the template."""
         variables: dict[str, Any] = {
             "messages": check_messages(messages),
             "tools": check_tools(tools),
@@ -140,7 +140,7 @@ class ChatTemplate:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if the file does not exist."""
+    """Read a JSON object. Return an empty dict if the file does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -155,12 +155,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(token: object) -> str:
-    """A special token in tokenizer_config.json is its text, or an object that holds the text."""
+    """Return the text of a special token. In tokenizer_config.json it is a string or an object that holds the string."""
     return str(token.get("content", "")) if isinstance(token, dict) else str(token)
 
 
 def _find_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-    """(templates by name, origin): chat_template.jinja, else a key of a JSON file, else the built-in template."""
+    """Return (templates by name, origin).
+
+    Look for chat_template.jinja first, then for a key in a JSON file. Otherwise use the built-in template.
+    """
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:

@@ -1,11 +1,11 @@
 """The process that renders chat templates. `template.py` runs it as a script, and it imports nothing from Culet.
 
-It reads one JSON object per line. The first is {"templates": {name: source}, "time_limit_s": s, "max_chars": n,
-"max_bytes": n}, each further one {"name": which, "variables": {...}}. The answer is {"text": ...} or {"error": ...,
+It reads one JSON object per line. The first line is {"templates": {name: source}, "time_limit_s": s, "max_chars": n,
+"max_bytes": n}. Every later line is {"name": which, "variables": {...}}. Each answer is {"text": ...} or {"error": ...,
 "kind": ...}.
 
-Templates are compiled here too: Jinja evaluates constant expressions at compile time, so even compiling `{{ 9 ** (9 ** 9) }}`
-never ends.
+Templates are also compiled in this process. Jinja evaluates constant expressions at compile time, so even compiling
+`{{ 9 ** (9 ** 9) }}` never ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class _Generation(Extension):
-    """{% generation %} marks the model's text for training. Here its body is simply rendered."""
+    """Renders the body of {% generation %}, a tag that marks the model's text for training."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
 
@@ -41,12 +41,12 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # Jinja's filter is for HTML: it would escape <, > and &.
+    # Jinja's own filter is meant for HTML and would escape <, > and &.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """The whitespace rules, functions and filters that chat templates expect."""
+    """Create an environment with the whitespace rules, functions and filters that chat templates expect."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -99,9 +99,9 @@ class _Renderer:
 
 @contextmanager
 def _alarm(time_limit_s: float) -> Iterator[None]:
-    """End this process well after the time limit, in case the parent is no longer there to do it.
+    """End this process well after the time limit, in case the parent is gone and cannot do it.
 
-    The alarm's default action ends the process anywhere, even inside C code.
+    The alarm's default action ends the process at any point, even inside C code.
     """
     signal.setitimer(signal.ITIMER_REAL, 2 * time_limit_s + 1)
     yield
@@ -109,7 +109,7 @@ def _alarm(time_limit_s: float) -> Iterator[None]:
 
 
 def main() -> None:
-    """Answer until stdin closes, which it does when the parent ends."""
+    """Answer requests until stdin closes, which happens when the parent ends."""
     renderer = _Renderer()
     _reply({"text": "ready"})
     for line in sys.stdin:

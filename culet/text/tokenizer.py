@@ -1,8 +1,8 @@
-"""Text to token ids and back, with the checkpoint's `tokenizer.json`.
+"""Convert text to token ids and back with the checkpoint's `tokenizer.json`.
 
-Decoding goes through bytes: every token stands for some bytes, and a stream of tokens is a stream of UTF-8. So text can be
-streamed at a constant cost per token, and a character that is spread over several tokens appears with its last byte, never as
-a replacement character before.
+Decoding goes through bytes. Every token stands for some bytes, and a stream of tokens is a stream of UTF-8. Text can therefore
+be streamed at a constant cost per token. A character that spans several tokens appears once its last byte arrives, and never
+as a replacement character before that.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, including special tokens. A model's embedding may have more rows."""
+        """The number of token ids, including special tokens. A model's embedding may have more rows."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of control tokens, which are not text."""
+        """The ids of control tokens, which are not text."""
         return self._special_ids
 
     def token_id(self, token: str) -> int | None:
-        """Id of a token by its name, such as `<turn|>`. None if the vocabulary does not have it."""
+        """Return the id of a token by its name, such as `<turn|>`. Return None if it is not in the vocabulary."""
         return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str, *, add_bos: bool = False) -> list[int]:
-        """Token ids of `text`, which may spell out special tokens. `add_bos` adds <bos> at the start if it is missing."""
+        """Return the token ids of `text`, which may spell out special tokens. `add_bos` prepends <bos> if it is missing."""
         if not isinstance(text, str):
             raise BadRequest(f"prompt: got {type(text).__name__}, expected a string")
         try:
@@ -68,12 +68,12 @@ class Tokenizer:
         return token_ids
 
     def decode(self, token_ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Text of `token_ids`, equal to all that an IncrementalDecoder returns."""
+        """Return the text of `token_ids`. It equals the combined output of an IncrementalDecoder."""
         decoder = IncrementalDecoder(self, skip_special=skip_special)
         return decoder.push(token_ids) + decoder.flush()
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes of a token; empty for an id that the vocabulary does not have."""
+        """Return the bytes of a token. An id outside the vocabulary has none."""
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._pieces[token_id] = self._make_piece(token_id)
@@ -94,7 +94,10 @@ class Tokenizer:
 
 
 class NumberTokenizer(Tokenizer):
-    """For models with random weights, which have no vocabulary: token 17 is written ` 17`, and prompts are numbers."""
+    """A tokenizer for models with random weights, which have no vocabulary.
+
+    Token 17 is written ` 17`, and prompts are numbers.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -123,7 +126,7 @@ class NumberTokenizer(Tokenizer):
 
 
 def _read_decoder(tokenizer: tokenizers.Tokenizer, path: Path) -> tuple[list[tuple[str, str]], bool]:
-    """(text replacements, whether tokens like <0x0A> stand for bytes) of the tokenizer's decoder."""
+    """Return the decoder's (text replacements, whether tokens like <0x0A> stand for bytes)."""
     state: dict[str, Any] | None = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else None
     steps = state["decoders"] if state and state["type"] == "Sequence" else [state] if state else []
     replacements = []
@@ -148,19 +151,19 @@ class IncrementalDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens complete."""
+        """Return the text that these tokens complete."""
         piece, skipped = self._tokenizer.piece, self._skipped
         return self._utf8.decode(b"".join([piece(token_id) for token_id in token_ids if token_id not in skipped]))
 
     def flush(self) -> str:
-        """At the end: a replacement character if the last character is incomplete, otherwise nothing."""
+        """Return a replacement character if the last character is incomplete, otherwise "". Call at the end."""
         return self._utf8.decode(b"", final=True)
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    """A prompt of token ids as a tuple of ints. Refuses ids without an embedding."""
+    """Return a prompt of token ids as a tuple of ints. Raise if an id has no embedding."""
     if token_ids and set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
-        return tuple(token_ids)  # the usual case, checked fast
+        return tuple(token_ids)  # fast path for the usual case
     checked = []
     for index, token_id in enumerate(token_ids):
         try:

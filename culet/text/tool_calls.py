@@ -1,8 +1,8 @@
-"""Parse a Gemma 4 tool call, `call:NAME{key:value,...}`, as it is generated, and write its arguments as JSON.
+"""Parse a Gemma 4 tool call, `call:NAME{key:value,...}`, while it is generated, and write its arguments as JSON.
 
-Values are strings between two quote tokens `<|"|>` (nothing is escaped), objects `{key:value,...}`, arrays `[value,...]`, or
-bare words: numbers, true, false, null. The caller recognizes quote tokens by their id; text that looks like one is text.
-White space is allowed around names, keys, values and punctuation.
+A value is a string between two quote tokens `<|"|>` (nothing is escaped), an object `{key:value,...}`, an array `[value,...]`,
+or a bare word such as a number, true, false or null. The caller recognizes quote tokens by their id, so text that only looks
+like one is text. White space is allowed around names, keys, values and punctuation.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _WORD_END = re.compile(r"[{}\[\],]")
 
 class _State(Enum):
     HEAD = auto()  # call:NAME, up to the first brace
-    FIRST_KEY = auto()  # after `{`: a key, or `}`
-    KEY = auto()  # in a bare key, or before a key after a comma
+    FIRST_KEY = auto()  # after `{`, before a key or `}`
+    KEY = auto()  # in a bare key, or between a comma and a key
     QUOTED_KEY = auto()
     COLON = auto()  # after a quoted key
-    FIRST_ITEM = auto()  # after `[`: a value, or `]`
+    FIRST_ITEM = auto()  # after `[`, before a value or `]`
     VALUE = auto()  # before a value
     WORD = auto()  # in a bare value
     STRING = auto()
-    AFTER = auto()  # after a value: a comma, or the end of its object or array
+    AFTER = auto()  # after a value, before a comma or the end of its object or array
     DONE = auto()  # after the last brace
 
 
@@ -47,12 +47,12 @@ class _Level:
         self.num_items = 0
 
     def inner(self) -> Shape:
-        """The shape of the next value."""
+        """Return the shape of the next value."""
         return self.shape.of_property(self.key) if self.closer == "}" else self.shape.of_item(self.num_items)
 
 
 class CallReader:
-    """Reads a call piece by piece. Each push returns the JSON text of the arguments that is certain now.
+    """Reads a call piece by piece. Each push returns the JSON of the arguments that can no longer change.
 
     Once the call turns out to be malformed, `fault` says why, and further input is ignored.
     """
@@ -86,18 +86,18 @@ class CallReader:
 
     @property
     def in_quotes(self) -> bool:
-        """Whether a quote is open: everything up to the next quote token is text."""
+        """Whether a quote is open. Everything up to the next quote token is then text."""
         return self._state in (_State.STRING, _State.QUOTED_KEY)
 
     def push_text(self, text: str) -> str:
-        """Read text; returns the JSON that is certain now."""
+        """Read more text and return the JSON that can no longer change."""
         position = 0
         while position < len(text) and self.fault is None:
             position = self._readers[self._state](text, position)
         return self._take_json()
 
     def push_quote(self) -> str:
-        """Read a quote token; returns the JSON that is certain now."""
+        """Read a quote token and return the JSON that can no longer change."""
         if self.fault is not None:
             return ""
         if self._state is _State.STRING:
@@ -125,7 +125,7 @@ class CallReader:
         self._word.clear()
         return word
 
-    # One method per state: each reads from `position` and returns where it stopped.
+    # There is one method per state. Each reads from `position` and returns the position where it stopped.
 
     def _read_head(self, text: str, position: int) -> int:
         end = text.find("{", position)

@@ -1,7 +1,7 @@
-"""The JSON schemas of tools, and what they say about arguments that the model wrote without quotes.
+"""Read the JSON schemas of tools to interpret arguments that the model wrote without quotes.
 
-Schemas come from requests and are not trusted: anything of an unexpected form is ignored, and references and alternatives are
-followed up to a limit.
+Schemas come from requests and are not trusted. Anything malformed is ignored, and references and alternatives are followed up
+to a limit.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_MAX_DEPTH = 16  # of nested references and alternatives
+_MAX_DEPTH = 16  # limit on nested references and alternatives
 _MAX_ALTERNATIVES = 64
-_MAX_NUMBER_CHARS = 400  # longer than any finite number in a sensible form; Python refuses to parse much longer ones
+_MAX_NUMBER_CHARS = 400  # longer than any sensibly written finite number. Python refuses to parse much longer ones.
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _LOOSE_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _JSON_TYPES = {
@@ -29,13 +29,13 @@ _JSON_TYPES = {
 
 
 def tool_schemas(tools: Iterable[Mapping[str, Any]] | None) -> dict[str, object]:
-    """Map tool names to the JSON schemas of their parameters, from declarations in OpenAI's form."""
+    """Map tool names to the JSON schemas of their parameters. The declarations are in OpenAI's format."""
     functions = [tool.get("function") or tool for tool in tools or ()]
     return {function["name"]: function.get("parameters") for function in functions if isinstance(function.get("name"), str)}
 
 
 class Shape:
-    """What a value may be: all schemas that may apply to it, with references and alternatives resolved."""
+    """All schemas that may apply to a value, with references and alternatives resolved."""
 
     def __init__(self, schemas: Iterable[object], root: object) -> None:
         self._root = root
@@ -44,7 +44,7 @@ class Shape:
             self._add(schema, 0)
 
     def of_property(self, name: str) -> Shape:
-        """The shape of an object's property."""
+        """Return the shape of an object's property."""
         schemas = []
         for schema in self._schemas:
             properties = schema.get("properties")
@@ -55,7 +55,7 @@ class Shape:
         return Shape(schemas, self._root)
 
     def of_item(self, index: int) -> Shape:
-        """The shape of an array's element."""
+        """Return the shape of an array's element."""
         schemas = []
         for schema in self._schemas:
             prefix = schema.get("prefixItems")
@@ -64,7 +64,7 @@ class Shape:
         return Shape(schemas, self._root)
 
     def types(self) -> frozenset[str]:
-        """JSON types that the value may have; empty if the schema does not say."""
+        """Return the JSON types that the value may have. The set is empty if the schema does not say."""
         types: set[str] = set()
         for schema in self._schemas:
             stated = schema.get("type")
@@ -93,9 +93,9 @@ class Shape:
 
 
 def bare_json(text: str, types: frozenset[str]) -> str:
-    """A value without quotes as JSON: a type that the schema allows if the text can be read as one, else as the text looks.
+    """Convert an unquoted value to JSON. Use a type that the schema allows if the text fits, else guess from the text.
 
-    Where only a string is allowed, the value is a string, including `null` and `5`.
+    If only strings are allowed, the value is a string, even for `null` and `5`.
     """
     word = text.lower()
     if word in ("null", "none") and "null" in types:
@@ -116,7 +116,7 @@ def _is_json_number(text: str) -> bool:
 
 
 def _loose_number(text: str, *, whole: bool) -> str | None:
-    """A number as JSON, including forms such as +1, .5 and 007; 3.0 becomes 3 where an integer is expected."""
+    """Return a number as JSON, or None. Accept forms such as +1, .5 and 007. 3.0 becomes 3 if an integer is expected."""
     if len(text) > _MAX_NUMBER_CHARS or not _LOOSE_NUMBER.fullmatch(text):
         return None
     value = float(text)
@@ -131,7 +131,7 @@ def _loose_number(text: str, *, whole: bool) -> str | None:
 
 
 def _follow(reference: str, root: object) -> object:
-    """The target of a reference such as `#/$defs/City` within the same schema, or None."""
+    """Return the target of a reference such as `#/$defs/City` within the same schema, or None if there is none."""
     if not reference.startswith("#"):
         return None
     target = root
