@@ -102,6 +102,7 @@ def exit_code(error: CuletError) -> int:
 
 def error_of(kind: str, message: str, hint: str = "") -> CuletError:
     """Return the error that another process reported. `kind` is the name of its class here; unknown names are InternalError."""
-    found = globals().get(kind)
-    is_error = isinstance(found, type) and issubclass(found, CuletError)
-    return (found if is_error else InternalError)(message, hint=hint)
+    cls = globals().get(kind)
+    if isinstance(cls, type) and issubclass(cls, CuletError):
+        return cls(message, hint=hint)
+    return InternalError(message, hint=hint)
