@@ -1,11 +1,12 @@
-"""How many tokens to draft for each sequence: from its recent acceptance and from what steps cost. No torch.
+"""Choose how many tokens to draft for each sequence, from its recent acceptance and the cost of steps. No torch.
 
-With acceptance p, k drafts bring 1 + p + ... + p^k tokens in a step; the step then verifies k + 1 tokens, and a draft round
-goes before it. Sequences of a batch share steps, so the batch decides: of all lengths, and of all sets of the sequences that
-accept most, it takes what brings the most tokens per second. The others get no drafts.
+With acceptance p, a step with k drafts yields 1 + p + ... + p^k tokens on average. The step verifies k + 1 tokens, and a
+draft round runs before it. All sequences of a batch share the step, so the choice is made for the batch. It considers every
+length, given to any number of the sequences with the highest acceptance, and takes the option with the most tokens per
+second. The other sequences get no drafts.
 
-A sequence starts from what requests accepted in general, and learns from its own text. Once it has no drafts it learns
-nothing, so it gets a short try after some steps, and each try that fails doubles the wait for the next.
+A sequence starts from the acceptance of past requests and then learns from its own text. A sequence without drafts learns
+nothing, so after some steps it gets a short try. Each failed try doubles the wait before the next.
 """
 
 from __future__ import annotations
@@ -16,30 +17,30 @@ from typing import Protocol
 from culet.scheduler.stats import Counters
 from culet.scheduler.step_cost import MeasuredCost, StepCost, size_of
 
-START_ACCEPTANCE = 0.75  # what requests are believed to accept before any has ended
-MIN_PRIOR, MAX_PRIOR = 0.78, 0.95  # bounds of what a new sequence is believed to accept
-OPTIMISM = 0.1  # that is so much more than requests accepted in general: a belief too high is corrected in a few rounds
-START_WEIGHT = 3.0  # compared drafts that the belief counts as, and in a try what was accepted before: text changes
-DECAY = 0.93  # of older rounds of a sequence
-REQUEST_SHARE = 1 / 16  # of each request that ends in what requests accept in general
-WORTHLESS = 0.1  # acceptance at start below which the drafter does not fit the model: nothing is believed without evidence
-MIN_GAIN = 1.03  # tokens per second, against no drafts
-TRY_ACCEPTANCE = 0.9  # what a try hopes for
-TRY_SHARE = 0.01  # of the time that a sequence without drafts gives to its first try; later ones get less
+START_ACCEPTANCE = 0.75  # assumed acceptance of requests before any has finished
+MIN_PRIOR, MAX_PRIOR = 0.78, 0.95  # bounds of the assumed acceptance of a new sequence
+OPTIMISM = 0.1  # added to the acceptance of past requests, because too high a prior is corrected within a few rounds
+START_WEIGHT = 3.0  # weight of the prior in compared drafts, and of older evidence in a try, because text changes
+DECAY = 0.93  # weight of a sequence's older rounds, per round
+REQUEST_SHARE = 1 / 16  # weight of each finished request in the average over requests
+WORTHLESS = 0.1  # below this acceptance at startup the drafter does not fit the model, and the prior has no floor
+MIN_GAIN = 1.03  # least gain in tokens per second over no drafts
+TRY_ACCEPTANCE = 0.9  # acceptance that a try hopes for
+TRY_SHARE = 0.01  # share of time that a sequence without drafts spends on its first try (later tries get less)
 MIN_REST, MAX_REST = 8, 256  # steps before a try
-NUM_TIMED = 5  # steps of each length that are taken for their time,
-TIMED_FIRST, TIMED_AGAIN = 16, 2048  # when a batch of one size has taken this many steps, and after this many more
+NUM_TIMED = 5  # steps of each length that are run to time them
+TIMED_FIRST, TIMED_AGAIN = 16, 2048  # steps of one batch size before it is first timed, and before each later time
 
 
 class Acceptance:
-    """What one sequence accepts."""
+    """The draft acceptance of one sequence."""
 
     def __init__(self) -> None:
-        self.tried = self.accepted = 0.0  # drafts that were compared, older ones less, and those of them that agreed
-        self.num_tried = self.num_accepted = 0  # the same over its whole life
-        self.length: int | None = None  # drafts it gets now; None: it has not been in a batch yet
-        self.rest = 0  # steps without drafts before its next try,
-        self.try_at = -1  # and the number of the step of that try; -1: none was set
+        self.tried = self.accepted = 0.0  # drafts compared and drafts accepted, with less weight on older ones
+        self.num_tried = self.num_accepted = 0  # the same over its whole life, without decay
+        self.length: int | None = None  # drafts it gets now, or None before its first batch
+        self.rest = 0  # steps without drafts before its next try
+        self.try_at = -1  # step number of that try, or -1 if none is set
         self.is_trying = False
 
     @property
@@ -48,44 +49,44 @@ class Acceptance:
 
 
 class DraftLengths(Protocol):
-    """Decides how many drafts to propose, and hears what was accepted and how long steps took."""
+    """Decides how many drafts to propose. It is told which drafts were accepted and how long steps took."""
 
     def plan(self, batch: Sequence[Acceptance]) -> None:
-        """Decide for all sequences that decode in the next step."""
+        """Choose the drafts of all sequences that decode in the next step."""
 
     def length(self, state: Acceptance, num_seqs: int) -> int:
-        """Drafts for a sequence of the planned batch, or for one that joins it now as one of `num_seqs`."""
+        """Return the drafts for a sequence of the planned batch, or for one that joins it now as one of `num_seqs`."""
 
     def note(self, state: Acceptance, num_drafts: int, num_accepted: int) -> None:
-        """A sequence's drafts were verified."""
+        """Record that a sequence's drafts were verified."""
 
     def ended(self, state: Acceptance) -> None:
-        """A sequence has ended."""
+        """Record that a sequence has ended."""
 
     def took(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
-        """A step that only decodes took so long: `num_drafting` of its sequences had up to `num_drafts` drafts."""
+        """Record the time of a decode-only step in which `num_drafting` sequences had up to `num_drafts` drafts."""
 
 
 class DraftPolicy:
-    """Picks the lengths with the most tokens per second."""
+    """Chooses the lengths that yield the most tokens per second."""
 
     def __init__(self, cost: StepCost, lengths: Iterable[int]) -> None:
-        """`lengths`: numbers of drafts to choose from, besides none."""
+        """Set up the policy. `lengths` are the numbers of drafts to choose from, besides zero."""
         self.lengths = tuple(sorted(lengths))
         self.cost = MeasuredCost(cost)
         self._gains = {count: [_expected_tokens(p / 100, count) - 1.0 for p in range(101)] for count in self.lengths}
         self._min_prior, self._general = MIN_PRIOR, START_ACCEPTANCE
         self._step = 0
-        self._num_drafts: int | None = None  # of the planned step; None: nobody decodes in it
-        self._num_until_timed: dict[int, int] = {}  # by size of batch: steps before some are taken for their time
-        self._timed: list[int] = []  # lengths of the next steps, which are taken for their time
-        self._num_changes = 0  # of anything that a decision depends on
-        self._quiet: tuple[int, ...] = ()  # a batch that gets no drafts as long as nothing changes,
-        self._quiet_until = 0  # up to this step
+        self._num_drafts: int | None = None  # drafts of the planned step, or None if no sequence decodes in it
+        self._num_until_timed: dict[int, int] = {}  # batch size -> steps left before it is timed
+        self._timed: list[int] = []  # lengths of the next steps, which are run to time them
+        self._num_changes = 0  # changes to anything that a decision depends on
+        self._quiet: tuple[int, ...] = ()  # a batch that gets no drafts until something changes
+        self._quiet_until = 0  # the step at which it is decided again even if nothing changes
 
     def believe(self, counters: Counters, cost: StepCost) -> None:
-        """Start from what a short run has shown."""
-        # A draft is compared where all before it were accepted.
+        """Start from the acceptance and the costs measured in a short run."""
+        # A draft is compared only if all drafts before it were accepted.
         tried, accepted = sum(counters.drafted_at[:1]) + sum(counters.accepted_at[:-1]), sum(counters.accepted_at)
         if tried:
             self._general = accepted / tried
@@ -93,18 +94,18 @@ class DraftPolicy:
         self.cost = MeasuredCost(cost)
 
     def note(self, state: Acceptance, num_drafts: int, num_accepted: int) -> None:
-        """A sequence's drafts were verified: those up to the first that differed were compared."""
+        """Record that a sequence's drafts were verified. Only those up to the first mismatch were compared."""
         num_compared = min(num_drafts, num_accepted + 1)
         state.tried = DECAY * state.tried + num_compared
         state.accepted = DECAY * state.accepted + num_accepted
         state.num_tried += num_compared
         state.num_accepted += num_accepted
         self._num_changes += 1
-        if state.is_trying and num_accepted == num_drafts:  # a try goes on while it succeeds
+        if state.is_trying and num_accepted == num_drafts:  # a try continues while it succeeds
             state.rest, state.try_at = state.rest // 2, self._step
 
     def ended(self, state: Acceptance) -> None:
-        """Each request counts the same, however long it was, and what is believed has a floor."""
+        """Add a finished request to the average over requests. Long and short requests count the same."""
         if state.num_tried:
             self._general += REQUEST_SHARE * (state.num_accepted / state.num_tried - self._general)
 
@@ -112,7 +113,7 @@ class DraftPolicy:
         self.cost.took(num_seqs, num_drafting, num_drafts, seconds)
 
     def plan(self, batch: Sequence[Acceptance]) -> None:
-        """Decide for all sequences that decode in the next step."""
+        """Choose the drafts of all sequences that decode in the next step."""
         self._step += 1
         if not batch:
             self._num_drafts = None
@@ -139,7 +140,7 @@ class DraftPolicy:
         self._quiet, self._quiet_until = key, 0 if num_drafts else min([state.try_at for state in batch])
 
     def length(self, state: Acceptance, num_seqs: int) -> int:
-        """Drafts for a sequence of the planned batch, or for one that joins it now as one of `num_seqs`."""
+        """Return the drafts for a sequence of the planned batch, or for one that joins it now as one of `num_seqs`."""
         if state.length is not None:
             return state.length
         self._start(state)
@@ -150,9 +151,9 @@ class DraftPolicy:
         state.tried, state.accepted = START_WEIGHT, START_WEIGHT * prior
 
     def _choose(self, hopes: list[float], *, is_try: bool = False) -> tuple[int, float]:
-        """Drafts of the step that brings the most tokens per second, and the least acceptance of those who get them.
+        """Return the drafts that yield the most tokens per second, and the lowest acceptance of the sequences that get them.
 
-        `is_try`: only the shortest length counts that would pay if all accepted what a try hopes for.
+        With `is_try`, consider only the shortest length that would pay off if all sequences reached `TRY_ACCEPTANCE`.
         """
         ranked, num_seqs, lengths = sorted(hopes, reverse=True), len(hopes), self.lengths
         if is_try:
@@ -171,7 +172,7 @@ class DraftPolicy:
         return best, least
 
     def _decide(self, state: Acceptance, num_drafts: int, first_rest: int) -> None:
-        """Give a sequence its drafts, and set the time of its next try."""
+        """Set a sequence's drafts and the step of its next try."""
         state.length = num_drafts
         state.is_trying = num_drafts > 0 and 0 <= state.try_at <= self._step
         if state.is_trying:
@@ -185,15 +186,18 @@ class DraftPolicy:
             state.try_at = self._step + state.rest
 
     def _count_down(self, num_seqs: int) -> None:
-        """Now and then take steps for their time: costs may be wrong, and where all are of one length nothing shows it."""
+        """Count down to the next timed steps of this batch size.
+
+        Costs may be wrong, and steps that are all of one length would never show it.
+        """
         size = size_of(num_seqs)
         num_left = self._num_until_timed.get(size, TIMED_FIRST) - 1
         if num_left <= 0:
             num_left = TIMED_AGAIN
-            self._timed = [count for count in (*self.lengths[::-1], 0) for _ in range(NUM_TIMED)]  # from the last to the first
+            self._timed = [count for count in (*self.lengths[::-1], 0) for _ in range(NUM_TIMED)]  # popped from the end
         self._num_until_timed[size] = num_left
 
 
 def _expected_tokens(acceptance: float, num_drafts: int) -> float:
-    """Tokens that a step with this many drafts brings."""
+    """Return the expected number of tokens from a step with `num_drafts` drafts."""
     return sum(acceptance**index for index in range(num_drafts + 1))

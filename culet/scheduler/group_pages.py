@@ -5,23 +5,24 @@ from __future__ import annotations
 from culet.cache.spec import KVGroup
 from culet.types import PageTable
 
-HOLE = -1  # stands for a page that was never taken, because all its positions were skipped
+HOLE = -1  # marks a page that was never taken because all its positions were skipped
 
 
 def span(num_tokens: int, page_tokens: int) -> int:
-    """Most pages that `num_tokens` consecutive tokens touch, wherever they begin."""
+    """Return the most pages that `num_tokens` consecutive tokens can touch, wherever they begin."""
     return 0 if num_tokens == 0 else (num_tokens + page_tokens - 2) // page_tokens + 1
 
 
 def max_held_pages(group: KVGroup, num_new: int, num_logits: int) -> int | None:
-    """Most pages a sequence holds in `group` while a row of `num_new` tokens is in flight; None: only its length bounds them.
+    """Return the most pages a sequence holds in `group` while a row of `num_new` tokens is in flight.
 
-    These are the window before the first new token, and what the row stores. A chunk longer than the window leaves a hole
-    between the two, and the pages on both sides of it may start and end anywhere.
+    Return None if only the sequence's length bounds them. The pages cover the window before the first new token, and the
+    tokens that the row stores. A chunk longer than the window leaves a hole between the two, and the tokens on either side of
+    it may start and end anywhere in a page.
     """
     if group.reach is None:
         return None
-    context = max(group.reach - 1, 1)  # even a window of one token keeps the page that the next token goes to
+    context = max(group.reach - 1, 1)  # even a window of one token keeps the page for the next token
     num_stored = min(num_new, group.reach + max(num_logits, 1) - 1)
     if num_stored == num_new:
         return span(context + num_new, group.page_tokens)
@@ -29,11 +30,11 @@ def max_held_pages(group: KVGroup, num_new: int, num_logits: int) -> int | None:
 
 
 class GroupPages:
-    """The pages of one sequence in one KV group, from logical page `first` on."""
+    """The pages of one sequence in one KV group, starting at logical page `first`."""
 
     def __init__(self, group: KVGroup) -> None:
         self.group = group
-        # Copied from the group: they are read for every row of every step.
+        # Copied from the group because they are read for every row of every step.
         self.reach = group.reach
         self.page_tokens = group.page_tokens
         self.ahead = group.ahead
@@ -51,14 +52,14 @@ class GroupPages:
 
     @property
     def table(self) -> PageTable:
-        """As the runner reads it. Cached until the pages change: most decode steps change none."""
+        """The page table as the runner reads it. It is cached until the pages change, since most decode steps change none."""
         if self._table is None:
             self._table = PageTable(self.first, tuple(0 if page == HOLE else page for page in self.pages))
         return self._table
 
     @property
     def unchanged_until(self) -> int:
-        """The last length that decoding reaches without allocating or freeing a page."""
+        """The longest length that decoding can reach without allocating or freeing a page."""
         full = (self.first + len(self.pages)) * self.page_tokens - self.ahead
         return full if self.reach is None else min(full, (self.first + 1) * self.page_tokens + self.reach - 1)
 
@@ -67,7 +68,7 @@ class GroupPages:
         self.first, self.pages, self._table = first, pages, None
 
     def cut_behind(self, position: int) -> list[int]:
-        """Drop the pages that no query at `position` or later sees; returns those that were held."""
+        """Drop the pages that no query at `position` or later sees. Return those that were held."""
         if self.reach is None:
             return []
         first = (position - self.reach + 1) // self.page_tokens
@@ -78,7 +79,7 @@ class GroupPages:
         return behind
 
     def cut_beyond(self, num_tokens: int) -> list[int]:
-        """Drop the pages that hold only tokens from `num_tokens` on, except those kept ahead; returns those that were held."""
+        """Drop the pages past `num_tokens` tokens, except those kept ahead. Return the dropped pages."""
         end = -(-(num_tokens + self.ahead) // self.page_tokens) - self.first
         if end >= len(self.pages):
             return []
@@ -88,18 +89,21 @@ class GroupPages:
         return beyond
 
     def first_stored(self, start: int, num_new: int, num_queries: int) -> int:
-        """Position from which a row's new tokens are stored: all that its last `num_queries` queries or a later step see."""
+        """Return the position of the first new token that a row stores.
+
+        The row stores every token that its last `num_queries` queries or a later step can see.
+        """
         if self.reach is None:
             return start
         return max(start, start + num_new - self.reach - max(num_queries, 1) + 1)
 
     def num_missing(self, end: int, stored: int) -> int:
-        """Fresh pages needed to hold positions `stored .. end - 1`."""
+        """Return how many fresh pages are needed to hold positions `stored .. end - 1`."""
         begin = max(self.first + len(self.pages), stored // self.page_tokens)
         return max(0, -(-end // self.page_tokens) - begin)
 
     def extend(self, end: int, stored: int, fresh: list[int]) -> None:
-        """Add pages up to position `end`: `fresh` ones from `stored` on, holes before."""
+        """Add pages up to position `end`. Pages from `stored` on are `fresh`, and those before it are holes."""
         if not self.pages:
             self.first = max(self.first, stored // self.page_tokens)
         num_added = -(-end // self.page_tokens) - self.first - len(self.pages)

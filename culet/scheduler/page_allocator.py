@@ -1,7 +1,7 @@
-"""Pages for sequences: the arena, resume points that give way, and the page copies that the next step makes.
+"""Allocate pages to sequences, evict resume points when pages run short, and collect page copies for the next step.
 
-Steps run in the order they are planned. So a page is free for the next plan as soon as its last holder is done planning with
-it, even if the step that reads it has not finished. Within one plan, no page is both read and reused.
+Steps run in the order they are planned. So the next plan may use a page as soon as its last holder has planned its last use,
+even if the step that reads the page has not finished. Within one plan, no page is both read and reused.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class PageAllocator:
 
     @property
     def available(self) -> int:
-        """Pages that `take` can give, by evicting resume points if necessary."""
+        """Number of pages that `take` can return, by evicting resume points if necessary."""
         return self.arena.num_free + self.arena.num_reclaimable
 
     def take(self, num_pages: int) -> list[int]:
-        """Fresh pages."""
+        """Return `num_pages` fresh pages. Evict resume points if necessary."""
         if self.prefix is not None and self.arena.num_free < num_pages:
             self.prefix.make_room(num_pages)
         return self.arena.take(num_pages)
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Release `pages`. A copy into a page that nobody holds any more is not made."""
+        """Release `pages`. Cancel pending copies into pages that nobody holds any more."""
         self.arena.give_back(pages)
         if self._copies:
             for page in pages:
@@ -41,9 +41,9 @@ class PageAllocator:
                     self.arena.give_back([self._copies.pop(page)])
 
     def copy_of(self, source: int) -> int:
-        """A fresh page that gets the content of `source` at the beginning of the next plan.
+        """Return a fresh page that receives the content of `source` at the beginning of the next plan.
 
-        The source is held until then: a page is never both source and target, so the copies may be made in any order.
+        The source is held until then. A page is never both source and target, so the copies may be made in any order.
         """
         assert source not in self._copies, f"page {source} copied before it has its own content"
         self.arena.share([source])
@@ -52,16 +52,16 @@ class PageAllocator:
         return target
 
     def is_awaiting_copy(self, pages: Sequence[int]) -> bool:
-        """Whether one of `pages` does not have its content yet."""
+        """Return whether any of `pages` still waits for its content."""
         return bool(self._copies) and any(page in self._copies for page in pages)
 
     @property
     def pending_sources(self) -> list[int]:
-        """Pages held as the source of a pending copy."""
+        """Pages held as sources of pending copies."""
         return list(self._copies.values())
 
     def drain_copies(self) -> tuple[tuple[int, int], ...]:
-        """(from page, to page) of all copies for the plan being sent; the sources are released."""
+        """Return all copies for the plan being sent, as (from page, to page), and release their sources."""
         copies = tuple((source, target) for target, source in self._copies.items())
         self._copies.clear()
         self.arena.give_back([source for source, _ in copies])

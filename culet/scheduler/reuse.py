@@ -1,4 +1,4 @@
-"""Prefix reuse by sequences: where one resumes, and which resume points it leaves."""
+"""Prefix reuse by sequences. Find where a sequence resumes, and keep resume points for later ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from culet.scheduler.stats import Counters
 
 
 def find_prefix(seq: Sequence, page_allocator: PageAllocator) -> Match:
-    """Where `seq` can resume. Prompt tokens whose log-probabilities are wanted must be computed."""
+    """Find where `seq` can resume. Prompt tokens whose log-probabilities are wanted must be computed."""
     prefix = page_allocator.prefix
     if prefix is None:
         return Match(None, 0, 0)
@@ -18,7 +18,8 @@ def find_prefix(seq: Sequence, page_allocator: PageAllocator) -> Match:
     limit = min(len(seq.tokens) - 1, seq.num_scored) if seq.needs_scoring else len(seq.tokens) - 1
     match = prefix.find(seq.tokens, seq.keys, limit)
     if match.point is not None:
-        # Even if the sequence must wait: do not evict this point meanwhile, nor where the next prompt may diverge.
+        # Keep this point from being evicted even if the sequence must wait. The same goes for the points where the next prompt
+        # may diverge.
         prefix.touch(match.point)
         for length in seq.request.resume_lengths:
             prefix.touch_at(seq.tokens, length, seq.keys)
@@ -26,7 +27,7 @@ def find_prefix(seq: Sequence, page_allocator: PageAllocator) -> Match:
 
 
 def count_prefix(seq: Sequence, match: Match, counters: Counters) -> None:
-    """Count a look-up whose sequence has started."""
+    """Count the look-up of a sequence that has started."""
     counters.prefix_queries += 1
     counters.prefix_query_tokens += len(seq.tokens)
     counters.prefix_hits += match.point is not None
@@ -36,7 +37,10 @@ def count_prefix(seq: Sequence, match: Match, counters: Counters) -> None:
 
 
 def keep_row_points(plan: PlannedRow, page_allocator: PageAllocator) -> None:
-    """Keep a resume point where a prompt ends, and where later prompts may diverge: these last, so that they live longer."""
+    """Keep a resume point where a prompt ends, and where later prompts may diverge.
+
+    The latter are added last, so that they are evicted later.
+    """
     seq = plan.owner
     if plan.row.start < seq.prefill_end == seq.num_computed:
         keep_point(seq, seq.num_computed, page_allocator)
@@ -45,9 +49,9 @@ def keep_row_points(plan: PlannedRow, page_allocator: PageAllocator) -> None:
 
 
 def keep_point(seq: Sequence, length: int, page_allocator: PageAllocator) -> None:
-    """Keep a resume point at `length` tokens of what `seq` has computed."""
+    """Keep a resume point at the first `length` computed tokens of `seq`."""
     prefix, tables = page_allocator.prefix, seq.raw_tables()
-    # If a forked sequence still waits for copies of pages, its parent has kept everything it has.
+    # While a forked sequence waits for page copies, its parent has already kept everything it has.
     if prefix is None or not length or any(page_allocator.is_awaiting_copy(table.pages) for table in tables):
         return
     assert seq.keys is not None

@@ -1,4 +1,4 @@
-"""One row of a plan: how large it can be with the available pages, and how planning it changes its sequence."""
+"""Plan one row of a step. Find its largest size with the available pages, and update its sequence."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class PlannedRow:
 
     row: Row
     owner: Sequence
-    drawers: list[Sequence]  # in the order of row.draw_slots: the owner first, if it draws
-    resume_lengths: tuple[int, ...] = ()  # lengths that its pages can be resumed at, and that are worth a resume point
+    drawers: list[Sequence]  # in the order of row.draw_slots, with the owner first if it draws
+    resume_lengths: tuple[int, ...] = ()  # lengths worth a resume point that its pages can be resumed at
 
     @property
     def members(self) -> list[Sequence]:
-        """All sequences that it is a row of."""
+        """All sequences that share this row."""
         return self.drawers or [self.owner]
 
 
@@ -35,18 +35,21 @@ class RowShape:
     num_logits: int
     store_from: tuple[int, ...]  # per KV group
     num_missing: tuple[int, ...]  # fresh pages, per KV group
-    draws: bool  # it reaches the sequence's last token
-    resume_lengths: tuple[int, ...]  # those of the sequence's that its pages can be resumed at
+    draws: bool  # whether it reaches the sequence's last token
+    resume_lengths: tuple[int, ...]  # the sequence's resume lengths that its pages can be resumed at
 
 
 def shape_row(seq: Sequence, num_new: int, num_drafts: int, *, first_resume: int = 0) -> RowShape:
-    """A row of `num_new` tokens that also stores what resuming at its resume lengths from `first_resume` on takes."""
+    """Return the shape of a row of `num_new` tokens.
+
+    The row also stores the tokens needed to resume at its resume lengths from `first_resume` on.
+    """
     draws = num_new - num_drafts == seq.num_uncomputed
     num_logits = num_new if seq.is_scored_next else num_drafts + 1 if draws else 0
     end = seq.num_computed + num_new
-    max_end = end + seq.num_open  # if all drafts in flight are accepted
+    max_end = end + seq.num_open  # the end if all drafts in flight are accepted
     lengths = tuple([length for length in seq.resume_lengths if max(first_resume, end - MAX_TRAIL) <= length <= end])
-    # A point can also be resumed one token before its end: that query is the first whose keys must all be stored.
+    # A point can also be resumed one token before its end. That query is the first whose keys must all be stored.
     num_queries = max(num_logits, end - lengths[0] + 1) if lengths else num_logits
     store_from = tuple([pages.first_stored(seq.num_computed, num_new, num_queries) for pages in seq.groups])
     missing = tuple([p.num_missing(max_end + p.ahead * draws, first) for p, first in zip(seq.groups, store_from, strict=True)])
@@ -54,9 +57,9 @@ def shape_row(seq: Sequence, num_new: int, num_drafts: int, *, first_resume: int
 
 
 def largest_row(grant: Grant, num_pages: int, num_spared: int) -> RowShape | None:
-    """The granted row; without drafts, or with a shorter chunk, if `num_pages` do not suffice; None if no chunk fits.
+    """Return the shape of the granted row, without drafts or with a shorter chunk if `num_pages` pages are not enough.
 
-    What only a resume length needs is stored if that leaves `num_spared` pages for others.
+    Return None if no chunk fits. Tokens that only a resume length needs are stored if `num_spared` pages remain for others.
     """
     seq, num_new, num_drafts = grant.sequence, grant.num_new, grant.num_drafts
     while True:
@@ -76,7 +79,7 @@ def largest_row(grant: Grant, num_pages: int, num_spared: int) -> RowShape | Non
 def commit_row(seq: Sequence, shape: RowShape, page_allocator: PageAllocator, num_wanted: int = 0) -> PlannedRow:
     """Take the row's pages and count its tokens as computed, except those that depend on its result.
 
-    If it draws, `num_wanted` proposals are to be made for the step after it.
+    If the row draws, it asks the drafter for `num_wanted` proposals for the next step.
     """
     assert seq.slot is not None
     end = seq.num_computed + shape.num_new
@@ -110,9 +113,10 @@ def commit_row(seq: Sequence, shape: RowShape, page_allocator: PageAllocator, nu
 
 
 def drafts_to_continue(running: Iterable[Sequence], budget: int, *, is_open: bool) -> list[int] | None:
-    """Drafts that each of `running` verifies with its next token; None if one of them cannot continue, or is in its prompt.
+    """Return how many drafts each of `running` verifies with its next token.
 
-    `is_open`: drafts of their last rows are in flight.
+    Return None if one of them cannot continue or is still in its prompt. `is_open` means that drafts of their last rows are in
+    flight.
     """
     counts = []
     for seq in running:
@@ -126,7 +130,7 @@ def drafts_to_continue(running: Iterable[Sequence], budget: int, *, is_open: boo
 
 
 def continue_in_pages(seq: Sequence, num_drafts: int, num_wanted: int) -> PlannedRow:
-    """`commit_row` for one more token and drafts where `pages_unchanged`. Most rows are like that, so this is fast."""
+    """Do what `commit_row` does for one more token and its drafts, if `pages_unchanged`. Most rows take this fast path."""
     slot, start, num_new = seq.slot, seq.num_computed, 1 + num_drafts
     assert slot is not None
     stored = (start,) * len(seq.tables)
@@ -141,9 +145,10 @@ def continue_in_pages(seq: Sequence, num_drafts: int, num_wanted: int) -> Planne
 
 
 def decode_shape(planned: Iterable[PlannedRow]) -> tuple[int, int, int] | None:
-    """(sequences, those with drafts, most drafts of one) of a step that only decodes and asks for as many drafts again.
+    """Return (sequences, sequences with drafts, most drafts of one) of a step that only decodes.
 
-    None for other steps: their time tells nothing about decoding.
+    The step must also ask for as many drafts as it verifies. Return None for other steps, whose time says nothing about
+    decoding.
     """
     num_rows = num_drafting = num_drafts = num_wanted = 0
     for plan in planned:
