@@ -1,1 +1,1 @@
-"""Operations: tensors in, tensors out. `triton/` has the GPU kernels, `eager/` a twin of each in plain torch."""
+"""Operations that take and return tensors. `triton/` has the GPU kernels and `eager/` has a twin of each in plain torch."""

@@ -1,13 +1,13 @@
-"""Compiles kernels into the disk cache in a separate process, without a GPU; started by `compiling` and `cross_compile`.
+"""Compile kernels into the disk cache in a separate process, without a GPU. `compiling` and `cross_compile` start it.
 
-One JSON object per line. The first is {"has_launchers"}: whether to build the C function that launches each kernel too. Every
-further line is {"cache", "module", "kernel", "capability", "specialization"}: Triton's cache folder, the kernel, the GPU to
-compile for, and what Triton gives its compile hooks. Each is answered by {"error"}, which is empty on success; the hash of the
-source and the seconds come with it.
+Each line of input is a JSON object. The first is {"has_launchers"}, which says whether to also build the C function that
+launches each kernel. Every further line is {"cache", "module", "kernel", "capability", "specialization"}. These are Triton's
+cache folder, the kernel, the GPU to compile for, and the data that Triton passes to its compile hooks. The answer to each line
+has {"error"}, which is empty on success. It then also has the hash of the source and the seconds taken.
 
 A process compiles for one architecture. Triton 3.6 chooses its fp8 conversions for the first kernel of a process and keeps
-them: after a kernel for sm_90, kernels for sm_89 would get an instruction that sm_89 does not have, and after a kernel for
-sm_89, kernels for sm_90 would get slow conversions.
+them. After a kernel for sm_90, kernels for sm_89 would get an instruction that sm_89 does not have. After a kernel for sm_89,
+kernels for sm_90 would get slow conversions.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from culet.kernels.compiling import hash_kernels
 
 
 def main() -> None:
-    """Answer until stdin ends, which happens when Culet exits."""
+    """Answer requests until stdin ends, which happens when Culet exits."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    sys.stdout = sys.stderr  # keep what compilers print out of the answers
+    sys.stdout = sys.stderr  # keep compiler output out of the answers
     has_launchers = json.loads(sys.stdin.readline())["has_launchers"]
-    # Kernels that are launched come without their intermediate representations: every start would load those.
+    # Kernels that are launched are stored without their intermediate representations, which every start would load.
     knobs.compilation.store_binary_only = has_launchers
     hash_kernels()
     _answer(answers, {"error": ""})
@@ -58,7 +58,7 @@ def _answer(answers: Any, answer: dict[str, Any]) -> None:
 
 
 def _compile(job: dict[str, Any], has_launchers: bool) -> dict[str, Any]:
-    """Compile one kernel, and the C function that launches it, unless they are on disk."""
+    """Compile one kernel and the C function that launches it, unless they are already on disk."""
     began = time.perf_counter()
     knobs.cache.dir = job["cache"]
     kernel = getattr(import_module(job["module"]), job["kernel"])
@@ -69,13 +69,13 @@ def _compile(job: dict[str, Any], has_launchers: bool) -> dict[str, Any]:
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, given["signature"], constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", job["capability"], 32), options=options)
     if has_launchers:
-        with suppress(Exception):  # the caller tries again where the launcher cannot be built, and reports it
+        with suppress(Exception):  # If the launcher cannot be built, the caller tries again and reports the error.
             CudaLauncher(source, compiled.metadata)
     return {"error": "", "hash": source.hash(), "seconds": time.perf_counter() - began}
 
 
 def _constant(value: Any) -> Any:
-    """A constant as the kernel receives it, from Triton's JSON of it."""
+    """Convert a constant from Triton's JSON to the value that the kernel receives."""
     if isinstance(value, dict) and "constexpr" in value:
         return tl.constexpr(value["constexpr"])
     return tl.dtype(value) if isinstance(value, str) and tl.dtype.is_dtype(value) else value

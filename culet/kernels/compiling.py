@@ -1,4 +1,4 @@
-"""Compiling kernels once, in parallel, into a disk cache; and counting what was compiled and what was found there."""
+"""Compile kernels once, in parallel, into a disk cache. Count how many were compiled and how many were already there."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from culet.log import logger
 from culet.version import __version__
 
 _MAX_WORKERS = 16
-_COMPILE_LIMIT_S = 120.0  # for one kernel; the slowest takes 3
-_SILENT_WAIT_S = 1.0  # before the log says that another process compiles into the same folder
+_COMPILE_LIMIT_S = 120.0  # for one kernel. The slowest takes 3 s.
+_SILENT_WAIT_S = 1.0  # before the log says that another process is compiling into the same folder
 
 
 @dataclass
 class CompileCount:
-    """How many kernels were compiled, and how many were found on disk, since counting began."""
+    """Count the kernels that were compiled and the kernels that were found on disk."""
 
     compiled: int = 0
     found: int = 0
-    seconds: float = 0.0  # spent compiling, by all workers together
+    seconds: float = 0.0  # spent compiling, summed over all workers
     is_serving: bool = False
 
     def listen(self, *, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
-        """Triton calls this after each kernel."""
+        """Count one kernel. Triton calls this after each kernel."""
         seconds = _compiled_elsewhere.pop(src.hash(), None) if cache_hit else times.total / 1e6
         if seconds is None:
             self.found += 1
@@ -55,7 +55,7 @@ class CompileCount:
         self.is_serving = True
 
 
-# Seconds that a compiler process took, by hash of the source, until the kernel is loaded from disk.
+# Seconds that a compiler process took, by source hash. An entry is removed when its kernel is loaded from disk.
 _compiled_elsewhere: dict[str, float] = {}
 
 
@@ -64,7 +64,7 @@ def cache_folder() -> Path:
 
 
 def use_disk_cache() -> CompileCount:
-    """Keep compiled kernels under CULET_CACHE_DIR, or TRITON_CACHE_DIR if that is set, and start counting."""
+    """Keep compiled kernels under CULET_CACHE_DIR, or under TRITON_CACHE_DIR if that is set. Start counting kernels."""
     from triton import knobs
 
     hash_kernels()
@@ -79,9 +79,9 @@ def use_disk_cache() -> CompileCount:
 def hash_kernels() -> None:
     """Hash all kernels in a fixed order, so that every process finds them on disk under the same names.
 
-    Triton hashes a kernel's source, what it calls, and the constants that both use. But it reads the constants of a called
-    function before it hashes that function: whichever of two callers is hashed first misses them. So the order decides the
-    names, and with another order the next start would compile some kernels again.
+    Triton hashes a kernel's source, the functions it calls, and the constants that both use. But it reads the constants of a
+    called function before it hashes that function, so the first of two callers to be hashed misses them. The names therefore
+    depend on the order. With a different order, the next start would compile some kernels again.
     """
     import culet.kernels.triton as package
 
@@ -91,21 +91,22 @@ def hash_kernels() -> None:
 
 
 class CompilerProcesses:
-    """Processes that compile kernels into the disk cache, one kernel at a time each.
+    """Processes that compile kernels into the disk cache. Each compiles one kernel at a time.
 
-    Threads would share Python's lock, which a compilation holds for three quarters of its time: 16 are as fast as one.
+    Threads would share Python's lock, which a compilation holds for three quarters of its time. 16 threads are no faster
+    than one.
     """
 
     def __init__(self, count: int | None = None) -> None:
-        """Start them without waiting, by default one per core."""
+        """Start the processes without waiting for them. The default is one per core."""
         self.count = count or _num_workers()
-        self._free: SimpleQueue[LineProcess | None] = SimpleQueue()  # None: the process did not start, or failed
+        self._free: SimpleQueue[LineProcess | None] = SimpleQueue()  # None if the process failed or did not start
         self._is_closed = False
         for _ in range(self.count):
             threading.Thread(target=self._start, daemon=True).start()
 
     def compile(self, job: str) -> None:
-        """Have one kernel compiled, and wait. After a failure the kernel is simply not on disk."""
+        """Compile one kernel and wait for it. If this fails, the kernel is not on disk."""
         process = self._free.get()
         if process is not None:
             try:
@@ -120,7 +121,7 @@ class CompilerProcesses:
         self._free.put(process)
 
     def close(self) -> None:
-        """End them all."""
+        """End all processes."""
         self._is_closed = True
         for _ in range(self.count):
             process = self._free.get()
@@ -138,13 +139,13 @@ class CompilerProcesses:
 
 
 def start_compiler(*, has_launchers: bool) -> LineProcess:
-    """A process that compiles kernels for one architecture; see `compiler_process`."""
+    """Start a process that compiles kernels for one architecture. See `compiler_process`."""
     first_line = json.dumps({"has_launchers": has_launchers})
     return LineProcess(["-m", "culet.kernels.compiler_process"], "compiles kernels", first_line)
 
 
 def count_elsewhere(answer: dict[str, Any]) -> None:
-    """Count a kernel as compiled, though this process will find it on disk."""
+    """Count a kernel as compiled, even though this process will find it on disk."""
     _compiled_elsewhere[answer["hash"]] = answer["seconds"]
 
 
@@ -152,13 +153,13 @@ def _num_workers() -> int:
     return max(1, min(_MAX_WORKERS, len(os.sched_getaffinity(0))))
 
 
-_expected: list[CompilerProcesses] = []  # at most one: started before `compile_ahead`, or by it
+_expected: list[CompilerProcesses] = []  # at most one, started by `expect_compiling` or `compile_ahead`
 
 
 def expect_compiling() -> None:
-    """Start the compiler processes now if the disk cache is empty: they take seconds, while weights are loaded.
+    """Start the compiler processes now if the disk cache is empty. They take seconds to start while the weights load.
 
-    Call it after `use_disk_cache`, and call `compile_ahead` later, which uses the processes and ends them.
+    Call this after `use_disk_cache`. Call `compile_ahead` later, which uses the processes and ends them.
     """
     if not _expected and not any((cache_folder() / "warm").glob("*")):
         _expected.append(CompilerProcesses())
@@ -166,10 +167,11 @@ def expect_compiling() -> None:
 
 @contextmanager
 def compile_ahead(mark: Path | None = None) -> Iterator[None]:
-    """Inside, launches do not run: their kernels are compiled, several at a time, and are ready when the block ends.
+    """Compile the kernels of all launches in this block, several at a time, without running them.
 
-    Of the processes that share a cache folder one is inside at a time. The others wait, and then find on disk what they have
-    in common. The file `mark` is created at the end, for those who waited for these kernels.
+    The kernels are ready when the block ends. Among processes that share a cache folder, only one is in this block at a time.
+    The others wait, and then find the kernels they have in common on disk. The file `mark` is created at the end, for the
+    processes that waited for these kernels.
     """
     import torch
     from triton import knobs
@@ -180,12 +182,12 @@ def compile_ahead(mark: Path | None = None) -> Iterator[None]:
     device = torch.cuda.current_device()
     capability = hardware.capability_of(device)
     noted: list[tuple[str, str]] = []  # name and job of the kernel that Triton is about to submit
-    # Triton loads the C function that launches a kernel as a module, and all these modules have one name. Python keeps one of
-    # them and fills it again when the next file is loaded, so a second thread could get another kernel's function.
+    # Triton loads the C function that launches a kernel as a module, and all these modules have the same name. Python keeps
+    # one module and refills it when the next file is loaded, so a second thread could get another kernel's function.
     loading = threading.Lock()
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> None:
-        """Triton calls this before it compiles a kernel."""
+        """Note the kernel's name and job. Triton calls this before it compiles a kernel."""
         job = {"cache": knobs.cache.dir, "module": fn.module, "kernel": fn.name, "capability": capability}
         noted[:] = [(fn.jit_function.__name__, json.dumps({**job, "specialization": compile["specialization_data"]}))]
 
@@ -223,9 +225,9 @@ def compile_ahead(mark: Path | None = None) -> Iterator[None]:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Inside, no other process is in such a block with the same folder. A process that dies leaves it."""
+    """Let only one process at a time into this block for `folder`. A process that dies releases it."""
     with ExitStack() as stack:
-        with suppress(OSError):  # the folder is read-only, or the file system has no locks: all compile at once
+        with suppress(OSError):  # If the folder is read-only or the file system has no locks, all compile at once.
             folder.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context((folder / "compiling.lock").open("a"))
             tell = threading.Timer(
@@ -233,21 +235,21 @@ def _alone_in(folder: Path) -> Iterator[None]:
             )
             tell.start()
             try:
-                fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+                fcntl.flock(file, fcntl.LOCK_EX)  # held until the file is closed
             finally:
                 tell.cancel()
         yield
 
 
 def is_on_disk(key: str, name: str) -> bool:
-    """Whether Triton's cache has the kernel with this key."""
+    """Return whether Triton's cache has the kernel with this key."""
     from triton.runtime.cache import get_cache_manager
 
     return bool(get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(f"{name[:150]}.json"))
 
 
 def mark_of(*facts: object) -> Path:
-    """The file that exists if all kernels for `facts` (a model's shape, a GPU) were compiled by this version of the code."""
+    """Return the path that exists if this version of the code compiled all kernels for `facts` (a model's shape, a GPU)."""
     import triton
 
     digest = hashlib.sha256(repr((__version__, triton.__version__, facts)).encode())

@@ -1,4 +1,4 @@
-"""Compiles kernels for a GPU that is not here, to check that they fit it. Each architecture has its own compiler process."""
+"""Compile kernels for a GPU that is not present, to check that they fit it. Each architecture has its own compiler process."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from culet.kernels.compiling import count_elsewhere, hash_kernels, is_on_disk, s
 from culet.kernels.triton.launch import Launch
 from culet.line_process import LineProcess
 
-_LIMIT_S = 600.0  # for one kernel, also on a busy machine
+_LIMIT_S = 600.0  # for one kernel, even on a busy machine
 
 _compilers: dict[int, LineProcess] = {}  # by capability
 
 
 def compile_for(launch: Launch, capability: int) -> Any:
-    """The compiled kernel of `launch` for `capability` (90 is sm_90). Its tensors may be on the meta device.
+    """Return the kernel of `launch` compiled for `capability` (90 is sm_90). Its tensors may be on the meta device.
 
-    The kernel is compiled by a process that compiles for this architecture only, and then loaded from the disk cache:
-    `compiler_process` explains why this process must not compile for several.
+    A process that compiles only for this architecture compiles the kernel. This process then loads it from the disk cache.
+    `compiler_process` explains why one process must not compile for several architectures.
     """
     hash_kernels()
     signature, constants, attributes = launch.specialization()

@@ -1,10 +1,10 @@
-"""Matrix products of many tokens by a cuBLAS kernel of our choice.
+"""Multiply matrices of many tokens with a cuBLAS kernel that we choose.
 
-cuBLAS ranks its kernels as if the GPU ran at its highest clock. A long prompt holds an H200 at its power limit, where the
-kernel that needs the least energy is the fastest: of those that cuBLAS offers, the one with tiles of 128 x 160. torch takes
-cuBLAS's first choice, so this module asks cuBLAS itself through its C interface. The kernels that cuBLAS lists change with the
-number of tokens, but this one supports all: it is taken from the list for a number that includes it, then checked for the
-actual number. If anything is missing, the caller uses torch.
+cuBLAS ranks its kernels as if the GPU ran at its highest clock. A long prompt keeps an H200 at its power limit, where the
+kernel that needs the least energy is the fastest. Of the kernels that cuBLAS offers, that is the one with tiles of 128 x 160.
+torch takes cuBLAS's first choice, so this module asks cuBLAS directly through its C interface. The list of kernels that cuBLAS
+returns changes with the number of tokens, but this kernel supports every number. The module finds it in the list for a number
+of tokens that includes it, then checks it for the actual number. If anything is missing, the caller uses torch.
 
 Shapes: M tokens · N outputs · K inputs.
 """
@@ -23,15 +23,15 @@ from torch import Tensor
 from culet import hardware
 from culet.log import logger
 
-# Measured: the merged projections of the 31B are 2 to 7 % faster at 8000 tokens; narrower ones (o, down) gain nothing.
-# By tokens (q, k and v): 3 to 10 % faster at 4096, 6400, 8000 and 8192, but 2 % slower at 5001.
+# In measurements, the merged projections of the 31B are 2 to 7 % faster at 8000 tokens. Narrower ones (o, down) gain nothing.
+# The q, k and v projection is 3 to 10 % faster at 4096, 6400, 8000 and 8192 tokens, but 2 % slower at 5001.
 MIN_TOKENS = 4096
 TOKEN_STEP = 32
 MIN_OUTPUTS = 16384
 MIN_INPUTS = 4096
 TILE_128X160 = 29
-LISTED_AT = (8000, 6400, 16000)  # tokens; cuBLAS 13.1 lists the kernel at the first for all these products
-WORKSPACE_BYTES = 32 << 20  # NVIDIA's advice for Hopper
+LISTED_AT = (8000, 6400, 16000)  # tokens. cuBLAS 13.1 lists the kernel at the first for all these products.
+WORKSPACE_BYTES = 32 << 20  # NVIDIA recommends this size for Hopper
 
 # Constants of cuBLASLt's C interface.
 _COMPUTE_32F, _R_32F, _R_16BF, _OP_T = 68, 0, 14, 1
@@ -44,7 +44,7 @@ class CublasError(Exception):
 
 
 def product(x_MK: Tensor, weight_NK: Tensor) -> Tensor | None:
-    """x @ weight^T; None where torch's kernel is as good, or this one is not available."""
+    """Return x @ weight^T, or None if torch's kernel is as good or this one is not available."""
     (num_tokens, size_k), num_outputs = x_MK.shape, weight_NK.shape[0]
     is_large = num_tokens >= MIN_TOKENS and num_outputs >= MIN_OUTPUTS and size_k >= MIN_INPUTS
     if not is_large or num_tokens % TOKEN_STEP or not _is_supported(x_MK, weight_NK):
@@ -67,7 +67,7 @@ def _is_supported(x_MK: Tensor, weight_NK: Tensor) -> bool:
 
 @cache
 def _on_device(device: int) -> _CublasLt | None:
-    """cuBLASLt on a GPU; None where the choice was not measured, or the library is missing."""
+    """Return cuBLASLt on a GPU, or None if the kernel was not measured on this GPU or the library is missing."""
     if not hardware.is_hopper(hardware.capability_of(device)):
         return None
     path = _library_path()
@@ -79,7 +79,7 @@ def _on_device(device: int) -> _CublasLt | None:
 
 
 def _library_path() -> str | None:
-    """Path of the library that torch has loaded."""
+    """Return the path of the library that torch has loaded."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None
@@ -87,7 +87,7 @@ def _library_path() -> str | None:
 
 
 class _CublasLt:
-    """The library on one GPU."""
+    """The cuBLASLt library on one GPU."""
 
     def __init__(self, library: Any, device: int) -> None:
         self._library = library
@@ -102,11 +102,11 @@ class _CublasLt:
         self._call("MatmulPreferenceCreate", ctypes.byref(self._preference))
         self._set("MatmulPreference", self._preference, _PREF_WORKSPACE, ctypes.c_uint64(WORKSPACE_BYTES))
         self._algorithm = cache(self._find_algorithm)
-        # A plan per shape; prompts come in all lengths.
+        # There is one plan per shape. The cache is bounded because prompts come in all lengths.
         self._plan = lru_cache(maxsize=1024)(self._make_plan)
 
     def product(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor | None:
-        """None where the kernel does not support this shape."""
+        """Return x @ weight^T, or None if the kernel does not support this shape."""
         (num_tokens, size_k), num_outputs = x_MK.shape, weight_NK.shape[0]
         plan = self._plan(num_tokens, num_outputs, size_k)
         if plan is None:
@@ -114,7 +114,7 @@ class _CublasLt:
         matrices, algorithm = plan
         y_MN = x_MK.new_empty(num_tokens, num_outputs)
         out = ctypes.c_void_p(y_MN.data_ptr())
-        # In cuBLAS's column-major order: y^T [N, M] = (weight^T [K, N])^T x^T [K, M].
+        # In cuBLAS's column-major order, this is y^T [N, M] = (weight^T [K, N])^T x^T [K, M].
         self._call(
             "Matmul",
             *(self._handle, self._description, ctypes.byref(self._one)),
@@ -126,7 +126,7 @@ class _CublasLt:
         return y_MN
 
     def _make_plan(self, num_tokens: int, num_outputs: int, size_k: int) -> _Plan | None:
-        """Layouts and algorithm of a shape; None where the kernel does not support it."""
+        """Return the layouts and algorithm for a shape, or None if the kernel does not support it."""
         algorithm = self._algorithm(num_outputs, size_k)
         if algorithm is None:
             return None
@@ -140,7 +140,7 @@ class _CublasLt:
         return _Plan(matrices, algorithm) if needed <= WORKSPACE_BYTES else None
 
     def _find_algorithm(self, num_outputs: int, size_k: int) -> Any:
-        """The kernel for a weight of this shape; None where cuBLAS does not list it."""
+        """Return the kernel for a weight of this shape, or None if cuBLAS does not list it."""
         for num_tokens in LISTED_AT:
             matrices = _Matrices(self._library, num_tokens, num_outputs, size_k)
             results, count = (ctypes.c_ubyte * (_RESULT_BYTES * _MAX_RESULTS))(), ctypes.c_int()
@@ -179,17 +179,17 @@ class _Layout:
 
 
 class _Matrices:
-    """Layouts of the matrices of a product."""
+    """The layouts of the matrices in a product."""
 
     def __init__(self, library: Any, num_tokens: int, num_outputs: int, size_k: int) -> None:
         shapes = (size_k, num_outputs), (size_k, num_tokens), (num_outputs, num_tokens)
         self._layouts = [_Layout(library, *shape) for shape in shapes]  # kept alive
         self.weight, self.x, self.y = (layout.pointer for layout in self._layouts)
-        self.all = (self.weight, self.x, self.y, self.y)  # the matrix that is added to has the layout of the output
+        self.all = (self.weight, self.x, self.y, self.y)  # the matrix that the product is added to has the output's layout
 
 
 class _Plan(NamedTuple):
-    """What a product of one shape needs."""
+    """The layouts and the algorithm for products of one shape."""
 
     matrices: _Matrices
     algorithm: Any

@@ -1,7 +1,7 @@
-"""Which kernel serves an op: by device (eager twins on a CPU, Triton on a GPU) and by format of the weight that it reads.
+"""Choose the kernel for each op by device (eager twins on a CPU, Triton on a GPU) and by the format of the weight it reads.
 
-An op is a public function of a module in `kernels/eager`. A Triton module serves it with a function of the same name and
-parameters. Where no Triton module does, the eager twin also serves on the GPU, with a warning in the log.
+An op is a public function of a module in `kernels/eager`. A Triton module implements it with a function of the same name and
+parameters. If no Triton module does, the GPU also uses the eager twin, and the log has a warning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from culet.registry import lookup
 
 EAGER, TRITON = "eager", "triton"
 KERNELS = {"cpu": EAGER, "cuda": TRITON, "meta": EAGER}
-# Modules of culet.kernels.triton; the first that has an op serves it.
+# Modules of culet.kernels.triton. The first one that has an op is used for it.
 TRITON_MODULES = (
     *(
         "norms.residual",
@@ -34,19 +34,19 @@ TRITON_MODULES = (
     *("drafting.token_layout", "drafting.accept_drafts", "drafting.draft_head", "drafting.draft_round", "drafting.context_kv"),
     "linear.norm_linear",
 )
-# Eager on purpose: a product that cuBLAS does best, and a write that only the eager twin of `prepare_qkv` needs.
+# These are eager on purpose. cuBLAS is best at the first, and only the eager twin of `prepare_qkv` needs the second.
 EAGER_ON_GPU = frozenset({"head", "store"})
 
-# Formats of weights. Ops that read a plain weight are in the tables above.
+# Weight formats. The tables above cover the ops that read a plain weight.
 PLAIN, E4M3 = "plain", "e4m3"
-# The ops of every other format: (format, op) -> the modules of its eager twin and of its Triton kernel.
+# Ops for all other formats. Maps (format, op) to the modules of the eager twin and of the Triton kernel.
 FORMAT_OPS: dict[tuple[str, str], tuple[str, str]] = {
     (E4M3, "head_candidates"): ("draft_round", "drafting.draft_head"),
 }
 
 
 def for_device(device: torch.device | str, weight_format: str = PLAIN) -> ModuleType:
-    """The kernels that serve `device`, as a module. For another format than plain: only the ops that read a weight."""
+    """Return a module with the kernels for `device`. For formats other than plain, it has only the ops that read a weight."""
     kind = lookup("kernel device", torch.device(device).type, KERNELS)
     if weight_format != PLAIN:
         return format_kernels(weight_format, kind)
@@ -54,7 +54,7 @@ def for_device(device: torch.device | str, weight_format: str = PLAIN) -> Module
 
 
 def eager_ops() -> dict[str, Any]:
-    """Every op by name, as its eager twin."""
+    """Return the eager twin of every op, by name."""
     return {
         name: value
         for module in (ops, fused, draft_round, sampling, fixed_step)
@@ -65,7 +65,7 @@ def eager_ops() -> dict[str, Any]:
 
 @cache
 def eager_kernels() -> ModuleType:
-    """Every op in plain torch."""
+    """Return a module with every op in plain torch."""
     table = ModuleType("culet.kernels.eager", "Every op in plain torch.")
     vars(table).update(eager_ops())
     return table
@@ -73,7 +73,7 @@ def eager_kernels() -> ModuleType:
 
 @cache
 def triton_kernels() -> ModuleType:
-    """Every op as a GPU runs it."""
+    """Return a module with every op as a GPU runs it."""
     modules = [import_module(f"culet.kernels.triton.{name}") for name in TRITON_MODULES]
     table = ModuleType("culet.kernels.on_gpu", "Every op as a GPU runs it.")
     missing = []
@@ -89,7 +89,7 @@ def triton_kernels() -> ModuleType:
 
 @cache
 def format_kernels(weight_format: str, kind: str) -> ModuleType:
-    """The ops that read a weight of one format."""
+    """Return a module with the ops that read weights of one format."""
     table = ModuleType(f"culet.kernels.{weight_format}", f"Ops that read {weight_format} weights.")
     for (name, op), modules in FORMAT_OPS.items():
         if name == weight_format:

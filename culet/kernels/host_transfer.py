@@ -1,7 +1,7 @@
-"""Small transfers between host and device that do not wait for the device.
+"""Make small transfers between host and device without waiting for the device.
 
 Copies to a GPU start from pinned memory and are ordered with the kernels launched after them. The pinned memory comes from
-torch's cache, which reuses a piece only after the copies from it are done.
+torch's cache, which reuses a block only after the copies from it are done.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _DTYPES = {
 
 
 def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """`values` as a tensor on `device`. `torch.tensor(..., device=...)` and indexing by a list would wait for the device."""
+    """Return `values` as a tensor on `device`.
+
+    `torch.tensor(..., device=...)` and indexing by a list would wait for the device.
+    """
     host = torch.tensor(values, dtype=dtype)
     if device.type == "cpu":
         return host
@@ -39,7 +42,7 @@ def send_into(target: Tensor, values: Sequence[Any]) -> None:
 
 
 class PackedArrays:
-    """Named arrays that are sent to the device together, in one copy."""
+    """Named arrays that are sent to the device in one copy."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, NDArray[np.generic]] = {}
@@ -48,13 +51,13 @@ class PackedArrays:
         self._arrays[name] = np.ascontiguousarray(array)
 
     def send(self, device: torch.device) -> dict[str, Tensor]:
-        """The arrays as tensors on `device`."""
+        """Send the arrays and return them as tensors on `device`."""
         if torch.device(device).type == "cpu":
             return {name: torch.from_numpy(array) for name, array in self._arrays.items()}
         return self.unpack(self._packed().to(device, non_blocking=True))
 
     def send_into(self, buffer: Tensor) -> None:
-        """Overwrite the beginning of `buffer` (uint8, on a device) with the arrays; `unpack` gives views of them."""
+        """Overwrite the start of `buffer` (uint8, on a device) with the arrays. `unpack` returns views of them."""
         packed = self._packed() if buffer.is_cuda else torch.from_numpy(self._bytes())
         buffer[: packed.shape[0]].copy_(packed, non_blocking=True)
 
@@ -73,14 +76,14 @@ class PackedArrays:
         return host
 
     def pack(self, buffer: NDArray[np.uint8]) -> None:
-        """Write the arrays one after the other. Bytes between them, up to the next multiple of 16, are not written."""
+        """Write the arrays one after another. Padding bytes up to the next multiple of 16 are not written."""
         begin = 0
         for array in self._arrays.values():
             buffer[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
             begin += _room(array)
 
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
-        """The arrays as views of a packed buffer on any device."""
+        """Return the arrays as views of a packed buffer on any device."""
         views, begin = {}, 0
         for name, array in self._arrays.items():
             views[name] = packed[begin : begin + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
@@ -89,12 +92,15 @@ class PackedArrays:
 
 
 def _room(array: NDArray[np.generic]) -> int:
-    """Bytes, rounded up to 16: every array can be read as any type, and kernels always get aligned pointers."""
+    """Return the array's size in bytes, rounded up to 16.
+
+    Every array can then be read as any type, and kernels always get aligned pointers.
+    """
     return -(-array.nbytes // 16) * 16
 
 
 class HostCopy:
-    """Tensors on their way to the host in one copy. Integers below 2**53 come back exact."""
+    """Tensors that are being copied to the host in one transfer. Integers below 2**53 arrive exactly."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._sizes = [tensor.numel() for tensor in tensors]
@@ -114,7 +120,7 @@ class HostCopy:
             self._host = joined
 
     def lists(self) -> list[list[Any]]:
-        """A flat list per tensor. Waits for the copy only, not for work that was launched after it."""
+        """Return a flat list per tensor. Wait only for the copy, not for work launched after it."""
         if self._host is None:
             return []
         if self._done is not None:
@@ -128,10 +134,10 @@ class HostCopy:
 
 
 class _ReusedCopy(HostCopy):
-    """A HostCopy whose memory on the host is reused."""
+    """A HostCopy that reuses its host memory."""
 
     def __init__(self, like: Tensor, sizes: Sequence[int]) -> None:
-        """For tensors on a GPU that are shaped like this one and come back in parts of `sizes`."""
+        """Allocate memory for GPU tensors shaped like `like`, which come back in parts of `sizes`."""
         self._sizes = list(sizes)
         self._room, self._arrived = torch.empty(like.shape, dtype=like.dtype, pin_memory=True), torch.cuda.Event()
         self._host, self._done = self._room, self._arrived
@@ -142,12 +148,12 @@ class _ReusedCopy(HostCopy):
 
 
 class RepeatedCopy:
-    """Repeated copies of one tensor to the host. Up to `DEPTH` of them may be on their way, or being read, at a time."""
+    """Repeated copies of one tensor to the host. Up to `DEPTH` copies may be in flight or being read at a time."""
 
     DEPTH = 4
 
     def __init__(self, tensor: Tensor, sizes: Sequence[int]) -> None:
-        """The tensor comes back in parts of `sizes`."""
+        """Prepare copies of `tensor`, which comes back in parts of `sizes`."""
         self._tensor, self._sizes = tensor, list(sizes)
         self._copies = cycle([_ReusedCopy(tensor, sizes) for _ in range(self.DEPTH)]) if tensor.is_cuda else None
 

@@ -1,7 +1,8 @@
-"""Whether launches belong to a step of fixed shape, which on a GPU is captured once and replayed.
+"""Track whether launches belong to a step of fixed shape, which a GPU captures once and replays.
 
-In a replay the host's part of a launch costs nothing, so kernels that need more of it can be chosen: those that take tensor
-descriptors. A step of fixed shape that is not captured launches the same kernels, so that its results are the same.
+In a replay, the host's part of a launch costs nothing. Kernels that take tensor descriptors need more work on the host, so
+they are only worth choosing there. A step of fixed shape that is not captured launches the same kernels to get the same
+results.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _is_replayed = False
 
 @contextmanager
 def replayed() -> Iterator[None]:
-    """Inside, launches belong to a step of fixed shape."""
+    """Treat launches inside this block as part of a step of fixed shape."""
     global _is_replayed
     before, _is_replayed = _is_replayed, True
     try:
