@@ -3,7 +3,8 @@
 Each line of input is a JSON object. The first is {"has_launchers"}, which says whether to also build the C function that
 launches each kernel. Every further line is {"cache", "module", "kernel", "capability", "specialization"}. These are Triton's
 cache folder, the kernel, the GPU to compile for, and the data that Triton passes to its compile hooks. The answer to each line
-has {"error"}, which is empty on success. It then also has the hash of the source and the seconds taken.
+has {"error"}, which is empty on success. If a kernel was compiled, its answer also has the hash of the source and the seconds
+taken.
 
 A process compiles for one architecture. Triton 3.6 chooses its fp8 conversions for the first kernel of a process and keeps
 them. After a kernel for sm_90, kernels for sm_89 would get an instruction that sm_89 does not have. After a kernel for sm_89,

@@ -1,7 +1,7 @@
 """Choose the kernel for each op by device (eager twins on a CPU, Triton on a GPU) and by the format of the weight it reads.
 
 An op is a public function of a module in `kernels/eager`. A Triton module implements it with a function of the same name and
-parameters. If no Triton module does, the GPU also uses the eager twin, and the log has a warning.
+parameters. If no Triton module does, the GPU also uses the eager twin, and a warning is logged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EAGER_ON_GPU = frozenset({"head", "store"})
 
 # Weight formats. The tables above cover the ops that read a plain weight.
 PLAIN, E4M3 = "plain", "e4m3"
-# Ops for all other formats. Maps (format, op) to the modules of the eager twin and of the Triton kernel.
+# Ops for all other formats. The keys are (format, op). The values are the modules of the eager twin and of the Triton kernel.
 FORMAT_OPS: dict[tuple[str, str], tuple[str, str]] = {
     (E4M3, "head_candidates"): ("draft_round", "drafting.draft_head"),
 }

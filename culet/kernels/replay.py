@@ -1,7 +1,7 @@
 """Track whether launches belong to a step of fixed shape, which a GPU captures once and replays.
 
 In a replay, the host's part of a launch costs nothing. Kernels that take tensor descriptors need more work on the host, so
-they are only worth choosing there. A step of fixed shape that is not captured launches the same kernels to get the same
+they are only worth choosing for a replay. A step of fixed shape that is not captured launches the same kernels to get the same
 results.
 """
 

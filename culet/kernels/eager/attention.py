@@ -1,6 +1,7 @@
-"""Eager twins of the attention kernels, in float32. Same names and signatures as the kernels.
+"""Eager twins of the attention kernels, in float32. They have the same names and signatures as the kernels.
 
-out[t, j] = sum_k softmax_k(q[t, j] . K[k, g]) V[k, g] over the keys kv_lo[t] <= k <= kv_hi[t], g = j // (N / G), scale 1.
+out[t, j] = sum_k softmax_k(q[t, j] . K[k, g]) V[k, g] over the keys kv_lo[t] <= k <= kv_hi[t], where g = j // (N / G).
+Scores are not scaled.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from torch import Tensor
 
 from culet.kernels.types import PagedKV, RaggedRows
 
-MAX_SCORES = 1 << 28  # float32 scores in memory at once; longer rows are computed in pieces
+MAX_SCORES = 1 << 28  # float32 scores in memory at once. Longer rows are computed in pieces.
 
 
 def decode_attention(
     q_TNH: Tensor, kv: PagedKV, rows: RaggedRows, *, max_queries: int, out_TNH: Tensor | None = None, **_launch: Any
 ) -> Tensor:
-    """Attention of every row with 1 to `max_queries` query tokens and all keys in pages; other rows are not written."""
+    """Return the attention of every row with 1 to `max_queries` query tokens. All keys are in pages. Skip other rows."""
     out_TNH = torch.zeros_like(q_TNH) if out_TNH is None else out_TNH
     for row, (begin, end, _) in enumerate(_spans(rows)):
         if 0 < end - begin <= max_queries:
@@ -36,10 +37,10 @@ def prefill_attention(
     out_TNH: Tensor | None = None,
     **_launch: Any,
 ) -> Tensor:
-    """Attention of the rows listed in the first column of `tiles_X5`.
+    """Return the attention of the rows listed in the first column of `tiles_X5`.
 
-    Keys from the row's first query token on come from `fresh` (k_TGH, v_TGH of the same T tokens), earlier ones from pages;
-    without `fresh`, all come from pages.
+    Keys from the row's first query token on come from `fresh` (k_TGH, v_TGH of the same T tokens). Earlier keys come from
+    pages. Without `fresh`, all keys come from pages.
     """
     out_TNH = torch.zeros_like(q_TNH) if out_TNH is None else out_TNH
     for row in sorted(set(tiles_X5[:, 0].tolist())):
@@ -48,7 +49,7 @@ def prefill_attention(
 
 
 def visible_keys(kv: PagedKV, rows: RaggedRows, num_tokens: int) -> Tensor:
-    """int64 [2, T]: first and last key that each query token sees, by the rows' intervals or the text rule."""
+    """Return the first and last key that each query token sees, int64 [2, T], from the rows' intervals or the text rule."""
     if rows.visible_2T is not None:
         return rows.visible_2T.long()
     positions_T = torch.zeros(num_tokens, dtype=torch.long, device=rows.context_B.device)
@@ -59,7 +60,7 @@ def visible_keys(kv: PagedKV, rows: RaggedRows, num_tokens: int) -> Tensor:
 
 
 def _spans(rows: RaggedRows) -> list[tuple[int, int, int]]:
-    """(first token, end token, position of the first token) of each row."""
+    """Return (first token, end token, position of the first token) for each row."""
     begins = rows.row_begin_B1.tolist()
     return list(zip(begins[:-1], begins[1:], rows.context_B.tolist(), strict=True))
 
@@ -91,7 +92,7 @@ def _attend(
 
 
 def _from_pages(kv: PagedKV, row: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
-    """float32 K and V, [key, G, H] each, of positions begin .. end - 1 of a row, read from its pages."""
+    """Read K and V of positions begin .. end - 1 from the pages of a row, each float32 [key, G, H]."""
     position = torch.arange(begin, max(begin, end), device=kv.planes.device)
     offset = position - int(kv.first_B[row])
     page = kv.pages_BP[row, torch.div(offset, kv.page_tokens, rounding_mode="floor")].long()

@@ -1,8 +1,8 @@
 """Eager twins of the parts of a draft round that are not layers of the drafter.
 
-Shapes: R sequences · K drafts of each · S slots · L tokens of a slot · B the target's model width · C candidates ·
-T tokens (of blocks: R times the block size) · P page table columns · X taps, or projections, side by side · N places of a
-ring · D model · V vocabulary · M clusters of tokens · J tokens of a cluster · G KV heads · H head size.
+Shapes: R sequences · K drafts per sequence · S slots · L tokens per slot · B target model width · C candidates ·
+T tokens (R times the block size for blocks) · P page table columns · X joined taps or projections · N places of a
+ring · D model · V vocabulary · M clusters of tokens · J tokens per cluster · G KV heads · H head size.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from culet.kernels.types import BlockShape, BlockStart, Candidates, ChainStart, 
 
 
 def newest_tokens(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor) -> Tensor:
-    """tokens[slot, length], int64 [R]: the first token without KV."""
+    """Return the first token without KV, tokens[slot, length], int64 [R]."""
     place_R = torch.add(length_R, slot_R, alpha=tokens_SL.shape[1])
     return tokens_SL.view(-1).index_select(0, place_R).long()
 
 
 def keep_drafts(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor, drafts_RK: Tensor) -> None:
-    """tokens[slot, length + 1 + k] = drafts[r, k]: drafts go behind the newest token."""
+    """Store drafts after the newest token, as tokens[slot, length + 1 + k] = drafts[r, k]."""
     place_R = torch.add(length_R, slot_R, alpha=tokens_SL.shape[1])
     column_K = torch.arange(1, drafts_RK.shape[1] + 1, device=place_R.device)
     tokens_SL.view(-1).index_copy_(0, (place_R[:, None] + column_K).flatten(), drafts_RK.flatten().to(tokens_SL.dtype))
 
 
 def begin_chain(length_R: Tensor, is_ahead: bool, inv_freqs: Sequence[Tensor]) -> ChainStart:
-    """Queries at the last of `length_R` keys. Rope uses that position, or the next one if `is_ahead`."""
+    """Place each query at the last of its `length_R` keys. Rope uses that position, or the next one if `is_ahead`."""
     last_R = length_R - 1
     begin_R1 = torch.arange(length_R.shape[0] + 1, dtype=torch.int32, device=length_R.device)
     turned_R = length_R if is_ahead else last_R
@@ -39,14 +39,14 @@ def begin_chain(length_R: Tensor, is_ahead: bool, inv_freqs: Sequence[Tensor]) -
 
 
 def embed_beside(token_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float) -> Tensor:
-    """table[token] * scale | hidden, [R, 2 B]. The caller has rounded `scale` to the table's dtype."""
+    """Return table[token] * scale | hidden, [R, 2 B]. The caller has rounded `scale` to the table's dtype."""
     return torch.cat((embed(token_R, table_VB, scale), hidden_RB), dim=-1)
 
 
 def embed_linear(
     candidates: Candidates | None, token_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float, weight_DX: Tensor
 ) -> Tensor:
-    """`embed_beside` @ weight^T, [R, D]. If there are candidates, their best is first written to `token_R` (int64)."""
+    """Return `embed_beside` @ weight^T, [R, D]. If there are candidates, first write the best ones to `token_R` (int64)."""
     if candidates is not None:
         pick_best(candidates, token_R)
     return linear(embed_beside(token_R, hidden_RB, table_VB, scale), weight_DX)
@@ -61,10 +61,10 @@ def pick_best(candidates: Candidates, best_R: Tensor) -> None:
 
 
 def head_candidates(x_RD: Tensor, table_VD: Tensor, scale_V: Tensor | None, cap: float | None) -> Candidates:
-    """Candidates scored by cap * tanh(scale[v] * (x @ table[v]) / cap), including the best token of each row.
+    """Return candidates, including the best token of each row, scored by cap * tanh(scale[v] * (x @ table[v]) / cap).
 
-    `scale_V` belongs to a table in e4m3, whose sums are float32. Without a cap or a scale, that step is omitted. `x_RD` may
-    also be [R, K, D].
+    `scale_V` belongs to an e4m3 table, whose sums are float32. If the cap or the scale is None, that step is omitted. `x_RD`
+    may also be [R, K, D].
     """
     x_RD = x_RD.flatten(0, -2)
     if scale_V is not None:
@@ -73,7 +73,7 @@ def head_candidates(x_RD: Tensor, table_VD: Tensor, scale_V: Tensor | None, cap:
 
 
 def cluster_candidates(z_RD: Tensor, table_VD: Tensor, ids_MJ: Tensor, chosen_RK: Tensor) -> Candidates:
-    """The J tokens of each of a row's K clusters, scored by z @ table in float32. Table rows are in the order of `ids_MJ`."""
+    """Score the J tokens in each of a row's K clusters by z @ table, in float32. Table rows are in the order of `ids_MJ`."""
     (rows, size), (_, each) = z_RD.shape, ids_MJ.shape
     table_RCD = table_VD.view(-1, each, size)[chosen_RK].view(rows, -1, size)
     scores_RC = torch.bmm(table_RCD, z_RD[..., None]).squeeze(-1).float()
@@ -88,9 +88,10 @@ def begin_blocks(
     inv_freq: Tensor,
     embedding: tuple[Tensor, float],
 ) -> BlockStart:
-    """The inputs of a pass over blocks.
+    """Return the inputs of a pass over blocks.
 
-    `tables` is (pages [R, P], position of each row's first page) of the drafter's KV group, `embedding` (table [V, D], scale).
+    `tables` is (pages [R, P], position of each row's first page) for the drafter's KV group. `embedding` is
+    (table [V, D], scale).
     """
     pages_RP, first_R = tables
     size, device = shape.size, length_R.device
@@ -123,7 +124,7 @@ def _visible(window: int | None, position_RK: Tensor) -> Tensor:
 
 
 def join_taps(taps: Sequence[Tensor]) -> Tensor:
-    """Taps [T, D] side by side: [T, X]."""
+    """Concatenate taps [T, D] to [T, X]."""
     return torch.cat(list(taps), -1)
 
 
@@ -135,9 +136,9 @@ def store_context(
     layers: Sequence[ContextLayer],
     heads: HeadShape,
 ) -> None:
-    """Store every layer's keys and values of norm(feature) * hidden_norm at `kv_address_T` (-1: nowhere).
+    """Store every layer's keys and values of norm(feature) * hidden_norm at `kv_address_T`, unless that is -1.
 
-    `angles` is (positions [T], inverse frequencies); `heads` has no query heads.
+    `angles` is (positions [T], inverse frequencies). `heads` has no query heads.
     """
     normed_TD, turn = rms_norm(feature_TD, hidden_norm_D, heads.eps), rope(*angles)
     where = stores(kv_address_T, layers[0].planes.shape[3])
@@ -146,5 +147,5 @@ def store_context(
 
 
 def keep_taps(taps: Sequence[Tensor], ring_NX: Tensor, place_T: Tensor) -> None:
-    """ring[place] = taps [T, D] side by side. If two tokens share a place, either may be stored."""
+    """Store the joined taps [T, D] as ring[place]. If two tokens share a place, either may be stored."""
     ring_NX.index_copy_(0, place_T, join_taps(taps))

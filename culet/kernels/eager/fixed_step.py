@@ -1,6 +1,6 @@
-"""Eager twins of the first and last kernels of a step of fixed shape: lay out tokens, store draws, count accepted drafts.
+"""Eager twins of the first and last kernels of a fixed-shape step. They lay out tokens, store draws and count accepted drafts.
 
-Shapes: T tokens of a step · B rows of it · R rows that may draft · X = T + R · S slots · L tokens of a slot · G KV groups ·
+Shapes: T tokens of a step · B rows of a step · R rows that may draft · X = T + R · S slots · L tokens per slot · G KV groups ·
 D model.
 """
 
@@ -15,7 +15,7 @@ from culet.kernels.types import PageTables, PlannedRows, TokenLayout
 def lay_out_tokens(
     rows: PlannedRows, tables: PageTables, tokens_SL: Tensor, accepted_S: Tensor, room: int, into: TokenLayout
 ) -> None:
-    """Compute the positions and KV addresses of a step's tokens, and read their ids. `room` is the size of each slot's ring."""
+    """Compute the positions and KV addresses of a step's tokens and read their ids. `room` is the size of each slot's ring."""
     num_tokens, num_rows = into.token_ids_T.shape[0], rows.start_B.shape[0]
     spare, width = tokens_SL.shape[0] - 1, tokens_SL.shape[1]
     slot_B = rows.slot_B.long()
@@ -48,12 +48,12 @@ def accept_drafts(
     out_X: Tensor,
     accepted_S: Tensor,
 ) -> None:
-    """Store the draws of a step, and count the drafts that they accept.
+    """Store the draws of a step and count the drafts that they accept.
 
-    Row r has the tokens `begin[r] .. begin[r + 1] - 1` of the step: the newest token and its drafts, `ids_T`. Draws go to
-    `places_T` of `tokens_SL`, and to `out_X[:T]`. The number of drafts before the first that differs from its draw goes to
-    `out_X[T + r]`, for as many rows as `out_X` has room for, and to `accepted_S` of the row's slot. If `forced_1` is 0 or
-    more, it replaces that number; benchmarks use this.
+    Row r has the tokens `begin[r] .. begin[r + 1] - 1` of the step, which are the newest token and its drafts. Their ids are in
+    `ids_T`. Draws are written to `tokens_SL` at `places_T`, and to `out_X[:T]`. The accepted drafts of a row are those before
+    the first draft that differs from its draw. Their number is written to `out_X[T + r]`, for as many rows as fit in `out_X`,
+    and to `accepted_S` at the row's slot. If `forced_1` is 0 or more, it replaces that number. Benchmarks use this.
     """
     num_tokens = drawn_T.shape[0]
     num_rows = out_X.shape[0] - num_tokens
@@ -81,15 +81,15 @@ def begin_round(
     last_TD: Tensor,
     into: tuple[Tensor, Tensor],
 ) -> None:
-    """The inputs of a draft round, from what `accept_drafts` wrote: `into` is (facts [4, R], hidden states [R, D]).
+    """Write the inputs of a draft round to `into`, which is (facts [4, R], hidden states [R, D]). Call after `accept_drafts`.
 
-    A row's facts are its slot, its own number, the token that its newest token was drawn from, and the newest token's
-    position. Its hidden state is that of the token it was drawn from. `places_T` and `positions_T` say where each draw went;
-    a slot has `width` tokens.
+    A row's facts are its slot, its row number, the token that its newest token was drawn from, and the newest token's
+    position. Its hidden state is that of the token it was drawn from. `places_T` and `positions_T` are the place and position
+    of each draw. A slot has `width` tokens.
     """
     facts_4R, hidden_RD = into
     num_tokens, num_rows = last_TD.shape[0], facts_4R.shape[1]
-    # A row without tokens pads the batch. It takes the last token, which is padding too.
+    # A row without tokens pads the batch. It uses the last token, which is also padding.
     source_R = (begin_B1[:num_rows] + out_X[num_tokens : num_tokens + num_rows]).clamp(max=num_tokens - 1)
     facts_4R[0] = places_T[source_R] // width
     facts_4R[1] = torch.arange(num_rows, device=facts_4R.device)
