@@ -1,9 +1,11 @@
-"""A grammar for tool calls in Gemma 4's format, from the tools' JSON schemas. Used for `tool_choice` required and named.
+"""Build a grammar for tool calls in Gemma 4's format from the tools' JSON schemas.
+
+It enforces a `tool_choice` that is `required` or names a tool. It also allows calls next to a structured answer.
 
     <|tool_call>call:NAME{key:value,...}<tool_call|>
 
-Keys are bare and sorted, as in training. Strings stand between two quote tokens `<|"|>` without escapes. Numbers, true, false
-and null are bare. A schema comes from a client, so nothing in it is trusted: a part that is not understood allows any value.
+Keys are bare and sorted, as in training. A string is enclosed in two quote tokens `<|"|>`, without escapes. Numbers, true,
+false and null are bare. Schemas come from clients and are not trusted. Any part that is not understood allows any value.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from culet.errors import BadRequest
 
 _MAX_RULES = 20_000
 _MAX_DEPTH = 64
-_MAX_LENGTH = 4096  # longest bound on a string or list that is enforced
+_MAX_LENGTH = 4096  # larger bounds on strings and lists are not enforced
 _BARE_KEY = re.compile(r"""[^\s{}\[\],:"'<>|]+""")
 _QUOTE = '<|"|>'
 _ANY_TEXT = r"/(.|\n)+/"
@@ -34,12 +36,15 @@ INTEGER: /-?(0|[1-9][0-9]{{0,17}})/
 
 
 def call_grammar(tools: Sequence[Mapping[str, Any]], *, name: str | None = None, one_call: bool = False) -> str:
-    """A complete grammar: one or more calls of any tool, or of the tool called `name`."""
+    """Return a complete grammar for one or more calls of any tool, or of the tool called `name`.
+
+    With `one_call`, the grammar allows exactly one call.
+    """
     return f"start: calls\n{call_rules(tools, name=name, one_call=one_call)}"
 
 
 def call_rules(tools: Sequence[Mapping[str, Any]], *, name: str | None = None, one_call: bool = False) -> str:
-    """The same without the start rule; the first rule is `calls`."""
+    """Return the rules of `call_grammar` without the start rule. The first rule is `calls`."""
     functions = [tool["function"] for tool in tools]
     chosen = [function for function in functions if name is None or function["name"] == name]
     rules = _Rules()
@@ -54,12 +59,12 @@ def call_rules(tools: Sequence[Mapping[str, Any]], *, name: str | None = None, o
 
 
 class _Rules:
-    """Grammar rules written from schemas."""
+    """Grammar rules built from schemas."""
 
     def __init__(self) -> None:
         self._rules: dict[str, str] = {}
         self._root: Mapping[str, Any] = {}
-        self._references: dict[str, str] = {}  # of the current tool: reference -> rule
+        self._references: dict[str, str] = {}  # reference -> rule, for the current tool
         self._depth = 0
 
     def text(self) -> str:
@@ -75,7 +80,7 @@ class _Rules:
         return self.add(f"r{len(self._rules)}", body)
 
     def of_arguments(self, schema: Mapping[str, Any]) -> str:
-        """A rule for a tool's arguments."""
+        """Return a rule for a tool's arguments."""
         self._root, self._references = schema, {}
         properties = schema.get("properties")
         if isinstance(properties, Mapping) and properties:
@@ -85,7 +90,7 @@ class _Rules:
         return "any_object" if schema.get("additionalProperties") else '"{" "}"'  # a tool without parameters
 
     def _of(self, schema: object) -> str:
-        """A rule or literal for a value that matches `schema`."""
+        """Return a rule or literal for a value that matches `schema`."""
         if not isinstance(schema, Mapping) or self._depth >= _MAX_DEPTH:
             return "any"
         self._depth += 1
@@ -158,7 +163,10 @@ class _Rules:
         return self._new(f'"[" {body} "]"' if low else f'"[" ({body})? "]"')
 
     def _object(self, schema: Mapping[str, Any], properties: Mapping[str, Any]) -> str:
-        """Keys in sorted order; optional keys may be missing. `first` rules apply while no key has been written yet."""
+        """Return a rule for an object. Its keys are sorted, and optional keys may be missing.
+
+        A `first` rule applies until a key has been written, a `rest` rule after that.
+        """
         required = schema.get("required")
         needed = {key for key in required if isinstance(key, str)} if isinstance(required, list) else set()
         keys = sorted(key for key in properties if isinstance(key, str) and _BARE_KEY.fullmatch(key))
@@ -185,14 +193,14 @@ class _Rules:
                 place = place.get(step) if isinstance(place, Mapping) else None
         if not reference.startswith("#") or not isinstance(place, Mapping):
             return "any"
-        name = self._references[reference] = self.add(f"r{len(self._rules)}", "any")  # before its body, which may name it
+        name = self._references[reference] = self.add(f"r{len(self._rules)}", "any")  # its body may refer to it
         body = self._of(place)
         self._rules[name] = "any" if body == name else body
         return name
 
 
 def _constant(value: object) -> str:
-    """A literal for a constant."""
+    """Return a literal for a constant."""
     if isinstance(value, str):
         return f"({_QUOTE} {_literal(value)} {_QUOTE})" if value else f"({_QUOTE} {_QUOTE})"
     if isinstance(value, bool) or value is None or isinstance(value, int | float):
