@@ -1,8 +1,8 @@
-"""Checks whether a grammar compiles within limits of time and memory. No torch.
+"""Check that a grammar compiles within limits on time and memory. No torch.
 
 Most grammars compile in a millisecond or two. Some small ones never finish, such as an intersection of a few patterns, and
-llguidance cannot be interrupted. So each grammar is first compiled in a limited process, which is killed if it takes too long.
-Only grammars that pass are compiled where they are used. Processes start on demand and stay.
+llguidance cannot be interrupted. Each grammar is therefore compiled first in a separate process with a memory limit, which is
+killed if it takes too long. Only grammars that pass are compiled in the engine. Processes start on demand and keep running.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from culet.text.tokenizer import Tokenizer
 from culet.types import GRAMMAR_FAULT, GrammarSpec
 
 TIME_LIMIT_S = 5.0
-MAX_BYTES = 2 << 30  # of a process's address space
+MAX_BYTES = 2 << 30  # limit on a process's address space
 MAX_PROCESSES = 2
 MAX_VERDICTS = 4096  # grammars whose verdict is remembered
-WAIT_LIMIT_S = 10.0  # for a free process
+WAIT_LIMIT_S = 10.0  # longest wait for a free process
 _ATTEMPTS = 2
 
 
 class GrammarCheck:
-    """Refuses grammars that cannot be used. Thread-safe; a call blocks up to the limits."""
+    """Refuses grammars that cannot be used. Thread-safe. A call blocks until the check is done or a limit is reached."""
 
     def __init__(self, special_names: Sequence[str], *, time_limit_s: float = TIME_LIMIT_S) -> None:
-        """`special_names` are the special tokens that a grammar may name."""
+        """Create a check. `special_names` are the special tokens that a grammar may name."""
         self.time_limit_s = time_limit_s
         self._names = list(special_names)
         self._free = threading.Semaphore(MAX_PROCESSES)
         self._lock = threading.Lock()
         self._idle: list[LineProcess] = []
-        self._verdicts: OrderedDict[str, str] = OrderedDict()  # key of a spec -> what is wrong with it, or nothing
+        self._verdicts: OrderedDict[str, str] = OrderedDict()  # key of a spec -> error, or "" if it compiles
 
     @classmethod
     def for_tokenizer(cls, tokenizer: Tokenizer, *, time_limit_s: float = TIME_LIMIT_S) -> GrammarCheck:
-        """A check for grammars that may name the tokenizer's special tokens."""
+        """Create a check for grammars that may name the tokenizer's special tokens."""
         names = [tokenizer.piece(token_id).decode() for token_id in sorted(tokenizer.special_ids)]
         return cls(names, time_limit_s=time_limit_s)
 
     def check(self, spec: GrammarSpec) -> None:
-        """Refuse a spec that is not a grammar, or that takes too much time or memory to compile."""
+        """Raise BadRequest if the spec is not a valid grammar or takes too much time or memory to compile."""
         key = spec.key
         with self._lock:
             problem = self._verdicts.get(key)
@@ -76,7 +76,7 @@ class GrammarCheck:
                 except TimeoutError:
                     process.end()
                     return f"stopped compiling after {self.time_limit_s:g} s; it is too complex"
-                except OSError:  # the process died; if the next one dies too, this grammar is the cause
+                except OSError:  # The process died. If the next one dies too, this grammar is the cause.
                     process.end()
                     continue
                 with self._lock:

@@ -1,7 +1,8 @@
 """The process in which `check` compiles grammars.
 
-It reads one JSON object per line. The first is {"names": [...], "max_bytes": n}: the special tokens and the limit of the
-address space. Each further one holds the fields of a GrammarSpec and is answered by {"error": text}, empty if it compiles.
+It reads one JSON object per line. The first line is {"names": [...], "max_bytes": n}, with the special tokens and the limit on
+the address space. Every later line holds the fields of a GrammarSpec. Each answer is {"error": text}. The text is empty if the
+grammar compiles.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def _reply(error: str) -> None:
 
 
 def _check(spec: GrammarSpec, names: Sequence[str]) -> str:
-    """Why the grammar cannot be compiled, or nothing. A vocabulary of bytes and special tokens is enough to find out."""
+    """Return why the grammar cannot be compiled, or "". A vocabulary of bytes and special tokens is enough to find out."""
     pieces = [name.encode() for name in names] + [bytes([byte]) for byte in range(256)]
     vocabulary = index_vocabulary(pieces, range(len(names)), [0])
     try:
@@ -35,7 +36,7 @@ def _check(spec: GrammarSpec, names: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Answer until stdin closes, which it does when the parent ends."""
+    """Answer requests until stdin closes, which happens when the parent ends."""
     setup = json.loads(sys.stdin.readline())
     with suppress(ValueError, OSError):  # not every system supports these limits
         resource.setrlimit(resource.RLIMIT_AS, (setup["max_bytes"], setup["max_bytes"]))

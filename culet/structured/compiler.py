@@ -1,4 +1,4 @@
-"""The grammars of one engine: compiles them in threads, keeps them, starts matchers, and computes the masks of a step.
+"""Compile and cache the grammars of one engine, start matchers, and compute the masks of a step.
 
 Shapes: R masks · W words of 32 tokens.
 """
@@ -21,30 +21,30 @@ from culet.text.tokenizer import Tokenizer
 from culet.types import GRAMMAR_FAULT, GrammarSpec
 
 THOUGHT_MARKS = ("<|channel>", "<channel|>")
-MAX_KEPT = 256  # compiled grammars; an ordinary one takes 1 to 2 MiB,
-MAX_KEPT_CHARS = 4 << 20  # a long one about 35 bytes for each character of its text
+MAX_KEPT = 256  # limit on cached grammars. An ordinary one takes 1 to 2 MiB.
+MAX_KEPT_CHARS = 4 << 20  # limit on the text of cached grammars. A long one takes about 35 bytes per character.
 
 
 class GrammarCompiler:
-    """`compile` and `submit` may be called from any thread, the rest only from the engine's."""
+    """Compiles and caches grammars. Call `compile` and `submit` from any thread, the rest only from the engine's thread."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._lock = threading.Lock()
         self._index: LLTokenizer | None = None
-        self._kept: OrderedDict[str, tuple[LLMatcher, int]] = OrderedDict()  # by key: compiled grammar, length of its text
+        self._kept: OrderedDict[str, tuple[LLMatcher, int]] = OrderedDict()  # key -> compiled grammar, text length
         self._threads: ThreadPoolExecutor | None = None
         self._executor: LLExecutor | None = None
 
     @classmethod
     def for_tokenizer(cls, tokenizer: Tokenizer, vocab_size: int, end_ids: tuple[int, ...]) -> GrammarCompiler:
-        """A compiler for the tokens of a model with `vocab_size` logits."""
+        """Create a compiler for the tokens of a model with `vocab_size` logits."""
         opens, closes = map(tokenizer.token_id, THOUGHT_MARKS)
         thought_ids = None if opens is None or closes is None else (opens, closes)
         return cls(Vocabulary(vocab_size, tokenizer.piece, tokenizer.special_ids, end_ids, thought_ids))
 
     def prepare(self) -> None:
-        """Index the vocabulary now. Gemma's takes 3 s, and blocks all other threads of this process."""
+        """Index the vocabulary now. Gemma's takes 3 s and blocks all other threads of this process."""
         with self._lock:
             if self._index is None:
                 vocabulary = self.vocabulary
@@ -52,7 +52,7 @@ class GrammarCompiler:
                 self._index = index_vocabulary(pieces, sorted(vocabulary.special_ids), vocabulary.end_ids)
 
     def compile(self, spec: GrammarSpec) -> LLMatcher:
-        """The compiled grammar, kept from before or compiled now. Refuses a spec that is not a grammar."""
+        """Return the compiled grammar, from the cache if possible. Raise BadRequest if the spec is not a valid grammar."""
         if (kept := self._find(spec)) is not None:
             return kept
         self.prepare()
@@ -75,7 +75,7 @@ class GrammarCompiler:
             return self._kept[spec.key][0]
 
     def submit(self, spec: GrammarSpec) -> Future[LLMatcher]:
-        """`compile` in another thread. A grammar that is kept is done at once."""
+        """Compile in another thread. The future of a cached grammar is already done."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
         if (kept := self._find(spec)) is not None:
@@ -85,7 +85,7 @@ class GrammarCompiler:
         return self._threads.submit(self.compile, spec)
 
     def start(self, spec: GrammarSpec, token_ids: Sequence[int], prompt_len: int) -> Matcher:
-        """A matcher for a sequence that starts, or that resumes after the tokens it has generated."""
+        """Create a matcher for a sequence. A sequence that resumes continues after the tokens it has generated."""
         if self.vocabulary.ends_in_thought(token_ids[:prompt_len]):
             phase = Phase.THOUGHT
         else:
@@ -95,7 +95,7 @@ class GrammarCompiler:
         return matcher
 
     def masks(self, rows: Sequence[tuple[Matcher, int]]) -> Mask:
-        """Masks [R, W] for the next draws: one per matcher, and one more for each of its first `num_drafts` drafts."""
+        """Return masks [R, W] for the next draws. A matcher gets one, plus one for each of its first `num_drafts` drafts."""
         num_masks = sum(num_drafts + 1 for _, num_drafts in rows)
         mask_RW = np.empty((num_masks, self.vocabulary.num_words), dtype=np.int32)
         plain: list[tuple[Matcher, int]] = []
@@ -110,7 +110,7 @@ class GrammarCompiler:
         return mask_RW
 
     def _fill_plain(self, plain: Sequence[tuple[Matcher, int]], mask_RW: Mask) -> None:
-        """Masks of matchers that are inside their documents and have no drafts, in several threads."""
+        """Fill masks in several threads, for matchers without drafts that are at the start or inside their documents."""
         if len(plain) < 2:
             for matcher, index in plain:
                 matcher.fill(mask_RW[index])

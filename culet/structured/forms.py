@@ -33,7 +33,7 @@ class ResponseFormat(Struct):
 
 
 class StructuredFields(Struct, forbid_unknown_fields=True):
-    """vLLM's form: exactly one of these fields is set."""
+    """vLLM's form. Exactly one of these fields is set."""
 
     json: dict[str, Any] | GrammarText | None = None
     json_object: bool | None = None
@@ -45,7 +45,7 @@ class StructuredFields(Struct, forbid_unknown_fields=True):
 
 
 def form_of(response_format: ResponseFormat | None, fields: StructuredFields | None) -> StructuredOutputs | None:
-    """The form that a request asks for, if any."""
+    """Return the form that a request asks for, or None."""
     if fields is not None:
         if response_format is not None and response_format.type != "text":
             raise BadRequest("structured_outputs: got it together with response_format, expected only one of them")
@@ -67,12 +67,12 @@ def form_of(response_format: ResponseFormat | None, fields: StructuredFields | N
 
 
 def schema_form(schema: dict[str, Any] | None, *, strict: bool) -> StructuredOutputs:
-    """A document that matches a JSON schema. Unless strict, keywords that cannot be enforced are ignored."""
+    """Return a form for documents that match a JSON schema. Unless strict, keywords that cannot be enforced are ignored."""
     return StructuredOutputs(json={} if schema is None else schema, strict=strict)
 
 
 def or_calls(form: StructuredOutputs, calls: str) -> StructuredOutputs:
-    """A form that also allows tool calls instead. `calls` holds Lark rules that start with `calls`."""
+    """Return a form that also allows tool calls instead. The first of the Lark rules in `calls` must be named `calls`."""
     spec = form.spec()
     if spec.kind == "json_schema":
         schema = json.loads(spec.text)
@@ -85,12 +85,15 @@ def or_calls(form: StructuredOutputs, calls: str) -> StructuredOutputs:
     elif form.choice is not None:
         document = " | ".join(json.dumps(text) for text in form.choice)
     else:
-        return form  # a client that writes a grammar decides everything
+        return form  # a client's own grammar decides everything
     return StructuredOutputs(grammar=f"start: document | calls\ndocument: {document}\n{calls}")
 
 
 async def admit(check: GrammarCheck, params: SamplingParams, *, after_thought: bool = False) -> SamplingParams:
-    """Refuse a form that cannot be compiled within the limits, without blocking the event loop."""
+    """Return the parameters, with `after_thought` set in the form if given.
+
+    Raise if the form cannot be compiled within the limits. The event loop is not blocked.
+    """
     form = params.structured_outputs
     if form is None:
         return params

@@ -1,11 +1,11 @@
-"""Follows one sequence through its grammar: which tokens may come next, as packed bit masks.
+"""Follow one sequence through its grammar and compute which tokens may come next, as packed bit masks.
 
-A sequence goes through phases. While the model thinks (its prompt ends inside a thought, or it opens one where it may), every
-ordinary token is allowed, but not the end of the turn. Then comes the document: the grammar decides, and the turn may end where
-the grammar is complete. After the end only end tokens are allowed.
+A sequence goes through phases. The model thinks if its prompt ends inside a thought, or if it opens one where that is allowed.
+While it thinks, every ordinary token is allowed, but not the end of the turn. Then comes the document. The grammar decides
+which tokens are allowed, and the turn may end when the grammar is complete. After the end, only end tokens are allowed.
 
-A mask is int32 words; bit i of word w stands for token 32 w + i, as in `kernels.eager.sampling.apply_bitmask`.
-Shapes: K masks of a chain of drafts · W words, a 32nd of the vocabulary.
+A mask consists of int32 words. Bit i of word w stands for token 32 w + i, as in `kernels.eager.sampling.apply_bitmask`.
+Shapes: K masks of a chain of drafts · W words, 1/32 of the vocabulary.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Mask = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a grammar must know about the tokens, and the masks that do not depend on a grammar."""
+    """The tokens as a grammar sees them, and the masks that do not depend on a grammar."""
 
-    size: int  # of the model's logits
-    piece: Callable[[int], bytes]  # bytes of a token; the name of a special token; empty for an unused id
+    size: int  # number of the model's logits
+    piece: Callable[[int], bytes]  # the bytes of a token, the name of a special token, or b"" for an unused id
     special_ids: frozenset[int]
-    end_ids: tuple[int, ...]  # each of them ends a turn
+    end_ids: tuple[int, ...]  # any of them ends a turn
     thought_ids: tuple[int, int] | None = None  # the tokens that open and close a thought
 
     @property
@@ -46,12 +46,12 @@ class Vocabulary:
 
     @cached_property
     def open_mask(self) -> Mask:
-        """Allows the token that opens a thought, if there is one."""
+        """A mask that allows the token that opens a thought, if there is one."""
         return self._mask_of(self.thought_ids[:1] if self.thought_ids else ())
 
     @cached_property
     def thought_mask(self) -> Mask:
-        """Allows ordinary tokens, and the token that closes the thought."""
+        """A mask that allows ordinary tokens and the token that closes the thought."""
         bits = np.ones(self.num_words * 32, dtype=np.uint8)
         bits[[token_id for token_id in (*self.special_ids, *self.end_ids) if token_id < self.size]] = 0
         bits[self.size :] = 0
@@ -63,7 +63,7 @@ class Vocabulary:
         return _pack(bits)
 
     def ends_in_thought(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt leaves a thought open."""
+        """Return whether the prompt ends inside a thought."""
         if self.thought_ids is None:
             return False
         opens, closes = self.thought_ids
@@ -76,9 +76,9 @@ class Vocabulary:
 
 
 class Phase(Enum):
-    """Where a sequence is in its output."""
+    """The part of its output that a sequence has reached."""
 
-    START = auto()  # before its first token, which may open a thought
+    START = auto()  # before the first token, which may open a thought
     THOUGHT = auto()
     DOCUMENT = auto()
     ENDED = auto()
@@ -88,15 +88,15 @@ class Matcher:
     """One sequence's position in its grammar."""
 
     def __init__(self, vocabulary: Vocabulary, grammar: LLMatcher, phase: Phase) -> None:
-        """`grammar` belongs to this sequence: it moves with it."""
+        """Take over `grammar`, a copy for this sequence alone."""
         self.grammar = grammar
         self.phase = phase
-        self.fault = ""  # why it cannot continue
+        self.fault = ""  # why the sequence cannot continue
         self.drafts: tuple[int, ...] = ()  # proposals that the next step may verify
         self._vocabulary = vocabulary
 
     def fill(self, mask_W: Mask) -> None:
-        """Write which tokens may come next. If none may, `fault` says why and the mask allows all."""
+        """Write the mask of tokens that may come next. If there are none, set `fault` to the reason and allow all tokens."""
         if self.phase is Phase.THOUGHT:
             mask_W[:] = self._vocabulary.thought_mask
         elif self.phase is Phase.ENDED:
@@ -106,7 +106,7 @@ class Matcher:
             self.finish_fill(mask_W)
 
     def finish_fill(self, mask_W: Mask) -> None:
-        """After the grammar wrote its mask: add what the phase allows, and check that something is allowed."""
+        """Add the tokens that the phase allows to the grammar's mask, and check that some token is allowed."""
         if self.phase is Phase.START:
             mask_W |= self._vocabulary.open_mask
         if self.grammar.is_error() or not mask_W.any():
@@ -117,8 +117,8 @@ class Matcher:
     def fill_chain(self, mask_KW: Mask, drafts: Sequence[int]) -> None:
         """Write masks for the draw before the first draft and after each one.
 
-        After a draft that the grammar refuses, all tokens are allowed: the draw in its place differs from it, so what follows
-        is not kept.
+        All tokens are allowed after a draft that the grammar refuses. The token drawn in its place differs from the draft, so
+        everything after it is dropped.
         """
         grammar, phase, fault = self.grammar, self.phase, self.fault
         self.grammar = grammar.deep_copy() if drafts else grammar  # a matcher that fails on a draft cannot go back
@@ -133,7 +133,7 @@ class Matcher:
         self.grammar, self.phase, self.fault = grammar, phase, fault
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Move on by the tokens that were drawn."""
+        """Advance by the tokens that were drawn."""
         for token_id in token_ids:
             if self.fault:
                 return
@@ -153,7 +153,7 @@ class Matcher:
             self.fault = self._problem()
 
     def _problem(self) -> str:
-        """Why the grammar cannot continue."""
+        """Return why the grammar cannot continue."""
         reason = shorten(self.grammar.get_error()) if self.grammar.is_error() else _DEAD_END
         return GRAMMAR_FAULT + (_DEAD_END if reason.startswith("NoExtension") else reason)
 

@@ -1,4 +1,4 @@
-"""Requests that wait for their grammars."""
+"""Compile the grammars that requests wait for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from culet.types import GrammarSpec, Request
 
 
 class GrammarQueue:
-    """Compiles the grammars of requests while the engine goes on."""
+    """Compiles the grammars of requests while the engine keeps running."""
 
     def __init__(self, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
         self._compiler = compiler
@@ -22,15 +22,15 @@ class GrammarQueue:
         self._compiling: dict[str, Future[Any]] = {}  # by request id
 
     def prepare(self) -> None:
-        """Be ready to compile at once."""
+        """Prepare now, so that the first grammar does not wait."""
         self._compiler.prepare()
 
     def check(self, spec: GrammarSpec) -> None:
-        """Refuse a spec that cannot be compiled within the limits. Waits for the answer."""
+        """Raise if the spec cannot be compiled within the limits. Blocks until this is known."""
         self._check.check(spec)
 
     def submit(self, request: Request) -> bool:
-        """Start to compile a request's grammar. True if it is compiled already."""
+        """Start to compile a request's grammar. Return True if it is already compiled."""
         assert request.grammar is not None
         future = self._compiler.submit(request.grammar)
         if future.done() and future.exception() is None:
@@ -39,7 +39,7 @@ class GrammarQueue:
         return False
 
     def done(self) -> Iterator[tuple[str, str]]:
-        """(request id, error or nothing) of each grammar that was compiled since the last call."""
+        """Yield (request id, error or "") for each grammar whose compilation has ended since the last call."""
         if not self._compiling:
             return
         for request_id, future in list(self._compiling.items()):
@@ -49,10 +49,10 @@ class GrammarQueue:
                 yield request_id, "" if error is None else error.message if isinstance(error, CuletError) else str(error)
 
     def wait(self, limit_s: float) -> None:
-        """Wait until a grammar is compiled. Returns at once if none is being compiled."""
+        """Wait until a grammar is compiled, at most `limit_s`. Return at once if none is being compiled."""
         if self._compiling:
             wait(self._compiling.values(), limit_s, FIRST_COMPLETED)
 
     def forget(self) -> None:
-        """Drop all requests that wait."""
+        """Drop all waiting requests."""
         self._compiling.clear()
