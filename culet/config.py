@@ -1,4 +1,4 @@
-"""All settings, in parts. A Config is built once, completed once by the engine, and frozen.
+"""All settings, grouped in parts. A Config is built once, completed once by the engine, and then frozen.
 
 Each field's doc line becomes its `--help` text and its line on the reference page.
 """
@@ -14,7 +14,7 @@ from culet.errors import ConfigError
 
 
 def option(default: Any, doc: str, *, flag: str = "", choices: tuple[str, ...] = ()) -> Any:
-    """A config field with its doc line. `flag` names its command-line flag if that is not `--field-name`."""
+    """Return a config field with its doc line. Set `flag` if its command-line flag is not `--field-name`."""
     return field(default=default, metadata={"doc": doc, "flag": flag, "choices": choices})
 
 
@@ -115,10 +115,10 @@ class DraftChoice:
     method: str  # mtp or dflash
     model: str  # a folder, a name on the Hub, or `random:` for random weights that fit the target
     revision: str | None = None  # branch, tag or commit of a model on the Hub
-    num_speculative_tokens: int | None = None  # maximum drafts per round; None: the method's default
+    num_speculative_tokens: int | None = None  # maximum drafts per round, or None for the method's default
     attention_backend: str = "auto"  # for the drafter's layers; the target has its own setting
-    position: str = "engine"  # mtp: position of a drafted query, `engine` (last token with KV) or `hf` (the one after it)
-    head_dtype: str = "auto"  # mtp: precision of the drafter's head, `auto` (the model's) or `fp8` (half the memory)
+    position: str = "engine"  # for mtp: position of a drafted query, `engine` (last token with KV) or `hf` (the one after it)
+    head_dtype: str = "auto"  # for mtp: precision of the drafter's head, `auto` (the model's) or `fp8` (half the memory)
     adaptive: bool = True  # propose fewer drafts, down to none, when they are not accepted
     probe: bool = True  # at start, check that drafts are accepted
 
@@ -170,11 +170,11 @@ class DraftConfig:
     )
 
     def __post_init__(self) -> None:
-        _ = self.choice  # check it now, before the model is loaded
+        _ = self.choice  # raises on a bad setting before the model is loaded
 
     @property
     def choice(self) -> DraftChoice | None:
-        """The parsed setting; None means no drafting."""
+        """The parsed setting, or None for no drafting."""
         return None if self.speculative_config is None else read_draft_choice(self.speculative_config)
 
 
@@ -287,11 +287,11 @@ PARTS: dict[str, type] = {
 }
 
 
-SERVE_PARTS: dict[str, type] = {"serve": ServeConfig}  # separate: no engine is built from these
+SERVE_PARTS: dict[str, type] = {"serve": ServeConfig}  # separate because no engine is built from these
 
 
 def config_fields(parts: Mapping[str, type] = PARTS) -> dict[str, tuple[str, Field[Any]]]:
-    """Every setting by name, with the part it belongs to."""
+    """Return every setting by name, with the part it belongs to."""
     return {entry.name: (part, entry) for part, kind in parts.items() for entry in fields(kind)}
 
 
@@ -305,7 +305,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _check_type(name: str, value: object, annotation: str) -> None:
-    """Refuse a value that is not of the annotated type (such as `int | None`). A bool is not a number."""
+    """Raise if a value does not have the annotated type (such as `int | None`). A bool is not a number."""
     kinds = [part.strip() for part in annotation.split("|")]
     allowed = tuple(kind for part in kinds for kind in _TYPES[part])
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
@@ -313,12 +313,12 @@ def _check_type(name: str, value: object, annotation: str) -> None:
 
 
 def build_config(given: Mapping[str, Any]) -> Config:
-    """A Config with the `given` settings, and defaults for the rest."""
+    """Return a Config with the `given` settings, and defaults for the rest."""
     return Config(**_build_parts(given, PARTS), given=frozenset(given))
 
 
 def build_serve_config(given: Mapping[str, Any]) -> ServeConfig:
-    """The same for the settings of the web server."""
+    """Return a ServeConfig with the `given` settings, and defaults for the rest."""
     serve: ServeConfig = _build_parts(given, SERVE_PARTS)["serve"]
     return serve
 

@@ -18,7 +18,7 @@ class Variable:
         return os.environ.get(self.name, self.default)
 
     def is_set(self) -> bool:
-        """False if it is empty, `0`, `false` or `no`; otherwise true."""
+        """Return False if the variable is empty, `0`, `false` or `no`, and True otherwise."""
         return self.get().lower() not in ("", "0", "false", "no")
 
 

@@ -1,17 +1,17 @@
 """Every exception that Culet raises on purpose.
 
-CuletError                   says what failed; `hint` names the fix
-├── UserError                the caller can fix it: exit code 1
+CuletError                   says what failed, and `hint` names the fix
+├── UserError                the caller can fix it (exit code 1)
 │   ├── ConfigError          a bad setting or combination of settings
 │   ├── CheckpointError      a model folder that cannot be read or is incomplete
 │   ├── UnsupportedError     a feature that Culet does not have
 │   ├── BadRequest           a request with a bad field
 │   └── ContextTooLong       a prompt, or prompt + max_tokens, that does not fit the context
-├── CapacityError            the caller may try again: exit code 1
+├── CapacityError            the caller may try again (exit code 1)
 │   ├── QueueFull            too many requests are waiting
 │   ├── TimedOut             a request that took too long
-│   └── OutOfPages           the arena has no free page (handled by preemption; never reaches users)
-└── InternalError            a bug or a crash: exit code 2
+│   └── OutOfPages           the arena has no free page (handled by preemption, so users never see it)
+└── InternalError            a bug or a crash (exit code 2)
     └── WorkerDied           the engine or a worker process died
 
 Statuses and exit codes are mapped only here, by `HTTP_STATUS` and `exit_code`.
@@ -91,17 +91,17 @@ HTTP_STATUS: dict[type[CuletError], int] = {
 
 
 def http_status(error: CuletError) -> int:
-    """The HTTP status for `error`."""
+    """Return the HTTP status for `error`."""
     return next(HTTP_STATUS[cls] for cls in type(error).__mro__ if cls in HTTP_STATUS)
 
 
 def exit_code(error: CuletError) -> int:
-    """2 for a fault in Culet, otherwise 1."""
+    """Return 2 for a fault in Culet, and 1 otherwise."""
     return 2 if isinstance(error, InternalError) else 1
 
 
 def error_of(kind: str, message: str, hint: str = "") -> CuletError:
-    """Return the error that another process reported. `kind` is the name of its class here; unknown names are InternalError."""
+    """Return the error that another process reported. `kind` names its class. An unknown name gives an InternalError."""
     cls = globals().get(kind)
     if isinstance(cls, type) and issubclass(cls, CuletError):
         return cls(message, hint=hint)

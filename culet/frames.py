@@ -1,4 +1,4 @@
-"""Messages between processes: msgpack, each prefixed by its length."""
+"""Messages between processes, in msgpack. Each message is prefixed by its length."""
 
 from __future__ import annotations
 

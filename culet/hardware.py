@@ -1,6 +1,6 @@
-"""Facts about devices, in one place: architectures, shared memory, memory and FLOP rates, product names.
+"""All facts about devices: architectures, shared memory, memory and FLOP rates, product names.
 
-Loads without torch. A compute capability is one number: 90 is sm_90.
+This module loads without torch. A compute capability is a single number, so 90 means sm_90.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AMPERE, AMPERE_RTX, ADA, HOPPER, BLACKWELL, BLACKWELL_RTX = 80, 86, 89, 90, 100,
 
 @dataclass(frozen=True)
 class Rates:
-    """What decoding reaches on a device. The draft length depends on the ratios only."""
+    """The rates that decoding reaches on a device. The draft length depends only on their ratios."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -31,7 +31,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Peaks:
-    """The best that a GPU was measured at: a large copy, and a large bfloat16 matrix product."""
+    """The best rates measured on a GPU, with a large copy and a large bfloat16 matrix product."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -47,10 +47,10 @@ _RATES_8X = Rates(1.6e12, 250e12, 2e-5)
 class Arch:
     """A GPU architecture, or a CPU."""
 
-    capability: int | None  # CUDA compute capability; None: a CPU
+    capability: int | None  # CUDA compute capability, or None for a CPU
     shared_bytes: int = 0  # the most shared memory that one block can have
     rates: Rates = _RATES_8X
-    has_bfloat16: bool = True  # multiplies bfloat16 in hardware
+    has_bfloat16: bool = True  # whether it multiplies bfloat16 in hardware
 
     @property
     def name(self) -> str:
@@ -62,13 +62,13 @@ class Arch:
 
     @property
     def has_e4m3(self) -> bool:
-        """Whether it converts to fp8 (e4m3); torch does so on a CPU."""
+        """Whether the device converts to fp8 (e4m3). On a CPU, torch does so."""
         return self.capability is None or has_e4m3(self.capability)
 
 
 CPU = Arch(None, rates=Rates(1.0e10, 1.0e11, 2.5e-4), has_bfloat16=False)
 
-# Rates: sm_90 measured on an H200, the others from public figures.
+# The rates of sm_90 were measured on an H200. The others come from public figures.
 ARCHS: dict[str, Arch] = {
     arch.name: arch
     for arch in (
@@ -85,7 +85,7 @@ ARCHS: dict[str, Arch] = {
 SHARED_BYTES: dict[int, int] = {arch.capability: arch.shared_bytes for arch in ARCHS.values() if arch.capability is not None}
 CAPABILITIES = tuple(SHARED_BYTES)
 
-# Multiprocessors and capability that kernels assume where there is no GPU: those of an H200.
+# The capability and number of multiprocessors that kernels assume without a GPU. They are those of an H200.
 ASSUMED_CAPABILITY, ASSUMED_MULTIPROCESSORS = HOPPER, 132
 
 
@@ -102,7 +102,7 @@ def _gpu(name: str, capability: int, gib: float) -> Gpu:
     return Gpu(name, ARCHS[f"sm_{capability}"], int(gib * GIB))
 
 
-# Memory as CUDA reports it, which is less than the advertised size; rounded down.
+# Memory as CUDA reports it, rounded down. It is less than the advertised size.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
@@ -121,17 +121,20 @@ GPUS: dict[str, Gpu] = {
     )
 }
 
-# Measured, not from data sheets. By a part of the name that the driver gives the GPU.
+# Measured, not taken from data sheets. The key is a part of the GPU name that the driver reports.
 PEAKS: dict[str, Peaks] = {"H200": Peaks(4.2e12, 790e12)}
 
 
 def find_peaks(gpu_name: str) -> Peaks | None:
-    """The measured peaks of a GPU; None where it was not measured."""
+    """Return the measured peaks of a GPU, or None if it was not measured."""
     return next((peaks for name, peaks in PEAKS.items() if name in gpu_name), None)
 
 
 def find_gpu(name: str) -> Gpu:
-    """The device called `name`: one of `GPUS`, `cpu` (this machine's), or `auto` (this machine's GPU, or its CPU)."""
+    """Return the device called `name`.
+
+    A name is one of `GPUS`, `cpu` (this machine's CPU), or `auto` (this machine's GPU, or its CPU if it has none).
+    """
     key = _plain(name)
     if key == "auto":
         return detect()
@@ -144,12 +147,12 @@ def find_gpu(name: str) -> Gpu:
 
 
 def _plain(name: str) -> str:
-    """RTX 4090, rtx-4090 and rtx4090 are the same name."""
+    """Normalise a name, so that RTX 4090, rtx-4090 and rtx4090 are equal."""
     return name.lower().translate(str.maketrans("", "", " _-"))
 
 
 def detect(device: str = "cuda") -> Gpu:
-    """The GPU behind `device`, or this machine's CPU if torch finds no GPU. Imports torch."""
+    """Return the GPU behind `device`, or this machine's CPU if torch finds no GPU. Imports torch."""
     import torch
 
     if device == "cpu" or not torch.cuda.is_available():
@@ -159,7 +162,7 @@ def detect(device: str = "cuda") -> Gpu:
 
 
 def capability_of(device: torch.device | int | None = None) -> int:
-    """The compute capability of a CUDA device (default: the current one). Imports torch."""
+    """Return the compute capability of a CUDA device (default: the current one). Imports torch."""
     import torch
 
     major, minor = torch.cuda.get_device_capability(device)
@@ -167,7 +170,10 @@ def capability_of(device: torch.device | int | None = None) -> int:
 
 
 def arch_of(capability: int) -> Arch:
-    """The newest known architecture of the same major version that is not newer; an unknown one assumes little."""
+    """Return the newest known architecture with the same major version that is not newer than `capability`.
+
+    If there is none, return an architecture that assumes little.
+    """
     known = [number for number in CAPABILITIES if number // 10 == capability // 10 and number <= capability]
     if known:
         return ARCHS[f"sm_{max(known)}"]
@@ -175,35 +181,35 @@ def arch_of(capability: int) -> Arch:
 
 
 def nearest_capability(capability: int) -> int:
-    """The newest known capability that is not newer: the one whose tiles a GPU takes."""
+    """Return the newest known capability that is not newer. A GPU uses the tiles of that capability."""
     return max(known for known in CAPABILITIES if known <= capability)
 
 
 def is_hopper(capability: int) -> bool:
-    """Whether the GPU has Hopper's matrix instructions (wgmma), which no other architecture has."""
+    """Return whether the GPU has Hopper's matrix instructions (wgmma), which no other architecture has."""
     return capability // 10 == HOPPER // 10
 
 
 def has_e4m3(capability: int) -> bool:
-    """Whether the GPU converts to and from fp8 (e4m3)."""
+    """Return whether the GPU converts to and from fp8 (e4m3)."""
     return capability >= ADA
 
 
 def has_dependent_launch(capability: int) -> bool:
-    """Whether a kernel may start while the one before it still runs (programmatic dependent launch)."""
+    """Return whether a kernel may start while the one before it still runs (programmatic dependent launch)."""
     return capability >= HOPPER
 
 
 def _this_cpu() -> Arch:
-    """This machine's CPU."""
+    """Return the architecture of this machine's CPU."""
     cpuinfo = Path("/proc/cpuinfo")
     words = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
     return Arch(None, rates=CPU.rates, has_bfloat16={"avx512bw", "avx512vl", "avx512dq"} <= words or "bf16" in words)
 
 
 def _cpu_memory() -> int:
-    """Bytes of this machine's memory."""
+    """Return the size of this machine's memory in bytes."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
-        return 8 * GIB  # the system does not say; only `plan --gpu cpu` uses it
+        return 8 * GIB  # unknown on this system, and only `plan --gpu cpu` uses it

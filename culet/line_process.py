@@ -1,6 +1,6 @@
-"""Runs work that may never finish in a separate Python process, which answers each line with a line of JSON.
+"""Run work that may never finish in a separate Python process, which answers each line with a line of JSON.
 
-The caller sets a time limit and kills the process when it is exceeded. Nothing less stops every template or grammar.
+The caller sets a time limit and kills the process when it is exceeded. Nothing less can stop every template or grammar.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ START_LIMIT_S = 60.0  # for the process to start, which depends on the machine a
 
 
 class LineProcess:
-    """A running program: `ask` sends one line and waits for one. Not thread-safe."""
+    """A running program. `ask` sends one line and waits for one line. Not thread-safe."""
 
     def __init__(self, arguments: Sequence[str], purpose: str, first_line: str | None = None) -> None:
-        """`arguments` are Python's. Once started, the program writes a line, or answers `first_line`."""
+        """Start Python with `arguments`. Once started, the program writes a line, or answers `first_line`."""
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
@@ -34,7 +34,7 @@ class LineProcess:
             start_new_session=True,  # Ctrl-C must not reach it
         )
         self._rest = b""
-        self.end = weakref.finalize(self, _end, self._process)  # also at exit
+        self.end = weakref.finalize(self, _end, self._process)  # also runs at exit
         try:
             if first_line is not None:
                 self._send(first_line)
@@ -48,7 +48,7 @@ class LineProcess:
         return self._process.poll() is None
 
     def ask(self, line: str, limit_s: float) -> dict[str, Any]:
-        """Send a line and return the answer. Raises TimeoutError, or another OSError if the process died."""
+        """Send a line and return the answer. Raise TimeoutError, or another OSError if the process died."""
         self._send(line)
         return self._receive(limit_s)
 
@@ -78,6 +78,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with suppress(OSError):  # bytes that a dead process never read
+            with suppress(OSError):  # raised if the dead process left bytes unread
                 pipe.close()
     process.wait()

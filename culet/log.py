@@ -1,4 +1,4 @@
-"""The logger, and `chose` for every setting that Culet derives."""
+"""The logger, and `chose`, which logs every setting that Culet derives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _JsonLines(logging.Formatter):
 
 
 def setup_logging(level: str | None = None, form: str = "text") -> None:
-    """Send Culet's log to stderr, as text or as JSON lines. Called by programs, never on import."""
+    """Send Culet's log to stderr, as text or as JSON lines. Programs call this. Importing Culet never does."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
     handler.setFormatter(_JsonLines() if form == "json" else text)

@@ -1,4 +1,4 @@
-"""Backends, drafters and models are found by name, through tables of "module:Class" entries."""
+"""Find backends, drafters and models by name, through tables of "module:Class" entries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
-    """`table[name]`, or an error that lists the known names."""
+    """Return `table[name]`, or raise an error that lists the known names."""
     if name not in table:
         raise ConfigError(f"unknown {kind}: {name!r}", hint=f"known: {', '.join(sorted(table))}")
     return table[name]

@@ -1,4 +1,4 @@
-"""The data that travels between parts: frozen, and without torch.
+"""The data that travels between parts. It is frozen and needs no torch.
 
 The path of a request: `Request` -> scheduler (`StepPlan`) -> runner (`StepResult`) -> scheduler -> `TokenDelta`.
 
@@ -27,7 +27,7 @@ MAX_SEED = 2**64 - 1
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended; the values are those of the OpenAI API, plus `cancel`, `timeout` and `error`."""
+    """Why a sequence ended. The values are those of the OpenAI API, plus `cancel`, `timeout` and `error`."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -46,16 +46,16 @@ WHITE_SPACE = r"(\n[ \t]{0,64}| )?"
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """A grammar as plain text: what is compiled, and the key of the compiled grammar."""
+    """A grammar as plain text, and the key of its compiled form."""
 
     kind: str  # json_schema, regex, or lark (Lark's notation or GBNF)
     text: str
-    is_strict: bool = True  # json_schema: refuse keywords that cannot be enforced, instead of ignoring them
-    after_thought: bool = False  # the model may think first; the grammar applies after the thought
+    is_strict: bool = True  # for json_schema: reject keywords that cannot be enforced, instead of ignoring them
+    after_thought: bool = False  # the model may think first, and the grammar applies after the thought
 
     @property
     def key(self) -> str:
-        """Short, and equal for specs that compile to the same grammar."""
+        """A short key, equal for specs that compile to the same grammar."""
         return hashlib.sha256(f"{self.kind}\0{self.is_strict}\0{self.text}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -68,8 +68,8 @@ class StructuredOutputs:
     regex: str | None = None
     grammar: str | None = None  # in Lark's notation, or GBNF
     choice: Sequence[str] | None = None  # one of these texts
-    strict: bool = True  # for `json`: refuse keywords that cannot be enforced, instead of ignoring them
-    after_thought: bool = False  # the model may think first; its answer has the form
+    strict: bool = True  # for `json`: reject keywords that cannot be enforced, instead of ignoring them
+    after_thought: bool = False  # the model may think first, and only its answer has the form
 
     def __post_init__(self) -> None:
         given = [name for name in ("json", "regex", "grammar", "choice") if getattr(self, name) is not None]
@@ -89,7 +89,7 @@ class StructuredOutputs:
             raise BadRequest(f"structured_outputs.{given[0]}: longer than {MAX_GRAMMAR_CHARS} characters")
 
     def spec(self) -> GrammarSpec:
-        """The form as plain text for the compiler."""
+        """Return the form as plain text for the compiler."""
         if self.regex is not None:
             kind, text = "regex", self.regex
         elif self.grammar is not None:
@@ -102,7 +102,7 @@ class StructuredOutputs:
 
 
 def _schema_text(schema: object) -> str:
-    """A JSON schema as text. The order of keys is kept: the answer follows it."""
+    """Return a JSON schema as text. The order of keys is kept because the answer follows it."""
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(parsed, Mapping | bool):
@@ -120,16 +120,16 @@ class SamplingParams:
 
     temperature: float | None = None  # 0 is greedy
     top_p: float | None = None
-    top_k: int | None = None  # 0 or -1: all tokens
+    top_k: int | None = None  # 0 or -1 means all tokens
     min_p: float | None = None
-    max_tokens: int | None = None  # None: up to the end of the context
+    max_tokens: int | None = None  # None means up to the end of the context
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     seed: int | None = None
     n: int = 1
-    logprobs: int | None = None  # the chosen token's log-probability and this many of the most likely
-    prompt_logprobs: int | None = None  # the same for each prompt token but the first
+    logprobs: int | None = None  # report log-probabilities of the chosen token and of this many most likely ones
+    prompt_logprobs: int | None = None  # the same for each prompt token except the first
     logit_bias: Mapping[int, float] | None = None
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
@@ -165,7 +165,7 @@ class SamplingParams:
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    """Refuse anything but a finite number within bounds, or None."""
+    """Raise unless `value` is None or a finite number within bounds."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -176,7 +176,7 @@ def _check_number(name: str, value: object, low: float, high: float, *, open_low
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
-    """Refuse anything but a whole number within bounds, or None."""
+    """Raise unless `value` is None or a whole number within bounds."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -185,7 +185,7 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
 
 @dataclass(frozen=True)
 class ModelDefaults:
-    """The values of a checkpoint's `generation_config.json`. Missing ones are Gemma 4's."""
+    """The values of a checkpoint's `generation_config.json`. Missing ones default to Gemma 4's."""
 
     temperature: float = 1.0
     top_k: int = 64
@@ -198,10 +198,10 @@ class ModelDefaults:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings of one sequence, with every default filled in."""
+    """The sampling settings of one sequence, with every default filled in."""
 
     temperature: float
-    top_k: int  # 0: all
+    top_k: int  # 0 means all tokens
     top_p: float
     min_p: float
     repetition_penalty: float
@@ -209,7 +209,7 @@ class Sampling:
     frequency_penalty: float
     logit_bias: tuple[tuple[int, float], ...]  # includes suppressed tokens, with -inf
     seed: int
-    sample: int  # 0 .. n-1; random draws are keyed by (seed, sample, position)
+    sample: int  # 0 .. n - 1. Random draws are keyed by (seed, sample, position).
     logprobs: int | None
     prompt_logprobs: int | None
 
@@ -221,11 +221,11 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
-    """Prompt positions that stand for an image, a sound or the like: `length` placeholder ids from `start` on."""
+    """Prompt positions that stand for media such as an image or a sound: `length` placeholder ids from `start` on."""
 
     start: int
     length: int
-    key: bytes  # of the content: equal content has equal keys
+    key: bytes  # derived from the content, so equal content has equal keys
     is_whole: bool = True  # its tokens attend to each other, so no chunk ends inside it
 
     @property
@@ -239,15 +239,15 @@ class Request:
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    sampling: Sampling  # of sample 0; `sampling_of(i)` gives the others
+    sampling: Sampling  # of sample 0. `sampling_of(i)` gives the others.
     n: int
     max_tokens: int
-    stop_token_ids: frozenset[int]  # eos tokens included, unless the caller ignores them
-    priority: int = 0  # lower goes first; equal ones go by arrival
-    deadline: float | None = None  # on the scheduler's clock; None: no limit
+    stop_token_ids: frozenset[int]  # includes eos tokens, unless the caller ignores them
+    priority: int = 0  # lower values go first, and equal ones in order of arrival
+    deadline: float | None = None  # on the scheduler's clock, or None for no limit
     grammar: GrammarSpec | None = None  # what the output must look like
-    resume_lengths: tuple[int, ...] = ()  # prompt lengths that later prompts may share: each is worth a ResumePoint
-    media: tuple[MediaSpan, ...] = ()  # ascending, without overlap
+    resume_lengths: tuple[int, ...] = ()  # prompt lengths that later prompts may share, each worth a ResumePoint
+    media: tuple[MediaSpan, ...] = ()  # in ascending order, without overlap
     cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
 
     def sampling_of(self, sample: int) -> Sampling:
@@ -256,10 +256,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A sequence takes a slot: everything the runner needs to know about it that its rows do not repeat."""
+    """A sequence that takes a slot, with everything that its rows do not repeat and the runner needs to know."""
 
     slot: int
-    token_ids: tuple[int, ...]  # the prompt, and what was generated before a preemption
+    token_ids: tuple[int, ...]  # the prompt, and any tokens generated before a preemption
     prompt_len: int
     sampling: Sampling
     grammar: GrammarSpec | None = None
@@ -268,14 +268,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """Live pages of one sequence in one KV group: `pages[i]` holds tokens of logical page `first + i`.
+    """The live pages of one sequence in one KV group. `pages[i]` holds the tokens of logical page `first + i`.
 
     Logical page p covers positions p * page_tokens .. (p + 1) * page_tokens - 1. `first` is above 0 only in groups with
-    a window, where pages behind the window went back to the arena or were never needed.
+    a window, where pages behind the window were given back to the arena or never needed.
 
     A chunk longer than the window skips positions `start .. store_from - 1`. A logical page that lies entirely among them
-    has no page: its entry is the placeholder 0, like the unused columns of a filled table. Page 0 is also an ordinary page,
-    so the entry does not tell them apart; no reader or writer of the row ever reaches a skipped position.
+    has no page. Its entry is the placeholder 0, like the unused columns of a filled table. Page 0 is also an ordinary page,
+    so the entry alone does not tell the two apart. No reader or writer of the row ever reaches a skipped position.
     """
 
     first: int
@@ -283,26 +283,26 @@ class PageTable:
 
 
 class Row(NamedTuple):
-    """New tokens of one sequence in a step. Prefill, decode and verify differ only in the counts.
+    """The new tokens of one sequence in a step. Prefill, decode and verify differ only in the counts.
 
     A row is **open** when its sequence's previous row has drafts whose acceptance is not known yet. Then `start` is the lowest
     position at which it can begin, and each accepted draft moves it on by one.
     """
 
     slot: int
-    start: int  # position of the first new token: the number of tokens that have KV
+    start: int  # position of the first new token, which is the number of tokens that have KV
     num_new: int
-    num_logits: int  # the last `num_logits` new tokens need logits; 0 in the middle of a prompt
-    tables: tuple[PageTable, ...]  # one per KV group, in the layout's order; they cover the new tokens that are stored
+    num_logits: int  # the last `num_logits` new tokens need logits (0 in the middle of a prompt)
+    tables: tuple[PageTable, ...]  # one per KV group, in the layout's order, covering the new tokens that are stored
     store_from: tuple[int, ...]  # per KV group: new tokens before this position store no KV (no later step sees them)
-    num_drafts: int = 0  # the last `num_drafts` new tokens are proposals to verify; then num_logits = num_drafts + 1
-    num_wanted: int = 0  # proposals to make for the next step of its draw slots
-    draw_slots: tuple[int, ...] = ()  # slots that draw from the last logits: usually (slot,), n of them where samples fork
-    is_prompt_logprobs: bool = False  # the logits are those of prompt tokens: report log-probabilities of what follows
+    num_drafts: int = 0  # the last `num_drafts` new tokens are proposals to verify (num_logits = num_drafts + 1)
+    num_wanted: int = 0  # number of proposals to make for the next step of its draw slots
+    draw_slots: tuple[int, ...] = ()  # slots that draw from the last logits: usually (slot,), or n slots if samples fork
+    is_prompt_logprobs: bool = False  # the logits belong to prompt tokens, so report log-probabilities of the next tokens
     num_open: int = 0  # drafts of the previous row whose acceptance is not known yet
 
     def close(self, num_accepted: int) -> Row:
-        """The row once it is known that `num_accepted` of its open drafts were accepted."""
+        """Return the row after `num_accepted` of its open drafts were accepted."""
         assert 0 <= num_accepted <= self.num_open, f"slot {self.slot}: {num_accepted} drafts accepted of {self.num_open}"
         store_from = tuple([first + num_accepted for first in self.store_from])
         return self._replace(start=self.start + num_accepted, store_from=store_from, num_open=0)
@@ -314,11 +314,11 @@ class StepPlan:
 
     step_id: int
     entries: tuple[Entry, ...]
-    copies: tuple[tuple[int, int], ...]  # (from page, to page): a shared page that is about to be written
+    copies: tuple[tuple[int, int], ...]  # (from page, to page) for each shared page that is about to be written
     rows: tuple[Row, ...]
 
     def with_rows(self, rows: Iterable[Row]) -> StepPlan:
-        """The same plan with other rows."""
+        """Return the same plan with other rows."""
         return replace(self, rows=tuple(rows))
 
     @property
@@ -326,17 +326,17 @@ class StepPlan:
         return sum(row.num_new for row in self.rows)
 
 
-Logprobs = Mapping[int, float]  # token id -> log-probability; the chosen token comes first
+Logprobs = Mapping[int, float]  # token id -> log-probability, with the chosen token first
 
 
 class Drawn(NamedTuple):
-    """What one slot drew in a step: one token, or after a verify the accepted drafts and one more token."""
+    """The tokens that one slot drew in a step. A verify yields the accepted drafts and one more token, other rows one token."""
 
     slot: int
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
-    num_proposed: int = 0  # proposals for the next step, in the slot's buffer
-    fault: str = ""  # why its grammar cannot continue; then the tokens do not count
+    num_proposed: int = 0  # number of proposals for the next step in the slot's buffer
+    fault: str = ""  # why its grammar cannot continue, in which case the tokens do not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,9 +349,9 @@ class StepResult:
 
 
 class TokenDelta(Struct, array_like=True, frozen=True, gc=False):
-    """New tokens of one sample of a request. The engine makes it, and it crosses the process boundary as it is.
+    """The new tokens of one sample of a request. The engine makes it, and it crosses the process boundary unchanged.
 
-    One is made for every token, hence a msgspec Struct: cheap to make and to encode, and the garbage collector skips it.
+    One is made for every token, so it is a msgspec Struct, which is cheap to make and encode. The garbage collector skips it.
     """
 
     request_id: str
@@ -360,9 +360,9 @@ class TokenDelta(Struct, array_like=True, frozen=True, gc=False):
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()
     finish_reason: FinishReason | None = None
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; in the first delta only
-    stop_token_id: int | None = None  # the stop token that ended it: the last of token_ids
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache (only in the first delta)
+    stop_token_id: int | None = None  # the stop token that ended the sequence, which is the last of token_ids
     error: str = ""  # what went wrong, for FinishReason.ERROR
-    queue_s: float = 0.0  # time in the queue; in the first delta only
-    num_accepted_drafts: int = 0  # tokens of token_ids that were drafted
-    num_rejected_drafts: int = 0  # drafts that were verified with them and rejected
+    queue_s: float = 0.0  # time in the queue (only in the first delta)
+    num_accepted_drafts: int = 0  # number of token_ids that were drafted
+    num_rejected_drafts: int = 0  # number of drafts that were verified with them and rejected

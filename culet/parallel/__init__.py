@@ -1,1 +1,1 @@
-"""Ranks, and where their partial sums meet. One rank is the default and costs nothing."""
+"""Ranks, and the place where their partial sums are added. The default is one rank, which costs nothing."""

@@ -1,4 +1,4 @@
-"""Which part of the model a process holds."""
+"""Define Rank, which says what part of the model a process holds."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from culet.errors import ConfigError
 
 @dataclass(frozen=True)
 class Rank:
-    """One of `size` processes that share a model. The default holds all of it."""
+    """One of `size` processes that share a model. The default rank holds all of it."""
 
     index: int = 0
     size: int = 1
 
     def share(self, count: int, unit: int = 1) -> slice:
-        """This rank's part of `count` rows or columns. A unit, such as the rows of a head, is never cut.
+        """Return this rank's part of `count` rows or columns. A unit, such as the rows of a head, is never cut.
 
-        Where ranks outnumber units, neighbouring ranks hold the same unit: KV heads are replicated like that.
+        If there are more ranks than units, neighbouring ranks hold the same unit. KV heads are replicated this way.
         """
         units = count // unit
         if units * unit == count and units % self.size == 0:
