@@ -1,4 +1,7 @@
-"""Tests in Triton's interpreter: it is chosen before kernels are imported, so their file is run again in a process with it."""
+"""Run tests in Triton's interpreter.
+
+Triton chooses the interpreter when kernels are imported, so the test file is run again in a separate process.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def run_interpreted(file: str, marked: str = "not slow") -> None:
-    """The tests of `file` with these marks, in the interpreter; fails if one fails, or if there is none."""
+    """Run the tests of `file` with these marks in the interpreter. Fail if any test fails or none runs."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", marked, file]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)

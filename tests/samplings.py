@@ -1,4 +1,4 @@
-"""Sampling settings that tests start from; `dataclasses.replace` gives the others."""
+"""Common sampling settings for tests. Derive others with `dataclasses.replace`."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ GREEDY = replace(PLAIN, temperature=0.0)
 
 
 def draw_by_columns(logits_RV: Tensor, columns: Any, positions_R: Tensor) -> Tensor:
-    """What the GPU's kernels draw from the settings on the device, by the eager sampler."""
+    """Draw what the GPU's kernels would draw from the settings on the device, with the eager sampler."""
     names = ("temperature", "top_k", "top_p", "min_p", "seed", "sample")
     rows = [dict(zip(names, row, strict=True)) for row in zip(*(column.tolist() for column in columns), strict=True)]
     settings = [replace(PLAIN, **(row | {"seed": row["seed"] % 2**64})) for row in rows]

@@ -1,4 +1,4 @@
-"""Every file in examples/ runs on a tiny checkpoint, as its docstring says."""
+"""Every file in examples/ runs on a tiny checkpoint as its docstring describes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links between the documents work, and the files that they name exist."""
+"""Links between the documents work, and the files they name exist."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PAGES = sorted(
         *(ROOT / name for name in ("culet/embedded/README.md", "benchmarks/results/README.md", "training/README.md")),
     ]
 )
-# Pages that lead a reader through the code by file name.
+# Pages that guide the reader through the code by file name.
 MAPS = [ROOT / name for name in ("docs/concepts/architecture.md", "docs/guides/how-to-add.md", "CONTRIBUTING.md")]
 FOLDERS = ("culet", "training", "tests", "benchmarks", "docs", "scripts", "examples")
-PLACEHOLDER = "NAME"  # in the path of a file that a reader is about to write
+PLACEHOLDER = "NAME"  # in the path of a file that the reader will write
 
 
 def page_name(path: Path) -> str:
@@ -30,13 +30,13 @@ def without_code(text: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors that GitHub makes of a page's headings."""
+    """Return the anchors that GitHub generates for a page's headings."""
     headings = re.findall(r"^#+ (.+)$", without_code(text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def broken_links(page: Path) -> list[str]:
-    """Relative links of a page that lead nowhere."""
+    """Return the relative links of a page that lead nowhere."""
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
         if "://" in link:
@@ -49,7 +49,7 @@ def broken_links(page: Path) -> list[str]:
 
 
 def missing_files(text: str) -> list[str]:
-    """Paths in backquotes that do not exist, and the files of a diagram."""
+    """Return the paths in backquotes or in a diagram that do not exist."""
     named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`", text)
     for diagram in re.findall(r"```mermaid\n(.*?)```", text, re.DOTALL):
         named += [f"culet/{path}" for path in re.findall(r"[a-z_]+/[\w/]*\.py", diagram)]
@@ -57,7 +57,7 @@ def missing_files(text: str) -> list[str]:
 
 
 def tree_entries(text: str) -> list[str]:
-    """The paths in the README's tree of the repository."""
+    """Return the paths in the README's tree of the repository."""
     (tree,) = re.findall(r"## Where things are\n\n```\n(.*?)```", text, re.DOTALL)
     entries, parent = [], ""
     for line in tree.splitlines():
@@ -105,7 +105,7 @@ def test_every_decision_has_a_status() -> None:
     assert [path.name for path in pages if not path.read_text().split("\n\n")[1].startswith("Status: ")] == []
 
 
-# The checks themselves
+# Tests of the checks themselves
 
 
 def test_the_checks_find_mistakes(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Chats with drafts on a fake clock: what a policy decides, how long it takes, and how fast each chat is."""
+"""Chats with drafts on a fake clock. The simulation shows what a policy decides and how fast each chat runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from culet.scheduler.draft_length import Acceptance, DraftPolicy
 from culet.scheduler.step_cost import StepCost
 
-# Seconds that a round adds to a step of one, by drafts: about what the built-in model takes on a CPU.
+# Seconds that a round with this many drafts adds to a one-second step. They are close to the built-in model's on a CPU.
 CPU_MTP = {0: 0.0, 1: 0.55, 2: 0.8, 3: 1.0}
 CPU_DFLASH = {0: 0.0, 1: 0.7, 4: 0.85, 7: 1.1}
 GPU_MTP = {0: 0.0, 1: 0.1, 2: 0.16, 3: 0.22}
@@ -41,7 +41,7 @@ def refused(num_tokens: int = 256) -> Chat:
 
 
 def probed_cost(overheads: dict[int, float], **changes: object) -> StepCost:
-    """The model as a probe of one sequence would fit it."""
+    """Return the cost model as a probe of one sequence would fit it."""
     is_at_once = 2 not in overheads
     cost = StepCost(5e7, 0, 0, 0, 2.5e7, 5e6, is_at_once, 1e10, 1e11, wait_s=0.0, step_s=1e-3, draft_s=1e-4, **changes)  # type: ignore[arg-type]
     most = max(overheads)
@@ -49,7 +49,7 @@ def probed_cost(overheads: dict[int, float], **changes: object) -> StepCost:
 
 
 class Simulation:
-    """Runs chats, at most `batch` at a time. A round's cost has a part for each draft, and one that the batch shares."""
+    """Runs chats, at most `batch` at a time. Part of a round's cost is per draft, and part is shared by the batch."""
 
     def __init__(self, overheads: dict[int, float], policy: DraftPolicy | None, *, seed: int = 0, shared: float = 0.7) -> None:
         self.overheads, self.policy, self.random, self.shared = overheads, policy, random.Random(seed), shared
@@ -60,7 +60,7 @@ class Simulation:
         return cls(overheads, DraftPolicy(probed_cost(overheads), [count for count in overheads if count]), **settings)  # type: ignore[arg-type]
 
     def run(self, chats: Sequence[Chat], batch: int = 1) -> list[float]:
-        """Tokens per second of each chat; plain decoding gives 1."""
+        """Run the chats and return the tokens per second of each. Plain decoding gives 1."""
         waiting, running = list(chats), []
         before: tuple[int, int, int] | None = None
         while waiting or running:
@@ -85,7 +85,7 @@ class Simulation:
         return self.overheads[num_drafts] * share if num_drafting else 0.0
 
     def _step(self, running: list[Chat], new: list[Chat]) -> tuple[int, int, int] | None:
-        """One step; chats that start draw nothing that is timed. Returns its shape, None where nobody decodes."""
+        """Run one step and return its shape, or None if no chat decodes. Chats that start are not timed."""
         if self.policy is not None:
             self.policy.plan([chat.state for chat in running])
         verified = [chat.num_drafts for chat in running]

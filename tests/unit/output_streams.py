@@ -1,4 +1,4 @@
-"""Token streams in Gemma 4's output format, and a way to read them that checks what must hold for every stream."""
+"""Token streams in Gemma 4's output format, and a reader that checks what must hold for every stream."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SCHEMA = {
 
 
 def write_tokenizer(folder, special=SPECIAL):
-    """A small vocabulary in Gemma's form: letters, punctuation and a few merges; other characters are byte tokens."""
+    """Write a small tokenizer in Gemma's form: letters, punctuation and a few merges. Other characters are byte tokens."""
     letters = [chr(code) for code in range(32, 127)]
     letters[0] = "\u2581"
     merges = [("t", "h"), ("c", "a"), ("l", "l"), ('"', "}"), ("ca", "ll"), ("call", ":"), ("{", "c"), ("}", ","), ("1", "2")]
@@ -53,14 +53,14 @@ def write_tokenizer(folder, special=SPECIAL):
 
 
 def plain_ids(tokenizer, text):
-    """Tokens of `text`, none of them special, whatever the text looks like."""
+    """Return the tokens of `text`, never special ones, whatever the text looks like."""
     ids = [token for character in text for token in tokenizer.encode(character)]
     assert tokenizer.special_ids.isdisjoint(ids)
     return ids
 
 
 def joined(pieces):
-    """The pieces, with adjacent ones of the same kind merged."""
+    """Merge adjacent pieces of the same kind."""
     result = []
     for piece in pieces:
         both = merge(result[-1], piece) if result else None
@@ -69,7 +69,7 @@ def joined(pieces):
 
 
 def read(tokenizer, token_ids, cuts=(), **options):
-    """(merged pieces, output) of tokens that arrive in groups, split at `cuts`."""
+    """Read tokens that arrive in groups split at `cuts`. Return (merged pieces, output)."""
     numbers = itertools.count()
     reader = ChatReader(tokenizer, make_id=lambda: f"id{next(numbers)}", **options)
     pieces = []
@@ -84,7 +84,7 @@ def read(tokenizer, token_ids, cuts=(), **options):
 
 
 def check(pieces, output):
-    """The pieces say what the output says."""
+    """Check that the pieces agree with the output."""
     assert "".join(piece.text for piece in pieces if isinstance(piece, TextPiece)) == output.text
     assert "".join(piece.text for piece in pieces if isinstance(piece, ReasoningPiece)) == output.reasoning
     assert not any(piece.text == "" for piece in pieces if not isinstance(piece, ToolCall))

@@ -1,4 +1,4 @@
-"""The arena: pages are free or held, never both, whoever holds them."""
+"""The arena: every page is either free or held, whoever holds it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_only_resume_points_hold_is_reclaimable() -> None:
 
 
 class ArenaWalk(RuleBasedStateMachine):
-    """Any order of moves, against plain counts."""
+    """Moves in any order, compared with plain counts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ def spec_of(variant: str) -> ModelSpec:
 
 # Floors
 
-# Microseconds of a decode step by (sequences, context), separate K and V, at 4.2 TB/s and 790 TFLOP/s.
+# Microseconds of a decode step by (sequences, context), with separate K and V, at 4.2 TB/s and 790 TFLOP/s.
 DECODE_US = {
     "E2B": {(1, 1024): 1092, (8, 8192): 1337, (32, 32768): 4776, (128, 1024): 1980},
     "E4B": {(1, 1024): 2227, (8, 1024): 2337, (32, 1024): 2715, (1, 32768): 2444, (128, 8192): 10488},
@@ -74,7 +74,7 @@ def test_decode_floors(variant: str) -> None:
 
 
 def test_verify_floor_of_experts() -> None:
-    """Four tokens of a sequence use more experts than one token: 1.96 times the step on the 26B."""
+    """Four tokens of a sequence use more experts than one token. On the 26B the step takes 1.96 times as long."""
     floor = Floor(spec_of("26B-A4B"), H200, latent=False)
     assert 1e6 * floor.decode_step(1, 1024, 4) == pytest.approx(3670, rel=0.002)
 
@@ -86,7 +86,7 @@ def test_prefill_floors(variant: str) -> None:
         assert 1e3 * floor.prefill(1, length) == pytest.approx(milliseconds, rel=0.012)
 
 
-# (TPOT at 1, 8, 32 and at 32,000; TTFT at 1k, 8k, 32k; chat; summarise) of the anchors' floor column.
+# The anchors' floor column: TPOT at 1, 8 and 32 sequences and at 32,000 tokens, TTFT at 1k, 8k and 32k, chat, summarise.
 ANCHOR_FLOORS = {
     "31B": (14.8, 16.4, 21.6, 15.5, 76, 636, 2864, 2100, 820),
     "26B-A4B": (1.88, 5.97, 12.4, 2.03, 15.4, 73, 373, 4400, 3300),
@@ -424,7 +424,7 @@ def test_work_counts_what_queries_see(window: int | None, span: tuple[int, int])
 @pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize("window", [None, 24])
 def test_the_torch_backend_agrees_at_any_shape(latent: bool, window: int | None) -> None:
-    """A whole case: pages, batch, backend, and the float32 result that it is compared with."""
+    """Check a whole case: pages, batch, backend, and the float32 result that it is compared with."""
     shape = AttentionShape(4, 2, 32, window, latent, 16)
     for case in (
         make_kernel_case(3, 1, 70, ragged=True),

@@ -94,7 +94,7 @@ def test_bad_sampling_defaults(tmp_path: Path, generation, words):
     assert "generation_config.json" in caught.value.message
 
 
-# Folders that are wrong
+# Invalid folders
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_revision_of_a_folder_is_refused(tmp_path: Path):
 
 
 def cached_model(hub: Path, config: Any) -> Path:
-    """A model in the hub's cache, as if it had been downloaded."""
+    """Return a model in the hub's cache, as if it had been downloaded."""
     folder = hub / "models--google--gemma-4-tiny"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("0" * 40)

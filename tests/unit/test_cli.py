@@ -1,4 +1,4 @@
-"""The command line's manners: help, versions, flags from config fields, errors and exit codes. Nothing here loads a model."""
+"""The command line's behaviour: help, versions, flags from config fields, errors and exit codes. No test here loads a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def culet(*arguments: str, stdin: str = "", **environment: str) -> subprocess.Co
 
 
 def imported(arguments: Sequence[str]) -> set[str]:
-    """Modules that are imported after a command line ran."""
+    """Return the modules that are imported after a command line has run."""
     code = f"import sys; from culet.cli.main import run; run({list(arguments)!r}); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     return set(done.stderr.split())

@@ -1,4 +1,4 @@
-"""`culet plan` as a command: numbers, JSON, picture, refusals, and what it imports."""
+"""`culet plan` as a command: numbers, JSON, picture, errors, and what it imports."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_length_that_does_not_fit_is_reported():
     assert "A sequence of 131,072 tokens does not fit: the longest that fits has" in result.stdout
 
 
-# Where the model comes from
+# Where the model is found
 
 
 @pytest.mark.parametrize("name", ["e2b", "E2B", "26b", "26b-a4b"])
@@ -258,7 +258,7 @@ def test_picture_that_cannot_be_written(tmp_path: Path):
     assert isinstance(error, ConfigError)
 
 
-# Refusals
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_exit_code_and_one_line(arguments, capsys: pytest.CaptureFixture[str]):
     assert len(lines) == 2
 
 
-# As a process
+# In a separate process
 
 
 HEAVY = {
@@ -320,7 +320,7 @@ MAX_MODULES = 300  # about 210 today, most of them from the standard library, ri
 
 
 def imported_by_plan(*arguments: str) -> set[str]:
-    """Modules that are loaded after `culet plan` in a fresh interpreter."""
+    """Return the modules that are loaded after `culet plan` in a fresh interpreter."""
     code = (
         "import sys\n"
         "from culet.cli.main import run\n"
@@ -335,7 +335,7 @@ def imported_by_plan(*arguments: str) -> set[str]:
 
 @pytest.mark.parametrize("arguments", [("31B", "--gpu", "h200"), ("E4B", "--gpu", "rtx4090", "--json", "--svg", os.devnull)])
 def test_imports_little(arguments):
-    """Start time is import time: no heavy package, and a bounded number of modules."""
+    """Start time is mostly import time, so no heavy package and only a limited number of modules may be loaded."""
     modules = imported_by_plan(*arguments)
     assert "culet.cli.plan" in modules
     assert not {name.partition(".")[0] for name in modules} & HEAVY

@@ -1,4 +1,4 @@
-"""Compiled kernels are kept on disk and counted, and compilations while serving are reported."""
+"""Compiled kernels are kept on disk and counted, and compilations during serving are reported."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_only_warm_launches_nothing() -> None:
 
 
 class Driver:
-    """A stand-in for the driver of a GPU that Triton compiles for."""
+    """A stand-in for the driver of the GPU that Triton compiles for."""
 
     def get_current_device(self) -> int:
         return 0
@@ -112,7 +112,7 @@ class Driver:
 
 @pytest.fixture
 def on_a_gpu(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Names of the kernels that are loaded."""
+    """The names of the loaded kernels."""
     loaded: list[str] = []
     monkeypatch.setattr(driver, "_active", Driver())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -126,7 +126,7 @@ def on_a_gpu(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
 
 
 def rehearse(sizes: tuple[int, ...]) -> compiling.CompileCount:
-    """What a process that needs the kernels of these sizes counts."""
+    """Load kernels of these sizes as a new process would, and return its counts."""
     residual._rms_norm_kernel.device_caches.clear()
     launch._warmed.clear()
     count = compiling.use_disk_cache()
@@ -146,7 +146,7 @@ def test_processes_compile_and_the_next_start_finds_the_kernels(on_a_gpu: list[s
     assert on_a_gpu == ["_rms_norm_kernel"] * 2
     assert started._is_closed
     assert not compiling._expected
-    # What is on disk needs no process, so this one compiled nothing itself.
+    # Kernels on disk need no compiler process, so none is started.
     monkeypatch.setattr(compiling, "CompilerProcesses", None)
     count = rehearse((48, 96))
     assert (count.compiled, count.found) == (0, 2)
@@ -174,7 +174,7 @@ def test_processes_are_not_expected_after_a_warm_start(cache: Path) -> None:
 
 
 def test_launchers_are_loaded_one_after_the_other(on_a_gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads that load launchers at once may swap them: to Python they are one module."""
+    """Two threads that load launchers at once may get each other's, because Python sees them as one module."""
     loading, most = [0], []
 
     def load(kernel: CompiledKernel) -> None:
@@ -224,7 +224,7 @@ with _alone_in(Path(sys.argv[1])):
 
 @contextmanager
 def another_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the folder until it gets a line."""
+    """Start a process that holds the folder until it reads a line."""
     command = [sys.executable, "-c", COMPILER, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -274,7 +274,7 @@ def test_a_folder_without_locks_is_used_anyway(tmp_path: Path) -> None:
 
 
 def test_names_on_disk_do_not_depend_on_the_order() -> None:
-    """Two kernels that call the same function have the same names on disk, whichever a process compiles first."""
+    """Two kernels that call the same function get the same names on disk, whichever a process compiles first."""
     script = """
 import sys
 from culet.kernels.compiling import use_disk_cache

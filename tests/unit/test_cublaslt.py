@@ -1,4 +1,4 @@
-"""Which cuBLAS kernel multiplies many tokens: ours where cuBLAS offers it, else torch's choice."""
+"""The cuBLAS kernel for products of many tokens: our choice if cuBLAS offers it, otherwise torch's."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from culet.kernels import cublaslt
 
 
 class Library:
-    """A stand-in for cuBLASLt: lists algorithms of `tiles` at `listed` numbers of tokens (default: all), and records calls."""
+    """A stand-in for cuBLASLt that records calls. It lists algorithms with `tiles` at `listed` token counts (default: all)."""
 
     def __init__(self, *tiles: int, failing: str = "", listed: tuple[int, ...] = (), workspace: int = 4) -> None:
         self.tiles, self.failing, self.listed, self.workspace = tiles, failing, listed, workspace
         self.layouts: dict[int, tuple[int, int, int]] = {}
         self.calls: list[str] = []
-        self.asked: list[int] = []  # numbers of tokens
+        self.asked: list[int] = []  # token counts
         self.checked: list[tuple[Any, ...]] = []
         self.products: list[tuple[Any, ...]] = []
 
@@ -71,7 +71,7 @@ class Library:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Installs a library, with CPU tensors in place of GPU tensors."""
+    """Install a library, with CPU tensors in place of GPU tensors."""
 
     def use(library: Library) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -106,10 +106,10 @@ def test_our_kernel_multiplies(serve: Any) -> None:
     assert algorithm.raw[0] == 2
     assert (size.value, stream.value) == (64, 7)
     cublaslt.product(x, weight)
-    assert library.checked == [(*layouts, 2)]  # a shape is planned once
+    assert library.checked == [(*layouts, 2)]  # each shape is planned once
     cublaslt.product(*tensors(num_tokens=64))
     assert library.checked[1:] == [((16, 48, 16), (16, 64, 16), (48, 64, 48), (48, 64, 48), 2)]
-    assert library.asked == [cublaslt.LISTED_AT[0]]  # and a weight once
+    assert library.asked == [cublaslt.LISTED_AT[0]]  # and each weight once
     cublaslt.product(*tensors(num_outputs=50))
     assert library.asked == [cublaslt.LISTED_AT[0]] * 2
 
@@ -131,7 +131,7 @@ def test_torch_multiplies_numbers_of_tokens_that_the_kernel_does_not_support(
     assert cublaslt.product(*tensors()) is None
     assert not library.products
     assert library.calls.count("MatmulAlgoCheck") == 1
-    assert not caplog.records  # not a failure: other numbers may be supported
+    assert not caplog.records  # not a failure, since other token counts may be supported
     library.failing, library.workspace = "", 64
     assert cublaslt.product(*tensors(num_tokens=64)) is not None
 
@@ -180,7 +180,7 @@ def test_a_cpu_and_other_types_are_not_supported(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("num_tokens", [4096, 8192, 5001])
 def test_products_on_a_gpu(num_tokens: int) -> None:
-    """The products of the 31B's queries, keys and values; also through the op that layers call."""
+    """Check the products of the 31B's queries, keys and values, directly and through the op that layers call."""
     if not hardware.is_hopper(hardware.capability_of()):
         pytest.skip("the kernel is chosen on Hopper only")
     from culet.kernels.triton.linear.few_tokens import linear
@@ -194,4 +194,4 @@ def test_products_on_a_gpu(num_tokens: int) -> None:
         through_layers = linear(x, weight)
         assert y is None or torch.equal(through_layers, y)
         torch.testing.assert_close(through_layers.float(), (x @ weight.T).float(), rtol=1e-2, atol=1e-2)
-        x = x.flip(0)  # the same shape again, whose plan exists
+        x = x.flip(0)  # the same shape again, which already has a plan

@@ -1,4 +1,4 @@
-"""Which tokens of a drafter's own KV are written later, and when."""
+"""Which tokens of a drafter's own KV are written late, and when."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def decode(slot: int, start: int, num_wanted: int = 0, table: PageTable | None =
 
 
 def enter(ledger: Ledger, *slots: int, num_tokens: int = 3) -> None:
-    """Sequences enter with a prompt that the same step computes."""
+    """Add sequences whose prompts are computed in the same step."""
     entries = tuple(Entry(slot, (7,) * num_tokens, num_tokens, GREEDY) for slot in slots)
     rows = tuple(Row(slot, 0, num_tokens, 1, (PageTable(0, (slot,)),), (0,), draw_slots=(slot,)) for slot in slots)
     ledger.due_before(StepPlan(0, entries, (), rows))
@@ -30,7 +30,7 @@ def enter(ledger: Ledger, *slots: int, num_tokens: int = 3) -> None:
 
 
 def step(ledger: Ledger, *rows: Row) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-    """What is written before a step and after it."""
+    """Return what is written before a step and what is written after it."""
     return facts(ledger.due_before(StepPlan(1, (), (), rows))), facts(ledger.due_after(rows))
 
 
@@ -64,7 +64,7 @@ def test_a_slot_that_is_entered_again_is_written_first() -> None:
     row = decode(0, 5)
     entry = Entry(0, (8,) * 6, 6, GREEDY)
     assert facts(ledger.due_before(StepPlan(2, (entry,), (), (row,)))) == [(0, 3, 1)]
-    assert facts(ledger.due_after((row,))) == [(0, 5, 1)]  # a token that it entered with: its pages may be shared
+    assert facts(ledger.due_after((row,))) == [(0, 5, 1)]  # a token of its prompt, whose pages may be shared
 
 
 def test_a_verify_writes_what_was_kept() -> None:
@@ -74,7 +74,7 @@ def test_a_verify_writes_what_was_kept() -> None:
     verify = Row(0, 4, 3, 3, (PageTable(0, (9,)),), (4,), 2, 0, (0,))
     (write,) = ledger.due_after((verify,))
     assert (write.slot, write.first, write.count) == (0, 3, 1)
-    assert write.table.pages == (9,)  # where the newest row says
+    assert write.table.pages == (9,)  # the pages of the newest row
 
 
 def test_a_gap_is_our_fault() -> None:
@@ -94,9 +94,9 @@ def test_pieces_are_cut_at_pages_and_begin_in_the_table() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_token_is_written_once(seed: int) -> None:
-    """Sequences that come, go and want proposals now and then."""
+    """Sequences come and go, and want proposals only now and then."""
     chance, ledger = random.Random(seed), Ledger(0, RING_LEN)
-    starts: dict[int, int] = {}  # of the next row, by slot
+    starts: dict[int, int] = {}  # start of the next row, by slot
     kept: dict[int, list[int]] = {}  # positions whose features are in the ring, by slot
     num_written = 0
     for step_id in range(300):

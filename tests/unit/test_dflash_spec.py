@@ -1,4 +1,4 @@
-"""DFlash checkpoints: their config, refusals, tensors and cache."""
+"""DFlash checkpoints: config, errors, tensors and cache."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_random_drafters_by_name() -> None:
 
 @pytest.mark.parametrize(("name", "page_tokens"), [("31B", 640), ("26B-A4B", 160), ("12B", 256), ("E4B", 128), ("E2B", 32)])
 def test_one_group_in_the_targets_slabs(name: str, page_tokens: int) -> None:
-    """A drafter does not change the target's pages. Its own hold as many tokens as fit in a slab, a multiple of 16."""
+    """A drafter leaves the target's pages unchanged. Its own pages hold as many tokens as fit in a slab, a multiple of 16."""
     spec = open_drafter(DraftChoice("dflash", "random:"), SPECS[name])
     alone = plan_cache(SPECS[name].kv_specs(2))
     layout = plan_cache([*SPECS[name].kv_specs(2), *spec.kv_specs(2)])
@@ -81,7 +81,7 @@ def test_one_group_in_the_targets_slabs(name: str, page_tokens: int) -> None:
     assert own.layers == tuple(range(len(SPECS[name].layers), len(SPECS[name].layers) + 5))
     assert own.page_tokens == page_tokens
     assert 0 <= layout.waste(own) < 16 * own.bytes_per_token
-    # Prefix hits have the same granularity as without a drafter.
+    # Prefix hits are as fine-grained as without a drafter.
     assert PrefixCache(Arena(1), layout).page_tokens == PrefixCache(Arena(1), alone).page_tokens
 
 
@@ -108,7 +108,7 @@ def test_attention_is_planned_by_its_own_needs() -> None:
         plan_drafter_attention(spec, layout, find_gpu("cpu"), "triton")
 
 
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_an_assistant_gets_a_hint(tmp_path: Path) -> None:
 
 
 def test_spellings() -> None:
-    """Keys at either level, rope under either name, layers without kinds, an explicit mask rule."""
+    """Keys at either level, rope under either name, layers without kinds, and an explicit mask rule are all accepted."""
     config = make_config(SPECS["31B"])
     expected = read_dflash(config, SPECS["31B"])
     flat = {key: value for key, value in config.items() if key not in ("dflash_config", "rope_theta")} | config["dflash_config"]
@@ -216,7 +216,7 @@ def test_weights_are_where_they_belong(tiny, drafter) -> None:
 
 
 def test_other_names(tiny, drafter) -> None:
-    """A prefix on all tensors, and copies of the target's own tensors: both exist in published files."""
+    """Published files may add a prefix to all tensors, or contain copies of the target's own tensors."""
     expected = load_file(drafter / "model.safetensors")
 
     def change(tensors) -> None:

@@ -1,4 +1,4 @@
-"""Draft lengths: what is chosen, on a fake clock, and the cost model against measured costs."""
+"""Draft lengths: the choices on a fake clock, and the cost model compared with measured costs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from culet.scheduler.stats import Counters
 from culet.scheduler.step_cost import FRESH, MIN_TIMES, NUM_TIMES, MeasuredCost, StepCost
 
 MTP = DraftChoice("mtp", "random:", num_speculative_tokens=3)
-LENGTHS = (13, 21, 18, 8, 10, 18, 22, 35, 20, 56)  # of good chats: the answers of the built-in model
+LENGTHS = (13, 21, 18, 8, 10, 18, 22, 35, 20, 56)  # of good chats: the answer lengths of the built-in model
 COSTS = {"cpu mtp": CPU_MTP, "cpu dflash": CPU_DFLASH, "gpu mtp": GPU_MTP}
 
 
@@ -43,13 +43,13 @@ MOE = {"dense_bytes": 4e9, "expert_bytes": 3.6e8, "num_experts": 128, "top_k": 8
 
 
 def chosen(policy: DraftPolicy, acceptances: Sequence[float]) -> list[int]:
-    """Lengths for a batch of sequences that are known to accept this much."""
+    """Return the lengths for a batch of sequences with these known acceptance rates."""
     num_drafts, least = policy._choose(list(acceptances))
     return [num_drafts if acceptance >= least else 0 for acceptance in acceptances]
 
 
 def speed(chats: Sequence[Chat]) -> float:
-    """Tokens per second of all chats; plain decoding gives 1."""
+    """Return the tokens per second over all chats. Plain decoding gives 1."""
     return sum(chat.num_done for chat in chats) / sum(chat.seconds for chat in chats)
 
 
@@ -58,7 +58,7 @@ def good_chats(count: int) -> list[Chat]:
 
 
 def warm(overheads: dict[int, float], batch: int, seed: int = 0) -> Simulation:
-    """An engine that has served a few chats of both kinds, so that its costs were measured."""
+    """Return a simulation that has served a few chats of both kinds and so has measured its costs."""
     simulation = Simulation.adaptive(overheads, seed=seed)
     for _ in range(6):
         simulation.run(good_chats(2 * batch), batch)
@@ -66,34 +66,34 @@ def warm(overheads: dict[int, float], batch: int, seed: int = 0) -> Simulation:
     return simulation
 
 
-# What is chosen
+# Choices
 
 
 def test_length_follows_acceptance_and_cost() -> None:
     dense, moe = DraftPolicy(cost(), (1, 2, 3)), DraftPolicy(cost(**MOE), (1, 2, 3))
     assert [chosen(dense, [p])[0] for p in (0.0, 0.01, 0.5, 0.9)] == [0, 0, 3, 3]
-    # More tokens touch more experts, until all are touched anyway: then drafts are cheap again.
+    # More tokens use more experts until all are in use. After that, drafts are cheap again.
     assert chosen(moe, [0.5])[0] < chosen(dense, [0.5])[0]
     assert chosen(moe, [0.9]) == [3]
     assert chosen(moe, [0.6] * 64) == [3] * 64
-    # A batch that already fills the multipliers has nothing to spare.
+    # A batch that already saturates the multipliers has no compute to spare.
     assert chosen(dense, [0.6] * 512) == [0] * 512
     assert chosen(dense, [0.6] * 8) == [3] * 8
 
 
 def test_only_those_who_bring_more_than_they_cost_get_drafts() -> None:
-    """A round has a part that all share, and a part for each sequence that drafts."""
+    """Part of a round's cost is shared by all sequences, and part is paid for each sequence that drafts."""
     shares = DraftPolicy(cost(flops_per_token=2e12, draft_bytes=1e8, wait_s=0.0), (1, 2, 3))
     lengths = chosen(shares, [0.95, 0.1, 0.95, 0.0])
     assert lengths[0] == lengths[2] > 0
     assert lengths[1] == lengths[3] == 0
-    # If every row is as long as the longest anyway, drafts of the others cost nothing more.
+    # If every row is padded to the longest anyway, drafts for the other rows cost nothing extra.
     padded = DraftPolicy(cost(is_padded=True), (1, 2, 3))
     assert chosen(padded, [0.95, 0.1, 0.95, 0.05]) == [3, 3, 3, 3]
 
 
 def test_a_good_sequence_does_not_slow_down_a_large_batch() -> None:
-    """The batch decides by the tokens of all: what one sequence gains must outweigh what the others lose."""
+    """The batch maximises the tokens of all sequences. One sequence's gain must outweigh what the others lose."""
     policy = DraftPolicy(probed_cost(CPU_MTP), (1, 2, 3))
     assert chosen(policy, [0.95]) == [3]
     assert chosen(policy, [0.95, *[0.05] * 7]) == [0] * 8
@@ -106,12 +106,12 @@ def test_no_drafts_where_they_cost_too_much() -> None:
         assert policy.length(state, 1) == 0
 
 
-# What it learns
+# Learning
 
 
 @pytest.mark.parametrize("name", COSTS)
 def test_good_drafts_are_nearly_always_used(name: str) -> None:
-    """On long good text, the speed is nearly that of always drafting as much as pays most."""
+    """On long good text, the speed is nearly that of always using the best draft length."""
     chat = good(4000)
     warm(COSTS[name], 1).run([chat])
     best = max(sum(0.88**index for index in range(count + 1)) / (1 + extra) for count, extra in COSTS[name].items())
@@ -121,7 +121,7 @@ def test_good_drafts_are_nearly_always_used(name: str) -> None:
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("name", COSTS)
 def test_good_and_bad_chats_in_turn(name: str, batch: int) -> None:
-    """Good ones reach 95 % of the speed they have on their own, bad ones 97 % of plain: averages over a few seeds."""
+    """Good chats reach 95 % of their speed alone, and bad chats 97 % of plain decoding, averaged over a few seeds."""
     ratios, bad_speeds = [], []
     for seed in range(6):
         alone, mixed = warm(COSTS[name], batch, seed), warm(COSTS[name], batch, seed + 100)
@@ -149,7 +149,7 @@ def test_refused_drafts_cost_at_most_three_percent(name: str, batch: int) -> Non
 
 @pytest.mark.parametrize("name", COSTS)
 def test_bad_chats_do_not_switch_drafting_off(name: str) -> None:
-    """After thousands of tokens of bad text, the next good chat drafts from its first token on."""
+    """After thousands of tokens of bad text, the next good chat drafts from its first token."""
     after, alone = [], []
     for seed in range(5):
         simulation = warm(COSTS[name], 1, seed)
@@ -176,7 +176,7 @@ def test_text_that_turns_good_is_drafted_again(name: str) -> None:
     chat = Chat(4000, lambda position: 0.0 if position < 500 else 0.9)
     simulation = warm(COSTS[name], 1)
     simulation.run([chat])
-    assert speed([chat]) > 1.3  # plain would be 1
+    assert speed([chat]) > 1.3  # plain decoding gives 1
 
 
 def test_tries_become_rarer() -> None:
@@ -195,7 +195,7 @@ def test_text_that_turns_bad_is_soon_plain() -> None:
 
 
 def test_a_probe_without_any_accepted_draft_is_believed() -> None:
-    """Such a drafter does not fit the model. One that accepted a little may still suit the next text."""
+    """Such a drafter does not fit the model. A drafter that accepted a little may still suit the next text."""
     for num_accepted, length in ((0, 0), (1, 3)):
         policy, counters = DraftPolicy(probed_cost(CPU_MTP), (1, 2, 3)), Counters()
         for _ in range(30):
@@ -209,11 +209,11 @@ def test_chats_of_one_batch_get_what_each_deserves() -> None:
     chats = [good(400), bad(400), good(400), bad(400)]
     simulation.run(chats, 4)
     assert min(chats[0].num_rounds, chats[2].num_rounds) > 0
-    # A step in which only good ones draft is cheaper, so bad ones draft less.
+    # A step in which only good chats draft is cheaper, so bad chats draft less.
     assert max(chats[1].num_rounds, chats[3].num_rounds) < 0.7 * 400
 
 
-# What steps cost
+# Step costs
 
 
 def took(measured: MeasuredCost, num_seqs: int, num_drafts: int, seconds: float, count: int) -> None:
@@ -242,7 +242,7 @@ def test_a_late_step_does_not_count_for_much() -> None:
 
 
 def test_times_far_apart_are_not_compared() -> None:
-    """A machine that became twice as fast meanwhile has not made rounds cheaper than steps."""
+    """If the machine becomes twice as fast in the meantime, rounds must not appear cheaper than steps."""
     measured = MeasuredCost(cost())
     took(measured, 1, 0, 0.02, NUM_TIMES)
     took(measured, 1, 3, 0.03, FRESH)
@@ -269,7 +269,7 @@ def test_a_wrong_measurement_of_an_unused_length_fades() -> None:
 @pytest.mark.parametrize("factor", [0.3, 3.0])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_a_wrong_model_is_corrected(factor: float, batch: int) -> None:
-    """A probe on a busy machine may be wrong either way: steps of each length are timed soon."""
+    """A probe on a busy machine may be wrong in either direction, so steps of each length are timed soon."""
     wrong = probed_cost({count: factor * overhead for count, overhead in CPU_MTP.items()})
     simulation = Simulation(CPU_MTP, DraftPolicy(wrong, (1, 2, 3)))
     simulation.run(good_chats(10 * batch), batch)
@@ -295,7 +295,7 @@ def test_steps_taken_for_their_time_are_few() -> None:
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("measured", [{0: 2e-2, 1: 2.6e-2, 3: 3.2e-2}, {0: 2e-4, 1: 9e-4, 3: 9.5e-4}, {0: 1e-2, 1: 1.5e-2}])
 def test_a_fitted_cost_gives_what_was_measured(measured: dict[int, float], at_once: bool) -> None:
-    """Rounds of one sequence cost what they took at start; more drafts and more sequences cost more."""
+    """Rounds of one sequence cost what they took at start. More drafts and more sequences cost more."""
     fitted = cost(drafts_at_once=at_once).fitted(measured)
     assert fitted.step(1) == pytest.approx(measured[0])
     for count in set(measured) - {0}:
@@ -311,7 +311,7 @@ def test_noise_makes_no_round_cheaper_than_a_step() -> None:
     assert fitted.overhead(1, 1, 3) == fitted.overhead(1, 1, 1) == pytest.approx(0.0)
 
 
-# From the sizes of real models
+# Sizes of real models
 
 
 def policy_of(variant: str, choice: DraftChoice = MTP, device: str = "cpu") -> DraftPolicy | None:
@@ -321,8 +321,8 @@ def policy_of(variant: str, choice: DraftChoice = MTP, device: str = "cpu") -> D
     return draft_policy(target, drafter, choice, layout, torch.device(device), 2, plans_open=False)
 
 
-# Measured on an H200 with random weights (docs/log/drafting.md): a round of three drafts against a plain step, at 1, 8 and 32
-# sequences, with a wait for what was accepted after each.
+# Measured on an H200 with random weights (docs/log/drafting.md): a round of three drafts compared with a plain step, at 1, 8
+# and 32 sequences. After each round the host waits for the accepted drafts.
 MEASURED = {"31B": (1.11, 1.14, 1.35), "E4B": (1.46, 1.58, 1.81), "26B-A4B": (2.43, 2.01, 1.44)}
 
 

@@ -1,4 +1,4 @@
-"""The model that runs if none is named: it is found in the package and announced, and its absence is an error with a hint."""
+"""The default model: it is found in the package and announced, and its absence is an error with a hint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop of the engine process, in a thread: what it reports when steps fail."""
+"""The loop of the engine process, run in a thread: what it reports when steps fail."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from culet.types import FinishReason, TokenDelta
 
 
 class BrittleEngine(FakeEngine):
-    """Fails at each step that has an error, and forgets all requests, as the real engine does."""
+    """Fails at each step that has an error and forgets all requests, as the real engine does."""
 
     def __init__(self, errors: list[Exception | None]) -> None:
         super().__init__(Script(((10, 11),)), ScheduleConfig(max_num_seqs=4, max_queue_len=4))
@@ -65,7 +65,7 @@ class OtherEnd:
         self._socket.sendall(b"".join(bytes(frame(command)) for command in commands))
 
     def next(self) -> Report:
-        """The next report other than Stats."""
+        """Return the next report other than Stats."""
         while True:
             while not self._reports:
                 self._reports += self._frames.push(self._socket.recv(65536))

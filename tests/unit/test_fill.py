@@ -1,4 +1,4 @@
-"""Rows as tensors, against a plain loop over tokens; and the checks of their pages."""
+"""Rows as tensors, compared with a plain loop over tokens, and the checks of their pages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYOUT = make_layout()
 
 
 def make_row(slot: int, start: int, num_new: int, num_logits: int, pages: random.Random) -> Row:
-    """A row as the scheduler makes it, with the store rule and pages behind the window gone."""
+    """Make a row like the scheduler's, with the store rule applied and pages behind the window freed."""
     end = start + num_new
     tables, store_from = [], []
     for group in LAYOUT.groups:
@@ -122,7 +122,7 @@ def test_tail(seed: int) -> None:
         for own, whole in zip(tail.groups, batch.groups, strict=True):
             assert torch.equal(own.pages_BP[place], whole.pages_BP[index])
             assert own.first_B[place] == whole.first_B[index]
-        # What the name promises: every key that the tail sees is in pages.
+        # As the name promises, every key that the tail sees is in pages.
         for group in LAYOUT.groups:
             assert group.first_visible(first) >= row.store_from[group.index] or row.store_from[group.index] == row.start
     assert tail.tail is None
@@ -146,7 +146,7 @@ def spoiled(row: Row, group: int, table: PageTable) -> Row:
 def bad_rows() -> list[tuple[str, Row]]:
     row = make_row(2, 55, 5, 1, random.Random(0))
     sliding, glob = row.tables
-    later = make_row(2, 70, 5, 1, random.Random(0))  # its last token begins a page
+    later = make_row(2, 70, 5, 1, random.Random(0))  # its last token starts a new page
     return [
         (
             "group sliding.*layers 0 to 2.*row 1.*page 400",
@@ -181,7 +181,7 @@ def test_check_pages(message: str, row: Row, monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_arrays_travel_packed() -> None:
-    """Arrays of any sizes that go to a GPU in one copy come out unchanged."""
+    """Arrays of any size that go to a GPU in one copy come out unchanged."""
     chance = np.random.default_rng(0)
     arrays = {
         "odd": chance.integers(0, 99, 5, dtype=np.int32),

@@ -1,4 +1,4 @@
-"""How draws are given to the GPU's kernels. The eager sampler stands in for the kernels."""
+"""How draws are passed to the GPU's kernels. The eager sampler stands in for the kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = {
 
 
 class Kernels:
-    """Draws as the kernels do, from what they are given, and keeps count."""
+    """Draws from the kernels' arguments as the kernels do, and counts the calls."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -100,7 +100,7 @@ def test_logits_stay_where_log_probabilities_are_wanted(kernels: Kernels) -> Non
 
 
 def test_many_penalised_rows_go_in_pieces(kernels: Kernels) -> None:
-    """Also when sequences have changed their slots, as after a preemption."""
+    """This also holds after sequences have changed slots, as after a preemption."""
     settings = [replace(KINDS["penalised"], seed=row) for row in range(gpu_sampler.PENALISED_ROWS + 3)]
     gpu, tokens_SL = GpuSampler(), torch.randint(0, 300, (len(settings), 50))
     for slots in (list(range(len(settings))), list(range(len(settings)))[::-1]):

@@ -1,4 +1,4 @@
-"""GrammarCompiler: what their masks allow, how matchers follow tokens and drafts, and the process that checks grammars."""
+"""GrammarCompiler: what masks allow, how matchers follow tokens and drafts, and the process that checks grammars."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-# Each compiles for minutes and cannot be interrupted.
+# Each of these compiles for minutes and cannot be interrupted.
 ENDLESS = {
     "multiples": {"allOf": [{"type": "integer", "multipleOf": number} for number in (9973, 9967, 9949, 9941)]},
     "patterns": {"allOf": [{"type": "string", "pattern": f"a.{{{gap}}}b.*c"} for gap in range(40)]},
@@ -62,7 +62,7 @@ def next_of(compiler: GrammarCompiler, matcher: Matcher) -> set[int]:
 
 
 def walk(compiler: GrammarCompiler, matcher: Matcher, seed: int, limit: int = 400) -> list[int]:
-    """Random allowed tokens up to an end token. Quotes are made more likely, so that strings end."""
+    """Draw random allowed tokens up to an end token. Quotes are made more likely so that strings end."""
     chance, tokens = random.Random(seed), []
     while len(tokens) < limit:
         found = next_of(compiler, matcher)
@@ -127,7 +127,7 @@ def test_a_preempted_sequence_resumes_where_it_was(compiler: GrammarCompiler) ->
 
 @pytest.mark.parametrize("seed", range(4))
 def test_masks_along_drafts_equal_those_of_drawn_tokens(compiler: GrammarCompiler, seed: int) -> None:
-    """Whatever the drafts are, the masks equal those after each draft, and the matcher does not move."""
+    """The masks along any drafts equal those after each draft, and the matcher does not move."""
     rule = StructuredOutputs(json=PERSON, after_thought=True).spec()
     tokens = walk(compiler, compiler.start(spec(json=PERSON), [5], 1), seed)
     tokens = [OPEN, 70, 71, CLOSE, *tokens]
@@ -238,7 +238,7 @@ def test_forms_are_checked() -> None:
 
 
 def workers() -> set[int]:
-    """Process ids of the check workers that this process has started."""
+    """Return the process ids of the check workers that this process has started."""
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     return {int(child) for child in children if b"culet.structured.check_worker" in Path(f"/proc/{child}/cmdline").read_bytes()}
 

@@ -1,4 +1,4 @@
-"""GPU facts: names, capabilities, and that they are written down in one file only."""
+"""GPU facts: names, capabilities, and that only one file states them."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ def test_detect_asks_torch(monkeypatch: pytest.MonkeyPatch):
     assert find_gpu("auto").name == "cpu"
 
 
-# One place
+# A single source
 
 
 def facts(source: str) -> Iterator[str]:
-    """GPU facts that a file's code states itself: numbers of the tables, names of architectures, questions to the driver."""
+    """Return the GPU facts in a file's code: numbers from the tables, architecture names, and queries to the driver."""
     numbers = {arch.shared_bytes for arch in ARCHS.values()} | {gpu.memory_bytes for gpu in GPUS.values()}
     rates = [arch.rates for arch in ARCHS.values()] + list(hardware.PEAKS.values())
     numbers |= {rate for entry in rates for rate in (entry.bytes_per_s, entry.flops_per_s)}

@@ -1,4 +1,4 @@
-"""Triton kernels and their eager twins share types, and nothing else."""
+"""Triton kernels and their eager twins share types and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches find their compiled kernel by a key at least as fine as Triton's."""
+"""Launches find their compiled kernel by a key that is at least as fine as Triton's."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_key_of_a_descriptor_is_what_it_fetches(change: dict[str, Any]) -> N
     for descriptor in (first, again, other):
         Launch(kernel, (1,), BASE | {"x": descriptor}).run()
     assert [given["x"] for given in kernel.by_triton] == [first, other]
-    assert kernel.direct[0][9] is again  # whose address differs
+    assert kernel.direct[0][9] is again  # at a different address
 
 
 def test_a_kernel_is_warmed_once() -> None:
@@ -126,7 +126,7 @@ def test_a_kernel_is_warmed_once() -> None:
 
 
 class Described:
-    """Describes the same launch for other tensors, and counts how often."""
+    """Describes the same launch for other tensors and counts the calls."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.count = kernel, 0
@@ -164,7 +164,7 @@ def test_a_prepared_launch_needs_aligned_tensors() -> None:
     assert len(kernel.by_triton) == 2  # compiled for other alignments
     described.run(MEMORY)
     assert described.count == 2
-    # The other way around nothing is prepared: the first call tells nothing about aligned tensors.
+    # In the other order nothing is prepared, because the first call says nothing about aligned tensors.
     described.run(MEMORY[1:], key="another")
     described.run(MEMORY, key="another")
     assert described.count == 4
@@ -172,7 +172,7 @@ def test_a_prepared_launch_needs_aligned_tensors() -> None:
 
 def test_ambiguous_tensors_are_not_prepared() -> None:
     kernel = Kernel()
-    for _ in range(2):  # which of the two tensors is x?
+    for _ in range(2):  # either of the two tensors could be x
         launch.run_prepared(("key",), (1, 1), (MEMORY, MEMORY), lambda: Launch(kernel, (1,), BASE))
     for _ in range(2):  # neither is x
         launch.run_prepared(("other",), (1, 1), (torch.ones(4),), lambda: Launch(kernel, (1,), BASE))

@@ -1,6 +1,6 @@
-"""The structure of the package: imports point one way and have no cycles, folders stay small, and seams hold.
+"""The structure of the package: imports point one way without cycles, folders stay small, and seams hold.
 
-Every check reads every file, and counts typing-only and lazy imports like any other.
+Every check reads every file. Typing-only and lazy imports count like any other.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import culet
 
 ROOT = Path(culet.__file__).parent
 BASE = ("errors", "env", "log", "types", "config", "registry", "line_process", "frames", "hardware", "version")
-MAX_MODULES = 13  # side by side in one folder, besides __init__
+MAX_MODULES = 13  # in one folder, besides __init__
 
-# A package may import base, the packages listed here, and whatever those may import.
+# A package may import base, the packages listed here, and whatever those packages may import.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "base": (),
     "text": (),
@@ -43,10 +43,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 ALLOWED["cli"] = tuple(ALLOWED)
 ALLOWED["culet"] = ("engine",)  # culet/__init__.py exports LLM and SamplingParams, imported on first use
 
-# Most of `cache` loads without torch; only the pool holds tensors.
+# Most of `cache` loads without torch. Only the pool holds tensors.
 POOL = "culet.cache.pool"
 
-# Packages and modules that load on a machine without torch.
+# Packages and modules that load without torch.
 TORCH_FREE_PACKAGES = ("text", "scheduler", "cli")
 TORCH_FREE = (
     *("culet", *(f"culet.{name}" for name in BASE)),
@@ -61,7 +61,7 @@ TORCH_FREE = (
 
 @cache
 def modules() -> Mapping[str, Path]:
-    """Every module of the package by its dotted name."""
+    """Return every module of the package by its dotted name."""
     paths = {}
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT.parent).with_suffix("").parts
@@ -70,7 +70,7 @@ def modules() -> Mapping[str, Path]:
 
 
 def imports(path: Path, name: str) -> Iterator[tuple[str, int]]:
-    """(dotted name, line) of each import from culet, wherever it stands in the file."""
+    """Return (dotted name, line) of each import from culet, anywhere in the file."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -88,17 +88,17 @@ def imports(path: Path, name: str) -> Iterator[tuple[str, int]]:
 
 
 def package_of(name: str) -> str:
-    """The row of the table for a module, or for a name inside a module."""
+    """Return the table row for a module or for a name inside a module."""
     parts = name.split(".")
     if len(parts) == 1:
         return "culet"
-    if parts[1] in culet._LAZY:  # a name that `culet` exports counts as the module it comes from
+    if parts[1] in culet._LAZY:  # a name that `culet` exports counts as its own module
         return package_of(culet._LAZY[parts[1]])
     return "base" if parts[1] in BASE or parts[1] == "__version__" else parts[1]
 
 
 def reachable(package: str) -> set[str]:
-    """All packages that `package` may import."""
+    """Return all packages that `package` may import."""
     return {package, "base"}.union(*({other} | reachable(other) for other in ALLOWED[package]))
 
 
@@ -173,7 +173,7 @@ def test_the_rule_itself(tmp_path: Path, name, source, is_allowed):
 
 
 def import_graph(paths: Mapping[str, Path]) -> dict[str, set[str]]:
-    """The modules that each module imports. `from package import name` counts as the module `package.name`, if it is one."""
+    """Return the modules that each module imports. `from package import name` counts as `package.name` if that is a module."""
     graph: dict[str, set[str]] = {}
     for name, path in paths.items():
         targets = {target if target in paths else target.rpartition(".")[0] for target, _ in imports(path, name)}
@@ -182,7 +182,7 @@ def import_graph(paths: Mapping[str, Path]) -> dict[str, set[str]]:
 
 
 def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Groups of modules that import each other, directly or not (strongly connected components)."""
+    """Return the groups of modules that import each other, directly or indirectly (strongly connected components)."""
     order: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
@@ -237,11 +237,11 @@ def test_folders_are_small():
     assert {str(folder.relative_to(ROOT)): count for folder, count in counts.items() if count > MAX_MODULES} == {}
 
 
-# The Weight seam: only `layers/weight` and `kernels/` know the format of a weight
+# The Weight seam: only `layers/weight` and `kernels/` know a weight's format
 
 WEIGHT_CODE = ("layers/weight", "kernels/")
-FORMATS = ("bfloat16", "float16", "half", "int8", "int4", "uint4", "float8", "float4")  # beginnings of torch's names
-# Other code that names such a dtype, and what it means there.
+FORMATS = ("bfloat16", "float16", "half", "int8", "int4", "uint4", "float8", "float4")  # prefixes of torch's dtype names
+# Other code that names such a dtype, and its meaning there.
 NOT_WEIGHTS = {
     "attention/triton.py": "queries: the Hopper kernels need bfloat16",
     "bench/attention_cases.py": "inputs of attention kernels",
@@ -255,7 +255,7 @@ NOT_WEIGHTS = {
 
 
 def named_formats(source: str) -> Iterator[str]:
-    """Where a file names a weight's dtype: a dtype such as torch.int8, a cast such as x.half(), or weight.dtype."""
+    """Return where a file names a weight's dtype: a dtype such as torch.int8, a cast such as x.half(), or weight.dtype."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Attribute):
             continue
@@ -269,7 +269,7 @@ def named_formats(source: str) -> Iterator[str]:
 
 
 def _is_weight(node: ast.expr) -> bool:
-    """Whether an expression is called a weight: `weight`, `layer.up_weight`, `self.weights[0]`."""
+    """Return whether an expression names a weight, such as `weight`, `layer.up_weight` or `self.weights[0]`."""
     is_element = isinstance(node, ast.Subscript)
     while isinstance(node, ast.Subscript):
         node = node.value
@@ -287,7 +287,7 @@ def test_only_weights_and_kernels_name_a_weights_dtype():
 
 
 def test_the_exceptions_name_no_weight():
-    """A module with an exception may name a dtype, but may still not ask a weight for its own."""
+    """A module with an exception may name a dtype but may not read a weight's own."""
     for place in NOT_WEIGHTS:
         lines = list(named_formats((ROOT / place).read_text(encoding="utf-8")))
         assert lines, f"{place} needs no exception"
@@ -308,25 +308,25 @@ def test_the_exceptions_name_no_weight():
         ("torch.zeros(8, dtype=torch.uint8)", False),  # raw bytes
         ("hidden_TD.dtype", False),
         ("weight.num_bytes", False),
-        ("weights.dtype", False),  # what makes weights knows the activations' dtype
+        ("weights.dtype", False),  # code that makes weights knows the activations' dtype
     ],
 )
 def test_the_guard_itself(source, is_named):
     assert bool(list(named_formats(source))) == is_named
 
 
-# What loads without torch
+# Loading without torch
 
 
 def torch_free_modules() -> list[str]:
-    """The modules that load on a machine without torch: those of the table, and the __init__ of every package."""
+    """Return the modules that load without torch: those of the table, and the __init__ of every package."""
     whole = [name for name in modules() if len(name.split(".")) > 1 and name.split(".")[1] in TORCH_FREE_PACKAGES]
     packages = [name for name, path in modules().items() if path.name == "__init__.py"]
     return sorted({*TORCH_FREE, *whole, *packages})
 
 
 def failures(names: list[str], refused: set[str]) -> str:
-    """Import `names` in a fresh interpreter in which the packages `refused` do not exist; what fails, line by line."""
+    """Import `names` in a fresh interpreter without the packages `refused`. Return the failures, one per line."""
     code = f"""
 import importlib, sys
 class Refuse:
@@ -352,14 +352,14 @@ def test_torch_free_modules_load_without_torch():
 
 
 def test_the_planner_needs_no_other_heavy_package():
-    """What `culet plan` may import loads without numpy and the libraries that read weights, too."""
+    """Everything that `culet plan` may import also loads without numpy and the libraries that read weights."""
     names = [name for name in torch_free_modules() if package_of(name) not in ("text", "structured", "engine")]
     heavy = {"torch", "numpy", "triton", "transformers", "safetensors", "tokenizers", "huggingface_hub", "llguidance"}
     assert failures(names, heavy) == ""
 
 
 def test_each_torch_free_module_stands_alone():
-    """Each in a fresh interpreter, so that none depends on what another imported before."""
+    """Each module loads in a fresh interpreter, so that none depends on what another imported before."""
     code = "import importlib, sys; importlib.import_module(sys.argv[1]); assert 'torch' not in sys.modules"
     for name in TORCH_FREE:
         process = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=False)

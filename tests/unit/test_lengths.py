@@ -1,4 +1,4 @@
-"""Files and functions of the package are short enough to read in one sitting. This includes GPU kernels."""
+"""Files and functions of the package, including GPU kernels, are short enough to read in one sitting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 
 def long_functions(source: str) -> list[str]:
-    """Names and lengths of the functions that are too long, without decorators."""
+    """Return the names and lengths, without decorators, of functions that are too long."""
     problems = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

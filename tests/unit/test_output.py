@@ -1,4 +1,4 @@
-"""From TokenDeltas to OutputDeltas: what `LLM` and the server both rely on."""
+"""From TokenDeltas to OutputDeltas, which both `LLM` and the server rely on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def plain(tokenizer: Tokenizer, **params: Any) -> SampleOutput:
 def feed(
     output: SampleOutput, token_ids: list[int], size: int = 1, end: FinishReason | None = None, logprobs: bool = False
 ) -> list[OutputDelta]:
-    """Push the tokens in groups of `size` until the output has ended. `end` is the engine's finish reason for the last one."""
+    """Push the tokens in groups of `size` until the output ends. `end` is the engine's finish reason for the last group."""
     deltas = []
     for begin in range(0, len(token_ids), size):
         group = tuple(token_ids[begin : begin + size])

@@ -1,4 +1,4 @@
-"""Gemma 4's output as thoughts, text and tool calls, however its tokens are grouped."""
+"""Gemma 4's output read as thoughts, text and tool calls, however its tokens are grouped."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ TOKENS = st.sampled_from([*MARKS, "<|tool_call>", "<tool_call|>", Q, "<pad>", "<
 @settings(max_examples=400, deadline=None)
 @given(tokens=st.lists(TOKENS, max_size=40), data=st.data())
 def test_any_tokens_at_all(tokenizer, tokens, data):
-    """Never an exception; the grouping does not matter; `check` holds."""
+    """Any tokens can be read without an exception, the grouping does not matter, and `check` holds."""
     ids = []
     for token in tokens:
         known = tokenizer.token_id(token)

@@ -1,4 +1,4 @@
-"""Random numbers: Philox against published vectors and against Triton's, and what the key and counter mean."""
+"""Random numbers: Philox compared with published vectors and with Triton's, and the meaning of key and counter."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_uniforms_are_uniform():
     assert draws.max() < 1.0
     observed = np.histogram(draws, bins=50, range=(0, 1))[0]
     chi_squared = ((observed - count / 50) ** 2 / (count / 50)).sum()
-    assert chi_squared < 95  # 49 degrees of freedom: exceeded by chance once in 10,000
+    assert chi_squared < 95  # 49 degrees of freedom; chance exceeds this once in 10,000
     assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.03
 
 
@@ -99,7 +99,7 @@ def test_matches_triton(tmp_path):
     program.write_text(TRITON_PROGRAM)
     seeds = [0, 1, 2**31, 2**32 - 1, 2**32, 2**40 + 17, 2**63 - 1, 123456789012345]
     samples, positions = list(range(8)), [0, 5, 1000, 262143, 17, 2**31 - 1, 3, 9]
-    # In a separate process: Triton decides at import whether to interpret.
+    # Triton decides at import whether to interpret, so this runs in a separate process.
     environment = {**os.environ, "TRITON_INTERPRET": "1" if device == "cpu" else "0"}
     command = [sys.executable, str(program), json.dumps([seeds, samples, positions]), device]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

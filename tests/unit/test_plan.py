@@ -1,4 +1,4 @@
-"""The attention plan: what each backend supports on each architecture, choices that are refused, and the picture."""
+"""The attention plan: what each backend supports on each architecture, choices that raise, and the picture."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plan_for(name: str, gpu: str, choice: str = "auto", **options: Any) -> Atten
     return plan_attention(groups, spec.layers[0].num_heads, find_gpu(gpu), choice, readers=readers, **options)
 
 
-# A backend as others exist: no large heads, no intervals, not on every GPU.
+# A backend with typical limits: no large heads, no intervals, not on every GPU.
 def limited_refuses(need: AttentionNeed, arch: Arch) -> str | None:
     if not arch.is_gpu:
         return "needs an NVIDIA GPU"
@@ -42,7 +42,7 @@ def limited_refuses(need: AttentionNeed, arch: Arch) -> str | None:
 
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend `limited`, after triton and before torch_cpu in order of preference."""
+    """A backend `limited`, preferred after triton and before torch_cpu."""
     limited = Backend("culet.attention.limited:LimitedBackend", "small heads only", limited_refuses)
     order = {"triton": BACKENDS["triton"], "limited": limited, "torch_cpu": BACKENDS["torch_cpu"]}
     monkeypatch.setattr(plan_module, "BACKENDS", order)

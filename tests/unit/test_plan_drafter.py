@@ -1,4 +1,4 @@
-"""`culet plan` with a drafter: its attention is planned by itself and shown beside the target's."""
+"""`culet plan` with a drafter: its attention is planned separately and shown beside the target's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from culet.models.variants import VARIANTS
 
 @pytest.fixture
 def plan(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What `culet plan` prints."""
+    """Return what `culet plan` prints."""
 
     def call(*words: str) -> str:
         assert run(["plan", *words]) == 0
@@ -34,7 +34,7 @@ def config(method: str, **more: object) -> str:
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("method", DRAFTERS)
 def test_every_variant_with_every_drafter(name: str, method: str) -> None:
-    """Conformance of all drafters in the table: layers behind the target's, groups that exist, bytes that count."""
+    """Every drafter in the table puts its layers after the target's, uses groups that exist, and counts its bytes."""
     target = read_spec(VARIANTS[name])
     drafter = open_drafter(DraftChoice(method, "random:"), target)
     layout = plan_cache(cache_specs(target, drafter, 2, latent=True))
@@ -44,7 +44,7 @@ def test_every_variant_with_every_drafter(name: str, method: str) -> None:
     assert drafter.max_drafts > 0
     assert set(readers) <= {group.name for group in layout.groups}
     assert min(layer for layers in readers.values() for layer in layers) >= len(target.layers)
-    # The target's groups and slab are what they are without a drafter.
+    # The target's groups and slab are the same as without a drafter.
     assert [(group.name, group.layers, group.page_tokens) for group in target_groups(layout)] == [
         (group.name, group.layers, group.page_tokens) for group in plain.groups
     ]
@@ -81,7 +81,7 @@ def test_as_json(plan: Callable[..., str]) -> None:
 
 
 def test_an_explicit_backend_is_used_or_refused(plan: Callable[..., str]) -> None:
-    """The drafter's backend says nothing about the target's, nor the other way round."""
+    """The drafter's backend does not determine the target's, nor the other way round."""
     chosen = json.loads(
         plan("31B", "--gpu", "h200", "--json", "--speculative-config", config("mtp", attention_backend="torch_cpu"))
     )

@@ -1,4 +1,4 @@
-"""The history behind the page's plots."""
+"""The history shown by the page's plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resume points: found by content, the longest first, evicted the least used first, and never wrong."""
+"""Resume points: found by content, longest first, evicted least recently used first, and never wrong."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from culet.cache.prefix import PageKeys, PrefixCache
 from culet.cache.spec import CacheLayout, KVGroup, KVSpec
 from culet.types import MediaSpan, PageTable
 
-WINDOW, SMALL, LARGE = 6, 2, 4  # window and page tokens of the group with one; page tokens of the group without
+WINDOW, SMALL, LARGE = 6, 2, 4  # window and page tokens of the group with a window; page tokens of the group without
 
 
 def group(index: int, window: int | None, page_tokens: int) -> KVGroup:
@@ -24,14 +24,14 @@ LAYOUT = CacheLayout(1, (group(0, WINDOW, SMALL), group(1, None, LARGE)))
 
 
 class Cache:
-    """A PrefixCache whose sequences are gone: only resume points hold pages."""
+    """A PrefixCache without running sequences, so that only resume points hold pages."""
 
     def __init__(self, num_pages: int = 100) -> None:
         self.arena = Arena(num_pages)
         self.prefix = PrefixCache(self.arena, LAYOUT)
 
     def insert(self, tokens: list[int], *, salt: str = "", media: Sequence[MediaSpan] = (), first: int = 0) -> None:
-        """A resume point at the end of `tokens`; the windowed table begins with logical page `first`."""
+        """Insert a resume point at the end of `tokens`. The windowed table begins with logical page `first`."""
         tables, pages_held = [], []
         for group in LAYOUT.groups:
             begin = first if group.window else 0
@@ -44,7 +44,7 @@ class Cache:
     def find(
         self, tokens: list[int], *, salt: str = "", media: Sequence[MediaSpan] = (), limit: int | None = None
     ) -> tuple[int, int]:
-        """(resume, known)."""
+        """Look up `tokens` and return (resume, known)."""
         limit = len(tokens) - 1 if limit is None else limit
         match = self.prefix.find(tokens, PageKeys(self.prefix.page_tokens, salt, media), limit)
         assert (match.point is None) == (match.resume == 0)
@@ -60,7 +60,7 @@ def test_a_longer_prompt_resumes_at_the_end_of_a_shorter_one() -> None:
 
 def test_the_same_prompt_resumes_at_its_last_token() -> None:
     cache = Cache()
-    for length in (7, 8):  # the last page is full, or not
+    for length in (7, 8):  # the last page is full, or partly filled
         tokens = list(range(length))
         cache.insert(tokens)
         assert cache.find(tokens) == (length - 1, length // LARGE * LARGE)
@@ -69,11 +69,11 @@ def test_the_same_prompt_resumes_at_its_last_token() -> None:
 def test_without_the_token_before_the_window_only_a_longer_prompt_hits() -> None:
     cache = Cache()
     tokens = list(range(11))
-    # At 11 the window begins with token 6, the fourth page; at 10 with token 5, the page before.
+    # At 11 the window begins with token 6, the fourth page. At 10 it begins with token 5, one page earlier.
     cache.insert(tokens, first=3)
     assert cache.find(tokens) == (0, 8)
     assert cache.find([*tokens, 99]) == (11, 8)
-    # The same tokens with one page more replace it.
+    # The same tokens with one more page replace it.
     cache.insert(tokens, first=2)
     assert cache.prefix.num_resume_points == 1
     assert cache.find(tokens) == (10, 8)
@@ -141,7 +141,7 @@ def test_salts_keep_prompts_apart() -> None:
 @pytest.mark.parametrize("start", [0, 1, 3, 4, 6])
 @pytest.mark.parametrize("length", [1, 2, 4])
 def test_media_are_compared_by_content(start: int, length: int) -> None:
-    """In a full page, across pages, and in the tail after them; pages before them are shared."""
+    """Media may lie in a full page, across pages, or in the tail after them. Pages before them are shared."""
     cache, tokens = Cache(), [5] * 11
     cat, dog, longer = (MediaSpan(start, size, key) for size, key in ((length, b"cat"), (length, b"dog"), (length + 1, b"cat")))
     cache.insert(tokens, media=[cat])
@@ -177,7 +177,7 @@ def test_the_least_recently_used_goes_first() -> None:
     match = cache.prefix.find([*prompts[0], 7], PageKeys(LARGE), 5)
     assert match.point is not None
     cache.prefix.touch(match.point)
-    cache.insert(prompts[1])  # known already: counts as used
+    cache.insert(prompts[1])  # already known, so this counts as a use
     cache.prefix.make_room(cache.arena.num_free + 1)
     assert [cache.find([*prompt, 7])[0] for prompt in prompts] == [5, 5, 0, 5]
     cache.prefix.make_room(cache.arena.num_free + 1)
@@ -188,7 +188,7 @@ def test_eviction_spares_what_frees_nothing() -> None:
     cache = Cache()
     cache.insert([1] * 5)
     owned = cache.prefix.resume_points()[0].pages
-    cache.arena.share(owned)  # a sequence runs on it
+    cache.arena.share(owned)  # a running sequence uses it
     cache.insert([2] * 5)
     cache.prefix.make_room(cache.arena.num_pages)
     assert cache.find([1] * 6)[0] == 5
@@ -225,7 +225,7 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_a_look_up_does_not_visit_unrelated_resume_points() -> None:
-    """Its cost grows with the prompt, not with the number of resume points."""
+    """The cost of a lookup grows with the prompt, not with the number of resume points."""
     cache = Cache(40_000)
     tokens = list(range(1000, 1040))
     cache.insert(tokens)

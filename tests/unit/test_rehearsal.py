@@ -1,4 +1,4 @@
-"""Rehearsals plan valid steps, whatever the settings, and compile kernels only once."""
+"""Rehearsals plan valid steps for any settings, and compile each kernel only once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling against a slow, obvious implementation in plain Python."""
+"""Sampling compared with a slow, obvious implementation in plain Python."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDE = CHUNK * MIN_CHUNKS * 2  # wide enough for the chunked ranking
 
 
 def survivors(logits: list[float], sampling: Sampling) -> dict[int, float]:
-    """Token id -> probability after temperature and filters, by the definition."""
+    """Return the probability of each remaining token id after temperature and filters, by definition."""
     best = max(logits)
     weights = {token: math.exp((value - best) / sampling.temperature) for token, value in enumerate(logits)}
     ranked = sorted(weights, key=lambda token: (-logits[token], token))
@@ -74,7 +74,7 @@ FILTERS = {
 @pytest.mark.parametrize("name", FILTERS)
 def test_draws_follow_the_definition(name, width):
     generator = torch.Generator().manual_seed(3)
-    # Whole numbers make ties everywhere, also at the edges of top-k and top-p.
+    # Whole numbers make ties everywhere, including at the edges of top-k and top-p.
     logits = (torch.randn(24, width, generator=generator) * 2).round()
     rows = [replace(PLAIN, seed=row, sample=row % 3, **FILTERS[name]) for row in range(24)]
     drawn = sample(logits, rows, list(range(24)))
@@ -101,7 +101,7 @@ def test_draws_follow_the_definition_anywhere(data):
 
 @pytest.mark.parametrize("name", ["plain", "gemma", "top_p", "min_p", "all"])
 def test_distribution(name):
-    """Chi-squared over 6,000 positions of one sequence."""
+    """Test chi-squared over 6,000 positions of one sequence."""
     logits = torch.randn(30, generator=torch.Generator().manual_seed(1)) * 1.5
     sampling = replace(PLAIN, seed=99, **FILTERS[name])
     count = 6000
@@ -115,7 +115,7 @@ def test_distribution(name):
 
 
 def test_neighbours_do_not_matter():
-    """Every row alone draws what it draws among rows with other settings."""
+    """Every row draws the same alone as among rows with other settings."""
     generator = torch.Generator().manual_seed(5)
     kinds = [*FILTERS.values(), {"temperature": 0.0}, {"repetition_penalty": 1.3}, {"logit_bias": ((3, 5.0),)}]
     rows = [replace(PLAIN, seed=1000 + index, **kind) for index, kind in enumerate(kinds * 3)]
@@ -175,12 +175,12 @@ def test_bias_and_suppression():
         replace(PLAIN, logit_bias=tuple((token, -math.inf) for token in range(10) if token != 6)),
     ]
     assert sample(logits, rows, [0, 0]).tolist() == [4, 6]
-    assert torch.equal(logits, torch.zeros(2, 10))  # the caller's logits are left alone
+    assert torch.equal(logits, torch.zeros(2, 10))  # the caller's logits are unchanged
 
 
 def test_masks_rule_tokens_out():
     logits = torch.randn(3, 40)
-    allowed = {0: [3, 33], 2: [39]}  # the row between draws freely
+    allowed = {0: [3, 33], 2: [39]}  # the row between them is unconstrained
     bits = torch.zeros(2, 2, dtype=torch.int32)
     for line, tokens in enumerate(allowed.values()):
         for token in tokens:
@@ -233,7 +233,7 @@ def test_penalties_match_transformers():
 
 @pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 12, "top_p": 0.7, "temperature": 0.4}])
 def test_filters_match_transformers(filters):
-    """Without ties, the surviving tokens and their probabilities are those of transformers' warpers."""
+    """Without ties, the remaining tokens and their probabilities are those of transformers' warpers."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = torch.randn(1, 80, generator=torch.Generator().manual_seed(6)) * 2
@@ -253,7 +253,7 @@ def test_filters_match_transformers(filters):
 @pytest.mark.parametrize("width", [500, WIDE, WIDE + 1, 262144])
 def test_top_columns_is_exact(k, width):
     generator = torch.Generator().manual_seed(8)
-    values = (torch.randn(3, width, generator=generator) * 2).round()  # a few dozen different values: ties everywhere
+    values = (torch.randn(3, width, generator=generator) * 2).round()  # a few dozen distinct values make ties everywhere
     values[1] = -0.0
     values[1, ::2] = 0.0  # equal to -0.0
     values[2, width // 2 :] = -math.inf
@@ -265,7 +265,7 @@ def test_top_columns_is_exact(k, width):
 
 
 def test_ranked_draw_sorts_only_where_the_head_is_too_small(monkeypatch):
-    """Both ways of a top-p draw agree with the definition; a flat row needs the sort, a peaked one does not."""
+    """Both ways of a top-p draw agree with the definition. A flat row needs the sort, a peaked one does not."""
     peaked = torch.randn(1, WIDE, generator=torch.Generator().manual_seed(9)) * 8
     flat = torch.zeros(1, WIDE)
     rows = [replace(PLAIN, seed=seed, top_p=0.9) for seed in range(20)]
@@ -286,9 +286,10 @@ def test_ranked_draw_sorts_only_where_the_head_is_too_small(monkeypatch):
 
 
 def test_top_p_is_a_share_of_what_a_wide_top_k_leaves():
-    """Ten likely tokens and a flat tail of the same weight in all: most of the tail is beyond top-k.
+    """Top-p applies to the tokens that remain after top-k.
 
-    Half of what top-k leaves is six of the ten, half of the whole vocabulary would be all ten.
+    The row has ten likely tokens and a flat tail of the same total weight, and most of the tail is beyond top-k. Half of what
+    remains after top-k is six of the ten. Half of the whole vocabulary would be all ten.
     """
     logits = torch.full((WIDE,), math.log(10 / (WIDE - 10)))
     logits[:10] = 0.0
@@ -302,7 +303,7 @@ def test_top_p_is_a_share_of_what_a_wide_top_k_leaves():
 @pytest.mark.parametrize("width", [4, WIDE])
 @pytest.mark.parametrize("top_k", [0, 4, 10**9])
 def test_a_token_that_top_p_does_not_need_is_out(width, top_k):
-    """Of four equal tokens two make up exactly half: the third is not drawn."""
+    """Two of four equal tokens make up exactly half, so the third is not drawn."""
     logits = torch.full((width,), -math.inf)
     logits[:4] = 1.0
     sampling = replace(PLAIN, top_k=top_k, top_p=0.5)
@@ -323,7 +324,7 @@ def test_logprobs():
         assert set(row) == {*top, chosen[index].item()}
         for token, value in row.items():
             assert value == pytest.approx(expected[index, token].item(), abs=1e-5)
-    assert len(rows[2]) == 3  # the chosen token is among the most likely and stands there once
+    assert len(rows[2]) == 3  # the chosen token is among the most likely and is listed once
     assert list(rows[0])[1:] == [token for token in expected[0].sort(descending=True).indices[:5].tolist() if token != 4]
 
 

@@ -1,4 +1,4 @@
-"""What the quality gate counts as right."""
+"""What the quality gate counts as a right answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights by part compared with the published models, and what fits compared with the bounds of the arena."""
+"""Weights by part compared with the published models, and what fits compared with the arena's bounds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from culet.models.sizes import (
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
 
-# Parameters by part; the last line is the bytes of all tensors of the published checkpoint.
+# Parameters by part. The last line is the total bytes of the published checkpoint's tensors.
 PUBLISHED: dict[str, dict[str, int]] = {
     "E2B": {
         "token embedding": 402_653_184,

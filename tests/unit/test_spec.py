@@ -1,4 +1,4 @@
-"""`read_spec`: the five models in every form of config.json, compared with transformers, and every refusal."""
+"""`read_spec`: the five models in every form of config.json, compared with transformers, and every error."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def transformers_config(name: str) -> Any:
     return kind(**config)
 
 
-# The numbers of the published models
+# Dimensions of the published models
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_readers_are_owners_and_the_layers_that_share_their_kv():
     assert sorted(sliding + full) == list(range(35))
 
 
-# Against transformers
+# Compared with transformers
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -147,7 +147,7 @@ def test_text_only_config_has_the_same_layers(name, tmp_path: Path):
 
 
 def small_model(spec_changes: dict[str, Any], unified: bool = False) -> tuple[Any, ModelSpec]:
-    """A transformers model on the meta device, and our spec of the config that it writes."""
+    """Return a transformers model on the meta device and our spec of the config that it writes."""
     import torch
     import transformers
 
@@ -226,7 +226,7 @@ def test_rope_matches_transformers(share, factor):
         assert ours == pytest.approx(expected, rel=1e-5)
 
 
-# What may be absent
+# Optional keys
 
 
 def test_defaults_are_those_of_the_family():
@@ -234,7 +234,7 @@ def test_defaults_are_those_of_the_family():
     base |= {"num_key_value_heads": 2, "head_dim": 16}
     plain = read_spec({"model_type": "gemma4_text", **base})
     unified = read_spec({"model_type": "gemma4_unified_text", **base})
-    assert [layer.is_global for layer in plain.layers] == [False] * 5 + [True, False, True]  # every sixth, and the last
+    assert [layer.is_global for layer in plain.layers] == [False] * 5 + [True, False, True]  # every sixth layer, and the last
     assert (plain.layers[0].window, unified.layers[0].window) == (512, 1024)
     assert (plain.max_position, unified.max_position) == (131_072, 262_144)
     assert (plain.ple_dim, unified.ple_dim) == (256, 0)
@@ -265,7 +265,7 @@ def test_towers_may_be_null():
     assert not read_spec(config).has_towers
 
 
-# Refusals
+# Errors
 
 
 def per_layer(**layers: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Chat templates: the built-in one against the documented format, those of checkpoints, and templates that misbehave."""
+"""Chat templates: the built-in one compared with the documented format, those of checkpoints, and faulty ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def built_in(empty_thought: bool) -> ChatTemplate:
 
 @pytest.fixture(scope="module")
 def large():
-    """12B, 26B-A4B, 31B."""
+    """The template of the 12B, 26B-A4B and 31B."""
     template = built_in(True)
     yield template
     template.close()
@@ -29,7 +29,7 @@ def large():
 
 @pytest.fixture(scope="module")
 def small():
-    """E2B, E4B."""
+    """The template of the E2B and E4B."""
     template = built_in(False)
     yield template
     template.close()
@@ -169,7 +169,7 @@ def test_tool_calls_and_results(small, large):
     )
     head = "<bos><|turn>user\nHi<turn|>\n<|turn>model\n"
     messages = [USER, asks(("1", "get_weather", arguments))]
-    # The call waits for its result: the model's stop token is already there.
+    # The call waits for its result, so the model's stop token is already there.
     assert small.render(messages) == f"{head}{call_text}<|tool_response>"
     messages.append({"role": "tool", "tool_call_id": "1", "content": "17 degrees"})
     result_text = '<|tool_response>response:get_weather{value:<|"|>17 degrees<|"|>}<tool_response|>'
@@ -322,7 +322,7 @@ def test_environment_has_what_templates_expect():
 
 
 def test_matches_transformers_environment():
-    """The same text as `apply_chat_template`, for a template that depends on whitespace rules and filters."""
+    """The text is the same as from `apply_chat_template`, for a template that depends on whitespace rules and filters."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     source = BUILT_IN.read_text()
@@ -385,7 +385,7 @@ def test_rendering_continues_after_a_runaway():
         else:
             with pytest.raises(BadRequest):
                 template.render([{"role": "user", "content": content}])
-    assert process_ids[0] != process_ids[1] == process_ids[2]  # a new process only after the runaway
+    assert process_ids[0] != process_ids[1] == process_ids[2]  # only the runaway template causes a new process
 
 
 def test_a_killed_process_is_replaced():

@@ -1,4 +1,4 @@
-"""Tokens and text: the tokenizer, decoding token by token, stop strings."""
+"""Tokens and text: the tokenizer, incremental decoding, and stop strings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "model"
 
 
 def write_tokenizer(folder, decoder=None):
-    """A small BPE like Gemma's: spaces as U+2581, unknown characters as byte tokens, and special tokens."""
+    """Write a small BPE tokenizer like Gemma's: spaces as U+2581, unknown characters as byte tokens, and special tokens."""
     learner = tokenizers.Tokenizer(models.BPE())
     learner.normalizer = normalizers.Replace(" ", "\u2581")
     learner.train_from_iterator(
@@ -82,7 +82,7 @@ def test_round_trip(both, text):
     ours, theirs = both
     ids = ours.encode(text)
     assert ids == theirs.encode(text, add_special_tokens=False).ids
-    expected = text.replace("\u2581", " ")  # a tokenizer of this kind cannot keep this character
+    expected = text.replace("\u2581", " ")  # such a tokenizer cannot represent this character
     assert ours.decode(ids, skip_special=False) == expected
     assert theirs.decode(ids, skip_special_tokens=False) == expected
 
@@ -176,7 +176,7 @@ def test_special_tokens_are_hidden_or_kept(both):
 
 
 def test_cost_per_token_does_not_grow(both):
-    """Each token is looked up once, and at most the start of one character is kept, even if no character is ever complete."""
+    """Each token is looked up once, and at most the start of one character is kept, even if no character is ever completed."""
     ours, _ = both
     token_ids = [ours.token_id(name) for name in ("<0x80>", "<0xF0>", "<0x9F>", "<0x98>")] * 500
     lookups = []
@@ -195,7 +195,7 @@ def test_cost_per_token_does_not_grow(both):
 
 
 def stop_by_definition(text: str, stops: list[str]) -> tuple[str, bool]:
-    """(text before the first complete stop string, whether there is one)"""
+    """Return (text before the first complete stop string, whether there is one)."""
     found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     return (text[: min(found)[1]], True) if found else (text, False)
 
@@ -250,7 +250,7 @@ def test_without_stop_strings_everything_passes():
 
 
 def lines_run(call: Callable[[], object]) -> int:
-    """Lines of Python that a call runs: its cost, whatever else the machine does."""
+    """Return the number of Python lines that a call runs. Unlike time, this cost does not depend on the machine's load."""
     count = 0
 
     def trace(frame: object, event: str, _: object) -> Callable[..., object]:

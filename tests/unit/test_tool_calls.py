@@ -1,4 +1,4 @@
-"""Gemma 4's tool calls as JSON: values, how schemas decide what bare words mean, and malformed calls."""
+"""Gemma 4's tool calls as JSON: values, how schemas decide the meaning of bare words, and malformed calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tokenizer(tmp_path_factory):
 
 
 def arguments(tokenizer, body, schema=None, **options):
-    """Arguments of the one call `call:f{body}`."""
+    """Return the arguments of the single call `call:f{body}`."""
     output = answer(tokenizer, f"<|tool_call>call:f{{{body}}}<tool_call|>", schemas={"f": schema}, **options)
     assert output.text == ""
     (call,) = output.tool_calls
@@ -197,7 +197,7 @@ def test_malformed_call_ends_where_another_part_begins(tokenizer):
 
 
 def test_what_the_chat_template_writes_is_read_back(tokenizer):
-    """The next prompt holds the tokens that the model drew, so that their keys and values in the cache are used again."""
+    """The next prompt holds the tokens that the model drew, so that their cached keys and values are reused."""
     drawn = f"<|channel>thought\nhm\n\n<channel|>{CITY}<|tool_call>call:f{{a:[1,{{b:null}}],z:{Q}ü\n{Q}}}<tool_call|>"
     output = answer(tokenizer, drawn + "<|tool_response>")
     calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in output.tool_calls]
@@ -219,7 +219,7 @@ VALUES = st.recursive(
 
 
 def written(value):
-    """A value as the chat template writes it."""
+    """Return a value as the chat template writes it."""
     if isinstance(value, str):
         return f"{Q}{value}{Q}"
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""GrammarCompiler for tool calls: whatever they allow can be read back as calls whose arguments match the schema."""
+"""GrammarCompiler for tool calls: whatever a grammar allows can be read back as calls whose arguments match the schema."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def compiler() -> GrammarCompiler:
 
 
 def walk(compiler: GrammarCompiler, text: str, seed: int) -> list[int]:
-    """Random tokens that the grammar allows. Closing tokens are made more likely, so that calls end."""
+    """Draw random tokens that the grammar allows. Closing tokens are made more likely so that calls end."""
     chance = random.Random(seed)
     matcher = compiler.start(StructuredOutputs(grammar=text).spec(), [9], 1)
     tokens: list[int] = []
@@ -88,7 +88,7 @@ def walk(compiler: GrammarCompiler, text: str, seed: int) -> list[int]:
 
 
 def read_calls(tokens: list[int]) -> list[tuple[str, Any]]:
-    """The calls as the server reads them."""
+    """Return the calls as the server reads them."""
     calls, reader, pieces = [], None, []
     for token in tokens:
         if token == OPEN:
@@ -113,7 +113,7 @@ def read_calls(tokens: list[int]) -> list[tuple[str, Any]]:
 def test_calls_fit_their_schemas(compiler: GrammarCompiler, name: str, seed: int) -> None:
     ((called, arguments),) = read_calls(walk(compiler, call_grammar(TOOLS, name=name, one_call=True), seed))
     assert called == name
-    if name != "anything":  # there unknown keys may have values of any type
+    if name != "anything":  # its unknown keys may have values of any type
         jsonschema.validate(arguments, SCHEMAS[name])
     assert list(arguments) == sorted(arguments) or name == "anything", "keys are sorted, as in training"
 

@@ -69,8 +69,8 @@ def test_every_table_is_used_by_its_module(path: Path) -> None:
     source = (TABLES.parent / f"{module}.py").read_text()
     text = path.read_text()
     assert f'Table("{path.stem}")' in source
-    if path.stem != "relations":  # which is read as a whole
-        # A list is used by the module, or another entry of the table refers to it by name.
+    if path.stem != "relations":  # it is read as a whole
+        # A list is used by the module, or by name in another entry of the table.
         assert not {key for key in tomllib.loads(text) if f'"{key}"' not in source + text}
 
 
@@ -393,11 +393,11 @@ def test_an_interview_asks_follow_ups_and_keeps_what_was_good() -> None:
     asking = interview.ask()
     first, _, text = next(asking)
     assert "What is ice?" in text
-    assert interview.take(first, "Ice is frozen water.") is None  # continues with its follow-up
+    assert interview.take(first, "Ice is frozen water.") is None  # goes on to its follow-up
     again, _, text = next(asking)
     assert again is first
     assert "Ice is frozen water." in text
-    finished = interview.take(again, None)  # truncated: the chat ends before that question
+    finished = interview.take(again, None)  # truncated, so the chat ends before that question
     assert finished is not None
     assert finished.turns == ["What is ice?", "Ice is frozen water."]
     second, _, _ = next(asking)

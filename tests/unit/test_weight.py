@@ -1,4 +1,4 @@
-"""Weights: what a rank holds of them, where partial sums meet, and what a format has to bring."""
+"""Weights: which parts a rank holds, where partial sums are reduced, and what a format must provide."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIZES = (2, 4)
 
 
 def on_rank(index: int, size: int) -> Weights:
-    """The weights of a rank whose partial sums are left as they are."""
+    """Return the weights of a rank whose partial sums are not reduced."""
     return Weights(torch.float32, CPU, rank=Rank(index, size), all_reduce=lambda parts: parts)
 
 
@@ -52,7 +52,7 @@ def fill(layer: Any, tensors: dict[str, Tensor]) -> Any:
 
 @dataclass
 class Spy:
-    """A stored tensor that counts the elements that are read."""
+    """A stored tensor that counts the elements read from it."""
 
     tensor: Tensor
     num_read: int = 0
@@ -92,7 +92,7 @@ def test_shares_that_do_not_exist(count: int, unit: int) -> None:
 
 
 def matrix_layout(split: Split) -> MatrixLayout:
-    """Two merged projections with heads of 4 rows. Rows are reordered within heads, or columns within units of 4."""
+    """Return two merged projections with heads of 4 rows. Rows are reordered within heads, or columns within units of 4."""
     order = torch.tensor([2, 0, 3, 1])
     heads = torch.cat([4 * head + order.roll(head) for head in range(8)])
     if split is Split.ROWS:
@@ -102,7 +102,7 @@ def matrix_layout(split: Split) -> MatrixLayout:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_rows_of_all_ranks_make_the_whole(size: int) -> None:
-    """The outputs of a merged matrix: each rank has its rows of every projection, in the order that the whole has."""
+    """Each rank has its rows of every projection of a merged matrix, in the order of the whole."""
     layout = matrix_layout(Split.ROWS)
     alone = Weights(torch.float32, CPU).matrix_of(layout)
     tensors = random_tensors(alone.placements())
@@ -176,7 +176,7 @@ def test_a_rank_reads_only_its_part(size: int) -> None:
 
 @pytest.mark.parametrize("shape", ["26B-A4B", "31B"])
 def test_shards_of_a_checkpoint(shape: str) -> None:
-    """Both ranks' weights of a checkpoint, loaded from its files, are the regions that their placements name."""
+    """Both ranks' weights, loaded from a checkpoint's files, are the regions that their placements name."""
     folder = tiny.checkpoint_folder(shape)
     spec = open_checkpoint(str(folder)).spec
     stored = load_file(folder / "model.safetensors")
@@ -208,7 +208,7 @@ def test_one_rank_keeps_its_parts() -> None:
 
 
 def test_parts_of_several_ranks_meet_before_the_norm() -> None:
-    """The all-reduce gets the sum of a rank's own parts, and its result is what the norm reads."""
+    """The all-reduce gets the sum of a rank's own parts, and the norm reads its result."""
     seen: list[Tensor] = []
 
     def all_reduce(x: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ def test_parts_of_several_ranks_meet_before_the_norm() -> None:
 
 @pytest.mark.parametrize("shape", ["E2B", "26B-A4B"])
 def test_what_is_reduced_in_a_layer(shape: str) -> None:
-    """Attention's output, the MLP and the experts are reduced once each. Nothing else of a layer is."""
+    """Attention's output, the MLP and the experts are each reduced once. Nothing else in a layer is."""
     reduced: list[tuple[int, ...]] = []
 
     def all_reduce(x: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def test_several_ranks_need_an_all_reduce() -> None:
 
 
 class DoubledMatrix(Matrix):
-    """A format that stores twice the weight. It brings only what a format must: its bytes, its placements, its product."""
+    """A format that stores twice the weight. It provides only what a format must: bytes, placements and product."""
 
     def __init__(self, layout: MatrixLayout, site: Any) -> None:
         super().__init__(layout, site)
@@ -281,14 +281,14 @@ class DoubledFormat:
 
 
 def choose(name: str) -> Any:
-    """As in quantised checkpoints: tables and experts are plain."""
+    """Choose formats as in quantised checkpoints, with plain tables and experts."""
     is_matrix = name.endswith(("_proj", "gate", "projection", "_projection"))
     return DoubledFormat() if is_matrix else Weights(torch.float32, CPU).choose_format(name)
 
 
 @pytest.mark.parametrize("shape", ["E2B", "26B-A4B", "31B"])
 def test_a_format_is_one_class(shape: str) -> None:
-    """A model whose matrices are in another format gives the same logits, and no code but the format's is needed."""
+    """A model whose matrices are in another format gives the same logits, and only the format's own code is needed."""
     from tests.models.harness import Harness
 
     folder = tiny.checkpoint_folder(shape)
@@ -335,7 +335,7 @@ def test_kernels_by_format() -> None:
 
 
 def test_only_formats_know_the_bytes() -> None:
-    """Outside layers/weight and kernels/, nobody reads a weight's tensors, and no layer or model names their dtype."""
+    """Only layers/weight and kernels/ read a weight's tensors, and no layer or model names their dtype."""
     root = Path(culet.__file__).parent
     bytes_of = re.compile(r"(?<!torch)\.tensor\b|\bPlain(Matrix|Table|Experts)\b|\bE4M3Table\b")
     dtype_of = re.compile(r"torch\.(bfloat16|float16|half|float8\w*|int8|uint8)\b")

@@ -1,4 +1,4 @@
-"""Loading weights: single and sharded files, skipped and refused tensors, and peak memory."""
+"""Loading weights: single and sharded files, skipped and rejected tensors, and peak memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
 
 
 def shard(folder: Path, num_files: int = 3) -> list[str]:
-    """Split the single file, as in large checkpoints."""
+    """Split the single file into shards, as in large checkpoints."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = [f"model-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
@@ -101,7 +101,7 @@ def test_stored_head_and_12b_embedder_are_skipped(folder: Path) -> None:
 
 
 def test_dtype(folder: Path) -> None:
-    """Matrices are converted; norms and other small scales stay float32."""
+    """Matrices are converted. Norms and other small scales stay float32."""
     exact, model = load(folder), load(folder, torch.bfloat16)
     assert torch.equal(model.embedding.tensor, exact.embedding.tensor.bfloat16())
     assert model._layers[0].mlp.gate_up.tensor.dtype == torch.bfloat16
@@ -179,7 +179,7 @@ def test_bad_index(folder: Path, weight_map: object) -> None:
 
 @pytest.mark.parametrize("place", ["parent", "absolute", "below"])
 def test_an_index_cannot_name_files_elsewhere(folder: Path, place: str) -> None:
-    """The file exists and holds the whole model, so only the check of its name refuses it."""
+    """The file exists and holds the whole model, so only the check of its name can reject it."""
     inner = folder / "inner"
     inner.mkdir()
     shutil.copy(folder / "config.json", inner)
@@ -213,7 +213,7 @@ print((after - before) * 1024, weights)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_peak_memory(tmp_path: Path) -> None:
-    """In addition to the weights, loading needs no more than the largest of 12 files (and the allocator's overhead)."""
+    """Besides the weights, loading needs no more than the largest of 12 files and the allocator's overhead."""
     from transformers import Gemma4ForCausalLM
 
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Messages between the processes: any split of the bytes gives the same messages, and invalid bytes are refused."""
+"""Messages between processes: any split of the bytes gives the same messages, and invalid bytes raise."""
 
 from __future__ import annotations
 
