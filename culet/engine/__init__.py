@@ -1,1 +1,1 @@
-"""The engine: building it, its loop, and the offline API."""
+"""The engine: how it is built, its loop, and the offline API."""

@@ -1,7 +1,7 @@
-"""Builds everything an engine needs: the model, its drafter, the KV cache, the runner and the scheduler.
+"""Build everything an engine needs: the model, its drafter, the KV cache, the runner and the scheduler.
 
-`build_parts` builds all of it for an `Engine`. `build_worker` builds only the runner, from plain values, so that another
-process can do it.
+`build_parts` builds all of it for an `Engine`. `build_worker` builds only the runner. It takes plain values, so another process
+can call it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from culet.types import Request, SamplingParams
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an Engine runs, and what it was built from."""
+    """The parts of an Engine, and the Setup they were built from."""
 
     setup: Setup
     tokenizer: Tokenizer
@@ -58,11 +58,11 @@ class EngineParts:
 
 
 def build_parts(config: Config, *, progress: bool = True) -> EngineParts:
-    """Load the model, size the KV cache, and make what schedules and runs steps."""
+    """Load the model, size the KV cache, and make the scheduler and the runner."""
     times = StartTimes()
     setup = resolve(config)
     tokenizer = make_tokenizer(setup)
-    # The models without per-layer embeddings were trained to start an answer without thinking with an empty thought.
+    # Models without per-layer embeddings were trained to start with an empty thought if they answer without thinking.
     chat_template = ChatTemplate.of_checkpoint(setup.checkpoint.folder, empty_thought=setup.spec.ple_dim == 0)
     device = _prepare_device(setup)
     model, drafter = _load(setup, times, progress=progress)
@@ -85,7 +85,7 @@ def build_parts(config: Config, *, progress: bool = True) -> EngineParts:
 
 
 def build_worker(settings: Mapping[str, Any], num_slabs: int, max_model_len: int) -> Runner:
-    """A runner that is ready for StepPlans, from the names and values of settings.
+    """Build a runner that is ready for StepPlans from the names and values of settings.
 
     The caller schedules, so it decides how many slabs the cache has and how long a sequence may get.
     """
@@ -99,7 +99,7 @@ def build_worker(settings: Mapping[str, Any], num_slabs: int, max_model_len: int
 
 
 def make_tokenizer(setup: Setup) -> Tokenizer:
-    """The checkpoint's tokenizer; a model with random weights reads and writes token numbers."""
+    """Return the checkpoint's tokenizer. A model with random weights reads and writes token numbers instead."""
     checkpoint = setup.checkpoint
     return NumberTokenizer(setup.spec.vocab_size) if checkpoint.random else Tokenizer(checkpoint.folder)
 
@@ -140,7 +140,7 @@ def _load(setup: Setup, times: StartTimes, *, progress: bool) -> tuple[Gemma4, D
 
 
 def _size_cache(setup: Setup, model: Gemma4, drafter: Drafter | None, free_bytes: int, times: StartTimes) -> int:
-    """Slabs of the KV cache: as given, or what the device has room for. On a GPU this also compiles kernels."""
+    """Return the number of slabs in the KV cache: as given, or as many as fit. On a GPU, this also compiles kernels."""
     config, layout = setup.config, setup.layout
     num_bytes = config.cache.kv_cache_memory_bytes
     given = None if num_bytes is None else num_bytes // layout.slab_bytes
@@ -178,7 +178,7 @@ def _cpu_slabs(setup: Setup) -> int:
 
 
 def _resolve_max_model_len(setup: Setup, num_slabs: int) -> int:
-    """As given, if the cache can hold it; else the longest sequence that it can hold."""
+    """Return the given length, or the longest that the cache can hold. Raise if the given length does not fit."""
     wanted, limit, layout = setup.config.model.max_model_len, setup.spec.max_position, setup.layout
     longest = memory.longest_sequence(layout, num_slabs, wanted or limit)
     if longest < 2 or (wanted is not None and longest < wanted):
@@ -195,7 +195,7 @@ def _resolve_max_model_len(setup: Setup, num_slabs: int) -> int:
     return longest
 
 
-# What runs and schedules steps
+# The runner and the scheduler
 
 
 def _make_runner(
@@ -233,7 +233,7 @@ def _make_scheduler(setup: Setup, num_slabs: int, max_model_len: int, max_drafts
         prefix_caching=setup.config.cache.enable_prefix_caching,
         max_drafts=max_drafts,
         policy=_make_draft_policy(setup),
-        # Captured steps find out on the device where their rows begin.
+        # Captured steps determine on the device where their rows begin.
         plans_open=setup.has_graphs and max_drafts > 0,
     )
 
@@ -258,11 +258,11 @@ def _make_rules(setup: Setup, tokenizer: Tokenizer, max_model_len: int) -> Reque
     )
 
 
-# The end of a start
+# The end of the startup
 
 
 def finish_start(parts: EngineParts, add: Callable[[Request], None], step: Callable[[], object]) -> None:
-    """Probe the drafter through the engine's loop (`add`, `step`), then log where the time went."""
+    """Probe the drafter through the engine's loop (`add`, `step`), then log how long each part of the startup took."""
     choice = parts.setup.config.draft.choice
     if choice is not None and choice.probe:
         with parts.times.part("draft probe"):
@@ -275,7 +275,7 @@ def finish_start(parts: EngineParts, add: Callable[[Request], None], step: Calla
 
 
 def _probe_drafts(parts: EngineParts, add: Callable[[Request], None], step: Callable[[], object]) -> None:
-    """Measure what draft rounds cost, and warn if hardly any draft is accepted: nothing else would show it."""
+    """Measure what draft rounds cost, and warn if hardly any draft is accepted, because nothing else would show it."""
     choice, rules = parts.setup.config.draft.choice, parts.rules
     assert choice is not None
     is_random = bool(parts.setup.checkpoint.random) or choice.model.startswith("random:")

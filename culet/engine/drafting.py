@@ -1,4 +1,4 @@
-"""Sets up speculative decoding: what draft rounds cost on this device, and a short probe at start."""
+"""Set up speculative decoding: estimate what draft rounds cost on this device, and probe the drafter at startup."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from culet.scheduler.stats import Counters
 from culet.scheduler.step_cost import StepCost
 
 _GPU_TOKEN_S = 4e-7  # per token and layer
-# If rounds are not planned ahead, the host learns what was accepted before it launches the next step. Measured on an H200.
+# Unless rounds are planned ahead, the host waits for the accepted counts before it launches the next step. Measured on an H200.
 _GPU_WAIT_S, _GPU_WAIT_PER_SEQ_S = 2.5e-4, 3e-5
 
 PROBE_PROMPT = "Count from 1 to 60, separated by commas and spaces. Write the numbers only."
-PROBE_TOKENS = 48  # with the most drafts
-TIMED_TOKENS = 20  # with one draft per round, and with none
-UNTIMED_STEPS = 3  # at the beginning: the prompt, and first use of buffers
-MIN_ACCEPTED = 0.05  # share of the probe's drafts: if fewer are accepted, something must be wrong
+PROBE_TOKENS = 48  # generated with the maximum number of drafts
+TIMED_TOKENS = 20  # generated with one draft per round, and again with none
+UNTIMED_STEPS = 3  # the first steps are slower: they compute the prompt and touch new buffers
+MIN_ACCEPTED = 0.05  # if a smaller share of the probe's drafts is accepted, something must be wrong
 
 
 def draft_policy(
@@ -43,19 +43,22 @@ def draft_policy(
     *,
     plans_open: bool,
 ) -> DraftPolicy | None:
-    """The policy for draft lengths; None: always the most. `plans_open`: rounds do not wait for the host."""
+    """Return the policy for draft lengths, or None to always draft the maximum.
+
+    With `plans_open`, rounds do not wait for the host.
+    """
     if not choice.adaptive:
         return None
     weights = text_weights(target)
     experts = weights.pop("routed experts", 0)
-    weights.pop("per-layer embeddings", 0)  # a token reads only one row
+    weights.pop("per-layer embeddings", 0)  # each token reads only one row
     dense = sum(weights.values())
     moe = target.moe
     active = 0 if moe is None else experts * moe.top_k / moe.num_experts
     is_gpu = device.type == "cuda"
     rates = (hardware.arch_of(hardware.capability_of(device)) if is_gpu else hardware.CPU).rates
     waits = is_gpu and not plans_open
-    # A drafter that reads the target's pages has its own head; others use the target's.
+    # A drafter that reads the target's pages has its own head. Other drafters use the target's.
     own = sum(drafter.num_parameters().values()) + (0 if drafter.reads_target_pages else target.vocab_size * target.hidden_size)
     cost = StepCost(
         dense_bytes=dense * itemsize,
@@ -79,10 +82,10 @@ def draft_policy(
 
 @dataclass(frozen=True)
 class Probe:
-    """What a short run with drafts has shown at start."""
+    """The results of a short run with drafts at startup."""
 
     counters: Counters
-    seconds: Mapping[int, float]  # of a round of one sequence, by number of drafts; 0: of a plain step
+    seconds: Mapping[int, float]  # duration of a round of one sequence, by number of drafts (0 is a plain step)
 
     @property
     def is_suspicious(self) -> bool:
@@ -90,7 +93,7 @@ class Probe:
         return drafted > 0 and accepted < MIN_ACCEPTED * drafted
 
     def log(self, choice: DraftChoice) -> None:
-        """Log what was accepted; if that is almost nothing, warn and name likely causes."""
+        """Log how many drafts were accepted. If almost none were, warn and list the likely causes."""
         drafted, accepted = self.counters.drafted_tokens, self.counters.accepted_tokens
         most = max(self.seconds)
         chose(f"a round of {most} drafts", f"{self.seconds[most] / self.seconds[0]:.2f} plain steps", "measured at start")
@@ -111,7 +114,7 @@ class Probe:
 
 
 class _Fixed:
-    """A policy for the probe: the same number of drafts in every round."""
+    """A policy for the probe that drafts the same number of tokens in every round."""
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts
@@ -129,13 +132,13 @@ class _Fixed:
         pass
 
     def took(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
-        """The probe has its own clock."""
+        """Do nothing: the probe measures time itself."""
 
 
 def run_probe(scheduler: Scheduler, add: Callable[[int], None], step: Callable[[], object]) -> Probe:
-    """See what is accepted with the most drafts, and how long rounds take with the most, with one and with none.
+    """Measure acceptance with the maximum number of drafts, and round times with the maximum, with one and with none.
 
-    `add` queues a request of this many tokens. Only what the policy has learnt stays.
+    `add` queues a request for the given number of tokens. Only what the policy has learned is kept.
     """
     policy, counters, seconds = scheduler.policy, Counters(), {}
     for num_drafts in (scheduler.max_drafts, 1, 0):
@@ -147,7 +150,7 @@ def run_probe(scheduler: Scheduler, add: Callable[[int], None], step: Callable[[
             times.append(time.perf_counter())
         gaps = [after - before for before, after in pairwise(times)]
         gaps = sorted(gaps[UNTIMED_STEPS:] or gaps)
-        seconds[num_drafts] = gaps[len(gaps) // 8]  # other work on the machine makes some longer
+        seconds[num_drafts] = gaps[len(gaps) // 8]  # a low quantile, because other work on the machine slows some steps
         if num_drafts == scheduler.max_drafts:
             counters = scheduler.counters.copy()
     if isinstance(policy, DraftPolicy):

@@ -1,7 +1,7 @@
-"""The engine: requests in, new tokens out, one step at a time.
+"""The engine, which takes requests and returns new tokens one step at a time.
 
-A step is schedule -> launch -> result -> apply. On a GPU the next step is scheduled and launched before the result of this one
-is awaited. The engine knows neither text nor transport: its caller calls `step` while `has_work`.
+A step is schedule -> launch -> result -> apply. On a GPU, the next step is scheduled and launched before the engine waits for
+the result of this one. The engine knows nothing about text or transport. Its caller calls `step` while `has_work` is true.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from culet.runner.worker import LaunchedStep
 from culet.scheduler.stats import SchedulerStats
 from culet.types import FinishReason, Request, TokenDelta
 
-COMPILE_WAIT_S = 0.02  # at a time, so that cancels and new requests are noticed
+COMPILE_WAIT_S = 0.02  # short, so that cancels and new requests are noticed
 
 
 class Engine:
-    """A loaded model that answers requests. Not thread-safe: one caller drives it."""
+    """A loaded model that answers requests. Not thread-safe: a single caller must drive it."""
 
     def __init__(self, config: Config, *, progress: bool = True) -> None:
         parts = build_parts(config, progress=progress)
@@ -30,10 +30,10 @@ class Engine:
         self.device, self.dtype = setup.device, setup.dtype
         self.plan, self.draft_plan = setup.plan, setup.draft_plan
         self.tokenizer, self.chat_template = parts.tokenizer, parts.chat_template
-        self.rules = parts.rules  # what requests are checked against and completed with
+        self.rules = parts.rules  # checks requests and fills in their defaults
         self.max_model_len = parts.rules.max_model_len
         self._scheduler, self._worker, self._grammars = parts.scheduler, parts.worker, parts.grammars
-        self._in_flight: deque[LaunchedStep] = deque()  # steps that were launched and not yet applied, oldest first
+        self._in_flight: deque[LaunchedStep] = deque()  # steps launched but not yet applied, oldest first
         self._max_in_flight = setup.max_in_flight
         finish_start(parts, self.add, self.step)
         self.start_times = parts.times
@@ -41,13 +41,13 @@ class Engine:
 
     @property
     def layout(self) -> CacheLayout:
-        """How the KV cache is divided into pages."""
+        """The layout of the KV cache: how it is divided into pages."""
         return self._scheduler.layout
 
     # Requests
 
     def add(self, request: Request) -> None:
-        """Queue a request. One with a grammar starts when the grammar is compiled; call `check_grammar` first."""
+        """Queue a request. If it has a grammar, call `check_grammar` first. It then starts once the grammar is compiled."""
         if request.grammar is None:
             self._scheduler.add(request)
             return
@@ -56,16 +56,16 @@ class Engine:
             self._scheduler.release(request.request_id)
 
     def check_grammar(self, request: Request) -> None:
-        """Refuse a request whose grammar cannot be compiled within the limits. Waits for the answer."""
+        """Raise if the request's grammar cannot be compiled within the limits. Blocks until this is known."""
         if request.grammar is not None:
             self._grammars.check(request.grammar)
 
     def prepare_grammars(self) -> None:
-        """Index the vocabulary now. Otherwise the first grammar stops the engine for about 3 s."""
+        """Index the vocabulary now. Otherwise the first grammar blocks the engine for about 3 s."""
         self._grammars.prepare()
 
     def cancel(self, request_id: str, sample: int | None = None, reason: FinishReason = FinishReason.CANCEL) -> None:
-        """End a request, or one sample of it; `step` reports the end. Unknown ids are ignored: the request may have ended."""
+        """End a request, or one of its samples. `step` reports the end. Unknown ids are ignored, as they may have ended."""
         self._scheduler.cancel(request_id, sample, reason)
 
     # The loop
@@ -75,7 +75,7 @@ class Engine:
         return self._scheduler.has_work
 
     def stats(self) -> SchedulerStats:
-        """Counts of the scheduler and seconds of the device, since the start."""
+        """Return the scheduler's counts and the device's seconds since startup."""
         seconds = self._worker.device_seconds()
         return replace(
             self._scheduler.stats(),
@@ -84,9 +84,9 @@ class Engine:
         )
 
     def step(self) -> list[TokenDelta]:
-        """Run one step and return its new tokens, and the ends of requests that were cancelled or timed out.
+        """Run one step. Return its new tokens, and the ends of requests that were cancelled or timed out.
 
-        With look-ahead the next step is launched before this one's result is awaited, so the device always has work.
+        With look-ahead, the next step is launched before waiting for this one's result, so the device always has work.
         """
         for request_id, error in self._grammars.done():
             if error:
@@ -97,7 +97,7 @@ class Engine:
                 self._in_flight.append(self._worker.launch(plan))
             result = self._in_flight.popleft().result() if self._in_flight else None
         except BaseException as error:
-            # What the pages hold is unknown now: every request ends, and the engine is ready for new ones.
+            # The contents of the pages are unknown now, so end every request. The engine is then ready for new ones.
             self._in_flight.clear()
             self._scheduler.fail(f"{type(error).__name__}: {error}")
             self._scheduler.deltas()

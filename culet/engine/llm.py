@@ -1,4 +1,4 @@
-"""LLM: the offline interface. Prompts in, results out; no server, no threads."""
+"""LLM, the offline interface. It takes prompts and returns results, without a server or threads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Sample:
     reasoning: str = ""  # what the model thought; chats only
     tool_calls: tuple[ToolCall, ...] = ()  # chats only
     error: str = ""  # what went wrong, if finish_reason is error
-    num_accepted_drafts: int = field(default=0, compare=False)  # tokens of token_ids that a drafter proposed
+    num_accepted_drafts: int = field(default=0, compare=False)  # tokens in token_ids that a drafter proposed
     num_rejected_drafts: int = field(default=0, compare=False)
     first_token_at: float = field(default=0.0, compare=False)  # time.perf_counter() of the first token
     last_token_at: float = field(default=0.0, compare=False)
@@ -47,12 +47,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of one prompt. `text`, `reasoning`, `tool_calls` and the like are those of the first sample."""
+    """The outcome of one prompt. Properties such as `text`, `reasoning` and `tool_calls` belong to the first sample."""
 
     prompt_token_ids: tuple[int, ...]
     samples: tuple[Sample, ...]  # n of them
     num_cached_tokens: int  # prompt tokens found in the prefix cache
-    prompt_logprobs: tuple[Logprobs, ...] | None = None  # of every prompt token except the first; None if not requested
+    prompt_logprobs: tuple[Logprobs, ...] | None = None  # for every prompt token but the first; None if not requested
 
     @property
     def text(self) -> str:
@@ -115,7 +115,7 @@ class _Job:
 
 
 class LLM:
-    """A Gemma 4 model, loaded and ready.
+    """A Gemma 4 model that is loaded and ready to run.
 
         llm = LLM("google/gemma-4-E2B-it", max_model_len=4096)
         for result in llm.generate(["Once upon a time", "In the beginning"], SamplingParams(max_tokens=32)):
@@ -151,9 +151,9 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Result]:
-        """Continue each prompt (a text, or a list of token ids). Results are in the order of the prompts.
+        """Continue each prompt, which is a text or a list of token ids. Results are in the same order as the prompts.
 
-        All prompts are checked before any is computed. `params` applies to all prompts, or is a list with one per prompt.
+        All prompts are checked before any is computed. `params` applies to all prompts, or is a list with one entry per prompt.
         """
         return self._run(self._token_lists(prompts), params, self._plain_output())
 
@@ -165,9 +165,9 @@ class LLM:
         tools: Sequence[Tool] | None = None,
         enable_thinking: bool = False,
     ) -> list[Result]:
-        """Answer one conversation, or each of several, using the model's chat template.
+        """Answer one conversation, or several, using the model's chat template.
 
-        Results separate the answer (`text`) from thoughts (`reasoning`) and tool calls (`tool_calls`, arguments parsed).
+        Results separate the answer (`text`) from thoughts (`reasoning`) and tool calls (`tool_calls`, with parsed arguments).
         """
         if _is_conversation(messages):
             messages = [messages]
@@ -185,7 +185,7 @@ class LLM:
         tools: Sequence[Tool] | None = None,
         enable_thinking: bool = False,
     ) -> OutputStream:
-        """Stream the output for one prompt or conversation. Closing the stream cancels the rest.
+        """Stream the output for one prompt or conversation. Closing the stream cancels the request.
 
         The request is checked and queued by this call, not by the first `next`.
         """
@@ -219,7 +219,7 @@ class LLM:
     # From prompts to token ids
 
     def _token_lists(self, prompts: Any) -> list[Sequence[int]]:
-        """Token ids of each prompt: one text, one list of ids, or a list of either."""
+        """Return the token ids of each prompt. `prompts` is one text, one list of ids, or a list of either."""
         if isinstance(prompts, str):
             return [self._encode(prompts)]
         prompts = _as_list(prompts, "prompts", "a text, token ids, or a list of either")
@@ -233,7 +233,7 @@ class LLM:
         ]
 
     def _encode(self, text: str) -> list[int]:
-        """Token ids of a plain text, after <bos>: Gemma was always trained with it. Chat templates write their own."""
+        """Encode plain text after <bos>, which Gemma was always trained with. Chat templates write their own <bos>."""
         return self.engine.tokenizer.encode(text, add_bos=True)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] | None, enable_thinking: bool) -> list[int]:
@@ -254,7 +254,7 @@ class LLM:
         self._jobs[job.request.request_id] = job
 
     def _step(self) -> list[_Job]:
-        """Run one step and return the jobs that it finished. Ctrl-C takes effect after the step, never during it."""
+        """Run one step and return the jobs it finished. Ctrl-C takes effect after the step, never during it."""
         finished: list[_Job] = []
         with _interrupt_deferred():
             try:
@@ -315,7 +315,7 @@ class LLM:
         return [job.result() for job in jobs]
 
     def _make_request(self, index: int, prompt: Sequence[int], params: SamplingParams) -> Request:
-        """The request for a prompt. Errors name the prompt's index."""
+        """Make the request for a prompt. Errors name the prompt's index."""
         try:
             request = self.engine.rules.make_request(next(self._ids), prompt, params)
             self.engine.check_grammar(request)
@@ -332,7 +332,7 @@ class LLM:
 
 
 class OutputStream(Iterator[OutputDelta]):
-    """The output of one request, delta by delta. Closing it, leaving its `with` block or dropping it cancels the rest."""
+    """The output of one request as deltas. Closing it, leaving its `with` block or dropping it cancels the request."""
 
     def __init__(self, llm: LLM, job: _Job) -> None:
         self._llm = llm
@@ -364,19 +364,19 @@ class OutputStream(Iterator[OutputDelta]):
 
 
 def _as_list(value: Any, name: str, expected: str) -> list[Any]:
-    """`value` as a list. Mappings, bytes and values that cannot be iterated are refused."""
+    """Return `value` as a list. Raise if it is a mapping, bytes or not iterable."""
     if isinstance(value, Mapping | bytes) or not isinstance(value, Iterable):
         raise BadRequest(f"{name}: got {type(value).__name__}, expected {expected}")
     return list(value)
 
 
 def _is_conversation(prompt: object) -> TypeGuard[Sequence[Message]]:
-    """Whether this is a list of messages."""
+    """Return whether `prompt` is a list of messages."""
     return isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def _after_thought(params: SamplingParams) -> SamplingParams:
-    """The same params, but structured outputs apply after the thought."""
+    """Return the same params, except that structured outputs apply only after the thought."""
     form = params.structured_outputs
     return params if form is None else replace(params, structured_outputs=replace(form, after_thought=True))
 
@@ -391,7 +391,7 @@ def _params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None,
 
 @contextmanager
 def _interrupt_deferred() -> Iterator[None]:
-    """Defer Ctrl-C until the block is done: a half-applied step would leak pages."""
+    """Defer Ctrl-C until the block is done, because a half-applied step would leak pages."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -407,7 +407,10 @@ def _interrupt_deferred() -> Iterator[None]:
 
 @contextmanager
 def _progress(count: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar for several prompts, if stderr is a terminal; called with the number of tokens of each finished prompt."""
+    """Show a progress bar if there are several prompts and stderr is a terminal.
+
+    Yields a function to call with the number of tokens of each finished prompt.
+    """
     if count < 2 or not sys.stderr.isatty():
         yield lambda num_tokens: None
         return

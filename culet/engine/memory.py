@@ -1,4 +1,4 @@
-"""How much memory is free, and how many slabs of KV cache fit into it."""
+"""Find how much memory is free and how many slabs of KV cache fit into it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from culet.log import chose
 from culet.scheduler.admission import least_pages
 from culet.scheduler.group_pages import max_held_pages
 
-CPU_SEQUENCE_LEN = 2048  # tokens per running sequence for which a CPU's cache is sized
-CPU_MEMORY_SHARE = 4  # a CPU's cache takes at most one part in 4 of the free memory
-_ALLOCATOR_SLACK = 1.05  # the caching allocator rounds up; measured peaks are multiplied by this
+CPU_SEQUENCE_LEN = 2048  # tokens per running sequence that the CPU cache is sized for
+CPU_MEMORY_SHARE = 4  # the CPU cache takes at most one part in 4 of the free memory
+_ALLOCATOR_SLACK = 1.05  # measured peaks are multiplied by this, because the caching allocator rounds up
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -26,8 +26,8 @@ GIB = 1 << 30
 class Needs:
     """Bytes that a GPU needs besides weights and pages."""
 
-    activations: int  # of the heaviest step
-    buffers: int  # of slots and fixed-shape steps
+    activations: int  # for the heaviest step
+    buffers: int  # for slots and fixed-shape steps
     graphs: int
 
     @property
@@ -36,7 +36,7 @@ class Needs:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware. Without that it is many times slower than float32."""
+    """Return whether the CPU multiplies bfloat16 in hardware. Otherwise bfloat16 is many times slower than float32."""
     try:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):
@@ -44,12 +44,12 @@ def cpu_has_bfloat16() -> bool:
 
 
 def total_cpu_memory() -> int:
-    """Bytes of memory that this process may use, within container limits."""
+    """Return the bytes of memory that this process may use, within container limits."""
     return min(_meminfo("MemTotal"), *_cgroup_limits())
 
 
 def free_cpu_memory() -> int:
-    """Bytes of memory that are still free, within container limits."""
+    """Return the bytes of memory that are still free, within container limits."""
     return min(_meminfo("MemAvailable"), *(limit - used for limit, used in _cgroup_usage()), _meminfo("MemTotal"))
 
 
@@ -66,7 +66,7 @@ def _meminfo(field: str) -> int:
 
 
 def _cgroup_usage() -> list[tuple[int, int]]:
-    """(limit, used) of the container, if there is one."""
+    """Return (limit, used) for the container, or [] if there is none."""
     for limit_name, used_name in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -85,12 +85,12 @@ def _cgroup_limits() -> list[int]:
 
 
 def least_slabs(layout: CacheLayout, num_tokens: int) -> int:
-    """Fewest slabs with which one sequence of `num_tokens` tokens can finish. The last token needs no KV."""
+    """Return the fewest slabs with which one sequence of `num_tokens` tokens can finish. The last token needs no KV."""
     return sum(least_pages(group, max(1, num_tokens - 1)) for group in layout.groups)
 
 
 def longest_sequence(layout: CacheLayout, num_slabs: int, limit: int) -> int:
-    """Most tokens, up to `limit`, of one sequence that fits into `num_slabs`; 0 if not even one token fits."""
+    """Return the length of the longest sequence, up to `limit`, that fits into `num_slabs`, or 0 if none does."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -99,7 +99,7 @@ def longest_sequence(layout: CacheLayout, num_slabs: int, limit: int) -> int:
 
 
 def slabs_for_cpu(layout: CacheLayout, *, max_num_seqs: int, chunk: int, max_position: int, wanted_len: int | None) -> int:
-    """Slabs for `max_num_seqs` moderate sequences, or for one of `wanted_len`, within a share of the free memory."""
+    """Return the slabs for `max_num_seqs` moderate sequences, or for one of `wanted_len`, up to a share of the free memory."""
     typical = min(wanted_len or max_position, CPU_SEQUENCE_LEN)
     wanted = max(max_num_seqs * _roomy_slabs(layout, typical, chunk), least_slabs(layout, wanted_len or 2))
     bound = free_cpu_memory() // CPU_MEMORY_SHARE // layout.slab_bytes
@@ -110,7 +110,7 @@ def slabs_for_cpu(layout: CacheLayout, *, max_num_seqs: int, chunk: int, max_pos
 
 
 def _roomy_slabs(layout: CacheLayout, num_tokens: int, chunk: int) -> int:
-    """Most slabs that a sequence of `num_tokens` tokens holds when it is computed in chunks."""
+    """Return the most slabs that a sequence of `num_tokens` tokens holds when it is computed in chunks."""
     total = 0
     for group in layout.groups:
         bound = max_held_pages(group, min(chunk, num_tokens), 1)
@@ -120,7 +120,7 @@ def _roomy_slabs(layout: CacheLayout, num_tokens: int, chunk: int) -> int:
 
 
 def slabs_for_gpu(layout: CacheLayout, device: torch.device, *, utilization: float, free_before: int, needs: Needs) -> int:
-    """Slabs that fill the GPU up to `utilization`, after the loaded weights and what steps need."""
+    """Return the slabs that fill the GPU up to `utilization`, after the loaded weights and the memory that steps need."""
     _, total = torch.cuda.mem_get_info(device)
     weights = torch.cuda.memory_allocated(device)
     budget = int(min(total * utilization, free_before))
@@ -137,7 +137,7 @@ def slabs_for_gpu(layout: CacheLayout, device: torch.device, *, utilization: flo
 
 
 def measure_peak(device: torch.device, run: Callable[[], object]) -> int:
-    """Bytes that `run` needs on the GPU at its peak, beyond what is allocated now. torch's allocator keeps them."""
+    """Return the peak GPU bytes that `run` needs beyond what is allocated now. torch's allocator keeps them."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

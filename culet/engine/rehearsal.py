@@ -1,6 +1,6 @@
-"""Runs steps on the GPU before the KV cache is sized: to compile every kernel, and to measure what memory steps need.
+"""Run steps on the GPU before the KV cache is sized, to compile every kernel and to measure how much memory steps need.
 
-A rehearsal's cache has a single page, which every page table names. Its steps have the shapes of real ones, and no meaning.
+A rehearsal's cache has a single page, which every page table points to. Its steps have realistic shapes but meaningless data.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from culet.runner.runner import Runner
 from culet.scheduler.sequence import MAX_SCORED_CHUNK
 from culet.types import Entry, PageTable, Row, Sampling, StepPlan
 
-# Kernels differ by the number of tokens in a step (tiles of matmuls, grouped experts), of rows, and of queries in a short row.
+# Kernels vary with the number of tokens in a step (matmul tiles, grouped experts), of rows, and of queries in a short row.
 TOKEN_COUNTS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 513, 768, 1024, 2048, 4096, 8192)
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 16, 17, 32, 33, 65, 129, 257)
 QUERY_COUNTS = (1, 2, 4, 8, 16)
-BESIDE = 128  # tokens of a prompt beside short rows: enough for the kernels of large steps
-CONTEXT = 64  # tokens before the new ones, in steps with a context
-LEAST_GRAPH = 1 << 20  # bytes of each further graph: they may be too small to measure
-SCORED_TOP = 20  # log-probabilities per position in a step that scores a prompt
+BESIDE = 128  # tokens of a prompt next to short rows, enough to use the kernels of large steps
+CONTEXT = 64  # tokens before the new ones in steps with a context
+LEAST_GRAPH = 1 << 20  # minimum bytes counted for each further graph, which may be too small to measure
+SCORED_TOP = 20  # log-probabilities per position when a step scores a prompt
 
 T = TypeVar("T")
-Shape = tuple[int, int, int]  # of a row: tokens before it, new tokens, logits
+Shape = tuple[int, int, int]  # a row's tokens before the new ones, new tokens and logits
 
 
 class Rehearsal:
-    """One model, its attention backends and its schedule, with a cache of one page."""
+    """A model with its attention backends, its schedule and a cache of one page."""
 
     def __init__(
         self,
@@ -65,18 +65,18 @@ class Rehearsal:
     # Kernels
 
     def compile_kernels(self) -> bool:
-        """Compile every kernel that a step may need, unless all of them are on disk. True if there was work to do."""
+        """Compile every kernel that a step may need. Return False if all of them were already on disk."""
         properties = torch.cuda.get_device_properties(self.model.device)
         gpu = (properties.name, properties.major, properties.minor, properties.multi_processor_count)
         backends = [type(backend).__qualname__ for backend in self.backends]
         facts = (self.model.spec, self.model.dtype, self.model.latent, self.layout, backends, self._drafter_facts())
-        # With a short context or without graphs some kernels are not compiled, which a later start may need.
+        # With a short context or without graphs, some kernels are not compiled, and a later start may need them.
         mark = mark_of(gpu, torch.__version__, facts, self.max_num_seqs, self.budget, self._longest, self.has_graphs)
         if mark.exists():
             return False
         runner = self._runner()
         with compile_ahead(mark), self.model.one_of_each_kind():
-            if mark.exists():  # another process compiled them while this one waited
+            if mark.exists():  # another process compiled them while this one was waiting
                 return False
             for plan in self._ladder():
                 runner.launch(plan)
@@ -91,7 +91,7 @@ class Rehearsal:
         return True
 
     def compile_for(self, num_seqs: Sequence[int], prompt_len: int) -> None:
-        """Compile the kernels for prompts of one length, and for decode, verify and draft rounds of `num_seqs` sequences."""
+        """Compile the kernels for prompts of `prompt_len`, and for decode, verify and draft rounds of each `num_seqs`."""
         runner = self._runner()
         with compile_ahead(), self.model.one_of_each_kind():
             for count in num_seqs:
@@ -108,18 +108,18 @@ class Rehearsal:
         torch.cuda.synchronize(self.model.device)
 
     def _drafter_facts(self) -> object:
-        """What the drafter's kernels depend on."""
+        """Return the properties of the drafter that its kernels depend on."""
         if self.drafter is None:
             return None
         return type(self.drafter).__qualname__, self.drafter.max_drafts, self.drafter.weight_shapes()
 
     @property
     def _longest(self) -> int:
-        """Most new tokens of a row. Leaves room for a context, if max_model_len allows one."""
+        """The maximum number of new tokens in a row. Leaves room for a context if max_model_len allows one."""
         return max(1, min(self.budget, self.max_model_len - CONTEXT))
 
     def _ladder(self) -> Iterator[StepPlan]:
-        """Steps that between them use every kernel outside of graphs."""
+        """Yield steps that together use every kernel outside of graphs."""
         for count in sorted({min(count, self._longest) for count in (*TOKEN_COUNTS, self.budget)}):
             yield self._plan([(0, count, 1)])
             if count > max(QUERY_COUNTS):
@@ -144,13 +144,13 @@ class Rehearsal:
 
     @property
     def _demanding(self) -> Sampling:
-        """Settings that change the logits before a draw, and need the unchanged ones for log-probabilities."""
+        """Settings that change the logits before drawing, and also need the original ones for log-probabilities."""
         return replace(self.sampling, repetition_penalty=1.1, logit_bias=((0, 1.0),), logprobs=SCORED_TOP)
 
     # Memory
 
     def measure(self) -> Needs:
-        """Memory of the heaviest steps, of buffers and of graphs. Everything but the activations of the steps is freed."""
+        """Measure the memory for the heaviest steps, buffers and graphs. Frees everything except the steps' activations."""
         device = self.model.device
         before = torch.cuda.memory_allocated(device)
         runner = self._runner()
@@ -162,13 +162,13 @@ class Rehearsal:
             fixed = None
             gc.collect()
             torch._C._cuda_clearCublasWorkspaces()
-        # The heaviest step comes last: torch's allocator keeps its blocks, in the right sizes for later steps.
+        # The heaviest step comes last, because torch's allocator keeps its blocks and later steps need the same sizes.
         with self.model.one_of_each_kind(() if self.drafter is None else self.drafter.taps):
             peak = max(measure_peak(device, _launching(runner, plan)) for plan in self._heavy_steps())
         return Needs(peak, buffers, graphs)
 
     def _graph_bytes(self, runner: Runner, fixed: FixedShapes) -> int:
-        """Memory of all the runner's graphs, from a few that are captured here and freed."""
+        """Estimate the memory of all the runner's graphs by capturing a few of them and freeing them again."""
         captures = Captures(self.model.device)
         total = self._measure_graphs(fixed.steps.buckets, lambda bucket: fixed.steps.capture(captures, [bucket]))
         if fixed.draws is not None:
@@ -184,7 +184,7 @@ class Rehearsal:
         return total
 
     def _measure_graphs(self, shapes: Sequence[T], capture: Callable[[T], None]) -> int:
-        """Bytes of the graphs of all shapes, from the largest two."""
+        """Estimate the bytes of the graphs of all shapes from the largest two."""
         sizes = []
         for shape in [shapes[-1], *shapes[-2:-1]]:
             free = _free(self.model.device)
@@ -193,7 +193,11 @@ class Rehearsal:
         return sizes[0] + max(sizes[-1] if len(sizes) > 1 else 0, LEAST_GRAPH) * (len(shapes) - 1)
 
     def _heavy_steps(self) -> Iterator[StepPlan]:
-        """A prompt with logits at every position; as many rows as may run, with the most demanding draws; one long chunk."""
+        """Yield the heaviest steps.
+
+        They are a prompt with logits at every position, the maximum number of rows with the most demanding draws, and one
+        long chunk.
+        """
         yield self._scored_plan(min(MAX_SCORED_CHUNK, self.budget, self.max_model_len - 1))
         num_rows = min(self.max_num_seqs, self.budget)
         lengths = [self.budget // num_rows + (index < self.budget % num_rows) for index in range(num_rows)]
@@ -224,12 +228,12 @@ class Rehearsal:
         return StepPlan(0, tuple(entries), (), tuple(rows))
 
     def _verify_plan(self, num_seqs: int, num_queries: int) -> StepPlan:
-        """A verify step of `num_queries - 1` drafts; with one query, a decode step."""
+        """Plan a verify step with `num_queries - 1` drafts. With one query, this is a decode step."""
         plan = self._plan([(CONTEXT, num_queries, num_queries)] * num_seqs)
         return plan.with_rows(row._replace(num_drafts=num_queries - 1) for row in plan.rows)
 
     def _scored_plan(self, num_tokens: int) -> StepPlan:
-        """A chunk of a prompt that needs logits at every position."""
+        """Plan a chunk of a prompt that needs logits at every position."""
         plan = self._plan([(0, num_tokens, num_tokens)], replace(self.sampling, prompt_logprobs=SCORED_TOP))
         row = plan.rows[0]._replace(draw_slots=(), is_prompt_logprobs=True)
         return plan.with_rows([row])
@@ -240,7 +244,7 @@ def _launching(runner: Runner, plan: StepPlan) -> Callable[[], object]:
 
 
 def _free(device: torch.device) -> int:
-    """Free bytes on the GPU, after torch has given back everything it can."""
+    """Return the free bytes on the GPU after torch has released everything it can."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]

@@ -1,4 +1,4 @@
-"""From sampling parameters to a complete Request. No torch: the server does this outside the engine's process."""
+"""Turn sampling parameters into a complete Request. Needs no torch, because the server does this outside the engine process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ TURN_TOKEN, RESULT_TOKEN = "<|turn>", "<tool_response|>"
 
 @dataclass(frozen=True)
 class RequestRules:
-    """The model's defaults and the engine's limits: what a request is completed with and checked against."""
+    """The model's defaults, which complete a request, and the engine's limits, which it is checked against."""
 
     vocab_size: int
     defaults: ModelDefaults
-    max_position: int  # of the model
-    max_model_len: int  # of this engine
+    max_position: int  # the model's limit
+    max_model_len: int  # this engine's limit
     max_num_seqs: int
     turn_id: int | None = None  # the token that opens a chat turn; None if the vocabulary has none
     result_id: int | None = None  # the token that closes a tool result
@@ -34,7 +34,7 @@ class RequestRules:
         priority: int = 0,
         deadline: float | None = None,
     ) -> Request:
-        """Fill in every default, and refuse a request that cannot be served."""
+        """Fill in every default. Raise if the request cannot be served."""
         prompt = check_token_ids(prompt_token_ids, self.vocab_size)
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", tuple(params.logit_bias or ()))):
             if any(token_id >= self.vocab_size for token_id in ids):
@@ -59,9 +59,10 @@ class RequestRules:
         )
 
     def _resume_lengths(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        """Where a chat's next prompt may diverge from this one: before the model's turn, and after tool results in it.
+        """Return the lengths at which a chat's next prompt may diverge from this one.
 
-        Templates drop what follows there from past turns: the beginning of a thought, and what the model thinks.
+        These are before the model's turn, and after tool results within it. What follows is the beginning of a thought, or
+        the model's thoughts, and templates drop both from past turns.
         """
         turn, result = _last(prompt, self.turn_id), _last(prompt, self.result_id)
         if turn is None:
@@ -70,7 +71,7 @@ class RequestRules:
         return tuple(length for length in lengths if 0 < length < len(prompt))
 
     def _max_tokens(self, prompt_len: int, requested: int | None) -> int:
-        """Most output tokens: as requested, or what the context has room for. Refuses more than that."""
+        """Return the requested number of output tokens, or all that fit. Raise if the context has no room for them."""
         limit = self.max_model_len
         if prompt_len >= limit:
             raise ContextTooLong(
@@ -87,12 +88,12 @@ class RequestRules:
 
 
 def _last(token_ids: tuple[int, ...], wanted: int | None) -> int | None:
-    """Position of the last `wanted` among the tokens, if any."""
+    """Return the position of the last `wanted` token, or None."""
     return len(token_ids) - 1 - token_ids[::-1].index(wanted) if wanted in token_ids else None
 
 
 def resolve_sampling(params: SamplingParams, defaults: ModelDefaults, vocab_size: int) -> Sampling:
-    """`params` completed with the model's defaults, and with a random seed if it has none."""
+    """Complete `params` with the model's defaults, and with a random seed if it has none."""
     bias = dict(params.logit_bias or {}) | dict.fromkeys(defaults.suppress_token_ids, float("-inf"))
     top_k = defaults.top_k if params.top_k is None else params.top_k
     penalty = params.repetition_penalty

@@ -1,4 +1,4 @@
-"""From a Config to a Setup: every choice that can be made before weights are loaded.
+"""Turn a Config into a Setup by making every choice that does not need loaded weights.
 
 Each derived choice is logged with its reason.
 """
@@ -35,7 +35,7 @@ class Setup:
     config: Config  # with the schedule resolved
     checkpoint: Checkpoint
     device: torch.device
-    dtype: torch.dtype  # of activations
+    dtype: torch.dtype  # used for activations
     draft_plan: DrafterPlan | None
     layout: CacheLayout
     plan: AttentionPlan
@@ -53,13 +53,13 @@ class Setup:
 
     @property
     def max_in_flight(self) -> int:
-        """Steps that are launched and not yet applied. Looking ahead gains nothing on a CPU, so it must be asked for there."""
+        """How many steps may be launched but not yet applied. A CPU looks ahead only on request, as it gains nothing there."""
         config = self.config
         return 1 + (config.schedule.async_scheduling and (self.is_gpu or "async_scheduling" in config.given))
 
 
 def resolve(config: Config) -> Setup:
-    """Open the checkpoint and decide everything that follows from it and from the device."""
+    """Open the checkpoint and make every choice that depends only on it, the config and the device."""
     checkpoint = open_checkpoint(config.model.model, config.model.revision)
     spec = checkpoint.spec
     device = resolve_device(config.model.device)
@@ -88,7 +88,7 @@ def resolve(config: Config) -> Setup:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device called `name`; `auto` is the first GPU, or the CPU if there is none."""
+    """Return the device called `name`. `auto` is the first GPU, or the CPU if there is none."""
     if name == "auto":
         name = "cuda:0" if torch.cuda.is_available() else "cpu"
         chose("device", name, "no CUDA GPU was found" if name == "cpu" else "the first GPU")
@@ -106,7 +106,10 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """bfloat16 on GPUs. On a CPU float32, unless bfloat16 is asked for and the CPU supports it in hardware."""
+    """Return the dtype called `name`. `auto` is bfloat16 on a GPU and float32 on a CPU.
+
+    A CPU without hardware support for bfloat16 always uses float32.
+    """
     if device.type == "cuda":
         if name == "auto":
             chose("dtype", "bfloat16", "fast on GPUs, and the precision of the published weights")
@@ -120,7 +123,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _check_max_model_len(wanted: int | None, limit: int) -> None:
-    """Refuse a bad length now: later it would size buffers that do not fit the GPU."""
+    """Raise early if the length is invalid. Later it would size buffers that do not fit on the GPU."""
     if wanted is not None and wanted > limit:
         raise ConfigError(f"max-model-len: got {wanted}, the model's positions end at {limit}", hint=f"use at most {limit}")
     if wanted is not None and wanted < 2:
@@ -128,7 +131,7 @@ def _check_max_model_len(wanted: int | None, limit: int) -> None:
 
 
 def _resolve_schedule(config: Config, device: torch.device) -> ScheduleConfig:
-    """The schedule as given, with smaller defaults on a CPU: large batches gain little there."""
+    """Return the given schedule, with smaller defaults on a CPU because large batches gain little there."""
     schedule = config.schedule
     if device.type != "cpu":
         return schedule
@@ -162,7 +165,7 @@ def _plan_draft_backends(
 
 
 def _can_capture(config: Config, device: torch.device, backends: Sequence[AttentionBackend]) -> bool:
-    """Whether CUDA graphs can be captured: only if no backend plans its launches on the host in every step."""
+    """Return whether CUDA graphs can be captured. They cannot if a backend plans its launches on the host in every step."""
     if device.type != "cuda" or config.model.enforce_eager:
         return False
     planner = next((backend for backend in backends if not backend.is_capturable), None)

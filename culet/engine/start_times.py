@@ -1,4 +1,4 @@
-"""How long each part of a start takes."""
+"""Measure how long each part of the startup takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from culet.log import logger
 
 
 class StartTimes:
-    """Seconds of each part of a start, in order. The rest counts as `other`."""
+    """The duration of each part of the startup in seconds, in order. The remaining time counts as `other`."""
 
     def __init__(self) -> None:
         self.parts: dict[str, float] = {}
@@ -27,7 +27,7 @@ class StartTimes:
             self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - started
 
     def note(self, name: str, text: str) -> None:
-        """Add a remark on a part to the log line."""
+        """Add a remark about a part to the log line."""
         self._notes[name] = text
 
     def finish(self) -> None:
