@@ -1,4 +1,4 @@
-"""The web application: the endpoints of all APIs, the OpenAPI document, and the middleware around them."""
+"""Build the web application from the endpoints of all APIs, the OpenAPI document and the middleware."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from culet.serve.middleware import DEFERRED, Middleware
 from culet.serve.service import Service
 from culet.serve.streams import ClientGone
 
-# Modules with endpoints: each has a tuple ENDPOINTS, and may have PUBLIC_PATHS that need no key. A new API adds its line here.
+# Modules with endpoints. Each defines ENDPOINTS and may define PUBLIC_PATHS, which need no key. Add a new API here.
 MODULES = (
     "culet.serve.api.openai_chat",
     "culet.serve.api.openai_completions",
@@ -42,8 +42,8 @@ _ERROR = {"description": 'An error in OpenAI\'s form: `{"error": {"message": ...
 
 
 def create_app(service: Service) -> ASGIApp:
-    """The ASGI application for `service`."""
-    # No /docs: that page loads scripts from another host.
+    """Create the ASGI application for `service`."""
+    # /docs is disabled because that page loads scripts from another host.
     app = FastAPI(title="Culet", version=__version__, docs_url=None, redoc_url=None)
     endpoints: list[Endpoint] = []
     public: list[str] = []
@@ -88,7 +88,7 @@ def _add(app: FastAPI, service: Service, endpoint: Endpoint) -> None:
 
 
 def _entry(endpoint: Endpoint) -> dict[str, Any]:
-    """The OpenAPI entry of an endpoint, except for its path."""
+    """Return the OpenAPI entry of an endpoint, without its path."""
     answer: dict[str, Any] = {"description": "The answer."}
     if endpoint.answer is not None:
         answer["content"] = {"application/json": {"schema": _reference(endpoint.answer)}}
@@ -124,7 +124,7 @@ def _document(app: FastAPI, endpoints: list[Endpoint]) -> None:
 
 
 class _Deferred(Response):
-    """A placeholder: the middleware sends the reply, as for all errors."""
+    """A placeholder response. The middleware sends the actual reply, as for all errors."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()

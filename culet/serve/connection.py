@@ -1,4 +1,4 @@
-"""HTTP connections with limits: on the number of connections, and on the time and size of a request's head."""
+"""Limit the number of HTTP connections, and the size and time of a request's head."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-aft
 
 
 def make_protocol(limits: Limits) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol with these limits."""
+    """Return uvicorn's protocol class with these limits."""
 
     class BoundedProtocol(HttpToolsProtocol):
-        """Limits the size and the time of a request's head."""
+        """Limits the number of connections, and the size and time of a request's head."""
 
         _timer: asyncio.TimerHandle | None = None
         _num_head_bytes = 0

@@ -1,6 +1,6 @@
-"""One request in the web process: submits it, and turns its TokenDeltas into OutputDeltas, sample by sample.
+"""Submit one request from the web process and turn its TokenDeltas into OutputDeltas.
 
-All APIs read their answers here, streamed or not.
+All APIs use this module, with and without streaming.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MakeOutput = Callable[[Request, SamplingParams], SampleOutput]
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Token counts of a request, over all samples."""
+    """Token counts of a request, summed over all samples."""
 
     num_prompt: int
     num_cached: int
@@ -35,7 +35,7 @@ class TokenCounts:
 
 
 class Generation:
-    """Submits a request and reads its samples. Use it with `async with`: leaving early cancels the request.
+    """Submits a request and reads its samples. Use it with `async with`. Leaving early cancels the request.
 
     `make_output` creates the output of a sample (see `culet.text.output`).
     """
@@ -70,7 +70,7 @@ class Generation:
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Cancel what is still running, and report the outcome of the request."""
+        """Cancel samples that are still running and report the outcome of the request."""
         stream, finished = self._stream, self._finished
         stream.close()
         self._service.num_samples -= len(self.samples)
@@ -87,11 +87,11 @@ class Generation:
         self._service.report_finished(finished)
 
     def cancel(self) -> None:
-        """The client is gone: end the request before the engine's next step."""
+        """End the request before the engine's next step. Call when the client is gone."""
         self._stream.cancel()
 
     async def deltas(self) -> AsyncIterator[list[OutputDelta]]:
-        """Everything since the last time, until every sample has ended."""
+        """Yield the new deltas of all samples until every sample has ended."""
         limit_s = self._service.settings.queue_timeout
         try:
             async with asyncio.timeout(limit_s):
@@ -109,7 +109,7 @@ class Generation:
             pass
 
     def token_counts(self) -> TokenCounts:
-        """Token counts so far."""
+        """Return the token counts so far."""
         return TokenCounts(
             num_prompt=len(self.prompt_token_ids),
             num_cached=self.num_cached,
@@ -143,7 +143,7 @@ class Generation:
         return output
 
     def _check_end(self, finish_reason: str, delta: TokenDelta) -> None:
-        """A sample has ended: raise if it failed, and end it in the engine if that does not know yet."""
+        """Raise if the sample failed. End it in the engine if the engine has not ended it."""
         if finish_reason == FinishReason.TIMEOUT:
             raise TimedOut(f"the request took longer than {self._service.settings.request_timeout:g} s")
         if finish_reason == FinishReason.ERROR:

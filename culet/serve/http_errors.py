@@ -1,6 +1,6 @@
-"""Errors as HTTP replies in OpenAI's form, so that clients raise their own exception types.
+"""Turn errors into HTTP replies in OpenAI's format, so that clients raise their own exception types.
 
-What the caller can fix is explained in full. An internal error is only reported as such: the log has the details.
+Errors that the caller can fix are explained in full. Internal errors are only reported as such, and the log has the details.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CODES: dict[type[CuletError], str] = {
 
 
 class HttpError(UserError):
-    """A request refused at the HTTP level, with its own status: no key, no such path, too large, too slow."""
+    """A request refused at the HTTP level, with its own status. Examples are a missing key, a bad path or a large body."""
 
     def __init__(self, status: int, message: str, *, hint: str = "", code: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -32,7 +32,7 @@ class HttpError(UserError):
 
 
 class ErrorReply(Struct, frozen=True):
-    """What a client is told about an error. Each API writes it in its own form."""
+    """The reply to a client about an error. Each API writes it in its own format."""
 
     status: int
     type: str
@@ -43,7 +43,7 @@ class ErrorReply(Struct, frozen=True):
 
 
 def reply_to(error: BaseException, *, retry_after_s: int = 1) -> ErrorReply:
-    """What a client may know about `error`."""
+    """Return the reply for `error`, without the details of internal errors."""
     if not isinstance(error, CuletError):
         error = InternalError("internal error")
     status = error.status if isinstance(error, HttpError) else http_status(error)
@@ -65,5 +65,5 @@ class _Body(Struct):
 
 
 def openai_body(reply: ErrorReply) -> bytes:
-    """`{"error": {...}}`, the form that OpenAI's clients read."""
+    """Encode a reply as `{"error": {...}}`, the format that OpenAI's clients read."""
     return msgspec.json.encode({"error": _Body(reply.message, reply.type, reply.param, reply.code)})

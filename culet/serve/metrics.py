@@ -1,6 +1,6 @@
-"""GET /metrics: Prometheus metrics, under vLLM's names where it has one, since dashboards and gateways look for those.
+"""GET /metrics: Prometheus metrics. Metrics that vLLM also has use its names, because dashboards and gateways expect them.
 
-The engine's counts are read from its latest report when they are scraped. Measurements per request are kept here.
+The engine's counts come from its latest report, which is read at each scrape. Measurements per request are kept here.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Metrics:
     """All metrics of one service."""
 
     def __init__(self, service: Service) -> None:
-        disable_created_metrics()  # extra lines per histogram that nobody reads
+        disable_created_metrics()  # they add lines to each histogram that nobody reads
         self._model = service.names[0]
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(_EngineReport(service, self._model))
@@ -129,7 +129,7 @@ class Metrics:
         service.observers.append(self.observe)
 
     def observe(self, finished: FinishedRequest) -> None:
-        """A request has ended."""
+        """Record a request that has ended."""
         model = self._model
         if finished.error:
             self._failed.labels(model, finished.error).inc()
@@ -154,7 +154,7 @@ class Metrics:
 
 
 class _EngineReport(Collector):
-    """Gauges and counters from the engine's latest report; nothing while it loads or when it is dead."""
+    """Gauges and counters from the engine's latest report. They are missing while the engine loads and after it dies."""
 
     def __init__(self, service: Service, model: str) -> None:
         self._service, self._model = service, model
@@ -220,7 +220,7 @@ class _EngineReport(Collector):
         yield self._by_group("culet:kv_group_usage_perc", "Share of all pages held by running sequences, per KV group.", shares)
 
     def _of_drafts(self, counts: Counters) -> Iterator[Metric]:
-        """Acceptance per position in a draft, as in vLLM, and the mean acceptance length."""
+        """Yield accepted drafts per position, as in vLLM, and the mean acceptance length."""
         accepted = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by position.", labels=(*_LABEL, "position")
         )
@@ -247,14 +247,14 @@ class _EngineReport(Collector):
 
 
 async def metrics(service: Service, request: Request) -> Response:
-    """Prometheus metrics in text form."""
+    """Return Prometheus metrics in text format."""
     assert service.metrics_registry is not None
     text = generate_latest(service.metrics_registry)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def attach(service: Service) -> None:
-    """Start counting what this service does."""
+    """Create the service's metrics, if it has none."""
     if service.metrics_registry is None:
         service.metrics_registry = Metrics(service).registry
 

@@ -1,7 +1,7 @@
-"""What every request passes first: API keys, size and time limits, request ids, error replies, and the request log.
+"""Handle API keys, size and time limits, request ids, error replies and the request log for every request.
 
-It is the outermost ASGI application, so nothing bypasses it. If API keys are set, every path that is not listed as public
-needs one.
+This is the outermost ASGI application, apart from CORS, so no request bypasses it. If API keys are set, every path that is not
+listed as public needs one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from culet.serve.http_errors import ErrorReply, HttpError, openai_body, reply_to
 from culet.serve.service import FinishedRequest, Service
 from culet.serve.streams import ABORT, SEND, ClientGone
 
-PUBLIC_PATHS = frozenset({"/health", "/ready"})  # GET only; the web page adds its static files
-QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/stats", "/live"})  # polled every few seconds: not logged
+PUBLIC_PATHS = frozenset({"/health", "/ready"})  # for GET and HEAD. The web page adds its static files.
+QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/stats", "/live"})  # polled often, so not logged
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_LINGER_BYTES = 64 << 20  # of a refused body that are read and dropped, so that the client sees the reply
+_LINGER_BYTES = 64 << 20  # how much of a refused body is read and dropped, so that the client sees the reply
 _LINGER_S = 5.0
 _MEGABYTE = 1 << 20
-DEFERRED = "culet.error"  # in the scope: an error of the application, to be answered here
+DEFERRED = "culet.error"  # scope key of an application error that is answered here
 
 
 class Middleware:
@@ -64,7 +64,7 @@ class Middleware:
             self._check_key(headers)
         if method == "POST":
             kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-            # Pages of other origins can send forms and plain text without asking. JSON needs a CORS preflight, which fails.
+            # Pages from other origins can post forms and plain text freely. JSON needs a CORS preflight, which fails.
             if kind != b"application/json":
                 raise HttpError(415, "content-type: expected application/json", hint="set the Content-Type header")
         length = headers.get(b"content-length", b"0")
@@ -89,13 +89,13 @@ class Middleware:
         if scheme.lower() == "bearer":
             sent = token.strip()
         digest = _digest(sent)
-        # Compare every key, in constant time, so that timing reveals nothing.
+        # Compare with every key, in constant time, so that timing reveals nothing.
         if not sum(hmac.compare_digest(digest, key) for key in self._keys):
             problem = "the API key is invalid" if sent else "the API key is missing"
             raise HttpError(401, problem, hint="send it as Authorization: Bearer KEY", code="invalid_api_key")
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
-        """Without keys, a server that only listens on this machine refuses foreign host names.
+        """Raise if the Host header names another machine. Used if no keys are set and the server only listens locally.
 
         Otherwise a web page could point its own name at 127.0.0.1 and talk to the server as its own origin (DNS rebinding).
         """
@@ -110,7 +110,7 @@ class Middleware:
         self._finished[request_id] = []
 
     def end(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
-        """The request is over: log it."""
+        """Log a request that has ended."""
         finished = self._finished.pop(request_id, [])
         path = scope["path"]
         if not self._service.settings.log_requests or path in QUIET_PATHS:
@@ -182,7 +182,7 @@ class _Exchange:
             self._middleware.end(self._scope, self._id, self._status, time.monotonic() - began)
 
     async def _receive_some(self) -> Message:
-        """The next part of the body, within the limits on size and time."""
+        """Receive the next part of the body, within the limits on size and time."""
         if self._has_body:
             return await self._receive()
         try:
@@ -204,7 +204,7 @@ class _Exchange:
         await self._send(message)
 
     async def _send_in_time(self, message: Message) -> None:
-        """Send, and abort if the client does not read. Streams watch that themselves."""
+        """Send a message and abort the connection if the client does not read. Streams do this themselves."""
         try:
             async with asyncio.timeout(self._middleware.write_s):
                 await self._send_tagged(message)
@@ -215,7 +215,7 @@ class _Exchange:
     async def _reply_error(self, error: Exception) -> None:
         if not isinstance(error, CuletError):
             logger.exception("request %s failed", self._id)
-        if self._status:  # the response has started: it can only be cut off
+        if self._status:  # The response has started, so it can only be cut off.
             return
         reply = reply_to(error, retry_after_s=self._middleware.retry_after_s())
         if reply.status == 500 and isinstance(error, CuletError):
@@ -239,7 +239,7 @@ class _Exchange:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _linger(self) -> None:
-        """Read and drop the rest of a refused body. Closing at once could lose the reply, too."""
+        """Read and drop the rest of a refused body. The client might miss the reply if the connection closed at once."""
         if b"expect" in self._headers:  # the client waits for permission to send
             return
         try:

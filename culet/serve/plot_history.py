@@ -1,6 +1,6 @@
-"""The history that the web page plots: one point per second, for the last ten minutes.
+"""Keep the history that the web page plots, with one point per second for the last ten minutes.
 
-The server keeps it, so that a page opened now shows the past, and many open pages cost as little as one.
+The server keeps it, so a newly opened page shows the past, and many open pages cost as little as one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_POINTS = 600
 
 
 class PlotPoint(Struct, frozen=True):
-    """The engine at one moment. Rates and medians cover the time since the previous point."""
+    """The state of the engine at one moment. Rates and medians cover the time since the previous point."""
 
     time: float  # seconds since 1970
     output_tokens_per_s: float
@@ -42,7 +42,7 @@ class PlotHistory:
         self._previous: tuple[float, Stats] | None = None
 
     def add_first_token(self, seconds: float) -> None:
-        """A request has ended whose first token took `seconds`."""
+        """Add the time to first token of a request that has ended."""
         self._first_tokens_s.append(seconds)
 
     def record(self, stats: Stats) -> None:
@@ -52,7 +52,7 @@ class PlotHistory:
         self._previous = now, stats
         elapsed = max(now - previous_at, 1e-3)
         if stats.num_generated_tokens < previous.num_generated_tokens:
-            previous = stats  # the engine was restarted: its counts start over
+            previous = stats  # the engine was restarted and its counts start over
         times, self._first_tokens_s = self._first_tokens_s, []
         recent = scheduler.counters.since(previous.scheduler.counters)
         self._points.append(
@@ -70,5 +70,5 @@ class PlotHistory:
         )
 
     def since(self, moment: float) -> list[PlotPoint]:
-        """The points after `moment`, oldest first."""
+        """Return the points after `moment`, oldest first."""
         return [point for point in self._points if point.time > moment]

@@ -15,7 +15,7 @@ class TextPiece(Struct, frozen=True, gc=False):
 
 
 class ReasoningPiece(Struct, frozen=True, gc=False):
-    """Part of the thought."""
+    """Part of a thought."""
 
     text: str
 

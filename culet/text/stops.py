@@ -16,7 +16,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._borders = [_borders(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)  # per stop string, how many of its characters the text ends with
+        self._matched = [0] * len(self._stops)  # per stop string, the length of its prefix that ends the text
         self._first = {stop[0] for stop in self._stops}
         self._held = ""
         self.matched: str | None = None  # the stop string that ended the text

@@ -31,7 +31,7 @@ class ChatTemplate:
     """Renders conversations for one checkpoint. Thread-safe.
 
     `templates` maps names to Jinja sources. The names are `default` and optionally `tool_use`, for conversations with tools.
-    `empty_thought` tells the built-in template to begin answers without thinking with an empty thought. The models without
+    `empty_thought` tells the built-in template to begin an answer with an empty thought if thinking is off. The models without
     per-layer embeddings (12B, 26B-A4B, 31B) were trained that way. E2B and E4B were not.
     """
 
