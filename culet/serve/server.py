@@ -1,7 +1,7 @@
-"""`culet serve`: binds the port, starts the engine, serves, and shuts down in order.
+"""Run `culet serve`: bind the port, start the engine, serve requests and shut down cleanly.
 
-Ctrl-C and SIGTERM drain the server: `/ready` answers 503, new requests are refused, and running ones get time to finish before
-they are failed. A second signal stops immediately. If the engine dies and is not restarted, the server ends.
+Ctrl-C and SIGTERM drain the server. `/ready` then answers 503 and new requests are refused. Running requests get time to
+finish before they are failed. A second signal stops immediately. If the engine dies and is not restarted, the server ends.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from culet.serve.connection import make_protocol
 from culet.serve.process.wire import Script
 from culet.serve.service import Service
 
-_KEEP_ALIVE_S = 30  # for an idle connection
-_FLUSH_S = 5  # for the last answers to reach their clients
+_KEEP_ALIVE_S = 30  # idle connections are closed after this time
+_FLUSH_S = 5  # time for the last answers to reach their clients
 _DRAIN_PERIOD_S = 0.05
 
 
@@ -38,7 +38,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class Server:
-    """Service and web server in one process."""
+    """The service and its web server."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -64,7 +64,7 @@ class Server:
         self._drain: asyncio.Task[None] | None = None
 
     async def run(self, on_ready: Callable[[Server], None] = lambda server: None) -> None:
-        """Serve until a signal or a failure; raises on a failure."""
+        """Serve until a signal arrives or the engine fails. Raise in case of a failure."""
         self._service.on_exit = self._fail
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -87,7 +87,7 @@ class Server:
             raise self._failure
 
     def _fail(self, error: CuletError) -> None:
-        """The engine is dead for good. Its requests have failed already: end the server."""
+        """End the server, because the engine will not be restarted. Its requests have already failed."""
         self._failure = error if isinstance(error, WorkerDied) else WorkerDied(error.message, hint=error.hint)
         self._uvicorn.should_exit = True
 
@@ -123,7 +123,7 @@ def _shutting_down() -> WorkerDied:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket before anything is loaded, so that a port in use is reported at once."""
+    """Bind a socket. This happens before anything is loaded, so that a port in use is reported at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -138,7 +138,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _log_summary(service: Service, port: int) -> None:
-    """Log the model, plan, memory, limits and address."""
+    """Log the model, attention plan, memory, limits and address."""
     facts = service.engine.facts
     assert facts is not None
     settings, limits = service.settings, service.limits
@@ -159,7 +159,7 @@ def _log_summary(service: Service, port: int) -> None:
 
 
 def serve(config: Config, settings: ServeConfig, script: Script | None = None) -> None:
-    """Serve until told to stop. With a `script`, the fake engine answers."""
+    """Run the server until it is told to stop. With a `script`, the fake engine answers."""
     service = Service(config, settings, script)
     server = Server(service)
     uvicorn_logger = logging.getLogger("uvicorn")

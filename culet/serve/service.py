@@ -1,4 +1,4 @@
-"""What every endpoint uses: the engine client, tokenizer and chat template, model names, limits and counts."""
+"""The state that all endpoints share: engine client, tokenizer, chat template, model names, limits and counts."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from culet.text.template import ChatTemplate
 from culet.text.tokenizer import NumberTokenizer, Tokenizer
 from culet.types import SamplingParams
 
-_TEXT_THREADS = 2  # the template process renders one conversation at a time; tokenizing runs in parallel
+_TEXT_THREADS = 2  # The template process renders one conversation at a time. Tokenizing runs in parallel.
 _MAX_TOKEN_CHARS = 8  # few texts have more characters per token
-_CUT_TOKENS = 1024  # more than cutting a text can add to the tokens before the cut
+_CUT_TOKENS = 1024  # more tokens than a cut can add to the text before it
 _WATCH_PERIOD_S = 1.0
 _RATE_WINDOW_S = 60.0
 MAX_RETRY_S = 60
@@ -47,7 +47,7 @@ class FinishedRequest:
 
     endpoint: str
     request_id: str
-    finish_reasons: tuple[str, ...] = ()  # one per sample; empty if the request failed
+    finish_reasons: tuple[str, ...] = ()  # one per sample, or none if the request failed
     error: str = ""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -77,12 +77,12 @@ class Service:
         is_random = self.checkpoint.random is not None
         self.tokenizer = NumberTokenizer(spec.vocab_size) if is_random else Tokenizer(folder)
         self.template = ChatTemplate.of_checkpoint(folder, empty_thought=spec.ple_dim == 0)
-        if not is_random:  # it is downloaded now: the engine process need not look it up again
+        if not is_random:  # The checkpoint is downloaded now, so the engine process need not look it up again.
             self.config = replace(config, model=replace(config.model, model=str(folder), revision=None))
         self.grammar_check = GrammarCheck.for_tokenizer(self.tokenizer, time_limit_s=float(self.limits.grammar_s))
         self.started_at = time.time()
         self.is_draining = False
-        self.on_exit: Callable[[CuletError], None] = lambda error: None  # the engine is dead and will not be restarted
+        self.on_exit: Callable[[CuletError], None] = lambda error: None  # called when the engine will not be restarted
         self.observers: list[Callable[[FinishedRequest], None]] = [self._count]
         self.metrics_registry: CollectorRegistry | None = None  # see metrics.attach
         self.plot_history = PlotHistory()
@@ -99,26 +99,26 @@ class Service:
 
     @property
     def engine(self) -> EngineClient:
-        """The current engine process; raises before `start`."""
+        """The current engine process. Raises before `start`."""
         if self._engine is None:
             raise WorkerDied("the engine has not been started")
         return self._engine
 
     @property
     def rules(self) -> RequestRules:
-        """The rules that requests must follow; raises until the engine is ready."""
+        """The rules for requests. Raises if the engine is not ready."""
         if self._rules is None or self.engine.state is not State.READY:
             raise self._unavailable()
         return self._rules
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are accepted: the model is loaded and warm, and the server is not shutting down."""
+        """Whether requests are accepted. The model must be loaded and warm, and the server must not be shutting down."""
         is_up = self._rules is not None and self._engine is not None and self._engine.state is State.READY
         return is_up and not self.is_draining
 
     def require_ready(self) -> None:
-        """Raise if requests are not accepted, before any work is done."""
+        """Raise if requests are not accepted. Call before doing any work for a request."""
         if self.is_draining:
             raise WorkerDied("the server is shutting down", hint="use another replica")
         if not self.is_ready:
@@ -131,7 +131,7 @@ class Service:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the engine is alive: loading or ready, and not stuck in a step."""
+        """Whether the engine is loading or ready, and not stuck in a step."""
         return self._engine is not None and self._engine.state is not State.DEAD and not self._is_stuck
 
     @property
@@ -141,7 +141,7 @@ class Service:
         return is_busy and engine is not None and time.monotonic() - engine.heard_at > self.limits.step_s
 
     async def start(self) -> None:
-        """Start the engine process and wait until the model is loaded. If that fails, raises why."""
+        """Start the engine process and wait until the model is loaded. Raise if that fails."""
         level = logging_level()
         form = self.settings.log_format
         engine = await EngineClient.start(self.config, log_level=level, log_form=form, script=self.script)
@@ -150,7 +150,7 @@ class Service:
         facts = await engine.wait_ready()
         await self._in_thread(self._warm_up)
         gc.collect()
-        gc.freeze()  # everything created so far stays: collections can skip it
+        gc.freeze()  # garbage collections skip everything created so far
         if engine.state is State.DEAD:
             raise engine.death()
         self._rules = RequestRules(
@@ -173,7 +173,7 @@ class Service:
             logger.warning("the chat template fails to render: %s", error.message)
 
     async def stop(self) -> None:
-        """End the engine process and release what belongs to it."""
+        """End the engine process and all helper threads and processes."""
         for task in list(self._tasks):
             task.cancel()
         if self._engine is not None:
@@ -186,13 +186,13 @@ class Service:
         engine = self.engine
         error = engine.death()
         if self.is_draining or self._rules is None:
-            return  # whoever awaits the start or the shutdown sees the error there
+            return  # the code that awaits the start or the shutdown sees the error
         logger.error("the engine is dead: %s", error.message)
         self._rules = None
         self._spawn(self._restart(error))
 
     async def _restart(self, error: CuletError) -> None:
-        """Restart the engine, up to the configured number of times; then give up."""
+        """Restart the engine, up to the configured number of times, then give up."""
         while self.num_restarts < self.settings.max_engine_restarts:
             self.num_restarts += 1
             logger.warning("restarting the engine (%d of %d)", self.num_restarts, self.settings.max_engine_restarts)
@@ -216,7 +216,7 @@ class Service:
                 return
 
     async def _record_history(self, engine: EngineClient) -> None:
-        """Record the values that the web page plots."""
+        """Record the values that the web page plots, once per period."""
         while engine.state is State.READY:
             if engine.stats is not None:
                 self.plot_history.record(engine.stats)
@@ -238,7 +238,10 @@ class Service:
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, rendered by the chat template. `enable_thinking` None means the server's default."""
+        """Render a conversation with the chat template and return its token ids.
+
+        If `enable_thinking` is None, the server's default applies.
+        """
         thinking = self.settings.enable_thinking if enable_thinking is None else enable_thinking
 
         def encode() -> list[int]:
@@ -254,11 +257,11 @@ class Service:
         return await self._in_thread(encode)
 
     async def encode_text(self, text: str, *, add_bos: bool = True) -> list[int]:
-        """Token ids of a plain text."""
+        """Return the token ids of a plain text."""
         return await self._in_thread(lambda: self._encode(text, add_bos=add_bos))
 
     def _encode(self, text: str, *, add_bos: bool = False) -> list[int]:
-        """Token ids of a text. One that is far too long is refused after encoding only its start, which saves seconds."""
+        """Return the token ids of a text. If it is far too long, raise after encoding only its start, which saves seconds."""
         limit = self.rules.max_model_len
         if len(text) > limit * _MAX_TOKEN_CHARS:
             num_tokens = len(self.tokenizer.encode(text[: limit * _MAX_TOKEN_CHARS]))
@@ -272,7 +275,7 @@ class Service:
     # Requests
 
     def check_model(self, name: str | None) -> str:
-        """The model name to answer with. A model that is not served is a 404."""
+        """Return the model name for the answer. Raise a 404 if the model is not served."""
         if not name or name == self._given_name:
             return self.names[0]
         if name not in self.names:
@@ -282,7 +285,7 @@ class Service:
         return name
 
     def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0) -> TokenStream:
-        """Send a request to the engine, unless the server is shutting down or the queue is full."""
+        """Send a request to the engine. Raise if the server is not ready or the queue is full."""
         self.require_ready()
         deadline = time.monotonic() + self.settings.request_timeout  # all processes on a machine share this clock
         engine = self.engine
@@ -298,7 +301,7 @@ class Service:
         return engine.submit(request)
 
     def retry_after_s(self) -> int:
-        """Seconds after which a refused client should retry, estimated from how fast requests have been finishing."""
+        """Return after how many seconds a refused client should retry. Estimated from the rate of finished requests."""
         now = time.monotonic()
         recent = [at for at in self._ends if now - at < _RATE_WINDOW_S]
         if len(recent) < 2 or now == recent[0]:
@@ -307,7 +310,7 @@ class Service:
         return max(1, min(MAX_RETRY_S, math.ceil(waiting * (now - recent[0]) / len(recent) / 2)))
 
     def report_finished(self, finished: FinishedRequest) -> None:
-        """A request has ended: tell the observers, which count and log."""
+        """Tell the observers, which count and log, that a request has ended."""
         for observe in self.observers:
             observe(finished)
 
@@ -319,11 +322,11 @@ class Service:
 
 
 def _public_name(model: str) -> str:
-    """What clients call the model: a hub model's name, or the last part of a local path, so that the path stays private."""
+    """Return the model's name for clients. For a local path it is the last part, so that the path stays private."""
     path = Path(model).expanduser()
     return path.resolve().name if model and path.is_dir() else model
 
 
 def logging_level() -> str:
-    """The log level of this process, for the engine process."""
+    """Return the log level of this process. The engine process uses the same level."""
     return logging.getLevelName(logger.getEffectiveLevel()).lower()

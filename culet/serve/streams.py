@@ -1,6 +1,6 @@
-"""Send answers to clients: server-sent events, complete answers, and what happens when a client disconnects.
+"""Stream answers as server-sent events or wait for complete answers, and cancel requests when a client disconnects.
 
-Events are written with ASGI's own `send`, several at a time if several are ready: no generator and no task per token.
+Events are written with ASGI's own `send`, several at a time if several are ready. This needs no generator or task per token.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from culet.serve.http_errors import openai_body, reply_to
 from culet.serve.service import Service
 from culet.text.output import OutputDelta
 
-SEND = "culet.send"  # in the scope: the middleware's own `send`, bypassing the layers in between
-ABORT = "culet.abort"  # in the scope: aborts the connection and drops unsent bytes
+SEND = "culet.send"  # scope key of the middleware's own `send`, which bypasses the layers in between
+ABORT = "culet.abort"  # scope key of a function that aborts the connection and drops unsent bytes
 DONE = b"data: [DONE]\n\n"
-_KEEP_ALIVE_S = 15.0  # without events for this long, send a comment; before the first event it also starts the response
+_KEEP_ALIVE_S = 15.0  # Send a comment after this time without events. It starts the response if there was no event yet.
 _WATCH_PERIOD_S = 5.0
 _KEEP_ALIVE = b": keep-alive\n\n"
 _HEADERS = [
@@ -41,8 +41,9 @@ class ClientGone(Exception):
 class EventStream(Response):
     """Streams one or several generations as server-sent events.
 
-    `open` submits them. `write(index, generation, deltas)` returns the bytes for new deltas of generation `index`; `begin` and
-    `end` give what comes before and after. Nothing is sent before the first delta, so that earlier failures get an HTTP status.
+    `open` submits them. `write(index, generation, deltas)` returns the bytes for new deltas of generation `index`. `begin` is
+    sent before them, and the result of `end` after them. Nothing is sent before the first delta or keep-alive comment, so
+    earlier failures get an HTTP status.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class EventStream(Response):
     async def _watch(
         self, generations: Sequence[Generation], receive: Receive, send: Send, stream_task: asyncio.Task[None]
     ) -> None:
-        """Cancel when the client disconnects or stops reading; keep the connection alive while there are no events."""
+        """Cancel if the client disconnects or stops reading. Keep the connection alive while there are no events."""
         gone = asyncio.ensure_future(_wait_gone(receive))
         try:
             while not (await asyncio.wait({gone}, timeout=_WATCH_PERIOD_S))[0]:
@@ -133,7 +134,7 @@ def _openai_error_event(error: CuletError) -> bytes:
 
 
 async def _interleave(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, list[OutputDelta]]]:
-    """(index, deltas) of several generations, in order of arrival."""
+    """Yield (index, deltas) from several generations, in order of arrival."""
     queue: asyncio.Queue[tuple[int, list[OutputDelta] | BaseException | None]] = asyncio.Queue()
 
     async def pump(index: int, generation: Generation) -> None:
@@ -168,7 +169,7 @@ async def _wait_gone(receive: Receive) -> None:
 
 
 async def run_all(request: Request, open: Sequence[Callable[[], Generation]]) -> list[Generation]:
-    """Submit generations and wait until all have ended. If the client disconnects, they are cancelled."""
+    """Submit generations and wait until all have ended. Cancel them if the client disconnects."""
     async with AsyncExitStack() as stack:
         generations = [await stack.enter_async_context(open_generation()) for open_generation in open]
         await _unless_gone(request, asyncio.gather(*(generation.run() for generation in generations)))

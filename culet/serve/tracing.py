@@ -1,7 +1,8 @@
-"""OpenTelemetry tracing: every request becomes a span with its token counts and times.
+"""Trace requests with OpenTelemetry. Every request becomes a span with its token counts and times.
 
-Enabled by OTEL_EXPORTER_OTLP_ENDPOINT (or ..._TRACES_ENDPOINT) if the packages of `pip install 'culet[traces]'` are present.
-Their own environment variables configure the export. Otherwise nothing is loaded.
+Tracing is on if OTEL_EXPORTER_OTLP_ENDPOINT (or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT) is set and the packages of
+`pip install 'culet[traces]'` are installed. OpenTelemetry's other environment variables configure the export. If tracing is
+off, no package is loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Tracing:
         service.observers.append(self.observe)
 
     def observe(self, finished: FinishedRequest) -> None:
-        """A request has ended: its span starts when it was submitted."""
+        """Create the span of a request that has ended. It starts when the request was submitted."""
         end = time.time_ns()
         begin = end - int(finished.total_s * _NANO)
         attributes: dict[str, Any] = {
@@ -50,7 +51,7 @@ class Tracing:
 
 
 def attach(service: Service) -> Tracing | None:
-    """Start tracing, if the environment asks for it and the packages are installed."""
+    """Start tracing if the environment asks for it and the packages are installed. Return None otherwise."""
     if not (env.OTEL_ENDPOINT.get() or env.OTEL_TRACES_ENDPOINT.get()):
         return None
     try:

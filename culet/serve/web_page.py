@@ -1,4 +1,4 @@
-"""The web page at `/`: its static files, and the data for its plots."""
+"""Serve the web page at `/`, with its static files and the data for its plots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from culet.serve.plot_history import PlotPoint
 from culet.serve.service import Service
 
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# Nothing from other hosts, no inline scripts or styles, no framing: what a model writes cannot reach the outside.
+# The page loads nothing from other hosts, runs no inline scripts or styles, and cannot be framed. Text that a model writes
+# therefore cannot send data elsewhere.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -52,12 +53,12 @@ def _file(name: str) -> Response:
 
 
 async def page(service: Service, request: Request) -> Response:
-    """The web page: a chat, and plots of the engine."""
+    """Return the web page, with a chat and plots of the engine."""
     return _file("index.html")
 
 
 async def page_file(service: Service, request: Request) -> Response:
-    """A static file of the web page."""
+    """Return a static file of the web page."""
     name = request.path_params["name"]
     if name not in _FILES:
         raise HttpError(404, "no such file", code="not_found")
@@ -65,7 +66,7 @@ async def page_file(service: Service, request: Request) -> Response:
 
 
 async def plot_points(service: Service, request: Request) -> Response:
-    """Data for the page's plots: the state of the engine, once per second, after `?since=` (seconds since 1970)."""
+    """Return data for the page's plots: the state of the engine once per second, after `?since=` (seconds since 1970)."""
     try:
         since = float(request.query_params.get("since", "0"))
     except ValueError:
