@@ -1,1 +1,1 @@
-"""The KV cache: what a page is (spec), who holds it (arena, prefix), and the tensors (pool)."""
+"""The KV cache. `spec` defines pages, `arena` and `prefix` track who holds them, and `pool` has the tensors."""

@@ -1,9 +1,9 @@
-"""Who holds which slab: one free list of equal pages with reference counts. No torch, no bytes.
+"""Track who holds which slab, with one free list of equal pages and reference counts. No torch, no bytes.
 
 A page has two kinds of holders. **Sequences** (and pending copies) hold it with `take` and `share`, and release it with
 `give_back`. **Resume points** of the prefix cache hold it with `keep` and release it with `drop`. A page that only resume
-points hold is *reclaimable*: dropping them frees it. So `num_free + num_reclaimable` is exactly what a running sequence can
-get.
+points hold is *reclaimable*, because dropping them frees it. So a running sequence can get exactly
+`num_free + num_reclaimable` pages.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from culet.errors import OutOfPages
 
 
 class Arena:
-    """Equal pages, each free or held. Freeing a page twice, or sharing a free one, is an assertion."""
+    """Equal pages, each free or held. Freeing a page twice or sharing a free one fails an assertion."""
 
     def __init__(self, num_pages: int) -> None:
         assert num_pages > 0, f"an arena of {num_pages} pages"
         self.num_pages = num_pages
         self.num_reclaimable = 0
-        # Last freed, first taken: its memory is most likely to be in a CPU's cache, and low page ids come first.
+        # The page freed last is taken first, because its memory is most likely still in a CPU's cache. Low page ids come first.
         self._free = list(range(num_pages - 1, -1, -1))
         self._held = [0] * num_pages  # references by sequences
         self._kept = [0] * num_pages  # references by resume points
@@ -33,15 +33,15 @@ class Arena:
         return not (self._held[page] or self._kept[page])
 
     def num_references(self, page: int) -> tuple[int, int]:
-        """References by sequences, and by resume points."""
+        """Return the numbers of references by sequences and by resume points."""
         return self._held[page], self._kept[page]
 
     def frees(self, page: int) -> bool:
-        """Whether dropping one resume point that keeps `page` frees it."""
+        """Return whether dropping one resume point that keeps `page` frees it."""
         return self._held[page] == 0 and self._kept[page] == 1
 
     def take(self, num_pages: int) -> list[int]:
-        """`num_pages` free pages, now held once each."""
+        """Take `num_pages` free pages. Each is then held once."""
         if num_pages > len(self._free):
             raise OutOfPages(f"asked for {num_pages} pages, {len(self._free)} of {self.num_pages} are free")
         pages = [self._free.pop() for _ in range(num_pages)]
@@ -50,14 +50,14 @@ class Arena:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more sequence holds each of `pages`."""
+        """Add a sequence to the holders of each of `pages`."""
         for page in pages:
             assert not self.is_free(page), f"page {page} shared while free"
             self.num_reclaimable -= self._held[page] == 0
             self._held[page] += 1
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """One sequence releases each of `pages`."""
+        """Release each of `pages` for one sequence."""
         for page in pages:
             assert self._held[page] > 0, f"page {page} given back, but no sequence holds it"
             self._held[page] -= 1
@@ -68,13 +68,13 @@ class Arena:
                     self._free.append(page)
 
     def keep(self, pages: Iterable[int]) -> None:
-        """One more resume point holds each of `pages`."""
+        """Add a resume point to the holders of each of `pages`."""
         for page in pages:
             assert not self.is_free(page), f"page {page} kept while free"
             self._kept[page] += 1
 
     def drop(self, pages: Iterable[int]) -> None:
-        """One resume point releases each of `pages`."""
+        """Release each of `pages` for one resume point."""
         for page in pages:
             assert self._kept[page] > 0, f"page {page} dropped, but no resume point keeps it"
             self._kept[page] -= 1

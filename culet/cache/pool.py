@@ -1,4 +1,4 @@
-"""The arena's memory as tensors: one allocation, viewed per layer."""
+"""The arena's memory as tensors. It is one allocation with a view per layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from culet.cache.spec import CacheLayout, KVGroup
 
 
 class Pool:
-    """All KV pages, in `dtype`, or in e4m3 where the layout says so.
+    """All KV pages, in `dtype`, or in e4m3 for groups whose layout says so.
 
     `k_pages(layer)` and `v_pages(layer)` are views [page, kv_head, token, head_dim] into one buffer.
     """
@@ -17,18 +17,18 @@ class Pool:
     def __init__(
         self, layout: CacheLayout, num_slabs: int, dtype: torch.dtype, device: torch.device, *, has_spare: bool = False
     ) -> None:
-        """`has_spare` adds a page that no sequence owns and nothing writes to: rows that pad a batch read it."""
+        """Allocate the pages. `has_spare` adds a page that nothing owns or writes to, which rows that pad a batch read."""
         self.layout = layout
         self.num_slabs = num_slabs  # without the spare page
         self.spare_page = num_slabs if has_spare else None
-        # Zeroed, so that padding keys are finite: a masked NaN would still be NaN.
+        # Zeroed, so that padding keys are finite. A masked NaN would still be NaN.
         self._slabs = torch.zeros(num_slabs + has_spare, layout.slab_bytes, dtype=torch.uint8, device=device)
         self._planes = {
             layer: self._view(group, position, dtype) for group in layout.groups for position, layer in enumerate(group.layers)
         }
 
     def _view(self, group: KVGroup, position: int, dtype: torch.dtype) -> Tensor:
-        """Planes of the group's `position`-th layer: [plane, page, kv_head, token, width], in e4m3 or in `dtype`."""
+        """Return the planes of the group's `position`-th layer, [plane, page, kv_head, token, width], in e4m3 or in `dtype`."""
         spec = group.spec
         dtype = torch.float8_e4m3fn if spec.is_fp8 else dtype
         assert spec.itemsize == dtype.itemsize, f"group {group.name} was planned for {spec.itemsize}-byte elements"
@@ -40,21 +40,21 @@ class Pool:
         return slabs.as_strided(size, stride, position * spec.num_planes * plane)
 
     def planes(self, layer: int) -> Tensor:
-        """[plane, page, kv_head, token, width]: K and V, or the one latent plane."""
+        """Return the K and V planes or the single latent plane, [plane, page, kv_head, token, width]."""
         return self._planes[layer]
 
     def k_pages(self, layer: int) -> Tensor:
-        """[page, kv_head, token, head_dim]; of a latent row, the last columns."""
+        """Return the keys, [page, kv_head, token, head_dim]. They are the last columns of a latent row."""
         group = self.layout.group_of(layer)
         return self._planes[layer][0][..., group.spec.width - group.spec.head_dim :]
 
     def v_pages(self, layer: int) -> Tensor:
-        """[page, kv_head, token, head_dim]; of a latent row, the first columns."""
+        """Return the values, [page, kv_head, token, head_dim]. They are the first columns of a latent row."""
         group = self.layout.group_of(layer)
         return self._planes[layer][-1][..., : group.spec.head_dim]
 
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy whole slabs, for sequences that diverge inside a page."""
-        # One at a time: a gather of all would need as much memory again, and the arena leaves none.
+        # Copy one at a time. A gather of all slabs would need as much memory again, and the arena leaves none.
         for source, target in copies:
             self._slabs[target].copy_(self._slabs[source])

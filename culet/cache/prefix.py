@@ -1,20 +1,20 @@
-"""Prefix reuse: resume points, from which a prompt that begins the same way is resumed in all KV groups at once.
+"""Prefix reuse with resume points. A prompt that begins like an earlier one resumes from a point in all KV groups at once.
 
-A layer with a window cannot be rebuilt from its last window only, since every layer looks one window further back. So a hit
-resumes only where everything that the next query needs was kept. A **resume point** at p tokens holds, in groups without a
-window, all pages of [0, p), and in groups with one, the pages of the window before p.
+A layer with a window cannot be rebuilt from its last window alone, since every layer looks one window further back. So a hit
+resumes only where everything that the next query needs was kept. A **resume point** at p tokens holds all pages of [0, p) in
+groups without a window. In groups with a window, it holds the pages of the window before p.
 
-Wherever one more token of window is available (always at the end of a prompt) it is kept too, so that the point also resumes
-at p - 1. A resumed request must compute at least one token to have logits: the very same prompt resumes at its last token, a
-longer one at p.
+If one more token before the window is available (always at the end of a prompt), it is kept too, so that the point can also
+resume at p - 1. A resumed request must compute at least one token to have logits. So the same prompt resumes at its last
+token, and a longer one at p.
 
 Points are kept at the end of a prompt and of an answer, where prompts were seen to diverge, and at the lengths that a request
-names: a chat's next prompt begins like this one only up to the model's turn.
+names. A request names lengths because a chat's next prompt begins like this one only up to the model's turn.
 
-Points are found by content. Each full page of tokens has a key chained from the key before it; the tokens after the last full
-page are the point's tail. A look-up follows the keys of the prompt as far as they are known, then tries tails from the deepest
-page back. Keys cover the token ids, the content keys of media in the page, and the request's salt, which keeps tenants apart.
-They are cryptographic digests: a collision would answer one user's prompt with another's cache.
+Points are found by content. Each full page of tokens has a key that is chained from the key before it. The tokens after the
+last full page are the point's tail. A look-up follows the keys of the prompt as far as they are known, then tries tails from
+the deepest page back. Keys cover the token ids, the content keys of media in the page, and the request's salt, which keeps
+tenants apart. Keys are cryptographic digests, because a collision would answer one user's prompt with another's cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Tail = tuple[int | tuple[int, int, bytes], ...]  # token ids, then the media amo
 
 
 class PageKeys:
-    """Chained content keys of one sequence: `upto(tokens, n)[i]` names its first i full pages."""
+    """The chained content keys of one sequence. `upto(tokens, n)[i]` is the key of its first i full pages."""
 
     def __init__(self, page_tokens: int, salt: str = "", media: Sequence[MediaSpan] = ()) -> None:
         self.page_tokens = page_tokens
@@ -42,7 +42,7 @@ class PageKeys:
         self._keys = [_digest(salt.encode("utf-8", "surrogatepass"))]
 
     def upto(self, tokens: Sequence[int], num_tokens: int) -> list[bytes]:
-        """Keys of the pages that `num_tokens` tokens fill, computed once: earlier tokens never change."""
+        """Return the keys of the pages that `num_tokens` tokens fill. Each is computed once, since tokens never change."""
         num_pages = num_tokens // self.page_tokens
         for page in range(len(self._keys) - 1, num_pages):
             begin, end = page * self.page_tokens, (page + 1) * self.page_tokens
@@ -53,15 +53,15 @@ class PageKeys:
         return self._keys[: num_pages + 1]
 
     def tail(self, tokens: Sequence[int], begin: int, end: int) -> Tail:
-        """What tells apart sequences with the same full pages before `begin`, up to `end`."""
+        """Return the content from `begin` to `end`, which tells apart sequences with the same full pages before `begin`."""
         return (*tokens[begin:end], *self._media_in(begin, end))
 
     def may_resume(self, length: int) -> bool:
-        """Whether a sequence may resume at `length` tokens: not inside media that are computed as a whole."""
+        """Return whether a sequence may resume at `length` tokens. It may not inside media that are computed as a whole."""
         return not (self._media and any(span.is_whole and span.start < length < span.end for span in self._media))
 
     def _media_in(self, begin: int, end: int) -> list[tuple[int, int, bytes]]:
-        """(start from `begin` on, length, key) of the media that reach into tokens `begin .. end - 1`."""
+        """Return (start relative to `begin`, length, key) of the media that overlap tokens `begin .. end - 1`."""
         if not self._media:
             return []
         return [(span.start - begin, span.length, span.key) for span in self._media if span.start < end and span.end > begin]
@@ -73,14 +73,14 @@ def _digest(content: bytes) -> bytes:
 
 @dataclass(eq=False, slots=True)
 class ResumePoint:
-    """Pages to resume a sequence from, at `length` tokens or down to `earliest` (one less)."""
+    """Pages to resume a sequence from, at any length from `earliest` to `length` tokens (they differ by at most one)."""
 
     length: int
     earliest: int
     tables: tuple[PageTable, ...]  # one per KV group
-    key: bytes  # of the full pages
-    tail: Tail  # what follows them
-    tail_len: int  # tokens of the tail
+    key: bytes  # key of the full pages
+    tail: Tail  # the content after them
+    tail_len: int  # number of tokens in the tail
 
     @property
     def pages(self) -> list[int]:
@@ -89,11 +89,11 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How far a prompt is known."""
+    """The result of a look-up, which says how much of a prompt is known."""
 
-    point: ResumePoint | None  # the best to resume from
+    point: ResumePoint | None  # the best point to resume from
     resume: int  # tokens that need not be computed
-    known: int  # tokens of full pages that some resume point begins with; beyond `resume` they mark a junction
+    known: int  # tokens of full pages that some resume point begins with. Beyond `resume`, they mark a junction.
 
 
 @dataclass(slots=True)
@@ -107,12 +107,12 @@ class _Node:
 
 
 class PrefixCache:
-    """Resume points by content, evicted least recently used first. They keep pages of the arena, but never from a sequence."""
+    """Resume points by content. They keep pages only until a sequence needs them, and the least recently used go first."""
 
     def __init__(self, arena: Arena, layout: CacheLayout) -> None:
         self._arena = arena
         self._groups = layout.groups
-        # The key's page is that of a group without a window, which holds the whole history. A drafter's group does not count,
+        # Keys use the page size of a group without a window, which holds the whole history. A drafter's group does not count,
         # so that prompts diverge where they would without a drafter.
         whole = [group.page_tokens for group in layout.groups if group.window is None and not group.spec.owner]
         self.page_tokens = max(whole or [group.page_tokens for group in layout.groups])
@@ -124,11 +124,11 @@ class PrefixCache:
         return len(self._by_use)
 
     def resume_points(self) -> list[ResumePoint]:
-        """All, the least recently used first."""
+        """Return all points, the least recently used first."""
         return list(self._by_use)
 
     def find(self, tokens: Sequence[int], keys: PageKeys, limit: int) -> Match:
-        """The point that resumes `tokens` furthest, at `limit` tokens at most."""
+        """Find the point that resumes `tokens` furthest, at `limit` tokens at most."""
         path = []
         for key in keys.upto(tokens, len(tokens)):
             if key not in self._nodes:
@@ -149,7 +149,7 @@ class PrefixCache:
         return Match(None, 0, known)
 
     def touch(self, point: ResumePoint) -> None:
-        """Evict it later: it was used."""
+        """Mark `point` as used, so that it is evicted later."""
         self._by_use.move_to_end(point)
 
     def touch_at(self, tokens: Sequence[int], length: int, keys: PageKeys) -> None:
@@ -160,7 +160,7 @@ class PrefixCache:
             self.touch(point)
 
     def insert(self, tokens: Sequence[int], length: int, keys: PageKeys, tables: Sequence[PageTable]) -> None:
-        """Keep what resumes `tokens` at `length`, from the tables of the sequence that computed it."""
+        """Keep a point that resumes `tokens` at `length`. `tables` belong to the sequence that computed them."""
         key, tail_len = keys.upto(tokens, length)[-1], length % self.page_tokens
         tail = keys.tail(tokens, length - tail_len, length)
         earliest, kept = self._cut(length, tables)
@@ -176,18 +176,18 @@ class PrefixCache:
         self._by_use[point] = None
 
     def make_room(self, num_pages: int) -> None:
-        """Evict until `num_pages` are free, as far as possible: first points that free a page immediately."""
+        """Evict points until `num_pages` are free or none can be freed. Points that free a page immediately go first."""
         while self._arena.num_free < num_pages and self._arena.num_reclaimable:
             oldest = next(iter(self._by_use))
             self._remove(next((point for point in self._by_use if self._frees_any(point)), oldest))
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all points."""
         for point in list(self._by_use):
             self._remove(point)
 
     def _cut(self, length: int, tables: Sequence[PageTable]) -> tuple[int, tuple[PageTable, ...]]:
-        """The earliest length that `tables` resume at, and the part of them that this takes."""
+        """Return the earliest length that `tables` can resume at, and the part of them that a point at `length` needs."""
         earliest = length - 1
         for group, table in zip(self._groups, tables, strict=True):
             if table.first > group.first_visible(length - 1) // group.page_tokens:
@@ -202,9 +202,9 @@ class PrefixCache:
         return earliest, tuple(kept)
 
     def _frees_any(self, point: ResumePoint) -> bool:
-        """Whether dropping it frees a page."""
+        """Return whether dropping `point` frees a page."""
         for group, table in zip(self._groups, point.tables, strict=True):
-            # Without a window, a holder of a page holds all pages before it, so the last page is the least shared.
+            # Without a window, whoever holds a page holds all pages before it, so the last page is shared least.
             pages = table.pages[-1:] if group.window is None else table.pages
             if any(self._arena.frees(page) for page in pages):
                 return True

@@ -1,11 +1,11 @@
-"""What the KV cache holds: one KVSpec per layer, layers of the same kind in a KVGroup, and the slab that all groups share.
+"""The contents of the KV cache. Each layer has a KVSpec, layers of the same kind form a KVGroup, and all groups share slabs.
 
-A **slab** is the unit of the arena: one page of one group, with all KV-owning layers of that group. Each group has its own
-number of tokens per slab, so sliding and global pages share one memory, without a fixed ratio between them.
+A **slab** is the unit of the arena. It is one page of one group, with all KV-owning layers of that group. Each group has its
+own number of tokens per slab, so sliding and global pages share one memory without a fixed ratio between them.
 
-Inside a slab: [layer][plane][kv_head][token][width]. A group has a K plane and a V plane, each `head_dim` wide, or, where
-K and V come from one projection, a single latent plane of rows `v_rot | nope | k_rot`: V is the first `head_dim`
-columns, K the last `head_dim`, and the part they share is stored once.
+The order inside a slab is [layer][plane][kv_head][token][width]. A group has a K plane and a V plane, each `head_dim` wide. If
+K and V come from one projection, it has a single latent plane instead, with rows `v_rot | nope | k_rot`. V is the first
+`head_dim` columns, K is the last `head_dim` columns, and the part they share is stored once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from culet.errors import ConfigError
 from culet.registry import lookup
 
 PAGE_MULTIPLE = 16  # page tokens are a multiple of this, so that kernel tiles divide pages
-PREFERRED_SLIDING_PAGE = 64  # tokens; larger pages waste memory at the window's edge, smaller ones cost table entries
+PREFERRED_SLIDING_PAGE = 64  # tokens. Larger pages waste memory at the window's edge, smaller ones cost table entries.
 MAX_GROWN_SLAB = 4 << 20  # bytes up to which a slab is doubled to reach the preferred page
 MAX_EXACT_SLAB = 16 << 20  # if an exact division needs a larger slab, some waste is accepted and reported
 
@@ -30,17 +30,17 @@ class KVSpec:
     layer: int
     num_kv_heads: int
     head_dim: int
-    rotated_dims: int  # head dims that rope rotates; only the latent uses this
-    window: int | None  # keys a query sees, itself included; None: all
-    latent: bool  # K and V stored once
-    itemsize: int  # bytes per element; one byte is fp8 (e4m3)
-    owner: str = ""  # the drafter whose layer this is; "": the target's own
+    rotated_dims: int  # head dims that rope rotates (used only for latents)
+    window: int | None  # number of keys that a query sees, including its own, or None for all
+    latent: bool  # whether K and V are stored once
+    itemsize: int  # bytes per element, where one byte means fp8 (e4m3)
+    owner: str = ""  # the drafter that the layer belongs to, or "" for the target
     ahead: int = 0  # positions after a sequence's end that a drafter uses as scratch space in every round
     lookback: int = 0  # keys before the window that a drafter also sees
 
     @property
     def width(self) -> int:
-        """Elements of one row of one plane."""
+        """Number of elements in one row of one plane."""
         return self.head_dim + self.rotated_dims if self.latent else self.head_dim
 
     @property
@@ -49,7 +49,7 @@ class KVSpec:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether rows are rounded to e4m3: what a query reads is the same whether or not it passed through a page."""
+        """Whether rows are rounded to e4m3. A query reads the same values whether or not they passed through a page."""
         return self.itemsize == 1
 
     @property
@@ -58,7 +58,7 @@ class KVSpec:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Layers of equal kind share a group; all layers of a drafter are one group."""
+        """The key of the layer's group. Layers of equal kind share a group, and all layers of a drafter are one group."""
         if self.owner:
             return (self.owner,)
         return (self.num_kv_heads, self.head_dim, self.rotated_dims, self.window, self.latent, self.itemsize)
@@ -66,7 +66,7 @@ class KVSpec:
 
 @dataclass(frozen=True)
 class KVGroup:
-    """Layers that store the same shape under the same window, and so share pages."""
+    """Layers that store the same shape with the same window, and therefore share pages."""
 
     name: str  # "sliding", "global", or a drafter's name
     index: int  # position in CacheLayout.groups, Row.tables and ForwardBatch.groups
@@ -75,7 +75,7 @@ class KVGroup:
 
     @property
     def spec(self) -> KVSpec:
-        """The shape, equal for all layers of the group."""
+        """The spec of the first layer. All layers of the group have the same shape."""
         return self.specs[0]
 
     @property
@@ -88,12 +88,12 @@ class KVGroup:
 
     @property
     def reach(self) -> int | None:
-        """Keys that must stay: the window, and what a drafter sees before it; None: all."""
+        """Number of keys that must stay (the window and the keys that a drafter sees before it), or None for all."""
         return None if self.window is None else self.window + self.spec.lookback
 
     @property
     def ahead(self) -> int:
-        """Positions after a sequence's end that also need pages."""
+        """Number of positions after a sequence's end that also need pages."""
         return self.spec.ahead
 
     @property
@@ -101,11 +101,11 @@ class KVGroup:
         return sum(spec.bytes_per_token for spec in self.specs)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that the first `num_tokens` tokens take."""
+        """Return the number of pages for the first `num_tokens` tokens."""
         return -(-num_tokens // self.page_tokens)
 
     def first_visible(self, position: int) -> int:
-        """First key that a query at `position` sees, the drafter's included."""
+        """Return the first key that a query at `position` sees, including a drafter's query."""
         return 0 if self.reach is None else max(0, position - self.reach + 1)
 
 
@@ -117,11 +117,11 @@ class CacheLayout:
     groups: tuple[KVGroup, ...]
 
     def waste(self, group: KVGroup) -> int:
-        """Bytes of a slab that a page of `group` leaves unused."""
+        """Return the bytes of a slab that a page of `group` leaves unused."""
         return self.slab_bytes - group.page_tokens * group.bytes_per_token
 
     def group_of(self, layer: int) -> KVGroup:
-        """The group that holds `layer`'s KV."""
+        """Return the group that holds the KV of `layer`."""
         return next(group for group in self.groups if layer in group.layers)
 
 
@@ -131,14 +131,14 @@ def group_name(spec: KVSpec) -> str:
     return "global" if spec.window is None else "sliding"
 
 
-PRECISIONS = {"auto": 0, "bfloat16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1}  # bytes per element; auto: the model's
+PRECISIONS = {"auto": 0, "bfloat16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1}  # bytes per element, or 0 for the model's own
 
 
 def stored_as(specs: Sequence[KVSpec], choice: str) -> list[KVSpec]:
-    """`specs`, given in the model's precision, converted to that of `--kv-cache-dtype`; raises ConfigError if that cannot be.
+    """Convert `specs` from the model's precision to that of `--kv-cache-dtype`. Raise ConfigError if that is impossible.
 
-    `choice` is a name of PRECISIONS for all groups, or sliding=NAME,global=NAME. A drafter's own layers do not
-    change: they are few, and their keys are not scaled to fit into e4m3.
+    `choice` is a name in PRECISIONS for all groups, or sliding=NAME,global=NAME. A drafter's own layers do not change,
+    because they are few and their keys are not scaled to fit into e4m3.
     """
     names = list(dict.fromkeys(group_name(spec) for spec in specs if not spec.owner))
     chosen = dict.fromkeys(names, choice.strip())
@@ -155,7 +155,7 @@ def stored_as(specs: Sequence[KVSpec], choice: str) -> list[KVSpec]:
 
 def _stored_as(spec: KVSpec, name: str) -> KVSpec:
     itemsize = lookup("kv-cache-dtype", name, PRECISIONS) or spec.itemsize
-    # Kernels multiply queries and keys of the model's precision, or widen e4m3.
+    # Kernels multiply queries and keys in the model's precision, or widen e4m3 to it.
     if itemsize not in (1, spec.itemsize):
         own = next(known for known, size in PRECISIONS.items() if size == spec.itemsize)
         raise ConfigError(f"kv-cache-dtype: got {name}, the model runs in {own}", hint=f"use auto, fp8 or {own}")
@@ -163,11 +163,11 @@ def _stored_as(spec: KVSpec, name: str) -> KVSpec:
 
 
 def plan_cache(specs: Sequence[KVSpec], *, page_multiple: int = PAGE_MULTIPLE, slab_bytes: int | None = None) -> CacheLayout:
-    """Group layers of the same kind and choose the slab size, if it is not given. Groups fill it exactly where sizes allow."""
+    """Group layers of the same kind and choose the slab size if none is given. Groups fill the slab exactly if sizes allow."""
     kinds: dict[tuple[object, ...], list[KVSpec]] = {}
     for spec in specs:
         kinds.setdefault(spec.kind, []).append(spec)
-    # Sliding groups first: they have more pages, and Row.tables has the same order.
+    # Sliding groups come first because they have more pages. Row.tables has the same order.
     # A drafter's groups come last and do not affect the size of the slab.
     ordered = sorted(kinds.values(), key=lambda group: (group[0].owner, group[0].window is None, group[0].layer))
     per_token = [sum(spec.bytes_per_token for spec in group) for group in ordered]
@@ -184,7 +184,10 @@ def plan_cache(specs: Sequence[KVSpec], *, page_multiple: int = PAGE_MULTIPLE, s
 
 
 def _choose_slab(per_token: Sequence[int], page_multiple: int) -> int:
-    """Smallest slab that every group fills exactly with a multiple of `page_multiple` tokens, doubled to useful page sizes."""
+    """Return the size of a slab that every group fills exactly with a multiple of `page_multiple` tokens.
+
+    It is the smallest such size, doubled until pages have a useful size. If it is too large, accept some waste.
+    """
     slab = math.lcm(*(size * page_multiple for size in per_token))
     if slab > max(MAX_EXACT_SLAB, max(per_token) * page_multiple):
         slab = max(per_token) * page_multiple

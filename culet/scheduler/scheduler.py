@@ -1,7 +1,7 @@
-"""The scheduler: which sequences compute which tokens in the next step, and on which pages.
+"""The scheduler decides which sequences compute which tokens in the next step, and on which pages.
 
-`schedule` returns a plan and `apply` takes its result; in between, one more plan may be made (look-ahead by one). Sequences are
-ordered by (priority, arrival). The oldest never waits for a younger one, so every admitted request ends.
+`schedule` returns a plan and `apply` takes its result. In between, one more plan may be made (look-ahead by one). Sequences
+are ordered by (priority, arrival). The oldest never waits for a younger one, so every admitted request ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from culet.scheduler.stats import Counters, SchedulerStats
 from culet.types import Drawn, Entry, FinishReason, Logprobs, Request, Row, StepPlan, StepResult, TokenDelta
 
 BY_ORDER = attrgetter("order")
-Shape = tuple[int, int, int]  # of a step: see `decode_shape`
+Shape = tuple[int, int, int]  # shape of a step, see `decode_shape`
 
 
 class Scheduler:
@@ -47,10 +47,11 @@ class Scheduler:
         plans_open: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_drafts`: most tokens a drafter proposes at a time. `policy` decides how many it should; None: always all.
+        """Set up an empty scheduler.
 
-        `plans_open`: the runner finds out where a row begins if drafts of the row before it are in flight. Otherwise a sequence
-        is planned again only after its accepted drafts are known.
+        `max_drafts` is the most tokens that a drafter proposes at a time. `policy` decides how many it should propose. Without
+        a policy, it always proposes all. If `plans_open`, the runner itself finds out where a row begins when drafts of the
+        previous row are in flight. Otherwise a sequence is planned again only after its accepted drafts are known.
         """
         self.layout = layout
         self.max_model_len = max_model_len
@@ -58,31 +59,31 @@ class Scheduler:
         self.policy = policy
         self.plans_open = plans_open
         self.budget = config.max_num_batched_tokens
-        # Most pages that a token and its drafts may need, drafts in flight included.
+        # The most pages that a token and its drafts may need, including drafts in flight.
         self._max_fresh = sum(1 + group.pages_for(1 + 2 * max_drafts + group.ahead) for group in layout.groups)
         self.page_allocator = PageAllocator(layout, num_slabs, prefix_caching=prefix_caching)
         self.counters = Counters()
         self._clock = clock
         self._max_queue_len = config.max_queue_len
-        # Every running sequence can have a token in every step, so none starves another.
+        # Every running sequence can have a token in every step, so none can starve.
         self._max_running = min(config.max_num_seqs, self.budget)
         self._free_slots = list(range(config.max_num_seqs))
         self._running: list[Sequence] = []  # by order
         self._waiting: list[Sequence] = []  # by order
-        self._held: dict[str, Sequence] = {}  # by request id: not queued before `release`
+        self._held: dict[str, Sequence] = {}  # by request id, not queued before `release`
         self._alive: dict[str, dict[int, Sequence]] = {}  # request id -> sample -> sequence
         self._deadlines: list[tuple[float, int, str]] = []  # a heap
         self._num_arrivals = 0
         self._next_step_id = 0
         self._in_flight: deque[tuple[int, list[PlannedRow], Shape | None]] = deque()  # step id, rows, shape
         self._deltas: list[TokenDelta] = []
-        self._last_shape: Shape | None = None  # of the last step whose result came,
-        self._last_end = 0.0  # and when it came
+        self._last_shape: Shape | None = None  # shape of the last step with a result
+        self._last_end = 0.0  # when that result came
 
     # Requests come and go
 
     def add(self, request: Request, *, held: bool = False) -> None:
-        """Queue a request. Refuses what can never fit, and what the queue has no room for. `held`: it waits for `release`."""
+        """Queue a request. If `held`, it waits for `release`. Raise if it can never fit or the queue is full."""
         max_chunk = self.budget - self._max_running + 1
         check_fits(request, self.layout, self.page_allocator.arena.num_pages, self.max_model_len, max_chunk)
         if request.request_id in self._alive:
@@ -108,7 +109,7 @@ class Scheduler:
         return None if prefix is None else PageKeys(prefix.page_tokens, request.cache_salt, request.media)
 
     def release(self, request_id: str) -> None:
-        """Queue a held request, in the order of its arrival. Does nothing if it has ended meanwhile."""
+        """Queue a held request, in order of its arrival. Do nothing if it has already ended."""
         seq = self._held.pop(request_id, None)
         if seq is not None:
             insort(self._waiting, seq, key=BY_ORDER)
@@ -116,14 +117,14 @@ class Scheduler:
     def cancel(
         self, request_id: str, sample: int | None = None, reason: FinishReason = FinishReason.CANCEL, *, error: str = ""
     ) -> None:
-        """End a request, or one sample of it. Does nothing if it has ended already."""
+        """End a request, or one sample of it. Do nothing if it has already ended."""
         alive = self._alive.get(request_id, {})
         for seq in list(alive.values()) if sample is None else [alive[sample]] if sample in alive else []:
             self._finish(seq, reason)
             self._deltas.append(seq.delta(error=error))
 
     def fail(self, error: str) -> None:
-        """End everything: a step did not run, so the content of pages is unknown. Plans without a result are forgotten."""
+        """End all requests after a step did not run, because the content of pages is unknown. Forget plans without a result."""
         self._in_flight.clear()
         for request_id in list(self._alive):
             self.cancel(request_id, reason=FinishReason.ERROR, error=error)
@@ -135,13 +136,13 @@ class Scheduler:
             self.page_allocator.prefix.clear()
 
     def deltas(self) -> list[TokenDelta]:
-        """Everything that happened since the last call, cancels included."""
+        """Return everything that happened since the last call, including cancellations."""
         deltas, self._deltas = self._deltas, []
         return deltas
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence or a result is outstanding. (`deltas` may return more even if not.)"""
+        """Whether a sequence or a result is outstanding. Even if not, `deltas` may return more."""
         return bool(self._alive or self._in_flight)
 
     def stats(self) -> SchedulerStats:
@@ -171,12 +172,12 @@ class Scheduler:
     # A step is planned
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None: there is nothing to do, or nothing before the result in flight is applied."""
+        """Return the next step, or None if there is nothing to do, at least until the result in flight is applied."""
         assert len(self._in_flight) <= 1, "two plans already wait for their results"
         self._expire()
         is_open = bool(self._in_flight) and any(seq.awaits_drafts and seq.draws_in_flight for seq in self._running)
         counts = self._drafts_to_continue(is_open=is_open)
-        # If a part of the batch ran ahead, the batch would run in two halves from then on. So all run ahead, or none.
+        # If part of the batch ran ahead, the batch would run in two halves from then on. So all run ahead, or none does.
         if is_open and counts is None:
             return None
         if self.policy is not None:
@@ -187,7 +188,7 @@ class Scheduler:
             copies = self.page_allocator.drain_copies()
         else:
             planned = self._plan_rows(share_budget([seq for seq in self._running if seq.is_ready], self.budget), entries)
-            # Forks and resume points come after this plan's copies are closed: their pages get content in its forward pass.
+            # Forks and resume points come after this plan's copies are drained, because its forward pass fills their pages.
             copies = self.page_allocator.drain_copies() if planned else ()
             for plan in planned:
                 entries += self._fork(plan)
@@ -202,9 +203,9 @@ class Scheduler:
         return StepPlan(step_id, tuple(entries), copies, tuple([plan.row for plan in planned]))
 
     def _drafts_to_continue(self, *, is_open: bool) -> list[int] | None:
-        """Drafts of each sequence if all continue and pages suffice, as in most steps; None otherwise.
+        """Return the drafts of each sequence if all continue and pages suffice, as in most steps. Otherwise return None.
 
-        `is_open`: drafts are in flight. A sequence that could start must not wait until all can continue.
+        `is_open` means that drafts are in flight. A sequence that could start must not wait until all can continue.
         """
         is_full = not self._waiting or len(self._running) == self._max_running
         if not (is_full and self._running) or (is_open and not self.plans_open):
@@ -216,18 +217,18 @@ class Scheduler:
         return counts if not num_changing or num_changing * self._max_fresh <= self.page_allocator.available else None
 
     def _continue(self, seq: Sequence, num_drafts: int) -> PlannedRow:
-        """The row of a sequence that continues with this many drafts."""
+        """Plan the row of a sequence that continues with this many drafts."""
         if seq.pages_unchanged(1 + num_drafts):
             return continue_in_pages(seq, num_drafts, self._num_wanted(seq))
         (plan,) = self._plan_row(Grant(seq, 1 + num_drafts, num_drafts), may_preempt=False)
         return plan
 
     def _plan_rows(self, grants: list[Grant], entries: list[Entry]) -> list[PlannedRow]:
-        """Rows for `grants`, and if pages are left for sequences that start with this step, whose entries are added."""
+        """Plan rows for `grants`. If pages are left, also start waiting sequences and append their entries to `entries`."""
         planned: list[PlannedRow] = []
         num_preempted = self.counters.preemptions
         for grant in grants:
-            if grant.sequence.is_running:  # an older one may just have taken its pages
+            if grant.sequence.is_running:  # an older sequence may just have taken its pages
                 planned += self._plan_row(grant, may_preempt=True)
         if len(planned) == len(grants) and self.counters.preemptions == num_preempted:  # nobody lacks pages
             for seq, rows in self._admissions(self.budget - sum(plan.row.num_new for plan in planned)):
@@ -236,7 +237,7 @@ class Scheduler:
         return planned
 
     def _plan_row(self, grant: Grant, *, may_preempt: bool) -> list[PlannedRow]:
-        """The row for `grant`, smaller if pages are short; [] if no chunk fits.
+        """Plan the row for `grant`, with a shorter chunk if pages are scarce. Return [] if none fits.
 
         Younger sequences lose their pages only if this one cannot continue otherwise.
         """
@@ -250,22 +251,22 @@ class Scheduler:
         return [commit_row(seq, shape, self.page_allocator, self._num_wanted(seq) if shape.draws else 0)]
 
     def _num_wanted(self, seq: Sequence) -> int:
-        """Proposals to make after the token that `seq` is about to draw."""
+        """Return how many proposals to make after the token that `seq` is about to draw."""
         count = self.max_drafts
         if count and self.policy is not None:
             # A sequence that is about to start is not among the running ones yet.
             count = self.policy.length(seq.acceptance, max(1, len(self._running)))
-        # The token drawn now and the one after the last draft need none.
+        # The token drawn now and the one after the last draft need no proposal.
         return max(0, min(count, seq.num_left - 2)) if count else 0
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take its slot and pages. All its tokens, those it has drawn included, are computed again later."""
+        """Take the slot and pages of `seq`. All its tokens, including those it has drawn, are computed again later."""
         self._leave(seq)
         insort(self._waiting, seq, key=BY_ORDER)
         self.counters.preemptions += 1
 
     def _leave(self, seq: Sequence) -> None:
-        """Stop running: free its slot and pages. If its admission failed half-way, it is still among the waiting ones."""
+        """Free the slot and pages of `seq`. If its admission failed half-way, it is still in the queue."""
         assert seq.slot is not None
         (self._running if seq in self._running else self._waiting).remove(seq)
         heapq.heappush(self._free_slots, seq.slot)
@@ -275,7 +276,7 @@ class Scheduler:
     # A sequence starts
 
     def _admissions(self, budget: int) -> Iterator[tuple[Sequence, list[PlannedRow]]]:
-        """Start waiting sequences, strictly in order, while tokens, slots and pages last."""
+        """Start waiting sequences, strictly in order, as long as tokens, slots and pages last."""
         if not (self._waiting and budget and len(self._running) < self._max_running):
             return
         # Prompts in progress were promised pages that they do not hold yet.
@@ -291,11 +292,11 @@ class Scheduler:
             yield seq, rows
 
     def _admit(self, seq: Sequence, budget: int, reserved: int) -> list[PlannedRow]:
-        """Give `seq` a slot and its first row, resumed from the prefix cache if possible; [] if it must wait."""
+        """Give `seq` a slot and its first row, resumed from the prefix cache if possible. Return [] if it must wait."""
         match = find_prefix(seq, self.page_allocator)
         if match.point is not None:
             rows = self._start(seq, match, budget, reserved)
-            # A sequence that would run alone must start in any case: evict the point that it does not fit beside.
+            # A sequence that would run alone must start in any case. It then starts without the point, which may be evicted.
             if rows or self._running:
                 return rows
         return self._start(seq, Match(None, 0, match.known), budget, reserved)
@@ -326,14 +327,14 @@ class Scheduler:
         return rows
 
     def _fork(self, plan: PlannedRow) -> list[Entry]:
-        """At the end of a prompt, let the other samples draw from the same logits; those without room wait in the queue."""
+        """At the end of a prompt, let the other samples draw from the same logits. Samples without room wait in the queue."""
         seq = plan.owner
         if not (plan.drawers and seq.siblings):
             return []
         siblings, seq.siblings = seq.siblings, []
         forked: list[Sequence] = []
         for sibling in siblings:
-            # A page per group: the copy of the partial page, or the next one.
+            # Each group needs one page, either the copy of the partial page or the next page.
             if len(self._running) < self._max_running and self.page_allocator.available >= len(self.layout.groups):
                 sibling.slot = heapq.heappop(self._free_slots)
                 sibling.fork_from(seq, self.page_allocator)
@@ -379,7 +380,7 @@ class Scheduler:
         self._last_shape, self._last_end = shape, now
 
     def _accept(self, seq: Sequence, row: Row, drawn: Drawn, scores: tuple[Logprobs, ...]) -> None:
-        """Append what was drawn, up to a stop, and forget the KV of rejected drafts."""
+        """Append the drawn tokens up to a stop, and forget the KV of rejected drafts."""
         num_drafts, token_ids = row.num_drafts, drawn.token_ids
         num_drawn = len(token_ids)
         assert 1 <= num_drawn <= num_drafts + 1, f"{num_drawn} tokens drawn from {num_drafts} drafts"
@@ -397,11 +398,11 @@ class Scheduler:
             self.counters.count_verify(num_drafts, num_drawn - 1)
             if self.policy is not None:
                 self.policy.note(seq.acceptance, num_drafts, num_drawn - 1)
-        if seq.is_running:  # otherwise it was preempted: the tokens count, the pages are gone
+        if seq.is_running:  # otherwise it was preempted, so its tokens count but its pages are gone
             seq.num_computed += num_drawn - 1
-            if not seq.rows_in_flight:  # otherwise it was planned with these proposals, and with pages for all of them
+            if not seq.rows_in_flight:  # otherwise its next row was planned with these proposals and pages for all of them
                 seq.num_proposed = drawn.num_proposed
-                # An open row before this one may have left pages, too.
+                # An open row before this one may have left pages too.
                 if num_drafts or self.plans_open:
                     seq.release_beyond(self.page_allocator)
         count, reason = seq.append(token_ids)
@@ -413,7 +414,7 @@ class Scheduler:
         self._deltas.append(seq.delta(token_ids[:count], drawn.logprobs[:count], scores, drafts=drafts))
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """End `seq`, wherever it is. What it has computed stays as a resume point for the next turn."""
+        """End `seq` in any state. The tokens it has computed stay as a resume point for the next turn."""
         assert seq.finish_reason is None
         seq.finish_reason = reason
         self.counters.finished += 1
@@ -438,7 +439,7 @@ class Scheduler:
         else:
             leader = next(sibling for sibling in alive.values() if seq in sibling.siblings)
             leader.siblings.remove(seq)
-        if seq.siblings:  # they waited for its prompt: the next one computes it
+        if seq.siblings:  # they waited for its prompt, which the next one computes
             heir, *heir.siblings = seq.siblings
             seq.siblings = []
             if is_held:

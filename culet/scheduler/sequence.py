@@ -1,9 +1,9 @@
-"""One sample of a request: its tokens, its pages in every KV group, and how far it is planned and computed.
+"""One sample of a request, with its tokens, its pages in every KV group, and its progress in planning and computation.
 
-Steps run in the order they are planned, so a sequence is kept as if every planned step had run: `num_computed` counts the
-tokens whose KV exists when the next plan begins. Planning does not know the tokens drawn meanwhile (`draws_in_flight`), nor
-how many drafts a verify accepts (`num_open`): until its result arrives, a row with drafts counts only its first token. If the
-sequence is planned again before that, its pages reach as far as if all drafts were accepted.
+Steps run in the order they are planned, so a sequence is kept as if every planned step had run. `num_computed` counts the
+tokens whose KV exists when the next plan begins. Planning does not know the tokens that steps in flight draw
+(`draws_in_flight`), nor how many drafts they accept (`num_open`). Until its result arrives, a row with drafts counts only its
+first token. If the sequence is planned again before that, its pages reach as far as if all drafts were accepted.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from culet.scheduler.group_pages import HOLE, GroupPages
 from culet.scheduler.page_allocator import PageAllocator
 from culet.types import Entry, FinishReason, Logprobs, MediaSpan, PageTable, Request, Sampling, TokenDelta
 
-MAX_TRAIL = 32  # tokens by which a chunk may run past a resume length: so few are not worth another step
-MAX_SCORED_CHUNK = 256  # tokens of a chunk that needs all its logits: a row of logits is as wide as the vocabulary
+MAX_TRAIL = 32  # tokens by which a chunk may run past a resume length, because so few are not worth another step
+MAX_SCORED_CHUNK = 256  # most tokens of a chunk that needs all its logits, because a row of logits is as wide as the vocabulary
 
 
 class Sequence:
-    """One sample of a request, waiting (without slot and pages), running, or ended."""
+    """One sample of a request. It is waiting (without a slot or pages), running, or ended."""
 
     def __init__(self, request: Request, sample: int, arrival: int, layout: CacheLayout, keys: PageKeys | None) -> None:
         self.request = request
@@ -35,17 +35,17 @@ class Sequence:
         self.num_computed = 0
         self.rows_in_flight = 0
         self.draws_in_flight = 0
-        self.num_proposed = 0  # drafts in the slot's buffer, now or when the row in flight has run
+        self.num_proposed = 0  # drafts in the slot's buffer, now or after the row in flight has run
         self.num_open = 0  # drafts of rows in flight, which may or may not be accepted
-        self.awaits_drafts = False  # its row in flight verifies drafts or asks for some: what comes next is not known
+        self.awaits_drafts = False  # its row in flight verifies drafts or asks for some, so its next row is not known
         self.acceptance = Acceptance()
-        self.tables: tuple[PageTable, ...] = ()  # of its last row
-        self.unchanged_until = 0  # length up to which decoding leaves them unchanged
+        self.tables: tuple[PageTable, ...] = ()  # page tables of its last row
+        self.unchanged_until = 0  # length up to which decoding does not change them
         self.prefill_end = 0  # tokens to compute before the first draw after (re)admission
-        self.resume_lengths: tuple[int, ...] = ()  # lengths still to be computed that are worth a resume point, ascending
+        self.resume_lengths: tuple[int, ...] = ()  # uncomputed lengths that are worth a resume point, in ascending order
         self.num_scored = 0  # prompt positions whose log-probabilities were planned
         self.num_cached = 0  # prompt tokens found in the prefix cache
-        self.is_announced = False  # its first TokenDelta was sent
+        self.is_announced = False  # whether its first TokenDelta was sent
         self.arrived_at = 0.0  # on the scheduler's clock
         self.queue_s = 0.0  # time it waited for its first start
         self.siblings: list[Sequence] = []  # samples that wait for this one's prompt to be computed
@@ -53,7 +53,7 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Sequences start in this order, and are preempted in the reverse order."""
+        """The sort key of sequences. They start in this order and are preempted in reverse."""
         return (self.request.priority, self.arrival, self.sample)
 
     @property
@@ -66,17 +66,17 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """Fewest tokens it may still draw after those in flight."""
+        """The least number of tokens that it may still draw after those in flight."""
         return self.request.max_tokens - self.num_output - self.draws_in_flight - self.num_open
 
     @property
     def max_kv_len(self) -> int:
-        """Most tokens that ever need KV: the last token drawn needs none."""
+        """The most tokens that ever need KV. The last token drawn needs none."""
         return self.prompt_len + self.request.max_tokens - 1
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens, known or in flight, without KV."""
+        """Number of tokens without KV, known or in flight."""
         return len(self.tokens) + self.draws_in_flight - self.num_computed
 
     @property
@@ -85,7 +85,7 @@ class Sequence:
 
     @property
     def needs_scoring(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be computed. Sample 0 computes them for all."""
+        """Whether log-probabilities of its prompt must still be computed. Sample 0 computes them for all samples."""
         return self.sampling.prompt_logprobs is not None and self.sample == 0 and self.num_scored < self.prompt_len
 
     @property
@@ -95,18 +95,18 @@ class Sequence:
 
     @property
     def next_chunk(self) -> int:
-        """Most tokens of the next row, drafts not counted."""
+        """The most tokens of the next row, not counting drafts."""
         end = self.num_computed + self.num_uncomputed
         if self.is_scored_next:
             end = min(end, max(self.num_computed + MAX_SCORED_CHUNK, self.num_computed + self.min_chunk))
         elif self.needs_scoring:
             end = min(end, self.num_scored)
-        # A chunk ends at a resume length, unless only a few tokens lie before or after it: then the row stores more instead.
+        # A chunk ends at a resume length, unless only a few tokens lie before or after it. Then the row stores more instead.
         low, high = self.num_computed + MAX_TRAIL, end - MAX_TRAIL
         return next((length for length in self.resume_lengths if low < length < high), end) - self.num_computed
 
     def chunk_within(self, limit: int) -> int:
-        """The largest next chunk of at most `limit` tokens. A chunk never ends inside a whole span of media; 0: none fits."""
+        """Return the largest chunk of at most `limit` tokens, or 0 if none fits. It never ends inside a whole media span."""
         chunk = min(self.next_chunk, limit)
         if self.request.media and (span := self._whole_span_at(self.num_computed + chunk)) is not None:
             return max(0, span.start - self.num_computed)
@@ -114,21 +114,24 @@ class Sequence:
 
     @property
     def min_chunk(self) -> int:
-        """The smallest next chunk: one token, or a whole span of media."""
+        """The smallest next chunk, which is one token or a whole media span."""
         span = self._whole_span_at(self.num_computed + 1) if self.request.media else None
         return 1 if span is None else span.end - self.num_computed
 
     def _whole_span_at(self, end: int) -> MediaSpan | None:
-        """The span inside which a chunk must not end, if `end` is inside one."""
+        """Return the whole media span that `end` is inside, if any. A chunk must not end there."""
         return next((span for span in self.request.media if span.is_whole and span.start < end < span.end), None)
 
     @property
     def is_ready(self) -> bool:
-        """Whether its next row can be planned now: it does not depend on drafts, a grammar, or a token that may not come."""
+        """Whether its next row can be planned now.
+
+        It cannot while the row depends on drafts, a grammar, or a token that may not come.
+        """
         return not self.draws_in_flight or (not self.awaits_drafts and self.num_left > 0 and self.request.grammar is None)
 
     def pages_unchanged(self, num_new: int = 1) -> bool:
-        """Whether `num_new` more tokens fit into its pages and leave none behind the window."""
+        """Return whether `num_new` more tokens fit into its pages and no page falls behind the window."""
         return self.num_computed + self.num_open + num_new <= self.unchanged_until
 
     @property
@@ -138,13 +141,14 @@ class Sequence:
 
     @property
     def num_useful_drafts(self) -> int:
-        """Drafts worth verifying: none beyond the last token it may draw."""
+        """Number of drafts worth verifying. Drafts beyond the last token it may draw are not."""
         return min(self.num_proposed, self.num_left - 1)
 
     def lengths_beyond(self, match: Match) -> tuple[int, ...]:
-        """Lengths beyond the match that are worth a resume point: those that the request names, and a junction.
+        """Return the lengths beyond the match that are worth a resume point.
 
-        Where others computed more than the match, prompts diverge: the next prompt will hit there.
+        They are the lengths that the request names and a junction. Prompts diverge at a junction, where other sequences have
+        computed more than the match, and the next prompt will hit there.
         """
         assert self.keys is not None
         lengths = {*self.request.resume_lengths, match.known}
@@ -152,13 +156,13 @@ class Sequence:
         return tuple(sorted(filter(self.keys.may_resume, within)))
 
     def entry(self) -> Entry:
-        """What the runner must know when it takes its slot."""
+        """Return what the runner must know when the sequence takes its slot."""
         assert self.slot is not None
         request = self.request
         return Entry(self.slot, tuple(self.tokens), self.prompt_len, self.sampling, request.grammar, request.media)
 
     def append(self, token_ids: tuple[int, ...]) -> tuple[int, FinishReason | None]:
-        """Append drawn tokens up to a stop. Returns how many, and why the sequence ends with them, if it does."""
+        """Append drawn tokens up to a stop. Return how many were appended, and why the sequence ends with them, if it does."""
         request, tokens = self.request, self.tokens
         for count, token_id in enumerate(token_ids, 1):
             tokens.append(token_id)
@@ -176,10 +180,10 @@ class Sequence:
         error: str = "",
         drafts: tuple[int, int] = (0, 0),
     ) -> TokenDelta:
-        """What happened to it, for its caller; `drafts` counts the accepted and the rejected drafts."""
+        """Return a report for the caller. `drafts` holds the numbers of accepted and rejected drafts."""
         is_stopped = self.finish_reason is FinishReason.STOP and token_ids and token_ids[-1] in self.request.stop_token_ids
         is_first, self.is_announced = not self.is_announced, True
-        # Positional arguments: this runs for every token.
+        # Positional arguments are faster, and this runs for every token.
         return TokenDelta(
             self.request.request_id,
             self.sample,
@@ -195,7 +199,7 @@ class Sequence:
         )
 
     def raw_tables(self) -> tuple[PageTable, ...]:
-        """Its pages with holes marked, for resume points."""
+        """Return its pages with holes marked, for resume points."""
         return tuple(PageTable(pages.first, tuple(pages.pages)) for pages in self.groups)
 
     def release_behind(self, page_allocator: PageAllocator) -> None:
@@ -223,9 +227,9 @@ class Sequence:
         self.resume_lengths = ()
 
     def resume_from(self, point: ResumePoint, length: int, page_allocator: PageAllocator) -> bool:
-        """Begin with the first `length` tokens computed: share full pages, copy those it will write to.
+        """Begin with the first `length` tokens computed. Share full pages, and copy the pages it will write to.
 
-        Returns False, and changes nothing, if the copies do not fit.
+        Return False and change nothing if the copies do not fit.
         """
         for pages, table in zip(self.groups, point.tables, strict=True):
             begin, end = pages.group.first_visible(length) // pages.page_tokens, length // pages.page_tokens
@@ -237,7 +241,7 @@ class Sequence:
             for pages, table in zip(self.groups, point.tables, strict=True)
             if length % pages.page_tokens
         ]
-        # Hold the sources before taking anything: taking may evict the resume point they belong to.
+        # Hold the sources before taking anything, because taking may evict the resume point they belong to.
         page_allocator.arena.share([source for _, source in partial])
         fits = page_allocator.available >= len(partial)
         if fits:
@@ -252,7 +256,7 @@ class Sequence:
         return fits
 
     def fork_from(self, parent: Sequence, page_allocator: PageAllocator) -> None:
-        """Continue from `parent`'s state as its current plan leaves it; the copies belong to the next plan."""
+        """Continue from the state of `parent` after its current plan. The copies belong to the next plan."""
         length = parent.num_computed
         for pages, theirs in zip(self.groups, parent.groups, strict=True):
             begin, end = pages.group.first_visible(length) // pages.page_tokens, length // pages.page_tokens
