@@ -1,1 +1,1 @@
-"""The command line: one file per command. Modules here import without torch until a command runs."""
+"""The command line, with one file per command. Modules here do not import torch until a command runs."""

@@ -1,4 +1,4 @@
-"""`culet bench`: the speed of the engine and its kernels, next to the hardware's limit and a peer's results."""
+"""`culet bench`: measure the engine and its kernels, and compare them with the hardware's limit and a peer's results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ bench.add_command(bench_draft)
 
 
 def peak_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The GPU's peak rates, for GPUs that Culet does not know."""
+    """Add options for the GPU's peak rates, for GPUs that Culet does not know."""
     for option in (
         click.option("--tflops", type=click.FLOAT, help="Peak bf16 TFLOP/s of this GPU, for the floor."),
         click.option("--bandwidth", type=click.FLOAT, help="Peak memory bandwidth of this GPU in TB/s, for the floor."),
@@ -124,7 +124,7 @@ def offline(
 
 
 def _model_name(model: str | None, variant: str | None, num_layers: int | None, draw: str) -> str:
-    """The name of a checkpoint, or `random:...`."""
+    """Return the name of a checkpoint, or `random:...`."""
     from culet.models.random_checkpoint import PREFIX, random_name
 
     if (model is None) == (variant is None):
@@ -139,7 +139,7 @@ def _model_name(model: str | None, variant: str | None, num_layers: int | None, 
 
 
 class _Files:
-    """Where results go. Bad paths are refused before anything is measured."""
+    """The files that results are written to. Raises on bad paths before anything is measured."""
 
     def __init__(self, json_file: str | None, plot_file: str | None) -> None:
         self.json = Path(json_file) if json_file else None
@@ -235,7 +235,7 @@ def _peaks(name: str, options: dict[str, Any]) -> Peaks | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions that a result depends on."""
+    """Return the versions that a result depends on."""
     from importlib.metadata import PackageNotFoundError, version
 
     import torch
@@ -323,7 +323,7 @@ def kernels(shapes: tuple[str, ...], cases: tuple[str, ...], json_file: str | No
 def _kernel_cases(
     shapes: tuple[str, ...], cases: tuple[str, ...], options: dict[str, Any]
 ) -> list[tuple[str, AttentionShape, KernelCase]]:
-    """Every given shape in every given case. The default is the cases with results of a peer."""
+    """Return every given shape with every given case. By default, return the cases with a peer's results."""
     from culet.bench import kernels as kernels_module
     from culet.bench.peer import FA4, KERNEL_CASES
 
@@ -350,7 +350,7 @@ def _kernel_cases(
 
 
 def _custom_shape(options: dict[str, Any]) -> AttentionShape | None:
-    """The custom shape of --heads, --kv-heads and --head-dim; None if none of them is set."""
+    """Return the custom shape from --heads, --kv-heads and --head-dim, or None if none of them is set."""
     numbers = {name: options[name] for name in ("heads", "kv_heads", "head_dim")}
     if all(value is None for value in numbers.values()):
         if options["window"] is not None or options["latent"]:
@@ -377,7 +377,7 @@ def _custom_shape(options: dict[str, Any]) -> AttentionShape | None:
 
 
 def kernel_table(lines: list[KernelLine], device: str) -> Table:
-    """One line per case."""
+    """Make a table with one line per case."""
     from culet.bench.report import number, percent, plain_table
 
     with_peer, with_floor = (any(getattr(line, name) for line in lines) for name in ("fa4_us", "floor_us"))

@@ -1,4 +1,4 @@
-"""`culet bench draft`: the cost of drafting, and its speedup at a fixed acceptance."""
+"""`culet bench draft`: measure the cost of drafting and its speedup at a fixed acceptance."""
 
 from __future__ import annotations
 

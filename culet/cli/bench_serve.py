@@ -1,4 +1,4 @@
-"""`culet bench serve`: send load to any server with an OpenAI-compatible API."""
+"""`culet bench serve`: load-test any server with an OpenAI-compatible API."""
 
 from __future__ import annotations
 

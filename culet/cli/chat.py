@@ -51,7 +51,7 @@ def chat(system: str | None, enable_thinking: bool, quiet: bool, **options: Any)
 
 
 class Conversation:
-    """The loop that reads messages and answers them, and its history."""
+    """A loop that reads messages and answers them, with its history."""
 
     def __init__(self, llm: LLM, params: SamplingParams, *, system: str | None, enable_thinking: bool) -> None:
         self._llm = llm
@@ -70,7 +70,7 @@ class Conversation:
         """Read lines until end of input or /exit."""
         if sys.stdin.isatty():
             click.echo(_COMMANDS, err=True)
-            with suppress(ImportError):  # line editing and history for input(), if the platform has them
+            with suppress(ImportError):  # gives input() line editing and history, if the platform has them
                 import readline  # noqa: F401
         while (line := self._read()) is not None:
             if not line.strip():
@@ -82,7 +82,7 @@ class Conversation:
                 self._answer(line)
 
     def _read(self) -> str | None:
-        """The next line, or None at the end of input. Ctrl-C at the prompt discards the line."""
+        """Return the next line, or None at the end of input. Ctrl-C at the prompt discards the line."""
         while True:
             try:
                 if not sys.stdin.isatty():
@@ -90,7 +90,7 @@ class Conversation:
                     return line.rstrip("\n") if line else None
                 if sys.stdout.isatty():
                     return input("> ")
-                # input() would write its prompt to stdout, among the answers.
+                # input() would write its prompt to stdout, between the answers.
                 click.echo("> ", nl=False, err=True)
                 return input()
             except EOFError:
@@ -102,7 +102,7 @@ class Conversation:
                 raise BadRequest(f"the line on stdin is not valid UTF-8: {error}", hint="pipe UTF-8 text") from error
 
     def _command(self, line: str) -> bool:
-        """Run a command that starts with a slash. False means quit."""
+        """Run a command that starts with a slash. Return False to quit."""
         name, _, rest = line.partition(" ")
         if name in ("/exit", "/quit"):
             return False
@@ -115,7 +115,7 @@ class Conversation:
         return True
 
     def _answer(self, line: str) -> None:
-        """Stream the answer to a line and keep both. After Ctrl-C the partial answer is kept."""
+        """Stream the answer to a line and keep both. After Ctrl-C, keep the partial answer."""
         self._turns.append({"role": "user", "content": line})
         pieces: list[str] = []
         is_thinking = False
@@ -123,7 +123,7 @@ class Conversation:
             stream = self._llm.stream(self.messages, self._params, enable_thinking=self._enable_thinking)
             with closing(stream):
                 for delta in stream:
-                    if delta.reasoning:  # to stderr: the answer alone goes to stdout
+                    if delta.reasoning:  # goes to stderr, because only the answer goes to stdout
                         click.echo(click.style(delta.reasoning, dim=True), nl=False, err=True)
                         is_thinking = True
                     if delta.text and is_thinking:

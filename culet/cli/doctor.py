@@ -1,4 +1,4 @@
-"""`culet doctor`: facts about this machine, for bug reports."""
+"""`culet doctor`: report facts about this machine for bug reports."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def doctor(as_json: bool) -> None:
 
 
 def examine() -> dict[str, Section]:
-    """Every section of the report. If a section fails, it says why, and the others go on."""
+    """Return every section of the report. A section that fails contains its error, and the others still run."""
     parts = {
         "culet": _culet,
         "packages": _packages,

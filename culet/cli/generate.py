@@ -43,7 +43,7 @@ def generate(prompt: str | None, as_chat: bool | None, as_json: bool, quiet: boo
     config = config_of(options)
     text = _read_prompt(prompt)
     if as_chat is None:
-        as_chat = config.model.model == BUILT_IN  # it was trained to answer, not to continue text
+        as_chat = config.model.model == BUILT_IN  # which was trained to answer, not to continue text
     if quiet:
         setup_logging("warning")
 
@@ -62,7 +62,7 @@ def generate(prompt: str | None, as_chat: bool | None, as_json: bool, quiet: boo
 
 
 def _read_prompt(prompt: str | None) -> str:
-    """The argument, or stdin without its last line break."""
+    """Return the argument, or stdin without its final newline."""
     if prompt is not None:
         return prompt
     if sys.stdin.isatty():

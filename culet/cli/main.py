@@ -1,4 +1,4 @@
-"""The `culet` command: runs a subcommand, and turns every error into one line, a hint and an exit code."""
+"""The `culet` command. It runs a subcommand and turns every error into one line, a hint and an exit code."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ COMMANDS: dict[str, str] = {
     "doctor": "culet.cli.doctor:doctor",
 }
 
-_INTERRUPTED = 130  # what shells expect after Ctrl-C
+_INTERRUPTED = 130  # the exit code that shells expect after Ctrl-C
 
 
 class LazyGroup(click.Group):
-    """The commands of `COMMANDS`, each imported on use."""
+    """The commands in `COMMANDS`. Each is imported when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -55,7 +55,7 @@ def cli(ctx: click.Context) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code: 0, 1 if the user can fix the error, 2 for a fault in Culet."""
+    """Run one command line and return its exit code: 0, 1 if the user can fix the error, or 2 for a bug in Culet."""
     try:
         setup_logging()
         result = cli.main(args=list(arguments), prog_name="culet", standalone_mode=False)
@@ -74,10 +74,10 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         return _INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output closed the pipe (`culet ... | head`). Nothing can be written any more, not even at exit.
+        # The reader of our output closed the pipe (`culet ... | head`), so nothing can be written any more, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as error:  # unexpected errors are reported in one line too
+    except Exception as error:  # report unexpected errors in one line too
         if env.LOG_LEVEL.get().lower() == "debug":
             traceback.print_exc()
         report(
@@ -88,7 +88,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def report(message: str, hint: str = "") -> None:
-    """Print one line to stderr, and the hint below it."""
+    """Print the message to stderr as one line, and the hint below it."""
     click.secho(f"error: {_one_line(message)}", err=True, fg="red", color=_color())
     if hint:
         click.secho(f"hint: {_one_line(hint)}", err=True, color=_color())
@@ -99,15 +99,15 @@ def _one_line(text: str) -> str:
 
 
 def _color() -> bool | None:
-    """False if NO_COLOR is set. None lets click ask the terminal."""
+    """Return False if NO_COLOR is set, or None to let click check the terminal."""
     return False if os.environ.get(env.NO_COLOR.name) else None
 
 
 def main() -> None:
-    """Entry point of the `culet` script."""
-    # Must be set before torch is imported. By default its threads spin for long while they wait for each other, and starve when
-    # other programs run. Limited spinning is an eighth slower on idle cores, and several times faster on busy ones
-    # (docs/log/cpu.md).
+    """Run the `culet` script."""
+    # Set this before torch is imported. By default, torch's threads spin for a long time while they wait for each other,
+    # and starve when other programs run. Limited spinning is an eighth slower on idle cores but several times faster on busy
+    # ones (docs/log/cpu.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     sys.exit(run(sys.argv[1:]))
 

@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _CLICK_TYPES: dict[str, click.ParamType] = {"int": click.INT, "float": click.FLOAT, "str": click.STRING}
 
-# name, type, help; the names are those of SamplingParams
+# (name, type, help). The names are those of SamplingParams.
 _SAMPLING: tuple[tuple[str, click.ParamType, str], ...] = (
     ("max_tokens", click.INT, "Maximum number of tokens to generate (default: up to the end of the context)."),
     ("temperature", click.FLOAT, "Sampling temperature; 0 is greedy (default: the model's)."),
@@ -32,12 +32,12 @@ _SAMPLING: tuple[tuple[str, click.ParamType, str], ...] = (
 
 
 def config_options(command: F) -> F:
-    """Add one flag per config field, with its type and its doc line."""
+    """Add one flag per config field, with its type and help text."""
     return _options_of(PARTS, command)
 
 
 def serve_options(command: F) -> F:
-    """The same for the settings of the web server."""
+    """Add one flag per setting of the web server."""
     return _options_of(SERVE_PARTS, command)
 
 
@@ -63,7 +63,7 @@ def _config_option(entry: Field[Any]) -> Callable[[F], F]:
 
 
 def sampling_options(command: F) -> F:
-    """Add the flags of SamplingParams."""
+    """Add one flag per sampling parameter."""
     repeated = click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; repeatable.")
     ids = click.option(
         "--stop-token-id", "stop_token_ids", type=click.INT, multiple=True, help="Stop at this token; repeatable."
@@ -77,15 +77,15 @@ def sampling_options(command: F) -> F:
 
 
 def given(options: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """The `options` among `names` that the user gave."""
+    """Return the `options` among `names` that the user gave."""
     return {name: value for name, value in options.items() if name in names and value is not None and value != ()}
 
 
 def config_of(options: Mapping[str, Any]) -> Config:
-    """The Config for a command's options; the default model is the built-in one."""
+    """Return the Config for a command's options. The default model is the built-in one."""
     return build_config(given(options, config_fields()))
 
 
 def sampling_of(options: Mapping[str, Any]) -> SamplingParams:
-    """The SamplingParams for a command's options."""
+    """Return the SamplingParams for a command's options."""
     return SamplingParams(**given(options, SamplingParams.__dataclass_fields__))

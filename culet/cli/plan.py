@@ -1,6 +1,6 @@
-"""`culet plan`: which attention backends a model would use, and how much fits into memory.
+"""`culet plan`: show which attention backends a model would use and how much fits into memory.
 
-It reads only `config.json`, and needs no GPU, weights or torch.
+It reads only `config.json` and needs no GPU, weights or torch.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ _DTYPE = click.Choice(("auto", "bfloat16", "float32"))
 
 @dataclass(frozen=True)
 class Facts:
-    """The plan, before it is written as JSON, tables or a picture."""
+    """The plan before it is written as JSON, tables or a picture."""
 
     name: str
     spec: ModelSpec
-    towers: dict[str, int]  # number of elements of the vision and audio towers
+    towers: dict[str, int]  # number of elements in the vision and audio towers
     gpu: Gpu
     config: Config
     dtype: str
     kv_dtype: str
     seq_lens: tuple[int, ...]
-    layouts: dict[bool, CacheLayout]  # with and without the latent
-    attention: AttentionPlan  # for the layout that would be served
+    layouts: dict[bool, CacheLayout]  # with (True) and without the latent
+    attention: AttentionPlan  # for the layout that would be used
     drafter: DrafterPlan | None = None
     draft_attention: AttentionPlan | None = None  # planned separately from the target's
 
     @property
     def latent(self) -> bool:
-        """Whether the served layout stores K and V of K=V layers once."""
+        """Whether the layout that would be used stores K and V of K=V layers once."""
         return self.config.cache.latent
 
     @property
@@ -149,7 +149,7 @@ def gather(model: str, gpu_name: str, config: Config, seq_lens: Sequence[int] = 
 
 
 def _find_model(model: str) -> tuple[str, dict[str, Any]]:
-    """(name, config.json) of a folder, a file, a variant or a model on the Hub."""
+    """Return (name, config.json) for a folder, a file, a variant or a model on the Hub."""
     by_name = {name.lower(): name for name in VARIANTS} | {"26b": "26B-A4B"}
     if not Path(model).exists() and model.lower() in by_name:
         name = by_name[model.lower()]
@@ -163,7 +163,7 @@ def _find_model(model: str) -> tuple[str, dict[str, Any]]:
 
 
 def _check_lengths(config: ModelConfig, spec: ModelSpec, seq_lens: Sequence[int]) -> tuple[int, ...]:
-    """The sequence lengths to count: as given, or the defaults within the model's limit."""
+    """Return the given sequence lengths, or the defaults that are within the limit. Raise if a length is over the limit."""
     limit = spec.max_position
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
@@ -180,7 +180,7 @@ def _check_lengths(config: ModelConfig, spec: ModelSpec, seq_lens: Sequence[int]
 
 
 def report(facts: Facts) -> dict[str, Any]:
-    """The plan as one JSON object. Its keys are stable."""
+    """Return the plan as one JSON object. Its keys are stable."""
     spec = facts.spec
     return {
         "model": {
@@ -245,7 +245,7 @@ def _draft_bytes(facts: Facts) -> int:
 
 
 def _weights(facts: Facts) -> dict[str, Any]:
-    """Parameters and bytes by part, of the text decoder and of the towers."""
+    """Return the parameters and bytes of each part of the text decoder and the towers."""
     itemsize = _ITEMSIZES[facts.dtype]
     text, towers = text_weights(facts.spec), facts.towers
     return {
@@ -257,7 +257,7 @@ def _weights(facts: Facts) -> dict[str, Any]:
 
 
 def _cache(facts: Facts, latent: bool) -> dict[str, Any]:
-    """Slab, pages and bytes of a layout."""
+    """Return the slab size, pages and bytes of a layout."""
     layout = facts.layouts[latent]
     return {
         "latent": latent,
@@ -281,7 +281,7 @@ def _cache(facts: Facts, latent: bool) -> dict[str, Any]:
 
 
 def _fit(facts: Facts, text_only: bool, latent: bool) -> dict[str, Any]:
-    """What fits into memory, with or without towers and latent."""
+    """Return what fits into memory, with or without the towers and the latent."""
     schedule, weights = facts.config.schedule, _weights(facts)
     weight_bytes = weights["text_bytes"] + (0 if text_only else weights["tower_bytes"]) + _draft_bytes(facts)
     working = working_bytes(
@@ -322,7 +322,7 @@ def _write_picture(facts: Facts, path: Path) -> None:
 
 
 def _print_tables(facts: Facts) -> None:
-    """Print tables to stdout, in colour if it is a terminal and NO_COLOR is not set."""
+    """Print the tables to stdout, in colour if it is a terminal and NO_COLOR is not set."""
     from rich.console import Console
 
     is_plain = not sys.stdout.isatty() or env.NO_COLOR.get() != ""
@@ -343,7 +343,7 @@ def _line(console: Console, text: str) -> None:
 
 
 def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    """A table with words in its `left` columns and numbers in its `right` columns."""
+    """Make a table with words in its `left` columns and numbers in its `right` columns."""
     from rich import box
     from rich.table import Table
 
@@ -356,7 +356,7 @@ def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
 
 
 def _print_attention(console: Console, facts: Facts) -> None:
-    """The plans of the target and of the drafter, if there is one."""
+    """Print the attention plans of the target and, if there is one, of the drafter."""
     plans = {"target": facts.attention} | ({facts.drafter.method: facts.draft_attention} if facts.drafter else {})
     words = ("model", "group", "backend") if facts.drafter else ("group", "backend")
     table = _table("Attention", words, ("layers", "head dim", "query/KV heads", "window"))
@@ -381,7 +381,7 @@ def _print_attention(console: Console, facts: Facts) -> None:
 
 
 def _print_cache(console: Console, facts: Facts) -> None:
-    """One column per group of layers."""
+    """Print the KV cache with one column per group of layers."""
     layout = facts.layout
     slab = layout.slab_bytes
     table = _table("KV cache", ("",), [group.name for group in layout.groups] + ["per sequence"])
@@ -421,7 +421,10 @@ def _print_weights(console: Console, facts: Facts) -> None:
 
 
 def _print_fits(console: Console, facts: Facts) -> None:
-    """Text only or all parts, with the latent or without. Columns that cannot differ are omitted, with a note."""
+    """Print what fits, for text only or all parts, with or without the latent.
+
+    Columns that cannot differ are omitted, with a note.
+    """
     has_latent = any(layer.k_eq_v for layer in facts.spec.layers)
     choices = [(text_only, latent) for text_only in (True, False) for latent in (True, False)]
     fits = [_fit(facts, *choice) for choice in choices if (has_latent or choice[1]) and (facts.towers or choice[0])]
@@ -450,7 +453,7 @@ def _cache_size(fit: dict[str, Any]) -> str:
 
 
 def _notes(facts: Facts, fit: dict[str, Any], has_latent: bool, allowed_gb: float) -> list[str]:
-    """Notes below the table; `fit` is its best column."""
+    """Return the notes below the table. `fit` is its best column."""
     notes = []
     if fit["weight_bytes"] > fit["allowed_bytes"]:
         notes.append(f"The weights alone, {fit['weight_bytes'] / GB:.1f} GB, do not fit into the usable {allowed_gb:.1f} GB.")

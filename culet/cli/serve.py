@@ -1,4 +1,4 @@
-"""`culet serve`: an OpenAI-compatible server."""
+"""`culet serve`: run an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from culet.config import SERVE_PARTS, build_serve_config, config_fields
 from culet.errors import ConfigError
 from culet.log import logger, setup_logging
 
-# Flags of `vllm serve` for what Culet always does. They are accepted and ignored.
+# Flags of `vllm serve` for things that Culet always does. They are accepted and ignored.
 _ALWAYS_ON = ("--enable-auto-tool-choice", "--trust-remote-code", "--disable-log-requests", "--enable-chunked-prefill")
 _ALWAYS_GEMMA = ("--tool-call-parser", "--reasoning-parser")
 
 
 def _compatible(command: Any) -> Any:
-    """Accept flags of `vllm serve` that Culet does not need. They are hidden from the help."""
+    """Accept flags of `vllm serve` that Culet does not need, and hide them from the help."""
     for flag in _ALWAYS_ON:
         command = click.option(flag, is_flag=True, default=None, hidden=True)(command)
     for flag in _ALWAYS_GEMMA:
