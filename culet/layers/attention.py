@@ -1,4 +1,4 @@
-"""Self-attention: a merged projection, norms and rope, the backend of the layer's KV group, the output projection."""
+"""Self-attention: a merged projection, norms and rope, the backend of the layer's KV group, and the output projection."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ MAX_E4M3 = 448.0
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What all layers read in one pass over a batch (a step or its tail): the pages, and values that are computed once."""
+    """Everything that layers share in one pass over a batch (a step or its tail): the pages, and values computed once."""
 
     batch: ForwardBatch
     pool: Pool
     backends: Sequence[AttentionBackend]  # by KV group
     group_of: Mapping[int, int]  # KV-owning layer -> its group
-    stores: Sequence[Any]  # by KV group: where new KV goes, as the kernels want it
+    stores: Sequence[Any]  # by KV group, addresses of the new KV in the form that the kernels expect
     ropes: Sequence[Rope]  # by rope kind
-    fresh: dict[int, tuple[Tensor, Tensor]]  # new K and V of layers whose KV other layers read
+    fresh: dict[int, tuple[Tensor, Tensor]]  # new K and V of layers whose KV is read by other layers
 
 
 class Attention(Layer):
-    """One layer's attention. Loading permutes the weights to the column order of `HeadShape`."""
+    """One layer's attention. Loading permutes the weights into the column order of `HeadShape`."""
 
     def __init__(
         self, layer: int, kv_source: int, heads: HeadShape, hidden_size: int, rope_kind: int, weights: Weights
@@ -44,7 +44,7 @@ class Attention(Layer):
         super().__init__()
         self.ops = weights.ops
         self.layer, self.kv_source, self.heads, self.rope_kind = layer, kv_source, heads, rope_kind
-        self.is_source = False  # True: later layers read this layer's KV
+        self.is_source = False  # True if later layers read this layer's KV
         size, rotated, num_q, num_kv = heads.head_dim, heads.rotated_dims, heads.num_heads, heads.num_kv_heads
         key_order = rotated_first if heads.k_eq_v else plain_first
         projections = [Projection("q_proj", num_q * size, plain_first(size, rotated, num_q), unit=size)]
@@ -53,13 +53,13 @@ class Attention(Layer):
         if num_kv and not heads.k_eq_v:
             projections.append(Projection("v_proj", num_kv * size, unit=size))
         self.qkv = weights.matrix(*projections, num_columns=hidden_size, split=Split.ROWS)
-        # The columns of V are the inputs of the output projection. In a K=V layer they are in the order of the keys.
+        # The columns of V are the inputs of the output projection. In a K=V layer, they have the same order as the keys.
         value_order = rotated_first(size, rotated, num_q) if heads.k_eq_v else None
         out = (Projection("o_proj", hidden_size),)
         self.out = weights.matrix_of(MatrixLayout(out, num_q * size, Split.COLUMNS, value_order, column_unit=size))
         self.q_norm = weights.vector("q_norm.weight", size, order=plain_first(size, rotated))
         self.k_norm = weights.vector("k_norm.weight", size, order=key_order(size, rotated)) if num_kv else None
-        self.key_scale_H: Tensor | None = None  # columns plain | rotated; the factor that makes keys fit e4m3
+        self.key_scale_H: Tensor | None = None  # the factors that make keys fit e4m3, with columns plain | rotated
         self.norm_weight: Tensor
         self.register_buffer("norm_weight", torch.empty(num_q + num_kv, size, device=weights.device), persistent=False)
 
@@ -68,7 +68,10 @@ class Attention(Layer):
         return self.kv_source == self.layer
 
     def forward(self, x_TD: Tensor, shared: Pass, whole: Pass | None = None) -> PartialSum:
-        """Attention of the tokens of `shared`. With `whole`, `x_TD` has all tokens of that pass, and `shared` is its tail."""
+        """Compute attention for the tokens of `shared`.
+
+        With `whole`, `x_TD` has all tokens of that pass, and `shared` is its tail.
+        """
         pool, group = shared.pool, shared.group_of[self.kv_source]
         every = shared if whole is None else whole
         qkv_TX, turn = self.qkv.linear_parts(x_TD), every.ropes[self.rope_kind]
@@ -88,21 +91,24 @@ class Attention(Layer):
         return self.out.linear_parts(out_TNH.flatten(1))
 
     def attend(self, q_TX: Tensor, shared: Pass, dtype: torch.dtype) -> PartialSum:
-        """Attention of projected queries (perhaps in parts) over another layer's KV."""
+        """Compute attention of projected queries, which may be in parts, over another layer's KV."""
         q = self.ops.prepare_q(q_TX, self.norm_weight, shared.ropes[self.rope_kind], self.heads, dtype)
         backend = shared.backends[shared.group_of[self.kv_source]]
         out_TNH = backend.run(self.kv_source, shared.batch, shared.pool, q, *shared.fresh[self.kv_source])
         return self.out.linear_parts(out_TNH.flatten(1))
 
     def finish(self, source: Attention) -> None:
-        """After loading: build one row of norm weights per query and key head. Latent queries include the key norm."""
+        """Build one row of norm weights per query and key head. Call once, after loading.
+
+        In a latent layer, the query weights include the key norm.
+        """
         heads, rotated = self.heads, self.heads.rotated_dims
         q_weight = self.q_norm.clone()
         k_weight = None if self.k_norm is None else self.k_norm.clone()
         if heads.latent:
             assert source.k_norm is not None
-            # Keys have the columns rotated | plain, queries plain | rotated. Rope does not mix the plain ones, so there
-            # q . (w n) = (q w) . n.
+            # Keys have the columns rotated | plain, and queries plain | rotated. Rope does not mix the plain columns, so for
+            # them q . (w n) = (q w) . n.
             q_weight[: heads.head_dim - rotated] *= source.k_norm[rotated:]
             if k_weight is not None:
                 k_weight[rotated:] = 1.0
@@ -111,11 +117,11 @@ class Attention(Layer):
             self.norm_weight[heads.num_heads :] = k_weight
 
     def scale_keys(self, source: Attention) -> None:
-        """After `finish`, where the source's pages are e4m3: multiply keys by powers of two, and divide queries by them.
+        """Multiply keys by powers of two and divide queries by them. Call after `finish` if the source's pages are e4m3.
 
-        No product changes by a bit, and no key can leave the range of e4m3: after its norm |n| <= sqrt(H), and rope turns a
-        pair of columns on a circle, so |K| <= sqrt(H) * max|w| of the pair. V = n, and the columns that a latent shares with
-        it, fit unscaled.
+        Products stay exactly the same, and no key can exceed the range of e4m3. After its norm |n| <= sqrt(H), and rope moves a
+        pair of columns on a circle, so |K| <= sqrt(H) * max|w| of the pair. V = n fits unscaled, and so do the columns that a
+        latent shares with it.
         """
         heads, num_q, rotated = self.heads, self.heads.num_heads, self.heads.rotated_dims
         if source.key_scale_H is None:
@@ -123,7 +129,7 @@ class Attention(Layer):
         scale_H = source.key_scale_H
         self.norm_weight[:num_q] /= scale_H
         if self.owns_kv:
-            # The columns of keys are rotated | plain in a K=V layer, plain | rotated in others.
+            # The columns of keys are rotated | plain in a K=V layer and plain | rotated in other layers.
             self.norm_weight[num_q:] *= scale_H.roll(rotated) if heads.k_eq_v else scale_H
 
     def _largest_key_scale(self) -> Tensor:

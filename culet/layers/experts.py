@@ -10,7 +10,7 @@ from culet.parallel.reduce import PartialSum
 
 
 class Experts(Layer):
-    """The router's choice of experts for each token, and their weighted sum."""
+    """Routed experts: the router chooses experts for each token, and their outputs are summed by weight."""
 
     def __init__(self, hidden_size: int, num_experts: int, top_k: int, width: int, *, eps: float, weights: Weights) -> None:
         super().__init__()
@@ -21,10 +21,10 @@ class Experts(Layer):
         self.stack = weights.experts("experts", num_experts, hidden_size, width)
 
     def forward(self, residual_TD: Tensor, normed_TD: Tensor) -> PartialSum:
-        """The experts of `normed_TD`, chosen by the residual stream itself."""
+        """Apply the experts to `normed_TD`. The router reads the residual stream itself."""
         weights_TK, experts_TK = self.router.route(residual_TD, self.expert_scale, self.top_k, self.eps)
         return self.stack.experts(normed_TD, weights_TK, experts_TK)
 
     def finish(self) -> None:
-        """After loading: fold the input scale and D ** -0.5 into the router."""
+        """Fold the input scale and D ** -0.5 into the router. Call once, after loading."""
         self.router.fold_in(self.router_scale * self.router_scale.shape[0] ** -0.5)

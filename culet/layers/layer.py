@@ -1,4 +1,4 @@
-"""The base class of everything that has parameters."""
+"""The base class of all modules with parameters."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from culet.layers.weight.placement import Placement, StoredVector
 
 
 class Layer(nn.Module):
-    """A module whose call is its `forward`: no hooks, which cost 3 us per call. Layers have taps instead."""
+    """A module whose call is its `forward`. It skips hooks, which cost 3 us per call. Layers have taps instead."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if isinstance(value, nn.Parameter | nn.Module):
-            self.__dict__[name] = value  # nn.Module's own lookup takes 1 us, a thousand times per step
+            self.__dict__[name] = value  # nn.Module's own lookup takes 1 us, and a step does a thousand of them
 
     def __call__(self, *args: Any) -> Any:
         return self.forward(*args)
 
     def placements(self) -> dict[str, Placement]:
-        """Every checkpoint tensor that belongs here or in a layer below, by its full name."""
+        """Return the placements of all checkpoint tensors in this layer and the layers below it, by full name."""
         found: dict[str, Placement] = {}
         for module in self.modules():
             if isinstance(module, Layer):
@@ -32,7 +32,7 @@ class Layer(nn.Module):
         return found
 
     def own_placements(self) -> Iterator[tuple[str, Placement]]:
-        """The tensors that belong to this layer itself."""
+        """Yield the tensors that belong to this layer itself, with their placements."""
         for parameter in self._parameters.values():
             stored: StoredVector | None = getattr(parameter, "stored", None)
             if parameter is not None and stored is not None:

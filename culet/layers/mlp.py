@@ -11,7 +11,7 @@ from culet.parallel.reduce import PartialSum
 
 
 class MLP(Layer):
-    """down(gelu_tanh(gate(x)) * up(x)), with gate and up merged."""
+    """down(gelu_tanh(gate(x)) * up(x)), with gate and up merged into one matrix."""
 
     def __init__(self, hidden_size: int, width: int, weights: Weights) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""What every weight can do, whatever its format.
+"""The interface of every weight, whatever its format.
 
-A weight has one method for each op that reads it, named after the op. A format implements `linear` (or `embed` and `head`),
-and then as many fused ops as it has kernels for: the others fall back to the sequence of ops that they fuse. No code outside
-this package and `kernels/` sees a weight's tensors or asks for its format.
+A weight has one method for each op that reads it, named after the op. A format implements `linear` (or `embed` and `head`) and
+as many fused ops as it has kernels for. The others fall back to the sequence of ops that they fuse. No code outside this
+package and `kernels/` sees a weight's tensors or asks for its format.
 
 Shapes: T tokens · D inputs · N outputs · V vocabulary · R sequences · K experts per token, or clusters · B target's width.
 """
@@ -30,18 +30,18 @@ class Split(Enum):
     """How ranks share a weight."""
 
     NONE = auto()  # every rank holds all of it
-    ROWS = auto()  # by outputs: each rank computes some of them
-    COLUMNS = auto()  # by inputs: each rank computes a partial sum of all outputs
+    ROWS = auto()  # by outputs, so each rank computes some of them
+    COLUMNS = auto()  # by inputs, so each rank computes a partial sum of all outputs
 
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear layer of a checkpoint. Several with the same input are merged into one matrix, one below the other."""
+    """A linear layer in a checkpoint. Projections with the same input are stacked into one matrix."""
 
-    name: str  # without the ending: a format adds `.weight`, or the endings of its own tensors
+    name: str  # without the ending, since a format adds `.weight` or the endings of its own tensors
     num_rows: int
-    order: Tensor | None = None  # of the rows, within units; None: the stored order
-    unit: int = 1  # rows that stay on one rank: those of a head
+    order: Tensor | None = None  # order of the rows within units; None keeps the stored order
+    unit: int = 1  # number of rows that must stay on one rank, such as those of a head
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class MatrixLayout:
     projections: tuple[Projection, ...]
     num_columns: int
     split: Split = Split.NONE
-    column_order: Tensor | None = None  # within units; None: the stored order
+    column_order: Tensor | None = None  # order of the columns within units; None keeps the stored order
     column_unit: int = 1
 
     def rows(self, projection: Projection, rank: Rank) -> slice:
-        """The stored rows of a projection that `rank` holds."""
+        """Return the stored rows of a projection that `rank` holds."""
         is_split = self.split is Split.ROWS
         return rank.share(projection.num_rows, projection.unit) if is_split else slice(0, projection.num_rows)
 
     def columns(self, rank: Rank) -> slice:
-        """The stored columns that `rank` holds."""
+        """Return the stored columns that `rank` holds."""
         is_split = self.split is Split.COLUMNS
         return rank.share(self.num_columns, self.column_unit) if is_split else slice(0, self.num_columns)
 
@@ -76,13 +76,13 @@ class TableLayout:
     split: Split = Split.NONE
 
     def rows(self, rank: Rank) -> slice:
-        """The stored rows that `rank` holds."""
+        """Return the stored rows that `rank` holds."""
         return rank.share(self.num_rows) if self.split is Split.ROWS else slice(0, self.num_rows)
 
 
 @dataclass(frozen=True)
 class ExpertsLayout:
-    """Experts with a gated MLP each. Ranks share the width of every expert."""
+    """Experts that are gated MLPs. The width of every expert is split between ranks."""
 
     name: str
     num_experts: int
@@ -90,12 +90,12 @@ class ExpertsLayout:
     width: int
 
     def width_of(self, rank: Rank) -> slice:
-        """The part of every expert's width that `rank` holds."""
+        """Return the part of every expert's width that `rank` holds."""
         return rank.share(self.width)
 
 
 def local_order(order: Tensor | None, cut: slice) -> Tensor | None:
-    """The part of an order that stays within `cut`, counted from its start."""
+    """Return the part of `order` within `cut`, relative to the start of `cut`."""
     return None if order is None else order[cut] - cut.start
 
 
@@ -108,27 +108,27 @@ class Weight(Layer, ABC):
 
     @abstractmethod
     def own_placements(self) -> Iterator[tuple[str, Placement]]:
-        """The checkpoint tensors that it is loaded from, and the regions of them that its rank holds."""
+        """Yield the checkpoint tensors that the weight is loaded from, and the regions that its rank holds."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where the weights of a model live."""
+    """The device and rank that hold a model's weights."""
 
-    dtype: torch.dtype  # of activations
+    dtype: torch.dtype  # used for activations
     device: torch.device
     rank: Rank = ONLY_RANK
-    all_reduce: AllReduce | None = None  # over all ranks; needed where there are several
+    all_reduce: AllReduce | None = None  # sums over all ranks; required if there are several
 
     def __post_init__(self) -> None:
         assert self.rank.size == 1 or self.all_reduce is not None, "partial sums of several ranks must meet"
 
 
 class ContextRows(NamedTuple):
-    """What a drafter's layer projects context keys and values with, and where they go."""
+    """The weights with which a drafter's layer projects context keys and values, and the pages they are written to."""
 
     weight: Matrix
-    first_row: int  # of the keys; the values follow them
+    first_row: int  # first row of the keys, which the values follow
     norm_GH: Tensor
     planes: Tensor
 
@@ -144,22 +144,22 @@ class Matrix(Weight):
 
     @abstractmethod
     def linear(self, x_TD: Tensor) -> Tensor:
-        """The product [T, N]."""
+        """Return the product [T, N]."""
 
     @abstractmethod
     def linear_rows(self, x_TD: Tensor, rows: slice) -> Tensor:
-        """The product with some rows of the weight."""
+        """Return the product with some rows of the weight."""
 
     def linear_parts(self, x_TD: Tensor) -> PartialSum:
-        """The product for a reader that adds up parts."""
+        """Return the product for a reader that adds up parts."""
         return join_parts(self.linear(x_TD), self.all_reduce)
 
     def gated_linear(self, x_TD: Tensor) -> Tensor:
-        """gelu_tanh(gate(x)) * up(x); the rows are gate, then up."""
+        """Return gelu_tanh(gate(x)) * up(x). The rows are gate, then up."""
         return self.ops.gelu_mul(self.linear(x_TD))
 
     def linear_gelu_times(self, x_TD: Tensor, factor_TN: Tensor) -> Tensor:
-        """gelu_tanh(linear(x)) * factor."""
+        """Return gelu_tanh(linear(x)) * factor."""
         return self.ops.gelu_gate(self.linear(x_TD), factor_TN)
 
     def residual_norm_linear(
@@ -171,7 +171,7 @@ class Matrix(Weight):
         scalar: Tensor | None = None,
         gate: str = "",
     ) -> tuple[Tensor, Tensor]:
-        """x' = (x + norm(delta) * norms[0]) * scalar, and the product with norm(x') * norms[1], gated by `gate`."""
+        """Return x' = (x + norm(delta) * norms[0]) * scalar, and the product with norm(x') * norms[1], gated by `gate`."""
         if delta_TD is not None:
             x_TD, _ = self.ops.residual_norm(x_TD, delta_TD, norms[0], scalar, None, eps)
         normed_TD = self.ops.rms_norm(x_TD, norms[1], eps)
@@ -180,7 +180,10 @@ class Matrix(Weight):
         return x_TD, self.ops.silu_mul(self.linear(normed_TD)) if gate else self.linear_parts(normed_TD)
 
     def embed_linear(self, found: Candidates | None, token_R: Tensor, hidden_RB: Tensor, table: Table) -> Tensor:
-        """The product with table[token] beside `hidden_RB`. With candidates, the best of them becomes `token_R` first."""
+        """Return the product with table[token] and `hidden_RB` concatenated.
+
+        With candidates, the best of them is first written to `token_R`.
+        """
         if found is not None:
             self.ops.pick_best(found, token_R)
         return self.linear(torch.cat((table.embed(token_R), hidden_RB), dim=-1))
@@ -194,7 +197,7 @@ class Matrix(Weight):
         layers: Sequence[ContextRows],
         heads: HeadShape,
     ) -> None:
-        """Write every layer's keys and values of norm(feature) * hidden_norm. Called on the first layer's weight."""
+        """Write every layer's keys and values for norm(feature) * hidden_norm. Call this on the first layer's weight."""
         normed_TD, turn = self.ops.rms_norm(feature_TD, hidden_norm_D, heads.eps), self.ops.rope(*angles)
         where = self.ops.stores(kv_address_T, layers[0].planes.shape[3])
         for weight, first_row, norm_GH, planes in layers:
@@ -203,42 +206,42 @@ class Matrix(Weight):
 
 
 class Table(Weight):
-    """Rows that are looked up by token id, and, as the head, scores of all tokens: x @ table^T."""
+    """Rows that are looked up by token id. As the head, a table scores all tokens with x @ table^T."""
 
-    scale: float  # what rows are multiplied by when they are looked up
+    scale: float  # rows are multiplied by this when they are looked up
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        """The scaled rows of tokens."""
+        """Return the scaled rows of the tokens."""
         raise self._no_kernel("embed")
 
     def embed_columns(self, token_ids_T: Tensor, columns: slice) -> Tensor:
-        """Some columns of the scaled rows."""
+        """Return some columns of the scaled rows."""
         raise self._no_kernel("embed_columns")
 
     def head(self, x_LD: Tensor) -> Tensor:
-        """Logits [L, V]."""
+        """Return the logits [L, V]."""
         raise self._no_kernel("head")
 
     def capped_head(self, x_LD: Tensor, cap: float | None) -> Tensor:
-        """cap * tanh(logits / cap), float32; None: no cap."""
+        """Return cap * tanh(logits / cap) in float32. With None, the logits are not capped."""
         raise self._no_kernel("capped_head")
 
     def head_candidates(self, x_RD: Tensor, cap: float | None) -> Candidates:
-        """Tokens that include the most likely one of each row. The rows may be [R, K, D]."""
+        """Return candidates that include the most likely token of each row. The rows may be [R, K, D]."""
         raise self._no_kernel("head_candidates")
 
     def cluster_candidates(self, x_RD: Tensor, ids_MJ: Tensor, chosen_RK: Tensor) -> Candidates:
-        """The tokens of each row's chosen clusters, with their logits. The table's rows are in the order of `ids_MJ`."""
+        """Return the tokens in each row's chosen clusters with their logits. The table's rows are ordered like `ids_MJ`."""
         raise self._no_kernel("cluster_candidates")
 
     def begin_blocks(
         self, newest_R: Tensor, length_R: Tensor, tables: tuple[Tensor, Tensor], shape: BlockShape, inv_freq: Tensor
     ) -> BlockStart:
-        """The start of a pass over blocks: the newest token's scaled row and those of masks, and where they stand."""
+        """Start a pass over blocks. Return the scaled rows of the newest token and of the masks, and their positions."""
         raise self._no_kernel("begin_blocks")
 
     def reorder_rows(self, order_V: Tensor) -> None:
-        """Move row order[i] to place i."""
+        """Move row order[i] to index i."""
         raise self._no_kernel("reorder_rows")
 
     def _no_kernel(self, op: str) -> NotImplementedError:
@@ -250,4 +253,4 @@ class ExpertStack(Weight):
 
     @abstractmethod
     def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> PartialSum:
-        """The weighted sum of each token's experts."""
+        """Return the weighted sum of each token's experts."""

@@ -1,4 +1,4 @@
-"""A head in e4m3 with a scale for each row: half the bytes of bfloat16. Made from a plain table after loading."""
+"""A head in e4m3 with a scale per row, made from a plain table after loading. It takes half the bytes of bfloat16."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from culet.layers.weight.placement import Placement
 from culet.layers.weight.plain import PlainTable
 
 _ROWS_AT_ONCE = 16384
-_MIN_SCALE = 1e-12  # of a row of zeros
+_MIN_SCALE = 1e-12  # used for a row of zeros
 
 
 class E4M3Table(Table):
-    """A table that serves as a head only: it has no lookups."""
+    """A table that can only serve as a head. It has no lookups."""
 
     def __init__(self, table: Table) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class E4M3Table(Table):
         self.register_buffer("scale_V", scale_V1.flatten(), persistent=False)
 
     def own_placements(self) -> Iterator[tuple[str, Placement]]:
-        """None: no checkpoint stores it."""
+        """Yield nothing, because no checkpoint stores this table."""
         return iter(())
 
     def head(self, x_LD: Tensor) -> Tensor:
@@ -51,6 +51,6 @@ class E4M3Table(Table):
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a GPU without e4m3."""
+    """Raise if the device is a GPU without e4m3."""
     if device.type == "cuda" and not hardware.has_e4m3(capability := hardware.capability_of(device)):
         raise ConfigError(f"fp8 weights need sm_{hardware.ADA} or later, and this GPU is sm_{capability}")

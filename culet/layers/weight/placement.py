@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint go."""
+"""Describe where the tensors of a checkpoint go."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 # Types of stored tensors, by their names in a safetensors header.
 FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
 INTEGERS = frozenset({"I32", "I64"})
-# Random values are rounded to this first, so that a model in float32 has the weights of its twin in bfloat16.
+# Random values are first rounded to this dtype, so that a float32 model has the same weights as its bfloat16 twin.
 _DRAWN_DTYPE = torch.bfloat16
 
 
@@ -28,11 +28,11 @@ class Piece:
 
     target: Tensor
     region: tuple[slice, ...]
-    order: Tensor | None = None  # int64; None: the stored order
+    order: Tensor | None = None  # int64; None keeps the stored order
     dim: int = 0
 
     def fill(self, stored: Sliceable) -> None:
-        """Read the region and copy it, converted to the target's device and dtype."""
+        """Read the region and copy it to the target, converting device and dtype."""
         value = stored[self.region].to(self.target.device)
         if self.order is not None:
             value = value.index_select(self.dim, self.order.to(value.device))
@@ -41,15 +41,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one stored tensor goes. A rank reads only the regions that it holds."""
+    """The destination of one stored tensor. A rank reads only the regions that it holds."""
 
-    shape: tuple[int, ...]  # of the whole stored tensor
+    shape: tuple[int, ...]  # shape of the whole stored tensor
     pieces: tuple[Piece, ...]
     types: Collection[str] = FLOATS  # stored types that can be read
 
     @property
     def target(self) -> Tensor:
-        """The memory of a placement that is one piece."""
+        """The memory of a placement with exactly one piece."""
         (piece,) = self.pieces
         return piece.target
 
@@ -58,18 +58,21 @@ class Placement:
             piece.fill(stored)
 
     def empty(self, device: torch.device) -> Tensor:
-        """Memory for random values of the whole stored tensor."""
+        """Allocate memory for random values of the whole stored tensor."""
         return torch.empty(self.shape, dtype=_DRAWN_DTYPE if self.types == FLOATS else torch.int64, device=device)
 
 
 def whole(shape: Iterable[int]) -> tuple[slice, ...]:
-    """The region that is all of a tensor."""
+    """Return the region that covers a whole tensor."""
     return tuple(slice(0, size) for size in shape)
 
 
 @dataclass(frozen=True)
 class StoredVector:
-    """Where a small parameter (norm weights, scales, token orders) is in a checkpoint. Every rank holds all of it."""
+    """The name and order of a small parameter (norm weights, scales, token orders) in a checkpoint.
+
+    Every rank holds all of it.
+    """
 
     name: str
     order: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Plain weights: one tensor in the activations' dtype, as published checkpoints store them (`name.weight`).
+"""Plain weights. Each is one tensor in the activations' dtype, stored as in published checkpoints (`name.weight`).
 
 Shapes: as in `base`.
 """
@@ -28,10 +28,10 @@ from culet.parallel.reduce import PartialSum, join_parts
 
 
 def empty_matrix(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """An unfilled matrix [..., N, D].
+    """Allocate an unfilled matrix [..., N, D].
 
-    On a CPU, memory runs along N: with a handful of tokens MKL is up to twice as fast that way (8 x 512 x 2048: 0.23 ms
-    instead of 0.51), and with one token or many it is the same.
+    On a CPU, N is contiguous in memory. MKL is up to twice as fast that way for a handful of tokens (8 x 512 x 2048 takes
+    0.23 ms instead of 0.51), and equally fast for one token or many.
     """
     if device.type == "cpu":
         memory = torch.empty(*shape[:-2], shape[-1], shape[-2], dtype=dtype, device=device).transpose(-1, -2)
@@ -41,7 +41,7 @@ def empty_matrix(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Pa
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
-    """`value` as `dtype` holds it."""
+    """Return `value` rounded to `dtype`."""
     return float(torch.tensor(value, dtype=dtype))
 
 
@@ -121,7 +121,7 @@ class PlainMatrix(Matrix):
 
 
 class Router(PlainMatrix):
-    """The matrix that chooses experts: float32 in every model, so that the choice does not depend on rounding."""
+    """The matrix that chooses experts. It is always float32, so that the choice does not depend on rounding."""
 
     def __init__(self, layout: MatrixLayout, site: Site) -> None:
         Matrix.__init__(self, layout, site)
@@ -130,11 +130,11 @@ class Router(PlainMatrix):
         self.tensor = nn.Parameter(memory, requires_grad=False)
 
     def fold_in(self, scale_D: Tensor) -> None:
-        """Multiply the columns once, after loading."""
+        """Multiply the columns by `scale_D`. Call once, after loading."""
         self.tensor.mul_(scale_D)
 
     def route(self, x_TD: Tensor, expert_scale_E: Tensor, top_k: int, eps: float) -> tuple[Tensor, Tensor]:
-        """Weights and ids of each token's experts."""
+        """Return the weights and ids of each token's experts."""
         return self.ops.route(x_TD, self.tensor, expert_scale_E, top_k, eps)
 
 
@@ -147,7 +147,7 @@ class PlainTable(Table):
         rows = layout.rows(site.rank)
         memory = torch.empty(rows.stop - rows.start, layout.num_columns, dtype=site.dtype, device=site.device)
         self.tensor = nn.Parameter(memory, requires_grad=False)
-        # The model was trained with the scale rounded to its precision: 39.25 for sqrt(1536) in bfloat16.
+        # The model was trained with the scale rounded to its precision, such as 39.25 for sqrt(1536) in bfloat16.
         self.scale = rounded(layout.scale, site.dtype)
 
     def own_placements(self) -> Iterator[tuple[str, Placement]]:
@@ -183,7 +183,7 @@ class PlainTable(Table):
 
 
 class PlainExperts(ExpertStack):
-    """All experts in two tensors: gate and up rows [E, 2F, D], and down [E, D, F]."""
+    """All experts in two tensors: gate and up [E, 2F, D], and down [E, D, F]."""
 
     def __init__(self, layout: ExpertsLayout, site: Site) -> None:
         super().__init__()

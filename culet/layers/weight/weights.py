@@ -1,7 +1,7 @@
-"""Makes the weights of a model.
+"""Make the weights of a model.
 
-To add a format, write a file like `plain.py` and its kernels. Then let `Weights.choose_format` return it for the names that a
-checkpoint stores in it.
+To add a format, write a file like `plain.py` and its kernels. Then make `Weights.choose_format` return it for the weights that
+a checkpoint stores in that format.
 """
 
 from __future__ import annotations
@@ -43,47 +43,47 @@ class WeightFormat(Protocol):
 
 
 _PLAIN = PlainFormat()
-# By the name that users give a precision: what makes a loaded table narrower.
+# Tables of narrower formats, by the name of the precision in the settings.
 _NARROWER = {"fp8": E4M3Table}
 
 
 def all_plain(name: str) -> WeightFormat:
-    """The format of the weight that a checkpoint stores as `name`: plain, whatever the name."""
+    """Return the plain format, whatever the name of the weight."""
     return _PLAIN
 
 
 def narrowed(table: Table, precision: str) -> Table:
-    """The same table in a narrower format. `table` is left as it is."""
+    """Return the table in a narrower format. `table` itself does not change."""
     return lookup("weight precision", precision, _NARROWER)(table)
 
 
 @dataclass(frozen=True)
 class Weights(Site):
-    """Makes unfilled weights on its device. `prefix` comes before the names that they have in the checkpoint."""
+    """Makes unfilled weights on its device. `prefix` is prepended to their names in the checkpoint."""
 
     prefix: str = ""
     choose_format: Callable[[str], WeightFormat] = all_plain
 
     @property
     def ops(self) -> ModuleType:
-        """The kernels of the device."""
+        """The kernels for the device."""
         return for_device(self.device)
 
     def below(self, prefix: str) -> Weights:
-        """For a part of the model, whose tensors' names continue with `prefix`."""
+        """Return a copy for the part of the model whose tensor names continue with `prefix`."""
         return replace(self, prefix=self.prefix + prefix)
 
     def matrix(self, *projections: Projection, num_columns: int, split: Split = Split.NONE) -> Matrix:
-        """The merged matrix of projections [num_rows, num_columns] that have the same input."""
+        """Make one matrix from projections [num_rows, num_columns] that have the same input."""
         return self.matrix_of(MatrixLayout(projections, num_columns, split))
 
     def matrix_of(self, layout: MatrixLayout) -> Matrix:
-        """A matrix whose columns may be reordered."""
+        """Make a matrix whose columns may be reordered."""
         named = tuple(replace(projection, name=self.prefix + projection.name) for projection in layout.projections)
         return self.choose_format(named[0].name).matrix(replace(layout, projections=named), self)
 
     def router(self, name: str, num_experts: int, num_columns: int) -> Router:
-        """A matrix that is float32 in every format."""
+        """Make a router, which is float32 in every format."""
         return Router(MatrixLayout((Projection(self.prefix + name, num_experts),), num_columns), self)
 
     def table(self, name: str, num_rows: int, num_columns: int, *, scale: float = 1.0, split: Split = Split.NONE) -> Table:
@@ -95,11 +95,11 @@ class Weights(Site):
         return self.choose_format(layout.name).experts(layout, self)
 
     def vector(self, name: str, *shape: int, order: Tensor | None = None) -> nn.Parameter:
-        """Norm weights and other small scales: float32 in every format, so that they round nothing."""
+        """Make norm weights or other small scales. They are float32 in every format, so that they add no rounding."""
         return self._small(name, torch.empty(*shape, dtype=torch.float32, device=self.device), order)
 
     def token_ids(self, name: str, *shape: int) -> nn.Parameter:
-        """Token ids, stored as one row: int64, because a vocabulary of 262,144 needs more than 16 bits."""
+        """Make token ids, stored as one row. They are int64, because a vocabulary of 262,144 needs more than 16 bits."""
         return self._small(name, torch.empty(*shape, dtype=torch.int64, device=self.device), None)
 
     def _small(self, name: str, memory: Tensor, order: Tensor | None) -> nn.Parameter:
