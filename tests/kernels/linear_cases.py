@@ -1,4 +1,4 @@
-"""The linear layers of all models in steps of few tokens, and the kernels of `hopper_stream` that they use."""
+"""The linear layers of all models in steps of few tokens, and the `hopper_stream` kernels they use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CAP = 30.0
 
 @dataclass(frozen=True)
 class Shape:
-    """A linear layer: outputs (of GATED: half the weight's rows), inputs."""
+    """A linear layer's outputs and inputs. With GATED, the weight has twice as many rows as outputs."""
 
     name: str
     num_rows: int
@@ -36,7 +36,7 @@ class Shape:
 
 @cache
 def shapes() -> tuple[Shape, ...]:
-    """Every shape of every model, once for each model that has it."""
+    """Return every shape of every model, once for each model that has it."""
     found: dict[Shape, None] = {}
     for name, config in VARIANTS.items():
         spec = read_spec(config)
@@ -76,7 +76,7 @@ class Case:
 
     @property
     def tile_class(self) -> tuple[object, ...]:
-        """What decides which kernel is compiled, except K, which only sets how often the loop runs."""
+        """What decides which kernel is compiled, except K, which only sets the number of loop iterations."""
         return self.tile, self.shape.epilogue, blocks_of(self.num_tokens), self.keeps_parts
 
     @property
@@ -89,11 +89,11 @@ class Case:
         return (self.tile.split_k, *whole) if self.keeps_parts else whole
 
     def launch(self, x: Tensor, weight: Tensor, out: Tensor, factor: Tensor | None) -> Launch:
-        """The launch of a step, with dependent launch."""
+        """Return the launch of a step, with dependent launch."""
         return few_tokens.describe(x, weight, out, self.tile, self.shape.epilogue, pdl=True, softcap=CAP, factor=factor)
 
     def on_meta(self) -> Launch:
-        """The launch to compile without a GPU."""
+        """Return the launch to compile without a GPU."""
 
         def meta(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return torch.empty(*size, dtype=dtype, device="meta")
@@ -106,7 +106,7 @@ class Case:
 
 @cache
 def all_cases() -> tuple[Case, ...]:
-    """One case for each kernel that any model needs at any of TOKENS."""
+    """Return one case for each kernel that any model needs at any of TOKENS."""
     found: dict[tuple[object, ...], Case] = {}
     for shape in shapes():
         for tokens in TOKENS:
@@ -122,7 +122,7 @@ def all_cases() -> tuple[Case, ...]:
 
 @cache
 def class_cases() -> tuple[Case, ...]:
-    """One case for each class: the first of its kernels."""
+    """Return one case for each class, the first of its kernels."""
     found: dict[tuple[object, ...], Case] = {}
     for case in all_cases():
         found.setdefault(case.tile_class, case)

@@ -1,6 +1,6 @@
-"""Every tile row compiles for the architecture it is written for and fits its shared memory, without a GPU.
+"""Every tile row compiles for its architecture and fits in shared memory. Needs no GPU.
 
-The compiler itself refuses nothing: a tile that asks for too much fails only when it is launched.
+The compiler itself rejects nothing. A tile that needs too much memory fails only when it is launched.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from culet.kernels.triton.launch import Launch
 from culet.kernels.types import PagedKV, RaggedRows
 
 CAPABILITIES = (80, 89, 90, 100, 120)
-# One for each kind of row in the tables; other variants differ only in the number of KV heads.
+# One for each kind of row in the tables. Other variants differ only in the number of KV heads.
 ALL_SHAPES = {name: SHAPES[name] for name in ("31B.sliding", "31B.global", "12B.global", "E4B.sliding", "E4B.global")}
 ALL_SHAPES["drafter"] = AttentionShape(32, 8, 128, None, False, 64)
 QUICK = {("31B.sliding", 89), ("31B.global", 120), ("E4B.global", 80), ("12B.global", 89)}
@@ -98,7 +98,7 @@ def test_tiles_fit(name: str, capability: int) -> None:
 
 @pytest.mark.parametrize(("capability", "num_rows"), [(89, 8), (90, 32)])
 def test_a_drafters_block_fits(capability: int, num_rows: int) -> None:
-    """16 tokens of the 31B's DFlash drafter, which see each other both ways."""
+    """16 tokens of the 31B's DFlash drafter, which attend to each other in both directions."""
     shape = AttentionShape(64, 8, 128, None, False, 640)
     q_TNH, kv, rows = on_meta(shape, num_rows, 16)
     rows = replace(rows, visible_2T=torch.empty(2, q_TNH.shape[0], dtype=torch.int32, device="meta"))
@@ -115,7 +115,7 @@ def test_prefill_tile_fits_the_smallest_shared_memory() -> None:
 
 @pytest.mark.parametrize("name", ["31B.sliding", "E4B.global", pytest.param("31B.global", marks=pytest.mark.slow)])
 def test_float32_fits_too(name: str) -> None:
-    """A cache of four-byte elements on an H200, which is assumed where there is no GPU."""
+    """A cache of four-byte elements on an H200, which is assumed if there is no GPU."""
     q_TNH, kv, rows = on_meta(ALL_SHAPES[name], 4, 1)
     q_TNH, kv = q_TNH.float(), replace(kv, planes=kv.planes.float())
     scratch = Scratch.allocate(16, kv.head_dim, "meta")
@@ -139,16 +139,16 @@ def test_every_tile_fits(name: str, capability: int) -> None:
 @pytest.mark.parametrize(
     ("name", "num_rows", "num_launches", "stages"),
     [
-        ("26B.global", 4, 2, 7),  # few rows: many splits each, joined by a second kernel
+        ("26B.global", 4, 2, 7),  # few rows, with many splits each that a second kernel joins
         ("26B.global", 16, 1, 7),
-        ("26B.global", 128, 1, 5),  # rows fill the GPU unsplit: two programs share a multiprocessor
+        ("26B.global", 128, 1, 5),  # rows fill the GPU unsplit, with two programs per multiprocessor
         ("E4B.global", 64, 1, 5),
         ("E4B.global", 80, 1, 3),
         ("E4B.sliding", 4, 2, 5),
         ("E4B.sliding", 8, 1, 5),
         ("31B.sliding", 1, 2, 5),
         ("31B.sliding", 8, 1, 5),
-        ("31B.sliding", 80, 1, 5),  # windows that fill the GPU: nothing to join
+        ("31B.sliding", 80, 1, 5),  # windows that fill the GPU, with nothing to join
     ],
 )
 def test_launches_of_a_call(name: str, num_rows: int, num_launches: int, stages: int) -> None:
@@ -161,7 +161,7 @@ def test_launches_of_a_call(name: str, num_rows: int, num_launches: int, stages:
 
 
 def splits_of_rows(tile: DecodeTile, kv: PagedKV, group: int, max_queries: int, counts: list[int]) -> list[int]:
-    """How the kernels split rows with these numbers of key tiles."""
+    """Return how the kernels split rows with these numbers of key tiles."""
     target, total = tile.splits(kv, len(counts), group, max_queries).target, sum(counts)
     is_even = kv.window is not None or len(counts) == 1
     found = []
@@ -184,7 +184,7 @@ def test_partial_sums_of_any_rows_fit_the_scratch(name: str, max_queries: int) -
                 counts = [random.randint(1, longest) for _ in range(num_rows)]
                 splits = splits_of_rows(tile, kv, shape.group, max_queries, counts)
                 target = tile.splits(kv, num_rows, shape.group, max_queries).target
-                # Within a window every row has its own places, whether it needs them or not.
+                # With a window, every row has its own places, whether it needs them or not.
                 places = num_rows * target * (target > 1) if kv.window else sum(count for count in splits if count > 1)
                 assert places * shape.num_kv_heads * max_queries * shape.group <= room
 
@@ -243,7 +243,7 @@ def test_hopper_decode_fits(name: str) -> None:
         pytest.param("31B.global", True, marks=pytest.mark.slow),
         pytest.param("E4B.global", True, marks=pytest.mark.slow),
         pytest.param("E4B.sliding", True, marks=pytest.mark.slow),
-        ("E4B.global", False),  # pages of 160 tokens: tiles in halves
+        ("E4B.global", False),  # pages of 160 tokens, so half tiles
         pytest.param("E2B.global", False, marks=pytest.mark.slow),
     ],
 )

@@ -1,4 +1,4 @@
-"""The Triton attention kernels against their eager twins, in Triton's interpreter."""
+"""The Triton attention kernels compared with their eager twins, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ else:
 
     @pytest.mark.parametrize("at_once", [1, 4])
     def test_programs_of_many_rows_join_their_splits(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-        """One launch, which resets its counters for the next."""
+        """One launch is enough, and it resets its counters for the next."""
         splits = DecodeTile.splits
         monkeypatch.setattr(DecodeTile, "splits", lambda *arguments: splits(*arguments)._replace(joins=True, at_once=at_once))
         tile = DecodeTile(16, 16, 4, 2, programs=24)
@@ -192,12 +192,12 @@ else:
         assert_close(run_backend(case, is_stored=False), all_rows(case))
 
     def test_backend_reads_a_long_tail_from_pages() -> None:
-        """A tail has fewer tokens than the step whose fresh keys it gets."""
+        """A tail has fewer tokens than the step that its fresh keys come from."""
         case = make_case(SLIDING, [(70, 20), (3, 1)], dtype=torch.float32, seed=12)
         assert_close(run_backend(case, is_stored=True, with_fresh=False), all_rows(case))
 
     def test_text_rows_have_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-        """In a step with images, rows without an image use the kernels of text."""
+        """In a step with images, rows without an image use the text kernels."""
         spans, images = [(0, 17), (20, 20), (30, 1), (60, 17)], [(1, 25, 15)]
         case = make_case(SLIDING, spans, dtype=torch.float32, seed=13, images=images)
         seen: list[tuple[int, ...]] = []
@@ -220,7 +220,7 @@ else:
 
     @pytest.mark.parametrize("shape", [SLIDING, GLOBAL, LATENT], ids=["sliding", "global", "latent"])
     def test_fp8_pages(shape: AttentionShape) -> None:
-        """Decode, verify, prompts and chunks over e4m3 pages; unwritten memory is NaN there too."""
+        """Decode, verify, prompts and chunks over e4m3 pages. Unwritten memory is NaN there too."""
         few = make_case(shape, [(60, 1), (30, 3)], dtype=torch.float32, seed=14, kv_dtype=torch.float8_e4m3fn)
         assert few.kv.planes.float().isnan().any()
         check_decode(few, DecodeTile(16, 32, 4, 2, programs=8))

@@ -1,4 +1,4 @@
-"""The kernels of draft rounds against their eager twins, in Triton's interpreter: odd sizes, and rows that pad."""
+"""The kernels of draft rounds compared with their eager twins, in Triton's interpreter, with odd sizes and padding rows."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ else:
     from culet.kernels.types import BlockShape, Candidates, ContextLayer, HeadShape
 
     EPS = 1e-6
-    SPARE = 77  # the page of rows that pad
+    SPARE = 77  # the page of padding rows
 
     @pytest.fixture(autouse=True)
     def seed() -> None:
         torch.manual_seed(12)
 
     def flat(nested: object) -> list[Tensor]:
-        """All tensors of nested tuples and lists, in order."""
+        """Return all tensors of nested tuples and lists, in order."""
         if isinstance(nested, Tensor):
             return [nested]
         assert isinstance(nested, tuple | list)
@@ -50,7 +50,7 @@ else:
 
     @pytest.mark.parametrize(("num_rows", "num_drafts"), [(1, 1), (3, 7), (131, 2), (0, 3)])
     def test_tokens_of_slots(num_rows: int, num_drafts: int) -> None:
-        """Several rows may pad the batch. They share the spare slot, whose tokens nobody reads."""
+        """Several rows may pad the batch. They share the spare slot, whose tokens are never read."""
         width, num_pad = 41, min(2, num_rows // 2)
         slots = torch.randperm(num_rows + 3)[:num_rows]
         lengths = torch.randint(1, width - num_drafts, (num_rows,))
@@ -82,7 +82,7 @@ else:
     @pytest.mark.parametrize("windows", [(), (None,), (5,), (20, None)])
     @pytest.mark.parametrize(("num_rows", "size", "has_spare"), [(1, 8, True), (5, 6, True), (3, 16, False)])
     def test_begin_blocks(num_rows: int, size: int, has_spare: bool, windows: tuple[int | None, ...]) -> None:
-        """Page tables begin anywhere and have more columns than a row uses; the last row pads the batch."""
+        """Page tables begin anywhere and have more columns than a row uses. The last row pads the batch."""
         columns, page_tokens = 6, 16
         pages = torch.randint(0, 60, (num_rows, columns + 3), dtype=torch.int32)[:, :columns]
         first = torch.randint(0, 3, (num_rows,), dtype=torch.int32) * page_tokens
@@ -110,7 +110,7 @@ else:
         assert_same(draft_round_module.join_taps(parts), wide[:, : num_taps * size].contiguous())
         assert_same(
             draft_round_module.join_taps([*taps[1:], parts[0]]), torch.cat([*taps[1:], parts[0]], -1)
-        )  # of several strides
+        )  # with different strides
 
     # --- the head ---
 
@@ -139,7 +139,7 @@ else:
         assert torch.equal(pick(eager_draft_round, Candidates(logits, None)), logits.argmax(-1))
         reached = logits.gather(1, chosen[:, None]).flatten()
         assert torch.allclose(reached, logits.max(dim=1).values, atol=1e-4)
-        # The first of equal scores.
+        # The first of equal scores wins.
         same = table[:1].expand(650, size).contiguous()
         assert (
             pick(draft_head, draft_head.head_candidates(x, same, None if scale is None else torch.ones(650), cap)).tolist()
@@ -166,7 +166,7 @@ else:
         ("num_rows", "count", "size"), [(4, 1, 40), (19, 37, 96), (33, 37, 40), (4, 5000, 40), (4, 37, 1100)]
     )
     def test_embed_linear(num_rows: int, count: int, size: int) -> None:
-        """Candidates in any order; of equal scores the first counts. In one launch, and in several."""
+        """Candidates may be in any order, and the first of equal scores wins, in one launch or in several."""
         scores = torch.randint(0, 9, (num_rows, count)).float()
         scores[1] = float("-inf")
         ids, weight = torch.randint(0, 90, (num_rows, count)), torch.randn(21, 2 * size)
@@ -200,7 +200,7 @@ else:
     @pytest.mark.parametrize("gate", ["", "gelu", "silu"])
     @pytest.mark.parametrize("kind", ["none", "plain", "normed", "parts"])
     def test_residual_norm_linear(tokens: int, size: int, num_rows: int, gate: str, kind: str) -> None:
-        """Without a delta, with a plain one, with its norm and the layer's scalar, and in parts."""
+        """The delta is absent, plain, with its norm and the layer's scalar, or in parts."""
         x, delta = torch.randn(tokens, size + 8)[:, :size], torch.randn(tokens, size + 8)[:, :size]
         own, after, scalar = torch.rand(size) + 0.5, torch.rand(size) + 0.5, torch.tensor([0.75])
         weight = torch.randn(num_rows * (2 if gate else 1), size)
@@ -228,7 +228,7 @@ else:
     @pytest.mark.parametrize(("tokens", "size", "head"), [(1, 96, 32), (21, 256, 128), (35, 64, 32), (4, 300, 64)])
     @pytest.mark.parametrize("num_layers", [1, 3, 8])
     def test_store_context(tokens: int, size: int, head: int, num_layers: int) -> None:
-        """All layers' pages are in one memory; padding is not written."""
+        """All layers' pages are in one memory, and padding is not written."""
         heads = HeadShape(0, 2, head, head, False, False, EPS, norm_v=False)
         num_pages, page_tokens = 7, 16
         plane = 2 * page_tokens * head

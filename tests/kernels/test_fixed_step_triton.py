@@ -1,4 +1,4 @@
-"""The first and last kernels of a step of fixed shape against their eager twins, in Triton's interpreter."""
+"""The first and last kernels of a fixed-shape step compared with their eager twins, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ else:
     @pytest.mark.parametrize("room", [0, 6])
     @pytest.mark.parametrize("counts", [[4, 1, 3, 4, 4, 0, 0, 0], [1], [1, 1, 1], [9, 8, 9, 0]], ids=str)
     def test_token_layout(counts: list[int], room: int) -> None:
-        """Open rows and others, and padding rows with many tokens, one and none."""
+        """Open and closed rows, and padding rows with many tokens, one and none."""
         num_rows, num_tokens, width, spare = len(counts), sum(counts), 70, 11
         sizes, columns = (4, 16, 6), (20, 5, 12)
         is_padding = [index >= max(1, num_rows // 2) for index in range(num_rows)]
@@ -74,12 +74,12 @@ else:
 
     @pytest.mark.parametrize("forced", [-1, 0, 2])
     def test_accepted_drafts(forced: int) -> None:
-        """Rows of all sizes, of one token and of none; and the inputs of the next draft round."""
+        """Rows of all sizes, including one token and none, and the inputs of the next draft round."""
         counts, width = [4, 1, 3, 0, 2, 4, 2, 0, 0, 0], 50
         num_rows, num_tokens = 5, sum(counts)
         begin = torch.tensor([0, *counts]).cumsum(0).int()
         ids = torch.randint(0, 3, (num_tokens,))
-        # A row's tokens are consecutive in its slot; those of padding rows are in the last slot.
+        # A row's tokens are consecutive in its slot. Those of padding rows are in the last slot.
         slots = [4, 0, 2, 6, 5, 6, 6, 6, 6, 6]
         firsts = torch.randint(0, width - 4, (10,)).tolist()
         rows = zip(slots, firsts, counts, strict=True)

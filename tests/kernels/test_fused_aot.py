@@ -1,4 +1,4 @@
-"""The fused kernels compile for every architecture at the models' real sizes, and fit into shared memory. Needs no GPU."""
+"""The fused kernels compile for every architecture at the models' real sizes and fit in shared memory. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from culet.kernels.types import (
 )
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
-FEW_ARCHITECTURES = (80, 90)  # for kernels without tensor cores or large tiles: without and with dependent launch
+FEW_ARCHITECTURES = (80, 90)  # for kernels without tensor cores or large tiles: one without and one with dependent launch
 EPS = 1e-6
 
 
@@ -86,7 +86,7 @@ def route_of(tokens: int, **extra: object) -> Launch:
     return route.describe_route(meta(tokens, 2816), floats(128, 2816), floats(128), out, EPS, **extra)
 
 
-# With tensor cores or large tiles: on every architecture.
+# Kernels with tensor cores or large tiles, on every architecture.
 TILED: dict[str, Callable[..., Launch]] = {
     "linear 32 tokens": lambda **extra: linear_of(32, 5376, 21504, PLAIN, **extra),
     "gated 16 tokens": lambda **extra: linear_of(16, 21504, 5376, GATED, **extra),
@@ -119,7 +119,7 @@ def small_launches(pdl: bool) -> Iterator[Launch]:
     yield few_tokens.describe(meta(8, 2560), meta(3072, 2560), floats(2, 8, 3072), choose_tile(8, 3072, 2560), pdl=pdl)
     x, w = meta(4, 5376), floats(5376)
     yield residual.describe_residual(x, (floats(4, 4, 5376),), (w,), None, (w,), EPS, (x, x), pdl)
-    yield residual.describe_residual(x, (x,), (), None, (w,), EPS, (x, x), pdl)  # a DFlash drafter's
+    yield residual.describe_residual(x, (x,), (), None, (w,), EPS, (x, x), pdl)  # as in a DFlash drafter
     yield residual.describe_residual(x, (x, x), (w, w, w), floats(1), (w, w), EPS, (x, x, x), pdl)
     drafter = HeadShape(64, 8, 128, 128, False, False, EPS, norm_v=False)
     for heads in (
@@ -169,7 +169,7 @@ def test_other_kernels_compile(launches: Callable[[bool], Iterator[Launch]], cap
 
 
 def small_drafter_launches(pdl: bool) -> Iterator[Launch]:
-    """The layers of the built-in model's drafters."""
+    """Yield the launches of the layers of the built-in model's drafters."""
     scored, token, table = (
         Candidates(floats(3, 128), meta(3, 128, dtype=torch.int64)),
         meta(3, dtype=torch.int64),
@@ -194,7 +194,7 @@ def small_drafter_launches(pdl: bool) -> Iterator[Launch]:
 
 
 def round_launches(pdl: bool) -> Iterator[Launch]:
-    """The rounds of the 31B's assistant, of E4B's, and of a published DFlash drafter."""
+    """Yield the launches of the rounds of the 31B's assistant, of E4B's, and of a published DFlash drafter."""
     rows, size, wide = 3, 16, 5376
     tokens, long, inv_freqs = ints(33, 4096), meta(rows, dtype=torch.int64), [floats(128), floats(64)]
     yield draft_round.describe_newest(tokens, long, long, long, pdl)
@@ -232,7 +232,7 @@ def test_rounds_compile(capability: int) -> None:
         assert compiled.metadata.shared <= SHARED_BYTES[89], f"{launch.kernel.__name__} takes too much shared memory"
 
 
-# Vocabulary, width, shape of the rows: an assistant's with 8,192 tokens, the built-in DFlash drafter's blocks.
+# Vocabulary, width and shape of the rows: an assistant's with 8,192 tokens, and the built-in DFlash drafter's blocks.
 HEADS = [
     (8192, 128, (1,)),
     (8192, 128, (40,)),
@@ -273,7 +273,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("empty_cache")
 @pytest.mark.parametrize("order", [(90, 89), (89, 90)])
 def test_architectures_do_not_affect_each_other(order: tuple[int, int]) -> None:
-    """Triton chooses the fp8 conversion for the first kernel of a process; only sm_90 has this instruction."""
+    """Triton chooses the fp8 conversion for the first kernel of a process, but only sm_90 has this instruction."""
     ptx = {capability: compile_for(e4m3_head(3, capability), capability).asm["ptx"] for capability in order}
     assert "cvt.bf16.f16" in ptx[90]
     assert "cvt.bf16.f16" not in ptx[89]
@@ -289,7 +289,7 @@ def test_a_process_compiles_for_one_architecture() -> None:
 
 
 def test_a_kernel_that_does_not_compile_is_reported() -> None:
-    with pytest.raises(InternalError, match="_head_kernel does not compile for sm_80"):  # which has no e4m3
+    with pytest.raises(InternalError, match="_head_kernel does not compile for sm_80"):  # sm_80 has no e4m3
         compile_for(e4m3_head(3, 80), 80)
 
 

@@ -1,4 +1,7 @@
-"""The fused Triton kernels, without attention, against their eager twins in Triton's interpreter (float32, small sizes)."""
+"""The fused Triton kernels other than attention, compared with their eager twins in Triton's interpreter.
+
+The tests use float32 and small sizes.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ else:
 
     @pytest.fixture
     def rounds_as_gpus_do(monkeypatch: pytest.MonkeyPatch) -> None:
-        """The interpreter's rounding to e4m3 loses the carry (1.97 becomes 1); torch rounds like the hardware."""
+        """The interpreter's rounding to e4m3 loses the carry (1.97 becomes 1), while torch rounds like the hardware."""
         convert = interpreter._convert_float
 
         def by_torch(given: Any, given_type: Any, wanted_type: Any, rounding: Any) -> Any:
@@ -96,7 +99,7 @@ else:
         x, factor = torch.randn(tokens, 2 * size)[:, :size], torch.randn(tokens, 3 * rows)[:, rows : 2 * rows]
         w = torch.randn(rows * (2 if epilogue == GATED else 1), size) / size**0.5
         out = torch.full((tokens, rows), float("nan"))
-        for _ in range(2):  # twice: the arrival counters must be reset
+        for _ in range(2):  # twice, because the arrival counters must be reset
             few_tokens.describe(x, w, out, tile, epilogue, factor=factor, softcap=3.0).run()
             assert_close(out, twin(epilogue, x, w, factor))
 
@@ -225,14 +228,14 @@ else:
         assert torch.allclose(mine.nan_to_num(0), theirs.nan_to_num(0), atol=1e-5)
         if is_fp8 and heads.latent:
             stored = mine.as_strided(shape, stride, 320)[0][addresses[0] // page, :, addresses[0] % page]
-            assert torch.equal(stored[:, :size], got[2][0])  # fresh values are what the pages hold
+            assert torch.equal(stored[:, :size], got[2][0])  # fresh values equal those in the pages
         if not heads.num_heads:
             return
         queries = replace(heads, num_kv_heads=0)
         own = x[:, : heads.num_heads * size]
         mine_q = qkv.prepare_q(own, w[: heads.num_heads], turn, queries)
         assert_close(mine_q, eager_ops.prepare_q(own.clone(), w[: heads.num_heads], twin_turn, queries))
-        # As parts, which are summed.
+        # As parts to be summed.
         parts = torch.randn(3, *x.shape)
         parts[2] = x - parts[0] - parts[1]
         again = qkv.prepare_qkv(parts, w, turn, mine.as_strided(shape, stride, 320), where, heads, torch.bfloat16)
@@ -336,7 +339,7 @@ else:
         assert sampling.draw(logits, on_rows(settings), at).tolist() == sampler.sample(logits, settings, positions).tolist()
 
     def bits_of(is_allowed: Tensor) -> Tensor:
-        """int32 words of 32 tokens each."""
+        """Pack flags into int32 words of 32 tokens each."""
         words = torch.zeros(len(is_allowed), -(-is_allowed.shape[1] // 32), dtype=torch.int64)
         for token in range(is_allowed.shape[1]):
             words[:, token // 32] |= is_allowed[:, token].long() << (token % 32)

@@ -1,4 +1,4 @@
-"""The kernels of `hopper_stream` for the layers of all models compile for sm_90, fit it and spill nothing. Needs no GPU."""
+"""The `hopper_stream` kernels for the layers of all models compile for sm_90, fit it and spill nothing. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from culet.kernels.triton.linear.hopper_stream import blocks_of
 from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP
 from tests.kernels.linear_cases import Case, all_cases, class_cases
 
-MEMORY_OF_A_MULTIPROCESSOR = 228 << 10  # of a Hopper GPU, shared by its programs
-MEMORY_OF_THE_SYSTEM = 1 << 10  # of it, for each program
+MEMORY_OF_A_MULTIPROCESSOR = 228 << 10  # on a Hopper GPU, shared by its programs
+MEMORY_OF_THE_SYSTEM = 1 << 10  # reserved for each program
 
 
 def resources(cubin: bytes, folder: Path) -> dict[str, int]:
-    """What the assembler allocated: REG, STACK (for spilled registers), LOCAL and others."""
+    """Return what the assembler allocated: REG, STACK (for spilled registers), LOCAL and others."""
     file = folder / "kernel.cubin"
     file.write_bytes(cubin)
     command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(file)]
@@ -35,10 +35,10 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 
 
 def check_order(case: Case, stages: int, ptx: str) -> None:
-    """The first weights are requested before the wait, the first tokens after it; then the next kernel may start."""
+    """Check that weights are requested before the wait, and tokens after it, before the next kernel may start."""
     before, waited = ptx.split("griddepcontrol.wait")
     waited, _ = waited.split("griddepcontrol.launch_dependents")
-    copies = stages * case.tile.block_k // 64  # 128 bytes of every row each
+    copies = stages * case.tile.block_k // 64  # each copies 128 bytes of every row
     _, rest = blocks_of(case.num_tokens)
     assert before.count("cp.async.bulk.tensor") == copies * (2 if case.shape.epilogue == GATED else 1)
     assert waited.count("cp.async.bulk.tensor") == copies * (2 if rest else 1)
@@ -57,7 +57,7 @@ def check(case: Case, folder: Path) -> None:
 
 
 def some_cases() -> list[Case]:
-    """Of each epilogue the fewest and the most tokens; of PLAIN, which has the most tiles, more."""
+    """Return the cases with the fewest and the most tokens of each epilogue, and more of PLAIN, which has the most tiles."""
     found = {}
     for epilogue in (PLAIN, GATED, GELU_TIMES, SOFTCAP):
         cases = sorted((case for case in class_cases() if case.shape.epilogue == epilogue), key=lambda case: case.num_tokens)

@@ -1,6 +1,6 @@
-"""`hopper_stream` on a GPU against its eager twin in float32, on the layers of all models: alone, through ops, in a graph.
+"""`hopper_stream` on a GPU compared with its eager twin in float32, on the layers of all models.
 
-Whatever a kernel must not read or write lies around its operands as NaN.
+It runs alone, through ops, and in a graph. The memory around its operands, which it must not read or write, is NaN.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a
 
 TOLERANCE = 5e-3  # ||a - b|| / ||b|| per token
 GUARD = 64  # NaNs before and after
-HEAD_ROWS = 4096  # of the head; all 262,144 would only repeat the same
+HEAD_ROWS = 4096  # of the head; all 262,144 would only be more of the same
 DEVICE = "cuda"
 
 
 def guarded(*size: int, dtype: torch.dtype = torch.bfloat16, device: str = DEVICE) -> tuple[Tensor, Tensor]:
-    """A tensor of NaN, and the larger tensor of NaN that it is the middle of."""
+    """Return a tensor of NaN and the larger tensor of NaN that surrounds it."""
     whole = torch.full((2 * GUARD + math.prod(size),), math.nan, dtype=dtype, device=device)
     return whole[GUARD:-GUARD].view(size), whole
 
 
 def cut(case: Case) -> Case:
-    """With fewer rows, so that the last program's reach past the last one; the choice of a tile is the same."""
+    """Return the case with fewer rows, so that the last program's rows reach past the end. The chosen tile is the same."""
     rows = min(case.shape.num_rows, HEAD_ROWS) if case.shape.epilogue == SOFTCAP else case.shape.num_rows
     return replace(case, shape=replace(case.shape, num_rows=rows - 16))
 
 
 @dataclass(frozen=True)
 class Operands:
-    """Matrices of a case. `x` and `factor` are columns in the middle of wider rows, which are NaN elsewhere."""
+    """The matrices of a case. `x` and `factor` are columns in the middle of wider rows, which are NaN elsewhere."""
 
     x: Tensor
     weight: Tensor
@@ -69,15 +69,15 @@ class Operands:
             weight *= CAP  # so that there is something to cap
         factor = columns(shape.num_rows) if shape.epilogue == GELU_TIMES else None
         if device != "cpu":
-            torch.cuda.synchronize()  # with dependent launch a kernel may request weights while the one before runs
+            torch.cuda.synchronize()  # with dependent launch, a kernel may request weights while the previous one runs
         return cls(columns(shape.size_k), weight, factor, around)
 
     def of_tokens(self, num_tokens: int) -> Operands:
-        """Only the first tokens."""
+        """Return the operands of the first tokens only."""
         return replace(self, x=self.x[:num_tokens], factor=None if self.factor is None else self.factor[:num_tokens])
 
     def twin(self, epilogue: int) -> Tensor:
-        """The expected outputs in float32."""
+        """Return the expected outputs in float32."""
         x, weight = self.x.float(), self.weight.float()
         if epilogue == GATED:
             return eager_fused.gated_linear(x, weight)
@@ -88,7 +88,7 @@ class Operands:
 
 
 def assert_close(got: Tensor, wanted: Tensor) -> None:
-    """Every token's outputs; parts are summed."""
+    """Compare every token's outputs, with parts summed."""
     got = got.sum(0) if got.dim() == 3 else got.float()
     assert got.shape == wanted.shape
     error = (got - wanted).norm(dim=1) / wanted.norm(dim=1)
@@ -97,7 +97,7 @@ def assert_close(got: Tensor, wanted: Tensor) -> None:
 
 
 def counts_of(case: Case) -> list[int]:
-    """The fewest and the most tokens of the same kernel, and some between: it reads their number at run time."""
+    """Return the fewest and the most tokens of the same kernel, and some between. It reads the token count at run time."""
     shape, blocks = case.shape, blocks_of(case.num_tokens)
     found = [
         tokens
@@ -108,7 +108,7 @@ def counts_of(case: Case) -> list[int]:
 
 
 def run(case: Case, operands: Operands) -> Tensor:
-    """The outputs of one launch, after checking that nothing around them changed."""
+    """Run one launch, check that nothing around the outputs changed, and return them."""
     case = replace(case, num_tokens=operands.x.shape[0])
     out, around = guarded(*case.out_shape, dtype=case.out_dtype)
     case.launch(operands.x, operands.weight, out, operands.factor).run()
@@ -119,7 +119,7 @@ def run(case: Case, operands: Operands) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def nothing_in_the_workspace() -> Iterator[None]:
-    """Parts are NaN before; counters are zero after."""
+    """Parts are NaN before a test, and counters are zero after it."""
     torch.manual_seed(5)
     parts, arrivals = few_tokens.workspace(torch.device(DEVICE, torch.cuda.current_device()))
     with torch.inference_mode():  # an engine in the same process may have allocated them in inference mode
@@ -136,13 +136,13 @@ def test_kernels(case: Case) -> None:
     for tokens in counts:
         first = run(case, operands.of_tokens(tokens))
         assert_close(first, wanted[:tokens])
-        # Again, with the counters of the launch before.
+        # Run again, with the counters of the previous launch.
         assert torch.equal(run(case, operands.of_tokens(tokens)), first)
     assert torch.equal(operands.weight_around.view(torch.int16), before.view(torch.int16))
 
 
 def test_any_number_of_outputs() -> None:
-    """Numbers of rows that are not divisible by a vector of stores, and strided outputs."""
+    """The number of rows may be indivisible by a vector of stores, and outputs may be strided."""
     shape = Shape("odd", 1003, 2560)
     tile = choose_stream(24, shape.num_rows, shape.size_k)
     assert tile is not None
@@ -155,7 +155,7 @@ def test_any_number_of_outputs() -> None:
 
 
 def test_any_number_of_tokens() -> None:
-    """1 to 128 tokens of the head, and 1 to 96 of a gate, by whichever kernel is chosen."""
+    """1 to 128 tokens of the head, and 1 to 96 of a gate, with whichever kernel is chosen."""
     for shape, most in ((Shape("head", HEAD_ROWS - 16, 1536, SOFTCAP), 128), (Shape("gate", 12272, 1536, GATED), 96)):
         operands = Operands.draw(shape, most)
         wanted = operands.twin(shape.epilogue)
@@ -186,7 +186,7 @@ OPS: dict[str, tuple[Shape, Op]] = {
 
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of tokens of every launch of `hopper_stream`, in order."""
+    """The number of tokens of every `hopper_stream` launch, in order."""
     found: list[int] = []
     describe = few_tokens.describe_stream
 
@@ -204,12 +204,12 @@ def factor_of(operands: Operands) -> Tensor:
 
 
 CHAIN = (Shape("o", 2560, 2560), Shape("gate_up", 10240, 2560, GATED), Shape("down", 2560, 10240))
-SEQUENCE_TOKENS = (8, 64)  # for which every kernel of the sequence is ours
+SEQUENCE_TOKENS = (8, 64)  # token counts for which every kernel of the sequence is ours
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """One test process at a time."""
+    """Allow one test process at a time."""
     cache_folder().mkdir(parents=True, exist_ok=True)
     with (cache_folder() / "test_linear.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
@@ -218,9 +218,9 @@ def alone() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """Nearly all kernels of this file, compiled by many processes at once: one after the other they take half a minute.
+    """Compile nearly all kernels of this file in many processes at once. One after the other they take half a minute.
 
-    They are kept on disk: of several test processes the first compiles, and the others find what it has left.
+    The kernels are kept on disk. The first of several test processes compiles them, and the others find them there.
     """
     use_disk_cache()
     with alone(), compile_ahead():
@@ -276,7 +276,7 @@ def test_a_graph_gives_the_same_bits(name: str, streamed: list[int]) -> None:
 
 @pytest.mark.parametrize("num_tokens", SEQUENCE_TOKENS)
 def test_a_sequence_of_dependent_launches(num_tokens: int) -> None:
-    """Kernels that start before the one before ends, against the same kernels one at a time. Buffers are reused at once."""
+    """Kernels that overlap the previous one give the same results as one at a time. Buffers are reused immediately."""
     first = Operands.draw(CHAIN[0], num_tokens).x
     layers = [[Operands.draw(shape, 1).weight for shape in CHAIN] for _ in range(6)]
 
@@ -287,7 +287,7 @@ def test_a_sequence_of_dependent_launches(num_tokens: int) -> None:
                 x = (few_tokens.gated_linear if shape.epilogue == GATED else few_tokens.linear)(x, weight)
                 if is_alone:
                     torch.cuda.synchronize()
-            x = x * x.numel() ** 0.5 / x.norm()  # kernels that are not ours in between
+            x = x * x.numel() ** 0.5 / x.norm()  # other kernels in between
         return x
 
     with replayed():

@@ -1,4 +1,4 @@
-"""Tiles that `choose_stream` returns are valid, and are used only where the kernel supports them."""
+"""The tiles from `choose_stream` are valid, and are used only where the kernel supports them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check(num_tokens: int, shape: Shape) -> Tile | None:
         return None
     assert tile.kernel == "stream"
     assert tile.block_n % 64 == 0
-    assert tile.block_n % (16 * tile.num_warps) == 0  # 16 weight rows of each warp
+    assert tile.block_n % (16 * tile.num_warps) == 0  # 16 weight rows per warp
     assert tile.block_k % 64 == 0  # 128 bytes, the width of a row of shared memory
     assert shape.size_k % (tile.block_k * tile.split_k) == 0
     columns, rest = blocks_of(num_tokens)
@@ -69,7 +69,7 @@ def test_every_kind_of_layer_has_a_tile() -> None:
 def test_tiles_of_any_shape_are_valid(num_tokens: int, num_rows: int, size_k: int, epilogue: int) -> None:
     tile = check(num_tokens, Shape("any", num_rows, size_k, epilogue))
     if tile is not None:
-        Case(Shape("any", num_rows, size_k, epilogue), num_tokens, tile).on_meta()  # asserts its requirements
+        Case(Shape("any", num_rows, size_k, epilogue), num_tokens, tile).on_meta()  # raises if a requirement is not met
 
 
 @pytest.mark.parametrize(("num_tokens", "num_rows", "size_k"), [(96, 15_000, 2112), (32, 70_000, 256), (8, 70_000, 2112)])

@@ -1,4 +1,4 @@
-"""The torch_cpu backend against attention over a dense mask, in float64."""
+"""The torch_cpu backend compared with attention over a dense mask, in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYERS = (0, 1)  # two layers, so that a wrong layer offset shows
 class Scene:
     """A cache of one group with random KV for some rows, and the batch that reads it.
 
-    Keys and values stay here as [position, G, H]; only what a row may read is written to pages, all else is NaN.
+    Keys and values stay here as [position, G, H]. Only what a row may read is written to pages, and all else is NaN.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Scene:
         total = sum(-(-(start + new) // size) + 1 for start, new, _ in self.rows) + 3
         pool = Pool(self.layout, total, torch.float32, torch.device("cpu"))
         pool._slabs.fill_(255)  # a NaN in every precision
-        free = list(range(1, total))  # page 0 belongs to nobody: unused columns point at it
+        free = list(range(1, total))  # page 0 belongs to no row; unused columns point at it
         random.Random(3).shuffle(free)
         tables, firsts = [], []
         for row, (start, new, is_stored) in enumerate(self.rows):
@@ -104,7 +104,7 @@ class Scene:
         backend.plan(self.batch, self.pool)
         fresh = [self.kv(layer, row) for row in range(len(self.rows))]
         k, v = (torch.cat([kv[i][start:] for kv, (start, _, _) in zip(fresh, self.rows, strict=True)]) for i in (0, 1))
-        # Fresh tensors of stored rows must not be read: a tail gets those of other tokens.
+        # Fresh tensors of stored rows must not be read, since a tail gets those of other tokens.
         for row, (_, _, is_stored) in enumerate(self.rows):
             if is_stored:
                 tokens = slice(int(self.batch.row_begin_B1[row]), int(self.batch.row_begin_B1[row + 1]))
@@ -144,7 +144,7 @@ MIXED = [*DECODES, (9, 37, False), (30, FEW_QUERIES + 9, True), (2, 4, True), (3
 @pytest.mark.parametrize("window", [None, 1, 7, 12, 100])
 @pytest.mark.parametrize("latent", [False, True])
 def test_text_rule(rows: list[tuple[int, int, bool]], window: int | None, latent: bool) -> None:
-    # Without a window everything is stored: only a first chunk reads fresh keys.
+    # Without a window everything is stored, so only a first chunk reads fresh keys.
     Scene(rows, window=window, latent=latent).check()
 
 
@@ -154,7 +154,7 @@ def test_kv_heads(num_kv: int) -> None:
 
 
 def test_rows_of_very_different_length() -> None:
-    """Several products in one step, each for rows of similar length, and blocks of queries in a long prompt."""
+    """One step has several products, each for rows of similar length, and a long prompt has blocks of queries."""
     rows = [
         (3 * FEW_KEYS, 1, True),
         (4, 1, True),
@@ -168,7 +168,7 @@ def test_rows_of_very_different_length() -> None:
 
 
 def image_intervals(scene: Scene, row: int, first: int, last: int, rule: str) -> Tensor:
-    """The text rule with one image at positions first .. last of a row, by the rule of a model family."""
+    """Return the text rule with one image at positions first .. last of a row, by the rule of a model family."""
     lo, hi = scene.text_rule()
     begin = int(scene.batch.row_begin_B1[row])
     start = scene.rows[row][0]
@@ -185,7 +185,7 @@ def image_intervals(scene: Scene, row: int, first: int, last: int, rule: str) ->
 @pytest.mark.parametrize(("first", "last"), [(2, 5), (0, 29), (10, 40), (44, 47)])
 @pytest.mark.parametrize("latent", [False, True])
 def test_images(rule: str, window: int | None, first: int, last: int, latent: bool) -> None:
-    """Images shorter and longer than the window, with rows of text, in a prompt whose keys are fresh."""
+    """Images shorter and longer than the window, beside rows of text, in a prompt whose keys are fresh."""
     scene = Scene([(7, 1, True), (0, 48, False), (11, 3, True)], window=window, latent=latent)
     visible = image_intervals(scene, 1, first, last, rule)
     scene.with_intervals(visible)
@@ -217,7 +217,7 @@ def test_bfloat16_rounds_once() -> None:
 
 
 def test_nothing_outlives_a_step() -> None:
-    """Two batches one after the other through one backend: the second uses its own tables."""
+    """Two batches run through one backend in turn, and the second uses its own tables."""
     first, second = Scene(DECODES, window=9), Scene(VERIFIES, window=9)
     backend = TorchCPUBackend(first.group, first.num_heads)
     for scene in (first, second, first):
@@ -225,7 +225,7 @@ def test_nothing_outlives_a_step() -> None:
         got = backend.run(0, scene.batch, scene.pool, scene.q_TNH, scene.q_TNH, scene.q_TNH)
         torch.testing.assert_close(got.double(), scene.want(0), atol=2e-5, rtol=0)
     assert len(backend._plans) == 1
-    # A batch that was not planned is planned when it runs; the last plan is not used.
+    # A batch that was not planned is planned when it runs, without using the last plan.
     got = backend.run(0, second.batch, second.pool, second.q_TNH, second.q_TNH, second.q_TNH)
     torch.testing.assert_close(got.double(), second.want(0), atol=2e-5, rtol=0)
 

@@ -23,13 +23,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def encode(folder: Path) -> Callable[[str], list[int]]:
-    """Encodes text; special tokens are written out."""
+    """Return a function that encodes text in which special tokens are spelled out."""
     return Tokenizer(folder).encode
 
 
 @pytest.fixture(scope="session")
 def scripted(folder: Path, encode: Callable[[str], list[int]]) -> Callable[..., Running]:
-    """Starts a server whose fake engine gives these answers in turn."""
+    """Return a function that starts a server whose fake engine gives these answers in turn."""
 
     def start(
         *answers: str, settings: dict[str, Any] | None = None, config: dict[str, Any] | None = None, **script: Any

@@ -1,6 +1,6 @@
 """Real servers for tests: `culet serve` in its own process, with an engine process behind it.
 
-With a script (`culet.serve.process.wire.Script`: the token ids of the answers), the fake engine runs and no model is loaded.
+With a script (`culet.serve.process.wire.Script`, the token ids of the answers), the fake engine runs and no model is loaded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ except CuletError as error:
     sys.exit(exit_code(error))
 """
 START_LIMIT_S = 40.0
-PATIENCE = 12  # limits are those of an idle machine; a busy one gets this many times as long before a test fails
+PATIENCE = 12  # limits suit an idle machine; multiply them by this to allow for a busy one
 
 
 def free_port() -> int:
@@ -99,16 +99,16 @@ class Running:
         wait_for(is_ready, START_LIMIT_S, "the server")
 
     def log(self) -> str:
-        """Its log so far."""
+        """Return the server's log so far."""
         self._log.seek(0)
         return self._log.read()
 
     def openai(self, **options: Any) -> OpenAI:
-        """The official client, without retries."""
+        """Return the official client, without retries."""
         return OpenAI(base_url=f"{self.url}/v1", api_key=self.key, **{"max_retries": 0, **options})
 
     def chat(self, **fields: Any) -> httpx.Response:
-        """A chat request as plain HTTP."""
+        """Send a chat request as plain HTTP."""
         return self.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hello"}], **fields})
 
     def stats(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class Running:
         return stats
 
     def engine_id(self) -> int:
-        """Process id of the engine."""
+        """Return the process id of the engine."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         for child in children:
             if b"culet.serve.process.engine" in Path(f"/proc/{child}/cmdline").read_bytes():
@@ -124,14 +124,14 @@ class Running:
         raise AssertionError("no engine process")
 
     def memory_bytes(self) -> int:
-        """Resident memory of the web and engine processes together."""
+        """Return the resident memory of the web and engine processes together."""
         pages = (
             int(Path(f"/proc/{process_id}/statm").read_text().split()[1]) for process_id in (self.process.pid, self.engine_id())
         )
         return sum(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def is_at_rest(self) -> bool:
-        """Whether nothing is running or waiting, and every page is free or held only by resume points."""
+        """Return whether nothing is running or waiting, and every page is free or held only by resume points."""
         stats = self.stats()
         now = stats.get("scheduler")
         if now is None:  # it has just started
@@ -153,7 +153,7 @@ class Running:
         os.kill(self.process.pid, number)
 
     def wait(self, limit_s: float = 20.0) -> int:
-        """Wait until the server has ended; returns its exit code."""
+        """Wait until the server has ended and return its exit code."""
         return self.process.wait(PATIENCE * limit_s)
 
     def stop(self) -> None:

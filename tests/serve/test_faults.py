@@ -1,4 +1,4 @@
-"""Faults in production, with real processes: every client gets a reply, no page leaks, and the server is healthy afterwards."""
+"""Production faults with real processes: every client gets a reply, no page leaks, and the server stays healthy."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_client_disconnects(tiny: Running, stream: bool) -> None:
                 sock.sendall(POST % len(content) + content)
                 wait_for(lambda: tiny.stats()["requests"]["in_flight"], what="the request")
 
-    def is_cancelled() -> bool:  # figures come twice a second: those from before the request show rest, too
+    def is_cancelled() -> bool:  # figures come twice a second; those from before the request also show rest
         return bool(tiny.stats()["scheduler"]["counters"]["cancelled"] == before + 1) and tiny.is_at_rest()
 
     wait_for(is_cancelled, 1.0, "the work to be cancelled and pages to come back")
@@ -177,7 +177,7 @@ def test_five_hundred_clients(tiny: Running) -> None:
 
 
 def grow(server: Running, num_turns: int, num_tokens: int, question: str = "") -> list[int]:
-    """Grow a conversation turn by turn; returns the cached tokens of each turn."""
+    """Grow a conversation turn by turn and return the cached tokens of each turn."""
     client, messages, cached = server.openai(), list(HELLO), []
     for turn in range(num_turns):
         answer = client.chat.completions.create(
@@ -297,7 +297,7 @@ def test_large_bodies(strict: Running) -> None:
 
 
 def test_a_client_that_reads_nothing(strict: Running) -> None:
-    """Its stream is dropped after the write timeout, and it never holds up the engine."""
+    """The stream of such a client is dropped after the write timeout and never holds up the engine."""
     body = b'{"messages":[{"role":"user","content":"x"}],"stream":true,"ignore_eos":true,"max_tokens":30000,"n":4}'
     with socket.create_connection(("127.0.0.1", strict.port)) as sock:
         sock.sendall(POST % len(body) + body)
@@ -330,7 +330,7 @@ def test_a_stuck_queue(scripted: Callable[..., Running]) -> None:
 
 
 def test_an_engine_that_hangs(scripted: Callable[..., Running]) -> None:
-    """A step that never ends makes /health answer 503; the engine is killed and its requests fail."""
+    """If a step never ends, /health answers 503, the engine is killed and its requests fail."""
     with scripted(step_s=60, settings={"limits": "step_s=1"}) as server:
         answer = server.chat()
         assert answer.status_code == 503
@@ -363,7 +363,7 @@ def test_memory_is_flat(tiny: Running) -> None:
 
 
 async def soak(server: Running, num_requests: int, seed: int) -> dict[str, int]:
-    """Run requests of all kinds at once, many of them abandoned at a random moment; returns how they ended."""
+    """Run requests of all kinds at once, many of them abandoned at a random moment. Return how they ended."""
     random, ends = Random(seed), Counter[str]()
     places = asyncio.Semaphore(24)
 

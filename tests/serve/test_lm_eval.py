@@ -19,11 +19,11 @@ TASK = Path(__file__).with_name("lm_eval_task")
 
 
 def run_lm_eval(server: Running, kind: str, path: str, task: str, folder: Path, *more: str) -> Any:
-    """The results file of a run. `more` are additional model arguments, then flags."""
+    """Run lm-eval and return its results file. `more` are additional model arguments, then flags."""
     pytest.importorskip("lm_eval")
     tasks = folder / "tasks"
     shutil.copytree(TASK, tasks)
-    for file in tasks.glob("*.yaml"):  # datasets wants whole paths
+    for file in tasks.glob("*.yaml"):  # datasets needs absolute paths
         file.write_text(file.read_text().replace("test: gems.jsonl", f"test: {tasks / 'gems.jsonl'}"))
     given = [argument for argument in more if not argument.startswith("--")]
     arguments = ",".join(["model=gemma", f"base_url={server.url}{path}", "num_concurrent=2", "max_retries=1", *given])

@@ -46,7 +46,7 @@ NAMES = (
 
 
 def read(server: Running) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Values by name and labels, without the model name."""
+    """Return values by name and labels, without the model name."""
     answer = server.http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     values = {}
@@ -142,7 +142,7 @@ def test_traces_go_to_the_configured_collector(folder: Path, encode: Callable[[s
 
 
 def test_drafts_are_counted_and_structured_output_holds(folder: Path) -> None:
-    """Draft rounds are counted, also by position, and structured output still holds."""
+    """Draft rounds are counted, in total and by position, and structured output still holds."""
     config = {
         "device": "cpu",
         "max_model_len": 1024,
@@ -152,7 +152,7 @@ def test_drafts_are_counted_and_structured_output_holds(folder: Path) -> None:
     with Running(folder, config=config) as server:
         answer = server.chat(max_tokens=60, structured_outputs={"regex": "[0-9]{20,30}"}).json()
         assert re.fullmatch("[0-9]{20,30}", answer["choices"][0]["message"]["content"])
-        # The same counts stand in the usage, but for the few drafts of the server's own first request.
+        # The usage has the same counts, except for the few drafts of the server's own first request.
         details = answer["usage"]["completion_tokens_details"]
         num_drafts = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
         wait_for(lambda: read(server)["vllm:spec_decode_num_draft_tokens_total", ()] >= num_drafts, what="the engine's report")

@@ -206,7 +206,7 @@ BAD_FIELDS: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("field", "value"), BAD_FIELDS)
 def test_bad_fields(fake: Running, field: str, value: str) -> None:
-    """Each is a 400 that names the field and reveals nothing internal."""
+    """Each bad field gives a 400 that names the field and reveals nothing internal."""
     parts = {"messages": json.dumps(HELLO), field: value}
     body = "{" + ",".join(f'"{name}": {part}' for name, part in parts.items()) + "}"
     answer = fake.http.post("/v1/chat/completions", content=body.encode("utf-8", "surrogatepass"), headers=JSON)
@@ -243,7 +243,7 @@ def test_invalid_bodies(fake: Running, body: bytes) -> None:
 )
 def test_bad_completions(fake: Running, fields: dict[str, Any]) -> None:
     answer = fake.http.post("/v1/completions", json=fields)
-    # An empty text is no empty prompt: it begins with <bos>.
+    # An empty text is not an empty prompt, because the prompt begins with <bos>.
     assert answer.status_code == (200 if fields.get("prompt") in ("", [""]) else 400), answer.text
 
 
@@ -268,7 +268,7 @@ def test_thinking_is_off_by_default(fake: Running) -> None:
 
 
 def walk(schema: Any, place: str = "") -> Iterator[str]:
-    """Paths in a JSON schema that are not bounded."""
+    """Return the paths in a JSON schema that are not bounded."""
     if isinstance(schema, list):
         for index, inner in enumerate(schema):
             yield from walk(inner, f"{place}[{index}]")

@@ -86,7 +86,7 @@ def test_thoughts_and_tools_and_a_second_turn(scripted: Callable[..., Running]) 
         assert prompt.count("<|turn>model") == 1
         assert prompt.count('<|tool_response>response:get_weather{value:<|"|>rain<|"|>}<tool_response|>') == 2
 
-        # The same, streamed.
+        # The same exchange, streamed.
         reasoning, names, arguments = "", {}, {}
         for chunk in client.chat.completions.create(model="gemma", messages=HELLO, tools=[WEATHER], stream=True):
             delta = chunk.choices[0].delta
@@ -103,7 +103,7 @@ def test_thoughts_and_tools_and_a_second_turn(scripted: Callable[..., Running]) 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_choice(scripted: Callable[..., Running], stream: bool) -> None:
-    """What clients see for each tool_choice. Tests with a model check that it is enforced."""
+    """Check what clients see for each tool_choice. Tests with a model check that it is enforced."""
     calls = f"{CALL}{CALL}<|tool_response>"
     with scripted(calls, calls, "Hello.<turn|>", calls) as server:
 
@@ -225,7 +225,7 @@ def test_completions(tiny: Running) -> None:
     first, second = both[0].logprobs, both[1].logprobs
     assert first is not None
     assert second is not None
-    # A token's log-probability does not depend on what follows: the longer prompt starts with those of the shorter one.
+    # A token's log-probability does not depend on what follows, so the longer prompt starts with the shorter one's values.
     assert first.token_logprobs[1:3] == pytest.approx(second.token_logprobs[1:3], abs=1e-4)  # type: ignore[index]
     streamed = "".join(c.choices[0].text for c in client.completions.create(prompt="What is the", stream=True, **options))
     assert streamed == text.text

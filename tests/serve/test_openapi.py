@@ -1,6 +1,6 @@
-"""Requests made up from our own OpenAPI document, well-formed and not: none may end in a 500, a hang or a dead server.
+"""Requests generated from our own OpenAPI document, valid and invalid. None may end in a 500, a hang or a dead server.
 
-The fake engine stands behind the real process boundary, so what is tested is everything between a socket and the engine.
+The fake engine runs behind the real process boundary, so everything between a socket and the engine is tested.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_DEFAULT, NUM_FULL = 120, 2000
 
 
 def sensible(body: Any) -> Any:
-    """Make a generated body plausible: the served model, and lengths that fit. The rest stays as generated."""
+    """Make a generated body plausible, with the served model and lengths that fit. The rest stays as generated."""
     if not isinstance(body, dict):
         return body
     body = {**body, "model": "gemma"}
@@ -44,7 +44,7 @@ def sensible(body: Any) -> Any:
         "text",
         "output_format",
     ):
-        body.pop(name, None)  # invalid ids and meaningless schemas: the other half keeps them
+        body.pop(name, None)  # invalid ids and meaningless schemas, which the other half keeps
     for name in ("background", "previous_response_id"):
         body.pop(name, None)
     if isinstance(body.get("messages"), list) and len(str(body)) % 2:  # half of the conversations make sense, too
@@ -59,7 +59,7 @@ def sensible(body: Any) -> Any:
 
 
 def fuzz(server: Running, count: int) -> Counter[int]:
-    """Statuses of `count` answers. A status of 500 or above, or a missing answer, fails the test."""
+    """Return the statuses of `count` answers. A status of 500 or above, or a missing answer, fails the test."""
     schema = schemathesis.openapi.from_dict(server.http.get("/openapi.json").json())
     operations = [result.ok() for result in schema.get_all_operations()]
     posts = [operation for operation in operations if operation.method == "post"]

@@ -27,16 +27,16 @@ def browser() -> Iterator[Browser]:
     names = ("chromium", "chromium-browser", "google-chrome")
     installed = next((path for path in map(shutil.which, names) if path), None)
     with sync_playwright() as playwright:
-        # Inside a container Chromium's own sandbox has no leave to start; the pages are ours.
+        # Chromium's own sandbox may not start inside a container. The pages are ours, so it is not needed.
         browser = playwright.chromium.launch(executable_path=installed, args=["--no-sandbox"])
-        expect.set_options(timeout=60_000)  # 5 s are too few on a busy machine
+        expect.set_options(timeout=60_000)  # 5 s is too short on a busy machine
         yield browser
         browser.close()
 
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Opens the page of a server. Browser errors and requests to other hosts fail the test."""
+    """Return a function that opens a server's page. Browser errors and requests to other hosts fail the test."""
     faults: list[str] = []
     contexts = []
 

@@ -1,4 +1,4 @@
-"""How `culet serve` starts and fails to start: a one-line error with a hint, and no process left running."""
+"""How `culet serve` starts and fails to start, with a one-line error, a hint, and no process left running."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_errors_of_the_engine_are_reported_by_the_server(folder: Path) -> None:
 
 
 def test_summary_and_endpoints(folder: Path) -> None:
-    """The command itself, with a model: it logs its choices, and stops on Ctrl-C while idle."""
+    """Run the command itself with a model. It logs its choices, and stops on Ctrl-C while idle."""
     port = free_port()
     command = [sys.executable, "-m", "culet.cli.main", "serve", str(folder), "--port", str(port), "--device", "cpu"]
     settings = ["--served-model-name", "gemma,other", "--max-model-len", "512"]
@@ -121,7 +121,7 @@ def test_requests_while_loading(folder: Path) -> None:
                 return None
 
         answer = wait_for(early, 30, "the port")
-        if answer.status_code != 200:  # else it was quicker than we
+        if answer.status_code != 200:  # otherwise the server was faster
             assert answer.status_code == 503
             assert "retry-after" in answer.headers
             assert server.http.get("/health").json()["engine"] == "starting"

@@ -1,4 +1,4 @@
-"""Structured output over HTTP with a tiny random model: its output is only well-formed because the server enforces it."""
+"""Structured output over HTTP with a tiny random model, whose output is well-formed only because the server enforces it."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ def test_the_other_forms(tiny: Running) -> None:
 
 @pytest.mark.parametrize("thinking", [False, True])
 def test_a_tool_must_be_called(tiny: Running, thinking: bool) -> None:
-    """Calls are complete and their arguments are valid; a thought may come first."""
+    """Calls are complete and their arguments are valid. A thought may come first."""
     extra: Any = {"chat_template_kwargs": {"enable_thinking": thinking}}
-    if thinking:  # a random model would think to the end of its tokens
+    if thinking:  # a random model would spend all its tokens thinking
         tokens = {
             name: tiny.http.post("/tokenize", json={"prompt": name}).json()["tokens"][-1]
             for name in ("<|channel>", "<channel|>")
@@ -165,7 +165,7 @@ def cpu_s(pid: int) -> float:
 
 
 def test_a_schema_that_takes_minutes_to_compile(tiny: Running) -> None:
-    """It fails one request within the limit. Others are served meanwhile, and no process is left running."""
+    """Such a schema fails one request within the limit. Others are served meanwhile, and no process is left running."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": ENDLESS, "strict": True}}
     timed_answers: list[Any] = []
 
