@@ -1,6 +1,6 @@
-"""A DFlash drafter in plain dense torch, float32: one sequence, the whole context at once, no cache, no pages.
+"""A DFlash drafter in plain dense torch and float32. It computes one sequence with its whole context, without cache or pages.
 
-Written from the description of the published drafters. It shares no code with Culet.
+It is written from the description of the published drafters and shares no code with Culet.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DFlashOracle:
         self.taps: list[int] = self.config["dflash_config"]["target_layer_ids"]
 
     def logits(self, tapped: dict[int, Tensor], newest: int) -> Tensor:
-        """Logits [block, V] of a block that begins with `newest`, after the context with the given tapped streams."""
+        """Return logits [block, V] of a block that begins with `newest`, after the context with the given tapped streams."""
         w, config = self.weights, self.config
         context = self.norm(torch.cat([tapped[tap] for tap in self.taps], -1).float() @ w["fc.weight"].T, "hidden_norm")
         past, block = context.shape[0], config["block_size"]

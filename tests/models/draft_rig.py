@@ -1,4 +1,4 @@
-"""An MTP drafter over a Harness: prompts of different lengths in one batch, and the logits of every draft."""
+"""An MTP drafter over a Harness, with prompts of different lengths in one batch and the logits of every draft."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class DraftRig:
         latent: bool = True,
         position: str = "engine",
         page_tokens: int = 4,
-        backend: type = TorchCPUBackend,  # of the drafter
+        backend: type = TorchCPUBackend,  # the drafter's
     ) -> None:
         target = target_of(shape, latent)
         plan = open_drafter(choice_of(shape, position=position), target.spec)
-        # The harness frees pages behind the next token's window immediately, the engine after the draft round.
+        # The harness frees pages behind the next token's window immediately. The engine frees them after the draft round.
         self.harness = Harness(target, page_tokens=page_tokens, lookback=plan.lookback + 1)
         layout = self.harness.layout
         backends = {
@@ -57,7 +57,7 @@ class DraftRig:
         self.drafter = drafter
 
     def read(self, prompts: Sequence[Sequence[int]], chunk: int = 10**9) -> tuple[list[Track], Tensor]:
-        """Compute prompts in one batch: their tracks, and the hidden states after the final norm of their last tokens."""
+        """Compute prompts in one batch. Return their tracks and their last tokens' hidden states after the final norm."""
         tracks = [self.harness.add(tokens) for tokens in prompts]
         hidden: dict[int, Tensor] = {}
         while any(track.start < len(track.tokens) for track in tracks):
@@ -90,7 +90,7 @@ class DraftRig:
     def drafts(
         self, prompts: Sequence[Sequence[int]], newest: Sequence[int], num_drafts: int, chunk: int = 10**9
     ) -> tuple[list[list[int]], Tensor]:
-        """Drafts after each prompt and its newest token: tokens [R][K], and the logits they were chosen by [R, K, V]."""
+        """Draft after each prompt and its newest token. Return tokens [R][K] and the logits [R, K, V] they were chosen by."""
         tracks, hidden_RD = self.read(prompts, chunk)
         head = self.drafter.model.head
         states: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Drives a Gemma4 like the scheduler and the runner: shuffled pages, freed behind the window, and NaN in every free page."""
+"""Drives a Gemma4 as the scheduler and the runner do. Pages are shuffled, freed behind the window, and NaN while free."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Track:
 
 
 class Harness:
-    """Runs steps over hand-made page tables. `page_tokens` are those of the widest group."""
+    """Runs steps over hand-made page tables. `page_tokens` is the page size of the widest group."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Harness:
         return track
 
     def step(self, parts: Sequence[tuple[Track, int, int]], taps: tuple[int, ...] = ()) -> list[Tensor]:
-        """Compute each part (track, new tokens, num_logits) in one pass. Returns the logits [num_logits, V] of each."""
+        """Compute each part (track, new tokens, num_logits) in one pass. Return the logits [num_logits, V] of each."""
         rows = [self._row(track, num_new, num_logits) for track, num_new, num_logits in parts]
         batch = fill(rows, self.layout, self.tokens_SL)
         with torch.inference_mode():
@@ -121,12 +121,12 @@ class Harness:
         track.start = 0
 
     def all_logits(self, tokens: Sequence[int], chunks: Sequence[int] = ()) -> Tensor:
-        """Logits at every position, in the given chunks (default: one)."""
+        """Return logits at every position, computed in the given chunks (default: one)."""
         track = self.add(tokens)
         return torch.cat([self.step([(track, size, size)])[0] for size in chunks or (len(tokens),)])
 
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int, chunk: int = 10**9) -> list[list[int]]:
-        """The `num_tokens` most likely tokens after each prompt. All sequences are in one ragged batch."""
+        """Return the `num_tokens` most likely tokens after each prompt. All sequences are in one ragged batch."""
         tracks = [self.add(tokens) for tokens in prompts]
         while any(len(track.tokens) < len(prompt) + num_tokens for track, prompt in zip(tracks, prompts, strict=True)):
             parts = []

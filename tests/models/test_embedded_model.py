@@ -22,7 +22,7 @@ def test_size_and_files() -> None:
 
 
 def test_configs_are_those_of_the_shapes() -> None:
-    """What training says about the model is true of its files."""
+    """Training's description of the model matches its files."""
     target = TargetShape()
     configs = {"target": target.config(), "assistant": AssistantShape().config(target), "dflash": DFlashShape().config(target)}
     for name, config in configs.items():
@@ -42,7 +42,7 @@ def test_drafts_are_accepted_in_the_engine() -> None:
 
 
 def test_it_keeps_its_golden_conversations() -> None:
-    """The golden file has the model's answers; `python -m training.gate --parts open --golden FILE` writes it."""
+    """The golden file holds the model's answers. `python -m training.gate --parts open --golden FILE` writes it."""
     from training.gate import QUESTIONS, golden_text
 
     conversations = run_gate("built-in", parts=["open"]).details["conversations"]

@@ -24,7 +24,7 @@ SHAPES = tiny.SHAPES
 WINDOW = tiny.WINDOW
 LENGTHS = (WINDOW - 5, WINDOW, 4 * WINDOW + 6)
 K_EQ_V = ("12B", "26B-A4B", "31B")
-# The latent changes something only where K = V.
+# The latent makes a difference only if K = V.
 SHAPE_LATENT = [(shape, True) for shape in SHAPES] + [(shape, False) for shape in K_EQ_V]
 
 
@@ -36,7 +36,7 @@ def culet_model(shape: str, latent: bool = True, form: str = "new", dtype: str =
 
 @functools.cache
 def expected(shape: str, length: int, seed: int = 0) -> tuple[list[int], Tensor]:
-    """A prompt and its float32 logits in transformers."""
+    """Return a prompt and its float32 logits from transformers."""
     token_ids = tiny.telling_prompt(shape, length, seed)
     return token_ids, tiny.oracle_logits(tiny.oracle(shape), token_ids)
 
@@ -67,7 +67,7 @@ def test_odd_chunks(shape: str, latent: bool, page_tokens: int) -> None:
 @pytest.mark.parametrize(("shape", "latent"), SHAPE_LATENT)
 @pytest.mark.parametrize("first", [WINDOW - 7, 2 * WINDOW + 1, 3 * WINDOW])
 def test_prefill_then_decode(shape: str, latent: bool, first: int) -> None:
-    """Chunks with no logits or one, so that tails and unstored keys occur, then single tokens and a verify."""
+    """Run chunks with no logits or one, so that tails and unstored keys occur, then single tokens and a verify."""
     token_ids, want = expected(shape, LENGTHS[-1])
     harness = Harness(culet_model(shape, latent))
     track = harness.add(token_ids)
@@ -82,7 +82,7 @@ def test_prefill_then_decode(shape: str, latent: bool, first: int) -> None:
 
 @pytest.mark.parametrize(("shape", "latent"), SHAPE_LATENT)
 def test_ragged_batch(shape: str, latent: bool) -> None:
-    """Very different rows in one step: long and short prompts, decodes, verifies, a finished neighbour."""
+    """One step holds very different rows: long and short prompts, decodes, verifies, and a finished neighbour."""
     lengths = (LENGTHS[-1], 9, WINDOW, 40, 2 * WINDOW + 3)
     wanted = [expected(shape, length, seed) for seed, length in enumerate(lengths)]
     harness = Harness(culet_model(shape, latent), page_tokens=4)
@@ -106,7 +106,7 @@ def test_ragged_batch(shape: str, latent: bool) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_config_forms(shape: str) -> None:
-    """The published config keys and per_layer_config are the same model."""
+    """The published config keys and per_layer_config describe the same model."""
     old, new = culet_model(shape, form="old"), culet_model(shape)
     assert old.spec == new.spec
     token_ids, want = expected(shape, LENGTHS[-1])
@@ -130,7 +130,7 @@ def test_recomputed_after_preemption(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_equals_transformers(shape: str) -> None:
-    """24 tokens after ragged prompts, across the window's edge."""
+    """Generate 24 tokens after ragged prompts, across the window's edge."""
     prompts = [tiny.telling_prompt(shape, length, 5) for length in (5, WINDOW - 3, 2 * WINDOW + 3)]
     got = Harness(culet_model(shape)).greedy(prompts, 24, chunk=13)
     for prompt, tokens in zip(prompts, got, strict=True):
@@ -143,7 +143,7 @@ def test_greedy_equals_transformers(shape: str) -> None:
 
 @pytest.mark.parametrize(("shape", "latent"), SHAPE_LATENT)
 def test_bfloat16_error(shape: str, latent: bool) -> None:
-    """Root mean square error in bf16, over several prompts, at most 1.2 times that of transformers."""
+    """The root mean square error in bf16, over several prompts, is at most 1.2 times that of transformers."""
     model = culet_model(shape, latent, dtype="bfloat16")
     exact, rounded = tiny.oracle(shape, dtype="bfloat16"), tiny.oracle(shape, dtype="bfloat16", run_dtype="bfloat16")
     ours, theirs = [], []
@@ -180,7 +180,7 @@ def test_taps(shape: str) -> None:
 
 
 def tapped_up_to(shape: str, token_ids: list[int], taps: tuple[int, ...], outputs: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Compare the taps of a step with two logits and of a chunk with none. Returns the last hidden states."""
+    """Compare the taps of a chunk with no logits and of a step with two. Return the last hidden states."""
     harness = Harness(culet_model(shape))
     track = harness.add(token_ids)
     for begin, end, num_logits in ((0, 5, 0), (5, len(token_ids), 2)):
@@ -210,7 +210,7 @@ def test_only_the_tail_goes_on_behind_the_last_kv(shape: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_layer_of_each_kind_calls_all_that_a_step_calls(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ops with the shapes of their arguments, which decide the kernels that a GPU needs."""
+    """The calls are compared by op and argument shapes, which determine the kernels that a GPU needs."""
     model = culet_model(shape)
     seen: set[object] = set()
 
@@ -239,7 +239,7 @@ def test_one_layer_of_each_kind_calls_all_that_a_step_calls(shape: str, monkeypa
 
 
 class LiveMemory(TorchDispatchMode):
-    """Measures the peak bytes of the tensors that are created inside."""
+    """Measures the peak bytes of the tensors that are created inside the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class LiveMemory(TorchDispatchMode):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_layer_of_each_kind_takes_the_memory_of_all(shape: str) -> None:
-    """For prompts with no logits, few and all, and with taps that keep the stream of several layers."""
+    """This holds for prompts with no logits, few and all, and with taps that keep the stream of several layers."""
     model = culet_model(shape)
     every = tuple(range(1, len(model.spec.layers), 2))
     for num_logits in (0, 1, 40):

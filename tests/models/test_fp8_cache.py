@@ -1,6 +1,6 @@
-"""An fp8 (e4m3) KV cache at toy size: how far logits move, and that nothing else about a sequence does.
+"""An fp8 (e4m3) KV cache at toy size: how far logits move, and that nothing else about a sequence changes.
 
-Random weights at toy size amplify every rounding, bfloat16's too: distances are held against those.
+Random weights at toy size amplify every rounding, including bfloat16's, so distances are compared with bfloat16's.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tests.models.harness import Harness
 from tests.models.tiny_checkpoints import SHAPES
 
 TOKENS = torch.randint(10, 200, (120,), generator=torch.Generator().manual_seed(1)).tolist()
-# Median distance of an fp8 cache's logits from float32's: as a share of the logits' size, and of a bfloat16 model's
-# distance. e4m3 keeps 4 significant bits where bfloat16 keeps 8, but of keys and values alone. Seen: 0.05 to 0.09, 4 to 6.
+# Median distance of an fp8 cache's logits from float32's, as a share of the logits' size and of a bfloat16 model's distance.
+# e4m3 keeps 4 significant bits where bfloat16 keeps 8, but only for keys and values. Observed: 0.05 to 0.09, and 4 to 6.
 BOUND, TIMES_BFLOAT16 = 0.12, 10.0
-EXACT = 1e-4  # what float32 promises between ways of computing the same thing
-# A key that lies on the edge between two numbers of e4m3 may fall to either side by the last bit of float32. It is rare, and
-# moves what is computed after it by a small part of what fp8 itself moves it.
+EXACT = 1e-4  # float32 tolerance between ways of computing the same thing
+# A key on the edge between two e4m3 numbers may be rounded either way, depending on the last bit of float32. This is rare, and
+# moves later results by a small part of what fp8 itself moves them.
 EDGE = 0.03
 
 Make = Callable[..., Harness]
@@ -43,7 +43,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
         key_factor: float = 1.0,
         dtype: torch.dtype = torch.float32,
     ) -> Harness:
-        """A model whose keys are `key_factor` times as large, and its queries as much smaller: the same attention."""
+        """Build a model with keys `key_factor` times as large and queries as much smaller, so that attention is the same."""
         if shape not in folders:
             folders[shape] = write_checkpoint(tmp_path_factory.mktemp(shape), shape)
         checkpoint = open_checkpoint(str(folders[shape]))
@@ -58,14 +58,14 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 def change_keys(model: Gemma4, factor: float) -> None:
     for layer in model._layers:
-        layer.attention.q_norm.data *= 0.3 / factor  # scores of about one: sharper attention is the more sensitive
+        layer.attention.q_norm.data *= 0.3 / factor  # scores of about one, since sharper attention is more sensitive
         if layer.attention.k_norm is not None:
             layer.attention.k_norm.data *= factor
     model.finish()
 
 
 def distances(got: Tensor, wanted: Tensor) -> Tensor:
-    """The error of each position's logits, relative to their size."""
+    """Return the error of each position's logits, relative to their size."""
     return (got.float() - wanted).norm(dim=-1) / (wanted - wanted.mean(-1, keepdim=True)).norm(dim=-1)
 
 
@@ -104,7 +104,7 @@ def test_a_rejected_draft_leaves_no_trace(make: Make, monkeypatch: pytest.Monkey
     track = harness.add([*TOKENS[:30], 3, 4, 5])
     harness.step([(track, 30, 1)])
     with monkeypatch.context() as patch:
-        patch.setattr(harness, "_free_behind", lambda track: None)  # nothing is accepted yet
+        patch.setattr(harness, "_free_behind", lambda track: None)  # no draft is accepted yet
         harness.step([(track, 3, 3)])
     track.start, track.tokens = 30, TOKENS[:40]
     assert_same(harness.step([(track, 10, 10)])[0], wanted[30:])
@@ -113,7 +113,7 @@ def test_a_rejected_draft_leaves_no_trace(make: Make, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("factor", [2.0**-14, 2.0**12])
 @pytest.mark.parametrize(("shape", "latent"), [("E4B", True), ("31B", True), ("31B", False)])
 def test_the_size_of_the_keys_does_not_matter(make: Make, shape: str, latent: bool, factor: float) -> None:
-    """Weights that would push keys out of e4m3's range, or below its smallest numbers."""
+    """Some weights would push keys out of e4m3's range, or below its smallest numbers."""
     wanted = make(shape, "fp8", latent=latent).all_logits(TOKENS[:40])
     got = make(shape, "fp8", latent=latent, key_factor=factor).all_logits(TOKENS[:40])
     assert not got.isnan().any()
@@ -121,7 +121,7 @@ def test_the_size_of_the_keys_does_not_matter(make: Make, shape: str, latent: bo
 
 
 def test_no_key_leaves_the_range(make: Make) -> None:
-    """The largest possible key is that of a projection along one column."""
+    """A projection along one column gives the largest possible key."""
     attention = make("31B", "fp8", key_factor=100.0).model._layers[0].attention
     keys = attention.norm_weight[attention.heads.num_heads :].abs() * attention.heads.head_dim**0.5
     assert 448 / 4 < float(keys.max()) <= 448

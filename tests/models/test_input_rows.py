@@ -1,4 +1,4 @@
-"""Precomputed rows at marked positions take the place of embeddings; per-layer embeddings look up token 0 there."""
+"""Precomputed rows replace embeddings at marked positions, where per-layer embeddings look up token 0."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def with_rows(model: Gemma4, rows: dict[int, Tensor]) -> Gemma4:
 
 
 def run(model: Gemma4, token_ids: Sequence[int], chunks: Sequence[int], num_logits: int = 0) -> Tensor:
-    """Logits of all tokens, or of the last `num_logits` of each chunk, for which the layers after the last KV are cut short."""
+    """Return the logits of all tokens, or of the last `num_logits` of each chunk.
+
+    The latter cut short the layers after the last KV.
+    """
     harness = Harness(model, num_slots=1)
     track = harness.add(token_ids)
     return torch.cat([harness.step([(track, size, num_logits or size)])[0] for size in chunks])
@@ -63,7 +66,7 @@ CHUNKS = [(LENGTH,), (5, LENGTH - 11, 6)]
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("shape", ["E2B", "31B"])
 def test_rows_that_are_embeddings(shape: str, chunks: tuple[int, ...], num_logits: int) -> None:
-    """Rows of the tokens' own scaled embeddings change nothing but the per-layer embedding, which has token 0 there."""
+    """Rows of the tokens' own scaled embeddings change only the per-layer embedding, which uses token 0 there."""
     token_ids = tiny.prompt(LENGTH)
     model = load(shape)
     rows = {position: model.embedding.embed(torch.tensor([token_ids[position]]))[0] for position in MARKED}
@@ -79,7 +82,7 @@ def test_rows_that_are_embeddings(shape: str, chunks: tuple[int, ...], num_logit
 
 
 def looking_up(model: Gemma4, ids_by_position: Tensor) -> Gemma4:
-    """`model` with the per-layer embeddings of other tokens."""
+    """Return `model` with the per-layer embeddings of other tokens."""
     per_layer, forward = model._per_layer, model.forward
     batches: list[ForwardBatch] = []
 
@@ -99,7 +102,7 @@ def looking_up(model: Gemma4, ids_by_position: Tensor) -> Gemma4:
 
 @pytest.mark.parametrize("shape", ["E2B", "31B"])
 def test_rows_are_used_as_they_are(shape: str) -> None:
-    """Neither scaled nor normed: what the first layer reads at marked positions is the row itself."""
+    """At marked positions the first layer reads the row itself, neither scaled nor normed."""
     model = load(shape)
     rows = {position: torch.randn(model.spec.hidden_size) for position in MARKED}
     seen: list[Tensor] = []
@@ -126,7 +129,7 @@ def test_chunks_do_not_matter(shape: str) -> None:
 
 
 def test_no_rows_no_ops() -> None:
-    """A batch without rows runs the ops that it ran before there were any: one lookup, nothing around it."""
+    """A batch without rows runs the same ops as a model without this feature: one lookup and nothing around it."""
     model = load("31B")
     harness = Harness(model, num_slots=1)
     harness.step([(harness.add(tiny.prompt(8)), 8, 8)])

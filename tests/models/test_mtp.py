@@ -31,7 +31,7 @@ NUM_DRAFTS = 4
 
 
 def assert_same_logits(got_KV: Tensor, want_KV: Tensor) -> None:
-    """Equal to 1e-4 of the largest logit where a token is scored. In transformers all other tokens have smaller logits."""
+    """Check scored tokens to 1e-4 of the largest logit. In transformers all other tokens have smaller logits."""
     for got, want in zip(got_KV, want_KV, strict=True):
         seen = got.isfinite()
         error, size = float((got[seen] - want[seen]).abs().max()), float(want[seen].abs().max())
@@ -43,7 +43,7 @@ def assert_same_logits(got_KV: Tensor, want_KV: Tensor) -> None:
 @pytest.mark.parametrize(("shape", "latent"), SHAPE_LATENT)
 @pytest.mark.parametrize("position", ["hf", "engine"])
 def test_drafts_of_a_batch(shape: str, latent: bool, position: str) -> None:
-    """Rows shorter and longer than the window are drafted together. transformers drafts them one by one."""
+    """Rows shorter and longer than the window are drafted together, while transformers drafts them one by one."""
     prompts = [tiny.telling_prompt(shape, length) for length in LENGTHS]
     newest = [5 + 7 * row for row in range(len(prompts))]
     rig = DraftRig(shape, latent=latent, position=position)
@@ -57,7 +57,7 @@ def test_drafts_of_a_batch(shape: str, latent: bool, position: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("position", ["hf", "engine"])
 def test_after_chunks(shape: str, position: str) -> None:
-    """The drafter needs only what the chunks of a prompt leave in pages."""
+    """The drafter needs only the pages that the chunks of a prompt have written."""
     prompts = [tiny.telling_prompt(shape, 3 * WINDOW + 3), tiny.telling_prompt(shape, 2 * WINDOW)]
     tokens, logits_RKV = DraftRig(shape, position=position, page_tokens=12).drafts(prompts, [9, 11], 2, chunk=7)
     for row, token_ids in enumerate(prompts):
@@ -67,7 +67,7 @@ def test_after_chunks(shape: str, position: str) -> None:
 
 
 def test_the_two_positions_differ() -> None:
-    """A prompt longer than the window, so that both the visible keys and the angle differ."""
+    """The prompt is longer than the window, so that both the visible keys and the angle differ."""
     prompt = tiny.telling_prompt("31B", 4 * WINDOW)
     hf, engine = (DraftRig("31B", position=position).drafts([prompt], [9], 1)[1] for position in ("hf", "engine"))
     assert float((hf - engine).abs().max()) > 1e-2
@@ -75,7 +75,7 @@ def test_the_two_positions_differ() -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_published_shapes(name: str) -> None:
-    """Parameters and tensors of the five published assistants, computed from their dimensions."""
+    """Check parameters and tensors of the five published assistants, computed from their dimensions."""
     target = read_spec(VARIANTS[name])
     is_small = name in tiny_assistants.SMALL
     layers = {layer.is_global: layer for layer in target.layers}
@@ -111,7 +111,7 @@ def test_published_shapes(name: str) -> None:
 
 
 def changed(shape: str, folder: Path, **changes: Any) -> DraftChoice:
-    """The shape's assistant with other values in its config.json."""
+    """Return the shape's assistant with other values in its config.json."""
     shutil.copytree(tiny_assistants.assistant_folder(shape), folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     text = changes.pop("text_config", {})

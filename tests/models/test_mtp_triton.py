@@ -1,4 +1,4 @@
-"""An MTP drafter on the Triton backend, in Triton's interpreter: the same drafts as transformers."""
+"""An MTP drafter on the Triton backend, in Triton's interpreter, drafts the same tokens as transformers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ else:
 
     @pytest.mark.parametrize(("shape", "position"), [("31B", "engine"), *MORE])
     def test_drafts(shape: str, position: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Sliding and global pages, K and V apart and in the latent, shorter and longer than the window."""
-        monkeypatch.setattr(tiles, "device_facts", lambda device: (90, 4))  # a small GPU: few programs without work
+        """Sliding and global pages, with K and V separate and in the latent, shorter and longer than the window."""
+        monkeypatch.setattr(tiles, "device_facts", lambda device: (90, 4))  # a small GPU, so that few programs are idle
         prompts = [tiny.telling_prompt(shape, length) for length in (3, 2 * tiny.WINDOW + 5)]
         rig = DraftRig(shape, position=position, page_tokens=16, backend=TritonBackend)
         tokens, logits_RKV = rig.drafts(prompts, [9, 11], 2)

@@ -1,4 +1,4 @@
-"""transformers loads checkpoints of culet.testing.tiny as Gemma 4, and generates the same tokens."""
+"""transformers loads checkpoints of culet.testing.tiny as Gemma 4 and generates the same tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_transformers_loads_it_and_agrees(shape: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_structure_is_that_of_the_real_one(shape: str, tmp_path: Path) -> None:
-    """The same keys in config.json, and the same flags that decide the structure."""
+    """config.json has the same keys, and the same flags that determine the structure."""
     config = json.loads((write_checkpoint(tmp_path, shape) / "config.json").read_text())
     real = VARIANTS[shape]
     assert config["architectures"] == real["architectures"]

@@ -1,4 +1,4 @@
-"""Training at toy size: it learns, it resumes, and transformers and Culet run what it exports."""
+"""Training at toy size: it learns, it resumes, and both transformers and Culet run what it exports."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_finished_stage_is_skipped(work: Path, pack: Path, entries: list[dict]
 
 
 def test_continues_from_checkpoints(work: Path, pack: Path, entries: list[dict], tmp_path: Path) -> None:
-    """After one step the loss is still low; a new model would be at log(832) = 6.7."""
+    """After one step the loss is still low. A new model would be at log(832) = 6.7."""
     options = ["--pack", str(pack), "--work", str(tmp_path), "--mini", "--device", "cpu", "--rows", "8", "--stages", "target"]
     more = ["--start-from", str(work / "embedded"), "--last-share", "1", "--rate", "0.5"]
     assert main([*options, "--steps", "1,1,1", *more]) == 0
@@ -163,7 +163,7 @@ def test_mtp_drafts_are_those_of_culet(work: Path, target: Target) -> None:
     theirs, _ = rig.drafts([TEXT[: place + 1] for place in places], [TEXT[place + 1] for place in places], 3)
     for place, drafts in zip(places, theirs, strict=True):
         expected = ours[place].tolist()
-        fed = TEXT[place + 2 : place + 4]  # training feeds the text, Culet its own drafts: the same while they agree
+        fed = TEXT[place + 2 : place + 4]  # training feeds the text, Culet its own drafts; they are the same while they agree
         agreed = next((index for index in range(2) if drafts[index] != fed[index]), 2)
         assert drafts[: agreed + 1] == expected[: agreed + 1]
 
@@ -261,8 +261,8 @@ def test_small_parts_are_not_shown_too_often() -> None:
 def test_acceptance_is_counted_in_rounds() -> None:
     output = Output([1, 2], [10, 11, 12, 13, 14, 15])
     drafts = torch.full((8, 3), -1)
-    drafts[1] = torch.tensor([11, 12, 99])  # after 10: two right, and the target's own 13
-    drafts[4] = torch.tensor([14, 15, 16])  # after 13: two right, and the output is over
+    drafts[1] = torch.tensor([11, 12, 99])  # after 10: two are right, then the target's own 13
+    drafts[4] = torch.tensor([14, 15, 16])  # after 13: two are right, then the output ends
     result = count([output], [drafts], 3)
     assert result.tokens_per_verify == pytest.approx((3 + 2) / 2)
     assert result.by_draft == (1.0, 1.0, 0.0)

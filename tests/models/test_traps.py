@@ -1,4 +1,4 @@
-"""The details that implementers of Gemma 4 most often get wrong: each test makes the mistake, and the comparison must see it.
+"""The details that implementers of Gemma 4 most often get wrong. Each test makes the mistake, and a comparison must detect it.
 
 The eighth (stop and suppressed tokens, the empty thought) is in test_traps_engine.py, the ninth (assistants) in
 test_traps_mtp.py.
@@ -45,7 +45,7 @@ def load(shape: str, *, latent: bool = False, change: Callable[[ModelSpec], Mode
 
 
 def error_of(model: Gemma4, shape: str) -> float:
-    """Largest difference to transformers' logits, as a share of the largest logit."""
+    """Return the largest difference from transformers' logits, as a share of the largest logit."""
     token_ids = tiny.telling_prompt(shape, LENGTH)
     want = tiny.oracle_logits(tiny.oracle(shape), token_ids)
     got = Harness(model, num_slots=1).all_logits(token_ids)
@@ -59,19 +59,19 @@ def clean_error(shape: str, latent: bool = False) -> float:
 
 @pytest.fixture(autouse=True)
 def _untouched_models_agree() -> None:
-    """The same comparison passes without a mistake, so the mistake is what a test sees."""
+    """The same comparison passes without a mistake, so a failure is due to the mistake."""
     assert all(clean_error(shape) <= 1e-4 for shape in tiny.SHAPES)
 
 
 def spring(monkeypatch: pytest.MonkeyPatch, op: str, trap: Callable[..., Any]) -> None:
-    """Replace an op by `trap` wherever models and other ops find it."""
+    """Replace an op with `trap` wherever models and other ops find it."""
     for module in (eager_ops, eager_fused, eager_kernels()):
         if hasattr(module, op):
             monkeypatch.setattr(module, op, trap)
 
 
 def trap_values(monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., Tensor], only_k_eq_v: bool = True) -> None:
-    """Have `spoil(k, v, qkv, weight, turn, heads)` give the values that layers store and read (pages without latent)."""
+    """Let `spoil(k, v, qkv, weight, turn, heads)` compute the values that layers store and read (pages without latent)."""
     original = eager_ops.prepare_qkv
 
     def prepare_qkv(
@@ -103,7 +103,7 @@ def raw_value(k: Tensor, v: Tensor, qkv: Tensor, weight: Tensor, turn: Any, head
     return qkv.unflatten(-1, (-1, heads.head_dim))[:, -heads.num_kv_heads :]
 
 
-# 1: K = V is not K == V.
+# 1: K = V does not mean K == V.
 @pytest.mark.parametrize("shape", ["12B", "26B-A4B", "31B"])
 @pytest.mark.parametrize("spoil", [key_as_value, weighted_value, rotated_value])
 def test_k_eq_v_is_not_k_is_v(shape: str, spoil: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_k_eq_v_is_not_k_is_v(shape: str, spoil: Callable[..., Tensor], monkeypa
 
 
 def test_latent_needs_the_key_norm_in_the_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The latent's own form of it: plain columns are stored unweighted, so queries must carry the key norm."""
+    """This is the same detail for the latent. Plain columns are stored unweighted, so queries must carry the key norm."""
     assert clean_error("31B", latent=True) <= 1e-4
     model = load("31B", latent=True)
     for layer in model._layers:
@@ -193,7 +193,7 @@ def test_layer_scalar_comes_after_the_per_layer_embedding(monkeypatch: pytest.Mo
     def residual_norm(
         x: Tensor, delta: Tensor, weight: Tensor, scalar: Tensor | None, next_weight: Tensor | None, eps: float
     ) -> Any:
-        if scalar is not None:  # x + norm(delta) * weight * scalar: the stream was scaled before
+        if scalar is not None:  # x + norm(delta) * weight * scalar, where the stream was scaled before
             return original(x * scalar, delta, weight, None, next_weight, eps)
         return original(x, delta, weight, scalar, next_weight, eps)
 
@@ -270,7 +270,7 @@ def test_experts_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_expert_scale_comes_after_renormalisation() -> None:
-    """Visible only in the router: the norm after the experts removes a common factor of a token's weights."""
+    """The mistake shows only in the router, because the norm after the experts removes a common factor of a token's weights."""
     x = torch.randn(50, 80, generator=torch.Generator().manual_seed(4))
     layer = tiny.oracle("26B-A4B").model.language_model.layers[0]
     with torch.no_grad():
@@ -291,7 +291,7 @@ def test_post_norms_are_not_swapped() -> None:
 
 
 def test_joint_norm_follows_the_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dense MLP and experts summed without their own norms."""
+    """The mistake sums the dense MLP and the experts without their own norms."""
     spring(monkeypatch, "sum_norms", lambda a, b, weight_a, weight_b, eps: a + b)
     assert error_of(load("26B-A4B"), "26B-A4B") > SEEN
 
@@ -315,7 +315,7 @@ def test_embedding_scales_of_the_real_models(hidden_size: int, scale: float) -> 
     assert plain.rounded(hidden_size**0.5, torch.bfloat16) == scale
 
 
-# 10: head_dim and num_key_value_heads are those of sliding layers; windows count the query itself.
+# 10: head_dim and num_key_value_heads are those of sliding layers, and windows include the query itself.
 @pytest.mark.parametrize("difference", [-1, 1])
 @pytest.mark.parametrize("shape", tiny.SHAPES)
 def test_window_counts_the_query(shape: str, difference: int) -> None:
@@ -330,7 +330,7 @@ def test_window_counts_the_query(shape: str, difference: int) -> None:
 
 
 def test_global_kv_heads_are_ignored_without_k_eq_v(tmp_path: Path) -> None:
-    """E4B-like, with num_global_key_value_heads set though K and V have projections of their own."""
+    """An E4B-like config sets num_global_key_value_heads although K and V have their own projections."""
     shutil.copytree(tiny.checkpoint_folder("E4B", "old"), tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     config["num_global_key_value_heads"] = 1

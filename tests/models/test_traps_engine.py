@@ -1,4 +1,4 @@
-"""The eighth trap, through the engine as users call it, and the part of the ninth that concerns the target."""
+"""The eighth trap, tested through the public engine, and the part of the ninth that concerns the target."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_eos_of_generation_config_stops(stop_token: str, tmp_path: Path) -
 
 
 def test_suppressed_tokens_are_never_drawn(tmp_path: Path) -> None:
-    """The 12B writes media end tokens into plain text unless they are suppressed, despite a caller's bias."""
+    """Without suppression the 12B writes media end tokens into plain text. A caller's bias does not bring them back."""
     folder = write_checkpoint(tmp_path, "12B")
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logit_bias={IDS["<image|>"]: 100.0})
     with open_llm(folder) as llm:
@@ -71,7 +71,7 @@ def test_large_models_begin_with_an_empty_thought_and_small_ones_do_not(shape: s
         assert EMPTY_THOUGHT not in rendered(llm, enable_thinking=True)
 
 
-# 9: what an assistant is fed: the target's scaled embedding, and its hidden state after the final norm.
+# 9: an assistant's inputs are the target's scaled embedding and its hidden state after the final norm.
 @pytest.mark.parametrize("shape", tiny.SHAPES)
 def test_what_an_assistant_is_fed(shape: str) -> None:
     token_ids = tiny.telling_prompt(shape, 2 * tiny.WINDOW)
@@ -86,7 +86,7 @@ def test_what_an_assistant_is_fed(shape: str) -> None:
     tapped = harness.hidden.tapped
     limit = 1e-4 * want.abs().max()
     assert (tapped[AFTER_FINAL_NORM][-1] - want).abs().max() <= limit
-    assert (tapped[last][-1] - want).abs().max() > 100 * limit  # the stream before the final norm is not it
+    assert (tapped[last][-1] - want).abs().max() > 100 * limit  # the stream before the final norm differs
     table = model.embedding.tensor[token_ids[:5]]
     torch.testing.assert_close(table * model.embedding.scale, embedded, rtol=1e-6, atol=1e-6)
-    assert (table - embedded).abs().max() > 1e-2  # the table without its scale is not it
+    assert (table - embedded).abs().max() > 1e-2  # the unscaled table differs

@@ -1,4 +1,4 @@
-"""The ninth detail that implementers of Gemma 4 get wrong: MTP assistants. Each test makes a mistake and must see it."""
+"""The ninth detail that implementers of Gemma 4 get wrong: MTP assistants. Each test makes a mistake and must detect it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.models.draft_rig import DraftRig
 LENGTHS = (5, tiny.WINDOW, 3 * tiny.WINDOW + 5)
 NUM_DRAFTS = 3
 SEEN = 1e-2  # a mistake causes at least a hundred times the tolerance
-KINDS = ("E4B", "26B-A4B", "31B")  # a head in two steps, experts, and K = V over the latent
+KINDS = ("E4B", "26B-A4B", "31B")  # a two-step head, experts, and K = V over the latent
 
 
 @functools.cache
@@ -32,7 +32,10 @@ def wanted(shape: str, length: int) -> Tensor:
 
 
 def errors_of(rig: DraftRig, shape: str) -> list[float]:
-    """By draft: the largest relative difference from the logits of transformers. Tokens scored by only one count fully."""
+    """Return the largest relative difference from transformers' logits for each draft.
+
+    An unscored token that outranks a scored one counts as 1.
+    """
     prompts = [tiny.telling_prompt(shape, length) for length in LENGTHS]
     _, got_RKV = rig.drafts(prompts, [9] * len(prompts), NUM_DRAFTS)
     found = []
@@ -55,7 +58,7 @@ def clean_errors(shape: str) -> list[float]:
 
 @pytest.fixture(autouse=True)
 def _untouched_assistants_agree() -> None:
-    """The same comparison passes without a mistake, so the mistake is what a test sees."""
+    """The same comparison passes without a mistake, so a failure is due to the mistake."""
     assert all(max(clean_errors(shape)) <= 1e-4 for shape in KINDS)
 
 
@@ -78,7 +81,7 @@ def test_the_hidden_state_is_the_one_after_the_final_norm(shape: str, monkeypatc
     read = rig.harness.step
 
     def step(parts: list, taps: tuple[int, ...]) -> list[Tensor]:
-        """The stream after the last layer, of the tokens with logits."""
+        """Run a step, and tap the stream after the last layer for the tokens with logits."""
         logits = read(parts, taps)
         hidden = rig.harness.hidden
         assert hidden is not None
@@ -100,7 +103,7 @@ def test_the_embedding_is_the_targets_and_scaled(shape: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("shape", KINDS)
 def test_its_own_table_is_no_input(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trap: the drafter's own scaled embedding of the token instead of the projected pair."""
+    """The trap uses the drafter's own scaled embedding of the token instead of the projected pair."""
     rig = DraftRig(shape)
     assistant, table = rig.drafter.model, tiny_assistants.assistant_oracle(shape).model.embed_tokens.weight
     size = assistant.spec.decoder.hidden_size
@@ -117,7 +120,7 @@ def test_its_own_table_is_no_input(shape: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("shape", KINDS)
 def test_its_own_table_is_the_head(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trap: the target's head over the state that is projected back to the target's width."""
+    """The trap applies the target's head to the state projected back to the target's width."""
     rig = DraftRig(shape)
     assistant, target = rig.drafter.model, rig.drafter.target
     monkeypatch.setattr(assistant.head, "logits", lambda z_RD: target.logits(assistant.next_hidden(z_RD)))
@@ -127,7 +130,7 @@ def test_its_own_table_is_the_head(shape: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("shape", KINDS)
 @pytest.mark.parametrize("what", ["position", "keys"])
 def test_position_and_keys_stay_along_the_chain(shape: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trap: each draft moves by one position, in its angle or in its window of keys."""
+    """The trap moves each draft by one position, in its angle or in its window of keys."""
     begin, forward = MTPDrafter.begin, MTPModel.forward
     moves: list[Callable[[int], Pass]] = []
 
@@ -167,7 +170,7 @@ def test_position_and_keys_stay_along_the_chain(shape: str, what: str, monkeypat
 
 @pytest.mark.parametrize("shape", KINDS)
 def test_the_hidden_state_moves_along_the_chain(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trap: every draft starts from the target's hidden state again."""
+    """The trap starts every draft from the target's hidden state again."""
     held: list[Tensor] = []
     beside = eager_draft_round.embed_beside
 
@@ -184,7 +187,7 @@ def test_the_hidden_state_moves_along_the_chain(shape: str, monkeypatch: pytest.
 @pytest.mark.parametrize("shape", ["E2B", "E4B"])
 @pytest.mark.parametrize("trap", ["ignored", "narrow"])
 def test_token_ordering(shape: str, trap: str) -> None:
-    """The traps: tokens in the order of their ids, and an order in too few bits (here 7 of 8)."""
+    """The traps use the order of the token ids, or an order in too few bits (here 7 of 8)."""
     rig = DraftRig(shape)
     head = rig.drafter.model.head
     assert isinstance(head, CentroidHead)
@@ -197,7 +200,7 @@ def test_token_ordering(shape: str, trap: str) -> None:
 
 
 def test_token_ordering_of_a_real_vocabulary() -> None:
-    """Ids of more than 16 bits are intact: the best token is found wherever the order puts it."""
+    """Ids of more than 16 bits stay intact, so the best token is found wherever the order puts it."""
     vocab, size = 262_144, 8
     head = CentroidHead(CentroidSpec(2048, 32), vocab, size, Weights(torch.float32, torch.device("cpu")))
     generator = torch.Generator().manual_seed(0)
@@ -222,7 +225,7 @@ def test_token_ordering_of_a_real_vocabulary() -> None:
 @pytest.mark.parametrize("shape", KINDS)
 @pytest.mark.parametrize("is_global", [False, True])
 def test_keys_are_those_of_the_last_owner_of_the_kind(shape: str, is_global: bool) -> None:
-    """The trap: another layer of the same kind, which has the same shape."""
+    """The trap uses another layer of the same kind, which has the same shape."""
     rig = DraftRig(shape)
     target = rig.drafter.target
     owners = [layer.index for layer in target.spec.layers if layer.owns_kv and layer.is_global == is_global]

@@ -1,6 +1,6 @@
-"""Small random assistants for the targets of tiny_checkpoints, written by transformers' `save_pretrained`, and its drafts.
+"""Small random assistants for the targets of tiny_checkpoints, saved with transformers' `save_pretrained`, and its drafts.
 
-They hide nothing, as their targets: norms and scalars are drawn from 0.5 to 1.5, and no table is the same as another.
+Like their targets, they reveal every mistake. Norms and scalars are drawn from 0.5 to 1.5, and all tables differ.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from transformers import (
 
 from tests.models import tiny_checkpoints as tiny
 
-SMALL = ("E2B", "E4B")  # these have a head in two steps
+SMALL = ("E2B", "E4B")  # these have a two-step head
 CLUSTERS, TOP_CLUSTERS = 20, 6
-CALM = 0.5  # factor on q_norm: with a wider spread of scores, a chain of drafts amplifies float32 noise
+CALM = 0.5  # factor on q_norm; with a wider spread of scores, a chain of drafts amplifies float32 noise
 
 
 def assistant_config(shape: str, **changes: Any) -> Any:
-    """The transformers config of a shape's assistant."""
+    """Return the transformers config of a shape's assistant."""
     target = tiny._TEXT[shape]
     is_small = shape in SMALL
     num_kv_heads = target["num_key_value_heads"]
@@ -67,7 +67,7 @@ def assistant_config(shape: str, **changes: Any) -> Any:
 
 @torch.no_grad()
 def build(shape: str, **changes: Any) -> Any:
-    """An unsaved transformers assistant of a shape, with weights that reveal mistakes."""
+    """Build an unsaved transformers assistant of a shape, with weights that reveal mistakes."""
     torch.manual_seed(101 + tiny.SHAPES.index(shape))
     kind = Gemma4UnifiedAssistantForCausalLM if shape == "12B" else Gemma4AssistantForCausalLM
     model = kind(assistant_config(shape, **changes))
@@ -87,7 +87,7 @@ def build(shape: str, **changes: Any) -> Any:
 
 @functools.cache
 def assistant_folder(shape: str) -> Path:
-    """A saved assistant of a shape."""
+    """Return the folder of a shape's saved assistant."""
     folder = tiny._root() / f"{shape}-assistant"
     build(shape).save_pretrained(folder)
     return folder
@@ -95,7 +95,7 @@ def assistant_folder(shape: str) -> Path:
 
 @functools.cache
 def assistant_oracle(shape: str) -> Any:
-    """transformers' model of a saved assistant."""
+    """Return transformers' model of a saved assistant."""
     kind = Gemma4UnifiedAssistantForCausalLM if shape == "12B" else Gemma4AssistantForCausalLM
     return kind.from_pretrained(assistant_folder(shape), dtype=torch.float32, attn_implementation="eager").eval()
 
@@ -104,9 +104,9 @@ def assistant_oracle(shape: str) -> Any:
 def oracle_drafts(
     shape: str, token_ids: Sequence[int], newest: int, num_drafts: int, position: str
 ) -> tuple[list[int], Tensor]:
-    """transformers' drafts after `token_ids` (their KV exists) and `newest` (it has none): tokens, logits [drafts, V].
+    """Return transformers' drafts after `token_ids`, which have KV, and `newest`, which has none: tokens, logits [drafts, V].
 
-    `hf` is what transformers does; `engine` its model at the last token's position, with one window of keys.
+    `hf` is what transformers does. `engine` is its model at the last token's position, with one window of keys.
     """
     target, assistant = tiny.oracle(shape), assistant_oracle(shape)
     out = target(torch.tensor([list(token_ids)]), output_hidden_states=True, return_shared_kv_states=True)

@@ -1,9 +1,9 @@
-"""Small random checkpoints with the structure of the five real ones, written by transformers' `save_pretrained`.
+"""Small random checkpoints with the structure of the five real ones, saved with transformers' `save_pretrained`.
 
-They hide nothing: norm weights, layer scalars and the router's scales are drawn from 0.5 to 1.5, q_norm is large enough
-that attention is peaked, logits are large enough that the softcap bends them, and the hidden size is no square, so that
-rounding the embedding scale shows. Wrapped ones carry vision and audio towers, and the KV-sharing one that is wrapped
-carries dead k/v weights, as the published files do.
+They reveal every mistake. Norm weights, layer scalars and the router's scales are drawn from 0.5 to 1.5. q_norm is large
+enough that attention is peaked, logits are large enough that the softcap bends them, and the hidden size is not a square,
+so that rounding the embedding scale shows. Wrapped checkpoints have vision and audio towers, and the wrapped one with KV
+sharing also has dead k/v weights, as the published files do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from transformers import (
 SHAPES = ("E2B", "E4B", "12B", "26B-A4B", "31B")
 WINDOW = 16
 VOCAB = 160
-PEAK = 1.0  # factor on q_norm: scores then spread by 4 (sliding) and 5.7 (global), and the best key gets 0.7 of the weight
+PEAK = 1.0  # factor on q_norm: scores spread by 4 (sliding) and 5.7 (global), and the best key gets 0.7 of the weight
 
 
 def _kinds(sliding: int, repeats: int) -> list[str]:
@@ -93,7 +93,7 @@ _VISION = {
     "position_embedding_size": 4,
 }
 _AUDIO = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16}
-# Outside the vocabulary: no test sends media.
+# Outside the vocabulary, since no test sends media.
 _MEDIA_IDS = {"image_token_id": 1000, "video_token_id": 1001, "audio_token_id": 1002}
 
 
@@ -105,14 +105,14 @@ def _root() -> Path:
 
 
 def text_config(shape: str, **changes: Any) -> Any:
-    """The transformers config of a shape's decoder."""
+    """Return the transformers config of a shape's decoder."""
     values = _TEXT[shape] | changes
     values["num_hidden_layers"] = len(values["layer_types"])
     return (Gemma4UnifiedTextConfig if shape == "12B" else Gemma4TextConfig)(**values)
 
 
 def build(shape: str, **changes: Any) -> Any:
-    """An unsaved transformers model of a shape, with weights that reveal mistakes."""
+    """Build an unsaved transformers model of a shape, with weights that reveal mistakes."""
     torch.manual_seed(1 + SHAPES.index(shape))
     text = text_config(shape, **changes)
     if shape == "12B":
@@ -151,7 +151,10 @@ def randomise(model: Any) -> None:
 
 @functools.cache
 def checkpoint_folder(shape: str, form: str = "new", dtype: str = "float32") -> Path:
-    """A saved checkpoint of a shape. `form` "old" has the published config keys, "new" has per_layer_config."""
+    """Return the folder of a shape's saved checkpoint.
+
+    `form` "old" has the published config keys, "new" has per_layer_config.
+    """
     folder = _root() / f"{shape}-{form}-{dtype}"
     build(shape).to(getattr(torch, dtype)).save_pretrained(folder)
     if shape == "E2B":
@@ -188,7 +191,7 @@ def to_old_form(folder: Path) -> None:
 
 @functools.cache
 def oracle(shape: str, form: str = "new", dtype: str = "float32", run_dtype: str = "float32") -> Any:
-    """transformers' model of a saved checkpoint."""
+    """Return transformers' model of a saved checkpoint."""
     kinds = {"E4B": Gemma4ForCausalLM, "12B": Gemma4UnifiedForConditionalGeneration}
     folder = checkpoint_folder(shape, form, dtype)
     kind = kinds.get(shape, Gemma4ForConditionalGeneration)
@@ -197,22 +200,22 @@ def oracle(shape: str, form: str = "new", dtype: str = "float32", run_dtype: str
 
 @torch.no_grad()
 def oracle_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
-    """transformers' logits [T, V] of a prompt at every position, float32."""
+    """Return transformers' float32 logits [T, V] of a prompt at every position."""
     return model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0].float()
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    """Random token ids."""
+    """Return random token ids."""
     generator = torch.Generator().manual_seed(1000 * seed + length)
     return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
 
 
 @functools.cache
 def telling_prompt(shape: str, length: int, seed: int = 0) -> list[int]:
-    """Random token ids. In the MoE model, no choice of experts depends on float32 noise.
+    """Return random token ids for which the MoE model's choice of experts does not depend on float32 noise.
 
-    Two implementations that differ in the last bit may take different experts where two router logits are all but equal,
-    and then differ for good: that says nothing about either.
+    When two router logits are nearly equal, two implementations that differ in the last bit may choose different experts and
+    then diverge for good. That says nothing about either.
     """
     for attempt in range(100):
         token_ids = prompt(length, seed + 100 * attempt)
@@ -225,7 +228,7 @@ MIN_ROUTER_GAP = 5e-5
 
 
 def router_gap(model: Any, token_ids: list[int]) -> float:
-    """The smallest distance between the last logit that chose an expert and the first that did not."""
+    """Return the smallest distance between the last logit that chose an expert and the first that did not."""
     gaps: list[float] = []
 
     def look(module: Any, _inputs: Any, outputs: Any) -> None:

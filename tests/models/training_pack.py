@@ -1,4 +1,4 @@
-"""A small training text with one rule, counting up: enough to see that training learns."""
+"""A small training text with one rule, counting up, which is enough to see that training learns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = {"train": 400, "held_out": 40}
 
 
 def write_pack(folder: Path) -> Path:
-    """Documents that count up from a random word: plain ones, and chats in which the model continues counting."""
+    """Write documents that count up from a random word, both plain ones and chats in which the model continues counting."""
     random = np.random.default_rng(0)
     for split, size in SIZES.items():
         (folder / split).mkdir(parents=True)
