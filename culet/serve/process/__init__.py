@@ -1,1 +1,1 @@
-"""The engine process, and how the web process talks to it."""
+"""The engine process and its connection to the web process."""

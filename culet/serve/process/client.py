@@ -1,4 +1,4 @@
-"""The web process's side of the engine: starts the engine process, submits requests, and delivers their tokens."""
+"""Start the engine process from the web process, submit requests to it and deliver their tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from culet.serve.process.wire import (
 )
 from culet.types import FinishReason, Request, TokenDelta
 
-_STOP_LIMIT_S = 5.0  # for the process to end on its own
+_STOP_LIMIT_S = 5.0  # time for the process to end on its own
 
 
 class State(StrEnum):
@@ -45,9 +45,10 @@ class State(StrEnum):
 
 
 class TokenStream:
-    """The tokens of one request: an async iterator over lists of deltas, each with everything since the last.
+    """The tokens of one request, as an async iterator. Each item is a list of the deltas since the previous one.
 
-    It ends when all samples have ended; closing it cancels the rest. If the engine dies or refuses the request, it raises.
+    It ends when all samples have ended, and raises if the engine dies or refuses the request. Closing it cancels the samples
+    that are still running.
     """
 
     def __init__(self, client: EngineClient, request: Request) -> None:
@@ -80,7 +81,7 @@ class TokenStream:
         return deltas
 
     def cancel(self, sample: int | None = None, reason: FinishReason = FinishReason.CANCEL) -> None:
-        """End the request, or one sample of it. Nothing more is delivered for what was ended."""
+        """End the request, or one sample of it. No more tokens are delivered for the ended samples."""
         self._client.cancel(self.request.request_id, sample, reason)
         self._running -= self._running if sample is None else {sample}
         if not self._running:
@@ -88,11 +89,11 @@ class TokenStream:
 
     @property
     def is_done(self) -> bool:
-        """Whether every sample has ended, or nothing more can arrive."""
+        """Whether every sample has ended or the request has failed."""
         return not self._running or self._error is not None
 
     def close(self) -> None:
-        """Cancel what has not ended."""
+        """Cancel the samples that have not ended."""
         if not self.is_done:
             self.cancel()
         self._client.forget(self.request.request_id)
@@ -109,7 +110,7 @@ class TokenStream:
         self._wake()
 
     def fail(self, error: CuletError) -> None:
-        """Nothing more will arrive, for this reason."""
+        """End the stream with an error."""
         self._error = error
         self._wake()
 
@@ -119,11 +120,11 @@ class TokenStream:
 
 
 class EngineClient(asyncio.Protocol):
-    """Owns one engine process. When the process has died, a new client starts a new one."""
+    """Owns one engine process. If the process dies, create a new client to start another."""
 
     def __init__(self) -> None:
         self.state = State.STARTING
-        self.facts: Ready | None = None  # set when it is ready
+        self.facts: Ready | None = None  # set when the engine is ready
         self.stats: Stats | None = None  # the latest report
         self.heard_at = time.monotonic()  # time of the last message
         self.on_death: Callable[[], None] = lambda: None
@@ -139,7 +140,7 @@ class EngineClient(asyncio.Protocol):
     async def start(
         cls, config: Config, *, log_level: str = "info", log_form: str = "text", script: Script | None = None
     ) -> EngineClient:
-        """Start the process; `wait_ready` waits until it has loaded. With a `script`, it runs the fake engine."""
+        """Start the process without waiting for the model to load. With a `script`, it runs the fake engine."""
         client = cls()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -147,7 +148,7 @@ class EngineClient(asyncio.Protocol):
                 [sys.executable, "-m", "culet.serve.process.engine", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C must reach only this process, which tells the other when to end
+                start_new_session=True,  # Ctrl-C must reach only this process, which then stops the engine
             )
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: client, sock=ours)
@@ -155,7 +156,7 @@ class EngineClient(asyncio.Protocol):
         return client
 
     async def wait_ready(self) -> Ready:
-        """Wait until the model is loaded and warm. If that fails, raises why."""
+        """Wait until the model is loaded and warm. Raise if that fails."""
         while self.state is State.STARTING:
             self._changed.clear()
             await self._changed.wait()
@@ -165,11 +166,11 @@ class EngineClient(asyncio.Protocol):
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that have not ended."""
+        """The number of requests that have not ended."""
         return len(self._streams)
 
     def next_id(self) -> str:
-        """An id for the next request, unique for this engine process."""
+        """Return an id for the next request, unique within this engine process."""
         return str(next(self._ids))
 
     def submit(self, request: Request) -> TokenStream:
@@ -189,17 +190,17 @@ class EngineClient(asyncio.Protocol):
             self._send(Cancel(request_id, sample, reason))
 
     def forget(self, request_id: str) -> None:
-        """Deliver nothing more for this request."""
+        """Stop delivering tokens for this request."""
         self._streams.pop(request_id, None)
 
     def fail_all(self, error: CuletError) -> None:
-        """End every running request, for this reason."""
+        """End every running request with `error`."""
         for stream in list(self._streams.values()):
             self.cancel(stream.request.request_id)
             stream.fail(error)
 
     async def stop(self) -> int:
-        """End the process, by force if it takes too long; returns its exit code."""
+        """End the process, by force if it takes too long, and return its exit code."""
         process = self._process
         assert process is not None
         self.on_death = lambda: None
@@ -217,7 +218,7 @@ class EngineClient(asyncio.Protocol):
         return process.returncode
 
     def death(self) -> CuletError:
-        """Why the engine takes no requests."""
+        """Return the error that says why the engine accepts no requests."""
         if self.state is State.STARTING:
             return WorkerDied("the model is still loading", hint="try again later")
         return self._failure or WorkerDied("the engine process has ended", hint="see its log for the reason")
@@ -236,7 +237,7 @@ class EngineClient(asyncio.Protocol):
         try:
             for report in self._frames.push(data):
                 self._handle(report)
-        except Exception as error:  # not a report: the other side is broken
+        except Exception as error:  # the engine process sent invalid data
             logger.exception("cannot decode a message from the engine process")
             self._failure = InternalError(f"cannot decode a message from the engine process: {type(error).__name__}")
             self.kill()
@@ -261,7 +262,7 @@ class EngineClient(asyncio.Protocol):
             self._failure = error_of(report.kind, report.message, report.hint)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The engine process is gone: fail every open stream."""
+        """Fail every open stream, because the engine process is gone."""
         was_dead, self.state = self.state is State.DEAD, State.DEAD
         self._changed.set()
         for stream in list(self._streams.values()):

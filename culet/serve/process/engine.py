@@ -1,9 +1,9 @@
-"""The engine process: loads the model, steps the engine while it has work, and talks to the web process between steps.
+"""The engine process. It loads the model, steps the engine while it has work, and talks to the web process between steps.
 
     python -m culet.serve.process.engine FD
 
-FD is the inherited end of a socket pair; `wire.py` defines the messages. This process ignores signals, which are for the web
-process. It ends when it is told to, or when the other end of the socket is closed.
+FD is the inherited end of a socket pair. `wire.py` defines the messages. This process ignores SIGINT and SIGTERM, which the
+web process handles. It ends when it is told to, or when the other end of the socket is closed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _START_FAKE = "culet.testing.fake_engine:start_fake"
 
 
 class SteppedEngine(Protocol):
-    """What the loop drives: the engine, or the fake one."""
+    """The engine that the loop drives, real or fake."""
 
     @property
     def has_work(self) -> bool: ...
@@ -76,7 +76,7 @@ class Channel:
         self._unsent = bytearray()
 
     def receive(self, *, wait: bool) -> list[Command] | None:
-        """Commands that have arrived, or None if the other side is gone. With `wait`, blocks until one arrives."""
+        """Return the commands that have arrived, or None if the other side is gone. With `wait`, block until one arrives."""
         if wait:
             self._wait_readable()
         commands: list[Command] = []
@@ -87,10 +87,10 @@ class Channel:
             return commands
         except OSError:
             return None
-        return None  # an empty read: end of file
+        return None  # an empty read means end of file
 
     def send(self, report: Report) -> None:
-        """Send now, or with the next flush."""
+        """Send now if possible, otherwise with the next flush."""
         self._unsent += frame(report)
         self.flush()
         while len(self._unsent) > _MAX_UNSENT_BYTES:
@@ -98,7 +98,7 @@ class Channel:
             self.flush()
 
     def flush(self, limit_s: float = 0.0) -> None:
-        """Send what the socket accepts; with a limit, wait that long to send everything."""
+        """Send as much as the socket accepts. With `limit_s`, wait up to that long to send everything."""
         deadline = time.monotonic() + limit_s
         while self._unsent:
             try:
@@ -107,7 +107,7 @@ class Channel:
                 left = deadline - time.monotonic()
                 if left <= 0 or not select.select([], [self._socket], [], left)[1]:
                     return
-            except OSError:  # the other side is gone: the next receive says so
+            except OSError:  # The other side is gone. The next receive reports it.
                 self._unsent.clear()
 
     def _wait_readable(self) -> None:
@@ -130,7 +130,7 @@ class EngineLoop:
         self._next_stats = 0.0
 
     def run(self) -> int:
-        """Run until told to stop; returns the exit code of the process."""
+        """Run until told to stop. Return the exit code of the process."""
         self._send_stats()
         while True:
             commands = self._channel.receive(wait=not self._engine.has_work)
@@ -163,7 +163,7 @@ class EngineLoop:
         self._num_prompt_tokens += len(request.prompt_token_ids)
 
     def _step(self) -> bool:
-        """Run one step. Returns False if another would be pointless."""
+        """Run one step. Return False if there is no point in running another."""
         try:
             deltas = self._engine.step()
         except Exception as error:
@@ -191,7 +191,7 @@ class EngineLoop:
         self._channel.send(Deltas(deltas))
 
     def _count(self, deltas: list[TokenDelta]) -> None:
-        """Count tokens, and forget samples that have ended."""
+        """Count tokens and forget samples that have ended."""
         for delta in deltas:
             self._num_generated_tokens += len(delta.token_ids)
             if delta.finish_reason is not None and (samples := self._running.get(delta.request_id)) is not None:
@@ -206,12 +206,12 @@ class EngineLoop:
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether the device is lost to this process: after a fault in a CUDA kernel every further call fails."""
+    """Return whether this process can no longer use the device. After a fault in a CUDA kernel, every further call fails."""
     return "CUDA" in str(error) and type(error).__name__ != "OutOfMemoryError"
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process; 0 if the system does not report it."""
+    """Return the resident memory of this process, or 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, ValueError, IndexError):
@@ -222,7 +222,7 @@ def resident_bytes() -> int:
 
 
 def start_engine(start: Start) -> tuple[SteppedEngine, Ready]:
-    """Load the model and warm it up."""
+    """Load the model and warm it up. Return the engine and the message that it is ready."""
     from culet.attention.picture import draw
     from culet.engine.engine import Engine
 
@@ -274,7 +274,7 @@ def _end_with_parent(sock: socket.socket) -> None:
 
 
 def serve(sock: socket.socket) -> int:
-    """Read what to load, load it, and run; returns the exit code."""
+    """Receive the Start message, load the model and run. Return the exit code."""
     _end_with_parent(sock)
     channel = Channel(sock)
     commands: list[Command] | None = []
@@ -294,19 +294,19 @@ def serve(sock: socket.socket) -> int:
         channel.flush(_FLUSH_LIMIT_S)
         return exit_code(error)
     gc.collect()
-    gc.freeze()  # everything loaded so far stays: collections can skip it
+    gc.freeze()  # garbage collections skip everything loaded so far
     channel.send(ready)
     return EngineLoop(engine, channel).run()
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the engine process on the socket whose descriptor is the first argument."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with suppress(KeyboardInterrupt), socket.socket(fileno=int(sys.argv[1])) as sock:
         code = serve(sock)
         sys.stderr.flush()
-        os._exit(code)  # skips the orderly teardown of the CUDA context, which takes seconds
+        os._exit(code)  # skips the teardown of the CUDA context, which takes seconds
 
 
 if __name__ == "__main__":

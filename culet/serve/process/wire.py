@@ -1,8 +1,8 @@
-"""The messages between the web process and the engine process: msgpack structs over a Unix socket, each prefixed by its length.
+"""The messages between the web process and the engine process.
 
-The web process creates a socket pair and the engine process inherits one end. The socket has no name, so nothing else can
-connect to it, and end of file tells either side at once that the other is gone. Nothing is unpickled: bytes that do not match
-these structs are an error.
+They are msgpack structs over a Unix socket, each prefixed by its length. The web process creates a socket pair and the engine
+process inherits one end. The socket has no name, so nothing else can connect to it. End of file tells either side at once that
+the other is gone. Nothing is unpickled. Bytes that do not match these structs are an error.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from culet.types import FinishReason, ModelDefaults, Request, TokenDelta
 
 
 class Script(Struct, frozen=True):
-    """The answers of the fake engine: request i gets answer i modulo their number, repeated without end."""
+    """The answers of the fake engine. Request i gets answer i modulo the number of answers, repeated without end."""
 
-    answers: tuple[tuple[int, ...], ...]  # token ids; a stop token of the request ends the sample
+    answers: tuple[tuple[int, ...], ...]  # Token ids. A stop token of the request ends the sample.
     step_s: float = 0.0  # duration of a step
     tokens_per_step: int = 1  # per sample
-    num_pages: int = 1024  # a running sample holds one per 16 tokens, including the prompt
+    num_pages: int = 1024  # A running sample holds one per 16 tokens, including the prompt.
     max_model_len: int = 32768
 
 
@@ -29,7 +29,7 @@ class Script(Struct, frozen=True):
 
 
 class Start(Struct, tag="start", frozen=True):
-    """The first message: what to load. With a `script`, no model is loaded and the fake engine answers."""
+    """The first message, which says what to load. With a `script`, no model is loaded and the fake engine answers."""
 
     config: Config
     log_level: str = "info"
@@ -44,7 +44,7 @@ class Submit(Struct, tag="submit", frozen=True):
 
 
 class Cancel(Struct, tag="cancel", frozen=True):
-    """End a request, or one sample of it. It may have ended already."""
+    """End a request, or one sample of it. It may already have ended."""
 
     request_id: str
     sample: int | None = None
@@ -62,7 +62,7 @@ Command = Start | Submit | Cancel | Stop
 
 
 class GroupFacts(Struct, frozen=True):
-    """A KV group: its layers and the backend of their attention."""
+    """A KV group, with its layers and their attention backend."""
 
     name: str
     num_layers: int
@@ -73,7 +73,7 @@ class GroupFacts(Struct, frozen=True):
 
 
 class Ready(Struct, tag="ready", frozen=True):
-    """The model is loaded and warm. Tells the web process what it needs to know about it."""
+    """The model is loaded and warm. The fields are everything that the web process needs to know about it."""
 
     vocab_size: int
     defaults: ModelDefaults
@@ -86,12 +86,12 @@ class Ready(Struct, tag="ready", frozen=True):
     num_pages: int
     page_bytes: int
     groups: tuple[GroupFacts, ...] = ()
-    start_s: dict[str, float] = {}  # seconds of each part of the startup
+    start_s: dict[str, float] = {}  # seconds that each part of the startup took
     plan_svg: str = ""  # a picture of the attention plan
 
 
 class Failed(Struct, tag="failed", frozen=True):
-    """The process ends, for this reason. `kind` is the name of a class in culet.errors."""
+    """The process ends because of this error. `kind` is the name of a class in culet.errors."""
 
     kind: str
     message: str
@@ -114,10 +114,10 @@ class Refused(Struct, tag="refused", frozen=True):
 
 
 class Stats(Struct, tag="stats", frozen=True):
-    """The state of the engine: sent every half second while it works, and when it becomes idle."""
+    """The state of the engine. Sent every half second while it works, and when it becomes idle."""
 
     scheduler: SchedulerStats
-    num_prompt_tokens: int  # of all accepted requests
+    num_prompt_tokens: int  # total of all accepted requests
     num_generated_tokens: int
     memory_bytes: int  # resident memory of the process
 
