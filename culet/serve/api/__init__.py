@@ -1,1 +1,1 @@
-"""The HTTP APIs: one module per API, with its request and answer structs. `culet.serve.app` lists them."""
+"""The HTTP APIs. Each has its own module, with its request and answer structs. `culet.serve.app` lists them."""

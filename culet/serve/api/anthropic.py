@@ -61,7 +61,7 @@ class ThinkingBlock(Struct, tag="thinking"):
 
 
 class RedactedBlock(Struct, tag="redacted_thinking"):
-    """An encrypted thought: ignored."""
+    """An encrypted thought. It is ignored."""
 
     data: Text = ""
 
@@ -83,11 +83,11 @@ class ToolResultBlock(Struct, tag="tool_result"):
 
 
 class ImageBlock(Struct, tag="image"):
-    """Not supported: refused with an explanation."""
+    """An image. Not supported, and refused with an explanation."""
 
 
 class DocumentBlock(Struct, tag="document"):
-    """Not supported: refused with an explanation."""
+    """A document. Not supported, and refused with an explanation."""
 
 
 Block = TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock | ImageBlock | DocumentBlock
@@ -110,7 +110,7 @@ class AnthropicTool(Struct):
 
 
 class AnthropicToolChoice(Struct):
-    """Whether a tool must be called, and which."""
+    """Whether a tool must be called, and which one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
@@ -125,7 +125,7 @@ class ThinkingChoice(Struct):
 
 
 class OutputFormat(Struct):
-    """The required form of the answer."""
+    """The required format of the answer."""
 
     type: Literal["json_schema"]
     schema_: Schema = msgspec.field(name="schema")
@@ -136,7 +136,7 @@ class OutputConfig(Struct):
 
 
 class Conversation(Struct, kw_only=True):
-    """POST /v1/messages/count_tokens; also the part of /v1/messages that describes the conversation."""
+    """The body of POST /v1/messages/count_tokens, and the part of POST /v1/messages that describes the conversation."""
 
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=65536)]
     model: Annotated[str, Meta(max_length=256)] | None = None
@@ -147,7 +147,7 @@ class Conversation(Struct, kw_only=True):
 
 
 class MessagesRequest(Conversation, kw_only=True):
-    """POST /v1/messages."""
+    """The body of POST /v1/messages."""
 
     max_tokens: Count
     stop_sequences: Annotated[list[StopText], Meta(max_length=1024)] | None = None
@@ -188,7 +188,7 @@ class TokenCount(Struct):
 
 
 async def messages(service: Service, request: Request) -> Response:
-    """Answer a conversation; with `stream` as server-sent events."""
+    """Answer a conversation. With `stream`, send the answer as server-sent events."""
     try:
         body = decode(MessagesRequest, await request.body())
         model = service.check_model(body.model)
@@ -273,7 +273,7 @@ def _text_of(content: str | Sequence[TextBlock]) -> str:
 
 
 def _from_user(blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
-    """Tool results come first, one message each, then the text of the user."""
+    """Convert a user message. Tool results come first, as one message each, followed by the user's text."""
     results: list[dict[str, Any]] = []
     texts: list[str] = []
     for index, block in enumerate(blocks):
@@ -327,7 +327,7 @@ def _new_id() -> str:
 
 
 def _stop_of(finish_reason: str | None, output: Output) -> tuple[str, str | None]:
-    """(stop reason, the stop sequence that ended the answer)."""
+    """Return (stop reason, the stop sequence that ended the answer or None)."""
     if finish_reason == "stop" and output.stop is not None:
         return "stop_sequence", output.stop
     return _STOP_REASONS.get(finish_reason or "", "end_turn"), None
@@ -353,7 +353,7 @@ def _event(name: str, **fields: Any) -> bytes:
 
 
 class _Writer:
-    """Writes one answer as events. Blocks come one after another: a piece of another block closes the open one."""
+    """Writes one answer as events. Only one block is open at a time. A piece of another block closes it."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -403,7 +403,7 @@ class _Writer:
         return [_event("content_block_stop", index=self._num_blocks - 1)]
 
     def end(self, generations: Sequence[Generation]) -> bytes:
-        """The stop reason and the usage."""
+        """Return the final events, with the stop reason and the usage."""
         sample = generations[0].samples[0]
         reason, stop = _stop_of(sample.finish_reason, sample.output())
         delta = {"stop_reason": reason, "stop_sequence": stop}
@@ -411,7 +411,7 @@ class _Writer:
         return b"".join([*self._close(), last, _event("message_stop")])
 
 
-# Errors in Anthropic's form
+# Errors in Anthropic's format
 
 
 def _error_body(error: CuletError) -> tuple[int, dict[str, Any]]:
@@ -434,7 +434,7 @@ def _error_event(error: CuletError) -> bytes:
 
 
 class _AnthropicStream(EventStream):
-    """An EventStream whose errors before the first event are in Anthropic's form."""
+    """An EventStream whose errors before the first event are in Anthropic's format."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

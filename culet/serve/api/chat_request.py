@@ -1,6 +1,6 @@
-"""Prepares a chat request for the engine: prompt tokens, sampling parameters, and how to read its answer.
+"""Prepare a chat request for the engine: its prompt tokens, its sampling parameters and the parser for its answer.
 
-All APIs with messages (OpenAI's chat and responses, Anthropic's) go through `prepare`.
+All APIs with messages (OpenAI's chat and responses APIs, and Anthropic's) go through `prepare`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PreparedChat:
     single_call: bool = False  # end with the first tool call
 
     def open(self, endpoint: str, request_id: str) -> Generation:
-        """Submit it. The caller reads the generation and closes it (`async with`)."""
+        """Submit the request. The caller must read the generation and close it (`async with`)."""
         make_output = partial(chat_output, self.service.tokenizer, tools=self.tools, single_call=self.single_call)
         return Generation(
             self.service,
@@ -59,7 +59,10 @@ async def prepare(
     options: Mapping[str, Any] | None = None,
     priority: int = 0,
 ) -> PreparedChat:
-    """Check, render and tokenize. `tool_choice` is auto, none, required, or `=NAME` for the tool that must be called."""
+    """Check, render and tokenize a chat request.
+
+    `tool_choice` is auto, none, required, or `=NAME` for the tool that must be called.
+    """
     service.require_ready()
     limits = service.limits
     if len(messages) > limits.messages:
@@ -90,7 +93,7 @@ async def prepare(
 def _form(
     form: StructuredOutputs | None, tools: Sequence[Mapping[str, Any]], tool_choice: str, single_call: bool
 ) -> StructuredOutputs | None:
-    """The form of the answer: tool calls if they are required; tool calls or the requested form if they are allowed."""
+    """Return the form of the answer. If tool calls are required, it is tool calls. If allowed, it is either or `form`."""
     if tool_choice == "required" or tool_choice.startswith("="):
         name = tool_choice[1:] if tool_choice.startswith("=") else None
         return StructuredOutputs(grammar=call_grammar(tools, name=name, one_call=single_call))

@@ -1,4 +1,4 @@
-"""An endpoint: a path, a coroutine, and the structs of its request and answer. Also parses requests and writes answers."""
+"""Define endpoints, parse their requests and write their answers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _decoders: dict[type[Struct], msgspec.json.Decoder[Any]] = {}
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One path and method. `handle` raises a CuletError to refuse a request; the middleware turns it into a reply.
+    """One path and method. To refuse a request, `handle` raises a CuletError, which the middleware turns into a reply.
 
-    `body` and `answer` are the structs in the OpenAPI document.
+    `body` and `answer` are the structs of the request and the answer in the OpenAPI document.
     """
 
     method: str
@@ -35,7 +35,7 @@ class Endpoint:
 
 
 def decode(kind: type[T], body: bytes) -> T:
-    """Parse `body` as a `kind`. If it does not match, raises a BadRequest that names the field."""
+    """Parse `body` as a `kind`. If it does not match, raise a BadRequest that names the field."""
     decoder = _decoders.get(kind)
     if decoder is None:
         decoder = _decoders[kind] = msgspec.json.Decoder(kind)
@@ -54,7 +54,7 @@ def decode(kind: type[T], body: bytes) -> T:
 
 
 def _check_media(body: bytes) -> None:
-    """If a message has a part of an unsupported kind, raise that instead of the error about the struct."""
+    """Raise UnsupportedError if a message has an unsupported part, which says more than the error about the struct."""
     try:
         check_messages(msgspec.json.decode(body).get("messages"))
     except UnsupportedError as error:
@@ -64,11 +64,11 @@ def _check_media(body: bytes) -> None:
 
 
 def json_response(answer: object, status: int = 200) -> Response:
-    """`answer`, a struct or plain data, as JSON."""
+    """Return a response with `answer`, a struct or plain data, as JSON."""
     return Response(encoder.encode(answer), status_code=status, media_type="application/json")
 
 
 def request_id_of(request: Request) -> str:
-    """The id of this request in the log, which the client also receives as `x-request-id`."""
+    """Return the id of this request in the log. The client also receives it as `x-request-id`."""
     request_id: str = request.scope["request_id"]
     return request_id

@@ -1,7 +1,7 @@
-"""Field types shared by the request structs, and the sampling fields that OpenAI's APIs share.
+"""Field types of the request structs, and the sampling fields that OpenAI's APIs share.
 
-Every list, text and number is bounded. These bounds are fixed; `Limits` has tighter ones. Unknown fields are ignored, as in
-OpenAI's own servers, except for those that would change the answer: they are refused by name.
+Every list, text and number has a fixed bound here. `Limits` sets tighter ones. Unknown fields are ignored, as in OpenAI's own
+servers. Unsupported fields that would change the answer are refused by name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from culet.serve.service import Service
 from culet.structured.forms import ResponseFormat, StructuredFields, form_of
 from culet.types import MAX_SEED, SamplingParams
 
-MAX_TEXT = 64 << 20  # above any body
+MAX_TEXT = 64 << 20  # larger than any body
 MAX_TOKENS = 2**31 - 1
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -31,13 +31,13 @@ Schema = dict[str, Any]
 
 
 class StreamOptions(Struct):
-    """What a stream includes besides the answer."""
+    """Options for the contents of a stream."""
 
     include_usage: bool = False
 
 
 class SamplingFields(Struct, kw_only=True):
-    """How to sample, in chat and completions requests."""
+    """The sampling fields of chat and completions requests."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
@@ -69,7 +69,7 @@ def sampling_params(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """`fields` as SamplingParams, within the server's limits."""
+    """Convert `fields` to SamplingParams. Raise if a value exceeds the server's limits."""
     limits = service.limits
     stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     n = fields.n or 1

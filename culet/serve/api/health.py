@@ -1,4 +1,4 @@
-"""GET /health, /ready and /version: for load balancers and operators."""
+"""GET /health, /ready and /version, for load balancers and operators."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from culet.serve.service import Service
 
 
 async def health(service: Service, request: Request) -> Response:
-    """200 while the engine is alive, including while it loads; 503 if it is dead or stuck."""
+    """Return 200 while the engine is alive, even while it loads. Return 503 if it is dead or stuck."""
     if not service.is_healthy:
         raise HttpError(503, "the engine is dead", code="engine_unavailable")
     return json_response({"status": "ok", "engine": service.engine.state})
 
 
 async def ready(service: Service, request: Request) -> Response:
-    """200 from when the model is loaded and warm until the server is told to stop; otherwise 503."""
+    """Return 200 once the model is loaded and warm, until the server is told to stop. Otherwise return 503."""
     if not service.is_ready:
         state = "draining" if service.is_draining else service.engine.state
         raise HttpError(503, f"not ready: {state}", code="not_ready")
@@ -27,7 +27,7 @@ async def ready(service: Service, request: Request) -> Response:
 
 
 async def version(service: Service, request: Request) -> Response:
-    """The version of Culet."""
+    """Return the version of Culet."""
     return json_response({"version": __version__})
 
 

@@ -11,7 +11,7 @@ from culet.serve.service import Service
 
 
 class ModelCard(Struct):
-    """A model that is served."""
+    """The model under one of its names."""
 
     id: str
     created: int

@@ -1,4 +1,4 @@
-"""Parts of answers that OpenAI's chat and completions APIs share: usage and log-probabilities."""
+"""The usage and log-probabilities in the answers of OpenAI's chat and completions APIs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from culet.serve.generation import Generation
 from culet.text.tokenizer import Tokenizer
 from culet.types import Logprobs
 
-_MINUS_INFINITY = -9999.0  # JSON has no infinity; OpenAI uses this value
+_MINUS_INFINITY = -9999.0  # OpenAI's value, since JSON has no infinity
 
 
 class PromptDetails(Struct):
@@ -19,7 +19,10 @@ class PromptDetails(Struct):
 
 
 class CompletionDetails(Struct):
-    """With OpenAI's names for drafts. Rejected drafts are never sent and do not count as completion tokens."""
+    """Details of the generated tokens. OpenAI calls drafts predictions.
+
+    Rejected drafts are never sent and do not count as completion tokens.
+    """
 
     reasoning_tokens: int
     accepted_prediction_tokens: int
@@ -37,7 +40,7 @@ class Usage(Struct):
 
 
 def usage_of(generations: Sequence[Generation]) -> Usage:
-    """Token counts of all `generations` together."""
+    """Return the total token counts of `generations`."""
     counts = [generation.token_counts() for generation in generations]
     num_prompt, num_generated = sum(count.num_prompt for count in counts), sum(count.num_generated for count in counts)
     return Usage(
@@ -73,7 +76,7 @@ class ChatLogprobs(Struct):
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[tuple[int, Logprobs]], num_top: int) -> ChatLogprobs:
-    """Log-probabilities in the form of the chat API."""
+    """Return log-probabilities in the format of the chat API."""
     entries = []
     for token_id, logprobs in tokens:
         piece = tokenizer.piece(token_id)
@@ -86,7 +89,7 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[tuple[int, Logprobs]], 
 
 
 class TextLogprobs(Struct):
-    """Log-probabilities in the form of the completions API: parallel lists."""
+    """Log-probabilities in the format of the completions API, as parallel lists."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -109,7 +112,7 @@ class TextLogprobs(Struct):
 
 
 def _top(logprobs: Logprobs, count: int) -> list[tuple[int, float]]:
-    """The most likely tokens, best first."""
+    """Return the most likely tokens, best first."""
     best = sorted(logprobs.items(), key=lambda item: -item[1])[:count]
     return [(token_id, _finite(value)) for token_id, value in best]
 
@@ -119,7 +122,7 @@ def _finite(value: float) -> float:
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """The text of a token. Incomplete UTF-8 becomes replacement characters."""
+    """Return the text of a token. Incomplete UTF-8 becomes replacement characters."""
     return _text(tokenizer.piece(token_id))
 
 

@@ -28,20 +28,20 @@ ENDPOINT = "/v1/chat/completions"
 
 
 class TextPart(Struct, tag_field="type", tag="text"):
-    """A part of a message."""
+    """A text part of a message."""
 
     text: Text
 
 
 class FunctionCall(Struct):
-    """An earlier call of a tool."""
+    """The function and arguments of an earlier tool call."""
 
     name: ToolName
     arguments: Text | dict[str, Any] = "{}"
 
 
 class PastCall(Struct):
-    """An earlier call of a tool, with its id."""
+    """An earlier tool call, with its id."""
 
     function: FunctionCall
     id: Annotated[str, Meta(max_length=256)] = ""
@@ -95,7 +95,7 @@ class TemplateOptions(Struct, forbid_unknown_fields=True):
 
 
 class ChatRequest(SamplingFields, kw_only=True):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=65536)]
     max_completion_tokens: Count | None = None
@@ -106,7 +106,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: TemplateOptions | None = None
-    chat_template: UnsetType | None = UNSET  # a template is a program: requests cannot bring one
+    chat_template: UnsetType | None = UNSET  # a template is a program, so requests cannot send one
 
 
 class CalledFunction(Struct):
@@ -146,7 +146,7 @@ class ChatAnswer(Struct):
 
 
 async def chat(service: Service, request: Request) -> Response:
-    """Answer a conversation; with `stream` as server-sent events."""
+    """Answer a conversation. With `stream`, send the answer as server-sent events."""
     body = decode(ChatRequest, await request.body())
     model = service.check_model(body.model)
     prepared = await _prepare(service, body)
@@ -209,7 +209,7 @@ def _new_id() -> str:
 
 
 class _Chunks:
-    """Writes one answer as server-sent events. What all chunks have in common is encoded once."""
+    """Writes one answer as server-sent events. The parts that all chunks share are encoded once."""
 
     def __init__(self, service: Service, model: str, n: int, num_top: int | None, with_usage: bool) -> None:
         self._tokenizer, self._num_top = service.tokenizer, num_top
@@ -222,11 +222,14 @@ class _Chunks:
         self._tail = tail
 
     def begin(self) -> bytes:
-        """The first chunk of each choice: its role."""
+        """Return the first chunk of every choice, which contains the role."""
         return b"".join(opening + b'"role":"assistant","content":""' + self._close for opening in self._open)
 
     def write(self, index: int, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
-        """One chunk per piece. Log-probabilities are in the last chunk of a delta, the finish reason in a chunk of its own."""
+        """Return one chunk per piece.
+
+        Log-probabilities are in the last chunk of a delta. The finish reason has its own chunk.
+        """
         chunks: list[bytes] = []
         for delta in deltas:
             opening = self._open[delta.sample]
@@ -247,14 +250,14 @@ class _Chunks:
         return [*chunks, opening, last, b'},"logprobs":', logprobs, b',"finish_reason":null}', self._tail]
 
     def end(self, generations: Sequence[Generation]) -> bytes:
-        """The usage, if requested, and the end of the stream."""
+        """Return the usage, if requested, and the end of the stream."""
         if not self._with_usage:
             return DONE
         return self._head + b'],"usage":' + encoder.encode(usage_of(generations)) + b"}\n\n" + DONE
 
 
 def _delta_fields(piece: OutputPiece) -> tuple[bytes, ...]:
-    """The contents of the `delta` object of each chunk for a piece: two chunks for a tool call, otherwise one."""
+    """Return the contents of the `delta` object of each chunk. A tool call takes two chunks, any other piece one."""
     if isinstance(piece, TextPiece):
         return (b'"content":' + encoder.encode(piece.text),)
     if isinstance(piece, ReasoningPiece):

@@ -1,4 +1,7 @@
-"""POST /v1/completions: plain text in and out, including log-probabilities of prompts, which evaluation tools use."""
+"""POST /v1/completions: OpenAI's completions API for plain text.
+
+It can also return log-probabilities of the prompt, which evaluation tools use.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _MAX_TOKENS = 16  # OpenAI's default
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: (
         Text | Annotated[list[Text | TokenId | Annotated[list[TokenId], Meta(max_length=1 << 21)]], Meta(max_length=1 << 21)]
@@ -58,7 +61,7 @@ class CompletionAnswer(Struct):
 
 
 async def complete(service: Service, request: Request) -> Response:
-    """Continue one prompt or several; with `stream` as server-sent events."""
+    """Continue one or more prompts. With `stream`, send the answers as server-sent events."""
     body = decode(CompletionRequest, await request.body())
     model = service.check_model(body.model)
     service.require_ready()
@@ -90,7 +93,7 @@ def _params(service: Service, body: CompletionRequest) -> SamplingParams:
     return sampling_params(
         service,
         body,
-        # A request always draws a token: with 0 it is left out of the answer.
+        # A request always draws at least one token. If max_tokens is 0, the answer leaves it out.
         max_tokens=_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
@@ -98,7 +101,7 @@ def _params(service: Service, body: CompletionRequest) -> SamplingParams:
 
 
 async def _encode(service: Service, body: CompletionRequest) -> list[list[int]]:
-    """Token ids of each prompt: one text, one list of ids, or a list of either."""
+    """Return the token ids of each prompt. The request has a text, a list of ids, or a list of either."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [await service.encode_text(prompt)]
@@ -126,7 +129,7 @@ def _new_id() -> str:
 
 
 class _Writer:
-    """Makes the texts and log-probabilities that a request asks for."""
+    """Creates the texts and log-probabilities that a request asks for."""
 
     def __init__(self, service: Service, body: CompletionRequest, n: int) -> None:
         self.tokenizer, self.n = service.tokenizer, n
@@ -134,7 +137,7 @@ class _Writer:
         self.without_output = body.max_tokens == 0
 
     def choice(self, prompt_index: int, generation: Generation, sample_index: int) -> Choice:
-        """The complete answer of one sample of a prompt."""
+        """Return the complete answer of one sample of a prompt."""
         sample = generation.samples[sample_index]
         text = "" if self.without_output else sample.output().text
         tokens = [] if self.without_output else sample.visible_logprobs
@@ -147,13 +150,13 @@ class _Writer:
         )
 
     def prompt_text(self, generation: Generation) -> str:
-        """The text of the prompt, if it is to be echoed."""
+        """Return the text of the prompt if it is echoed, otherwise ""."""
         return self.tokenizer.decode(generation.prompt_token_ids) if self.echo else ""
 
     def logprobs(
         self, generation: Generation, tokens: Sequence[tuple[int, Logprobs]], *, with_prompt: bool
     ) -> TextLogprobs | None:
-        """Log-probabilities of the answer's tokens, and of the prompt's if it is echoed."""
+        """Return log-probabilities of `tokens`, after those of the prompt if `with_prompt` is set."""
         if self.num_top is None:
             return None
         lists = TextLogprobs([], [], [], [])
@@ -178,7 +181,7 @@ class _Chunks:
         self._started: set[tuple[int, int]] = set()
 
     def write(self, prompt_index: int, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
-        """One chunk per delta that has something to say."""
+        """Return one chunk per delta that has content."""
         writer = self._writer
         chunks: list[bytes] = []
         for delta in deltas:
@@ -206,7 +209,7 @@ class _Chunks:
         return b"".join(chunks)
 
     def end(self, generations: Sequence[Generation]) -> bytes:
-        """The usage, if requested, and the end of the stream."""
+        """Return the usage, if requested, and the end of the stream."""
         if not self._with_usage:
             return DONE
         return self._head + b'],"usage":' + encoder.encode(usage_of(generations)) + b"}\n\n" + DONE

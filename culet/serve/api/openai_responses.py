@@ -50,7 +50,7 @@ class ResponsesUsage(Struct):
 
 
 class ResponsesAnswer(Struct, kw_only=True):
-    """The answer to a request."""
+    """The answer to a responses request."""
 
     id: str
     created_at: int
@@ -78,7 +78,7 @@ class ResponsesAnswer(Struct, kw_only=True):
 
 
 async def responses(service: Service, request: Request) -> Response:
-    """Answer a conversation; with `stream` as server-sent events. Nothing is stored."""
+    """Answer a conversation. With `stream`, send the answer as server-sent events. Nothing is stored."""
     body = decode(ResponsesRequest, await request.body())
     model = service.check_model(body.model)
     prepared = await _prepare(service, body)
@@ -144,7 +144,7 @@ def _form(body: ResponsesRequest) -> StructuredOutputs | None:
 
 
 def _new_answer(model: str, body: ResponsesRequest) -> ResponsesAnswer:
-    """An answer without output, which repeats the settings of the request."""
+    """Create an answer without output. It repeats the settings of the request."""
     form = body.text.format if body.text is not None else None
     choice = body.tool_choice
     return ResponsesAnswer(
@@ -173,13 +173,13 @@ class _Item:
 
     kind: str  # reasoning, message or function_call
     id: str
-    text: str = ""  # of the thought or the answer, or the arguments of a call
+    text: str = ""  # the thought, the answer text, or the arguments of a call
     call_id: str = ""
     name: str = ""
     is_done: bool = True
 
     def build(self) -> dict[str, Any]:
-        """The item in the form of the API."""
+        """Return the item in the format of the API."""
         head: dict[str, Any] = {"type": self.kind, "id": self.id, "status": "completed" if self.is_done else "in_progress"}
         if self.kind == "function_call":
             return {**head, "call_id": self.call_id, "name": self.name, "arguments": self.text}
@@ -189,7 +189,7 @@ class _Item:
         return {**head, "role": "assistant", "content": content}
 
     def part(self) -> dict[str, Any]:
-        """The only part of its content."""
+        """Return the only part of the item's content."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
@@ -210,7 +210,7 @@ class _Items:
 
 
 def _completed(answer: ResponsesAnswer, generation: Generation, items: _Items) -> ResponsesAnswer:
-    """The answer with its output, complete or cut off."""
+    """Return the answer with its output, which is complete or cut off."""
     counts = generation.token_counts()
     is_cut = generation.samples[0].finish_reason == "length"
     return msgspec.structs.replace(
@@ -247,7 +247,7 @@ class _Writer:
         return {"item_id": item.id, "output_index": len(self._items.all) - 1}
 
     def begin(self) -> bytes:
-        """The events before the output."""
+        """Return the events before the output."""
         return self._event("response.created", response=self._answer) + self._event(
             "response.in_progress", response=self._answer
         )
@@ -275,7 +275,7 @@ class _Writer:
         return self._event("response.output_item.added", output_index=len(self._items.all) - 1, item=item.build())
 
     def _text(self, kind: str, text: str) -> list[bytes]:
-        """More of a thought or of the answer, in its own item."""
+        """Return the events for more text of a thought or of the answer. Open an item for it if needed."""
         events: list[bytes] = []
         item = self._open
         if item is None or item.kind != kind:
@@ -290,7 +290,7 @@ class _Writer:
         return events
 
     def _close(self) -> list[bytes]:
-        """Close the open item."""
+        """Close the open item, if any, and return its last events."""
         item, self._open = self._open, None
         if item is None:
             return []
@@ -307,13 +307,13 @@ class _Writer:
         return events
 
     def end(self, generations: Sequence[Generation]) -> bytes:
-        """Close the open item, and repeat the complete answer."""
+        """Close the open item and return its last events, then the complete answer."""
         closing = self._close()
         answer = _completed(self._answer, generations[0], self._items)
         return b"".join([*closing, self._event(f"response.{answer.status}", response=answer)])
 
     def write_error(self, error: CuletError) -> bytes:
-        """The answer cannot be completed."""
+        """Return the event for an answer that cannot be completed."""
         reply = reply_to(error)
         problem = {"code": reply.code or reply.type, "message": reply.message}
         return self._event("response.failed", response=msgspec.structs.replace(self._answer, status="failed", error=problem))

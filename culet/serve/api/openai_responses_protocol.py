@@ -1,4 +1,4 @@
-"""The request of POST /v1/responses, and its conversion to chat messages. Every list, text and number is bounded."""
+"""Define the body of POST /v1/responses and convert it to chat messages. Every list, text and number is bounded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Parts = Annotated[list[ResponsesPart], Meta(max_length=1024)]
 
 
 class InputItem(Struct):
-    """A message, an earlier tool call, the output of a tool, or an earlier thought; `type` says which."""
+    """A message, an earlier tool call, the output of a tool, or an earlier thought, depending on `type`."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -56,7 +56,7 @@ class ResponsesToolName(Struct):
 
 
 class TextFormat(Struct):
-    """The required form of the answer."""
+    """The required format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Annotated[str, Meta(max_length=256)] | None = None
@@ -71,14 +71,14 @@ class TextOptions(Struct):
 
 
 class ReasoningOptions(Struct):
-    """Whether the model thinks first."""
+    """Whether the model thinks before it answers."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ResponsesRequest(Struct, kw_only=True):
-    """POST /v1/responses."""
+    """The body of POST /v1/responses."""
 
     input: Text | Annotated[list[InputItem], Meta(min_length=1, max_length=65536)]
     model: Annotated[str, Meta(max_length=256)] | None = None
@@ -92,7 +92,7 @@ class ResponsesRequest(Struct, kw_only=True):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     stream: bool | None = False
-    store: bool | None = None  # accepted and ignored: nothing is stored
+    store: bool | None = None  # accepted and ignored, since nothing is stored
     background: bool | None = None
     previous_response_id: Id | None = None
     metadata: (
@@ -103,7 +103,7 @@ class ResponsesRequest(Struct, kw_only=True):
 
 
 def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """The conversation as chat messages."""
+    """Return the conversation as chat messages."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
@@ -142,7 +142,7 @@ def _add_call(messages: list[dict[str, Any]], item: InputItem, where: str) -> No
 
 
 def text_of(content: str | list[ResponsesPart] | None, where: str) -> str:
-    """The text of an item."""
+    """Return the text of an item's content. Raise if a part is not text."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:

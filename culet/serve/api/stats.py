@@ -15,12 +15,12 @@ from culet.serve.service import Service
 
 
 async def stats(service: Service, request: Request) -> Response:
-    """The state of the server: counts since the start, and what is running now."""
+    """Return the state of the server, with counts since the start and the current load."""
     return json_response(_describe(service))
 
 
 async def plan_picture(service: Service, request: Request) -> Response:
-    """The attention plan as an SVG picture: layers against backends."""
+    """Return the attention plan as an SVG picture of layers and their backends."""
     facts = service.engine.facts
     if facts is None or not facts.plan_svg:
         raise HttpError(404, "no plan is available yet", code="not_found")

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize and /detokenize: convert between text and token ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from culet.text.tokenizer import check_token_ids
 
 
 class TokenizeRequest(Struct):
-    """POST /tokenize: a text, or the messages of a chat."""
+    """The body of POST /tokenize, with a text or the messages of a chat."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
     prompt: Text | None = None
@@ -30,14 +30,14 @@ class TokenizeRequest(Struct):
 
 
 class DetokenizeRequest(Struct):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     tokens: Annotated[list[TokenId], Meta(max_length=1 << 21)]
     model: Annotated[str, Meta(max_length=256)] | None = None
 
 
 class TokenizeAnswer(Struct):
-    """Token ids, and how many the context holds."""
+    """Token ids and their number, and the size of the context."""
 
     count: int
     max_model_len: int
@@ -45,7 +45,7 @@ class TokenizeAnswer(Struct):
 
 
 class DetokenizeAnswer(Struct):
-    """The text of token ids."""
+    """The text of the token ids."""
 
     prompt: str
 
