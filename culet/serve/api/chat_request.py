@@ -93,7 +93,7 @@ async def prepare(
 def _form(
     form: StructuredOutputs | None, tools: Sequence[Mapping[str, Any]], tool_choice: str, single_call: bool
 ) -> StructuredOutputs | None:
-    """Return the form of the answer. If tool calls are required, it is tool calls. If allowed, it is either or `form`."""
+    """Return the form of the answer, which is tool calls if they are required. Otherwise it is `form`, or calls if allowed."""
     if tool_choice == "required" or tool_choice.startswith("="):
         name = tool_choice[1:] if tool_choice.startswith("=") else None
         return StructuredOutputs(grammar=call_grammar(tools, name=name, one_call=single_call))

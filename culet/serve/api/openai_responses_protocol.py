@@ -142,7 +142,7 @@ def _add_call(messages: list[dict[str, Any]], item: InputItem, where: str) -> No
 
 
 def text_of(content: str | list[ResponsesPart] | None, where: str) -> str:
-    """Return the text of an item's content. Raise if a part is not text."""
+    """Return the text of an item's content. Raise if it has images, audio or other media."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:

@@ -1,4 +1,4 @@
-// Calls to the server: adds the API key, and reads answers as a stream of chunks.
+// Calls the server. Adds the API key and reads answers as a stream of chunks.
 
 export class ApiError extends Error {
   constructor(status, message) {

@@ -1,4 +1,4 @@
-// The conversation: sends messages, streams and stops answers, regenerates them, folds thoughts, and shows tool calls.
+// Runs the conversation. Sends messages, streams, stops and regenerates answers, folds thoughts, and shows tool calls.
 
 import { streamChat } from "./api.js";
 import { element, render } from "./markdown.js";
@@ -12,7 +12,7 @@ const sendButton = document.getElementById("send");
 const stopButton = document.getElementById("stop");
 const notice = document.getElementById("notice");
 
-let messages = []; // OpenAI messages; an assistant message may have reasoning_content, tool_calls and our own `note`
+let messages = []; // OpenAI messages. An assistant message may have reasoning_content, tool_calls and our own `note`.
 let running = null; // AbortController of the current answer
 let model = "";
 
@@ -30,7 +30,7 @@ function keep() {
   try {
     localStorage.setItem("culet.chat", JSON.stringify(messages));
   } catch {
-    // Storage is full: the conversation continues, but a reload loses it.
+    // Storage is full. The conversation continues, but a reload loses it.
   }
 }
 
@@ -62,7 +62,7 @@ function callCard(call, index) {
   try {
     shown = JSON.stringify(JSON.parse(shown), null, 2);
   } catch {
-    // Incomplete or not JSON: show it as it is.
+    // The arguments are incomplete or not JSON. Show them unchanged.
   }
   const card = element(
     "div",
@@ -76,7 +76,7 @@ function callCard(call, index) {
   return card;
 }
 
-// The user types in a tool's result. When every call has one, the model continues.
+// Lets the user type a tool's result. The model continues once every call has one.
 function answerField(call, index) {
   const input = element("input", { placeholder: "Result", "aria-label": `Result of ${call.function.name}` });
   const form = element("form", { className: "answer" }, input, element("button", {}, "Send result"));
@@ -151,7 +151,7 @@ function merge(message, delta) {
 function forServer({ role, content, tool_calls, tool_call_id, reasoning_content }) {
   const message = { role, content };
   if (tool_calls) Object.assign(message, { tool_calls });
-  // Thoughts are only needed in a turn that continues after a tool result; the template drops earlier ones anyway.
+  // Thoughts are only needed in a turn that continues after a tool result. The template drops earlier ones anyway.
   if (tool_calls && reasoning_content) Object.assign(message, { reasoning_content });
   if (tool_call_id) Object.assign(message, { tool_call_id });
   return message;

@@ -1,4 +1,4 @@
-// The Engine tab: current figures, plots of the last minutes, and the attention plan.
+// Fills the Engine tab with current figures, plots of the last few minutes, and the attention plan.
 
 import { call } from "./api.js";
 import { element } from "./markdown.js";
@@ -51,7 +51,7 @@ function roundUp(value) {
   return [1, 2, 5, 10].map((factor) => factor * unit).find((candidate) => candidate >= value);
 }
 
-// Drawn at its displayed width, so that text is not distorted.
+// Draws a plot at its displayed width, so that text is not distorted.
 function drawPlot({ title, text, lines, top }) {
   const width = document.querySelector(".plot svg")?.clientWidth || 500;
   const now = samples.at(-1).time;

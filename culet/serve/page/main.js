@@ -1,4 +1,4 @@
-// Sets up the page: tabs, theme, keyboard shortcuts, and the model's name.
+// Sets up the page's tabs, theme, keyboard shortcuts, and model name.
 
 import { call } from "./api.js";
 import { isRunning, newChat, regenerate, say, setModel, stop, watchChat } from "./chat.js";

@@ -1,4 +1,4 @@
-// Turns Markdown into DOM nodes. Text only becomes text nodes, so nothing that a model writes can become markup or script.
+// Turns Markdown into DOM nodes. Text becomes only text nodes, so nothing that a model writes can become markup or script.
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
@@ -88,7 +88,7 @@ function list(rows) {
   return node;
 }
 
-// Blocks as {source, build}: while an answer grows, blocks with an unchanged source are not rebuilt.
+// Splits Markdown into blocks {source, build}. As an answer grows, blocks with an unchanged source are not rebuilt.
 function blocks(text) {
   const rows = text.replace(/\r\n?/g, "\n").split("\n");
   const found = [];
@@ -132,7 +132,7 @@ function blocks(text) {
   return found;
 }
 
-// Show `text` in `node`. Unchanged blocks are kept, so that a selection in them survives.
+// Shows `text` in `node`. Unchanged blocks are kept, so that a selection in them survives.
 export function render(node, text) {
   const wanted = blocks(text);
   const kept = node.renderedSources ?? [];

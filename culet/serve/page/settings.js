@@ -13,7 +13,7 @@ try {
   localStorage.removeItem("culet.settings");
 }
 
-// The settings as fields of a request; the system prompt becomes its first message.
+// Returns the settings as fields of a request. The system prompt is not included, since it becomes the first message.
 export function requestFields() {
   const fields = { chat_template_kwargs: { enable_thinking: chosen.thinking } };
   for (const name of NUMBERS) if (chosen[name] !== "") fields[name === "max_tokens" ? "max_completion_tokens" : name] = Number(chosen[name]);
@@ -70,7 +70,7 @@ export function openSettings(focus = "system") {
   field(focus).focus();
 }
 
-// Calls `changed` after the settings were saved.
+// Calls `changed` after the settings are saved.
 export function watchSettings(changed) {
   document.getElementById("open-settings").addEventListener("click", () => openSettings());
   document.getElementById("settings-reset").addEventListener("click", () => {
