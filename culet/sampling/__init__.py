@@ -1,1 +1,1 @@
-"""From logits to tokens: sampling, log-probabilities, verifying drafts."""
+"""Turn logits into tokens, with sampling, log-probabilities and the verification of drafts."""

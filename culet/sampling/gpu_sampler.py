@@ -1,7 +1,7 @@
-"""`sample` on a GPU: the same draws by a few kernels, without waiting for the host.
+"""`sample` on a GPU. A few kernels make the same draws without waiting for the host.
 
-Rows that the kernels do not serve (top-k above 64, top-p of the whole vocabulary) are drawn by the eager sampler, also on the
-device.
+The eager sampler draws the rows that the kernels do not serve (top-k above 64, top-p of the whole vocabulary). It runs on the
+device too.
 Shapes: R rows to draw · V vocabulary · X biased tokens · H rows with penalties.
 """
 
@@ -24,7 +24,7 @@ from culet.sampling import sampler
 from culet.sampling.sampler import History, TokenMasks
 from culet.types import Sampling
 
-PENALISED_ROWS = 16  # rows whose tokens are counted at once: bounds the counts to 16 MiB at Gemma's vocabulary
+PENALISED_ROWS = 16  # rows whose tokens are counted at once, which limits the counts to 16 MiB at Gemma's vocabulary
 
 
 @dataclass
@@ -38,13 +38,13 @@ class _Kept:
     penalised: list[int]
     has_few: bool
     has_open: bool
-    needs_copy: bool  # the unchanged logits are needed for log-probabilities
-    slots: list[int] = field(default_factory=list)  # of the penalised rows, for which `penalties` were sent
+    needs_copy: bool  # whether log-probabilities need the unchanged logits
+    slots: list[int] = field(default_factory=list)  # slots of the penalised rows that `penalties` were sent for
     penalties: Penalties | None = None  # without lengths, which change in every step
 
 
 class GpuSampler:
-    """Keeps the settings of the rows that it last drew for on the device."""
+    """A Sampler for GPUs. It keeps the settings of the last rows it drew for on the device."""
 
     def __init__(self) -> None:
         self._kept: _Kept | None = None
@@ -60,7 +60,7 @@ class GpuSampler:
         *,
         masks: TokenMasks | None = None,
     ) -> Tensor:
-        """See `Sampler`. Overwrites the logits, unless a row needs log-probabilities."""
+        """Draw as `Sampler.sample` does. Overwrite the logits, unless a row needs log-probabilities."""
         kept = self._keep(list(settings), logits_RV)
         if positions_R is None:
             positions_R = on_device(positions, logits_RV.device, torch.int32)
@@ -83,7 +83,7 @@ class GpuSampler:
         history: History | None,
         masks: TokenMasks | None,
     ) -> Tensor:
-        """Logits after bias, penalties and masks."""
+        """Return the logits after bias, penalties and masks."""
         if kept.biases is None and not kept.penalised and masks is None:
             return logits_RV
         device = logits_RV.device
@@ -117,7 +117,7 @@ class GpuSampler:
             penalise(logits_RV, history.tokens_SL, some, max_len, self._counts_HV)
 
     def _keep(self, settings: list[Sampling], logits_RV: Tensor) -> _Kept:
-        """Send the settings to the device, unless they are those of the last call."""
+        """Send the settings to the device, unless they equal those of the last call."""
         kept = self._kept
         if kept is not None and settings == kept.settings:
             return kept
@@ -139,7 +139,7 @@ class GpuSampler:
 
 
 def stage_settings(settings: Sequence[Sampling]) -> PackedArrays:
-    """The columns of RowSettings, in its order. A row that the kernels do not serve counts as greedy, which is the cheapest."""
+    """Stage the columns of RowSettings in order. Rows that the kernels do not serve count as greedy, which is cheapest."""
     temperature = [sampling.temperature if is_served(sampling) else 0.0 for sampling in settings]
     staged = PackedArrays()
     staged.add("temperature", np.array(temperature, dtype=np.float64))
@@ -165,7 +165,7 @@ def _send_biases(settings: Sequence[Sampling], logits_RV: Tensor) -> tuple[Tenso
 
 
 def _send_penalties(kept: _Kept, history: History, device: torch.device) -> Penalties:
-    """The penalised rows' settings, with lengths of 0."""
+    """Send the penalised rows' settings, with lengths of 0."""
     some = [kept.settings[row] for row in kept.penalised]
     staged = PackedArrays()
     staged.add("rows", np.array(kept.penalised, dtype=np.int32))
@@ -179,5 +179,5 @@ def _send_penalties(kept: _Kept, history: History, device: torch.device) -> Pena
 
 
 def is_served(sampling: Sampling) -> bool:
-    """Whether the kernels draw for a row with these settings."""
+    """Return whether the kernels draw for a row with these settings."""
     return sampling.temperature == 0 or 0 < sampling.top_k <= MAX_TOP_K or (sampling.top_k <= 0 and sampling.top_p >= 1)

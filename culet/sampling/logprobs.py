@@ -16,7 +16,7 @@ from culet.types import Logprobs
 
 @dataclass(frozen=True, slots=True)
 class LogprobTensors:
-    """Log-probabilities on the device: of the chosen tokens, and of the K most likely in falling order."""
+    """Log-probabilities on the device, for the chosen tokens and for the K most likely tokens in descending order."""
 
     chosen_L: Tensor  # float32
     top_LK: Tensor  # float32
@@ -24,7 +24,7 @@ class LogprobTensors:
 
 
 def compute_logprobs(logits_LV: Tensor, chosen_L: Tensor, num_top: int) -> LogprobTensors:
-    """log_softmax of the logits at the chosen tokens and at the `num_top` most likely; of equals the lowest id comes first."""
+    """Compute log_softmax at the chosen tokens and at the `num_top` most likely. Among equals, the lowest id comes first."""
     if logits_LV.is_cuda:
         from culet.kernels.triton.sampling import draw  # needs Triton
 
@@ -42,7 +42,10 @@ def compute_logprobs(logits_LV: Tensor, chosen_L: Tensor, num_top: int) -> Logpr
 def as_mappings(
     chosen_ids: Sequence[int], chosen: Sequence[float], top: Sequence[float], top_ids: Sequence[float], counts: Sequence[int]
 ) -> Iterator[Logprobs]:
-    """One mapping per position: the chosen token first, then the `counts[i]` most likely. `top` holds all rows flat."""
+    """Yield one mapping per position, with the chosen token first and then the `counts[i]` most likely tokens.
+
+    `top` and `top_ids` hold all rows, flattened.
+    """
     width = len(top) // max(len(chosen_ids), 1)
     for index, (token_id, count) in enumerate(zip(chosen_ids, counts, strict=True)):
         row = slice(index * width, index * width + count)

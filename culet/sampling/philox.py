@@ -1,4 +1,4 @@
-"""The random numbers of sampling: one uniform number per (seed, sample, position), the same on every device.
+"""Random numbers for sampling. Each (seed, sample, position) gives one uniform number, the same on every device.
 
 Philox-4x32-10 (Salmon et al., 2011) is a counter-based generator. It has no state, so a draw does not depend on the rest of
 the batch, on the step in which it is made, or on preemptions. The layout below is that of `tl.philox(seed, position, sample,
@@ -20,14 +20,14 @@ import numpy.typing as npt
 _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
-_FEW = 16  # up to this many a loop over Python's integers is faster than numpy
+_FEW = 16  # up to this many numbers, a loop over Python's integers is faster than numpy
 
-# 32-bit words: Python's integers, or arrays of uint64, whose products do not overflow.
+# 32-bit words, as Python's integers or as arrays of uint64. Their products do not overflow.
 Words = TypeVar("Words", int, npt.NDArray[Any])
 
 
 def philox(key: tuple[Words, Words], counter: tuple[Words, Words, Words, Words]) -> tuple[Words, Words, Words, Words]:
-    """Philox-4x32-10 of each counter with its key: four output words, elementwise over arrays of equal shape."""
+    """Apply Philox-4x32-10 to each counter and key. Return four output words, elementwise for arrays of equal shape."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(10):
@@ -38,7 +38,7 @@ def philox(key: tuple[Words, Words], counter: tuple[Words, Words, Words, Words])
 
 
 def uniforms(seeds: Sequence[int], samples: Sequence[int], positions: Sequence[int]) -> list[float]:
-    """One number in [0, 1) for each (seed, sample, position)."""
+    """Return one number in [0, 1) for each (seed, sample, position)."""
     if len(seeds) <= _FEW:
         outputs = [
             philox((seed & _LOW, seed >> 32), (position & _LOW, sample & _LOW, 0, 0))

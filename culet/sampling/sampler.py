@@ -1,12 +1,12 @@
-"""From logits to tokens, row by row, so that no row's draw depends on its neighbours.
+"""Draw tokens from logits row by row, so that no row's draw depends on its neighbours.
 
-A row's logits pass, in this order: logit bias (suppressed tokens have -inf), repetition penalty over prompt and output,
-frequency and presence penalty over the output, a grammar's mask of allowed tokens, temperature, top-k, top-p over what
-top-k left, min-p. Then one uniform number u, keyed by (seed, sample, position) (see `philox`), picks the first token, in
-the order of token ids, whose cumulative probability exceeds u times the total. Temperature 0 takes the largest logit, the
-lowest id of equal ones.
+A row's logits pass through these steps in order: logit bias (suppressed tokens have -inf), repetition penalty over prompt and
+output, frequency and presence penalty over the output, a grammar's mask of allowed tokens, temperature, top-k, top-p over the
+tokens that top-k kept, and min-p. Then one uniform number u, keyed by (seed, sample, position) (see `philox`), picks the first
+token, in order of token ids, whose cumulative probability exceeds u times the total. Temperature 0 picks the largest logit,
+and the lowest id among equal ones.
 
-Probabilities and sums are float64, so that every device draws the same token, whatever the order of summation.
+Probabilities and sums are float64, so that every device draws the same token in any order of summation.
 Shapes: R rows to draw · V vocabulary · C candidate tokens · H rows with penalties · M tokens of the longest history.
 """
 
@@ -25,29 +25,29 @@ from culet.sampling.philox import uniforms
 from culet.sampling.ranking import argmax, top_columns
 from culet.types import Sampling
 
-MAX_CANDIDATES = 1024  # up to this top-k, work is done on that many columns instead of the whole vocabulary
-FULL_ROWS = 16  # rows whose whole vocabulary is weighed at once: bounds the memory of float64 weights
+MAX_CANDIDATES = 1024  # up to this top-k, only that many columns are processed instead of the whole vocabulary
+FULL_ROWS = 16  # rows whose whole vocabulary is weighed at once, which limits the memory for float64 weights
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Where penalties find the earlier tokens: row r draws the token at `positions[r]` of slot `slots[r]`."""
+    """The earlier tokens, for penalties. Row r draws the token at `positions[r]` of slot `slots[r]`."""
 
-    tokens_SL: Tensor  # int32 or int64, the slots' tokens
+    tokens_SL: Tensor  # the slots' tokens, int32 or int64
     slots: Sequence[int]
     prompt_lens: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Which tokens grammars allow in some rows. Other rows draw freely."""
+    """The tokens that grammars allow in some rows. Other rows draw freely."""
 
     rows: Sequence[int]
-    bits_AW: Tensor  # int32, one line per row: bit t % 32 of word t // 32 is 1 where token t is allowed; on any device
+    bits_AW: Tensor  # int32, one line per row, on any device. Bit t % 32 of word t // 32 is 1 if token t is allowed.
 
 
 class Sampler(Protocol):
-    """What draws tokens on a device."""
+    """Draws tokens on a device."""
 
     def sample(
         self,
@@ -59,7 +59,7 @@ class Sampler(Protocol):
         *,
         masks: TokenMasks | None = None,
     ) -> Tensor:
-        """`sample`; `positions_R` are the positions as int32, if they are on the device already."""
+        """Draw as the function `sample` does. `positions_R` are the positions as int32, if they are already on the device."""
 
 
 class EagerSampler:
@@ -86,15 +86,15 @@ def sample(
     *,
     masks: TokenMasks | None = None,
 ) -> Tensor:
-    """Draw one token per row: int64 [R], on the logits' device. `positions[r]` is the token's position in its sequence."""
+    """Draw one token per row, int64 [R] on the logits' device. `positions[r]` is the token's position in its sequence."""
     return draw(adjust(logits_RV, settings, positions, history, masks=masks), settings, positions)
 
 
 def draw(logits_RV: Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
-    """`sample` from logits that include bias, penalties and masks."""
+    """Draw like `sample`, from logits that already include bias, penalties and masks."""
     if all(sampling.temperature == 0 for sampling in settings):
         return argmax(logits_RV)
-    # Each row is drawn as its own settings say, so that its result does not depend on its neighbours' settings.
+    # Each row is drawn by its own settings, so that its result does not depend on its neighbours' settings.
     methods: dict[Callable[[_Part], Tensor], list[int]] = {}
     for row, sampling in enumerate(settings):
         methods.setdefault(_method(sampling), []).append(row)
@@ -112,7 +112,7 @@ def draw(logits_RV: Tensor, settings: Sequence[Sampling], positions: Sequence[in
 
 
 def biases_of(settings: Sequence[Sampling], width: int) -> list[tuple[int, int, float]]:
-    """(row, token, bias) of all rows."""
+    """Return (row, token, bias) for every bias of all rows."""
     return [(row, token, bias) for row, sampling in enumerate(settings) for token, bias in sampling.logit_bias if token < width]
 
 
@@ -124,7 +124,7 @@ def adjust(
     *,
     masks: TokenMasks | None = None,
 ) -> Tensor:
-    """Logits after bias, penalties and masks. The input is not changed; it is returned if there is nothing to do."""
+    """Return the logits after bias, penalties and masks. The input is not changed, but returned if there is nothing to do."""
     biases = biases_of(settings, logits_RV.shape[-1])
     penalised = [row for row, sampling in enumerate(settings) if sampling.needs_history]
     if not biases and not penalised and masks is None:
@@ -155,7 +155,7 @@ def _penalise(logits_HV: Tensor, settings: Sequence[Sampling], lengths: Sequence
     is_seen_HM = column_M < on_device(lengths, device)[:, None]
     is_output_HM = is_seen_HM & (column_M >= on_device(history.prompt_lens, device)[:, None])
     tokens_HM = history.tokens_SL[:, : max(lengths)][on_device(history.slots, device)].long()
-    # Columns behind the end repeat the first token. Equal tokens get equal logits, so the order of writing does not matter.
+    # Columns past the end repeat the first token. Equal tokens get equal logits, so the order of writing does not matter.
     tokens_HM = torch.where(is_seen_HM, tokens_HM, tokens_HM[:, :1])
 
     def setting(values: list[float]) -> Tensor:
@@ -201,37 +201,37 @@ class _Part:
         return cls(logits_RV, max(top_k), *columns)
 
     def only(self, is_in_R: Tensor) -> _Part:
-        """The rows that `is_in_R` marks."""
+        """Return the rows that `is_in_R` marks."""
         columns = (self.temperature_R1, self.top_k_R1, self.top_p_R1, self.min_p_R1, self.uniform_R1)
         return _Part(self.logits_RV[is_in_R], self.max_k, *(column[is_in_R] for column in columns))
 
     def weigh(self, logits_RC: Tensor, best_R1: Tensor) -> Tensor:
-        """Unnormalised probabilities, 1 for the best token. The difference is taken first, so no temperature can overflow."""
+        """Return unnormalised probabilities, 1 for the best token. No temperature overflows, since the difference comes first."""
         return ((logits_RC.double() - best_R1.double()) / self.temperature_R1).exp()
 
     def keep(self, ranked_RC: Tensor, total_R1: Tensor | None = None) -> Tensor:
-        """Zero the weights that top-k, top-p and min-p exclude. `ranked_RC` is in falling order.
+        """Zero the weights that top-k, top-p and min-p exclude. `ranked_RC` is in descending order.
 
-        `total_R1` is the sum that top-p is a share of, where `ranked_RC` is only the head of the row.
+        `total_R1` is the sum that top-p is a share of. It is needed if `ranked_RC` is only the head of the row.
         """
         column_C = torch.arange(ranked_RC.shape[-1], device=ranked_RC.device)
         ranked_RC = ranked_RC * (column_C < self.top_k_R1)
         sums_RC = ranked_RC.cumsum(dim=-1)
         before_RC = torch.nn.functional.pad(sums_RC[:, :-1], (1, 0))
         total_R1 = sums_RC[:, -1:] if total_R1 is None else total_R1
-        # A token stays if those before it sum to less than top_p. At 1 all stay, even those that rounding would lose.
+        # A token stays if those before it sum to less than top_p. If top_p is 1, all stay, even those that rounding would lose.
         kept_RC = (before_RC < self.top_p_R1 * total_R1) | (self.top_p_R1 >= 1)
         return ranked_RC * (kept_RC & (ranked_RC >= self.min_p_R1 * ranked_RC[:, :1]))
 
     def pick(self, weights_RC: Tensor) -> Tensor:
-        """Column of the first weight at which the running sum exceeds u times the total: int64 [R, 1]."""
+        """Return the column of the first weight at which the running sum exceeds u times the total, int64 [R, 1]."""
         sums_RC = weights_RC.cumsum(dim=-1)
         index_R1 = torch.searchsorted(sums_RC, self.uniform_R1 * sums_RC[:, -1:], right=True)
-        return index_R1.clamp_(max=weights_RC.shape[-1] - 1)  # only NaN gets there; it must not become a wild index
+        return index_R1.clamp_(max=weights_RC.shape[-1] - 1)  # only NaN gets there, and it must not become a wild index
 
 
 def _method(sampling: Sampling) -> Callable[[_Part], Tensor]:
-    """How a row with these settings is drawn."""
+    """Return the function that draws a row with these settings."""
     if sampling.temperature == 0:
         return _draw_best
     if 0 < sampling.top_k <= MAX_CANDIDATES:
@@ -240,18 +240,18 @@ def _method(sampling: Sampling) -> Callable[[_Part], Tensor]:
 
 
 def _draw_best(part: _Part) -> Tensor:
-    """The largest logit."""
+    """Pick the largest logit."""
     return argmax(part.logits_RV)
 
 
 def _draw_few(part: _Part) -> Tensor:
-    """Draw where top-k leaves few tokens: only those are ranked."""
+    """Draw when top-k is small. Only the top k tokens are ranked."""
     values_RC, ids_RC = top_columns(part.logits_RV, part.max_k)
     return _pick_ranked(part, part.keep(part.weigh(values_RC, values_RC[:, :1])), ids_RC)
 
 
 def _draw_open(part: _Part) -> Tensor:
-    """Draw from the whole vocabulary, where only min-p may exclude tokens: no order is needed."""
+    """Draw from the whole vocabulary when only min-p may exclude tokens. No ranking is needed."""
     weights_RV = part.weigh(part.logits_RV, part.logits_RV.amax(dim=-1, keepdim=True))
     return part.pick(weights_RV * (weights_RV >= part.min_p_R1)).flatten()
 
@@ -259,9 +259,9 @@ def _draw_open(part: _Part) -> Tensor:
 def _draw_ranked(part: _Part) -> Tensor:
     """Draw by top-p of the whole vocabulary, or by a wide top-k.
 
-    The most likely tokens nearly always sum to top_p, and the others need not be sorted (30 ms a row on a CPU for 262,144
-    tokens). A GPU sorts at once: the host would have to wait to know whether they do. With a wide top-k the sum that top-p
-    is a share of needs the sort.
+    On a CPU, sorting a row of 262,144 tokens takes 30 ms. The most likely tokens nearly always sum to top_p, and then the
+    others need not be sorted. A GPU always sorts, because the host would have to wait to know whether they do. A wide top-k
+    also needs the sort, for the sum that top-p is a share of.
     """
     width = part.logits_RV.shape[-1]
     if part.logits_RV.device.type != "cpu":
@@ -277,12 +277,12 @@ def _draw_ranked(part: _Part) -> Tensor:
 
 
 def _draw_sorted(part: _Part) -> Tensor:
-    """Draw by any filters: the whole vocabulary in order."""
+    """Draw with any filters, from the whole sorted vocabulary."""
     values_RV, ids_RV = part.logits_RV.sort(dim=-1, descending=True, stable=True)
     return _pick_ranked(part, part.keep(part.weigh(values_RV, values_RV[:, :1])), ids_RV)
 
 
 def _pick_ranked(part: _Part, weights_RC: Tensor, ids_RC: Tensor) -> Tensor:
-    """Pick among tokens that are not in the order of their ids."""
+    """Pick among tokens that are not sorted by id."""
     ids_RC, order_RC = ids_RC.sort(dim=-1)
     return ids_RC.gather(-1, part.pick(weights_RC.gather(-1, order_RC))).flatten()

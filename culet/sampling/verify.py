@@ -1,10 +1,10 @@
-"""Verify: which drafts the target accepts.
+"""Verify which drafts the target accepts.
 
-At every drafted position the target draws as it would without drafts, with the same random number, keyed by (seed, sample,
-position), and with penalties that count the drafts before it. Drafts are accepted as long as they equal the draws. The first
-draw that differs, or the one after the last draft, is the new token. So the output is token for token the output without a
-drafter, at any temperature, and the drafter's own distribution is not needed.
-Shapes: G verified sequences · K drawn tokens, the drafts' positions and one more.
+At every drafted position, the target draws as it would without drafts. It uses the same random number, keyed by (seed, sample,
+position), and penalties that count the drafts before the position. Drafts are accepted as long as they equal the draws. The
+first draw that differs, or the one after the last draft, is the new token. So the output equals the output without a drafter
+token for token, at any temperature, and the drafter's own distribution is not needed.
+Shapes: G verified sequences · K drawn tokens, one per draft and one more.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Accept = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def count_accepted(drawn_GK: Tensor, drafts_GK: Tensor, num_drafts_G: Tensor) -> Tensor:
-    """How many drafts each sequence keeps: int64 [G]. Columns from `num_drafts_G` on are padding."""
+    """Return how many drafts each sequence keeps, int64 [G]. Columns from `num_drafts_G` on are padding."""
     column_K = torch.arange(drawn_GK.shape[-1], device=drawn_GK.device)
     is_equal_GK = (drawn_GK == drafts_GK) & (column_K < num_drafts_G[:, None])
     return is_equal_GK.long().cumprod(dim=-1).sum(dim=-1)
 
 
 def force_accepted(count: int) -> Accept:
-    """For measurements: each sequence keeps `count` drafts, or all if it has fewer.
+    """Return an `Accept` for measurements. Each sequence keeps `count` drafts, or all if it has fewer.
 
-    All the work of drafting and verifying is done, but the output is nonsense.
+    All the work of drafting and verifying is still done, but the output is nonsense.
     """
 
     def accept(drawn_GK: Tensor, drafts_GK: Tensor, num_drafts_G: Tensor) -> Tensor:
