@@ -1,4 +1,4 @@
-"""Structured output: an answer must match a schema, a regex or a grammar.
+"""Structured output, which makes an answer match a schema, a regex or a grammar.
 
     request form  ->  GrammarSpec  ->  compiled grammar  ->  matcher      ->  mask
     (forms)           (types)          (compiler)            (matcher)        (compiler)

@@ -1,4 +1,4 @@
-"""Request forms: how clients ask for structured output (`response_format`, `structured_outputs`)."""
+"""Read the request forms in which clients ask for structured output (`response_format`, `structured_outputs`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NamedSchema(Struct):
 
 
 class ResponseFormat(Struct):
-    """OpenAI's form: plain text, any JSON object, or a document that matches a JSON schema."""
+    """OpenAI's form, for plain text, any JSON object, or a document that matches a JSON schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
