@@ -1,4 +1,4 @@
-"""What kernels ask about the device they run on. The answers are facts of `culet.hardware`."""
+"""Properties of the device that kernels run on. They come from `culet.hardware`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from culet import hardware
 
 @cache
 def device_facts(device: torch.device) -> tuple[int, int]:
-    """(capability as the tile tables name it, multiprocessors). Triton's interpreter on a CPU assumes an H200."""
+    """Return (capability, number of multiprocessors).
+
+    The capability is the one that the tile tables use. Triton's interpreter on a CPU assumes an H200.
+    """
     if device.type != "cuda":
         return hardware.ASSUMED_CAPABILITY, hardware.ASSUMED_MULTIPROCESSORS
     capability = hardware.nearest_capability(hardware.capability_of(device))
@@ -20,21 +23,21 @@ def device_facts(device: torch.device) -> tuple[int, int]:
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether `device` is a Hopper GPU, the only one that runs the Gluon kernels."""
+    """Return whether `device` is a Hopper GPU. Only Hopper GPUs run the Gluon kernels."""
     return device.type == "cuda" and hardware.is_hopper(hardware.capability_of(device))
 
 
 @cache
 def uses_pdl(device: torch.device) -> bool:
-    """Whether kernels on `device` may start while the one before still runs; see `dependent_launch`."""
+    """Return whether kernels on `device` may start while the previous one is still running. See `dependent_launch`."""
     return device.type == "cuda" and hardware.has_dependent_launch(hardware.capability_of(device))
 
 
 def shared_bytes(device: torch.device) -> int:
-    """Bytes of shared memory that one program may use on `device`."""
+    """Return the bytes of shared memory that one program may use on `device`."""
     return hardware.SHARED_BYTES[device_facts(device)[0]]
 
 
 def stages_that_fit(num_stages: int, bytes_per_stage: int, limit: int) -> int:
-    """How many of `num_stages` pipeline stages fit into shared memory. Tiles are tuned on the GPU that has the most."""
+    """Return how many of `num_stages` pipeline stages fit in shared memory. Tiles are tuned on the GPU that has the most."""
     return max(1, min(num_stages, limit // bytes_per_stage))

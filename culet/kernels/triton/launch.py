@@ -1,4 +1,4 @@
-"""A kernel with everything its launch needs: one description serves launching, compiling at start, and cross-compiling."""
+"""Describe a kernel with everything its launch needs. The description is used to launch, compile at start and cross-compile."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-_is_warming = False  # launches compile and do not run
-_compiled: dict[tuple[Any, ...], Any] = {}  # by everything that makes Triton compile another kernel
-_warmed: set[tuple[Any, ...]] = set()  # the same keys, of kernels that are compiled or being compiled
+_is_warming = False  # if True, launches compile and do not run
+_compiled: dict[tuple[Any, ...], Any] = {}  # by everything that makes Triton compile a different kernel
+_warmed: set[tuple[Any, ...]] = set()  # keys of kernels that are compiled or being compiled
 _parameters: dict[int, list[tuple[str, bool, bool]]] = {}  # by kernel: name, is constexpr, is not specialised
 _prepared: dict[tuple[Any, ...], _Prepared | None] = {}  # by the caller's key
 
 
 @contextmanager
 def only_warm() -> Iterator[None]:
-    """Inside, every launch compiles its kernel, or finds it on disk, and does not run."""
+    """Compile the kernel of every launch in this block, or find it on disk, without running it."""
     global _is_warming
     before, _is_warming = _is_warming, True
     try:
@@ -31,7 +31,7 @@ def only_warm() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Launch:
-    """`kernel[grid](**arguments)`; `options` are num_warps, num_stages and the like."""
+    """The launch `kernel[grid](**arguments)`. `options` are num_warps, num_stages and the like."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -42,7 +42,7 @@ class Launch:
         if _is_warming:
             self._warm_once()
             return
-        # Triton needs 50 to 100 us to find a kernel by its arguments, most of a small step's time. This needs a tenth.
+        # Triton takes 50 to 100 us to find a kernel by its arguments, most of a small step. This takes a tenth of that.
         key, values = self._key()
         compiled = None if key is None else _compiled.get(key)
         if key is None or compiled is None:
@@ -55,10 +55,10 @@ class Launch:
         compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
 
     def _key(self) -> tuple[tuple[Any, ...] | None, list[Any]]:
-        """A key of the compiled kernel, at least as fine as Triton's own, and the arguments in order.
+        """Return a key for the compiled kernel, at least as specific as Triton's own, and the arguments in order.
 
-        Tensors are passed as addresses: Triton would ask the driver about each one. The key is None where Triton launches
-        by itself: in its interpreter, and with arguments of other types.
+        Tensors are passed as addresses because Triton would ask the driver about each one. The key is None if Triton must do
+        the launch, which is in its interpreter and with arguments of other types.
         """
         kernel, arguments = self.kernel, self.arguments
         parameters = _parameters.get(id(kernel))
@@ -78,7 +78,7 @@ class Launch:
                 value = value.data_ptr()
                 key.append(value % 16)
             elif type(value) is int:
-                # Triton compiles another kernel for 1, for multiples of 16, and for what needs 64 bits.
+                # Triton compiles different kernels for 1, for multiples of 16, and for values that need 64 bits.
                 kind = 0 if is_plain else 1 if value == 1 else 2 if value % 16 == 0 else 3
                 key.append(kind if -(2**31) <= value < 2**31 else kind + 4)
             elif isinstance(value, TensorDescriptor):
@@ -91,7 +91,10 @@ class Launch:
         return tuple(key), values
 
     def prepare(self, tensors: Sequence[Tensor]) -> _Prepared | None:
-        """What later launches need that differ only in these tensors and the grid; None if two of the tensors are the same."""
+        """Return a prepared launch for later calls that differ only in these tensors and the grid.
+
+        Return None if that is not possible, for example because two of the tensors are the same.
+        """
         key, values = self._key()
         compiled = None if key is None else _compiled.get(key)
         places = {id(tensor): place for place, tensor in enumerate(tensors)}
@@ -107,7 +110,7 @@ class Launch:
         return _Prepared(compiled, key[1], values, sources)
 
     def _warm_once(self) -> None:
-        """`warm`, unless the same kernel was warmed before: a model's layers use the same ones again and again."""
+        """Call `warm` unless the same kernel was already warmed. The layers of a model share most kernels."""
         key, _ = self._key()
         if key is None or key not in _warmed:
             self.warm()
@@ -115,11 +118,11 @@ class Launch:
             _warmed.add(key)
 
     def warm(self) -> Any:
-        """Compile for the current device, or find the compiled kernel on disk; launches nothing."""
+        """Compile for the current device, or find the compiled kernel on disk, without launching it."""
         return self.kernel.warmup(**self.arguments, **self.options, grid=self.grid)
 
     def specialization(self) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], list[list[Any]]]]:
-        """Signature, constants and attributes that Triton compiles the kernel for: (types, values, alignments)."""
+        """Return the signature (types), constants and attributes (alignments) that Triton compiles the kernel for."""
         signature, constants, attributes = {}, {}, {}
         for index, parameter in enumerate(self.kernel.params):
             value = self.arguments[parameter.name]
@@ -138,26 +141,26 @@ class Launch:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b rounded up. Triton's `cdiv` works in kernels too, and takes 2 us on the host."""
+    """Return a / b rounded up. Triton's `cdiv` also works in kernels, but takes 2 us on the host."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least `n`."""
+    """Return the smallest power of two that is at least `n`."""
     return 1 << max(0, n - 1).bit_length()
 
 
 class _Prepared:
-    """A compiled kernel with all its arguments except tensors."""
+    """A compiled kernel with all of its arguments except tensors."""
 
     __slots__ = ("_compiled", "_device", "_sources", "_values")
 
     def __init__(self, compiled: Any, device: int, values: list[Any], sources: list[tuple[int, int]]) -> None:
         self._compiled, self._device, self._values = compiled, device, values
-        self._sources = sources  # index of a tensor among the kernel's arguments, and among the caller's
+        self._sources = sources  # each tensor's index in the kernel's arguments and in the caller's tensors
 
     def run(self, grid: tuple[int, int], tensors: Sequence[Tensor]) -> bool:
-        """Launch, and return True, if all tensors are aligned as the kernel was compiled for."""
+        """Launch and return True if all tensors have the alignment that the kernel was compiled for. Otherwise return False."""
         addresses = [tensor.data_ptr() for tensor in tensors]
         values = self._values.copy()
         for place, source in self._sources:
@@ -174,9 +177,9 @@ class _Prepared:
 def run_prepared(
     key: tuple[Any, ...], grid: tuple[int, int], tensors: Sequence[Tensor], describe: Callable[[], Launch]
 ) -> None:
-    """`describe().run()` the first time; later launches with this key differ only in `tensors` and `grid`.
+    """Run `describe()` the first time. Later launches with this key reuse it and may differ only in `tensors` and `grid`.
 
-    The key must hold everything else: shapes, strides and types of the tensors, flags, the device.
+    The key must include everything else, such as the tensors' shapes, strides and types, the flags and the device.
     """
     prepared = None if _is_warming else _prepared.get(key)
     if prepared is None or not prepared.run(grid, tensors):

@@ -1,4 +1,4 @@
-"""Small fused ops: embedding, GELU and SiLU products, per-layer embeddings, the logits' cap. float32, rounded once.
+"""Small fused ops, computed in float32 and rounded once.
 
     embed         table[ids] * scale
     gelu_mul      gelu(gate) * up, columns gate | up
@@ -24,7 +24,7 @@ from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2, run_prepared
 from culet.kernels.triton.maths import cap_tanh, gelu, silu
 
-BLOCK = 1024  # columns per program of the plain elementwise kernels: 128 threads x 8
+BLOCK = 1024  # columns per program in the plain elementwise kernels (128 threads x 8)
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def _gate_times_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y[t, n] = gelu(gate[t, n]) * value[t, n], or with silu instead of gelu."""
+    """Compute y[t, n] = gelu(gate[t, n]) * value[t, n], or the same with silu."""
     enter(PDL)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -80,7 +80,7 @@ def _ple_kernel(
     BLOCK_P: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_L layers of one token."""
+    """Compute BLOCK_L layers of one token."""
     enter(PDL)
     token = tl.program_id(0).to(tl.int64)
     layers = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
@@ -142,7 +142,7 @@ def describe_softcap(logits_LV: Tensor, cap: float, y_LV: Tensor, pdl: bool) -> 
 
 
 def embed(token_ids_T: Tensor, table_VD: Tensor, scale: float) -> Tensor:
-    """table[ids] * scale, [T, D]. The caller has rounded `scale` to the table's dtype."""
+    """Return table[ids] * scale, [T, D]. The caller has rounded `scale` to the table's dtype."""
     y_TD = torch.empty(token_ids_T.shape[0], table_VD.shape[1], dtype=table_VD.dtype, device=table_VD.device)
     if y_TD.shape[0]:
         describe_embed(token_ids_T, table_VD, scale, y_TD, uses_pdl(y_TD.device)).run()
@@ -164,24 +164,24 @@ def _gate_times(gate_TN: Tensor, value_TN: Tensor, *, is_silu: bool) -> Tensor:
 
 
 def gelu_mul(gate_up_TF: Tensor) -> Tensor:
-    """gelu_tanh(gate) * up; the columns are gate | up."""
+    """Return gelu_tanh(gate) * up. The columns are gate | up."""
     gate, up = gate_up_TF.chunk(2, -1)
     return gelu_gate(gate, up)
 
 
 def silu_mul(gate_up_TF: Tensor) -> Tensor:
-    """silu(gate) * up; the columns are gate | up. DFlash drafters' MLPs use it."""
+    """Return silu(gate) * up. The columns are gate | up. The MLPs of DFlash drafters use this."""
     gate, up = gate_up_TF.chunk(2, -1)
     return _gate_times(gate, up, is_silu=True)
 
 
 def gelu_gate(gate_TP: Tensor, value_TP: Tensor) -> Tensor:
-    """gelu_tanh(gate) * value, for per-layer embeddings."""
+    """Return gelu_tanh(gate) * value, for per-layer embeddings."""
     return _gate_times(gate_TP, value_TP, is_silu=False)
 
 
 def ple_combine(context_TX: Tensor, embedded_TX: Tensor, weight_P: Tensor, scale: float, eps: float) -> Tensor:
-    """Per-layer inputs [T, layers, P]: (norm(context * scale) * weight + embedded) / sqrt(2)."""
+    """Return the per-layer inputs [T, layers, P], (norm(context * scale) * weight + embedded) / sqrt(2)."""
     num_tokens, width = context_TX.shape
     y_TLP = context_TX.new_empty(num_tokens, width // weight_P.shape[0], weight_P.shape[0])
     if num_tokens:
@@ -190,7 +190,7 @@ def ple_combine(context_TX: Tensor, embedded_TX: Tensor, weight_P: Tensor, scale
 
 
 def softcap(logits_LV: Tensor, cap: float | None) -> Tensor:
-    """cap * tanh(logits / cap) in float32; may overwrite float32 logits."""
+    """Return cap * tanh(logits / cap) in float32. float32 logits may be overwritten."""
     if cap is None or logits_LV.shape[0] == 0:
         return logits_LV.float()
     y_LV = logits_LV if logits_LV.dtype == torch.float32 else torch.empty_like(logits_LV, dtype=torch.float32)

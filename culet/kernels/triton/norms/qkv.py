@@ -1,11 +1,13 @@
-"""From the merged projection to what attention reads: per-head norm, rope, latent rows and the KV store, in one launch.
+"""Turn the merged projection into the inputs of attention. One launch does the norm per head, rope and the KV store.
 
-    n = projected head / rms; q = rope(n * w), k = rope(n * w), v = n                 (columns nope | rot)
-    K=V layers: one projection with columns rot | nope; v = n, k = rope of its rot columns
-    latent rows: v_rot | nope | k_rot, one per KV head; queries include the key norm's weights of the nope columns
+    n = projected head / rms, q = rope(n * w), k = rope(n * w), v = n                 (columns nope | rot)
 
-A program handles one token and a few heads, either queries or KV heads. New KV goes to its `kv_address`
-(page * page_tokens + offset; -1: nowhere) and to fresh tensors.
+K=V layers have one projection with columns rot | nope. There v = n, and k is the same with rope on its rot columns. A latent
+row is v_rot | nope | k_rot, one per KV head, and queries include the key norm's weights for the nope columns.
+
+A program handles one token and a few heads, either queries or KV heads. New KV is written to fresh tensors and to its
+`kv_address`, which is page * page_tokens + offset, or -1 if it is not stored.
+
 Shapes: T tokens · N query heads · G KV heads · M = N + G · H head size · R rotated dims · X all projected columns.
 """
 
@@ -25,7 +27,7 @@ from culet.kernels.types import HeadShape, Rope
 
 
 class Stores(NamedTuple):
-    """Where new KV goes: as the kernel reads it, page * page_tokens + offset, -1: nowhere."""
+    """The address of each token's new KV, page * page_tokens + offset, or -1 if it is not stored."""
 
     kv_address_T: Tensor
 
@@ -34,7 +36,7 @@ class Stores(NamedTuple):
 def _rope_kernel(
     positions, inv_freq, cos, sin, T, HALF: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
 ):
-    """cos and signed sin [T, 2 * HALF] of position * frequency."""
+    """Compute cos and signed sin [T, 2 * HALF] of position * frequency."""
     enter(PDL)
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.arange(0, BLOCK_H)
@@ -50,7 +52,7 @@ def _rope_kernel(
 
 
 class _Parts(NamedTuple):
-    """Heads in parts: both halves of the rotated columns, and the other columns (unused if all columns are rotated)."""
+    """The columns of some heads: both halves of the rotated ones, and the others. Those are unused if all are rotated."""
 
     first: Any
     second: Any
@@ -62,7 +64,7 @@ def _load_heads(
     base, heads, is_head,
     ROT: tl.constexpr, NOPE: tl.constexpr, H: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Heads of the [.., H] rows at `base` in float32; rotated columns begin at ROT, the others at NOPE."""
+    """Load heads of the [.., H] rows at `base` in float32. Rotated columns begin at ROT, the others at NOPE."""
     half = tl.arange(0, R // 2)[None, :]
     rows = base + heads[:, None] * H
     first = tl.load(rows + ROT + half, mask=is_head[:, None], other=0.0).to(tl.float32)
@@ -79,7 +81,7 @@ def _load_projected(
     base, heads, is_head, part_stride, NUM_PARTS: tl.constexpr,
     ROT: tl.constexpr, NOPE: tl.constexpr, H: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """`_load_heads` of rows that are the sum of NUM_PARTS rows, `part_stride` apart."""
+    """Load heads whose rows are the sum of NUM_PARTS rows, `part_stride` apart."""
     x = _load_heads(base, heads, is_head, ROT, NOPE, H, R, BLOCK_P)
     for part in tl.static_range(1, NUM_PARTS):
         y = _load_heads(base + part * part_stride, heads, is_head, ROT, NOPE, H, R, BLOCK_P)
@@ -89,7 +91,7 @@ def _load_projected(
 
 @triton.jit
 def _inverse_rms(x, H: tl.constexpr, R: tl.constexpr, eps: tl.constexpr):
-    """1 / root mean square of each head, as a column."""
+    """Return 1 / root mean square of each head, as a column."""
     squares = tl.sum(x.first * x.first, 1) + tl.sum(x.second * x.second, 1)
     if R < H:
         squares += tl.sum(x.nope * x.nope, 1)
@@ -108,13 +110,13 @@ def _weighted(x, weight):
 
 @triton.jit
 def _load_turn(cos, sin, token, half, R: tl.constexpr):
-    """cos and sin of the token's angles, one per pair of rotated columns."""
+    """Load cos and sin of the token's angles, one per pair of rotated columns."""
     return tl.load(cos + token * R + half), tl.load(sin + token * R + R // 2 + half)
 
 
 @triton.jit
 def _as_stored(x, IS_FP8: tl.constexpr):
-    """Keys or values rounded to what pages hold: attention reads the same from fresh and stored KV."""
+    """Round keys or values as in pages, so that attention reads the same fresh and stored KV."""
     if IS_FP8:
         x = x.to(tl.float8e4nv).to(tl.float32)
     return x
@@ -127,7 +129,7 @@ def _all_as_stored(x, IS_FP8: tl.constexpr):
 
 @triton.jit
 def _turned(x, c, s, IS_FP8: tl.constexpr):
-    """Rope of the rotated columns. With IS_FP8, all columns are rounded to what fp8 pages hold."""
+    """Apply rope to the rotated columns. With IS_FP8, round all columns to fp8 as in pages."""
     first = _as_stored(x.first * c - x.second * s, IS_FP8)
     second = _as_stored(x.second * c + x.first * s, IS_FP8)
     return _Parts(first, second, _as_stored(x.nope, IS_FP8))
@@ -149,7 +151,7 @@ def _store_heads(
 
 @triton.jit
 def _store_latent(rows, k, v, mask, H: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Store rows v_rot | nope | k_rot: V is a row's first H columns, K its last H."""
+    """Store rows v_rot | nope | k_rot. The first H columns of a row are V and the last H are K."""
     _store_heads(rows, v, mask, 0, R, H, R, BLOCK_P)
     _store_heads(rows, k, mask, H, 0, R, R, BLOCK_P)  # as if the heads had rotated columns only
 
@@ -160,8 +162,8 @@ def _prepare_queries(
     N: tl.constexpr, H: tl.constexpr, R: tl.constexpr, eps: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_P: tl.constexpr, NUM_PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Queries of some heads of one token, whose projection begins at `base`."""
-    ROT: tl.constexpr = H - R  # where rotated columns begin; the others begin at 0
+    """Compute queries for some heads of one token, whose projection begins at `base`."""
+    ROT: tl.constexpr = H - R  # where rotated columns begin. The others begin at 0.
     is_head = heads < N
     if HEADS == 1:
         w = _load_heads(weight, heads, is_head, ROT, 0, H, R, BLOCK_P)
@@ -182,7 +184,7 @@ def _prepare_values(
     H: tl.constexpr, R: tl.constexpr, eps: tl.constexpr, K_EQ_V: tl.constexpr, NORM_V: tl.constexpr, IS_FP8: tl.constexpr,
     BLOCK_P: tl.constexpr, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Values of some heads, from their own projection at `base`, or the keys' normed projection `n` if they share it."""
+    """Return values of some heads, from their own projection at `base` or from the keys' normed projection `n`."""
     if K_EQ_V:
         v = n
     else:
@@ -200,7 +202,7 @@ def _prepare_keys_values(
     K_EQ_V: tl.constexpr, IS_LATENT: tl.constexpr, NORM_V: tl.constexpr, IS_FP8: tl.constexpr, HAS_STORE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_P: tl.constexpr, NUM_PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of some heads of one token, whose projection begins at `base`. With HAS_STORE, also to pages."""
+    """Compute keys and values for some heads of one token, whose projection begins at `base`. HAS_STORE also stores them."""
     ROT: tl.constexpr = 0 if K_EQ_V else H - R  # where rotated and other columns begin in the projection
     NOPE: tl.constexpr = R if K_EQ_V else 0
     is_head = heads < G
@@ -248,10 +250,10 @@ def _prepare_kernel(
     K_EQ_V: tl.constexpr, IS_LATENT: tl.constexpr, NORM_V: tl.constexpr, IS_FP8: tl.constexpr, HAS_STORE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_P: tl.constexpr, NUM_PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token: queries in the first cdiv(N, HEADS) programs, keys and values in the others.
+    """Prepare HEADS heads of one token. The first cdiv(N, HEADS) programs do queries. The others do keys and values.
 
-    With one head per program its weights are loaded before the wait; with several, which need the registers, later.
-    The projection is the sum of NUM_PARTS parts.
+    A program with one head loads its weights before the wait. A program with several loads them later, since it needs the
+    registers. The projection is the sum of NUM_PARTS parts.
     """
     token = tl.program_id(1).to(tl.int64)
     half = tl.arange(0, R // 2)[None, :]
@@ -278,7 +280,9 @@ def describe_rope(positions_T: Tensor, inv_freq: Tensor, turn: Rope, pdl: bool) 
     return Launch(_rope_kernel, (cdiv(num_tokens, 4),), arguments, options(4, pdl))
 
 
-FEW_TOKENS = 64  # up to here one head per program, for latency; above several, as starting a program costs more than its reads
+# Up to this many tokens, a program has one head, for latency. Above it, a program has several, because starting a program costs
+# more than its reads.
+FEW_TOKENS = 64
 
 
 def _heads_per_program(num_tokens: int, head_dim: int) -> int:
@@ -300,7 +304,7 @@ def describe_prepare(
     outs: tuple[Tensor, Tensor, Tensor],
     pdl: bool,
 ) -> Launch:
-    """`outs` is (q, k, v), or (q, rows, rows) with latent rows; `qkv_TX` may be parts."""
+    """Describe the launch. `outs` is (q, k, v), or (q, rows, rows) with latent rows. `qkv_TX` may be parts."""
     num_tokens = qkv_TX.shape[-2]
     num_parts, part_stride = (qkv_TX.shape[0], qkv_TX.stride(0)) if qkv_TX.dim() == 3 else (1, 0)
     size, rotated = heads.head_dim, heads.rotated_dims
@@ -342,7 +346,7 @@ def describe_prepare(
 
 
 def rope(positions_T: Tensor, inv_freq: Tensor) -> Rope:
-    """cos and signed sin of position * frequency, once per step for all layers of a kind."""
+    """Return cos and signed sin of position * frequency. Call once per step for all layers of a kind."""
     shape = (positions_T.shape[0], 1, 2 * inv_freq.shape[0])
     cos, sin = (torch.empty(shape, dtype=torch.float32, device=positions_T.device) for _ in range(2))
     turn = Rope(cos, sin)
@@ -352,12 +356,15 @@ def rope(positions_T: Tensor, inv_freq: Tensor) -> Rope:
 
 
 def stores(kv_address_T: Tensor, page_tokens: int) -> Stores:
-    """KV addresses (page * page_tokens + offset, -1: not stored) as `prepare_qkv` takes them: unchanged, no host sync."""
+    """Convert KV addresses to the form that `prepare_qkv` takes. They stay unchanged, so the host does not wait.
+
+    An address is page * page_tokens + offset, or -1 if the token is not stored.
+    """
     return Stores(kv_address_T)
 
 
 def prepare_q(q_TX: Tensor, weight_NH: Tensor, turn: Rope, heads: HeadShape, dtype: torch.dtype | None = None) -> Tensor:
-    """Per-head norm, weight and rope of queries only, [T, N, H] in `dtype` (default: q's). `q_TX` may be parts."""
+    """Apply per-head norm, weight and rope to queries. Return [T, N, H] in `dtype` (default: q's). `q_TX` may be parts."""
     q = q_TX.new_empty(q_TX.shape[-2], heads.num_heads, heads.head_dim, dtype=dtype or q_TX.dtype)
     # A layer that reads another layer's KV has no KV heads, so no program writes the last two outputs.
     _prepare(q_TX, weight_NH, turn, None, None, heads, (q, q, q))
@@ -373,11 +380,11 @@ def prepare_qkv(
     heads: HeadShape,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as attention reads them; stores the new KV in its pages.
+    """Return queries, keys and values as attention reads them, and store the new KV in its pages.
 
-    `weight_MH` has a row for each query and key head. planes [plane, page, G, token, width], in the activations' dtype or
-    e4m3. Returns q [T, N, H], k and v [T, G, H] (of a latent: overlapping views), the last two rounded as in pages. They are
-    in `dtype`, by default that of `qkv_TX`, which may be parts [S, T, X].
+    `weight_MH` has a row for each query and key head. `planes` is [plane, page, G, token, width], in the activations' dtype or
+    e4m3. The results are q [T, N, H], k and v [T, G, H]. In a latent layer, k and v are overlapping views. k and v are rounded
+    as in pages. All are in `dtype`, by default that of `qkv_TX`, which may be parts [S, T, X].
     """
     num_tokens, size, num_kv = qkv_TX.shape[-2], heads.head_dim, heads.num_kv_heads
     dtype = dtype or qkv_TX.dtype
@@ -401,7 +408,7 @@ def _prepare(
     heads: HeadShape,
     outs: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Launch `describe_prepare`, if there are tokens."""
+    """Run the launch of `describe_prepare` if there are tokens."""
     q = outs[0]
     num_tokens = q.shape[0]
     if not num_tokens:
@@ -413,6 +420,6 @@ def _prepare(
     run_prepared(
         ("prepare", types, heads, num_tokens <= FEW_TOKENS, num_parts, qkv_TX.stride(), layout, bool(stored)),
         _prepare_grid(num_tokens, heads),
-        (qkv_TX, weight_MH, turn.cos_T1R, turn.sin_T1R, *stored, *dict.fromkeys(outs)),  # each output once
+        (qkv_TX, weight_MH, turn.cos_T1R, turn.sin_T1R, *stored, *dict.fromkeys(outs)),  # without duplicate outputs
         lambda: describe_prepare(qkv_TX, weight_MH, turn, planes, kv_address_T, heads, outs, uses_pdl(q.device)),
     )

@@ -1,11 +1,12 @@
-"""RMS norms fused with residual adds, layer scalars and the next block's norm. One program per token.
+"""RMS norms fused with residual adds, layer scalars and the next block's norm. A program handles one token.
 
     norm(x, w) = x / sqrt(mean(x^2) + eps) * w                                        rms_norm
-    x' = (x + norm(delta, w)) * scalar; next = norm(x', next_w)                       residual_norm (w None: x + delta)
+    x' = (x + norm(delta, w)) * scalar, next = norm(x', next_w)                       residual_norm (x + delta if w is None)
     the same with two next norms (dense MLP and experts read one stream)             residual_norm_two
     the same with delta = norm(a, w_a) + norm(b, w_b) (dense MLP and experts summed)  residual_norm_joint
 
-Arithmetic is float32; x' is rounded once, and the next norm reads the rounded x', as every later reader does.
+Arithmetic is float32. x' is rounded once, and the next norm reads the rounded x', as all later ops do.
+
 Shapes: T tokens · D model.
 """
 
@@ -25,7 +26,7 @@ from culet.kernels.triton.launch import Launch, next_power_of_2, run_prepared
 
 @triton.jit
 def _norm(x, weight, D: tl.constexpr, eps: tl.constexpr):
-    """norm of a float32 row whose columns past D are zero; the weights are already loaded."""
+    """Return the norm of a float32 row whose columns past D are zero. `weight` is already loaded."""
     return x * tl.rsqrt(tl.sum(x * x, 0) / D + eps) * weight
 
 
@@ -99,11 +100,11 @@ def _residual_norm_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All residual norms of this file. The outputs are contiguous [T, D]; delta is the sum of its parts."""
+    """Compute any residual norm of this file. The outputs are contiguous [T, D]. delta is the sum of its parts."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_D)
     inside = cols < D
-    # Weights first: they need no other kernel's output, and one cache miss after another would cost more than the rest.
+    # Load all weights first. They need no other kernel's output, and consecutive cache misses would cost more than the rest.
     if HAS_NORM:
         w = _load(weight, cols, inside)
     if IS_JOINT:
@@ -138,7 +139,8 @@ def _residual_norm_kernel(
         tl.store(out_b + token * D + cols, (row * scale * w_b).to(out.dtype.element_ty), mask=inside)
 
 
-FEW_TOKENS = 64  # up to here the time of one program counts; above, how many programs run at once
+# Up to this many tokens, the time of one program matters. Above it, the number of programs that run at once matters.
+FEW_TOKENS = 64
 
 
 def _num_warps(size: int, num_tokens: int) -> int:
@@ -180,14 +182,15 @@ def describe_residual(
     outs: tuple[Tensor, ...],
     pdl: bool,
 ) -> Launch:
-    """`deltas` is one tensor, or two that are normed and summed; the first may be parts [S, T, D].
+    """Describe the launch. `deltas` is one tensor, or two that are normed and summed. The first may be parts [S, T, D].
 
-    `weights` are those of the two deltas' norms, if there are two, then that of the norm before the add (none: no norm).
+    `weights` has the norm weights of the deltas if there are two, then the weight of the norm before the add. If it is empty,
+    delta is not normed.
     """
     num_tokens, size = x_TD.shape
     is_joint = len(deltas) == 2
     num_parts, part_stride = (deltas[0].shape[0], deltas[0].stride(0)) if deltas[0].dim() == 3 else (1, 0)
-    spare = outs[0]  # for pointers that are neither read nor written
+    spare = outs[0]  # stands in for pointers that are neither read nor written
     arguments: dict[str, Any] = {
         "x": x_TD,
         "delta": deltas[0],
@@ -242,7 +245,7 @@ def _residual(
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight: the weight itself, not 1 + weight."""
+    """Return x / rms(x) * weight. The factor is the weight itself, not 1 + weight."""
     y_TD = torch.empty_like(x_TD)
     if x_TD.shape[0]:
         describe_rms_norm(x_TD, weight_D, eps, y_TD, uses_pdl(x_TD.device)).run()
@@ -250,7 +253,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def sum_norms(a_TD: Tensor, b_TD: Tensor, weight_a_D: Tensor, weight_b_D: Tensor, eps: float) -> Tensor:
-    """norm(a) * weight_a + norm(b) * weight_b: dense MLP and experts before their common norm."""
+    """Return norm(a) * weight_a + norm(b) * weight_b, the dense MLP plus the experts."""
     y_TD = torch.empty_like(a_TD)
     if a_TD.shape[0]:
         describe_sum_norms(a_TD, b_TD, weight_a_D, weight_b_D, eps, y_TD, uses_pdl(a_TD.device)).run()
@@ -260,10 +263,10 @@ def sum_norms(a_TD: Tensor, b_TD: Tensor, weight_a_D: Tensor, weight_b_D: Tensor
 def residual_norm(
     x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor | None, scalar: Tensor | None, next_weight_D: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """x' = (x + norm(delta) * weight) * scalar, and the next block's input norm(x') * next_weight (None: not wanted).
+    """Return x' = (x + norm(delta) * weight) * scalar and the next block's input, norm(x') * next_weight.
 
-    Without a `weight_D` delta is not normed, as in decoders that norm only before their blocks. delta may be parts [S, T, D],
-    which are summed.
+    The second is None if `next_weight_D` is None. If `weight_D` is None, delta is not normed, as in decoders that norm only
+    before their blocks. delta may be parts [S, T, D], which are summed.
     """
     outs = _residual(
         x_TD,
@@ -279,7 +282,7 @@ def residual_norm(
 def residual_norm_two(
     x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, next_a_D: Tensor, next_b_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x' = x + norm(delta) * weight, and both norm(x') * next_a and norm(x') * next_b."""
+    """Return x' = x + norm(delta) * weight, norm(x') * next_a and norm(x') * next_b."""
     out, out_a, out_b = _residual(x_TD, (delta_TD,), (weight_D,), None, (next_a_D, next_b_D), eps)
     return out, out_a, out_b
 
@@ -293,6 +296,6 @@ def residual_norm_joint(
     next_weight_D: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """residual_norm of delta = norm(a) * weights[0] + norm(b) * weights[1], where weights[2] is delta's norm weight."""
+    """Return `residual_norm` for delta = norm(a) * weights[0] + norm(b) * weights[1]. weights[2] is delta's norm weight."""
     outs = _residual(x_TD, (a_TD, b_TD), weights, scalar, () if next_weight_D is None else (next_weight_D,), eps)
     return outs[0], outs[1] if next_weight_D is not None else None

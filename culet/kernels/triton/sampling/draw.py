@@ -1,16 +1,17 @@
-"""From logits to tokens on the GPU without a host sync: what `sampling/sampler.py` specifies, in two or three launches.
+"""Draw tokens from logits on the GPU, in two or three launches without a host sync. `sampling/sampler.py` is the specification.
 
-A first pass over the logits writes the largest logit of every chunk of 256 columns (`peaks`). Everything else reads few
-chunks: the k largest logits are in the k chunks with the largest peaks (equal ones in order of column), since each of those
-chunks has a column that precedes every column outside them. Per row, by its settings:
+A first pass over the logits writes the largest logit of every chunk of 256 columns (`peaks`). All later work reads only a few
+chunks. The k largest logits are in the k chunks with the largest peaks (equal ones in order of column), because each of those
+chunks has a column that precedes every column outside them. The settings of a row decide how its token is drawn:
 
-    temperature 0            the best chunk's best column
-    top-k up to MAX_TOP_K    the k chunks, the k best columns in them, top-p and min-p among those, one draw
-    no top-k, top-p 1        float64 weights of all columns summed per chunk (a second pass), one draw
+    temperature 0            take the best column of the best chunk
+    top-k up to MAX_TOP_K    take the k best chunks and the k best columns in them, apply top-p and min-p, then draw
+    no top-k, top-p 1        sum the float64 weights of all columns per chunk (a second pass), then draw
 
 The eager sampler draws all other rows (large top-k, top-p of the whole vocabulary). A draw takes one Philox number keyed by
-(seed, sample, position) and inverts the cumulative weights in order of token id; weights and sums are float64.
-Shapes: R rows · V vocabulary · C chunks · S slots · L tokens of a slot.
+(seed, sample, position) and inverts the cumulative weights in order of token id. Weights and sums are float64.
+
+Shapes: R rows · V vocabulary · C chunks · S slots · L tokens per slot.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from culet.kernels.types import Ranked, RowSettings
 
 CHUNK = 256
 MAX_TOP_K = 64
-TILE_CHUNKS = 16  # chunks per program of the passes over all logits
+TILE_CHUNKS = 16  # chunks per program in the passes over all logits
 LOWEST: tl.constexpr = tl.constexpr(-(2**31))
 FEW: tl.constexpr = tl.constexpr(16)  # chunks whose best columns are gathered at a time
 
 
 @triton.jit
 def _sortable(x):
-    """float32 as int32 in the same order; -0.0 and 0.0 are equal."""
+    """Map float32 to int32 in the same order. -0.0 and 0.0 are equal."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _load_logits(logits, cols, mask):
-    """Logits of one row, -inf outside `mask`."""
+    """Load logits of one row, with -inf outside `mask`."""
     return tl.load(logits + cols, mask=mask, other=float("-inf")).to(tl.float32)
 
 
@@ -60,7 +61,7 @@ def _peaks_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """peaks[r, c] = largest logit of chunk c, sums[r, c] = sum of exp(logit - peak)."""
+    """Write the largest logit of chunk c to peaks[r, c], and the sum of exp(logit - peak) to sums[r, c]."""
     enter(PDL)
     row = tl.program_id(1).to(tl.int64)
     chunks = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
@@ -89,7 +90,7 @@ def _weights_kernel(
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """weights[r, c] = float64 sum of the weights of chunk c, for rows that draw from the whole vocabulary."""
+    """Write the float64 sum of the weights of chunk c to weights[r, c], for rows that draw from the whole vocabulary."""
     enter(PDL)
     row = tl.program_id(1).to(tl.int64)
     heat = tl.load(temperature + row)
@@ -105,14 +106,14 @@ def _weights_kernel(
 
 @triton.jit
 def _weigh(values, best, heat, least):
-    """float64 exp((logit - best) / temperature), 0 below `least`."""
+    """Return exp((logit - best) / temperature) in float64, or 0 if it is below `least`."""
     share = tl.exp((values.to(tl.float64) - best.to(tl.float64)) / heat)
     return tl.where(share >= least, share, 0.0)
 
 
 @triton.jit
 def _threshold(keys, k, low):
-    """A key t such that at least k keys are >= t and fewer than k are > t; at least k keys must be >= `low`."""
+    """Return a key t such that at least k keys are >= t and fewer than k are > t. At least k keys must be >= `low`."""
     high = tl.max(keys, 0).to(tl.int64) + 1
     low = low.to(tl.int64)
     while high - low > 1:
@@ -136,9 +137,9 @@ def _select(
     BLOCK_C: tl.constexpr,
     TOP: tl.constexpr,
 ):
-    """The k <= TOP best columns of a row, in order of column: ids and values [TOP], the first k are valid.
+    """Return the ids and values [TOP] of the k <= TOP best columns of a row, in order of column. The first k are valid.
 
-    `places` (2 * TOP elements) and `values_out` (TOP) are this row's scratch.
+    `places` (2 * TOP elements) and `values_out` (TOP) are scratch memory for this row.
     """
     every = tl.arange(0, BLOCK_C)
     heights = tl.load(peaks + every, mask=every < num_chunks, other=float("-inf"))
@@ -156,13 +157,13 @@ def _select(
     cols = chunks[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     mask = (slots < num_picked)[:, None] & (cols < V)
     keys2 = tl.where(mask, _sortable(_load_logits(logits, cols, mask)), LOWEST)
-    keys2 = tl.reshape(keys2, (TOP * WIDTH,), can_reorder=True)  # in any order, since they are only counted
-    # Where k chunks were picked, each has a column at its peak, so at least k columns reach the lowest of those peaks.
+    keys2 = tl.reshape(keys2, (TOP * WIDTH,), can_reorder=True)  # The order does not matter because keys are only counted.
+    # If k chunks were picked, each has a column at its peak, so at least k columns reach the lowest of those peaks.
     low = tl.where(num_picked == k, bound, LOWEST)
     k = tl.minimum(k, V)
     bound2 = _threshold(keys2, k, low)
     spare2 = k - tl.sum((keys2 > bound2).to(tl.int32), 0)
-    # Gather them a few chunks at a time: all at once would need more registers and shared memory than there are.
+    # Gather the columns a few chunks at a time. All at once would need more registers and shared memory than there are.
     num_kept = 0
     num_equal = 0
     for begin in tl.range(0, TOP, FEW):
@@ -190,7 +191,7 @@ def _select(
 
 @triton.jit
 def _uniform(seed, sample, position):
-    """53 random bits as float64 in [0, 1), the same as in `sampling/philox.py`."""
+    """Return 53 random bits as float64 in [0, 1), the same as in `sampling/philox.py`."""
     x0, x1, _, _ = tl.philox(seed, position.to(tl.int32), sample.to(tl.int32), 0, 0)
     bits = ((x0 >> 5).to(tl.int64) << 26) + (x1 >> 6).to(tl.int64)
     return bits.to(tl.float64) * 1.1102230246251565e-16
@@ -198,7 +199,7 @@ def _uniform(seed, sample, position):
 
 @triton.jit
 def _pick_best(logits, peaks, V, num_chunks, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Column of the largest logit, the lowest of equal ones."""
+    """Return the column of the largest logit, or the lowest such column if several are equal."""
     every = tl.arange(0, BLOCK_C)
     heights = tl.load(peaks + every, mask=every < num_chunks, other=float("-inf"))
     chunk = tl.min(tl.where((heights == tl.max(heights, 0)) & (every < num_chunks), every, BLOCK_C - 1), 0)
@@ -209,19 +210,19 @@ def _pick_best(logits, peaks, V, num_chunks, WIDTH: tl.constexpr, BLOCK_C: tl.co
 
 @triton.jit
 def _pick_few(ids, values, number, uniform, heat, nucleus, least, TOP: tl.constexpr):
-    """One of the first `number` ids, which are in ascending order, by temperature, top-p and min-p."""
+    """Draw one of the first `number` ids, which are in ascending order, by temperature, top-p and min-p."""
     slots = tl.arange(0, TOP)
     is_real = slots < number
     share = tl.where(is_real, _weigh(values, tl.max(values, 0), heat, 0.0), 0.0)
-    # A token precedes another if its logit is larger, or equal with a lower id.
+    # A token precedes another if its logit is larger, or if the logits are equal and its id is lower.
     other = values[None, :]
     is_before = (other > values[:, None]) | ((other == values[:, None]) & (slots[None, :] < slots[:, None]))
     before = tl.sum(tl.where(is_before, share[None, :], 0.0), 1)
-    # Top-p 1 keeps everything, including what rounding would drop.
+    # Top-p 1 keeps all tokens, including those that rounding would drop.
     limit = tl.where(nucleus >= 1.0, float("inf"), nucleus * tl.sum(share, 0))
     share = tl.where((before < limit) & (share >= least), share, 0.0)
     place = tl.sum((is_real & (tl.cumsum(share, 0) <= uniform * tl.sum(share, 0))).to(tl.int32), 0)
-    # Rounding may leave no sum above the target: then take the last token with any weight.
+    # If rounding leaves no sum above the target, take the last token with any weight.
     place = tl.minimum(place, tl.max(tl.where(share > 0, slots, 0), 0))
     return tl.sum(tl.where(slots == place, ids, 0), 0)
 
@@ -239,7 +240,7 @@ def _pick_open(
     WIDTH: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One of all columns, by temperature and min-p: first find the chunk in which the running sum passes the target."""
+    """Draw one of all columns, by temperature and min-p. First find the chunk in which the running sum passes the target."""
     every = tl.arange(0, BLOCK_C)
     inside = tl.arange(0, WIDTH)
     best = tl.max(tl.load(peaks + every, mask=every < num_chunks, other=float("-inf")), 0)
@@ -279,7 +280,7 @@ def _draw_kernel(
     TOP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """tokens[r], by the row's settings. One program per row."""
+    """Draw tokens[r] by the settings of row r. Each program draws one row."""
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     my_logits = logits + row * logits_stride
@@ -325,7 +326,7 @@ def _logprobs_kernel(
     TOP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """log-softmax of a row at its chosen token and at its k best tokens, in descending order."""
+    """Write the log-softmax of a row at its chosen token and at its k best tokens, in descending order."""
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
@@ -349,7 +350,7 @@ def _logprobs_kernel(
 
 
 def describe_peaks(logits_RV: Tensor, out: tuple[Tensor, Tensor | None], pdl: bool) -> Launch:
-    """`out` is (peaks, sums or None)."""
+    """Describe the launch. `out` is (peaks, sums or None)."""
     num_rows, width = logits_RV.shape
     peaks, sums = out
     arguments = _common(logits_RV) | {"peaks": peaks, "sums": peaks if sums is None else sums}
@@ -368,7 +369,7 @@ def _common(logits_RV: Tensor) -> dict[str, Any]:
 
 
 def describe_draw(logits_RV: Tensor, settings: RowSettings, positions_R: Tensor, tokens_R: Tensor, **ways: Any) -> list[Launch]:
-    """All launches of a draw. `ways`: has_few, has_open (whether there may be rows of these kinds), pdl."""
+    """Describe all launches of a draw. `ways` are `pdl`, and `has_few` and `has_open` as in `draw`."""
     num_rows, width = logits_RV.shape
     device, pdl = logits_RV.device, bool(ways.get("pdl", False))
     has_few, has_open = bool(ways.get("has_few", True)), bool(ways.get("has_open", True))
@@ -405,10 +406,11 @@ def draw(
     has_few: bool = True,
     has_open: bool = True,
 ) -> Tensor:
-    """One token per row, int64 [R]: greedy, top-k up to MAX_TOP_K with top-p and min-p, or only temperature and min-p.
+    """Draw one token per row, int64 [R].
 
-    `positions_R` (int32) is the position of each token in its sequence. `has_few` and `has_open` are false if the caller knows
-    that no row is of that kind.
+    A row may be greedy, or have a top-k of up to MAX_TOP_K with top-p and min-p, or have only temperature and min-p.
+    `positions_R` (int32) is the position of each token in its sequence. `has_few` and `has_open` may be
+    false if the caller knows that no row has a top-k, or that none draws from the whole vocabulary.
     """
     tokens_R = torch.empty(logits_RV.shape[0], dtype=torch.int64, device=logits_RV.device)
     if logits_RV.shape[0]:
@@ -435,7 +437,7 @@ def describe_logprobs(logits_LV: Tensor, chosen_L: Tensor, num_top: int, out: Ra
 
 
 def logprobs(logits_LV: Tensor, chosen_L: Tensor, num_top: int) -> Ranked:
-    """log_softmax at the chosen tokens and at the `num_top` most likely ones (at most MAX_TOP_K), equal ones by id."""
+    """Return log_softmax at the chosen tokens and the `num_top` most likely (at most MAX_TOP_K). Order equal ones by id."""
     num_rows, num_top = logits_LV.shape[0], min(num_top, logits_LV.shape[1])
     assert num_top <= MAX_TOP_K, f"at most {MAX_TOP_K} top log-probabilities, got {num_top}"
     out = Ranked(

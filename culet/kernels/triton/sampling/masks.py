@@ -1,4 +1,4 @@
-"""Biases of single tokens and a grammar's bitmask, applied to logits in place on the GPU: one launch each.
+"""Apply biases of single tokens and a grammar's bitmask to logits, in place on the GPU. Each takes one launch.
 
 Shapes: R rows of logits · V vocabulary · X biased tokens · A rows with a mask · W words of 32 tokens.
 """
@@ -21,7 +21,7 @@ BLOCK_BIASES = 256
 
 @triton.jit(do_not_specialize=["num_biases"])
 def _bias_kernel(logits, rows, tokens, values, num_biases, logits_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """logits[rows[x], tokens[x]] += values[x]; several x may have the same row and token."""
+    """Add values[x] to logits[rows[x], tokens[x]]. Several x may have the same row and token."""
     enter(PDL)
     x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = x < num_biases
@@ -34,7 +34,7 @@ def _bitmask_kernel(
     logits, bitmask, rows, V, num_words, logits_stride, bitmask_stride,
     HAS_ROWS: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """-inf where a token's bit is 0. Logits of allowed tokens are neither read nor written."""
+    """Write -inf for tokens whose bit is 0. Logits of allowed tokens are neither read nor written."""
     enter(PDL)
     line = tl.program_id(1).to(tl.int64)
     row = line
@@ -63,16 +63,16 @@ def describe_bitmask(logits_RV: Tensor, bitmask_AW: Tensor, rows_A: Tensor | Non
 
 
 def add_bias(logits_RV: Tensor, rows_X: Tensor, tokens_X: Tensor, values_X: Tensor) -> Tensor:
-    """logits[rows[x], tokens[x]] += values[x] in place (float32); a token may occur more than once."""
+    """Add values[x] to logits[rows[x], tokens[x]] in place (float32). A token may occur more than once."""
     if rows_X.shape[0]:
         describe_bias(logits_RV, rows_X, tokens_X, values_X, uses_pdl(logits_RV.device)).run()
     return logits_RV
 
 
 def apply_bitmask(logits_RV: Tensor, bitmask_AW: Tensor, rows_A: Tensor | None = None) -> Tensor:
-    """Set logits to -inf in place where a token's bit (t % 32 of word t // 32) is 0, or where it has no bit.
+    """Set the logits of tokens whose bit is 0 or missing to -inf, in place. Token t has bit t % 32 of word t // 32.
 
-    `bitmask_AW` (int32) has a line for each row of the logits, or for the rows in `rows_A`.
+    `bitmask_AW` (int32) has a line for each row of the logits, or for each row in `rows_A` if that is given.
     """
     if bitmask_AW.shape[0]:
         describe_bitmask(logits_RV, bitmask_AW, rows_A, uses_pdl(logits_RV.device)).run()

@@ -1,10 +1,11 @@
-"""Repetition, frequency and presence penalties on the GPU: only the tokens of a history are touched.
+"""Apply repetition, frequency and presence penalties on the GPU. Only the tokens of a history are touched.
 
     seen (prompt or output):    logit / repetition if it is above 0, else logit * repetition
     drawn c > 0 times before:   logit - frequency * c - presence
 
-Two launches: count the tokens of each history, then take each count once and penalise its token.
-Shapes: R rows of logits · H rows with penalties · V vocabulary · S slots · L tokens of a slot.
+The first launch counts the tokens of each history. The second takes each count once and penalises its token.
+
+Shapes: R rows of logits · H rows with penalties · V vocabulary · S slots · L tokens per slot.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from culet.kernels.types import Penalties
 
 @triton.jit
 def _count_kernel(tokens, slots, lengths, prompt_lens, counts, tokens_stride, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """counts[h, token] = 2 * occurrences in the output, + 1 if it is in the prompt. Counts must be zero before."""
+    """Set counts[h, token] to 2 * its occurrences in the output, + 1 if it is in the prompt. Counts must start at zero."""
     enter(PDL)
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -51,7 +52,7 @@ def _penalise_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Penalise each token of a history once: the program that takes its count, and leaves zero, does it."""
+    """Penalise each token of a history once. The program that swaps its count for zero does it."""
     enter(PDL)
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -89,9 +90,9 @@ def describe_penalise(
 
 
 def penalise(logits_RV: Tensor, tokens_SL: Tensor, penalties: Penalties, max_len: int, counts_HV: Tensor) -> None:
-    """Repetition, frequency and presence penalties, in place on float32 logits.
+    """Apply repetition, frequency and presence penalties to float32 logits, in place.
 
-    `counts_HV` is int32 scratch that is zero before and after; no history is longer than `max_len`.
+    `counts_HV` is int32 scratch memory that is zero before and after. No history is longer than `max_len`.
     """
     if penalties.rows_H.shape[0] and max_len:
         for launch in describe_penalise(logits_RV, tokens_SL, penalties, max_len, counts_HV, uses_pdl(logits_RV.device)):
