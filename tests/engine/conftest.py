@@ -1,4 +1,4 @@
-"""One thread for each test process: tiny models gain nothing by more, and several processes with all cores each stall."""
+"""Each test process uses one thread. Tiny models gain nothing from more, and processes that each use all cores stall."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A tiny target with a tiny random DFlash drafter, the real scheduler and runner, and every block that was drafted."""
+"""A tiny target with a tiny random DFlash drafter, under the real scheduler and runner. Every block is recorded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.samplings import GREEDY
 
 MAX_LEN = 160
 CPU = torch.device("cpu")
-# Layers to tap: in the KV-sharing shape the last of them runs on the tail alone when nobody taps it.
+# Layers to tap. In the KV-sharing shape, the last of them runs only on the tail unless it is tapped.
 TAPS = {"E2B": [1, 3, 7], "12B": [0, 2, 4], "31B": [0, 2, 5]}
 
 
@@ -54,7 +54,7 @@ class Pair:
 
 
 def make_pair(folder: Path, shape: str, device=CPU, target_overrides=None, **overrides) -> Pair:
-    """A random target of `shape` and a random drafter for it, both float32."""
+    """Make a random target of `shape` and a random drafter for it, both float32."""
     target = write_checkpoint(folder / "target", shape, dtype=torch.float32, overrides=target_overrides)
     checkpoint = open_checkpoint(str(target))
     own = {"dflash_config": {"mask_token_id": 4, "target_layer_ids": TAPS[shape]}}
@@ -64,7 +64,7 @@ def make_pair(folder: Path, shape: str, device=CPU, target_overrides=None, **ove
 
 
 class Pauses(FixedLengths):
-    """Drafts are wanted for a while, and then for a longer while not."""
+    """Wants drafts for a while, then none for longer."""
 
     def __init__(self, drafting: int = 3, pause: int = 11) -> None:
         super().__init__()
@@ -77,14 +77,17 @@ class Pauses(FixedLengths):
 
 @dataclass
 class Round:
-    """One block, as it was drafted."""
+    """One drafted block."""
 
     tokens: list[int]  # the sequence up to the newest token
     logits: Tensor  # [block, V]
 
 
 class Watched(DFlashDrafter):
-    """A drafter that keeps every block it drafts, and may propose what it is told instead: `told[tokens]` -> next tokens."""
+    """A drafter that records every block.
+
+    It may propose known tokens instead: `told` has whole sequences by their first token.
+    """
 
     def watch(self, tokens_SL: Tensor, told: dict[int, list[int]], is_wrong) -> Watched:
         self.tokens_SL, self.told, self.is_wrong = tokens_SL, told, is_wrong
@@ -101,7 +104,7 @@ class Watched(DFlashDrafter):
         assert torch.equal(proposals, logits[:, 1 : num_drafts + 1].argmax(-1))
         for row, (slot, length) in enumerate(zip(batch.slot_R.tolist(), batch.length_R.tolist(), strict=True)):
             if int(batch.groups[0].pages_BP[row, 0]) == pool.spare_page:
-                continue  # it pads the round
+                continue  # a padding row
             tokens = self.tokens_SL[slot, : length + 1].tolist()
             assert tokens[-1] == int(batch.newest_R[row])
             self.rounds.append(Round(tokens, logits[row].cpu()))
@@ -114,7 +117,7 @@ class Watched(DFlashDrafter):
 
 
 class Rig:
-    """A scheduler and a runner; `run` drives them until every request has ended."""
+    """A scheduler and a runner. `run` drives them until every request has ended."""
 
     def __init__(
         self,
@@ -128,17 +131,17 @@ class Rig:
         told: dict[int, list[int]] | None = None,
         is_wrong=lambda place: False,
         has_spare=False,
-        backend=TorchCPUBackend,  # of the drafter
+        backend=TorchCPUBackend,  # the drafter's
         target_backend=TorchCPUBackend,
-        longest=0,  # the cache holds little more than one sequence of so many tokens
+        longest=0,  # if set, the cache holds little more than one sequence of this many tokens
         policy=None,
-        ahead=False,  # steps are planned before the result of the one before is applied
+        ahead=False,  # whether each step is planned before the previous result is applied
     ):
         model = pair.model
         specs = model.spec.kv_specs(4) + (pair.spec.kv_specs(4) if drafts else [])
         kinds = {spec.kind for spec in specs}
         per_token = [sum(spec.bytes_per_token for spec in specs if spec.kind == kind) for kind in kinds]
-        layout = plan_cache(specs, slab_bytes=16 * max(per_token))  # the smallest pages there are
+        layout = plan_cache(specs, slab_bytes=16 * max(per_token))  # the smallest possible pages
         num_slabs = least_slabs(layout, longest) + 2 if longest else num_slabs
         self.pool = Pool(layout, num_slabs, torch.float32, model.device, has_spare=has_spare)
         num_heads = model.spec.layers[0].num_heads
@@ -168,7 +171,7 @@ class Rig:
         return self.drafter.rounds if self.drafter else []
 
     def run(self, *requests: Request, cancel_at: dict[int, str] | None = None) -> dict[tuple[str, int], list[int]]:
-        """Tokens by (request id, sample); `cancel_at` ends requests after so many steps."""
+        """Run the requests and return tokens by (request id, sample). `cancel_at` maps step counts to requests to cancel."""
         return run_to_end(self.scheduler, self.runner.execute, *requests, cancel_at=cancel_at, ahead=self.ahead)
 
     def check_pages(self) -> None:
@@ -180,7 +183,7 @@ def make_request(name: str, prompt: list[int], num_tokens: int = 20, sampling=GR
 
 
 def taps_of(pair: Pair, tokens: list[int]) -> dict[int, Tensor]:
-    """The target's streams [T, D] at the drafter's taps, computed in one go."""
+    """Return the target's streams [T, D] at the drafter's taps, computed in one step."""
     model = pair.model
     layout = plan_cache(model.spec.kv_specs(4))
     pool = Pool(layout, 200, torch.float32, model.device)
@@ -191,7 +194,7 @@ def taps_of(pair: Pair, tokens: list[int]) -> dict[int, Tensor]:
 
 
 def assert_like_oracle(pair: Pair, rounds: list[Round], at_least: int, tolerance: float = 1e-4) -> None:
-    """Every block's logits are the oracle's."""
+    """Check every block's logits against the oracle's."""
     assert len(rounds) >= at_least, f"{len(rounds)} blocks were drafted, expected {at_least} at the least"
     oracle, streams = pair.oracle, {}
     for block in sorted(rounds, key=lambda block: -len(block.tokens)):

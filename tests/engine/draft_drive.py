@@ -1,7 +1,7 @@
-"""A small target with an MTP assistant under the real scheduler and runner, and proposals that are partly the truth.
+"""A small target with an MTP assistant under the real scheduler and runner, with some drafts replaced by the true tokens.
 
-A random assistant's drafts are hardly ever accepted. `Hinted` lets it draft as ever, over the target's pages, and then puts
-what is known to come in the place of some drafts, so that rounds end in every possible way.
+A random assistant's drafts are hardly ever accepted. `Hinted` lets it draft as usual over the target's pages and then replaces
+some drafts with the tokens known to come next, so that rounds end in every possible way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.samplings import draw_by_columns
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
-CLOSE = 1e-4  # two best logits nearer than this may change places
+CLOSE = 1e-4  # the order of the two best logits is uncertain if they are closer than this
 
 
 def make_target(folder: Path, shape: str, **changes: object) -> Gemma4:
@@ -42,12 +42,12 @@ def make_target(folder: Path, shape: str, **changes: object) -> Gemma4:
 
 
 class Hinted(MTPDrafter):
-    """`known` has whole sequences by their first token; `is_told(position)`: the truth instead of the assistant's draft."""
+    """Replaces drafts with known tokens where `is_told(position)`. `known` has whole sequences by their first token."""
 
     def hint(self, tokens_SL: Tensor, known: Mapping[int, Sequence[int]], is_told: Callable[[int], bool]) -> None:
         self.tokens_SL, self.known, self.is_told = tokens_SL, known, is_told
         self.num_rounds = 0
-        self.first_drafts: dict[tuple[int, int], int] = {}  # of the assistant itself, by first token and length
+        self.first_drafts: dict[tuple[int, int], int] = {}  # the assistant's own, by first token and length
 
     def propose(self, batch: DraftBatch, pool: Pool, num_drafts: int) -> Tensor:
         proposals = super().propose(batch, pool, num_drafts)
@@ -64,7 +64,7 @@ class Hinted(MTPDrafter):
 
 
 class DraftDrive:
-    """Scheduler and runner with an assistant (`choice`), or without (None)."""
+    """A scheduler and a runner, with an assistant (`choice`) or without one (None)."""
 
     def __init__(
         self,
@@ -86,9 +86,9 @@ class DraftDrive:
         per_token = [
             sum(layer.bytes_per_token for layer in specs if layer.kind == kind) for kind in {layer.kind for layer in specs}
         ]
-        self.layout: CacheLayout = plan_cache(specs, slab_bytes=16 * max(per_token))  # the smallest pages there are
+        self.layout: CacheLayout = plan_cache(specs, slab_bytes=16 * max(per_token))  # the smallest possible pages
         self.pool = Pool(self.layout, num_slabs, torch.float32, CPU, has_spare=is_fixed)
-        self.pool._slabs[:num_slabs] = 255  # NaN wherever nothing was written
+        self.pool._slabs[:num_slabs] = 255  # NaN where nothing has been written
         own = [TorchCPUBackend(group, target.spec.layers[0].num_heads) for group in target_groups(self.layout)]
         self.drafter: Hinted | None = None
         if spec is not None:
@@ -114,7 +114,7 @@ class DraftDrive:
         self.results: list[StepResult] = []
 
     def run(self, *requests: Request, cancel_at: Mapping[int, str] | None = None) -> dict[tuple[str, int], list[int]]:
-        """Tokens by (request id, sample); `cancel_at` ends requests after so many steps."""
+        """Run the requests and return tokens by (request id, sample). `cancel_at` maps step counts to requests to cancel."""
 
         def execute(plan: StepPlan) -> StepResult:
             self.results.append(self.runner.execute(plan))
@@ -127,7 +127,7 @@ class DraftDrive:
 
 
 def use_fixed_draws(runner: Runner) -> FixedDraws:
-    """Let a runner's fixed-shape steps have fixed-shape draws, as on a GPU."""
+    """Give a runner's fixed-shape steps fixed-shape draws, as on a GPU."""
     assert runner.fixed is not None
     buckets = runner.fixed.steps.buckets
     runner.fixed.draws = FixedDraws(runner.target, buckets, runner.tokens_SL, runner.accepted_S, draw_by_columns)
@@ -135,14 +135,14 @@ def use_fixed_draws(runner: Runner) -> FixedDraws:
 
 
 class CpuGraph:
-    """In the place of a CUDA graph: a replay calls again what was captured."""
+    """A stand-in for a CUDA graph. A replay calls the captured function again."""
 
     def __init__(self, replay: Callable[[], object]) -> None:
         self.replay = replay
 
 
 class CpuCaptures:
-    """In the place of `Captures`."""
+    """A stand-in for `Captures`."""
 
     def capture(self, run: Callable[[], T]) -> tuple[CpuGraph, T]:
         return CpuGraph(run), run()
@@ -153,12 +153,12 @@ def make_request(name: str, prompt: Sequence[int], sampling: Sampling, num_token
 
 
 def sequences(requests: Sequence[Request], out: Mapping[tuple[str, int], Sequence[int]]) -> dict[int, list[int]]:
-    """Whole sequences of the first samples, by their first token."""
+    """Return the whole sequences of the first samples, by their first token."""
     return {request.prompt_token_ids[0]: [*request.prompt_token_ids, *out[request.request_id, 0]] for request in requests}
 
 
 def margin_at(target: Gemma4, tokens: Sequence[int]) -> float:
-    """Distance between the two best logits after `tokens`, computed anew."""
+    """Return the distance between the two best logits after `tokens`, computed from scratch."""
     drive = DraftDrive(target, None, num_slabs=600, max_len=len(tokens) + 2, budget=512)
     logits: list[Tensor] = []
     original = target.logits
@@ -173,7 +173,10 @@ def margin_at(target: Gemma4, tokens: Sequence[int]) -> float:
 
 
 def assert_same(target: Gemma4, requests: Sequence[Request], got: Mapping, want: Mapping) -> int:
-    """Greedy outputs are equal but where the two best logits lie within 1e-4; returns how many such places there were."""
+    """Check that greedy outputs are equal except where the two best logits are within 1e-4.
+
+    Return the number of such places.
+    """
     num_close = 0
     prompts = {request.request_id: request.prompt_token_ids for request in requests}
     for key, tokens in want.items():

@@ -1,4 +1,4 @@
-"""A scheduler on the fake runner, audited after every move, and what its tests ask of it."""
+"""A scheduler on the fake runner, audited after every move, with helpers for its tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.samplings import PLAIN
 
 
 def make_layout(*groups: tuple[int | None, int] | tuple[int | None, int, int]) -> CacheLayout:
-    """Groups of (window, page tokens), or (None, page tokens, tokens that a drafter writes ahead)."""
+    """Make groups from (window, page tokens) or (None, page tokens, tokens that a drafter writes ahead)."""
     return CacheLayout(
         slab_bytes=1,
         groups=tuple(
@@ -69,7 +69,7 @@ def make_request(
 
 @dataclass
 class Told:
-    """What came out for one sample."""
+    """The output of one sample."""
 
     tokens: list[int] = field(default_factory=list)
     num_logprobs: int = 0
@@ -92,14 +92,14 @@ class Drive:
         self.waiting_result: StepResult | None = None
 
     def add(self, request: Request) -> None:
-        """Add, or raise what the scheduler raises."""
+        """Add a request, or raise the scheduler's error."""
         self.scheduler.add(request)
         self.requests[request.request_id] = request
         for sample in range(request.n):
             self.told[request.request_id, sample] = Told()
 
     def step(self, *, between: list[tuple[str, int | None]] | None = None) -> StepPlan | None:
-        """Schedule, execute, cancel `between`, apply; in ahead mode the result applied is that of the plan before."""
+        """Schedule, execute, cancel `between`, and apply. In ahead mode, apply the previous plan's result."""
         plan = self.scheduler.schedule()
         audit(self.scheduler)
         result = None if plan is None else self.runner.execute(plan)
@@ -120,7 +120,7 @@ class Drive:
         return plan
 
     def run(self, max_steps: int = 10_000) -> None:
-        """Step until nothing is left."""
+        """Step until no work is left."""
         for _ in range(max_steps):
             if not self.scheduler.has_work:
                 break
@@ -157,7 +157,7 @@ class Drive:
             assert len(told.tokens) < len(expected)
 
     def check_end(self) -> None:
-        """Everything has ended, and every page is free once resume points are dropped."""
+        """Check that everything has ended, and that every page is free once resume points are dropped."""
         assert all(told.finish_reason is not None for told in self.told.values())
         counters, arena = self.scheduler.counters, self.scheduler.page_allocator.arena
         assert counters.finished == len(self.told)
@@ -171,14 +171,17 @@ class Drive:
 
 
 def num_kept_queries(plan: PlannedRow) -> int:
-    """Queries at the end of a row whose keys must all stay: those with logits, and those from the first resume point on."""
+    """Return how many queries at the end of a row need all their keys.
+
+    These are the queries with logits and those from the first resume point on.
+    """
     end = plan.row.start + plan.row.num_new
     assert all(plan.row.start < point <= end <= point + MAX_TRAIL for point in plan.resume_lengths)
     return max(1, plan.row.num_logits, *(end - point + 1 for point in plan.resume_lengths))
 
 
 def audit_stored(scheduler: Scheduler, plan: PlannedRow) -> None:
-    """A row stores what somebody will see, and no more."""
+    """Check that a row stores exactly what later queries will see."""
     row, end = plan.row, plan.row.start + plan.row.num_new
     for group in scheduler.layout.groups:
         rule = 0 if group.window is None else end - group.window - num_kept_queries(plan) + 1
@@ -186,7 +189,7 @@ def audit_stored(scheduler: Scheduler, plan: PlannedRow) -> None:
 
 
 def audit(scheduler: Scheduler) -> None:
-    """Every page's references are exactly those of the sequences, resume points and copies that are there."""
+    """Check that every page's references are exactly those of the existing sequences, resume points and copies."""
     arena, prefix = scheduler.page_allocator.arena, scheduler.page_allocator.prefix
     held: Counter[int] = Counter(scheduler.page_allocator.pending_sources)
     last_plan = {id(plan.owner): plan for _, planned, _ in scheduler._in_flight for plan in planned}
@@ -200,7 +203,7 @@ def audit(scheduler: Scheduler) -> None:
             held.update(pages.held)
             bound = max_held_pages(pages.group, num_new, num_queries)
             if bound is not None and pages.reach is not None and scheduler.plans_open and seq.rows_in_flight:
-                # As if all drafts of two rows were accepted.
+                # This allows for all drafts of two rows being accepted.
                 bound = max(bound, span(max(pages.reach - 1, 1) + 2 * scheduler.max_drafts + 1, pages.page_tokens))
             assert bound is None or len(pages.held) <= bound, f"{len(pages.held)} pages held, the bound is {bound}"
             assert pages.group.window is not None or HOLE not in pages.pages
@@ -223,7 +226,7 @@ def audit(scheduler: Scheduler) -> None:
 
 
 def try_add(drive: Drive, request: Request) -> CuletError | None:
-    """Add; returns the refusal instead of raising it."""
+    """Add a request and return its error instead of raising it."""
     try:
         drive.add(request)
     except CuletError as error:
@@ -245,7 +248,7 @@ def make(
     max_drafts: int = 0,
     prefix_caching: bool = True,
 ) -> Drive:
-    """A scheduler and a fake runner, with a clock that stands still unless `drive.now` is set."""
+    """Make a scheduler and a fake runner, with a clock that stands still unless `drive.now` is set."""
     drive: Drive
     scheduler = Scheduler(
         layout,
@@ -266,7 +269,7 @@ def prompt(length: int, salt: int = 0) -> list[int]:
 
 
 def endless(name: str, length: int, max_tokens: int = 20, **kwargs: object) -> Request:
-    """A request that stops only at max_tokens."""
+    """Make a request that stops only at max_tokens."""
     return make_request(name, prompt(length), max_tokens, stop=False, **kwargs)  # type: ignore[arg-type]
 
 
@@ -276,7 +279,7 @@ def row_of(plan: StepPlan | None, slot: int) -> Row:
 
 
 def first_seed(length: int, wanted: str, sample: int = 0) -> int:
-    """A seed with which the sample draws its first stop token at once, or late."""
+    """Return a seed with which the sample draws a stop token at once, late, or never."""
     for seed in count():
         tokens = expected_tokens(make_request("x", prompt(length), 30, seed=seed), sample)
         if {"at once": tokens == [STOP], "late": 5 < len(tokens) < 30, "never": STOP not in tokens}[wanted]:

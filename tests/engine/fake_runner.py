@@ -1,11 +1,11 @@
-"""A runner without a model: it applies a StepPlan to a model of the page memory, and checks every key it would read.
+"""A runner without a model. It applies a StepPlan to a model of the page memory and checks every key that it would read.
 
 The KV of a token is (position, hash of all tokens and media up to it), since that is what it depends on in a deep model. So a
 page that was recycled, shared wrongly, copied too early or not stored shows up as a wrong key. Tokens are drawn by a hash of
 (all tokens before, seed, sample), so the output of a request must not depend on how it was scheduled.
 
-A group with pages ahead is a drafter's: it is written when the real runner's ledger says so, and read when proposals are
-wanted.
+A group with pages ahead belongs to a drafter. It is written when the real runner's ledger says so, and read when proposals
+are wanted.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from culet.runner.deferred_kv import DeferredWrite, Ledger, keeps_features
 from culet.types import Drawn, Entry, MediaSpan, Request, Row, Sampling, StepPlan, StepResult
 
 VOCAB = 50
-ROOM = 3  # of a drafter's rings
+ROOM = 3  # ring length of a drafter
 STOP = 0
 Key = tuple[int, int, int]  # page, group, offset
 
 
 def chain(before: int, token: object) -> int:
-    """Hash of a token sequence, from the hash of all but its last token."""
+    """Return the hash of a token sequence, given the hash of all but its last token."""
     return hash((before, token, 0x5EED))
 
 
 def content_at(position: int, token: int, media: tuple[MediaSpan, ...]) -> object:
-    """What stands at a position: a token, or a part of media."""
+    """Return the content at a position: a token, or a part of media."""
     for span in media:
         if span.start <= position < span.end:
             return token, span.key, position - span.start
@@ -37,12 +37,12 @@ def content_at(position: int, token: int, media: tuple[MediaSpan, ...]) -> objec
 
 
 def draw(before: int, sampling: Sampling) -> int:
-    """The token that follows the sequence with hash `before`."""
+    """Return the token that follows the sequence with hash `before`."""
     return hash((before, sampling.seed, sampling.sample)) % VOCAB
 
 
 def expected_tokens(request: Request, sample: int) -> list[int]:
-    """What `sample` must draw, however it is scheduled."""
+    """Return what `sample` must draw, however it is scheduled."""
     state = 0
     for position, token in enumerate(request.prompt_token_ids):
         state = chain(state, content_at(position, token, request.media))
@@ -63,12 +63,12 @@ class Slot:
     tokens: list[int]
     hashes: list[int] = field(default_factory=list)  # of tokens[: i + 1]
     proposals: list[int] = field(default_factory=list)
-    first_start: int | None = None  # where its first row began: tokens that were not computed
+    first_start: int | None = None  # start of its first row, the number of tokens that were not computed
     num_computed: int = 0  # by its rows, until the first draw
     num_accepted: int = 0  # drafts of its last row
 
     def hashes_of(self, tokens: list[int]) -> list[int]:
-        """Of each prefix of `tokens`, which begin with the slot's own."""
+        """Return the hash of each prefix of `tokens`, which begin with the slot's own."""
         for position in range(len(self.hashes), len(self.tokens)):
             content = content_at(position, self.tokens[position], self.entry.media)
             self.hashes.append(chain(self.hashes[-1] if self.hashes else 0, content))
@@ -79,7 +79,7 @@ class Slot:
 
 
 class FakeRunner:
-    """Executes plans and raises AssertionError where a real one would compute nonsense."""
+    """Executes plans, and raises AssertionError where a real runner would compute nonsense."""
 
     def __init__(self, layout: CacheLayout, num_pages: int, *, max_num_seqs: int, budget: int, max_drafts: int = 0) -> None:
         self.layout = layout
@@ -132,7 +132,7 @@ class FakeRunner:
             assert all(0 <= slot < self.max_num_seqs for slot in slots)
 
     def _close(self, row: Row) -> Row:
-        """The row as it is now that its last one has run. Proposals it counts on that were not made are any tokens."""
+        """Return the row with its final start, once the previous row has run. Any tokens stand in for missing proposals."""
         slot = self.slots[row.slot]
         slot.proposals += [1] * (row.num_drafts - len(slot.proposals))
         if not row.num_open:
@@ -154,7 +154,7 @@ class FakeRunner:
             self.page_group[target] = self.page_group[source]
 
     def _tokens_of(self, row: Row) -> list[int]:
-        """All tokens of the row's sequence up to its end, drafts included."""
+        """Return all tokens of the row's sequence up to its end, including drafts."""
         slot = self.slots[row.slot]
         end = row.start + row.num_new
         assert row.num_drafts <= len(slot.proposals)
@@ -185,7 +185,7 @@ class FakeRunner:
             rule = row.start
             if group.window is not None:
                 rule = max(row.start, end - group.window - max(row.num_logits, 1) + 1)
-            assert row.start <= store_from <= rule  # earlier where a resume point lies within the row: see `audit`
+            assert row.start <= store_from <= rule  # earlier if a resume point lies within the row; see `audit`
             self.counts["holes"] += store_from > row.start
             if group.ahead and keeps_features(self.rows):
                 assert store_from == row.start
@@ -203,7 +203,7 @@ class FakeRunner:
         self.memory[page][offset] = value
 
     def _write_late(self, ledger: Ledger, late: list[DeferredWrite], why: str) -> None:
-        """A drafter's KV of tokens of earlier steps, out of the rings."""
+        """Write a drafter's KV for tokens of earlier steps from the rings."""
         size = self.layout.groups[ledger.group].page_tokens
         for write in late:
             assert 0 < write.count <= ROOM
@@ -213,7 +213,7 @@ class FakeRunner:
             self.counts[f"late tokens, {why}"] += write.count
 
     def _read_context(self, row: Row) -> None:
-        """What a drafter with pages of its own reads before it proposes: its KV of all tokens but the newest."""
+        """Read what a drafter with its own pages reads before it proposes, its KV of all tokens but the newest."""
         for group in self.layout.groups if row.num_wanted else ():
             hashes = self.slots[row.slot].hashes_of(self.slots[row.slot].tokens)
             end = len(hashes) - 1
@@ -224,12 +224,12 @@ class FakeRunner:
                 self.counts["drafted keys"] += 1
 
     def _read(self, row: Row, written: dict[Key, int]) -> None:
-        """Every key that must come from pages: the context of all queries, and for the tail the row's own keys too."""
+        """Read every key that must come from pages: the context of all queries and, for the tail, the row's own keys too."""
         end = row.start + row.num_new
         hashes = self.slots[row.slot].hashes_of(self._tokens_of(row))
         for group in self.layout.groups:
             if group.ahead:
-                continue  # read by the drafter alone
+                continue  # only the drafter reads it
             context = range(group.first_visible(row.start), row.start)
             tail = range(group.first_visible(end - row.num_logits), end) if row.num_logits else ()
             for position in sorted({*context, *tail}):
@@ -242,7 +242,7 @@ class FakeRunner:
                 assert written.get(key, row.slot) == row.slot, f"{key} is read and written in the same step"
 
     def _scribble(self, row: Row) -> None:
-        """What a drafter with pages of its own does after the draws: it writes a block behind the tokens with KV."""
+        """Write a block after the tokens with KV, as a drafter with its own pages does after the draws."""
         for group in self.layout.groups if row.draw_slots else ():
             begin = len(self.slots[row.slot].tokens) - 1  # the newest token has no KV
             for position in range(begin, begin + group.ahead):
@@ -258,7 +258,7 @@ class FakeRunner:
         assert slot.first_start is not None
         if len(slot.tokens) == len(slot.entry.token_ids):
             slot.num_computed += row.num_new
-            if is_last:  # a hit saves exactly the tokens before it, nothing is computed twice
+            if is_last:  # a hit saves exactly the tokens before it, and nothing is computed twice
                 assert slot.num_computed == len(slot.entry.token_ids) - slot.first_start
         if not is_last:
             return []
@@ -298,7 +298,7 @@ class FakeRunner:
         return Drawn(slot_id, tuple(tokens), logprobs, len(slot.proposals))
 
     def _score(self, row: Row) -> tuple[dict[int, float], ...]:
-        """The log-probability of token i is minus i."""
+        """Return the prompt's log-probabilities. That of token i is minus i."""
         assert row.num_logits == row.num_new <= 256
         slot, end = self.slots[row.slot], row.start + row.num_new
         assert end <= slot.entry.prompt_len

@@ -1,4 +1,4 @@
-"""A policy of draft lengths for tests: it says how many, and learns nothing."""
+"""A draft-length policy for tests with a fixed length that learns nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from culet.scheduler.draft_length import Acceptance
 
 
 class FixedLengths:
-    """Always the same length; subclasses override what they test."""
+    """Always chooses the same length. Subclasses override what they test."""
 
     def __init__(self, num_drafts: int = 0) -> None:
         self.num_drafts = num_drafts

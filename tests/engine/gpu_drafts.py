@@ -1,4 +1,4 @@
-"""What tests of drafters on a GPU have in common: small targets, few sequences."""
+"""Settings shared by tests of drafters on a GPU: small targets and few sequences."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 from culet import SamplingParams
 
-TARGET = {"head_dim": 32, "global_head_dim": 64}  # heads that the tensor cores take
+TARGET = {"head_dim": 32, "global_head_dim": 64}  # head dims that tensor cores support
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-# For three sequences at a time: the largest bucket is padded.
+# For three sequences at a time, so that the largest bucket is padded.
 GIVEN: dict[str, Any] = {
     "device": "cuda",
     "dtype": "float32",

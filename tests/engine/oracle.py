@@ -1,4 +1,4 @@
-"""Checkpoints of tests/models with a tokenizer beside them, and what transformers generates from them."""
+"""Checkpoints of tests/models with a tokenizer added, and what transformers generates from them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SPECIAL = {
 
 @functools.cache
 def folder_of(shape: str, form: str = "new") -> Path:
-    """A shape's checkpoint with a tokenizer whose every other token is a word of its own, and one eos token."""
+    """Return a shape's checkpoint with a tokenizer whose other tokens are all separate words, and with one eos token."""
     source = checkpoint_folder(shape, form)
     folder = source.parent / f"{source.name}-with-tokenizer"
     shutil.copytree(source, folder)
@@ -60,7 +60,7 @@ def _model(shape: str) -> Any:
 
 @contextmanager
 def _router_margins(model: Any) -> Iterator[list[float]]:
-    """How far the last expert chosen was ahead of the first one left out, for every token and layer while this is open."""
+    """Record how far the last chosen expert is ahead of the first one left out, for every token and layer in the context."""
     margins: list[float] = []
 
     def note(module: Any, inputs: Any, logits: torch.Tensor) -> None:
@@ -77,7 +77,7 @@ def _router_margins(model: Any) -> Iterator[list[float]]:
 
 @functools.cache
 def _greedy(shape: str, token_ids: tuple[int, ...], num_tokens: int) -> tuple[list[int], float]:
-    """Most likely tokens one after another, and the closest call among them: between two tokens, or two experts."""
+    """Return the most likely tokens in turn, and the smallest margin between two tokens or two experts."""
     model = _model(shape)
     chosen: list[int] = []
     ids, cache = torch.tensor([token_ids]), None
@@ -93,14 +93,14 @@ def _greedy(shape: str, token_ids: tuple[int, ...], num_tokens: int) -> tuple[li
 
 
 def greedy(shape: str, token_ids: list[int], num_tokens: int) -> list[int]:
-    """transformers' greedy tokens; prompts must be such that no choice hangs on the last bits of a float32."""
+    """Return transformers' greedy tokens. Raise if a choice depends on the last bits of a float32."""
     chosen, margin = _greedy(shape, tuple(token_ids), num_tokens)
     assert margin > 1e-5, f"two best lie within {margin:g}, too close to call: take another prompt"
     return chosen
 
 
 def oracle_logprobs(shape: str, token_ids: list[int]) -> torch.Tensor:
-    """transformers' log-probabilities [T, V] after each token."""
+    """Return transformers' log-probabilities [T, V] after each token."""
     return _logprobs(shape, tuple(token_ids))
 
 

@@ -1,4 +1,4 @@
-"""Scheduler and runner driven to the end, and a whole sequence computed in one step, for tests with real models."""
+"""For tests with real models: drive a scheduler and runner to the end, and compute a whole sequence in one step."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def run_to_end(
     cancel_at: Mapping[int, str] | None = None,
     ahead: bool = False,
 ) -> dict[tuple[str, int], list[int]]:
-    """Tokens by (request id, sample); `cancel_at` ends requests after so many steps, `ahead`: each is planned before the result
-    of the one before is applied."""
+    """Run the requests and return tokens by (request id, sample).
+
+    `cancel_at` maps step counts to requests to cancel. With `ahead`, a step is planned before the previous result is applied.
+    """
     for request in requests:
         scheduler.add(request)
     out: dict[tuple[str, int], list[int]] = {}
@@ -50,7 +52,7 @@ def run_to_end(
 
 
 def check_pages(scheduler: Scheduler) -> None:
-    """Nothing is held any more but what checkpoints keep."""
+    """Check that only resume points hold pages."""
     arena = scheduler.page_allocator.arena
     assert arena.num_free + arena.num_reclaimable == arena.num_pages
     scheduler.drop_resume_points()
@@ -60,7 +62,7 @@ def check_pages(scheduler: Scheduler) -> None:
 def compute_at_once(
     model: Gemma4, runner: Runner, layout: CacheLayout, tokens: list[int], taps: tuple[int, ...] = ()
 ) -> Hidden:
-    """What the model makes of `tokens` in one step, without a cache from before; with logits at every place."""
+    """Compute `tokens` in one step without an existing cache, with logits at every position."""
     tables, page = [], 0
     for group in layout.groups:
         count = group.pages_for(len(tokens))

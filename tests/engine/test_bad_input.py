@@ -1,4 +1,4 @@
-"""Bad input on the command line: a one-line error, a hint, exit code 1, and no traceback."""
+"""Bad input on the command line gives a one-line error, a hint, exit code 1, and no traceback."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(good: Path, tmp_path: Path) -> Path:
-    """A copy to break."""
+    """A copy of a checkpoint for tests to break."""
     return Path(shutil.copytree(good, tmp_path / "copy"))
 
 
@@ -91,7 +91,7 @@ BROKEN_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def check_report(code: int, out: str, err: str, message: str) -> None:
-    """Check the form that every error has."""
+    """Check the common form of all errors."""
     lines = [line for line in err.splitlines() if " INFO " not in line and " WARNING " not in line]
     assert code == 1, err
     assert out == ""
@@ -136,7 +136,7 @@ REQUESTS: dict[str, tuple[list[str], str]] = {
 
 
 def cache_bytes(folder: Path, num_slabs: int) -> int:
-    """Bytes of a cache of `num_slabs` slabs in float32."""
+    """Return the bytes of a float32 cache of `num_slabs` slabs."""
     from culet.cache.spec import plan_cache
     from culet.models.checkpoint import open_checkpoint
 
@@ -152,7 +152,7 @@ def test_bad_requests(name: str, good: Path, capfd: pytest.CaptureFixture[str]) 
 
 
 def test_in_a_separate_process(checkpoint: Path) -> None:
-    """Once in a real process, with its exit code and streams."""
+    """Run once in a real process, with its exit code and streams."""
     drop_tensor(checkpoint)
     done = subprocess.run(
         [sys.executable, "-m", "culet.cli.main", "generate", "hello", "-m", str(checkpoint)],

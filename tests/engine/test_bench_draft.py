@@ -1,4 +1,4 @@
-"""`culet bench draft` on a small model: lines as JSON and as a table, at a forced acceptance."""
+"""`culet bench draft` on a small model at a forced acceptance, with output as JSON and as a table."""
 
 from __future__ import annotations
 

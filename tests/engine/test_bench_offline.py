@@ -1,4 +1,4 @@
-"""`culet bench` from end to end on the CPU, at tiny size."""
+"""`culet bench` end to end on the CPU, at a tiny size."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_rows_are_measured_from_the_deltas(dense: Path) -> None:
         assert details["preemptions"] == 0
         assert 0 < details["ttft_ms_median"] <= details["ttft_ms_max"] <= 1e3 * details["seconds"]
     assert tpot.value == min(tpot.runs) == tpot.details["tpot_ms_median"]
-    # TPOT excludes the prompt; with it, the call took at least this long.
+    # TPOT excludes the prompt. Including it, the call took at least this long.
     assert 19 * many.value + many.details["ttft_ms_median"] <= 1e3 * many.details["seconds"] * 1.001
     assert throughput.value == pytest.approx(8 * 30 / throughput.details["seconds"])
     assert throughput.details["all_at_once"]

@@ -1,4 +1,4 @@
-"""An engine's parts can be built apart, and the engine uses its worker only through the Worker interface."""
+"""An engine's parts can be built separately, and the engine uses its worker only through the Worker interface."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_worker_in_another_process_gives_the_same_results(
 
 
 class StrictWorker:
-    """Has the methods of a Worker, and nothing else."""
+    """Has only the methods of a Worker."""
 
     def __init__(self, worker: Any) -> None:
         self.__worker = worker
@@ -93,7 +93,7 @@ class StrictPending:
 
 
 def run(engine: Engine) -> dict[tuple[str, int], list[int]]:
-    """The tokens of every sample."""
+    """Return the tokens of every sample."""
     for name, params in PARAMS.items():
         request = engine.rules.make_request(name, range(5, 25), params)
         engine.check_grammar(request)

@@ -1,7 +1,7 @@
-"""A growing conversation computes, at each turn, only the last answer and what follows it.
+"""Each turn of a growing conversation computes only the last answer and what follows it.
 
-Models without per-layer embeddings begin an answer with an empty thought, which the template leaves out of past turns, as it
-does real thoughts: so a prompt's end is no prefix of the next prompt, but the beginning of the model's turn is.
+Models without per-layer embeddings begin an answer with an empty thought. The template omits it from past turns, as it does
+real thoughts. So the end of a prompt is not a prefix of the next prompt, but the beginning of the model's turn is.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from culet.testing.tiny import SPECIAL_TOKENS, write_checkpoint
 
 NUM_TURNS = 10
 QUESTION = "Why is the sky blue, and who could cut the diamond? Tell me a story about a fox."
-# Answers are words: what steers the template would not come back as it was drawn.
+# Answers are plain words, because tokens that steer the template would not come back as they were drawn.
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logit_bias=dict.fromkeys(SPECIAL_TOKENS, -100.0))
 TOOLS = [{"type": "function", "function": {"name": "weigh", "parameters": {"type": "object", "properties": {}}}}]
 
 
 @pytest.fixture(scope="module", params=[512, 40])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, LLM]]:
-    """The same model with and without prefix reuse; prompts in one chunk, or in chunks little longer than the window of 32."""
+    """The same model with and without prefix reuse. Prompts take one chunk, or chunks a little longer than the window of 32."""
     folder = write_checkpoint(Path(tempfile.mkdtemp(prefix="culet-chat-")), "31B", dtype=torch.float32)
     settings = {"device": "cpu", "dtype": "float32", "max_model_len": 2048, "max_num_seqs": 2}
     settings |= {"kv_cache_memory_bytes": 16 << 20, "max_num_batched_tokens": request.param}
@@ -42,13 +42,13 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, LLM]]:
 
 
 def last(llm: LLM, result: Result, token: str) -> int:
-    """Position of the last `token` of the prompt."""
+    """Return the position of the last `token` in the prompt."""
     token_id = llm.engine.tokenizer.token_id(token)
     return max(place for place, each in enumerate(result.prompt_token_ids) if each == token_id)
 
 
 def ask(pair: tuple[LLM, LLM], messages: list[dict[str, Any]], **options: Any) -> Result:
-    """The answer, which must be the same whether or not anything is reused."""
+    """Return the answer, and check that it is the same with and without reuse."""
     warm, cold = pair
     [result], [computed] = warm.chat(messages, PARAMS, **options), cold.chat(messages, PARAMS, **options)
     assert result.token_ids == computed.token_ids
@@ -64,7 +64,7 @@ def test_each_turn_computes_the_last_answer_and_what_follows(pair: tuple[LLM, LL
     for turn in range(NUM_TURNS):
         messages.append({"role": "user", "content": f"{turn}: {QUESTION}"})
         result = ask(pair, messages, enable_thinking=thinking)
-        if thinking:  # nothing follows the turn's beginning, so even that is found, or an answer that reads as it was written
+        if thinking:  # nothing follows the turn's beginning, so that or even an unchanged answer is found
             assert result.num_cached_tokens >= reusable
         else:
             assert result.num_cached_tokens == reusable
@@ -74,7 +74,7 @@ def test_each_turn_computes_the_last_answer_and_what_follows(pair: tuple[LLM, LL
 
 @pytest.mark.parametrize("thinking", [False, True])
 def test_tool_results_go_on_from_the_turn_they_belong_to(pair: tuple[LLM, LLM], thinking: bool) -> None:
-    """Two calls in each turn; clients leave thoughts out of what they send back."""
+    """Each turn has two calls, and clients omit thoughts from what they send back."""
     pair[0].engine._scheduler.drop_resume_points()
     options = {"tools": TOOLS, "enable_thinking": thinking}
     messages: list[dict[str, Any]] = []
@@ -91,9 +91,9 @@ def test_tool_results_go_on_from_the_turn_they_belong_to(pair: tuple[LLM, LLM], 
             result = ask(pair, messages, **options)
             assert result.num_cached_tokens >= reusable
             reusable = last(pair[0], result, RESULT_TOKEN) + 1
-            assert (len(result.prompt_token_ids) > reusable) is thinking  # then a thought has been begun behind the result
+            assert (len(result.prompt_token_ids) > reusable) is thinking  # a thought has then been started after the result
         messages.append({"role": "assistant", "content": result.text})
-        # A thought before the first call would have gone by now; without one, all up to the last result is the same.
+        # A thought before the first call would be gone by now. Without one, everything up to the last result is the same.
         reusable = begin if thinking else reusable
 
 
@@ -104,10 +104,10 @@ def test_where_a_prompt_can_be_resumed(pair: tuple[LLM, LLM]) -> None:
     assert result is not None
     for prompt, points in {
         (200, 201, 202): (),
-        (turn, 200, 201): (),  # nothing lies before it
+        (turn, 200, 201): (),  # nothing comes before it
         (2, turn, 200, turn, 201, 202): (3,),
         (2, turn, 200, result, 201, turn, 202): (5,),  # a result of an earlier turn
-        (2, turn, 200, result, 201, result): (1,),  # a prompt's end is kept in any case
+        (2, turn, 200, result, 201, result): (1,),  # a prompt's end is always kept
         (2, turn, 200, result, 201, result, 202): (1, 6),
     }.items():
         assert rules.make_request("x", prompt, params).resume_lengths == points
@@ -117,7 +117,7 @@ def test_where_a_prompt_can_be_resumed(pair: tuple[LLM, LLM]) -> None:
 
 
 def turns(rig: Any, make_request: Any, words: list[int]) -> list[tuple[int, ...]]:
-    """What is drawn in six turns of a conversation; each leaves out the last five tokens of the prompt before."""
+    """Return what is drawn in six turns of a conversation. Each turn omits the last five tokens of the previous prompt."""
     history, drawn = words[:37], []
     for turn in range(6):
         asked = [*history, *words[40 + turn : 49 + turn], 130, 131, 132, 133, 134]
@@ -129,7 +129,7 @@ def turns(rig: Any, make_request: Any, words: list[int]) -> list[tuple[int, ...]
 
 
 def check_hits(rig: Any) -> None:
-    """Five hits: at every point all but the last answer of 10 tokens and 14 new ones, of 46 tokens and more."""
+    """Check for five hits that compute only the last answer of 10 tokens and 14 new tokens. The first resumes at 46."""
     counters = rig.scheduler.counters
     assert counters.prefix_hits == 5
     assert counters.prefix_query_tokens - counters.prefix_hit_tokens == 51 + 5 * 24
@@ -138,7 +138,7 @@ def check_hits(rig: Any) -> None:
 
 @pytest.mark.parametrize("budget", [40, 200])
 def test_turns_with_an_assistant(tmp_path: Path, budget: int) -> None:
-    """It sees one key behind the target's window; what was never written is NaN."""
+    """The assistant sees one key behind the target's window. Unwritten memory is NaN."""
     target = draft_drive.make_target(tmp_path, "31B")
 
     def make_request(name: str, prompt: list[int]) -> Any:
@@ -153,7 +153,7 @@ def test_turns_with_an_assistant(tmp_path: Path, budget: int) -> None:
 
 @pytest.mark.parametrize("budget", [40, 200])
 def test_turns_with_a_drafter_that_has_pages(tmp_path: Path, budget: int) -> None:
-    """Its blocks after a hit are those that a dense oracle makes from all tokens."""
+    """After a hit, the drafter's blocks are those that a dense oracle computes from all tokens."""
     pair = dflash_rig.make_pair(tmp_path, "31B")
 
     def make_request(name: str, prompt: list[int]) -> Any:

@@ -1,4 +1,4 @@
-"""`culet generate` and `culet chat` with a model: stdout, stderr, and the course of a conversation."""
+"""`culet generate` and `culet chat` with a model: stdout, stderr, and how a conversation proceeds."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pipe(monkeypatch: pytest.MonkeyPatch):
-    """Puts text on stdin."""
+    """Put text on stdin."""
     return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))
 
 
 def culet(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
-    """(stdout, stderr) of a command that must succeed."""
+    """Run a command that must succeed and return (stdout, stderr)."""
     code = run(arguments)
     out, err = capsys.readouterr()
     assert code == 0, err
@@ -101,7 +101,7 @@ def test_a_full_context_is_a_one_line_error(folder: Path, capsys: pytest.Capture
 
 
 def test_ctrl_c_stops_the_answer_but_not_the_chat(folder: Path) -> None:
-    """In a separate process: SIGINT while it answers, then another line, then end of input."""
+    """In a separate process, send SIGINT while it answers, then another line, then end of input."""
     process = subprocess.Popen(
         [sys.executable, "-m", "culet.cli.main", "chat", "-m", str(folder), "--ignore-eos", "-q", "--max-tokens", "1900"],
         stdin=subprocess.PIPE,

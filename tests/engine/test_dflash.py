@@ -1,4 +1,4 @@
-"""DFlash through scheduler and runner: blocks are those of a dense oracle whatever happened, and the output never changes."""
+"""DFlash through scheduler and runner: blocks always match a dense oracle, and the output never changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from culet.runner import deferred_kv
 from culet.types import PageTable
 from tests.samplings import GREEDY
 
-LENGTHS = (1, 3, 31, 75)  # prompts within and beyond the windows, of the target (32) and of the drafter (24)
+LENGTHS = (1, 3, 31, 75)  # prompts within and beyond the windows of the target (32) and the drafter (24)
 MISTAKES = {
     "right": lambda place: 0,
     "wrong": lambda place: 1,
@@ -32,18 +32,18 @@ def requests(num_tokens: int = 20):
 
 
 def told(requests, out) -> dict[int, list[int]]:
-    """What each sequence will say, by its first token."""
+    """Return the whole sequences by their first token."""
     return {request.prompt_token_ids[0]: [*request.prompt_token_ids, *out[request.request_id, 0]] for request in requests}
 
 
 def told_all(asked, out) -> dict[int, list[int]]:
-    """As `told`, where turns of one conversation begin with the same token: the longest of them tells them all."""
+    """Like `told`, for turns of one conversation, which share a first token. The longest turn stands for all of them."""
     return told(sorted(asked, key=lambda request: len(request.prompt_token_ids)), out)
 
 
 @pytest.mark.parametrize("budget", [13, 200])
 def test_blocks_of_a_batch(pair, budget):
-    """Different lengths side by side, in one go and in chunks; a random drafter is wrong, so every draft is rejected."""
+    """Different lengths run side by side, at once and in chunks. A random drafter is wrong, so every draft is rejected."""
     expected = Rig(pair, drafts=False).run(*requests())
     rig = Rig(pair, budget=budget)
     assert rig.run(*requests()) == expected
@@ -54,7 +54,7 @@ def test_blocks_of_a_batch(pair, budget):
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_blocks_after_acceptance(pair, mistake):
-    """Drafts that are accepted, rejected, and both: the context is that of the tokens that stayed."""
+    """Drafts are accepted, rejected, or both. The context is that of the tokens that were kept."""
     asked = requests(40)
     expected = Rig(pair, drafts=False).run(*asked)
     rig = Rig(pair, budget=40, told=told(asked, expected), is_wrong=MISTAKES[mistake])
@@ -66,14 +66,17 @@ def test_blocks_after_acceptance(pair, mistake):
 
 
 def use_fixed_shapes(rig: Rig, *, has_draws: bool) -> None:
-    """Run steps as a GPU captures them, their draws too."""
+    """Run steps and their draws as a GPU captures them."""
     rig.runner.use_fixed_shapes()
     if has_draws:
         use_fixed_draws(rig.runner)
 
 
 def conversation(pair, num_tokens=14, is_fixed=False, **settings):
-    """Three turns of one conversation and two prompts that begin alike, one after another: (rig, output, all requests)."""
+    """Run three turns of one conversation and two prompts with a common prefix in sequence.
+
+    Return (rig, output, all requests).
+    """
     rig, out, asked = Rig(pair, budget=50, has_spare=is_fixed, **settings), {}, []
     if is_fixed:
         use_fixed_shapes(rig, has_draws=True)
@@ -94,7 +97,7 @@ def conversation(pair, num_tokens=14, is_fixed=False, **settings):
 
 
 def test_a_prefix_hit_holds_the_drafters_context(pair):
-    """Blocks after a hit are those without one, and so is the number of steps: acceptance does not fall."""
+    """Blocks after a hit are the same as without one, and so is the number of steps. Acceptance does not fall."""
     _, plain, asked = conversation(pair, drafts=False)
     say, wrong = told_all(asked, plain), MISTAKES["mixed"]
     cold, out_cold, _ = conversation(pair, told=say, is_wrong=wrong)
@@ -111,14 +114,14 @@ def test_a_prefix_hit_holds_the_drafters_context(pair):
 
 
 def drafted(rig: Rig) -> list[tuple[list[int], list[int]]]:
-    """What was drafted after which tokens."""
+    """Return the drafts with the tokens they follow."""
     return [(block.tokens, block.logits.argmax(-1).tolist()) for block in rig.rounds]
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_drafts_after_pauses(pair, monkeypatch, is_fixed, ahead):
-    """Deferred KV gives the same drafts as KV that is written at once, and so do prefix hits of sequences that have ended."""
+    """Deferred KV gives the same drafts as KV written immediately, and so do prefix hits of sequences that have ended."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
     _, plain, asked = conversation(pair, 30, drafts=False)
     settings = {"told": told_all(asked, plain), "is_wrong": MISTAKES["mixed"], "ahead": ahead, "is_fixed": is_fixed}
@@ -149,7 +152,7 @@ def test_deferred_kv_that_is_never_written_fails(pair, monkeypatch):
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_batch_with_pauses(pair, monkeypatch, ahead):
-    """Many at once with preemption, cancels, samples that fork, and rings that are full: every block is the oracle's."""
+    """Many sequences run with preemption, cancels, forked samples and full rings. Every block matches the oracle."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
     monkeypatch.setattr(deferred_kv, "MAX_RING_LEN", 4)
     sampling = replace(GREEDY, temperature=1.0, seed=5)
@@ -171,7 +174,7 @@ def test_a_batch_with_pauses(pair, monkeypatch, ahead):
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_preemption(pair, prefix_caching):
-    """Too few pages for all: who is preempted is computed again, its context too."""
+    """There are too few pages for all. Preempted sequences are computed again, including their context."""
     asked = [make_request(f"r{length}", make_prompt(length), 60) for length in (5, 9, 17, 40)]
     expected = Rig(pair, drafts=False).run(*asked)
     rig = Rig(
@@ -184,7 +187,7 @@ def test_preemption(pair, prefix_caching):
 
 
 def test_cancels(pair):
-    """Pages of a cancelled sequence go to others at once: nobody's context suffers."""
+    """Pages of a cancelled sequence go to others at once, and no context is damaged."""
     asked = [make_request(f"r{index}", make_prompt(20 + 7 * index, seed=index), 24) for index in range(8)]
     expected = Rig(pair, drafts=False).run(*asked)
     rig = Rig(pair, num_slabs=60, max_num_seqs=4, told=told(asked, expected), is_wrong=MISTAKES["mixed"], prefix_caching=True)
@@ -198,7 +201,7 @@ def test_cancels(pair):
 
 
 def test_samples_of_one_prompt(pair):
-    """Samples that fork share a prompt's pages in the step in which they fork; each drafts on its own afterwards."""
+    """Forked samples share a prompt's pages in the step in which they fork. Afterwards each drafts on its own."""
     sampling = replace(GREEDY, temperature=1.0, seed=5)
     asked = [make_request("many", make_prompt(37), 16, sampling, n=4), make_request("one", make_prompt(50), 16)]
     expected = Rig(pair, drafts=False).run(*asked)
@@ -212,7 +215,7 @@ def test_samples_of_one_prompt(pair):
 
 @pytest.mark.parametrize("has_draws", [False, True])
 def test_steps_of_fixed_shapes(pair, has_draws):
-    """Padded steps, as graphs replay them: rows that only pad leave nothing behind, and drafts are the same."""
+    """In padded steps, as graphs replay them, padding rows have no effect and drafts are the same."""
     asked = requests(16)
     expected = Rig(pair).run(*asked)
     rig = Rig(pair, has_spare=True)
@@ -224,7 +227,7 @@ def test_steps_of_fixed_shapes(pair, has_draws):
 
 
 def test_the_debug_switch_checks_the_pages_ahead(pair, monkeypatch, tmp_path):
-    """A row that draws needs pages for a block behind its tokens, and the switch says so before anything is written."""
+    """A row that draws needs pages for a block after its tokens. The check fails before anything is written."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
     monkeypatch.setenv("CULET_CACHE_DIR", str(tmp_path))
     rig = Rig(pair)
@@ -242,7 +245,7 @@ def test_the_debug_switch_checks_the_pages_ahead(pair, monkeypatch, tmp_path):
 
 
 def test_the_debug_switch_checks_deferred_writes(pair, monkeypatch, tmp_path):
-    """Deferred KV for a page that does not exist is refused."""
+    """Deferred KV for a page that does not exist raises."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
     monkeypatch.setenv("CULET_CACHE_DIR", str(tmp_path))
     rig = Rig(pair, policy=Pauses(0, 1))

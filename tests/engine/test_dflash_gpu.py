@@ -33,7 +33,10 @@ def make_rig(pair, **settings):
 
 
 def compile_kernels(pair):
-    """What the rigs' steps and rounds need, many at a time as an engine does, and kept on disk: one by one it takes minutes."""
+    """Compile the kernels of the rigs' steps and rounds in parallel, as an engine does, and keep them on disk.
+
+    One by one they take minutes.
+    """
     use_disk_cache()
     runner = make_rig(pair).runner
     group = next(group for group in runner.pool.layout.groups if group.name == "dflash")
@@ -48,7 +51,7 @@ def compile_kernels(pair):
 
 @pytest.mark.parametrize("is_fixed", [False, True])
 def test_blocks(pair, is_fixed):
-    """Launched one by one, and in padded shapes; float32 products of a GPU are not a CPU's to the last bit."""
+    """Launched one by one, and in padded shapes. A GPU's float32 products differ from a CPU's in the last bits."""
     asked = [make_request(f"r{length}", make_prompt(length), 12) for length in (1, 30, 75)]
     rig = make_rig(pair)
     if is_fixed:
@@ -59,7 +62,7 @@ def test_blocks(pair, is_fixed):
 
 
 def test_blocks_after_pauses(pair, monkeypatch):
-    """Steps that keep the drafter's features and deferred writes, both as graphs; with prefix hits of what was written."""
+    """Steps that keep the drafter's features and deferred writes both run as graphs, with prefix hits on what was written."""
     monkeypatch.setattr(deferred_kv, "MAX_RING_LEN", 4)
     rig = make_rig(pair, policy=Pauses(), prefix_caching=True, ahead=True)
     fixed, captures = rig.runner.use_fixed_shapes(), Captures(torch.device("cuda"))
@@ -76,13 +79,13 @@ def test_blocks_after_pauses(pair, monkeypatch):
 
 @pytest.mark.parametrize("enforce_eager", [True, False])
 def test_output_is_the_same(pair, enforce_eager):
-    """Whole engines in float32, with graphs and without: a drafter changes no token."""
+    """Whole engines in float32, with and without graphs. A drafter changes no token."""
     prompts = [make_prompt(length) for length in (1, 30, 75)]
     given = GIVEN | {"enforce_eager": enforce_eager}
     folder = str(pair.folder.parent / "target")
     draft = {"method": "dflash", "model": str(pair.folder), "adaptive": False}
     plain = [result.token_ids for result in LLM(folder, **given).generate(prompts, GREEDY)]
     llm = LLM(folder, **given, speculative_config=draft)
-    for _ in range(2):  # the second time out of the prefix cache
+    for _ in range(2):  # the second time from the prefix cache
         assert [result.token_ids for result in llm.generate(prompts, GREEDY)] == plain
     assert llm.engine.stats().counters.verifies

@@ -1,4 +1,4 @@
-"""A DFlash drafter on our Triton backend, in Triton's interpreter: the same blocks as the dense oracle's."""
+"""A DFlash drafter on our Triton backend, in Triton's interpreter, gives the same blocks as the dense oracle."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ else:
     @pytest.mark.parametrize("is_causal", [None, pytest.param(False, marks=pytest.mark.slow)])
     def test_blocks(tmp_path, monkeypatch, is_causal) -> None:
         """Sliding and full layers, non-causal as published and everywhere, after a chunk and after rejected drafts."""
-        monkeypatch.setattr(tiles, "device_facts", lambda device: (90, 4))  # a small GPU: few programs without work
+        monkeypatch.setattr(tiles, "device_facts", lambda device: (90, 4))  # a small GPU, so that few programs are idle
         own = {"mask_token_id": 4, "target_layer_ids": [0, 2, 5]}
         if is_causal is not None:
             own["is_causal"] = is_causal
-        # More packed rows than 16, as published drafters have: the tile of blocks.
+        # More than 16 packed rows, as published drafters have, use the tile for blocks.
         pair = make_pair(tmp_path, "31B", dflash_config=own, num_key_value_heads=1)
         asked = [make_request("long", make_prompt(33), 4)]
         if is_causal is not None:

@@ -1,4 +1,4 @@
-"""What every drafter of DRAFTERS must hold: its interface, its manners towards the cache, and that it never changes a token."""
+"""What every drafter in DRAFTERS must satisfy: its interface, its use of the cache, and that it never changes a token."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def prompt(length: int) -> list[int]:
 
 @dataclass
 class Met:
-    """A drafter in the middle of its work: the last batch it was given, and the pool as that found it."""
+    """A drafter in the middle of its work, with its last batch and the pool as it was before that batch."""
 
     model: Gemma4
     layout: CacheLayout
@@ -68,7 +68,7 @@ class Met:
 
 
 def meet(method: str, shape: str) -> Met:
-    """Let prompts of different lengths run some steps with drafts."""
+    """Run prompts of different lengths for some steps with drafts, and return the drafter."""
     model = target_model(shape)
     spec = open_drafter(DraftChoice(method, "random:", num_speculative_tokens=NUM_DRAFTS), model.spec)
     layout = plan_cache(cache_specs(model.spec, spec, 4, latent=True))
@@ -134,7 +134,7 @@ def test_proposals(met: Met) -> None:
     assert proposals.dtype == torch.int64
     assert bool(((proposals >= 0) & (proposals < met.model.spec.vocab_size)).all())
     assert len(set(proposals.flatten().tolist())) > 1
-    for count in (1, 3):  # fewer are the first of more
+    for count in (1, 3):  # fewer drafts are the first of more
         assert torch.equal(met.propose(num_drafts=count), proposals[:, :count])
 
 
@@ -152,7 +152,7 @@ def rows_of(batch: DraftBatch, order: list[int]) -> DraftBatch:
 
 
 def test_rows_that_pad(met: Met) -> None:
-    """Rows behind the real ones, as a graph of fixed shape has them: they change nothing and leave nothing."""
+    """Padding rows after the real ones, as in a graph of fixed shape, have no effect."""
     assert met.pool.spare_page is not None
     expected, spare = met.propose(), met.pool._slabs[met.pool.spare_page].clone()
     padded = rows_of(met.batch, [0, 1, 2, 3, 0, 0])
@@ -164,7 +164,7 @@ def test_rows_that_pad(met: Met) -> None:
 
 
 def test_what_it_may_write(met: Met) -> None:
-    """Nothing of the target's, and of its own nothing that is context."""
+    """It may not write the target's pages, nor those of its own that hold context."""
     before = met.pool._slabs.clone()
     met.propose()
     changed = {int(page) for page in (met.pool._slabs != before).any(1).nonzero()}
@@ -185,7 +185,7 @@ def test_what_it_may_write(met: Met) -> None:
 
 
 def test_no_graph_of_what_is_planned_on_the_host() -> None:
-    """A replay would read the keys of another step: such a backend, the target's or the drafter's, does without graphs."""
+    """A replay would read the keys of another step, so such a backend, the target's or the drafter's, runs without graphs."""
     spec = open_drafter(DraftChoice("dflash", "random:"), target_model("31B").spec)
     *_, group = plan_cache(cache_specs(target_model("31B").spec, spec, 4, latent=True)).groups
     backends = [load(backend.path)(group, spec.num_heads) for backend in BACKENDS.values()]
@@ -197,7 +197,7 @@ def test_no_graph_of_what_is_planned_on_the_host() -> None:
     assert not resolve._can_capture(build_config({"enforce_eager": True}), cuda, [by_kind[True]])
 
 
-# Through the engine: greedy output is that of no drafter, token for token
+# Through the engine, where greedy output is token for token the same as without a drafter
 
 
 def make(shape: str, method: str | None, **settings: Any) -> LLM:
@@ -207,20 +207,20 @@ def make(shape: str, method: str | None, **settings: Any) -> LLM:
 
 
 ALL = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-# They cross a page of 64 tokens a few steps after they start, all at once, which admission does not foresee.
+# They all cross a page of 64 tokens at once, a few steps after they start, which admission does not foresee.
 CROSSING = (56, 57, 58, 59)
 
 
 @functools.cache
 def plain(shape: str, lengths: tuple[int, ...] = LENGTHS) -> dict[int, tuple[int, ...]]:
-    """Output by length of the prompt."""
+    """Output without a drafter, by prompt length."""
     results = make(shape, None).generate([prompt(length) for length in lengths], ALL)
     return {length: result.token_ids for length, result in zip(lengths, results, strict=True)}
 
 
 @pytest.mark.parametrize("method", sorted(DRAFTERS))
 def test_greedy_output_is_the_same(shape: str, method: str) -> None:
-    """In batches, in chunks, and a second time out of the prefix cache."""
+    """Run in batches, in chunks, and a second time from the prefix cache."""
     prompts = [prompt(length) for length in LENGTHS]
     llm = make(shape, method, max_num_batched_tokens=33)
     for _ in range(2):
@@ -232,7 +232,7 @@ def test_greedy_output_is_the_same(shape: str, method: str) -> None:
 
 @pytest.mark.parametrize("method", sorted(DRAFTERS))
 def test_greedy_output_after_preemption_and_cancels(shape: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few pages, and the debug switch that checks every page index of every step."""
+    """Run with few pages and with the debug switch that checks every page index of every step."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
     target = target_model(shape).spec
     spec = open_drafter(DraftChoice(method, "random:", num_speculative_tokens=NUM_DRAFTS), target)
@@ -261,7 +261,10 @@ def test_greedy_output_after_preemption_and_cancels(shape: str, method: str, mon
 @pytest.mark.slow
 @pytest.mark.parametrize("method", sorted(DRAFTERS))
 def test_two_thousand_tokens(method: str, tmp_path: Path) -> None:
-    """Greedy over 2,000 tokens after a long prompt. Where two tokens are all but equal either may come, and it is told."""
+    """Run greedily over 2,000 tokens after a long prompt.
+
+    Where two tokens are nearly equal, either may follow, which is reported.
+    """
     overrides = {"max_position_embeddings": 32768}
     folder = str(write_checkpoint(tmp_path, "31B", dtype=torch.float32, overrides=overrides, seed=2))
     params = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True, logprobs=2, repetition_penalty=1.3)
