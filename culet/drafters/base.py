@@ -115,7 +115,7 @@ class DrafterPlan(Protocol):
         """Return the number of weights by part, for `culet plan`."""
 
     def build(self, target: Gemma4, backends: Mapping[int, AttentionBackend], *, progress: bool = True) -> Drafter:
-        """Load the weights to the target's device in its precision. `backends` are the drafter's own, by index of the KV group."""
+        """Load the weights to the target's device in its precision. `backends` are the drafter's, by index of the KV group."""
 
 
 def open_drafter(choice: DraftChoice, target: ModelSpec) -> DrafterPlan:

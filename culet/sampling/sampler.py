@@ -206,7 +206,7 @@ class _Part:
         return _Part(self.logits_RV[is_in_R], self.max_k, *(column[is_in_R] for column in columns))
 
     def weigh(self, logits_RC: Tensor, best_R1: Tensor) -> Tensor:
-        """Return unnormalised probabilities, 1 for the best token. No temperature overflows, since the difference comes first."""
+        """Return unnormalised probabilities, 1 for the best token. The difference comes first, so nothing overflows."""
         return ((logits_RC.double() - best_R1.double()) / self.temperature_R1).exp()
 
     def keep(self, ranked_RC: Tensor, total_R1: Tensor | None = None) -> Tensor:
