@@ -1,11 +1,11 @@
-"""Attention with few query tokens per row (decode: 1, verify: up to 16) over the paged cache, split along the keys.
+"""Attention with few query tokens per row (1 in decode, up to 16 in verify) over the paged cache, split along the keys.
 
 The query heads of one KV head and the row's query tokens are packed into one tile of rows, so every key is read once. A
-program runs such a tile over the key tiles of one split (see `splits.py`), and writes the output or partial sums.
+program runs such a tile over the key tiles of one split (see `splits.py`) and writes the output or partial sums.
 
-Heads are processed in parts of equal width whose scores are summed at the end: one long chain of dependent matrix instructions
-would take longer than the keys take to arrive. Separate keys and values have two parts each. A latent row has five,
-v_rot | nope (three parts) | k_rot: the first four are the values, the last four the keys.
+Heads are processed in parts of equal width whose scores are summed at the end. One long chain of dependent matrix instructions
+would take longer than the keys take to arrive. Separate keys and values have two parts each. A latent row has five parts,
+v_rot | nope (three parts) | k_rot. The first four are the values and the last four are the keys.
 """
 
 # The number of parts depends on the kind of cache, so tuples of parts are assigned in different lengths.
@@ -30,12 +30,12 @@ from culet.kernels.types import PagedKV, RaggedRows
 
 
 class _Rows(NamedTuple):
-    """The packed rows of a tile: query token x query head of one KV head. Those past the last token repeat it."""
+    """The packed rows of a tile, query tokens x query heads of one KV head. Rows past the last token repeat it."""
 
-    packed: Any  # number: query * GROUP + query head
+    packed: Any  # row number, query * GROUP + query head
     token: Any
-    is_valid: Any  # whether it is not a repetition
-    seen_lo: Any  # first and last key that it sees
+    is_valid: Any  # False if the row is a repetition
+    seen_lo: Any  # first and last key that the row sees
     seen_hi: Any
 
 
@@ -44,7 +44,7 @@ def _packed_rows(
     VISIBLE, split, m_tile, num_tokens,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, M: tl.constexpr, HAS_VISIBLE: tl.constexpr,
 ):  # fmt: skip
-    """The `m_tile`-th M packed rows of a split's row."""
+    """Return tile `m_tile`, which has M of the packed rows of a split's row."""
     packed = m_tile * M + tl.arange(0, M)
     query = packed // GROUP
     is_valid = query < split.num_queries
@@ -60,7 +60,7 @@ def _packed_rows(
 
 @triton.jit
 def _load_parts(first, COUNT: tl.constexpr, dtype: tl.constexpr, BY_HAND: tl.constexpr):
-    """The first COUNT parts of rows, widened to `dtype`; `first` points at the first part's columns."""
+    """Load the first COUNT parts of rows, widened to `dtype`. `first` points to the first part's columns."""
     parts = ()
     for i in tl.static_range(COUNT):
         parts += (widen(tl.load(first + i * first.shape[1]), dtype, BY_HAND),)
@@ -74,7 +74,7 @@ def _score_part(q, k):
 
 @triton.jit
 def _score(q, k):
-    """Scores of a tile's keys: the parts' scores, summed in pairs."""
+    """Return the scores of a tile's keys. The scores of the parts are summed in pairs."""
     s = _score_part(q[0], k[0]) + _score_part(q[1], k[1])
     if len(q) == 4:
         s += _score_part(q[2], k[2]) + _score_part(q[3], k[3])
@@ -87,11 +87,11 @@ def _attend(
     WIDTH: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexpr,
     HAS_VISIBLE: tl.constexpr, BY_HAND: tl.constexpr,
 ):  # fmt: skip
-    """Attention of `q` over the split's key tiles: weighted sums of values in parts, and the weights' maximum and sum."""
+    """Attend `q` to the split's key tiles. Return weighted sums of values in parts, and the weights' maximum and sum."""
     PARTS: tl.constexpr = len(q)
     M: tl.constexpr = q[0].shape[0]
     PART: tl.constexpr = q[0].shape[1]
-    IS_LATENT: tl.constexpr = WIDTH > PARTS * PART  # by k_rot
+    IS_LATENT: tl.constexpr = WIDTH > PARTS * PART  # a latent row is wider by k_rot
     dtype: tl.constexpr = q[0].dtype
     lo = tl.maximum(split.context - WINDOW + 1, split.first) if WINDOW > 0 else split.first
     hi = split.context + split.num_queries
@@ -100,7 +100,7 @@ def _attend(
     for _ in tl.static_range(PARTS):
         o += (tl.zeros([M, PART], tl.float32),)
     m = tl.full([M], UNSEEN, tl.float32)
-    total = tl.zeros([M, BN], tl.float32)  # its columns are summed once at the end, not for every tile
+    total = tl.zeros([M, BN], tl.float32)  # The columns are summed once at the end, not for every tile.
     for tile in range(split.tile_begin, split.tile_end):
         key, offset = key_rows(PAGES, tile, split.first, lo, hi, stride_page, WIDTH, PAGE, BN)
         if IS_LATENT:
@@ -124,7 +124,7 @@ def _attend(
 
 @triton.jit
 def _store_parts(OUT, offset, o, scale, is_valid):
-    """Store the scaled parts side by side in rows of OUT at these offsets."""
+    """Store the scaled parts side by side in the rows of OUT at `offset`."""
     for i in tl.static_range(len(o)):
         part = o[i] * scale
         column = i * part.shape[1] + tl.arange(0, part.shape[1])
@@ -140,19 +140,22 @@ def _decode(
     M: tl.constexpr, M_TILES: tl.constexpr, BN: tl.constexpr, HAS_VISIBLE: tl.constexpr, JOINS: tl.constexpr,
     JOIN_ROWS: tl.constexpr, JOIN_SPLITS: tl.constexpr, BY_HAND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One split of one row for one KV head. ROT > 0: K is a latent of rows v_rot | nope | k_rot, ROT wide at both ends."""
-    # Heads before items: programs without work come last, so that those with work spread over all multiprocessors.
+    """Process one split of one row for one KV head.
+
+    If ROT > 0, K has latent rows v_rot | nope | k_rot. Both ends are ROT wide.
+    """
+    # Heads vary faster than items. Programs without work come last, so those with work spread over all multiprocessors.
     m_tile = tl.program_id(0) % M_TILES
     head = tl.program_id(0) // M_TILES % KV_HEADS
     item = tl.program_id(0) // (M_TILES * KV_HEADS)
-    # What depends only on the step's inputs comes before the wait.
+    # Work that depends only on the step's inputs comes before the wait.
     split = find_split(ROW_BEGIN, CONTEXT, FIRST, num_rows, target, item, ROWS, WINDOW, BN, MAX_QUERIES, MIN_TILES)
     WIDTH: tl.constexpr = HEAD + ROT
     PAGES += split.row * stride_table
     K += head * (PAGE * WIDTH)
     V += head * (PAGE * WIDTH)
     has_work = split.is_valid & (m_tile * M < split.num_queries * GROUP)
-    enter(PDL)  # before any return: a program that exits early would let the next kernel overtake the kernel before this one
+    enter(PDL)  # before any return, since a program that exits early would let the next kernel overtake the previous one
     if not has_work:
         return
 
@@ -174,7 +177,7 @@ def _decode(
         tl.store(LSE + part_row, m + tl.log2(sums), mask=rows.is_valid)
         _store_parts(PARTIAL, part_row.to(tl.int64) * HEAD, o, scale, rows.is_valid)
         if JOINS:
-            tl.debug_barrier()  # all of this program's sums are written before it reports its arrival
+            tl.debug_barrier()  # write all of this program's sums before it reports its arrival
             arrived = ARRIVED + (split.place * KV_HEADS + head) * M_TILES + m_tile
             if tl.atomic_add(arrived, 1, sem="acq_rel") == split.splits - 1:
                 tl.store(arrived, 0)
@@ -194,7 +197,7 @@ def decode_launches(
     tile: DecodeTile,
     scratch: Scratch | None,
 ) -> list[Launch]:
-    """The launches of one call, in order."""
+    """Return the launches of one call, in order."""
     num_tokens, num_heads, head_dim = q_TNH.shape
     rotated = kv.width - head_dim
     assert not rotated or rotated * 4 == head_dim, f"a latent of {rotated} rotated dims at head dim {head_dim}"
@@ -245,9 +248,9 @@ def decode_attention(
     tile: DecodeTile | None = None,
     scratch: Scratch | None = None,
 ) -> Tensor:
-    """Attention of every row with 1 to `max_queries` query tokens and all keys in pages; other rows are not written.
+    """Return the attention of every row with 1 to `max_queries` query tokens. All keys are in pages. Skip other rows.
 
-    Safe under CUDA graphs: the launch depends only on shapes and `max_queries`. Lengths are read on the device.
+    This is safe in CUDA graphs. The launch depends only on shapes and `max_queries`, and lengths are read on the device.
     """
     out_TNH = torch.empty_like(q_TNH) if out_TNH is None else out_TNH
     group = q_TNH.shape[1] // kv.num_kv_heads

@@ -1,4 +1,4 @@
-"""How the attention kernels read e4m3 pages."""
+"""Read e4m3 pages in the attention kernels."""
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
 
@@ -14,11 +14,12 @@ from culet.kernels.types import PagedKV
 
 @triton.jit
 def widen(x, dtype: tl.constexpr, BY_HAND: tl.constexpr):
-    """Convert keys or values to the queries' dtype. BY_HAND converts e4m3 to bfloat16 with bit operations: move sign, exponent
-    and mantissa to their places, then multiply by 2^120 for the difference of the exponents' biases.
+    """Convert keys or values to the queries' dtype.
 
-    The compiler cannot look inside. It would move a plain cast of latent rows, which are keys and values, behind their two
-    layouts in shared memory and stop prefetching tiles (31B 32@8000 on an H200: 540 us, by hand 362).
+    BY_HAND converts e4m3 to bfloat16 with bit operations. They move sign, exponent and mantissa into place, then multiply by
+    2^120 to correct for the different exponent biases. The compiler cannot look inside this code. It would move a plain cast of
+    latent rows, which are both keys and values, behind their two layouts in shared memory and stop prefetching tiles. With the
+    31B at 32@8000 on an H200, a plain cast takes 540 us and BY_HAND takes 362 us.
     """
     if BY_HAND:
         x = tl.inline_asm_elementwise(
@@ -47,6 +48,6 @@ def widen(x, dtype: tl.constexpr, BY_HAND: tl.constexpr):
 
 
 def widens_by_hand(q_TNH: Tensor, kv: PagedKV) -> bool:
-    """Whether the pages are e4m3 latents and queries bfloat16, outside the interpreter. Separate K and V gain nothing."""
+    """Return whether the pages are e4m3 latents and queries are bfloat16 on a GPU. Separate K and V would gain nothing."""
     is_narrow = kv.is_latent and kv.planes.element_size() == 1
     return is_narrow and q_TNH.dtype == torch.bfloat16 and q_TNH.device.type != "cpu"

@@ -1,7 +1,7 @@
-"""Decode and verify with a latent cache on Hopper: 64 packed query rows per program, split along the keys as in `splits.py`.
+"""Decode and verify with a latent cache on Hopper. A program has 64 packed query rows, split along the keys as in `splits.py`.
 
-With so few rows the matrix units are mostly idle. What counts is that the bulk copy engine keeps two tiles in flight, and that
-every latent row is read once for both scores and values.
+With so few rows, the matrix units are mostly idle. Speed depends on the bulk copy engine keeping two tiles in flight, and on
+reading every latent row once for both scores and values.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
@@ -31,19 +31,19 @@ from culet.kernels.triton.attention.tiles import DecodeTile
 from culet.kernels.triton.launch import Launch
 from culet.kernels.types import PagedKV, RaggedRows
 
-HOPPER_ROWS = 64  # packed query rows of a program
+HOPPER_ROWS = 64  # packed query rows per program
 
 
 @gluon.jit
 def _tiles(num_queries, context, first, BN: gl.constexpr, MAX_QUERIES: gl.constexpr):
-    """Key tiles of a row; 0 for rows that are empty or too long for this kernel. As `splits._tile_span`."""
+    """Return the number of key tiles of a row, as `splits._tile_span` does. Rows that are empty or too long have 0."""
     count = (context + num_queries - first + BN - 1) // BN
     return gl.where((num_queries > 0) & (num_queries <= MAX_QUERIES), count, 0)
 
 
 @gluon.jit
 def _split_count(count, total, target):
-    """As `splits._split_count`, which the joining kernel computes again."""
+    """Return the number of splits of a row. The joining kernel must get the same number from `splits._split_count`."""
     wanted = (count * target + total // 2) // gl.maximum(total, 1)
     splits = gl.maximum(gl.minimum(wanted, count), 1)
     per_split = gl.maximum((count + splits - 1) // splits, 1)
@@ -61,7 +61,7 @@ def _work(
     ROWS: gl.constexpr, KV_HEADS: gl.constexpr, BN: gl.constexpr, MAX_QUERIES: gl.constexpr, M_TILES: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """This program's row and split, where its partial sums go, how many splits the row has, and its key tiles, if any."""
+    """Return this program's row and split, the place of its partial sums, the row's number of splits, and its key tiles."""
     item = gl.program_id(0) // (M_TILES * KV_HEADS)
     row = 0
     split = item
@@ -105,7 +105,7 @@ def _fetch(
     PAGE: gl.constexpr, MAX_QUERIES: gl.constexpr, M: gl.constexpr, M_TILES: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The fetching warp."""
+    """Run the fetching warp."""
     head = gl.program_id(0) // M_TILES % KV_HEADS
     row, _, _, _, _, num_queries, _, _, tile_lo, tile_hi = _work(
         ROW_BEGIN, CONTEXT, FIRST, num_rows, target, ROWS, KV_HEADS, BN, MAX_QUERIES, M_TILES, 1
@@ -127,8 +127,8 @@ def _values(
     ROWS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr,
     MAX_QUERIES: gl.constexpr, M: gl.constexpr, M_TILES: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warpgroups. They also load the queries and store the output, or this split's part of it."""
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HEAD // 4, 16])  # wider ones need more registers
+    """Run the multiplying warpgroups. They also load the queries and store the output, or this split's part of it."""
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HEAD // 4, 16])  # wider layouts need more registers
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     head = gl.program_id(0) // M_TILES % KV_HEADS
     _, split, place, splits, begin, num_queries, context, first, tile_lo, tile_hi = _work(
@@ -167,7 +167,7 @@ def _scores(
     ROWS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, ROT: gl.constexpr,
     MAX_QUERIES: gl.constexpr, M: gl.constexpr, M_TILES: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The scoring warpgroup."""
+    """Run the scoring warpgroup."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     head = gl.program_id(0) // M_TILES % KV_HEADS
     _, split, place, splits, _, num_queries, context, first, tile_lo, tile_hi = _work(
@@ -175,7 +175,7 @@ def _scores(
     )
     row_first = (gl.program_id(0) % M_TILES) * M
     packed = row_first + gl.arange(0, M, gl.SliceLayout(1, S_LAYOUT))
-    # This kernel has no dependent launch, so all kernels before it are done: the joining kernel may start, and waits inside.
+    # This kernel has no dependent launch, so all earlier kernels are done. The joining kernel may start now and wait inside.
     packed = gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [packed], gl.int32, is_pure=False, pack=1
     )
@@ -197,7 +197,7 @@ def _decode_hopper(
     ROWS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, PAGE: gl.constexpr,
     MAX_QUERIES: gl.constexpr, M: gl.constexpr, M_TILES: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One split of one row for one KV head, M packed rows of it."""
+    """Process M packed rows of one split of one row, for one KV head."""
     q_smem, _, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v, ready, taken = allocate(
         Q.dtype.element_ty, M, BN, HEAD, ROT, STAGES
     )
@@ -225,12 +225,12 @@ def _decode_hopper(
 
 
 def hopper_decode_supports(kv: PagedKV) -> bool:
-    """Whether this kernel supports the shape. It applies the text rule only."""
+    """Return whether this kernel supports the shape. It applies only the text rule."""
     return kv.is_latent and kv.head_dim == 512 and kv.window is None and pages_fit(kv)
 
 
 def hopper_decode_tile(num_sms: int) -> DecodeTile:
-    """This kernel's tile, for `scratch_rows` and the joining kernel: one program per multiprocessor."""
+    """Return this kernel's tile, for `scratch_rows` and the joining kernel. Each multiprocessor runs one program."""
     return DecodeTile(HOPPER_ROWS, KEYS, 8, 2, programs=num_sms)
 
 
@@ -244,7 +244,7 @@ def hopper_decode_launches(
     tile: DecodeTile,
     scratch: Scratch | None,
 ) -> list[Launch]:
-    """The launches of one call, in order. Same contract as `decode_launches`."""
+    """Return the launches of one call, in order. The contract is the same as for `decode_launches`."""
     _, num_heads, head_dim = q_TNH.shape
     num_kv_heads, group, rotated = kv.num_kv_heads, num_heads // kv.num_kv_heads, kv.width - head_dim
     m_tiles = -(-max_queries * group // HOPPER_ROWS)

@@ -1,15 +1,25 @@
-"""Attention on Hopper in Gluon: the parts that prefill and decode at head dim 512 share.
+"""Attention on Hopper in Gluon. These are the parts that prefill and decode share at head dim 512.
 
 A program of 64 packed query rows has three roles. One warp fetches key tiles with the bulk copy engine. One warpgroup scores
-them: it holds all 64 scores of a row, so the softmax needs no exchange between warpgroups. Two warpgroups multiply
-probabilities and values, half of the columns each: 64 x 512 sums fill their registers. So while the values of tile i are
-multiplied, tile i + 1 is scored and tile i + 2 is being fetched. With a latent, probabilities overwrite k_rot, which is not
-read again once a tile is scored.
+them. It holds all 64 scores of a row, so the softmax needs no exchange between warpgroups. Two warpgroups multiply
+probabilities and values. Each has half of the columns, because 64 x 512 sums fill their registers. While the values of tile i
+are multiplied, tile i + 1 is scored and tile i + 2 is being fetched. With a latent, probabilities overwrite k_rot, which is
+not read again after a tile is scored.
 
-Shared memory: q queries · k keys · v values (latent: the rows' first HEAD columns) · r k_rot or probabilities · row numbers
-of each packed row: two places for the factors of earlier sums, one for the final sums.
-Barriers: full_k, full_v: a stage has arrived · empty_k, empty_v: it may be overwritten · ready: (0, 1) probabilities are
-written, (2) queries, (3) final sums · taken (0, 1): probabilities have been read.
+Shared memory:
+
+    q      queries
+    k      keys
+    v      values (with a latent, the first HEAD columns of the rows)
+    r      k_rot or probabilities
+    row    one number per packed row, with two places for the factors of earlier sums and one for the final sums
+
+Barriers:
+
+    full_k, full_v      a stage has arrived
+    empty_k, empty_v    a stage may be overwritten
+    ready               probabilities (0, 1), queries (2) or final sums (3) are written
+    taken               probabilities (0, 1) have been read
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
@@ -31,12 +41,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from culet.kernels.triton.attention.key_tiles import LOG2E, UNSEEN
 from culet.kernels.types import PagedKV
 
-KEYS = 64  # keys of a tile
+KEYS = 64  # keys per tile
 
 
 @gluon.jit
 def _copy(DESC, y, y_half, x, barrier, smem, COLUMNS: gl.constexpr, ROWS: gl.constexpr):
-    """Fetch a tile of ROWS x COLUMNS at row y, or its halves from y and y_half if boxes have half the rows and 64 columns."""
+    """Fetch a tile of ROWS x COLUMNS at row y. If boxes have half the rows and 64 columns, fetch its halves at y and y_half."""
     if DESC.block_shape[0] == ROWS:
         tma.async_copy_global_to_shared(DESC, [y, x], barrier, smem)
     else:
@@ -54,7 +64,7 @@ def fetch_tile(
 ):  # fmt: skip
     """Fetch the `count`-th key tile of this program, at row y and column x of the descriptors, into its stage.
 
-    If descriptors cover half a tile, because only half a tile lies within a page, the second half is at row y_half.
+    If a page holds only half a tile, descriptors cover half a tile and the second half is at row y_half.
     """
     stage = count % STAGES
     phase = (count // STAGES) & 1
@@ -77,7 +87,7 @@ def score(q_smem, k_smem, v_smem, r_smem, stage, S_LAYOUT: gl.constexpr, M: gl.c
     """Start computing the scores of a stage's keys."""
     s = gl.zeros([M, BN], gl.float32, S_LAYOUT)
     if ROT > 0:
-        # K is the latent's columns from ROT on. Slices start at multiples of their length, so there are four equal ones.
+        # K is the latent's columns from ROT on. A slice starts at a multiple of its length, so there are four equal slices.
         rows = v_smem.index(stage)
         k_0 = rows.slice(ROT, ROT, dim=1).permute((1, 0))
         k_1 = rows.slice(2 * ROT, ROT, dim=1).permute((1, 0))
@@ -93,7 +103,7 @@ def score(q_smem, k_smem, v_smem, r_smem, stage, S_LAYOUT: gl.constexpr, M: gl.c
 
 @gluon.jit
 def softmax(s, m, total, last, key, MASKED: gl.constexpr, WINDOW: gl.constexpr):
-    """Probabilities of a tile, the running maximum and sum, and the factor for earlier sums.
+    """Return the probabilities of a tile, the running maximum and sum, and the factor for earlier sums.
 
     `last` is the last key that each row sees.
     """
@@ -110,7 +120,7 @@ def softmax(s, m, total, last, key, MASKED: gl.constexpr, WINDOW: gl.constexpr):
 
 @gluon.jit
 def _place(r_smem, count, STAGES: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, ROT: gl.constexpr):
-    """Where the probabilities of the `count`-th tile are."""
+    """Return the memory for the probabilities of the `count`-th tile."""
     if ROT > 0:
         place = r_smem.index(count % STAGES)._reinterpret(r_smem.dtype, [M, BN], gl.NVMMASharedLayout(128, 16, 2))
     else:
@@ -123,7 +133,7 @@ def score_tiles(
     q_smem, k_smem, v_smem, r_smem, row_smem, full_k, empty_k, ready, taken, last, first_key, num_tiles,
     WINDOW: gl.constexpr, ROT: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The scoring warpgroup, over `num_tiles` key tiles from `first_key` on. Returns the rows' final sums and maxima."""
+    """Score `num_tiles` key tiles from `first_key` on, in the scoring warpgroup. Return the rows' final sums and maxima."""
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     key = first_key + gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT))
     m = gl.full([M], UNSEEN, gl.float32, ROWS)
@@ -153,7 +163,7 @@ def score_tiles(
 
 @gluon.jit
 def _clear_unwritten(v_smem, stage, written, BN: gl.constexpr, HEAD: gl.constexpr):
-    """Zero the rows of a stage from `written` on: a probability of 0 times NaN would be NaN."""
+    """Zero the rows of a stage from `written` on, because a probability of 0 times NaN would be NaN."""
     if written < BN:
         CLEAR: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
         is_written = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(1, CLEAR)) < written, 1)
@@ -170,7 +180,7 @@ def _value_tile(
     IS_LAST: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """`o` with the values of the `count`-th tile."""
+    """Add the weighted values of the `count`-th tile to `o` and return it."""
     stage = count % STAGES
     mbarrier.wait(full.index(stage), (count // STAGES) & 1)
     if IS_LAST:
@@ -190,10 +200,10 @@ def value_tiles(
     v_smem, r_smem, row_smem, full, empty_v, ready, taken, num_tiles, written,
     HEAD: gl.constexpr, ROT: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The two multiplying warpgroups: attention of the rows over `num_tiles` >= 1 key tiles.
+    """Return the attention of the rows over `num_tiles` >= 1 key tiles. The two multiplying warpgroups run this.
 
-    Of the last tile only `written` keys were written. The memory after them may hold NaN, which must not reach the sums.
-    `full` are the barriers on which the values arrive.
+    Only `written` keys of the last tile were written. The memory after them may hold NaN, which must not reach the sums.
+    `full` has the barriers that signal the arrival of values.
     """
     o = gl.zeros([M, HEAD], gl.float32, O_LAYOUT)
     for count in range(num_tiles - 1):
@@ -202,7 +212,7 @@ def value_tiles(
             False, HEAD, ROT, M, BN, STAGES, O_LAYOUT,
         )  # fmt: skip
     if ROT > 0:
-        # With a latent, the scoring warpgroup reads the same rows: wait until it is done before clearing them.
+        # With a latent, the scoring warpgroup reads the same rows. Wait until it is done before clearing them.
         mbarrier.wait(ready.index((num_tiles - 1) & 1), ((num_tiles - 1) // 2) & 1)
     o = _value_tile(
         v_smem, r_smem, row_smem, full, empty_v, ready, taken, num_tiles - 1, o, written,
@@ -217,7 +227,7 @@ def value_tiles(
 def allocate(
     dtype: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Shared memory and barriers of a program. 128 rows are 64 for each of two warpgroups: q and row exist twice."""
+    """Allocate a program's shared memory and barriers. If M is 128, two warpgroups have 64 rows, and q and row exist twice."""
     SMEM: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     if M == 64:
         q_smem = gl.allocate_shared_memory(dtype, [M, HEAD], SMEM)
@@ -253,22 +263,25 @@ def allocate(
     return q_smem, k_smem, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v, ready, taken
 
 
-_TILE_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)  # created once: that takes longer than a descriptor
+_TILE_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)  # created once, since that takes longer than creating a descriptor
 
 
 def describe(matrix: Tensor, columns: int, *, in_halves: bool = False) -> TensorDescriptor:
-    """A descriptor of tiles of KEYS rows x `columns` of a matrix, or of half tiles of 64 columns."""
+    """Return a descriptor of a matrix in tiles of KEYS rows x `columns`, or in half tiles of 64 columns."""
     box = [KEYS // 2, 64] if in_halves else [KEYS, columns]
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), box, _TILE_LAYOUT)
 
 
 def page_matrix(plane: Tensor) -> Tensor:
-    """A plane [page, kv_head, token, width] as one matrix of rows of `width`, from its first row to its last."""
+    """View a plane [page, kv_head, token, width] as one matrix of rows of `width`, from its first row to its last."""
     width = plane.shape[-1]
     span = 1 + sum((size - 1) * stride for size, stride in zip(plane.shape, plane.stride(), strict=True))
     return plane.as_strided((span // width, width), (width, 1))
 
 
 def pages_fit(kv: PagedKV, part: int = KEYS) -> bool:
-    """Whether key tiles can be fetched from these pages in parts of `part` keys: 16-bit elements, rows at equal distances."""
+    """Return whether key tiles can be fetched from these pages in parts of `part` keys.
+
+    Elements must have 16 bits and rows must be equally spaced.
+    """
     return kv.planes.element_size() == 2 and kv.page_tokens % part == 0 and kv.planes.stride(1) % kv.width == 0

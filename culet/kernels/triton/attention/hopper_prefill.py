@@ -1,7 +1,8 @@
-"""Prefill on Hopper: a tile of packed query rows per program, all keys from pages or all from the fresh tensors, text rule.
+"""Prefill on Hopper, with the text rule. A program has one tile of packed query rows.
 
-Head dim 512 uses 64 rows and the three roles of `hopper_parts.py`. Head dim 256 uses 128 rows, 64 for each of two warpgroups
-that both score and multiply: while the values of tile i are multiplied, the scores of tile i + 1 go through the softmax.
+All keys come from pages, or all come from the fresh tensors. Head dim 512 uses 64 rows and the three roles of
+`hopper_parts.py`. Head dim 256 uses 128 rows, 64 for each of two warpgroups. Both warpgroups score and multiply. While the
+values of tile i are multiplied, the scores of tile i + 1 go through the softmax.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
@@ -39,7 +40,7 @@ from culet.kernels.types import PagedKV
 
 @gluon.jit
 def _span(TILES, num_kv_heads, WINDOW: gl.constexpr, QUERIES: gl.constexpr, BN: gl.constexpr, PAGED: gl.constexpr):
-    """This program's row, queries, first token and position; position of key tile 0, and the visible key tiles."""
+    """Return this program's row, queries, first token and position, the position of key tile 0, and the visible key tiles."""
     tile = TILES + gl.program_id(0) // num_kv_heads * 5
     row = gl.load(tile)
     query_begin = gl.load(tile + 1)
@@ -48,7 +49,7 @@ def _span(TILES, num_kv_heads, WINDOW: gl.constexpr, QUERIES: gl.constexpr, BN: 
     context = gl.load(tile + 4)
     origin = context
     if PAGED:
-        origin = context * 0  # only groups without a window read pages here; their tables begin at position 0
+        origin = context * 0  # Only groups without a window read pages here. Their tables begin at 0.
     hi = context + gl.minimum(query_begin + QUERIES, num_queries)
     lo = origin
     if WINDOW > 0:
@@ -63,7 +64,7 @@ def _fetch(
     HEAD: gl.constexpr, ROT: gl.constexpr, PAGE: gl.constexpr, WINDOW: gl.constexpr,
     QUERIES: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
-    """The fetching warp."""
+    """Run the fetching warp."""
     head = gl.program_id(0) % num_kv_heads
     row, query_begin, num_queries, begin, context, origin, tile_lo, tile_hi = _span(
         TILES, num_kv_heads, WINDOW, QUERIES, BN, PAGED
@@ -77,7 +78,7 @@ def _fetch(
             y_half = y
             x = 0
             if PAGE % BN != 0:
-                # There may be no page after the last key: its half is fetched twice, and the second copy is masked.
+                # There may be no page after the last key. Its half is then fetched twice, and the second copy is masked.
                 half = gl.minimum(tile * 2 + 1, last_half)
                 page = gl.load(PAGES + row * stride_table + half * HALF // PAGE)
                 y_half = page * page_rows + head * PAGE + half * HALF % PAGE
@@ -95,7 +96,10 @@ def _fetch(
 def _packed_rows(
     head, query_begin, num_queries, begin, stride, M: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, LOAD: gl.constexpr
 ):
-    """Element offsets [M, HEAD] of the packed rows in a tensor [T, N, H], and which rows are valid; others repeat the last."""
+    """Return the element offsets [M, HEAD] of packed rows in a tensor [T, N, H], and which rows are valid.
+
+    Rows that are not valid repeat the last token.
+    """
     packed = gl.arange(0, M, gl.SliceLayout(1, LOAD))
     query = query_begin + packed // GROUP
     token = (begin + gl.minimum(query, num_queries - 1)).to(gl.int64)
@@ -111,8 +115,8 @@ def _values(
     GROUP: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, WINDOW: gl.constexpr,
     M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warpgroups at head dim 512. They also load the queries and store the output."""
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HEAD // 4, 16])  # wider ones need more registers
+    """Run the multiplying warpgroups at head dim 512. They also load the queries and store the output."""
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HEAD // 4, 16])  # wider layouts need more registers
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     head = gl.program_id(0) % num_kv_heads
     _, query_begin, num_queries, begin, context, origin, tile_lo, tile_hi = _span(
@@ -127,7 +131,8 @@ def _values(
     o = value_tiles(
         v_smem, r_smem, row_smem, full, empty_v, ready, taken, tile_hi - tile_lo, written, HEAD, ROT, M, BN, STAGES, O_LAYOUT
     )
-    q_smem.store(o.to(Q.dtype.element_ty))  # through the queries' memory, which is free now, so that whole rows are stored
+    # The output goes through the queries' memory, which is free now, so that whole rows are stored.
+    q_smem.store(o.to(Q.dtype.element_ty))
     offset, is_row = _packed_rows(head, query_begin, num_queries, begin, stride_out_token, M, GROUP, HEAD, LOAD)
     gl.store(OUT + offset, q_smem.load(LOAD), mask=is_row)
 
@@ -138,7 +143,7 @@ def _scores(
     GROUP: gl.constexpr, ROT: gl.constexpr, WINDOW: gl.constexpr,
     M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
-    """The scoring warpgroup at head dim 512."""
+    """Run the scoring warpgroup at head dim 512."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     _, query_begin, num_queries, _, context, origin, tile_lo, tile_hi = _span(
         TILES, num_kv_heads, WINDOW, M // GROUP, BN, PAGED
@@ -153,8 +158,8 @@ def _scores(
 class _Sums(NamedTuple):
     """The state of a computing warpgroup."""
 
-    m: Any  # largest score, times log2 e, and sum of the weights; both are one tile ahead of `count`
-    total: Any
+    m: Any  # largest score times log2 e. `m` and `total` are one tile ahead of `count`.
+    total: Any  # sum of the weights
     o: Any  # weighted values
     p_operand: Any  # weights of the next tile
     count: Any  # tiles whose values are in `o`
@@ -180,9 +185,9 @@ def _step(
     mbarrier.arrive(empty_k.index(after), count=1)
     p, m, total, shrink = softmax(s, m, total, last, key, MASKED, WINDOW)
     p_next = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
-    # These stores keep the assembler from moving work, since it does not move stores over the fence. The sum, which nobody
-    # reads, keeps the softmax next to the multiplication of the values. The factor, read back after the next scores are
-    # issued, keeps the scaling of o next to those.
+    # These stores keep the assembler from moving work, because it does not move stores across the fence. The stored sum is
+    # never read. It keeps the softmax next to the multiplication of the values. The stored factor is read back after the next
+    # scores are issued. It keeps the scaling of o next to them.
     row_smem.index(2 * HALF).store(total)
     row_smem.index(2 * HALF + 1).store(shrink)
     fence_async_shared()
@@ -198,7 +203,7 @@ def _first_tile(
     HALF: gl.constexpr, WINDOW: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HEAD: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Score the first tile, with softmax."""
+    """Score the first tile and apply the softmax."""
     m = gl.full([M], UNSEEN, gl.float32, gl.SliceLayout(1, S_LAYOUT))
     total = gl.zeros([M], gl.float32, gl.SliceLayout(1, S_LAYOUT))
     o = gl.zeros([M, HEAD], gl.float32, O_LAYOUT)
@@ -218,13 +223,13 @@ def _last_values(
     v_smem, row_smem, full_v, ready, sums, first_key, end, num_tiles,
     HALF: gl.constexpr, HEAD: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, O_LAYOUT: gl.constexpr, LOAD: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the values of the last tile and return the rows' attention. Keys from position `end` on are not theirs."""
+    """Multiply the values of the last tile and return the rows' attention. Keys from position `end` on belong to other rows."""
     _, total, o, p_operand, count = sums
     o = o * gl.expand_dims(row_smem.index(2 * HALF + 1).load(gl.SliceLayout(1, O_LAYOUT)), 1)
     stage = count % STAGES
     mbarrier.wait(full_v.index(stage), (count // STAGES) & 1)
     written = end - (first_key + (num_tiles - 1) * BN)
-    if written < BN:  # other rows' keys follow: a probability of 0 times NaN would be NaN
+    if written < BN:  # Keys of other rows follow. A probability of 0 times NaN would be NaN.
         if HALF == 0:
             is_written = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(1, LOAD)) < written, 1)
             for column in gl.static_range(0, HEAD, 64):
@@ -244,7 +249,10 @@ def _last_values(
 def _whole_tiles(
     query_begin, num_queries, context, first_key, num_tiles, QUERIES: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr
 ):
-    """Range of tiles after the first that every row sees whole: masks are expensive here, 32 scores per thread."""
+    """Return the range of tiles after the first that every row sees whole.
+
+    These tiles need no mask. Masks are expensive here, because a thread has 32 scores.
+    """
     begin = 1
     if WINDOW > 0:
         last_seen = context + gl.minimum(query_begin + QUERIES, num_queries) - 1
@@ -261,7 +269,7 @@ def _compute(
     HALF: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, WINDOW: gl.constexpr,
     M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
-    """One of the two computing warpgroups at head dim 256, with M rows: the first or the last half of the tile."""
+    """Run one of the two computing warpgroups at head dim 256. It has the M rows of the first or second half of the tile."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
@@ -317,7 +325,10 @@ def _prefill_hopper(
     GROUP: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, PAGE: gl.constexpr,
     WINDOW: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
-    """One query tile and KV head. ROT > 0: latent rows v_rot | nope | k_rot, V_DESC their first HEAD columns."""
+    """Process one query tile and KV head.
+
+    If ROT > 0, rows are latent, v_rot | nope | k_rot, and V_DESC covers their first HEAD columns.
+    """
     q_smem, k_smem, v_smem, r_smem, row_smem, full_k, full_v, empty_k, empty_v, ready, taken = allocate(
         Q.dtype.element_ty, M, BN, HEAD, ROT, STAGES
     )
@@ -365,12 +376,15 @@ def _prefill_hopper(
 
 
 def hopper_prefill_rows(head_dim: int) -> int:
-    """Packed query rows of a tile."""
+    """Return the number of packed query rows of a tile."""
     return 64 if head_dim == 512 else 128
 
 
 def hopper_prefill_supports(kv: PagedKV, group: int, *, fresh: bool) -> bool:
-    """Whether this kernel supports the shape, with all keys from fresh tensors, or from pages (of groups without a window)."""
+    """Return whether this kernel supports the shape, with all keys from fresh tensors or all from pages.
+
+    Keys may come from pages only in groups without a window.
+    """
     if kv.head_dim not in (256, 512) or hopper_prefill_rows(kv.head_dim) % group or (kv.is_latent and kv.head_dim != 512):
         return False
     return fresh or (kv.window is None and pages_fit(kv, KEYS // 2))
@@ -379,13 +393,13 @@ def hopper_prefill_supports(kv: PagedKV, group: int, *, fresh: bool) -> bool:
 def hopper_prefill_launch(
     q_TNH: Tensor, kv: PagedKV, tiles_X5: Tensor, *, fresh: tuple[Tensor, Tensor] | None, out_TNH: Tensor
 ) -> Launch:
-    """The launch for tiles (from `query_tiles`) whose keys all come from `fresh`, or all from pages if it is None."""
+    """Return the launch for tiles (from `query_tiles`) whose keys all come from `fresh`, or all from pages if it is None."""
     head_dim, num_kv_heads, rotated = kv.head_dim, kv.num_kv_heads, kv.width - kv.head_dim
     assert q_TNH.stride(1) == out_TNH.stride(1) == head_dim, "heads of a token must be contiguous"
     if fresh is None:
         keys, values = page_matrix(kv.planes[0]), page_matrix(kv.planes[-1])
     else:
-        # Of a latent, v_TGH begins where the whole rows begin.
+        # With a latent, v_TGH begins where the whole rows begin.
         whole = (fresh[1], fresh[1]) if rotated else fresh
         assert all(part.stride(1) == kv.width for part in whole), "fresh heads of a token must be contiguous"
         keys, values = (part.as_strided((part.shape[0], num_kv_heads * kv.width), (part.stride(0), 1)) for part in whole)

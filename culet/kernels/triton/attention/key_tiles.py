@@ -1,4 +1,4 @@
-"""Parts of the general attention kernels: find a tile of keys in pages, weigh it, add its values."""
+"""Parts of the general attention kernels. They find a tile of keys in pages, weigh it and add its values."""
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
 
@@ -8,14 +8,14 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-UNSEEN = tl.constexpr(-1.0e30)  # running maximum before any key; finite, so that (-inf) - UNSEEN stays -inf
+UNSEEN = tl.constexpr(-1.0e30)  # running maximum before any key. It is finite, so (-inf) - UNSEEN stays -inf.
 
 
 @triton.jit
 def key_rows(PAGES, tile, first, lo, hi, stride_page, WIDTH: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr):
-    """Positions of a tile's keys, and the element offset of each key's row in its plane (for head 0).
+    """Return the positions of a tile's keys, and the element offset of each key's row in its plane (for head 0).
 
-    For keys outside lo .. hi - 1, which the caller masks, the nearest key inside is read instead: clamping a row index costs
+    Keys outside lo .. hi - 1 get the offset of the nearest key inside, and the caller masks them. Clamping a row index costs
     less than masking every load, and unwritten memory is never read.
     """
     offset = tile * BN + tl.arange(0, BN)
@@ -30,20 +30,20 @@ def key_rows(PAGES, tile, first, lo, hi, stride_page, WIDTH: tl.constexpr, PAGE:
 
 @triton.jit
 def row_offset(token, packed, head, stride_token, GROUP: tl.constexpr, HEAD: tl.constexpr):
-    """Element offsets in a tensor [T, N, H] of packed rows: query token x query head of KV head `head`."""
+    """Return the element offsets in a tensor [T, N, H] of packed rows, query tokens x query heads of KV head `head`."""
     return token.to(tl.int64) * stride_token + (head * GROUP + packed % GROUP) * HEAD
 
 
 @triton.jit
 def weigh(s, m):
-    """Weights e^(s - m') of a tile's scores, the new running maximum m' (times log2 e), and the factor for earlier sums."""
+    """Return weights e^(s - m') for scores s, the new running maximum m' (times log2 e) and the factor for earlier sums."""
     m_new = tl.maximum(m, tl.max(s, 1) * LOG2E)
     return tl.exp2(s * LOG2E - m_new[:, None]), m_new, tl.exp2(m - m_new)
 
 
 @triton.jit
 def add_values(o, p, v, shrink):
-    """o * shrink + p @ v, in the same parts as `v`: add this tile's weighted values to those of earlier tiles."""
+    """Add this tile's weighted values to those of earlier tiles. Return o * shrink + p @ v in the same parts as `v`."""
     sums = ()
     for i in tl.static_range(len(v)):
         sums += (tl.dot(p, v[i], o[i] * shrink[:, None], input_precision="ieee"),)

@@ -1,11 +1,11 @@
-"""Attention with many query tokens per row: prompts and their chunks, any number of rows in one launch.
+"""Attention with many query tokens per row, for prompts and their chunks. One launch handles any number of rows.
 
 A program runs a tile of packed rows (query tokens x the query heads of one KV head) over the keys they see. Context keys come
-from pages. The chunk's own keys come from the fresh tensors, since a chunk longer than the window stores no KV of its early
-tokens; if the caller passes no fresh tensors, they come from pages too. Key tiles that every row sees whole are not masked.
+from pages. The chunk's own keys come from the fresh tensors, because a chunk longer than the window stores no KV for its early
+tokens. If the caller passes no fresh tensors, they come from pages too. Key tiles that every row sees whole are not masked.
 
-Separate keys and values are processed whole. A latent row has four parts, v_rot a | nope b, c | k_rot d: a, b, c are the
-values, b, c, d the keys. Widths are powers of two, so b is twice as wide as the others.
+Separate keys and values are processed whole. A latent row has four parts, v_rot (a) | nope (b, c) | k_rot (d). The values
+are a, b, c and the keys are b, c, d. Widths are powers of two, so b is twice as wide as the others.
 """
 
 # The number of parts depends on the kind of cache, so tuples of parts are assigned in different lengths.
@@ -32,7 +32,7 @@ from culet.kernels.types import PagedKV, RaggedRows
 class _Sight(NamedTuple):
     """The keys that a tile of packed rows sees."""
 
-    row_lo: Any  # first and last key of each row
+    row_lo: Any  # first and last key that each row sees
     row_hi: Any
     lo: Any  # some row sees keys lo .. hi - 1
     hi: Any
@@ -45,7 +45,7 @@ class _Sums(NamedTuple):
 
     o: Any  # weighted values, in parts
     m: Any  # largest score, times log2 e
-    total: Any  # of the weights
+    total: Any  # sum of the weights
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def _find_sight(
     VISIBLE, query, token, query_begin, num_queries, context, first, num_tokens,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, M: tl.constexpr, HAS_VISIBLE: tl.constexpr,
 ):  # fmt: skip
-    """What the tile of M packed rows from `query_begin` on sees: their intervals, or the text rule."""
+    """Return the keys that M packed rows from `query_begin` on see, from the visible intervals or the text rule."""
     if HAS_VISIBLE:
         row_lo = tl.load(VISIBLE + token)
         row_hi = tl.load(VISIBLE + num_tokens + token)
@@ -74,13 +74,13 @@ def _find_sight(
 
 @triton.jit
 def _load(rows, BEGIN: tl.constexpr, COLUMNS: tl.constexpr, dtype: tl.constexpr, BY_HAND: tl.constexpr):
-    """COLUMNS columns from BEGIN on of the rows at `rows`, widened to `dtype`."""
+    """Load COLUMNS columns of the rows at `rows`, from BEGIN on, widened to `dtype`."""
     return widen(tl.load(rows + BEGIN + tl.arange(0, COLUMNS)[None, :]), dtype, BY_HAND)
 
 
 @triton.jit
 def _load_queries(rows, HEAD: tl.constexpr, ROT: tl.constexpr):
-    """Queries in the same parts as the keys."""
+    """Load queries in the same parts as the keys."""
     dtype: tl.constexpr = rows.dtype.element_ty
     if ROT > 0:
         q = (
@@ -95,7 +95,7 @@ def _load_queries(rows, HEAD: tl.constexpr, ROT: tl.constexpr):
 
 @triton.jit
 def _no_sums(M: tl.constexpr, HEAD: tl.constexpr, ROT: tl.constexpr):
-    """Sums before any key."""
+    """Return the sums before any key is added."""
     if ROT > 0:
         o = (tl.zeros([M, ROT], tl.float32), tl.zeros([M, 2 * ROT], tl.float32), tl.zeros([M, ROT], tl.float32))
     else:
@@ -105,7 +105,7 @@ def _no_sums(M: tl.constexpr, HEAD: tl.constexpr, ROT: tl.constexpr):
 
 @triton.jit
 def _score(q, k):
-    """Scores of a tile's keys, part after part."""
+    """Return the scores of a tile's keys, summed part after part."""
     s = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
     for i in tl.static_range(1, len(q)):
         s = tl.dot(q[i], tl.trans(k[i]), s, input_precision="ieee")
@@ -117,7 +117,7 @@ def _attend_tile(
     q, sums, K, V, offset, key, sight, is_edge,
     HEAD: tl.constexpr, ROT: tl.constexpr, BY_HAND: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of keys at positions `key` to `sums`; its rows are `offset` elements from K and V (of a latent: from K)."""
+    """Add a tile of keys at positions `key` to `sums`. Its rows are `offset` elements from K and V, or from K for a latent."""
     dtype: tl.constexpr = q[0].dtype
     k_rows = K + offset
     if ROT > 0:
@@ -156,7 +156,7 @@ def _attend_pages(
     for tile in range(tile_begin, tile_end):
         is_edge = (tile < inner_begin) | (tile >= inner_end)
         key, offset = key_rows(PAGES, tile, first, lo, hi, stride_page, HEAD + ROT, PAGE, BN)
-        key = tl.where(key < hi, key, 2147483647)  # from hi on, keys are fresh and come later
+        key = tl.where(key < hi, key, 2147483647)  # Keys from hi on are fresh and come later.
         sums = _attend_tile(q, sums, K, V, offset[:, None], key, sight, is_edge, HEAD, ROT, BY_HAND)
     return sums
 
@@ -167,7 +167,7 @@ def _attend_fresh(
     HEAD: tl.constexpr, ROT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Add the visible keys of the chunk itself, whose first key is at position `context`, to `sums`."""
-    lo = tl.maximum(sight.lo, context) - context  # counted from the chunk's first token
+    lo = tl.maximum(sight.lo, context) - context  # relative to the chunk's first token
     hi = sight.hi - context
     inner_begin = tl.cdiv(tl.maximum(sight.all_lo - context, 0), BN)
     inner_end = (sight.all_hi - context) // BN
@@ -181,7 +181,7 @@ def _attend_fresh(
 
 @triton.jit
 def _store(OUT, o, scale, is_valid, BEGIN: tl.constexpr):
-    """Store a part, scaled, in the columns from BEGIN on of the rows at OUT."""
+    """Store a scaled part in the rows at OUT, in the columns from BEGIN on."""
     column = tl.arange(0, o.shape[1])[None, :]
     tl.store(OUT + BEGIN + column, (o * scale).to(OUT.dtype.element_ty), mask=is_valid[:, None])
 
@@ -194,7 +194,10 @@ def _prefill(
     WINDOW: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, HAS_FRESH: tl.constexpr, HAS_VISIBLE: tl.constexpr,
     BY_HAND: tl.constexpr,
 ):  # fmt: skip
-    """One tile of M packed rows over the keys it sees. ROT > 0: latent rows v_rot | nope | k_rot, ROT wide at both ends."""
+    """Attend one tile of M packed rows to the keys it sees.
+
+    If ROT > 0, rows are latent, v_rot | nope | k_rot. Both ends are ROT wide.
+    """
     head = tl.program_id(0) % KV_HEADS
     tile = TILES + tl.program_id(0) // KV_HEADS * 5
     row = tl.load(tile)
@@ -206,7 +209,7 @@ def _prefill(
     packed = tl.arange(0, M)
     query = query_begin + packed // GROUP
     is_valid = query < num_queries
-    query = tl.minimum(query, num_queries - 1)  # padding rows repeat the last token, so that bounds stay tight
+    query = tl.minimum(query, num_queries - 1)  # Padding rows repeat the last token, so that bounds stay tight.
     token = begin + query
     sight = _find_sight(
         VISIBLE, query, token, query_begin, num_queries, context, first, num_tokens, GROUP, WINDOW, M, HAS_VISIBLE
@@ -232,7 +235,7 @@ def _prefill(
     out = OUT + row_offset(token, packed, head, stride_out_token, GROUP, HEAD)[:, None]
     if ROT > 0:
         a, b, c = sums.o
-        _store(out, b, scale, is_valid, ROT)  # first, as it takes the most registers
+        _store(out, b, scale, is_valid, ROT)  # stored first because it takes the most registers
         _store(out, a, scale, is_valid, 0)
         _store(out, c, scale, is_valid, 3 * ROT)
     else:
@@ -240,10 +243,11 @@ def _prefill(
 
 
 def query_tiles(rows: Sequence[tuple[int, int, int, int]], queries_per_tile: int, window: int | None) -> np.ndarray:
-    """Query tiles, int32 [X, 5], most keys first, of rows given as (row, first token, query tokens, position of the first).
+    """Return the query tiles of rows, int32 [X, 5], starting with the one that has the most keys.
 
-    A tile is (row, first query within it, first token, query tokens, position of the first): all that a program needs in one
-    place, since each further load would delay its start. Programs start in this order, so that the longest do not run last.
+    A row is (row number, first token, number of query tokens, position of the first token). A tile is (row number, first query
+    within the row, first token, number of query tokens, position of the first token). A tile has all that a program needs in
+    one place, because each further load would delay its start. Programs start in this order, so the longest do not run last.
     """
     parts = []
     for row, begin, num_queries, start in rows:
@@ -270,7 +274,7 @@ def prefill_launch(
     out_TNH: Tensor,
     tile: PrefillTile,
 ) -> Launch:
-    """The one launch of a call."""
+    """Return the only launch of a call."""
     num_tokens, num_heads, head_dim = q_TNH.shape
     num_kv_heads, group = kv.num_kv_heads, num_heads // kv.num_kv_heads
     rotated = kv.width - head_dim
@@ -326,10 +330,10 @@ def prefill_attention(
     out_TNH: Tensor | None = None,
     tile: PrefillTile | None = None,
 ) -> Tensor:
-    """Attention of the query tokens in `tiles_X5` (from `query_tiles`, with the tokens of this tile).
+    """Return the attention of the query tokens in `tiles_X5`, from `query_tiles` with as many tokens as `tile` holds.
 
-    Keys from the row's first query token on come from `fresh` (k_TGH, v_TGH of the same T tokens), earlier ones from pages;
-    without `fresh`, all come from pages.
+    Keys from the row's first query token on come from `fresh` (k_TGH, v_TGH of the same T tokens). Earlier keys come from
+    pages. Without `fresh`, all keys come from pages.
     """
     out_TNH = torch.empty_like(q_TNH) if out_TNH is None else out_TNH
     tile = tile or prefill_tile(q_TNH, kv)

@@ -1,9 +1,9 @@
-"""How rows with few query tokens are split along their keys, and how the splits are joined.
+"""Split rows with few query tokens along their keys, and join the splits.
 
-The device computes the splits from the lengths it finds, so a graph that was captured once is right, and balanced, for any
-lengths. Windows are about equally long and get the same number of splits each; other rows get splits in proportion to their
-length. Rows of one split write their output directly; the others write partial sums. With few splits per row, the last program
-to arrive joins them (`join_rows`); with many, a second kernel does, with many programs per row.
+The device computes the splits from the lengths it finds, so a graph that was captured once is correct and balanced for any
+lengths. Windows are about equally long and each get the same number of splits. Other rows get splits in proportion to their
+length. Rows of one split write their output directly. The others write partial sums. If a row has few splits, the last program
+to arrive joins them (`join_rows`). If it has many, a second kernel joins them, with many programs per row.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
@@ -30,21 +30,21 @@ class Split(NamedTuple):
     """One split of one row."""
 
     row: Any
-    begin: Any  # its first query token
+    begin: Any  # first query token of the row
     num_queries: Any
     context: Any  # position of the first query token
     first: Any  # position of the first key in the row's pages
-    place: Any  # of the row's first partial sums; rows of one split have none
-    number: Any  # among the row's splits
-    splits: Any  # number of splits of the row
+    place: Any  # place of the row's first partial sums. Rows of one split have none.
+    number: Any  # index among the row's splits
+    splits: Any  # number of splits in the row
     tile_begin: Any
     tile_end: Any
-    is_valid: Any  # whether the split exists; if not, the other fields belong to another row
+    is_valid: Any  # whether the split exists. If not, the other fields belong to another row.
 
 
 @triton.jit
 def _tile_span(num_queries, context, first, WINDOW: tl.constexpr, BN: tl.constexpr, MAX_QUERIES: tl.constexpr):
-    """First key tile of a row and the number of tiles; 0 for rows that are empty or too long for this kernel."""
+    """Return the first key tile of a row and its number of tiles. Rows that are empty or too long for this kernel have 0."""
     lo = first
     if WINDOW > 0:
         lo = tl.maximum(context - WINDOW + 1, first)
@@ -55,20 +55,20 @@ def _tile_span(num_queries, context, first, WINDOW: tl.constexpr, BN: tl.constex
 
 @triton.jit
 def _split_count(count, wanted, MIN_TILES: tl.constexpr):
-    """Splits of a row of `count` tiles: as many as wanted if it has the tiles, all of equal length except the last."""
+    """Return the number of splits for `count` tiles, at most `wanted`. All splits except the last have equal length."""
     splits = tl.maximum(tl.minimum(wanted, count // MIN_TILES), 1)
     return tl.cdiv(count, tl.maximum(tl.cdiv(count, splits), 1))
 
 
 @triton.jit
 def _share(count, total, target):
-    """Splits of a row by its share of all tiles; over the rows they sum to at most `target` plus the number of rows."""
+    """Return a row's splits by its share of all tiles. Their sum over all rows is at most `target` plus the number of rows."""
     return (count * target + total // 2) // tl.maximum(total, 1)
 
 
 @triton.jit
 def _load_row(ROW_BEGIN, CONTEXT, FIRST, row):
-    """First token, number of query tokens, position of the first one, position of the first key in pages."""
+    """Load the first token, number of query tokens, position of the first token and position of the first key in pages."""
     begin = tl.load(ROW_BEGIN + row)
     return begin, tl.load(ROW_BEGIN + row + 1) - begin, tl.load(CONTEXT + row), tl.load(FIRST + row)
 
@@ -78,7 +78,7 @@ def _row_splits(
     ROW_BEGIN, CONTEXT, FIRST, num_rows, target,
     ROWS: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexpr, MAX_QUERIES: tl.constexpr, MIN_TILES: tl.constexpr,
 ):  # fmt: skip
-    """Row numbers, splits of each row (vectors of ROWS), and the tiles of all rows together."""
+    """Return the row numbers and the splits per row (vectors of ROWS), and the total number of tiles."""
     rows = tl.arange(0, ROWS)
     in_batch = rows < num_rows
     begin = tl.load(ROW_BEGIN + rows, mask=in_batch, other=0)
@@ -92,7 +92,7 @@ def _row_splits(
 
 @triton.jit
 def _first_place(rows, splits_R, row):
-    """Where a row's partial sums begin: rows of one split have none."""
+    """Return the place of a row's first partial sums. Rows of one split have none."""
     return tl.sum(tl.where((rows < row) & (splits_R > 1), splits_R, 0), 0)
 
 
@@ -101,7 +101,7 @@ def find_split(
     ROW_BEGIN, CONTEXT, FIRST, num_rows, target, item,
     ROWS: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexpr, MAX_QUERIES: tl.constexpr, MIN_TILES: tl.constexpr,
 ):  # fmt: skip
-    """The `item`-th split of all rows; if ROWS == 0, every row has room for `target` splits."""
+    """Return the `item`-th split of all rows. If ROWS == 0, every row has room for `target` splits."""
     if ROWS == 0:
         row = item // target
         number = item % target
@@ -132,7 +132,7 @@ def join_rows(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, MAX_QUERIES: tl.constexpr,
     ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Join the splits of ROWS packed rows, SPLITS at a time: out = sum_s 2^lse_s o_s / sum_s 2^lse_s."""
+    """Join the splits of ROWS packed rows, SPLITS at a time, as out = sum_s 2^lse_s o_s / sum_s 2^lse_s."""
     packed = packed_begin + tl.arange(0, ROWS)
     row_ok = packed < num_queries * GROUP
     token = begin + tl.minimum(packed // GROUP, num_queries - 1)
@@ -146,7 +146,7 @@ def join_rows(
         s = s0 + tl.arange(0, SPLITS)
         part_row = first_part[None, :] + s[:, None] * (KV_HEADS * MAX_QUERIES * GROUP)
         is_split = (s < splits)[:, None] & row_ok[None, :]
-        # Bypass the L1 cache, which does not see what other programs wrote.
+        # Bypass the L1 cache, which does not see the writes of other programs.
         lse = tl.load(LSE + part_row, mask=is_split, other=float("-inf"), cache_modifier=".cg")
         parts = PARTIAL + part_row.to(tl.int64)[:, :, None] * HEAD + column[None, None, :]
         part = tl.load(parts, mask=is_split[:, :, None], other=0.0, cache_modifier=".cg")
@@ -166,7 +166,7 @@ def _join(
     MAX_QUERIES: tl.constexpr, MIN_TILES: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Join a row's splits for one query token and head, COLUMNS columns: out = sum_s 2^lse_s o_s / sum_s 2^lse_s."""
+    """Join a row's splits for COLUMNS columns of one query token and head, as out = sum_s 2^lse_s o_s / sum_s 2^lse_s."""
     row = tl.program_id(0) // MAX_QUERIES
     query = tl.program_id(0) % MAX_QUERIES
     query_head = tl.program_id(1)
@@ -181,7 +181,7 @@ def _join(
         place = _first_place(rows, splits_R, row)
         wanted = _share(count, total, target)
     splits = _split_count(count, wanted, MIN_TILES)
-    enter(PDL)  # before any return: a program that exits early would let the next kernel overtake the kernel before this one
+    enter(PDL)  # before any return, since a program that exits early would let the next kernel overtake the previous one
     if (count == 0) | (splits <= 1) | (query >= num_queries):
         return
     token = begin + query
@@ -207,15 +207,15 @@ def _join(
 
 @dataclass(frozen=True)
 class Scratch:
-    """Memory for the partial sums of split rows. One per backend and stream; calls reuse it one after the other."""
+    """Memory for the partial sums of split rows. Each backend and stream has one. Calls reuse it one after the other."""
 
     partial: Tensor  # float32
     lse: Tensor  # float32
-    arrived: Tensor  # int32; programs that have written their sums; 0 between calls
+    arrived: Tensor  # int32, number of programs that have written their sums. It is 0 between calls.
 
     @classmethod
     def allocate(cls, num_rows: int, head_dim: int, device: torch.device | str) -> Scratch:
-        """Memory for `num_rows` partial rows, as `scratch_rows` counts them."""
+        """Allocate memory for `num_rows` partial rows, as counted by `scratch_rows`."""
         return cls(
             torch.empty(num_rows * head_dim, dtype=torch.float32, device=device),
             torch.empty(num_rows, dtype=torch.float32, device=device),
@@ -224,7 +224,7 @@ class Scratch:
 
 
 def scratch_rows(tile: DecodeTile, num_kv_heads: int, group: int, max_queries: int) -> int:
-    """The most partial rows that a call can write: a row with a share of x >= 1.5 splits gets at most x + 1/2 of them."""
+    """Return the most partial rows that a call can write. A row whose share is x >= 1.5 splits gets at most x + 1/2 splits."""
     target = tile.most_splits(num_kv_heads, group, max_queries)
     return (target + target // 3 + 2) * num_kv_heads * max_queries * group
 
@@ -232,7 +232,7 @@ def scratch_rows(tile: DecodeTile, num_kv_heads: int, group: int, max_queries: i
 def describe_splits(
     num_heads: int, kv: PagedKV, rows: RaggedRows, max_queries: int, out_TNH: Tensor, tile: DecodeTile
 ) -> dict[str, Any]:
-    """Arguments that say how rows are split. A decode kernel and the joining kernel must agree on them."""
+    """Return the arguments that determine how rows are split. A decode kernel and the joining kernel must agree on them."""
     group = num_heads // kv.num_kv_heads
     return {
         "num_rows": rows.num_rows,
@@ -264,9 +264,9 @@ def join_launch(
     tile: DecodeTile,
     scratch: Scratch | None,
 ) -> Launch:
-    """The launch that joins the splits that a decode kernel with this tile wrote to `scratch`."""
+    """Return the launch that joins the splits that a decode kernel with this tile wrote to `scratch`."""
     shape = describe_splits(num_heads, kv, rows, max_queries, out_TNH, tile)
-    # Few rows need many programs each to be fast, many rows need few: every program computes the splits again.
+    # Few rows need many programs per row to be fast. Many rows need few, because every program computes the splits again.
     num_queries = rows.num_rows * max_queries
     columns = min(kv.head_dim, 128) if num_queries * num_heads < 1024 else kv.head_dim
     average = shape["target"] // (rows.num_rows if shape["ROWS"] else 1)
@@ -274,7 +274,7 @@ def join_launch(
         "PARTIAL": None if scratch is None else scratch.partial,
         "LSE": None if scratch is None else scratch.lse,
         "COLUMNS": columns,
-        # Read at a time; a row may get twice the average, windows get exactly the average.
+        # Splits to read at a time. A row may get twice the average. Windows get exactly the average.
         "SPLITS": min(64, max(4, triton.next_power_of_2(average * (2 if shape["ROWS"] else 1)))),
     }
     return Launch(_join, (num_queries, num_heads, kv.head_dim // columns), shape, options(4, shape["PDL"]))

@@ -1,7 +1,7 @@
-"""Tile tables: which tile each attention kernel uses on which GPU, and where that was measured.
+"""Tables of the tiles that each attention kernel uses on each GPU, with the place and date of the measurement.
 
-A row applies to some architectures and one shape of head; the first that matches wins. Rows that are "not measured" compile
-for their architecture and fit into its shared memory, as a test checks, but were not timed.
+A row applies to some architectures and one shape of head. The first row that matches is used. Rows that are "not measured" have
+not been timed. A test checks that they compile for their architecture and fit in its shared memory.
 """
 
 from __future__ import annotations
@@ -17,41 +17,43 @@ from culet.kernels.triton.device import device_facts
 from culet.kernels.types import PagedKV
 
 MOST_WAVES = 3  # waves of programs that a call with split rows may take
-SPLIT_COST = 1 / 8  # of starting and joining a split, relative to the time of an unsplit row
-FEW_SPLITS, MANY_SPLITS = 8, 32  # of a row within a window: if the last program joins them, and if a second kernel does
+SPLIT_COST = 1 / 8  # cost of starting and joining a split, relative to the time of an unsplit row
+# Most splits per row with a window. The first is used if the last program joins them, the second if a second kernel does.
+FEW_SPLITS, MANY_SPLITS = 8, 32
 JOINED_SUMS = 64  # partial sums that each thread of a joining program holds at a time
-MOST_ROUNDS = 3  # that a joining program may take; beyond that a second kernel with many programs per row is faster
+MOST_ROUNDS = 3  # rounds that a joining program may take. Beyond that, a second kernel with many programs per row is faster.
 
 
 class Splits(NamedTuple):
-    """How a call's rows are split."""
+    """The way that the rows of a call are split."""
 
-    target: int  # with a window, splits per row, since rows are about equally long; else splits of all rows together
-    joins: bool  # the last program to arrive joins a row's splits; else a second kernel does
+    # With a window, splits per row, because rows are about equally long. Otherwise, splits of all rows together.
+    target: int
+    joins: bool  # whether the last program to arrive joins a row's splits. If not, a second kernel does.
     at_once: int  # splits that a joining program reads at a time
 
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """A decode kernel's tile: packed query rows x keys, and how many programs fill the GPU."""
+    """The tile of a decode kernel, packed query rows x keys, and the number of programs that fill the GPU."""
 
     rows: int
     keys: int
     warps: int
     stages: int
     programs: int = 132
-    min_tiles: int = 1  # fewest key tiles of a split
+    min_tiles: int = 1  # fewest key tiles per split
 
     def unsplit(self, num_rows: int, num_kv_heads: int, group: int, max_queries: int) -> int:
-        """Programs for `num_rows` rows of one split each."""
+        """Return the number of programs for `num_rows` rows of one split each."""
         return num_rows * num_kv_heads * -(-max_queries * group // self.rows)
 
     def most_splits(self, num_kv_heads: int, group: int, max_queries: int) -> int:
-        """The most splits that all rows of a call can have together."""
+        """Return the most splits that all rows of a call can have together."""
         return max(1, MOST_WAVES * self.programs // self.unsplit(1, num_kv_heads, group, max_queries))
 
     def splits(self, kv: PagedKV, num_rows: int, group: int, max_queries: int) -> Splits:
-        """How `num_rows` rows are split; a single row gets as many splits as fill the GPU."""
+        """Return how `num_rows` rows are split. A single row gets as many splits as fill the GPU."""
         unsplit = self.unsplit(num_rows, kv.num_kv_heads, group, max_queries)
         joined_rows = min(self.rows, triton.next_power_of_2(max_queries * group))
         at_once = max(1, min(8, JOINED_SUMS * 32 * self.warps // (joined_rows * kv.head_dim)))
@@ -66,9 +68,9 @@ class DecodeTile:
 
 
 def splits_by_waves(unsplit: int, programs: int) -> int:
-    """Splits per row that finish all rows soonest if `programs` programs run at a time, that is in waves.
+    """Return the splits per row that finish all rows soonest if programs run in waves of `programs`.
 
-    Of 160 unsplit rows, with 132 running at a time, the last 28 would leave most of the GPU idle.
+    For example, if 132 of 160 unsplit rows run at a time, the last 28 leave most of the GPU idle.
     """
     waves = range(1, MOST_WAVES + 1)
     offers = [(wave * (1 / splits + SPLIT_COST), splits) for wave in waves if (splits := wave * programs // unsplit)]
@@ -77,7 +79,7 @@ def splits_by_waves(unsplit: int, programs: int) -> int:
 
 @dataclass(frozen=True)
 class PrefillTile:
-    """A prefill kernel's tile: packed query rows x keys."""
+    """The tile of a prefill kernel, packed query rows x keys."""
 
     rows: int
     keys: int
@@ -87,18 +89,20 @@ class PrefillTile:
 
 @dataclass(frozen=True)
 class TileRow:
-    """One row of a table: architectures, shapes, tile, and where it was measured."""
+    """One row of a table. It maps architectures and shapes to a tile, and says where the tile was measured."""
 
     capabilities: tuple[int, ...]
-    head_dim: int  # up to this
+    head_dim: int  # up to this head size
     latent: bool
     packed_rows: int  # up to this many packed query rows (decode only)
     tile: DecodeTile | PrefillTile
     measured: str
     per_sm: int = 1  # programs per multiprocessor that fill the GPU (decode only)
-    is_fp8: bool = False  # only for e4m3 pages; rows without it apply to these too
-    crowded_stages: int = 0  # if unsplit rows fill the GPU: fewer stages, so that two programs fit where one did (decode only)
-    page_tokens: int = 1 << 30  # up to this many tokens per page (decode only): a tile within one page reads one table entry
+    is_fp8: bool = False  # whether the row is only for e4m3 pages. Other rows apply to these pages too.
+    # Stages if unsplit rows fill the GPU. There are fewer, so that two programs fit in the place of one (decode only).
+    crowded_stages: int = 0
+    # Up to this many tokens per page (decode only). A tile within one page reads one table entry.
+    page_tokens: int = 1 << 30
 
 
 ANY = CAPABILITIES
@@ -110,12 +114,13 @@ H200 = "H200, 2026-11-15"
 
 DECODE = (
     TileRow(ANY, 128, False, 16, DecodeTile(16, 32, 4, 2), UNMEASURED),
-    # A DFlash drafter's block: 16 tokens, 4 or 8 query heads per KV head. Tiles of 16 rows would read the keys up to 8 times.
+    # A DFlash drafter's block has 16 tokens and 4 or 8 query heads per KV head. With 16 rows per tile, keys would be read up to
+    # 8 times.
     TileRow(ANY, 128, False, MANY, DecodeTile(64, 32, 4, 3), UNMEASURED),
     TileRow(ANY, 128, True, MANY, DecodeTile(16, 32, 4, 2), UNMEASURED),
     TileRow((HOPPER,), 256, False, 16, DecodeTile(16, 32, 4, 5), H200 + " (its splits: not)", per_sm=3, is_fp8=True),
-    # Two warps, five programs per multiprocessor: programs of four warps wait for each other too long, and reached half of the
-    # memory's rate at 8 rows of the 31B (128 programs unsplit).
+    # These have two warps and five programs per multiprocessor. Programs of four warps waited too long for each other, and
+    # reached half of the memory bandwidth at 8 rows of the 31B (128 unsplit programs).
     TileRow((HOPPER,), 256, False, 16, DecodeTile(16, 16, 2, 5), H200, per_sm=5, page_tokens=16),
     TileRow((HOPPER,), 256, False, 16, DecodeTile(16, 32, 2, 5), H200, per_sm=2),
     TileRow(ANY, 256, False, 16, DecodeTile(16, 32, 4, 3), UNMEASURED, per_sm=2),
@@ -148,7 +153,7 @@ PREFILL = (
 
 
 def find_row(table: tuple[TileRow, ...], capability: int, kv: PagedKV, packed_rows: int = 0) -> TileRow:
-    """The first row of `table` that matches; raises LookupError if none does."""
+    """Return the first row of `table` that matches. Raise LookupError if none does."""
     for row in table:
         is_shape = kv.head_dim <= row.head_dim and kv.is_latent == row.latent
         is_size = packed_rows <= row.packed_rows and kv.page_tokens <= row.page_tokens
@@ -161,21 +166,21 @@ def find_row(table: tuple[TileRow, ...], capability: int, kv: PagedKV, packed_ro
 
 
 def decode_tile(q_TNH: Tensor, kv: PagedKV, max_queries: int, num_rows: int = 1) -> DecodeTile:
-    """The tile for `num_rows` rows of up to `max_queries` query tokens."""
+    """Return the tile for `num_rows` rows of up to `max_queries` query tokens."""
     capability, num_sms = device_facts(q_TNH.device)
     packed = max_queries * q_TNH.shape[1] // kv.num_kv_heads
     row = find_row(DECODE, capability, kv, packed)
     assert isinstance(row.tile, DecodeTile)
     tile = replace(row.tile, programs=row.per_sm * num_sms)
-    # Rounded up to a power of two, since kernels are compiled for these.
+    # The number of rows is rounded up to a power of two, because kernels are compiled for powers of two.
     if row.crowded_stages and triton.next_power_of_2(num_rows) * kv.num_kv_heads * -(-packed // tile.rows) > tile.programs:
         tile = replace(tile, stages=row.crowded_stages, programs=2 * tile.programs)
-    # The tables are for two bytes per element: with four, tiles would not fit into shared memory.
+    # The tables are for two bytes per element. With four, tiles would not fit in shared memory.
     return tile if q_TNH.element_size() <= 2 else replace(tile, keys=max(16, tile.keys // 2), stages=2)
 
 
 def prefill_tile(q_TNH: Tensor, kv: PagedKV) -> PrefillTile:
-    """The tile for long rows."""
+    """Return the tile for long rows."""
     row = find_row(PREFILL, device_facts(q_TNH.device)[0], kv)
     assert isinstance(row.tile, PrefillTile)
     tile = row.tile
