@@ -1,1 +1,1 @@
-"""Gemma 4: what a checkpoint is (spec), the decoder (gemma4), and how its tensors are loaded (weights)."""
+"""Gemma 4: the facts of a checkpoint (spec), the decoder (gemma4), and the loading of its tensors (weights)."""

@@ -1,4 +1,4 @@
-"""A model folder: where its files are, what `config.json` says, and its sampling defaults. No torch."""
+"""Open a checkpoint: find its folder, and read its `config.json` and sampling defaults. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A Gemma 4 checkpoint on disk, or a random one (`random`), whose weights are drawn and which has no files."""
+    """A Gemma 4 checkpoint on disk, or one with random weights and no files (`random`)."""
 
     folder: Path
     config: dict[str, Any]  # the contents of config.json
@@ -30,9 +30,9 @@ class Checkpoint:
 
 
 def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
-    """Find `model`, a folder or a hub id, and read what it says. A hub id is downloaded, unless the hub is offline.
+    """Open `model`, a folder or a hub id. A hub id is downloaded, unless the hub is offline.
 
-    `random:31B` is a model of the 31B's dimensions with random weights, for measurements; see `random_checkpoint.py`.
+    `random:31B` is a model with the 31B's dimensions and random weights, for measurements. See `random_checkpoint.py`.
     """
     if model.startswith(PREFIX):
         config, spec, draw = read_random(model)
@@ -46,7 +46,10 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
 
 
 def read_defaults(folder: Path, spec: ModelSpec) -> ModelDefaults:
-    """Sampling defaults of `generation_config.json`. Missing values are Gemma 4's own, stop tokens `config.json`'s."""
+    """Read the sampling defaults in `generation_config.json`.
+
+    Missing values default to Gemma 4's own, and missing stop tokens to those in `config.json`.
+    """
     path = folder / GENERATION_FILE
     if not path.exists():
         return ModelDefaults(eos_token_ids=spec.eos_token_ids)
@@ -72,7 +75,7 @@ def read_defaults(folder: Path, spec: ModelSpec) -> ModelDefaults:
 
 
 def _token_ids(path: Path, values: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """One id or a list of ids; () if the key is absent or null."""
+    """Read one id or a list of ids. Return () if the key is absent or null."""
     value = values.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token_id in ids:

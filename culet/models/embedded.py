@@ -1,7 +1,7 @@
-"""Where the built-in model and its drafters are in the package. No torch.
+"""Find the built-in model and its drafters in the package. No torch.
 
-`built-in` is the model, `built-in:assistant` its MTP assistant and `built-in:dflash` its DFlash drafter. They are ordinary
-checkpoints, written by `training/`.
+`built-in` is the model, `built-in:assistant` is its MTP assistant, and `built-in:dflash` is its DFlash drafter. They are
+ordinary checkpoints that `training/` writes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ NAMES = {BUILT_IN: "target", f"{BUILT_IN}:assistant": "assistant", f"{BUILT_IN}:
 
 
 def is_embedded(model: str) -> bool:
-    """Whether `model` names a part of the package. A folder of the same name is written ./built-in."""
+    """Return whether `model` names a part of the package. Write ./built-in for a folder of the same name."""
     return model.partition(":")[0] == BUILT_IN
 
 
 def embedded_folder(model: str) -> Path:
-    """The folder of the built-in model or of one of its drafters."""
+    """Return the folder of the built-in model or of one of its drafters."""
     folder = FOLDER / lookup("model", model, NAMES)
     if not (folder / "config.json").is_file():
         hint = "name a checkpoint, such as --model google/gemma-4-E2B-it, or train the built-in model: training/README.md"
@@ -32,7 +32,7 @@ def embedded_folder(model: str) -> Path:
 
 
 def introduce() -> None:
-    """Tell the user that the built-in model runs, and how to choose a real one."""
+    """Tell the user that the built-in model is running, and how to choose a real one."""
     logger.info(
         "model: the built-in one, which is small and knows little; choose a real one with --model google/gemma-4-E2B-it"
     )

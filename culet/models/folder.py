@@ -1,4 +1,4 @@
-"""Finds a model's folder, on disk or on the hub, and reads its JSON files. No torch."""
+"""Find a model's folder on disk or on the hub, and read its JSON files. No torch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from culet.errors import CheckpointError, ConfigError
 from culet.models.embedded import embedded_folder, is_embedded
 
 CONFIG_FILE = "config.json"
-# What serving reads. A hub repository may hold more, such as other formats or pictures.
+# The files that serving reads. A hub repository may hold more, such as other formats or pictures.
 _FILES = ("*.json", "*.safetensors", "*.jinja")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def find_folder(model: str, revision: str | None = None) -> Path:
-    """The folder of `model`: a folder, a part of the package, or a hub id, which is downloaded unless the hub is offline."""
+    """Return the folder of `model`, which is a folder, a part of the package, or a hub id.
+
+    A hub id is downloaded, unless the hub is offline.
+    """
     return _local_folder(model, revision) or _download(model, revision)
 
 
 def read_config(model: str, revision: str | None = None) -> dict[str, Any]:
-    """`config.json` of a folder or hub id, or the file itself. Weights are neither needed nor fetched."""
+    """Read the `config.json` of a folder or hub id, or the file itself. Weights are neither needed nor downloaded."""
     path = _local_path(model)
     if path is not None and path.is_file():
         return read_json(path)
@@ -32,18 +35,18 @@ def read_config(model: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def _local_path(model: str) -> Path | None:
-    """The path that `model` names on disk, if it exists."""
+    """Return the path that `model` names on disk, or None if it does not exist."""
     if not model:
         return None
     try:
         path = Path(model).expanduser()
         return path if path.exists() else None
-    except (OSError, RuntimeError, ValueError):  # no valid file name, or no permission
+    except (OSError, RuntimeError, ValueError):  # an invalid file name, or no permission
         return None
 
 
 def _local_folder(model: str, revision: str | None) -> Path | None:
-    """The folder that `model` names; None for a hub id."""
+    """Return the folder that `model` names, or None for a hub id."""
     if is_embedded(model):
         return embedded_folder(model)
     path = _local_path(model)
@@ -64,7 +67,7 @@ def _local_folder(model: str, revision: str | None) -> Path | None:
 
 
 def _download(model: str, revision: str | None, only: str = "") -> Path:
-    """The local folder of a hub model. Downloads what is missing, unless the hub is offline."""
+    """Return the local folder of a hub model. Download what is missing, unless the hub is offline."""
     from huggingface_hub import snapshot_download
     from huggingface_hub import utils as hub
 
@@ -103,7 +106,7 @@ def _first_line(error: Exception) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`."""
+    """Read the JSON object in `path`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -113,7 +116,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: not valid JSON at {where}: {error.msg}", hint="download or write the file again"
         ) from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, or numbers or nesting beyond reason
+    except (ValueError, RecursionError) as error:  # not UTF-8, or excessive numbers or nesting
         problem = "nested too deeply" if isinstance(error, RecursionError) else _first_line(error)
         raise CheckpointError(f"{path}: not valid JSON: {problem}", hint="download or write the file again") from error
     if not isinstance(value, dict):

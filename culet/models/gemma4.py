@@ -1,4 +1,4 @@
-"""The Gemma 4 text decoder: one file for E2B, E4B, 12B, 26B-A4B and 31B. What differs between them is in ModelSpec.
+"""The Gemma 4 text decoder, for E2B, E4B, 12B, 26B-A4B and 31B. The differences between them are in ModelSpec.
 
 Shapes: T new tokens of all rows · L tokens whose logits are needed · D model · V vocabulary · P per-layer width.
 """
@@ -24,8 +24,8 @@ from culet.layers.weight.base import Projection, Split
 from culet.layers.weight.weights import Weights
 from culet.models.spec import LayerSpec, ModelSpec, RopeSpec
 
-AFTER_FINAL_NORM = -1  # the tap that names the hidden state after the final norm
-INPUT_ROW_TOKEN = 0  # the token id at positions with a precomputed input row: per-layer embeddings look it up
+AFTER_FINAL_NORM = -1  # the tap for the hidden state after the final norm
+INPUT_ROW_TOKEN = 0  # the token id that per-layer embeddings look up at positions with a precomputed input row
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Hidden:
     """The result of a forward pass: the last hidden states, and the residual stream at the taps."""
 
     last_LD: Tensor  # after the final norm, for the tokens whose logits are needed
-    tapped: dict[int, Tensor]  # by layer: its output [T, D]; after the final norm, only of tokens with logits
+    tapped: dict[int, Tensor]  # output of each tapped layer [T, D]; after the final norm, only for tokens with logits
 
 
 class PerLayerEmbedding(Layer):
-    """A second, narrow embedding for every layer (E2B, E4B): looked up by token, and mixed with the input embedding."""
+    """A second, narrow embedding for every layer (E2B, E4B). It is looked up by token and mixed with the input embedding."""
 
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class PerLayerEmbedding(Layer):
         self.context_scale = spec.hidden_size**-0.5
 
     def forward(self, token_ids_T: Tensor, x_TD: Tensor, layers: slice) -> Tensor:
-        """The inputs of `layers`, [T, layers, P]. `x_TD` are the decoder's input embeddings."""
+        """Return the inputs of `layers`, [T, layers, P]. `x_TD` is the decoder's input embeddings."""
         columns = slice(layers.start * self.dim, layers.stop * self.dim)
         embedded = self.table.embed_columns(token_ids_T, columns)
         context = self.projection.linear_rows(x_TD, columns)
@@ -58,7 +58,7 @@ class PerLayerEmbedding(Layer):
 
 
 class DecoderLayer(Layer):
-    """Attention, MLP (with experts beside it in MoE models), per-layer embedding, and a scalar on the whole stream."""
+    """Attention, an MLP (with experts next to it in MoE models), a per-layer embedding, and a scalar on the whole stream."""
 
     def __init__(self, spec: ModelSpec, layer: LayerSpec, rope_kind: int, *, weights: Weights, latent: bool) -> None:
         super().__init__()
@@ -101,13 +101,13 @@ class DecoderLayer(Layer):
         shared: Pass,
         whole: Pass | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream after this layer, and the same under `next_norm_D`.
+        """Return the residual stream after this layer, as is and normed with `next_norm_D`.
 
-        `normed_TD` is the stream under this layer's input norm: each layer ends with the norm that the next one starts with,
-        so that one kernel does both. With `whole`, `normed_TD` has all tokens of that pass: their KV is written, and the rest
-        of the layer runs only for the tokens of `shared`, its tail.
+        `normed_TD` is the stream after this layer's input norm. Each layer ends with the norm that the next one starts with, so
+        that one kernel does both. With `whole`, `normed_TD` has all tokens of that pass. Their KV is written, and the rest of
+        the layer runs only for the tokens of `shared`, its tail.
 
-        Every branch (attention, MLP, experts, per-layer embedding) ends in a PartialSum, which the following norm adds up.
+        Every branch (attention, MLP, experts, per-layer embedding) ends in a PartialSum that the following norm adds up.
         """
         ops, eps = self.ops, self.eps
         attended = self.attention(normed_TD, shared, whole)
@@ -129,13 +129,13 @@ class DecoderLayer(Layer):
 
 
 class Gemma4(Layer):
-    """The decoder over a paged cache. Weights are allocated unfilled: `models/weights.py` fills and finishes them."""
+    """The decoder over a paged cache. Its weights are allocated but not filled. `models/weights.py` fills and finishes them."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, *, latent: bool = True) -> None:
         super().__init__()
         self.spec, self.dtype, self.device, self.latent = spec, weights.dtype, weights.device, latent
         self.ops = weights.ops
-        # Also the head.
+        # The table is also the head.
         self.embedding = weights.table(
             "embed_tokens", spec.vocab_size, spec.hidden_size, scale=spec.hidden_size**0.5, split=Split.ROWS
         )
@@ -145,22 +145,22 @@ class Gemma4(Layer):
             kind = kinds.setdefault((layer.rope, layer.head_dim), len(kinds))
             layers.append(DecoderLayer(spec, layer, kind, weights=weights.below(f"layers.{layer.index}."), latent=latent))
         self.layers = nn.ModuleList(layers)
-        self._layers = layers  # the same, typed and faster to iterate
-        self._rehearsed: frozenset[int] | None = None  # the layers that run; None: all
+        self._layers = layers  # the same layers, typed and faster to iterate over
+        self._rehearsed: frozenset[int] | None = None  # the layers that run; None means all
         for layer in spec.layers:
             if not layer.owns_kv:
                 layers[layer.kv_source].attention.is_source = True
-        # Not buffers of the module, so that no cast of the model can round them.
+        # These are not buffers of the module, so that casting the model cannot round them.
         self.inv_freqs = [
             inverse_frequencies(rope.theta, size, rope.rotated_dims, rope.factor, weights.device) for rope, size in kinds
         ]
         self.norm = weights.vector("norm.weight", spec.hidden_size)
         self.ple = PerLayerEmbedding(spec, weights) if spec.ple_dim else None
-        # From this layer on, every layer reads KV that already exists, so only tokens whose logits are needed continue.
+        # From this layer on, every layer reads existing KV, so only tokens whose logits are needed continue.
         self.num_kv_layers = next((i for i in range(len(layers)) if all(not s.owns_kv for s in spec.layers[i:])), len(layers))
 
     def plan(self, batch: ForwardBatch, pool: Pool, backends: Sequence[AttentionBackend]) -> None:
-        """The backends' host work for a step. Call it before `forward`, and outside a captured graph."""
+        """Do the backends' host work for a step. Call this before `forward` and outside a captured graph."""
         for backend in backends:
             backend.plan(batch, pool)
             if batch.tail is not None and batch.tail.num_tokens:
@@ -169,10 +169,10 @@ class Gemma4(Layer):
     def forward(
         self, batch: ForwardBatch, pool: Pool, backends: Sequence[AttentionBackend], taps: tuple[int, ...] = ()
     ) -> Hidden:
-        """Run a step: write the KV of the new tokens, and return the hidden states that logits are computed from.
+        """Run a step. Write the KV of the new tokens and return the hidden states from which logits are computed.
 
-        In the last layer that owns KV, once its KV is written, only the tokens of the tail continue. Tapped layers come
-        first: a drafter needs the stream of every token.
+        Once the last layer that owns KV has written it, only the tokens of the tail continue. This cut comes after all tapped
+        layers, because a drafter needs the stream of every token.
         """
         ops, spec, eps = self.ops, self.spec, self.spec.rms_eps
         num_layers = len(spec.layers)
@@ -184,7 +184,7 @@ class Gemma4(Layer):
         ple = self._per_layer(token_ids_T, embedded, slice(0, first_short))
         normed = ops.rms_norm(x, self._layers[0].input_norm, eps)
         tapped: dict[int, Tensor] = {}
-        first = 0  # layer of the first column of `ple`
+        first = 0  # the layer of the first column of `ple`
         for index, layer in enumerate(self._layers):
             if index == first_short:
                 assert tail is not None
@@ -200,7 +200,7 @@ class Gemma4(Layer):
             is_run = self._rehearsed is None or index in self._rehearsed
             if is_run and (x.shape[0] or whole is not None):
                 is_last = index + 1 == num_layers
-                # After the last layer, cut a long prompt to the tokens that need logits before the final norm, not after.
+                # After the last layer, cut a long prompt down to the tokens that need logits before the final norm, not after.
                 needs_cut = is_last and x.shape[0] != batch.logits_index_L.shape[0]
                 next_norm = None if needs_cut else self.norm if is_last else self._layers[index + 1].input_norm
                 x, normed = layer(x, normed, None if ple is None else ple[:, index - first], next_norm, shared, whole)
@@ -215,17 +215,17 @@ class Gemma4(Layer):
 
     @contextmanager
     def one_of_each_kind(self, taps: Collection[int] = ()) -> Iterator[None]:
-        """Inside, `forward` runs only a few layers, which together launch every kernel of a step. Its result has no meaning.
+        """Make `forward` run only a few layers that together launch every kernel of a step. Its result is meaningless.
 
-        With the tapped layers in `taps`, their peak memory is that of all layers: each layer frees what it used.
+        If `taps` lists the tapped layers, the peak memory equals that of all layers, because each layer frees what it used.
         """
         kinds: dict[object, list[int]] = {}
         for index, layer in enumerate(self._layers):
             attention = layer.attention
             kind = attention.heads, attention.owns_kv, attention.is_source, attention.rope_kind, layer.mlp.width
             kinds.setdefault(kind, []).append(index)
-        # A layer takes less memory than others if its input is kept anyway, as embeddings and tapped streams are. So take
-        # two layers of each kind, and the layer before each tapped one.
+        # A layer needs less memory than others if its input is kept anyway, as embeddings and tapped streams are. So run two
+        # layers of each kind, and the layer before each tapped one.
         chosen = {index for indices in kinds.values() for index in indices[:2]}
         chosen |= {self.num_kv_layers - 1, len(self._layers) - 1}
         chosen |= {index for tap in taps for index in (tap - 1, tap) if index >= 0}
@@ -236,28 +236,31 @@ class Gemma4(Layer):
             self._rehearsed = None
 
     def attention_of(self, layer: int) -> Attention:
-        """The attention of one layer, for drafters that read its pages."""
+        """Return the attention of one layer, for drafters that read its pages."""
         return self._layers[layer].attention
 
     def logits(self, last_LD: Tensor) -> Tensor:
-        """Logits [L, V], float32 and softcapped; the head is the embedding table."""
+        """Return the softcapped float32 logits [L, V]. The head is the embedding table."""
         return self.embedding.capped_head(last_LD, self.spec.final_softcap)
 
     def finish(self) -> None:
-        """After loading: compute what depends on several tensors."""
+        """Compute the values that depend on several tensors. Call once, after loading."""
         for layer in self._layers:
             layer.attention.finish(self._layers[layer.attention.kv_source].attention)
             if layer.experts is not None:
                 layer.experts.finish()
 
     def scale_keys(self, owners: Collection[int]) -> None:
-        """Once, after loading: fit the keys of the layers `owners`, whose pages are e4m3, into the range of e4m3."""
+        """Scale the keys of the layers `owners`, whose pages are e4m3, into the range of e4m3. Call once, after loading."""
         for layer in self._layers:
             if layer.attention.kv_source in owners:
                 layer.attention.scale_keys(self._layers[layer.attention.kv_source].attention)
 
     def _pass(self, batch: ForwardBatch, pool: Pool, backends: Sequence[AttentionBackend], before: Pass | None = None) -> Pass:
-        """What the layers of a pass share. With `before`, the pass over the whole step: its tail, which stores nothing."""
+        """Make the values that the layers of a pass share.
+
+        With `before`, the pass over the whole step, this is the pass over its tail, which stores nothing.
+        """
         groups = pool.layout.groups
         if before is None:
             stores = [self.ops.stores(batch.groups[g.index].kv_address_T, g.page_tokens) for g in groups]
@@ -274,7 +277,7 @@ class Gemma4(Layer):
         )
 
     def _embed(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """Token ids and input embeddings [T, D]. Input rows replace embeddings, and have token id 0."""
+        """Return the token ids and input embeddings [T, D]. Input rows replace embeddings and have token id 0."""
         rows = batch.input_rows
         if rows is None:
             return batch.token_ids_T, self.embedding.embed(batch.token_ids_T)

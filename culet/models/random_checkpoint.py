@@ -1,7 +1,7 @@
-"""Models without files: `random:31B` is a Gemma 4 of the 31B's dimensions whose weights are drawn on the device. No torch.
+"""Models without files. `random:31B` is a Gemma 4 with the 31B's dimensions and weights drawn on the device. No torch.
 
     random:31B                         a variant by name, or the folder or config.json of a checkpoint
-    random:31B,layers=6,seed=1         the same with fewer layers, and other weights
+    random:31B,layers=6,seed=1         the same with fewer layers and other weights
     random:31B,layers=12,draw=calm     the same with another distribution
 
 `random_weights.py` draws the weights.
@@ -20,25 +20,28 @@ from culet.models.spec import LayerSpec, ModelSpec, read_spec
 from culet.models.variants import VARIANTS
 
 PREFIX = "random:"
-KINDS = ("normal", "narrow", "uniform", "calm")  # distributions: see random_weights.py
+KINDS = ("normal", "narrow", "uniform", "calm")  # the distributions in random_weights.py
 _HINT = f"as in random:31B or random:31B,layers=6,seed=1; known: {', '.join(VARIANTS)}, or a checkpoint's folder"
 
 
 @dataclass(frozen=True)
 class RandomDraw:
-    """How weights are drawn that no file holds."""
+    """How random weights are drawn."""
 
     seed: int = 0
     kind: str = "normal"  # one of KINDS
 
 
 def random_name(model: str, *, num_layers: int | None = None, draw: str = "normal") -> str:
-    """The name of a random model with the dimensions of `model`: a variant, or the path of a checkpoint or its config.json."""
+    """Return the name of a random model with the dimensions of `model`.
+
+    `model` is a variant, or the path of a checkpoint or its config.json.
+    """
     return f"{PREFIX}{model}" + (f",layers={num_layers}" if num_layers else "") + (f",draw={draw}" if draw != "normal" else "")
 
 
 def read_random(name: str) -> tuple[dict[str, Any], ModelSpec, RandomDraw]:
-    """The config, the spec and the draw that `random:...` names."""
+    """Return the config, the spec and the draw that `random:...` names."""
     model, *options = name.removeprefix(PREFIX).split(",")
     given = dict(option.partition("=")[::2] for option in options)
     for key, value in given.items():
@@ -64,7 +67,7 @@ def _find_config(model: str) -> dict[str, Any]:
 
 
 def variant_of(spec: ModelSpec) -> str | None:
-    """The published variant with these dimensions; None for any other model."""
+    """Return the published variant with these dimensions, or None for any other model."""
     for name, config in VARIANTS.items():
         published = read_spec(config)
         if (published.layers, published.hidden_size, published.moe) == (spec.layers, spec.hidden_size, spec.moe):
@@ -73,7 +76,7 @@ def variant_of(spec: ModelSpec) -> str | None:
 
 
 def twin_depth(spec: ModelSpec, itemsize: int, *, latent: bool = True) -> int:
-    """Depth of the smallest model with everything that this one has: both kinds of layer, shared layers, and equal pages."""
+    """Return the depth of the smallest model with both kinds of layer, shared layers if `spec` has them, and equal pages."""
     pattern = _pattern(spec)
     wanted = _page_tokens(spec, itemsize, latent)
     for num_layers in range(2 * pattern if spec.num_kv_shared else pattern, len(spec.layers), pattern):
@@ -87,16 +90,19 @@ def _page_tokens(spec: ModelSpec, itemsize: int, latent: bool) -> list[int]:
 
 
 def _pattern(spec: ModelSpec) -> int:
-    """Layers up to and including the first global one."""
+    """Return the number of layers up to and including the first global one."""
     return next(layer.index for layer in spec.layers if layer.is_global) + 1
 
 
 def reduce_depth(spec: ModelSpec, num_layers: int) -> ModelSpec:
-    """`spec` with fewer layers. The last one is global, as in every Gemma 4, and the same share of them reads others' KV."""
+    """Return `spec` with fewer layers.
+
+    The last layer is global, as in every Gemma 4, and the same share of layers reads another layer's KV.
+    """
     full_depth = len(spec.layers)
     if not 2 <= num_layers <= full_depth:
         raise ConfigError(f"layers: got {num_layers}, expected 2 to {full_depth}", hint=_HINT)
-    # As in the published models, layers that own KV come first, in whole patterns: each shared layer has a source of its kind.
+    # As in published models, layers that own KV come first in whole patterns, so each shared layer has a source of its kind.
     num_owners = num_layers - round(spec.num_kv_shared * num_layers / full_depth)
     if spec.num_kv_shared:
         pattern = _pattern(spec)

@@ -1,4 +1,4 @@
-"""Random weights, drawn on the device that uses them: a model of any size for measurements, in about a second."""
+"""Draw random weights on the device that uses them. This makes a model of any size for measurements in about a second."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from culet.models.spec import ModelSpec
 
 WEIGHT_STD = 0.02
 NARROW_BOUND = 1e-3
-# Norms, layer scalars, and the scales of router and experts: 1, so that the stream neither vanishes nor explodes.
+# Norms, layer scalars, and the scales of router and experts are 1, so that the stream neither vanishes nor explodes.
 _ONES = ("norm.weight", "norm_1.weight", "norm_2.weight", "scale", "layer_scalar")
-_CALM_ROUTING = 4.0  # standard deviation of the router's logits: the last chosen expert then has little weight
+_CALM_ROUTING = 4.0  # standard deviation of the router's logits, which gives the last chosen expert little weight
 
 
 def draw_model(spec: ModelSpec, draw: RandomDraw, *, dtype: torch.dtype, device: torch.device, latent: bool = True) -> Gemma4:
-    """A Gemma4 on `device` with random matrices and norms of 1, for activations in `dtype`.
+    """Make a Gemma4 on `device` with random matrices and norms of 1, for activations in `dtype`.
 
-    `normal` draws N(0, 0.02), so that different tokens pick different experts. `narrow` is uniform within 1e-3. `uniform` also
-    draws norms and scalars that way, as engines do that fill every tensor alike: the stream soon vanishes, and products with
-    zeros take less power, so long prompts are faster than with any real model. Use it only to compare with such results.
+    `normal` draws N(0, 0.02), so that different tokens pick different experts. `narrow` is uniform within 1e-3. `uniform` draws
+    norms and scalars that way too, like engines that fill every tensor alike. Its stream soon vanishes, and products with zeros
+    take less power, so long prompts are faster than with any real model. Use it only to compare with such results.
 
-    With all norms 1, attention scores have a standard deviation of 16 and more: attention is nearly a maximum and routing
+    With all norms 1, attention scores have a standard deviation of 16 or more. Attention is then nearly a maximum and routing
     nearly uniform, and both turn a rounding error into another answer. `calm` is `normal` with norms like those of a trained
-    model: use it to compare answers.
+    model. Use it to compare answers.
 
     Each tensor depends only on its name, its shape, the draw and the type of device. So a model with fewer layers, another
-    precision or another cache has the same weights, up to rounding.
+    precision or another cache has the same weights up to rounding.
     """
     device = torch.device(device)
     model = Gemma4(spec, Weights(dtype, device), latent=latent)
     fill_randomly(model.placements(), draw, device)
     model.finish()
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # frees the memory of the largest draw, because the KV cache gets what is free
+        torch.cuda.empty_cache()  # frees the memory of the largest draw for the KV cache, which gets what is free
     return model
 
 
 def fill_randomly(placements: Mapping[str, Placement], draw: RandomDraw, device: torch.device) -> None:
-    """Draw the tensors of a model or of a drafter."""
+    """Draw the tensors of a model or a drafter."""
     generator = torch.Generator(device=device)
     for name, placement in placements.items():
         if name.endswith(_ONES) and draw.kind != "uniform":
@@ -62,7 +62,7 @@ def fill_randomly(placements: Mapping[str, Placement], draw: RandomDraw, device:
 
 
 def _scale(name: str, size: int) -> float:
-    """The value of a norm or scale in a calm model."""
+    """Return the value of a norm or scale in a calm model."""
     if name.endswith("q_norm.weight"):
         return float(size**-0.5)
     return _CALM_ROUTING / WEIGHT_STD if name.endswith("router.scale") else 1.0

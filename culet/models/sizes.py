@@ -1,4 +1,4 @@
-"""Sizes computed from `config.json`: weights by part, KV pages of a sequence, and what fits. No torch."""
+"""Compute sizes from `config.json`: the weights of each part, the KV pages of a sequence, and what fits. No torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from culet.models.spec import LayerSpec, ModelSpec
 
 _VISION_CHANNELS = 3
 _MEL_BINS = 128
-_CLIP_BOUNDS = 4  # scalars beside each clipped linear: input_min, input_max, output_min, output_max
+_CLIP_BOUNDS = 4  # scalars stored with each clipped linear: input_min, input_max, output_min, output_max
 
 
 def text_weights(spec: ModelSpec) -> dict[str, int]:
-    """Weights of the text decoder by part. Parts that a variant does not have are absent."""
+    """Count the weights of the text decoder by part. Parts that a variant does not have are absent."""
     hidden, num_layers = spec.hidden_size, len(spec.layers)
     parts = {"token embedding": spec.vocab_size * hidden}
     if spec.ple_dim:
@@ -38,7 +38,7 @@ def text_weights(spec: ModelSpec) -> dict[str, int]:
 
 
 def _attention_weights(layer: LayerSpec, hidden: int) -> int:
-    """q, o and q_norm; if the layer owns its KV also k and k_norm, and v unless K and V share a projection."""
+    """Count q, o and q_norm. A layer that owns its KV adds k, k_norm, and v unless K and V share a projection."""
     total = 2 * hidden * layer.num_heads * layer.head_dim + layer.head_dim
     if layer.owns_kv:
         num_projections = 1 if layer.k_eq_v else 2
@@ -47,7 +47,7 @@ def _attention_weights(layer: LayerSpec, hidden: int) -> int:
 
 
 def unused_kv_weights(spec: ModelSpec) -> int:
-    """Weights of k, v and k_norm that a checkpoint stores for layers that read another layer's KV. Never loaded."""
+    """Count the weights k, v and k_norm stored for layers that read another layer's KV. These are never loaded."""
     return sum(
         (1 if layer.k_eq_v else 2) * spec.hidden_size * layer.num_kv_heads * layer.head_dim + layer.head_dim
         for layer in spec.layers
@@ -56,7 +56,7 @@ def unused_kv_weights(spec: ModelSpec) -> int:
 
 
 def tower_weights(config: Mapping[str, Any]) -> dict[str, int]:
-    """Weights of the vision and audio parts of a wrapped config; {} if it has none."""
+    """Count the weights of the vision and audio parts of a wrapped config. Return {} if it has none."""
     if config.get("text_config") is None:
         return {}
     hidden = config["text_config"]["hidden_size"]
@@ -75,7 +75,7 @@ def tower_weights(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _vision_weights(tower: Mapping[str, Any], text_hidden: int) -> int:
-    """Patch embedder, encoder and the projection into the decoder."""
+    """Count the patch embedder, the encoder and the projection into the decoder."""
     hidden, width, head_dim = tower["hidden_size"], tower["intermediate_size"], tower["head_dim"]
     num_linears = 7
     queries, keys = tower["num_attention_heads"] * head_dim, tower["num_key_value_heads"] * head_dim
@@ -90,7 +90,7 @@ def _vision_weights(tower: Mapping[str, Any], text_hidden: int) -> int:
 
 
 def _audio_weights(tower: Mapping[str, Any], text_hidden: int) -> int:
-    """Convolutions that subsample the frames, conformer layers, and the projections into the decoder."""
+    """Count the convolutions that subsample frames, the conformer layers, and the projections into the decoder."""
     hidden, (first, second) = tower["hidden_size"], tower["subsampling_conv_channels"]
     head_dim, out = hidden // tower["num_attention_heads"], tower["output_proj_dims"]
     num_linears = 10
@@ -105,7 +105,10 @@ def _audio_weights(tower: Mapping[str, Any], text_hidden: int) -> int:
 
 
 def _unified_vision_weights(tower: Mapping[str, Any], text_hidden: int) -> int:
-    """No encoder: one dense layer over 48 x 48 pixels, positions, four norms' worth of vectors, and the projection."""
+    """Count a tower without an encoder.
+
+    It has one dense layer over 48 x 48 pixels, positions, four norms' worth of vectors, and the projection.
+    """
     dim = tower["mm_embed_dim"]
     patch = _VISION_CHANNELS * (tower["patch_size"] * tower["pooling_kernel_size"]) ** 2
     norms = 2 * patch + 2 * dim + 2 * dim
@@ -117,7 +120,7 @@ def _unified_audio_weights(tower: Mapping[str, Any], text_hidden: int) -> int:
     return total
 
 
-# By part: its function, and the values of keys that its section may omit.
+# By part, the function that counts its weights, and defaults for keys that its section may omit.
 _TOWERS: dict[tuple[str, bool], tuple[Callable[[Mapping[str, Any], int], int], dict[str, Any]]] = {
     ("vision", False): (
         _vision_weights,
@@ -153,10 +156,10 @@ _TOWERS: dict[tuple[str, bool], tuple[Callable[[Mapping[str, Any], int], int], d
 
 
 def working_bytes(spec: ModelSpec, itemsize: int, *, num_tokens: int, num_seqs: int) -> int:
-    """Estimated peak memory of activations in a step of `num_tokens`: the widest layer, PLE, and the logits."""
+    """Estimate the peak memory of activations in a step of `num_tokens`: the widest layer, PLE, and the logits."""
     hidden, widest = spec.hidden_size, max(layer.mlp_width for layer in spec.layers)
     queries = max(layer.num_heads * layer.head_dim for layer in spec.layers)
-    # Residual, its norm and a branch's output. Then gate, up and their product, or queries, keys, values and output.
+    # Count the residual, its norm and a branch's output, then gate, up and their product, or queries, keys, values and output.
     per_token = 4 * hidden + max(3 * widest, 4 * queries) + 2 * len(spec.layers) * spec.ple_dim
     if spec.moe is not None:
         per_token += spec.moe.top_k * (3 * spec.moe.width + hidden)
@@ -165,7 +168,7 @@ def working_bytes(spec: ModelSpec, itemsize: int, *, num_tokens: int, num_seqs: 
 
 
 def pages_of_sequence(group: KVGroup, num_tokens: int) -> int:
-    """The most pages that a sequence of `num_tokens` tokens holds in `group`. A window may start inside a page."""
+    """Return the most pages that a sequence of `num_tokens` tokens holds in `group`. A window may start inside a page."""
     pages = group.pages_for(num_tokens + group.ahead)
     if group.window is None:
         return pages
@@ -173,13 +176,13 @@ def pages_of_sequence(group: KVGroup, num_tokens: int) -> int:
 
 
 def slabs_of_sequence(layout: CacheLayout, num_tokens: int) -> int:
-    """The most slabs that a sequence of `num_tokens` tokens holds once its prompt is computed."""
+    """Return the most slabs that a sequence of `num_tokens` tokens holds once its prompt is computed."""
     return sum(pages_of_sequence(group, num_tokens) for group in layout.groups)
 
 
 @dataclass(frozen=True)
 class Room:
-    """How much cache fits next to the weights, and what it holds."""
+    """The cache that fits next to the weights, and what it can hold."""
 
     layout: CacheLayout
     cache_bytes: int  # negative if the weights do not fit
@@ -189,11 +192,11 @@ class Room:
         return max(0, self.cache_bytes // self.layout.slab_bytes)
 
     def sequences(self, num_tokens: int) -> int:
-        """How many sequences of `num_tokens` tokens fit."""
+        """Return how many sequences of `num_tokens` tokens fit."""
         return self.num_slabs // slabs_of_sequence(self.layout, num_tokens)
 
     def longest(self, limit: int) -> int:
-        """Length of the longest single sequence that fits, at most `limit`."""
+        """Return the length of the longest single sequence that fits, up to `limit`."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2

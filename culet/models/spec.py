@@ -1,9 +1,9 @@
-"""The `config.json` of a Gemma 4 checkpoint as plain facts, with one LayerSpec per decoder layer. No torch.
+"""Read the `config.json` of a Gemma 4 checkpoint into plain facts, with one LayerSpec per decoder layer. No torch.
 
-`read_spec` reads both forms of the file. In the published form, `head_dim` and `num_key_value_heads` belong to the sliding
-layers, `global_head_dim` and `num_global_key_value_heads` to the global ones. The other form lists the layers that differ in
-`per_layer_config`. An absent key has the default of its model family. A value that Culet cannot serve, or that contradicts
-another key, is a CheckpointError that names the key.
+`read_spec` reads both forms of the file. In the published form, `head_dim` and `num_key_value_heads` apply to the sliding
+layers, and `global_head_dim` and `num_global_key_value_heads` to the global ones. The other form lists the layers that differ
+in `per_layer_config`. An absent key has the default of its model family. A value that Culet cannot serve, or that contradicts
+another key, raises a CheckpointError that names the key.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from culet.log import logger
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding of one kind of layer.
+    """The rotary embedding of one kind of layer.
 
-    Pairs are (i, i + head_dim / 2) with frequency theta ** (-2 i / head_dim) / factor for i < rotated_dims / 2. Other dims
-    are not rotated ("proportional" rope).
+    The pairs are (i, i + head_dim / 2) with frequency theta ** (-2 i / head_dim) / factor for i < rotated_dims / 2. The other
+    dims are not rotated ("proportional" rope).
     """
 
     theta: float
@@ -35,13 +35,13 @@ class LayerSpec:
     """Everything that differs between decoder layers."""
 
     index: int
-    window: int | None  # keys that a query sees, itself included; None: a global layer
+    window: int | None  # number of keys that a query sees, including itself; None for a global layer
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rope: RopeSpec
     k_eq_v: bool  # K and V come from one projection
-    kv_source: int  # layer whose KV it reads; itself if it owns KV
+    kv_source: int  # the layer whose KV it reads, which is itself if it owns KV
     mlp_width: int
 
     @property
@@ -55,7 +55,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class MoESpec:
-    """Routed experts beside the dense MLP, the same in every layer."""
+    """The routed experts next to the dense MLP. They have the same shape in every layer."""
 
     num_experts: int
     top_k: int
@@ -66,7 +66,7 @@ class MoESpec:
 class ModelSpec:
     """A Gemma 4 text decoder."""
 
-    architecture: str  # as config.json names it
+    architecture: str  # the name in config.json
     hidden_size: int
     vocab_size: int
     layers: tuple[LayerSpec, ...]
@@ -74,19 +74,19 @@ class ModelSpec:
     rms_eps: float
     final_softcap: float | None
     moe: MoESpec | None
-    ple_dim: int  # width of the per-layer embeddings; 0: none
+    ple_dim: int  # width of the per-layer embeddings; 0 if there are none
     ple_vocab_size: int
-    image_attention: str  # which layers see a whole image: "causal" (none: E2B, E4B), "sliding" (26B, 31B) or "all" (12B)
+    image_attention: str  # the layers that see a whole image: "causal" for none (E2B, E4B), "sliding" (26B, 31B), "all" (12B)
     eos_token_ids: tuple[int, ...]
     has_towers: bool  # the checkpoint wraps vision or audio parts around the text decoder
 
     @property
     def num_kv_shared(self) -> int:
-        """Trailing layers that read another layer's KV."""
+        """The number of trailing layers that read another layer's KV."""
         return sum(not layer.owns_kv for layer in self.layers)
 
     def kv_specs(self, itemsize: int, *, latent: bool = True) -> list[KVSpec]:
-        """What each KV-owning layer stores. With `latent`, K=V layers store K and V once."""
+        """Return what each KV-owning layer stores. With `latent`, K=V layers store K and V once."""
         return [
             KVSpec(
                 layer=layer.index,
@@ -102,13 +102,13 @@ class ModelSpec:
         ]
 
     def readers(self, owners: Collection[int]) -> tuple[int, ...]:
-        """The layers that attend over the KV of `owners`: the owners, and the layers that share their KV."""
+        """Return the layers that attend over the KV of `owners`: the owners, and the layers that share their KV."""
         return tuple(layer.index for layer in self.layers if layer.kv_source in owners)
 
 
 @dataclass(frozen=True)
 class _Family:
-    """What a `model_type` implies for keys that its config may omit."""
+    """The defaults of a `model_type` for keys that its config may omit."""
 
     name: str
     wraps_text: bool  # the decoder's keys are in `text_config`
@@ -118,7 +118,7 @@ class _Family:
     max_position: int
     ple_dim: int
     bidirectional: str | None
-    image_attention: str  # if use_bidirectional_attention is "vision"
+    image_attention: str  # applies if use_bidirectional_attention is "vision"
     has_moe: bool
 
 
@@ -149,7 +149,7 @@ _FAMILIES = {
     )
 }
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_MAX_LAYERS = 1000  # a typo must not fill the memory
+_MAX_LAYERS = 1000  # so that a typo cannot fill the memory
 _DEFAULT_PATTERN = 6  # without layer_types, every sixth layer is global
 _DEFAULT_ROPE: Mapping[str, object] = {
     _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -158,7 +158,7 @@ _DEFAULT_ROPE: Mapping[str, object] = {
 _DEFAULT_GLOBAL_HEAD_DIM = 512
 _DEFAULT_PLE_VOCAB_SIZE = 262_144
 _PER_LAYER_KEYS = ("head_dim", "num_key_value_heads")
-# Keys whose value would change the decoder's maths: (key, its value in Gemma 4).
+# (key, its value in Gemma 4) for keys that would change the decoder's computation.
 _FIXED: tuple[tuple[str, object], ...] = (
     ("hidden_activation", "gelu_pytorch_tanh"),
     ("attention_bias", False),
@@ -172,7 +172,7 @@ _FIXED_HINTS = {"quantization_config": "quantised weights are not supported yet;
 
 @dataclass(frozen=True)
 class Section:
-    """One JSON object of the config, with typed reads. Errors give the full name of the key."""
+    """One JSON object of the config, with typed reads. Errors contain the full name of the key."""
 
     values: Mapping[str, object]
     prefix: str = ""
@@ -189,21 +189,21 @@ class Section:
         return default
 
     def whole(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number, or `default` where the key is absent or null; without a default it is required."""
+        """Read a whole number. Return `default` if the key is absent or null, and raise if there is no default."""
         value = self._get(key, default, "a whole number")
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(key, f"got {value!r}, expected a whole number of at least {least}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """Read a finite number above 0."""
         value = self._get(key, default, "a number")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
             raise self.error(key, f"got {value!r}, expected a finite number above 0")
         return float(value)
 
     def flag(self, key: str) -> bool:
-        """True or false; absent is false."""
+        """Read true or false. An absent key is false."""
         value = self._get(key, False, "true or false")
         if not isinstance(value, bool):
             raise self.error(key, f"got {value!r}, expected true or false")
@@ -217,7 +217,7 @@ class Section:
 
 
 def read_spec(config: Mapping[str, object]) -> ModelSpec:
-    """The facts of a Gemma 4 `config.json`: multimodal or text-only, in either form."""
+    """Read a Gemma 4 `config.json`, multimodal or text-only, in either form."""
     if not isinstance(config, Mapping):
         raise CheckpointError(f"config.json: got {type(config).__name__}, expected an object")
     root = Section(config)
@@ -283,7 +283,7 @@ def _check_fixed(section: Section) -> None:
 
 
 def _read_eos(section: Section) -> tuple[int, ...]:
-    """`eos_token_id` as a tuple: one id, several, or () if it is absent."""
+    """Read `eos_token_id`, which may be one id or several. Return () if it is absent."""
     value = section.values.get("eos_token_id")
     ids: list[int] = []
     for token_id in value if isinstance(value, list | tuple) else [] if value is None else [value]:
@@ -294,7 +294,7 @@ def _read_eos(section: Section) -> tuple[int, ...]:
 
 
 def _read_image_attention(text: Section, family: _Family) -> str:
-    """Which layers let image tokens see a whole image."""
+    """Read which layers let image tokens see a whole image."""
     value = text.values.get("use_bidirectional_attention", family.bidirectional)
     if value not in (None, "vision"):
         hint = "a model with bidirectional attention cannot write text token by token"
@@ -348,7 +348,7 @@ def _read_layers(text: Section, family: _Family) -> tuple[LayerSpec, ...]:
 
 
 def _kv_source(text: Section, types: list[str], index: int, first_shared: int) -> int:
-    """The last layer of the same kind before the shared ones."""
+    """Return the last layer of the same kind before the shared ones."""
     for source in range(first_shared - 1, -1, -1):
         if types[source] == types[index]:
             return source
@@ -374,13 +374,13 @@ def _read_layer_types(text: Section) -> list[str]:
         if kind not in (_SLIDING, _FULL):
             raise text.error(f"layer_types[{index}]", f"got {kind!r}, expected {_SLIDING!r} or {_FULL!r}")
     if value[-1] != _FULL:
-        # The last layer of Gemma 4 is global, whatever the file says. The reference implementation does the same.
+        # The last layer is always global, whatever the file says. The reference implementation does the same.
         logger.warning("config.json: %slayer_types: the last layer is read as %s", text.prefix, _FULL)
     return [*map(str, value[:-1]), _FULL]
 
 
 def _read_shapes(text: Section, types: list[str], k_eq_v: bool) -> list[tuple[int, int]]:
-    """(head_dim, num_kv_heads) of each layer, from `per_layer_config` or from the keys for global layers."""
+    """Read (head_dim, num_kv_heads) for each layer, from `per_layer_config` or from the keys for global layers."""
     sliding = (text.whole("head_dim"), text.whole("num_key_value_heads"))
     shapes = [sliding] * len(types)
     if "per_layer_config" in text.values:
@@ -414,7 +414,7 @@ def _layer_index(overrides: Section, key: str, num_layers: int) -> int:
 
 
 def _check_legacy_keys(text: Section, types: list[str], shapes: list[tuple[int, int]], k_eq_v: bool) -> None:
-    """If a file has both forms, they must agree."""
+    """Raise if a file has both forms and they disagree."""
     head_dim, num_kv_heads = shapes[types.index(_FULL)]
     if text.whole("global_head_dim", head_dim) != head_dim:
         raise text.error("global_head_dim", f"got {text.values['global_head_dim']}, but per_layer_config says {head_dim}")
@@ -424,7 +424,7 @@ def _check_legacy_keys(text: Section, types: list[str], shapes: list[tuple[int, 
 
 
 def _read_rope(text: Section, kind: str, head_dim: int) -> RopeSpec:
-    """Rope of one kind of layer."""
+    """Read the rope of one kind of layer."""
     if text.values.get("rope_parameters") is None:
         for key in ("rope_theta", "rope_local_base_freq"):
             if text.values.get(key) is not None:

@@ -1,4 +1,4 @@
-"""The five Gemma 4 models: their `config.json` in the published form, so that `culet plan` needs no download."""
+"""The `config.json` of the five Gemma 4 models in the published form, so that `culet plan` needs no download."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _TEXT: dict[str, Any] = {
         _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     },
 }
-# What the two small models have in common, and the three large ones.
+# The values that the two small models have in common, and then those of the three large ones.
 _SMALL: dict[str, Any] = {
     "sliding_window": 512,
     "max_position_embeddings": 131072,
@@ -92,7 +92,7 @@ _LARGE: dict[str, Any] = {
 
 
 def _config(text: dict[str, Any], pattern: int, vision: dict[str, Any], audio: dict[str, Any] | None) -> dict[str, Any]:
-    """The whole file; every `pattern`-th layer is global."""
+    """Return the whole file. Every `pattern`-th layer is global."""
     is_unified = vision["model_type"] == "gemma4_unified_vision"
     model_type = "gemma4_unified" if is_unified else "gemma4"
     architecture = "Gemma4UnifiedForConditionalGeneration" if is_unified else "Gemma4ForConditionalGeneration"

@@ -1,7 +1,7 @@
-"""Fills a model or a drafter from safetensors files: names and shapes are checked first, then tensors are read one by one.
+"""Fill a model or a drafter from safetensors files. Names and shapes are checked first, then tensors are read one by one.
 
-Each file is mapped, and closed before the next one is opened, so the host needs memory for the largest file in addition to
-the weights. Weights of the vision and audio parts are skipped by name; nothing is allocated for them.
+Each file is memory-mapped and closed before the next one is opened. So the host needs memory for the largest file in addition
+to the weights. Weights of the vision and audio parts are skipped by name, and nothing is allocated for them.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from culet.models.spec import ModelSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# Longest first: the decoder of a wrapped model has the longer prefix.
+# The longest comes first, because the decoder of a wrapped model has the longer prefix.
 _PREFIXES = ("model.language_model.", "model.")
 _TOWERS = re.compile(r"model\.(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\.")
 _TIED_HEAD = "lm_head.weight"  # stored by some tools; it equals the embedding table
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4}
-_NUM_LISTED = 5  # names that an error lists
+_NUM_LISTED = 5  # number of names that an error lists
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor as a file's header describes it."""
+    """The description of a tensor in a file's header."""
 
     file: Path
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class _Stored:
 
 
 class Fillable(Protocol):
-    """A model whose weights a checkpoint fills."""
+    """A model that can be filled from a checkpoint."""
 
     def placements(self) -> dict[str, Placement]: ...
 
@@ -68,7 +68,7 @@ M = TypeVar("M", bound=Fillable)
 def load_model(
     checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, latent: bool = True, progress: bool = True
 ) -> Gemma4:
-    """The checkpoint's decoder with its weights on `device`, ready to run with activations in `dtype`."""
+    """Load the checkpoint's decoder onto `device`, ready to run with activations in `dtype`."""
     if checkpoint.random is not None:
         return draw_model(checkpoint.spec, checkpoint.random, dtype=dtype, device=device, latent=latent)
 
@@ -89,13 +89,13 @@ def load_weights(
     *,
     progress: bool = True,
 ) -> M:
-    """The model that `build` makes of `weights`, filled from the files in `folder` and finished.
+    """Build a model from `weights` with `build`, fill it from the files in `folder`, and finish it.
 
-    `match` selects the stored names to read: placement name -> stored name.
+    `match` selects the stored names to read and returns a map of placement name -> stored name.
     """
     stored = _read_headers(folder)
     chosen = match(stored)
-    # On the meta device first: a checkpoint that does not fit is refused before memory is allocated.
+    # Build on the meta device first, so that a checkpoint that does not match raises before memory is allocated.
     _check(folder, build(replace(weights, device=torch.device("meta"))).placements(), stored, chosen)
     model = build(weights)
     _stream(model.placements(), stored, chosen, progress)
@@ -104,7 +104,7 @@ def load_weights(
 
 
 def _read_headers(folder: Path) -> dict[str, _Stored]:
-    """Every tensor in the folder's files, by its name there."""
+    """Return every tensor in the folder's files by its stored name."""
     found: dict[str, _Stored] = {}
     for file in _files(folder):
         with _open(file) as tensors:
@@ -115,7 +115,7 @@ def _read_headers(folder: Path) -> dict[str, _Stored]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files with the weights: those that the index names, or the only one."""
+    """Return the files with the weights: those listed in the index, or the single file."""
     if (folder / INDEX_FILE).is_file():
         weight_map = read_json(folder / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -137,7 +137,7 @@ def _files(folder: Path) -> list[Path]:
 
 @contextmanager
 def _open(file: Path) -> Iterator[Any]:
-    """A mapped safetensors file. Errors name the file."""
+    """Open a memory-mapped safetensors file. Errors name the file."""
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             yield tensors
@@ -148,7 +148,7 @@ def _open(file: Path) -> Iterator[Any]:
 
 
 def _match_names(stored: Iterable[str], spec: ModelSpec) -> dict[str, str]:
-    """Decoder name -> stored name of all tensors, except those that no layer uses."""
+    """Return a map of decoder name -> stored name for all tensors, except those that no layer uses."""
     unused = {
         f"layers.{layer.index}.self_attn.{part}.weight"
         for layer in spec.layers
@@ -163,19 +163,19 @@ def _match_names(stored: Iterable[str], spec: ModelSpec) -> dict[str, str]:
         local = name.removeprefix(prefix) if prefix else name
         if local in unused and prefix:
             continue
-        # A name without a prefix, or stored under two prefixes, keeps its full form, so that it is reported as unexpected.
+        # A name without a prefix, or one stored under two prefixes, stays complete, so that it is reported as unexpected.
         chosen[name if not prefix or local in chosen else local] = name
     return chosen
 
 
 def _listed(names: list[str], noun: str) -> str:
-    """`3 tensors (a, b, c)`; of a long list, only the first few names."""
+    """Format names as `3 tensors (a, b, c)`. A long list shows only the first few names."""
     more = ", ..." if len(names) > _NUM_LISTED else ""
     return f"{len(names)} {noun}{'' if len(names) == 1 else 's'} ({', '.join(names[:_NUM_LISTED])}{more})"
 
 
 def _check(folder: Path, places: dict[str, Placement], stored: dict[str, _Stored], chosen: dict[str, str]) -> None:
-    """Refuse a checkpoint whose tensors are not those of the model, and list the differences."""
+    """Raise if the checkpoint's tensors are not those of the model. The error lists the differences."""
     problems = []
     missing = [name for name in places if name not in chosen]
     if missing:
@@ -200,7 +200,7 @@ def _check(folder: Path, places: dict[str, Placement], stored: dict[str, _Stored
 
 
 def _stream(places: dict[str, Placement], stored: dict[str, _Stored], chosen: dict[str, str], progress: bool) -> None:
-    """Copy each tensor to its place, file by file. A rank reads only its own regions."""
+    """Copy each tensor into its placement, file by file. A rank reads only its own regions."""
     by_file: dict[Path, list[str]] = {}
     for name, stored_name in chosen.items():
         by_file.setdefault(stored[stored_name].file, []).append(name)
