@@ -1,4 +1,4 @@
-"""Drafting with an MTP assistant changes nothing but the number of steps: batches, preemption, prefix hits, cancels."""
+"""Drafting with an MTP assistant changes only the number of steps, with batches, preemption, prefix hits and cancels."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def one_target(tmp_path_factory: pytest.TempPathFactory) -> Gemma4:
 @pytest.mark.parametrize("position", ["engine", "hf"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_drafts_change_nothing(target: Gemma4, name: str, position: str) -> None:
-    """Greedy, sampled and penalised rows, token for token: draws are keyed by position, whatever is drafted."""
+    """Greedy, sampled and penalised rows match token for token, because draws are keyed by position, whatever is drafted."""
     requests = [make_request(f"r{n}", make_prompt(n), replace(SETTINGS[name], seed=n), 24) for n in (1, 7, 33, 70)]
     want = DraftDrive(target, None).run(*requests)
     known = sequences(requests, want)
@@ -74,7 +74,7 @@ def test_drafts_change_nothing(target: Gemma4, name: str, position: str) -> None
 
 
 def test_rounds_of_fixed_shapes(target: Gemma4) -> None:
-    """What a GPU captures, without the capture: padded rounds and verifies, and nothing in the spare page."""
+    """Padded rounds and verifies run as on a GPU but without a capture, and write nothing to the spare page."""
     requests = [make_request(f"r{n}", make_prompt(n), greedy(), 20 + n) for n in (1, 5, 33)]
     want = DraftDrive(target, None).run(*requests)
     known = sequences(requests, want)
@@ -89,7 +89,7 @@ def test_rounds_of_fixed_shapes(target: Gemma4) -> None:
 
 @pytest.mark.parametrize("name", ["greedy", "gemma", "penalised", "mixed"])
 def test_draws_of_fixed_shapes(one_target: Gemma4, name: str) -> None:
-    """Draws, counts and the drafter's inputs as a GPU captures them, between steps that no graph serves."""
+    """Draws, counts and the drafter's inputs run as a GPU captures them, between steps that no graph serves."""
     chosen = [SETTINGS[name]] * 4 if name != "mixed" else [greedy(), GEMMA, PENALISED, replace(GEMMA, logit_bias=((5, 3.0),))]
     requests = [
         make_request(f"r{n}", make_prompt(n), replace(sampling, seed=n), 30 - n)
@@ -111,7 +111,7 @@ def test_draws_of_fixed_shapes(one_target: Gemma4, name: str) -> None:
     again = DraftDrive(one_target, MTP, known=sequences(requests, want), is_told=often, max_num_seqs=5)
     again.run(*requests)
     assert again.drafter is not None
-    # What begins with token 0 is padding.
+    # Sequences that begin with token 0 are padding.
     assert again.drafter.first_drafts == {key: draft for key, draft in drive.drafter.first_drafts.items() if key[0]}
 
 
@@ -128,7 +128,7 @@ def test_preemption(target: Gemma4, prefix_caching: bool) -> None:
 
 
 def test_prefix_hits_draft_as_well(one_target: Gemma4) -> None:
-    """After a hit the assistant finds the same keys: it drafts what it drafted before."""
+    """After a hit the assistant finds the same keys, so it drafts the same tokens as before."""
     requests = [make_request(f"r{index}", make_prompt(130, index), greedy(), 20) for index in range(3)]
     drive = DraftDrive(one_target, MTP, prefix_caching=True)
     assert drive.drafter is not None
@@ -165,7 +165,7 @@ def test_samples_of_one_prompt(one_target: Gemma4) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["E4B", "31B"])
 def test_two_thousand_tokens(shape: str, tmp_path: Path) -> None:
-    """A model with 32k positions, one long sequence beside short ones that come and go, pages short, prompts that hit."""
+    """A model with 32k positions runs one long sequence beside short ones that come and go, with few pages and prefix hits."""
     target = make_target(tmp_path, shape, overrides={"max_position_embeddings": 32768})
     requests = [make_request("long", make_prompt(90), greedy(), 2000)]
     requests += [make_request(f"s{index}", make_prompt(30 + index), greedy(), 60) for index in range(6)]
@@ -180,11 +180,11 @@ def test_two_thousand_tokens(shape: str, tmp_path: Path) -> None:
     assert drive.scheduler.counters.accepted_tokens > 800
 
 
-# The distribution of what is sampled
+# The distribution of sampled tokens
 
 
 def chi_squared(counts: Counter[int], probabilities: torch.Tensor, total: int) -> tuple[float, int]:
-    """(statistic, degrees of freedom) of counts against probabilities; rare tokens are taken together."""
+    """Return (statistic, degrees of freedom) of counts compared with probabilities. Rare tokens are pooled."""
     statistic, freedom, rest, rest_count = 0.0, -1, 0.0, 0
     for token, probability in enumerate(probabilities.tolist()):
         if total * probability < 10:
@@ -201,19 +201,19 @@ def chi_squared(counts: Counter[int], probabilities: torch.Tensor, total: int) -
 
 
 def allowed_after(token: int, vocab: int, is_masked: bool) -> torch.Tensor:
-    """A grammar of sorts: which tokens may follow, as flags."""
+    """Return flags for which tokens may follow, as in a simple grammar."""
     return torch.tensor([not is_masked or (token + following) % 3 > 0 for following in range(vocab)])
 
 
 def packed(allowed_RV: torch.Tensor) -> torch.Tensor:
-    """Flags as words of 32 tokens, the lowest bit first."""
+    """Pack flags into words of 32 tokens, lowest bit first."""
     padded = torch.nn.functional.pad(allowed_RV, (0, -allowed_RV.shape[1] % 32)).view(allowed_RV.shape[0], -1, 32).long()
     words = (padded << torch.arange(32)).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).int()
 
 
 def distribution(logits_V: torch.Tensor, allowed: torch.Tensor, history: list[int], prompt_len: int, sampling) -> torch.Tensor:
-    """The probabilities that the settings ask for, by their definitions, in float64."""
+    """Return the probabilities defined by the settings, in float64."""
     logits = torch.where(allowed, logits_V.double(), float("-inf"))
     for token, bias in sampling.logit_bias:
         logits[token] += bias
@@ -247,9 +247,9 @@ SAMPLED = {
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_the_distribution_is_the_targets(name: str) -> None:
-    """50,000 verifies of two drafts over a vocabulary of 40: what comes out has the distribution that the settings define.
+    """50,000 verifies of two drafts over a vocabulary of 40 give the distribution that the settings define.
 
-    The second token's distribution hangs on the first, penalties too; drafts are tokens that are often, seldom and never drawn.
+    The second token's distribution and penalties depend on the first. Drafts are tokens that are drawn often, seldom and never.
     """
     vocab, total, batch = 40, 50_000, 2500
     generator = torch.Generator().manual_seed(3)
@@ -270,7 +270,7 @@ def test_the_distribution_is_the_targets(name: str) -> None:
         tokens_SL = torch.tensor([[*prompt, *drafts, 0]] * batch, dtype=torch.int32)
         slots = list(range(batch))
         draws = []
-        for place in range(3):  # as the runner does: every draw as if the drafts before it were accepted
+        for place in range(3):  # like the runner, draw each as if the drafts before it were accepted
             before = tokens_SL[:, len(prompt) - 1 + place].long()
             history = History(tokens_SL, slots, [len(prompt)] * batch)
             masks = TokenMasks(slots, packed(allowed_VV[before])) if is_masked else None
@@ -291,11 +291,11 @@ def test_the_distribution_is_the_targets(name: str) -> None:
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5, f"second token: chi2 {statistic:.1f} at {freedom} degrees"
 
 
-# Adaptive length: how it decides is in tests/unit/test_pace.py
+# Adaptive length; its decisions are tested in tests/unit/test_draft_length.py
 
 
 def test_policy_in_the_scheduler(one_target: Gemma4) -> None:
-    """Drafts that are never right stop; the sequence then runs ahead of its results again."""
+    """Drafts that are never right stop. The sequence then runs ahead of its results again."""
     requests = [make_request("bad", make_prompt(20), greedy(), 120)]
     want = DraftDrive(one_target, None).run(*requests)
     # A GPU that reads 60 GB of weights in 15 ms.
@@ -329,7 +329,7 @@ def test_reports(one_target: Gemma4) -> None:
 
 
 def test_forced_acceptance(one_target: Gemma4) -> None:
-    """It replaces the decision alone: rows, drafts and draws are made as ever."""
+    """Forced acceptance replaces only the decision. Rows, drafts and draws are made as usual."""
     drive = DraftDrive(one_target, MTP)
     drive.runner.force_accepted(2)
     out = drive.run(make_request("r", make_prompt(20), greedy(), 31))
@@ -356,7 +356,7 @@ def test_llm_with_drafts(shape: str, tmp_path: Path) -> None:
 
 
 def test_grammars_go_along_the_drafts(tmp_path: Path) -> None:
-    """A regular expression holds for every token of a verify, and the output is the one without drafts."""
+    """A regular expression holds for every token of a verify, and the output is the same as without drafts."""
     folder = write_checkpoint(tmp_path, "31B")
     settings = {"device": "cpu", "max_num_seqs": 3, "max_model_len": 200}
     outputs = StructuredOutputs(regex="(ab|cd|xyz){4,12}")
@@ -371,7 +371,7 @@ def test_grammars_go_along_the_drafts(tmp_path: Path) -> None:
         propose = drafter.propose
 
         def told(batch: DraftBatch, pool: Any, num_drafts: int) -> torch.Tensor:
-            """Two of three drafts are the truth."""
+            """Replace two of three drafts with the true tokens."""
             proposals = propose(batch, pool, num_drafts)
             for row, (slot, length) in enumerate(zip(batch.slot_R.tolist(), batch.length_R.tolist(), strict=True)):
                 said = runner.tokens_SL[slot, : length + 1].tolist()
@@ -391,7 +391,7 @@ def test_grammars_go_along_the_drafts(tmp_path: Path) -> None:
 
 
 def test_a_useless_drafter_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The probe at start: an assistant whose drafts are never right is a loud warning that names what may be wrong."""
+    """The probe at start warns loudly about an assistant whose drafts are never right, and names the possible causes."""
     folder = write_checkpoint(tmp_path / "target", "31B")
     plan = open_drafter(MTP, open_checkpoint(str(folder)).spec)
     assert isinstance(plan, MTPPlan)
@@ -405,12 +405,12 @@ def test_a_useless_drafter_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def write_assistant(folder: Path, spec: MTPSpec, config: dict) -> Path:
-    """A random assistant as a checkpoint."""
+    """Write a random assistant as a checkpoint."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     places = MTPModel(spec, Weights(torch.float32, torch.device("cpu")), latent=True).placements()
     fill_randomly(places, RandomDraw(), torch.device("cpu"))
-    # Weights lie as Culet wants them, not as a checkpoint would have them: random they are either way.
+    # The weights are in Culet's layout instead of a checkpoint's, which does not matter for random weights.
     save_file({name: place.target.clone().contiguous() for name, place in places.items()}, folder / "model.safetensors")
     return folder
 
@@ -447,7 +447,7 @@ def test_an_explicit_backend_is_the_drafters_or_an_error(tmp_path: Path) -> None
 
 
 def test_a_head_in_fp8(tmp_path: Path) -> None:
-    """It may draft otherwise, and says nothing else; heads that it cannot serve are refused, with the reason."""
+    """An fp8 head may draft differently but the output is the same. Heads that it cannot serve raise, with the reason."""
     folder = str(write_checkpoint(tmp_path, "31B", dtype=torch.float32))
     settings: dict[str, Any] = {"device": "cpu", "max_model_len": 200, "max_num_seqs": 3}
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""The built-in model with its drafters: greedy output is that of no drafter, whatever goes on around it.
+"""The built-in model with its drafters gives the same greedy output as without one, whatever else is running.
 
 CULET_TEST_EMBEDDED names a folder with other weights of the same shapes.
 """
@@ -29,13 +29,13 @@ QUESTIONS = Path(__file__).parents[2] / "training" / "questions"
 DRAFTERS = {"mtp": "assistant", "dflash": "dflash"}
 MAX_LEN = 768
 MAX_SEQS = 6
-GROUP = 4  # prompts that come at once, and then their next turns
-CLOSE = 1e-4  # two best tokens nearer than this may change places
-MOST_CLOSE = 1e-4  # of all tokens, how many may be such places
+GROUP = 4  # prompts that arrive at once, followed by their next turns
+CLOSE = 1e-4  # the order of the two best tokens is uncertain if they are closer than this
+MOST_CLOSE = 1e-4  # largest share of such places among all tokens
 
 
 def make(method: str | None, **given: Any) -> LLM:
-    """The model in float32 on the CPU."""
+    """Load the model in float32 on the CPU."""
     draft = (
         {}
         if method is None
@@ -46,7 +46,7 @@ def make(method: str | None, **given: Any) -> LLM:
 
 
 def read_prompts(llm: LLM, count: int) -> list[list[int]]:
-    """Prompts of every kind the model knows: chats of one turn and more, tools, JSON, thoughts, and plain text."""
+    """Return prompts of every kind the model knows: chats of one and more turns, tools, JSON, thoughts, and plain text."""
     chats: list[tuple[list[dict[str, str]], dict[str, Any]]] = []
     for name in ("questions", "open", "json", "tools"):
         lines = [json.loads(line) for line in (QUESTIONS / f"{name}.jsonl").read_text().splitlines()]
@@ -65,13 +65,13 @@ def read_prompts(llm: LLM, count: int) -> list[list[int]]:
 
 @dataclass
 class Tally:
-    """What was compared."""
+    """Counts of what was compared."""
 
     num_tokens: int = 0
     num_close: int = 0
 
     def compare(self, name: str, got: Sequence[int], want: Sequence[int], logprobs: Sequence[Logprobs]) -> None:
-        """Equal, or parting where the two best tokens are all but equal."""
+        """Check that the tokens are equal, or first differ where the two best tokens are nearly equal."""
         place = next((index for index, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), None)
         self.num_tokens += len(got) if place is None else place
         if place is None:
@@ -84,7 +84,7 @@ class Tally:
 
 
 def run(method: str, num_prompts: int, num_tokens: int) -> Tally:
-    """All prompts twice, the second time as a next turn: with preemption, cancels, and what is left of the first time."""
+    """Run all prompts, then their next turns, with preemption, cancels, and prefix hits on the first run."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=2)
     with make(None) as plain:
         prompts = read_prompts(plain, num_prompts)
@@ -143,7 +143,10 @@ def test_output_of_many_prompts_is_the_same(method: str, monkeypatch: pytest.Mon
 @pytest.mark.slow
 @pytest.mark.parametrize("method", sorted(DRAFTERS))
 def test_refused_drafts_cost_little(method: str) -> None:
-    """An engine whose every draft is refused is hardly slower than one without; 3 % is the aim, the bound allows for noise."""
+    """An engine whose drafts are all rejected is hardly slower than one without.
+
+    The aim is 3 %, and the bound allows for noise.
+    """
     given = {"device": "cpu", "max_num_seqs": 2, "max_model_len": MAX_LEN}
     choice = {"method": method, "model": str(FOLDER / DRAFTERS[method])}
     with (

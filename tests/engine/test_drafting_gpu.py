@@ -1,4 +1,4 @@
-"""An MTP assistant on a GPU: its kernels draft what attention in plain torch drafts, and graphs change no token."""
+"""An MTP assistant on a GPU: its kernels draft the same tokens as attention in plain torch, and graphs change no token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def without_drafts(folder: Path, enforce_eager: bool) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("enforce_eager", [True, False])
 @pytest.mark.parametrize("position", ["engine", "hf"])
 def test_output_is_the_same(folder: Path, enforce_eager: bool, position: str) -> None:
-    """Whole engines in float32, with graphs and without; the second time out of the prefix cache."""
+    """Whole engines in float32, with and without graphs, run twice. The second time uses the prefix cache."""
     llm = LLM(str(folder), **GIVEN, enforce_eager=enforce_eager, speculative_config=MTP | {"position": position})
     for _ in range(2):
         assert tokens_of(llm) == without_drafts(folder, enforce_eager)
@@ -64,4 +64,4 @@ def test_drafts_do_not_depend_on_the_backend(folder: Path) -> None:
         seen.append(drafted)
     assert len(seen[0]) == len(seen[1]) > 40
     equal = sum(a == b for a, b in zip(*seen, strict=True))
-    assert equal >= 0.95 * len(seen[0])  # a draft may hang on the last bits
+    assert equal >= 0.95 * len(seen[0])  # a draft may depend on the last bits

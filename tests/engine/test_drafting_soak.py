@@ -1,6 +1,6 @@
-"""Drafting under everything at once, with every page index checked: growing conversations, cancels, preemption, prefix hits.
+"""Drafting under everything at once: growing conversations, cancels, preemption and prefix hits. Every page index is checked.
 
-How long it runs is set by CULET_TEST_SOAK_SECONDS (default: half a minute for each drafter).
+CULET_TEST_SOAK_SECONDS sets the duration (default: half a minute for each drafter).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_LEN = 400
 
 
 def tell(engine: Engine, truth: list[list[int]], chance: random.Random) -> None:
-    """Let the drafter propose, three times in four, what is known to come."""
+    """Let the drafter propose the tokens known to come three times in four."""
     runner = engine._worker
     drafter: Any = runner.drafter
     propose = drafter.propose
@@ -52,7 +52,7 @@ def tell(engine: Engine, truth: list[list[int]], chance: random.Random) -> None:
 
 @dataclass
 class Soak:
-    """Growing conversations with a drafter, beside the same without, for as long as told."""
+    """Runs growing conversations for a given time, with a drafter and without one."""
 
     plain: LLM
     drafting: LLM
@@ -64,7 +64,7 @@ class Soak:
     num_same: int = 0
 
     def run(self, seconds: float, truth: list[list[int]]) -> None:
-        """`truth` is told what is about to come."""
+        """Run for `seconds`. The tokens that will come next are written to `truth`."""
         chance, engine = self.chance, self.drafting.engine
         chats: dict[int, list[int]] = {}
         began = time.monotonic()
@@ -84,7 +84,7 @@ class Soak:
             )
             want = self.plain.generate(prompts, params)
             truth[:] = [[*prompt, *result.token_ids] for prompt, result in zip(prompts, want, strict=True)]
-            if chance.random() < 0.3:  # somebody who does not wait for the end
+            if chance.random() < 0.3:  # a client that does not wait for the end
                 name = f"leaves-{self.num_turns}"
                 engine.add(engine.rules.make_request(name, prompts[0], params))
                 for _ in range(chance.randint(0, 5)):
@@ -103,7 +103,7 @@ class Soak:
         )
 
     def check(self) -> None:
-        """Everything has happened, and every page has come back."""
+        """Check that everything has happened and every page has been returned."""
         stats = self.drafting.engine.stats()
         assert stats.counters.verifies > 50
         assert stats.counters.accepted_tokens > 50
@@ -114,7 +114,7 @@ class Soak:
 
 
 def tight_bytes(llm: LLM) -> int:
-    """A cache of little more than one long sequence: what outgrows it is preempted."""
+    """Return the size of a cache that holds little more than one long sequence, so that sequences are preempted."""
     layout = llm.engine.layout
     return layout.slab_bytes * (least_slabs(layout, MAX_LEN) + 3)
 
@@ -123,7 +123,7 @@ def tight_bytes(llm: LLM) -> int:
 @pytest.mark.parametrize("method", ["mtp", "dflash"])
 @pytest.mark.timeout(SECONDS * 2 + 600)
 def test_soak(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a conversation says is what it says without drafts, whatever goes on beside it."""
+    """A conversation has the same output as without drafts, whatever else is running."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
     folder = str(write_checkpoint(tmp_path, "31B"))
     settings: dict[str, Any] = {"device": "cpu", "max_num_seqs": 6, "max_model_len": MAX_LEN, "max_num_batched_tokens": 96}
@@ -140,7 +140,7 @@ def test_soak(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         drafting.engine._scheduler.policy = Pauses(60, 90)  # type: ignore[assignment]
         soak.run(SECONDS, truth)
         soak.check()
-        # A draw may stand on the edge between two tokens: steps of other shapes round otherwise, and 1e-6 of a logit decides.
+        # A draw may fall on the edge between two tokens. Steps of other shapes round differently, and 1e-6 of a logit decides.
         assert soak.num_answers - soak.num_same <= soak.num_answers // 2000
 
 
@@ -150,7 +150,7 @@ def test_soak(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("method", ["mtp", "dflash"])
 @pytest.mark.timeout(SECONDS * 2 + 600)
 def test_soak_on_a_gpu(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trained model with graphs, in bfloat16, where steps of other shapes round otherwise: not every answer is the same."""
+    """Run the trained model with graphs in bfloat16, where steps of other shapes round differently, so some answers differ."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
     folder, parts = str(EMBEDDED / "target"), {"mtp": "assistant", "dflash": "dflash"}
     settings: dict[str, Any] = {"device": "cuda", "max_num_seqs": 6, "max_model_len": MAX_LEN, "max_num_batched_tokens": 96}

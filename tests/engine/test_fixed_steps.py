@@ -1,4 +1,4 @@
-"""Fixed-shape steps against steps of their own shape: buckets, padding, page tables that are kept between steps.
+"""Fixed-shape steps compared with steps of exact shape: buckets, padding, and page tables kept between steps.
 
 The code that a GPU captures as graphs runs here without a capture.
 """
@@ -23,7 +23,7 @@ __all__ = ["model", "one_model"]  # fixtures
 
 
 class FixedRig(Rig):
-    """A Rig whose decode and verify steps run in buckets; keeps the buckets that were used."""
+    """A Rig whose decode and verify steps run in buckets. It records which buckets were used."""
 
     def __init__(self, model, *, max_num_seqs=8, num_slabs=200, drafter=None, is_poisoned=False, **rest):
         super().__init__(model, max_num_seqs=max_num_seqs, num_slabs=num_slabs, drafter=drafter, **rest)
@@ -51,7 +51,7 @@ def test_bucket_sizes():
     assert bucket_sizes(7) == (1, 2, 4, 7)
     assert bucket_sizes(128) == (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128)
     assert bucket_sizes(200) == (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 200)
-    for count in range(1, 300):  # none is padded by more than half of itself and one
+    for count in range(1, 300):  # no count is padded by more than half of itself plus one
         size = next(size for size in bucket_sizes(300) if size >= count)
         assert size - count <= count // 2 + 1
 
@@ -75,7 +75,7 @@ def test_which_bucket(one_model):
     assert fixed.find([row(slot) for slot in range(5)]) == Bucket(1, 8)
     assert fixed.find([row(slot) for slot in range(16)]) == Bucket(1, 16)
     assert fixed.find([row(0), row(1, num_new=3, num_logits=3, num_drafts=2)]) == Bucket(5, 2)
-    assert fixed.find([row(0, num_new=6, num_logits=6, num_drafts=5)]) is None  # more drafts than were foreseen
+    assert fixed.find([row(0, num_new=6, num_logits=6, num_drafts=5)]) is None  # more drafts than expected
     assert fixed.find([row(0), row(1, num_new=4, num_logits=1)]) is None  # a prompt's end
     assert fixed.find([row(0), row(1, num_logits=0)]) is None  # a prompt's middle
     assert fixed.find([row(is_prompt_logprobs=True)]) is None
@@ -122,7 +122,7 @@ def test_samples_that_part_ways(model):
 
 @pytest.mark.parametrize("mistake", ["right", "sometimes"])
 def test_verify_steps(model, mistake):
-    """Rows with all drafts, some and none in one bucket, padded by rows of many tokens, of one and of none."""
+    """Rows with all drafts, some and none share one bucket, padded by rows of many tokens, of one and of none."""
     requests = [
         make_request(f"d{length}", length, replace(GREEDY, seed=length), num_tokens=length + 1) for length in (5, 13, 33, 41)
     ]
@@ -148,7 +148,10 @@ def test_fixed_shapes_need_a_spare_page(one_model):
 
 
 def test_page_tables_are_sent_when_they_change(one_model, monkeypatch) -> None:
-    """A page more, a page behind the window less, other pages, several rows at once: the device has what the plan says."""
+    """A page is added, freed behind the window or replaced, in several rows at once.
+
+    The device always has the plan's tables.
+    """
     fixed, chance = fixed_steps(one_model), random.Random(0)
     groups, spare_page = fixed.target.pool.layout.groups, fixed.target.pool.spare_page
     sent: list[int] = []

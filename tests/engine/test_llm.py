@@ -1,4 +1,4 @@
-"""LLM end to end, on the CPU in float32, against transformers' greedy tokens and log-probabilities."""
+"""LLM end to end, on the CPU in float32, compared with transformers' greedy tokens and log-probabilities."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make(shape: str, **settings: object) -> LLM:
 
 
 def prompts_of() -> list[list[int]]:
-    """The same prompts for all tests, so that transformers computes each answer once."""
+    """Return the same prompts for all tests, so that transformers computes each answer once."""
     return [prompt(length) for length in LENGTHS]
 
 
@@ -40,7 +40,7 @@ def check_greedy(llm: LLM, shape: str, prompts: list[list[int]]) -> None:
 
 
 def check_scores(llm: LLM, shape: str, prompts: list[list[int]]) -> None:
-    """Like check_greedy; the log-probabilities of the top five at every position also match transformers."""
+    """Like check_greedy, and also compare the top five log-probabilities at every position with transformers."""
     for result in llm.generate(prompts, dataclasses.replace(GREEDY, logprobs=5)):
         token_ids = list(result.prompt_token_ids)
         assert list(result.token_ids) == greedy(shape, token_ids, NUM_TOKENS)
@@ -57,7 +57,7 @@ def cache_of(shape: str, num_slabs: int, *, latent: bool = True) -> int:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_equals_transformers(shape: str) -> None:
-    """One by one, then all in one ragged batch."""
+    """Run prompts one by one, then all in one ragged batch."""
     llm = make(shape, enable_prefix_caching=False)
     for token_ids in prompts_of():
         check_greedy(llm, shape, [token_ids])
@@ -67,7 +67,7 @@ def test_greedy_equals_transformers(shape: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("num_tokens", [7, 33])
 def test_chunked(shape: str, num_tokens: int) -> None:
-    """Chunks of odd sizes that share steps with decode, and fewer slots than requests."""
+    """Run chunks of odd sizes that share steps with decode, with fewer slots than requests."""
     llm = make(shape, max_num_batched_tokens=num_tokens, max_num_seqs=4, enable_prefix_caching=False)
     check_greedy(llm, shape, prompts_of())
     assert llm.engine.stats().counters.steps > sum(LENGTHS) // num_tokens
@@ -81,8 +81,8 @@ def test_without_latent(shape: str) -> None:
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_after_preemption(shape: str, prefix_caching: bool) -> None:
-    """A cache too small for all: preempted sequences are recomputed, with the same results."""
-    # Four that cross a page of 64 tokens a few steps after they start, which admission does not foresee.
+    """The cache is too small for all. Preempted sequences are recomputed with the same results."""
+    # Four prompts that cross a page of 64 tokens a few steps after they start, which admission does not foresee.
     settings = {"kv_cache_memory_bytes": cache_of(shape, 7), "max_num_batched_tokens": 64, "max_model_len": 160}
     llm = make(shape, **settings, enable_prefix_caching=prefix_caching)
     before = llm.engine.stats().counters.preemptions
@@ -99,7 +99,7 @@ def test_after_a_prefix_hit(shape: str) -> None:
     assert again.num_cached_tokens > 0
     assert list(again.token_ids) == greedy(shape, first, NUM_TOKENS)
     check_scores(llm, shape, [first])
-    # A next turn: the first answer is part of the prompt now.
+    # The next turn, where the first answer is part of the prompt.
     turn = [*first, *again.token_ids, *prompt(9, 5)]
     result = llm.generate([turn], dataclasses.replace(GREEDY, max_tokens=16))[0]
     assert result.num_cached_tokens > len(first)
@@ -108,7 +108,7 @@ def test_after_a_prefix_hit(shape: str) -> None:
 
 @pytest.mark.parametrize("choice", ["fp8", "sliding=fp8"])
 def test_fp8_cache(choice: str) -> None:
-    """Half the bytes, different logits; prefix hits, chunks and preemption read the same keys."""
+    """An fp8 cache takes half the bytes and changes logits, but prefix hits, chunks and preemption read the same keys."""
     plain = make("31B", kv_cache_dtype=choice, enable_prefix_caching=False)
     sizes = [group.spec.itemsize for group in plain.engine._worker.pool.layout.groups]
     assert sizes == [1, 1 if choice == "fp8" else 4]
@@ -146,7 +146,7 @@ def test_n_samples_fork_one_prompt(llm: LLM) -> None:
     assert len(result.samples) == 5
     assert len({sample.token_ids for sample in result.samples}) == 5
     assert (result.text, result.token_ids) == (result.samples[0].text, result.samples[0].token_ids)
-    # Sample 0 is what n=1 draws.
+    # Sample 0 is the same as with n=1.
     assert llm.generate([prompt(37, 7)], dataclasses.replace(params, n=1))[0].token_ids == result.token_ids
 
 
@@ -249,7 +249,7 @@ def test_closing_a_stream_cancels(llm: LLM) -> None:
 
 def test_dropping_an_unread_stream_cancels(llm: LLM) -> None:
     before = llm.engine.stats().counters.cancelled
-    llm.stream(prompt(18, 16), GREEDY)  # lost at once
+    llm.stream(prompt(18, 16), GREEDY)  # dropped immediately
     assert llm.engine.stats().counters.cancelled == before + 1
     assert not llm.engine.has_work
 
@@ -343,7 +343,7 @@ def test_vocabulary_size_is_the_models(llm: LLM) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """With small tensors, threads only wait for each other."""
+    """Use one thread. With small tensors, threads only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

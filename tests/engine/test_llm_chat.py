@@ -37,7 +37,7 @@ class ScriptedEngine(FakeEngine):
         super().__init__(script, ScheduleConfig(max_num_seqs=8, max_queue_len=8))
 
     def check_grammar(self, request: Request) -> None:
-        """Every grammar is fine."""
+        """Accept every grammar."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The engine with a step in flight while the next is planned: the output is the same, and the device never waits."""
+"""The engine plans the next step while one is in flight: the output is the same, and the device never waits."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from culet.engine.engine import Engine
 from culet.errors import InternalError
 from culet.runner.runner import Pending, Runner
 
-AHEAD = {"async_scheduling": True}  # on a CPU only because it is asked for
+AHEAD = {"async_scheduling": True}  # must be requested on a CPU
 SHAPES = ["E2B", "31B"]
 
 
 def events_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """`launch N` and `result N` as they happen, by step."""
+    """Return a list that records `launch N` and `result N` by step as they happen."""
     events: list[str] = []
     launch, result = Runner.launch, Pending.result
 
@@ -75,7 +75,7 @@ def test_after_preemption(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_samples_stops_and_log_probabilities(shape: str) -> None:
-    """What hangs on tokens that are not known when the next step is launched."""
+    """These depend on tokens that are not known when the next step is launched."""
     plain, ahead = make(shape), make(shape, **AHEAD)
     prompts = prompts_of()
     expected = plain.generate(prompts, SamplingParams(n=3, seed=5, temperature=1.0, max_tokens=24, logprobs=2))
@@ -95,9 +95,9 @@ def test_samples_stops_and_log_probabilities(shape: str) -> None:
     results = [llm.generate([prompts[2]], at_text)[0] for llm in (plain, ahead)]
     assert results[0].text == results[1].text
     assert results[1].finish_reason == "stop"
-    # The stop string was found when the next step was under way: what that one drew is dropped.
+    # The stop string was found while the next step was running, so the token of that step is dropped.
     assert ahead.engine.has_work
-    assert [delta.token_ids for delta in ahead.engine.step()] == [()]  # only that it ended
+    assert [delta.token_ids for delta in ahead.engine.step()] == [()]  # only reports the end
     assert not ahead.engine.has_work
 
 

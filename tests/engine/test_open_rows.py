@@ -1,7 +1,7 @@
-"""Open rows: planned before it is known how many drafts of the previous rows are accepted.
+"""Open rows are planned before it is known how many drafts of the previous rows are accepted.
 
-On a GPU captured steps find out on the device where such rows begin. Here the same launches run one by one instead of a replay,
-or the runner waits and closes the rows. The output is always the one without drafts.
+On a GPU, captured steps find out on the device where such rows begin. Here the same launches run one by one instead of as a
+replay, or the runner waits and closes the rows. The output is always the same as without drafts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["one_model", "pair", "target"]  # fixtures
 
 
 class Replay:
-    """In the place of a step's graph: places the rows, and plans attention by where they turn out to begin."""
+    """A stand-in for a step's graph. It lays out the rows and plans attention from their actual starts."""
 
     def __init__(self, fixed: FixedSteps, step: FixedStep) -> None:
         self.fixed, self.step = fixed, step
@@ -52,7 +52,10 @@ class Replay:
 
 
 def replay_by_hand(runner: Runner) -> list[int]:
-    """Let a runner replay its fixed shapes as if they were captured; returns the numbers of open drafts of rows they served."""
+    """Let a runner replay its fixed shapes as if they were captured.
+
+    Return a list that collects the open drafts of each row.
+    """
     assert runner.fixed is not None
     fixed = runner.fixed.steps
     captures: Any = CpuCaptures()
@@ -107,7 +110,7 @@ def test_output_is_that_without_drafts(target: Gemma4, is_fixed: bool, is_told: 
 
 @pytest.mark.parametrize("is_tight", [True, False], ids=["preemption", "prefix hits"])
 def test_pages_in_flight(target: Gemma4, is_tight: bool) -> None:
-    """With preemption or prefix hits, and with cancels, while drafts are open."""
+    """Run with preemption or prefix hits, and with cancels, while drafts are open."""
     asked = [make_request(f"r{index}", make_prompt((8 if is_tight else 40) + index), greedy(), 60) for index in range(4)]
     want = DraftDrive(target, None).run(*asked)
     known = sequences(asked, want)
@@ -130,7 +133,7 @@ def test_pages_in_flight(target: Gemma4, is_tight: bool) -> None:
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_drafter_with_pages_of_its_own(pair, mistake, monkeypatch):
-    """Every block is the oracle's: its context is in place wherever the row began."""
+    """Every block matches the oracle, so the drafter's context is in place wherever the row began."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
     asked = requests(60)
     expected = DFlashRig(pair, drafts=False).run(*asked)
@@ -145,7 +148,7 @@ def test_a_drafter_with_pages_of_its_own(pair, mistake, monkeypatch):
 
 
 def laid_out(fixed: FixedSteps, rows: Sequence[Row]) -> FixedStep:
-    """The step of these rows, with its tokens laid out."""
+    """Return the step of these rows, with its tokens laid out."""
     bucket = fixed.find(rows)
     assert bucket is not None
     step = fixed[bucket]
@@ -157,7 +160,7 @@ def laid_out(fixed: FixedSteps, rows: Sequence[Row]) -> FixedStep:
 @pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.parametrize("num_rows", [1, 3, 8])
 def test_tokens_stand_where_fill_says(one_model, num_rows: int, num_drafts: int) -> None:
-    """Steps of the same sequences, one after another, against batches that are filled on the host when all is known."""
+    """Compare successive steps of the same sequences with batches that are filled on the host once everything is known."""
     fixed = fixed_steps(one_model, query_counts=(1, 4))
     fixed.tokens_SL.copy_(torch.randint(0, 600, fixed.tokens_SL.shape))
     layout = fixed.target.pool.layout
@@ -165,12 +168,12 @@ def test_tokens_stand_where_fill_says(one_model, num_rows: int, num_drafts: int)
     tables = [tuple(PageTable(0, tuple(range(40 * slot, 40 * slot + n))) for n in columns) for slot in range(8)]
     most = min(group.page_tokens * count for group, count in zip(layout.groups, columns, strict=True)) - 8
     starts, is_open, num_steps = [4 + 3 * slot for slot in range(num_rows)], False, 0
-    lowest = list(starts)  # where rows begin as far as the plan knows
+    lowest = list(starts)  # where rows begin according to the plan
     while max(starts) + num_drafts < most:
         closed: list[Row] = []
         rows: list[Row] = []
         for slot, (start, low) in enumerate(zip(starts, lowest, strict=True)):
-            # A row may also have fewer drafts than another.
+            # Rows may have different numbers of drafts.
             count = num_drafts - (slot % 2 if num_drafts else 0)
             facts = {"num_new": 1 + count, "num_logits": 1 + count, "num_drafts": count, "tables": tables[slot]}
             rows.append(row(slot, low, **facts, store_from=(low, low), num_open=count if is_open else 0))

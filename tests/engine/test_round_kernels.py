@@ -1,4 +1,4 @@
-"""A round of drafts as a GPU runs it, in Triton's interpreter: the eager round's drafts, and no kernels but our few."""
+"""A draft round as a GPU runs it, in Triton's interpreter: the drafts match the eager round's, and only our few kernels run."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ else:
     FOLDERS = {"mtp": "assistant", "dflash": "dflash"}
     NUM_DRAFTS = {"mtp": 2, "dflash": 7}
     LENGTHS = (40, 1)  # the last row pads the round
-    # Operations that compute nothing, and the room for attention's sums, which is made at first use.
+    # Operations that compute nothing, and the buffer for attention's sums, which is allocated at first use.
     FREE = ("view", "slice", "select", "empty", "split", "expand", "squeeze", "transpose", "unbind", "flatten", "zeros")
 
     class Watch(TorchDispatchMode):
-        """Counts what would run on a GPU: launches by their kernel's name, and operations of torch."""
+        """Counts what would run on a GPU: launches by kernel name, and torch operations."""
 
         def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__()
@@ -58,7 +58,7 @@ else:
 
             def launched(launch: Launch) -> None:
                 self.kernels[launch.kernel.fn.__name__] += 1
-                self._is_inside = True  # the interpreter works by torch too
+                self._is_inside = True  # the interpreter uses torch too
                 run(launch)
                 self._is_inside = False
 
@@ -103,7 +103,7 @@ else:
 
         @torch.inference_mode()
         def write(self) -> Tensor:
-            """Keep features in a ring, and write context: of the last token nowhere."""
+            """Keep features in a ring and write context, except that of the last token."""
             deferred = DeferredKV.create(self.drafter, self.pool, 4, 256, torch.float32, CPU)
             assert deferred is not None
             deferred.keep(self.taps, torch.tensor([3, 40, 70]))
@@ -112,7 +112,7 @@ else:
 
     @pytest.fixture
     def on_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Rig]:
-        """A rig whose operations are the GPU's, with weights as a GPU has them."""
+        """Return a function that makes a rig with the GPU's operations and weights laid out as on a GPU."""
 
         def make(method: str) -> Rig:
             with monkeypatch.context() as patch:
@@ -123,10 +123,10 @@ else:
         def empty_matrix(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
 
-        monkeypatch.setattr(tiles, "device_facts", lambda device: (90, 4))  # a small GPU: few programs without work
+        monkeypatch.setattr(tiles, "device_facts", lambda device: (90, 4))  # a small GPU, so that few programs are idle
         return make
 
-    # Kernels of a round, attention's second one where rows are split not counted.
+    # Kernels of a round, without attention's second kernel for split rows.
     MOST = {"mtp": 35, "dflash": 24}
 
     @pytest.mark.parametrize("method", FOLDERS)

@@ -29,7 +29,7 @@ MAX_LEN = 160
 CPU = torch.device("cpu")
 GREEDY = replace(samplings.GREEDY, seed=11)
 GEMMA = replace(GREEDY, temperature=1.0, top_k=64, top_p=0.95)
-# Penalties that change nearly every draw, so that a history that is off by one shows.
+# Penalties that change nearly every draw, so that a history that is off by one is noticed.
 PENALISED = replace(GEMMA, repetition_penalty=1.4, presence_penalty=1.5, frequency_penalty=1.0, top_k=0)
 SETTINGS = {"greedy": GREEDY, "gemma": GEMMA, "penalised": PENALISED}
 
@@ -49,13 +49,13 @@ def one_model(tmp_path_factory):
 def parts(model, num_slabs: int):
     specs = model.spec.kv_specs(4)
     per_token = [sum(spec.bytes_per_token for spec in specs if spec.kind == kind) for kind in {spec.kind for spec in specs}]
-    layout = plan_cache(specs, slab_bytes=16 * max(per_token))  # the smallest pages there are
+    layout = plan_cache(specs, slab_bytes=16 * max(per_token))  # the smallest possible pages
     backends = [TorchCPUBackend(group, model.spec.layers[0].num_heads) for group in layout.groups]
     return layout, Pool(layout, num_slabs, torch.float32, CPU), backends
 
 
 def watch(runner, drafter):
-    """Let the drafter know the slots' tokens and what each forward pass leaves."""
+    """Give the drafter the slots' tokens and the result of each forward pass."""
     drafter.tokens_SL, forward = runner.tokens_SL, runner._forward
 
     def watched(*arguments):
@@ -67,7 +67,7 @@ def watch(runner, drafter):
 
 
 class Rig:
-    """A scheduler and a runner; `run` drives them until every request has ended."""
+    """A scheduler and a runner. `run` drives them until every request has ended."""
 
     def __init__(self, model, *, budget=64, max_num_seqs=8, num_slabs=200, drafter=None, prefix_caching=False):
         layout, pool, backends = parts(model, num_slabs)
@@ -85,7 +85,7 @@ class Rig:
         self.results = []
 
     def run(self, *requests: Request):
-        """(tokens, logprobs, prompt logprobs) by (request id, sample)."""
+        """Run the requests and return (tokens, logprobs, prompt logprobs) by (request id, sample)."""
         for request in requests:
             self.scheduler.add(request)
         out: dict[tuple[str, int], tuple[list, list, list]] = {}
@@ -110,14 +110,14 @@ def make_request(name: str, prompt_len: int, sampling: Sampling, *, num_tokens=2
 
 
 def assert_close(ours, theirs) -> None:
-    """Log-probabilities of the same tokens, equal but for the order of summation."""
+    """Check that log-probabilities of the same tokens are equal up to the order of summation."""
     assert [next(iter(scores)) for scores in ours] == [next(iter(scores)) for scores in theirs]
     for our_scores, their_scores in zip(ours, theirs, strict=True):
         assert dict(our_scores) == pytest.approx(dict(their_scores), abs=1e-4)
 
 
 def logits_anew(model, tokens: list[int]) -> torch.Tensor:
-    """Logits [T, V] of all positions, computed in one go without a cache from before."""
+    """Return logits [T, V] of all positions, computed in one step without an existing cache."""
     layout, pool, backends = parts(model, 40)
     runner = Runner(model, pool, backends, max_num_seqs=1, max_model_len=MAX_LEN)
     hidden = compute_at_once(model, runner, layout, tokens)
@@ -126,7 +126,7 @@ def logits_anew(model, tokens: list[int]) -> torch.Tensor:
 
 
 def continued_anew(model, request: Request, sampling: Sampling) -> list[int]:
-    """The request's output, each token drawn from logits that are computed from the first token on."""
+    """Return the request's output, with each token drawn from logits that are computed from the first token on."""
     tokens = list(request.prompt_token_ids)
     for _ in range(request.max_tokens):
         history = History(torch.tensor([tokens]), [0], [len(request.prompt_token_ids)])
@@ -152,7 +152,7 @@ def test_neighbours_do_not_matter(model):
 def test_preemption_changes_nothing(model):
     requests = [make_request(f"r{index}", 40, GEMMA, num_tokens=30) for index in range(4)]
     layout, _, _ = parts(model, 1)
-    # Room for two requests at their end: at the beginning more start, and then they fight.
+    # Room for two finished requests. More can start, and then they compete for pages.
     tight = Rig(model, num_slabs=2 * sum(group.pages_for(70) for group in layout.groups))
     out = tight.run(*requests)
     assert tight.scheduler.counters.preemptions > 0
@@ -182,12 +182,12 @@ def test_samples_share_the_prompt_but_not_the_draws(model, name):
     rig = Rig(model)
     calls = count_logits(rig)
     out = rig.run(request)
-    assert calls[0] == 1  # one position's logits for four draws
+    assert calls[0] == 1  # logits of one position for four draws
     outputs = [tuple(out["n", index][0]) for index in range(4)]
     assert len(set(outputs)) == 4
     for index in range(4):
         alone = replace(request, request_id="alone", sampling=replace(sampling, sample=index), n=1)
-        # A request's own sample number is 0; here it stands in for the sample by its settings.
+        # A request's own sample number is 0, so the settings carry the sample's number here.
         alone_rig = Rig(model)
         alone_rig.scheduler.add(alone)
         sequence = alone_rig.scheduler._alive["alone"][0]
@@ -198,7 +198,7 @@ def test_samples_share_the_prompt_but_not_the_draws(model, name):
 
 
 def count_logits(rig: Rig) -> list[int]:
-    """Rows of every call for logits, as they are made."""
+    """Return a list that records the number of rows of every call for logits."""
     calls: list[int] = []
 
     class Counting:
@@ -228,7 +228,7 @@ def test_logits_only_where_needed(one_model):
 
 def test_logprobs_are_those_of_the_model(model):
     wanted = {"none": None, "chosen": 0, "five": 5, "two": 2}
-    sampling = replace(PENALISED, temperature=1.3)  # none of which shows in the log-probabilities
+    sampling = replace(PENALISED, temperature=1.3)  # none of these affects the log-probabilities
     requests = [make_request(name, 20, replace(sampling, logprobs=count)) for name, count in wanted.items()]
     out = Rig(model).run(*requests)
     assert out["none", 0][1] == []
@@ -275,7 +275,7 @@ def test_prompt_logprobs_of_one_token(model):
 
 
 class ListDrafter:
-    """Proposes from lists of what sequences will say, spoilt where `is_wrong` says so."""
+    """Proposes known outputs, with mistakes where `is_wrong` says so."""
 
     taps = ()
     group = None
@@ -285,14 +285,14 @@ class ListDrafter:
         self.prompt_lens = prompt_lens
         self.max_drafts = max_drafts
         self.is_wrong = is_wrong
-        self.tokens_SL = None  # the runner's
+        self.tokens_SL = None  # set to the runner's
         self.seen = []
 
     def propose(self, batch, pool, num_drafts):
         rows = []
         for row, (slot, length) in enumerate(zip(batch.slot_R.tolist(), batch.length_R.tolist(), strict=True)):
             if int(batch.groups[0].pages_BP[row, 0]) == pool.spare_page:
-                rows.append([0] * num_drafts)  # it pads the round
+                rows.append([0] * num_drafts)  # a padding row
                 continue
             first = int(self.tokens_SL[slot, 0])
             said = length + 1 - self.prompt_lens[first]
@@ -346,7 +346,7 @@ def test_drafts_change_nothing_but_the_number_of_steps(model, name, mistake):
 
 
 def test_accepted_drafts_by_hand(one_model):
-    """One verify row: what is accepted, where the new token stands, and what the drafter is told."""
+    """Check one verify row: what is accepted, where the new token is, and what the drafter gets."""
     request = make_request("hand", 9, GREEDY, num_tokens=8)
     expected = Rig(one_model).run(request)["hand", 0][0]
     first, length = request.prompt_token_ids[0], 9
@@ -362,18 +362,18 @@ def test_accepted_drafts_by_hand(one_model):
     (_, prefill), (verify, drawn) = rows
     assert (prefill.token_ids, prefill.num_proposed) == (tuple(expected[:1]), 4)
     assert (verify.start, verify.num_new, verify.num_drafts, verify.num_logits) == (length, 5, 4, 5)
-    # Drafts stand at positions 10 to 13, the one at 12 is wrong: two are kept, the third is the target's own.
+    # Drafts are at positions 10 to 13, and the one at 12 is wrong. Two are kept, and the third token is the target's own.
     assert drawn.token_ids == tuple(expected[1:4])
     assert rig.runner.tokens_SL[verify.slot, : length + 4].tolist() == [*request.prompt_token_ids, *expected[:4]]
     assert drafter.seen == [(length, 0), (length + 3, 2)]
-    assert rig.runner.tokens_SL[verify.slot, length + 4 : length + 8].tolist() == expected[4:8]  # the next proposals wait
+    assert rig.runner.tokens_SL[verify.slot, length + 4 : length + 8].tolist() == expected[4:8]  # the next proposals
 
 
-# How a step is run
+# Running a step
 
 
 def test_waits_for_the_device_once(one_model, monkeypatch):
-    """A step of greedy, sampled and scored sequences brings its results to the host in one piece."""
+    """A step of greedy, sampled and scored sequences copies its results to the host at once."""
     rig = Rig(one_model)
     for name, sampling in {**SETTINGS, "logprobs": replace(GEMMA, logprobs=3)}.items():
         rig.scheduler.add(make_request(name, 10, replace(sampling, top_k=64)))
@@ -384,7 +384,7 @@ def test_waits_for_the_device_once(one_model, monkeypatch):
         original = getattr(torch.Tensor, name)
         spy = lambda self, *rest, _original=original, _name=name: (waits.append(_name), _original(self, *rest))[1]  # noqa: E731
         monkeypatch.setattr(torch.Tensor, name, spy)
-    # The reference backend plans on the host; only what the runner itself does is counted.
+    # The reference backend plans on the host, so only the runner's own waits are counted.
     monkeypatch.setattr(rig.runner.target.model, "forward", lambda *arguments: forward(*arguments), raising=False)
     before: list[int] = []
     original_forward = type(one_model).forward
@@ -399,7 +399,7 @@ def test_waits_for_the_device_once(one_model, monkeypatch):
 
 
 def test_slots_are_taken_over(one_model):
-    """A shorter sequence in a used slot sees nothing of its predecessor, not even under penalties."""
+    """A shorter sequence in a used slot sees nothing of its predecessor, not even with penalties."""
     rig = Rig(one_model, max_num_seqs=1)
     rig.run(make_request("before", 60, PENALISED, num_tokens=30))
     after = make_request("after", 6, PENALISED)

@@ -1,7 +1,7 @@
-"""The engine on a GPU against the engine on a CPU: kernels, graphs, look-ahead, and all that scheduling does to a sequence.
+"""The engine on a GPU compared with the engine on a CPU: kernels, graphs, look-ahead, and every effect of scheduling.
 
-Checkpoints are those of tests/models with heads that the tensor cores take. Weights are bfloat16, so that both sides have the
-same ones; the CPU runs them in float32, and says how far below its favourite each of the GPU's tokens lies.
+The checkpoints are those of tests/models with head dims that tensor cores support. Weights are bfloat16, so that both sides
+have the same ones. The CPU runs them in float32 and judges how far each of the GPU's tokens is below its favourite.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 LENGTHS = (1, 7, WINDOW, WINDOW + 1, 3 * WINDOW + 5, 5 * WINDOW)
 NUM_TOKENS = 32
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-# Warm enough that sequences wander: a greedy one of these models soon repeats itself, and would with a broken cache too.
+# Warm enough that sequences vary. Greedy sequences of these models soon repeat, and would with a broken cache too.
 DRAWN = SamplingParams(temperature=1.3, seed=4, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
 SETTINGS = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 128, "kv_cache_memory_bytes": 64 << 20}
 PLAIN = {"enforce_eager": True, "async_scheduling": False}
@@ -62,7 +62,7 @@ def on_gpu(shape: str, dtype: str = "bfloat16", **settings: Any) -> LLM:
 
 @functools.cache
 def of_transformers(shape: str) -> Any:
-    """transformers' model in bfloat16, on the GPU."""
+    """Return transformers' model in bfloat16, on the GPU."""
     from transformers import Gemma4ForCausalLM, Gemma4ForConditionalGeneration, Gemma4UnifiedForConditionalGeneration
 
     kinds = {"E4B": Gemma4ForCausalLM, "12B": Gemma4UnifiedForConditionalGeneration}
@@ -73,7 +73,7 @@ def of_transformers(shape: str) -> Any:
 
 @torch.inference_mode()
 def their_logprobs(shape: str, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-    """transformers' log-probabilities [T, V] after each token, in bfloat16; sequences of one length are computed together."""
+    """Return transformers' log-probabilities [T, V] after each token, in bfloat16. Equal lengths are computed together."""
     by_place: dict[int, Tensor] = {}
     for length in {len(sequence) for sequence in sequences}:
         places = [place for place, sequence in enumerate(sequences) if len(sequence) == length]
@@ -104,13 +104,13 @@ def whole(result: Result) -> list[int]:
 
 
 def told(result: Result) -> Tensor:
-    """The log-probabilities that came with an answer's tokens; before them those of its prompt, where they were asked for."""
+    """Return the log-probabilities reported with an answer's tokens, preceded by the prompt's if they were requested."""
     scores = [*(result.prompt_logprobs or ()), *(result.logprobs or ())]
     return torch.tensor([at[token] for at, token in zip(scores, whole(result)[-len(scores) :], strict=True)])
 
 
 def judged(llm: LLM, results: Sequence[Result]) -> list[Tensor]:
-    """The log-probabilities of the same tokens, computed anew by `llm`, as prompts."""
+    """Return the log-probabilities of the same tokens, computed from scratch by `llm` as prompts."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     logprobs = []
     for result, again in zip(results, llm.generate([whole(result) for result in results], params), strict=True):
@@ -120,20 +120,20 @@ def judged(llm: LLM, results: Sequence[Result]) -> list[Tensor]:
 
 
 def check_answers(shape: str, results: Sequence[Result], tolerance: float) -> None:
-    """The log-probabilities that were reported with answers are the CPU's, but for `tolerance`, root mean square."""
+    """Check that the reported log-probabilities are within `tolerance` (root mean square) of the CPU's."""
     error = torch.cat([*map(told, results)]) - torch.cat(judged(on_cpu(shape), results))
     rms = float(error.square().mean().sqrt())
     assert rms <= tolerance, f"{shape}: log-probabilities are off by {rms:.4f}"
 
 
 def check_errors(what: str, ours: Tensor, theirs: Tensor, exact: Tensor) -> None:
-    """In bfloat16 ours are as close to those in float32 as another's, on the average. Tells how close both are."""
+    """Check that our bfloat16 values are on average as close to float32 as theirs, and print both errors."""
     own, other = (float((some - exact).abs().mean()) for some in (ours, theirs))
     print(f"\nbfloat16 {what}: mean |error| {own:.4f}, theirs {other:.4f}, ratio {own / other:.3f}, {len(ours)} numbers")
     assert own <= 1.25 * other + 1e-3
 
 
-# Against the CPU
+# Compared with the CPU
 
 
 @pytest.mark.parametrize("shape", EXACT)
@@ -149,12 +149,12 @@ def test_float32_tokens_are_those_of_the_cpu(shape: str) -> None:
 def test_bfloat16_answers(shape: str) -> None:
     """Errors of the answers' log-probabilities are no larger than those of transformers' bfloat16 on the same tokens.
 
-    How large an error is right depends on the checkpoint: with peaked attention and norms that scale by up to 1.5, rounding
-    grows from layer to layer, to a mean of 0.02 (31B) to 0.3 (12B) in transformers. A window one token short makes ours 3 to 10
-    times as large as theirs, embeddings scaled by 1.05 make it 1.8 to 3 times, and one early layer's scalar scaled by 1.1 does
-    twice, but not with experts. Scaled by 1.02 it does not show, and is for the tests in float32 to find. Where two experts are
-    all but equally good, rounding decides, so that some tokens are off by far more than others: the ratio of the two means (on
-    a CPU) is 0.7 to 1.15 for one seed's 384 tokens, and 0.88 to 0.92 for those of eight seeds or more.
+    The expected error depends on the checkpoint. With peaked attention and norms that scale by up to 1.5, rounding grows from
+    layer to layer, to a mean of 0.02 (31B) to 0.3 (12B) in transformers. A window one token short makes our error 3 to 10 times
+    as large as theirs, and embeddings scaled by 1.05 make it 1.8 to 3 times as large. An early layer's scalar scaled by 1.1
+    doubles it, except with experts. A factor of 1.02 does not show, and is left to the tests in float32. Where two experts are
+    nearly equal, rounding decides, so some tokens are off by far more than others. The ratio of the two means (on a CPU) is 0.7
+    to 1.15 for one seed's 384 tokens, and 0.88 to 0.92 for those of eight seeds or more.
     """
     llm = on_gpu(shape)
     ours: list[Tensor] = []
@@ -175,7 +175,10 @@ def test_bfloat16_answers(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bfloat16_is_as_close_as_that_of_transformers(shape: str) -> None:
-    """Log-probabilities of the likeliest tokens at every position of prompts; many prompts of the MoE shape, as said above."""
+    """Compare log-probabilities of the likeliest tokens at every position of prompts.
+
+    The MoE shape needs many, as explained above.
+    """
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=8)
     prompts = [prompt(5 * WINDOW, 3 + seed) for seed in range(16 if shape == "26B-A4B" else 4)]
     exact, ours = (llm.generate(prompts, params) for llm in (on_cpu(shape), on_gpu(shape)))
@@ -192,10 +195,10 @@ def test_bfloat16_is_as_close_as_that_of_transformers(shape: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", ["E4B", "31B"])
 def test_fp8_cache(shape: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both round keys and values alike, but those on an edge between two numbers of e4m3; in bfloat16 as many as on a CPU.
+    """Both sides round keys and values alike, except on an edge between two e4m3 numbers.
 
-    In float32 the last bit of a sum decides about an edge, and each that falls to the other side moves what follows: by a small
-    part of what fp8 itself does.
+    In bfloat16 as many differ as on a CPU. In float32 the last bit of a sum decides on which side of an edge a value falls.
+    Each difference moves later results by a small part of what fp8 itself does.
     """
     gpu = on_gpu(shape, dtype, kv_cache_dtype="fp8", max_num_batched_tokens=48)
     params = dataclasses.replace(DRAWN, max_tokens=12, prompt_logprobs=0)
@@ -207,12 +210,12 @@ def test_fp8_cache(shape: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> N
         print(f"\nfloat32 with an fp8 cache, {shape}: mean |error| {own:.4f}, fp8 itself {moved:.4f}, {len(ours)} numbers")
         assert own <= moved / 4
         return
-    monkeypatch.setattr(memory, "cpu_has_bfloat16", lambda: True)  # any CPU has it, if slowly
+    monkeypatch.setattr(memory, "cpu_has_bfloat16", lambda: True)  # any CPU supports it, if slowly
     theirs = judged(on_cpu(shape, "bfloat16", kv_cache_dtype="fp8"), results)
     check_errors(f"with an fp8 cache, {shape}", ours, torch.cat(theirs), exact)
 
 
-# What scheduling does
+# Effects of scheduling
 
 
 @pytest.mark.parametrize("shape", ["E2B", "31B"])
@@ -228,7 +231,7 @@ def test_chunks_and_preemption(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", ["E4B", "12B"])
 def test_samples_and_draws(shape: str) -> None:
-    """The same seeds draw the same tokens as on the CPU: top-k and top-p, all tokens, penalties, bias, wide top-k."""
+    """The same seeds draw the same tokens as on the CPU, with top-k and top-p, all tokens, penalties, bias and wide top-k."""
     for params in (
         SamplingParams(n=3, seed=5, temperature=1.0, top_k=16, top_p=0.9, max_tokens=20),
         SamplingParams(seed=6, temperature=0.8, top_k=0, top_p=1.0, min_p=0.02, max_tokens=20),
@@ -251,7 +254,7 @@ def test_log_probabilities() -> None:
 
 
 def answers_of_four(llm: LLM) -> list[tuple[Any, Any]]:
-    """Tokens and log-probabilities of four sequences that begin and end together; draws in graphs, then kernel by kernel."""
+    """Return tokens and log-probabilities of four sequences that begin and end together, with draws in graphs, then without."""
     prompts = [prompt(20 + index, 9) for index in range(4)]
     drawn = SamplingParams(temperature=1.0, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True)
     both = (drawn, dataclasses.replace(drawn, logprobs=1))
@@ -260,8 +263,11 @@ def answers_of_four(llm: LLM) -> list[tuple[Any, Any]]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_graphs_and_look_ahead_change_nothing(shape: str) -> None:
-    """Bit by bit. Steps of other shapes (`enforce_eager`) take other kernels, so those of fixed shape lose their graphs."""
-    uncached: dict[str, Any] = {"enable_prefix_caching": False}  # else the second time has shorter prompts
+    """Results are bit-identical.
+
+    Steps of other shapes (`enforce_eager`) use other kernels, so fixed shapes run without graphs.
+    """
+    uncached: dict[str, Any] = {"enable_prefix_caching": False}  # otherwise the second run has shorter prompts
     llm = LLM(str(checkpoint(shape)), device="cuda", dtype="bfloat16", **SETTINGS, **uncached)
     captured = answers_of_four(llm)
     assert answers_of_four(llm) == captured
@@ -278,7 +284,7 @@ def test_graphs_and_look_ahead_change_nothing(shape: str) -> None:
         buffers.graph = None
     assert fixed.num_captured == 0
     assert answers_of_four(llm) == captured
-    assert step.hidden is not hidden  # it was this step that ran, launch by launch
+    assert step.hidden is not hidden  # this step ran, launch by launch
 
 
 def test_decode_runs_in_graphs() -> None:
@@ -294,7 +300,7 @@ def test_decode_runs_in_graphs() -> None:
 
 @pytest.mark.parametrize("shape", ["E2B", "26B-A4B", "31B"])
 def test_nothing_waits_for_the_device(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill, mixed and decode steps are launched without a synchronisation; only results wait."""
+    """Prefill, mixed and decode steps are launched without synchronisation. Only results wait."""
     llm = on_gpu(shape)
     runner = llm.engine._worker
     launch = runner.launch
@@ -310,7 +316,7 @@ def test_nothing_waits_for_the_device(shape: str, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(runner, "launch", strict)
     params = [GREEDY, SamplingParams(seed=1, max_tokens=9), SamplingParams(seed=2, max_tokens=9, logprobs=2)] * 2
-    llm.generate([prompt(length, 40) for length in LENGTHS], params)  # of a seed that no other test has left in the cache
+    llm.generate([prompt(length, 40) for length in LENGTHS], params)  # with a seed that no other test has cached
     assert any(sum(row.num_new for row in rows) > 50 for rows in seen)
     are_decode = [[row.start > 0 and row.num_new == 1 for row in rows] for rows in seen if rows]
     assert any(any(rows) and not all(rows) for rows in are_decode)
@@ -334,8 +340,8 @@ def test_the_cache_takes_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
     assert "activations" in text
     assert "graphs" in text
     assert "ready after" in text
-    # All that the process holds, engines of other tests among it. What those held before says less: a trial of memory gives
-    # back the workspaces of their captures.
+    # Everything that the process holds, including engines of other tests. What those held before is less useful, because a
+    # memory trial releases the workspaces of their captures.
     assert 0.95 * allowed < held <= allowed
     check_answers("31B", llm.generate(list(prompts_of()), DRAWN), 0.1)
 
@@ -357,4 +363,4 @@ def test_a_bad_page_is_an_error_and_a_file(monkeypatch: pytest.MonkeyPatch, tmp_
         with pytest.raises(InternalError, match=r"group global.*row 0.*page 1000000") as caught:
             tokens_of(llm, prompts_of()[:1])
     assert next((tmp_path / "dumps").iterdir()).name in caught.value.hint
-    check_answers("31B", llm.generate(list(prompts_of()), DRAWN), 0.1)  # nothing was launched: all is well
+    check_answers("31B", llm.generate(list(prompts_of()), DRAWN), 0.1)  # nothing was launched, so the engine still works

@@ -1,4 +1,4 @@
-"""The scheduler, one promise at a time, on a fake runner that checks every key it would read."""
+"""The scheduler, one guarantee at a time, on a fake runner that checks every key it would read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from culet.scheduler.draft_length import Acceptance
 from culet.scheduler.group_pages import max_held_pages, span
 from culet.scheduler.sequence import Sequence
 
-# What is refused
+# Rejected requests
 
 
 def test_an_empty_prompt_is_refused() -> None:
@@ -38,7 +38,7 @@ def test_too_long_for_the_model_is_refused_with_the_arithmetic() -> None:
 
 def test_too_long_for_the_cache_is_refused_with_the_arithmetic() -> None:
     drive = make(num_pages=12)
-    # 73 tokens leave KV for 72: 9 pages of 8, and a window of 8 touches 3 pages of 4.
+    # 73 tokens need KV for 72: 9 pages of 8, and a window of 8 touches 3 pages of 4.
     drive.add(endless("a", 33, 40))
     with pytest.raises(ContextTooLong, match=r"takes 3 g0 \+ 10 g1 pages, the cache has 12") as caught:
         drive.add(endless("b", 34, 40))
@@ -60,7 +60,7 @@ def test_what_is_not_refused_ends_in_the_smallest_cache(groups: tuple[tuple[int 
             except ContextTooLong:
                 continue
             break
-        drive.add(endless("b", length, max_tokens, seed=1))  # the same prompt: its resume point must not be in the way
+        drive.add(endless("b", length, max_tokens, seed=1))  # the same prompt; its resume point must not be in the way
         drive.run()
         drive.check_end()
 
@@ -168,7 +168,7 @@ def test_neither_decode_nor_prefill_nor_drafts_starve() -> None:
     decodes = [sequence(number, 1, num_proposed=9) for number in range(4)]
     prefills = [sequence(number, 100) for number in range(4, 6)]
     grants = share_budget([*prefills, *decodes], 24)
-    # 4 for decode; of the other 20 the drafts get no more than half.
+    # 4 for decode. Drafts get at most half of the other 20.
     assert [(grant.num_new, grant.num_drafts) for grant in grants] == [(10, 0), (10, 9), (2, 1), (1, 0), (1, 0)]
     assert [grant.num_new for grant in share_budget([*decodes, *prefills], 5)] == [1, 1, 1, 1, 1]
     assert [grant.num_new for grant in share_budget(decodes, 24)] == [10, 10, 3, 1]
@@ -208,7 +208,7 @@ def test_span_is_the_worst_alignment(tokens: int, page: int, pages: int) -> None
 
 @pytest.mark.parametrize(("num_new", "bound"), [(0, 3), (1, 3), (8, 5), (9, 6), (1000, 6)])
 def test_the_bound_of_a_window(num_new: int, bound: int) -> None:
-    """A window of 8 in pages of 4: 7 tokens of context, and 8 of any longer chunk behind a hole."""
+    """A window of 8 in pages of 4 needs 7 tokens of context, and the last 8 of any longer chunk after a hole."""
     assert max_held_pages(LAYOUT.groups[0], num_new, 1) == bound
     assert max_held_pages(LAYOUT.groups[1], num_new, 1) is None
 
@@ -279,10 +279,10 @@ def test_the_youngest_is_preempted_and_draws_nothing_twice() -> None:
 
 
 def test_admission_leaves_room_to_grow() -> None:
-    """A page per group above its prompt, and nothing that was promised to a prompt which is still being computed."""
+    """Admission leaves a page per group beyond the prompt, and all pages reserved for a prompt that is still being computed."""
     drive = make(make_layout((None, 4)), num_pages=9, budget=8)
     drive.add(endless("a", 20, 5))  # 5 pages + 1
-    drive.add(make_request("b", prompt(12, 1), 5, stop=False))  # 3 pages + 1: together one more than there are
+    drive.add(make_request("b", prompt(12, 1), 5, stop=False))  # 3 pages + 1, together one more than there are
     drive.add(make_request("c", prompt(4, 2), 4, stop=False))  # would fit, but b comes first
     entries = []
     for _ in range(3):
@@ -295,10 +295,10 @@ def test_admission_leaves_room_to_grow() -> None:
 
 
 def test_sequences_that_start_together_are_not_promised_the_same_pages() -> None:
-    """Of a prompt whose first chunk ends early, the rest is reserved before the next one starts in the same step."""
+    """If a prompt's first chunk ends early, pages for the rest are reserved before the next prompt starts in the same step."""
     drive = make(make_layout((None, 4)), num_pages=40, budget=128)
     drive.add(make_request("a", prompt(100), 2, stop=False, resume_lengths=(40,)))  # 25 pages + 1, of which it takes 10
-    drive.add(make_request("b", prompt(60, 1), 2, stop=False))  # 15 + 1: of the other 30, 16 are promised to a
+    drive.add(make_request("b", prompt(60, 1), 2, stop=False))  # 15 + 1; 16 of the other 30 are reserved for a
     plan = drive.step()
     assert plan is not None
     assert [entry.prompt_len for entry in plan.entries] == [100]
@@ -314,7 +314,7 @@ def test_pages_promised_in_an_earlier_step_stay_promised() -> None:
     drive.add(make_request("b", prompt(40, 1), 2, stop=False))  # 10 + 1
     plan = drive.step()
     assert plan is not None
-    assert [row.num_new for row in plan.rows] == [50]  # tokens are left, but of the other 37 pages 28 are promised to a
+    assert [row.num_new for row in plan.rows] == [50]  # tokens are left, but 28 of the other 37 pages are reserved for a
     drive.run()
     assert drive.scheduler.counters.preemptions == 0
     drive.check_end()
@@ -384,7 +384,7 @@ def test_a_sequence_with_drafts_is_not_planned_ahead() -> None:
 
 @pytest.mark.parametrize("max_drafts", [0, 3])
 def test_look_ahead_takes_as_many_tokens_as_without(max_drafts: int) -> None:
-    """The pipeline never runs dry: without drafts, n tokens take n steps (and none is spent on an ended sequence)."""
+    """The pipeline never runs dry. Without drafts, n tokens take n steps, and no step is spent on an ended sequence."""
     drive = make(ahead=True, max_drafts=max_drafts)
     drive.add(endless("a", 5, 30))
     drive.run()
@@ -393,7 +393,7 @@ def test_look_ahead_takes_as_many_tokens_as_without(max_drafts: int) -> None:
     drive.check_end()
 
 
-# Around it
+# Statistics and the fake runner
 
 
 def test_stats_tell_how_things_stand() -> None:
@@ -414,7 +414,7 @@ def test_stats_tell_how_things_stand() -> None:
 
 
 def test_draws_depend_on_seed_and_sample() -> None:
-    """The fake runner itself: else equal outputs would prove nothing."""
+    """Check the fake runner itself. Otherwise equal outputs would prove nothing."""
     drawn = {draw(1234, make_request("a", [1], seed=seed).sampling_of(sample)) for seed in range(10) for sample in range(4)}
     assert len(drawn) > 10
 
@@ -425,7 +425,7 @@ def test_the_scheduler_imports_without_torch() -> None:
 
 
 class FirstDrafts(FixedLengths):
-    """Wants drafts for the first sequence only, and keeps the times it was told."""
+    """Wants drafts for the first sequence only, and records the reported times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -442,7 +442,7 @@ class FirstDrafts(FixedLengths):
 
 
 def test_who_waits_for_drafts_is_waited_for() -> None:
-    """Planned ahead without it, the others would run in steps of their own from then on, each as long as one for all."""
+    """If the others were planned ahead without it, they would then run in separate steps, each as long as a joint one."""
     drive = make(ahead=True, max_drafts=2)
     drive.scheduler.policy = policy = FirstDrafts()
     for name in ("a", "b", "c"):

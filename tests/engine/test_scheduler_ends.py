@@ -1,4 +1,4 @@
-"""Ends that nobody planned: cancels, deadlines, and steps or admissions that fail."""
+"""Unplanned ends: cancels, deadlines, and steps or admissions that fail."""
 
 from __future__ import annotations
 

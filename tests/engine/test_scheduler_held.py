@@ -1,4 +1,4 @@
-"""Requests that are held back (their grammar is being compiled), and sequences with a grammar under look-ahead."""
+"""Requests that are held back while their grammar is compiled, and sequences with a grammar under look-ahead."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_held_request_waits_and_keeps_its_place() -> None:
     drive.add(second)
     assert drive.step() is not None, "others go on meanwhile"
     scheduler.release("first")
-    scheduler.release("first")  # once is enough
+    scheduler.release("first")  # one call is enough
     drive.run()
     drive.check_end()
 

@@ -25,7 +25,7 @@ def ask(name: str, length: int, media: Sequence[MediaSpan] = (), salt: str = "",
 
 
 def num_computed(drive: Drive, request: Request) -> int:
-    """Prompt tokens that a request has to compute."""
+    """Return the number of prompt tokens that a request must compute."""
     before = drive.scheduler.counters.prefix_hit_tokens
     drive.add(request)
     drive.run()
@@ -52,7 +52,7 @@ def test_tenants_share_nothing() -> None:
 
 
 def test_a_chunk_never_ends_inside_whole_media() -> None:
-    """The fake runner fails if one does; here is where they end instead."""
+    """The fake runner fails if a chunk does. This test checks where chunks end instead."""
     drive = make(budget=16, seqs=2)
     drive.add(ask("a", 40, [image(10, 12)]))
     plans = [drive.step() for _ in range(4)]
@@ -84,7 +84,7 @@ def test_nothing_resumes_inside_whole_media() -> None:
     drive = make()
     drive.add(ask("a", 20, [image(12, 8)]))
     drive.run()
-    # The same prompt would resume at its last token, inside the image: only the whole image can be computed again.
+    # The same prompt would resume at its last token, inside the image, but an image can only be recomputed as a whole.
     assert num_computed(drive, ask("b", 20, [image(12, 8)])) == 20
     # A longer prompt resumes after it.
     assert num_computed(drive, make_request("c", [*prompt(20), *[49] * 10], 2, media=(image(12, 8),))) == 10
@@ -120,7 +120,7 @@ def test_media_larger_than_a_step_are_refused_with_the_arithmetic() -> None:
 
 @pytest.mark.parametrize("groups", [((8, 4), (None, 8)), ((1, 3), (None, 2)), ((6, 4),)])
 def test_media_end_in_the_smallest_cache(groups: tuple[tuple[int | None, int], ...]) -> None:
-    """What is not refused fits, although an image takes more pages at once than its tokens one by one."""
+    """Every admitted request fits, although an image takes more pages at once than its tokens one by one."""
     for num_pages in range(1, 60):
         drive = make(make_layout(*groups), num_pages, budget=64)
         try:

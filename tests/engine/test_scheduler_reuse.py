@@ -1,4 +1,4 @@
-"""What sequences share: samples of one prompt, prompts that begin alike, and prompt log-probabilities beside them."""
+"""What sequences share: samples of one prompt, prompts with a common prefix, and prompt log-probabilities alongside."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def test_samples_fork_from_one_prompt() -> None:
     assert row.draw_slots == (0, 1, 2, 3)
     assert [entry.slot for entry in plan.entries] == [0, 1, 2, 3]
     assert [entry.sampling.sample for entry in plan.entries] == [0, 1, 2, 3]
-    assert plan.copies == ()  # the prompt's last tokens are written in this very step
-    # 21 tokens: two full pages of 8 are shared, the third is everyone's own; of the window 14.. two pages of 4, one partial.
+    assert plan.copies == ()  # the prompt's last tokens are written in this same step
+    # 21 tokens: two full pages of 8 are shared, and each sample has its own third. The window from 14 on
+    # likewise has two shared pages of 4 and a partial one for each sample.
     assert drive.scheduler.stats().num_held_pages == {"g0": 2 + 4, "g1": 2 + 4}
     plan = drive.step()
     assert plan is not None
@@ -56,7 +57,7 @@ def test_a_fork_outlives_its_parent_before_its_pages_are_copied() -> None:
     drive = make(num_pages=20)
     drive.add(endless("a", 21, 12, n=2))
     drive.step(between=[("a", 0)])
-    drive.add(make_request("b", prompt(40, 1), 4, stop=False))  # takes the pages that are free now
+    drive.add(make_request("b", prompt(40, 1), 4, stop=False))  # takes the pages that are now free
     drive.run()
     drive.check_end()
 
@@ -94,7 +95,7 @@ def test_the_next_sample_computes_the_prompt_when_the_first_is_cancelled() -> No
 
 
 def computed(drive: Drive, request: Request) -> int:
-    """Tokens that `request` makes the runner compute, alone, when it draws one token."""
+    """Return how many tokens the runner computes for `request` alone when it draws one token."""
     before = drive.runner.counts["tokens"]
     drive.add(request)
     drive.run()
@@ -118,10 +119,10 @@ def test_the_next_turn_computes_only_what_is_new() -> None:
     drive.add(first)
     drive.run()
     turn = [*prompt(30), *drive.told["a", 0].tokens]
-    # The KV of the last token was never needed, so it is computed with the new ones.
+    # The KV of the last token was not needed before, so it is computed with the new tokens.
     assert computed(drive, make_request("b", [*turn, 1, 2, 3], 1)) == 4
     assert drive.told["b", 0].num_cached == len(turn) - 1
-    # An answer that is left out of the next turn: the end of the prompt is still there.
+    # The answer is omitted from the next turn, but the end of the prompt is still there.
     assert computed(drive, make_request("c", [*prompt(30), 9, 9], 1)) == 2
     drive.check_end()
 
@@ -130,7 +131,7 @@ def test_the_third_of_three_with_a_common_beginning_hits_the_junction() -> None:
     drive = make()
     common = prompt(43)
     assert computed(drive, make_request("a", [*common, *prompt(30, 1)], 1)) == 73
-    # Five pages of 8 are known, but nobody kept a window there; the second one does.
+    # Five pages of 8 are known, but no window was kept there. The second request keeps one.
     assert computed(drive, make_request("b", [*common, *prompt(30, 2)], 1)) == 73
     assert drive.told["b", 0].num_cached == 0
     assert computed(drive, make_request("c", [*common, *prompt(30, 3)], 1)) == 33
@@ -142,7 +143,7 @@ def test_a_hit_shares_full_pages_and_copies_the_others() -> None:
     drive = make()
     drive.add(endless("a", 21, 30))
     drive.step()
-    drive.add(make_request("b", [*prompt(21), 1, 2, 3], 30, stop=False))  # while the first one goes on
+    drive.add(make_request("b", [*prompt(21), 1, 2, 3], 30, stop=False))  # while the first one runs
     plan = drive.step()
     assert plan is not None
     assert len(plan.copies) == 2
@@ -173,7 +174,7 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
 def test_a_hit_that_does_not_fit_beside_its_resume_point_starts_from_nothing() -> None:
     drive = make(make_layout((None, 4)), num_pages=2)
     assert computed(drive, endless("a", 6, 1)) == 6
-    assert computed(drive, endless("b", 6, 1)) == 6  # two pages, both the resume point's, and no third to copy into
+    assert computed(drive, endless("b", 6, 1)) == 6  # the resume point holds both pages, and there is no third to copy into
     drive.check_end()
 
 
@@ -184,15 +185,15 @@ def test_a_hit_that_does_not_fit_beside_its_resume_point_starts_from_nothing() -
 @pytest.mark.parametrize("length", [21, 24, 33, 64, 150])
 @pytest.mark.parametrize("trail", [1, 4, 7, 15])
 def test_a_prompt_that_parts_at_a_resume_point_computes_only_what_follows(length: int, trail: int, ahead: bool) -> None:
-    """As a chat's next turn does, which lacks the end of the prompt before; pages of 4 and 8, chunks of up to 64 tokens."""
+    """A chat's next turn lacks the end of the previous prompt. Pages hold 4 and 8 tokens, and chunks up to 64."""
     drive = make(ahead=ahead)
     point = length - trail
     assert computed(drive, make_request("a", prompt(length), 1, stop=False, resume_lengths=(point,))) == length
     num_steps = drive.scheduler.counters.steps
-    assert num_steps == -(-length // 64)  # it costs no step of its own
+    assert num_steps == -(-length // 64)  # no extra step
     assert computed(drive, make_request("b", [*prompt(point), 41, 42, 43], 1)) == 3
     assert drive.told["b", 0].num_cached == point
-    # Just up to there: one token less is still at hand.
+    # A prompt that ends at the point itself recomputes only its last token.
     assert computed(drive, make_request("c", prompt(point), 1)) == 1
     assert computed(drive, endless("d", length, 1)) == 1
     drive.check_end()
@@ -224,7 +225,7 @@ def test_a_chunk_ends_at_a_resume_point_far_from_its_own_end() -> None:
     while drive.scheduler.has_work:
         plan = drive.step()
         sizes += [(row.start, row.num_new, row.store_from[0]) for row in plan.rows] if plan else []
-    # A window of 8: the first chunk stores what sees its last token, the second what sees token 279.
+    # The window is 8. The first chunk stores what its last token sees, and the second stores what token 279 sees.
     assert sizes == [(0, 100, 92), (100, 200, 272)]
     for number, point in enumerate((100, 280, 290)):
         assert computed(drive, make_request(str(number), [*prompt(point), 41, 42], 1)) == 2
@@ -235,7 +236,7 @@ def test_a_resume_point_that_saves_little_makes_no_chunk() -> None:
     drive = make(budget=512, num_pages=400)
     drive.add(make_request("a", prompt(300), 1, stop=False, resume_lengths=(1, MAX_TRAIL, MAX_TRAIL + 1)))
     plan = drive.step()
-    assert row_of(plan, 0).num_new == MAX_TRAIL + 1  # which keeps all three, since the first two lie so near
+    assert row_of(plan, 0).num_new == MAX_TRAIL + 1  # one chunk keeps all three, since the first two are so close
     drive.run()
     drive.add(make_request("b", prompt(300, 1), 1, stop=False, resume_lengths=(1, MAX_TRAIL)))
     plan = drive.step()
@@ -254,10 +255,10 @@ def test_a_chunk_border_at_any_place_around_a_resume_point() -> None:
 
 
 def test_a_resume_point_waits_for_no_page() -> None:
-    """Where pages are short the row is planned without it, and nothing else changes."""
+    """If pages are scarce, the row is planned without the resume point, and nothing else changes."""
     planned = {}
     for num_pages, points in ((13, ()), (13, (30,)), (30, (30,))):
-        drive = make(make_layout((4, 1), (None, 8)), num_pages)  # 5 pages of the prompt and 4 of its window; the point's take 9
+        drive = make(make_layout((4, 1), (None, 8)), num_pages)  # 5 pages for the prompt, 4 for its window, 9 for the point
         drive.add(make_request("a", prompt(38), 2, stop=False, resume_lengths=points))
         planned[num_pages, points] = row_of(drive.step(), 0)
         drive.run()
@@ -292,7 +293,7 @@ def test_a_resume_point_that_is_named_again_is_not_the_next_to_be_evicted() -> N
     chat = make_request("a", prompt(40), 1, stop=False, resume_lengths=(20,))
     assert computed(drive, chat) == 40
     assert computed(drive, make_request("other", prompt(40, 1), 1)) == 40
-    # Tools' results go on in the same turn, whose beginning is where the turn after it will part.
+    # Tool results continue the same turn, and the next turn will branch off at the beginning of this one.
     assert computed(drive, make_request("b", [*prompt(40), 41], 1, resume_lengths=(20,))) == 1
     prefix = drive.scheduler.page_allocator.prefix
     assert prefix is not None

@@ -1,6 +1,6 @@
-"""Random walks of the scheduler: whatever happens, no page is lost, shared wrongly or freed twice, and all requests end right.
+"""Random walks of the scheduler: no page is ever lost, shared wrongly or freed twice, and all requests end correctly.
 
-The fake runner checks every key of every query; `audit` checks every reference count after every move.
+The fake runner checks every key of every query. `audit` checks every reference count after every move.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from culet.types import MediaSpan, Request
 
 @dataclass(frozen=True)
 class World:
-    """What a walk takes place in."""
+    """The settings of a walk."""
 
     groups: tuple[tuple[int | None, int] | tuple[int | None, int, int], ...] = ((8, 4), (None, 8))
     num_pages: int = 40
@@ -43,7 +43,7 @@ class World:
 
 
 class Moody(FixedLengths):
-    """All sequences want drafts for a while, then none does; a few always disagree."""
+    """All sequences want drafts for a while, then none do, except for a few that always differ."""
 
     def __init__(self, chance: random.Random, max_drafts: int) -> None:
         super().__init__(max_drafts)
@@ -60,7 +60,7 @@ PLACEHOLDER = 7
 
 
 class Walk:
-    """Adds, cancels and steps at random, and counts what really happened."""
+    """Adds, cancels and steps at random, and counts what actually happened."""
 
     def __init__(self, world: World, seed: int) -> None:
         self.world = world
@@ -89,7 +89,7 @@ class Walk:
         return [self.random.randrange(VOCAB) for _ in range(length)]
 
     def _with_media(self, tokens: list[int]) -> Prompt:
-        """`tokens` with placeholders for a few images, whose content is one of two."""
+        """Return `tokens` with placeholders for a few images, each with one of two contents."""
         spans: list[MediaSpan] = []
         while self.world.has_media and self.random.random() < 0.6:
             start = (spans[-1].end if spans else 0) + self.random.randint(0, 6)
@@ -101,7 +101,7 @@ class Walk:
         return tokens, tuple(spans)
 
     def _prompt(self) -> Prompt:
-        """A fresh prompt, one that begins like others, or a later turn of an earlier prompt."""
+        """Return a fresh prompt, one with a shared prefix, or a later turn of an earlier prompt."""
         kind, limit = self.random.random(), self.world.max_prompt
         if kind < 0.2 or not self.drive.requests:
             return self._with_media(self._tokens(self.random.randint(1, limit)))
@@ -121,7 +121,7 @@ class Walk:
     def _request(self) -> Request:
         chance, (prompt, media) = self.random.random, self._prompt()
         num_lengths = self.random.choice((0, 0, 1, 2))
-        # Most near the prompt's end, where a generation prompt begins; some anywhere.
+        # Most are near the prompt's end, where a generation prompt begins. Some are anywhere.
         begin = len(prompt) - 8 if chance() < 0.7 else 1
         return make_request(
             f"r{len(self.drive.requests)}",
@@ -139,7 +139,7 @@ class Walk:
         )
 
     def _someone(self) -> list[tuple[str, int | None]]:
-        """A request, or a sample of one, to cancel: often one that runs."""
+        """Return a recent request, or one of its samples, to cancel."""
         alive = [key for key, told in self.drive.told.items() if told.finish_reason is None]
         if not alive:
             return []
@@ -158,7 +158,7 @@ class Walk:
         self.drive.step(between=self._someone() if self.random.random() < 0.05 else None)
 
     def finish(self) -> Counter[str]:
-        """Run dry, check the end, and say what happened."""
+        """Run until no work is left, check the end, and return the counts."""
         self.drive.run()
         if self.drive.waiting_result is not None:
             self.drive.step()
@@ -187,7 +187,7 @@ WORLDS = {
     "three groups": World(groups=((5, 2), (None, 4), (16, 8)), num_pages=60, max_drafts=2),
     "drafter": World(groups=((8, 4), (None, 8), (None, 6, 5)), num_pages=60, max_drafts=4, max_tokens=60),
     "drafter ahead": World(groups=((8, 4), (None, 8), (None, 1, 7)), num_pages=160, max_drafts=3, ahead=True),
-    # Short answers, so that the next turn fits; roomy, so that it finds them.
+    # Short answers so that the next turn fits, and enough room that it finds them.
     "pauses": World(groups=((8, 4), (None, 8), (None, 6, 5)), num_pages=160, max_drafts=4, max_tokens=16, pauses=True),
     "pauses ahead": World(
         groups=((8, 4), (None, 8), (None, 3, 7)), num_pages=200, max_drafts=3, max_tokens=16, ahead=True, pauses=True
@@ -243,7 +243,7 @@ def test_walk_of_ten_thousand_steps() -> None:
 
 @pytest.mark.parametrize("world", ["pauses", "pauses ahead"])
 def test_the_walk_sees_what_is_not_written_late(world: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ledger that forgets those who left, or writes what is due a step too late, does not get through."""
+    """The walk fails if a ledger forgets sequences that left, or writes what is due a step too late."""
     before, after = Ledger.due_before, Ledger.due_after
     monkeypatch.setattr(Ledger, "due_before", lambda self, plan: before(self, plan) and [])
     with pytest.raises(AssertionError, match="drafts from a wrong key"):
@@ -289,10 +289,10 @@ def test_walk_in_any_world(
     has_media: bool,
     seed: int,
 ) -> None:
-    """Pages of any size, windows down to one token, and memory down to what one request needs."""
+    """Pages have any size, windows go down to one token, and memory goes down to what one request needs."""
     world = World(
         groups=(*windows, (None, whole_page), *drafter),
-        # About one request of middling length: many are refused, most of the others must wait or be preempted.
+        # Room for about one request of medium length. Many are rejected, and most others must wait or be preempted.
         num_pages=60 // whole_page
         + sum(window // page + 3 for window, page in windows)
         + sum((60 + ahead) // page + 1 for _, page, ahead in drafter)

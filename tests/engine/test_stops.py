@@ -1,4 +1,4 @@
-"""Stop strings and stop tokens, end to end: where text and tokens end, in results and in streams."""
+"""Stop strings and stop tokens end to end: where text and tokens end in results and in streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARAMS = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def text(llm: LLM) -> str:
-    """The text without stops, long and varied enough to cut in many places."""
+    """A text without stops, long and varied enough to cut in many places."""
     [result] = llm.generate(PROMPT, SamplingParams(**PARAMS))
     assert len(result.text) > 60
     assert len(set(result.token_ids)) > 15
@@ -30,7 +30,7 @@ def text(llm: LLM) -> str:
 
 
 def run(llm: LLM, **changes: object) -> tuple[str, str, int]:
-    """(text, finish reason, tokens); the same from generate and from a stream."""
+    """Return (text, finish reason, number of tokens), after checking that generate and a stream agree."""
     params = SamplingParams(**{**PARAMS, **changes})
     [result] = llm.generate(PROMPT, params)
     deltas = list(llm.stream(PROMPT, params))
@@ -41,7 +41,7 @@ def run(llm: LLM, **changes: object) -> tuple[str, str, int]:
 
 
 def test_stop_strings_at_every_position(llm: LLM, text: str) -> None:
-    """Any part of the text, aligned with tokens or not, ends the text before its first occurrence."""
+    """Any part of the text used as a stop string, aligned with tokens or not, ends the text before its first occurrence."""
     for begin in range(0, len(text) - 8, 13):
         for length in (1, 2, 7):
             stop = text[begin : begin + length]

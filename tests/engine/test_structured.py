@@ -1,4 +1,4 @@
-"""Structured output through the engine: a random model that is bound by a schema writes valid documents.
+"""Structured output through the engine: a random model constrained by a schema writes valid documents.
 
 A random model writes nonsense, so every valid document is due to the grammar. Look-ahead, drafts, forked samples, preemption
 and neighbours without a grammar change no token.
@@ -80,7 +80,7 @@ def params(schema: Any, seed: int, **others: Any) -> SamplingParams:
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_every_finished_document_is_valid(llm: LLM, name: str) -> None:
-    """At every temperature, with penalties and biases that work against the grammar."""
+    """This holds at every temperature, with penalties and biases that work against the grammar."""
     pulls: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 5.0, "top_k": 0, "top_p": 1.0},
@@ -119,7 +119,7 @@ def test_regex_choice_grammar_and_json_object(llm: LLM) -> None:
 
 
 def test_samples_and_neighbours(llm: LLM) -> None:
-    """Samples of one prompt differ; a neighbour without a grammar draws the same tokens as on its own."""
+    """Samples of one prompt differ, and a neighbour without a grammar draws the same tokens as on its own."""
     alone = llm.generate("The diamond", SamplingParams(max_tokens=30, seed=5)).pop()
     settings = [params(SCHEMAS["person"], 1, n=4, temperature=3.0), SamplingParams(max_tokens=30, seed=5)]
     first, second = llm.generate(["The stone", "The diamond"], settings)
@@ -134,7 +134,7 @@ def test_thinking_comes_first(llm: LLM) -> None:
     tokenizer = llm.engine.tokenizer
     opens, closes = tokenizer.token_id("<|channel>"), tokenizer.token_id("<channel|>")
     talk = [{"role": "user", "content": "Why?"}]
-    # Biases make the random model open a thought and close it.
+    # Biases make the random model open and close a thought.
     wishes = params(SCHEMAS["either"], 3, max_tokens=300, logit_bias={opens: 100.0, closes: 9.0})
     result = llm.chat(talk, wishes, enable_thinking=True).pop()
     tokens = list(result.token_ids)
@@ -152,7 +152,7 @@ def test_thinking_comes_first(llm: LLM) -> None:
 
 
 def test_look_ahead_changes_nothing(folder: Path, llm: LLM) -> None:
-    """A row with a grammar waits for its last token, others run ahead; no tokens change."""
+    """A row with a grammar waits for its last token while others run ahead. No tokens change."""
     settings = [params(SCHEMAS[name], seed) for name in ("person", "tree") for seed in range(3)]
     settings += [SamplingParams(max_tokens=60, seed=seed) for seed in range(3)]
     prompts = [f"The stone {index}" for index in range(len(settings))]
@@ -218,8 +218,8 @@ class ClairvoyantDrafter:
     max_drafts = 4
 
     def __init__(self, outputs: dict[int, list[int]], is_wrong: Any) -> None:
-        self.outputs, self.is_wrong = outputs, is_wrong  # by first prompt token: prompt and output
-        self.tokens_SL: Any = None  # the runner's
+        self.outputs, self.is_wrong = outputs, is_wrong  # prompt and output, by first prompt token
+        self.tokens_SL: Any = None  # set to the runner's
 
     def propose(self, batch: Any, pool: Any, num_drafts: int) -> torch.Tensor:
         rows = []
@@ -242,7 +242,7 @@ class GrammarRig(Rig):
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_drafts_change_nothing_but_the_number_of_steps(model: Any, folder: Path, mistake: str) -> None:
-    """Proposals may be right, wrong or against the grammar; the drawn tokens are the same as without them."""
+    """Proposals may be right, wrong or against the grammar. The drawn tokens are the same as without them."""
     form = StructuredOutputs(json=SCHEMAS["formats"]).spec()
     free = Request("free", (201, 140, 150), replace(GEMMA, seed=4), 1, 60, frozenset({1, 106}))
     requests = [

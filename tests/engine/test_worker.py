@@ -1,4 +1,4 @@
-"""A runner in another process: the same plans give the same results, and what goes wrong there is an error here."""
+"""A runner in another process: the same plans give the same results, and its failures are errors here."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def worker(folder: str) -> Iterator[ProcessWorker]:
-    """One without a drafter, for tests that leave it as good as new."""
+    """A worker without a drafter, for tests that do not break it."""
     worker = ProcessWorker(BUILDER, folder=folder, num_drafts=0)
     yield worker
     worker.close()
 
 
 def asked() -> list[Request]:
-    """Chunked prefill, forks, prefix hits, log-probabilities of answers and prompts, penalties and biases."""
+    """Return requests with chunked prefill, forks, prefix hits, answer and prompt log-probabilities, penalties and biases."""
     scored = replace(GEMMA, logprobs=2, prompt_logprobs=1, seed=2**64 - 3)
     biased = replace(GEMMA, repetition_penalty=1.3, logit_bias=((7, 2.5), (8, -math.inf)))
     return [
@@ -54,7 +54,7 @@ def asked() -> list[Request]:
 
 
 def recorded(folder: str, known: dict[int, list[int]] | None, num_drafts: int) -> tuple[list[StepPlan], list[StepResult], Any]:
-    """The plans of the requests, and what a runner in this process makes of them."""
+    """Return the plans of the requests and the results of a runner in this process."""
     drive = make_drive(folder, known, num_drafts, budget=40, max_num_seqs=6)
     plans: list[StepPlan] = []
     results: list[StepResult] = []
@@ -94,7 +94,7 @@ def test_the_same_results(folder: str, num_drafts: int) -> None:
 
 
 def entering(step_id: int, slot: int = 0, length: int = 9, grammar: GrammarSpec | None = None) -> StepPlan:
-    """A sequence that takes a slot and draws its first token. Every slot has pages of its own."""
+    """Return a plan in which a sequence takes a slot and draws its first token. Every slot has its own pages."""
     entry = Entry(slot, tuple(make_prompt(length)), length, GREEDY, grammar)
     return StepPlan(step_id, (entry,), (), (row(slot, 0, length),))
 
@@ -110,7 +110,7 @@ def going_on(step_id: int, slot: int, start: int) -> StepPlan:
 
 
 def test_steps_are_launched_ahead(folder: str, worker: ProcessWorker) -> None:
-    """Two plans before the first result; the second does without the first one's token."""
+    """Two plans are launched before the first result. The second does not need the first one's token."""
     plans = [entering(0), going_on(1, 0, 9), going_on(2, 0, 10), going_on(3, 0, 11)]
     runner = make_drive(folder, num_drafts=0).runner
     want = [runner.execute(plan) for plan in plans]
@@ -122,13 +122,13 @@ def test_steps_are_launched_ahead(folder: str, worker: ProcessWorker) -> None:
 
 
 def test_a_step_that_is_dropped(worker: ProcessWorker) -> None:
-    """Nobody reads a result: those after it are not mixed up."""
+    """If one result is never read, later results are not mixed up."""
     worker.launch(entering(0))
     assert worker.launch(going_on(1, 0, 9)).result().step_id == 1
 
 
 def test_a_step_that_fails(worker: ProcessWorker) -> None:
-    """The error names the cause, and the next steps run."""
+    """The error names the cause, and later steps run."""
     bad, good = worker.launch(going_on(0, 5, 9)), worker.launch(entering(1))
     with pytest.raises(InternalError, match="AssertionError: slot 5 is in use, but no sequence has entered it"):
         bad.result()
@@ -136,7 +136,7 @@ def test_a_step_that_fails(worker: ProcessWorker) -> None:
 
 
 def test_grammars(folder: str, worker: ProcessWorker) -> None:
-    """They are compiled in the process, and bind there."""
+    """Grammars are compiled and enforced in the worker's process."""
     spec = GrammarSpec("regex", "(ab|cd){3}")
     runner = build(folder=folder, num_drafts=0)
     written = b""

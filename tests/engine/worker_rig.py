@@ -1,4 +1,4 @@
-"""Runners that a ProcessWorker's process builds for tests. The arguments are plain data."""
+"""Runners for tests, built in a ProcessWorker's process. The arguments are plain data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # in a worker's process nobody else has
+sys.path.insert(0, str(Path(__file__).parent))  # a worker's process has no other way to find these modules
 
 from draft_drive import CPU, DraftDrive
 
@@ -27,7 +27,7 @@ def often(place: int) -> bool:
 
 
 def make_drive(folder: str, known: dict[int, list[int]] | None = None, num_drafts: int = 3, **settings: Any) -> DraftDrive:
-    """A scheduler and a runner for a tiny checkpoint; `known` sequences are often what is drafted."""
+    """Make a scheduler and a runner for a tiny checkpoint. Drafts often follow the `known` sequences."""
     torch.set_num_threads(1)
     target = load_model(open_checkpoint(folder), dtype=torch.float32, device=CPU, progress=False)
     choice = DraftChoice("mtp", "random:", num_speculative_tokens=num_drafts) if num_drafts else None
