@@ -1,1 +1,1 @@
-"""DFlash drafters: they have their own pages."""
+"""DFlash drafters, which have their own pages."""

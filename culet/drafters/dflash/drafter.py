@@ -1,8 +1,9 @@
-"""DFlash drafting: context keys and values of the tokens that the target has computed, and one pass over a block of masks.
+"""DFlash drafting. One pass over a block of masks reads context keys and values of the tokens that the target has computed.
 
 A block is the newest token, which has no KV yet, and masks at the positions after it. Its keys and values are written after
-the context, into pages that the scheduler keeps ready there (`KVSpec.ahead`), so that attention reads every key from pages and
-depends only on shapes. They have no meaning afterwards: `commit` writes the context of those positions before the next block.
+the context, into pages that the scheduler keeps ready there (`KVSpec.ahead`). So attention reads every key from pages and
+depends only on shapes. These keys and values have no meaning after the pass, since `commit` writes the context of those
+positions before the next block.
 
 Shapes: R sequences · K tokens of a block · T = R * K · D model.
 """
@@ -24,7 +25,7 @@ from culet.drafters.dflash.model import DFlashModel
 from culet.drafters.dflash.spec import DFlashMask
 from culet.kernels.types import BlockShape
 
-LOGITS_ROWS = 256  # logits computed at a time: 256 MiB at Gemma's vocabulary
+LOGITS_ROWS = 256  # rows of logits computed at a time, which take 256 MiB at Gemma's vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class _Kind:
     backend: AttentionBackend
 
     def visible_from(self, intervals: Iterator[Tensor]) -> Tensor | None:
-        """The next of `intervals`, which has one for each mask that is not causal. None: the text rule."""
+        """Return the next of `intervals`, or None for the text rule. Each mask that is not causal has an interval."""
         return None if self.mask.is_causal else next(intervals)
 
 
@@ -43,7 +44,7 @@ class DFlashDrafter:
     """A DFlash model and its target."""
 
     def __init__(self, model: DFlashModel, backend: AttentionBackend, *, max_drafts: int) -> None:
-        """`backend` is the one planned for the drafter's group."""
+        """Set up the drafter. `backend` is the one planned for its group."""
         self.model, self.taps, self.max_drafts = model, model.spec.taps, max_drafts
         self.group: KVGroup = backend.group
         kinds = {mask: _kind(mask, backend) for mask in dict.fromkeys(model.spec.layers)}
@@ -57,11 +58,11 @@ class DFlashDrafter:
         return [tuple(weight.shape) for weight in self.model.parameters()]
 
     def commit(self, tapped: Mapping[int, Tensor], positions_T: Tensor, kv_address_T: Tensor, pool: Pool) -> None:
-        """Write context keys and values. They depend on no other token, so they can be written at any time."""
+        """Write context keys and values. Those of a token depend on no other token, so they can be written at any time."""
         self.model.commit(tapped, positions_T, kv_address_T, pool)
 
     def propose(self, batch: DraftBatch, pool: Pool, num_drafts: int) -> Tensor:
-        """The most likely token at each of the first `num_drafts` masks of every block: int64 [R, num_drafts]."""
+        """Return the most likely token at each of the first `num_drafts` masks of every block, int64 [R, num_drafts]."""
         hidden_RKD = self.block_states(batch, pool).unflatten(0, (batch.num_rows, -1))
         drafts_RK = torch.empty(batch.num_rows, num_drafts, dtype=torch.int64, device=batch.newest_R.device)
         at_a_time = max(1, LOGITS_ROWS // num_drafts)
@@ -72,7 +73,7 @@ class DFlashDrafter:
         return drafts_RK
 
     def block_states(self, batch: DraftBatch, pool: Pool) -> Tensor:
-        """Hidden states [T, D] of all blocks, row after row."""
+        """Return the hidden states [T, D] of all blocks, row after row."""
         model, own = self.model, batch.groups[self.group.index]
         shape = self._shape._replace(spare_page=pool.spare_page)
         tables = own.pages_BP, own.first_B
@@ -99,7 +100,7 @@ class DFlashDrafter:
 
 
 def _kind(mask: DFlashMask, planned: AttentionBackend) -> _Kind:
-    """A backend of the planned class for the layers with one window. Its batches have only one group, hence index 0."""
+    """Build a backend of the planned class for the layers with this mask. Its batches have only one group, hence index 0."""
     group = planned.group
     specs = tuple(replace(spec, window=mask.window) for spec in group.specs)
     return _Kind(mask, type(planned)(replace(group, index=0, specs=specs), planned.num_heads))

@@ -1,9 +1,9 @@
-"""The layers of a DFlash drafter: a small decoder that guesses a block of masked tokens from the target's hidden states.
+"""The layers of a DFlash drafter, a small decoder that guesses a block of masked tokens from the target's hidden states.
 
-It has its own KV. Keys and values of a **context** token (one whose target KV exists) are projected from its feature: the
-target's residual stream at a few layers, concatenated, through `fc` and a norm. They depend on no other token, so they are
-written once and never change. A **block** is the newest token and the masks after it. Its own keys and values are those of
-ordinary self-attention, and are used only in that pass.
+It has its own KV. The keys and values of a **context** token (one whose target KV exists) are projected from its feature. The
+feature is the target's residual stream at a few layers, concatenated and passed through `fc` and a norm. Context keys and
+values depend on no other token, so they are written once and never change. A **block** is the newest token and the masks after
+it. Its own keys and values are those of ordinary self-attention, and are used only in that pass.
 
 Shapes: T tokens · D model · X several projections or taps side by side · V vocabulary · L tokens whose logits are needed.
 """
@@ -32,26 +32,26 @@ from culet.models.random_checkpoint import RandomDraw
 from culet.models.random_weights import fill_randomly
 from culet.models.weights import load_weights
 
-COMMIT_TOKENS = 1024  # features computed at a time: the joined taps of 1024 tokens of the 31B take 66 MiB
-_IGNORED = ("embed_tokens.weight", "lm_head.weight")  # stored by some tools, but the target's are used
+COMMIT_TOKENS = 1024  # features computed at a time (for the 31B, the joined taps of 1024 tokens take 66 MiB)
+_IGNORED = ("embed_tokens.weight", "lm_head.weight")  # some tools store them, but the target's are used
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPass:
-    """What all layers read in one pass over blocks."""
+    """The inputs that all layers share in one pass over blocks."""
 
-    batches: Sequence[ForwardBatch]  # by layer: the blocks under that layer's mask
+    batches: Sequence[ForwardBatch]  # the blocks with each layer's mask, by layer
     backends: Sequence[AttentionBackend]  # by layer
     pool: Pool
-    store: Any  # where the blocks' keys and values go, as the kernels want it
+    store: Any  # addresses of the blocks' keys and values, as the kernels expect them
     turn: Rope
 
 
 class DFlashLayer(Layer):
-    """Attention and MLP, each with a norm before it, each added to the stream."""
+    """Attention and MLP. Each has a norm before it and is added to the stream."""
 
     def __init__(self, spec: DFlashSpec, layer: int, weights: Weights) -> None:
-        """`layer` is its number in the pool: the target's layers come first."""
+        """Allocate the layer. `layer` is its number in the pool, where the target's layers come first."""
         super().__init__()
         self.ops, self.layer, self.eps = weights.ops, layer, spec.rms_eps
         size, queries, keys = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -66,7 +66,7 @@ class DFlashLayer(Layer):
             eps=spec.rms_eps,
             norm_v=False,
         )
-        self.kv_heads = replace(self.heads, num_heads=0)  # of the context, which has no queries
+        self.kv_heads = replace(self.heads, num_heads=0)  # for the context, which has no queries
         self.qkv = attention.matrix(
             Projection("q_proj", queries), Projection("k_proj", keys), Projection("v_proj", keys), num_columns=size
         )
@@ -83,12 +83,12 @@ class DFlashLayer(Layer):
         self.register_buffer("norm_weight", norm_weight, persistent=False)
 
     def context(self, pool: Pool) -> ContextRows:
-        """What projects the context's keys and values from normed features, and where they go."""
+        """Return the weights that project context keys and values from normed features, and the planes that take them."""
         first = self.heads.num_heads
         return ContextRows(self.qkv, first * self.heads.head_dim, self.norm_weight[first:], pool.planes(self.layer))
 
     def forward(self, x_TD: Tensor, qkv_TX: Tensor, index: int, shared: BlockPass) -> tuple[Tensor, Tensor]:
-        """The stream before the MLP's output is added, and that output. `qkv_TX` is the projection of the normed stream."""
+        """Return the stream before the MLP's output is added, and that output. `qkv_TX` is projected from the normed stream."""
         ops, planes = self.ops, shared.pool.planes(self.layer)
         q, k, v = ops.prepare_qkv(qkv_TX, self.norm_weight, shared.turn, planes, shared.store, self.heads, x_TD.dtype)
         attended = shared.backends[index].run(self.layer, shared.batches[index], shared.pool, q, k, v)
@@ -97,7 +97,7 @@ class DFlashLayer(Layer):
         return x_TD, self.down.linear_parts(opened)
 
     def finish(self) -> None:
-        """After loading: build one row of norm weights per head. Queries include the softmax scale, attention does not."""
+        """Build one row of norm weights per head. Call after loading. Queries include the softmax scale, attention does not."""
         self.norm_weight[: self.heads.num_heads] = self.q_norm * self.heads.head_dim**-0.5
         self.norm_weight[self.heads.num_heads :] = self.k_norm
 
@@ -121,7 +121,7 @@ class DFlashModel(Layer):
         self.inv_freq = inverse_frequencies(spec.rope_theta, spec.head_dim, spec.head_dim, 1.0, weights.device)
 
     def commit(self, tapped: Mapping[int, Tensor], positions_T: Tensor, kv_address_T: Tensor, pool: Pool) -> None:
-        """Write keys and values of context tokens, for all layers, to `kv_address_T` (-1: nowhere)."""
+        """Write the keys and values of context tokens for all layers to `kv_address_T` (-1 means nowhere)."""
         layers, first = [layer.context(pool) for layer in self._layers], self._layers[0]
         for begin in range(0, positions_T.shape[0], COMMIT_TOKENS):
             part = slice(begin, begin + COMMIT_TOKENS)
@@ -131,7 +131,7 @@ class DFlashModel(Layer):
             first.qkv.store_context(feature_TD, self.hidden_norm, angles, address_T, layers, first.kv_heads)
 
     def _side_by_side(self, taps: Sequence[Tensor]) -> Tensor:
-        """Taps [T, D] as [T, X]. Taps that are already side by side in memory are not copied."""
+        """Return taps [T, D] as [T, X]. Taps that are already side by side in memory are not copied."""
         size, first = taps[0].shape[1], taps[0]
         is_joined = first.stride() == (len(taps) * size, 1)
         for index, tap in enumerate(taps):
@@ -142,13 +142,13 @@ class DFlashModel(Layer):
         return joined
 
     def begin_blocks(self, newest_R: Tensor, length_R: Tensor, tables: tuple[Tensor, Tensor], shape: BlockShape) -> BlockStart:
-        """The start of a pass over blocks: embeddings of the newest tokens and of masks, and where they stand."""
+        """Start a pass over blocks. Return the embeddings of the newest tokens and of masks, and their positions."""
         return self.target[0].embedding.begin_blocks(newest_R, length_R, tables, shape, self.inv_freq)
 
     def forward(
         self, batches: Sequence[ForwardBatch], backends: Sequence[AttentionBackend], pool: Pool, start: BlockStart
     ) -> Tensor:
-        """Hidden states [T, D] of blocks after the final norm. `batches` hold the same tokens with each layer's mask.
+        """Return hidden states [T, D] of blocks after the final norm. `batches` hold the same tokens with each layer's mask.
 
         The blocks' own keys and values are written after the context, so that attention finds all keys in pages.
         """
@@ -165,21 +165,21 @@ class DFlashModel(Layer):
         return normed
 
     def candidates(self, last_LD: Tensor) -> Candidates:
-        """Tokens that include the most likely one of each row. The rows may be [R, K, D]."""
+        """Return candidate tokens that include the most likely one of each row. The rows may be [R, K, D]."""
         return self.target[0].embedding.head_candidates(last_LD, self.spec.final_softcap)
 
     def logits(self, last_LD: Tensor) -> Tensor:
-        """Logits [L, V], float32 and softcapped. The head is the target's embedding table."""
+        """Return softcapped float32 logits [L, V]. The head is the target's embedding table."""
         return self.target[0].embedding.capped_head(last_LD, self.spec.final_softcap)
 
     def finish(self) -> None:
-        """After loading: compute what depends on several tensors."""
+        """Compute the values that depend on several tensors. Call after loading."""
         for layer in self._layers:
             layer.finish()
 
 
 def load_dflash(folder: Path, spec: DFlashSpec, target: Gemma4, *, progress: bool = True) -> DFlashModel:
-    """The drafter in `folder`, on the target's device, in its precision."""
+    """Load the drafter in `folder` to the target's device, in its precision."""
 
     def build(weights: Weights) -> DFlashModel:
         return DFlashModel(spec, target, weights)
@@ -188,7 +188,7 @@ def load_dflash(folder: Path, spec: DFlashSpec, target: Gemma4, *, progress: boo
 
 
 def draw_dflash(spec: DFlashSpec, target: Gemma4, draw: RandomDraw) -> DFlashModel:
-    """A drafter with random weights, for measurements."""
+    """Return a drafter with random weights, for measurements."""
     model = DFlashModel(spec, target, Weights(target.dtype, target.device))
     fill_randomly(model.placements(), draw, target.device)
     model.finish()
@@ -196,7 +196,7 @@ def draw_dflash(spec: DFlashSpec, target: Gemma4, draw: RandomDraw) -> DFlashMod
 
 
 def _match_names(stored: Iterable[str]) -> dict[str, str]:
-    """Placement name -> stored name. Some tools put all tensors below `model.`."""
+    """Map placement names to stored names. Some tools put all tensors below `model.`."""
     chosen: dict[str, str] = {}
     for name in stored:
         local = name.removeprefix("model.")

@@ -25,7 +25,7 @@ _RANDOM_OPTIONS = ("layers", "block", "seed")
 
 @dataclass(frozen=True)
 class DFlashPlan:
-    """Which DFlash drafter, and how many of its drafts are used."""
+    """A DFlash drafter, and how many of its drafts are used."""
 
     method: ClassVar[str] = "dflash"
     reads_target_pages: ClassVar[bool] = False
@@ -34,9 +34,9 @@ class DFlashPlan:
     model: str
     revision: str | None
     spec: DFlashSpec
-    first_layer: int  # number of its first layer in the pool: the target's layers come first
+    first_layer: int  # number of its first layer in the pool, where the target's layers come first
     max_drafts: int
-    random: RandomDraw | None = None  # set: weights are drawn, and there is no folder
+    random: RandomDraw | None = None  # if set, weights are random and there is no folder
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -48,12 +48,12 @@ class DFlashPlan:
 
     @property
     def needs_intervals(self) -> bool:
-        """True if a layer sees the whole block, later tokens included."""
+        """Whether a layer sees the whole block, including later tokens."""
         return not all(layer.is_causal for layer in self.spec.layers)
 
     @classmethod
     def open(cls, choice: DraftChoice, target: ModelSpec) -> DFlashPlan:
-        """Read the drafter's config.json, and refuse a drafter that was not made for `target`."""
+        """Read the drafter's config.json. Raise if the drafter was not made for `target`."""
         draw, config = None, None
         if choice.model.startswith(PREFIX):
             draw, config = _read_random(choice.model, target)
@@ -72,7 +72,7 @@ class DFlashPlan:
         return cls(choice.model, choice.revision, spec, len(target.layers), drafts, draw)
 
     def kv_specs(self, itemsize: int) -> list[KVSpec]:
-        """One group: windows are only masks, and a block is written after the newest token for one pass."""
+        """Return the layers as one group. Windows are only masks. A block is written after the newest token for one pass."""
         spec = self.spec
         return [
             KVSpec(
@@ -90,11 +90,11 @@ class DFlashPlan:
         ]
 
     def readers(self, layout: CacheLayout) -> Mapping[str, tuple[int, ...]]:
-        """Only its own group."""
+        """Return its own group, the only one that it reads."""
         return {self.method: tuple(range(self.first_layer, self.first_layer + len(self.spec.layers)))}
 
     def num_parameters(self) -> Mapping[str, int]:
-        """Weights by part."""
+        """Return the number of weights by part."""
         counts = {"context": 0, "attention": 0, "MLP": 0, "norms": 0}
         for name, size in self.spec.tensor_shapes():
             part = (
@@ -104,7 +104,7 @@ class DFlashPlan:
         return counts
 
     def build(self, target: Gemma4, backends: Mapping[int, AttentionBackend], *, progress: bool = True) -> DFlashDrafter:
-        """Load the weights to the target's device, in its precision. `backends` has the backend of its group."""
+        """Load the weights to the target's device, in its precision. `backends` holds only the backend of its group."""
         from culet.drafters.dflash.drafter import DFlashDrafter
         from culet.drafters.dflash.model import draw_dflash, load_dflash
 
@@ -117,7 +117,7 @@ class DFlashPlan:
 
 
 def _read_random(model: str, target: ModelSpec) -> tuple[RandomDraw, dict[str, object]]:
-    """`random:` or `random:layers=2,block=8,seed=1`: a drafter for `target` with the published proportions."""
+    """Parse `random:` or `random:layers=2,block=8,seed=1`, a drafter for `target` with the published proportions."""
     given = dict(part.partition("=")[::2] for part in model.removeprefix(PREFIX).split(",") if part)
     for key, value in given.items():
         if key not in _RANDOM_OPTIONS or not value.isdecimal():

@@ -16,7 +16,7 @@ from culet.models.spec import ModelSpec, Section
 ARCHITECTURE = "DFlashDraftModel"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _MAX_LAYERS = 100
-# Keys whose value would change the maths: (key, its value in the published drafters).
+# Keys whose value would change the maths, as (key, value in the published drafters).
 _FIXED: tuple[tuple[str, object], ...] = (
     ("hidden_act", "silu"),
     ("attention_bias", False),
@@ -27,10 +27,10 @@ _FIXED: tuple[tuple[str, object], ...] = (
 
 @dataclass(frozen=True)
 class DFlashMask:
-    """Which keys a token of the block sees in a layer. Layers differ in nothing else."""
+    """The keys that a token of the block sees in a layer. Layers differ in nothing else."""
 
-    window: int | None  # keys that it sees, itself included; None: all of the context
-    is_causal: bool  # True: it does not see later tokens of the block
+    window: int | None  # number of keys that it sees, including its own, or None for the whole context
+    is_causal: bool  # whether later tokens of the block are hidden from it
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class DFlashSpec:
     final_softcap: float | None
     layers: tuple[DFlashMask, ...]
     taps: tuple[int, ...]  # target layers, in the order in which `fc` reads them
-    block_size: int  # tokens of a block: the newest one, then masks
+    block_size: int  # number of tokens in a block, which are the newest one and masks
     mask_token_id: int
 
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of all tensors of a checkpoint."""
+        """Yield the names and shapes of all tensors of a checkpoint."""
         D, queries, keys = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         yield "fc.weight", (D, len(self.taps) * D)
         yield "hidden_norm.weight", (D,)
@@ -73,7 +73,7 @@ class DFlashSpec:
 
 
 def read_dflash(config: Mapping[str, object], target: ModelSpec) -> DFlashSpec:
-    """The facts of a drafter's `config.json`. A drafter that was not made for `target` is refused, with the key at fault."""
+    """Read a drafter's `config.json`. Raise if it was not made for `target`. The error names the key at fault."""
     root = Section(config)
     if config.get("architectures") != [ARCHITECTURE]:
         hint = 'use an assistant with "method": "mtp"' if "assistant" in str(config.get("model_type")) else ""
@@ -111,7 +111,7 @@ def read_dflash(config: Mapping[str, object], target: ModelSpec) -> DFlashSpec:
 
 
 def _check_pairing(root: Section, own: Section, target: ModelSpec) -> None:
-    """Width, vocabulary and depth must be those of the target."""
+    """Raise if width, vocabulary or depth differ from those of the target."""
     hint = "a DFlash drafter drafts only for the model that it was trained with"
     for key, found, expected in (
         ("hidden_size", root.whole("hidden_size"), target.hidden_size),
@@ -123,7 +123,7 @@ def _check_pairing(root: Section, own: Section, target: ModelSpec) -> None:
 
 
 def _read_theta(root: Section) -> float:
-    """Theta of the rope that all layers share, under either key."""
+    """Read theta of the rope that all layers share. It may be under either of two keys."""
     if root.values.get("rope_parameters") is None:
         return root.number("rope_theta", 1e6)
     rope = root.section("rope_parameters")
@@ -174,7 +174,7 @@ def _read_mask(root: Section, own: Section, target: ModelSpec) -> int:
 
 
 def make_config(target: ModelSpec, **overrides: Any) -> dict[str, Any]:
-    """The `config.json` of a drafter for `target` with the published proportions. `overrides` replace keys."""
+    """Return the `config.json` of a drafter for `target` with the published proportions. `overrides` replace keys."""
     size, num_layers = target.hidden_size, overrides.get("num_hidden_layers", 5)
     head_dim = overrides.get("head_dim", 128 if size >= 1024 else 32)
     num_heads = 1 << (max(1, size // head_dim) - 1).bit_length()
@@ -205,6 +205,6 @@ def make_config(target: ModelSpec, **overrides: Any) -> dict[str, Any]:
 
 
 def spread_taps(num_layers: int, count: int = 6) -> list[int]:
-    """Evenly spread target layers, from the second to the third last, like the taps of the published drafters."""
+    """Return evenly spread target layers, from the second to the third last, like the taps of the published drafters."""
     first, last = min(1, num_layers - 1), max(num_layers - 3, min(1, num_layers - 1))
     return sorted({round(first + index * (last - first) / (count - 1)) for index in range(count)})

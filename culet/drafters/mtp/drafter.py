@@ -1,9 +1,9 @@
-"""MTP drafting: a chain of tokens over the target's own pages. It writes no KV.
+"""MTP drafting. It drafts a chain of tokens over the target's own pages and writes no KV.
 
-With L tokens whose KV exists, all drafts of a draft round have the same position and see the same keys. Along the chain only
-the token and the hidden state change. Implementations differ in that position: `hf` uses L, the newest token's own, where
-sliding layers see one key more than the window. `engine` uses L - 1, an ordinary query of the last token with KV. The choice
-affects how many drafts are accepted, never the output.
+All drafts of a draft round have the same position and see the same keys. Along the chain, only the token and the hidden state
+change. Implementations use different positions. With L tokens whose KV exists, `hf` uses L, the newest token's own position,
+where sliding layers see one key more than the window. `engine` uses L - 1, like an ordinary query of the last token with KV.
+The choice affects how many drafts are accepted, but never the output.
 
 Shapes: R sequences · K drafts · B the target's model width · X = 2 B · D the drafter's.
 """
@@ -30,7 +30,7 @@ from culet.models.random_checkpoint import RandomDraw
 from culet.models.random_weights import fill_randomly
 from culet.models.weights import load_weights
 
-_TIED_HEAD = "lm_head.weight"  # stored by some tools; it equals the embedding table
+_TIED_HEAD = "lm_head.weight"  # some tools store it, though it equals the embedding table
 
 
 class MTPDrafter:
@@ -58,10 +58,10 @@ class MTPDrafter:
         return [tuple(weight.shape) for weight in self.model.parameters()]
 
     def commit(self, tapped: Mapping[int, Tensor], positions_T: Tensor, kv_address_T: Tensor, pool: Pool) -> None:
-        """Nothing: it has no KV."""
+        """Do nothing, since it has no KV."""
 
     def propose(self, batch: DraftBatch, pool: Pool, num_drafts: int) -> Tensor:
-        """The likeliest token, then the one after it, and so on: int64 [R, num_drafts]."""
+        """Return the most likely next token, then the most likely one after it, and so on, int64 [R, num_drafts]."""
         model, table, shared = self.model, self.target.embedding, self.begin(batch, pool)
         drafts_RK = torch.empty(batch.num_rows, num_drafts, dtype=torch.int64, device=batch.newest_R.device)
         x_RD = model.pre_projection.embed_linear(None, batch.newest_R, batch.hidden_RD, table)
@@ -73,7 +73,7 @@ class MTPDrafter:
         return drafts_RK
 
     def begin(self, batch: DraftBatch, pool: Pool) -> Pass:
-        """What the drafts of a draft round share, planned once."""
+        """Plan what all drafts of a draft round share."""
         start = self.model.ops.begin_chain(batch.length_R, self.is_hf, self.model.inv_freqs)
         queries = ForwardBatch(
             token_ids_T=batch.newest_R,
@@ -92,7 +92,7 @@ class MTPDrafter:
 
 
 def _one_key_more(planned: AttentionBackend) -> AttentionBackend:
-    """A backend of the same class with one more key in its window."""
+    """Return a backend of the same class with one more key in its window."""
     group = planned.group
     if group.window is None:
         return planned
@@ -101,7 +101,7 @@ def _one_key_more(planned: AttentionBackend) -> AttentionBackend:
 
 
 def load_mtp(folder: Path, spec: MTPSpec, target: Gemma4, *, progress: bool = True) -> MTPModel:
-    """The drafter with its weights on the target's device, in its precision, bound to the target's pages."""
+    """Load the drafter to the target's device, in its precision, and bind it to the target's pages."""
 
     def build(weights: Weights) -> MTPModel:
         return MTPModel(spec, weights, latent=target.latent)
@@ -115,7 +115,7 @@ def load_mtp(folder: Path, spec: MTPSpec, target: Gemma4, *, progress: bool = Tr
 
 
 def draw_mtp(spec: MTPSpec, target: Gemma4, draw: RandomDraw) -> MTPModel:
-    """A drafter with random weights, for measurements."""
+    """Return a drafter with random weights, for measurements."""
     model = MTPModel(spec, Weights(target.dtype, target.device), latent=target.latent)
     fill_randomly(model.placements(), draw, target.device)
     model.finish()

@@ -1,4 +1,4 @@
-"""The layers of an MTP drafter: a decoder that reads the target's pages and drafts one token at a time.
+"""The layers of an MTP drafter, a decoder that reads the target's pages and drafts one token at a time.
 
 Shapes: R sequences · B the target's model width · D the drafter's · V vocabulary · C clusters of tokens ·
 J tokens of a cluster · K chosen clusters.
@@ -28,9 +28,9 @@ _TABLE = "model.embed_tokens"
 
 
 class CentroidHead(Layer):
-    """Scores clusters of tokens by their centroids, then only the tokens of the best clusters.
+    """A head that scores clusters of tokens by their centroids, and then only the tokens of the best clusters.
 
-    The table is kept in the order of the clusters, so that the rows of a cluster are adjacent.
+    The table is sorted by cluster, so that the rows of a cluster are adjacent.
     """
 
     def __init__(self, spec: CentroidSpec, vocab_size: int, size: int, weights: Weights) -> None:
@@ -42,19 +42,19 @@ class CentroidHead(Layer):
         self.token_ids_CJ = weights.token_ids("masked_embedding.token_ordering", spec.count, vocab_size // spec.count)
 
     def candidates(self, z_RD: Tensor) -> Candidates:
-        """The tokens of the chosen clusters, R rows of K * J, with their logits in float32."""
+        """Return the tokens of the chosen clusters, R rows of K * J, with their logits in float32."""
         chosen_RK = self.centroids.linear(z_RD).topk(self.spec.top_k, dim=-1).indices
         return self.table.cluster_candidates(z_RD, self.token_ids_CJ, chosen_RK)
 
     def logits(self, z_RD: Tensor) -> Tensor:
-        """Logits [R, V], float32; -inf for the tokens of all other clusters."""
+        """Return float32 logits [R, V], with -inf for the tokens of all other clusters."""
         logits, token_ids = self.candidates(z_RD)
         assert token_ids is not None
         everything = logits.new_full((z_RD.shape[0], self.vocab_size), float("-inf"))
         return everything.scatter_(-1, token_ids, logits)
 
     def finish(self) -> None:
-        """After loading: order the table by clusters. Until then it is in the order of token ids."""
+        """Sort the table by cluster. Call after loading. Until then it is in the order of token ids."""
         self.table.reorder_rows(self.token_ids_CJ.view(-1))
 
 
@@ -66,23 +66,23 @@ class PlainHead(Layer):
         self.table = weights.table(_TABLE, vocab_size, size)
 
     def narrow(self, precision: str) -> None:
-        """Once, after loading: keep the table in a narrower format. Only the head reads it."""
+        """Convert the table to a narrower format. Call once, after loading. Only the head reads the table."""
         self.table = narrowed(self.table, precision)
 
     def candidates(self, z_RD: Tensor) -> Candidates:
-        """Tokens that include the most likely one."""
+        """Return candidate tokens that include the most likely one of each row."""
         return self.table.head_candidates(z_RD, None)
 
     def logits(self, z_RD: Tensor) -> Tensor:
-        """Logits [R, V], float32."""
+        """Return float32 logits [R, V]."""
         return self.table.head(z_RD).float()
 
     def finish(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class MTPModel(Layer):
-    """Drafts over the target's pages, and writes none. Weights are allocated unfilled, like the target's."""
+    """A decoder that reads the target's pages and writes none. Weights are allocated unfilled, like the target's."""
 
     def __init__(self, spec: MTPSpec, weights: Weights, *, latent: bool) -> None:
         super().__init__()
@@ -115,9 +115,9 @@ class MTPModel(Layer):
             self.head = PlainHead(decoder.vocab_size, size, weights)
 
     def begin(self, batch: ForwardBatch, pool: Pool, backends: Mapping[int, AttentionBackend], ropes: Sequence[Rope]) -> Pass:
-        """What all drafts of a draft round share: they have the same position and see the same keys."""
+        """Return what all drafts of a draft round share. They have the same position and see the same keys."""
         groups = pool.layout.groups
-        # Every key is in pages: nothing is fresh.
+        # Every key is in pages, so there are no fresh keys.
         nothing = torch.empty(0, device=self.device)
         return Pass(
             batch=batch,
@@ -130,10 +130,10 @@ class MTPModel(Layer):
         )
 
     def forward(self, x_RD: Tensor, shared: Pass) -> Tensor:
-        """The state that `head` and `next_hidden` read, [R, D].
+        """Return the state that `head` and `next_hidden` read, [R, D].
 
-        `x_RD` is `pre_projection` of two things side by side: the target's scaled embedding of the newest token, and a hidden
-        state, which is the target's after its final norm, or `next_hidden` of the last draft.
+        `x_RD` is `pre_projection` of two vectors side by side: the target's scaled embedding of the newest token, and a hidden
+        state. That state is the target's after its final norm, or `next_hidden` of the last draft.
         """
         ops, eps, first = self.ops, self.eps, self._layers[0]
         # No layer has experts or KV of its own, so each norm has one reader and is fused with it.
@@ -149,20 +149,20 @@ class MTPModel(Layer):
         return normed
 
     def next_hidden(self, z_RD: Tensor) -> Tensor:
-        """The hidden state that the next draft starts from, [R, B]."""
+        """Return the hidden state that the next draft starts from, [R, B]."""
         return self.post_projection.linear(z_RD)
 
     def finish(self) -> None:
-        """After loading: what needs no target."""
+        """Do the work after loading that needs no target."""
         self.head.finish()
 
     def narrow_head(self, precision: str) -> None:
-        """Once, after loading: keep the head in a narrower format."""
+        """Convert the head to a narrower format. Call once, after loading."""
         assert isinstance(self.head, PlainHead), "a head of clusters reads few of its rows"
         self.head.narrow(precision)
 
     def bind(self, target: Gemma4) -> None:
-        """After `finish`, once: fold into the queries what the target's pages leave out of their keys."""
+        """Fold the factors that the target's cached keys lack into the queries. Call once, after `finish`."""
         for layer in self._layers:
             source = target.attention_of(layer.attention.kv_source)
             layer.attention.finish(source)
@@ -171,6 +171,6 @@ class MTPModel(Layer):
 
 
 def _by_group(backends: Mapping[int, AttentionBackend], num_groups: int) -> Sequence[AttentionBackend]:
-    """`backends` as a sequence over all KV groups. Groups that no layer here reads get any of them."""
+    """Return `backends` as a sequence over all KV groups. Groups that no layer here reads get any of the backends."""
     some = next(iter(backends.values()))
     return [backends.get(index, some) for index in range(num_groups)]

@@ -24,7 +24,7 @@ DEFAULT_DRAFTS = 3
 
 @dataclass(frozen=True)
 class MTPPlan:
-    """Which MTP drafter, and how it drafts."""
+    """An MTP drafter, and how it drafts."""
 
     method: ClassVar[str] = "mtp"
     taps: ClassVar[tuple[int, ...]] = ()  # every draft round has the hidden state after the final norm
@@ -33,7 +33,7 @@ class MTPPlan:
 
     choice: DraftChoice
     spec: MTPSpec
-    random: RandomDraw | None = None  # set: weights are drawn, and there is no folder
+    random: RandomDraw | None = None  # if set, weights are random and there is no folder
 
     @property
     def model(self) -> str:
@@ -49,12 +49,12 @@ class MTPPlan:
 
     @property
     def lookback(self) -> int:
-        """Keys before the target's window that its sliding layers also see."""
+        """Number of keys before the target's window that its sliding layers also see."""
         return int(self.choice.position == "hf")
 
     @classmethod
     def open(cls, choice: DraftChoice, target: ModelSpec) -> MTPPlan:
-        """Read the drafter's config.json, and refuse a drafter that was not made for `target`."""
+        """Read the drafter's config.json. Raise if the drafter was not made for `target`."""
         draw, config = None, None
         if choice.model.startswith(PREFIX):
             draw, config = _read_random(choice.model), make_config(target)
@@ -68,11 +68,11 @@ class MTPPlan:
         return cls(choice, spec, draw)
 
     def kv_specs(self, itemsize: int) -> list[KVSpec]:
-        """None: it reads the target's pages."""
+        """Return [], since it reads the target's pages."""
         return []
 
     def readers(self, layout: CacheLayout) -> Mapping[str, tuple[int, ...]]:
-        """Its layers by the group of the target that they read."""
+        """Return its layers by the group of the target that they read."""
         found: dict[str, tuple[int, ...]] = {}
         for layer in self.spec.decoder.layers:
             name = layout.group_of(layer.kv_source).name
@@ -80,11 +80,11 @@ class MTPPlan:
         return found
 
     def num_parameters(self) -> Mapping[str, int]:
-        """Weights by part."""
+        """Return the number of weights by part."""
         return self.spec.tensor_sizes()
 
     def build(self, target: Gemma4, backends: Mapping[int, AttentionBackend], *, progress: bool = True) -> MTPDrafter:
-        """Load the weights to the target's device, in its precision. `backends` are its own, by index of the KV group."""
+        """Load the weights to the target's device in its precision. `backends` are the drafter's, by index of the KV group."""
         from culet.drafters.mtp.drafter import MTPDrafter, draw_mtp, load_mtp
 
         if self.random is not None:
@@ -102,7 +102,7 @@ class MTPPlan:
 
 
 def _read_random(model: str) -> RandomDraw:
-    """`random:` or `random:seed=1`."""
+    """Parse `random:` or `random:seed=1`."""
     given = dict(part.partition("=")[::2] for part in model.removeprefix(PREFIX).split(",") if part)
     for key, value in given.items():
         if key != "seed" or not value.isdecimal():

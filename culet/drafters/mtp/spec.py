@@ -1,8 +1,9 @@
 """The `config.json` of an MTP drafter (a Gemma 4 assistant) as plain facts, checked against its target. No torch.
 
-An assistant is a decoder of a few narrow layers that store no KV: each reads the pages of the target's last KV-owning layer
-of its kind. Its input is the target's embedding of a token beside a hidden state of the target's width. Its output goes to a
-head over the same vocabulary, and is projected back to that width, as the hidden state of the next draft.
+An assistant is a decoder of a few narrow layers that store no KV. Each layer reads the pages of the target's last KV-owning
+layer of its kind. The decoder's input is the target's embedding of a token, concatenated with a hidden state of the target's
+width. Its output goes to a head over the same vocabulary, and is projected back to that width as the hidden state of the next
+draft.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _WRONG_PAIR = "an assistant drafts only for the model that it was trained with; 
 
 @dataclass(frozen=True)
 class CentroidSpec:
-    """A head in two steps: first the best clusters of tokens, then the tokens in them."""
+    """A head in two steps, which finds the best clusters of tokens first and then scores the tokens in them."""
 
-    count: int  # clusters, of equal size
-    top_k: int  # clusters whose tokens are scored
+    count: int  # number of clusters, which have equal size
+    top_k: int  # number of clusters whose tokens are scored
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,10 @@ class MTPSpec:
 
     decoder: ModelSpec  # its layers are numbered after the target's, and `kv_source` is a layer of the target
     backbone_size: int  # hidden size of the target
-    centroids: CentroidSpec | None  # None: an ordinary head
+    centroids: CentroidSpec | None  # None for an ordinary head
 
     def tensor_sizes(self) -> dict[str, int]:
-        """Number of weights by part."""
+        """Return the number of weights by part."""
         decoder, size = self.decoder, self.decoder.hidden_size
         attention = sum(2 * layer.num_heads * layer.head_dim * size + layer.head_dim for layer in decoder.layers)
         mlp = sum(3 * layer.mlp_width * size for layer in decoder.layers)
@@ -51,7 +52,7 @@ class MTPSpec:
 
 
 def read_mtp(config: Mapping[str, object], target: ModelSpec) -> MTPSpec:
-    """The facts of an assistant's `config.json`. An assistant that was not made for `target` is refused, with the reason."""
+    """Read an assistant's `config.json`. Raise if it was not made for `target`. The error gives the reason."""
     root = Section(config)
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
@@ -65,7 +66,7 @@ def read_mtp(config: Mapping[str, object], target: ModelSpec) -> MTPSpec:
     if text.whole("num_kv_shared_layers", num_layers, least=0) not in (0, num_layers):
         problem = f"got {text.values['num_kv_shared_layers']}, but all {num_layers} layers of an assistant read the target's KV"
         raise text.error("num_kv_shared_layers", problem)
-    # Read it as a decoder whose layers all own KV. `_read_from_target` then sets where they read KV instead.
+    # Read it as a decoder whose layers all own KV. `_read_from_target` then sets which target layers they read instead.
     plain = {"model_type": MODEL_TYPES[str(model_type)], "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
     decoder = read_spec({key: value for key, value in text.values.items() if key != "architectures"} | plain)
     spec = MTPSpec(
@@ -94,7 +95,7 @@ def _read_centroids(root: Section, vocab_size: int) -> CentroidSpec | None:
 
 
 def _read_from_target(layer: LayerSpec, target: ModelSpec) -> LayerSpec:
-    """`layer` as a reader of the target's last KV-owning layer of its kind, if its shape allows that."""
+    """Return `layer` as a reader of the target's last KV-owning layer of its kind. Raise if their shapes differ."""
     kind = "global" if layer.is_global else "sliding"
     owners = [owner for owner in target.layers if owner.owns_kv and owner.is_global == layer.is_global]
     if not owners:
@@ -108,12 +109,12 @@ def _read_from_target(layer: LayerSpec, target: ModelSpec) -> LayerSpec:
     if layer.num_heads % layer.num_kv_heads:
         problem = f"{layer.num_heads} query heads cannot share {layer.num_kv_heads} KV heads"
         raise CheckpointError(f"the assistant's {kind} layers: {problem}")
-    # K = V is a fact of the pages, so the source decides. Layer numbers continue after those of the target.
+    # Whether K = V is a property of the pages, so the source decides. Layer numbers continue after those of the target.
     return replace(layer, index=len(target.layers) + layer.index, kv_source=source.index, k_eq_v=source.k_eq_v)
 
 
 def make_config(target: ModelSpec) -> dict[str, object]:
-    """The `config.json` of an assistant for `target` with the published proportions, for random weights."""
+    """Return the `config.json` of an assistant for `target` with the published proportions, for random weights."""
     is_small = target.ple_dim > 0  # the assistants of E2B and E4B are narrow and have a head in two steps
     by_kind = {layer.is_global: layer for layer in target.layers}
     sliding, full = by_kind[False], by_kind[True]
