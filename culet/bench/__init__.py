@@ -1,1 +1,1 @@
-"""`culet bench`: measurements that users run."""
+"""`culet bench`: the benchmarks that users run."""

@@ -1,9 +1,9 @@
-"""Check the engine's answers: a twin with fewer layers answers each workload, and an eager float32 model judges it.
+"""Check the engine's answers. A twin with fewer layers answers each workload, and an eager float32 model judges it.
 
 The twin has the measured model's dimensions, page sizes and settings, so it uses the same kernels, batches and graphs. Its
 weights are random and calm (`models/random_weights.py`). The judge has the same weights in float32, the eager twins of all
-kernels, attention in plain torch, and separate K and V. It reads a prompt followed by the twin's answer and computes how far
-each token is below its own favourite. A right answer is the favourite, or so close to it that bf16 cannot distinguish them.
+kernels, attention in plain torch, and separate K and V. It reads a prompt followed by the twin's answer, and computes how far
+each token is below its own favourite. A token is right if it is the favourite, or if bf16 cannot tell it from the favourite.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from culet.models.weights import load_model
 from culet.runner.fill import fill
 from culet.types import PageTable, Row, SamplingParams
 
-# In standard deviations of the logits. A wrong kernel's answers are about four below the favourite; bf16 costs up to 0.1,
-# mostly where two experts are nearly tied.
+# In standard deviations of the logits. A wrong kernel's answers are about four below the favourite. bf16 costs up to 0.1,
+# mostly when two experts are nearly tied.
 TOLERANCE = 0.3
-JUDGED_SEQUENCES = 4  # of each workload, at most
-JUDGED_TOKENS = 8192  # total prompt tokens of these, but at least one sequence: the judge is slow
+JUDGED_SEQUENCES = 4  # the maximum per workload
+JUDGED_TOKENS = 8192  # maximum prompt tokens of these in total, because the judge is slow; one sequence is always judged
 CHUNK = 4096  # tokens per forward pass of the judge
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The eager float32 model's judgement of the twin's greedy tokens."""
+    """The eager float32 model's verdict on the twin's greedy tokens."""
 
     num_layers: int
     num_tokens: int
@@ -67,7 +67,7 @@ class _Answer:
 
 
 def check_rows(config: Config, rows: Sequence[Workload], *, num_layers: int | None = None) -> dict[Workload, Verdict]:
-    """A verdict for each row except `start`. The measured engine must not be running: the check needs its memory."""
+    """Return a verdict for each row except `start`. The measured engine must not be running, as the check needs its memory."""
     rows = [row for row in rows if row.kind != START]
     if not rows:
         return {}
@@ -93,12 +93,12 @@ def free_memory() -> None:
 
 
 def _shape(row: Workload) -> tuple[int, int]:
-    """Rows with equal shapes share an answer of the twin."""
+    """Return the row's shape. Rows with equal shapes share the twin's answers."""
     return row.num_seqs, row.prompt_len
 
 
 def _ask_twin(name: str, config: Config, rows: Sequence[Workload]) -> tuple[dict[tuple[int, int], list[_Answer]], torch.device]:
-    """The twin's first greedy tokens for a few sequences of each workload, and its device."""
+    """Return the twin's first greedy tokens for a few sequences of each workload, and its device."""
     params = SamplingParams(temperature=0, max_tokens=CHECKED_TOKENS, ignore_eos=True)
     answers: dict[tuple[int, int], list[_Answer]] = {}
     given = {field: value for field, value in given_settings(config).items() if field not in ("model", "revision")}
@@ -123,7 +123,7 @@ def _judge(judge: _Judge, answers: Sequence[_Answer], num_layers: int) -> Verdic
 
 
 class _Judge:
-    """The eager path: float32, eager kernels, attention in plain torch, separate K and V."""
+    """The eager model: float32, eager kernels, attention in plain torch, and separate K and V."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._model = load_model(open_checkpoint(name), dtype=torch.float32, device=device, latent=False, progress=False)
@@ -137,11 +137,11 @@ class _Judge:
 
     @torch.inference_mode()
     def gaps(self, prompt: Sequence[int], token_ids: Sequence[int]) -> Tensor:
-        """How far each of `token_ids`, which follow `prompt`, is below the favourite, in deviations of the logits."""
+        """Return how far each of `token_ids`, which follow `prompt`, is below the favourite, in deviations of the logits."""
         model, layout = self._model, self._layout
         tokens_SL = torch.tensor([[*prompt, *token_ids[:-1]]], device=model.device)
         length = tokens_SL.shape[1]
-        # The judge keeps every token in pages, also in sliding layers.
+        # The judge keeps every token in pages, even in sliding layers.
         tables, num_slabs = [], 0
         for group in layout.groups:
             pages = group.pages_for(length)

@@ -1,4 +1,4 @@
-"""Attention inputs at the shapes of the Gemma 4 variants: random pages, ragged rows, NaN in everything a row does not own."""
+"""Attention inputs at the shapes of the Gemma 4 variants, with random pages, ragged rows, and NaN wherever no row wrote."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AttentionShape:
 
     @property
     def bytes_per_key(self) -> int:
-        """Bytes per key and value in a bf16 cache."""
+        """Bytes of one key and its value in a bf16 cache."""
         return 2 * (1 if self.latent else 2) * self.num_kv_heads * self.width
 
 
@@ -54,14 +54,14 @@ SHAPES: dict[str, AttentionShape] = {
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Inputs of a call."""
+    """The inputs of a call."""
 
     shape: AttentionShape
     q_TNH: Tensor
     kv: PagedKV
     rows: RaggedRows
     fresh: tuple[Tensor, Tensor]  # k_TGH, v_TGH
-    spans: tuple[tuple[int, int], ...]  # (context, query tokens) of each row
+    spans: tuple[tuple[int, int], ...]  # (context, query tokens) for each row
 
     @property
     def max_queries(self) -> int:
@@ -69,7 +69,7 @@ class AttentionCase:
 
     @property
     def tile_rows(self) -> list[tuple[int, int, int, int]]:
-        """(row, first token, query tokens, position of the first), as input for `query_tiles`."""
+        """(row, first token, query tokens, position of the first token) for each row, as input for `query_tiles`."""
         begins = self.rows.row_begin_B1.tolist()
         return [(row, begins[row], queries, context) for row, (context, queries) in enumerate(self.spans)]
 
@@ -87,12 +87,13 @@ def make_case(
     num_layers: int = 2,
     kv_dtype: torch.dtype | None = None,
 ) -> AttentionCase:
-    """Random inputs for rows of (context, query tokens).
+    """Make random inputs for rows of (context, query tokens).
 
-    `images` are (row, first position, tokens) within the rows' query tokens, which see the whole image. `stored_tail` keeps
-    only that many of a row's last query tokens in pages, like a chunk longer than the window. `whole_pages` fills a sliding
-    row's first page from its beginning. Pages are in random order, `num_layers` apart as in a slab; page 0 is unused; anything
-    that no row wrote is NaN. With `kv_dtype` (e4m3), pages have that type and fresh keys are rounded to it.
+    `images` are (row, first position, tokens) within the rows' query tokens. These tokens see the whole image. `stored_tail`
+    keeps only that many of a row's last query tokens in pages, like a chunk longer than the window. `whole_pages` fills a
+    sliding row's first page from its beginning. Pages are in random order and `num_layers` apart, as in a slab. Page 0 is
+    unused, and anything that no row wrote is NaN. With `kv_dtype` (e4m3), pages have that type and fresh keys are rounded to
+    it.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     width, page_tokens = shape.width, shape.page_tokens
@@ -146,17 +147,17 @@ def make_case(
 
 
 class _Placed(NamedTuple):
-    """Where a row's keys are in pages."""
+    """The location of a row's keys in pages."""
 
-    first: int  # position at which its first page begins
-    table: Tensor  # its pages by column; 0 if it has written nothing there
-    position: Tensor  # positions of the keys that it has written
+    first: int  # position at which the row's first page begins
+    table: Tensor  # the row's pages by column, or 0 if it has written nothing there
+    position: Tensor  # positions of the keys that the row has written
 
 
 def _place(
     shape: AttentionShape, context: int, queries: int, next_page: int, stored_tail: int | None, whole_pages: bool
 ) -> _Placed:
-    """Place a row in pages from `next_page` on; for the options see `make_case`."""
+    """Place a row in pages, starting at `next_page`. See `make_case` for the options."""
     lowest = 0 if shape.window is None else max(0, context - shape.window + 1)
     first = lowest // shape.page_tokens * shape.page_tokens
     lowest = first if whole_pages else lowest
@@ -172,7 +173,7 @@ def _place(
 def _visible(
     shape: AttentionShape, spans: Sequence[tuple[int, int]], begins: Sequence[int], images: Sequence[tuple[int, int, int]]
 ) -> Tensor:
-    """The visible intervals of the 12B: an image token sees its whole image, and earlier text like a text token."""
+    """Return the visible intervals of the 12B. An image token sees its whole image, and earlier text like a text token does."""
     position_T = torch.cat([torch.arange(context, context + queries) for context, queries in spans])
     lo_T = torch.zeros_like(position_T) if shape.window is None else (position_T - shape.window + 1).clamp(min=0)
     visible_2T = torch.stack((lo_T, position_T))

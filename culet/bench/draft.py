@@ -1,7 +1,7 @@
-"""`culet bench draft`: the cost of a draft round and a verify next to a decode step, and the speed at a forced acceptance.
+"""`culet bench draft`: compare a draft round and a verify with a decode step, and measure the speed at a forced acceptance.
 
-It uses the engine's scheduler and runner, without text. With random weights no draft would be accepted, so a number of accepted
-drafts is forced; all work is still done. Steps that run as CUDA graphs are also timed on the device alone.
+It uses the engine's scheduler and runner, without text. With random weights no draft would be accepted, so the number of
+accepted drafts is forced. All work is still done. Steps that run as CUDA graphs are also timed on the device alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from culet.scheduler.scheduler import Scheduler
 from culet.types import Request, Sampling
 
 PROMPT_LEN = 1000
-NUM_ROUNDS = 48  # timed, after the warm-up
+NUM_ROUNDS = 48  # rounds that are timed after the warm-up
 WARM_ROUNDS = 8
 REPLAYS = 20
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, 0, None, None)
@@ -46,20 +46,20 @@ GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, 0, None, None)
 
 @dataclass(frozen=True)
 class DraftLine:
-    """Results for a number of sequences; times in milliseconds."""
+    """The results for a number of sequences, with times in milliseconds."""
 
     num_seqs: int
     num_drafts: int
     num_accepted: int  # forced, per round
-    plain_ms: float  # a decode step; the next one is launched before its result arrives
+    plain_ms: float  # a decode step, with the next one launched before its result arrives
     round_ms: float  # verify, draft, and everything in between
-    decode_graph_ms: float | None  # only on the device
+    decode_graph_ms: float | None  # time on the device only
     verify_graph_ms: float | None
     draft_graph_ms: float | None
 
     @property
     def speedup(self) -> float:
-        """Tokens per second relative to no drafting."""
+        """Tokens per second relative to decoding without drafts."""
         return (self.num_accepted + 1) * self.plain_ms / self.round_ms
 
     def as_dict(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class DraftBench:
             torch.cuda.set_device(self.device)
             use_disk_cache()
         self.max_num_seqs, self.max_len = max_num_seqs, config.model.max_model_len or PROMPT_LEN + 512
-        # All prompts fit in one step, before the timed steps.
+        # All prompts fit into one step before the timed steps.
         budget = min(MAX_BATCHED_TOKENS, max_num_seqs * self.max_len)
         self.schedule = ScheduleConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
         draft_plan = open_drafter(choice, self.spec)
@@ -104,7 +104,7 @@ class DraftBench:
         return [load(self.plan.path(group))(group, self.num_heads) for group in target_groups(self.layout)]
 
     def compile(self, num_seqs: Sequence[int], prompt_len: int) -> None:
-        """Compile the timed kernels, several in parallel."""
+        """Compile the kernels that will be timed, several in parallel."""
         if self.is_gpu:
             for drafter in (self.drafter, None):
                 rehearsal = Rehearsal(
@@ -121,7 +121,7 @@ class DraftBench:
 
     @torch.inference_mode()
     def measure(self, num_seqs: int, *, prompt_len: int, num_accepted: int) -> DraftLine:
-        """Time rounds and plain steps of `num_seqs` sequences."""
+        """Time rounds and plain steps with `num_seqs` sequences."""
         drafts = self.drafter.max_drafts
         with_drafts = _Loop(self, num_seqs, self.drafter)
         with_drafts.runner.force_accepted(num_accepted)
@@ -170,7 +170,7 @@ class _Loop:
                 self.rounds.capture(captures, [(num_seqs, drafter.max_drafts)])
 
     def time(self, prompt_len: int, *, tokens_per_step: int) -> float:
-        """Median milliseconds between steps while all sequences decode."""
+        """Return the median milliseconds between steps while all sequences decode."""
         num_tokens = (WARM_ROUNDS + NUM_ROUNDS + 4) * tokens_per_step + 4
         generator = torch.Generator().manual_seed(0)
         for index in range(self.num_seqs):
@@ -191,12 +191,12 @@ class _Loop:
         return median(gaps[WARM_ROUNDS:])
 
     def graph_ms(self, bucket: Bucket) -> float | None:
-        """Milliseconds of one replay of a captured step."""
+        """Return the milliseconds of one replay of a captured step, or None if it was not captured."""
         step = None if self.runner.fixed is None else self.runner.fixed.steps[bucket]
         return None if step is None or step.graph is None else _replay_ms(step.graph.replay)
 
     def draft_ms(self, num_seqs: int, num_drafts: int) -> float | None:
-        """Milliseconds of one replay of a captured draft round."""
+        """Return the milliseconds of one replay of a captured draft round, or None if it was not captured."""
         graph = None if self.rounds is None else self.rounds[num_seqs, num_drafts].graph
         return None if graph is None else _replay_ms(graph.replay)
 

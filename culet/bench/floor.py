@@ -1,7 +1,8 @@
-"""The shortest time that memory and arithmetic of a GPU allow: bytes that must move, operations that must be done. No torch.
+"""Compute the shortest time that a GPU's memory and arithmetic allow, from the bytes and operations of a step. No torch.
 
-Each part of a step takes the longer of its bytes at the GPU's bandwidth and its operations at the GPU's rate; parts follow one
-another, nothing is reused between layers, and launches cost nothing. So no engine can be faster, and none can be as fast.
+Each part of a step takes the longer of two times: its bytes at the GPU's bandwidth, and its operations at the GPU's rate. Parts
+run one after another, nothing is reused between layers, and launches cost nothing. So no engine can be faster, and none can be
+as fast.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from culet.models.spec import LayerSpec, ModelSpec
 
 @dataclass(frozen=True)
 class Floor:
-    """Floors of a model on a GPU. With `latent`, cache rows of K=V layers count once, as Culet stores them by default."""
+    """The floors of a model on a GPU. With `latent`, cache rows of K=V layers count once, as Culet stores them by default."""
 
     spec: ModelSpec
     peaks: Peaks
@@ -22,7 +23,7 @@ class Floor:
     itemsize: int = 2
 
     def decode_step(self, num_seqs: int, context: int, num_queries: int = 1) -> float:
-        """Seconds of a step with `num_queries` new tokens for each of `num_seqs` sequences of `context` tokens."""
+        """Return the seconds of a step with `num_queries` new tokens for each of `num_seqs` sequences of `context` tokens."""
         num_tokens = num_seqs * num_queries
         dense = self._dense_weights(self.spec.layers) + self._head_weights
         seconds = self.peaks.seconds(self.itemsize * dense, 2 * dense * num_tokens) + self._experts(num_tokens)
@@ -33,7 +34,7 @@ class Floor:
         return seconds
 
     def prefill(self, num_seqs: int, prompt_len: int) -> float:
-        """Seconds to compute `num_seqs` prompts in one step, up to the first token of each.
+        """Return the seconds to compute `num_seqs` prompts in one step, up to the first token of each.
 
         Layers that read other layers' KV run only on the last token, whose operations are negligible.
         """
@@ -49,8 +50,8 @@ class Floor:
         return seconds
 
     def tokens_per_s(self, num_seqs: int, prompt_len: int, output_len: int) -> float:
-        """Output tokens per second of `num_seqs` requests submitted together, including their prompts."""
-        # A step's floor grows almost linearly with the context, so its middle represents all steps.
+        """Return the output tokens per second of `num_seqs` requests submitted together, including their prompts."""
+        # A step's floor grows almost linearly with the context, so the middle step represents all of them.
         decode = (output_len - 1) * self.decode_step(num_seqs, prompt_len + output_len // 2)
         return num_seqs * output_len / (self.prefill(num_seqs, prompt_len) + decode)
 
@@ -59,7 +60,7 @@ class Floor:
         return self.spec.vocab_size * self.spec.hidden_size
 
     def _dense_weights(self, layers: tuple[LayerSpec, ...] | list[LayerSpec]) -> int:
-        """Weights that every step reads: attention, MLP, router and per-layer projections of `layers`."""
+        """Count the weights that every step reads: attention, MLP, router and per-layer projections of `layers`."""
         spec = self.spec
         total = len(spec.layers) * spec.ple_dim * spec.hidden_size
         for layer in layers:
@@ -72,7 +73,7 @@ class Floor:
         return total
 
     def _experts(self, num_tokens: int) -> float:
-        """Seconds in routed experts of all layers, if tokens choose experts independently and uniformly."""
+        """Return the seconds in routed experts of all layers, if tokens choose experts independently and uniformly."""
         moe = self.spec.moe
         if moe is None:
             return 0.0
@@ -82,7 +83,7 @@ class Floor:
         return self.peaks.seconds(len(self.spec.layers) * read, len(self.spec.layers) * flops)
 
     def _bytes_per_key(self, layer: LayerSpec) -> int:
-        """Cache bytes per key and value of a layer. Layers that share another's KV read it again."""
+        """Return the cache bytes of one key and its value in a layer. Layers that share another layer's KV read it again."""
         latent = self.latent and layer.k_eq_v
         width = layer.head_dim + layer.rope.rotated_dims if latent else 2 * layer.head_dim
         return layer.num_kv_heads * width * self.itemsize

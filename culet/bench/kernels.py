@@ -1,7 +1,7 @@
-"""`culet bench kernels`: time attention backends at the shapes of the Gemma 4 variants, or any other.
+"""`culet bench kernels`: time attention backends at the shapes of the Gemma 4 variants, or at any other shape.
 
-A case is a step as in the engine: rows with keys in pages in random order, and new tokens. The backend plans it as in serving.
-The time is that of one layer's `run`, replayed from a CUDA graph, with the L2 cache flushed before each replay.
+A case is a step like the engine's. Its rows have new tokens, and keys in randomly ordered pages. The backend plans it as in
+serving. The time is that of one layer's `run`, replayed from a CUDA graph, with the L2 cache flushed before each replay.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from culet.runner.fill import fill
 from culet.types import PageTable, Row
 
 NUM_LAYERS = 2  # per slab, so that pages are strided as in a model
-VERIFY_QUERIES = 16  # rows with up to this many query tokens are decode or verify rows: every token has logits
-TOLERANCE = 5e-3  # ||a - b|| / ||b|| of a token's head, against float32 on the same inputs
-_SPREAD = 0.3  # standard deviation of queries and keys; that of scores is then about two
+VERIFY_QUERIES = 16  # rows with up to this many query tokens are decode or verify rows, in which every token has logits
+TOLERANCE = 5e-3  # maximum ||a - b|| / ||b|| of a token's head, compared to float32 on the same inputs
+_SPREAD = 0.3  # standard deviation of queries and keys, which makes that of scores about two
 _CASE = re.compile(r"(prefill) (\d+)x(\d+)|(verify) (\d+)x(\d+)@(\d+)|(decode) (\d+)@(\d+)")
 
 
 @dataclass(frozen=True)
 class KernelCase:
-    """Rows of a call: (keys before them, query tokens) of each."""
+    """The rows of a call, each given as (keys before it, query tokens)."""
 
     name: str
     spans: tuple[tuple[int, int], ...]
@@ -67,7 +67,10 @@ def parse_case(name: str) -> KernelCase:
 
 
 def make_kernel_case(rows: int, queries: int, keys: int, *, ragged: bool = False, seed: int = 0, name: str = "") -> KernelCase:
-    """`rows` of `queries` tokens after `keys` keys; ragged rows have up to that many keys, or tokens if there are no keys."""
+    """Make a case with `rows` of `queries` tokens after `keys` keys.
+
+    Ragged rows have up to that many keys, or up to that many tokens if there are no keys.
+    """
     if rows < 1 or queries < 1 or keys < 0:
         raise ConfigError(f"case: got {rows} rows of {queries} query tokens after {keys} keys, expected at least 1, 1 and 0")
     draw = random.Random(seed)
@@ -86,7 +89,7 @@ def find_shape(name: str) -> AttentionShape:
 
 
 def check_shape(shape: AttentionShape) -> AttentionShape:
-    """Reject shapes that are impossible."""
+    """Return the shape. Raise if it is impossible."""
     sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_tokens, shape.window or 1)
     if min(sizes) < 1 or shape.num_heads % shape.num_kv_heads:
         raise ConfigError(
@@ -110,7 +113,7 @@ class KernelLine:
     floor_us: float | None
     fa4_us: int | None
     triton_us: int | None
-    error: float | None  # None: not checked
+    error: float | None  # None if not checked
     runs: tuple[float, ...] = field(default=(), repr=False)
 
     @property
@@ -172,7 +175,7 @@ class Step:
         return backend.run(self.layer, self.batch, self.pool, self.q_TNH, self.k_TGH, self.v_TGH)
 
     def expected(self) -> Tensor:
-        """The float32 result of the kernels' eager twin."""
+        """Compute the float32 result with the kernels' eager twin."""
         own, spec = self.batch.groups[0], self.group.spec
         kv = PagedKV(self.pool.planes(self.layer), own.pages_BP, own.first_B, spec.head_dim, spec.window)
         rows = RaggedRows(self.batch.row_begin_B1, self.batch.context_B)
@@ -181,7 +184,7 @@ class Step:
 
 
 def _rows(group: KVGroup, case: KernelCase) -> tuple[tuple[Row, ...], int]:
-    """Rows with shuffled pages, as many as a sequence holds, and the number of pages; page 0 is unused."""
+    """Return rows with shuffled pages, as many as a sequence holds, and the number of pages. Page 0 is unused."""
     size, wanted = group.page_tokens, []
     for context, queries in case.spans:
         num_logits = queries if queries <= VERIFY_QUERIES else 1
@@ -199,11 +202,11 @@ def _rows(group: KVGroup, case: KernelCase) -> tuple[tuple[Row, ...], int]:
 
 
 def work(shape: AttentionShape, case: KernelCase, itemsize: int = 2) -> tuple[int, int]:
-    """(bytes of KV that some query sees, operations) of a call."""
+    """Return (bytes of KV that some query sees, operations) for a call."""
     num_bytes = flops = 0
     for context, queries in case.spans:
         window = shape.window or context + queries
-        seen_first = min(context + 1, window)  # by the first query; each later query sees one more, up to the window
+        seen_first = min(context + 1, window)  # keys the first query sees; each later one sees one more, up to the window
         growing = min(queries - 1, window - seen_first)
         pairs = queries * seen_first + growing * (growing + 1) // 2 + (queries - 1 - growing) * growing
         flops += 4 * shape.num_heads * shape.head_dim * pairs
@@ -222,7 +225,7 @@ def time_case(
     check: bool = True,
     peaks: Peaks | None = None,
 ) -> KernelLine:
-    """Time a case on the backend that serves its shape here, or on `backend`."""
+    """Time a case on `backend`. `auto` is the backend that serves its shape on this device."""
     _refuse_cpu(device, backend)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -262,12 +265,12 @@ def _refuse_cpu(device: torch.device, backend: str) -> None:
 
 
 def _worst_error(got: Tensor, expected: Tensor) -> float:
-    """Largest ||a - b|| / ||b|| of a token's head; NaN if anything is NaN."""
+    """Return the largest ||a - b|| / ||b|| of a token's head, or NaN if anything is NaN."""
     return float(((got.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
 def _time_on_gpu(run: Callable[[], object], repeats: int) -> list[float]:
-    """Microseconds of each of `repeats` calls."""
+    """Return the microseconds of each of `repeats` calls."""
     return replay_times(run, repeats, flush_buffer())
 
 
@@ -282,12 +285,12 @@ def _time_on_cpu(run: Callable[[], object], repeats: int) -> list[float]:
 
 
 def default_cases() -> list[tuple[str, KernelCase]]:
-    """Every case that was measured with the peer."""
+    """Return every case that was measured with the peer."""
     return [(shape, parse_case(case)) for shape in FA4 for case in KERNEL_CASES]
 
 
 def kernel_document(lines: Sequence[KernelLine], device: str, versions: dict[str, str]) -> dict[str, Any]:
-    """Everything as a JSON object. Its keys are stable."""
+    """Return all results as a JSON object. Its keys are stable."""
     return {
         "schema": 1,
         "benchmark": "kernels",

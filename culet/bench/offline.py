@@ -1,6 +1,6 @@
 """`culet bench offline`: time the workloads through `LLM.generate`.
 
-Prompts are random tokens. All requests of a row are submitted together; decoding is greedy and ignores the end token; nothing
+Prompts are random tokens. All requests of a row are submitted together. Decoding is greedy and ignores the end token. Nothing
 is reused between prompts. Sampling, detokenisation and stop strings are active.
 """
 
@@ -32,7 +32,7 @@ from culet.scheduler.stats import SchedulerStats
 from culet.types import SamplingParams
 
 NEVER = "\x00 no model writes this \x00"  # a stop string that never occurs
-WARM_UP_LENS = (16, 8)  # prompt and output tokens of the warm-up
+WARM_UP_LENS = (16, 8)  # prompt tokens and output tokens of the warm-up
 START_LIMIT_S = 900
 
 
@@ -41,10 +41,10 @@ class Measured:
     """The result of a row."""
 
     row: Workload
-    value: float  # in the row's unit; the best of `runs`
+    value: float  # the best of `runs`, in the row's unit
     runs: tuple[float, ...]
     details: dict[str, Any] = field(default_factory=dict)
-    verdict: Verdict | None = None  # None: not checked
+    verdict: Verdict | None = None  # None if not checked
 
 
 def run_rows(
@@ -56,7 +56,7 @@ def run_rows(
     check_layers: int | None = None,
     report: Callable[[Measured], None] = lambda measured: None,
 ) -> list[Measured]:
-    """Measure each row and call `report` with it. The start comes first, while the GPU is free; then the check."""
+    """Measure each row and call `report` with the result. The start comes first, while the GPU is free, and then the check."""
     done: list[Measured] = []
 
     def note(measured: Measured) -> None:
@@ -81,7 +81,7 @@ def run_rows(
 
 
 def _warm_up(llm: LLM, rows: Sequence[Workload]) -> None:
-    """A short run at each number of sequences."""
+    """Do a short run with each number of sequences."""
     prompt_len, output_len = WARM_UP_LENS
     for num_seqs in sorted({row.num_seqs for row in rows}):
         row = Workload(THROUGHPUT, num_seqs, prompt_len, output_len)
@@ -93,7 +93,7 @@ def _params(row: Workload) -> SamplingParams:
 
 
 def measure(llm: LLM, row: Workload, *, best_of: int = 3, verdict: Verdict | None = None) -> Measured:
-    """Time a row; the best of its runs counts."""
+    """Time a row. The best of its runs counts."""
     runs: list[float] = []
     details: dict[str, Any] = {}
     for number in range(row.repeats(best_of)):
@@ -114,7 +114,7 @@ def measure(llm: LLM, row: Workload, *, best_of: int = 3, verdict: Verdict | Non
 
 
 def _draft_figures(before: SchedulerStats, after: SchedulerStats) -> dict[str, Any]:
-    """Figures of drafting between two snapshots; {} if nothing was drafted."""
+    """Return the drafting figures between two snapshots, or {} if nothing was drafted."""
     counts = after.counters.since(before.counters)
     if not counts.verifies:
         return {}
@@ -132,7 +132,7 @@ def _synchronize(llm: LLM) -> None:
 
 
 def _evaluate(row: Workload, results: Sequence[Result], began: float, seconds: float) -> tuple[float, dict[str, Any]]:
-    """(the row's value, further details) of a run."""
+    """Return (the row's value, further details) for a run."""
     samples = [result.samples[0] for result in results]
     for sample in samples:
         if len(sample.token_ids) != row.output_len:
@@ -145,7 +145,7 @@ def _evaluate(row: Workload, results: Sequence[Result], began: float, seconds: f
     total = sum(len(sample.token_ids) for sample in samples)
     gaps = [1e3 * (sample.last_token_at - sample.first_token_at) / max(1, row.output_len - 1) for sample in samples]
     if row.output_len > 1:
-        # Without preemptions, all sequences were in the cache together if none ended before the last one started.
+        # Without preemptions, all sequences were in the cache at once if none ended before the last one started.
         is_together = max(sample.first_token_at for sample in samples) <= min(sample.last_token_at for sample in samples)
         details |= {"tpot_ms_median": median(gaps), "tpot_ms_max": max(gaps), "tokens_per_s": total / seconds}
         details["all_at_once"] = is_together
@@ -155,7 +155,7 @@ def _evaluate(row: Workload, results: Sequence[Result], began: float, seconds: f
 
 
 def _cache_folders(folder: str) -> dict[str, str]:
-    """Environment variables that put all caches of compiled code into `folder`."""
+    """Return environment variables that put all caches of compiled code into `folder`."""
     names = ("CULET_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
     return {name: str(Path(folder) / name.lower()) for name in names}
 
@@ -175,7 +175,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def measure_start(config: Config, caches: Mapping[str, str]) -> Measured:
-    """Seconds until the first request is accepted, in separate processes: with empty `caches`, then with full ones."""
+    """Measure the seconds until the first request is accepted, in two processes: with empty `caches`, then with full ones."""
     cold, cached = _start_once(config, caches), _start_once(config, caches)
     seconds = cold["ready_s"]
     details = {"cold_s": seconds, "cached_s": cached["ready_s"], "cold": cold, "cached": cached}
@@ -183,7 +183,7 @@ def measure_start(config: Config, caches: Mapping[str, str]) -> Measured:
 
 
 def _start_once(config: Config, caches: Mapping[str, str]) -> dict[str, Any]:
-    """What `culet.bench.start` reports."""
+    """Run `culet.bench.start` and return its report."""
     done = subprocess.run(
         [sys.executable, "-m", "culet.bench.start", json.dumps(given_settings(config))],
         stdout=subprocess.PIPE,

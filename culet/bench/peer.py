@@ -1,9 +1,9 @@
-"""The strongest peer's numbers on one H200, for the rows of `culet bench`. No torch.
+"""The results of the strongest peer on one H200, for the rows of `culet bench`. No torch.
 
 The peer is vLLM 0.24.0 (torch 2.11, triton 3.6; torch.compile, full and piecewise CUDA graphs, prefix cache off, bf16,
 gpu_memory_utilization 0.92, max_num_seqs 128, max_num_batched_tokens 8192, max_model_len 34000) with its own FlashAttention-4
-fork for every layer, text decoder only, random weights at the real dimensions. docs/guides/benchmarks.md describes how it was
-timed.
+fork for every layer. It runs only the text decoder, with random weights at the real dimensions. docs/guides/benchmarks.md
+describes how it was timed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from culet.bench.workloads import STANDARD, START, TPOT, TTFT, Workload
 
 PEER = "vLLM 0.24"
-GPU = "H200"  # the only GPU these numbers are comparable with
+GPU = "H200"  # these numbers are comparable only with this GPU
 
 
 @dataclass(frozen=True)
 class Anchor:
     """The peer's number for a row, and Culet's goal."""
 
-    peer: float | None  # None: not measured, or not comparable
+    peer: float | None  # None if not measured or not comparable
     goal: float
     note: str = ""
 
@@ -36,7 +36,7 @@ def _anchors(
     goals: tuple[float, ...],
     notes: dict[Workload, float] | None = None,
 ) -> dict[Workload, Anchor]:
-    """Anchors by row; `goals` are in the order tpot, ttft, chat, summarise, start."""
+    """Return the anchors by row. `goals` are in the order tpot, ttft, chat, summarise, start."""
     rows = [*STANDARD[TPOT], *STANDARD[TTFT], *STANDARD["chat"], *STANDARD["summarise"], *STANDARD[START]]
     numbers = (*tpot, *ttft, *throughput, start)
     anchors = {row: Anchor(number, goal) for row, number, goal in zip(rows, numbers, goals, strict=True)}
@@ -45,7 +45,7 @@ def _anchors(
     return anchors
 
 
-# TPOT at 1, 8, 32 sequences and at 32,000 tokens; TTFT at 1k, 8k, 32k; chat and summarise; start (cold).
+# TPOT at 1, 8 and 32 sequences and at 32,000 tokens. TTFT at 1k, 8k and 32k. Chat and summarise. Start (cold).
 SERVING: dict[str, dict[Workload, Anchor]] = {
     "31B": _anchors(
         (18.1, 19.8, 28.7, 18.8),
@@ -71,8 +71,8 @@ SERVING: dict[str, dict[Workload, Anchor]] = {
     ),
 }
 
-# Microseconds of one call over paged bf16 KV in 16-token pages, medians of CUDA-graph replays.
-# "verify 32x4@8000" is 32 sequences, 4 query tokens each, 8000 keys before them.
+# Microseconds of one call over paged bf16 KV in 16-token pages. Each is the median of CUDA-graph replays.
+# "verify 32x4@8000" is 32 sequences with 4 query tokens each and 8000 keys before them.
 KERNEL_CASES = (
     "prefill 1x8192",
     "prefill 4x1000",
@@ -102,5 +102,5 @@ UNIFIED_TRITON: dict[str, tuple[int, ...]] = {
 
 
 def kernel_anchor(table: dict[str, tuple[int, ...]], shape: str, case: str) -> int | None:
-    """Microseconds of a measured case; None for any other."""
+    """Return the microseconds of a measured case, or None for any other case."""
     return table[shape][KERNEL_CASES.index(case)] if shape in table and case in KERNEL_CASES else None

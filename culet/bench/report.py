@@ -1,7 +1,7 @@
-"""The results of `culet bench` as a JSON document, tables and a picture. No torch.
+"""Show the results of `culet bench` as a JSON document, tables and a picture. No torch.
 
-The picture shows each row as a share of the floor, so that milliseconds and tokens per second share a scale: the bar is the
-measured value, the tick is the peer's, and the end of the scale is the GPU's limit.
+The picture shows each row as a share of the floor, so that milliseconds and tokens per second have the same scale. The bar is
+the measured value, the tick is the peer's value, and the end of the scale is the GPU's limit.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Setting:
-    """What was measured, on which device and with which settings."""
+    """The model that was measured, the device and the settings."""
 
     model: str
     spec: ModelSpec
-    device: str  # as the driver names it
-    peaks: Peaks | None  # None: the floor is unknown
+    device: str  # the driver's name for it
+    peaks: Peaks | None  # None if the floor is unknown
     dtype: str
     latent: bool
     settings: dict[str, Any]
@@ -48,7 +48,7 @@ class Setting:
         return 4 if self.dtype == "float32" else 2
 
     def floor(self, row: Workload) -> float | None:
-        """The row's floor in its unit."""
+        """Return the row's floor in the row's unit, or None if it has none."""
         if self.peaks is None or row.kind == START:
             return None
         floor = Floor(self.spec, self.peaks, self.latent, self.itemsize)
@@ -59,13 +59,13 @@ class Setting:
         return 1e3 * floor.prefill(row.num_seqs, row.prompt_len)
 
     def anchor(self, row: Workload) -> Anchor | None:
-        """The peer's number, if it was measured on this kind of GPU."""
+        """Return the peer's number if it was measured on this kind of GPU."""
         return SERVING.get(self.variant or "", {}).get(row) if GPU in self.device else None
 
 
 @dataclass(frozen=True)
 class Line:
-    """A row with the numbers to compare it with."""
+    """A row with the numbers to compare it to."""
 
     row: Workload
     value: float
@@ -73,18 +73,18 @@ class Line:
     peer: float | None
     goal: float | None
     note: str = ""
-    right: bool | None = None  # None: not checked
+    right: bool | None = None  # None if not checked
     more: dict[str, Any] = field(default_factory=dict)
 
     def share(self, value: float | None) -> float | None:
-        """`value` as a share of the floor: 1 is the GPU's limit."""
+        """Return `value` as a share of the floor. 1 is the GPU's limit."""
         if self.floor is None or value is None:
             return None
         return value / self.floor if self.row.is_larger_better else self.floor / value
 
     @property
     def speedup(self) -> float | None:
-        """How many times as fast as the peer."""
+        """The speed relative to the peer."""
         if self.peer is None:
             return None
         return self.value / self.peer if self.row.is_larger_better else self.peer / self.value
@@ -110,7 +110,7 @@ class Line:
 
 
 def line_of(measured: Measured, setting: Setting) -> Line:
-    """A measured row with its floor and the peer's number."""
+    """Make a line from a measured row, its floor and the peer's number."""
     anchor = setting.anchor(measured.row)
     verdict = measured.verdict
     return Line(
@@ -130,7 +130,7 @@ def line_of(measured: Measured, setting: Setting) -> Line:
 
 
 def document(lines: Sequence[Line], setting: Setting) -> dict[str, Any]:
-    """Everything as a JSON object. Its keys are stable."""
+    """Return all results as a JSON object. Its keys are stable."""
     peaks = setting.peaks
     return {
         "schema": SCHEMA,
@@ -153,7 +153,7 @@ def document(lines: Sequence[Line], setting: Setting) -> dict[str, Any]:
 
 
 def table(lines: Sequence[Line], setting: Setting) -> Table:
-    """A line per row: measured value, floor, share of the floor, peer, and the result of the check."""
+    """Make a table with one line per row: measured value, floor, share of the floor, peer, and the result of the check."""
     with_peer, with_floor = (any(getattr(line, name) is not None for line in lines) for name in ("peer", "floor"))
     columns: list[tuple[str, Callable[[Line], str]]] = [("measured", lambda line: number(line.value))]
     if with_floor:
@@ -174,7 +174,7 @@ def table(lines: Sequence[Line], setting: Setting) -> Table:
 
 
 def plain_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    """A table with left-aligned text columns and right-aligned number columns."""
+    """Make a table with left-aligned text columns and right-aligned number columns."""
     from rich import box
     from rich.table import Table
 
@@ -187,7 +187,7 @@ def plain_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
 
 
 def number(value: float | None) -> str:
-    """At least three significant digits."""
+    """Format a number with at least three significant digits."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
@@ -198,7 +198,7 @@ def percent(share: float | None) -> str:
 
 
 def remarks(lines: Sequence[Line]) -> list[str]:
-    """Remarks below the table."""
+    """Return the remarks below the table."""
     said = [f"{line.row.title}: {line.note}" for line in lines if line.note]
     for line in lines:
         details = line.more.get("details", {})
@@ -235,7 +235,7 @@ _LEFT, _SCALE, _VALUES, _ROW, _TOP = 330, 420, 250, 26, 66
 
 
 def draw(lines: Sequence[Line], title: str) -> str:
-    """SVG of each line's share of its floor, with the peer and the goal. Lines without a floor are left out."""
+    """Draw each line's share of its floor as SVG, with the peer and the goal. Lines without a floor are left out."""
     shown = [line for line in lines if line.floor is not None]
     width, height = _LEFT + _SCALE + _VALUES, _TOP + len(shown) * _ROW + 48
     body = [

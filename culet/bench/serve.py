@@ -1,7 +1,7 @@
-"""`culet bench serve`: send load to any server with OpenAI's API and measure what its clients see.
+"""`culet bench serve`: load-test any server with OpenAI's API and measure what its clients see.
 
-Requests arrive in a Poisson process (or a burstier one), or all at once, with a limit on those in flight. Each is streamed, and
-every event is timed. The figures, their names and the printed block are those of `vllm bench serve`.
+Requests arrive in a Poisson process (or a burstier one), or all at once. The number in flight can be limited. Each request is
+streamed, and every event is timed. The figures, their names and the printed block are those of `vllm bench serve`.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Load:
     num_prompts: int = 200
     input_len: int = 1024
     output_len: int = 128
-    range_ratio: float = 0.0  # lengths are drawn from (1 - r) to (1 + r) times these
+    range_ratio: float = 0.0  # lengths are drawn between (1 - r) and (1 + r) times these
     prefix_len: int = 0  # tokens that all prompts share at the start
     request_rate: float = float("inf")  # per second
-    burstiness: float = 1.0  # 1: Poisson; lower is burstier
+    burstiness: float = 1.0  # 1 is Poisson; lower is burstier
     max_concurrency: int | None = None
     num_warmups: int = 1
     ignore_eos: bool = True
@@ -84,7 +84,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompt of a request: token ids if the server accepts them, otherwise text."""
+    """The prompt of a request. It is a list of token ids if the server accepts them, otherwise text."""
 
     content: str | list[int]
     input_len: int
@@ -106,7 +106,7 @@ class Client:
         )
 
     async def check(self) -> str:
-        """The model to request; raises if the server does not answer."""
+        """Return the model to request. Raise if the server does not answer."""
         try:
             answer = await self.http.get("/v1/models")
             answer.raise_for_status()
@@ -121,7 +121,7 @@ class Client:
         return self.load.model or names[0]
 
     async def pool(self) -> list[int]:
-        """Token ids of plain words in the server's vocabulary; empty if it has no /tokenize."""
+        """Return the token ids of plain words in the server's vocabulary, or [] if it has no /tokenize."""
         words = random.Random(0).choices(_WORDS, k=_POOL_WORDS)
         try:
             answer = await self.http.post("/tokenize", json={"prompt": " ".join(words), "add_special_tokens": False})
@@ -131,7 +131,7 @@ class Client:
             return []
 
     async def counters(self) -> dict[str, float]:
-        """Counters of drafting since the server's start; empty if it has none."""
+        """Return the drafting counters since the server started, or {} if it has none."""
         try:
             text = (await self.http.get("/metrics")).text
         except httpx.HTTPError:
@@ -199,7 +199,7 @@ class Client:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The data of each server-sent event as it arrives."""
+    """Yield the data of each server-sent event as it arrives."""
     rest = b""
     async for piece in response.aiter_raw():
         *lines, rest = (rest + piece).split(b"\n")
@@ -209,7 +209,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 
 def _has_text(event: Mapping[str, Any]) -> bool:
-    """Whether an event has a part of the answer."""
+    """Return whether an event has a part of the answer."""
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
         if choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning"):
@@ -220,7 +220,7 @@ def _has_text(event: Mapping[str, Any]) -> bool:
 
 
 def make_prompts(load: Load, pool: Sequence[int]) -> list[Prompt]:
-    """Prompts of random lengths; equal seeds give equal prompts."""
+    """Make prompts of random lengths. Equal seeds give equal prompts."""
     random_ = random.Random(load.seed)
     low, high = 1 - load.range_ratio, 1 + load.range_ratio
 
@@ -239,11 +239,11 @@ def make_prompts(load: Load, pool: Sequence[int]) -> list[Prompt]:
 
 
 def arrivals(load: Load) -> list[float]:
-    """Seconds after the start at which each request is sent."""
+    """Return when to send each request, in seconds after the start."""
     if load.request_rate == float("inf"):
         return [0.0] * load.num_prompts
     random_ = random.Random(load.seed + 1)
-    # Gamma-distributed gaps: shape 1 is a Poisson process, a lower shape has bursts and longer pauses.
+    # The gaps are gamma-distributed. Shape 1 is a Poisson process, and a lower shape has bursts and longer pauses.
     scale = 1.0 / (load.request_rate * load.burstiness)
     times, now = [], 0.0
     for _ in range(load.num_prompts):
@@ -260,7 +260,7 @@ class Outcome:
     model: str
     answers: Sequence[Answer]
     duration_s: float
-    speculation: Mapping[str, float]  # drafting during the run; empty if the server has no counters
+    speculation: Mapping[str, float]  # drafting counters for the run; empty if the server has none
 
     @property
     def good(self) -> list[Answer]:
@@ -268,7 +268,7 @@ class Outcome:
 
 
 async def run(load: Load, report: Callable[[int], None] = lambda done: None) -> Outcome:
-    """Send all requests and wait for the answers; `report` is called with the number of finished requests."""
+    """Send all requests and wait for the answers. Calls `report` with the number of finished requests."""
     client = Client(load)
     try:
         model = await client.check()
@@ -303,7 +303,7 @@ async def run(load: Load, report: Callable[[int], None] = lambda done: None) -> 
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` percent of the values are, interpolated."""
+    """Return the value below which `share` percent of the values lie, interpolated."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * share / 100
     low = int(place)
@@ -320,7 +320,7 @@ SERIES = {
 
 
 def summarise(outcome: Outcome, percentiles: Sequence[float] = (99.0,)) -> dict[str, Any]:
-    """Every figure under its name in `vllm bench serve`."""
+    """Return every figure under its name in `vllm bench serve`."""
     good, load = outcome.good, outcome.load
     num_input, num_output = sum(answer.input_len for answer in good), sum(answer.output_len for answer in good)
     seconds = outcome.duration_s
@@ -368,7 +368,7 @@ def summarise(outcome: Outcome, percentiles: Sequence[float] = (99.0,)) -> dict[
 
 
 def _peaks(good: Sequence[Answer]) -> tuple[float, int]:
-    """(most events in a second, most requests in flight)."""
+    """Return (most events in a second, most requests in flight)."""
     if not good:
         return 0.0, 0
     begin = min(answer.started_at for answer in good)
@@ -386,7 +386,7 @@ def _peaks(good: Sequence[Answer]) -> tuple[float, int]:
 
 
 def block(figures: Mapping[str, Any], percentiles: Sequence[float] = (99.0,)) -> str:
-    """The figures in the format that `vllm bench serve` prints."""
+    """Format the figures like `vllm bench serve`."""
 
     def line(name: str, value: float | int | str) -> str:
         return f"{name:<40} {value:<10.2f}" if isinstance(value, float) else f"{name:<40} {value:<10}"
@@ -425,7 +425,7 @@ def block(figures: Mapping[str, Any], percentiles: Sequence[float] = (99.0,)) ->
 
 
 def details(outcome: Outcome) -> dict[str, Any]:
-    """Figures of every answer, for further analysis."""
+    """Return the figures of every answer, for further analysis."""
     return {
         "input_lens": [answer.input_len for answer in outcome.answers],
         "output_lens": [answer.output_len for answer in outcome.answers],

@@ -9,26 +9,26 @@ from culet.bench.workloads import Workload, longest
 from culet.config import Config, build_config, config_fields
 from culet.models.checkpoint import open_checkpoint
 
-# The peer's settings; the user's take precedence.
+# The peer's settings. The user's settings take precedence.
 PEER_SETTINGS: Mapping[str, Any] = {"enable_prefix_caching": False}
 PEER_MAX_MODEL_LEN = 34000
 
 
 def bench_config(given: Mapping[str, Any], rows: Sequence[Workload]) -> Config:
-    """The given settings, with the peer's as defaults where the model and the rows allow them."""
+    """Make a config from the given settings, with the peer's as defaults if the model and the rows allow them."""
     settings = {**PEER_SETTINGS, **given}
     if "max_model_len" not in settings and longest(rows):
         limit = open_checkpoint(settings["model"], settings.get("revision")).spec.max_position
-        # The engine rejects rows that are too long for the model.
+        # If a row is too long for the model, the engine raises.
         settings["max_model_len"] = max(longest(rows), min(PEER_MAX_MODEL_LEN, limit))
     return build_config(settings)
 
 
 def all_settings(config: Config) -> dict[str, Any]:
-    """Every setting with its value."""
+    """Return every setting with its value."""
     return {name: getattr(getattr(config, part), name) for name, (part, _) in config_fields().items()}
 
 
 def given_settings(config: Config) -> dict[str, Any]:
-    """The settings that were given, as input for `build_config`."""
+    """Return the settings that were given, as input for `build_config`."""
     return {name: value for name, value in all_settings(config).items() if name in config.given}

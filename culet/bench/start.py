@@ -1,8 +1,8 @@
 """Time a start in its own process: python -m culet.bench.start '{"model": "random:31B"}'
 
-Prints a JSON object with the seconds to import torch and Culet (`import_s`), then until the first request is accepted
-(`ready_s`, broken down in `parts`), then to that request's first token (`first_token_s`), which shows whether work was
-deferred.
+Prints a JSON object with three durations in seconds. `import_s` is the time to import torch and Culet. `ready_s` is the time
+from then until the first request is accepted, broken down in `parts`. `first_token_s` is the time from then until that
+request's first token, and shows whether work was deferred.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Timing of GPU calls: replays of a CUDA graph of one call, each with a cold L2 cache."""
+"""Time GPU calls by replaying a CUDA graph of one call, each time with a cold L2 cache."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-FLUSH_BYTES = 256 << 20  # written before each replay: several times the L2 of any GPU
+FLUSH_BYTES = 256 << 20  # written before each replay; several times the L2 of any GPU
 
 
 def flush_buffer() -> Tensor:
-    """The buffer that `replay_times` overwrites to flush the L2 cache."""
+    """Allocate the buffer that `replay_times` overwrites to flush the L2 cache."""
     return torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
 
 def replay_times(run: Callable[[], object], repeats: int, flush: Tensor) -> list[float]:
-    """Microseconds of each of `repeats` replays, including the gaps between the call's kernels."""
+    """Return the microseconds of each of `repeats` replays, including the gaps between the call's kernels."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

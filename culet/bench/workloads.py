@@ -1,4 +1,4 @@
-"""The rows of `culet bench offline`: the requests, and what is measured. No torch.
+"""The rows of `culet bench offline`, which define the requests and the measured quantity. No torch.
 
     tpot:8x1000+256         8 prompts of 1000 tokens, 256 output tokens each: time per output token
     ttft:1x8000             one prompt of 8000 tokens: time to the first token
@@ -20,12 +20,12 @@ from culet.errors import ConfigError
 TPOT, TTFT, THROUGHPUT, START = "tpot", "ttft", "throughput", "start"
 UNITS = {TPOT: "ms", TTFT: "ms", THROUGHPUT: "tok/s", START: "s"}
 CHECKED_TOKENS = 16
-_FIRST_WORD = 1000  # in large vocabularies, smaller ids are special tokens and bytes
+_FIRST_WORD = 1000  # smaller ids are special tokens and bytes in large vocabularies
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A row: requests that are submitted together."""
+    """A row, which is a set of requests that are submitted together."""
 
     kind: str
     num_seqs: int = 1
@@ -62,11 +62,11 @@ class Workload:
 
     @property
     def total_len(self) -> int:
-        """Tokens of a finished sequence, also in the check's run."""
+        """The number of tokens in a finished sequence, including in the check's run."""
         return self.prompt_len + max(self.output_len, CHECKED_TOKENS)
 
     def repeats(self, best_of: int) -> int:
-        """Number of runs, of which the best counts: rows with one sequence are short and easily disturbed."""
+        """Return the number of runs, of which the best counts. Rows with one sequence are short and easily disturbed."""
         return best_of if self.num_seqs == 1 and self.kind in (TPOT, TTFT) else 1
 
 
@@ -88,7 +88,7 @@ _HINT = f"expected names of {', '.join(STANDARD)}, or rows like tpot:8x1000+256,
 
 
 def parse_rows(text: str) -> list[Workload]:
-    """The rows in a comma-separated list, in order and without duplicates."""
+    """Parse the rows in a comma-separated list. They keep their order, and duplicates are dropped."""
     rows: dict[Workload, None] = {}
     for name in filter(None, (part.strip() for part in text.split(","))):
         rows.update(dict.fromkeys(STANDARD.get(name) or [_custom(name)]))
@@ -111,12 +111,12 @@ def _custom(name: str) -> Workload:
 
 
 def longest(rows: Sequence[Workload]) -> int:
-    """Tokens of the longest sequence in the rows; 0 if there is none."""
+    """Return the number of tokens in the longest sequence of the rows, or 0 if there is none."""
     return max((row.total_len for row in rows if row.kind != START), default=0)
 
 
 def make_prompts(row: Workload, vocab_size: int, *, seed: int) -> list[list[int]]:
-    """A prompt of random tokens for each sequence of a row; equal seeds give equal prompts."""
+    """Make a prompt of random tokens for each sequence of a row. Equal seeds give equal prompts."""
     draw = random.Random(f"{seed} {row.num_seqs} {row.prompt_len}")
     first = _FIRST_WORD if vocab_size > 2 * _FIRST_WORD else 0
     return [draw.choices(range(first, vocab_size), k=row.prompt_len) for _ in range(row.num_seqs)]
