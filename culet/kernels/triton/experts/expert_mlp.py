@@ -1,11 +1,11 @@
-"""The MLPs of routed experts: by assignment for few tokens, by groups of tokens for more.
+"""Run the MLPs of routed experts, by assignment for few tokens and by groups of tokens for more.
 
     y[t] = sum_j weights[t, j] * down[ids[t, j]] @ (gelu(gate[ids[t, j]] @ x[t]) * (up[ids[t, j]] @ x[t]))
 
-By assignment: one launch multiplies each chosen expert's gate and up rows by its token, another sums a token's experts;
-weights are read once per assignment. By groups: each expert's assignments are listed on the device (without a host sync, so
-that a graph can capture it), tiles of its weights go to the tensor cores with its tokens as columns, and the last launch sums
-a token's experts. Both sum in float32 in a fixed order.
+By assignment, one launch multiplies each chosen expert's gate and up rows by its token, and another sums a token's experts.
+Weights are read once per assignment. By groups, the first launch lists each expert's assignments on the device, without a host
+sync, so that a graph can capture it. Tiles of the expert's weights then go to the tensor cores with its tokens as columns, and
+the last launch sums a token's experts. Both ways sum in float32 in a fixed order.
 
 Shapes: T tokens · D model · E experts · K experts per token · A = T * K assignments (a = t * K + j) · F expert width.
 """
@@ -28,7 +28,7 @@ from culet.kernels.triton.maths import gelu
 
 @dataclass(frozen=True, slots=True)
 class GroupTile:
-    """Tile of the grouped kernels: `block_m` assignments of one expert x `block_n` outputs (and as many up rows)."""
+    """Tile of the grouped kernels, `block_m` assignments of one expert x `block_n` outputs (and as many up rows)."""
 
     block_m: int
     block_n: int
@@ -62,7 +62,7 @@ def _assigned_up_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """hidden[a, n] = gelu(gate row n . x) * (up row n . x) for one assignment a and BLOCK_N rows."""
+    """Compute hidden[a, n] = gelu(gate row n . x) * (up row n . x) for one assignment a and BLOCK_N rows."""
     enter(PDL)
     assignment = tl.program_id(1)
     expert = tl.load(ids + assignment).to(tl.int64)
@@ -103,7 +103,10 @@ def _assigned_down_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y[t, n] = sum over t's experts of weight * (down row n . hidden), for BLOCK_N rows; one sum over all experts' widths."""
+    """Compute y[t, n] = sum over t's experts of weight * (down row n . hidden), for BLOCK_N rows.
+
+    This is a single sum over the widths of all experts.
+    """
     token = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     cols = tl.arange(0, BLOCK_K)
@@ -126,7 +129,7 @@ def _assigned_down_kernel(
 
 @triton.jit(do_not_specialize=["A", "T"])
 def _group_kernel(ids, members, counts, A, T, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """members[e, :counts[e]] = the assignments of expert e in ascending order. One program per expert."""
+    """Write the assignments of expert e to members[e, :counts[e]], in ascending order. Each program handles one expert."""
     enter(PDL)
     expert = tl.program_id(0)
     offsets = tl.arange(0, CHUNK)
@@ -142,7 +145,7 @@ def _group_kernel(ids, members, counts, A, T, CHUNK: tl.constexpr, PDL: tl.const
 
 @triton.jit
 def _find_members(members, counts, T, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The expert of this program's tile (E: none), its assignments, and which of them are real."""
+    """Return the expert of this program's tile (E if none), its assignments, and which of them are real."""
     block = tl.program_id(1)
     experts = tl.arange(0, BLOCK_E)
     number = tl.load(counts + experts, mask=experts < E, other=0)
@@ -157,7 +160,10 @@ def _find_members(members, counts, T, E: tl.constexpr, BLOCK_E: tl.constexpr, BL
 
 @triton.jit
 def _load_tokens(ptrs, is_real, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Columns k .. k + BLOCK_K - 1 of K as rows of a tile, one column per assignment; zeros for those that are not real."""
+    """Load columns k .. k + BLOCK_K - 1 of K as rows of a tile.
+
+    The tile has one column per assignment, with zeros for those that are not real.
+    """
     mask = is_real[None, :]
     if K % BLOCK_K != 0:
         mask = mask & (tl.arange(0, BLOCK_K) < K - k)[:, None]
@@ -166,7 +172,7 @@ def _load_tokens(ptrs, is_real, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _load_weights(ptrs, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Columns k .. k + BLOCK_K - 1 of K, for some rows of an expert's weights."""
+    """Load columns k .. k + BLOCK_K - 1 of K, for some rows of an expert's weights."""
     if K % BLOCK_K == 0:
         tile = tl.load(ptrs + k)
     else:
@@ -194,7 +200,7 @@ def _grouped_up_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """hidden[a, n] for BLOCK_M assignments of one expert and BLOCK_N gate and up rows."""
+    """Compute hidden[a, n] for BLOCK_M assignments of one expert and BLOCK_N gate and up rows."""
     enter(PDL)
     expert, assignment, is_real = _find_members(members, counts, T, E, BLOCK_E, BLOCK_M)
     if expert < E:
@@ -235,7 +241,7 @@ def _grouped_down_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[a, n] = down row n . hidden[a] for BLOCK_M assignments of one expert and BLOCK_N rows."""
+    """Compute out[a, n] = down row n . hidden[a] for BLOCK_M assignments of one expert and BLOCK_N rows."""
     enter(PDL)
     expert, assignment, is_real = _find_members(members, counts, T, E, BLOCK_E, BLOCK_M)
     if expert < E:
@@ -263,7 +269,7 @@ def _combine_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y[t] = sum_j weights[t, j] * out[t * K + j]."""
+    """Compute y[t] = sum_j weights[t, j] * out[t * K + j]."""
     enter(PDL)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -274,9 +280,9 @@ def _combine_kernel(
     tl.store(y + token * y_stride + cols, total.to(y.dtype.element_ty), mask=cols < D)
 
 
-# Measured on an H200: 128 experts of 704, 8 per token, hidden 2816 (docs/log/linear.md).
+# Measured on an H200 with 128 experts of width 704, 8 per token, and hidden size 2816 (docs/log/linear.md).
 ASSIGNED_TOKENS = 4  # up to this many tokens go by assignment
-UP_ROWS, UP_ROWS_ONE = RowTile(4, 256, 4), RowTile(8, 256, 4)  # the second at one token
+UP_ROWS, UP_ROWS_ONE = RowTile(4, 256, 4), RowTile(8, 256, 4)  # the second is for one token
 DOWN_ROWS = RowTile(8, 1024, 4)
 UP_TILES = {
     16: GroupTile(16, 64, 128, 4, 3),
@@ -290,14 +296,16 @@ DOWN_TILES = {
     64: GroupTile(64, 128, 64, 4, 4),
     128: GroupTile(128, 128, 64, 8, 3),
 }
-BLOCKS = ((16, 16), (32, 32), (64, 96))  # assignments per tile, if experts have fewer than this on average; else 128
+# Each pair is (assignments per tile, limit). It applies if experts have fewer assignments than the limit on average. If none
+# applies, a tile has 128 assignments.
+BLOCKS = ((16, 16), (32, 32), (64, 96))
 GROUP_CHUNK = 4096  # assignments that a program reads at a time
 
 
 def describe_assigned(
     x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, y_TD: Tensor, **extra: Any
 ) -> list[Launch]:
-    """The two launches by assignment. `extra`: up and down (RowTile), pdl."""
+    """Return the two launches by assignment. `extra` may have up and down (RowTile) and pdl."""
     num_tokens, top_k = ids_TK.shape
     _, size, width = down_EDF.shape
     up, down = extra.get("up", UP_ROWS_ONE if num_tokens == 1 else UP_ROWS), extra.get("down", DOWN_ROWS)
@@ -332,7 +340,7 @@ def describe_assigned(
 def describe_grouped(
     x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, y_TD: Tensor, **extra: Any
 ) -> list[Launch]:
-    """The four launches by groups. `extra`: up and down (GroupTile), pdl, shared (bytes)."""
+    """Return the four launches by groups. `extra` may have up and down (GroupTile), pdl and shared (bytes)."""
     num_tokens, top_k = ids_TK.shape
     num_experts, size, width = down_EDF.shape
     assigned = num_tokens * top_k
@@ -366,7 +374,7 @@ def describe_grouped(
 
 
 def _grouped(kernel: Any, outputs: int, tile: GroupTile, arguments: dict[str, Any], **extra: Any) -> Launch:
-    """A grouped launch over as many blocks as there can be; blocks without assignments return at once."""
+    """Return a grouped launch over as many blocks as there can be. Blocks without assignments return at once."""
     hidden, num_experts, pdl = arguments["hidden"], arguments["E"], bool(extra.get("pdl", False))
     blocks = min(hidden.shape[0], hidden.shape[0] // tile.block_m + num_experts)
     rows = tile.block_m + tile.block_n * (2 if "gate_up" in arguments else 1)
@@ -378,7 +386,7 @@ def _grouped(kernel: Any, outputs: int, tile: GroupTile, arguments: dict[str, An
 
 
 def experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
-    """sum over a token's experts of weight * down(gelu_tanh(gate(x)) * up(x)), [T, D]."""
+    """Return the sum over a token's experts of weight * down(gelu_tanh(gate(x)) * up(x)), [T, D]."""
     y_TD = torch.empty_like(x_TD)
     if not x_TD.shape[0]:
         return y_TD

@@ -1,10 +1,12 @@
-"""The router in one launch: rms, float32 logits, the best experts and their weights.
+"""Route tokens to experts in one launch. It computes the rms, float32 logits, the best experts and their weights.
 
-    u = x / rms(x); logits = router @ u; ids = the K largest logits, equal ones in order of id
+    u = x / rms(x), logits = router @ u, ids = the K largest logits (equal ones in order of id)
     weights = softmax(logits[ids]) * expert_scale[ids]
 
-`router` includes the router's input scale. Up to FEW_TOKENS tokens, a program computes a few experts' logits of one token, and
-loads their rows before it waits for the kernel before. Above, tensor cores compute tiles of tokens x all experts, D in parts.
+`router` includes the router's input scale. With up to FEW_TOKENS tokens, a program computes the logits of a few experts for one
+token. It loads their rows before it waits for the previous kernel. With more tokens, tensor cores compute tiles of tokens x all
+experts, with D split into parts.
+
 Shapes: T tokens · D model · E experts · K experts per token.
 """
 
@@ -22,13 +24,14 @@ from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
 from culet.kernels.triton.linear.few_tokens import workspace
 
-# Measured on an H200 at 128 experts, hidden 2816 (docs/log/linear.md).
+# Measured on an H200 with 128 experts and hidden size 2816 (docs/log/linear.md).
 FEW_TOKENS = 16
-FEW = (1, 1)  # experts per program, warps: one warp needs no barriers, neither for its sum nor for the choice
+FEW = (1, 1)  # experts per program, warps. One warp needs no barriers, neither for its sum nor for the choice.
 TILE, LARGE_TILE = (16, 64, 4), (32, 128, 4)  # tokens, columns, warps
-LARGE_TOKENS = 1024  # from here on LARGE_TILE
-SPLITS = (11, 8, 4, 2, 1)  # parts of D, which spread the router's weights over programs; few, as each needs its own kernel
-MAX_PROGRAMS = 264  # D is not split beyond this many
+LARGE_TOKENS = 1024  # from this many tokens on, LARGE_TILE is used
+# Numbers of parts of D, which spread the router's weights over programs. There are few because each needs its own kernel.
+SPLITS = (11, 8, 4, 2, 1)
+MAX_PROGRAMS = 264  # D is not split beyond this many programs
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -53,7 +56,7 @@ def _route_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Logits of BLOCK_T tokens over one of SPLIT parts of D; the last part to arrive chooses their experts."""
+    """Compute logits of BLOCK_T tokens over one of SPLIT parts of D. The last part to arrive chooses their experts."""
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts = tl.arange(0, BLOCK_E)
     cols = tl.arange(0, BLOCK_D)
@@ -70,7 +73,7 @@ def _route_kernel(
             mask=is_token[:, None] & inside[None, :],
             other=0.0,
         )
-        # The router as columns: [BLOCK_D, BLOCK_E].
+        # the router as columns, [BLOCK_D, BLOCK_E]
         r_tile = tl.load(
             router + experts[None, :] * D + begin + step + cols[:, None],
             mask=(experts < E)[None, :] & inside[:, None],
@@ -84,7 +87,7 @@ def _route_kernel(
             logits * tl.rsqrt(squares / D + eps)[:, None], expert_scale, weights, ids, tokens, T, E, TOP_K, BLOCK_T, BLOCK_E
         )
     else:
-        # A part holds the logits, then the squares, of this launch's tokens.
+        # A part holds the logits of this launch's tokens, then the squares.
         offsets = tokens[:, None] * BLOCK_E + experts[None, :]
         width = tl.num_programs(0) * BLOCK_T * (BLOCK_E + 1)
         squares_at = tl.num_programs(0) * BLOCK_T * BLOCK_E + tokens
@@ -96,7 +99,7 @@ def _route_kernel(
         if arrived == SPLIT - 1:
             logits = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
             squares = tl.zeros((BLOCK_T,), tl.float32)
-            # Unrolled, so that all loads are in flight together.
+            # The loop is unrolled, so that all loads are in flight together.
             for part in tl.static_range(SPLIT):
                 other = parts + part * width
                 logits += tl.load(other + offsets, mask=is_token[:, None], other=0.0, cache_modifier=".cg")
@@ -127,7 +130,7 @@ def _route_few_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS logits of one token per program; the token's last program to arrive chooses its experts."""
+    """Compute ROWS logits of one token per program. The token's last program to arrive chooses its experts."""
     token = tl.program_id(1)
     experts = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_D)
@@ -149,10 +152,10 @@ def _route_few_kernel(
 
 @triton.jit
 def _dot_exactly(x, r, total):
-    """x @ r for float32 r, [T, D] x [D, E]: rounding must not decide which experts a token gets."""
+    """Return total + x @ r for float32 r, [T, D] x [D, E]. Rounding must not decide which experts a token gets."""
     if x.dtype == tl.bfloat16:
-        # Three bfloat16 numbers represent a float32, and their products with x are exact. The sum restarts for each tile:
-        # tensor cores truncate what they add to a large sum.
+        # Three bfloat16 numbers represent a float32, and their products with x are exact. The sum restarts for each tile,
+        # because tensor cores truncate the numbers that they add to a large sum.
         high = r.to(tl.bfloat16)
         rest = r - high.to(tl.float32)
         middle = rest.to(tl.bfloat16)
@@ -174,7 +177,7 @@ def _choose(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Top-k of logits [BLOCK_T, BLOCK_E] and its softmax. Ids are distinct and in range even if logits are NaN."""
+    """Choose the top k of logits [BLOCK_T, BLOCK_E] and their softmax. Ids are distinct and in range even if logits are NaN."""
     experts = tl.arange(0, BLOCK_E)[None, :]
     SLOTS: tl.constexpr = triton.next_power_of_2(TOP_K)
     slots = tl.arange(0, SLOTS)[None, :]
@@ -200,7 +203,10 @@ def _choose(
 def describe_route(
     x_TD: Tensor, router_ED: Tensor, expert_scale_E: Tensor, out: tuple[Tensor, Tensor], eps: float, **extra: Any
 ) -> Launch:
-    """The launch; `out` is (weights, ids). `extra`: pdl, few (experts per program, warps), tile (tokens, columns, warps)."""
+    """Describe the launch. `out` is (weights, ids).
+
+    `extra` may have pdl, few (experts per program, warps) and tile (tokens, columns, warps).
+    """
     num_tokens, size = x_TD.shape
     num_experts, top_k = router_ED.shape[0], out[0].shape[1]
     block_e = max(16, next_power_of_2(num_experts))
@@ -223,7 +229,7 @@ def describe_route(
 
 
 def route(x_TD: Tensor, router_ED: Tensor, expert_scale_E: Tensor, top_k: int, eps: float) -> tuple[Tensor, Tensor]:
-    """Weights [T, K] (float32) and ids [T, K] (int32) of each token's experts, in one launch."""
+    """Return the weights [T, K] (float32) and ids [T, K] (int32) of each token's experts, in one launch."""
     weights = torch.empty(x_TD.shape[0], top_k, dtype=torch.float32, device=x_TD.device)
     ids = torch.empty(x_TD.shape[0], top_k, dtype=torch.int32, device=x_TD.device)
     if x_TD.shape[0]:

@@ -1,1 +1,1 @@
-"""Linear layers of few tokens."""
+"""Linear layers for few tokens."""

@@ -1,14 +1,14 @@
-"""Linear layers of few tokens, as in decoding: y = x @ W^T where reading W is all the work.
+"""Linear layers for few tokens, as in decoding. Reading W is nearly all of the work.
 
     y[m, n]  = sum_k x[m, k] * W[n, k]                                     linear
-    y[m, f]  = gelu(sum_k x[m, k] * W[f, k]) * sum_k x[m, k] * W[F + f, k]     gated_linear (W: gate rows, then up rows)
+    y[m, f]  = gelu(sum_k x[m, k] * W[f, k]) * sum_k x[m, k] * W[F + f, k]     gated_linear (W has gate rows, then up rows)
     y[m, n]  = gelu(sum_k x[m, k] * W[n, k]) * factor[m, n]                linear_gelu_times (per-layer embeddings)
 
-bfloat16 in and out, float32 sums. There are two kernels. `_rows_kernel` multiplies and adds in registers, a few weight rows
-per program: for 1 to 4 tokens, and fine-grained enough for small matrices. `_tiles_kernel` passes weight tiles to the tensor
-cores as the left operand, with tokens as columns (up to 32). It may split K over programs; the last one to arrive sums the
-parts in a fixed order, unless the caller does (`linear_parts`). On Hopper, `hopper_stream` is faster in steps that are
-replayed. `tiles` chooses the kernel and tile for a shape.
+Inputs and outputs are bfloat16 and sums are float32. There are two kernels. `_rows_kernel` multiplies and adds in registers,
+with a few weight rows per program. It is for 1 to 4 tokens, and fine-grained enough for small matrices. `_tiles_kernel` passes
+weight tiles to the tensor cores as the left operand, with tokens as columns (up to 32). It may split K over programs. The last
+program to arrive sums the parts in a fixed order, unless the caller does (`linear_parts`). On Hopper, `hopper_stream` is faster
+in steps that are replayed. `tiles` chooses the kernel and tile for a shape.
 
 Shapes: M tokens · K inputs · N outputs · F gated outputs (W has 2F rows).
 """
@@ -43,7 +43,7 @@ from culet.kernels.triton.linear.tiles import (
 from culet.kernels.triton.maths import cap_tanh, gelu
 from culet.kernels.triton.norms.pointwise import gelu_gate, gelu_mul, softcap
 
-MIN_COLUMNS = 16  # fewer tokens are padded to this many columns of the tensor cores' tile
+MIN_COLUMNS = 16  # fewer tokens are padded to this many columns of a tensor core tile
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _finish(y, up, factor, pointers_factor, mask, softcap: tl.constexpr, EPILOGU
 
 @triton.jit
 def _load_row(x, m: tl.constexpr, x_stride, M, k, cols, K: tl.constexpr, MASKED: tl.constexpr):
-    """Columns k + cols of token m, float32; zeros past the last token."""
+    """Load columns k + cols of token m in float32, with zeros past the last token."""
     if MASKED:
         row = tl.load(x + m * x_stride + k + cols, mask=(cols < K - k) & (m < M), other=0.0)
     elif m == 0:
@@ -92,7 +92,7 @@ def _rows_step(
     MASKED: tl.constexpr,
     HAS_UP: tl.constexpr,
 ):
-    """Add columns k + cols to the sums: four with the weight rows, four with the up rows."""
+    """Add columns k + cols to the sums. Four sums are for the weight rows and four for the up rows."""
     a0, a1, a2, a3, b0, b1, b2, b3 = sums
     w_tile = w_tile.to(tl.float32)
     x0 = _load_row(x, 0, x_stride, M, k, cols, K, MASKED)
@@ -136,12 +136,12 @@ def _rows_kernel(
     EPILOGUE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N weight rows per program, all of K, up to NUM_M tokens (1, 2 or 4)."""
+    """Multiply BLOCK_N weight rows by up to NUM_M tokens (1, 2 or 4), over all of K."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     cols = tl.arange(0, BLOCK_K)
     safe_rows = tl.where(rows < N, rows, 0).to(tl.int64)
     w_ptrs = w + safe_rows[:, None] * K + cols[None, :]
-    up_ptrs = w_ptrs + tl.cast(N, tl.int64) * K  # gate rows first, then as many up rows
+    up_ptrs = w_ptrs + tl.cast(N, tl.int64) * K  # The gate rows come first, then as many up rows.
     HAS_UP: tl.constexpr = EPILOGUE == 1
     WHOLE: tl.constexpr = K // BLOCK_K * BLOCK_K
     # Sums stay spread over K in registers until the end, so the loop needs no shuffles.
@@ -178,9 +178,9 @@ def _tiles_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, KEEP_PARTS: tl.constexpr,
     STAGES: tl.constexpr, EPILOGUE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A [BLOCK_N weight rows, BLOCK_M tokens] tile per program, over K or one of SPLIT_K parts of it.
+    """Compute a tile [BLOCK_N weight rows, BLOCK_M tokens], over K or one of SPLIT_K parts of K.
 
-    With KEEP_PARTS, y has a plane [M, N] for each part, and the caller sums them.
+    With KEEP_PARTS, y has a plane [M, N] for each part, and the caller sums the planes.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.arange(0, BLOCK_M)
@@ -246,7 +246,10 @@ _workspaces: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 
 def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Parts and arrival counters of `device`, allocated once. Launches on one stream share them; counters end at zero."""
+    """Return the parts and arrival counters of `device`. They are allocated once.
+
+    Launches on one stream share them. Every launch leaves the counters at zero.
+    """
     if device not in _workspaces:
         parts = torch.empty(MAX_PARTS, dtype=torch.float32, device=device)
         _workspaces[device] = parts, torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
@@ -254,9 +257,10 @@ def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue: int = PLAIN, **extra: Any) -> Launch:
-    """The launch of `tile` for these tensors. `extra`: factor (GELU_TIMES), softcap (SOFTCAP), pdl, shared (bytes).
+    """Describe the launch of `tile` for these tensors.
 
-    `out` is [M, N], or float32 [split_k, M, N] if the parts of a split K are not summed.
+    `out` is [M, N], or float32 [split_k, M, N] if the parts of a split K are not summed. `extra` may have factor (GELU_TIMES),
+    softcap (SOFTCAP), pdl and shared (bytes).
     """
     if tile.kernel == "stream":
         return describe_stream(x_MK, weight_NK, out, tile, epilogue, workspace=workspace(x_MK.device), **extra)
@@ -325,11 +329,11 @@ def _run(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue: int
 
 
 def _tile_for(x_MK: Tensor, weight_NK: Tensor, num_rows: int, epilogue: int) -> Tile | None:
-    """The tile, or None where torch is faster or the kernels do not support the tensors."""
+    """Return the tile, or None if torch is faster or the kernels do not support the tensors."""
     if not x_MK.shape[0] or not weight_NK.is_contiguous() or x_MK.dim() != 2:
         return None
     if x_MK.is_cuda and x_MK.dtype != torch.bfloat16:
-        return None  # the tensor cores would round float32 to tf32
+        return None  # Tensor cores would round float32 to tf32.
     shape = x_MK.shape[0], num_rows, x_MK.shape[1], epilogue
     tile = choose_stream(*shape) if is_replayed() and _can_stream(x_MK, weight_NK) else None
     tile = tile or choose_tile(*shape)
@@ -337,14 +341,17 @@ def _tile_for(x_MK: Tensor, weight_NK: Tensor, num_rows: int, epilogue: int) -> 
 
 
 def _can_stream(x_MK: Tensor, weight_NK: Tensor) -> bool:
-    """Whether `hopper_stream` can read both: on Hopper, bfloat16, with rows that the bulk copy engine supports."""
+    """Return whether `hopper_stream` can read both tensors.
+
+    They must be bfloat16 tensors on Hopper, with rows that the bulk copy engine supports.
+    """
     if not x_MK.is_cuda or not is_hopper(x_MK.device) or x_MK.stride(1) != 1 or weight_NK.dtype != x_MK.dtype:
         return False
     return not (x_MK.stride(0) % 8 or x_MK.data_ptr() % 16 or weight_NK.data_ptr() % 16)
 
 
 def linear(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-    """x @ weight^T, [M, N]."""
+    """Return x @ weight^T, [M, N]."""
     tile = _tile_for(x_MK, weight_NK, weight_NK.shape[0], PLAIN)
     if tile is None:
         return _by_cublas(x_MK, weight_NK)
@@ -357,9 +364,9 @@ def _by_cublas(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
 
 
 def linear_parts(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-    """`linear` for a caller that sums partial results: [M, N], or float32 parts [S, M, N] where K is split over programs.
+    """Return `linear` as [M, N], or as float32 parts [S, M, N] that the caller sums if K is split over programs.
 
-    Summing the parts here would add 1 to 2 us of waiting to a kernel that takes 4 to 16.
+    Summing the parts here would add 1 to 2 us of waiting to a kernel that takes 4 to 16 us.
     """
     tile = _tile_for(x_MK, weight_NK, weight_NK.shape[0], PLAIN)
     if tile is None or tile.split_k == 1:
@@ -369,7 +376,7 @@ def linear_parts(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
 
 
 def gated_linear(x_MK: Tensor, gate_up_NK: Tensor) -> Tensor:
-    """gelu_tanh(x @ gate^T) * (x @ up^T), [M, F]; the weight's rows are gate, then up."""
+    """Return gelu_tanh(x @ gate^T) * (x @ up^T), [M, F]. The weight's rows are gate, then up."""
     num_rows = gate_up_NK.shape[0] // 2
     tile = _tile_for(x_MK, gate_up_NK, num_rows, GATED)
     if tile is None:
@@ -378,7 +385,7 @@ def gated_linear(x_MK: Tensor, gate_up_NK: Tensor) -> Tensor:
 
 
 def linear_gelu_times(x_MK: Tensor, weight_NK: Tensor, factor_MN: Tensor) -> Tensor:
-    """gelu_tanh(x @ weight^T) * factor, [M, N]: the gate of per-layer embeddings."""
+    """Return gelu_tanh(x @ weight^T) * factor, [M, N]. Per-layer embeddings use it as their gate."""
     tile = _tile_for(x_MK, weight_NK, weight_NK.shape[0], GELU_TIMES)
     if tile is None:
         return gelu_gate(F.linear(x_MK, weight_NK), factor_MN)
@@ -386,7 +393,10 @@ def linear_gelu_times(x_MK: Tensor, weight_NK: Tensor, factor_MN: Tensor) -> Ten
 
 
 def capped_head(x_LD: Tensor, table_VD: Tensor, cap: float | None) -> Tensor:
-    """cap * tanh(x @ table^T / cap), [L, V] float32, not rounded before the cap; None: no cap."""
+    """Return cap * tanh(x @ table^T / cap), [L, V] float32. If `cap` is None, logits are not capped.
+
+    This kernel does not round the logits before the cap.
+    """
     tile = _tile_for(x_LD, table_VD, table_VD.shape[0], SOFTCAP)
     if tile is None:
         return softcap(F.linear(x_LD, table_VD), cap)

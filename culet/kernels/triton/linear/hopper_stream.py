@@ -1,16 +1,16 @@
-"""Linear layers of few tokens on Hopper, in Gluon: the bulk copy engine streams the weights, and starts early.
+"""Linear layers for few tokens on Hopper, in Gluon. The bulk copy engine streams the weights and starts early.
 
-The same products as in `few_tokens`. With dependent launch, programs start while the kernel before still runs. Here one warp
-of each first requests as many weight tiles as fit into shared memory, since weights depend on no kernel, and only then waits
-for the tokens. So memory is not idle between two kernels: `_tiles_kernel` starts with an empty pipeline, this one with a full
-one. That warp keeps requesting ahead; the other four or eight multiply. Weights must be complete before the kernel before
-starts: it may write only tokens and `factor`.
+The products are the same as in `few_tokens`. With dependent launch, programs start while the previous kernel is still running.
+Here one warp of each program first requests as many weight tiles as fit in shared memory, because weights depend on no kernel.
+Only then does it wait for the tokens. Memory is therefore not idle between two kernels. `_tiles_kernel` starts with an empty
+pipeline, and this kernel starts with a full one. The fetching warp keeps requesting ahead while the other four or eight warps
+multiply. Weights must be complete before the previous kernel starts. That kernel may write only tokens and `factor`.
 
-Only the fetching warp waits for the kernel before. The others touch what that kernel may still read or write (outputs, parts,
-counters, `factor`) only after their first tokens arrive, which were requested after that wait.
+Only the fetching warp waits for the previous kernel. That kernel may still read or write outputs, parts, counters and `factor`.
+The other warps touch these only after their first tokens arrive, which were requested after that wait.
 
-A tile of weights is the left operand of the tensor cores. Tokens are columns: up to 128, in one block or two (64 and the
-rest), each a power of two.
+A tile of weights is the left operand of the tensor cores. Tokens are columns. There are up to 128, in one block or in two (64
+and the rest), and each block is a power of two.
 
 Shapes: M tokens · K inputs · N outputs · F gated outputs (W has 2F rows).
 """
@@ -54,7 +54,7 @@ def _let_next_start():
 
 @gluon.jit
 def _request_weights(W, w_smem, up_smem, full, place, row, up_row, k, HAS_UP: gl.constexpr, BYTES: gl.constexpr):
-    """Request the weights of one step. Their barrier also waits for the tokens. Rows past the matrix are zeros."""
+    """Request the weights of one step. Their barrier also waits for the tokens. Rows past the end of the matrix are zeros."""
     mbarrier.expect(full.index(place), BYTES)
     tma.async_copy_global_to_shared(W, [row, k], full.index(place), w_smem.index(place))
     if HAS_UP:
@@ -75,7 +75,7 @@ def _fetch(
     BLOCK_M: gl.constexpr, BLOCK_REST: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STEPS: gl.constexpr, STAGES: gl.constexpr, HAS_UP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The fetching warp."""
+    """Run the fetching warp."""
     BYTES: gl.constexpr = 2 * BLOCK_K * (BLOCK_N * (2 if HAS_UP else 1) + BLOCK_M + BLOCK_REST)
     row = gl.program_id(0) * BLOCK_N
     begin = gl.program_id(1) * (STEPS * BLOCK_K)
@@ -86,11 +86,11 @@ def _fetch(
     for stage in gl.static_range(STAGES):
         _request_tokens(X, REST, x_smem, rest_smem, full, stage, begin + stage * BLOCK_K, BLOCK_M, BLOCK_REST)
     if PDL:
-        _let_next_start()  # after the wait; see `dependent_launch`
+        _let_next_start()  # after the wait, as in `dependent_launch`
     for step in range(STAGES, STEPS):
         place = step % STAGES
         k = begin + step * BLOCK_K
-        # A place is released once per step that reuses it, so the phase is that of the step before in this place.
+        # A place is released once per step that reuses it, so the phase is that of the previous step in this place.
         mbarrier.wait(empty.index(place), (step // STAGES - 1) & 1)
         _request_weights(W, w_smem, up_smem, full, place, row, N + row, k, HAS_UP, BYTES)
         _request_tokens(X, REST, x_smem, rest_smem, full, place, k, BLOCK_M, BLOCK_REST)
@@ -103,9 +103,9 @@ def _multiply(
     BLOCK_M: gl.constexpr, BLOCK_REST: gl.constexpr, BLOCK_N: gl.constexpr, STEPS: gl.constexpr, SPLIT_K: gl.constexpr,
     KEEP_PARTS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warps."""
+    """Run the multiplying warps."""
     HAS_UP: gl.constexpr = EPILOGUE == 1
-    # Products that may still run when the place of the step before is released.
+    # number of products that may still run when the place of the previous step is released
     LEFT: gl.constexpr = (2 if HAS_UP else 1) * (2 if BLOCK_REST > 0 else 1)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     REST_SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_REST if BLOCK_REST > 0 else 16, 16])
@@ -132,7 +132,7 @@ def _multiply(
             total, up = warpgroup_mma_wait(LEFT, deps=(total, up))
         else:
             total = warpgroup_mma_wait(LEFT, deps=(total,))
-        # The step before is done. Release its place if a later step uses it: nobody waits for the others.
+        # The previous step is done. Release its place if a later step uses it. Nothing waits for the other places.
         if (step > 0) & (step - 1 + STAGES < STEPS):
             gl.thread_barrier()
             mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
@@ -158,7 +158,7 @@ def _store_outputs(
     OUT: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, WARPS], [0, 1])
     rows = gl.expand_dims(gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, OUT)), 1)
     tokens = gl.expand_dims(first_token + gl.arange(0, COLUMNS, gl.SliceLayout(0, OUT)), 0)
-    # Gate rows past N are read, as they are up rows, but their outputs are not written.
+    # Gate rows past N are read because they are up rows, but their outputs are not written.
     mask = (rows < N) & (tokens < M)
     total = gl.convert_layout(total, OUT)
     if KEEP_PARTS:
@@ -171,7 +171,7 @@ def _store_outputs(
             gl.store(parts + gl.program_id(1) * width + place, total, mask=mask)
             # Every thread has written its part before one thread counts this program, so the last to count sees all parts.
             gl.thread_barrier()
-            # One counter per block of tokens: a program may be the last for one block and not for the other.
+            # Each block of tokens has a counter, because a program may be the last for one block and not for the other.
             arrived = arrivals + 2 * gl.program_id(0) + (1 if first_token > 0 else 0)
             is_last = gl.atomic_add(arrived, 1, sem="acq_rel") == SPLIT_K - 1
             if is_last:
@@ -197,7 +197,7 @@ def _stream_kernel(
     SPLIT_K: gl.constexpr, KEEP_PARTS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, PDL: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_N weight rows, all tokens] per program, over K or one of SPLIT_K parts of it."""
+    """Compute a tile [BLOCK_N weight rows, all tokens], over K or one of SPLIT_K parts of K."""
     HAS_UP: gl.constexpr = EPILOGUE == 1
     STEPS: gl.constexpr = K // SPLIT_K // BLOCK_K
     w_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, BLOCK_K], W.layout)
@@ -232,7 +232,7 @@ def _stream_kernel(
 
 
 def blocks_of(num_tokens: int) -> tuple[int, int]:
-    """Columns of the first block of tokens and of the second (0: none)."""
+    """Return the columns of the first and second blocks of tokens. The second is 0 if there is only one block."""
     if num_tokens <= 64:
         return max(16, 1 << (num_tokens - 1).bit_length()), 0
     rest = 1 << (num_tokens - 65).bit_length()
@@ -240,7 +240,10 @@ def blocks_of(num_tokens: int) -> tuple[int, int]:
 
 
 def describe_stream(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue: int = PLAIN, **extra: Any) -> Launch:
-    """As `few_tokens.describe`, for this kernel. `extra` also has workspace, for a split K whose parts are summed here."""
+    """Describe the launch of this kernel, as in `few_tokens.describe`.
+
+    `extra` also has workspace, for a split K whose parts are summed here.
+    """
     num_tokens, size_k = x_MK.shape
     num_rows = out.shape[-1]
     block_m, rest = blocks_of(num_tokens)
@@ -284,6 +287,6 @@ def describe_stream(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, ep
         "PDL": pdl,
         "WARPS": tile.num_warps,
     }
-    # Triton would give one program all registers: then neither a second one nor one of the next kernel could start.
+    # Triton would give one program all registers. Then neither a second program nor one of the next kernel could start.
     registers = {"maxnreg": 64 if block_m <= 32 else 128 if tile.num_warps == 4 else 80}
     return Launch(_stream_kernel, (programs, tile.split_k), arguments, options(tile.num_warps, pdl) | registers)

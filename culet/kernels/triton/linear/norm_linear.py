@@ -1,9 +1,10 @@
-"""A residual add, the next norm and the linear layer after it in one launch: for small models and few tokens.
+"""A residual add, the next norm and the linear layer after it in one launch, for small models and few tokens.
 
-    x' = (x + norm(delta) * w) * scalar;   y = (norm(x') * next_w) @ W^T, or gated as in `few_tokens`
+    x' = (x + norm(delta) * w) * scalar,   y = (norm(x') * next_w) @ W^T, or gated as in `few_tokens`
 
-Every program norms its tokens itself, for some rows of W, which it loads while the kernel before still runs. For rows of up to
-MAX_SIZE columns that is cheaper than another launch. Other shapes use one kernel for each part.
+Every program norms its tokens itself. It handles some rows of W, which it loads while the previous kernel is still running. For
+rows of up to MAX_SIZE columns, this is cheaper than another launch. Other shapes use one kernel for each part.
+
 Shapes: T tokens · D model · S parts · N rows of W · F gated outputs (W has 2F rows).
 """
 
@@ -26,7 +27,7 @@ from culet.kernels.triton.norms.residual import residual_norm, rms_norm
 
 MAX_SIZE = 512
 MAX_TOKENS = 32
-BLOCK_T = 16  # the fewest columns that the tensor cores take
+BLOCK_T = 16  # fewest columns that the tensor cores take
 MAX_PARTS = 8
 BLOCK_N = 16
 GATES = {"": 0, "gelu": 1, "silu": 2}
@@ -34,7 +35,7 @@ GATES = {"": 0, "gelu": 1, "silu": 2}
 
 @triton.jit
 def _norm_columns(x, weight, D: tl.constexpr, eps: tl.constexpr):
-    """norm(x) * weight of tokens that are columns."""
+    """Return norm(x) * weight for tokens that are columns."""
     return x * tl.rsqrt(tl.sum(x * x, 0) / D + eps)[None, :] * weight[:, None]
 
 
@@ -45,7 +46,7 @@ def _normed_linear_kernel(
     NUM_PARTS: tl.constexpr, GATE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of BLOCK_T tokens; the first program also writes x'. `out` and `y` are contiguous."""
+    """Compute BLOCK_N outputs of BLOCK_T tokens. The first program also writes x'. `out` and `y` are contiguous."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_D)
     token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -100,7 +101,7 @@ def describe_normed(
     gate: str = "",
     pdl: bool,
 ) -> Launch:
-    """`outs` is (x', the linear layer's outputs)."""
+    """Describe the launch. `outs` is (x', outputs of the linear layer)."""
     (num_tokens, size), (own, after), (out, y) = x_TD.shape, norms, outs
     delta = x_TD if delta_TD is None else delta_TD
     arguments: dict[str, Any] = {"x": x_TD, "delta": delta, "delta_weight": after if own is None else own}
@@ -131,10 +132,10 @@ def residual_norm_linear(
     weight_ND: Tensor,
     gate: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """x' = (x + norm(delta) * norms[0]) * scalar, and (norm(x') * norms[1]) @ weight^T, gated by `gate` (gelu, silu or "").
+    """Return x' = (x + norm(delta) * norms[0]) * scalar and (norm(x') * norms[1]) @ weight^T, gated by `gate`.
 
-    As in `residual_norm`, delta may be parts, and is not normed if norms[0] is None; without a delta, x' is x. With a gate,
-    the weight's rows are gate, then up. Without one, the result may be parts (`linear_parts`).
+    `gate` is gelu, silu or "". As in `residual_norm`, delta may be parts, and it is not normed if norms[0] is None. Without a
+    delta, x' is x. With a gate, the weight's rows are gate, then up. Without one, the result may be parts (`linear_parts`).
     """
     if not _is_supported(x_TD, delta_TD, weight_ND):
         return _with_separate_kernels(x_TD, delta_TD, norms, scalar, eps, weight_ND, gate)

@@ -1,6 +1,7 @@
-"""Which kernel and tile a linear layer of few tokens uses, as measured on an H200 (docs/log/linear.md).
+"""Choose the kernel and tile of a linear layer for few tokens, as measured on an H200 (docs/log/linear.md).
 
-Measured in sequences of the models' layers, each launch after the kernel that makes its input. cuBLAS does the rest.
+The measurements ran sequences of the models' layers, where each launch follows the kernel that makes its input. cuBLAS handles
+all other shapes.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from culet.kernels.triton.launch import cdiv, next_power_of_2
 PLAIN, GATED, GELU_TIMES, SOFTCAP = 0, 1, 2, 3  # epilogues
 
 MAX_TOKENS = 32
-MAX_HEAD_TOKENS = 128  # of the head: with cuBLAS its cap would take another kernel
+MAX_HEAD_TOKENS = 128  # tokens of the head. With cuBLAS, its cap would take another kernel.
 MAX_STREAM_TOKENS = 96
-ENOUGH_PROGRAMS = 128  # K is split until there are this many; more parts cost more than they gain
-ENOUGH_SHORT = 80  # the same for rows of up to SHORT_K, whose programs finish soon
+ENOUGH_PROGRAMS = 128  # K is split until there are this many. More parts cost more than they gain.
+ENOUGH_SHORT = 80  # the same for rows of up to SHORT_K inputs, whose programs finish soon
 SHORT_K = 4096
-NARROW = 512  # up to this many outputs, tiles are small, so that there are enough programs
-MAX_PARTS = 1 << 22  # float32 elements of the workspace in which the parts of a split K are summed: 16 MB
-MAX_ARRIVALS = 1 << 14  # arrival counters of the workspace
+NARROW = 512  # up to this many outputs, tiles are small so that there are enough programs
+MAX_PARTS = 1 << 22  # float32 elements (16 MB) of the workspace in which the parts of a split K are summed
+MAX_ARRIVALS = 1 << 14  # arrival counters in the workspace
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a shape is divided among programs. `kernel` is "rows", "tiles", "stream" (Hopper) or "cublas" (use torch)."""
+    """The division of a shape among programs. `kernel` is "rows", "tiles", "stream" (Hopper) or "cublas" (use torch)."""
 
     kernel: str
     block_n: int = 0
@@ -35,15 +36,16 @@ class Tile:
 
 
 def choose_tile(num_tokens: int, num_rows: int, size_k: int, epilogue: int = PLAIN) -> Tile:
-    """The tile for a shape: `num_rows` outputs (of GATED: half the weight's rows), `size_k` inputs."""
+    """Return the tile for `num_rows` outputs (half of the weight's rows if GATED) and `size_k` inputs."""
     if epilogue == SOFTCAP and MAX_TOKENS < num_tokens <= MAX_HEAD_TOKENS and size_k % 64 == 0:
-        return Tile("tiles", 128, 64, 8, 4)  # E4B at 80: 410 us; cuBLAS, which rounds to bfloat16, and the cap 439
+        # E4B at 80 tokens takes 410 us. cuBLAS, which rounds to bfloat16, and the cap take 439 us.
+        return Tile("tiles", 128, 64, 8, 4)
     if num_tokens > MAX_TOKENS or size_k % 64:
         return Tile("cublas")
     is_gated = epilogue == GATED
     by_rows = num_tokens == 1 and (num_rows <= (4096 if is_gated else 8192) or num_rows > 1 << 16)
     if by_rows or (num_tokens == 2 and num_rows <= 2560 and not is_gated):
-        # Long rows of a narrow matrix: fewer rows per program, so that there are enough programs.
+        # With long rows of a narrow matrix, a program has fewer rows, so that there are enough programs.
         is_narrow = num_tokens == 1 and size_k > 8192 and num_rows <= 4096
         return Tile("rows", 2 if is_narrow else 4, min(1024, next_power_of_2(size_k)))
     programs = cdiv(num_rows, 64)
@@ -57,7 +59,7 @@ def choose_tile(num_tokens: int, num_rows: int, size_k: int, epilogue: int = PLA
 
 
 def _split(programs: int, wanted: int, steps: int) -> int:
-    """Parts of K, a power of two up to 8, each of at least two of `steps` steps."""
+    """Return the number of parts of K, a power of two up to 8. Each part has at least two of `steps` steps."""
     split = 1
     while programs * split < wanted and split < 8 and steps >= 4 * split:
         split *= 2
@@ -65,7 +67,10 @@ def _split(programs: int, wanted: int, steps: int) -> int:
 
 
 def choose_stream(num_tokens: int, num_rows: int, size_k: int, epilogue: int = PLAIN) -> Tile | None:
-    """The tile of `hopper_stream` where that is faster. In brackets: microseconds per call against `choose_tile`'s choice."""
+    """Return the tile of `hopper_stream` if that is faster, or None.
+
+    Numbers in brackets in the comments are microseconds per call compared to the choice of `choose_tile`.
+    """
     tile = _choose_stream(num_tokens, num_rows, size_k, epilogue)
     if tile is None or size_k % (tile.block_k * tile.split_k):
         return None
@@ -77,15 +82,16 @@ def _choose_stream(num_tokens: int, num_rows: int, size_k: int, epilogue: int) -
     few, some = num_tokens <= 16, num_tokens <= MAX_TOKENS
     programs = cdiv(num_rows, 64)
     if epilogue == SOFTCAP:
-        # E4B at 80 tokens [411 -> 354]; with fewer tokens, both are limited by memory.
+        # E4B at 80 tokens [411 -> 354]. With fewer tokens, both are limited by memory.
         return Tile("stream", 128, 64, 4, 4) if MAX_TOKENS < num_tokens <= MAX_HEAD_TOKENS else None
     if num_tokens > MAX_STREAM_TOKENS:
         return None
     if epilogue == GATED:
-        # One to two programs per multiprocessor (of 132) should all run at once: few stages.
-        if 132 < programs <= 264:  # E4B at 1, 4, 8, 48, 80 [-0.4, -1.2, -1.0, -4.4, -2.8]; at 32 no better
+        # One to two programs per multiprocessor (of 132) should all run at once, so there are few stages.
+        if 132 < programs <= 264:  # E4B at 1, 4, 8, 48, 80 [-0.4, -1.2, -1.0, -4.4, -2.8]. No better at 32.
             if few or not some:
-                return Tile("stream", 64, 64, 4, 4 if num_tokens <= 80 else 3)  # three: not measured; with four only one fits
+                # Three stages were not measured. With four, only one program fits.
+                return Tile("stream", 64, 64, 4, 4 if num_tokens <= 80 else 3)
             return None
         # 31B at 8, 32 [-5.1, -5.4], 26B [-1.1, -3.6]
         return Tile("stream", 64, 64, 4, 8) if some and num_tokens > 1 else None
@@ -101,14 +107,14 @@ def _choose_plain_stream(num_tokens: int, programs: int, size_k: int) -> Tile | 
     if size_k <= 256:  # E4B's per-layer projection at 8, 16, 32, 80 [-0.8, -2.2, -0.9, -1.7]
         return Tile("stream", 64, 64, 4, 2, 2) if some else Tile("stream", 64, 128, 4, 2)
     if size_k > 2 * SHORT_K:
-        if programs > 64:  # 31B.down: no better
+        if programs > 64:  # no better for 31B.down
             return None
         if some:  # E4B.down at 4, 8, 16, 32 [-2.2, -1.8, -2.5, -1.4]
             return Tile("stream", 64, 128, 4, 5, 5) if few else Tile("stream", 64, 64, 4, 8, 4)
-        return Tile("stream", 64, 64, 4, 5, 4) if num_tokens <= 64 else None  # at 48 [-0.7]; at 80 cuBLAS
+        return Tile("stream", 64, 64, 4, 5, 4) if num_tokens <= 64 else None  # at 48 [-0.7]. At 80 cuBLAS is used.
     if size_k % 128:  # 26B.down, K 2112, at 8, 32, 80 [-0.7, -1.8, -1.1]
         return Tile("stream", 64, 64, 4, 11 if some else 6, 3)
-    if programs >= ENOUGH_PROGRAMS:  # 31B.qkv at 8, 32 [-0.7, -0.9]; 26B.qkv at 8, 32, 80 [-0.8, -1.4, -1.7]
+    if programs >= ENOUGH_PROGRAMS:  # 31B.qkv at 8, 32 [-0.7, -0.9], 26B.qkv at 8, 32, 80 [-0.8, -1.4, -1.7]
         return Tile("stream", 64, 128, 4, 4) if some else Tile("stream", 64, 64, 4, 8) if programs <= 132 else None
     if few and size_k >= 2560:  # E4B.qkv at 4, 8, 16 [-0.6, -0.7, -0.7]
         return Tile("stream", 64, 64, 4, 8, 4)
