@@ -1,1 +1,1 @@
-"""Drafting kernels: the parts of a draft round and of its verify that are not layers."""
+"""Drafting kernels. They are the parts of a draft round and of its verification that are not layers."""

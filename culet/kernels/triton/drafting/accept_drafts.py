@@ -1,10 +1,11 @@
-"""The end of a step on the GPU: store draws, count accepted drafts, and prepare the inputs of the next draft round.
+"""End a step on the GPU. Store draws, count accepted drafts, and prepare the inputs of the next draft round.
 
-    accept_drafts   draws[t] to tokens[places[t]]; accepted[row] = drafts before the first that differs from its draw
-    begin_round     facts[:, r] = slot, r, source, position; hidden[r] = last[source], where source = begin[r] + accepted[r]
+    accept_drafts   tokens[places[t]] = draws[t], accepted[row] = drafts before the first that differs from its draw
+    begin_round     facts[:, r] = slot, r, source, position, hidden[r] = last[source], where source = begin[r] + accepted[r]
 
-One launch each, so that the host is not needed between the target's logits and the drafter's first layer.
-Shapes: T tokens of a step · B rows of it · R rows that may draft · X = T + R · D model.
+Each takes one launch, so that the host is not needed between the target's logits and the drafter's first layer.
+
+Shapes: T tokens of a step · B rows of a step · R rows that may draft · X = T + R · D model.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def _accept_drafts_kernel(
     drawn, ids, begin, places, tokens, forced, out, accepted, num_tokens, num_rows, width,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per row of the step, including rows that pad it."""
+    """Accept the drafts of one row per program, including rows that pad the step."""
     enter(PDL)
     row = tl.program_id(0)
     first = tl.load(begin + row)
@@ -53,7 +54,7 @@ def _begin_round_kernel(
     out, begin, places, positions, last, facts, hidden, num_tokens, num_rows, width, D,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and block of columns of the hidden state."""
+    """Copy a block of columns of one row's hidden state per program. The first program of a row also writes its facts."""
     enter(PDL)
     row = tl.program_id(0)
     source = tl.load(begin + row).to(tl.int64) + tl.load(out + num_tokens + row)
@@ -91,7 +92,7 @@ def describe_accept_drafts(
         "accepted": accepted_S,
     }
     arguments |= {"num_tokens": num_tokens, "num_rows": out_X.shape[0] - num_tokens, "width": tokens_SL.shape[1]}
-    # A row may have all tokens of the step, and a step with few drafts has few tokens.
+    # One row may have all tokens of the step. A step with few drafts has few tokens.
     arguments |= {"BLOCK": max(16, triton.next_power_of_2(num_tokens)), "PDL": pdl}
     return Launch(_accept_drafts_kernel, (num_rows,), arguments, options(1, pdl))
 
@@ -124,9 +125,9 @@ def accept_drafts(
     out_X: Tensor,
     accepted_S: Tensor,
 ) -> None:
-    """Store a step's draws at `places_T` of `tokens_SL` (int32) and in `out_X[:T]`, and count each row's accepted drafts.
+    """Store a step's draws in `tokens_SL` (int32) at `places_T` and in `out_X[:T]`, and count each row's accepted drafts.
 
-    The counts go to `out_X[T:]` and, by slot, to `accepted_S` (int32).
+    The counts are written to `out_X[T:]` by row and to `accepted_S` (int32) by slot.
     """
     into = out_X, accepted_S
     describe_accept_drafts(drawn_T, ids_T, begin_B1, places_T, tokens_SL, forced_1, into, uses_pdl(drawn_T.device)).run()
@@ -141,6 +142,6 @@ def begin_round(
     last_TD: Tensor,
     into: tuple[Tensor, Tensor],
 ) -> None:
-    """The inputs of a draft round: `into` is (facts [4, R] (int64), hidden states [R, D])."""
+    """Write the inputs of a draft round to `into`, which is (facts [4, R] (int64), hidden states [R, D])."""
     assert last_TD.is_contiguous(), "hidden states must be contiguous"
     describe_begin_round(out_X, begin_B1, places_T, positions_T, width, last_TD, into, uses_pdl(last_TD.device)).run()

@@ -1,9 +1,10 @@
-"""A drafter's context keys and values, for all its layers in one launch: for small drafters and few tokens.
+"""Compute a drafter's context keys and values for all its layers in one launch, for small drafters and few tokens.
 
-    n = norm(feature) * w;   k = rope(norm(n @ K^T) * w_k), v = n @ V^T, stored in pages
+    n = norm(feature) * w,   k = rope(norm(n @ K^T) * w_k), v = n @ V^T, stored in pages
 
 A program handles one head of one layer for some tokens, and norms their features itself. With longer rows or more tokens,
-reading the weights again and again would cost more than launches: there, each part has its own kernel.
+reading the weights repeatedly would cost more than launches do. In that case, each part has its own kernel.
+
 Shapes: T tokens · D model · G KV heads · H head size · X projected columns, keys and then values.
 """
 
@@ -47,7 +48,7 @@ def _context_kernel(
     D: tl.constexpr, G: tl.constexpr, H: tl.constexpr, eps: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, layer, tokens); heads of keys first, then of values."""
+    """Compute one head of one layer for some tokens. Programs are (head, layer, tokens), with key heads before value heads."""
     layer = tl.program_id(1)
     weight, norm = weight_0, norm_0
     if layer == 1:
@@ -124,7 +125,7 @@ def describe_context(
 
 
 def _layer_stride(layers: Sequence[ContextLayer]) -> int | None:
-    """Elements from one layer's planes to the next layer's; None if that differs between layers."""
+    """Return the number of elements from one layer's planes to the next layer's, or None if that differs between layers."""
     first = layers[0].planes
     offsets = [int(layer.planes.storage_offset()) for layer in layers]
     strides = {after - before for before, after in pairwise(offsets)}
@@ -151,9 +152,9 @@ def store_context(
     layers: Sequence[ContextLayer],
     heads: HeadShape,
 ) -> None:
-    """Store every layer's keys and values of norm(feature) * hidden_norm at `kv_address_T` (-1: nowhere).
+    """Store every layer's keys and values of norm(feature) * hidden_norm at `kv_address_T`, unless that is -1.
 
-    `angles` is (positions [T], inverse frequencies); `heads` has no query heads.
+    `angles` is (positions [T], inverse frequencies). `heads` has no query heads.
     """
     if _is_supported(feature_TD, layers, heads):
         pdl = uses_pdl(feature_TD.device)

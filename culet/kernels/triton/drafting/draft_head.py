@@ -1,16 +1,17 @@
-"""A drafter's head: each row's most likely token, candidates among a few candidates.
+"""The head of a drafter. It finds each row's most likely token among a few candidates.
 
-    head_candidates      the best token of each tile of the vocabulary, logits = cap * tanh(scale * (x @ table^T) / cap).
-                         Small tables and e4m3 tables take one pass that writes no logits; for other tables, cuBLAS or the
-                         linear kernels compute the logits, and a second kernel finds the best of each tile
+    head_candidates      the best token of each tile of the vocabulary, logits = cap * tanh(scale * (x @ table^T) / cap)
     cluster_candidates   the tokens of some clusters, for heads that score clusters first
     pick_best            the best candidate
     embed_beside         table[token] * scale | hidden
-    embed_linear         pick_best, embed_beside and the linear layer that begins the next draft; one launch in small models
+    embed_linear         pick_best, embed_beside and the linear layer that begins the next draft (one launch in small models)
 
-The values of an e4m3 table are widened to the activations' dtype, multiplied on the tensor cores, and scaled row by row.
-Shapes: R rows · V vocabulary · D model · C candidates, one per tile of the vocabulary · B the target's model width ·
-M clusters of tokens · J tokens of a cluster · K clusters of a row.
+For small tables and e4m3 tables, `head_candidates` takes one pass that writes no logits. For other tables, cuBLAS or the linear
+kernels compute the logits, and a second kernel finds the best of each tile. The values of an e4m3 table are widened to the
+activations' dtype, multiplied on the tensor cores, and scaled row by row.
+
+Shapes: R rows · V vocabulary · D model · C candidates, one per tile of the vocabulary · B target model width ·
+M clusters of tokens · J tokens per cluster · K clusters per row.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from culet.kernels.triton.maths import cap_tanh
 from culet.kernels.types import Candidates
 
 TILE_V = 64
-MIN_ROWS, MAX_ROWS = 16, 64  # per program: the fewest that the tensor cores take, and the most that fit into registers
+MIN_ROWS, MAX_ROWS = 16, 64  # per program. The tensor cores take no fewer, and no more fit in registers.
 BLOCK_D = 256
 BLOCK_C = 4096  # candidates read at a time
 BLOCK_B = 1024
 BLOCK_J = 32
 MAX_PAIRS, MAX_PAIR_SIZE, MAX_PAIR_CANDIDATES = 32, 512, 256  # up to these, `embed_linear` is one launch
 LOGITS_TILE = 1024
-# Tables of up to this size stay in the GPU's cache between drafts and take one pass. For larger ones cuBLAS is as fast.
+# Tables of up to this size stay in the GPU's cache between drafts and take one pass. For larger tables, cuBLAS is as fast.
 SMALL_TABLE_BYTES = 32 << 20
 
 
@@ -59,7 +60,7 @@ def _head_kernel(
     NUM_PARTS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, cap: tl.constexpr, IS_ONE_STEP: tl.constexpr,
     TILE_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """peaks[r, c], ids[r, c] = the largest logit of tile c and its token, the lowest id of equal ones.
+    """Write the largest logit of tile c and its token to peaks[r, c] and ids[r, c]. The lowest id of equal ones wins.
 
     Row r is part r % NUM_PARTS of row r // NUM_PARTS of x.
     """
@@ -95,7 +96,7 @@ def _head_kernel(
 
 @triton.jit(do_not_specialize=["V"])
 def _peaks_kernel(logits, peaks, ids, logits_stride, V, num_tiles, TILE: tl.constexpr, PDL: tl.constexpr):
-    """The same for logits that are already computed."""
+    """Write the same peaks and ids as `_head_kernel`, from logits that are already computed."""
     enter(PDL)
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token = tile * TILE + tl.arange(0, TILE)
@@ -111,7 +112,7 @@ def _clusters_kernel(
     z, table, names, chosen, scores, ids, z_stride,
     K: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of one of a row's clusters."""
+    """Score some tokens of one of a row's clusters."""
     enter(PDL)
     row, cluster = tl.program_id(2).to(tl.int64), tl.program_id(1)
     member = tl.program_id(0) * BLOCK_J + tl.arange(0, BLOCK_J)
@@ -130,7 +131,7 @@ def _clusters_kernel(
 
 @triton.jit
 def _best_of(scores, ids, C, BLOCK_C: tl.constexpr):
-    """The id of the largest of C scores, the first of equal ones."""
+    """Return the id of the largest of C scores, or the first id if several are equal."""
     peak = float("-inf")
     place = 0
     for begin in tl.range(0, C, BLOCK_C):
@@ -156,7 +157,7 @@ def _embed_linear_kernel(
     B: tl.constexpr, scale: tl.constexpr, PICKS: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of BLOCK_R rows. Every program finds the rows' tokens; the first one stores them."""
+    """Compute BLOCK_N outputs of BLOCK_R rows. Every program finds the rows' tokens, and the first one stores them."""
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_B)
@@ -190,7 +191,7 @@ def _beside_kernel(
     scores, ids, best, hidden, table, y, C, best_stride, hidden_stride, table_stride,
     B: tl.constexpr, scale: tl.constexpr, PICKS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one row. With PICKS its token is candidates among the candidates and stored, else `best` holds it."""
+    """Compute some columns of one row. With PICKS, choose its token from the candidates and store it. Otherwise read `best`."""
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -210,10 +211,10 @@ def _beside_kernel(
 def describe_head(
     x_RD: Tensor, table_VD: Tensor, scale_V: Tensor | None, cap: float | None, out: tuple[Tensor, Tensor], pdl: bool
 ) -> Launch:
-    """`out` is (peaks, ids), both [R, C]; `x_RD` may also be [R, K, D]."""
+    """Describe the launch. `out` is (peaks, ids), both [R, C]. `x_RD` may also be [R, K, D]."""
     peaks, ids = out
     (num_rows, num_tiles), (num_tokens, size) = peaks.shape, table_VD.shape
-    # Without tensor cores few registers are left for rows. With many rows, three stages of wide rows do not fit a small GPU.
+    # Without tensor cores, few registers are left for rows. With many rows, three stages of wide rows do not fit a small GPU.
     most_rows = MAX_ROWS if x_RD.dtype is torch.bfloat16 else MIN_ROWS
     block_r = min(most_rows, max(MIN_ROWS, next_power_of_2(num_rows)))
     block_d = min(BLOCK_D if size <= BLOCK_D or block_r == MIN_ROWS else BLOCK_D // 2, max(16, next_power_of_2(size)))
@@ -226,7 +227,7 @@ def describe_head(
 
 
 def describe_peaks(logits_RV: Tensor, out: tuple[Tensor, Tensor], pdl: bool) -> Launch:
-    """`out` is (peaks, ids), both [R, C]."""
+    """Describe the launch. `out` is (peaks, ids), both [R, C]."""
     peaks, ids = out
     num_rows, num_tiles = peaks.shape
     arguments: dict[str, Any] = {"logits": logits_RV, "peaks": peaks, "ids": ids, "logits_stride": logits_RV.stride(0)}
@@ -257,7 +258,7 @@ def describe_pick(candidates: Candidates, best_R: Tensor, pdl: bool) -> Launch:
 def describe_beside(
     candidates: Candidates | None, best_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float, y_RX: Tensor, pdl: bool
 ) -> Launch:
-    """`candidates` is None if `best_R` holds the tokens."""
+    """Describe the launch. `candidates` is None if `best_R` holds the tokens."""
     num_rows, size = hidden_RB.shape
     block = min(BLOCK_B, next_power_of_2(size))
     arguments: dict[str, Any] = {
@@ -286,7 +287,7 @@ def describe_embed_linear(
     y_RD: Tensor,
     pdl: bool,
 ) -> Launch:
-    """`candidates` is None if `best_R` holds the tokens."""
+    """Describe the launch. `candidates` is None if `best_R` holds the tokens."""
     (num_rows, size), num_outputs = hidden_RB.shape, weight_DX.shape[0]
     arguments: dict[str, Any] = {
         "scores": best_R if candidates is None else candidates.scores_RC,
@@ -302,10 +303,10 @@ def describe_embed_linear(
 
 
 def head_candidates(x_RD: Tensor, table_VD: Tensor, scale_V: Tensor | None, cap: float | None) -> Candidates:
-    """Candidates scored by cap * tanh(scale[v] * (x @ table[v]) / cap), including the best token of each row.
+    """Return candidates, including the best token of each row, scored by cap * tanh(scale[v] * (x @ table[v]) / cap).
 
-    `scale_V` belongs to a table in e4m3, whose sums are float32. Without a cap or a scale, that step is omitted. `x_RD` may
-    also be [R, K, D].
+    `scale_V` belongs to an e4m3 table, whose sums are float32. If the cap or the scale is None, that step is omitted. `x_RD`
+    may also be [R, K, D].
     """
     is_small = table_VD.numel() * table_VD.element_size() <= SMALL_TABLE_BYTES
     is_wide = x_RD.is_cuda and x_RD.dtype is not torch.bfloat16  # as in `linear`
@@ -321,7 +322,7 @@ def head_candidates(x_RD: Tensor, table_VD: Tensor, scale_V: Tensor | None, cap:
 
 
 def cluster_candidates(z_RD: Tensor, table_VD: Tensor, ids_MJ: Tensor, chosen_RK: Tensor) -> Candidates:
-    """The J tokens of each of a row's K clusters, scored by z @ table in float32. Table rows are in the order of `ids_MJ`."""
+    """Score the J tokens in each of a row's K clusters by z @ table, in float32. Table rows are in the order of `ids_MJ`."""
     num_rows, count = chosen_RK.shape
     candidates = _empty_candidates(num_rows, count * ids_MJ.shape[1], z_RD.device)
     if num_rows:
@@ -331,7 +332,7 @@ def cluster_candidates(z_RD: Tensor, table_VD: Tensor, ids_MJ: Tensor, chosen_RK
 
 
 def _peaks(logits_RV: Tensor) -> Candidates:
-    """The best of each tile of logits."""
+    """Return the best token of each tile of logits."""
     num_rows, width = logits_RV.shape
     candidates = _empty_candidates(num_rows, cdiv(width, LOGITS_TILE), logits_RV.device)
     if num_rows:
@@ -359,7 +360,7 @@ def pick_best(candidates: Candidates, best_R: Tensor) -> None:
 def embed_linear(
     candidates: Candidates | None, token_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float, weight_DX: Tensor
 ) -> Tensor:
-    """`embed_beside` @ weight^T, [R, D]. If there are candidates, their best is first written to `token_R` (int64)."""
+    """Return `embed_beside` @ weight^T, [R, D]. If there are candidates, first write the best ones to `token_R` (int64)."""
     num_rows, size = hidden_RB.shape
     is_small = 0 < num_rows <= MAX_PAIRS and size <= MAX_PAIR_SIZE and weight_DX.is_contiguous() and hidden_RB.stride(1) == 1
     is_small &= candidates is None or candidates.scores_RC.shape[1] <= MAX_PAIR_CANDIDATES
@@ -372,7 +373,7 @@ def embed_linear(
 
 
 def embed_beside(token_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float) -> Tensor:
-    """table[token] * scale | hidden, [R, 2 B]. The caller has rounded `scale` to the table's dtype."""
+    """Return table[token] * scale | hidden, [R, 2 B]. The caller has rounded `scale` to the table's dtype."""
     return _beside(None, token_R, hidden_RB, table_VB, scale)
 
 

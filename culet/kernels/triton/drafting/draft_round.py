@@ -1,14 +1,14 @@
-"""The parts of a draft round that are not layers of the drafter, one launch each.
+"""The parts of a draft round that are not layers of the drafter. Each takes one launch.
 
     newest_tokens   tokens[slot, length], the first token without KV
-    keep_drafts     drafts behind it
+    keep_drafts     store drafts after the newest token
     begin_chain     positions and angles that all drafts of a chain share
     begin_blocks    ids, positions, KV addresses, visible keys, angles and embeddings of blocks of mask tokens
     join_taps       the target's hidden states at a drafter's taps, side by side
-    keep_taps       the same, stored in a ring
+    keep_taps       the same hidden states, stored in a ring
 
-Shapes: R sequences · K drafts of each · S slots · L tokens of a slot · T tokens · P page table columns · D model ·
-X taps side by side · N places of a ring · V vocabulary.
+Shapes: R sequences · K drafts per sequence · S slots · L tokens per slot · T tokens · P page table columns · D model ·
+X joined taps · N places of a ring · V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
 from culet.kernels.types import BlockShape, BlockStart, ChainStart, Rope
 
-BLOCK = 128  # elements per program where a sequence has few elements
+BLOCK = 128  # elements per program if a sequence has few elements
 BLOCK_D = 1024
 BLOCK_EMBEDDED = 256  # columns per program, for all tokens of a block
 MAX_TAPS = 8  # per launch
-MAX_WINDOWS = 2  # of layers that see both ways: sliding and full
+MAX_WINDOWS = 2  # windows of layers that see both ways (sliding and full)
 
 
 @triton.jit(do_not_specialize=["num_rows", "width"])
@@ -46,7 +46,7 @@ def _newest_kernel(tokens, slots, lengths, newest, num_rows, width, BLOCK: tl.co
 def _keep_drafts_kernel(
     tokens, slots, lengths, drafts, num_all, width, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """The drafts of all rows, one after another."""
+    """Store the drafts of all rows. `drafts` has them one after another."""
     enter(PDL)
     draft = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = draft < num_all
@@ -57,7 +57,7 @@ def _keep_drafts_kernel(
 
 @triton.jit
 def _store_turn(position, inv_freq, cos, sin, rows, is_row, HALF: tl.constexpr, BLOCK_H: tl.constexpr):
-    """cos and signed sin of position * frequency, to rows [.., 2 * HALF]."""
+    """Store cos and signed sin of position * frequency in rows [.., 2 * HALF]."""
     column = tl.arange(0, BLOCK_H)
     inside = is_row[:, None] & (column < HALF)[None, :]
     angle = position.to(tl.float32)[:, None] * tl.load(inv_freq + column, mask=column < HALF, other=0.0)[None, :]
@@ -75,7 +75,7 @@ def _chain_kernel(
     HALF_A: tl.constexpr, HALF_B: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_R rows: their positions and the angles of the first kind of layer, or the angles of the second kind."""
+    """Process BLOCK_R rows. Store their positions and angles for the first kind of layer, or their angles for the second."""
     enter(PDL)
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_row = row < num_rows
@@ -99,7 +99,10 @@ def _blocks_kernel(
     HALF: tl.constexpr, D: tl.constexpr, scale: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One block: some columns of its embedding, or everything else. A window of 0 sees all keys; `spare_page` -1: no page."""
+    """Store some columns of one block's embedding, or everything else about the block.
+
+    A window of 0 sees all keys. `spare_page` is -1 if there is no spare page.
+    """
     enter(PDL)
     row = tl.program_id(0)
     number = tl.arange(0, BLOCK_K)
@@ -121,7 +124,7 @@ def _blocks_kernel(
     address = tl.where(page == spare_page, -1, page * page_tokens + position % page_tokens)
     tl.store(kv_addresses + token, address, mask=is_token)
     tl.store(begin + row, row * SIZE)
-    tl.store(begin + num_rows, num_rows * SIZE)  # by every program, the same
+    tl.store(begin + num_rows, num_rows * SIZE)  # Every program stores the same value.
     tl.store(context + row, length.to(tl.int32))
     last = (length + SIZE - 1 + number * 0).to(tl.int32)
     if NUM_VISIBLE >= 1:
@@ -150,7 +153,7 @@ def _taps_kernel(
     tap_0, tap_1, tap_2, tap_3, tap_4, tap_5, tap_6, tap_7, places, out, tap_stride, out_stride,
     D: tl.constexpr, NUM_TAPS: tl.constexpr, HAS_PLACES: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of all taps of one token."""
+    """Copy some columns of all taps of one token."""
     enter(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -191,7 +194,7 @@ def describe_keep_drafts(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor, dr
 
 
 def describe_chain(length_R: Tensor, is_ahead: bool, inv_freqs: Sequence[Tensor], out: ChainStart, pdl: bool) -> Launch:
-    """For one or two kinds of layers."""
+    """Describe the launch for one or two kinds of layers."""
     num_rows, block_r = length_R.shape[0], 4
     (inv_freq_a, turn_a), (inv_freq_b, turn_b) = [*zip(inv_freqs, out.ropes, strict=True)] * (3 - len(inv_freqs))
     arguments: dict[str, Any] = {"lengths": length_R, "last": out.last_R, "begin": out.row_begin_R1, "context": out.context_R}
@@ -200,7 +203,7 @@ def describe_chain(length_R: Tensor, is_ahead: bool, inv_freqs: Sequence[Tensor]
     half_a, half_b = inv_freq_a.shape[0], inv_freq_b.shape[0]
     arguments |= {"num_rows": num_rows, "IS_AHEAD": is_ahead, "HALF_A": half_a, "HALF_B": half_b, "BLOCK_R": block_r}
     arguments |= {"BLOCK_A": next_power_of_2(half_a), "BLOCK_B": next_power_of_2(half_b), "PDL": pdl}
-    # `begin` has one element more than there are rows.
+    # `begin` has one more element than there are rows.
     return Launch(_chain_kernel, (cdiv(num_rows + 1, block_r), len(inv_freqs)), arguments, options(4, pdl))
 
 
@@ -230,7 +233,7 @@ def describe_blocks(
 
 
 def describe_taps(taps: Sequence[Tensor], place_T: Tensor | None, out_NX: Tensor, pdl: bool) -> Launch:
-    """Copy up to MAX_TAPS taps of the same stride to the first columns of `out_NX`."""
+    """Describe a launch that copies up to MAX_TAPS taps of the same stride to the first columns of `out_NX`."""
     num_tokens, size = taps[0].shape
     block = min(BLOCK_D, next_power_of_2(size))
     arguments: dict[str, Any] = {f"tap_{index}": taps[min(index, len(taps) - 1)] for index in range(MAX_TAPS)}
@@ -241,7 +244,7 @@ def describe_taps(taps: Sequence[Tensor], place_T: Tensor | None, out_NX: Tensor
 
 
 def newest_tokens(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor) -> Tensor:
-    """tokens[slot, length], int64 [R]: the first token without KV."""
+    """Return the first token without KV, tokens[slot, length], int64 [R]."""
     newest_R = torch.empty_like(length_R)
     if newest_R.shape[0]:
         describe_newest(tokens_SL, slot_R, length_R, newest_R, uses_pdl(newest_R.device)).run()
@@ -249,7 +252,7 @@ def newest_tokens(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor) -> Tensor
 
 
 def keep_drafts(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor, drafts_RK: Tensor) -> None:
-    """tokens[slot, length + 1 + k] = drafts[r, k]: drafts go behind the newest token. `tokens_SL` is int32."""
+    """Store drafts after the newest token, as tokens[slot, length + 1 + k] = drafts[r, k]. `tokens_SL` is int32."""
     if drafts_RK.numel():
         describe_keep_drafts(tokens_SL, slot_R, length_R, drafts_RK.contiguous(), uses_pdl(tokens_SL.device)).run()
 
@@ -260,7 +263,7 @@ def _empty_turn(num_tokens: int, inv_freq: Tensor) -> Rope:
 
 
 def begin_chain(length_R: Tensor, is_ahead: bool, inv_freqs: Sequence[Tensor]) -> ChainStart:
-    """Queries at the last of `length_R` keys. Rope uses that position, or the next one if `is_ahead`."""
+    """Place each query at the last of its `length_R` keys. Rope uses that position, or the next one if `is_ahead`."""
     num_rows, pdl = length_R.shape[0], uses_pdl(length_R.device)
     begin_R1, context_R = (length_R.new_empty(count, dtype=torch.int32) for count in (num_rows + 1, num_rows))
     turns = [_empty_turn(num_rows, inv_freq) for inv_freq in inv_freqs]
@@ -279,9 +282,10 @@ def begin_blocks(
     inv_freq: Tensor,
     embedding: tuple[Tensor, float],
 ) -> BlockStart:
-    """The inputs of a pass over blocks.
+    """Return the inputs of a pass over blocks.
 
-    `tables` is (pages [R, P], position of each row's first page) of the drafter's KV group, `embedding` (table [V, D], scale).
+    `tables` is (pages [R, P], position of each row's first page) for the drafter's KV group. `embedding` is
+    (table [V, D], scale).
     """
     assert len(shape.windows) <= MAX_WINDOWS, (
         f"at most {MAX_WINDOWS} windows of layers that see both ways, got {len(shape.windows)}"
@@ -301,7 +305,7 @@ def begin_blocks(
 
 
 def join_taps(taps: Sequence[Tensor]) -> Tensor:
-    """Taps [T, D] side by side: [T, X]."""
+    """Concatenate taps [T, D] to [T, X]."""
     num_tokens, size = taps[0].shape
     out_TX = taps[0].new_empty(num_tokens, len(taps) * size)
     _copy_taps(taps, None, out_TX)
@@ -309,7 +313,7 @@ def join_taps(taps: Sequence[Tensor]) -> Tensor:
 
 
 def keep_taps(taps: Sequence[Tensor], ring_NX: Tensor, place_T: Tensor) -> None:
-    """ring[place] = taps [T, D] side by side. If two tokens share a place, either may be stored."""
+    """Store the joined taps [T, D] as ring[place]. If two tokens share a place, either may be stored."""
     _copy_taps(taps, place_T, ring_NX)
 
 

@@ -1,9 +1,9 @@
-"""The beginning of a step on the GPU: each token's position, id and KV address, in one launch.
+"""Begin a step on the GPU. One launch computes each token's position, id and KV address.
 
-    start = start[row] + is_open[row] * accepted[slot];   position = start + token - begin[row];   id = tokens[slot, position]
+    start = start[row] + is_open[row] * accepted[slot],   position = start + token - begin[row],   id = tokens[slot, position]
     kv_address = page * page_tokens + position % page_tokens, per KV group
 
-Shapes: T tokens of a step · B rows of it · G KV groups · S slots · L tokens of a slot.
+Shapes: T tokens of a step · B rows of a step · G KV groups · S slots · L tokens per slot.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _token_layout_kernel(
     width, spare, first_stride, address_stride,
     GROUPS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per row."""
+    """Lay out the tokens of one row per program."""
     enter(PDL)
     row = tl.program_id(0)
     first_token = tl.load(begin + row)
@@ -80,5 +80,5 @@ def describe_token_layout(
 def lay_out_tokens(
     rows: PlannedRows, tables: PageTables, tokens_SL: Tensor, accepted_S: Tensor, room: int, into: TokenLayout
 ) -> None:
-    """Compute the positions and KV addresses of a step's tokens, and read their ids."""
+    """Compute the positions and KV addresses of a step's tokens and read their ids. `room` is the size of each slot's ring."""
     describe_token_layout(rows, tables, tokens_SL, accepted_S, room, into, uses_pdl(tokens_SL.device)).run()
