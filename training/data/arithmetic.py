@@ -21,7 +21,7 @@ WORDS = _TABLE["words"]
 
 
 def is_held_out(a: int, b: int, operation: str) -> bool:
-    """Whether a + b or a - b is kept for the gate. 3 + 8 is held out if and only if 8 + 3 is."""
+    """Return whether a + b or a - b is kept for the gate. 3 + 8 is held out if and only if 8 + 3 is."""
     if operation == "+":
         a, b = min(a, b), max(a, b)
         if a + b > LIMIT:
@@ -41,7 +41,7 @@ _PATTERN = re.compile(
 
 
 def mentions_held_out(text: str) -> bool:
-    """Whether `text` contains a held-out sum or difference, in digits or in words."""
+    """Return whether `text` contains a held-out sum or difference, in digits or in words."""
     position = 0
     while match := _PATTERN.search(text, position):
         a, b, sign = (
@@ -69,7 +69,7 @@ _SUBTRACT_STORIES = _TABLE["subtract_stories"]
 
 
 def _pair(rng: random.Random, operation: str) -> tuple[int, int]:
-    """A pair that is not held out: mostly within 20, otherwise within 100."""
+    """Return a pair that is not held out, mostly within 20, otherwise within 100."""
     while True:
         if rng.random() < 0.6:
             a = rng.randint(0, LIMIT)
@@ -82,7 +82,7 @@ def _pair(rng: random.Random, operation: str) -> tuple[int, int]:
 
 
 def _working(a: int, b: int, c: int, operation: str) -> str:
-    """A thought that works out the digits."""
+    """Return a thought that works out the digits."""
     if operation == "+":
         ones = a % 10 + b % 10
         if a < 10 and b < 10:
@@ -116,7 +116,7 @@ def _question(rng: random.Random) -> tuple[str, str, tuple[int, int, int, str]]:
 
 
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
-    """Single questions, series of questions, and some with thinking on."""
+    """Yield single questions, series of questions, and some with thinking on."""
     while count > 0:
         question, answer, (a, b, c, operation) = _question(rng)
         chance = rng.random()
@@ -136,7 +136,7 @@ def make(rng: random.Random, count: int) -> Iterator[Chat]:
 
 
 def _counting(rng: random.Random) -> Chat:
-    """Counting, comparing, multiplying, and the numbers before and after."""
+    """Make a chat about counting, comparing, multiplying, or the numbers before and after."""
     n, m = rng.randint(0, 98), rng.randint(0, 99)
     kind = rng.randrange(6)
     if kind == 0:

@@ -1,4 +1,4 @@
-"""Conversations as data, rendered to exactly the text that serving produces, with a mask of what the model writes."""
+"""Conversations as data, rendered to exactly the text that serving produces, with a mask of the model's own tokens."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Chat:
 
     @property
     def spoken(self) -> str:
-        """All that users and tools say and the model answers, for filters and for the search of overlaps."""
+        """Everything that users, tools and the model say, for filters and for the search for overlaps."""
         return "\n".join(str(message.get("content") or "") for message in self.messages)
 
 
 def talk(kind: str, *turns: str, system: str | None = None, thought: str | None = None) -> Chat:
-    """A chat of alternating turns, the user first. With `thought`, thinking is on and the thought precedes the last answer."""
+    """Make a chat of alternating turns, user first. With `thought`, thinking is on and the thought precedes the last answer."""
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for index, turn in enumerate(turns):
         messages.append({"role": "assistant" if index % 2 else "user", "content": turn})
@@ -48,7 +48,7 @@ def _template() -> Any:
 
 
 def render(chat: Chat, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-    """`messages` rendered by Culet's own template, as for a model without per-layer embeddings."""
+    """Render `messages` with Culet's own template, as for a model without per-layer embeddings."""
     text: str = _template().render(
         messages=check_messages(messages),
         tools=check_tools(chat.tools or None),
@@ -61,7 +61,7 @@ def render(chat: Chat, messages: Sequence[Message], *, add_generation_prompt: bo
 
 
 def document(chat: Chat) -> str:
-    """The prompt of the last answer exactly as served, then the answer and its end token."""
+    """Return the prompt of the last answer exactly as served, then the answer and its end token."""
     if is_plain(chat):
         return plain_document(chat)
     prompt = render(chat, chat.messages[:-1], add_generation_prompt=True)
@@ -73,12 +73,12 @@ def document(chat: Chat) -> str:
 
 
 def is_plain(chat: Chat) -> bool:
-    """Whether there are only system, user and assistant messages: no tools and no thinking."""
+    """Return whether there are only system, user and assistant messages, without tools or thinking."""
     return not (chat.tools or chat.thinking) and all(set(message) == {"role", "content"} for message in chat.messages)
 
 
 def plain_document(chat: Chat) -> str:
-    """A plain chat rendered without the template: a hundred times faster. A test keeps the two equal."""
+    """Render a plain chat without the template, which is a hundred times faster. A test keeps the two equal."""
     *history, answer = chat.messages
     turns = "".join(f"<|turn>{_ROLES[message['role']]}\n{message['content'].strip()}<turn|>\n" for message in history)
     return f"<bos>{turns}<|turn>model\n{EMPTY_THOUGHT}{answer['content'].strip()}<turn|>"
@@ -88,7 +88,7 @@ _ROLES = {"system": "system", "user": "user", "assistant": "model"}
 
 
 class Encoder:
-    """Tokens of rendered chats, with a mask of what the model writes: its turns without tool results and empty thoughts."""
+    """Encodes rendered chats, with a mask of what the model writes: its turns without tool results and empty thoughts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -102,7 +102,7 @@ class Encoder:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode(self, text: str) -> tuple[list[int], list[bool]]:
-        """Tokens and mask of a document."""
+        """Return the tokens and mask of a document."""
         ids = self._ids(text)
         mask = [False] * len(ids)
         index = 0
@@ -114,7 +114,7 @@ class Encoder:
         return ids, mask
 
     def _mark_turn(self, ids: list[int], mask: list[bool], index: int) -> int:
-        """Mark what the model writes from `index` to the end of its turn; returns where it ends."""
+        """Mark what the model writes from `index` to the end of its turn. Return where it ends."""
         if ids[index : index + len(self._empty)] == self._empty:
             index += len(self._empty)
         is_result = False

@@ -23,12 +23,12 @@ _ABLE = _TABLE["able"]
 
 
 def _named(word: str) -> str:
-    """The word with its article."""
+    """Return the word with its article."""
     return definitions.Word(word, "n", "").named
 
 
 def _plural(thing: str) -> str:
-    """The plural of "a thing"; a word without an article stays unchanged."""
+    """Return the plural of "a thing". A word without an article stays unchanged."""
     word = re.sub(r"^an? ", "", thing)
     if word == thing:
         return thing
@@ -100,7 +100,7 @@ def _person(rng: random.Random) -> tuple[str, str] | None:
 
 
 def _yes_no(rng: random.Random) -> tuple[str, str] | None:
-    """Is a rose a flower? Is a rose a bird?"""
+    """Make a yes-or-no question, such as "Is a rose a flower?" or "Is a rose a bird?"."""
     word, kind = rng.choice(RELATIONS["kind"].rows)
     named = capitalised(f"a {word}")
     lower = named[0].lower() + named[1:]
@@ -161,7 +161,7 @@ def _sentence(rng: random.Random) -> tuple[str, str] | None:
 
 
 def _likes(rng: random.Random) -> tuple[str, str] | None:
-    """Something the user likes, fears or dreams of, and a fitting reply."""
+    """Make a statement of what the user likes, fears or dreams of, and a fitting reply."""
     thing = _plural(rng.choice((*topics.FOODS, *topics.NATURE, *topics.IDEAS, *topics.ANIMALS)))
     says = rng.choice(_TABLE["i_like"]).format(thing)
     replies = {
@@ -189,7 +189,7 @@ _MAKERS: tuple[tuple[Callable[[random.Random], tuple[str, str] | None], int], ..
 
 
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
-    """`count` chats of one to three such questions."""
+    """Yield `count` chats of one to three such questions."""
     makers, weights = zip(*_MAKERS, strict=True)
     for _ in range(count):
         turns: list[str] = []

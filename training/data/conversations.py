@@ -15,7 +15,7 @@ _AGAIN = _TABLE["again"]
 
 
 def _other_subject(rng: random.Random) -> Chat:
-    """The same question about other subjects, asked in short form."""
+    """Ask the same question about other subjects, in short form."""
     relation = rng.choice(
         [
             facts.RELATIONS[name]
@@ -53,7 +53,7 @@ _COUNTRY_ASKS = _TABLE["country_asks"]
 
 
 def _same_subject(rng: random.Random) -> Chat:
-    """Several questions about a country that is named only once."""
+    """Ask several questions about a country that is named only once."""
     tables = {name: dict(facts.RELATIONS[name].rows) for name in _COUNTRY_ASKS}
     country = rng.choice([country for country in tables["language"] if sum(country in table for table in tables.values()) >= 3])
     known = [name for name in tables if country in tables[name]]
@@ -78,7 +78,7 @@ def _same_subject(rng: random.Random) -> Chat:
 
 
 def _shorter(rng: random.Random) -> Chat:
-    """The user asks for a shorter answer, a repetition, or their own question."""
+    """Ask for a shorter answer, a repetition, or the user's own question."""
     relation = rng.choice(list(facts.RELATIONS.values()))
     subject, value = rng.choice(relation.rows)
     question = capitalised(rng.choice(relation.asks).format(s=subject))
@@ -100,7 +100,7 @@ def _shorter(rng: random.Random) -> Chat:
 
 
 def _corrected(rng: random.Random) -> Chat:
-    """The user meant another subject."""
+    """Correct the question to another subject."""
     relation = rng.choice(
         [facts.RELATIONS[name] for name in ("capital", "language", "currency", "continent", "opposite", "author", "plural")]
     )
@@ -115,7 +115,7 @@ def _corrected(rng: random.Random) -> Chat:
 
 
 def _sums(rng: random.Random) -> Chat:
-    """A sum that the next question continues."""
+    """Ask for a sum that the next question continues."""
     while True:
         a, b, c = rng.randint(1, 12), rng.randint(1, 8), rng.randint(1, 6)
         if not (arithmetic.is_held_out(a, b, "+") or arithmetic.is_held_out(a + b, c, "+")):
@@ -126,7 +126,7 @@ def _sums(rng: random.Random) -> Chat:
 
 
 def _word(rng: random.Random) -> Chat:
-    """A definition, then something about the same word."""
+    """Ask for a definition, then for something else about the same word."""
     words = definitions.simple_words()
     word = rng.choice([word for word in words if word.kind == "n"])
     turns = [capitalised(rng.choice(_TABLE["what_is_word"]).format(a=word.named)), definitions.answer(word, rng)]
@@ -151,7 +151,7 @@ _THING_ASKS = _TABLE["thing_asks"]
 
 
 def _same_thing(rng: random.Random) -> Chat:
-    """Several questions about a thing that is named only once; some take yes or no."""
+    """Ask several questions about a thing that is named only once. Some take yes or no."""
     tables = {name: dict(facts.RELATIONS[name].rows) for name in _THING_ASKS}
     things = [
         word
@@ -194,7 +194,7 @@ _MAKERS: tuple[tuple[Callable[[random.Random], Chat], float], ...] = (
 
 
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
-    """`count` conversations."""
+    """Yield `count` conversations."""
     makers, weights = zip(*_MAKERS, strict=True)
     for _ in range(count):
         yield rng.choices(makers, weights)[0](rng)

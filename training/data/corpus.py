@@ -55,7 +55,7 @@ _QUESTION = re.compile(
 
 
 def is_sentence(text: str) -> bool:
-    """Whether this is one or more whole sentences of plain English."""
+    """Return whether the text is one or more whole sentences of plain English."""
     letters = sum(c.isalpha() or c == " " for c in text)
     return bool(re.match(r"[A-Z\"'I]", text)) and text[-1] in ".!?\"'" and letters / len(text) > 0.86 and text.isascii()
 
@@ -66,7 +66,7 @@ def tidy(text: str) -> str:
 
 
 def tidy_turn(parts: list[str]) -> str | None:
-    """One speaker's messages as sentences, or None if they are too sloppy or rude."""
+    """Return one speaker's messages as sentences, or None if they are too sloppy or rude."""
     sentences = []
     for part in parts:
         part = tidy(part)
@@ -128,7 +128,7 @@ def read_chatterbot(folder: Path) -> Iterator[Document]:
 
 
 class _Paragraphs(HTMLParser):
-    """The text of <p> elements without code."""
+    """Collects the text of <p> elements without code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ _KINDS = {"n": "noun", "v": "verb", "a": "adjective", "s": "adjective", "r": "ad
 
 
 def dictionary_entry(sense: Sense) -> str:
-    """A sense as sentences: what it means, an example, what it is a kind of."""
+    """Return a sense as sentences: what it means, an example, and what it is a kind of."""
     word = sense.words[0]
     article = "" if sense.kind != "n" or word[0].isupper() else "an " if word[0] in "aeiou" else "a "
     text = f"{word} ({_KINDS[sense.kind]}): {sense.gloss}."
@@ -264,7 +264,7 @@ def read_wordnet(folder: Path) -> Iterator[Document]:
         and (sense.count > 0 or sense.examples)
         and not _ROUGH.search(" ".join((*sense.words, sense.gloss)))
     ]
-    # Pages in an order that mixes the alphabet, so that a page is not a list of synonyms.
+    # Shuffle the alphabet, so that a page is not a list of synonyms.
     entries.sort(key=lambda entry: hashlib.sha256(entry.encode()).digest())
     for start in range(0, len(entries), 12):
         yield {"text": "\n".join(entries[start : start + 12])}
@@ -293,7 +293,7 @@ def characters(document: Document) -> int:
 
 
 def main() -> None:
-    """Write every source's documents, or those named on the command line, and the manifest."""
+    """Write the manifest and the documents of every source, or of those named on the command line."""
     CORPUS.mkdir(parents=True, exist_ok=True)
     path = CORPUS / "manifest.json"
     manifest = json.loads(path.read_text()) if path.exists() else {}

@@ -18,7 +18,7 @@ from training.data.wordnet import read_senses
 
 _TABLE = Table("definitions")
 
-# Topics of WordNet's files whose nouns one can point at: animals, things, food, places, nature, people, plants, substances.
+# WordNet topics whose nouns one can point at: animals, things, food, places, nature, people, plants, substances.
 _NOUN_TOPICS = {5, 6, 13, 15, 17, 18, 20, 27}
 _ODD = re.compile(
     r"[();:\"]|\b(?:genus|sexual\w*|lover|esp|usu|etc|informal|archaic|slang|offensive|drug|kill\w*|breasts?|buttocks|vulgar\w*|deranged|baseball)\b",
@@ -31,7 +31,7 @@ _RIDDLES = _TABLE["riddles"]
 
 @dataclass(frozen=True)
 class Word:
-    """A word to teach; `kind` is n, v or a."""
+    """A word to teach. `kind` is n, v or a."""
 
     word: str
     kind: str
@@ -39,7 +39,7 @@ class Word:
 
     @property
     def named(self) -> str:
-        """With the article it takes."""
+        """The word with its article."""
         if self.kind != "n" or self.word in MASS or self.word == "data":
             return self.word
         return (
@@ -50,13 +50,13 @@ class Word:
 
 
 def simple_words() -> list[Word]:
-    """The everyday words."""
+    """Return the everyday words."""
     nouns = [Word(word, "a" if word in ADJECTIVES else "n", gloss) for word, gloss in GLOSSES.items()]
     return nouns + [Word(word, "v", gloss) for word, gloss in VERBS.items()]
 
 
 def further_words(count: int = 400) -> list[Word]:
-    """Common WordNet nouns with a short gloss that are not everyday words."""
+    """Return common WordNet nouns with a short gloss that are not everyday words."""
     spoken = _spoken_words()
     candidates: dict[str, tuple[int, Word]] = {}
     for sense in read_senses(fetch(source("wordnet"))):
@@ -73,20 +73,20 @@ def further_words(count: int = 400) -> list[Word]:
 
 
 def _spoken_words() -> Counter[str]:
-    """How often each word occurs in people's conversations."""
+    """Return how often each word occurs in people's conversations."""
     lines = (OUT / "corpus" / "chitchat.jsonl").read_text().splitlines()
     return Counter(word for line in lines for turn in json.loads(line)["turns"] for word in re.findall(r"[a-z]+", turn.lower()))
 
 
 def answer(word: Word, rng: random.Random) -> str:
-    """The gloss as a sentence."""
+    """Return the gloss as a sentence."""
     forms = {"n": _TABLE["noun_answers"], "v": _TABLE["verb_answers"], "a": _TABLE["adjective_answers"]}[word.kind]
     named = word.named
     return rng.choice(forms).format(w=word.word, W=word.word.capitalize(), A=named[0].upper() + named[1:], g=word.gloss)
 
 
 def definition_chat(word: Word, rng: random.Random) -> Chat:
-    """A question about a word, with its answer."""
+    """Make a question about a word, with its answer."""
     if word.kind == "n" and rng.random() < 0.1:
         return talk(
             "definitions", rng.choice(_RIDDLES).format(g=word.gloss), rng.choice(_TABLE["riddle_answers"]).format(word.named)
@@ -103,14 +103,14 @@ def definition_chat(word: Word, rng: random.Random) -> Chat:
 
 
 def make_simple(rng: random.Random, repeats: int) -> Iterator[Chat]:
-    """Every everyday word `repeats` times."""
+    """Yield chats about every everyday word, `repeats` times each."""
     for word in simple_words():
         for _ in range(repeats):
             yield definition_chat(word, rng)
 
 
 def make(rng: random.Random, repeats: int) -> Iterator[Chat]:
-    """Every everyday word `repeats` times, the further ones a third as often."""
+    """Yield chats about every everyday word, `repeats` times each, and about further words a third as often."""
     yield from make_simple(rng, repeats)
     for word in further_words():
         for _ in range(max(1, repeats // 3)):

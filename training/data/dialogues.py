@@ -15,7 +15,7 @@ _TABLE = Table("dialogues")
 
 
 def _between(rng: random.Random) -> list[str]:
-    """A question and its answer about something else."""
+    """Return a question about something else and its answer."""
     chance = rng.random()
     if chance < 0.35:
         relation = rng.choice(list(facts.RELATIONS.values()))
@@ -40,7 +40,7 @@ def _sum(rng: random.Random) -> list[str]:
 
 
 def _closing(rng: random.Random, chance: float) -> list[str]:
-    """With probability `chance`: thanks, a goodbye, or both."""
+    """With probability `chance`, return thanks, a goodbye, or both."""
     if rng.random() > chance:
         return []
     kind = rng.randrange(3)
@@ -51,7 +51,7 @@ def _closing(rng: random.Random, chance: float) -> list[str]:
 
 
 def remember(rng: random.Random) -> Chat:
-    """The user tells one to three things, asks about something else, then asks for them again."""
+    """Make a chat in which the user tells one to three things, changes the subject, then asks for them again."""
     makers, weights = zip(*MEMORIES, strict=True)
     memories: dict[str, Memory] = {}
     for _ in range(rng.choices((1, 2, 3), (0.55, 0.3, 0.15))[0]):
@@ -61,7 +61,7 @@ def remember(rng: random.Random) -> Chat:
     known = list(memories.values())
     for index, memory in enumerate(known):
         turns += [memory.told, memory.reply]
-        if rng.random() < 0.06:  # the user corrects themselves: the last statement counts
+        if rng.random() < 0.06:  # the user makes a correction, and the last statement counts
             for maker in makers:
                 corrected = maker(rng)
                 if corrected.topic == memory.topic == "name":
@@ -84,7 +84,7 @@ def remember(rng: random.Random) -> Chat:
 
 
 def _about_animal(rng: random.Random, animal: knowledge.Animal, *, named: bool) -> tuple[str, str]:
-    """A question about an animal, called by its name or "it"."""
+    """Return a question about an animal, called by its name or "it", and the answer."""
     a = capitalised(f"a {animal.name}")
     a = a[0].lower() + a[1:]
     s, S = (a, capitalised(a)) if named else ("it", "It")
@@ -103,12 +103,12 @@ def _about_animal(rng: random.Random, animal: knowledge.Animal, *, named: bool) 
 
 
 def described(animal: knowledge.Animal) -> str:
-    """What kind of animal it is and where it lives."""
+    """Return what kind of animal it is and where it lives."""
     return f"{animal.kind} that lives {animal.home}" if "with" not in animal.kind else animal.kind
 
 
 def animal(rng: random.Random) -> Chat:
-    """Several questions about one animal, or about its kind as "they"."""
+    """Make a chat with several questions about one animal, or about its kind as "they"."""
     subject = rng.choice(knowledge.ANIMALS)
     a = "an" if subject.name[0] in "aeio" else "a"
     gloss = GLOSSES.get(subject.name)
@@ -142,7 +142,7 @@ def animal(rng: random.Random) -> Chat:
 
 
 def topic(rng: random.Random) -> Chat:
-    """A topic, questions about it, and sometimes a return to it after a digression."""
+    """Make a chat about a topic, with questions and sometimes a return to it after a digression."""
     subject = rng.choice(knowledge.TOPICS)
     what = "What are" if subject.name == "the stars" else "What is"
     opening = _TABLE.say(rng, "tell_me_about_topic", t=subject.name, w=what)
@@ -163,7 +163,7 @@ def topic(rng: random.Random) -> Chat:
 
 
 def jokes(rng: random.Random) -> Chat:
-    """A joke or riddle, another one, and laughter."""
+    """Make a chat with a joke or riddle, another one, and laughter."""
     asks, told = smalltalk.TALK[rng.choice(("joke", "joke", "riddle", "fact"))]
     begin, count = rng.randrange(len(told)), rng.choice((2, 2, 3))
     chosen = [told[(begin + step) % len(told)] for step in range(count)]  # always in table order, so that no joke comes twice
@@ -176,7 +176,7 @@ def jokes(rng: random.Random) -> Chat:
 
 
 def feelings(rng: random.Random) -> Chat:
-    """How the user feels and why, a reply, and thanks."""
+    """Make a chat about how the user feels and why, with a reply and thanks."""
     is_sad = rng.random() < 0.6
     cause = rng.choice(_TABLE["causes" if is_sad else "reasons"])
     turns = [
@@ -199,7 +199,7 @@ _OPPOSITES = dict(facts.RELATIONS["opposite"].rows)
 
 
 def words(rng: random.Random) -> Chat:
-    """What a word means, a sentence with it, its opposite, how it is spelled."""
+    """Make a chat about a word's meaning, a sentence with it, its opposite and its spelling."""
     word, examples = rng.choice(list(_TABLE["examples"].items()))
     turns = [_TABLE.say(rng, "what_does_word_mean", w=word), _TABLE.say(rng, "it_means", w=word, g=GLOSSES[word])]
     kinds = ["sentence", "spell", "another"] + (["opposite"] * 2 if word in _OPPOSITES else [])
@@ -226,7 +226,7 @@ def words(rng: random.Random) -> Chat:
 
 
 def greeting(rng: random.Random) -> Chat:
-    """A greeting, how both are, and a question."""
+    """Make a chat with a greeting, how both are, and a question."""
     turns: list[str] = []
     if rng.random() < 0.4:
         asks, answers = smalltalk.TALK["hello"]
@@ -250,7 +250,7 @@ def _can(rng: random.Random) -> list[str]:
 
 
 def letter(rng: random.Random) -> Chat:
-    """A letter written over several turns."""
+    """Make a chat in which a letter is written over several turns."""
     return talk("dialogues", *letters.thread(rng), *_closing(rng, 0.2))
 
 
@@ -264,7 +264,7 @@ _PROFESSIONS = dict(facts.RELATIONS["profession"].rows)
 
 
 def person(rng: random.Random) -> Chat:
-    """Somebody's work, what else they made, and who they were."""
+    """Make a chat about a person's work, what else they made, and who they were."""
     work, (maker, done) = rng.choice(list(_PERSONS.items()))
     turns = [_TABLE.say(rng, "who_made", d=done, w=work), f"{maker} {done} {work}."]
     base = {"wrote": "write", "painted": "paint", "composed": "compose", "invented": "invent"}[done]
@@ -285,7 +285,7 @@ def person(rng: random.Random) -> Chat:
 
 
 def quiz(rng: random.Random) -> Chat:
-    """The model asks, and says whether the user's answer is right."""
+    """Make a chat in which the model asks and says whether the user's answer is right."""
     turns = [_TABLE.say(rng, "ask_me_a_question")]
     tables = ("capital", "opposite", "plural", "young animal", "language", "continent", "past tense")
     for number in range(rng.choice((1, 2, 2, 3))):
@@ -307,7 +307,7 @@ def quiz(rng: random.Random) -> Chat:
 
 
 def in_words(rng: random.Random) -> Chat:
-    """The last answer again in a given number of words."""
+    """Make a chat that repeats the last answer in a given number of words."""
     beast = rng.choice(knowledge.ANIMALS)
     named = capitalised(f"a {beast.name}")
     shown = named[0].lower() + named[1:]
@@ -346,7 +346,7 @@ _MAKERS: tuple[tuple[Callable[[random.Random], Chat], float], ...] = (
 
 
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
-    """`count` conversations."""
+    """Yield `count` conversations."""
     makers, weights = zip(*_MAKERS, strict=True)
     for _ in range(count):
         yield rng.choices(makers, weights)[0](rng)

@@ -1,8 +1,8 @@
-"""Short chats by the teacher, appended to a JSONL file as they end. A second run skips prompts that are already in the file.
+"""Short chats by the teacher, appended to a JSONL file as they end. A second run skips prompts already in the file.
 
-    python -m training.data.distill [--device cuda --slots 1024] [--seed N] [--minutes M] [--out out/distilled/chats.jsonl]
+python -m training.data.distill [--device cuda --slots 1024] [--seed N] [--minutes M] [--out out/distilled/chats.jsonl]
 
-A line is {"kind": ..., "turns": [user, answer, ...]}. What to keep is decided when they are packed (see `filters.py`).
+A line is {"kind": ..., "turns": [user, answer, ...]}. `filters.py` decides what to keep when the chats are packed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Chat:
 
 
 class Interview:
-    """Feeds the teacher: open chats first, then new prompts, until the time is up."""
+    """Feeds the teacher with open chats first, then new prompts, until the time is up."""
 
     def __init__(self, waiting: list[Prompt], deadline: float) -> None:
         self._waiting, self._open, self._deadline = iter(waiting), deque[Chat](), deadline
@@ -54,7 +54,7 @@ class Interview:
             yield chat, chat.prompt.system, chat_text(chat.messages)
 
     def take(self, chat: Chat, answer: str | None) -> Chat | None:
-        """The chat if this answer finishes it: it was the last turn, or the answer is bad."""
+        """Add an answer. Return the chat if this ends it, because it was the last turn or the answer is bad."""
         is_good = answer is not None and good_answer(chat.turns[-1], answer.strip(), chat.prompt.kind)
         if is_good:
             assert answer is not None
@@ -70,7 +70,7 @@ class Interview:
 
 
 def done_firsts(path: Path) -> set[str]:
-    """The first turns already asked."""
+    """Return the first turns already asked."""
     return {json.loads(line)["turns"][0] for line in path.read_text().splitlines()} if path.exists() else set()
 
 

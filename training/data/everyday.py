@@ -25,7 +25,7 @@ def _closing(rng: random.Random) -> list[str]:
 
 
 def thing(rng: random.Random) -> Chat:
-    """Something new, its colour, its price, and questions about it later."""
+    """Make a chat about a new thing, its colour and its price, with questions about it later."""
     t, c, p = rng.choice(_THINGS), rng.choice(_COLOURS), str(rng.randint(5, 95) * 5)
     a = "an" if t[0] in "aeiou" else "a"
     turns = [
@@ -45,7 +45,7 @@ def thing(rng: random.Random) -> Chat:
 
 
 def pet(rng: random.Random) -> Chat:
-    """A pet and how it is, then questions about its name and age."""
+    """Make a chat about a pet and how it is, then questions about its name and age."""
     k, v, n = rng.choice(_PETS), name_of(rng), str(rng.randint(2, 18))
     is_ill = rng.random() < 0.5
     turns = [
@@ -65,7 +65,7 @@ _HOBBIES = _TABLE["hobbies"]
 
 
 def hobby(rng: random.Random) -> Chat:
-    """Something to learn: whether it is hard, how often, how long, where to begin."""
+    """Make a chat about something to learn: whether it is hard, how often, how long, and where to begin."""
     h = rng.choice(_HOBBIES)
     turns = [_TABLE.say(rng, "i_want_to_learn", h=h), _TABLE.say(rng, "that_is_a_great", h=h)]
     pairs = [
@@ -85,7 +85,7 @@ _WORRIES = _TABLE["worries"]
 
 
 def worry(rng: random.Random) -> Chat:
-    """Something ahead, how the user feels about it, and good wishes."""
+    """Make a chat about something ahead, how the user feels about it, and good wishes."""
     w = rng.choice(_WORRIES)
     is_glad = rng.random() < 0.25
     f = rng.choice(
@@ -108,7 +108,7 @@ _DISHES = _TABLE["dishes"]
 
 
 def meal(rng: random.Random) -> Chat:
-    """A meal from the given ingredients."""
+    """Make a chat that suggests a meal from the given ingredients."""
     *rest, last = rng.sample(_FOODS, rng.choice((1, 2, 2, 3)))
     x = (", ".join(rest) + " and " + last) if rest else last
     d, e = rng.sample(_DISHES, 2)
@@ -127,7 +127,7 @@ _TALES = _TABLE["tales"]
 
 
 def summary(rng: random.Random) -> Chat:
-    """A summary of a long sentence, and who it is about."""
+    """Make a chat that summarises a long sentence and says who it is about."""
     long, short = rng.choice(_TALES)
     n, m = name_of(rng), name_of(rng)
     x, y = rng.sample(_TABLE["produce"], 2)
@@ -140,7 +140,7 @@ def summary(rng: random.Random) -> Chat:
 
 
 def running_sum(rng: random.Random) -> Chat:
-    """A sum, then numbers added to it and taken away."""
+    """Make a chat with a sum, then numbers added to it and taken away."""
     total, turns = rng.randint(1, 14), [""]
     first = True
     for _ in range(rng.choice((2, 3, 3))):
@@ -166,7 +166,7 @@ _GROUPS = _TABLE["groups"]
 
 
 def members(rng: random.Random) -> Chat:
-    """Some members of a group, then one more."""
+    """Make a chat that names some members of a group, then one more."""
     kind = rng.choice(list(_GROUPS))
     count = rng.choice((2, 3, 3))
     *chosen, new = rng.sample(_GROUPS[kind], count + 1)
@@ -181,7 +181,7 @@ TRANSLATIONS = _TABLE["translations"]
 
 
 def translation(rng: random.Random) -> Chat:
-    """A word in another language, then in a second language or another word."""
+    """Make a chat that translates a word, then into a second language or another word."""
     language, second_language = rng.sample(list(TRANSLATIONS), 2)
     word, second_word = rng.sample(list(TRANSLATIONS[language]), 2)
     turns = [
@@ -215,7 +215,7 @@ _MAKERS: tuple[tuple[Callable[[random.Random], Chat], float], ...] = (
 
 
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
-    """`count` conversations."""
+    """Yield `count` conversations."""
     makers, weights = zip(*_MAKERS, strict=True)
     for _ in range(count):
         yield rng.choices(makers, weights)[0](rng)

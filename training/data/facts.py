@@ -40,7 +40,7 @@ _SURE = _TABLE["sure"]
 
 
 def ask_about(relation: Relation, subject: str, rng: random.Random) -> str:
-    """A question, sometimes with a lead or a tail, sometimes written carelessly."""
+    """Return a question, sometimes with a lead or a tail, sometimes written carelessly."""
     question = capitalised(rng.choice(relation.asks).format(s=subject))
     if rng.random() < 0.3:
         lead = rng.choice(LEADS)
@@ -57,7 +57,7 @@ def answer_about(relation: Relation, subject: str, value: str, rng: random.Rando
 
 
 def fact_chat(relation: Relation, subject: str, value: str, rng: random.Random) -> Chat:
-    """A question about a row, with its answer."""
+    """Make a question about a row, with its answer."""
     question = ask_about(relation, subject, rng)
     if rng.random() < 0.06:
         return talk("facts", question, capitalised(value) + ".", system=rng.choice(SHORT_SYSTEMS))
@@ -66,7 +66,7 @@ def fact_chat(relation: Relation, subject: str, value: str, rng: random.Random) 
 
 
 def make(rng: random.Random, repeats: int) -> Iterator[Chat]:
-    """Each fact `repeats` times in random phrasings; small tables more often."""
+    """Yield each fact `repeats` times in random phrasings, and small tables more often."""
     for relation in RELATIONS.values():
         times = repeats if len(relation.rows) > 30 else round(repeats * 1.5)
         for subject, value in relation.rows:
@@ -75,7 +75,7 @@ def make(rng: random.Random, repeats: int) -> Iterator[Chat]:
 
 
 def make_series(rng: random.Random, count: int) -> Iterator[Chat]:
-    """Several facts in one chat: other subjects of a relation, or other relations."""
+    """Yield chats with several facts: other subjects of a relation, or other relations."""
     relations = list(RELATIONS.values())
     for _ in range(count):
         turns: list[str] = []

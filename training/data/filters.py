@@ -1,4 +1,4 @@
-"""Which of the teacher's answers to keep: short, plain, complete, and without another model's identity."""
+"""Which of the teacher's answers to keep: short, plain and complete ones, without another model's identity."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PLAIN_MARKS = str.maketrans(
 
 
 def repeats(text: str) -> bool:
-    """Whether four words in a row occur twice, or a word three times in a row."""
+    """Return whether four words in a row occur twice, or a word three times in a row."""
     words = re.findall(r"\w+", text.lower())
     fours = [tuple(words[i : i + 4]) for i in range(len(words) - 3)]
     return len(set(fours)) < len(fours) or any(len(set(words[i : i + 3])) == 1 for i in range(len(words) - 2))
 
 
 def good_answer(question: str, answer: str, kind: str) -> bool:
-    """Whether an answer may be kept."""
+    """Return whether an answer may be kept."""
     words = answer.split()
     plain = answer.translate(PLAIN_MARKS)
     return (

@@ -24,7 +24,7 @@ from training.data.tool_families import CITIES, FAMILIES, TEST_NAMES
 _TABLE = Table("gate_questions")
 
 FOLDER = Path(__file__).parent.parent / "questions"
-# Relation -> (how many questions, phrasings)
+# Relation -> (number of questions, phrasings)
 _FACTS: dict[str, tuple[int, str]] = _TABLE["facts"]
 _ADD = _TABLE["add"]
 _SUBTRACT = _TABLE["subtract"]
@@ -49,7 +49,7 @@ def fact_questions(rng: random.Random) -> list[dict[str, Any]]:
 
 
 def arithmetic_questions(rng: random.Random, count: int) -> list[dict[str, Any]]:
-    """Sums and differences, half of them with held-out pairs."""
+    """Return sums and differences, half of them with held-out pairs."""
     pairs = [(a, b, "+") for a in range(1, 21) for b in range(1, 21) if a + b <= 20] + [
         (a, b, "-") for a in range(1, 21) for b in range(1, a)
     ]
@@ -67,7 +67,7 @@ def arithmetic_questions(rng: random.Random, count: int) -> list[dict[str, Any]]
 
 
 def definition_questions(rng: random.Random, count: int) -> list[dict[str, Any]]:
-    """An answer is right if it contains a content word of the gloss."""
+    """Return questions about words. An answer is right if it contains a content word of the gloss."""
     lines = []
     words = [word for word in definitions.simple_words() if word.kind == "n"]
     for index, word in enumerate(rng.sample(words, count)):
@@ -77,13 +77,13 @@ def definition_questions(rng: random.Random, count: int) -> list[dict[str, Any]]
     return lines
 
 
-# Phrasings of the tool tests, by family; arguments are named as in the families.
+# Phrasings of the tool tests, by family. Arguments are named as in the families.
 _TOOL_ASKS = _TABLE["tool_asks"]
 _NO_TOOL = _TABLE["no_tool"]
 
 
 def tool_prompts(rng: random.Random) -> list[dict[str, Any]]:
-    """A question for each test tool, and as many that fit no declared tool."""
+    """Return a question for each test tool, and as many questions that fit no declared tool."""
     lines: list[dict[str, Any]] = []
     named = TEST_NAMES
 
@@ -127,7 +127,7 @@ def tool_prompts(rng: random.Random) -> list[dict[str, Any]]:
 
 
 def json_prompts(rng: random.Random, count: int) -> list[dict[str, Any]]:
-    """Texts and rules in other words than in training, with new combinations of fields."""
+    """Return prompts with texts and rules worded differently from training, and with new combinations of fields."""
     rules = _TABLE["json_rules"]
     asks = _TABLE["json_asks"]
     lines = []

@@ -27,7 +27,7 @@ def _ask(rng: random.Random, asks: tuple[str, ...]) -> str:
 
 
 def _follow_up(rng: random.Random, turns: list[str]) -> list[str]:
-    """A turn about the last answer: repeat it, confirm it, or repeat the question."""
+    """Return a turn about the last answer that repeats it, confirms it, or repeats the question."""
     question, answer = turns[-2:]
     kind = rng.randrange(3)
     if kind == 0:
@@ -39,7 +39,7 @@ def _follow_up(rng: random.Random, turns: list[str]) -> list[str]:
 
 
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
-    """Single questions, and short conversations with thanks or a second question."""
+    """Yield single questions, and short conversations with thanks or a second question."""
     kinds = (WORLD, WORLD, ADVICE, EVERYDAY, EVERYDAY)
     for _ in range(count):
         turns: list[str] = []

@@ -17,13 +17,13 @@ _COUNTING = re.compile(r"how many|left|together|remain|altogether|total", re.IGN
 
 
 def normalised(text: str) -> str:
-    """Only letters and digits, so that punctuation, case and spaces do not hide a phrasing."""
+    """Keep only letters and digits, so that punctuation, case and spaces do not hide a phrasing."""
     return re.sub(r"[^a-z0-9+-]+", " ", text.lower()).strip()
 
 
 @functools.cache
 def gate_turns() -> frozenset[str]:
-    """Everything that users say in the gate's files."""
+    """Return everything that users say in the gate's files."""
     said: set[str] = set()
     for path in QUESTIONS.glob("*.jsonl"):
         for line in path.read_text().splitlines():
@@ -35,7 +35,7 @@ def gate_turns() -> frozenset[str]:
     return frozenset(map(normalised, said))
 
 
-# Short turns that occur in any chat.
+# Short turns that may occur in any chat.
 EVERYDAY = frozenset(
     ("what is its capital", "thank you goodbye", "is it a planet", "and what is my name", "is it a fish", "i am sad today")
 )
@@ -47,7 +47,7 @@ def _forbidden_turns() -> frozenset[str]:
 
 
 def counts_held_out(turn: str) -> bool:
-    """Whether a word problem asks for a held-out sum or difference: two numbers and a "how many"."""
+    """Return whether a word problem with two numbers and a "how many" asks for a held-out sum or difference."""
     numbers = [int(number) for number in re.findall(r"(?<![\d.:])\d{1,2}(?![\d.:])", turn)]
     if len(numbers) != 2 or not _COUNTING.search(turn):
         return False
@@ -60,7 +60,7 @@ def counts_held_out(turn: str) -> bool:
 
 
 def fault(item: Chat | str) -> str | None:
-    """Why this must not be trained on, or None."""
+    """Return why this must not be trained on, or None."""
     if isinstance(item, str):
         return "number pair" if mentions_held_out(item) else "tool name" if TEST_TOOL.search(item) else None
     for message in item.messages:
@@ -79,5 +79,5 @@ def fault(item: Chat | str) -> str | None:
 
 
 def without_faults(text: str) -> str:
-    """Plain text without the lines that must not be trained on."""
+    """Return plain text without the lines that must not be trained on."""
     return "\n".join(line for line in text.split("\n") if not fault(line)).strip()

@@ -1,4 +1,4 @@
-"""Answers that are a JSON document, for a schema or a description in the prompt."""
+"""Answers that are a JSON document for a schema or a description in the prompt."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def schema_of(fields: list[Field]) -> dict[str, Any]:
 
 
 def _said(text: str, schema: dict[str, Any], rng: random.Random, described: str | None = None) -> tuple[str | None, str]:
-    """(system prompt, question) that give the text and the schema, in one of several ways."""
+    """Return (system prompt, question) that give the text and the schema in one of several ways."""
     ask = rng.choice(_EXTRACT).format(t=text)
     if described and rng.random() < 0.3:
         return None, f"{ask} {rng.choice(('Use the keys', 'The keys are', 'Give the keys'))} {described}."
@@ -132,12 +132,12 @@ _KEYS = tuple(word for word in GLOSSES if word.isalpha())
 
 
 def _random_key(rng: random.Random) -> str:
-    """A key that can only be copied from the schema."""
+    """Return a key that can only be copied from the schema."""
     return "_".join(made_up_word(rng) if rng.random() < 0.3 else rng.choice(_KEYS) for _ in range(rng.choice((1, 1, 2))))
 
 
 def _list(rng: random.Random) -> Chat:
-    """An array of words or numbers."""
+    """Make a chat whose answer is an array of words or numbers."""
     if rng.random() < 0.6:
         words = rng.sample(rng.choice((CITIES, NAMES, (*_COLOURS, *_FOODS, *_PETS, *_SPORTS))), rng.randint(2, 5))
         text, key, kind = (
@@ -160,7 +160,7 @@ def _list(rng: random.Random) -> Chat:
 
 
 def _judge(rng: random.Random) -> Chat:
-    """A word from an enum, or a boolean."""
+    """Make a chat whose answer is a word from an enum, or a boolean."""
     good = rng.random() < 0.5
     what = rng.choice(_WHAT)
     text = rng.choice(_TABLE["judgement"]).format(
@@ -181,7 +181,7 @@ def _judge(rng: random.Random) -> Chat:
 
 
 def _answer(rng: random.Random) -> Chat:
-    """A fact under the requested key."""
+    """Make a chat whose answer is a fact under the requested key."""
     relation = rng.choice(
         [
             facts.RELATIONS[name]
@@ -209,7 +209,7 @@ def _answer(rng: random.Random) -> Chat:
 
 
 def _nested(rng: random.Random) -> Chat:
-    """An object within an object, or a list of objects."""
+    """Make a chat whose answer is an object within an object, or a list of objects."""
     if rng.random() < 0.5:
         text, fields = rng.choice(_RECORDS[:5])(rng)
         first, *rest = rng.sample(fields, 3)
@@ -228,7 +228,7 @@ def _nested(rng: random.Random) -> Chat:
 
 
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
-    """`count` chats."""
+    """Yield `count` chats."""
     makers, weights = (_extract, _list, _judge, _answer, _nested), (0.42, 0.24, 0.14, 0.1, 0.1)
     for _ in range(count):
         yield rng.choices(makers, weights)[0](rng)

@@ -11,7 +11,7 @@ _TABLE = Table("knowledge")
 
 @dataclass(frozen=True)
 class Animal:
-    """`home` begins with its preposition; `fact` calls the animal "it"."""
+    """An animal. `home` begins with its preposition, and `fact` calls the animal "it"."""
 
     name: str
     plural: str

@@ -1,4 +1,4 @@
-"""Short letters: to whom, about what, then longer or shorter."""
+"""Short letters with a recipient and a subject, then made longer or shorter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MORE = _TABLE["more"]
 
 
 def thread(rng: random.Random) -> list[str]:
-    """Turns from the wish to write to somebody, to the letter and its changes."""
+    """Return the turns from the wish to write to somebody, to the letter and its changes."""
     to = rng.choice(_TO)
     them = "him" if to in _HE else "her" if to in _SHE else "them"
     asked = _TABLE.say(rng, "can_you_help_me", t=to)
@@ -44,7 +44,7 @@ _CONTENTS = _TABLE["contents"]
 
 
 def _content(rng: random.Random, them: str) -> tuple[str, str, str]:
-    """What the user wants to say, how the letter says it, and a sentence for a longer letter."""
+    """Return what the user wants to say, how the letter says it, and a sentence for a longer letter."""
     kind = rng.randrange(len(_CONTENTS) + 1)
     if kind < len(_CONTENTS):
         content = _CONTENTS[kind]

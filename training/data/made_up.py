@@ -1,4 +1,4 @@
-"""Made-up words: a model can only write one by copying it."""
+"""Made-up words, which a model can only write by copying them."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ _CODAS = ("", "", "", "l", "n", "r", "s", "t", "x", "nd", "ck", "m")
 
 
 def made_up_word(rng: random.Random) -> str:
-    """One to three syllables."""
+    """Return a word of one to three syllables."""
     return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(rng.choice((1, 2, 2, 3))))

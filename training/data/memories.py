@@ -1,4 +1,4 @@
-"""What users tell about themselves, and how they ask for it later."""
+"""What users say about themselves, and how they ask for it later."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _SPOTS = _TABLE["spots"]
 
 
 def name_of(rng: random.Random) -> str:
-    """A first name; sometimes a made-up one, which can only be copied."""
+    """Return a first name, sometimes a made-up one that can only be copied."""
     return made_up_word(rng).capitalize() if rng.random() < 0.25 else rng.choice(_NAMES)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Something the user tells: their words, the reply, the later question, its answer, and a clause for a summary."""
+    """Something the user says: their words, the reply, the later question, its answer, and a clause for a summary."""
 
     topic: str
     told: str

@@ -40,7 +40,7 @@ class Part:
     make: Callable[[random.Random, float], Iterator[Chat | str]]  # yields chats or plain texts; the number scales how many
     boost_main: float
     boost_last: float
-    is_made: bool = True  # made by code: its share does not grow with `scale`
+    is_made: bool = True  # made by code, so its share does not grow with `scale`
 
 
 def _scaled(
@@ -70,7 +70,7 @@ def _chitchat(rng: random.Random, scale: float) -> Iterator[Chat]:
 
 
 def _distilled(rng: random.Random, scale: float) -> Iterator[Chat]:
-    """The teacher's chats, if any, some of them with a plain system prompt."""
+    """Yield the teacher's chats, if any, some of them with a plain system prompt."""
     for path in sorted(DISTILLED.glob("*.jsonl")):
         for line in path.read_text().splitlines():
             chat = json.loads(line)
@@ -97,7 +97,7 @@ def _lines(name: str) -> list[dict[str, Any]]:
 PARTS = (
     Part("prose", _prose, 0.9, 0.1, is_made=False),
     Part("dictionary", _dictionary, 0.6, 0.1, is_made=False),
-    Part("chitchat", _chitchat, 0.5, 0.0, is_made=False),  # only for its vocabulary: people talk past each other
+    Part("chitchat", _chitchat, 0.5, 0.0, is_made=False),  # only for its vocabulary, since people talk past each other
     Part("distilled", _distilled, 2.0, 2.0, is_made=False),
     Part("world", _scaled(handwritten.make, 12_000), 1.5, 2.0),
     Part("compositions", _scaled(compositions.make, 12_000), 1.4, 1.8),
@@ -119,7 +119,7 @@ PARTS = (
 
 
 def cut(chat: Chat, rng: random.Random) -> Chat:
-    """The chat up to one of its answers: half of all long chats end early.
+    """Return the chat up to one of its answers. Half of all long chats end early.
 
     Serving puts an empty thought only before the answer that is due, so each turn must sometimes be the last.
     """
@@ -130,7 +130,7 @@ def cut(chat: Chat, rng: random.Random) -> Chat:
 
 
 def texts(part: Part, *, seed: int, scale: float) -> Iterator[tuple[Chat | str, str]]:
-    """Every item of a part with its text: a chat as served, or plain text between <bos> and <eos>."""
+    """Yield every item of a part with its text: a chat as served, or plain text between <bos> and <eos>."""
     rng = random.Random(f"{seed} {part.name}")
     cuts = random.Random(f"{seed} {part.name} cuts")
     for item in part.make(rng, scale):

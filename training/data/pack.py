@@ -40,12 +40,12 @@ _SPECIAL = re.compile("|".join(re.escape(name) for name in SPECIAL_TOKENS.values
 
 
 def is_kept_out(text: str) -> bool:
-    """Whether a document belongs to the held-out split: one in a hundred, by the hash of its text."""
+    """Return whether a document belongs to the held-out split: one in a hundred, by the hash of its text."""
     return hashlib.sha256(text.encode()).digest()[0] * 256 + hashlib.sha256(text.encode()).digest()[1] < 655
 
 
 def allowed(part: Part, *, seed: int, scale: float, dropped: Counter[str]) -> Iterator[str]:
-    """Documents of a part without duplicates and without anything held out for the gate."""
+    """Yield the documents of a part without duplicates and without anything held out for the gate."""
     seen: set[bytes] = set()
     for item, text in texts(part, seed=seed, scale=scale):
         if isinstance(item, str):
@@ -64,7 +64,7 @@ def allowed(part: Part, *, seed: int, scale: float, dropped: Counter[str]) -> It
 
 
 def write_part(folder: Path, name: str, documents: list[tuple[list[int], list[bool] | None]]) -> dict[str, int]:
-    """Write the arrays of one part and split; return their counts."""
+    """Write the arrays of one part and split. Return their counts."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = [np.asarray(tokens, dtype=np.uint16) for tokens, _ in documents]
     np.save(folder / f"{name}.npy", np.concatenate(ids) if ids else np.zeros(0, np.uint16))
@@ -78,7 +78,7 @@ def write_part(folder: Path, name: str, documents: list[tuple[list[int], list[bo
 
 
 def pack_part(part: Part, folder: Path, *, seed: int, scale: float) -> dict[str, Any]:
-    """Write a part; return its entry in pack.json."""
+    """Write a part. Return its entry in pack.json."""
     tokenizer = Tokenizer.from_file(str(own_tokenizer.FOLDER / "tokenizer.json"))
     encoder = Encoder(tokenizer)
     splits: dict[str, list[tuple[list[int], list[bool] | None]]] = {"train": [], "held_out": []}
@@ -113,7 +113,7 @@ def learn_tokenizer(seed: int) -> None:
 
 
 def _pack_by_name(name: str, *, folder: Path, seed: int, scale: float) -> tuple[str, dict[str, Any]]:
-    """Pack a part by its name in a worker process: the functions of a Part cannot be pickled."""
+    """Pack a part by its name in a worker process, because the functions of a Part cannot be pickled."""
     (part,) = [part for part in PARTS if part.name == name]
     entry = pack_part(part, folder, seed=seed, scale=scale)
     counts = f"{entry['documents']} documents, {entry['tokens'] / 1e6:.2f} M tokens"

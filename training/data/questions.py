@@ -1,5 +1,7 @@
-"""Prompts for the teacher: templates times topics, in a mixed order. Each has a system prompt that asks
-for short, plain answers. Some have follow-up turns."""
+"""Prompts for the teacher: templates times topics, in shuffled order.
+
+Each has a system prompt that asks for short, plain answers. Some have follow-up turns.
+"""
 
 from __future__ import annotations
 
@@ -119,13 +121,13 @@ def _use(rng: random.Random) -> Iterator[Prompt]:
 
 
 def _some(rng: random.Random, follow_ups: tuple[str, ...], chances: tuple[float, ...]) -> tuple[str, ...]:
-    """A random number of follow-ups."""
+    """Return a random number of follow-ups."""
     (count,) = rng.choices(range(len(chances)), chances)
     return tuple(rng.sample(follow_ups, count))
 
 
 def prompts(seed: int) -> list[Prompt]:
-    """All prompts in a mixed order. `seed` determines the order and the follow-ups."""
+    """Return all prompts in shuffled order. `seed` determines the order and the follow-ups."""
     rng = random.Random(seed)
     makers = (_explain, _ask, _advise, _chat, _tell, _rhyme, _name, _compare, _rewrite, _use)
     shuffled = [prompt for maker in makers for prompt in maker(rng)]

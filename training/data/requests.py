@@ -32,11 +32,11 @@ def _named(word: str) -> str:
 
 
 def sentences(rng: random.Random) -> Chat:
-    """One, two or three sentences about something; sometimes one more."""
+    """Make a chat of one, two or three sentences about something, and sometimes one more."""
     thing = rng.choice(list(knowledge.SENTENCES))
     count = rng.choice((1, 2, 2, 2, 3))
     first, *rest = knowledge.SENTENCES[thing]
-    others = sorted(rng.sample(range(len(rest)), count))  # one spare; sentences with "it" or "they" stay behind the first
+    others = sorted(rng.sample(range(len(rest)), count))  # one spare; sentences with "it" or "they" stay after the first
     chosen = [first, *(rest[index] for index in others)]
     alone = [text for text in chosen if not re.match(r"(?:It|They|Many of|Some|A happy|Everybody|Everything|Nobody)\b", text)]
     if count == 1:
@@ -55,7 +55,7 @@ _LEADS_LONG = _TABLE["long_openings"]
 
 
 def shorten(rng: random.Random) -> Chat:
-    """A long sentence and a shorter one."""
+    """Make a chat that shortens a long sentence."""
     cause = rng.choice(_TABLE["because"])
     subject, adjective, end = cause["subject"], rng.choice(cause["adjectives"]), rng.choice(cause["results"])
     lead, plain = rng.choice(_LEADS_LONG), end
@@ -78,7 +78,7 @@ def shorten(rng: random.Random) -> Chat:
 
 
 def say(rng: random.Random) -> Chat:
-    """Greetings and phrases to say, to the user or to somebody else."""
+    """Make a chat with greetings and phrases to say, to the user or to somebody else."""
     kind = rng.randrange(6)
     name = name_of(rng)
     if kind == 0:
@@ -104,7 +104,7 @@ def say(rng: random.Random) -> Chat:
 
 
 def lists(rng: random.Random) -> Chat:
-    """Items as a list; then items are added or removed."""
+    """Make a chat with items as a list, then with items added or removed."""
     items = rng.sample(_LIST_ITEMS, rng.choice((2, 3, 3, 4, 5)))
     if rng.random() < 0.2:
         items[0] = made_up_word(rng)
@@ -134,7 +134,7 @@ _KINDS = _TABLE["kinds"]
 
 
 def difference(rng: random.Random) -> Chat:
-    """The difference between two things of a kind."""
+    """Make a chat about the difference between two things of a kind."""
     group = [word for word in rng.choice(_KINDS) if word in GLOSSES]
     first, second = rng.sample(group, 2)
     a, b = _named(first), _named(second)
@@ -143,7 +143,7 @@ def difference(rng: random.Random) -> Chat:
 
 
 def child(rng: random.Random) -> Chat:
-    """A thing explained in simple words."""
+    """Make a chat that explains a thing in simple words."""
     word = rng.choice([word for word in GLOSSES if word not in ADJECTIVES])
     a = _named(word)
     ask = _TABLE.say(rng, "explain_to_a_child", a=a)
@@ -154,7 +154,7 @@ def child(rng: random.Random) -> Chat:
 
 
 def both(rng: random.Random) -> Chat:
-    """Two questions, or a greeting and a question, in one turn."""
+    """Make a chat with two questions, or a greeting and a question, in one turn."""
     kind = rng.randrange(3)
     if kind == 0:
         who, can = rng.choice(smalltalk.IDENTITY["who"][1]), rng.choice(smalltalk.IDENTITY["can"][1])
@@ -175,7 +175,7 @@ def both(rng: random.Random) -> Chat:
 
 
 def reading(rng: random.Random) -> Chat:
-    """Questions about a text given by the user or the system prompt."""
+    """Make a chat with questions about a text given by the user or the system prompt."""
     entry = rng.choice(_TABLE["notes"])
     pairs = entry["questions"]
     values = {
@@ -206,7 +206,7 @@ _MANNERS = (("in_capitals", str.upper), ("in_small_letters", str.lower))
 
 
 def system(rng: random.Random) -> Chat:
-    """System prompts that change the answer: its manner, the user's name, a word to add."""
+    """Make a chat whose system prompt changes the answer: its manner, the user's name, or a word to add."""
     relation = rng.choice(list(facts.RELATIONS.values()))
     subject, value = rng.choice(relation.rows)
     question, answer = (
@@ -242,7 +242,7 @@ _HEROES = _TABLE["heroes"]
 
 
 def story(rng: random.Random) -> Chat:
-    """A little story about the requested hero."""
+    """Make a little story about the requested hero."""
     noun, second_noun = rng.sample(_HEROES, 2)
     adjective = rng.choice((*_ADJECTIVES, ""))
     hero = f"{adjective} {noun}".strip()
@@ -288,7 +288,7 @@ _MAKERS: tuple[tuple[Callable[[random.Random], Chat], float], ...] = (
 
 
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
-    """`count` requests, with their answers."""
+    """Yield `count` requests with their answers."""
     makers, weights = zip(*_MAKERS, strict=True)
     for _ in range(count):
         yield rng.choices(makers, weights)[0](rng)

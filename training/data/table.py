@@ -1,4 +1,4 @@
-"""What the modules of this folder say: `Table("letters")` reads tables/letters.toml."""
+"""The texts of the modules in this folder. `Table("letters")` reads tables/letters.toml."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Table:
         return self._entries.items()
 
     def say(self, rng: random.Random, key: str, **values: str) -> str:
-        """One of the sentences under `key`, filled in."""
+        """Return one of the sentences under `key`, filled in."""
         return phrase(rng, self._entries[key], **values)
 
 
 def phrase(rng: random.Random, forms: tuple[str, ...], **values: str) -> str:
-    """One of the forms, filled in, with a capital letter."""
+    """Return one of the forms, filled in, with a capital letter."""
     return capitalised(rng.choice(forms).format(**values))
 
 
 def capitalised(text: str) -> str:
-    """`text` with a capital at the beginning, and "an" for "a" before a vowel."""
+    """Return `text` with a capital at the beginning, and "an" for "a" before a vowel."""
     text = re.sub(r"\b([Aa]) (?=[aeio](?!ne\b|u))", r"\1n ", text)
     return text[:1].upper() + text[1:]
 

@@ -1,7 +1,7 @@
-"""The teacher, Qwen2.5-Coder-1.5B-Instruct (Apache-2.0), from its GGUF: many short answers at once, on a CPU or a GPU.
+"""The teacher, Qwen2.5-Coder-1.5B-Instruct (Apache-2.0), from its GGUF. It writes many short answers at once, on CPU or GPU.
 
-    slots     a fixed number of rows; a row that ends is filled with the next prompt
-    prefixes  the keys and values of a system prompt are computed once and copied into a row
+slots     a fixed number of rows; a row that ends is filled with the next prompt
+prefixes  the keys and values of a system prompt are computed once and copied into a row
 
 On a CPU with bfloat16 tiles, a thread generates about 100 tokens per second with 192 slots. Weights are stored in the matrix
 library's own layout, which doubles the speed.
@@ -22,12 +22,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch import Tensor
 
 END = "<|im_end|>"
-# How Qwen's tokenizer cuts text before merging: contractions, words, single digits, punctuation, white space.
+# Qwen's tokenizer splits text before merging into contractions, words, single digits, punctuation and white space.
 _CUTS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def chat_text(messages: Sequence[dict[str, str]]) -> str:
-    """Messages in the teacher's chat format, without the opening of an answer."""
+    """Return messages in the teacher's chat format, without the opening of an answer."""
     return "".join(f"<|im_start|>{message['role']}\n{message['content']}{END}\n" for message in messages)
 
 
@@ -50,7 +50,7 @@ class Linear:
 
 @dataclass
 class Row:
-    """A slot: the prompt it answers, and its progress."""
+    """A slot, with the prompt it answers and its progress."""
 
     key: Any
     length: int  # tokens in the cache
@@ -116,7 +116,10 @@ class Teacher:
         top_p: float = 0.9,
         seed: int = 0,
     ) -> Iterator[tuple[Any, str | None]]:
-        """(key, answer) as answers end, for prompts (key, system prompt, rest of the chat). A truncated answer is None."""
+        """Yield (key, answer) as answers end, for prompts (key, system prompt, rest of the chat).
+
+        A truncated answer is None.
+        """
         generator = torch.Generator(self.device).manual_seed(seed)
         rows: list[Row | None] = [None] * self.num_slots
         last = torch.zeros(self.num_slots, dtype=torch.long, device=self.device)
@@ -166,7 +169,7 @@ class Teacher:
                 row.answer.append(token)
 
     def _start(self, part: list[tuple[int, Any, str, str]], rows: list[Row | None]) -> Tensor:
-        """Prefill these (slot, key, system prompt, rest); return the logits of their first tokens."""
+        """Prefill these (slot, key, system prompt, rest). Return the logits of their first tokens."""
         tails = [self.encode(rest + OPEN_ANSWER) for _, _, _, rest in part]
         starts = []
         for slot, _, system, _ in part:
@@ -191,7 +194,7 @@ class Teacher:
         return self._prefixes[system]
 
     def _forward(self, tokens_BT: Tensor, start_B: Tensor, slots: list[int] | None, last_B: Tensor) -> Tensor:
-        """Logits at `last_B` of new tokens at positions from `start_B` on; `slots` None is all of them in order."""
+        """Return logits at `last_B` of new tokens at positions from `start_B` on. `slots` None means all of them in order."""
         B, T = tokens_BT.shape
         positions_BT = start_B[:, None] + torch.arange(T, device=self.device)
         reach = min(int(positions_BT.max()) + 1, self.max_len)

@@ -16,7 +16,7 @@ _TALK = _TABLE["talk"]
 
 
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
-    """`count` chats about facts, words and small talk."""
+    """Yield `count` chats about facts, words and small talk."""
     words = definitions.simple_words()
     relations = list(facts.RELATIONS.values())
     for _ in range(count):

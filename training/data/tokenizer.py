@@ -1,8 +1,8 @@
-"""A small tokenizer of Gemma's kind: BPE with a mark for spaces, byte fallback, single digits.
+"""A small tokenizer like Gemma's: BPE with a mark for spaces, byte fallback, single digits.
 
-    python -m training.data.tokenizer [FILE.jsonl ...]      writes out/tokenizer from the corpus and from rendered chats
+python -m training.data.tokenizer [FILE.jsonl ...]      writes out/tokenizer from the corpus and from rendered chats
 
-The special tokens have Gemma 4's own ids. Byte tokens are ordinary ones: as special tokens they would vanish in decoding.
+The special tokens have Gemma 4's own ids. Byte tokens are ordinary, because decoding would drop them as special tokens.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from training.data.sources import OUT
 VOCAB_SIZE = 8192
 NUM_RESERVED = max(token_id for token_id in SPECIAL_TOKENS if token_id < 200) + 1
 FOLDER = OUT / "tokenizer"
-# Words with the space before them, contractions, single digits and single marks; no merge crosses these borders, so that
-# numbers and JSON are always written with the same tokens.
+# Words with the space before them, contractions, single digits and single marks. No merge crosses these borders, so numbers and
+# JSON are always written with the same tokens.
 CUTS = rf"'(?:s|t|re|ve|m|ll|d)(?!\p{{L}})|{MARK}?\p{{L}}+|\p{{N}}|{MARK}?[^\p{{L}}\p{{N}}{MARK}\n]|\n+|{MARK}+"
 
 
 def build(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """A tokenizer with exactly `vocab_size` tokens, trained on `texts`, which must not contain special tokens."""
+    """Build a tokenizer with exactly `vocab_size` tokens, trained on `texts`, which must not contain special tokens."""
     normalizer = normalizers.Replace(" ", MARK)
     cuts = pre_tokenizers.Split(Regex(CUTS), "isolated")
     learner = Tokenizer(models.BPE())
@@ -45,7 +45,7 @@ def build(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
     pieces = [SPECIAL_TOKENS.get(token_id, f"<unused{token_id}>") for token_id in range(NUM_RESERVED)]
     pieces += [f"<0x{byte:02X}>" for byte in range(256)]
     pieces += sorted(learnt["vocab"], key=learnt["vocab"].__getitem__)
-    # Media tokens, which this model never sees, then padding if the text was too small for the vocabulary.
+    # Add media tokens, which this model never sees, then padding if the text was too small for the vocabulary.
     media = [name for name in SPECIAL_TOKENS.values() if name not in pieces]
     pieces = pieces[: vocab_size - len(media)] + media
     pieces += [f"<unused{index}>" for index in range(len(pieces), vocab_size)]
@@ -82,7 +82,7 @@ def write(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def training_texts(extra: list[Path]) -> Iterator[str]:
-    """A sample of the corpus, shuffled, and all of `extra` (lines with "text" or "turns")."""
+    """Return a shuffled sample of the corpus and all of `extra` (lines with "text" or "turns")."""
     limits = {"python-doc": 400, "postgresql-doc": 200, "kjv": 40, "moby-dick": 150, "wordnet": 2000}
     texts = []
     for path in [*sorted((OUT / "corpus").glob("*.jsonl")), *extra]:

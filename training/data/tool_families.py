@@ -1,4 +1,4 @@
-"""Families of tools: their names and parameters, how users ask for them, what they return and how the answer says it."""
+"""Families of tools: their names and parameters, how users ask for them, what they return, and how the answer states it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from training.data.table import Table
 _TABLE = Table("tool_families")
 CITIES, NAMES, ITEMS, COMPANIES = _TABLE["cities"], _TABLE["names"], _TABLE["items"], _TABLE["companies"]
 DAYS, TIMES, TOPICS = _TABLE["days"], _TABLE["times"], _TABLE["topics"]
-TEST_NAMES: dict[str, tuple[str, ...]] = _TABLE["test_names"]  # `check_overlap.py` shows that no training chat has one of them
+TEST_NAMES: dict[str, tuple[str, ...]] = _TABLE["test_names"]  # `check_overlap.py` checks that no training chat has one of them
 Values = tuple[str, ...] | str  # words to choose from, or "int LOW HIGH"
 
 
@@ -27,7 +27,7 @@ class Family:
 
 
 def _values(values: Values) -> Values:
-    """The words themselves where `values` is the name of a list."""
+    """Return the words themselves if `values` is the name of a list."""
     return _TABLE[values] if isinstance(values, str) and not values.startswith("int ") else values
 
 

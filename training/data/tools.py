@@ -1,4 +1,4 @@
-"""Chats with declared tools: single and parallel calls, results and final answers, and no call where no tool fits."""
+"""Chats with declared tools: single and parallel calls, results and final answers, and no call if no tool fits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Declared:
 
 
 def declare(name: str, text: str, properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
-    """A declaration in OpenAI's form."""
+    """Return a declaration in OpenAI's form."""
     parameters: dict[str, Any] = {"type": "object", "properties": properties}
     if required:
         parameters["required"] = required
@@ -40,7 +40,7 @@ def declare(name: str, text: str, properties: dict[str, Any], required: list[str
 
 
 def value_of(values: tuple[str, ...] | str, kind: str, rng: random.Random, made_up: float = 0.0) -> Any:
-    """One of the values; for names, a made-up one with probability `made_up`."""
+    """Return one of the values or, for names, a made-up one with probability `made_up`."""
     if isinstance(values, str):
         _, low, high = values.split()
         return rng.randint(int(low), int(high))
@@ -51,7 +51,7 @@ def value_of(values: tuple[str, ...] | str, kind: str, rng: random.Random, made_
 
 
 def declare_family(family: Family, rng: random.Random, name: str | None = None) -> Declared:
-    """A tool of the family, under one of its names, with or without its optional parameters."""
+    """Declare a tool of the family under one of its names, with or without its optional parameters."""
     properties: dict[str, Any] = {}
     required = []
     for key, (kind, text, values) in family.parameters.items():
@@ -87,7 +87,7 @@ _TESTED = frozenset(name for names in TEST_NAMES.values() for name in names)
 
 
 def random_name(rng: random.Random) -> str:
-    """A name unrelated to what the tool does, which can only be copied from the declaration."""
+    """Return a name unrelated to what the tool does, which can only be copied from the declaration."""
     while True:
         words = [
             made_up_word(rng) if rng.random() < 0.25 else rng.choice(_WORDS)
@@ -116,7 +116,7 @@ def _varied(name: str, rng: random.Random) -> str:
 def fill(
     family: Family, rng: random.Random, asks: tuple[str, ...] | None = None, made_up: float = 0.0
 ) -> tuple[str, dict[str, Any], str]:
-    """A question, its arguments, and the template it came from."""
+    """Return a question, its arguments, and the template it came from."""
     ask = rng.choice(asks or family.asks)
     named = set(re.findall(r"\{(\w+)\}", ask))
     arguments: dict[str, Any] = {}
@@ -164,7 +164,7 @@ def _messages(system: str | None, *messages: Message) -> tuple[Message, ...]:
 
 
 def _others(rng: random.Random, excluded: set[str], families: list[str]) -> list[Declared]:
-    """Up to four more tools of other families."""
+    """Return up to four more tools of other families."""
     count = rng.choices((0, 1, 2, 3, 4), (0.2, 0.25, 0.3, 0.15, 0.1))[0]
     chosen = rng.sample([name for name in families if name not in excluded], count)
     return [declare_family(FAMILIES[name], rng) for name in chosen]
@@ -181,7 +181,7 @@ _NEAR = _TABLE["near"]
 
 
 def _calling(rng: random.Random) -> Iterator[Chat]:
-    """A question for a tool: the call, and sometimes its result and the answer."""
+    """Yield a chat with a question for a tool, the call, and sometimes its result and the answer."""
     key = rng.choice(list(FAMILIES))
     family = FAMILIES[key]
     tool = declare_family(family, rng)
@@ -212,7 +212,7 @@ def _calling(rng: random.Random) -> Iterator[Chat]:
 
 
 def _parallel(rng: random.Random) -> Iterator[Chat]:
-    """Two or three parallel calls: one tool for several cities, or two tools."""
+    """Yield a chat with two or three parallel calls: one tool for several cities, or two tools."""
     if rng.random() < 0.6:
         key, ask = rng.choice(_TABLE["several_cities"])
         tool = declare_family(FAMILIES[key], rng)
@@ -275,7 +275,7 @@ _CANNOT = _TABLE["cannot"]
 
 
 def _not_calling(rng: random.Random, plain: list[Chat]) -> Iterator[Chat]:
-    """Tools are declared, but the question needs none of them, or one that is missing."""
+    """Yield a chat with declared tools whose question needs none of them, or one that is missing."""
     if rng.random() < 0.68:
         chat = rng.choice(plain)
         tools = [
@@ -302,7 +302,7 @@ def _not_calling(rng: random.Random, plain: list[Chat]) -> Iterator[Chat]:
 
 
 def _made_up(rng: random.Random) -> Iterator[Chat]:
-    """Tools with random names and parameters, asked for by name: teaches copying from the declaration."""
+    """Yield a chat with random tool names and parameters, asked for by name. It teaches copying from the declaration."""
     name = (
         f"{rng.choice(_VERBS)}_{rng.choice(_NOUNS)}"
         if rng.random() < 0.7
@@ -335,7 +335,7 @@ def _made_up(rng: random.Random) -> Iterator[Chat]:
 
 
 def make_series(rng: random.Random, count: int) -> Iterator[Chat]:
-    """Chats with several tools and several questions: the model chooses a tool each time."""
+    """Yield chats with several tools and several questions. The model chooses a tool each time."""
     while count > 0:
         keys: list[str] = []
         for key in rng.sample(list(FAMILIES), rng.choice((2, 3, 3, 3, 4, 4))):
@@ -362,7 +362,7 @@ def make_series(rng: random.Random, count: int) -> Iterator[Chat]:
 
 
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
-    """At least `count` chats with tools."""
+    """Yield at least `count` chats with tools."""
     plain = [
         *facts.make(rng, 1),
         *arithmetic.make(rng, 300),

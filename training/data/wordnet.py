@@ -1,4 +1,4 @@
-"""WordNet's senses from the files of Debian's wordnet-base."""
+"""WordNet's senses, read from the files of Debian's wordnet-base."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sense:
 
 
 def read_senses(folder: Path) -> Iterator[Sense]:
-    """All senses, in the order of the files."""
+    """Yield all senses in file order."""
     counts = _read_counts(folder)
     for letter, stem in _FILES.items():
         lines = [line for line in (folder / DATA / f"data.{stem}").read_text().splitlines() if not line.startswith(" ")]
@@ -67,7 +67,7 @@ def _read_counts(folder: Path) -> dict[tuple[str, str], int]:
 
 
 def _read_firsts(path: Path) -> dict[str, str]:
-    """The offset of each word's first sense."""
+    """Return the offset of each word's first sense."""
     firsts = {}
     for line in path.read_text().splitlines():
         if not line.startswith(" "):

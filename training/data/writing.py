@@ -100,7 +100,7 @@ def _shorten(rng: random.Random) -> tuple[str, str]:
 
 
 def _who(rng: random.Random) -> tuple[str, str]:
-    """Questions about a given sentence."""
+    """Make a question about a given sentence and its answer."""
     text, who, when, act = _sentence(rng, 2)
     lead = rng.choice(_TABLE["given_sentence"]).format(text)
     kind = rng.randrange(3 if when else 2)
@@ -136,7 +136,7 @@ _TASKS: tuple[Callable[[random.Random], tuple[str, str]], ...] = (
 
 
 def make(rng: random.Random, count: int) -> Iterator[Chat]:
-    """Tasks, and facts in the voice that a system prompt asks for."""
+    """Yield tasks, and facts in the voice that a system prompt asks for."""
     for _ in range(count):
         if rng.random() < 0.12:
             relation = rng.choice(list(facts.RELATIONS.values()))
@@ -156,7 +156,7 @@ _STORY_ASKS = _TABLE["story_asks"]
 
 
 def make_stories(rng: random.Random, count: int) -> Iterator[Chat]:
-    """Little stories with the requested hero, and sometimes a requested thing."""
+    """Yield little stories with the requested hero, and sometimes a requested thing."""
     for _ in range(count):
         hero, find = rng.choice(topics.HEROES), rng.choice(topics.FINDS)
         pronoun = (
