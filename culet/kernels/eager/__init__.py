@@ -1,1 +1,1 @@
-"""Every op in plain torch. These are the specification that the GPU kernels are tested against."""
+"""Every op in plain torch. These ops are the specification that the GPU kernels are tested against."""

@@ -19,7 +19,10 @@ MAX_SCORES = 1 << 28  # float32 scores in memory at once. Longer rows are comput
 def decode_attention(
     q_TNH: Tensor, kv: PagedKV, rows: RaggedRows, *, max_queries: int, out_TNH: Tensor | None = None, **_launch: Any
 ) -> Tensor:
-    """Return the attention of every row with 1 to `max_queries` query tokens. All keys are in pages. Skip other rows."""
+    """Return the attention of every row with 1 to `max_queries` query tokens. All keys are in pages.
+
+    Other rows are not written.
+    """
     out_TNH = torch.zeros_like(q_TNH) if out_TNH is None else out_TNH
     for row, (begin, end, _) in enumerate(_spans(rows)):
         if 0 < end - begin <= max_queries:

@@ -88,7 +88,7 @@ def residual_norm(
 
 
 def sum_norms(a_TD: Tensor, b_TD: Tensor, weight_a_D: Tensor, weight_b_D: Tensor, eps: float) -> Tensor:
-    """Return norm(a) * weight_a + norm(b) * weight_b, the dense MLP plus the experts. `a_TD` may be parts."""
+    """Return norm(a) * weight_a + norm(b) * weight_b, the dense MLP plus the experts before their norm. `a_TD` may be parts."""
     return _as(_rms_weighted(_summed(a_TD), weight_a_D, eps).add_(_rms_weighted(b_TD, weight_b_D, eps)), b_TD.dtype)
 
 

@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 _is_warming = False  # if True, launches compile and do not run
 _compiled: dict[tuple[Any, ...], Any] = {}  # by everything that makes Triton compile a different kernel
 _warmed: set[tuple[Any, ...]] = set()  # keys of kernels that are compiled or being compiled
-_parameters: dict[int, list[tuple[str, bool, bool]]] = {}  # by kernel: name, is constexpr, is not specialised
+_parameters: dict[int, list[tuple[str, bool, bool]]] = {}  # by kernel, (name, is constexpr, is not specialised)
 _prepared: dict[tuple[Any, ...], _Prepared | None] = {}  # by the caller's key
 
 
@@ -177,7 +177,7 @@ class _Prepared:
 def run_prepared(
     key: tuple[Any, ...], grid: tuple[int, int], tensors: Sequence[Tensor], describe: Callable[[], Launch]
 ) -> None:
-    """Run `describe()` the first time. Later launches with this key reuse it and may differ only in `tensors` and `grid`.
+    """Run `describe()` the first time, and reuse it later. Launches with this key may differ only in `tensors` and `grid`.
 
     The key must include everything else, such as the tensors' shapes, strides and types, the flags and the device.
     """

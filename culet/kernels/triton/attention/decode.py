@@ -248,9 +248,10 @@ def decode_attention(
     tile: DecodeTile | None = None,
     scratch: Scratch | None = None,
 ) -> Tensor:
-    """Return the attention of every row with 1 to `max_queries` query tokens. All keys are in pages. Skip other rows.
+    """Return the attention of every row with 1 to `max_queries` query tokens. All keys are in pages.
 
-    This is safe in CUDA graphs. The launch depends only on shapes and `max_queries`, and lengths are read on the device.
+    Other rows are not written. This is safe in CUDA graphs, because the launch depends only on shapes and
+    `max_queries`. Lengths are read on the device.
     """
     out_TNH = torch.empty_like(q_TNH) if out_TNH is None else out_TNH
     group = q_TNH.shape[1] // kv.num_kv_heads

@@ -61,7 +61,7 @@ def _work(
     ROWS: gl.constexpr, KV_HEADS: gl.constexpr, BN: gl.constexpr, MAX_QUERIES: gl.constexpr, M_TILES: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Return this program's row and split, the place of its partial sums, the row's number of splits, and its key tiles."""
+    """Return this program's row, split, place of partial sums, number of splits in the row, and key tiles (maybe none)."""
     item = gl.program_id(0) // (M_TILES * KV_HEADS)
     row = 0
     split = item

@@ -227,7 +227,7 @@ def value_tiles(
 def allocate(
     dtype: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HEAD: gl.constexpr, ROT: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Allocate a program's shared memory and barriers. If M is 128, two warpgroups have 64 rows, and q and row exist twice."""
+    """Allocate a program's shared memory and barriers. 128 rows are 64 per warpgroup, so q and row exist twice."""
     SMEM: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     if M == 64:
         q_smem = gl.allocate_shared_memory(dtype, [M, HEAD], SMEM)

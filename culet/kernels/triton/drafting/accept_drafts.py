@@ -1,7 +1,7 @@
 """End a step on the GPU. Store draws, count accepted drafts, and prepare the inputs of the next draft round.
 
     accept_drafts   tokens[places[t]] = draws[t], accepted[row] = drafts before the first that differs from its draw
-    begin_round     facts[:, r] = slot, r, source, position, hidden[r] = last[source], where source = begin[r] + accepted[r]
+    begin_round     facts[:, r] = (slot, r, source, position), hidden[r] = last[source], where source = begin[r] + accepted[r]
 
 Each takes one launch, so that the host is not needed between the target's logits and the drafter's first layer.
 

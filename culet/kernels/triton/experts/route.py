@@ -177,7 +177,7 @@ def _choose(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Choose the top k of logits [BLOCK_T, BLOCK_E] and their softmax. Ids are distinct and in range even if logits are NaN."""
+    """Store the ids of the top k logits [BLOCK_T, BLOCK_E] and their softmax. Ids are distinct and valid even with NaN."""
     experts = tl.arange(0, BLOCK_E)[None, :]
     SLOTS: tl.constexpr = triton.next_power_of_2(TOP_K)
     slots = tl.arange(0, SLOTS)[None, :]

@@ -1,4 +1,4 @@
-"""Linear layers for few tokens, as in decoding. Reading W is nearly all of the work.
+"""Linear layers for few tokens, as in decoding. Nearly all of the time goes to reading W.
 
     y[m, n]  = sum_k x[m, k] * W[n, k]                                     linear
     y[m, f]  = gelu(sum_k x[m, k] * W[f, k]) * sum_k x[m, k] * W[F + f, k]     gated_linear (W has gate rows, then up rows)

@@ -2,7 +2,7 @@
 
     n = projected head / rms, q = rope(n * w), k = rope(n * w), v = n                 (columns nope | rot)
 
-K=V layers have one projection with columns rot | nope. There v = n, and k is the same with rope on its rot columns. A latent
+K=V layers have one projection with columns rot | nope. There v = n and k = rope(n * w), which turns the rot columns. A latent
 row is v_rot | nope | k_rot, one per KV head, and queries include the key norm's weights for the nope columns.
 
 A program handles one token and a few heads, either queries or KV heads. New KV is written to fresh tensors and to its
@@ -52,7 +52,7 @@ def _rope_kernel(
 
 
 class _Parts(NamedTuple):
-    """The columns of some heads: both halves of the rotated ones, and the others. Those are unused if all are rotated."""
+    """Both halves of the rotated columns of some heads, and their other columns. The last are unused if all are rotated."""
 
     first: Any
     second: Any

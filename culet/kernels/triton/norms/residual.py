@@ -253,7 +253,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def sum_norms(a_TD: Tensor, b_TD: Tensor, weight_a_D: Tensor, weight_b_D: Tensor, eps: float) -> Tensor:
-    """Return norm(a) * weight_a + norm(b) * weight_b, the dense MLP plus the experts."""
+    """Return norm(a) * weight_a + norm(b) * weight_b, the dense MLP plus the experts before their norm."""
     y_TD = torch.empty_like(a_TD)
     if a_TD.shape[0]:
         describe_sum_norms(a_TD, b_TD, weight_a_D, weight_b_D, eps, y_TD, uses_pdl(a_TD.device)).run()
