@@ -2,9 +2,9 @@
 
     python benchmarks/kernels_attention.py --check . [--only 31B.global] [--json PATH]
 
-It produces the number of checks and the worst error in docs/results.md; `culet bench kernels` times the kernels. Each kernel
-that serves a case is called directly and through the backend, and decode also in a CUDA graph that is replayed at other
-lengths. Exit code 1 if an error is outside the tolerance.
+This script produces the number of checks and the worst error in docs/results.md. `culet bench kernels` times the kernels. Each
+kernel that serves a case is called directly and through the backend. Decode is also called in a CUDA graph that is replayed at
+other lengths. The exit code is 1 if an error is outside the tolerance.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from culet.kernels.triton.attention.tiles import decode_tile, prefill_tile
 from culet.kernels.triton.launch import Launch
 
 TOLERANCE = 5e-3
-GRAPH_ROWS = (3, 20)  # with a second kernel that joins the splits, and without
+GRAPH_ROWS = (3, 20)  # with and without a second kernel that joins the splits
 
 
 def decode_calls(case: AttentionCase) -> list[Launch]:
@@ -102,7 +102,7 @@ def hopper_decode_calls(case: AttentionCase) -> list[Launch]:
 
 
 class BackendCall:
-    """A call of the backend, with the interface of a Launch."""
+    """A backend call with the interface of a Launch."""
 
     def __init__(self, case: AttentionCase, is_stored: bool) -> None:
         shape = case.shape
@@ -124,7 +124,7 @@ class BackendCall:
 
 
 def worst_error(calls: Sequence[Launch], expected: torch.Tensor) -> float:
-    """Largest ||a - b|| / ||b|| of a token's head; NaN if anything is NaN."""
+    """Return the largest ||a - b|| / ||b|| of a token's head, or NaN if anything is NaN."""
     for call in calls:
         call.run()
     torch.cuda.synchronize()
@@ -133,7 +133,7 @@ def worst_error(calls: Sequence[Launch], expected: torch.Tensor) -> float:
 
 
 def check_spans(shape: AttentionShape) -> dict[str, tuple[str, list[tuple[int, int]], dict[str, Any]]]:
-    """name -> (kernel, rows, further arguments of make_case)."""
+    """Return a map of name -> (kernel, rows, further arguments of make_case)."""
     window = shape.window or 1024
     ragged = [0, 1, 15, 16, 63, 64, window - 1, window, window + 1, 3001, 8000, 12345]
     return {
@@ -152,7 +152,7 @@ def check_spans(shape: AttentionShape) -> dict[str, tuple[str, list[tuple[int, i
 
 
 def graph_error(case: AttentionCase, make: Callable[[AttentionCase], list[Launch]]) -> float:
-    """Capture at these lengths and replay at others: the worst error."""
+    """Capture a graph at these lengths, replay it at others, and return the worst error."""
     launches = make(case)
     for launch in launches:
         launch.run()
@@ -163,7 +163,7 @@ def graph_error(case: AttentionCase, make: Callable[[AttentionCase], list[Launch
             launch.run()
     worst = 0.0
     longest = case.spans[0][0]
-    # A sliding table begins at the longest row's window, so rows must not be shorter than that.
+    # A sliding page table begins at the longest row's window, so rows must not be shorter than that.
     shortest = 0 if case.shape.window is None else int(case.kv.first_B[0]) + case.shape.window - 1
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
@@ -200,7 +200,7 @@ def run_graph_checks(names: Sequence[str], device: str, with_hopper: bool, resul
 def variants_of(
     case: AttentionCase, kind: str, extra: dict[str, Any], with_hopper: bool
 ) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
-    """The kernels that serve a case, by name."""
+    """Yield the kernels that serve a case, with their names."""
     is_text, is_stored = case.rows.visible_2T is None, "stored_tail" not in extra
     if kind == "decode":
         yield "decode", lambda: decode_calls(case)
@@ -272,7 +272,7 @@ def warm(names: Sequence[str], args: argparse.Namespace) -> None:
 
 
 def _chained(calls: Callable[[], list[Launch]]) -> list[Launch]:
-    """The launches of a call on CPU tensors, with the options that the GPU's have."""
+    """Return the launches of a call on CPU tensors, with the options that they have on a GPU."""
     launches = []
     for launch in calls():
         arguments, options = dict(launch.arguments), launch.options

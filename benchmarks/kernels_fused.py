@@ -1,11 +1,12 @@
-"""Check every fused kernel besides attention against its eager twin in float32, then time it.
+"""Check every fused kernel except attention against its eager twin in float32, then time it.
 
     python benchmarks/kernels_fused.py [--only linear,experts,norms,sampling] [--models E4B,31B] [--json PATH]
     TRITON_INTERPRET=1 python benchmarks/kernels_fused.py --device cpu --models tiny      checks the script without a GPU
 
-It produces the tables of kernels in docs/log/linear.md and docs/log/sampling.md. Kernels are called by their op in the kernel
-table, as the engine calls them. Times are medians of CUDA-graph replays in microseconds; weights rotate, so that they are never
-in the L2. `floor` is the time to move the bytes at the memory rate. Exit code 1 if a result is outside the tolerance.
+This script produces the tables of kernels in docs/log/linear.md and docs/log/sampling.md. Kernels are called by their op in the
+kernel table, as the engine calls them. Times are medians of CUDA-graph replays in microseconds. Weights rotate, so they are
+never in the L2. `floor` is the time to move the bytes at the memory rate. The exit code is 1 if a result is outside the
+tolerance.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from culet.sampling.logprobs import compute_logprobs
 from culet.sampling.sampler import sample
 from culet.types import Sampling
 
-BANDWIDTH = 4.2e12  # bytes/s that an H200 moves (measured copy: 4.3)
-ROTATED_BYTES = 400 << 20  # several times the 60 MB of L2
-TOLERANCE = 5e-3  # ||a - b|| / ||b|| per row
+BANDWIDTH = 4.2e12  # bytes/s that an H200 moves; a measured copy reaches 4.3e12
+ROTATED_BYTES = 400 << 20  # several times the L2, which is 60 MB
+TOLERANCE = 5e-3  # maximum ||a - b|| / ||b|| per row
 EPS = 1e-6
-PAGE = 32  # tokens of a page
+PAGE = 32  # tokens per page
 FEW_TOKENS, TOKENS, EXPERT_TOKENS = (1, 2, 4, 8, 16, 32), (1, 32, 2048), (1, 2, 4, 8, 16, 32, 64, 256, 1024, 8192)
 
 Outputs = tuple[Tensor, ...]
@@ -46,7 +47,7 @@ Outputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Dims:
-    """Dimensions of a model's kernels."""
+    """The dimensions of a model's kernels."""
 
     hidden: int
     heads: int
@@ -56,12 +57,12 @@ class Dims:
     qkv: int  # projected columns of a sliding layer
     mlp: int
     ple_layers: int = 0
-    experts: tuple[int, int, int] | None = None  # experts, experts per token, their width
-    head_dims: tuple[int, int, int] = (256, 512, 128)  # sliding, global, rotated dims of a global layer
+    experts: tuple[int, int, int] | None = None  # number of experts, experts per token, width of an expert
+    head_dims: tuple[int, int, int] = (256, 512, 128)  # sliding, global, and rotated dims of a global layer
     vocab: int = 262_144
 
     def head_shapes(self) -> dict[str, HeadShape]:
-        """Sliding and global layers; for K=V models the global one with and without the latent."""
+        """Return the shapes of sliding and global layers. K=V models have the global one with and without the latent."""
         local, wide, rotated = self.head_dims
         shapes = {"sliding": HeadShape(self.heads, self.sliding_kv, local, local, False, False, EPS)}
         shapes["global"] = HeadShape(self.heads, self.global_kv, wide, rotated, self.k_eq_v, self.k_eq_v, EPS)
@@ -82,7 +83,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel on its inputs: calls to time, the float32 result that the first one must give, and the bytes to move."""
+    """A kernel with its inputs: the calls to time, the float32 result expected from the first, and the bytes to move."""
 
     section: str
     name: str
@@ -90,12 +91,12 @@ class Case:
     calls: list[Callable[[], Outputs]]
     twin: Callable[[], Outputs]
     num_bytes: int
-    baseline: list[Callable[[], Any]] | None = None  # the same by cuBLAS
-    before: Callable[[], Any] | None = None  # a small kernel in front of each call, as in a layer
+    baseline: list[Callable[[], Any]] | None = None  # the same calls with cuBLAS
+    before: Callable[[], Any] | None = None  # a small kernel to run before each call, as in a layer
 
 
 class Bench:
-    """Cases of a model on a device."""
+    """The cases of a model on a device."""
 
     def __init__(self, model: str, device: str) -> None:
         self.model, self.dims, self.device = model, MODELS[model], device
@@ -110,13 +111,13 @@ class Bench:
         return torch.rand(*shape, device=self.device) + 0.5
 
     def case(self, section: str, name: str, num_bytes: int, op: str, *arguments: Any) -> Case:
-        """A case of one op: its twin gets the same arguments, with bfloat16 tensors in float32."""
+        """Make a case of one op. Its twin gets the same arguments, with bfloat16 tensors converted to float32."""
         wide = [value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value for value in arguments]
         ours, twin = partial(getattr(self.ours, op), *arguments), partial(getattr(self.twins, op), *wide)
         return Case(section, name, arguments[0].shape[0], [lambda: _outputs(ours())] * 20, lambda: _outputs(twin()), num_bytes)
 
     def norms(self) -> Iterator[Case]:
-        """Norms, q/k/v preparation and the other small kernels."""
+        """Yield cases for norms, q/k/v preparation and the other small kernels."""
         for tokens in (3,) if self.is_tiny else TOKENS:
             size, row = self.dims.hidden, tokens * self.dims.hidden * 2
             x, a, b = (self.random(tokens, size) for _ in range(3))
@@ -144,7 +145,7 @@ class Bench:
                 yield self.case("norms", "gelu_gate", gate.numel() * 6, "gelu_gate", gate, value)
 
     def qkv(self, tokens: int, name: str, heads: HeadShape) -> Iterator[Case]:
-        """Rope, queries alone, and queries, keys and values with their write to pages."""
+        """Yield cases for rope, for queries alone, and for queries, keys and values with their write to pages."""
         size, num_kv = heads.head_dim, heads.num_kv_heads
         x = self.random(tokens, (heads.num_heads + num_kv * (1 if heads.k_eq_v else 2)) * size)
         weight, positions = self.gains(heads.num_heads + num_kv, size), torch.randint(0, 131072, (tokens,), device=self.device)
@@ -152,7 +153,7 @@ class Bench:
         frequencies = theta ** (-torch.arange(0, heads.rotated_dims, 2, device=self.device, dtype=torch.float32) / size)
         width, planes = (size + heads.rotated_dims, 1) if heads.latent else (size, 2)
         num_pages = -(-tokens // PAGE) + 3
-        # Pages in slabs that hold other layers too, and some tokens that are not stored.
+        # The pages are in slabs that also hold other layers, and some tokens are not stored.
         slab = torch.zeros(num_pages, 3 * planes * num_kv * PAGE * width, dtype=self.dtype, device=self.device)
         shape = (planes, num_pages, num_kv, PAGE, width)
         stride = (num_kv * PAGE * width, slab.stride(0), PAGE * width, width, 1)
@@ -184,7 +185,7 @@ class Bench:
         yield Case("norms", f"q {name}", tokens, [ours_q] * 20, twin_q, own.numel() * 4)
 
     def linear(self) -> Iterator[Case]:
-        """Linear layers of few tokens against cuBLAS, each after a small kernel that makes its input."""
+        """Yield linear layers with few tokens to compare with cuBLAS, each after a small kernel that makes its input."""
         size, mlp, q_columns = self.dims.hidden, self.dims.mlp, self.dims.heads * self.dims.head_dims[0]
         shapes = {"qkv": ("linear", self.dims.qkv, size), "o": ("linear", size, q_columns)}
         shapes |= {"gate_up": ("gated_linear", 2 * mlp, size), "down": ("linear", size, mlp)}
@@ -206,7 +207,7 @@ class Bench:
         extra = {"linear_gelu_times": (factor,), "capped_head": (30.0,)}.get(op, ())
 
         def twin() -> Outputs:
-            # In slices, so that a head's weight need not fit twice.
+            # Multiply in slices, so that a head's weight need not fit twice.
             sums = torch.cat([F.linear(x.float(), part.float()) for part in weights[0].split(32768)], -1)
             return (_epilogue(self.twins, op, sums, factor.float()),)
 
@@ -217,7 +218,7 @@ class Bench:
         return Case("linear", name, tokens, wrapped, twin, weights[0].numel() * 2, cublas, before)
 
     def experts(self) -> Iterator[Case]:
-        """The router and the experts."""
+        """Yield cases for the router and the experts."""
         if self.dims.experts is None:
             return
         (num_experts, top_k, width), size = self.dims.experts, self.dims.hidden
@@ -240,7 +241,10 @@ class Bench:
             yield Case("experts", "experts", tokens, calls, twin, round(num_used * 3 * width * size * 2))
 
     def _route_case(self, inputs: list[Tensor], router: Tensor, scale: Tensor, top_k: int) -> Case:
-        """Weights of all experts, dense: ids in another order are equal, and near-ties differ little."""
+        """Make a case that compares dense weights of all experts.
+
+        This way, ids in another order are equal, and near-ties differ little.
+        """
 
         def dense(weights: Tensor, ids: Tensor) -> Outputs:
             return (torch.zeros(len(ids), len(router), device=self.device).scatter_(1, ids.long(), weights.float()),)
@@ -257,7 +261,7 @@ def _outputs(result: Any) -> Outputs:
 
 
 def _epilogue(kernels: Any, op: str, sums: Tensor, factor: Tensor) -> Tensor:
-    """What follows the product in a fused linear op."""
+    """Apply the part of a fused linear op that follows the product."""
     if op == "gated_linear":
         return kernels.gelu_mul(sums)
     if op == "linear_gelu_times":
@@ -266,7 +270,7 @@ def _epilogue(kernels: Any, op: str, sums: Tensor, factor: Tensor) -> Tensor:
 
 
 def _experts_twin(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Float32, one expert's weights upcast at a time."""
+    """Compute the experts in float32, converting one expert's weights at a time."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(len(gate_up)):
         token, place = (ids == expert).nonzero(as_tuple=True)
@@ -285,9 +289,9 @@ WAYS = {  # temperature, top-k, top-p, min-p
 
 
 def check_sampling(bench: Bench, report: Callable[..., None]) -> None:
-    """Drawn tokens and log-probabilities must equal those of the eager sampler."""
+    """Check that drawn tokens and log-probabilities equal those of the eager sampler."""
     for rows in (2,) if bench.is_tiny else (1, 8, 32, 128):
-        # Rounded to bfloat16, so that equal logits are common, and capped, as from a head.
+        # Round the logits to bfloat16, so that equal ones are common, and cap them as a head does.
         logits = bench.ours.softcap(bench.random(rows, bench.dims.vocab, scale=6.0), 30.0)
         for way, (temperature, top_k, top_p, min_p) in WAYS.items():
             seeds, positions = (torch.randint(0, limit, (rows,)).tolist() for limit in (2**62, 100_000))
@@ -316,14 +320,14 @@ def check_sampling(bench: Bench, report: Callable[..., None]) -> None:
 
 
 def _worst_row(got: Tensor, want: Tensor) -> float:
-    """Largest ||a - b|| / ||b|| of any row; infinite if something was not written or is NaN."""
+    """Return the largest ||a - b|| / ||b|| of any row, or infinity if something was not written or is NaN."""
     got, want = got.float().flatten(1), want.float().flatten(1)
     error = (got - want).norm(dim=1) / want.norm(dim=1).clamp_min(1e-20)
     return float(error.nan_to_num(math.inf, math.inf).max())
 
 
 def _graph_us(launches: list[Callable[[], Any]], device: str, repeats: int = 7) -> float:
-    """Microseconds per launch: all of them in one graph, median of replays. NaN without a GPU."""
+    """Return the microseconds per launch, as the median of replays of one graph with all launches. NaN without a GPU."""
     if device == "cpu":
         return math.nan
     stream = torch.cuda.Stream()

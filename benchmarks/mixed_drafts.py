@@ -1,20 +1,20 @@
-"""Chats that draft well and chats that draft badly, in turn: does one kind slow down the other?
+"""Alternate chats that draft well with chats that draft badly, and measure whether one kind slows down the other.
 
     python benchmarks/mixed_drafts.py                       # the built-in model, both drafters, 1 and 8 chats at a time
     python benchmarks/mixed_drafts.py --runs 1 --drafters mtp=assistant --num-seqs 1
 
-40 chats, good and bad ones in turn, one after the other or in groups of eight. Good chats are the built-in model's questions,
-answered to their end. Bad chats continue behind the end of such an answer (`ignore_eos`). Three engines take turns, chat by
-chat, so that other load on the machine affects all of them:
+There are 40 chats, alternately good and bad. They run one after the other or in groups of eight. Good chats are the built-in
+model's questions, answered to the end. Bad chats continue past the end of such an answer (`ignore_eos`). Three engines take
+turns, chat by chat, so that other load on the machine affects all of them:
 
-- one without a drafter gives the plain speed,
-- one that gets only the good chats gives the speed they have on their own,
-- one gets all chats.
+- one without a drafter, which gives the plain speed,
+- one that gets only the good chats, which gives their speed on their own,
+- one that gets all chats.
 
-`good` is the speed of good chats among bad ones, against that on their own (to reach: 0.95). `bad` is the speed of bad chats
-among good ones, against plain (to reach: 0.97). `good_gain` is the speed of good chats on their own, against plain. `shared` is
-the total speed, against plain, if good and bad chats run in the same batch. Each is the median over all runs after a first one
-that is a warm-up; `own` counts the time that this process ran, which is steadier on a busy CPU.
+`good` is the speed of good chats among bad ones, relative to their speed on their own (goal: 0.95). `bad` is the speed of bad
+chats among good ones, relative to plain (goal: 0.97). `good_gain` is the speed of good chats on their own, relative to plain.
+`shared` is the total speed, relative to plain, if good and bad chats run in the same batch. Each is the median over all runs
+except the first, which is a warm-up. `own` counts only the time that this process ran, which is steadier on a busy CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ALL_STEPS = 1 << 30
 
 @dataclass(frozen=True)
 class Chats:
-    """Prompts of one kind, and how they are continued."""
+    """Prompts of one kind, with the parameters to continue them."""
 
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
@@ -49,7 +49,7 @@ class Chats:
 
 
 def read_chats(llm: LLM, count: int, num_tokens: int) -> tuple[Chats, Chats]:
-    """Good and bad ones, `count` of each."""
+    """Return the good and the bad chats, `count` of each."""
     lines = [json.loads(line) for name in ("open", "questions") for line in (QUESTIONS / f"{name}.jsonl").open()]
     asked = [line.get("question") or line["turns"][0] for line in lines]
     encode, render = llm.engine.tokenizer.encode, llm.engine.chat_template.render
@@ -61,7 +61,7 @@ def read_chats(llm: LLM, count: int, num_tokens: int) -> tuple[Chats, Chats]:
 
 
 class Speed:
-    """Tokens and seconds of one kind of chats in one engine."""
+    """The tokens and seconds of one kind of chat in one engine."""
 
     def __init__(self) -> None:
         self.num_tokens, self.seconds, self.own_seconds = 0, 0.0, 0.0
@@ -74,15 +74,15 @@ class Speed:
         self.own_seconds += answering.own_seconds
 
     def over(self, slower: Speed) -> tuple[float, float]:
-        """How many times as fast as the other: by the clock, and by the time that this process ran."""
-        if not self.seconds or not slower.seconds:  # answers of a single token
+        """Return the speed relative to the other, by the clock and by the time that this process ran."""
+        if not self.seconds or not slower.seconds:  # all answers had a single token
             return 1.0, 1.0
         tokens = self.num_tokens / slower.num_tokens
         return tokens * slower.seconds / self.seconds, tokens * slower.own_seconds / self.own_seconds
 
 
 def run_once(plain: LLM, alone: LLM, mixed: LLM, good: Chats, bad: Chats, size: int) -> dict[str, tuple[float, float]]:
-    """All chats once, in groups of `size`."""
+    """Run all chats once, in groups of `size`, and return the relative speeds."""
     names = ("plain good", "plain bad", "alone good", "mixed good", "mixed bad", "plain shared", "mixed shared")
     speeds = {name: Speed() for name in names}
     num_groups = max(2, NUM_CHATS // size)
@@ -106,7 +106,7 @@ def run_once(plain: LLM, alone: LLM, mixed: LLM, good: Chats, bad: Chats, size: 
 
 
 def measure(plain: LLM, alone: LLM, mixed: LLM, size: int, *, num_runs: int, num_tokens: int) -> dict[str, Any]:
-    """Medians over the runs."""
+    """Return the medians over the runs."""
     share_weights(mixed, alone, plain)
     good, bad = read_chats(plain, NUM_CHATS, num_tokens)
     runs = [run_once(plain, alone, mixed, good, bad, size) for _ in range(num_runs + 1)][1:]

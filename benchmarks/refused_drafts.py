@@ -1,11 +1,11 @@
-"""The worst text for a drafter: how much of the plain speed an engine keeps if no draft is ever accepted.
+"""Measure the worst case for a drafter: how much of the plain speed an engine keeps if no draft is ever accepted.
 
     python benchmarks/refused_drafts.py                       # the built-in model, both drafters, 1 and 8 chats
     python benchmarks/refused_drafts.py random:E4B --drafters mtp=random: --num-seqs 1
 
-Every verify rejects all its drafts (`Runner.force_accepted`); all work is done, and the policy decides as usual. The engines
-take turns on the same prompts, a few steps each, so that other load on the machine affects both. On a busy CPU, `own_ratio` is
-steadier: it counts the time that this process ran.
+Every verify rejects all its drafts (`Runner.force_accepted`). All work is still done, and the policy decides as usual. The
+engines take turns on the same prompts, a few steps each, so that other load on the machine affects both. On a busy CPU,
+`own_ratio` is steadier, because it counts only the time that this process ran.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from culet.models import embedded
 
 BUILT_IN = ("mtp=assistant", "dflash=dflash")
 PROMPT_LEN = 64
-GPU_CACHE_BYTES = 1 << 30  # of each engine: several must fit on one GPU
+GPU_CACHE_BYTES = 1 << 30  # per engine, since several must fit on one GPU
 
 
 def make_prompts(llm: LLM, count: int, length: int) -> list[list[int]]:
-    """Random prompts, the same in every run."""
+    """Make random prompts that are the same in every run."""
     vocab = range(130, llm.engine.spec.vocab_size - 1)
     return [random.Random(seed).choices(vocab, k=length) for seed in range(count)]
 
 
 class Answering:
-    """An engine that answers some prompts, a few steps at a time. Time counts from the first token of each on."""
+    """An engine that answers prompts a few steps at a time. Time counts once every prompt has its first token."""
 
     def __init__(self, llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
         self.engine, self.seconds, self.own_seconds, self.num_tokens = llm.engine, 0.0, 0.0, 0
@@ -47,7 +47,7 @@ class Answering:
             num_waiting -= sum(bool(delta.token_ids) for delta in self.engine.step())
 
     def advance(self, num_steps: int) -> bool:
-        """Take timed steps; False if nothing is left to do."""
+        """Take timed steps. Return False if nothing is left to do."""
         began, own_began = time.perf_counter(), time.process_time()
         for _ in range(num_steps):
             if not self.engine.has_work:
@@ -59,14 +59,14 @@ class Answering:
 
 
 def share_weights(*engines: LLM) -> None:
-    """On a CPU, where weights lie in memory changes the speed by some percent: let all compute with the same ones."""
+    """Make all engines use the same weights on a CPU, because their location in memory changes the speed by a few percent."""
     first, *others = [llm.engine._worker for llm in engines]
     for worker in others if first.fixed is None else ():
         worker.target.model = first.target.model
 
 
 def compare(plain: LLM, drafting: LLM, num_seqs: int, *, num_tokens: int, turns: int, block: int) -> dict[str, Any]:
-    """The share of the plain speed that the drafting engine reaches: in each turn, and the median."""
+    """Return the share of the plain speed that the drafting engine reaches, for each turn and as the median."""
     drafting.engine._worker.force_accepted(0)
     share_weights(drafting, plain)
     prompts = make_prompts(plain, (turns + 1) * num_seqs, PROMPT_LEN)
@@ -94,7 +94,7 @@ def compare(plain: LLM, drafting: LLM, num_seqs: int, *, num_tokens: int, turns:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options that benchmarks of drafters share."""
+    """Add the options that benchmarks of drafters share."""
     parser.add_argument("model", nargs="?", default=str(embedded.FOLDER / "target"))
     parser.add_argument(
         "--drafters", nargs="+", default=list(BUILT_IN), help="method=model; a folder beside the target's is found by its name"
@@ -115,7 +115,7 @@ def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def draft_choice(model: str, drafter: str) -> dict[str, str]:
-    """The `speculative_config` that `method=model` names."""
+    """Return the `speculative_config` that `method=model` names."""
     method, name = drafter.split("=", 1)
     beside = Path(model).parent / name
     return {"method": method, "model": str(beside) if beside.is_dir() else name}

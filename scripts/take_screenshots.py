@@ -1,6 +1,6 @@
 """Take screenshots of the web page with the built-in model for the docs: `python scripts/take_screenshots.py [FOLDER]`.
 
-Needs the extra `test` and Chromium (`scripts/get-chromium .venv`).
+This needs the extra `test` and Chromium (`scripts/get-chromium .venv`).
 """
 
 from __future__ import annotations
