@@ -1,11 +1,11 @@
-"""Decoding speed of Culet and transformers on the CPU: the same small model, float32, the same threads.
+"""Compare the decoding speed of Culet and transformers on the CPU, with the same small float32 model and the same threads.
 
     python benchmarks/cpu_decode.py            prints tokens per second and ratios
     python benchmarks/cpu_decode.py --check    exits 1 if Culet is slower at one request or below 1.5x at eight
 
-It produces the comparison with transformers in docs/results.md and docs/log/cpu.md. The model has random weights and the 31B's
-structure (five sliding layers, then a global one with K=V). For transformers, the faster of a left-padded batch and sequential
-requests counts. Each measurement is the best of several alternating runs, so that a busy machine affects both.
+This script produces the comparison with transformers in docs/results.md and docs/log/cpu.md. The model has random weights and
+the 31B's structure (five sliding layers, then a global one with K=V). For transformers, the faster of a left-padded batch and
+sequential requests counts. Each measurement is the best of several alternating runs, so that a busy machine affects both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from culet import LLM, SamplingParams
 from culet.testing.tiny import write_checkpoint
 
-# About 17M parameters, a size for CPUs.
+# About 17M parameters, which is a suitable size for CPUs.
 MODEL = {
     "hidden_size": 320,
     "intermediate_size": 768,
@@ -56,7 +56,7 @@ class Job:
 
 
 def make_jobs(vocab_size: int) -> list[Job]:
-    """One request, and eight that differ in prompt and output length."""
+    """Make a job with one request, and a job with eight that differ in prompt and output length."""
     generator = torch.Generator().manual_seed(1)
 
     def prompt(length: int) -> list[int]:
@@ -70,7 +70,7 @@ def make_jobs(vocab_size: int) -> list[Job]:
 
 
 class Peer:
-    """transformers' generate: greedy, without stop tokens."""
+    """transformers' generate, greedy and without stop tokens."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig
@@ -113,7 +113,7 @@ class Ours:
 
 
 def best_times(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Shortest time of each run: alternating runs after a warm-up."""
+    """Return the shortest time of each run. The runs alternate after a warm-up."""
     times = dict.fromkeys(runs, float("inf"))
     for run in runs.values():
         run()
@@ -127,7 +127,7 @@ def best_times(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str,
 
 
 def count_equal(ours: list[list[int]], theirs: list[list[int]]) -> str:
-    """How many requests got the same tokens; different answers would not be comparable."""
+    """Format how many requests got the same tokens. Different answers would not be comparable."""
     return f"{sum(a == b for a, b in zip(ours, theirs, strict=True))} of {len(ours)}"
 
 

@@ -1,9 +1,10 @@
-"""Cost of draft rounds at real dimensions, with random weights.
+"""Measure the cost of draft rounds at real dimensions, with random weights.
 
     python benchmarks/draft_rounds.py 31B E4B 26B-A4B --out benchmarks/results/draft_rounds_h200.json
 
-It produces the speeds of MTP at real dimensions in docs/results.md and docs/concepts/speculation.md: `culet bench draft` with
-two of three drafts accepted by force, for several models. tests/engine/test_drafting_gpu.py checks what is drafted.
+This script produces the speeds of MTP at real dimensions in docs/results.md and docs/concepts/speculation.md. It runs
+`culet bench draft` for several models and forces two of three drafts to be accepted. tests/engine/test_drafting_gpu.py checks
+the drafts themselves.
 """
 
 from __future__ import annotations

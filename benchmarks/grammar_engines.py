@@ -1,14 +1,15 @@
-"""Compare grammar engines on a vocabulary of Gemma's size: compile time, time per mask, time per token, memory.
+"""Compare grammar engines on a vocabulary of Gemma's size: compile time, time per mask, time per token and memory.
 
     python benchmarks/grammar_engines.py [--vocab 262144] [--limit 20] [--engine llguidance|xgrammar]
 
-It produces the table of decision 10 and the figures of llguidance in docs/results.md. Gemma's tokenizer cannot be shipped, so
-the vocabulary is made up: Gemma's special tokens at their ids, 256 byte tokens, runs of white space, punctuation as in code
-and JSON, single digits, and words and word pieces in several scripts, with and without a leading space. Each (engine, grammar)
-runs in its own process with a time limit. Times are CPU seconds, so that a busy machine changes little. Masks are computed
-along a random document: each step takes any allowed token, and ends one time in four if the end is allowed. Finally two tokens
-are rolled back and repeated, and the mask must be the same. llguidance runs with Culet's limits. xgrammar is not a dependency
-of Culet: run `pip install xgrammar` to compare.
+This script produces the table in decision 10 and the figures for llguidance in docs/results.md. Gemma's tokenizer cannot be
+shipped, so the vocabulary is made up. It has Gemma's special tokens at their ids, 256 byte tokens, runs of white space,
+punctuation as in code and JSON, single digits, and words and word pieces in several scripts, with and without a leading space.
+
+Each (engine, grammar) pair runs in its own process with a time limit. Times are CPU seconds, so a busy machine changes them
+little. Masks are computed along a random document. Each step takes any allowed token, and ends the document one time in four if
+the end is allowed. Finally two tokens are rolled back and repeated, and the mask must be the same. llguidance runs with Culet's
+limits. xgrammar is not a dependency of Culet, so run `pip install xgrammar` to compare.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SPECIALS |= dict(enumerate(("<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>"
 SPECIALS |= {52: '<|"|>', 98: "<|think|>", 100: "<|channel>", 101: "<channel|>", 105: "<|turn>", 106: "<turn|>"}
 EOS = (106, 1)
 MAX_WALK = 300
-# First and last letter, and weight: Latin, Cyrillic, Hiragana, Han, Greek, Arabic, Hangul.
+# (first letter, last letter, weight) for Latin, Cyrillic, Hiragana, Han, Greek, Arabic and Hangul.
 _SCRIPTS = (
     (97, 122, 9),
     (1072, 1103, 2),
@@ -44,7 +45,7 @@ _SCRIPTS = (
 
 
 def make_vocabulary(size: int, seed: int = 0) -> list[bytes]:
-    """`size` distinct tokens as bytes, the same for the same seed; small sizes keep the beginning of large ones."""
+    """Make `size` distinct tokens as bytes. Equal seeds give equal tokens, and small sizes are a prefix of large ones."""
     random_ = random.Random(seed)
     tokens: dict[bytes, None] = {}
     for token_id in range(120):
@@ -89,7 +90,7 @@ def make_vocabulary(size: int, seed: int = 0) -> list[bytes]:
 
 
 class Engine(Protocol):
-    """The interface of an engine; `kind` is json_schema or regex."""
+    """The interface of an engine. `kind` is json_schema or regex."""
 
     def compile(self, kind: str, text: str) -> None: ...
     def fill(self) -> np.ndarray: ...
@@ -98,7 +99,7 @@ class Engine(Protocol):
 
 
 class LLGuidance:
-    """llguidance: parses while decoding; a grammar is ready almost immediately."""
+    """llguidance, which parses while decoding, so a grammar is ready almost immediately."""
 
     def __init__(self, vocabulary: list[bytes]) -> None:
         import llguidance.numpy as bitmasks
@@ -128,7 +129,7 @@ class LLGuidance:
 
 
 class XGrammar:
-    """xgrammar: compiles the whole grammar against the vocabulary, then looks masks up."""
+    """xgrammar, which compiles the whole grammar against the vocabulary and then looks up masks."""
 
     def __init__(self, vocabulary: list[bytes]) -> None:
         import torch
@@ -136,7 +137,7 @@ class XGrammar:
 
         tokens = list(vocabulary)
         for token_id in SPECIALS:
-            tokens[token_id] = b""  # its mark for tokens without text
+            tokens[token_id] = b""  # xgrammar's mark for tokens without text
         info = xgrammar.TokenizerInfo(tokens, vocab_size=len(tokens), stop_token_ids=list(EOS))
         self._library = xgrammar
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
@@ -165,7 +166,7 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def _doubling(depth: int, key: str) -> dict[str, Any]:
-    """Definitions that each refer to the next one twice: expanded, they are 2**depth schemas."""
+    """Make definitions that each refer to the next one twice. Expanded, they are 2**depth schemas."""
     defs: dict[str, Any] = {f"d{n}": {key: [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(depth)}
     return {"$defs": {**defs, f"d{depth}": {"type": "string"}}, "$ref": "#/$defs/d0"}
 
@@ -178,7 +179,7 @@ def _nested(depth: int) -> dict[str, Any]:
 
 
 def cases() -> dict[str, tuple[str, str]]:
-    """Grammars by name: ordinary ones, then difficult ones."""
+    """Return the grammars by name, first ordinary ones, then difficult ones."""
     kinds = [
         {"type": "string"},
         {"type": "integer"},
@@ -222,7 +223,7 @@ def cases() -> dict[str, tuple[str, str]]:
     return grammars | {name: ("regex", text) for name, text in regexes.items()}
 
 
-# Documents that violate their schema: an engine must reject the schema or the document.
+# Documents that violate their schema. An engine must reject either the schema or the document.
 INVALID: list[tuple[dict[str, Any], str]] = [
     ({"type": "integer", "multipleOf": 5}, "3"),
     ({"type": "integer", "minimum": 5, "maximum": 9}, "3"),
@@ -237,7 +238,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
 
 
 def judge(engine: Engine, schema: dict[str, Any], document: str) -> str:
-    """An engine's verdict on a document, fed byte by byte."""
+    """Return an engine's verdict on a document, which is fed byte by byte."""
     try:
         engine.compile("json_schema", json.dumps(schema))
     except Exception:
@@ -265,7 +266,7 @@ def _rss_mib() -> float:
 
 
 def _run(engine_name: str, size: int, kind: str, text: str, sink: Connection) -> None:
-    """Child process: measure an engine on a grammar and send results as they arrive."""
+    """Measure an engine on a grammar and send results as they arrive. Runs in a child process."""
     vocabulary = make_vocabulary(size)
     before = _rss_mib()
     began = time.process_time()
@@ -306,7 +307,7 @@ def _run(engine_name: str, size: int, kind: str, text: str, sink: Connection) ->
 
 
 def _trial(engine: str, size: int, kind: str, text: str, limit_s: float) -> dict[str, Any]:
-    """Everything the child sent within the limit."""
+    """Run one trial in a child process and return everything it sent within the limit."""
     context = multiprocessing.get_context("spawn")
     source, sink = context.Pipe(duplex=False)
     child = context.Process(target=_run, args=(engine, size, kind, text, sink))
@@ -314,7 +315,7 @@ def _trial(engine: str, size: int, kind: str, text: str, limit_s: float) -> dict
     sink.close()
     results: dict[str, Any] = {}
     try:
-        results |= source.recv()  # without the time of imports and the vocabulary
+        results |= source.recv()  # the limit does not include imports and the vocabulary
         deadline = time.monotonic() + limit_s
         while source.poll(max(0.0, deadline - time.monotonic())):
             results |= source.recv()

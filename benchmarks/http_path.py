@@ -1,12 +1,12 @@
-"""Cost of the server: the whole HTTP path, with an engine that answers immediately.
+"""Measure the cost of the server over the whole HTTP path, with an engine that answers immediately.
 
     python benchmarks/http_path.py             prints streamed tokens/s at 32 streams, and the time to first token of one client
     python benchmarks/http_path.py --check     exits 1 below 20,000 tokens/s or above 2 ms
 
-It produces the figures of the HTTP path in docs/results.md. There are three processes, as in production: the client (this one),
-the web server, and the engine process, with a script instead of a model. Every token is its own server-sent event and passes
-through the chat template, the tokenizer, both sockets, the output reader and JSON. The client measures the time to first token,
-from its first byte to the first event with text. Each figure is the best of several runs.
+This script produces the figures for the HTTP path in docs/results.md. There are three processes, as in production: the client
+(this one), the web server, and the engine, which has a script instead of a model. Every token is its own server-sent event and
+passes through the chat template, the tokenizer, both sockets, the output reader and JSON. The client measures the time to first
+token from its first byte to the first event with text. Each figure is the best of several runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TEXT = "A culet is the small facet at the point of a cut gem, and the stone is 
 
 
 def serve(folder: str, port: int, step_s: float) -> None:
-    """The web process, with the scripted engine."""
+    """Run the web process with the scripted engine."""
     from culet.config import build_config, build_serve_config
     from culet.log import setup_logging
     from culet.serve.process.wire import Script
@@ -45,7 +45,7 @@ def serve(folder: str, port: int, step_s: float) -> None:
 
 
 class Reader(asyncio.Protocol):
-    """A connection: sends a request, counts the events with text and notes the time of the first."""
+    """A connection that sends a request, counts the events with text and notes the time of the first."""
 
     MARK = b'"delta":{"content":'
     END = b"data: [DONE]"
@@ -92,7 +92,7 @@ def request(max_tokens: int) -> bytes:
 
 
 async def throughput(port: int, num_streams: int, num_tokens: int) -> float:
-    """Streamed tokens per second, from the first request to the last event."""
+    """Return the streamed tokens per second, from the first request to the last event."""
     readers = [await connect(port) for _ in range(num_streams)]
     began = time.perf_counter()
     for reader in readers:
@@ -107,7 +107,7 @@ async def throughput(port: int, num_streams: int, num_tokens: int) -> float:
 
 
 async def first_token_ms(port: int, count: int) -> list[float]:
-    """Milliseconds to the first event with text, for sequential requests."""
+    """Return the milliseconds to the first event with text, for sequential requests."""
     reader = await connect(port)
     times = []
     for _ in range(count):
@@ -132,18 +132,18 @@ def wait_ready(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 def cpu_seconds(process_id: int) -> float:
-    """CPU time of a process, including its threads."""
+    """Return the CPU time of a process, including its threads."""
     fields = Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(port: int, process_id: int, arguments: argparse.Namespace) -> tuple[float, float, list[float]]:
-    """(tokens/s, the web process's CPU time per token in microseconds, milliseconds to the first token)."""
+    """Return (tokens/s, the web process's CPU time per token in microseconds, milliseconds to the first token)."""
     try:
         from uvloop import run
     except ImportError:
         run = asyncio.run
-    run(throughput(port, 4, 100))  # warm
+    run(throughput(port, 4, 100))  # warm up
     before = cpu_seconds(process_id)
     best = max(run(throughput(port, arguments.streams, arguments.tokens)) for _ in range(arguments.runs))
     cost = (cpu_seconds(process_id) - before) / (arguments.runs * arguments.streams * arguments.tokens)

@@ -1,6 +1,6 @@
-"""An engine without a model, behind the same process boundary: it answers at once, with scripted tokens.
+"""An engine without a model that answers immediately with scripted tokens, behind the same process boundary.
 
-Tests of the server and benchmarks of the HTTP path use it. It follows the rules that a client can observe: stop tokens,
+Tests of the server and benchmarks of the HTTP path use it. It implements everything that a client can observe: stop tokens,
 max_tokens, n, log-probabilities, cancellation, the queue limit, deadlines, and pages held while a sample runs.
 """
 
@@ -31,7 +31,7 @@ class _ScriptedSequence:
     num_drawn: int = 0
 
     def draw(self, count: int) -> tuple[tuple[int, ...], FinishReason | None]:
-        """The next tokens of the answer, and the finish reason if the sample ends with them."""
+        """Return the next tokens of the answer, and the finish reason if the sample ends with them."""
         request, drawn = self.request, []
         for _ in range(count):
             token_id = self.answer[self.num_drawn % len(self.answer)]
@@ -49,7 +49,7 @@ class _ScriptedSequence:
 
 
 class FakeEngine:
-    """Answers from a script."""
+    """An engine that answers from a script."""
 
     def __init__(self, script: Script, schedule: ScheduleConfig) -> None:
         self._script, self._schedule = script, schedule
@@ -73,7 +73,7 @@ class FakeEngine:
         self._waiting.extend(_ScriptedSequence(request, sample, answer) for sample in range(request.n))
 
     def cancel(self, request_id: str, sample: int | None = None, reason: FinishReason = FinishReason.CANCEL) -> None:
-        """End a request, or one sample of it."""
+        """End a request, or one of its samples."""
         for seq in [*self._running.values(), *self._waiting]:
             if seq.request.request_id == request_id and sample in (None, seq.sample):
                 self._deltas.append(TokenDelta(request_id, seq.sample, (), finish_reason=reason))
@@ -136,12 +136,12 @@ class FakeEngine:
 
 
 def _logprobs(token_id: int, count: int) -> dict[int, float]:
-    """Log-probabilities of the chosen token and of the `count` most likely, of which it is the first."""
+    """Return the log-probabilities of the chosen token and the `count` most likely. The chosen token is the most likely."""
     return {token_id: -0.5} | {(token_id + 1 + rank) % 256: -1.5 - rank for rank in range(count - 1)}
 
 
 def start_fake(start: Start) -> tuple[FakeEngine, Ready]:
-    """The fake engine, and its description of itself. The checkpoint provides the vocabulary and the defaults."""
+    """Return a fake engine and its description. The checkpoint provides the vocabulary and the defaults."""
     assert start.script is not None
     checkpoint = open_checkpoint(start.config.model.model, start.config.model.revision)
     schedule, limit = start.config.schedule, start.script.max_model_len

@@ -1,8 +1,8 @@
-"""Writes a DFlash drafter with random weights for any target. It has everything that a real one has, except good guesses.
+"""Write a DFlash drafter with random weights for any target. It has everything that a real one has, except good guesses.
 
     python -m culet.testing.random_dflash FOLDER --target random:31B
 
-The folder gets config.json in the published form, with the published proportions, and model.safetensors.
+The folder gets model.safetensors, and config.json in the published form with the published proportions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from culet.models.folder import read_config
 from culet.models.random_checkpoint import PREFIX
 from culet.models.spec import ModelSpec, read_spec
 
-# Small enough for tests: windows shorter than prompts, and heads that differ from the target's.
+# Small enough for tests, with windows shorter than prompts and heads that differ from the target's.
 TINY: Mapping[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -45,7 +45,7 @@ def write_dflash(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> Path:
-    """Write a drafter for `target` to `folder`. `overrides` replace keys of its config.json; `TINY` makes it small."""
+    """Write a drafter for `target` to `folder`. `overrides` replaces keys in its config.json. `TINY` makes it small."""
     from safetensors.torch import save_file
 
     folder = Path(folder)
@@ -57,7 +57,7 @@ def write_dflash(
         if len(shape) == 1:
             tensors[name] = (torch.rand(shape, generator=generator) + 0.5).to(dtype)
         else:
-            tensors[name] = (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)  # keeps the stream size
+            tensors[name] = (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)  # preserves magnitudes
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -73,7 +73,7 @@ def _target_spec(model: str) -> ModelSpec:
 
 
 def main() -> int:
-    """Write a checkpoint. The folder is printed on stdout, everything else on stderr."""
+    """Write a checkpoint. Print the folder to stdout and everything else to stderr."""
     parser = argparse.ArgumentParser(prog="python -m culet.testing.random_dflash", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", help="folder to write; created if missing")
     parser.add_argument("--target", required=True, help="the model to draft for: a folder, a hub id, or random:31B")

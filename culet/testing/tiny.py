@@ -1,9 +1,9 @@
-"""Writes a small checkpoint with the structure of Gemma 4 and random weights.
+"""Write a small checkpoint with the structure of Gemma 4 and random weights.
 
     python -m culet.testing.tiny FOLDER --shape 31B
 
-The folder holds config.json (in the form of the published checkpoints), model.safetensors with the published tensor
-names, tokenizer.json with Gemma 4's special tokens, and generation_config.json. The model writes noise.
+The folder gets config.json in the form of the published checkpoints, model.safetensors with the published tensor names,
+tokenizer.json with Gemma 4's special tokens, and generation_config.json. The model writes noise.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "31B": _BASE | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "num_key_value_heads": 4},
 }
 
-# Gemma 4's own ids, except for media tokens, whose real ids are outside a small vocabulary.
+# These are Gemma 4's own ids, except for media tokens, whose real ids are outside a small vocabulary.
 _FIRST_IDS: dict[int, tuple[str, ...]] = {
     0: ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>"),
     46: ("<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
@@ -81,7 +81,7 @@ _FIRST_IDS: dict[int, tuple[str, ...]] = {
 }
 SPECIAL_TOKENS = {first + index: name for first, names in _FIRST_IDS.items() for index, name in enumerate(names)}
 SPACE_MARK = "\u2581"
-_NUM_RESERVED = 120  # ids below are special or unused; 256 bytes and the learned tokens follow
+_NUM_RESERVED = 120  # ids below this are special or unused; 256 bytes and the learned tokens follow
 
 _TEXT = """
 A culet is the small facet at the point of a cut gem. The stone is held to the wheel, and each facet is ground and polished
@@ -103,7 +103,7 @@ def write_checkpoint(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> Path:
-    """Write a checkpoint of `shape` (a key of SHAPES) to `folder`. `overrides` replace keys of its text_config."""
+    """Write a checkpoint of `shape` (a key of SHAPES) to `folder`. `overrides` replaces keys in its text_config."""
     text_config = lookup("shape", shape, SHAPES) | dict(overrides or {})
     folder = Path(folder)
     try:
@@ -119,7 +119,7 @@ def write_checkpoint(
 
 
 def _config(shape: str, text: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """config.json in the published form: a text_config inside, and separate keys for the head dims of global layers."""
+    """Return config.json in the published form, with a text_config and separate keys for the head dims of global layers."""
     unified = shape == "12B"
     dtype_name = str(dtype).removeprefix("torch.")
     text_config = {
@@ -170,7 +170,7 @@ def _config(shape: str, text: Mapping[str, Any], dtype: torch.dtype) -> dict[str
 
 
 def _generation_config(shape: str) -> dict[str, Any]:
-    """generation_config.json of an instruction-tuned checkpoint. The 12B also suppresses the media end tokens."""
+    """Return generation_config.json for an instruction-tuned checkpoint. The 12B also suppresses the media end tokens."""
     config: dict[str, Any] = {
         "bos_token_id": 2,
         "do_sample": True,
@@ -190,12 +190,12 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _write_tokenizer(folder: Path, vocab_size: int | None) -> tuple[int, slice]:
-    """Train a small BPE on the text above and write it in Gemma's form. Returns the vocabulary size and the learned ids."""
+    """Train a small BPE on the text above and write it in Gemma's form. Return the vocabulary size and the learned ids."""
     from tokenizers import Tokenizer, models, normalizers, trainers
 
     learner = Tokenizer(models.BPE())
     learner.normalizer = normalizers.Replace(" ", SPACE_MARK)
-    # Train on single words, so that no merge crosses a word.
+    # Train on single words, so that no merge crosses a word boundary.
     words = [word for line in _TEXT.split("\n") for word in line.replace(" ", "\n ").split("\n") if word]
     learner.train_from_iterator(words, trainers.BpeTrainer(vocab_size=512, show_progress=False, special_tokens=[]))
     learned = json.loads(learner.to_str())["model"]
@@ -218,7 +218,7 @@ def _write_tokenizer(folder: Path, vocab_size: int | None) -> tuple[int, slice]:
 
 
 def make_tokenizer(pieces: Sequence[str], merges: Sequence[tuple[str, str]]) -> Tokenizer:
-    """A BPE like Gemma's: a mark for spaces, byte fallback, and the special tokens. Ids are indices into `pieces`."""
+    """Make a BPE like Gemma's, with a mark for spaces, byte fallback and special tokens. Ids are indices into `pieces`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
     vocab = {piece: index for index, piece in enumerate(pieces)}
@@ -230,7 +230,7 @@ def make_tokenizer(pieces: Sequence[str], merges: Sequence[tuple[str, str]]) -> 
 
 
 def tokenizer_config(max_length: int) -> dict[str, Any]:
-    """tokenizer_config.json for such a tokenizer."""
+    """Return tokenizer_config.json for such a tokenizer."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<bos>",
@@ -243,7 +243,7 @@ def tokenizer_config(max_length: int) -> dict[str, Any]:
 
 
 def _write_weights(path: Path, spec: ModelSpec, words: slice, dtype: torch.dtype, seed: int) -> None:
-    """Draw every tensor of the decoder and save them under their published names."""
+    """Draw every tensor of the decoder and save it under its published name."""
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(seed)
@@ -252,11 +252,11 @@ def _write_weights(path: Path, spec: ModelSpec, words: slice, dtype: torch.dtype
         if name.endswith(("norm.weight", "_1.weight", "_2.weight", "scale", "layer_scalar")):
             tensor = torch.rand(shape, generator=generator) + 0.5
         else:
-            tensor = torch.randn(shape, generator=generator) * shape[-1] ** -0.5  # keeps the size of the stream
+            tensor = torch.randn(shape, generator=generator) * shape[-1] ** -0.5  # preserves the magnitude of the stream
         if name.endswith("q_norm.weight"):
-            tensor *= 3.0 * shape[-1] ** -0.5  # scores of a few units: sharper attention would amplify rounding errors
+            tensor *= 3.0 * shape[-1] ** -0.5  # gives scores of a few units; sharper attention would amplify rounding errors
         if name == "norm.weight":
-            tensor *= 4.0  # logits of a few units, so that the model has preferences
+            tensor *= 4.0  # gives logits of a few units, so that the model has preferences
         if name == "embed_tokens.weight":
             tensor[: words.start] *= 0.2  # makes the model prefer printable tokens to bytes and unused ones
             tensor[words.stop :] *= 0.2
@@ -265,7 +265,7 @@ def _write_weights(path: Path, spec: ModelSpec, words: slice, dtype: torch.dtype
 
 
 def tensor_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names (without `model.language_model.`) and shapes of all tensors of a published text decoder."""
+    """Yield the names (without `model.language_model.`) and shapes of all tensors in a published text decoder."""
     D = spec.hidden_size
     yield "embed_tokens.weight", (spec.vocab_size, D)
     yield "norm.weight", (D,)
@@ -311,7 +311,7 @@ def _layer_shapes(spec: ModelSpec, layer: LayerSpec) -> Iterator[tuple[str, tupl
 
 
 def main() -> int:
-    """Write a checkpoint. The folder is printed on stdout, everything else on stderr."""
+    """Write a checkpoint. Print the folder to stdout and everything else to stderr."""
     parser = argparse.ArgumentParser(prog="python -m culet.testing.tiny", description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("folder", help="folder to write; created if missing")
     parser.add_argument("--shape", default="31B", help=f"structure of the model: {', '.join(SHAPES)} (default: 31B)")
