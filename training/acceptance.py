@@ -1,6 +1,6 @@
 """How many tokens a draft round emits: the accepted drafts and the target's own token.
 
-The engine accepts a draft that equals the target's draw, so acceptance can be counted on finished outputs: one pass over an
+The engine accepts a draft that equals the target's draw, so acceptance can be counted on finished outputs. One pass over an
 output gives the drafter's proposals at every position, and a walk over it counts the rounds that would have happened.
 """
 
@@ -36,7 +36,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What was counted over the outputs."""
+    """The counts over the outputs."""
 
     num_outputs: int
     num_repetitive: int  # left out
@@ -45,7 +45,7 @@ class Acceptance:
 
 
 def mtp_drafts(target: Target, assistant: Assistant, batch: Batch, num_drafts: int, dtype: torch.dtype) -> Tensor:
-    """[B, T, num_drafts]: with tokens 0 .. p cached and p + 1 the newest, proposals for p + 2 and on (column p)."""
+    """Return [B, T, num_drafts]. Column p has the proposals from p + 2 on, with tokens 0 .. p cached and p + 1 the newest."""
     passed = target(batch.ids_BT, batch.first_BT, dtype)
     turn = target.turns(batch.ids_BT.shape[1], batch.ids_BT.device)
     hidden, drafts = passed.hidden_BTD, []
@@ -59,7 +59,7 @@ def mtp_drafts(target: Target, assistant: Assistant, batch: Batch, num_drafts: i
 
 
 def dflash_drafts(target: Target, drafter: DFlash, batch: Batch, dtype: torch.dtype) -> Tensor:
-    """[B, T, block - 1]: with tokens 0 .. p cached and p + 1 the newest, proposals for p + 2 and on (column p)."""
+    """Return [B, T, block - 1]. Column p has the proposals from p + 2 on, with tokens 0 .. p cached and p + 1 the newest."""
     passed = target(batch.ids_BT, batch.first_BT, dtype, drafter.shape.taps)
     features = drafter.features(passed)
     B, T = batch.ids_BT.shape
@@ -74,7 +74,7 @@ def dflash_drafts(target: Target, drafter: DFlash, batch: Batch, dtype: torch.dt
 
 
 def as_batch(outputs: Sequence[Output], row_len: int, device: torch.device) -> Batch:
-    """One output per row, with its prompt."""
+    """Return a batch with one output per row, preceded by its prompt."""
     ids = torch.zeros(len(outputs), row_len, dtype=torch.int32)
     for row, output in enumerate(outputs):
         text = [*output.prompt, *output.tokens]
@@ -84,7 +84,7 @@ def as_batch(outputs: Sequence[Output], row_len: int, device: torch.device) -> B
 
 
 def count(outputs: Sequence[Output], drafts: Sequence[Tensor], num_drafts: int) -> Acceptance:
-    """`drafts[i]` is [T, columns], at each position of output i. The first token comes with the prompt, without drafts."""
+    """Count acceptance. `drafts[i]` [T, columns] has the drafts at each position of output i. The first token has no drafts."""
     rounds = emitted = 0
     accepted_at = [0] * num_drafts
     kept = [(output, own) for output, own in zip(outputs, drafts, strict=True) if not output.is_repetitive]
@@ -108,7 +108,7 @@ def count(outputs: Sequence[Output], drafts: Sequence[Tensor], num_drafts: int) 
 def measure(
     target: Target, drafter: Assistant | DFlash, outputs: Sequence[Output], *, num_drafts: int, row_len: int, dtype: torch.dtype
 ) -> Acceptance:
-    """Acceptance over outputs of the target that fit rows of `row_len`."""
+    """Return the acceptance over outputs of the target that fit rows of `row_len`."""
     device = target.embedding.device
     fitting = [output for output in outputs if len(output.prompt) + len(output.tokens) <= row_len]
     drafts: list[Tensor] = []

@@ -1,6 +1,6 @@
 """Training text as packed rows: whole documents side by side in rows of equal length, drawn from weighted parts.
 
-A pack is a folder with `train` and `held_out`; in each, a part is `<part>.npy` (token ids, uint16, documents one after the
+A pack is a folder with `train` and `held_out`. In each, a part is `<part>.npy` (token ids, uint16, documents one after the
 other), `<part>.ends.npy` (where each document ends) and, if only some tokens are to be learnt, `<part>.loss.npy` (0 or 1).
 
 Documents of a part come in a new random order in each epoch. A seed determines everything, so that training continues after a
@@ -37,13 +37,13 @@ class Part:
         return np.concatenate((np.zeros(1, np.int64), self.ends[:-1]))
 
     def documents(self) -> list[list[int]]:
-        """Token ids of each document."""
+        """Return the token ids of each document."""
         return [piece.astype(int).tolist() for piece in np.split(self.tokens, self.ends[:-1])]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Packed rows: `first` is the index of the first token of each token's document, `learnt` says whether it is a goal."""
+    """Packed rows. `first` is the index of the first token of each token's document, and `learnt` says whether it is a goal."""
 
     ids: NDArray[np.uint16]
     first: NDArray[np.int16]
@@ -73,7 +73,7 @@ class Batch:
 
     @property
     def goals(self) -> Tensor:
-        """The next token of each; the last column is a placeholder that is never learnt."""
+        """The token after each token. The last column is a placeholder that is never learnt."""
         return torch.cat((self.ids_BT[:, 1:], self.ids_BT[:, :1]), 1).long()
 
     @property
@@ -86,7 +86,7 @@ class Batch:
 
 
 def load_parts(folder: Path) -> dict[str, Part]:
-    """The parts of one split."""
+    """Load the parts of one split."""
     parts = {}
     for path in sorted(folder.glob("*.ends.npy")):
         name = path.name.removesuffix(".ends.npy")
@@ -104,7 +104,7 @@ def load_parts(folder: Path) -> dict[str, Part]:
 
 
 class _Stream:
-    """Endless documents of a part: (start in the part, length) pieces of at most a row, in a new order in each epoch."""
+    """Endless pieces (start in the part, length) of a part's documents, at most a row long, in a new order in each epoch."""
 
     def __init__(self, part: Part, row_len: int, seed: int) -> None:
         starts, lengths = part.starts, part.ends - part.starts
@@ -117,7 +117,7 @@ class _Stream:
         self._order = np.zeros(0, np.int64)
 
     def take(self, num_tokens: float) -> NDArray[np.int64]:
-        """The next pieces, [n, 2], with at least `num_tokens` in total."""
+        """Return the next pieces, [n, 2], with at least `num_tokens` in total."""
         pieces, sizes = [], 0.0
         while sizes < num_tokens:
             if not len(self._order):
@@ -131,23 +131,26 @@ class _Stream:
 
 
 class Packer:
-    """Chunks of packed rows from weighted parts. Pieces that do not fit a chunk come first in the next."""
+    """Builds chunks of packed rows from weighted parts. Pieces that do not fit a chunk come first in the next."""
 
     def __init__(
         self, parts: Mapping[str, Part], row_len: int, rows_per_chunk: int, seed: int = 0, *, joined: float = 0.0
     ) -> None:
-        """`joined`: share of rows whose documents see the ones before them. Short texts alone do not teach long distances."""
+        """`joined` is the share of rows whose documents see the ones before them.
+
+        Short texts alone do not teach long distances.
+        """
         self._joined = joined
         self._names = sorted(parts)
         self._parts = [parts[name] for name in self._names]
         self._streams = [_Stream(part, row_len, seed + index) for index, part in enumerate(self._parts)]
         self._row_len, self._rows = row_len, rows_per_chunk
         self._random = np.random.default_rng(seed + len(parts))
-        self._owed = np.zeros(len(self._names))  # tokens each part is behind its share
+        self._owed = np.zeros(len(self._names))  # tokens by which each part is behind its share
         self._left = np.zeros((0, 3), np.int64)  # pieces (part, start, length) that did not fit
 
     def chunk(self, weights: Mapping[str, float], *, learn_all: bool, build: bool = True) -> Rows | None:
-        """The next chunk; `build=False` only advances, to resume a run."""
+        """Return the next chunk. `build=False` only advances, to resume a run."""
         share = np.array([weights.get(name, 0.0) for name in self._names])
         self._owed += share / share.sum() * max(0, self._rows * self._row_len - int(self._left[:, 2].sum()))
         pieces = [self._left]
@@ -169,7 +172,10 @@ class Packer:
         return Rows(rows.ids[order], rows.first[order], rows.learnt[order])
 
     def _places(self, lengths: list[int]) -> NDArray[np.int64]:
-        """Where in the chunk each piece begins, -1 if it does not fit. A row gets at most one long piece, then short ones."""
+        """Return where in the chunk each piece begins, or -1 if it does not fit.
+
+        A row gets at most one long piece, then short ones.
+        """
         size = self._row_len
         long = [index for index, length in enumerate(lengths) if length > size // 2][::-1]
         short = [index for index, length in enumerate(lengths) if length <= size // 2][::-1]
@@ -185,7 +191,7 @@ class Packer:
         return place
 
     def _build(self, placed: NDArray[np.int64], learn_all: bool) -> Rows:
-        """Rows from pieces (part, start in the part, length, place in the chunk)."""
+        """Build rows from pieces (part, start in the part, length, place in the chunk)."""
         size = self._rows * self._row_len
         ids = np.full(size, PAD, np.uint16)
         first = np.arange(size, dtype=np.int64) % self._row_len
@@ -213,7 +219,7 @@ class Mixture:
 
 
 class Feed:
-    """Batches on a device, prepared by a thread. `phase` may change while it runs; chunks prepared before keep theirs."""
+    """Provides batches on a device, prepared by a thread. `phase` may change while it runs, but prepared chunks keep theirs."""
 
     def __init__(
         self,
@@ -243,7 +249,7 @@ class Feed:
             self._queue.put((phase, rows))
 
     def batches(self, skip: int = 0) -> Iterator[Batch]:
-        """Endless batches; the first `skip` of the first chunk are skipped."""
+        """Yield endless batches. The first `skip` of the first chunk are skipped."""
         while True:
             phase, rows = self._queue.get()
             self.history.append(phase)
@@ -256,7 +262,7 @@ class Feed:
 
 
 def fixed_rows(parts: Mapping[str, Part], row_len: int, num_rows: int, weights: Mapping[str, float] | None = None) -> Rows:
-    """The same rows every time, for evaluation."""
+    """Return the same rows every time, for evaluation."""
     weights = weights or {name: float(len(part.tokens)) for name, part in parts.items()}
     rows = Packer(parts, row_len, num_rows, seed=1234).chunk(weights, learn_all=True)
     assert rows is not None

@@ -32,7 +32,7 @@ def _row(*cells: object) -> str:
 
 
 def sizes(work: Path) -> list[str]:
-    """Parameters and bytes of each checkpoint."""
+    """Return table lines with the parameters and bytes of each checkpoint."""
     lines = [_row("part", "parameters", "bytes"), _row("---", "---:", "---:")]
     total = 0
     for folder, name in _NAMES.items():
@@ -50,7 +50,7 @@ def sizes(work: Path) -> list[str]:
 
 
 def training_facts(log: list[dict[str, Any]]) -> list[str]:
-    """How long each stage of each run took and where it ended. A run begins with its `epochs` entry."""
+    """Return table lines with the time and final loss of each stage and run. A run begins with its `epochs` entry."""
     lines = [_row("run", "stage", "steps", "seconds", "tokens seen", "last loss"), _row("---", "---", *["---:"] * 4)]
     starts = [index for index, entry in enumerate(log) if entry.get("event") == "epochs"]
     number = 0
@@ -96,7 +96,7 @@ def evaluation(gate: dict[str, Any], log: list[dict[str, Any]]) -> list[str]:
     lines += ["", _row("tokens emitted per verify", "training scripts", "engine"), _row("---", "---:", "---:")]
     for stage, method in (("assistant", "mtp"), ("dflash", "dflash")):
         counted = [entry for entry in log if entry.get("stage") == stage and entry.get("event") == "acceptance"]
-        for entry in {entry["temperature"]: entry for entry in counted}.values():  # the last one of each
+        for entry in {entry["temperature"]: entry for entry in counted}.values():  # the last entry for each temperature
             name = f"{method} at temperature {entry['temperature']:g}"
             lines.append(_row(name, entry["tokens_per_verify"], details.get(DRAFTING, {}).get(name, "")))
     return lines
@@ -151,7 +151,7 @@ def shape_line() -> str:
 
 
 def card(pack: Path, work: Path, gate: Path) -> str:
-    """The whole card."""
+    """Return the whole card."""
     facts, log, scores = json.loads((pack / "pack.json").read_text()), read_log(work), json.loads(gate.read_text())
     return _ABOUT.format(
         shape=shape_line(),

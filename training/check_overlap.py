@@ -24,7 +24,7 @@ _USER = re.compile(r"<\|turn>user\n(.*?)<turn\|>", re.DOTALL)
 
 
 def documents(folder: Path, part: str, tokenizer: Tokenizer) -> Iterator[str]:
-    """The texts of a part of the training split."""
+    """Yield the texts of a part of the training split."""
     tokens = np.load(folder / "train" / f"{part}.npy", mmap_mode="r")
     ends = np.load(folder / "train" / f"{part}.ends.npy").tolist()
     for begin, end in zip([0, *ends[:-1]], ends, strict=True):
@@ -32,7 +32,7 @@ def documents(folder: Path, part: str, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def faults(text: str) -> Iterator[str]:
-    """What a document contains that it must not."""
+    """Yield what a document contains that it must not."""
     turns = _USER.findall(text)
     for turn in turns:
         if normalised(turn) in gate_turns() - EVERYDAY:

@@ -1,4 +1,4 @@
-"""What drafters learn: the target's sharpened next-token distribution, at the positions where serving uses them.
+"""The drafters' losses: the target's sharpened next-token distribution, at the positions where serving uses them.
 
 A draft is the drafter's likeliest token, so the target's likeliest token is what matters. The sharpened distribution also says
 how sure the target is, which argmax labels do not.
@@ -15,20 +15,20 @@ from training.drafters import Assistant, DFlash
 from training.loop import LossOf
 from training.model import Target
 
-SHARPNESS = 1.5  # the teacher's logits times this
+SHARPNESS = 1.5  # factor on the teacher's logits
 NUM_CHAINED = 3
-CHAIN_WEIGHTS = (1.0, 0.8, 0.6)  # a later draft counts only where the earlier ones were accepted
+CHAIN_WEIGHTS = (1.0, 0.8, 0.6)  # a later draft counts only if the earlier ones were accepted
 BLOCK_DECAY = 0.8  # the same for the positions of a block
 
 
 def soft_loss(logits_LV: Tensor, teacher_LV: Tensor, weight_L: Tensor) -> Tensor:
-    """Sum over tokens of weight * cross-entropy with the teacher's sharpened distribution."""
+    """Return the sum over tokens of weight * cross-entropy with the teacher's sharpened distribution."""
     chance = (teacher_LV.float() * SHARPNESS).softmax(-1)
     return -((chance * F.log_softmax(logits_LV.float(), -1)).sum(-1) * weight_L).sum()
 
 
 def mtp_loss(target: Target, assistant: Assistant, dtype: torch.dtype, per_row: object = None) -> LossOf:
-    """The loss at all positions of a batch, for a chain of three steps each."""
+    """Return a function for the loss at all positions of a batch, each with a chain of three steps."""
     row_loss = per_row or mtp_row_loss
 
     def loss_of(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -56,14 +56,14 @@ def mtp_loss(target: Target, assistant: Assistant, dtype: torch.dtype, per_row: 
 
 
 def mtp_row_loss(target: Target, assistant: Assistant, state: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
-    """The loss of some rows, from the assistant's states and the target's hidden states."""
+    """Return the loss of some rows, from the assistant's states and the target's hidden states."""
     with torch.no_grad():
         wanted = target.logits(teacher.flatten(0, 1))
     return soft_loss(assistant.logits(state.flatten(0, 1)), wanted, weight.flatten())
 
 
 def dflash_loss(target: Target, drafter: DFlash, dtype: torch.dtype, *, anchors: int, per_row: object = None) -> LossOf:
-    """The loss of `anchors` blocks at random positions of each row."""
+    """Return a function for the loss of `anchors` blocks at random positions of each row."""
     row_loss = per_row or dflash_row_loss
     K = drafter.shape.block_size
     decay = BLOCK_DECAY ** torch.arange(K - 1, device=target.embedding.device)
@@ -93,7 +93,7 @@ def dflash_loss(target: Target, drafter: DFlash, dtype: torch.dtype, *, anchors:
 
 
 def dflash_row_loss(target: Target, states: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
-    """The loss of some rows of blocks. The head is the target's, which is frozen."""
+    """Return the loss of some rows of blocks. The head is the target's, which is frozen."""
     with torch.no_grad():
         wanted = target.logits(teacher.flatten(0, -2))
     return soft_loss(target.logits(states.flatten(0, -2)), wanted, weight.flatten())

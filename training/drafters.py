@@ -2,7 +2,7 @@
 
 MTP: with tokens 0 .. p in the cache and the newest at p + 1, the assistant's queries are at p and read the target's keys up to
 p in every step of the chain. Step 1 gets the newest token and the target's hidden state at p, and proposes token p + 2. Step k
-gets the token at p + k and its own hidden state. All p together are one causal pass per step.
+gets the token at p + k and its own hidden state. Each step is one causal pass over all p.
 
 DFlash: with tokens 0 .. L - 1 in the cache and the newest at L, a block of the newest token and masks begins at L and reads
 features of the context. Blocks at several positions (anchors) of a row are one pass.
@@ -52,7 +52,7 @@ class Assistant(nn.Module):
     def step(
         self, embedded_BTD: Tensor, hidden_BTD: Tensor, shared: dict[str, KV], turn: dict[str, Turn], first_BT: Tensor
     ) -> Tensor:
-        """One step of the chain at every position: the state after the final norm."""
+        """Run one step of the chain at every position. Return the state after the final norm."""
         x = linear(torch.cat((embedded_BTD, hidden_BTD), -1), self.pre)
         for block in blocks_of(self.blocks):
             x, _ = block(x, turn[block.kind], first_BT, shared[block.kind])
@@ -81,13 +81,16 @@ class DFlashLayer(nn.Module):
         self.input_gain, self.pre_mlp_gain = gain(hidden_size), gain(hidden_size)
 
     def keys_values(self, x: Tensor, turn: Turn) -> KV:
-        """Keys and values [..., positions, G, H] of features, or of a block's normed states; `turn` has their positions."""
+        """Return keys and values [..., positions, G, H] of features or of a block's normed states.
+
+        `turn` has their positions.
+        """
         heads = (self.shape.num_kv_heads, self.shape.head_dim)
         k = rms(linear(x, self.k).unflatten(-1, heads).float(), self.k_gain, self.shape.eps)
         return KV(rotate(k, turn, has_heads=True).to(x.dtype), linear(x, self.v).unflatten(-1, heads))
 
     def forward(self, x_BAKD: Tensor, features_BTD: Tensor, seen: Tensor, turn: Turn, block_turn: Turn) -> Tensor:
-        """`seen` [B, A, K, T + K] says which keys, of the context and of its own block, a block's token sees."""
+        """`seen` [B, A, K, T + K] says which keys of the context and of its own block a block's token sees."""
         shape = self.shape
         B, A, K, _ = x_BAKD.shape
         G, H, M = shape.num_kv_heads, shape.head_dim, shape.num_heads // shape.num_kv_heads
@@ -108,7 +111,7 @@ class DFlashLayer(nn.Module):
 
 
 class DFlash(nn.Module):
-    """The drafter; embedding and head are the target's."""
+    """The drafter. It uses the target's embedding and head."""
 
     def __init__(self, shape: DFlashShape, target: TargetShape) -> None:
         super().__init__()
@@ -131,7 +134,7 @@ class DFlash(nn.Module):
         return rms(linear(taps, self.fc), self.hidden_gain, self.shape.eps)
 
     def forward(self, target: Target, features_BTD: Tensor, newest_BA: Tensor, anchor_BA: Tensor, first_BA: Tensor) -> Tensor:
-        """States [B, A, K, D] after the final norm, of blocks whose newest token is at `anchor_BA`."""
+        """Return states [B, A, K, D] after the final norm, of blocks whose newest token is at `anchor_BA`."""
         shape = self.shape
         T, K, device = features_BTD.shape[1], shape.block_size, features_BTD.device
         table = turns(T + K, shape.head_dim, shape.head_dim, shape.rope_theta, device)
@@ -147,7 +150,7 @@ class DFlash(nn.Module):
         return rms(x, self.final_gain, shape.eps)
 
     def _seen(self, kind: str, position_BAK: Tensor, first_BA: Tensor, length: int) -> Tensor:
-        """Keys that each token of each block sees: the context before the anchor within the document, and its own block."""
+        """Return which keys each token of a block sees: the document's context before the anchor, and its own block."""
         B, A, K = position_BAK.shape
         device = position_BAK.device
         key_T = torch.arange(length, device=device)

@@ -27,7 +27,7 @@ class Stored(NamedTuple):
     constant: float = 1.0
 
 
-# Attribute -> published name; for gains also the constant they are multiplied by.
+# Attribute -> published name and, for gains, the constant they are multiplied by.
 _MATRICES = {
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",
@@ -80,7 +80,7 @@ def _dflash_parameters(drafter: DFlash) -> Iterator[Stored]:
 
 
 def stored_parameters(module: Trained) -> Iterator[Stored]:
-    """Every tensor of the module's checkpoint with its parameter."""
+    """Yield every tensor of the module's checkpoint with its parameter."""
     if isinstance(module, DFlash):
         yield from _dflash_parameters(module)
         return
@@ -91,7 +91,7 @@ def stored_parameters(module: Trained) -> Iterator[Stored]:
 
 
 def round_to_bfloat16(module: nn.Module) -> None:
-    """Round a module's parameters to bfloat16, as its exported weights will be."""
+    """Round a module's parameters to bfloat16, as in its exported weights."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -100,7 +100,7 @@ def round_to_bfloat16(module: nn.Module) -> None:
 def write_checkpoint(
     folder: Path, config: Mapping[str, object], module: Trained, *, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """config.json and model.safetensors."""
+    """Write config.json and model.safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors = {

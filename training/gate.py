@@ -1,9 +1,9 @@
 """The quality gate: what the built-in model must reach before its weights are released.
 
-    python -m training.gate                          the built-in model; exit code 1 if a goal is missed
-    python -m training.gate --model out/training/embedded/target --json out/gate.json --golden training/golden.md
+python -m training.gate                          the built-in model; exit code 1 if a goal is missed
+python -m training.gate --model out/training/embedded/target --json out/gate.json --golden training/golden.md
 
-Questions, tool calls, JSON answers and open prompts are in `training/questions`; none of their phrasings is in the training
+Questions, tool calls, JSON answers and open prompts are in `training/questions`. None of their phrasings is in the training
 text (`training/check_overlap.py` checks that). All answers are greedy, in float32, through Culet's engine.
 """
 
@@ -54,13 +54,13 @@ MAX_TIE = 1e-4  # logits closer than this count as tied
 
 @dataclass
 class Scores:
-    """Shares of right answers, and details."""
+    """Shares of right answers, with details."""
 
     shares: dict[str, float] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
 
     def missed(self) -> list[str]:
-        """Goals that were measured and missed."""
+        """Return the goals that were measured and missed."""
         low = [
             f"{name}: {self.shares[name]:.3f}, goal {goal}" for name, goal in GOALS.items() if self.shares.get(name, 1) < goal
         ]
@@ -78,7 +78,7 @@ class Scores:
 
 
 def read_lines(name: str) -> list[dict[str, Any]]:
-    """A file of questions."""
+    """Read a file of questions."""
     return [json.loads(line) for line in (QUESTIONS / f"{name}.jsonl").read_text().splitlines() if line.strip()]
 
 
@@ -96,7 +96,7 @@ class Asker:
         return engine.tokenizer.encode(text)
 
     def ask(self, lines: Sequence[dict[str, Any]]) -> list[tuple[Output, str]]:
-        """The model's answer to each line, and its finish reason."""
+        """Return the model's answer to each line, and its finish reason."""
         prompts = [self.prompt(line) for line in lines]
         answers = []
         for line, prompt, result in zip(lines, prompts, self.llm.generate(prompts, GREEDY), strict=True):
@@ -160,7 +160,7 @@ def ask_for_json(asker: Asker, scores: Scores) -> None:
 
 
 def play_open(asker: Asker) -> list[list[dict[str, str]]]:
-    """The open conversations with the model's answers."""
+    """Return the open conversations with the model's answers."""
     conversations = [line["turns"] for line in read_lines("open")]
     played: list[list[dict[str, str]]] = [[] for _ in conversations]
     for turn in range(max(map(len, conversations))):
@@ -175,7 +175,7 @@ def play_open(asker: Asker) -> list[list[dict[str, str]]]:
 
 
 def golden_text(played: Sequence[Sequence[dict[str, str]]]) -> str:
-    """The conversations as Markdown."""
+    """Return the conversations as Markdown."""
     parts = ["# The built-in model's answers to thirty open prompts (temperature 0)", ""]
     for number, conversation in enumerate(played, start=1):
         parts.append(f"## {number}")
@@ -186,7 +186,7 @@ def golden_text(played: Sequence[Sequence[dict[str, str]]]) -> str:
 
 
 def held_out() -> dict[str, Part]:
-    """Held-out documents by part."""
+    """Return held-out documents by part."""
     stored = np.load(QUESTIONS / "held_out.npz")
     names = sorted({key.partition(".")[0] for key in stored.files})
     return {name: Part(name, *(stored[f"{name}.{kind}"] for kind in ("tokens", "ends", "learnt"))) for name in names}
@@ -203,7 +203,7 @@ def _own_logprobs(llm: LLM, documents: Sequence[Sequence[int]]) -> list[list[flo
 
 
 def measure_perplexity(llm: LLM, scores: Scores) -> None:
-    """Perplexity of each held-out part by Culet's log-probabilities; in chats, only of the model's turns."""
+    """Measure each held-out part's perplexity by Culet's log-probabilities. In chats, only the model's turns count."""
     table = {}
     for name, part in held_out().items():
         learnt = np.ones(len(part.tokens), bool) if part.learnt is None else part.learnt
@@ -237,7 +237,7 @@ def compare_with_transformers(llm: LLM, folder: Path, asker: Asker, scores: Scor
 
 
 def _is_unlike(peer: Any, prompt: Sequence[int], result: Any) -> bool:
-    """Whether a token of the answer differs from transformers' choice by more than a tie."""
+    """Return whether a token of the answer differs from transformers' choice by more than a tie."""
     ids = [*prompt, *result.token_ids]
     logits = peer(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(list(result.token_ids))[:, None])[:, 0]
@@ -245,7 +245,7 @@ def _is_unlike(peer: Any, prompt: Sequence[int], result: Any) -> bool:
 
 
 def measure_drafting(model: str, scores: Scores) -> None:
-    """Tokens the engine emits per verify over held-out chats, without repetitive outputs."""
+    """Measure the tokens that the engine emits per verify over held-out chats, without repetitive outputs."""
     parts = held_out()
     prompts = cut_prompts(parts, dict.fromkeys(parts, 1.0), NUM_DRAFTED, longest=512, seed=7, chats_only=True)
     folder = find_folder(model).parent
@@ -267,7 +267,7 @@ def measure_drafting(model: str, scores: Scores) -> None:
 
 
 def measure_speed(llm: LLM, scores: Scores) -> None:
-    """Output tokens per second of one chat and of eight concurrent chats on this machine."""
+    """Measure the output tokens per second of one chat and of eight concurrent chats on this machine."""
     asker = Asker(llm)
     lines = [{"messages": [{"role": "user", "content": f"Tell me a story about the number {number}."}]} for number in range(8)]
     prompts = [asker.prompt(line) for line in lines]

@@ -1,6 +1,6 @@
-"""Batched generation with the target in training: its own outputs to train drafters on, and samples to read.
+"""Batched generation with the target in training, for outputs to train drafters on and for samples to read.
 
-Prompts are padded to rows of equal length; each row's next token goes where its text ends.
+Prompts are padded to rows of equal length. Each row's next token goes where its text ends.
 
 Shapes: B rows · P longest prompt · T prompt and output · D model · H head size · V vocabulary.
 """
@@ -16,12 +16,12 @@ from torch import Tensor
 from training.model import KV, Target, Turn, blocks_of, rms
 from training.shapes import SLIDING
 
-PREFILL_ROWS = 512  # prompts per pass: attention scores of all prompts would fill the memory
+PREFILL_ROWS = 512  # prompts per pass; attention scores of all prompts would fill the memory
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; temperature 0 is greedy. The others are the model's defaults."""
+    """How tokens are drawn. Temperature 0 is greedy. The other defaults are the model's."""
 
     temperature: float = 1.0
     top_k: int = 40
@@ -29,7 +29,7 @@ class Sampling:
 
 
 def draw(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:
-    """A token for each row, [B]."""
+    """Draw a token for each row, [B]."""
     if sampling.temperature == 0:
         return logits_BV.argmax(-1)
     best, ids = (logits_BV / sampling.temperature).topk(min(sampling.top_k, logits_BV.shape[-1]), dim=-1)
@@ -49,7 +49,7 @@ def generate(
     generator: torch.Generator | None = None,
     suppress: Sequence[int] = (),
 ) -> list[list[int]]:
-    """Outputs of the prompts, up to and including the stop token."""
+    """Return the outputs of the prompts, up to and including the stop token."""
     device, window = target.embedding.device, target.shape.window
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     longest = -(-int(lengths.max()) // window) * window
@@ -84,7 +84,7 @@ def _until_stop(tokens: list[int], stops: set[int]) -> list[int]:
 
 
 def _prefill(target: Target, ids_BP: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, list[KV]]:
-    """Hidden states of the prompts, and each layer's KV with room for `length` tokens; computed in groups of rows."""
+    """Return the prompts' hidden states and each layer's KV with room for `length` tokens, computed in groups of rows."""
     B, P = ids_BP.shape
     turn = target.turns(P, ids_BP.device)
     caches = [
@@ -106,7 +106,7 @@ def _prefill(target: Target, ids_BP: Tensor, length: int, dtype: torch.dtype) ->
 def _decode(
     target: Target, token_B: Tensor, position_B: Tensor, caches: list[KV], turn: dict[str, Turn], dtype: torch.dtype
 ) -> Tensor:
-    """Hidden states [B, D] of one more token per row, whose KV is added to the caches."""
+    """Return hidden states [B, D] of one more token per row, whose KV is added to the caches."""
     x = target.embed(token_B[:, None], dtype)
     here = {kind: Turn(table.cos[position_B, None], table.sin[position_B, None]) for kind, table in turn.items()}
     rows = torch.arange(len(token_B), device=token_B.device)

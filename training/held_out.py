@@ -17,7 +17,7 @@ KEPT = Path(__file__).parent / "questions" / "held_out.npz"
 
 
 def keep(pack: Path, path: Path, num_tokens: int) -> None:
-    """Write whole documents of each held-out part, up to `num_tokens` per part, in their order."""
+    """Write whole documents of each held-out part in order, up to `num_tokens` per part."""
     arrays = {}
     for name, part in load_parts(pack / "held_out").items():
         short = [(begin, end) for begin, end in zip(part.starts, part.ends, strict=True) if end - begin <= num_tokens // 4]

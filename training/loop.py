@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from training.batches import Batch, Feed, Mixture, Packer, Part
 from training.optimiser import Optimiser, rate_factor
 
-LossOf = Callable[[Batch], tuple[Tensor, Tensor]]  # sum of losses, and of their weights
+LossOf = Callable[[Batch], tuple[Tensor, Tensor]]  # sum of losses, and sum of their weights
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Training:
         new.replace(self._path)
 
     def _resume(self) -> tuple[list[int], int]:
-        """Load the saved state; return the phases of the chunks begun and the batches used of the last one."""
+        """Load the saved state. Return the phases of the chunks begun and the batches used of the last one."""
         state = torch.load(self._path, map_location=self._device, weights_only=True)
         self.module.load_state_dict(state["module"])
         self.optimiser.load_state_dict(state["optimiser"])

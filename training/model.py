@@ -1,10 +1,10 @@
 """The Gemma 4 decoder for training: whole packed rows, no cache, everything differentiable.
 
 Weights are kept in float32 and cast to the activations' dtype where they are used. A norm's weight is a trained gain times a
-constant, so that all gains start at 1 and share a learning rate; `export.py` writes the product.
+constant, so that all gains start at 1 and share a learning rate. `export.py` writes the product.
 
-Attention is three matrix products and a masked softmax: fused training kernels do not support head dims of 256 and 512 well,
-and with one KV head all query heads of a layer are rows of one product. A document in a packed row is a run of tokens;
+Attention is three matrix products and a masked softmax. Fused training kernels do not support head dims of 256 and 512 well,
+and with one KV head all query heads of a layer are rows of one product. A document in a packed row is a run of tokens.
 `first_BT` is the index in the row of the first token that a token may see. Rope uses positions in the row, since only
 distances matter.
 
@@ -43,11 +43,11 @@ class Passed(NamedTuple):
 
     hidden_BTD: Tensor
     taps: dict[int, Tensor]
-    shared: dict[str, KV]  # by kind of layer: the KV of the last such layer
+    shared: dict[str, KV]  # the KV of the last layer of each kind
 
 
 def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / rms(x) * weight in float32, rounded once."""
+    """Return x / rms(x) * weight, computed in float32 and rounded once."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide if weight is None else wide * weight).to(x.dtype)
@@ -58,14 +58,14 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def turns(length: int, head_dim: int, rotated_dims: int, theta: float, device: torch.device) -> Turn:
-    """Rope of positions 0 .. length - 1."""
+    """Return the rope of positions 0 .. length - 1."""
     inverse = 1.0 / theta ** (torch.arange(0, rotated_dims, 2, dtype=torch.float32) / head_dim)
     angle = torch.arange(length, dtype=torch.float32)[:, None] * inverse
     return Turn(angle.cos().to(device), angle.sin().to(device))
 
 
 def rotate(x: Tensor, turn: Turn, *, has_heads: bool) -> Tensor:
-    """Rotate the first pairs (i, i + H/2) by `turn`; the other dims stay. x is [..., T, H] or [..., T, heads, H]."""
+    """Rotate the first pairs (i, i + H/2) by `turn` and keep the other dims. x is [..., T, H] or [..., T, heads, H]."""
     half, pairs = x.shape[-1] // 2, turn.cos.shape[-1]
     cos, sin = turn.cos, turn.sin
     if has_heads:
@@ -83,7 +83,7 @@ def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
 
 
 def attend_global(q_BTNH: Tensor, kv: KV, first_BT: Tensor) -> Tensor:
-    """Causal attention within documents, [B, T, N, H]."""
+    """Return causal attention within documents, [B, T, N, H]."""
     B, T, N, H = q_BTNH.shape
     index_T = torch.arange(T, device=q_BTNH.device)
     outs = []
@@ -99,7 +99,7 @@ def attend_global(q_BTNH: Tensor, kv: KV, first_BT: Tensor) -> Tensor:
 
 
 def attend_sliding(q_BTNH: Tensor, kv: KV, first_BT: Tensor, window: int) -> Tensor:
-    """Causal attention over the last `window` tokens within documents: blocks see themselves and the one before."""
+    """Return causal attention over the last `window` tokens within documents. Blocks see themselves and the one before."""
     B, T, N, H = q_BTNH.shape
     W, C = window, T // window
     assert T % W == 0, f"rows of {T} tokens are not a multiple of the window of {W}"
@@ -161,10 +161,10 @@ class Block(nn.Module):
         self.pre_mlp_gain, self.post_mlp_gain = gain(hidden_size), gain(hidden_size)
         self.scalar = gain(1)
         self.q_constant = head_dim**-0.5  # scores of unit size at the start
-        self.post_constant = (2 * depth) ** -0.5  # what all layers add has unit size at the start
+        self.post_constant = (2 * depth) ** -0.5  # the sum of all layers' outputs has unit size at the start
 
     def project(self, normed_BTD: Tensor, turn: Turn) -> tuple[Tensor, KV | None]:
-        """Queries [B, T, N, H], and keys and values if the layer has its own."""
+        """Return queries [B, T, N, H], and keys and values if the layer has its own."""
         B, T, _ = normed_BTD.shape
         H, num_q = self.head_dim, self.num_heads * self.head_dim
         weights: list[Tensor] = [self.q, *([self.k] if self.owns_kv else []), *([self.v] if hasattr(self, "v") else [])]
@@ -185,7 +185,7 @@ class Block(nn.Module):
         return attend_sliding(q_BTNH, kv, first_BT, self.window)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The stream after this layer, from the attention output [..., N * H]."""
+        """Return the stream after this layer, from the attention output [..., N * H]."""
         post = self.post_constant
         x = x + rms(linear(attended, self.o), self.post_attention_gain * post, self.eps)
         normed = rms(x, self.pre_mlp_gain, self.eps)
@@ -194,7 +194,7 @@ class Block(nn.Module):
         return (x + rms(mixed, self.post_mlp_gain * post, self.eps)) * self.scalar.to(x.dtype)
 
     def forward(self, x_BTD: Tensor, turn: Turn, first_BT: Tensor, shared: KV | None = None) -> tuple[Tensor, KV]:
-        """The stream after this layer and the KV it read: its own or `shared`."""
+        """Return the stream after this layer and the KV it read, its own or `shared`."""
         q, own = self.project(rms(x_BTD, self.input_gain, self.eps), turn)
         kv = own if shared is None else shared
         assert kv is not None
@@ -202,7 +202,7 @@ class Block(nn.Module):
 
 
 def blocks_of(modules: nn.ModuleList) -> list[Block]:
-    """The blocks, with their type."""
+    """Return the blocks, with their type."""
     return cast(list[Block], list(modules))
 
 
@@ -228,12 +228,12 @@ class Target(nn.Module):
         )
         self.final_gain = gain(shape.hidden_size)
         self.final_constant = 1.0
-        # Readers of a checkpoint round this to the weights' precision; 16 is exact in every format.
+        # Checkpoint readers round this to the weights' precision, and 16 is exact in every format.
         self.embedding_scale = shape.hidden_size**0.5
         self._turns: dict[tuple[int, torch.device], dict[str, Turn]] = {}
 
     def turns(self, length: int, device: torch.device) -> dict[str, Turn]:
-        """Rope of both kinds of layer for rows of `length` tokens."""
+        """Return the rope of both kinds of layer for rows of `length` tokens."""
         key = (length, device)
         if key not in self._turns:
             local, wide = self.shape.head_dim, self.shape.global_head_dim
@@ -258,11 +258,11 @@ class Target(nn.Module):
         return Passed(rms(x, self.final_gain, self.shape.eps), tapped, shared)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] in float32."""
+        """Return logits [..., V] in float32."""
         cap = self.shape.softcap
         return torch.tanh(linear(hidden, self.embedding).float() / cap) * cap
 
 
 def next_token_loss(target: Target, hidden_LD: Tensor, goals_L: Tensor, weight_L: Tensor) -> Tensor:
-    """Sum over tokens of weight * cross-entropy."""
+    """Return the sum over tokens of weight * cross-entropy."""
     return (F.cross_entropy(target.logits(hidden_LD), goals_L, reduction="none") * weight_L).sum()

@@ -1,6 +1,6 @@
 """Muon for matrices, AdamW for the rest, and the learning-rate schedule.
 
-Muon replaces a matrix's momentum by the nearest orthogonal matrix (five steps of a Newton-Schulz iteration), so that every
+Muon replaces a matrix's momentum with the nearest orthogonal matrix (five steps of a Newton-Schulz iteration), so that every
 direction of the matrix learns at the same rate. It needs fewer tokens than AdamW for the same loss.
 """
 
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Coefficients of the quintic that pushes singular values towards 1 fastest; where exactly they end (0.7 to 1.2) matters little.
+# Coefficients of the quintic that pushes singular values towards 1 fastest. Where exactly they end (0.7 to 1.2) matters little.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalised(updates_GMN: Tensor, steps: int = 5) -> Tensor:
-    """The matrices with their singular values pushed to about 1, in bfloat16."""
+    """Return the matrices with their singular values pushed to about 1, in bfloat16."""
     a, b, c = _QUINTIC
     x = updates_GMN.bfloat16()
     is_tall = x.shape[-2] > x.shape[-1]
@@ -31,7 +31,7 @@ def orthogonalised(updates_GMN: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon:
-    """Momentum, orthogonalised; matrices of one shape are updated together."""
+    """Orthogonalised momentum. Matrices of one shape are updated together."""
 
     def __init__(self, matrices: Iterable[nn.Parameter], *, momentum: float = 0.95, weight_decay: float = 0.03) -> None:
         self.momentum, self.weight_decay = momentum, weight_decay
@@ -109,7 +109,7 @@ class Optimiser:
 
 
 def rate_factor(progress: float, step: int, *, warmup_steps: int = 50, decay_from: float = 0.5) -> float:
-    """Warm up, hold, then decay linearly to nearly zero at progress 1."""
+    """Return the rate factor, which warms up, holds, then decays linearly to nearly zero at progress 1."""
     warm = min(1.0, (step + 1) / warmup_steps)
     cool = 1.0 if progress < decay_from else max(0.0, 1.0 - progress) / (1.0 - decay_from)
     return warm * max(cool, 0.01)

@@ -1,4 +1,4 @@
-"""Prompts from documents: chats are cut where the model's turn begins, other text near its beginning."""
+"""Prompts from documents. Chats are cut where the model's turn begins, other text near its beginning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ SHORTEST, LONGEST_PLAIN = 16, 96  # tokens of a prompt from plain text
 def cut_prompts(
     parts: Mapping[str, Part], weights: Mapping[str, float], count: int, *, longest: int, seed: int, chats_only: bool = False
 ) -> list[list[int]]:
-    """`count` prompts of at most `longest` tokens, drawn from the parts by their weights; fewer if the text runs out."""
+    """Return `count` prompts of at most `longest` tokens, drawn from the parts by their weights.
+
+    Return fewer if the text runs out.
+    """
     random = np.random.default_rng(seed)
     orders = {name: random.permutation(len(part.ends)).tolist() for name, part in sorted(parts.items()) if weights.get(name)}
     prompts: list[list[int]] = []
@@ -35,7 +38,7 @@ def cut_prompts(
 
 
 def _cut(tokens: NDArray[np.uint16], part: Part, begin: int, random: np.random.Generator, chats_only: bool) -> list[int]:
-    """The tokens before a position where the model begins to write; empty if there is none."""
+    """Return the tokens before a position where the model begins to write, or nothing if there is none."""
     if TURN in tokens[:2].tolist() and part.learnt is not None:
         learnt = part.learnt[begin : begin + len(tokens)]
         starts = np.flatnonzero(learnt[1:] & ~learnt[:-1]) + 1

@@ -1,10 +1,10 @@
 """Train the built-in model, its assistant and its DFlash drafter, one after the other, and write them as checkpoints.
 
-    python -m training.run --pack out/pack --work out/training --seconds 240,70,80
-    python -m training.run --pack out/pack --work out/training --mini --steps 40,20,20 --device cpu
+python -m training.run --pack out/pack --work out/training --seconds 240,70,80
+python -m training.run --pack out/pack --work out/training --mini --steps 40,20,20 --device cpu
 
-A stopped run resumes from the work folder and skips the stages that are done. The log is `log.jsonl` there; `embedded/` has the
-checkpoints.
+A stopped run resumes from the work folder and skips the stages that are done. The folder has the log in `log.jsonl` and the
+checkpoints in `embedded/`.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from training.target import held_out_losses, perplexity, target_loss
 
 STAGES = ("target", "assistant", "dflash")
 TEMPERATURES = (0.0, 1.0)
-OWN_PARTS = ("own-0", "own-1")  # the target's own outputs at those temperatures
+OWN_PARTS = ("own-0", "own-1")  # the target's own outputs at temperatures 0 and 1
 EXPECTED_SPEED = 1.4e6  # tokens per second of the target's training on an H200
 MAX_EPOCHS = 30  # of a part, while other parts have more to give
 OWN_LEAST = 0.04  # least share of a part in the prompts of own outputs, so that drafters see all kinds of text
-OWN_SHARE = 0.7  # of the drafters' training tokens; the rest is the text itself
+OWN_SHARE = 0.7  # share of the drafters' training tokens; the rest is the text itself
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Plan:
     dtype: torch.dtype
     compiles: bool
     start_from: Path | None  # checkpoints of an earlier run to continue from
-    last_share: float  # of the target's training spent on the last mixture
+    last_share: float  # share of the target's training spent on the last mixture
     rate: float  # factor on the target's peak rates
     sharpness: float  # factor on the trained logits; otherwise a small model rambles at temperature 1
 
@@ -162,7 +162,7 @@ class Run:
                 self.log.write(event="sample", temperature=temperature, prompt=output.prompt, tokens=output.tokens)
 
     def own_outputs(self, parts: dict[str, Part], count: int, temperature: float, seed: int) -> list[Output]:
-        """The target's outputs for prompts from `parts`: training text in the last mixture, or held-out chats."""
+        """Return the target's outputs for prompts from `parts`: training text in the last mixture, or held-out chats."""
         plan = self.plan
         longest = min(plan.row_len - plan.max_new, plan.target.window * 3)
         is_held_out = parts is self.held_out
@@ -182,7 +182,7 @@ class Run:
         return outputs
 
     def own_parts(self) -> dict[str, Part]:
-        """The target's outputs as parts to train on; generated once and stored."""
+        """Return the target's outputs as parts to train on. They are generated once and stored."""
         parts = {}
         for number, (name, temperature) in enumerate(zip(OWN_PARTS, TEMPERATURES, strict=True)):
             path = self.plan.work / f"{name}.npz"
@@ -240,7 +240,7 @@ class Run:
         ).run()
 
     def evaluate_drafter(self, stage: str, drafter: Assistant | DFlash) -> None:
-        """Acceptance on held-out prompts."""
+        """Measure and log acceptance on held-out prompts."""
         plan = self.plan
         num_drafts = 3 if stage == "assistant" else plan.dflash.block_size - 1
         for temperature in TEMPERATURES:
@@ -252,7 +252,7 @@ class Run:
 
 
 def _uncompiled() -> AbstractContextManager[object]:
-    """For passes of many shapes: compiling each shape would take longer than running it."""
+    """Disable compilation for passes of many shapes. Compiling each shape would take longer than running it."""
     return torch.compiler.set_stance("force_eager")
 
 
@@ -273,7 +273,7 @@ def _save_outputs(path: Path, outputs: list[Output]) -> None:
 
 
 def read_phases(pack: Path, parts: Mapping[str, Part], num_tokens: float, last_share: float) -> list[Mixture]:
-    """The mixtures of `pack.json` for about `num_tokens`: the main one, then the last one, in which prompts are not goals.
+    """Return the mixtures of `pack.json` for about `num_tokens`: the main one, then the last, in which prompts are not goals.
 
     With a last share of 1 there is only the last one.
     """

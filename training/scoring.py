@@ -1,4 +1,4 @@
-"""Whether an answer is right: pure functions over text and parsed tool calls."""
+"""Whether an answer is right, by pure functions over text and parsed tool calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ni
 
 
 def number_in_words(number: int) -> str | None:
-    """0 to 99 in words."""
+    """Return 0 to 99 in words."""
     if 0 <= number < 20:
         return _WORDS[number]
     if 20 <= number < 100:
@@ -26,7 +26,7 @@ def number_in_words(number: int) -> str | None:
 
 
 def mentions(text: str, answer: str) -> bool:
-    """Whether `answer` occurs in `text` as whole words, or as a whole number; case is ignored."""
+    """Return whether `answer` occurs in `text` as whole words or as a whole number, ignoring case."""
     pattern = r"\s+".join(map(re.escape, answer.split()))
     # A number must not continue with decimals or another group of digits. A full stop after it is fine.
     before, after = r"(?<![\w.,-])(?<!\d\s)", r"(?![\w-])(?![.,]\d)"
@@ -36,7 +36,7 @@ def mentions(text: str, answer: str) -> bool:
 
 
 def is_right(kind: str, text: str, answers: Sequence[str]) -> bool:
-    """Whether the text gives one of the answers. In arithmetic, the last number in the text counts."""
+    """Return whether the text gives one of the answers. In arithmetic, the last number in the text counts."""
     if kind == "arithmetic":
         numbers = re.findall(r"-?\d+", text)
         if numbers:
@@ -47,7 +47,7 @@ def is_right(kind: str, text: str, answers: Sequence[str]) -> bool:
 
 
 def is_valid_json(text: str, schema: Mapping[str, Any]) -> bool:
-    """Whether the whole text is a JSON document that fits the schema."""
+    """Return whether the whole text is a JSON document that fits the schema."""
     try:
         jsonschema.validate(json.loads(text), schema)
     except (ValueError, jsonschema.ValidationError, RecursionError):
@@ -56,7 +56,7 @@ def is_valid_json(text: str, schema: Mapping[str, Any]) -> bool:
 
 
 def is_valid_call(name: str, arguments: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether this calls a declared tool with arguments that fit its parameters."""
+    """Return whether this calls a declared tool with arguments that fit its parameters."""
     for tool in tools:
         function = tool.get("function", tool)
         if function["name"] == name:

@@ -35,7 +35,7 @@ class TargetShape:
         return [_PATTERN[letter] for letter in self.pattern]
 
     def last_of(self, kind: str) -> int:
-        """The last layer of a kind: the one whose KV an assistant reads."""
+        """Return the last layer of a kind, whose KV an assistant reads."""
         return max(index for index, layer_kind in enumerate(self.kinds) if layer_kind == kind)
 
     def text_config(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class AssistantShape:
 
 @dataclass(frozen=True)
 class DFlashShape:
-    """A DFlash drafter: blocks of masks filled in one pass, over features of some of the target's layers."""
+    """A DFlash drafter, which fills blocks of masks in one pass over features of some of the target's layers."""
 
     mlp_width: int = 640
     num_heads: int = 4

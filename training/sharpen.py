@@ -22,7 +22,7 @@ FINAL_NORM = "model.norm.weight"
 
 
 def sharpness_of(work: Path) -> float:
-    """The target's sharpness according to the last entry in the log."""
+    """Return the target's sharpness according to the last entry in the log."""
     entries = [json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()]
     return float([entry["sharpness"] for entry in entries if "sharpness" in entry][-1])
 

@@ -11,11 +11,11 @@ from training.batches import Batch, Part, fixed_rows
 from training.loop import LossOf
 from training.model import Target, next_token_loss
 
-HEAD_TOKENS = 16_384  # logits at a time
+HEAD_TOKENS = 16_384  # logits computed at a time
 
 
 def target_loss(target: Target, dtype: torch.dtype, head: object = None) -> LossOf:
-    """The loss of a batch: sum of cross-entropies and number of goals."""
+    """Return a function for a batch's loss: the sum of cross-entropies and the number of goals."""
     head_loss = head or next_token_loss
 
     def loss_of(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -31,9 +31,9 @@ def target_loss(target: Target, dtype: torch.dtype, head: object = None) -> Loss
 def held_out_losses(
     loss_of: LossOf, parts: dict[str, Part], *, row_len: int, rows: int, device: torch.device
 ) -> dict[str, float]:
-    """Nats per token of each held-out part, over one batch of rows.
+    """Return the nats per token of each held-out part, over one batch of rows.
 
-    It computes gradients too, so that the functions compiled for training can be used.
+    Gradients are computed too, so that the functions compiled for training can be used.
     """
     losses = {}
     for name, part in parts.items():
