@@ -268,7 +268,7 @@ def test_thinking_is_off_by_default(fake: Running) -> None:
 
 
 def walk(schema: Any, place: str = "") -> Iterator[str]:
-    """Return the paths in a JSON schema that are not bounded."""
+    """Yield the paths in a JSON schema that are not bounded."""
     if isinstance(schema, list):
         for index, inner in enumerate(schema):
             yield from walk(inner, f"{place}[{index}]")

@@ -36,7 +36,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Return a function that opens a server's page. Browser errors and requests to other hosts fail the test."""
+    """Provide a function that opens a server's page. Browser errors and requests to other hosts fail the test."""
     faults: list[str] = []
     contexts = []
 

@@ -95,7 +95,7 @@ def test_detect_asks_torch(monkeypatch: pytest.MonkeyPatch):
 
 
 def facts(source: str) -> Iterator[str]:
-    """Return the GPU facts in a file's code: numbers from the tables, architecture names, and queries to the driver."""
+    """Yield the GPU facts in a file's code: numbers from the tables, architecture names, and queries to the driver."""
     numbers = {arch.shared_bytes for arch in ARCHS.values()} | {gpu.memory_bytes for gpu in GPUS.values()}
     rates = [arch.rates for arch in ARCHS.values()] + list(hardware.PEAKS.values())
     numbers |= {rate for entry in rates for rate in (entry.bytes_per_s, entry.flops_per_s)}

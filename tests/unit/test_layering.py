@@ -70,7 +70,7 @@ def modules() -> Mapping[str, Path]:
 
 
 def imports(path: Path, name: str) -> Iterator[tuple[str, int]]:
-    """Return (dotted name, line) of each import from culet, anywhere in the file."""
+    """Yield (dotted name, line) of each import from culet, anywhere in the file."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -255,7 +255,7 @@ NOT_WEIGHTS = {
 
 
 def named_formats(source: str) -> Iterator[str]:
-    """Return where a file names a weight's dtype: a dtype such as torch.int8, a cast such as x.half(), or weight.dtype."""
+    """Yield where a file names a weight's dtype: a dtype such as torch.int8, a cast such as x.half(), or weight.dtype."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Attribute):
             continue
