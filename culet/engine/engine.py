@@ -65,7 +65,10 @@ class Engine:
         self._grammars.prepare()
 
     def cancel(self, request_id: str, sample: int | None = None, reason: FinishReason = FinishReason.CANCEL) -> None:
-        """End a request, or one of its samples. `step` reports the end. Unknown ids are ignored, as they may have ended."""
+        """End a request, or one of its samples. `step` reports the end.
+
+        Unknown ids are ignored, because the request may already have ended.
+        """
         self._scheduler.cancel(request_id, sample, reason)
 
     # The loop

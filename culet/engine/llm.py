@@ -34,9 +34,9 @@ class Sample:
 
     text: str
     token_ids: tuple[int, ...]  # including the stop token, if one ended it
-    logprobs: tuple[Logprobs, ...] | None  # per token: token id -> log-probability; None if not requested
+    logprobs: tuple[Logprobs, ...] | None  # for each token, a map of token id -> log-probability; None if not requested
     finish_reason: str  # stop, length, tool_calls, cancel, timeout or error
-    reasoning: str = ""  # what the model thought; chats only
+    reasoning: str = ""  # the model's thoughts; chats only
     tool_calls: tuple[ToolCall, ...] = ()  # chats only
     error: str = ""  # what went wrong, if finish_reason is error
     num_accepted_drafts: int = field(default=0, compare=False)  # tokens in token_ids that a drafter proposed

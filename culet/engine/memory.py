@@ -62,7 +62,7 @@ def _meminfo(field: str) -> int:
     pages = "SC_AVPHYS_PAGES" if field == "MemAvailable" else "SC_PHYS_PAGES"
     if pages in os.sysconf_names:
         return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
-    return 8 * GIB  # unknown: assume a small machine
+    return 8 * GIB  # assume a small machine
 
 
 def _cgroup_usage() -> list[tuple[int, int]]:
