@@ -1,1 +1,1 @@
-"""From a StepPlan to a StepResult."""
+"""Run a StepPlan and return a StepResult."""

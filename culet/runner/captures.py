@@ -1,4 +1,4 @@
-"""CUDA graphs: work that is captured once and replayed with one launch."""
+"""Capture work once as CUDA graphs, which are replayed with one launch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ T = TypeVar("T")
 
 
 class Captures:
-    """Captures graphs on one device. They run one after another, so they share memory: capture the largest first."""
+    """Captures graphs on one device. They run one after another and share memory, so capture the largest first."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._memory: Any = torch.cuda.graph_pool_handle()
-        # One stream for all captures: libraries keep a workspace for each stream.
+        # All captures use one stream, because libraries keep a workspace for each stream.
         self._stream = torch.cuda.Stream(device)
 
     def capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """The graph of one call, and the call's result, which every replay leaves in the same place."""
-        # Run once outside of a capture: kernels are compiled and loaded, and buffers made at first use are allocated.
+        """Return the graph of one call, and the call's result, which every replay writes to the same place."""
+        # Run once outside a capture, to compile and load kernels and to allocate buffers that are made at first use.
         run()
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()

@@ -1,7 +1,7 @@
-"""The debug switch CULET_CHECK_PAGES: check every page index and position of a step before anything is launched.
+"""Check every page index and position of a step before anything is launched, if CULET_CHECK_PAGES is set.
 
-On a GPU a wild index is an illegal access some kernels later, or it reads another sequence's memory. Here it is a Python error
-that names the group, row and value, and a file with the whole step.
+On a GPU, a wild index causes an illegal access some kernels later, or it reads another sequence's memory. Here it raises a
+Python error that names the group, the row, the value, and a file with the whole step.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from culet.types import Row, StepPlan
 
 
 def check_step(plan: StepPlan, layout: CacheLayout, *, num_slots: int, room: int, num_slabs: int | None) -> None:
-    """Refuse a step that would read or write outside of its pages, or of the `room` tokens of a slot."""
+    """Raise if a step would read or write outside its pages, or outside the `room` tokens of a slot."""
     _refuse(plan, layout, next(_faults(plan, layout, num_slots, room, num_slabs), None))
 
 
 def check_deferred(
     plan: StepPlan, writes: Sequence[DeferredWrite], layout: CacheLayout, group: KVGroup, *, num_slabs: int | None
 ) -> None:
-    """Refuse deferred writes, before or after `plan`, that are outside of their pages."""
+    """Raise if a deferred write falls outside its pages. The writes may come before or after `plan`."""
     _refuse(plan, layout, next(_deferred_faults(writes, group, num_slabs), None))
 
 
@@ -86,9 +86,11 @@ def _row_faults(number: int, row: Row, num_slots: int, room: int) -> Iterator[st
 
 
 def _touched(row: Row, group: KVGroup) -> Iterator[tuple[str, int]]:
-    """The first and last position that is read of the context, written by the new tokens, and written by a drafter behind them.
+    """Yield the kind and position of the outermost accesses of a row.
 
-    An open row may begin later. It reads and writes as far as if all its open drafts were accepted.
+    They are the first and last positions that are read from the context and written for the new tokens, the last position that
+    a drafter writes after them, and the first that it reads. An open row may begin later. It reads and writes as far as if all
+    its open drafts were accepted.
     """
     first_read, store_from = group.first_visible(row.start), row.store_from[group.index]
     if first_read < row.start:
@@ -111,7 +113,7 @@ def _span(layers: tuple[int, ...]) -> str:
 
 
 def _dump(plan: StepPlan, layout: CacheLayout, fault: str) -> Path:
-    """Write the step to the cache folder, without prompts: only their lengths are kept."""
+    """Write the step to the cache folder. It has the lengths of prompts, but not their tokens."""
     folder = Path(env.CACHE_DIR.get()).expanduser() / "dumps"
     path = folder / f"step-{plan.step_id}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
     facts = {

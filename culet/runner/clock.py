@@ -1,4 +1,4 @@
-"""How long parts of steps take on the device, measured without waiting for it."""
+"""Measure how long parts of steps take on the device, without waiting for it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 import torch
 
-EVERY = 8  # on a GPU one span of a name in this many is timed and stands for the others: events take the host's time
+EVERY = 8  # on a GPU, one in this many spans of a name is timed for all of them, because events take the host's time
 
 
 class DeviceClock:
-    """Seconds by name. On a GPU a span counts once the device has passed both its ends, which later calls notice."""
+    """Counts seconds by name. On a GPU, a span is counted by a later call, once the device has passed both its ends."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_gpu = device.type == "cuda"
@@ -23,7 +23,7 @@ class DeviceClock:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Count what is launched within."""
+        """Time everything that is launched within the span."""
         if not self._is_gpu:
             began = time.perf_counter()
             yield
@@ -41,7 +41,7 @@ class DeviceClock:
         self._collect()
 
     def seconds(self, name: str) -> float:
-        """The total of all spans of `name` that have ended."""
+        """Return the total of all spans of `name` that have ended."""
         self._collect()
         return self._seconds.get(name, 0.0)
 

@@ -1,15 +1,16 @@
-"""Deferred KV: a drafter's own KV of tokens that nobody drafts behind is written later, many tokens at a time.
+"""Deferred KV. If no drafts follow a token, a drafter's own KV for it is written later, together with many other tokens.
 
-A drafter with its own KV (`Drafter.group`) computes it from **features**: what the target's forward pass leaves at its taps. A
-step with drafts or with a prompt's tokens writes that KV at once. A step of one new token for each sequence (drafting does not
-pay) only keeps the features, in a ring for each slot. The KV is written before anyone can read it:
+A drafter with its own KV (`Drafter.group`) computes it from **features**, the outputs of the target's forward pass at the
+drafter's taps. A step with drafts or with a prompt's tokens writes that KV at once. A step of one new token for each sequence
+(when drafting does not pay) only keeps the features, in a ring for each slot. The KV is written before anyone can read it:
 
-- after a step that wants proposals, and after one that fills a ring, for all sequences of the step;
-- after a step with tokens that a sequence entered with, because its pages may become a resume point's or another sample's;
-- before anything else of a plan, for slots that have no row in it or are entered again.
+- After a step that wants proposals, and after one that fills a ring, for all sequences of the step.
+- After a step with tokens that a sequence entered with, because a resume point or another sample may take its pages.
+- Before everything else in a plan, for slots that have no row in it or are entered again.
 
-In the last case the sequence has ended, was preempted, or waits. Its pages may already belong to someone else. Steps run in the
-order in which they are planned, and the new owner writes there later in the same plan at the earliest, so nothing is lost.
+In the last case, the sequence has ended, was preempted, or waits. Its pages may already belong to another sequence. Steps run
+in the order in which they are planned, and the new owner writes to the pages later in the same plan at the earliest, so
+nothing is lost.
 
 Shapes: M tokens to write · T new tokens of a step · S slots and a spare one · N places of a ring · X taps side by side.
 """
@@ -35,31 +36,31 @@ from culet.kernels.replay import replayed
 from culet.runner.captures import Captures
 from culet.types import PageTable, Row, StepPlan
 
-MAX_RING_LEN = 256  # tokens of a sequence whose features are kept: the more, the less often they are written
+MAX_RING_LEN = 256  # most tokens of a sequence whose features are kept. More tokens mean fewer writes.
 MIN_RING_LEN = 4
-MAX_RING_BYTES = 64 << 20  # of all slots, unless MIN_RING_LEN tokens need more
-WRITE_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # numbers of tokens that are written in fixed shapes,
-MAX_WRITE_BYTES = 16 << 20  # if their features take no more than this
+MAX_RING_BYTES = 64 << 20  # for the rings of all slots, unless MIN_RING_LEN tokens need more
+WRITE_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # numbers of tokens that are written in fixed shapes
+MAX_WRITE_BYTES = 16 << 20  # most bytes that the features of one write may take
 Ints = NDArray[np.int64]
 NOTHING: Ints = np.zeros((3, 0), dtype=np.int64)  # to write
 
 
 def keeps_features(rows: Sequence[Row]) -> bool:
-    """Whether a step of `rows` keeps features instead of writing KV."""
+    """Return whether a step of `rows` keeps features instead of writing KV."""
     return all(row.num_new == 1 for row in rows)
 
 
 @dataclass(slots=True)
 class DeferredWrite:
-    """Tokens of one slot whose features are in its ring and whose KV is to be written."""
+    """Tokens of one slot whose features are in its ring and whose KV must still be written."""
 
     slot: int
     first: int  # position
     count: int
-    table: PageTable  # of the drafter's group, from the newest row of the slot
+    table: PageTable  # table of the drafter's group, from the newest row of the slot
 
     def pieces(self, page_tokens: int) -> Iterator[tuple[int, int, int, int]]:
-        """(slot, first position, count, page) for each page. What has left the window needs no KV."""
+        """Yield (slot, first position, count, page) for each page. Tokens that have left the window need no KV."""
         table, end = self.table, self.first + self.count
         begin = max(self.first, table.first * page_tokens)
         while begin < end:
@@ -70,16 +71,16 @@ class DeferredWrite:
 
 
 class Ledger:
-    """Which tokens of each slot have features in a ring and no KV yet, and when they must get it. Sees plans in order."""
+    """Tracks which tokens of each slot have features in a ring but no KV, and when it must be written. Sees plans in order."""
 
     def __init__(self, group: int, ring_len: int) -> None:
-        """`group` is the index of the drafter's group among a row's tables."""
+        """Start empty. `group` is the index of the drafter's group among a row's tables."""
         self.group, self.ring_len = group, ring_len
         self._kept: dict[int, DeferredWrite] = {}  # by slot
-        self._entered: dict[int, int] = {}  # by slot: number of tokens that its sequence entered with
+        self._entered: dict[int, int] = {}  # number of tokens that each slot's sequence entered with
 
     def due_before(self, plan: StepPlan) -> list[DeferredWrite]:
-        """What to write before anything else of `plan`: slots without a row in it, and slots that it enters again."""
+        """Return the writes before everything else in `plan`, for slots without a row in it and slots that it enters again."""
         due = []
         if self._kept:
             stay = {row.slot for row in plan.rows}.difference([entry.slot for entry in plan.entries])
@@ -89,7 +90,7 @@ class Ledger:
         return due
 
     def due_after(self, rows: Sequence[Row]) -> list[DeferredWrite]:
-        """What to write after the forward pass of `rows`, before proposals are made."""
+        """Return the writes after the forward pass of `rows`, before proposals are made."""
         is_due, is_kept = False, keeps_features(rows)
         for row in rows:
             kept, table = self._kept.get(row.slot), row.tables[self.group]
@@ -108,12 +109,12 @@ class Ledger:
 
 @dataclass
 class _FixedWrite:
-    """One number of tokens: its buffers, and the graph once it is captured."""
+    """The buffers for one number of tokens, and the graph once it is captured."""
 
-    buffer: Tensor  # uint8; the three below, sent in one copy
-    source_M: Tensor  # int64; places among all rings
+    buffer: Tensor  # uint8, holds the three tensors below, which are sent in one copy
+    source_M: Tensor  # int64, places among all rings
     position_M: Tensor  # int64
-    kv_address_M: Tensor  # int64; -1: nowhere
+    kv_address_M: Tensor  # int64, -1 means nowhere
     graph: torch.cuda.CUDAGraph | None = None
 
 
@@ -133,7 +134,7 @@ class DeferredKV:
     def create(
         cls, drafter: Drafter, pool: Pool, num_slots: int, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> DeferredKV | None:
-        """For `num_slots` slots, the spare one included; None: the drafter has no KV of its own."""
+        """Allocate rings for `num_slots` slots, including the spare one. Return None if the drafter has no KV of its own."""
         if drafter.group is None:
             return None
         width = len(drafter.taps) * hidden_size
@@ -159,10 +160,10 @@ class DeferredKV:
         ops.keep_taps([tapped[tap] for tap in self.drafter.taps], ring, ring_T)
 
     def keep_or_write(self, rows: Sequence[Row], batch: ForwardBatch, tapped: Mapping[int, Tensor]) -> None:
-        """`keep` or `write_now`, after a step of any shape."""
+        """Call `keep` or `write_now` after a step of any shape."""
         if not keeps_features(rows):
             self.write_now(batch, tapped)
-        elif len(rows) == 1:  # straight into the ring: next to a small model on a CPU every operation counts
+        elif len(rows) == 1:  # write straight into the ring, because with a small model on a CPU every operation counts
             place = rows[0].start % self.ring_len
             torch.cat([tapped[tap] for tap in self.drafter.taps], -1, out=self.ring_SNX[rows[0].slot, place : place + 1])
         else:
@@ -172,7 +173,7 @@ class DeferredKV:
     # Later
 
     def write(self, writes: Sequence[DeferredWrite]) -> None:
-        """Write the KV of tokens whose features were kept. Does not wait for the device."""
+        """Write the KV of tokens whose features were kept. Do not wait for the device."""
         places_3M, most = self._places(writes), self._max_write
         for part in (places_3M[:, begin : begin + most] for begin in range(0, places_3M.shape[1], most)):
             count = part.shape[1]
@@ -189,12 +190,12 @@ class DeferredKV:
 
     @property
     def _max_write(self) -> int:
-        """Tokens to write at a time."""
+        """The most tokens to write at a time."""
         token_bytes = self.ring_SNX.shape[2] * self.ring_SNX.element_size()
         return max((size for size in WRITE_SIZES if size * token_bytes <= MAX_WRITE_BYTES), default=WRITE_SIZES[0])
 
     def _places(self, writes: Sequence[DeferredWrite]) -> Ints:
-        """[3, M]: places among all rings, positions, KV addresses."""
+        """Return places among all rings, positions and KV addresses, [3, M]."""
         size = self.group.page_tokens
         pieces = [piece for write in writes for piece in write.pieces(size)]
         slot_M, first_M, count_M, page_M = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
@@ -204,7 +205,7 @@ class DeferredKV:
         return np.stack((slot_M * self.ring_len + position_M % self.ring_len, position_M, page_M * size + position_M % size))
 
     def _launch(self, fixed: _FixedWrite) -> None:
-        """What is captured: it only launches."""
+        """Write one fixed number of tokens. This is captured, so it only launches kernels."""
         with replayed():
             self._commit(fixed.source_M, fixed.position_M, fixed.kv_address_M)
 
@@ -216,7 +217,7 @@ class DeferredKV:
     # Fixed shapes
 
     def use_fixed_sizes(self) -> None:
-        """From now on write a few fixed numbers of tokens, so that they can be captured as CUDA graphs."""
+        """From now on, write only a few fixed numbers of tokens, so that they can be captured as CUDA graphs."""
         kept = self.ring_SNX.shape[0] * self.ring_len
         self.sizes = tuple(size for size in WRITE_SIZES if size <= self._max_write and size // 2 < max(kept, WRITE_SIZES[0]))
         for size in self.sizes:
@@ -226,7 +227,7 @@ class DeferredKV:
             self._fixed[size] = _FixedWrite(buffer, sent["source"], sent["position"], sent["kv_address"])
 
     def drop_fixed_sizes(self) -> None:
-        """Write any number of tokens again, and free the buffers and graphs."""
+        """Go back to writing any number of tokens, and free the buffers and graphs."""
         self.sizes, self._fixed = (), {}
 
     @torch.inference_mode()
@@ -251,7 +252,7 @@ class DeferredKV:
 
 
 def _stage(places_3M: Ints, size: int) -> PackedArrays:
-    """Sources, positions and KV addresses of `size` tokens; padding is written nowhere."""
+    """Stage the sources, positions and KV addresses of `size` tokens. Padding is written nowhere."""
     columns_3M = np.zeros((3, size), dtype=np.int64)
     columns_3M[2] = -1
     columns_3M[:, : places_3M.shape[1]] = places_3M

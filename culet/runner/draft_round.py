@@ -1,6 +1,6 @@
-"""Draft rounds: the drafter proposes tokens, which wait behind each sequence's newest token for the next step.
+"""Draft rounds, in which the drafter proposes tokens. They wait after each sequence's newest token for the next step.
 
-`fixed/rounds.py` runs the same in fixed shapes.
+`fixed/rounds.py` runs the same rounds in fixed shapes.
 
 Shapes: R sequences that drew · K proposals · S slots · L a slot's tokens, or tokens whose logits are needed · D model.
 """
@@ -19,16 +19,16 @@ from culet.kernels.dispatch import for_device
 from culet.kernels.host_transfer import PackedArrays
 from culet.runner.draw_plan import DrawGroup
 
-SLOT, ROW, SOURCE, LENGTH = range(4)  # lines of a round's facts; ROW and SOURCE as in DrawGroup, LENGTH: tokens with KV
+SLOT, ROW, SOURCE, LENGTH = range(4)  # lines of a round's facts (ROW and SOURCE as in DrawGroup, LENGTH in tokens with KV)
 
 
 def draft_lengths(max_drafts: int) -> tuple[int, ...]:
-    """Numbers of drafts that get a graph: one, about half, and all."""
+    """Return the numbers of drafts that get a graph, which are one, about half, and all."""
     return tuple(sorted({1, (max_drafts + 1) // 2, max_drafts}))
 
 
 class DraftRounds:
-    """Rounds in their own shape."""
+    """Runs rounds in their own shape."""
 
     def __init__(self, drafter: Drafter, pool: Pool, tokens_SL: Tensor) -> None:
         self.drafter, self.pool, self.tokens_SL = drafter, pool, tokens_SL
@@ -36,7 +36,7 @@ class DraftRounds:
     def run(
         self, groups: Sequence[DrawGroup], batch: ForwardBatch, last_LD: Tensor, accepted_R: Tensor | None, num_drafts: int
     ) -> None:
-        """Write `num_drafts` proposals behind the newest token of each group's slot. Does not wait for the device."""
+        """Write `num_drafts` proposals after the newest token of each group's slot. Do not wait for the device."""
         staged = PackedArrays()
         staged.add("facts", round_facts(groups))
         facts_4R = staged.send(self.tokens_SL.device)["facts"]
@@ -60,7 +60,7 @@ def propose(
     groups: tuple[GroupBatch, ...],
     num_drafts: int,
 ) -> Tensor:
-    """The part of a round that is captured: it only launches. Writes the proposals to the slots and returns them, [R, K]."""
+    """Write proposals to the slots and return them, [R, K]. This part of a round is captured, so it only launches kernels."""
     ops, slot_R, length_R = for_device(tokens_SL.device), facts_4R[SLOT], facts_4R[LENGTH]
     newest_R = ops.newest_tokens(tokens_SL, slot_R, length_R)
     tokens_RK = drafter.propose(DraftBatch(newest_R, length_R, slot_R, hidden_RD, groups), pool, num_drafts)
@@ -69,6 +69,6 @@ def propose(
 
 
 def round_facts(groups: Sequence[DrawGroup], padding: Sequence[tuple[int, int, int, int]] = ()) -> np.ndarray:
-    """int64 [4, R], as if no draft were accepted."""
+    """Return the facts of a round as if no draft were accepted, int64 [4, R]."""
     facts = [(group.slot, group.row, group.source, group.position) for group in groups]
     return np.ascontiguousarray(np.array([*facts, *padding], dtype=np.int64).reshape(-1, 4).T)

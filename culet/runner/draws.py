@@ -1,4 +1,4 @@
-"""The draws of a step of any shape: logits, samples, log-probabilities, and which drafts are accepted.
+"""Make the draws of a step of any shape, with logits, samples, log-probabilities and accepted drafts.
 
 Shapes: S slots · L a slot's tokens, or tokens whose logits are needed · R draws · G groups of draws, one per slot that draws ·
 K draws of the longest group · X draws and rows of a bucket · D model · V vocabulary.
@@ -21,12 +21,12 @@ from culet.sampling.sampler import EagerSampler, History, Sampler
 from culet.sampling.verify import Accept, count_accepted
 from culet.types import Entry, Row
 
-LOGITS_ROWS = 256  # logits computed at a time: 256 MiB at Gemma's vocabulary
+LOGITS_ROWS = 256  # rows of logits computed at a time, which take 256 MiB at Gemma's vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Log-probabilities, still on the device, of draws (by their numbers) or of prompt tokens (by their ids)."""
+    """Log-probabilities on the device, of draws (by index) or of prompt tokens (by id)."""
 
     of: list[int]
     counts: list[int]  # how many of the most likely tokens are wanted for each
@@ -35,15 +35,15 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class StepDraws:
-    """What a step drew, on the device."""
+    """The draws of a step, on the device."""
 
     tokens_R: Tensor
-    accepted_G: Tensor | None  # accepted drafts of each group; None where no row has drafts
+    accepted_G: Tensor | None  # number of accepted drafts in each group, or None if no row has drafts
     scored: Sequence[Scored] = ()
     prompts: dict[int, list[Scored]] = field(default_factory=dict)  # by slot
 
     def send(self) -> HostCopy:
-        """Start the copy to the host: tokens, accepted drafts, log-probabilities."""
+        """Start to copy tokens, accepted drafts and log-probabilities to the host."""
         parts = [*self.scored, *(part for parts in self.prompts.values() for part in parts)]
         tensors = [tensor for part in parts for tensor in (part.tensors.chosen_L, part.tensors.top_LK, part.tensors.top_ids_LK)]
         return HostCopy([self.tokens_R, *([] if self.accepted_G is None else [self.accepted_G]), *tensors])
@@ -51,18 +51,18 @@ class StepDraws:
 
 @dataclass(frozen=True, slots=True)
 class FixedDrawn:
-    """What a fixed-shape step drew (`FixedDraws`), on the device, until the same bucket draws again."""
+    """The draws of a fixed-shape step (`FixedDraws`), on the device. Valid until the same bucket draws again."""
 
-    out_X: Tensor  # int64; the draws of all tokens, then how many drafts each row keeps; both with padding
-    copy: RepeatedCopy  # of it
+    out_X: Tensor  # int64, the draws of all tokens, then how many drafts each row keeps, both with padding
+    copy: RepeatedCopy  # copies `out_X` to the host
 
     def send(self) -> HostCopy:
-        """Start the copy to the host: tokens, accepted drafts."""
+        """Start to copy tokens and accepted drafts to the host."""
         return self.copy.send()
 
 
 class Draws:
-    """Draws after the forward pass of any step. Writes the drawn tokens to the slots."""
+    """Draws tokens after the forward pass of any step, and writes them to the slots."""
 
     def __init__(self, target: Target, tokens_SL: Tensor, accepted_S: Tensor) -> None:
         self.target, self.tokens_SL, self.accepted_S = target, tokens_SL, accepted_S
@@ -77,7 +77,7 @@ class Draws:
         output: ForwardOutput,
         masks: StepMasks | None,
     ) -> StepDraws:
-        """Draw all tokens of a step. `entries` are those of the slots; `masks` is what grammars allow."""
+        """Draw all tokens of a step. `entries` holds the entry of each slot, and `masks` the tokens that grammars allow."""
         last_LD = output.hidden.last_LD
         prompts = self._score_prompts(rows, entries, last_LD)
         tokens_R, scored = self._draw(groups, entries, last_LD, output.next_tokens, masks)
@@ -86,7 +86,7 @@ class Draws:
         return StepDraws(tokens_R, accepted_G, scored, prompts)
 
     def _score_prompts(self, rows: Sequence[Row], entries: Sequence[Entry | None], last_LD: Tensor) -> dict[int, list[Scored]]:
-        """By slot: log-probabilities of the prompt tokens that follow the tokens with logits, where requested."""
+        """Return the requested log-probabilities of the prompt tokens that follow the tokens with logits, by slot."""
         scored: dict[int, list[Scored]] = {}
         begin = 0
         for row in rows:
@@ -113,7 +113,7 @@ class Draws:
         next_tokens: NextTokens | None,
         masks: StepMasks | None,
     ) -> tuple[Tensor, list[Scored]]:
-        """Draw as if every draft were accepted: tokens [R], and the requested log-probabilities."""
+        """Draw as if every draft were accepted. Return tokens [R] and the requested log-probabilities."""
         slots = [group.slot for group in groups for _ in range(group.size)]
         sources = [group.source + index for group in groups for index in range(group.size)]
         positions = [group.position + index for group in groups for index in range(group.size)]
@@ -138,7 +138,7 @@ class Draws:
         return tokens[1] if len(tokens) == 2 else torch.cat(tokens), scored
 
     def _logits(self, last_LD: Tensor, sources: list[int]) -> Tensor:
-        """Logits of the given tokens, computed once where several samples draw from the same."""
+        """Return the logits of the given tokens. They are computed once if several samples draw from the same token."""
         if sources == list(range(last_LD.shape[0])):
             return self.target.logits(last_LD)
         distinct = sorted(set(sources))
@@ -149,12 +149,12 @@ class Draws:
         return logits_LV[on_device([place[source] for source in sources], last_LD.device)]
 
     def _verify(self, groups: Sequence[DrawGroup], tokens_R: Tensor) -> Tensor | None:
-        """How many drafts each group keeps, [G]; None where no row has drafts. The drafts are still in the slots."""
+        """Return how many drafts each group keeps, [G], or None if no row has drafts. The drafts are still in the slots."""
         width = max((group.size for group in groups), default=1)
         if width == 1:
             return None
         device = tokens_R.device
-        # Padding repeats a group's last draw; its columns are not compared.
+        # Padding repeats a group's last draw. Its columns are not compared.
         draws_GK = on_device([[group.first + min(k, group.num_drafts) for k in range(width)] for group in groups], device)
         facts = [(group.slot, group.position, group.num_drafts) for group in groups]
         slots_G, positions_G, num_drafts_G = on_device(facts, device).T
@@ -165,7 +165,7 @@ class Draws:
         return accepted_G
 
     def _append(self, groups: Sequence[DrawGroup], tokens_R: Tensor, next_tokens: NextTokens | None) -> None:
-        """Write the draws to the slots. Those behind the first rejected draft are no tokens: the next step overwrites them."""
+        """Write the draws to the slots. The next step overwrites the draws after the first rejected draft."""
         if not groups:
             return
         if next_tokens is None:
@@ -192,6 +192,6 @@ def _sampler_for(device: torch.device) -> Sampler:
 
 
 def _parts(count: int) -> Iterator[slice]:
-    """Slices of at most LOGITS_ROWS that make up `count`."""
+    """Yield slices of at most LOGITS_ROWS that cover `count` rows."""
     for begin in range(0, count, LOGITS_ROWS):
         yield slice(begin, min(begin + LOGITS_ROWS, count))

@@ -1,7 +1,7 @@
-"""Rows -> ForwardBatch: a step of any shape as tensors.
+"""Turn rows into a ForwardBatch, for a step of any shape.
 
-Everything is computed with numpy on the host and sent to the device in one copy. Only the token ids are read there, from the
-slots' buffer, since the last step's tokens may not have reached the host.
+Everything is computed with numpy on the host and sent to the device in one copy. Only the token ids are read on the device,
+from the slots' buffer, since the last step's tokens may not have reached the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 
 
 def fill(rows: Sequence[Row], layout: CacheLayout, tokens_SL: Tensor) -> ForwardBatch:
-    """The batch of a step, on the device of `tokens_SL`, which holds the slots' tokens."""
+    """Return the batch of a step, on the device of `tokens_SL`, which holds the slots' tokens."""
     facts_B4 = np.array([(row.slot, row.start, row.num_new, row.num_logits) for row in rows], dtype=np.int64).reshape(-1, 4)
     slot_B, start_B, new_B, logits_B = facts_B4.T
     begin_B1 = _offsets(new_B)
@@ -74,7 +74,7 @@ def fill(rows: Sequence[Row], layout: CacheLayout, tokens_SL: Tensor) -> Forward
 
 
 def _tail(sent: dict[str, Tensor], groups: tuple[GroupBatch, ...], token_ids_T: Tensor, rows: Sequence[Row]) -> ForwardBatch:
-    """The step reduced to the tokens that need logits. Everything that they see is stored in pages."""
+    """Return the step reduced to the tokens that need logits. Everything that they see is stored in pages."""
     index_L, row = sent["logits"], sent["tail_row"]
     is_stored = (True,) * len(groups)
     return ForwardBatch(
@@ -90,12 +90,12 @@ def _tail(sent: dict[str, Tensor], groups: tuple[GroupBatch, ...], token_ids_T: 
 
 
 def _offsets(counts_B: Ints) -> Ints:
-    """0 and the running sum."""
+    """Return 0 followed by the running sum."""
     return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts_B)))
 
 
 def _last_of_rows(begin_B1: Ints, logits_B: Ints) -> Ints:
-    """Indices of each row's last `logits_B` tokens."""
+    """Return the indices of each row's last `logits_B` tokens."""
     offsets = _offsets(logits_B)
     return np.arange(offsets[-1]) + np.repeat(begin_B1[1:] - logits_B - offsets[:-1], logits_B)
 
@@ -103,7 +103,7 @@ def _last_of_rows(begin_B1: Ints, logits_B: Ints) -> Ints:
 def _table(
     rows: Sequence[Row], group: KVGroup, row_T: Ints, position_T: Ints
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], Ints]:
-    """pages_BP, first_B and kv_address_T of one group."""
+    """Return pages_BP, first_B and kv_address_T of one group."""
     index, size = group.index, group.page_tokens
     tables = [row.tables[index] for row in rows]
     count_B = np.array([len(table.pages) for table in tables], dtype=np.int64)
@@ -115,7 +115,7 @@ def _table(
     )
     store_from_B = np.array([row.store_from[index] for row in rows], dtype=np.int64)
     is_stored_T = position_T >= store_from_B[row_T]
-    # Tokens that are not stored may be before the table's first page: their column is not looked up.
+    # Tokens that are not stored may be before the table's first page, so their column is not looked up.
     column_T = np.where(is_stored_T, (position_T - first_B[row_T]) // size, 0)
     kv_address_T = np.where(is_stored_T, pages_BP[row_T, column_T] * np.int64(size) + position_T % size, -1)
     return pages_BP, first_B.astype(np.int32), kv_address_T

@@ -1,7 +1,8 @@
-"""Grammars of the sequences in a runner's slots: masks for a step's draws, and what was drawn back to the grammars.
+"""The grammars of the sequences in a runner's slots. They give masks for a step's draws, and advance by the drawn tokens.
 
-A mask needs the tokens before it on the host, so the scheduler plans no row with a grammar before the result of the last one is
-known. A drafter's proposals come to the host with the draws they follow, because the next step's masks go along them.
+A mask needs the tokens before it on the host. So the scheduler plans no row with a grammar before the result of the previous
+row is known. A drafter's proposals come to the host with the draws that they follow, because the next step's masks depend on
+them.
 
 Shapes: R draws of a step · A draws with a mask · W words of 32 tokens · G groups of draws · K proposals.
 """
@@ -23,20 +24,20 @@ from culet.runner.draw_plan import DrawGroup
 from culet.sampling.sampler import TokenMasks
 from culet.types import Entry
 
-if TYPE_CHECKING:  # the grammar engine is loaded with the first grammar
+if TYPE_CHECKING:  # the grammar engine is only loaded with the first grammar
     from culet.structured.compiler import GrammarCompiler
     from culet.structured.matcher import Matcher
 
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """Masks of a step's draws: `bits_AW[a]` is for draw `draws[a]`."""
+    """The masks of a step's draws. `bits_AW[a]` is the mask of draw `draws[a]`."""
 
     draws: NDArray[np.int64]
     bits_AW: NDArray[np.int32]
 
     def of(self, part: slice) -> TokenMasks | None:
-        """The masks of the draws in `part`, which are counted from its beginning."""
+        """Return the masks of the draws in `part`, numbered from the beginning of `part`."""
         begin, end = np.searchsorted(self.draws, (part.start, part.stop))
         if begin == end:
             return None
@@ -45,14 +46,14 @@ class StepMasks:
 
 @dataclass(frozen=True, slots=True)
 class StepGrammars:
-    """The grammars of the sequences that drew in a step, by number of their group. They follow what was drawn."""
+    """The grammars of the sequences that drew in a step, by index of their group. They advance by the drawn tokens."""
 
     grammars: dict[int, Matcher]
-    num_proposed: Sequence[int]  # of each
+    num_proposed: Sequence[int]  # number of proposals for each grammar
     proposals: HostCopy  # [A, K], on its way to the host
 
     def accept(self, group: int, token_ids: Sequence[int]) -> str:
-        """Advance the grammar of a group by its tokens; returns why it cannot continue, or an empty string."""
+        """Advance the grammar of a group by its tokens. Return why it cannot continue, or an empty string."""
         grammar = self.grammars.get(group)
         if grammar is None:
             return ""
@@ -71,11 +72,11 @@ class SlotGrammars:
     """The grammar of each slot's sequence, if it has one."""
 
     def __init__(self) -> None:
-        self.grammars: GrammarCompiler | None = None  # compiles them; without it no entry may have one
+        self.grammars: GrammarCompiler | None = None  # compiles grammars. Without it, no entry may have one.
         self._by_slot: dict[int, Matcher] = {}
 
     def enter(self, entries: Iterable[Entry]) -> None:
-        """Sequences take their slots."""
+        """Start the grammars of sequences that take their slots."""
         for entry in entries:
             self._by_slot.pop(entry.slot, None)
             if entry.grammar is None:
@@ -85,11 +86,11 @@ class SlotGrammars:
             self._by_slot[entry.slot] = self.grammars.start(entry.grammar, entry.token_ids, entry.prompt_len)
 
     def bind(self, groups: Sequence[DrawGroup]) -> bool:
-        """Whether any of these draws has a grammar."""
+        """Return whether any of these draws has a grammar."""
         return bool(self._by_slot) and any(group.slot in self._by_slot for group in groups)
 
     def masks(self, groups: Sequence[DrawGroup]) -> StepMasks | None:
-        """What the draws of `groups` may be; None where all are free. Computed while the device is busy with the step."""
+        """Return the masks for the draws of `groups`, or None if all are free. Runs while the device is busy with the step."""
         if not self.bind(groups):
             return None
         assert self.grammars is not None
@@ -101,7 +102,7 @@ class SlotGrammars:
     def follow(
         self, groups: Sequence[DrawGroup], accepted_G: Tensor | None, num_proposed: Sequence[int], tokens_SL: Tensor
     ) -> StepGrammars | None:
-        """Start sending what the grammars must know to the host, after the drafter has written its proposals."""
+        """Start sending the proposals that the grammars need to the host. Call after the drafter has written them."""
         bound = [index for index, group in enumerate(groups) if group.slot in self._by_slot] if self._by_slot else []
         if not bound:
             return None

@@ -1,15 +1,15 @@
-"""From a StepPlan to a StepResult.
+"""Run a StepPlan and return a StepResult.
 
-`Runner.launch` gives a step to the device and returns at once. `Pending.result` waits for that step, and for none that was
-launched after it. Steps run in the order in which they are launched, so the next one may be launched before a result is read.
+`Runner.launch` gives a step to the device and returns at once. `Pending.result` waits for that step, but not for steps launched
+after it. Steps run in the order in which they are launched, so the next one may be launched before a result is read.
 
-`launch` reads top to bottom. The parts that it calls do not call back, and only share the buffers that they are given:
+`launch` reads top to bottom. The parts that it calls do not call back, and share only the buffers that they are given:
 
     target         the model, its KV pages and attention backends
     fill           rows -> ForwardBatch, for steps of any shape
     draws          logits -> tokens, accepted drafts, log-probabilities, for steps of any shape
     rounds         the drafter's proposals for the next step, in any shape
-    deferred       KV of a drafter that is written later
+    deferred       a drafter's KV that is written later
     grammars       masks for sequences with structured output
     fixed          steps, draws and rounds in fixed shapes, which a GPU replays as graphs
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class Runner:
-    """Runs steps on one device: the in-process `Worker`. Has a slot for every running sequence."""
+    """Runs steps on one device. This is the in-process `Worker`. It has a slot for every running sequence."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class Runner:
         drafter: Drafter | None = None,
     ) -> None:
         device = model.device
-        # A step may be planned before it is known that the sequence has ended, so a slot has room for one token more.
+        # A step may be planned before it is known that the sequence has ended, so a slot has room for one more token.
         width = max_model_len + 1 + (0 if drafter is None else drafter.max_drafts)
-        # Tokens by slot. Padding draws to a spare slot, the last.
+        # Tokens by slot. Draws of padding go to the spare slot, which is the last.
         self.tokens_SL = torch.zeros(max_num_seqs + 1, width, dtype=torch.int32, device=device)
-        # Drafts that the last verify of each slot accepted.
+        # Number of drafts that the last verify of each slot accepted.
         self.accepted_S = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._entries: list[Entry | None] = [None] * max_num_seqs  # by slot
 
@@ -91,27 +91,27 @@ class Runner:
     # Preparation
 
     def use_fixed_shapes(self) -> FixedShapes:
-        """From now on run decode and verify steps in fixed shapes, so that they can be captured as CUDA graphs."""
+        """From now on, run decode and verify steps in fixed shapes, so that they can be captured as CUDA graphs."""
         self.fixed = FixedShapes.create(self.target, self.tokens_SL, self.accepted_S, self.drafter, self.deferred)
         return self.fixed
 
     def drop_fixed_shapes(self) -> None:
-        """Run every step in its own shape again, and free the buffers and graphs."""
+        """Go back to running every step in its own shape, and free the buffers and graphs."""
         self.fixed = None
         if self.deferred is not None:
             self.deferred.drop_fixed_sizes()
 
     def capture(self, captures: Captures) -> int:
-        """Capture everything that runs in fixed shapes; returns the number of graphs."""
+        """Capture everything that runs in fixed shapes. Return the number of graphs."""
         assert self.fixed is not None, "there are no fixed shapes to capture"
         return self.fixed.capture(captures)
 
     def use_grammars(self, grammars: GrammarCompiler) -> None:
-        """From now on entries may have a grammar."""
+        """From now on, entries may have a grammar."""
         self.grammars.grammars = grammars
 
     def force_accepted(self, count: int) -> None:
-        """For measurements: every verify keeps `count` drafts, or all if it has fewer. The output is nonsense."""
+        """Make every verify keep `count` drafts, or all if it has fewer. This is for measurements. The output is nonsense."""
         self.draws.accept = force_accepted(count)
         if self.fixed is not None and self.fixed.draws is not None:
             self.fixed.draws.forced_1.fill_(count)
@@ -126,7 +126,7 @@ class Runner:
     def launch(self, plan: StepPlan) -> Pending:
         """Give one step to the device. Plans must come in the order in which they were made.
 
-        Waits for the device only to learn where open rows begin, if no graph serves the step.
+        Wait for the device only if the step has open rows and no graph serves it, to learn where they begin.
         """
         self._check(plan)
         if self.deferred is not None:
@@ -139,7 +139,7 @@ class Runner:
         with self.clock.span("verify") if has_drafts(plan.rows) else nullcontext():
             output = self._forward(route)
             drawn = self._draw(route, output)
-        # Before the draft round: the host plans the next step while the drafter works.
+        # Send the draws before the draft round, so that the host plans the next step while the drafter works.
         copy = drawn.send()
         if self.deferred is not None:
             self._write_deferred(plan, self.deferred, self.deferred.ledger.due_after(route.rows))
@@ -151,13 +151,13 @@ class Runner:
         return Pending(plan.step_id, copy, route.groups, num_proposed, has_accepted, drawn.scored, drawn.prompts, grammars)
 
     def device_seconds(self) -> Mapping[str, float]:
-        """How long the device has verified drafts and proposed them, since the start."""
+        """Return how many seconds the device has spent on verifying and on proposing drafts since the start."""
         return {name: self.clock.seconds(name) for name in ("verify", "draft")}
 
     def close(self) -> None:
-        """Nothing to end: memory is freed with the runner."""
+        """Do nothing. Memory is freed with the runner."""
 
-    # Parts of a step, in their order
+    # The parts of a step, in order
 
     def _check(self, plan: StepPlan) -> None:
         """Check every page index of a step, if the debug switch is set."""
@@ -166,7 +166,7 @@ class Runner:
             check_step(plan, self.pool.layout, num_slots=num_slots, room=room, num_slabs=self.pool.num_slabs)
 
     def _write_deferred(self, plan: StepPlan, deferred: DeferredKV, writes: Sequence[DeferredWrite]) -> None:
-        """Write a drafter's KV of earlier tokens, before or after the forward pass of `plan`."""
+        """Write a drafter's KV for earlier tokens, before or after the forward pass of `plan`."""
         if not writes:
             return
         if env.CHECK_PAGES.is_set():
@@ -174,7 +174,7 @@ class Runner:
         deferred.write(writes)
 
     def _enter(self, entries: Sequence[Entry]) -> None:
-        """Sequences take their slots; their tokens go to the device in one copy."""
+        """Put sequences into their slots. Their tokens go to the device in one copy."""
         if not entries:
             return
         tokens = on_device(list(chain.from_iterable(entry.token_ids for entry in entries)), self.tokens_SL.device, torch.int32)
@@ -187,7 +187,7 @@ class Runner:
         self.grammars.enter(entries)
 
     def _route(self, rows: Sequence[Row]) -> _Route:
-        """How a step runs: in a fixed shape or its own, its draws too. Open rows that no graph serves are closed."""
+        """Decide whether a step and its draws run in a fixed shape or in their own. Close open rows that no graph serves."""
         groups, fixed = draw_groups(rows), self.fixed
         bucket = None if fixed is None else fixed.steps.find(rows)
         settings: list[Sampling] = []
@@ -199,7 +199,7 @@ class Runner:
                 has_fixed_draws = fixed.draws.serves(bucket, settings)
             can_open = has_fixed_draws and fixed.steps[bucket].graph is not None
         if not can_open and any(row.num_open for row in rows):
-            accepted = self.accepted_S.tolist()  # waits for the steps before
+            accepted = self.accepted_S.tolist()  # waits for the previous steps
             rows = [row.close(accepted[row.slot]) if row.num_open else row for row in rows]
             groups = draw_groups(rows)
         return _Route(rows, groups, bucket, settings if has_fixed_draws else None)
@@ -232,7 +232,7 @@ class Runner:
         return self.fixed.draws.run(output, route.settings)
 
     def _propose(self, route: _Route, output: FixedStep | ForwardOutput, drawn: FixedDrawn | StepDraws) -> Sequence[int]:
-        """Run a draft round; returns the number of proposals for each group."""
+        """Run a draft round. Return the number of proposals for each group."""
         wanted = [group.num_wanted for group in route.groups]
         if self.rounds is None or not any(wanted):
             return [0] * len(wanted)
@@ -259,12 +259,12 @@ class _Route(NamedTuple):
 
     rows: Sequence[Row]
     groups: Sequence[DrawGroup]
-    bucket: Bucket | None  # the fixed shape of the forward pass; None: its own
-    settings: Sequence[Sampling] | None  # of each draw, where the draws have a fixed shape too
+    bucket: Bucket | None  # the fixed shape of the forward pass, or None for its own shape
+    settings: Sequence[Sampling] | None  # settings of each draw, if the draws have a fixed shape too
 
 
 class Pending(NamedTuple):
-    """A step that was launched: its draws are on their way to the host."""
+    """A step that was launched. Its draws are on their way to the host."""
 
     step_id: int
     copy: HostCopy  # drawn tokens, accepted drafts, log-probabilities
@@ -279,7 +279,7 @@ class Pending(NamedTuple):
         """Wait for this step and return what it drew."""
         values = iter(self.copy.lists())
         tokens, accepted = next(values, []), next(values) if self.has_accepted else [0] * len(self.groups)
-        if self.scored or self.prompts:  # whole numbers come as floats together with log-probabilities
+        if self.scored or self.prompts:  # next to log-probabilities, whole numbers arrive as floats
             tokens, accepted = list(map(int, tokens)), list(map(int, accepted))
 
         def mappings(part: Scored, chosen: Sequence[int]) -> Iterator[Logprobs]:
@@ -289,7 +289,7 @@ class Pending(NamedTuple):
         for part in self.scored:
             logprobs.update(zip(part.of, mappings(part, [tokens[draw] for draw in part.of]), strict=True))
         drawn = []
-        # `accepted` may have more numbers than there are groups: those of rows that pad a fixed shape.
+        # `accepted` may have more numbers than there are groups, because padding rows of a fixed shape have one too.
         for index, (group, num_kept, count) in enumerate(zip(self.groups, accepted, self.num_proposed, strict=False)):
             first, end = group.first, group.first + num_kept + 1
             kept = tuple(tokens[first:end])

@@ -1,4 +1,4 @@
-"""The target model with its KV pages and attention backends, and what its forward pass leaves.
+"""The target model with its KV pages and attention backends, and the output of its forward pass.
 
 Shapes: T new tokens of a step · R draws · L tokens whose logits are needed · D model.
 """
@@ -19,24 +19,24 @@ from culet.models.gemma4 import Gemma4, Hidden
 
 @dataclass(frozen=True, slots=True)
 class NextTokens:
-    """Where the token after each of a step's tokens goes, on the device."""
+    """The places of the tokens that follow each of a step's tokens, on the device."""
 
-    positions_R: Tensor  # int32; in its sequence
-    places_R: Tensor  # int64; among all slots' tokens
+    positions_R: Tensor  # int32, position in its sequence
+    places_R: Tensor  # int64, index among all slots' tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """What a forward pass leaves, without padding."""
+    """The output of a forward pass, without padding."""
 
     batch: ForwardBatch
     hidden: Hidden
-    next_tokens: NextTokens | None = None  # if they are known on the device, and each token has one draw
+    next_tokens: NextTokens | None = None  # set if they are known on the device and each token has one draw
 
 
 @dataclass
 class Target:
-    """Runs the model; `taps` are the layers whose output a drafter needs."""
+    """Runs the model. `taps` are the layers whose outputs a drafter needs."""
 
     model: Gemma4
     pool: Pool
@@ -48,11 +48,11 @@ class Target:
         return self.model.device
 
     def plan(self, batch: ForwardBatch) -> None:
-        """The backends' work on the host, before `forward`."""
+        """Do the backends' work on the host. Call before `forward`."""
         self.model.plan(batch, self.pool, self.backends)
 
     def forward(self, batch: ForwardBatch) -> Hidden:
-        """Only launches."""
+        """Run the forward pass. It only launches kernels."""
         return self.model.forward(batch, self.pool, self.backends, self.taps)
 
     def logits(self, last_LD: Tensor) -> Tensor:

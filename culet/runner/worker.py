@@ -1,10 +1,10 @@
-"""Workers run StepPlans. A `Runner` is one, in the engine's own process; a `ProcessWorker` is a Runner in another process.
+"""Workers run StepPlans. A `Runner` is a worker in the engine's process, and a `ProcessWorker` is a Runner in another one.
 
 The engine uses only this interface once everything is built, so a worker may also be one of several ranks.
 
-A ProcessWorker and its process (`worker_process.py`) exchange msgpack messages over a socket pair, each with its length in
-front. The process is told by name which function builds its Runner. Each plan is sent once. Results come back in the order of
-the plans, and a plan may be sent before the result of the last one has come.
+A ProcessWorker and its process (`worker_process.py`) exchange msgpack messages over a socket pair. Each message is prefixed by
+its length. The process is told the name of the function that builds its Runner. Each plan is sent once. Results come back in
+the order of the plans, and a plan may be sent before the result of the previous one has arrived.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from culet.errors import CuletError, InternalError, WorkerDied, error_of
 from culet.frames import LENGTH_BYTES, frame, frame_length
 from culet.types import StepPlan, StepResult
 
-STOP_LIMIT_S = 5.0  # for the process to end by itself
-# The process imports the same culet as this one, and nothing from the current folder (`-P`; `-m` would import from there).
+STOP_LIMIT_S = 5.0  # time for the process to end by itself
+# The process imports the same culet as this one. `-P` keeps it from importing from the current folder, as `-m` would.
 _MAIN = """
 import sys
 folder, descriptor = sys.argv[1:]
@@ -43,27 +43,27 @@ class LaunchedStep(Protocol):
     """A step whose result is on its way."""
 
     def result(self) -> StepResult:
-        """Wait for the step and return what it drew; raises what made it fail."""
+        """Wait for the step and return its result. Raise the error that made it fail, if any."""
 
 
 class Worker(Protocol):
-    """Runs steps, in the order of their plans."""
+    """Runs steps in the order of their plans."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step. The next one may be launched before its result is read."""
 
     def device_seconds(self) -> Mapping[str, float]:
-        """How long the device has verified drafts (`verify`) and proposed them (`draft`), since the start."""
+        """Return the seconds that the device has spent verifying (`verify`) and proposing (`draft`) drafts since the start."""
 
     def close(self) -> None:
-        """End what belongs to the worker. Steps in flight are dropped."""
+        """End everything that belongs to the worker. Steps in flight are dropped."""
 
 
 # Messages
 
 
 class Build(Struct, tag="build", frozen=True):
-    """The first message: the Runner is what `builder` ("module:function") returns for these arguments."""
+    """The first message. `builder` ("module:function") returns the Runner for these arguments."""
 
     builder: str
     arguments: dict[str, Any]
@@ -83,7 +83,7 @@ class Result(Struct, tag="result", frozen=True):
 
 
 class Failed(Struct, tag="failed", frozen=True):
-    """The build or a step failed; `kind` is the name of a class in culet.errors."""
+    """The build or a step failed. `kind` is the name of a class in culet.errors."""
 
     kind: str
     message: str
@@ -91,7 +91,7 @@ class Failed(Struct, tag="failed", frozen=True):
 
     @classmethod
     def of(cls, error: Exception) -> Failed:
-        """`error` as a message; what Culet did not raise on purpose is an InternalError that names it."""
+        """Return `error` as a message. An error that Culet did not raise on purpose becomes an InternalError that names it."""
         if isinstance(error, CuletError):
             return cls(type(error).__name__, error.message, error.hint)
         return cls(InternalError.__name__, f"{type(error).__name__}: {error}")
@@ -108,12 +108,12 @@ report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report
 
 
 def send_message(connection: socket.socket, message: Command | Report) -> None:
-    """Send a message with its length in front. Raises OSError if the other side is gone."""
+    """Send a message, prefixed by its length. Raise OSError if the other side is gone."""
     connection.sendall(frame(message))
 
 
 def receive_message(connection: socket.socket) -> bytearray:
-    """Wait for a message. Raises OSError if the other side is gone."""
+    """Wait for a message and return its bytes. Raise OSError if the other side is gone."""
     return _receive(connection, frame_length(_receive(connection, LENGTH_BYTES)))
 
 
@@ -132,12 +132,12 @@ def _receive(connection: socket.socket, count: int) -> bytearray:
 
 
 class ProcessWorker:
-    """A Runner in another process. Not for several threads at once."""
+    """A Runner in another process. Not thread-safe."""
 
     def __init__(self, builder: str, **arguments: Any) -> None:
         """Start the process and wait until its Runner is built by `builder` ("module:function").
 
-        The arguments are plain data: numbers, strings, lists and dicts.
+        The arguments are plain data (numbers, strings, lists and dicts).
         """
         self._connection, theirs = socket.socketpair()
         folder = str(Path(__file__).parents[2])  # where this culet is imported from
@@ -146,9 +146,9 @@ class ProcessWorker:
                 [sys.executable, "-P", "-c", _MAIN, folder, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for this process, which then ends the other
+                start_new_session=True,  # Ctrl-C goes to this process, which then ends the other
             )
-        self._end = weakref.finalize(self, _end, self._process, self._connection)  # also at exit
+        self._end = weakref.finalize(self, _end, self._process, self._connection)  # also runs at exit
         self._in_flight: deque[_RemoteStep] = deque()  # oldest first
         self._device_seconds: dict[str, float] = {"verify": 0.0, "draft": 0.0}
         try:
@@ -172,7 +172,7 @@ class ProcessWorker:
         return step
 
     def device_seconds(self) -> Mapping[str, float]:
-        """As of the last result."""
+        """Return the seconds as of the last result."""
         return self._device_seconds
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class ProcessWorker:
             raise self._death() from error
 
     def _death(self) -> WorkerDied:
-        """Why nothing can be sent or received any more."""
+        """End the process, and return the error that says how it ended."""
         self._end()
         code = self._process.returncode
         return WorkerDied(f"the worker's process {self.pid} has ended with exit code {code}", hint="see its log")
@@ -210,7 +210,7 @@ class _RemoteStep:
 
     def __init__(self, worker: ProcessWorker) -> None:
         self._worker = worker
-        self.report: Report | None = None  # once it has come
+        self.report: Report | None = None  # set when it arrives
 
     def result(self) -> StepResult:
         while self.report is None:
@@ -222,7 +222,7 @@ class _RemoteStep:
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    """Close the connection, which ends the process; by force if it takes too long."""
+    """Close the connection, which ends the process. Kill the process if it takes too long."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
@@ -234,6 +234,6 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
 
 
 def take_connection(descriptor: int) -> socket.socket:
-    """The process's end of the connection, which no process that it starts inherits."""
+    """Return the process's end of the connection. Processes that it starts do not inherit it."""
     os.set_inheritable(descriptor, False)
     return socket.socket(fileno=descriptor)

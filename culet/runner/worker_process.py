@@ -1,7 +1,7 @@
-"""The process of a `ProcessWorker`: builds a Runner and runs the plans that it receives.
+"""The process of a `ProcessWorker`. It builds a Runner and runs the plans that it receives.
 
-The main thread launches plans as they come. A second thread waits for their results and sends them, so that a plan that comes
-meanwhile is launched at once.
+The main thread launches plans as they arrive. A second thread waits for their results and sends them, so that a plan that
+arrives in the meantime is launched at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from culet.runner.worker import (
 
 @dataclass(frozen=True)
 class _Launched:
-    """A step on its way, with the clock's state at its launch; or why it could not be launched."""
+    """A step in flight, with the clock's state at its launch, or the reason why it could not be launched."""
 
     step: LaunchedStep | Exception
     device_seconds: Mapping[str, float]
@@ -79,16 +79,16 @@ def _run(connection: socket.socket, worker: Worker) -> None:
 
 
 def _failed(error: Exception) -> Failed:
-    """The report of an error. The traceback goes to the log, since only the message travels."""
+    """Return the report of an error. The traceback goes to the log, since only the message is sent."""
     if not isinstance(error, CuletError):
         logger.error("worker: %s: %s", type(error).__name__, error, exc_info=error)
     return Failed.of(error)
 
 
 def _send_reports(connection: socket.socket, launched: queue.SimpleQueue[_Launched]) -> None:
-    """Send the result of each step, in order."""
+    """Send the result of each step in order."""
     try:
         while True:
             send_message(connection, launched.get().report())
     except OSError:
-        os._exit(0)  # nobody listens any more
+        os._exit(0)  # the other side is gone

@@ -1,9 +1,9 @@
-"""The draws of fixed-shape steps as CUDA graphs: logits, draws, accepted drafts.
+"""Make the draws of fixed-shape steps with CUDA graphs that compute logits, draws and accepted drafts.
 
-The graph of a step is followed by the graph of its draws, so the device waits for the host as little as possible. Draws that
-need more than these graphs do (penalties, grammars, log-probabilities, filters that no kernel serves) are made by `Draws`.
+The graph of a step is followed by the graph of its draws, so the device waits for the host as little as possible. `Draws` makes
+the draws that need more than these graphs do (penalties, grammars, log-probabilities, filters that no kernel serves).
 
-Shapes: T tokens of a bucket, one draw from each · R rows of it · X = T + R · V vocabulary.
+Shapes: T tokens of a bucket, one draw from each · R rows of a bucket · X = T + R · V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from culet.sampling.gpu_sampler import is_served, stage_settings
 from culet.sampling.sampler import biases_of
 from culet.types import Sampling
 
-MAX_TOKENS = 128  # of a bucket whose draws get a graph: in a larger step the host has time
+MAX_TOKENS = 128  # most tokens of a bucket whose draws get a graph. In a larger step, the host has time.
 MAX_BIASES = 256
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, 0, None, None)  # settings of padding
 NOT_FORCED = -1
@@ -39,37 +39,37 @@ DrawKernel = Callable[[Tensor, RowSettings, Tensor], Tensor]
 
 @dataclass
 class _Buffers:
-    """One bucket: the settings on the device, what its draws leave, and the graph once it is captured."""
+    """The buffers of one bucket, with its settings and draws on the device, and the graph once it is captured."""
 
-    buffer: Tensor  # uint8; `columns` and `biases`, sent in one copy
+    buffer: Tensor  # uint8, holds `columns` and `biases`, which are sent in one copy
     columns: RowSettings
     biases: tuple[Tensor, Tensor, Tensor]  # rows, tokens, values
     drawn: FixedDrawn
     graph: torch.cuda.CUDAGraph | None = None
-    settings: Sequence[Sampling] = ()  # the last that were asked for,
-    is_served: bool = False  # whether the kernels draw by them,
-    is_sent: bool = False  # and whether `columns` hold them
+    settings: Sequence[Sampling] = ()  # the last settings that were asked for
+    is_served: bool = False  # whether the kernels can draw by these settings
+    is_sent: bool = False  # whether `columns` and `biases` hold these settings
 
 
 class FixedDraws:
-    """Draws after steps of the buckets with few enough tokens. Captured or not, the result is the same."""
+    """Draws after steps of buckets that have few enough tokens. The result is the same with and without a graph."""
 
     def __init__(
         self, target: Target, buckets: Sequence[Bucket], tokens_SL: Tensor, accepted_S: Tensor, draw: DrawKernel
     ) -> None:
         self.target, self.tokens_SL, self.accepted_S, self.draw = target, tokens_SL, accepted_S, draw
         self._ops = for_device(target.device)
-        # How many drafts every row keeps, whatever was drawn; for measurements.
+        # How many drafts every row keeps, regardless of its draws. Used for measurements.
         self.forced_1 = torch.full((1,), NOT_FORCED, dtype=torch.int32, device=target.device)
         self.buckets = [bucket for bucket in buckets if bucket.num_tokens <= MAX_TOKENS]
         self._buffers = {bucket: self._make_buffers(bucket) for bucket in self.buckets}
 
     def serves(self, bucket: Bucket, settings: Sequence[Sampling]) -> bool:
-        """Whether a step's tokens can be drawn here by these settings, one for each."""
+        """Return whether the tokens of a step can be drawn here. `settings` has one item per token."""
         buffers = self._buffers.get(bucket)
         if buffers is None:
             return False
-        # Most steps draw for the same sequences as the step before.
+        # Most steps draw for the same sequences as the previous step.
         if settings != buffers.settings:
             num_biases = sum(len(sampling.logit_bias) for sampling in settings)
             buffers.is_served = all(map(_is_plain, settings)) and num_biases <= MAX_BIASES
@@ -77,7 +77,7 @@ class FixedDraws:
         return buffers.is_served
 
     def run(self, step: FixedStep, settings: Sequence[Sampling]) -> FixedDrawn:
-        """Draw after a step that has just run, by settings that are served."""
+        """Draw after a step that has just run. `serves` must hold for `settings`."""
         assert self.serves(step.bucket, settings), "no graph draws by these settings"
         buffers = self._buffers[step.bucket]
         if not buffers.is_sent:
@@ -90,7 +90,7 @@ class FixedDraws:
         return buffers.drawn
 
     def drawn_in(self, bucket: Bucket) -> FixedDrawn:
-        """Where the draws of a bucket's steps go."""
+        """Return the tensors that take the draws of a bucket's steps."""
         return self._buffers[bucket].drawn
 
     @torch.inference_mode()
@@ -100,7 +100,7 @@ class FixedDraws:
 
     @torch.inference_mode()
     def capture(self, captures: Captures, steps: Sequence[FixedStep]) -> None:
-        """Capture the draws of steps that have been captured, the largest first."""
+        """Capture the draws of steps that are already captured, the largest first."""
         for step in sorted(steps, key=lambda step: -step.bucket.num_tokens):
             buffers = self._buffers[step.bucket]
             buffers.graph, _ = captures.capture(partial(self._launch, step, buffers))
@@ -110,7 +110,7 @@ class FixedDraws:
         return sum(buffers.graph is not None for buffers in self._buffers.values())
 
     def _launch(self, step: FixedStep, buffers: _Buffers) -> None:
-        """What is captured: it only launches."""
+        """Draw after `step`. This is captured, so it only launches kernels."""
         assert step.hidden is not None, "no step has run in this bucket"
         next_tokens, begin_B1 = step.next_tokens, step.batch.row_begin_B1
         with replayed():
@@ -140,12 +140,12 @@ class FixedDraws:
 
 
 def _is_plain(sampling: Sampling) -> bool:
-    """Whether a draw by these settings needs only its logits, and nobody needs them afterwards."""
+    """Return whether a draw by these settings needs only its logits, and nothing needs the logits afterwards."""
     return is_served(sampling) and not sampling.needs_history and sampling.logprobs is None
 
 
 def _stage(settings: Sequence[Sampling], bucket: Bucket, vocab_size: int) -> PackedArrays:
-    """Settings of all tokens of a bucket, then biases. Padding adds 0 to different logits."""
+    """Stage the settings of all tokens of a bucket, then biases. Biases that are padding add 0 to different logits."""
     staged = stage_settings([*settings, *[GREEDY] * (bucket.num_tokens - len(settings))])
     columns = np.zeros(MAX_BIASES, np.int32), np.arange(MAX_BIASES, dtype=np.int32), np.zeros(MAX_BIASES, np.float32)
     columns[1][:] %= vocab_size

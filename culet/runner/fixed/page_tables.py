@@ -1,7 +1,7 @@
-"""Page tables of fixed-shape steps on the device.
+"""The page tables of fixed-shape steps on the device.
 
-Graphs read from fixed addresses, so all buckets and draft rounds read the same tables. Most steps change no page: tables are
-sent only when they differ from those that the device holds.
+Graphs read from fixed addresses, so all buckets and draft rounds read the same tables. Most steps change no page, so tables
+are sent only when they differ from those that the device holds.
 
 Shapes: B rows · P columns · S slots · E entries of all tables.
 """
@@ -22,16 +22,16 @@ from culet.kernels.types import PageTables
 from culet.types import PageTable, Row
 
 Int32s = NDArray[np.int32]
-RowTables = tuple[tuple[PageTable, ...], ...]  # of each row, of each KV group
+RowTables = tuple[tuple[PageTable, ...], ...]  # by row and KV group
 
 
 def aligned(count: int) -> int:
-    """`count` 32-bit numbers, rounded up to 16 bytes, so that kernels find every part of a tensor equally aligned."""
+    """Round `count` 32-bit numbers up to a multiple of 16 bytes, so that every part of a tensor has the same alignment."""
     return -(-count // 4) * 4
 
 
 def table_columns(group: KVGroup, max_len: int, max_queries: int) -> int:
-    """Columns of a page table that hold any decode or verify row of a sequence of up to `max_len` tokens."""
+    """Return how many columns a page table needs for any decode or verify row of a sequence of up to `max_len` tokens."""
     if group.reach is None:
         return group.pages_for(max_len + group.ahead)
     seen = min(max_len, group.reach - 1 + max_queries)
@@ -39,7 +39,7 @@ def table_columns(group: KVGroup, max_len: int, max_queries: int) -> int:
 
 
 class _SlotTables:
-    """One group's page tables on the host, by slot. Only a table that has changed is written again."""
+    """One group's page tables on the host, by slot. A table is written again only if it has changed."""
 
     def __init__(self, group: KVGroup, num_slots: int, num_columns: int) -> None:
         self.group = group
@@ -47,7 +47,7 @@ class _SlotTables:
         self._tables: list[PageTable | None] = [None] * num_slots
 
     def read(self, rows: Sequence[Row]) -> Int32s:
-        """pages_BP, as wide as the longest table; columns behind a row's own hold old entries."""
+        """Return pages_BP, as wide as the longest table. Columns past a row's own table hold old entries."""
         slots, tables = [row.slot for row in rows], [row.tables[self.group.index] for row in rows]
         for slot, table in zip(slots, tables, strict=True):
             if self._tables[slot] != table:
@@ -57,7 +57,7 @@ class _SlotTables:
 
 
 class DeviceTables:
-    """The page tables of the step that runs, on the device. Rows that only pad hold the pool's spare page."""
+    """The page tables of the running step, on the device. Padding rows hold the pool's spare page."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class DeviceTables:
         num_slots: int,
         device: torch.device,
     ) -> None:
-        """`columns` are the widths of the groups' tables."""
+        """Allocate the tables. `columns` are the widths of the groups' tables."""
         self.columns, self.spare_page = columns, spare_page
         self._slots = [_SlotTables(group, num_slots, count) for group, count in zip(layout.groups, columns, strict=True)]
         sizes = [aligned(num_rows * count) for count in columns]
@@ -77,22 +77,22 @@ class DeviceTables:
         facts = [(begin, n, group.page_tokens) for begin, n, group in zip(begins, columns, layout.groups, strict=True)]
         pages_E = torch.full((sum(sizes),), spare_page, dtype=torch.int32, device=device)
         self.packed = PageTables(pages_E, torch.tensor(facts, dtype=torch.int32, device=device))
-        # Views of the same, one per group.
+        # Views of the same memory, one per group.
         self.groups = [
             part[: num_rows * count].view(num_rows, count) for part, count in zip(pages_E.split(sizes), columns, strict=True)
         ]
-        self._held: tuple[int, int, RowTables] | None = None  # what the tables hold: rows, rows with padding, tables
+        self._held: tuple[int, int, RowTables] | None = None  # current content, as (rows, rows with padding, tables)
 
     def fit(self, rows: Sequence[Row]) -> bool:
-        """Whether the rows' page tables are no wider than these."""
+        """Return whether the rows' page tables fit into these columns."""
         return all(
             max([len(row.tables[index].pages) for row in rows], default=0) <= width for index, width in enumerate(self.columns)
         )
 
     def stage(self, staged: PackedArrays, rows: Sequence[Row], num_rows: int, num_padded: int) -> bool:
-        """Add the rows' tables to what is sent, unless the device holds them. Then `spread` must follow.
+        """Add the rows' tables to `staged` unless the device holds them. Return True if added. Then `spread` must follow.
 
-        A step has up to `num_rows` sequences, and `num_padded` rows with those that only pad.
+        A step has up to `num_rows` sequences, and `num_padded` rows including padding.
         """
         wanted = num_rows, num_padded, tuple([row.tables for row in rows])
         if wanted == self._held:
@@ -106,23 +106,23 @@ class DeviceTables:
         return True
 
     def spread(self, sent: Mapping[str, Tensor], count: int, num_rows: int) -> None:
-        """Copy the tables that were sent, of `count` rows in a step of up to `num_rows`, to where graphs read them."""
+        """Copy the tables that were sent to the addresses that graphs read. The step has `count` of up to `num_rows` rows."""
         for index, table in enumerate(self.groups):
             pages_BP = sent[f"pages{index}"]
             table[: pages_BP.shape[0], : pages_BP.shape[1]].copy_(pages_BP)
             if count < num_rows:
-                # A drafter's block may reach beyond the columns above. Its padding must not find anyone's pages there.
+                # A drafter's block may reach beyond the columns above. Padding must not find a sequence's pages there.
                 table[count:num_rows].fill_(self.spare_page)
 
     def copy(self, groups: Sequence[GroupBatch], row_R: Tensor | None, count: int, num_rows: int) -> None:
-        """Overwrite the tables by those of a batch, for a draft round of `count` rows that is padded to `num_rows`.
+        """Overwrite the tables with those of a batch, for a draft round of `count` rows that is padded to `num_rows`.
 
-        `row_R` are the rows of the batch; None: its first `count`.
+        `row_R` are the rows of the batch, or None for its first `count` rows.
         """
         self._held = None
         for group, table in zip(groups, self.groups, strict=True):
             pages_RP = group.pages_BP[:count] if row_R is None else group.pages_BP.index_select(0, row_R)
-            if pages_RP.data_ptr() != table.data_ptr():  # else the batch is a fixed-shape step's: it reads these tables
+            if pages_RP.data_ptr() != table.data_ptr():  # otherwise the batch is a fixed-shape step, which reads these tables
                 table[:count, : pages_RP.shape[1]].copy_(pages_RP)
             table[count:num_rows].fill_(self.spare_page)
 

@@ -1,10 +1,10 @@
-"""Draft rounds in fixed shapes: a number of sequences and a number of drafts.
+"""Draft rounds in fixed shapes. A shape is a number of sequences and a number of drafts.
 
-On a GPU each shape is captured once as a CUDA graph, from the newest tokens' ids to the last proposal. What changes from round
-to round is copied to its buffers before.
+On a GPU, each shape is captured once as a CUDA graph, from the newest tokens' ids to the last proposal. The inputs that change
+from round to round are copied to its buffers first.
 
 Shapes: R sequences that drew · K proposals · S slots · L a slot's tokens, or tokens whose logits are needed · D model ·
-X draws of a step and accepted drafts of its rows.
+X draws of a step, then accepted drafts of its rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from culet.runner.fixed.steps import Bucket, FixedStep, bucket_sizes
 
 @dataclass
 class FixedRound:
-    """One fixed shape, and once it is captured the graph and what it leaves."""
+    """One fixed shape, and its graph and proposals once it is captured."""
 
     facts_4R: Tensor
     groups: tuple[GroupBatch, ...]
@@ -45,7 +45,7 @@ class FixedRound:
 
 
 class FixedRounds:
-    """Rounds of fixed shapes. Their buffers are shared, since rounds run one after another."""
+    """Runs rounds in fixed shapes. Rounds run one after another, so they share buffers."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class FixedRounds:
         hidden_size: int,
         dtype: torch.dtype,
     ) -> None:
-        """Rounds read the page tables of fixed-shape steps, `tables`, and overwrite them where they need others."""
+        """Allocate the buffers. Rounds read `tables`, the page tables of fixed-shape steps, and overwrite them if necessary."""
         self.drafter, self.pool, self.tokens_SL, self.tables = drafter, pool, tokens_SL, tables
         self._spare_slot, device = tokens_SL.shape[0] - 1, tokens_SL.device
         self._ops = for_device(device)
@@ -75,7 +75,7 @@ class FixedRounds:
     def run(
         self, groups: Sequence[DrawGroup], batch: ForwardBatch, last_LD: Tensor, accepted_R: Tensor | None, num_drafts: int
     ) -> bool:
-        """`DraftRounds.run` in the smallest shape that holds the round; False where none does: its tables are too wide."""
+        """Do what `DraftRounds.run` does, in the smallest shape that fits. Return False if none does (tables are too wide)."""
         widths = zip(batch.groups, self.tables.columns, strict=True)
         shape = next((shape for shape in self.shapes if shape[0] >= len(groups) and shape[1] >= num_drafts), None)
         if shape is None or any(group.pages_BP.shape[1] > width for group, width in widths):
@@ -85,10 +85,10 @@ class FixedRounds:
         return True
 
     def run_after(self, step: FixedStep, out_X: Tensor, num_drafts: int) -> None:
-        """A round for all sequences of a fixed-shape step, whose draws are `out_X` (`FixedDraws`).
+        """Run a round for all sequences of a fixed-shape step, whose draws are `out_X` (`FixedDraws`).
 
-        A sequence that wants fewer proposals than others gets as many: what is not wanted is not verified, and the next
-        draw overwrites it.
+        A sequence that wants fewer proposals than others gets just as many. The surplus is not verified, and the next draw
+        overwrites it.
         """
         start, num_rows = self._starts.get(step.bucket), step.bucket.num_rows
         if start is None:
@@ -99,7 +99,7 @@ class FixedRounds:
 
     @torch.inference_mode()
     def rehearse(self, shape: tuple[int, int]) -> None:
-        """Run one shape on padding, so that its kernels are compiled."""
+        """Run one shape with only padding, so that its kernels are compiled."""
         self._reset(self._rounds[shape])
         self._propose(self._rounds[shape])
 
@@ -117,7 +117,7 @@ class FixedRounds:
 
     @torch.inference_mode()
     def capture_start(self, captures: Captures, step: FixedStep, out_X: Tensor) -> None:
-        """Capture the start of rounds after a step that has been captured, and its draws."""
+        """Capture the start of rounds after `step`. The step and its draws must already be captured."""
         self._starts[step.bucket], _ = captures.capture(partial(self._start_after, step, out_X))
 
     @property
@@ -136,7 +136,7 @@ class FixedRounds:
         if accepted_R is not None:
             facts_4R[SOURCE:] += accepted_R
         torch.index_select(last_LD, 0, facts_4R[SOURCE], out=self.hidden_SD[:count])
-        # One sequence for each row of the batch, in order: nothing needs to be gathered.
+        # If there is one sequence for each row of the batch, in order, nothing needs to be gathered.
         row_R = None if all(group.row == index for index, group in enumerate(groups)) else facts_4R[ROW]
         self.tables.copy(batch.groups, row_R, count, num_rows)
         for group, first in zip(batch.groups, self._firsts, strict=True):
@@ -144,7 +144,7 @@ class FixedRounds:
             first[count:num_rows].zero_()
 
     def _start_after(self, step: FixedStep, out_X: Tensor) -> None:
-        """Fill a round's buffers for all sequences of a step. It is captured: it only launches."""
+        """Fill a round's buffers for all sequences of a step. This is captured, so it only launches kernels."""
         assert step.hidden is not None, "no step has run in this bucket"
         num_rows, next_tokens, width = step.bucket.num_rows, step.next_tokens, self.tokens_SL.shape[1]
         into = self._facts[num_rows], self.hidden_SD[:num_rows]
@@ -160,7 +160,7 @@ class FixedRounds:
             fixed.graph.replay()
 
     def _propose(self, fixed: FixedRound) -> Tensor:
-        """What is captured: it only launches."""
+        """Make the proposals of a round. This is captured, so it only launches kernels."""
         hidden_RD = self.hidden_SD[: fixed.num_rows]
         with replayed():
             return propose(self.drafter, self.pool, self.tokens_SL, fixed.facts_4R, hidden_RD, fixed.groups, fixed.num_drafts)
@@ -174,7 +174,7 @@ class FixedRounds:
         return FixedRound(facts_4R, groups, num_drafts)
 
     def _reset(self, fixed: FixedRound) -> None:
-        """As if all rows were padding."""
+        """Fill a round's buffers as if all rows were padding."""
         fixed.facts_4R.zero_()
         fixed.facts_4R[SLOT] = self._spare_slot
         fixed.facts_4R[LENGTH] = 1

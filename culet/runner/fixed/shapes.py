@@ -1,7 +1,7 @@
-"""Everything of a runner that runs in fixed shapes: decode and verify steps, their draws, draft rounds, deferred KV.
+"""All parts of a runner with fixed shapes: decode and verify steps, their draws, draft rounds, and deferred KV.
 
-The parts do not know each other. The runner calls them one after another within a step; here they are created, rehearsed and
-captured together.
+The parts do not know each other. The runner calls them one after another within a step. This module creates, rehearses and
+captures them together.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class FixedShapes:
-    """`draws` is None on a CPU, `rounds` without a drafter, `deferred` without a drafter that has its own KV."""
+    """The fixed-shape parts of a runner.
+
+    `draws` is None on a CPU, `rounds` without a drafter, and `deferred` without a drafter that has its own KV.
+    """
 
     steps: FixedSteps
     draws: FixedDraws | None
@@ -56,7 +59,7 @@ class FixedShapes:
         return cls(steps, draws, rounds, deferred)
 
     def rehearse_step(self, rows: Sequence[Row], bucket: Bucket) -> None:
-        """Run a step and what follows it, so that their kernels are compiled. The results do not matter."""
+        """Run a step, its draws and the start of its round, so that their kernels are compiled. The results do not matter."""
         step = self.steps.rehearse(rows, bucket)
         if self.draws is not None and bucket in self.draws.buckets:
             self.draws.rehearse(step)
@@ -64,7 +67,7 @@ class FixedShapes:
                 self.rounds.rehearse_start(step, self.draws.drawn_in(bucket).out_X)
 
     def rehearse_rounds(self, num_seqs: Sequence[int] | None = None) -> None:
-        """Run draft rounds of these numbers of sequences (default: all)."""
+        """Run draft rounds with these numbers of sequences (default: all)."""
         if self.rounds is not None:
             for shape in self.rounds.shapes:
                 if num_seqs is None or shape[0] in num_seqs:
@@ -77,7 +80,7 @@ class FixedShapes:
                 self.deferred.rehearse(size)
 
     def capture(self, captures: Captures) -> int:
-        """Capture everything; returns the number of graphs."""
+        """Capture everything and return the number of graphs."""
         self.steps.capture(captures)
         self.capture_draws(captures)
         parts = [part for part in (self.rounds, self.deferred) if part is not None]
@@ -86,7 +89,7 @@ class FixedShapes:
         return self.num_captured
 
     def capture_draws(self, captures: Captures, buckets: Sequence[Bucket] | None = None) -> None:
-        """Capture the draws of `buckets` (default: all), whose steps have been captured, and the start of rounds after them."""
+        """Capture the draws of `buckets` (default: all) and the start of rounds after them. Their steps must be captured."""
         if self.draws is None:
             return
         steps = [self.steps[bucket] for bucket in buckets or self.draws.buckets if bucket in self.draws.buckets]

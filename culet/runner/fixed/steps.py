@@ -1,14 +1,15 @@
 """Decode and verify steps in fixed shapes, and the CUDA graphs that replay them with one launch.
 
-A step fits a **bucket** when every row needs logits for all of its few new tokens (decode: one; verify: the drafts and one
-more). A bucket is a number of rows and a number of tokens for each. The host sends the rows, padded, and their page tables if
-any changed; the device works out where every token stands (`lay_out_tokens`). So a row can begin behind drafts whose
-acceptance the host does not know yet. Rows that only pad store nothing and read the pool's spare page, which holds zeros.
+A step fits a **bucket** if every row needs logits for all of its few new tokens. A decode row has one new token, and a verify
+row has its drafts and one more. A bucket is a number of rows and a number of tokens for each row. The host sends the padded
+rows, and their page tables if any have changed. The device computes the position of every token (`lay_out_tokens`). So a row
+can begin after drafts whose acceptance the host does not know yet. Padding rows store nothing and read the pool's spare page,
+which holds zeros.
 
-On a GPU each bucket is captured once at start, from the rows to the last hidden states. Lengths are read on the device, so one
-graph serves sequences of any length. Without a graph the same launches run one by one.
+On a GPU, each bucket is captured once at startup, from the rows to the last hidden states. Lengths are read on the device, so
+one graph serves sequences of any length. Without a graph, the same launches run one by one.
 
-Shapes: T tokens of a bucket, padding included · B rows · P table columns · S slots · L a slot's tokens · G groups of KV.
+Shapes: T tokens of a bucket, including padding · B rows · P table columns · S slots · L a slot's tokens · G groups of KV.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from culet.runner.target import ForwardOutput, NextTokens, Target
 from culet.types import Row
 
 FIRST_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128)
-SIZE_STEP = 32  # beyond the last of them
-MAX_SHAPES = 4096  # combinations of row lengths whose row begins are kept
+SIZE_STEP = 32  # distance between sizes beyond the last of them
+MAX_SHAPES = 4096  # combinations of row lengths whose row begins are cached
 Int32s = NDArray[np.int32]
 
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """The shape of a fixed-shape step: up to `num_rows` sequences with up to `num_queries` new tokens each."""
+    """The shape of a fixed-shape step, with up to `num_rows` sequences of up to `num_queries` new tokens each."""
 
     num_queries: int
     num_rows: int
@@ -53,19 +54,22 @@ class Bucket:
 
     @property
     def num_table_rows(self) -> int:
-        """Rows of its page tables. Sequences may have fewer tokens than fit; rows that pad take what is left."""
+        """Number of rows in its page tables. If sequences have fewer tokens than fit, padding rows take the rest."""
         return self.num_rows if self.num_queries == 1 else 2 * self.num_rows
 
 
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Numbers of rows that get a bucket: close together where few rows run, and last `max_num_seqs` itself."""
+    """Return the numbers of rows that get a bucket. Small sizes are close together, and the last is `max_num_seqs`."""
     sizes = [*FIRST_SIZES, *range(FIRST_SIZES[-1] + SIZE_STEP, max_num_seqs, SIZE_STEP)]
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
 @lru_cache(maxsize=MAX_SHAPES)
 def _row_begins(bucket: Bucket, counts: tuple[int, ...]) -> Int32s:
-    """First tokens of rows with `counts` tokens, then of rows that pad: as many tokens each as fit, and at last none."""
+    """Return the first tokens of rows with `counts` tokens, followed by those of padding rows.
+
+    Padding rows take as many tokens as fit until none are left. The last ones are empty.
+    """
     left = bucket.num_tokens - sum(counts)
     pad_B = np.clip(left - np.arange(bucket.num_table_rows - len(counts)) * bucket.num_queries, 0, bucket.num_queries)
     begin_B1 = np.concatenate(([0], np.cumsum([*counts, *pad_B])))
@@ -75,23 +79,23 @@ def _row_begins(bucket: Bucket, counts: tuple[int, ...]) -> Int32s:
 
 @dataclass
 class FixedStep:
-    """One bucket: its buffers, the graph once it is captured, and what its last run left."""
+    """The buffers of one bucket, the graph once it is captured, and the output of its last run."""
 
     bucket: Bucket
-    buffer: Tensor  # uint8; what a step sends to the device, in one copy
-    planned: PlannedRows  # views of it
+    buffer: Tensor  # uint8, takes everything that a step sends to the device, in one copy
+    planned: PlannedRows  # views of `buffer`
     layout: TokenLayout  # computed from `planned` on the device
-    batch: ForwardBatch  # views of both
+    batch: ForwardBatch  # views of `planned` and `layout`
     graph: torch.cuda.CUDAGraph | None = None
-    hidden: Hidden | None = None  # of all tokens; replays leave it in the same place
+    hidden: Hidden | None = None  # output for all tokens, which replays write to the same place
 
     @property
     def next_tokens(self) -> NextTokens:
-        """Of all tokens; those of padding go to the spare slot."""
+        """The next tokens of all tokens. Those of padding go to the spare slot."""
         return NextTokens(self.layout.next_positions_T, self.layout.next_places_T)
 
     def output(self, rows: Sequence[Row]) -> ForwardOutput:
-        """What the last run left for its rows. Valid until the bucket runs again."""
+        """Return the output of the last run for its rows. It is valid until the bucket runs again."""
         assert self.hidden is not None, "no step has run in this bucket"
         count = sum(row.num_new for row in rows)
         tapped = {layer: tensor[:count] for layer, tensor in self.hidden.tapped.items()}
@@ -100,7 +104,7 @@ class FixedStep:
 
 
 class FixedSteps:
-    """All buckets of a runner. A captured step and one that is not have the same result."""
+    """All buckets of a runner. A step has the same result with and without a graph."""
 
     def __init__(
         self,
@@ -111,9 +115,10 @@ class FixedSteps:
         query_counts: Sequence[int] = (1,),
         deferred: DeferredKV | None = None,
     ) -> None:
-        """`tokens_SL` and `accepted_S` (drafts that each slot's last verify accepted, int32) have a spare slot at the end.
+        """Allocate the buffers of all buckets.
 
-        `deferred` keeps what a drafter with its own KV needs of every step.
+        `tokens_SL` and `accepted_S` (number of drafts that each slot's last verify accepted, int32) have a spare slot at the
+        end. `deferred` keeps the features that a drafter with its own KV needs from every step.
         """
         pool, groups = target.pool, target.pool.layout.groups
         assert pool.spare_page is not None, "rows that pad a batch need the pool's spare page"
@@ -123,7 +128,7 @@ class FixedSteps:
         self._page_tokens = [group.page_tokens for group in groups]
         num_slots, max_len = tokens_SL.shape[0] - 1, tokens_SL.shape[1]
         self.buckets = [Bucket(queries, size) for queries in sorted(query_counts) for size in bucket_sizes(num_slots)]
-        # A row may begin behind as many drafts as it has itself.
+        # A row may begin after as many drafts as it has itself.
         columns = [table_columns(group, max_len, 2 * max(query_counts) - 1) for group in groups]
         num_rows = max(bucket.num_table_rows for bucket in self.buckets)
         self.tables = DeviceTables(
@@ -135,7 +140,7 @@ class FixedSteps:
         return self._steps[bucket]
 
     def find(self, rows: Sequence[Row]) -> Bucket | None:
-        """The smallest bucket that holds these rows; None where they need a step of their own shape."""
+        """Return the smallest bucket that holds these rows, or None if they need a step of their own shape."""
         counts = [row.num_new for row in rows]
         if counts != [row.num_logits for row in rows] or any(row.is_prompt_logprobs for row in rows):
             return None
@@ -146,7 +151,7 @@ class FixedSteps:
         return next(fitting, None)
 
     def run(self, rows: Sequence[Row], bucket: Bucket) -> FixedStep:
-        """Launch a step of rows that `find` has found the bucket for."""
+        """Launch a step of rows in the bucket that `find` returned for them."""
         step = self._steps[bucket]
         self._send(rows, step)
         if step.graph is not None:
@@ -179,7 +184,7 @@ class FixedSteps:
         return sum(step.graph is not None for step in self._steps.values())
 
     def _launch(self, step: FixedStep) -> Hidden:
-        """What is captured: it only launches."""
+        """Run a step. This is captured, so it only launches kernels."""
         self._lay_out(step)
         return self._forward(step, step.batch)
 
@@ -197,7 +202,7 @@ class FixedSteps:
         return hidden
 
     def _send(self, rows: Sequence[Row], step: FixedStep) -> None:
-        """Send a step's rows to its bucket, and their page tables unless the device holds them."""
+        """Send a step's rows to its buffer, and their page tables unless the device holds them."""
         bucket, staged = step.bucket, self._stage(rows, step.bucket)
         has_tables = self.tables.stage(staged, rows, bucket.num_rows, bucket.num_table_rows)
         staged.send_into(step.buffer)
@@ -205,7 +210,7 @@ class FixedSteps:
             self.tables.spread(staged.unpack(step.buffer), len(rows), bucket.num_rows)
 
     def _stage(self, rows: Sequence[Row], bucket: Bucket) -> PackedArrays:
-        """The rows, padded to the bucket, as `_planned_rows` reads them."""
+        """Stage the rows, padded to the bucket, as `_planned_rows` reads them."""
         count = len(rows)
         facts = np.zeros((3 + len(self._page_tokens), aligned(bucket.num_table_rows)), dtype=np.int32)
         facts[0, :count] = [row.start for row in rows]
@@ -220,7 +225,7 @@ class FixedSteps:
         return staged
 
     def _batch_of(self, rows: Sequence[Row], step: FixedStep) -> ForwardBatch:
-        """The rows of a step without a graph, and the rows that pad it and have tokens."""
+        """Return the batch of a step without a graph, with its rows and the padding rows that have tokens."""
         left = step.bucket.num_tokens - sum(row.num_new for row in rows)
         is_stored = (True,) * len(self._page_tokens)
         facts = [RowFacts(row.start, row.num_new, is_stored) for row in rows]
@@ -230,7 +235,7 @@ class FixedSteps:
         return replace(_cut(step.batch, len(facts), step.bucket.num_tokens), rows=tuple(facts))
 
     def _make_step(self, bucket: Bucket) -> FixedStep:
-        """Buffers of a bucket. One buffer takes what is sent, with room for the widest page tables at the end."""
+        """Allocate the buffers of a bucket. One takes everything that is sent, with the widest page tables at the end."""
         device, num_groups = self.target.device, len(self._page_tokens)
         num_rows, num_tokens = bucket.num_table_rows, bucket.num_tokens
         staged = self._stage((), bucket)
@@ -246,7 +251,7 @@ class FixedSteps:
             next_positions_T=zeros(num_tokens).int(),
             kv_address_GT=zeros(num_groups, aligned(num_tokens)),
             context_B=zeros(num_rows).int(),
-            # A step of one token for each sequence keeps features; others write the drafter's KV at once.
+            # A step of one token for each sequence keeps features. Other steps write the drafter's KV at once.
             ring_T=zeros(num_tokens) if self.deferred is not None and bucket.num_queries == 1 else None,
         )
         groups = [
@@ -267,13 +272,13 @@ class FixedSteps:
 
 
 def _planned_rows(sent: Mapping[str, Tensor], num_rows: int, most_tokens: int) -> PlannedRows:
-    """The rows that were sent, as kernels read them: starts, slots, whether they are open, first positions of their tables."""
+    """Return the rows that were sent, with their starts, slots, open flags and first table positions, as kernels read them."""
     start_B, slot_B, is_open_B = (row[:num_rows] for row in sent["rows"][:3])
     return PlannedRows(sent["begin"], start_B, slot_B, is_open_B, sent["rows"][3:], most_tokens)
 
 
 def _cut(batch: ForwardBatch, num_rows: int, num_tokens: int) -> ForwardBatch:
-    """The first rows and tokens of a batch, as views."""
+    """Return the first rows and tokens of a batch, as views."""
     return replace(
         batch,
         token_ids_T=batch.token_ids_T[:num_tokens],
