@@ -116,7 +116,7 @@ class DraftChoice:
     model: str  # a folder, a name on the Hub, or `random:` for random weights that fit the target
     revision: str | None = None  # branch, tag or commit of a model on the Hub
     num_speculative_tokens: int | None = None  # maximum drafts per round, or None for the method's default
-    attention_backend: str = "auto"  # for the drafter's layers; the target has its own setting
+    attention_backend: str = "auto"  # for the drafter's layers (the target has its own setting)
     position: str = "engine"  # for mtp: position of a drafted query, `engine` (last token with KV) or `hf` (the one after it)
     head_dtype: str = "auto"  # for mtp: precision of the drafter's head, `auto` (the model's) or `fp8` (half the memory)
     adaptive: bool = True  # propose fewer drafts, down to none, when they are not accepted
@@ -201,7 +201,7 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    given: frozenset[str] = frozenset()  # fields that the user set; others may be derived from the model and the machine
+    given: frozenset[str] = frozenset()  # fields that the user set. Others may be derived from the model and the machine.
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """The data that travels between parts. It is frozen and needs no torch.
 
-The path of a request: `Request` -> scheduler (`StepPlan`) -> runner (`StepResult`) -> scheduler -> `TokenDelta`.
+A request takes this path: `Request` -> scheduler (`StepPlan`) -> runner (`StepResult`) -> scheduler -> `TokenDelta`.
 
 The runner has one **slot** (0 .. max_num_seqs - 1) for each running sequence. It holds the sequence's tokens and sampling
 settings. An `Entry` fills a slot when a sequence starts or resumes. After that a `Row` needs no token ids: the tokens at
-positions `start .. start + num_new` are read from the slot's buffer, and the sampler appends what it draws there. So a step
+positions `start .. start + num_new` are read from the slot's buffer, and the sampler appends the drawn tokens there. So a step
 can be planned before the previous step's tokens have reached the host.
 """
 
@@ -245,7 +245,7 @@ class Request:
     stop_token_ids: frozenset[int]  # includes eos tokens, unless the caller ignores them
     priority: int = 0  # lower values go first, and equal ones in order of arrival
     deadline: float | None = None  # on the scheduler's clock, or None for no limit
-    grammar: GrammarSpec | None = None  # what the output must look like
+    grammar: GrammarSpec | None = None  # the form that the output must have
     resume_lengths: tuple[int, ...] = ()  # prompt lengths that later prompts may share, each worth a ResumePoint
     media: tuple[MediaSpan, ...] = ()  # in ascending order, without overlap
     cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
@@ -294,7 +294,7 @@ class Row(NamedTuple):
     num_new: int
     num_logits: int  # the last `num_logits` new tokens need logits (0 in the middle of a prompt)
     tables: tuple[PageTable, ...]  # one per KV group, in the layout's order, covering the new tokens that are stored
-    store_from: tuple[int, ...]  # per KV group: new tokens before this position store no KV (no later step sees them)
+    store_from: tuple[int, ...]  # by KV group. New tokens before this position store no KV, because no later step sees them.
     num_drafts: int = 0  # the last `num_drafts` new tokens are proposals to verify (num_logits = num_drafts + 1)
     num_wanted: int = 0  # number of proposals to make for the next step of its draw slots
     draw_slots: tuple[int, ...] = ()  # slots that draw from the last logits: usually (slot,), or n slots if samples fork

@@ -17,7 +17,7 @@ class RowFacts:
 
     start: int  # position of the first query token
     num_queries: int
-    is_stored: tuple[bool, ...]  # by KV group: whether pages hold every key that this row's queries see
+    is_stored: tuple[bool, ...]  # whether pages hold every key that this row's queries see, by KV group
     is_text: bool = False  # the row follows the text rule, even if the step has a `visible_2T`
 
 
@@ -25,18 +25,18 @@ class RowFacts:
 class GroupBatch:
     """A step's data for one KV group. `runner/fill` fills it. Backends read it at every call and never keep it."""
 
-    pages_BP: Tensor  # int32; column j of row b holds positions from first_B[b] + j * page_tokens on; unused columns hold 0
-    first_B: Tensor  # int32; position of the first token of column 0
-    kv_address_T: Tensor  # int64; page * page_tokens + offset where a new token's KV goes; -1: it is not stored
-    visible_2T: Tensor | None = None  # int32 (kv_lo, kv_hi) of each query token, inclusive; None: the text rule
+    pages_BP: Tensor  # int32. Column j of row b holds positions from first_B[b] + j * page_tokens on. Unused columns hold 0.
+    first_B: Tensor  # int32, position of the first token of column 0
+    kv_address_T: Tensor  # int64, page * page_tokens + offset of a new token's KV, or -1 if it is not stored
+    visible_2T: Tensor | None = None  # int32 (kv_lo, kv_hi) of each query token, inclusive, or None for the text rule
 
 
 @dataclass(frozen=True, slots=True)
 class InputRows:
     """Precomputed rows, such as image and audio features, that replace the embeddings of marked tokens."""
 
-    index_M: Tensor  # int64; which of the T tokens
-    rows_MD: Tensor  # in the activations' dtype; used unchanged, without an embedding's scale
+    index_M: Tensor  # int64, indices of the marked tokens among the T tokens
+    rows_MD: Tensor  # in the activations' dtype, used unchanged, without an embedding's scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class ForwardBatch:
 
     token_ids_T: Tensor  # int64
     positions_T: Tensor  # int64
-    row_begin_B1: Tensor  # int32; tokens row_begin[b] .. row_begin[b + 1] - 1 belong to row b
-    context_B: Tensor  # int32; number of the row's tokens whose KV existed before this step (= position of its first token)
-    logits_index_L: Tensor  # int64; which of the T tokens need logits
+    row_begin_B1: Tensor  # int32. Tokens row_begin[b] .. row_begin[b + 1] - 1 belong to row b.
+    context_B: Tensor  # int32, number of the row's tokens whose KV existed before this step (= position of its first token)
+    logits_index_L: Tensor  # int64, indices of the tokens that need logits
     rows: tuple[RowFacts, ...]
     groups: tuple[GroupBatch, ...]  # in the layout's order
-    tail: ForwardBatch | None  # None: every token needs logits, so the batch is its own tail
+    tail: ForwardBatch | None  # None if every token needs logits, so that the batch is its own tail
     input_rows: InputRows | None = None  # the tail uses those of its batch
 
     @property

@@ -28,7 +28,7 @@ class AttentionNeed:
     head_dim: int
     window: int | None
     latent: bool  # pages hold K and V once, in overlapping columns
-    width: int  # elements in a row of a page: the head dim, or more for a latent
+    width: int  # elements in a row of a page, which is the head dim, or more for a latent
     kv_itemsize: int
     has_intervals: bool = False  # rows may have an interval of visible keys per token, as for images or blocks of drafts
 
@@ -42,7 +42,7 @@ class Backend:
 
     path: str  # "module:Class"
     about: str
-    refuses: Capability  # returns why it cannot serve a need on an architecture; None: it can
+    refuses: Capability  # returns why it cannot serve a need on an architecture, or None if it can
 
 
 NO_E4M3 = f"GPUs before sm_{hardware.ADA} cannot convert to an fp8 (e4m3) cache: use --kv-cache-dtype auto"

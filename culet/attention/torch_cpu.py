@@ -27,7 +27,7 @@ from culet.cache.spec import KVGroup
 
 FEW_QUERIES = 16  # rows with up to this many queries are batched
 QUERY_BLOCK = 256  # queries of a long row that share one masked product
-FEW_KEYS = 128  # rows that see fewer keys share a product at any length; longer rows share one only within a factor of two
+FEW_KEYS = 128  # rows that see fewer keys always share a product. Longer rows share one only within a factor of two.
 
 Ints = NDArray[np.int64]
 RowsView = tuple[tuple[int, int], tuple[int, int]]  # size and stride of a view of a layer's memory with one row per unit
@@ -41,9 +41,9 @@ class _Product:
     num_queries: int
     num_keys: int
     key_rows: Tensor  # rows of the flat pool, [plane, B, G, S] flattened
-    mask: Tensor | None  # [B, 1, Q * R, S], added to the scores; None: every key is visible
-    tokens: Tensor | None  # the query of each of the B * Q places; None: the batch's tokens in order
-    places: Tensor | None  # places that are not padding; None: all
+    mask: Tensor | None  # [B, 1, Q * R, S], added to the scores, or None if every key is visible
+    tokens: Tensor | None  # the query of each of the B * Q places, or None for the batch's tokens in order
+    places: Tensor | None  # places that are not padding, or None for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class _LongRow:
     first_key: int  # position of the first key
     lo_Q: Tensor
     hi_Q: Tensor
-    bounds: tuple[tuple[int, int], ...]  # by block of queries: first and last key position that any of them sees
+    bounds: tuple[tuple[int, int], ...]  # first and last key position that any query of a block sees, by block
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class _Plan:
     """The plan for a batch. All layers of the group share it."""
 
     batch: ForwardBatch
-    max_queries: int  # in rows with few query tokens, rounded up to a power of two; 0: no such rows
+    max_queries: int  # in rows with few query tokens, rounded up to a power of two, or 0 without such rows
     is_few_masked: bool  # whether one of these rows has intervals per token
     long_rows: list[LongRow]  # by the text rule
     masked_rows: list[LongRow]  # with intervals per token
