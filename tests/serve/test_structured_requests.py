@@ -154,7 +154,7 @@ def grammar_workers(server: Running) -> list[int]:
     children = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():
-            if b"grammar_worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"culet.structured.check_worker" in Path(f"/proc/{child}/cmdline").read_bytes():
                 children.append(int(child))
     return children
 
@@ -178,6 +178,8 @@ def test_a_schema_that_takes_minutes_to_compile(tiny: Running) -> None:
         thread.start()
     time.sleep(0.5)
     assert tiny.chat(max_tokens=3).status_code == 200
+    compiling = set(grammar_workers(tiny))
+    assert compiling, "no worker compiles the bad schema"
     assert all(thread.is_alive() for thread in threads), "others wait for the bad schema"
     for thread in threads:
         thread.join()
@@ -185,8 +187,9 @@ def test_a_schema_that_takes_minutes_to_compile(tiny: Running) -> None:
         assert answer.status_code == 400
         assert "too complex" in answer.json()["error"]["message"]
         assert seconds < 90
-    busy = {pid: cpu_s(pid) for pid in grammar_workers(tiny)}
+    idle = {pid: cpu_s(pid) for pid in grammar_workers(tiny)}
+    assert not compiling <= idle.keys(), "no worker was ended"
     time.sleep(0.5)
-    assert all(cpu_s(pid) - before < 0.2 for pid, before in busy.items()), "a worker still compiles"
+    assert all(cpu_s(pid) - before < 0.2 for pid, before in idle.items()), "a worker still compiles"
     assert ask(tiny, response_format=FORMAT).finish_reason == "stop"
     tiny.check_well()
