@@ -98,7 +98,7 @@ class FakeRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         self._check_plan(plan)
         for ledger in self.ledgers:
-            self._write_late(ledger, ledger.due_before(plan), "left")
+            self._write_deferred(ledger, ledger.due_before(plan), "left")
         for entry in plan.entries:
             self.slots[entry.slot] = Slot(entry, list(entry.token_ids))
         self._copy(plan.copies)
@@ -113,7 +113,7 @@ class FakeRunner:
         for row in plan.rows:
             drawn += self._draw(row)
         for ledger in self.ledgers:
-            self._write_late(ledger, ledger.due_after(plan.rows), "due")
+            self._write_deferred(ledger, ledger.due_after(plan.rows), "due")
         for row in plan.rows:
             self._read_context(row)
             self._scribble(row)
@@ -202,15 +202,15 @@ class FakeRunner:
             self.page_group[page], self.memory[page] = group, {}
         self.memory[page][offset] = value
 
-    def _write_late(self, ledger: Ledger, late: list[DeferredWrite], why: str) -> None:
+    def _write_deferred(self, ledger: Ledger, writes: list[DeferredWrite], why: str) -> None:
         """Write a drafter's KV for tokens of earlier steps from the rings."""
         size = self.layout.groups[ledger.group].page_tokens
-        for write in late:
+        for write in writes:
             assert 0 < write.count <= ROOM
             for _, first, count, page in write.pieces(size):
                 for position in range(first, first + count):
                     self._put((page, ledger.group, position % size), self.rings[ledger.group, write.slot, position % ROOM])
-            self.counts[f"late tokens, {why}"] += write.count
+            self.counts[f"deferred tokens, {why}"] += write.count
 
     def _read_context(self, row: Row) -> None:
         """Read what a drafter with its own pages reads before it proposes, its KV of all tokens but the newest."""

@@ -159,7 +159,7 @@ def test_seeds_do_not_depend_on_the_batch(llm: LLM) -> None:
     params = [SamplingParams(seed=seed, max_tokens=24, ignore_eos=True) for seed in range(6)]
     prompts = prompts_of()
     together = [result.token_ids for result in llm.generate(prompts, params)]
-    alone = [llm.generate([token_ids], one)[0].token_ids for token_ids, one in zip(prompts, params, strict=True)]
+    alone = [llm.generate([token_ids], own)[0].token_ids for token_ids, own in zip(prompts, params, strict=True)]
     small = make("31B", max_num_batched_tokens=11, max_num_seqs=3)
     assert together == alone
     assert together == [result.token_ids for result in small.generate(prompts, params)]

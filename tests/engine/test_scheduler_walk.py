@@ -223,7 +223,7 @@ def test_walk_of_ten_thousand_steps() -> None:
     assert total["cancelled"] >= 500
     assert total["rollbacks"] >= 500
     assert total["prefix_hits"] >= 100
-    late = ("late tokens, left", "late tokens, due", "drafted keys")
+    deferred = ("deferred tokens, left", "deferred tokens, due", "drafted keys")
     for name in (
         "forks",
         "timed_out",
@@ -236,13 +236,13 @@ def test_walk_of_ten_thousand_steps() -> None:
         "open",
         "moved on",
         "media computed",
-        *late,
+        *deferred,
     ):
         assert total[name] >= 50, f"{name} happened {total[name]} times only"
 
 
 @pytest.mark.parametrize("world", ["pauses", "pauses ahead"])
-def test_the_walk_sees_what_is_not_written_late(world: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_walk_sees_what_is_not_written(world: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The walk fails if a ledger forgets sequences that left, or writes what is due a step too late."""
     before, after = Ledger.due_before, Ledger.due_after
     monkeypatch.setattr(Ledger, "due_before", lambda self, plan: before(self, plan) and [])

@@ -216,7 +216,7 @@ def test_one_layer_of_each_kind_calls_all_that_a_step_calls(shape: str, monkeypa
 
     def listening(name: str, op: Callable[..., object]) -> Callable[..., object]:
         def call(*given: object) -> object:
-            seen.add((name, *(tuple(one.shape) if isinstance(one, torch.Tensor) else type(one) for one in given)))
+            seen.add((name, *(tuple(value.shape) if isinstance(value, torch.Tensor) else type(value) for value in given)))
             return op(*given)
 
         return call
@@ -247,10 +247,11 @@ class LiveMemory(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         result = func(*args, **(kwargs or {}))
-        for one in tree_leaves(result):
-            if isinstance(one, torch.Tensor) and (storage := one.untyped_storage()).data_ptr() not in given:
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and (storage := leaf.untyped_storage()).data_ptr() not in given:
                 self.live[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
         self.live = {address: entry for address, entry in self.live.items() if not entry[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self.live.values()))

@@ -115,7 +115,7 @@ def oracle_drafts(
     length = len(token_ids)
     assert shared["full_attention"][0].shape[2] == length
     if position == "engine":
-        shared["sliding_attention"] = tuple(one[:, :, -tiny.WINDOW :] for one in shared["sliding_attention"])
+        shared["sliding_attention"] = tuple(tensor[:, :, -tiny.WINDOW :] for tensor in shared["sliding_attention"])
     place = torch.tensor([[length if position == "hf" else length - 1]])
     token, drafts, logits = torch.tensor([[newest]]), [], []
     for _ in range(num_drafts):

@@ -1,4 +1,4 @@
-"""Which tokens of a drafter's own KV are written late, and when."""
+"""Which tokens of a drafter's own KV are deferred, and when they are written."""
 
 from __future__ import annotations
 
