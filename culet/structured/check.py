@@ -75,14 +75,14 @@ class GrammarCheck:
                     problem = str(process.ask(json.dumps(asdict(spec)), self.time_limit_s)["error"])
                 except TimeoutError:
                     process.end()
-                    return f"stopped compiling after {self.time_limit_s:g} s; it is too complex"
+                    return f"the grammar is too complex: compiling it took more than {self.time_limit_s:g} s"
                 except OSError:  # The process died. If the next one dies too, this grammar is the cause.
                     process.end()
                     continue
                 with self._lock:
                     self._idle.append(process)
                 return problem
-            return "too complex: compiling it took too much memory"
+            return "the grammar is too complex: compiling it took too much memory"
         finally:
             self._free.release()
 

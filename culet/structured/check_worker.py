@@ -31,7 +31,7 @@ def _check(spec: GrammarSpec, names: Sequence[str]) -> str:
     except GrammarFault as fault:
         return str(fault)
     except (RecursionError, MemoryError):
-        return "nested too deeply, or too large"
+        return "the grammar is too large or is nested too deeply"
     return ""
 
 

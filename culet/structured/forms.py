@@ -48,7 +48,7 @@ def form_of(response_format: ResponseFormat | None, fields: StructuredFields | N
     """Return the form that a request asks for, or None."""
     if fields is not None:
         if response_format is not None and response_format.type != "text":
-            raise BadRequest("structured_outputs: got it together with response_format, expected only one of them")
+            raise BadRequest("structured_outputs: cannot be combined with response_format")
         return StructuredOutputs(
             json=fields.json,
             json_object=bool(fields.json_object),
@@ -62,7 +62,7 @@ def form_of(response_format: ResponseFormat | None, fields: StructuredFields | N
         return StructuredOutputs(json_object=True)
     named = response_format.json_schema
     if named is None:
-        raise BadRequest("response_format.json_schema: missing, expected a name and a schema")
+        raise BadRequest("response_format.json_schema: a name and a schema are required")
     return schema_form(named.schema_, strict=bool(named.strict))
 
 

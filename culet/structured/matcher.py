@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from culet.structured.compiled_grammar import shorten
 from culet.types import GRAMMAR_FAULT
 
-_DEAD_END = "no token of the vocabulary can continue from here"
+_DEAD_END = "no token in the vocabulary can continue the output"
 Mask = NDArray[np.int32]
 
 

@@ -35,7 +35,7 @@ def _check_message(message: object, where: str) -> dict[str, Any]:
             raise BadRequest(f"{where}.{key}: got {type(message[key]).__name__}, expected a string")
     if message.get("tool_calls") is not None:
         if role != "assistant":
-            raise BadRequest(f"{where}: got tool_calls in a {role} message, expected them only in assistant messages")
+            raise BadRequest(f"{where}: got tool_calls in a {role} message, but only assistant messages may have them")
         checked["tool_calls"] = _check_calls(message["tool_calls"], f"{where}.tool_calls")
     content = message.get("content")
     has_other = bool(message.get("tool_calls") or message.get("tool_responses"))
@@ -53,7 +53,7 @@ def _check_part(part: object, where: str) -> dict[str, Any]:
         raise BadRequest(f"{where}: got {type(part).__name__}, expected a mapping such as {{'type': 'text', 'text': ...}}")
     kind = part.get("type")
     if kind in MEDIA_PARTS:
-        raise UnsupportedError(f"{where}: got a part of type {kind}, only text is supported", hint="send only text parts")
+        raise UnsupportedError(f"{where}: got a part of type {kind}, but only text is supported", hint="send only text parts")
     if kind != "text":
         raise BadRequest(f"{where}: got a part of type {kind!r}, expected text")
     if not isinstance(part.get("text"), str):
@@ -72,7 +72,7 @@ def _check_calls(calls: object, where: str) -> list[dict[str, Any]]:
         if isinstance(arguments, str):
             raise BadRequest(
                 f"{where}[{index}].function.arguments: got a string, expected a mapping",
-                hint="parse it first, with json.loads(arguments)",
+                hint="parse it with json.loads(arguments) first",
             )
         if not isinstance(arguments, Mapping | None):
             raise BadRequest(f"{where}[{index}].function.arguments: got {type(arguments).__name__}, expected a mapping")

@@ -92,7 +92,8 @@ class ChatTemplate:
             request = json.dumps({"name": name, "variables": variables})
         except (TypeError, ValueError, RecursionError) as error:
             raise BadRequest(
-                f"messages: not plain data: {error}", hint="use only JSON types: strings, numbers, lists and objects"
+                f"messages: cannot convert them to JSON: {error}",
+                hint="use only JSON types: strings, numbers, lists and objects",
             ) from error
         with self._lock:
             return self._ask(request)
@@ -123,13 +124,13 @@ class ChatTemplate:
         except TimeoutError as error:
             self._end()
             raise BadRequest(
-                f"chat template ({self.origin}): stopped after {self._time_limit_s:g} s",
-                hint="the template may loop; check the checkpoint's chat_template",
+                f"chat template ({self.origin}): rendering was stopped after {self._time_limit_s:g} s",
+                hint="check whether the checkpoint's chat_template loops forever",
             ) from error
         except OSError as error:
             self._end()
             raise BadRequest(
-                f"chat template ({self.origin}): its process died, perhaps because it ran out of memory"
+                f"chat template ({self.origin}): the rendering process died, perhaps because it ran out of memory"
             ) from error
         except CheckpointError:
             self._end()
@@ -147,7 +148,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise CheckpointError(
-            f"{path}: cannot be read: {error}", hint="download the file again from the model's page"
+            f"{path}: cannot read the file: {error}", hint="download the file again from the model's page"
         ) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: got {type(content).__name__}, expected an object")
@@ -169,7 +170,7 @@ def _find_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, 
         try:
             return {"default": path.read_text(encoding="utf-8")}, path.name
         except (ValueError, OSError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}") from error
+            raise CheckpointError(f"{path}: cannot read the file: {error}") from error
     for name, content in (("chat_template.json", _read_json(folder / "chat_template.json")), ("tokenizer_config.json", config)):
         template = content.get("chat_template")
         if isinstance(template, str):

@@ -61,7 +61,7 @@ def _render(template: jinja2.Template, variables: dict[str, Any], max_chars: int
     for piece in template.generate(**variables):
         size += len(piece)
         if size > max_chars:
-            raise jinja2.TemplateError(f"the text is longer than {max_chars} characters")
+            raise jinja2.TemplateError(f"the rendered text is longer than {max_chars} characters")
         pieces.append(piece)
     return "".join(pieces)
 
@@ -74,7 +74,10 @@ def _reply(answer: dict[str, str]) -> None:
 def _failure(error: Exception) -> dict[str, str]:
     kind = "syntax" if isinstance(error, jinja2.TemplateSyntaxError) else "render"
     where = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-    reasons: dict[type[Exception], str] = {RecursionError: "nested too deeply", MemoryError: "took too much memory"}
+    reasons: dict[type[Exception], str] = {
+        RecursionError: "the template or its input is nested too deeply",
+        MemoryError: "the template used too much memory",
+    }
     return {"kind": kind, "error": reasons.get(type(error)) or (str(error) + where) or type(error).__name__}
 
 

@@ -28,11 +28,11 @@ class Tokenizer:
     def __init__(self, folder: str | Path) -> None:
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
-            raise CheckpointError(f"{path}: no such file", hint=_HINT)
+            raise CheckpointError(f"{path}: file not found", hint=_HINT)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for any bad file
-            raise CheckpointError(f"{path}: not a tokenizer: {error}", hint=_HINT) from error
+            raise CheckpointError(f"{path}: cannot read the tokenizer: {error}", hint=_HINT) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._replacements, self._has_byte_tokens = _read_decoder(self._tokenizer, path)
@@ -117,8 +117,8 @@ class NumberTokenizer(Tokenizer):
         token_ids = [self.token_id(word) for word in text.split()]
         known = [token_id for token_id in token_ids if token_id is not None]
         if len(known) < len(token_ids):
-            hint = f"example: '17 4 1305', each below {self._vocab_size}"
-            raise BadRequest("prompt: a model with random weights reads token numbers, not words", hint=hint)
+            hint = f"send token ids below {self._vocab_size}, for example '17 4 1305'"
+            raise BadRequest("prompt: a model with random weights reads token ids, not words", hint=hint)
         return known
 
     def _make_piece(self, token_id: int) -> bytes:
@@ -135,10 +135,11 @@ def _read_decoder(tokenizer: tokenizers.Tokenizer, path: Path) -> tuple[list[tup
             replacements.append((step["pattern"]["String"], step["content"]))
         elif step["type"] not in ("ByteFallback", "Fuse"):
             raise CheckpointError(
-                f"{path}: got a decoder with {step['type']}, expected Gemma's: Replace, ByteFallback and Fuse", hint=_HINT
+                f"{path}: got a decoder with {step['type']}, expected Gemma's decoder (Replace, ByteFallback and Fuse)",
+                hint=_HINT,
             )
     if not steps:
-        raise CheckpointError(f"{path}: got no decoder, expected Gemma's: Replace, ByteFallback and Fuse", hint=_HINT)
+        raise CheckpointError(f"{path}: got no decoder, expected Gemma's decoder (Replace, ByteFallback and Fuse)", hint=_HINT)
     return replacements, any(step["type"] == "ByteFallback" for step in steps)
 
 

@@ -290,7 +290,7 @@ def test_number_tokenizer() -> None:
     assert tokenizer.encode(" 5 17 99", add_bos=True) == [5, 17, 99]
     assert (tokenizer.vocab_size, tokenizer.token_id("99"), tokenizer.token_id("100")) == (100, 99, None)
     for text in ("100", "hello", "-1"):
-        with pytest.raises(BadRequest, match="token numbers"):
+        with pytest.raises(BadRequest, match="token ids, not words"):
             tokenizer.encode(text)
 
 

@@ -248,10 +248,10 @@ def test_an_endless_schema_is_refused_and_leaves_nothing_running(name: str) -> N
     check = GrammarCheck(SPECIAL, time_limit_s=1.0)
     check.check(spec(json=PERSON))
     before = workers()
-    with pytest.raises(BadRequest, match="stopped compiling after 1 s"):
+    with pytest.raises(BadRequest, match="compiling it took more than 1 s"):
         check.check(spec(json=ENDLESS[name]))
     assert workers() < before
-    with pytest.raises(BadRequest, match="stopped compiling"):  # a remembered verdict
+    with pytest.raises(BadRequest, match="compiling it took more than"):  # a remembered verdict
         check.check(spec(json=ENDLESS[name]))
     check.check(spec(regex="[a-z]+"))
     check.close()
