@@ -48,7 +48,8 @@ class CompileCount:
         self.seconds += seconds
         if self.is_serving:
             name = getattr(src, "name", "?")
-            logger.warning("kernel %s was compiled while serving, in %.1f s: the rehearsal at start missed it", name, seconds)
+            text = "kernel %s was compiled while serving, which took %.1f s: the rehearsal at startup missed it"
+            logger.warning(text, name, seconds)
 
     def begin_serving(self) -> None:
         """Warn about every compilation from now on."""
@@ -134,7 +135,7 @@ class CompilerProcesses:
             try:
                 process = start_compiler(has_launchers=True)
             except InternalError as error:
-                logger.warning("%s: kernels are compiled in this process instead, which is slower", error)
+                logger.warning("compiling kernels in this process instead, which is slower: %s", error)
         self._free.put(process)
 
 
@@ -231,7 +232,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context((folder / "compiling.lock").open("a"))
             tell = threading.Timer(
-                _SILENT_WAIT_S, logger.info, ("waiting for another process that compiles kernels into %s", folder)
+                _SILENT_WAIT_S, logger.info, ("waiting for another process that is compiling kernels into %s", folder)
             )
             tell.start()
             try:

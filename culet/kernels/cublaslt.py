@@ -56,7 +56,7 @@ def product(x_MK: Tensor, weight_NK: Tensor) -> Tensor | None:
         return cublas.product(x_MK, weight_NK)
     except CublasError as error:
         cublas.is_broken = True
-        logger.warning("%s: torch chooses matrix kernels from now on", error)
+        logger.warning("from now on, torch chooses the matrix kernels, because %s", error)
         return None
 
 
@@ -74,7 +74,7 @@ def _on_device(device: int) -> _CublasLt | None:
     try:
         return None if path is None else _CublasLt(ctypes.CDLL(path), device)
     except (OSError, AttributeError, CublasError) as error:
-        logger.warning("cuBLASLt is not usable (%s): torch chooses matrix kernels", error)
+        logger.warning("torch chooses the matrix kernels, because cuBLASLt is not usable: %s", error)
         return None
 
 

@@ -83,7 +83,7 @@ def triton_kernels() -> ModuleType:
             missing.append(name)
         setattr(table, name, kernel or eager)
     if missing:
-        logger.warning("kernels: no Triton kernel for %s; torch serves, more slowly", ", ".join(missing))
+        logger.warning("kernels without a Triton version run in torch, which is slower: %s", ", ".join(missing))
     return table
 
 

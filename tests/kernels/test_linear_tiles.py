@@ -105,7 +105,7 @@ def test_all_tokens_have_a_column() -> None:
         (Shape("rows", 256, 2560), 8, Tile("stream", 64, 64, 8, 4), "too few rows"),
         (Shape("inputs", 256, 2624), 8, Tile("stream", 64, 128, 4, 4), "does not divide"),
         (Shape("inputs", 256, 2560), 8, Tile("stream", 64, 64, 4, 4, 3), "does not divide"),
-        (Shape("gate", 256, 2560, GATED), 8, Tile("stream", 64, 64, 4, 4, 2), "not joined"),
+        (Shape("gate", 256, 2560, GATED), 8, Tile("stream", 64, 64, 4, 4, 2), "cannot be joined"),
         (Shape("parts", 1 << 16, 2560), 40, Tile("stream", 64, 64, 4, 4, 2), "more workspace"),
         (Shape("counters", 1 << 20, 2560), 1, Tile("stream", 64, 64, 4, 4, 2), "more arrival counters"),
     ],

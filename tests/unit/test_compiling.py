@@ -253,7 +253,7 @@ def test_one_process_at_a_time_compiles(
             time.sleep(0.01)
         assert not is_in.is_set()
         assert [record.getMessage() for record in caplog.records] == [
-            f"waiting for another process that compiles kernels into {folder}"
+            f"waiting for another process that is compiling kernels into {folder}"
         ]
         if dies:
             process.kill()

@@ -200,7 +200,7 @@ def decode_launches(
     """Return the launches of one call, in order."""
     num_tokens, num_heads, head_dim = q_TNH.shape
     rotated = kv.width - head_dim
-    assert not rotated or rotated * 4 == head_dim, f"a latent of {rotated} rotated dims at head dim {head_dim}"
+    assert not rotated or rotated * 4 == head_dim, f"unsupported latent: {rotated} rotated dims at head dim {head_dim}"
     assert q_TNH.stride(1) == out_TNH.stride(1) == head_dim, "heads of a token must be contiguous"
     shape = describe_splits(num_heads, kv, rows, max_queries, out_TNH, tile)
     splits = tile.splits(kv, rows.num_rows, shape["GROUP"], max_queries)

@@ -278,7 +278,7 @@ def prefill_launch(
     num_tokens, num_heads, head_dim = q_TNH.shape
     num_kv_heads, group = kv.num_kv_heads, num_heads // kv.num_kv_heads
     rotated = kv.width - head_dim
-    assert not rotated or rotated * 4 == head_dim, f"a latent of {rotated} rotated dims at head dim {head_dim}"
+    assert not rotated or rotated * 4 == head_dim, f"unsupported latent: {rotated} rotated dims at head dim {head_dim}"
     assert tile.rows % group == 0, f"{tile.rows} rows do not hold whole tokens of {group} query heads"
     assert q_TNH.stride(1) == out_TNH.stride(1) == head_dim, "heads of a token must be contiguous"
     if fresh is not None:

@@ -118,7 +118,7 @@ DECODE = (
     # 8 times.
     TileRow(ANY, 128, False, MANY, DecodeTile(64, 32, 4, 3), UNMEASURED),
     TileRow(ANY, 128, True, MANY, DecodeTile(16, 32, 4, 2), UNMEASURED),
-    TileRow((HOPPER,), 256, False, 16, DecodeTile(16, 32, 4, 5), H200 + " (its splits: not)", per_sm=3, is_fp8=True),
+    TileRow((HOPPER,), 256, False, 16, DecodeTile(16, 32, 4, 5), H200 + " (but not its splits)", per_sm=3, is_fp8=True),
     # These have two warps, and the first has five programs per multiprocessor. Programs of four warps waited too long for each
     # other, and reached half of the memory bandwidth at 8 rows of the 31B (128 unsplit programs).
     TileRow((HOPPER,), 256, False, 16, DecodeTile(16, 16, 2, 5), H200, per_sm=5, page_tokens=16),

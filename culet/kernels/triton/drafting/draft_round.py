@@ -56,7 +56,7 @@ def _keep_drafts_kernel(
 
 
 @triton.jit
-def _store_turn(position, inv_freq, cos, sin, rows, is_row, HALF: tl.constexpr, BLOCK_H: tl.constexpr):
+def _store_rope(position, inv_freq, cos, sin, rows, is_row, HALF: tl.constexpr, BLOCK_H: tl.constexpr):
     """Store cos and signed sin of position * frequency in rows [.., 2 * HALF]."""
     column = tl.arange(0, BLOCK_H)
     inside = is_row[:, None] & (column < HALF)[None, :]
@@ -85,9 +85,9 @@ def _chain_kernel(
         tl.store(last + row, length - 1, mask=is_row)
         tl.store(context + row, (length - 1).to(tl.int32), mask=is_row)
         tl.store(begin + row, row, mask=row <= num_rows)
-        _store_turn(position, inv_freq_a, cos_a, sin_a, row, is_row, HALF_A, BLOCK_A)
+        _store_rope(position, inv_freq_a, cos_a, sin_a, row, is_row, HALF_A, BLOCK_A)
     else:
-        _store_turn(position, inv_freq_b, cos_b, sin_b, row, is_row, HALF_B, BLOCK_B)
+        _store_rope(position, inv_freq_b, cos_b, sin_b, row, is_row, HALF_B, BLOCK_B)
 
 
 @triton.jit(do_not_specialize=["num_rows", "mask_id", "spare_page", "num_columns", "pages_stride"])
@@ -131,7 +131,7 @@ def _blocks_kernel(
         _store_visible(visible_a, position, last, token, is_token, num_rows * SIZE, WINDOW_A)
     if NUM_VISIBLE >= 2:
         _store_visible(visible_b, position, last, token, is_token, num_rows * SIZE, WINDOW_B)
-    _store_turn(position, inv_freq, cos, sin, token, is_token, HALF, BLOCK_H)
+    _store_rope(position, inv_freq, cos, sin, token, is_token, HALF, BLOCK_H)
 
 
 @triton.jit
@@ -196,10 +196,10 @@ def describe_keep_drafts(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor, dr
 def describe_chain(length_R: Tensor, is_ahead: bool, inv_freqs: Sequence[Tensor], out: ChainStart, pdl: bool) -> Launch:
     """Describe the launch for one or two kinds of layers."""
     num_rows, block_r = length_R.shape[0], 4
-    (inv_freq_a, turn_a), (inv_freq_b, turn_b) = [*zip(inv_freqs, out.ropes, strict=True)] * (3 - len(inv_freqs))
+    (inv_freq_a, rope_a), (inv_freq_b, rope_b) = [*zip(inv_freqs, out.ropes, strict=True)] * (3 - len(inv_freqs))
     arguments: dict[str, Any] = {"lengths": length_R, "last": out.last_R, "begin": out.row_begin_R1, "context": out.context_R}
-    arguments |= {"inv_freq_a": inv_freq_a, "cos_a": turn_a.cos_T1R, "sin_a": turn_a.sin_T1R}
-    arguments |= {"inv_freq_b": inv_freq_b, "cos_b": turn_b.cos_T1R, "sin_b": turn_b.sin_T1R}
+    arguments |= {"inv_freq_a": inv_freq_a, "cos_a": rope_a.cos_T1R, "sin_a": rope_a.sin_T1R}
+    arguments |= {"inv_freq_b": inv_freq_b, "cos_b": rope_b.cos_T1R, "sin_b": rope_b.sin_T1R}
     half_a, half_b = inv_freq_a.shape[0], inv_freq_b.shape[0]
     arguments |= {"num_rows": num_rows, "IS_AHEAD": is_ahead, "HALF_A": half_a, "HALF_B": half_b, "BLOCK_R": block_r}
     arguments |= {"BLOCK_A": next_power_of_2(half_a), "BLOCK_B": next_power_of_2(half_b), "PDL": pdl}
@@ -223,7 +223,7 @@ def describe_blocks(
     arguments: dict[str, Any] = {"newest": newest_R, "lengths": length_R, "pages": pages_RP, "firsts": first_R}
     arguments |= {"inv_freq": inv_freq, "ids": out.ids_T, "positions": out.positions_T, "kv_addresses": out.kv_address_T}
     arguments |= {"begin": out.row_begin_R1, "context": out.context_R, "visible_a": visible[0], "visible_b": visible[1]}
-    arguments |= {"cos": out.turn.cos_T1R, "sin": out.turn.sin_T1R, "num_rows": num_rows, "mask_id": shape.mask_token_id}
+    arguments |= {"cos": out.rope.cos_T1R, "sin": out.rope.sin_T1R, "num_rows": num_rows, "mask_id": shape.mask_token_id}
     arguments |= {"spare_page": -1 if shape.spare_page is None else shape.spare_page, "num_columns": pages_RP.shape[1]}
     arguments |= {"pages_stride": pages_RP.stride(0), "page_tokens": shape.page_tokens, "SIZE": shape.size}
     arguments |= {"WINDOW_A": [*windows, 0][0], "WINDOW_B": [*windows, 0, 0][1], "NUM_VISIBLE": len(windows), "HALF": half}
@@ -257,7 +257,7 @@ def keep_drafts(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor, drafts_RK: 
         describe_keep_drafts(tokens_SL, slot_R, length_R, drafts_RK.contiguous(), uses_pdl(tokens_SL.device)).run()
 
 
-def _empty_turn(num_tokens: int, inv_freq: Tensor) -> Rope:
+def _empty_rope(num_tokens: int, inv_freq: Tensor) -> Rope:
     cos, sin = (inv_freq.new_empty(num_tokens, 1, 2 * inv_freq.shape[0]) for _ in range(2))
     return Rope(cos, sin)
 
@@ -266,11 +266,11 @@ def begin_chain(length_R: Tensor, is_ahead: bool, inv_freqs: Sequence[Tensor]) -
     """Place each query at the last of its `length_R` keys. Rope uses that position, or the next one if `is_ahead`."""
     num_rows, pdl = length_R.shape[0], uses_pdl(length_R.device)
     begin_R1, context_R = (length_R.new_empty(count, dtype=torch.int32) for count in (num_rows + 1, num_rows))
-    turns = [_empty_turn(num_rows, inv_freq) for inv_freq in inv_freqs]
-    start = ChainStart(torch.empty_like(length_R), begin_R1, context_R, turns)
+    ropes = [_empty_rope(num_rows, inv_freq) for inv_freq in inv_freqs]
+    start = ChainStart(torch.empty_like(length_R), begin_R1, context_R, ropes)
     for first in range(0, len(inv_freqs), 2):  # a launch handles two kinds of layers
         part = slice(first, first + 2)
-        describe_chain(length_R, is_ahead, inv_freqs[part], start._replace(ropes=turns[part]), pdl).run()
+        describe_chain(length_R, is_ahead, inv_freqs[part], start._replace(ropes=ropes[part]), pdl).run()
     return start
 
 
@@ -288,16 +288,16 @@ def begin_blocks(
     (table [V, D], scale).
     """
     assert len(shape.windows) <= MAX_WINDOWS, (
-        f"at most {MAX_WINDOWS} windows of layers that see both ways, got {len(shape.windows)}"
+        f"at most {MAX_WINDOWS} windows of layers that see both ways are supported, got {len(shape.windows)}"
     )
     num_rows = length_R.shape[0]
     num_tokens = num_rows * shape.size
     ids_T, positions_T, kv_address_T = (length_R.new_empty(num_tokens) for _ in range(3))
     begin_R1, context_R = (length_R.new_empty(count, dtype=torch.int32) for count in (num_rows + 1, num_rows))
     visible = [length_R.new_empty(2, num_tokens, dtype=torch.int32) for _ in shape.windows]
-    turn = _empty_turn(num_tokens, inv_freq)
+    rope = _empty_rope(num_tokens, inv_freq)
     x_TD = embedding[0].new_empty(num_tokens, embedding[0].shape[1])
-    start = BlockStart(ids_T, positions_T, kv_address_T, begin_R1, context_R, visible, turn, x_TD)
+    start = BlockStart(ids_T, positions_T, kv_address_T, begin_R1, context_R, visible, rope, x_TD)
     if num_rows:
         pdl = uses_pdl(length_R.device)
         describe_blocks(newest_R, length_R, tables, shape, inv_freq, embedding, start, pdl).run()

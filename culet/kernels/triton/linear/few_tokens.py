@@ -288,7 +288,7 @@ def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue:
     }
     tiles = cdiv(num_rows, tile.block_n)
     if tile.kernel == "rows":
-        assert num_tokens <= 4, f"the rows kernel serves 1 to 4 tokens, got {num_tokens}"
+        assert num_tokens <= 4, f"the rows kernel supports 1 to 4 tokens, got {num_tokens}"
         common["NUM_M"] = 1 if num_tokens == 1 else 2 if num_tokens == 2 else 4
         return Launch(_rows_kernel, (tiles,), common, options(tile.num_warps, pdl))
     common["BLOCK_M"] = max(MIN_COLUMNS, next_power_of_2(num_tokens))

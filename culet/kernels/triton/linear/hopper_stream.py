@@ -258,7 +258,7 @@ def describe_stream(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, ep
     assert num_tokens <= MAX_TOKENS, f"{num_tokens} tokens do not fit into two blocks"
     assert tile.block_n % (16 * tile.num_warps) == 0, f"{tile} has too few rows for its warps"
     assert size_k % (tile.block_k * tile.split_k) == 0, f"{tile} does not divide {size_k} inputs"
-    assert tile.split_k == 1 or epilogue != GATED, f"{tile}: parts of gate and up are not joined"
+    assert tile.split_k == 1 or epilogue != GATED, f"{tile}: parts of gate and up cannot be joined"
     if is_joined:
         assert tile.split_k * num_tokens * num_rows <= parts.numel(), f"{tile} needs more workspace than is allocated"
         assert 2 * programs <= arrivals.numel(), f"{tile} needs more arrival counters than are allocated"

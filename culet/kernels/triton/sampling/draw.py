@@ -439,7 +439,7 @@ def describe_logprobs(logits_LV: Tensor, chosen_L: Tensor, num_top: int, out: Ra
 def logprobs(logits_LV: Tensor, chosen_L: Tensor, num_top: int) -> Ranked:
     """Return log_softmax at the chosen tokens and the `num_top` most likely (at most MAX_TOP_K). Order equal ones by id."""
     num_rows, num_top = logits_LV.shape[0], min(num_top, logits_LV.shape[1])
-    assert num_top <= MAX_TOP_K, f"at most {MAX_TOP_K} top log-probabilities, got {num_top}"
+    assert num_top <= MAX_TOP_K, f"at most {MAX_TOP_K} top log-probabilities are supported, got {num_top}"
     out = Ranked(
         logits_LV.new_empty(num_rows, dtype=torch.float32),
         logits_LV.new_empty(num_rows, num_top, dtype=torch.float32),
