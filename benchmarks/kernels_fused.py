@@ -159,16 +159,16 @@ class Bench:
         stride = (num_kv * PAGE * width, slab.stride(0), PAGE * width, width, 1)
         address = torch.randperm(num_pages * PAGE, device=self.device)[:tokens]
         address[1::7] = -1
-        turn, twin_turn = self.ours.rope(positions, frequencies), self.twins.rope(positions, frequencies)
+        rope, twin_rope = self.ours.rope(positions, frequencies), self.twins.rope(positions, frequencies)
         buffers = slab.clone(), slab.to(torch.float32, copy=True)
         mine, theirs = (buffer.as_strided(shape, stride, planes * num_kv * PAGE * width) for buffer in buffers)
 
         def ours() -> Outputs:
-            return *self.ours.prepare_qkv(x, weight, turn, mine, self.ours.stores(address, PAGE), heads), buffers[0]
+            return *self.ours.prepare_qkv(x, weight, rope, mine, self.ours.stores(address, PAGE), heads), buffers[0]
 
         def twin() -> Outputs:
             where = self.twins.stores(address, PAGE)
-            return *self.twins.prepare_qkv(x.float(), weight, twin_turn, theirs, where, heads), buffers[1]
+            return *self.twins.prepare_qkv(x.float(), weight, twin_rope, theirs, where, heads), buffers[1]
 
         written = (heads.num_heads * size + 2 * num_kv * width * planes) * tokens * 2
         yield Case("norms", f"qkv {name}", tokens, [ours] * 20, twin, x.numel() * 2 + written)
@@ -177,10 +177,10 @@ class Bench:
         own = x[:, : heads.num_heads * size]
 
         def ours_q() -> Outputs:
-            return (self.ours.prepare_q(own, weight, turn, queries),)
+            return (self.ours.prepare_q(own, weight, rope, queries),)
 
         def twin_q() -> Outputs:
-            return (self.twins.prepare_q(own.float(), weight[: heads.num_heads], twin_turn, queries),)
+            return (self.twins.prepare_q(own.float(), weight[: heads.num_heads], twin_rope, queries),)
 
         yield Case("norms", f"q {name}", tokens, [ours_q] * 20, twin_q, own.numel() * 4)
 
@@ -368,9 +368,9 @@ def _run_case(case: Case, device: str) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="linear,experts,norms,sampling", help="sections, separated by commas")
-    parser.add_argument("--models", default="E4B,26B-A4B,31B,E2B,12B", help=f"which of {', '.join(MODELS)}")
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu with TRITON_INTERPRET=1")
+    parser.add_argument("--only", default="linear,experts,norms,sampling", help="sections to run, separated by commas")
+    parser.add_argument("--models", default="E4B,26B-A4B,31B,E2B,12B", help=f"models to run, separated by commas, out of {', '.join(MODELS)}")
+    parser.add_argument("--device", default="cuda", help="device to run on: cuda, or cpu with TRITON_INTERPRET=1")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     options = parser.parse_args()
     sections = options.only.split(",")

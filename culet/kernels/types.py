@@ -166,7 +166,7 @@ class BlockStart(NamedTuple):
     row_begin_R1: Tensor  # int32
     context_R: Tensor  # int32
     visible: list[Tensor]  # int32 [2, T] per window, the first and last key that each token sees
-    turn: Rope
+    rope: Rope
     x_TD: Tensor  # scaled embeddings of the tokens
 
 

@@ -74,14 +74,14 @@ class Attention(Layer):
         """
         pool, group = shared.pool, shared.group_of[self.kv_source]
         every = shared if whole is None else whole
-        qkv_TX, turn = self.qkv.linear_parts(x_TD), every.ropes[self.rope_kind]
+        qkv_TX, rope = self.qkv.linear_parts(x_TD), every.ropes[self.rope_kind]
         if self.owns_kv:
             planes = pool.planes(self.layer)
-            q, k, v = self.ops.prepare_qkv(qkv_TX, self.norm_weight, turn, planes, every.stores[group], self.heads, x_TD.dtype)
+            q, k, v = self.ops.prepare_qkv(qkv_TX, self.norm_weight, rope, planes, every.stores[group], self.heads, x_TD.dtype)
             if self.is_source:
                 shared.fresh[self.layer] = k, v
         else:
-            q = self.ops.prepare_q(qkv_TX, self.norm_weight, turn, self.heads, x_TD.dtype)
+            q = self.ops.prepare_q(qkv_TX, self.norm_weight, rope, self.heads, x_TD.dtype)
             k, v = shared.fresh[self.kv_source]
         if whole is not None:
             q = q[whole.batch.logits_index_L]

@@ -69,7 +69,7 @@ class Build(Struct, tag="build", frozen=True):
     arguments: dict[str, Any]
 
 
-class Step(Struct, tag="step", frozen=True):
+class RunStep(Struct, tag="step", frozen=True):
     plan: StepPlan
 
 
@@ -77,12 +77,12 @@ class Built(Struct, tag="built", frozen=True):
     """The Runner is ready for plans."""
 
 
-class Result(Struct, tag="result", frozen=True):
+class StepDone(Struct, tag="result", frozen=True):
     result: StepResult
     device_seconds: dict[str, float]
 
 
-class Failed(Struct, tag="failed", frozen=True):
+class WorkerFailed(Struct, tag="failed", frozen=True):
     """The build or a step failed. `kind` is the name of a class in culet.errors."""
 
     kind: str
@@ -90,7 +90,7 @@ class Failed(Struct, tag="failed", frozen=True):
     hint: str = ""
 
     @classmethod
-    def of(cls, error: Exception) -> Failed:
+    def of(cls, error: Exception) -> WorkerFailed:
         """Return `error` as a message. An error that Culet did not raise on purpose becomes an InternalError that names it."""
         if isinstance(error, CuletError):
             return cls(type(error).__name__, error.message, error.hint)
@@ -101,8 +101,8 @@ class Failed(Struct, tag="failed", frozen=True):
         return error_of(self.kind, self.message, self.hint)
 
 
-Command = Build | Step
-Report = Built | Result | Failed
+Command = Build | RunStep
+Report = Built | StepDone | WorkerFailed
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 
@@ -154,7 +154,7 @@ class ProcessWorker:
         try:
             self._send(Build(builder, arguments))
             report = self._receive()
-            if isinstance(report, Failed):
+            if isinstance(report, WorkerFailed):
                 raise report.error()
         except BaseException:
             self._end()
@@ -166,7 +166,7 @@ class ProcessWorker:
 
     def launch(self, plan: StepPlan) -> _RemoteStep:
         """Send a plan to the process."""
-        self._send(Step(plan))
+        self._send(RunStep(plan))
         step = _RemoteStep(self)
         self._in_flight.append(step)
         return step
@@ -182,7 +182,7 @@ class ProcessWorker:
     def take_report(self) -> None:
         """Wait for the next report and give it to the oldest step without one."""
         report = self._receive()
-        if isinstance(report, Result):
+        if isinstance(report, StepDone):
             self._device_seconds = report.device_seconds
         self._in_flight.popleft().report = report
 
@@ -202,7 +202,7 @@ class ProcessWorker:
         """End the process, and return the error that says how it ended."""
         self._end()
         code = self._process.returncode
-        return WorkerDied(f"the worker's process {self.pid} has ended with exit code {code}", hint="see its log")
+        return WorkerDied(f"worker process {self.pid} exited unexpectedly with exit code {code}", hint="check its log")
 
 
 class _RemoteStep:
@@ -215,9 +215,9 @@ class _RemoteStep:
     def result(self) -> StepResult:
         while self.report is None:
             self._worker.take_report()
-        if isinstance(self.report, Failed):
+        if isinstance(self.report, WorkerFailed):
             raise self.report.error()
-        assert isinstance(self.report, Result)
+        assert isinstance(self.report, StepDone)
         return self.report.result
 
 

@@ -20,12 +20,12 @@ from culet.log import logger
 from culet.runner.worker import (
     Build,
     Built,
-    Failed,
     LaunchedStep,
     Report,
-    Result,
-    Step,
+    RunStep,
+    StepDone,
     Worker,
+    WorkerFailed,
     command_decoder,
     receive_message,
     send_message,
@@ -44,7 +44,7 @@ class _Launched:
         try:
             if isinstance(self.step, Exception):
                 raise self.step
-            return Result(self.step.result(), dict(self.device_seconds))
+            return StepDone(self.step.result(), dict(self.device_seconds))
         except Exception as error:
             return _failed(error)
 
@@ -54,7 +54,7 @@ def main(descriptor: int) -> None:
     connection = take_connection(descriptor)
     with suppress(OSError):
         command = command_decoder.decode(receive_message(connection))
-        assert isinstance(command, Build), "the first message says what to build"
+        assert isinstance(command, Build), "the first message must say what to build"
         try:
             worker: Worker = registry.load(command.builder)(**command.arguments)
         except Exception as error:
@@ -69,7 +69,7 @@ def _run(connection: socket.socket, worker: Worker) -> None:
     threading.Thread(target=_send_reports, args=(connection, launched), daemon=True).start()
     while True:
         command = command_decoder.decode(receive_message(connection))
-        assert isinstance(command, Step), "after the first message come plans"
+        assert isinstance(command, RunStep), "every later message must be a plan"
         step: LaunchedStep | Exception
         try:
             step = worker.launch(command.plan)
@@ -78,11 +78,11 @@ def _run(connection: socket.socket, worker: Worker) -> None:
         launched.put(_Launched(step, worker.device_seconds()))
 
 
-def _failed(error: Exception) -> Failed:
+def _failed(error: Exception) -> WorkerFailed:
     """Return the report of an error. The traceback goes to the log, since only the message is sent."""
     if not isinstance(error, CuletError):
         logger.error("worker: %s: %s", type(error).__name__, error, exc_info=error)
-    return Failed.of(error)
+    return WorkerFailed.of(error)
 
 
 def _send_reports(connection: socket.socket, launched: queue.SimpleQueue[_Launched]) -> None:

@@ -18,7 +18,7 @@ from worker_rig import build, make_drive
 
 from culet.errors import ConfigError, InternalError, WorkerDied
 from culet.frames import LENGTH_BYTES, frame
-from culet.runner.worker import ProcessWorker, Step, Worker, command_decoder
+from culet.runner.worker import ProcessWorker, RunStep, Worker, command_decoder
 from culet.testing.tiny import write_checkpoint
 from culet.types import Entry, GrammarSpec, PageTable, Request, Row, StepPlan, StepResult
 
@@ -205,8 +205,8 @@ def test_a_plan_travels_unchanged() -> None:
     entry = Entry(3, (1, 2, 262143), 2, sampling, grammar)
     verify = Row(3, 40, 4, 4, (PageTable(1, (7, 0, 9)), PageTable(0, ())), (40, 41), 3, 2, (3,), False, 2)
     plan = StepPlan(2**40, (entry,), ((5, 6), (7, 8)), (verify, verify._replace(is_prompt_logprobs=True, draw_slots=())))
-    command = command_decoder.decode(frame(Step(plan))[LENGTH_BYTES:])
-    assert isinstance(command, Step)
+    command = command_decoder.decode(frame(RunStep(plan))[LENGTH_BYTES:])
+    assert isinstance(command, RunStep)
     assert command.plan == plan
     assert isinstance(command.plan.rows[0], Row)
     assert isinstance(command.plan.rows[0].tables[0], PageTable)

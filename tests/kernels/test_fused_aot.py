@@ -129,12 +129,12 @@ def small_launches(pdl: bool) -> Iterator[Launch]:
         replace(drafter, num_heads=0),
     ):
         columns = (heads.num_heads + heads.num_kv_heads * (1 if heads.k_eq_v else 2)) * heads.head_dim
-        turn = Rope(floats(128, 1, heads.rotated_dims), floats(128, 1, heads.rotated_dims))
+        rope = Rope(floats(128, 1, heads.rotated_dims), floats(128, 1, heads.rotated_dims))
         width, planes = (640, 1) if heads.latent else (heads.head_dim, 2)
         pages = meta(planes, 8, heads.num_kv_heads, 32, width)
         q, k = meta(128, heads.num_heads, heads.head_dim), meta(128, heads.num_kv_heads, width)
         weight, slots = floats(heads.num_heads + heads.num_kv_heads, heads.head_dim), meta(128, dtype=torch.int64)
-        yield qkv.describe_prepare(meta(128, columns), weight, turn, pages, slots, heads, (q, k, k), pdl)
+        yield qkv.describe_prepare(meta(128, columns), weight, rope, pages, slots, heads, (q, k, k), pdl)
     yield pointwise.describe_gate_times(meta(16, 21504)[:, :10752], meta(16, 10752), meta(16, 10752), pdl, is_silu=True)
     yield pointwise.describe_ple(meta(2, 10752), meta(2, 10752), floats(256), 0.02, EPS, meta(2, 42, 256), pdl)
 
@@ -199,15 +199,15 @@ def round_launches(pdl: bool) -> Iterator[Launch]:
     tokens, long, inv_freqs = ints(33, 4096), meta(rows, dtype=torch.int64), [floats(128), floats(64)]
     yield draft_round.describe_newest(tokens, long, long, long, pdl)
     yield draft_round.describe_keep_drafts(tokens, long, long, meta(rows, 7, dtype=torch.int64), pdl)
-    turns = [Rope(floats(rows, 1, 2 * len(inv_freq)), floats(rows, 1, 2 * len(inv_freq))) for inv_freq in inv_freqs]
+    ropes = [Rope(floats(rows, 1, 2 * len(inv_freq)), floats(rows, 1, 2 * len(inv_freq))) for inv_freq in inv_freqs]
     for kinds in (1, 2):
-        start = ChainStart(long, ints(rows + 1), ints(rows), turns[:kinds])
+        start = ChainStart(long, ints(rows + 1), ints(rows), ropes[:kinds])
         yield draft_round.describe_chain(long, False, inv_freqs[:kinds], start, pdl)
     tokens_T = meta(rows * size, dtype=torch.int64)
-    turn = Rope(floats(rows * size, 1, 128), floats(rows * size, 1, 128))
+    rope = Rope(floats(rows * size, 1, 128), floats(rows * size, 1, 128))
     for windows in ((), (2048, None)):
         visible = [ints(2, rows * size) for _ in windows]
-        blocks = BlockStart(tokens_T, tokens_T, tokens_T, ints(rows + 1), ints(rows), visible, turn, meta(rows * size, wide))
+        blocks = BlockStart(tokens_T, tokens_T, tokens_T, ints(rows + 1), ints(rows), visible, rope, meta(rows * size, wide))
         tables, shape, table = (ints(rows, 260), ints(rows)), BlockShape(size, 4, 16, 999, windows), meta(262144, wide)
         yield draft_round.describe_blocks(long, long, tables, shape, floats(64), (table, 73.5), blocks, pdl)
     yield draft_round.describe_taps([meta(4, wide)] * 6, meta(4, dtype=torch.int64), meta(99, 6 * wide), pdl)

@@ -206,8 +206,8 @@ else:
         w = torch.rand(heads.num_heads + num_kv, size) + 0.5
         positions = torch.randint(0, 100000, (tokens,))
         frequencies = 1e4 ** (-torch.arange(0, rotated, 2) / size)
-        turn, twin_turn = qkv.rope(positions, frequencies), eager_ops.rope(positions, frequencies)
-        for mine, theirs in zip(turn, twin_turn, strict=True):
+        rope, twin_rope = qkv.rope(positions, frequencies), eager_ops.rope(positions, frequencies)
+        for mine, theirs in zip(rope, twin_rope, strict=True):
             assert_close(mine, theirs)
         # Pages inside larger slabs, whose other bytes must not change.
         width, planes, page, pages = (size + rotated, 1, 16, 40) if heads.latent else (size, 2, 16, 40)
@@ -218,8 +218,8 @@ else:
         addresses = torch.randperm(pages * page)[:tokens]
         addresses[1::3] = -1
         where, twin_where = qkv.stores(addresses, page), eager_ops.stores(addresses, page)
-        got = qkv.prepare_qkv(x, w, turn, mine.as_strided(shape, stride, 320), where, heads)
-        wanted = eager_ops.prepare_qkv(x.clone(), w, twin_turn, theirs.as_strided(shape, stride, 320), twin_where, heads)
+        got = qkv.prepare_qkv(x, w, rope, mine.as_strided(shape, stride, 320), where, heads)
+        wanted = eager_ops.prepare_qkv(x.clone(), w, twin_rope, theirs.as_strided(shape, stride, 320), twin_where, heads)
         for tensor, twin in zip(got, wanted, strict=True):
             if tensor.numel():
                 assert_close(tensor, twin)
@@ -233,16 +233,16 @@ else:
             return
         queries = replace(heads, num_kv_heads=0)
         own = x[:, : heads.num_heads * size]
-        mine_q = qkv.prepare_q(own, w[: heads.num_heads], turn, queries)
-        assert_close(mine_q, eager_ops.prepare_q(own.clone(), w[: heads.num_heads], twin_turn, queries))
+        mine_q = qkv.prepare_q(own, w[: heads.num_heads], rope, queries)
+        assert_close(mine_q, eager_ops.prepare_q(own.clone(), w[: heads.num_heads], twin_rope, queries))
         # As parts to be summed.
         parts = torch.randn(3, *x.shape)
         parts[2] = x - parts[0] - parts[1]
-        again = qkv.prepare_qkv(parts, w, turn, mine.as_strided(shape, stride, 320), where, heads, torch.bfloat16)
+        again = qkv.prepare_qkv(parts, w, rope, mine.as_strided(shape, stride, 320), where, heads, torch.bfloat16)
         for tensor, twin in zip(again, wanted, strict=True):
             assert tensor.dtype is torch.bfloat16
             assert torch.allclose(tensor.float(), twin, atol=0.07 if is_fp8 else 0.02, rtol=0.07 if is_fp8 else 0.02)
-        assert_close(qkv.prepare_q(parts[..., : own.shape[1]], w[: heads.num_heads], turn, queries), mine_q)
+        assert_close(qkv.prepare_q(parts[..., : own.shape[1]], w[: heads.num_heads], rope, queries), mine_q)
 
     # --- experts ---
 

@@ -71,35 +71,35 @@ def spring(monkeypatch: pytest.MonkeyPatch, op: str, trap: Callable[..., Any]) -
 
 
 def trap_values(monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., Tensor], only_k_eq_v: bool = True) -> None:
-    """Let `spoil(k, v, qkv, weight, turn, heads)` compute the values that layers store and read (pages without latent)."""
+    """Let `spoil(k, v, qkv, weight, rope, heads)` compute the values that layers store and read (pages without latent)."""
     original = eager_ops.prepare_qkv
 
     def prepare_qkv(
-        qkv: Tensor, weight: Tensor, turn: Any, planes: Tensor, where: Any, heads: Any, *rest: Any
+        qkv: Tensor, weight: Tensor, rope: Any, planes: Tensor, where: Any, heads: Any, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = original(qkv, weight, turn, planes, where, heads, *rest)
+        q, k, v = original(qkv, weight, rope, planes, where, heads, *rest)
         if heads.k_eq_v or not only_k_eq_v:
-            v = spoil(k, v, qkv, weight, turn, heads)
+            v = spoil(k, v, qkv, weight, rope, heads)
             eager_ops.store(planes, torch.stack((k, v), 1), where)
         return q, k, v
 
     spring(monkeypatch, "prepare_qkv", prepare_qkv)
 
 
-def key_as_value(k: Tensor, v: Tensor, qkv: Tensor, weight: Tensor, turn: Any, heads: Any) -> Tensor:
+def key_as_value(k: Tensor, v: Tensor, qkv: Tensor, weight: Tensor, rope: Any, heads: Any) -> Tensor:
     return torch.cat((k[..., -heads.rotated_dims :], k[..., : -heads.rotated_dims]), -1)
 
 
-def weighted_value(k: Tensor, v: Tensor, qkv: Tensor, weight: Tensor, turn: Any, heads: Any) -> Tensor:
+def weighted_value(k: Tensor, v: Tensor, qkv: Tensor, weight: Tensor, rope: Any, heads: Any) -> Tensor:
     return v * weight[heads.num_heads :]
 
 
-def rotated_value(k: Tensor, v: Tensor, qkv: Tensor, weight: Tensor, turn: Any, heads: Any) -> Tensor:
-    rot = eager_ops._rotate(v[..., : heads.rotated_dims], turn)
+def rotated_value(k: Tensor, v: Tensor, qkv: Tensor, weight: Tensor, rope: Any, heads: Any) -> Tensor:
+    rot = eager_ops._rotate(v[..., : heads.rotated_dims], rope)
     return torch.cat((rot, v[..., heads.rotated_dims :]), -1)
 
 
-def raw_value(k: Tensor, v: Tensor, qkv: Tensor, weight: Tensor, turn: Any, heads: Any) -> Tensor:
+def raw_value(k: Tensor, v: Tensor, qkv: Tensor, weight: Tensor, rope: Any, heads: Any) -> Tensor:
     return qkv.unflatten(-1, (-1, heads.head_dim))[:, -heads.num_kv_heads :]
 
 

@@ -44,7 +44,7 @@ class BlockPass:
     backends: Sequence[AttentionBackend]  # by layer
     pool: Pool
     store: Any  # addresses of the blocks' keys and values, as the kernels expect them
-    turn: Rope
+    rope: Rope
 
 
 class DFlashLayer(Layer):
@@ -90,7 +90,7 @@ class DFlashLayer(Layer):
     def forward(self, x_TD: Tensor, qkv_TX: Tensor, index: int, shared: BlockPass) -> tuple[Tensor, Tensor]:
         """Return the stream before the MLP's output is added, and that output. `qkv_TX` is projected from the normed stream."""
         ops, planes = self.ops, shared.pool.planes(self.layer)
-        q, k, v = ops.prepare_qkv(qkv_TX, self.norm_weight, shared.turn, planes, shared.store, self.heads, x_TD.dtype)
+        q, k, v = ops.prepare_qkv(qkv_TX, self.norm_weight, shared.rope, planes, shared.store, self.heads, x_TD.dtype)
         attended = shared.backends[index].run(self.layer, shared.batches[index], shared.pool, q, k, v)
         added, norms = self.out.linear_parts(attended.flatten(1)), (None, self.post_attention_norm)
         x_TD, opened = self.gate_up.residual_norm_linear(x_TD, added, norms, self.eps, gate="silu")
@@ -154,13 +154,13 @@ class DFlashModel(Layer):
         """
         x, eps = start.x_TD, self.spec.rms_eps
         group = pool.layout.group_of(self._layers[0].layer)
-        shared = BlockPass(batches, backends, pool, self.ops.stores(start.kv_address_T, group.page_tokens), start.turn)
+        shared = BlockPass(batches, backends, pool, self.ops.stores(start.kv_address_T, group.page_tokens), start.rope)
         added = None
         for index, layer in enumerate(self._layers):
             # Each norm has one reader and is fused with it.
             x, qkv = layer.qkv.residual_norm_linear(x, added, (None, layer.input_norm), eps)
             x, added = layer(x, qkv, index, shared)
-        assert added is not None, "a drafter has layers"
+        assert added is not None, "a drafter needs at least one layer"
         normed: Tensor = self.ops.residual_norm(x, added, None, None, self.norm, eps)[1]
         return normed
 

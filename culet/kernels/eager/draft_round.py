@@ -34,8 +34,8 @@ def begin_chain(length_R: Tensor, is_ahead: bool, inv_freqs: Sequence[Tensor]) -
     """Place each query at the last of its `length_R` keys. Rope uses that position, or the next one if `is_ahead`."""
     last_R = length_R - 1
     begin_R1 = torch.arange(length_R.shape[0] + 1, dtype=torch.int32, device=length_R.device)
-    turned_R = length_R if is_ahead else last_R
-    return ChainStart(last_R, begin_R1, last_R.int(), [rope(turned_R, inv_freq) for inv_freq in inv_freqs])
+    position_R = length_R if is_ahead else last_R
+    return ChainStart(last_R, begin_R1, last_R.int(), [rope(position_R, inv_freq) for inv_freq in inv_freqs])
 
 
 def embed_beside(token_R: Tensor, hidden_RB: Tensor, table_VB: Tensor, scale: float) -> Tensor:
@@ -140,10 +140,10 @@ def store_context(
 
     `angles` is (positions [T], inverse frequencies). `heads` has no query heads.
     """
-    normed_TD, turn = rms_norm(feature_TD, hidden_norm_D, heads.eps), rope(*angles)
+    normed_TD, cos_sin = rms_norm(feature_TD, hidden_norm_D, heads.eps), rope(*angles)
     where = stores(kv_address_T, layers[0].planes.shape[3])
     for weight_XD, norm_GH, planes in layers:
-        prepare_qkv(linear(normed_TD, weight_XD), norm_GH, turn, planes, where, heads)
+        prepare_qkv(linear(normed_TD, weight_XD), norm_GH, cos_sin, planes, where, heads)
 
 
 def keep_taps(taps: Sequence[Tensor], ring_NX: Tensor, place_T: Tensor) -> None:

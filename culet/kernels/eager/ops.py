@@ -99,17 +99,17 @@ def rope(positions_T: Tensor, inv_freq: Tensor) -> Rope:
     return Rope(torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
 
 
-def _rotate(x_TMR: Tensor, turn: Rope) -> Tensor:
+def _rotate(x_TMR: Tensor, rope: Rope) -> Tensor:
     """Rotate each pair (i, i + R/2) by its token's angle."""
-    return torch.addcmul(x_TMR * turn.cos_T1R, x_TMR.roll(x_TMR.shape[-1] // 2, -1), turn.sin_T1R)
+    return torch.addcmul(x_TMR * rope.cos_T1R, x_TMR.roll(x_TMR.shape[-1] // 2, -1), rope.sin_T1R)
 
 
-def _rotate_last(x_TMH: Tensor, turn: Rope) -> Tensor:
+def _rotate_last(x_TMH: Tensor, rope: Rope) -> Tensor:
     """Rotate the last R of the columns `nope | rot`. x may be overwritten."""
-    nope = x_TMH.shape[-1] - turn.cos_T1R.shape[-1]
+    nope = x_TMH.shape[-1] - rope.cos_T1R.shape[-1]
     if nope == 0:
-        return _rotate(x_TMH, turn)
-    x_TMH[..., nope:] = _rotate(x_TMH[..., nope:], turn)
+        return _rotate(x_TMH, rope)
+    x_TMH[..., nope:] = _rotate(x_TMH[..., nope:], rope)
     return x_TMH
 
 
@@ -127,17 +127,17 @@ def stores(kv_address_T: Tensor, page_tokens: int) -> Stores | None:
     return Stores(token_S, kv_address_T // page_tokens, kv_address_T % page_tokens)
 
 
-def prepare_q(q_TX: Tensor, weight_NH: Tensor, turn: Rope, heads: HeadShape, dtype: torch.dtype | None = None) -> Tensor:
+def prepare_q(q_TX: Tensor, weight_NH: Tensor, rope: Rope, heads: HeadShape, dtype: torch.dtype | None = None) -> Tensor:
     """Apply per-head norm, weight and rope to queries. Return [T, N, H] in `dtype` (default: q's). `q_TX` may be parts."""
     dtype, q_TX = dtype or q_TX.dtype, _summed(q_TX)
     q = _rms(q_TX.view(-1, heads.num_heads, heads.head_dim), heads.eps).mul_(weight_NH)
-    return _as(_rotate_last(q, turn), dtype)
+    return _as(_rotate_last(q, rope), dtype)
 
 
 def prepare_qkv(
     qkv_TX: Tensor,
     weight_MH: Tensor,
-    turn: Rope,
+    rope: Rope,
     planes: Tensor,
     where: Stores | None,
     heads: HeadShape,
@@ -157,8 +157,8 @@ def prepare_qkv(
     normed = _rms(qkv_TX.view(qkv_TX.shape[0], -1, size), heads.eps)
     scaled = normed[:, :num_qk] * weight_MH
     if heads.k_eq_v:
-        q = _rotate_last(scaled[:, :num_q], turn)
-        k_rot = _rotate(scaled[:, num_q:, :rotated], turn)
+        q = _rotate_last(scaled[:, :num_q], rope)
+        k_rot = _rotate(scaled[:, num_q:, :rotated], rope)
         if heads.latent:
             row = _as_stored(torch.cat((normed[:, num_q:], k_rot), -1), planes, dtype)
             k, v = row[..., rotated:], row[..., :size]
@@ -168,7 +168,7 @@ def prepare_qkv(
             v = _as_stored(normed[:, num_q:], planes, dtype)
             new = torch.stack((k, v), 1)
     else:
-        qk = _rotate_last(scaled, turn)
+        qk = _rotate_last(scaled, rope)
         values = (normed if heads.norm_v else qkv_TX.view(normed.shape))[:, num_qk:]
         q, k, v = qk[:, :num_q], _as_stored(qk[:, num_q:], planes, dtype), _as_stored(values, planes, dtype)
         new = torch.stack((k, v), 1)

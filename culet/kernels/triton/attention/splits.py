@@ -26,7 +26,7 @@ from culet.kernels.triton.launch import Launch
 from culet.kernels.types import PagedKV, RaggedRows
 
 
-class Split(NamedTuple):
+class KeySplit(NamedTuple):
     """One split of one row."""
 
     row: Any
@@ -123,7 +123,7 @@ def find_split(
     tile_end = tile_begin + tl.minimum(count, (number + 1) * per_split)
     tile_begin += number * per_split
     is_valid = is_row & (number < splits)
-    return Split(row, begin, num_queries, context, first, place, number, splits, tile_begin, tile_end, is_valid)
+    return KeySplit(row, begin, num_queries, context, first, place, number, splits, tile_begin, tile_end, is_valid)
 
 
 @triton.jit

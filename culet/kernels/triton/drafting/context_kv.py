@@ -160,7 +160,7 @@ def store_context(
         pdl = uses_pdl(feature_TD.device)
         describe_context(feature_TD, hidden_norm_D, angles, kv_address_T, layers, heads, pdl).run()
         return
-    normed_TD, turn = rms_norm(feature_TD, hidden_norm_D, heads.eps), rope(*angles)
+    normed_TD, cos_sin = rms_norm(feature_TD, hidden_norm_D, heads.eps), rope(*angles)
     for weight_XD, norm_GH, planes in layers:
         where = stores(kv_address_T, planes.shape[3])
-        prepare_qkv(linear(normed_TD, weight_XD), norm_GH, turn, planes, where, heads)
+        prepare_qkv(linear(normed_TD, weight_XD), norm_GH, cos_sin, planes, where, heads)

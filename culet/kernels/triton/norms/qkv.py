@@ -109,7 +109,7 @@ def _weighted(x, weight):
 
 
 @triton.jit
-def _load_turn(cos, sin, token, half, R: tl.constexpr):
+def _load_rope(cos, sin, token, half, R: tl.constexpr):
     """Load cos and sin of the token's angles, one per pair of rotated columns."""
     return tl.load(cos + token * R + half), tl.load(sin + token * R + R // 2 + half)
 
@@ -168,7 +168,7 @@ def _prepare_queries(
     if HEADS == 1:
         w = _load_heads(weight, heads, is_head, ROT, 0, H, R, BLOCK_P)
     enter(PDL)
-    c, s = _load_turn(cos, sin, token, half, R)
+    c, s = _load_rope(cos, sin, token, half, R)
     q = _load_projected(base, heads, is_head, part_stride, NUM_PARTS, ROT, 0, H, R, BLOCK_P)
     scale = _inverse_rms(q, H, R, eps)
     if HEADS > 1:
@@ -212,7 +212,7 @@ def _prepare_keys_values(
     if HEADS == 1:
         w = _load_heads(weight + N * H, heads, is_head, ROT, NOPE, H, R, BLOCK_P)
     enter(PDL)
-    c, s = _load_turn(cos, sin, token, half, R)
+    c, s = _load_rope(cos, sin, token, half, R)
     n = _load_projected(base + N * H, heads, is_head, part_stride, NUM_PARTS, ROT, NOPE, H, R, BLOCK_P)
     if HAS_STORE:
         address = tl.load(kv_addresses + token)
@@ -273,9 +273,9 @@ def _prepare_kernel(
         )  # fmt: skip
 
 
-def describe_rope(positions_T: Tensor, inv_freq: Tensor, turn: Rope, pdl: bool) -> Launch:
+def describe_rope(positions_T: Tensor, inv_freq: Tensor, rope: Rope, pdl: bool) -> Launch:
     num_tokens, half = positions_T.shape[0], inv_freq.shape[0]
-    arguments: dict[str, Any] = {"positions": positions_T, "inv_freq": inv_freq, "cos": turn.cos_T1R, "sin": turn.sin_T1R}
+    arguments: dict[str, Any] = {"positions": positions_T, "inv_freq": inv_freq, "cos": rope.cos_T1R, "sin": rope.sin_T1R}
     arguments |= {"T": num_tokens, "HALF": half, "BLOCK_T": 4, "BLOCK_H": next_power_of_2(half), "PDL": pdl}
     return Launch(_rope_kernel, (cdiv(num_tokens, 4),), arguments, options(4, pdl))
 
@@ -297,7 +297,7 @@ def _prepare_grid(num_tokens: int, heads: HeadShape) -> tuple[int, int]:
 def describe_prepare(
     qkv_TX: Tensor,
     weight_MH: Tensor,
-    turn: Rope,
+    rope: Rope,
     planes: Tensor | None,
     kv_address_T: Tensor | None,
     heads: HeadShape,
@@ -313,8 +313,8 @@ def describe_prepare(
     arguments: dict[str, Any] = {
         "qkv": qkv_TX,
         "weight": weight_MH,
-        "cos": turn.cos_T1R,
-        "sin": turn.sin_T1R,
+        "cos": rope.cos_T1R,
+        "sin": rope.sin_T1R,
         "kv_addresses": kv_address_T if has_store else outs[0],
         "planes": planes if has_store else outs[0],
         "q_out": outs[0],
@@ -349,10 +349,10 @@ def rope(positions_T: Tensor, inv_freq: Tensor) -> Rope:
     """Return cos and signed sin of position * frequency. Call once per step for all layers of a kind."""
     shape = (positions_T.shape[0], 1, 2 * inv_freq.shape[0])
     cos, sin = (torch.empty(shape, dtype=torch.float32, device=positions_T.device) for _ in range(2))
-    turn = Rope(cos, sin)
+    out = Rope(cos, sin)
     if positions_T.shape[0]:
-        describe_rope(positions_T, inv_freq, turn, uses_pdl(cos.device)).run()
-    return turn
+        describe_rope(positions_T, inv_freq, out, uses_pdl(cos.device)).run()
+    return out
 
 
 def stores(kv_address_T: Tensor, page_tokens: int) -> Stores:
@@ -363,18 +363,18 @@ def stores(kv_address_T: Tensor, page_tokens: int) -> Stores:
     return Stores(kv_address_T)
 
 
-def prepare_q(q_TX: Tensor, weight_NH: Tensor, turn: Rope, heads: HeadShape, dtype: torch.dtype | None = None) -> Tensor:
+def prepare_q(q_TX: Tensor, weight_NH: Tensor, rope: Rope, heads: HeadShape, dtype: torch.dtype | None = None) -> Tensor:
     """Apply per-head norm, weight and rope to queries. Return [T, N, H] in `dtype` (default: q's). `q_TX` may be parts."""
     q = q_TX.new_empty(q_TX.shape[-2], heads.num_heads, heads.head_dim, dtype=dtype or q_TX.dtype)
     # A layer that reads another layer's KV has no KV heads, so no program writes the last two outputs.
-    _prepare(q_TX, weight_NH, turn, None, None, heads, (q, q, q))
+    _prepare(q_TX, weight_NH, rope, None, None, heads, (q, q, q))
     return q
 
 
 def prepare_qkv(
     qkv_TX: Tensor,
     weight_MH: Tensor,
-    turn: Rope,
+    rope: Rope,
     planes: Tensor,
     where: Stores | None,
     heads: HeadShape,
@@ -395,14 +395,14 @@ def prepare_qkv(
     else:
         k, v = qkv_TX.new_empty(num_tokens, num_kv, size, dtype=dtype), qkv_TX.new_empty(num_tokens, num_kv, size, dtype=dtype)
         outs = (q, k, v)
-    _prepare(qkv_TX, weight_MH, turn, planes, None if where is None else where.kv_address_T, heads, outs)
+    _prepare(qkv_TX, weight_MH, rope, planes, None if where is None else where.kv_address_T, heads, outs)
     return q, k, v
 
 
 def _prepare(
     qkv_TX: Tensor,
     weight_MH: Tensor,
-    turn: Rope,
+    rope: Rope,
     planes: Tensor | None,
     kv_address_T: Tensor | None,
     heads: HeadShape,
@@ -420,6 +420,6 @@ def _prepare(
     run_prepared(
         ("prepare", types, heads, num_tokens <= FEW_TOKENS, num_parts, qkv_TX.stride(), layout, bool(stored)),
         _prepare_grid(num_tokens, heads),
-        (qkv_TX, weight_MH, turn.cos_T1R, turn.sin_T1R, *stored, *dict.fromkeys(outs)),  # without duplicate outputs
-        lambda: describe_prepare(qkv_TX, weight_MH, turn, planes, kv_address_T, heads, outs, uses_pdl(q.device)),
+        (qkv_TX, weight_MH, rope.cos_T1R, rope.sin_T1R, *stored, *dict.fromkeys(outs)),  # without duplicate outputs
+        lambda: describe_prepare(qkv_TX, weight_MH, rope, planes, kv_address_T, heads, outs, uses_pdl(q.device)),
     )
