@@ -100,6 +100,16 @@ def exit_code(error: CuletError) -> int:
     return 2 if isinstance(error, InternalError) else 1
 
 
+def as_culet_error(error: Exception) -> CuletError:
+    """Return `error` itself, or an InternalError that names it if Culet did not raise it on purpose."""
+    return error if isinstance(error, CuletError) else InternalError(f"{type(error).__name__}: {error}")
+
+
+def error_parts(error: CuletError) -> tuple[str, str, str]:
+    """Return the kind, message and hint with which `error_of` makes the same error in another process."""
+    return type(error).__name__, error.message, error.hint
+
+
 def error_of(kind: str, message: str, hint: str = "") -> CuletError:
     """Return the error that another process reported. `kind` names its class. An unknown name gives an InternalError."""
     cls = globals().get(kind)

@@ -34,10 +34,6 @@ class TargetShape:
     def kinds(self) -> list[str]:
         return [_PATTERN[letter] for letter in self.pattern]
 
-    def last_of(self, kind: str) -> int:
-        """Return the last layer of a kind, whose KV an assistant reads."""
-        return max(index for index, layer_kind in enumerate(self.kinds) if layer_kind == kind)
-
     def text_config(self) -> dict[str, Any]:
         return {
             "model_type": "gemma4_text",

@@ -43,24 +43,25 @@ def draw(plan: AttentionPlan, owners: Sequence[int], title: str) -> str:
         f' aria-label="{escape(title)}">',
         f"<title>{escape(title)}</title>",
         f"<style>{_STYLE}</style>",
-        _text(12, 24, title, "title"),
+        svg_text(12, 24, title, "title"),
     ]
     for column, layer in enumerate(layers):
         x = _LEFT + column * (_CELL + _GAP)
         if layer == layers[-1] or (layer % 5 == 0 and layer + 1 < layers[-1]):
-            body.append(_text(x + _CELL / 2, _TOP - 8, str(layer), "faint", "middle"))
+            body.append(svg_text(x + _CELL / 2, _TOP - 8, str(layer), "faint", "middle"))
         index, group = by_layer[layer]
         for row, name in enumerate(BACKENDS):
             body.append(_cell(x, _TOP + row * _ROW, index, group, name, layer, layer in owners))
-    body += [_text(12, _TOP + row * _ROW + 12, name) for row, name in enumerate(BACKENDS)]
+    body += [svg_text(12, _TOP + row * _ROW + 12, name) for row, name in enumerate(BACKENDS)]
     body += _legend(plan, legend_y)
     body += [
-        _text(12 if style else 28, notes_y + line * _LINE, text, style) for line, (style, text) in enumerate(notes) if text
+        svg_text(12 if style else 28, notes_y + line * _LINE, text, style) for line, (style, text) in enumerate(notes) if text
     ]
     return "\n".join([*body, "</svg>", ""])
 
 
-def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start") -> str:
+def svg_text(x: float, y: float, text: str, style: str = "", anchor: str = "start") -> str:
+    """Return a line of text. `style` is its class, and `anchor` the part of it that is at `x`."""
     attribute = f' class="{style}"' if style else ""
     return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{attribute}>{escape(text)}</text>'
 
@@ -92,9 +93,9 @@ def _legend(plan: AttentionPlan, y: float) -> list[str]:
     parts, x = [], 12.0
     for style, text in entries:
         parts.append(f'<rect class="{style}" x="{x:g}" y="{y - 10:g}" width="11" height="11" rx="2"/>')
-        parts.append(_text(x + 17, y, text))
+        parts.append(svg_text(x + 17, y, text))
         x += 17 + len(text) * _LETTER + 22
-    parts.append(_text(x, y, "dot: reads another layer's KV", "faint"))
+    parts.append(svg_text(x, y, "dot: reads another layer's KV", "faint"))
     return parts
 
 

@@ -22,7 +22,7 @@ from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.attention.plan import BACKENDS, plan_attention
 from culet.bench.attention_cases import SHAPES, AttentionShape
-from culet.bench.peer import FA4, GPU, KERNEL_CASES, UNIFIED_TRITON, kernel_anchor
+from culet.bench.peer import FA4, GPU, UNIFIED_TRITON, kernel_anchor
 from culet.bench.timing import flush_buffer, replay_times
 from culet.cache.pool import Pool
 from culet.cache.spec import CacheLayout, KVGroup, KVSpec
@@ -50,17 +50,14 @@ class KernelCase:
     name: str
     spans: tuple[tuple[int, int], ...]
 
-    @property
-    def is_prefill(self) -> bool:
-        return max(queries for _, queries in self.spans) > VERIFY_QUERIES
-
 
 def parse_case(name: str) -> KernelCase:
     """Parse a case: `decode 32@8000`, `verify 32x4@8000` or `prefill 4x1000`."""
     match = _CASE.fullmatch(name)
     if match is None:
-        hint = "expected one like 'decode 32@8000' (rows@keys), 'verify 32x4@8000' (rows x queries@keys) or 'prefill 4x1000'"
-        raise ConfigError(f"case: got {name!r}", hint=hint)
+        expected = "expected one like 'decode 32@8000', 'verify 32x4@8000' or 'prefill 4x1000'"
+        hint = "the numbers are rows@keys, rows x queries@keys, and rows x queries"
+        raise ConfigError(f"case: got {name!r}, {expected}", hint=hint)
     kind, *numbers = (part for part in match.groups() if part is not None)
     rows, queries, keys = {"prefill": [*numbers, "0"], "verify": numbers, "decode": [numbers[0], "1", numbers[-1]]}[kind]
     return make_kernel_case(int(rows), int(queries), int(keys), name=name)
@@ -72,7 +69,8 @@ def make_kernel_case(rows: int, queries: int, keys: int, *, ragged: bool = False
     Ragged rows have up to that many keys, or up to that many tokens if there are no keys.
     """
     if rows < 1 or queries < 1 or keys < 0:
-        raise ConfigError(f"case: got {rows} rows of {queries} query tokens after {keys} keys, expected at least 1, 1 and 0")
+        expected = "expected at least 1 row, 1 query token and 0 keys"
+        raise ConfigError(f"case: got {rows} rows of {queries} query tokens after {keys} keys, {expected}")
     draw = random.Random(seed)
 
     def some(most: int, least: int) -> int:
@@ -93,9 +91,9 @@ def check_shape(shape: AttentionShape) -> AttentionShape:
     sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_tokens, shape.window or 1)
     if min(sizes) < 1 or shape.num_heads % shape.num_kv_heads:
         raise ConfigError(
-            f"shape: got {shape.num_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim}, "
-            f"window {shape.window}, {shape.page_tokens} tokens a page",
-            hint="all are at least 1, and KV heads divide query heads",
+            f"shape: got {shape.num_heads} query heads, {shape.num_kv_heads} KV heads, head dim {shape.head_dim}, "
+            f"window {shape.window} and {shape.page_tokens} tokens per page",
+            hint="all must be at least 1, and the number of KV heads must divide the number of query heads",
         )
     return shape
 
@@ -138,7 +136,7 @@ class KernelLine:
         }
 
 
-class Step:
+class CaseTensors:
     """The tensors of a case: a batch, pages with random keys, and a layer's queries, keys and values."""
 
     def __init__(self, shape: AttentionShape, case: KernelCase, device: torch.device, dtype: torch.dtype) -> None:
@@ -231,15 +229,15 @@ def time_case(
         torch.cuda.set_device(device)
         use_disk_cache()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    step = Step(shape, case, device, dtype)
-    plan = plan_attention((step.group,), shape.num_heads, str(device), backend)
-    name = plan.of(step.group.name).backend
-    serving: AttentionBackend = load(plan.path(step.group))(step.group, shape.num_heads)
+    tensors = CaseTensors(shape, case, device, dtype)
+    plan = plan_attention((tensors.group,), shape.num_heads, str(device), backend)
+    name = plan.of(tensors.group.name).backend
+    serving: AttentionBackend = load(plan.path(tensors.group))(tensors.group, shape.num_heads)
     with torch.inference_mode():
-        serving.plan(step.batch, step.pool)
-        error = _worst_error(step.run(serving), step.expected()) if check else None
+        serving.plan(tensors.batch, tensors.pool)
+        error = _worst_error(tensors.run(serving), tensors.expected()) if check else None
         timer = _time_on_gpu if device.type == "cuda" else _time_on_cpu
-        runs = timer(lambda: step.run(serving), repeats)
+        runs = timer(lambda: tensors.run(serving), repeats)
     num_bytes, flops = work(shape, case, dtype.itemsize)
     is_anchored = device.type == "cuda" and GPU in torch.cuda.get_device_name(device)
     return KernelLine(
@@ -261,7 +259,7 @@ def _refuse_cpu(device: torch.device, backend: str) -> None:
     lookup("attention backend", backend, {"auto": None, **dict.fromkeys(BACKENDS)})
     if device.type == "cpu" and backend != "torch_cpu":
         what = "the attention kernels need" if backend == "auto" else f"the {backend} backend needs"
-        raise UnsupportedError(f"{what} an NVIDIA GPU, this is a CPU", hint="--backend torch_cpu runs here")
+        raise UnsupportedError(f"{what} an NVIDIA GPU, but this device is a CPU", hint="use --backend torch_cpu")
 
 
 def _worst_error(got: Tensor, expected: Tensor) -> float:
@@ -282,11 +280,6 @@ def _time_on_cpu(run: Callable[[], object], repeats: int) -> list[float]:
         run()
         times.append(1e6 * (time.perf_counter() - began))
     return times
-
-
-def default_cases() -> list[tuple[str, KernelCase]]:
-    """Return every case that was measured with the peer."""
-    return [(shape, parse_case(case)) for shape in FA4 for case in KERNEL_CASES]
 
 
 def kernel_document(lines: Sequence[KernelLine], device: str, versions: dict[str, str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from culet.attention.picture import svg_text
 from culet.bench.floor import Floor
 from culet.bench.peer import GPU, PEER, SERVING, Anchor
 from culet.bench.workloads import START, THROUGHPUT, TPOT, Workload
@@ -211,8 +212,8 @@ def remarks(lines: Sequence[Line]) -> list[str]:
         if line.right is False:
             check = line.more["check"]
             said.append(
-                f"{line.row.title}: WRONG: {check['num_equal']} of {check['num_tokens']} tokens are the eager model's "
-                f"favourites, the worst is {number(check['worst'])} deviations below"
+                f"{line.row.title}: WRONG: only {check['num_equal']} of {check['num_tokens']} tokens are the eager model's "
+                f"favourites, and the worst is {number(check['worst'])} standard deviations below"
             )
     return said
 
@@ -243,13 +244,13 @@ def draw(lines: Sequence[Line], title: str) -> str:
         f' aria-label="{escape(title)}">',
         f"<title>{escape(title)}</title>",
         f"<style>{_STYLE}</style>",
-        _text(12, 24, title, "title"),
+        svg_text(12, 24, title, "title"),
     ]
     bottom = _TOP + len(shown) * _ROW
     for step in range(0, 101, 20):
         x = _LEFT + _SCALE * step / 100
         body.append(f'<line class="grid" x1="{x:g}" y1="{_TOP - 6}" x2="{x:g}" y2="{bottom}"/>')
-        body.append(_text(x, _TOP - 12, f"{step}%" if step < 100 else "floor", "faint", "middle"))
+        body.append(svg_text(x, _TOP - 12, f"{step}%" if step < 100 else "floor", "faint", "middle"))
     for index, line in enumerate(shown):
         body += _bar(line, _TOP + index * _ROW)
     body += _legend(shown, bottom + 28)
@@ -273,12 +274,15 @@ def _bar(line: Line, y: float) -> list[str]:
         if mark is not None:
             x = _LEFT + _SCALE * min(1.0, mark)
             parts.append(f'<line class="{style}" x1="{x:.1f}" y1="{y - 2}" x2="{x:.1f}" y2="{y + _ROW - 6}"/>')
-    parts += [_text(_LEFT - 8, y + 13, line.row.title, "", "end"), _text(_LEFT + _SCALE + 8, y + 13, words), "</g>"]
+    parts += [svg_text(_LEFT - 8, y + 13, line.row.title, "", "end"), svg_text(_LEFT + _SCALE + 8, y + 13, words), "</g>"]
     return parts
 
 
 def _legend(lines: Sequence[Line], y: float) -> list[str]:
-    parts = [f'<rect class="ours" x="{_LEFT}" y="{y - 10}" width="11" height="11" rx="2"/>', _text(_LEFT + 17, y, "measured")]
+    parts = [
+        f'<rect class="ours" x="{_LEFT}" y="{y - 10}" width="11" height="11" rx="2"/>',
+        svg_text(_LEFT + 17, y, "measured"),
+    ]
     x = _LEFT + 100.0
     for style, word, is_shown in (
         ("peer", PEER, any(line.peer is not None for line in lines)),
@@ -286,12 +290,7 @@ def _legend(lines: Sequence[Line], y: float) -> list[str]:
     ):
         if is_shown:
             parts.append(f'<line class="{style}" x1="{x:g}" y1="{y - 12:g}" x2="{x:g}" y2="{y + 2:g}"/>')
-            parts.append(_text(x + 8, y, word))
+            parts.append(svg_text(x + 8, y, word))
             x += 100
-    parts.append(_text(x, y, "longer is faster", "faint"))
+    parts.append(svg_text(x, y, "longer is faster", "faint"))
     return parts
-
-
-def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start") -> str:
-    attribute = f' class="{style}"' if style else ""
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{attribute}>{escape(text)}</text>'

@@ -18,14 +18,13 @@ from typing import Any, Self, TypeGuard
 from culet.config import BUILT_IN, Config, build_config
 from culet.engine.engine import Engine
 from culet.errors import BadRequest, ConfigError, InternalError, QueueFull, UserError
-from culet.text.output import OutputDelta, SampleOutput, chat_output, plain_output
+from culet.text.output import MakeOutput, OutputDelta, chat_output, plain_output
 from culet.text.output_pieces import ToolCall
 from culet.types import FinishReason, Logprobs, Request, SamplingParams
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Tool = Mapping[str, Any]  # {"type": "function", "function": {...}}
-MakeOutput = Callable[[Request, SamplingParams], SampleOutput]
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from culet.layers.weight.base import Projection, Split
 from culet.layers.weight.weights import Weights
 from culet.models.spec import LayerSpec, ModelSpec, RopeSpec
 
+LOGITS_ROWS = 256  # rows of logits that callers compute at a time, which take 256 MiB at Gemma's vocabulary
 AFTER_FINAL_NORM = -1  # the tap for the hidden state after the final norm
 INPUT_ROW_TOKEN = 0  # the token id that per-layer embeddings look up at positions with a precomputed input row
 
@@ -134,7 +135,7 @@ class Gemma4(Layer):
     def __init__(self, spec: ModelSpec, weights: Weights, *, latent: bool = True) -> None:
         super().__init__()
         self.spec, self.dtype, self.device, self.latent = spec, weights.dtype, weights.device, latent
-        self.ops = weights.ops
+        self.ops, self.rank = weights.ops, weights.rank
         # The table is also the head.
         self.embedding = weights.table(
             "embed_tokens", spec.vocab_size, spec.hidden_size, scale=spec.hidden_size**0.5, split=Split.ROWS

@@ -46,15 +46,6 @@ def _attention_weights(layer: LayerSpec, hidden: int) -> int:
     return total
 
 
-def unused_kv_weights(spec: ModelSpec) -> int:
-    """Count the weights k, v and k_norm stored for layers that read another layer's KV. These are never loaded."""
-    return sum(
-        (1 if layer.k_eq_v else 2) * spec.hidden_size * layer.num_kv_heads * layer.head_dim + layer.head_dim
-        for layer in spec.layers
-        if not layer.owns_kv
-    )
-
-
 def tower_weights(config: Mapping[str, Any]) -> dict[str, int]:
     """Count the weights of the vision and audio parts of a wrapped config. Return {} if it has none."""
     if config.get("text_config") is None:

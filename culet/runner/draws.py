@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from culet.kernels.host_transfer import HostCopy, RepeatedCopy, on_device
+from culet.models.gemma4 import LOGITS_ROWS
 from culet.runner.draw_plan import DrawGroup
 from culet.runner.grammar_masks import StepMasks
 from culet.runner.target import ForwardOutput, NextTokens, Target
@@ -20,8 +21,6 @@ from culet.sampling.logprobs import LogprobTensors, compute_logprobs
 from culet.sampling.sampler import EagerSampler, History, Sampler
 from culet.sampling.verify import Accept, count_accepted
 from culet.types import Entry, Row
-
-LOGITS_ROWS = 256  # rows of logits computed at a time, which take 256 MiB at Gemma's vocabulary
 
 
 @dataclass(frozen=True, slots=True)

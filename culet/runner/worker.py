@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import Struct
 
-from culet.errors import CuletError, InternalError, WorkerDied, error_of
+from culet.errors import CuletError, WorkerDied, error_of
 from culet.frames import LENGTH_BYTES, frame, frame_length
 from culet.types import StepPlan, StepResult
 
@@ -88,13 +88,6 @@ class WorkerFailed(Struct, tag="failed", frozen=True):
     kind: str
     message: str
     hint: str = ""
-
-    @classmethod
-    def of(cls, error: Exception) -> WorkerFailed:
-        """Return `error` as a message. An error that Culet did not raise on purpose becomes an InternalError that names it."""
-        if isinstance(error, CuletError):
-            return cls(type(error).__name__, error.message, error.hint)
-        return cls(InternalError.__name__, f"{type(error).__name__}: {error}")
 
     def error(self) -> CuletError:
         """Return the error that this message describes."""

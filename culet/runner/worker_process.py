@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from culet import registry
-from culet.errors import CuletError
+from culet.errors import CuletError, as_culet_error, error_parts
 from culet.log import logger
 from culet.runner.worker import (
     Build,
@@ -82,7 +82,7 @@ def _failed(error: Exception) -> WorkerFailed:
     """Return the report of an error. The traceback goes to the log, since only the message is sent."""
     if not isinstance(error, CuletError):
         logger.error("worker: %s: %s", type(error).__name__, error, exc_info=error)
-    return WorkerFailed.of(error)
+    return WorkerFailed(*error_parts(as_culet_error(error)))
 
 
 def _send_reports(connection: socket.socket, launched: queue.SimpleQueue[_Launched]) -> None:

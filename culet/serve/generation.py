@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -16,10 +16,8 @@ from culet.errors import BadRequest, CuletError, InternalError, QueueFull, Timed
 from culet.log import logger
 from culet.serve.process.client import TokenStream
 from culet.serve.service import FinishedRequest, Service
-from culet.text.output import OutputDelta, SampleOutput
-from culet.types import GRAMMAR_FAULT, FinishReason, Logprobs, Request, SamplingParams, TokenDelta
-
-MakeOutput = Callable[[Request, SamplingParams], SampleOutput]
+from culet.text.output import MakeOutput, OutputDelta, SampleOutput
+from culet.types import GRAMMAR_FAULT, FinishReason, Logprobs, SamplingParams, TokenDelta
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,9 @@ class Generation:
             async with asyncio.timeout(limit_s):
                 deltas = await anext(self._stream, None)
         except TimeoutError:
-            raise QueueFull(f"no token after {limit_s:g} s in the queue", hint="try again later") from None
+            raise QueueFull(
+                f"the request waited {limit_s:g} s in the queue and produced no token", hint="try again later"
+            ) from None
         if deltas is not None:
             yield self._read(deltas)
         async for deltas in self._stream:
@@ -150,6 +150,6 @@ class Generation:
             if delta.error.startswith(GRAMMAR_FAULT):
                 raise BadRequest(delta.error)
             logger.error("request %s failed in the engine: %s", self._finished.request_id, delta.error)
-            raise InternalError("the engine failed while it computed this request")
+            raise InternalError("the engine failed while processing this request")
         if delta.finish_reason is None:  # a stop string, a tool call, or an end token that is not among the stop tokens
             self._stream.cancel(delta.sample, FinishReason.STOP)

@@ -13,7 +13,7 @@ sample's TokenDeltas to `push`:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -149,6 +149,10 @@ class SampleOutput:
         if reason is FinishReason.LENGTH and not (output.has_ended or (self._single_call and output.tool_calls)):
             return reason.value
         return TOOL_CALLS if output.tool_calls else FinishReason.STOP.value
+
+
+# Creates the output of one sample. `plain_output` and `chat_output` are such functions, given a tokenizer.
+MakeOutput = Callable[[Request, SamplingParams], SampleOutput]
 
 
 def has_call(pieces: Sequence[OutputPiece]) -> bool:

@@ -14,7 +14,7 @@ from culet.bench import report
 from culet.bench.answer_check import Verdict
 from culet.bench.attention_cases import SHAPES, AttentionShape
 from culet.bench.floor import Floor
-from culet.bench.kernels import Step, default_cases, make_kernel_case, parse_case, time_case, work
+from culet.bench.kernels import CaseTensors, make_kernel_case, parse_case, time_case, work
 from culet.bench.offline import Measured
 from culet.bench.peer import FA4, KERNEL_CASES, SERVING, UNIFIED_TRITON, kernel_anchor
 from culet.bench.settings import all_settings, bench_config, given_settings
@@ -393,7 +393,6 @@ def test_kernel_anchors_are_complete() -> None:
     assert kernel_anchor(UNIFIED_TRITON, "31B.global", "prefill 1x8192") == 26442
     assert kernel_anchor(FA4, "12B.global", "decode 32@8000") is None
     assert kernel_anchor(FA4, "31B.global", "decode 33@8000") is None
-    assert len(default_cases()) == len(FA4) * len(KERNEL_CASES)
 
 
 def test_kernel_cases() -> None:
@@ -440,8 +439,8 @@ def test_the_torch_backend_agrees_at_any_shape(latent: bool, window: int | None)
 
 
 def test_a_kernel_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = Step.expected
-    monkeypatch.setattr(Step, "expected", lambda step: expected(step) * 1.01)
+    expected = CaseTensors.expected
+    monkeypatch.setattr(CaseTensors, "expected", lambda tensors: expected(tensors) * 1.01)
     line = time_case("own", SHAPES["E2B.sliding"], parse_case("decode 2@40"), device=CPU, backend="torch_cpu", repeats=1)
     assert line.is_right is False
 

@@ -31,7 +31,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "attention": ("kernels", "cache"),
     "layers": ("parallel", "attention"),
     "models": ("layers",),
-    "sampling": ("kernels", "parallel"),
+    "sampling": ("kernels",),
     "drafters": ("models", "sampling"),
     "scheduler": ("cache",),
     "runner": ("models", "sampling", "drafters", "structured"),

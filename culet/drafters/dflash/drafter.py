@@ -24,8 +24,7 @@ from culet.drafters.base import DraftBatch
 from culet.drafters.dflash.model import DFlashModel
 from culet.drafters.dflash.spec import DFlashMask
 from culet.kernels.types import BlockShape
-
-LOGITS_ROWS = 256  # rows of logits computed at a time, which take 256 MiB at Gemma's vocabulary
+from culet.models.gemma4 import LOGITS_ROWS
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from culet.engine.requests import RequestRules
-from culet.errors import CuletError, InternalError, exit_code
+from culet.errors import CuletError, InternalError, as_culet_error, error_parts, exit_code
 from culet.frames import FrameReader, frame
 from culet.log import logger, setup_logging
 from culet.registry import load
@@ -156,8 +156,7 @@ class EngineLoop:
         try:
             self._engine.add(request)
         except CuletError as error:
-            kind = type(error).__name__
-            self._channel.send(Refused(request.request_id, kind, error.message, error.hint))
+            self._channel.send(Refused(request.request_id, *error_parts(error)))
             return
         self._running[request.request_id] = set(range(request.n))
         self._num_prompt_tokens += len(request.prompt_token_ids)
@@ -167,12 +166,12 @@ class EngineLoop:
         try:
             deltas = self._engine.step()
         except Exception as error:
-            logger.exception("a step failed")
+            logger.exception("an engine step failed")
             self._fail(f"{type(error).__name__}: {error}")
             self._num_failures += 1
             if self._num_failures < _MAX_FAILURES and not _is_final(error):
                 return True
-            self._channel.send(Failed("WorkerDied", f"the engine's steps fail: {type(error).__name__}"))
+            self._channel.send(Failed("WorkerDied", f"the engine stopped after a failed step: {type(error).__name__}"))
             self._channel.flush(_FLUSH_LIMIT_S)
             return False
         self._num_failures = 0
@@ -289,10 +288,10 @@ def serve(sock: socket.socket) -> int:
     except Exception as error:
         if not isinstance(error, CuletError):
             logger.exception("the engine failed to start")
-            error = InternalError(f"the engine failed to start: {type(error).__name__}: {error}")
-        channel.send(Failed(type(error).__name__, error.message, error.hint))
+        failure = as_culet_error(error)
+        channel.send(Failed(*error_parts(failure)))
         channel.flush(_FLUSH_LIMIT_S)
-        return exit_code(error)
+        return exit_code(failure)
     gc.collect()
     gc.freeze()  # garbage collections skip everything loaded so far
     channel.send(ready)
