@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from culet.layers.layer import Layer
 from culet.layers.rope import plain_first, rotated_first
 from culet.layers.weight.base import MatrixLayout, Projection, Split
 from culet.layers.weight.weights import Weights
+from culet.parallel.rank import Rank
 from culet.parallel.reduce import PartialSum
 
 MAX_E4M3 = 448.0
@@ -35,15 +36,25 @@ class Pass:
     fresh: dict[int, tuple[Tensor, Tensor]]  # new K and V of layers whose KV is read by other layers
 
 
+def heads_of(heads: HeadShape, rank: Rank) -> HeadShape:
+    """Return the heads that `rank` computes. Ranks that outnumber the KV heads share them."""
+    queries, keys = rank.share(heads.num_heads), rank.share(heads.num_kv_heads, may_repeat=True)
+    return replace(heads, num_heads=queries.stop - queries.start, num_kv_heads=keys.stop - keys.start)
+
+
 class Attention(Layer):
-    """One layer's attention. Loading permutes the weights into the column order of `HeadShape`."""
+    """One layer's attention. Loading permutes the weights into the column order of `HeadShape`.
+
+    `heads` are those of the whole model. The attribute has those of the rank, and so must the pool and the backends of a pass.
+    """
 
     def __init__(
         self, layer: int, kv_source: int, heads: HeadShape, hidden_size: int, rope_kind: int, weights: Weights
     ) -> None:
         super().__init__()
         self.ops = weights.ops
-        self.layer, self.kv_source, self.heads, self.rope_kind = layer, kv_source, heads, rope_kind
+        self.layer, self.kv_source, self.rope_kind = layer, kv_source, rope_kind
+        self.heads = heads_of(heads, weights.rank)
         self.is_source = False  # True if later layers read this layer's KV
         size, rotated, num_q, num_kv = heads.head_dim, heads.rotated_dims, heads.num_heads, heads.num_kv_heads
         key_order = rotated_first if heads.k_eq_v else plain_first
@@ -61,7 +72,8 @@ class Attention(Layer):
         self.k_norm = weights.vector("k_norm.weight", size, order=key_order(size, rotated)) if num_kv else None
         self.key_scale_H: Tensor | None = None  # the factors that make keys fit e4m3, with columns plain | rotated
         self.norm_weight: Tensor
-        self.register_buffer("norm_weight", torch.empty(num_q + num_kv, size, device=weights.device), persistent=False)
+        norm_weight = torch.empty(self.heads.num_heads + self.heads.num_kv_heads, size, device=weights.device)
+        self.register_buffer("norm_weight", norm_weight, persistent=False)
 
     @property
     def owns_kv(self) -> bool:

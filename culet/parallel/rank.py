@@ -14,20 +14,21 @@ class Rank:
     index: int = 0
     size: int = 1
 
-    def share(self, count: int, unit: int = 1) -> slice:
+    def share(self, count: int, unit: int = 1, *, may_repeat: bool = False) -> slice:
         """Return this rank's part of `count` rows or columns. A unit, such as the rows of a head, is never cut.
 
-        If there are more ranks than units, neighbouring ranks hold the same unit. KV heads are replicated this way.
+        With `may_repeat`, there may be more ranks than units, and neighbouring ranks hold the same unit. KV heads are
+        replicated this way. Parts that ranks add up must not repeat.
         """
         units = count // unit
         if units * unit == count and units % self.size == 0:
             each = units // self.size
             first = self.index * each
-        elif units * unit == count and self.size % units == 0:
+        elif may_repeat and units * unit == count and self.size % units == 0:
             each = 1
             first = self.index * units // self.size
         else:
-            raise ConfigError(f"{count} rows or columns in units of {unit} cannot be shared by {self.size} ranks")
+            raise ConfigError(f"{count} rows or columns in units of {unit} cannot be divided among {self.size} ranks")
         return slice(first * unit, (first + each) * unit)
 
 

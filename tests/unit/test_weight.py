@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +18,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import culet
-from culet.errors import ConfigError
+from culet.errors import ConfigError, InternalError
 from culet.kernels import dispatch
+from culet.kernels.types import HeadShape
+from culet.layers.attention import heads_of
 from culet.layers.experts import Experts
 from culet.layers.mlp import MLP
 from culet.layers.weight.base import Matrix, MatrixLayout, Projection, Split
@@ -25,6 +30,7 @@ from culet.layers.weight.placement import Piece, Placement, whole
 from culet.layers.weight.weights import Weights, narrowed
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
+from culet.models.spec import LayerSpec
 from culet.models.weights import _match_names, load_weights
 from culet.parallel.rank import Rank
 from culet.parallel.reduce import join_parts
@@ -32,6 +38,31 @@ from tests.models import tiny_checkpoints as tiny
 
 CPU = torch.device("cpu")
 SIZES = (2, 4)
+
+
+class Meeting:
+    """An all-reduce between ranks that are threads of this process."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=120.0)
+        self._parts: list[Tensor | None] = [None] * size
+
+    def weights(self, index: int) -> Weights:
+        """Return the weights of a rank."""
+
+        def all_reduce(part: Tensor) -> Tensor:
+            self._parts[index] = part
+            self._barrier.wait()
+            total = torch.stack([part for part in self._parts if part is not None]).sum(0)
+            self._barrier.wait()
+            return total
+
+        return Weights(torch.float32, CPU, rank=Rank(index, len(self._parts)), all_reduce=all_reduce)
+
+    def run(self, compute: Callable[[int], Any]) -> list[Any]:
+        """Run `compute(index)` on every rank and return the results."""
+        with ThreadPoolExecutor(len(self._parts)) as threads:
+            return list(threads.map(compute, range(len(self._parts))))
 
 
 def on_rank(index: int, size: int) -> Weights:
@@ -79,12 +110,15 @@ def test_shares_cover_everything_in_whole_units() -> None:
 
 
 def test_ranks_that_outnumber_the_units_hold_the_same_ones() -> None:
-    assert [Rank(index, 4).share(16, 8) for index in range(4)] == [slice(0, 8)] * 2 + [slice(8, 16)] * 2
+    shares = [Rank(index, 4).share(16, 8, may_repeat=True) for index in range(4)]
+    assert shares == [slice(0, 8)] * 2 + [slice(8, 16)] * 2
+    with pytest.raises(ConfigError, match="among 4 ranks"):
+        Rank(0, 4).share(16, 8)  # ranks that add up their parts would count some twice
 
 
 @pytest.mark.parametrize(("count", "unit"), [(10, 4), (9, 3), (24, 8)])
 def test_shares_that_do_not_exist(count: int, unit: int) -> None:
-    with pytest.raises(ConfigError, match="cannot be shared by 4 ranks" if count != 24 else "by 2 ranks"):
+    with pytest.raises(ConfigError, match="among 4 ranks" if count != 24 else "among 2 ranks"):
         Rank(0, 2 if count == 24 else 4).share(count, unit)
 
 
@@ -128,18 +162,111 @@ def test_partial_products_of_all_ranks_add_up(size: int) -> None:
     assert not torch.allclose(parts[0], alone.linear(x))
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_vocabulary_rows_of_all_ranks_make_the_head(size: int) -> None:
-    def table(weights: Weights) -> Any:
-        return weights.table("t", 24, 8, split=Split.ROWS)
+def split_table(weights: Weights) -> Any:
+    table = weights.table("t", 24, 8, scale=3.0, split=Split.ROWS)
+    return fill(table, {"t.weight": torch.randn(24, 8, generator=torch.Generator().manual_seed(0))})
 
-    alone = table(Weights(torch.float32, CPU))
-    tensors = random_tensors(alone.placements())
-    fill(alone, tensors)
-    shards = [fill(table(on_rank(index, size)), tensors) for index in range(size)]
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_rank_embeds_every_token(size: int) -> None:
+    """A rank holds some rows of the table. Its embeddings and logits are still those of the whole table."""
+    alone, meeting = split_table(Weights(torch.float32, CPU)), Meeting(size)
+    shards = [split_table(meeting.weights(index)) for index in range(size)]
     assert torch.equal(torch.cat([shard.tensor for shard in shards]), alone.tensor)
-    x = torch.randn(3, 8)
-    torch.testing.assert_close(torch.cat([shard.head(x) for shard in shards], 1), alone.head(x))
+    token_ids, x, columns = torch.tensor([3, 20, 0, 23, 12, 11, 3]), torch.randn(3, 8), slice(2, 5)
+    hidden, matrix = torch.randn(7, 4), Weights(torch.float32, CPU).matrix(Projection("p", 6), num_columns=12)
+    fill(matrix, {"p.weight": torch.randn(6, 12)})
+    for op in (
+        lambda table: table.embed(token_ids),
+        lambda table: table.embed_columns(token_ids, columns),
+        lambda table: table.head(x),
+        lambda table: table.capped_head(x, 5.0),
+        lambda table: matrix.embed_linear(None, token_ids, hidden, table),
+    ):
+        for result in meeting.run(lambda index, op=op: op(shards[index])):
+            torch.testing.assert_close(result, op(alone))
+    assert torch.equal(alone.embed(token_ids), 3 * alone.tensor[token_ids])
+
+
+def test_a_shard_embeds_only_its_own_tokens() -> None:
+    """What a rank adds to the sum is zero for tokens of other ranks, even if its own rows are not finite."""
+    shard = split_table(on_rank(1, 2))
+    token_ids = torch.tensor([3, 12, 23])
+    assert torch.equal(shard.embed(token_ids)[1:], 3 * shard.tensor[[0, 11]])
+    shard.tensor[0] = float("nan")
+    assert torch.equal(shard.embed(token_ids)[0], torch.zeros(8))
+
+
+def test_one_rank_adds_no_work() -> None:
+    """A table of one rank passes its arguments to one kernel and returns that kernel's result, even with an all-reduce."""
+
+    def all_reduce(part: Tensor) -> Tensor:
+        raise AssertionError("there is nothing to reduce")
+
+    table = split_table(Weights(torch.float32, CPU, all_reduce=all_reduce))
+    token_ids, x, calls = torch.tensor([3, 20]), torch.randn(2, 8), []
+    made = torch.randn(2, 8)
+
+    def kernel(*arguments: Any) -> Tensor:
+        calls.append(arguments)
+        return made
+
+    table.ops = SimpleNamespace(embed=kernel, head=kernel, capped_head=kernel)
+    for result in (table.embed(token_ids), table.head(x), table.capped_head(x, 5.0)):
+        assert result is made
+    assert len(calls) == 3
+    for arguments, given in zip(calls, (token_ids, x, x), strict=True):
+        assert arguments[0] is given
+        assert arguments[1] is table.tensor
+
+
+def test_what_a_shard_cannot_do_yet() -> None:
+    shard, x, index = split_table(on_rank(1, 2)), torch.randn(2, 8), torch.zeros(1, 1, dtype=torch.int64)
+    for op, call in {
+        "head_candidates": lambda: shard.head_candidates(x, None),
+        "cluster_candidates": lambda: shard.cluster_candidates(x, index, index),
+        "begin_blocks": lambda: shard.begin_blocks(index, index, (index, index), None, x),
+        "reorder_rows": lambda: shard.reorder_rows(torch.arange(24)),
+        "narrowing": lambda: narrowed(shard, "fp8"),
+    }.items():
+        with pytest.raises(InternalError, match=f"{op} of t needs every row, and this rank holds rows 12 to 23 of 24"):
+            call()
+
+
+@pytest.mark.parametrize("shape", tiny.SHAPES)
+def test_a_model_over_two_ranks(shape: str) -> None:
+    """Two ranks, each with its own heads, pages and rows of the vocabulary, give the logits of one. They run in threads."""
+    from tests.models.harness import Harness
+
+    folder = tiny.checkpoint_folder(shape)
+    spec = open_checkpoint(str(folder)).spec
+
+    def load(weights: Weights) -> Gemma4:
+        build, match = lambda weights: Gemma4(spec, weights), lambda names: _match_names(names, spec)
+        return load_weights(folder, build, match, weights, progress=False)
+
+    def half(layer: LayerSpec) -> LayerSpec:
+        return replace(layer, num_heads=layer.num_heads // 2, num_kv_heads=max(1, layer.num_kv_heads // 2))
+
+    token_ids, meeting = tiny.prompt(40), Meeting(2)
+    alone = Harness(load(Weights(torch.float32, CPU)), num_slots=1).all_logits(token_ids, (25, 14, 1))
+    ranks = []
+    for index in range(2):
+        model = load(meeting.weights(index))
+        layer = model._layers[0].attention
+        assert layer.heads.num_heads == spec.layers[0].num_heads // 2
+        assert layer.norm_weight.shape[0] == layer.heads.num_heads + layer.heads.num_kv_heads
+        model.spec = replace(spec, layers=tuple(map(half, spec.layers)))  # pages and backends have the rank's heads
+        ranks.append(Harness(model, num_slots=1))
+    for logits in meeting.run(lambda index: ranks[index].all_logits(token_ids, (25, 14, 1))):
+        torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_heads_that_ranks_cannot_share() -> None:
+    heads = HeadShape(4, 1, 16, 16, k_eq_v=False, latent=False, eps=1e-6)
+    assert [heads_of(heads, Rank(index, 4)).num_kv_heads for index in range(4)] == [1] * 4
+    with pytest.raises(ConfigError, match="among 8 ranks"):
+        heads_of(heads, Rank(0, 8))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -244,7 +371,7 @@ def test_what_is_reduced_in_a_layer(shape: str) -> None:
 
 
 def test_several_ranks_need_an_all_reduce() -> None:
-    with pytest.raises(AssertionError, match="must meet"):
+    with pytest.raises(AssertionError, match="need an all-reduce"):
         Weights(torch.float32, CPU, rank=Rank(0, 2))
 
 

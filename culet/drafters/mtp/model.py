@@ -15,6 +15,7 @@ from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.drafters.mtp.spec import CentroidSpec, MTPSpec
+from culet.errors import InternalError
 from culet.kernels.types import Candidates, Rope
 from culet.layers.attention import Pass
 from culet.layers.layer import Layer
@@ -158,11 +159,13 @@ class MTPModel(Layer):
 
     def narrow_head(self, precision: str) -> None:
         """Convert the head to a narrower format. Call once, after loading."""
-        assert isinstance(self.head, PlainHead), "a head of clusters reads few of its rows"
+        assert isinstance(self.head, PlainHead), "only a plain head can be narrowed"
         self.head.narrow(precision)
 
     def bind(self, target: Gemma4) -> None:
         """Fold the factors that the target's cached keys lack into the queries. Call once, after `finish`."""
+        if target.rank.size > 1:
+            raise InternalError("an MTP drafter reads the pages of every head, and this rank holds those of some heads")
         for layer in self._layers:
             source = target.attention_of(layer.attention.kv_source)
             layer.attention.finish(source)

@@ -56,8 +56,8 @@ class MatrixLayout:
 
     def rows(self, projection: Projection, rank: Rank) -> slice:
         """Return the stored rows of a projection that `rank` holds."""
-        is_split = self.split is Split.ROWS
-        return rank.share(projection.num_rows, projection.unit) if is_split else slice(0, projection.num_rows)
+        is_split, num_rows = self.split is Split.ROWS, projection.num_rows
+        return rank.share(num_rows, projection.unit, may_repeat=True) if is_split else slice(0, num_rows)
 
     def columns(self, rank: Rank) -> slice:
         """Return the stored columns that `rank` holds."""
@@ -121,7 +121,7 @@ class Site:
     all_reduce: AllReduce | None = None  # sums over all ranks; required if there are several
 
     def __post_init__(self) -> None:
-        assert self.rank.size == 1 or self.all_reduce is not None, "partial sums of several ranks must meet"
+        assert self.rank.size == 1 or self.all_reduce is not None, "partial sums of several ranks need an all-reduce"
 
 
 class ContextRows(NamedTuple):
@@ -211,7 +211,7 @@ class Table(Weight):
     scale: float  # rows are multiplied by this when they are looked up
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        """Return the scaled rows of the tokens."""
+        """Return the scaled rows of the tokens. Each rank returns all of them, whichever rank holds them."""
         raise self._no_kernel("embed")
 
     def embed_columns(self, token_ids_T: Tensor, columns: slice) -> Tensor:
@@ -219,7 +219,7 @@ class Table(Weight):
         raise self._no_kernel("embed_columns")
 
     def head(self, x_LD: Tensor) -> Tensor:
-        """Return the logits [L, V]."""
+        """Return the logits [L, V]. Each rank returns all of them."""
         raise self._no_kernel("head")
 
     def capped_head(self, x_LD: Tensor, cap: float | None) -> Tensor:

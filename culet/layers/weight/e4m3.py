@@ -24,8 +24,8 @@ class E4M3Table(Table):
 
     def __init__(self, table: Table) -> None:
         super().__init__()
-        assert isinstance(table, PlainTable), "made from the values that were loaded"
-        wide_VD = table.tensor
+        assert isinstance(table, PlainTable), "an e4m3 table can only be made from a plain table"
+        wide_VD = table.whole_tensor("narrowing")
         check_device(wide_VD.device)
         self.scale, self.ops = table.scale, for_device(wide_VD.device, E4M3)
         scale_V1 = (wide_VD.abs().amax(dim=1, keepdim=True).float() / torch.finfo(torch.float8_e4m3fn).max).clamp(
@@ -53,4 +53,4 @@ class E4M3Table(Table):
 def check_device(device: torch.device) -> None:
     """Raise if the device is a GPU without e4m3."""
     if device.type == "cuda" and not hardware.has_e4m3(capability := hardware.capability_of(device)):
-        raise ConfigError(f"fp8 weights need sm_{hardware.ADA} or later, and this GPU is sm_{capability}")
+        raise ConfigError(f"fp8 weights need sm_{hardware.ADA} or later, but this GPU is sm_{capability}")

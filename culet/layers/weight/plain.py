@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from culet.errors import InternalError
 from culet.kernels.dispatch import for_device
 from culet.kernels.types import BlockShape, BlockStart, Candidates, ContextLayer, HeadShape
 from culet.layers.weight.base import (
@@ -19,12 +20,13 @@ from culet.layers.weight.base import (
     Matrix,
     MatrixLayout,
     Site,
+    Split,
     Table,
     TableLayout,
     local_order,
 )
 from culet.layers.weight.placement import Piece, Placement, whole
-from culet.parallel.reduce import PartialSum, join_parts
+from culet.parallel.reduce import PartialSum, join_columns, join_parts
 
 
 def empty_matrix(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -65,7 +67,7 @@ class PlainMatrix(Matrix):
             if layout.column_order is None:
                 piece = Piece(target, (rows, columns), local_order(projection.order, rows))
             else:
-                assert projection.order is None, "rows and columns are never both reordered"
+                assert projection.order is None, "rows and columns cannot both be reordered"
                 piece = Piece(target, (rows, columns), local_order(layout.column_order, columns), dim=1)
             yield f"{projection.name}.weight", Placement((projection.num_rows, layout.num_columns), (piece,))
 
@@ -96,7 +98,7 @@ class PlainMatrix(Matrix):
         return self.ops.residual_norm_linear(x_TD, delta_TD, norms, scalar, eps, self.tensor, gate)
 
     def embed_linear(self, found: Candidates | None, token_R: Tensor, hidden_RB: Tensor, table: Table) -> Tensor:
-        if not isinstance(table, PlainTable):
+        if not isinstance(table, PlainTable) or table.is_shard:
             return super().embed_linear(found, token_R, hidden_RB, table)
         return self.ops.embed_linear(found, token_R, hidden_RB, table.tensor, table.scale, self.tensor)
 
@@ -139,12 +141,14 @@ class Router(PlainMatrix):
 
 
 class PlainTable(Table):
-    """A table in the activations' dtype."""
+    """A table in the activations' dtype. With several ranks, it may be a shard that holds some of the rows."""
 
     def __init__(self, layout: TableLayout, site: Site) -> None:
         super().__init__()
-        self.layout, self.rank, self.ops = layout, site.rank, for_device(site.device)
-        rows = layout.rows(site.rank)
+        self.layout, self.ops = layout, for_device(site.device)
+        self.rows = rows = layout.rows(site.rank)
+        self.is_shard = layout.split is Split.ROWS and site.rank.size > 1
+        self.all_reduce = site.all_reduce if self.is_shard else None
         memory = torch.empty(rows.stop - rows.start, layout.num_columns, dtype=site.dtype, device=site.device)
         self.tensor = nn.Parameter(memory, requires_grad=False)
         # The model was trained with the scale rounded to its precision, such as 39.25 for sqrt(1536) in bfloat16.
@@ -152,34 +156,54 @@ class PlainTable(Table):
 
     def own_placements(self) -> Iterator[tuple[str, Placement]]:
         shape = self.layout.num_rows, self.layout.num_columns
-        piece = Piece(self.tensor, (self.layout.rows(self.rank), slice(0, shape[1])))
+        piece = Piece(self.tensor, (self.rows, slice(0, shape[1])))
         yield f"{self.layout.name}.weight", Placement(shape, (piece,))
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        return self.ops.embed(token_ids_T, self.tensor, self.scale)
+        return self._embed(token_ids_T, self.tensor)
 
     def embed_columns(self, token_ids_T: Tensor, columns: slice) -> Tensor:
-        return self.ops.embed(token_ids_T, self.tensor[:, columns], self.scale)
+        return self._embed(token_ids_T, self.tensor[:, columns])
+
+    def _embed(self, token_ids_T: Tensor, table_VD: Tensor) -> Tensor:
+        if not self.is_shard:
+            embedded_TD: Tensor = self.ops.embed(token_ids_T, table_VD, self.scale)
+            return embedded_TD
+        local_T = token_ids_T - self.rows.start
+        is_own_T = (local_T >= 0) & (local_T < table_VD.shape[0])
+        own_TD = self.ops.embed(local_T.where(is_own_T, 0), table_VD, self.scale)
+        return join_parts(own_TD.masked_fill_(~is_own_T[:, None], 0.0), self.all_reduce)
 
     def head(self, x_LD: Tensor) -> Tensor:
-        return self.ops.head(x_LD, self.tensor)
+        return join_columns(self.ops.head(x_LD, self.tensor), self.rows, self.layout.num_rows, self.all_reduce)
 
     def capped_head(self, x_LD: Tensor, cap: float | None) -> Tensor:
-        return self.ops.capped_head(x_LD, self.tensor, cap)
+        return join_columns(self.ops.capped_head(x_LD, self.tensor, cap), self.rows, self.layout.num_rows, self.all_reduce)
 
     def head_candidates(self, x_RD: Tensor, cap: float | None) -> Candidates:
-        return self.ops.head_candidates(x_RD, self.tensor, None, cap)
+        return self.ops.head_candidates(x_RD, self.whole_tensor("head_candidates"), None, cap)
 
     def cluster_candidates(self, x_RD: Tensor, ids_MJ: Tensor, chosen_RK: Tensor) -> Candidates:
-        return self.ops.cluster_candidates(x_RD, self.tensor, ids_MJ, chosen_RK)
+        return self.ops.cluster_candidates(x_RD, self.whole_tensor("cluster_candidates"), ids_MJ, chosen_RK)
 
     def begin_blocks(
         self, newest_R: Tensor, length_R: Tensor, tables: tuple[Tensor, Tensor], shape: BlockShape, inv_freq: Tensor
     ) -> BlockStart:
-        return self.ops.begin_blocks(newest_R, length_R, tables, shape, inv_freq, (self.tensor, self.scale))
+        table_VD = self.whole_tensor("begin_blocks")
+        return self.ops.begin_blocks(newest_R, length_R, tables, shape, inv_freq, (table_VD, self.scale))
 
     def reorder_rows(self, order_V: Tensor) -> None:
-        self.tensor.copy_(self.tensor[order_V])
+        self.tensor.copy_(self.whole_tensor("reorder_rows")[order_V])
+
+    def whole_tensor(self, op: str) -> Tensor:
+        """Return the tensor for an op that needs every row. Raise if this rank does not hold all of them."""
+        if self.is_shard:
+            held = f"{self.rows.start} to {self.rows.stop - 1} of {self.layout.num_rows}"
+            raise InternalError(
+                f"{op} of {self.layout.name} needs every row, and this rank holds rows {held}",
+                hint=f"{op} is not implemented for several ranks",
+            )
+        return self.tensor
 
 
 class PlainExperts(ExpertStack):
