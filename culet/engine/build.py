@@ -185,12 +185,13 @@ def _resolve_max_model_len(setup: Setup, num_slabs: int) -> int:
         need = memory.least_slabs(layout, wanted or 2)
         raise ConfigError(
             f"one sequence of {wanted or 2} tokens needs {need} slabs of {layout.slab_bytes} bytes, "
-            f"the KV cache has {num_slabs}",
+            f"but the KV cache has only {num_slabs}",
             hint=f"set --kv-cache-memory-bytes to at least {need * layout.slab_bytes}"
             + (f", or --max-model-len to at most {longest}" if longest >= 2 else ""),
         )
     if wanted is None:
-        reason = "the model's limit" if longest == limit else f"the most that fits the KV cache; the model allows {limit}"
+        fits = f"the most that fits into the KV cache, although the model allows {limit}"
+        reason = "the model's limit" if longest == limit else fits
         chose("max-model-len", longest, reason)
     return longest
 

@@ -96,17 +96,18 @@ class Probe:
         """Log how many drafts were accepted. If almost none were, warn and list the likely causes."""
         drafted, accepted = self.counters.drafted_tokens, self.counters.accepted_tokens
         most = max(self.seconds)
-        chose(f"a round of {most} drafts", f"{self.seconds[most] / self.seconds[0]:.2f} plain steps", "measured at start")
+        chose(f"a round of {most} drafts", f"{self.seconds[most] / self.seconds[0]:.2f} plain steps", "measured at startup")
         summary = f"{accepted} of {drafted} drafts accepted, {self.counters.tokens_per_verify:.2f} tokens per verify"
         if not self.is_suspicious:
-            chose("drafts at start", summary, "a short run")
+            chose("drafts at startup", summary, "a short run")
             return
         logger.warning(
-            "DRAFTS ARE NOT ACCEPTED: %s in a short run at start. Output stays correct, but drafting costs time.\n"
-            "  likely causes: %s belongs to another model or another revision of it (wrong pairing);\n"
-            "  the chat template is not the one that both were trained with (wrong template);\n"
-            "  hidden states or keys of the wrong layer, or the other position convention"
-            ' (with mtp try {"position": "%s"}).',
+            "DRAFTS ARE NOT ACCEPTED: %s in a short run at startup. The output stays correct, but drafting costs time.\n"
+            "  Likely causes:\n"
+            "  - %s belongs to another model or to another revision of it (wrong pairing).\n"
+            "  - The chat template is not the one that both were trained with (wrong template).\n"
+            "  - The drafter reads hidden states or keys of the wrong layer, or uses the other position convention"
+            ' (with mtp, try {"position": "%s"}).',
             summary,
             choice.model,
             "hf" if choice.position == "engine" else "engine",

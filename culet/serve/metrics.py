@@ -110,19 +110,21 @@ class Metrics:
 
         self._first = histogram("time_to_first_token_seconds", "Time from a request to its first token.", _SHORT)
         self._queue = histogram("request_queue_time_seconds", "Time that a request spent in the queue.", _SHORT)
-        self._gap = histogram("inter_token_latency_seconds", "Time between consecutive steps with tokens of a sample.", _TOKEN)
+        self._gap = histogram(
+            "inter_token_latency_seconds", "Time between consecutive steps that add tokens to a sample.", _TOKEN
+        )
         self._per_token = histogram(
-            "request_time_per_output_token_seconds", "Mean time per token after the first, per request.", _TOKEN
+            "request_time_per_output_token_seconds", "Mean time per token of a request, not counting the first token.", _TOKEN
         )
         self._whole = histogram("e2e_request_latency_seconds", "Time from a request to its last token.", _WHOLE)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens per request.", _COUNTS)
         self._generated = histogram("request_generation_tokens", "Generated tokens per request.", _COUNTS)
-        self._n = histogram("request_params_n", "Samples requested (n).", (1.0, 2.0, 5.0, 10.0, 20.0))
+        self._n = histogram("request_params_n", "Samples per request (n).", (1.0, 2.0, 5.0, 10.0, 20.0))
         self._max_tokens = histogram("request_params_max_tokens", "Maximum number of tokens per sample.", _COUNTS)
         labels = (*_LABEL, "finished_reason")
         self._ended = Counter("vllm:request_success", "Finished samples by finish reason.", labels, registry=self.registry)
         self._failed = Counter("culet:request_errors", "Failed requests.", (*_LABEL, "error"), registry=self.registry)
-        self._reasoning = Counter("culet:reasoning_tokens", "Generated tokens in thoughts.", _LABEL, registry=self.registry)
+        self._reasoning = Counter("culet:reasoning_tokens", "Tokens generated in thoughts.", _LABEL, registry=self.registry)
         for reason in ("stop", "length", "abort"):
             self._ended.labels(self._model, reason)
         self._reasoning.labels(self._model)
@@ -182,7 +184,7 @@ class _EngineReport(Collector):
         return family
 
     def _info(self, facts: Ready) -> Metric:
-        family = InfoMetricFamily("culet:engine", "Version, device and data type.", labels=_LABEL)
+        family = InfoMetricFamily("culet:engine", "Version, device and data type of the engine.", labels=_LABEL)
         values = {"version": __version__, "device": facts.device, "dtype": facts.dtype}
         family.add_metric([self._model], {**values, "max_model_len": str(facts.max_model_len)})
         return family
@@ -194,13 +196,15 @@ class _EngineReport(Collector):
         yield self._gauge("vllm:num_requests_waiting", "Waiting sequences.", now.num_waiting)
         yield self._gauge(
             "vllm:kv_cache_usage_perc",
-            "Share of KV pages in use (0 to 1), without resume points.",
+            "Share of KV pages in use (0 to 1), excluding pages held only by resume points.",
             used,
         )
-        yield self._counter("vllm:prompt_tokens", "Prompt tokens.", stats.num_prompt_tokens)
+        yield self._counter("vllm:prompt_tokens", "Prompt tokens of all requests.", stats.num_prompt_tokens)
         yield self._counter("vllm:generation_tokens", "Generated tokens.", stats.num_generated_tokens)
-        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", counts.prefix_query_tokens)
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", counts.prefix_hit_tokens)
+        yield self._counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", counts.prefix_query_tokens
+        )
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", counts.prefix_hit_tokens)
         yield self._counter("vllm:num_preemptions", "Sequences that were preempted.", counts.preemptions)
         yield self._counter("vllm:spec_decode_num_drafts", "Verify steps.", counts.verifies)
         yield self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified.", counts.drafted_tokens)
@@ -209,22 +213,26 @@ class _EngineReport(Collector):
         yield self._counter("culet:steps", "Engine steps.", counts.steps)
         yield self._counter("culet:dropped_tokens", "Tokens drawn for sequences that had already ended.", counts.dropped_tokens)
         yield self._gauge("culet:engine_memory_bytes", "Resident memory of the engine process.", stats.memory_bytes)
-        yield self._gauge("culet:kv_pages", "Pages of the KV cache, all groups.", now.num_pages)
-        yield self._gauge("culet:kv_free_pages", "Free pages.", now.num_free_pages)
+        yield self._gauge("culet:kv_pages", "Pages in the KV cache, over all groups.", now.num_pages)
+        yield self._gauge("culet:kv_free_pages", "Free pages in the KV cache.", now.num_free_pages)
         yield self._gauge("culet:kv_checkpoint_pages", "Pages held only by resume points.", now.num_resume_point_pages)
         yield self._gauge("culet:kv_checkpoints", "Resume points in the prefix cache.", now.num_resume_points)
         yield self._by_group("culet:kv_group_pages", "Pages held by running sequences, per KV group.", now.num_held_pages)
         tokens = {group.name: now.num_held_pages.get(group.name, 0) * group.page_tokens for group in facts.groups}
-        yield self._by_group("culet:kv_group_tokens", "Tokens that fit into those pages, per KV group.", tokens)
+        yield self._by_group(
+            "culet:kv_group_tokens", "Tokens that fit into the pages held by running sequences, per KV group.", tokens
+        )
         shares = {name: count / max(1, now.num_pages) for name, count in now.num_held_pages.items()}
         yield self._by_group("culet:kv_group_usage_perc", "Share of all pages held by running sequences, per KV group.", shares)
 
     def _of_drafts(self, counts: Counters) -> Iterator[Metric]:
         """Yield accepted drafts per position, as in vLLM, and the mean acceptance length."""
         accepted = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by position.", labels=(*_LABEL, "position")
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position.", labels=(*_LABEL, "position")
         )
-        drafted = CounterMetricFamily("culet:drafts_per_pos", "Verified drafts by position.", labels=(*_LABEL, "position"))
+        drafted = CounterMetricFamily(
+            "culet:drafts_per_pos", "Verified draft tokens by position.", labels=(*_LABEL, "position")
+        )
         for position, counted in enumerate(zip(counts.drafted_at, counts.accepted_at, strict=True)):
             num_drafted, num_accepted = counted
             accepted.add_metric([self._model, str(position)], num_accepted)
@@ -234,7 +242,7 @@ class _EngineReport(Collector):
         choice = self._service.config.draft.choice
         if choice is not None:
             family = GaugeMetricFamily(
-                "culet:acceptance_length", "Mean tokens per verify step since the start.", labels=(*_LABEL, "drafter")
+                "culet:acceptance_length", "Mean tokens per verify step since startup.", labels=(*_LABEL, "drafter")
             )
             family.add_metric([self._model, choice.method], counts.tokens_per_verify)
             yield family
