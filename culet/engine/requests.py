@@ -41,7 +41,7 @@ class RequestRules:
                 raise BadRequest(f"{name}: got {max(ids)}, expected token ids below {self.vocab_size}")
         if params.n > self.max_num_seqs:
             raise BadRequest(
-                f"n: got {params.n}, but at most {self.max_num_seqs} sequences run at once",
+                f"n: got {params.n}, but at most {self.max_num_seqs} sequences can run at once",
                 hint="lower n or raise --max-num-seqs",
             )
         eos = () if params.ignore_eos else self.defaults.eos_token_ids
@@ -75,13 +75,14 @@ class RequestRules:
         limit = self.max_model_len
         if prompt_len >= limit:
             raise ContextTooLong(
-                f"the prompt has {prompt_len} tokens, the context holds {limit}, and the output needs at least one",
+                f"the prompt has {prompt_len} tokens, but the context holds only {limit}, and the output needs at least one",
                 hint=f"send at most {limit - 1} prompt tokens, or raise --max-model-len (the model allows {self.max_position})",
             )
         max_tokens = requested or limit - prompt_len
         if prompt_len + max_tokens > limit:
             raise ContextTooLong(
-                f"{prompt_len} prompt tokens + {max_tokens} max_tokens = {prompt_len + max_tokens}, the context holds {limit}",
+                f"{prompt_len} prompt tokens + {max_tokens} max_tokens = {prompt_len + max_tokens}, "
+                f"but the context holds only {limit}",
                 hint=f"set max_tokens to at most {limit - prompt_len}, shorten the prompt, or raise --max-model-len",
             )
         return max_tokens

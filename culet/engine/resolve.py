@@ -94,7 +94,7 @@ def resolve_device(name: str) -> torch.device:
         chose("device", name, "no CUDA GPU was found" if name == "cpu" else "the first GPU")
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and (kind == "cpu" or not index.isdigit())):
-        raise ConfigError(f"device: got {name!r}", hint="expected auto, cpu, cuda or cuda:N")
+        raise ConfigError(f"device: got {name!r}, expected auto, cpu, cuda or cuda:N")
     if kind == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -125,9 +125,9 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def _check_max_model_len(wanted: int | None, limit: int) -> None:
     """Raise early if the length is invalid. Later it would size buffers that do not fit on the GPU."""
     if wanted is not None and wanted > limit:
-        raise ConfigError(f"max-model-len: got {wanted}, the model's positions end at {limit}", hint=f"use at most {limit}")
+        raise ConfigError(f"max-model-len: got {wanted}, but the model's positions end at {limit}", hint=f"use at most {limit}")
     if wanted is not None and wanted < 2:
-        raise ConfigError(f"max-model-len: got {wanted}, expected at least 2: a prompt token and an output token")
+        raise ConfigError(f"max-model-len: got {wanted}, expected at least 2 (a prompt token and an output token)")
 
 
 def _resolve_schedule(config: Config, device: torch.device) -> ScheduleConfig:

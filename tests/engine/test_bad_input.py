@@ -113,8 +113,8 @@ def test_broken_folders(name: str, checkpoint: Path, capfd: pytest.CaptureFixtur
 REQUESTS: dict[str, tuple[list[str], str]] = {
     "NaN temperature": (["hello", "--temperature", "nan"], "temperature"),
     "negative max_tokens": (["hello", "--max-tokens", "-1"], "max_tokens"),
-    "prompt longer than the model": (["stone " * 3000, "--max-tokens", "4"], "the context holds 2048"),
-    "prompt longer than max-model-len": (["stone " * 100, "--max-model-len", "64"], "the context holds 64"),
+    "prompt longer than the model": (["stone " * 3000, "--max-tokens", "4"], "the context holds only 2048"),
+    "prompt longer than max-model-len": (["stone " * 100, "--max-model-len", "64"], "the context holds only 64"),
     "prompt + max_tokens longer than the model": (["hello", "--max-tokens", "2048"], "max_tokens = "),
     "request that can never fit the cache": (
         ["hello", "--max-tokens", "600", "--kv-cache-memory-bytes", "KV"],
