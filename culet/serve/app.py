@@ -38,7 +38,7 @@ MODULES = (
     "culet.serve.web_page",
 )
 _REFERENCE = "#/components/schemas/{name}"
-_ERROR = {"description": 'An error in OpenAI\'s form: `{"error": {"message": ..., "type": ..., "code": ...}}`.'}
+_ERROR = {"description": 'An error in OpenAI\'s format: `{"error": {"message": ..., "type": ..., "code": ...}}`.'}
 
 
 def create_app(service: Service) -> ASGIApp:
@@ -136,6 +136,6 @@ class _Deferred(Response):
 
 async def _defer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        messages = {404: "no such path", 405: "this path does not support that method"}
-        error = HttpError(error.status_code, messages.get(error.status_code, "refused"))
+        messages = {404: "path not found", 405: "the path does not support this method"}
+        error = HttpError(error.status_code, messages.get(error.status_code, "the request was refused"))
     return _Deferred(error)

@@ -92,7 +92,7 @@ class Middleware:
         # Compare with every key, in constant time, so that timing reveals nothing.
         if not sum(hmac.compare_digest(digest, key) for key in self._keys):
             problem = "the API key is invalid" if sent else "the API key is missing"
-            raise HttpError(401, problem, hint="send it as Authorization: Bearer KEY", code="invalid_api_key")
+            raise HttpError(401, problem, hint="send the key in the header Authorization: Bearer KEY", code="invalid_api_key")
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         """Raise if the Host header names another machine. Used if no keys are set and the server only listens locally.

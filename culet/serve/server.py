@@ -103,7 +103,7 @@ class Server:
         service, engine = self._service, self._service.engine
         limit_s = service.settings.drain_timeout
         logger.info(
-            "%s: waiting up to %g s for %d requests to finish; a second signal stops immediately",
+            "%s: waiting up to %g s for %d requests to finish (a second signal stops the server immediately)",
             cause,
             limit_s,
             engine.num_in_flight,
@@ -148,14 +148,14 @@ def _log_summary(service: Service, port: int) -> None:
         layers = f"{group.name}: {group.num_layers} layers, {window}, pages of {group.page_tokens} tokens"
         logger.info("  %s, attention by %s (%s)", layers, group.backend, group.why)
     gigabytes = facts.num_pages * facts.page_bytes / 1e9
-    logger.info("KV cache: %d pages, %.2f GB; context: %d tokens", facts.num_pages, gigabytes, facts.max_model_len)
-    logger.info("limits: %d sequences run, %d wait", facts.max_num_seqs, facts.max_queue_len)
-    logger.info("limits per request: %d MB, n %d, %g s", limits.body_mb, limits.n, settings.request_timeout)
+    logger.info("KV cache: %d pages (%.2f GB), context: %d tokens", facts.num_pages, gigabytes, facts.max_model_len)
+    logger.info("limits: up to %d sequences run and %d wait", facts.max_num_seqs, facts.max_queue_len)
+    logger.info("limits per request: %d MB, n up to %d, %g s", limits.body_mb, limits.n, settings.request_timeout)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     logger.info("ready at http://%s:%d (OpenAI API under /v1)", host, port)
     if not service.api_keys:
         level = logging.INFO if settings.host in ("127.0.0.1", "::1", "localhost") else logging.WARNING
-        logger.log(level, "no API key is set: anyone who can reach this address can use the model")
+        logger.log(level, "no API key is set, so anyone who can reach this address can use the model")
 
 
 def serve(config: Config, settings: ServeConfig, script: Script | None = None) -> None:

@@ -170,7 +170,7 @@ class Service:
         try:
             self.template.render([{"role": "user", "content": "1"}])
         except CuletError as error:
-            logger.warning("the chat template fails to render: %s", error.message)
+            logger.warning("cannot render the chat template: %s", error.message)
 
     async def stop(self) -> None:
         """End the engine process and all helper threads and processes."""
@@ -187,7 +187,7 @@ class Service:
         error = engine.death()
         if self.is_draining or self._rules is None:
             return  # the code that awaits the start or the shutdown sees the error
-        logger.error("the engine is dead: %s", error.message)
+        logger.error("the engine died: %s", error.message)
         self._rules = None
         self._spawn(self._restart(error))
 
@@ -211,7 +211,7 @@ class Service:
         while engine.state is State.READY:
             await asyncio.sleep(_WATCH_PERIOD_S)
             if self._is_stuck and engine is self._engine:
-                logger.error("no message from the engine for %d s: killing it", self.limits.step_s)
+                logger.error("killing the engine, which has sent no message for %d s", self.limits.step_s)
                 engine.kill()
                 return
 
@@ -266,7 +266,7 @@ class Service:
         if len(text) > limit * _MAX_TOKEN_CHARS:
             num_tokens = len(self.tokenizer.encode(text[: limit * _MAX_TOKEN_CHARS]))
             if num_tokens > limit + _CUT_TOKENS:
-                raise ContextTooLong(f"the prompt has more than {limit} tokens, the size of the context")
+                raise ContextTooLong(f"the prompt is longer than the context of {limit} tokens")
         return self.tokenizer.encode(text, add_bos=add_bos)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
@@ -280,7 +280,10 @@ class Service:
             return self.names[0]
         if name not in self.names:
             raise HttpError(
-                404, f"the model {name!r} is not served", hint=f"available: {', '.join(self.names)}", code="model_not_found"
+                404,
+                f"the model {name!r} is not served",
+                hint=f"available models: {', '.join(self.names)}",
+                code="model_not_found",
             )
         return name
 
@@ -295,7 +298,7 @@ class Service:
         if self.num_samples + params.n > facts.max_num_seqs + facts.max_queue_len:
             raise QueueFull(
                 f"the queue is full: {self.num_samples} samples are running or waiting "
-                f"(at most {facts.max_num_seqs} run and {facts.max_queue_len} wait)",
+                f"(at most {facts.max_num_seqs} can run and {facts.max_queue_len} can wait)",
                 hint="try again later",
             )
         return engine.submit(request)

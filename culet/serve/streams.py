@@ -116,7 +116,7 @@ class EventStream(Response):
             while not (await asyncio.wait({gone}, timeout=_WATCH_PERIOD_S))[0]:
                 quiet_s = time.monotonic() - self._sent_at
                 if self._is_sending and quiet_s > self._service.limits.write_s:
-                    logger.warning("a client has read nothing for %d s: dropping its stream", quiet_s)
+                    logger.warning("dropping the stream of a client that has read nothing for %d s", quiet_s)
                     self._abort()
                     stream_task.cancel()
                     break

@@ -61,7 +61,7 @@ async def page_file(service: Service, request: Request) -> Response:
     """Return a static file of the web page."""
     name = request.path_params["name"]
     if name not in _FILES:
-        raise HttpError(404, "no such file", code="not_found")
+        raise HttpError(404, "file not found", code="not_found")
     return _file(name)
 
 

@@ -50,7 +50,7 @@ def test_engine_killed_mid_stream(scripted: Callable[..., Running]) -> None:
         with pytest.raises((httpx.TransportError, AssertionError)):
             assert server.http.get("/health").status_code == 200, "red"
         assert server.wait() == 2
-        assert "the engine is dead" in server.log()
+        assert "the engine died" in server.log()
 
 
 def test_the_client_raises_its_own_exception(scripted: Callable[..., Running]) -> None:
@@ -335,7 +335,7 @@ def test_an_engine_that_hangs(scripted: Callable[..., Running]) -> None:
         answer = server.chat()
         assert answer.status_code == 503
         assert server.wait() == 2
-        assert "killing it" in server.log()
+        assert "killing the engine" in server.log()
 
 
 def test_a_long_idle_time_is_not_a_hang(scripted: Callable[..., Running]) -> None:

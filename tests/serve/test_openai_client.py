@@ -188,14 +188,14 @@ def test_models_and_errors(fake: Running) -> None:
     client = fake.openai()
     assert [model.id for model in client.models.list()] == ["gemma"]
     assert client.models.retrieve("gemma").id == "gemma"
-    with pytest.raises(openai.NotFoundError, match="available: gemma"):
+    with pytest.raises(openai.NotFoundError, match="available models: gemma"):
         client.chat.completions.create(model="other", messages=HELLO)
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(model="gemma", messages=HELLO, temperature=-1)
     assert (bad.value.param, bad.value.type) == ("temperature", "invalid_request_error")
-    with pytest.raises(openai.BadRequestError, match="the context holds 32768") as long:
+    with pytest.raises(openai.BadRequestError, match="the context holds only 32768") as long:
         client.chat.completions.create(model="gemma", messages=HELLO, max_tokens=40000)
     assert long.value.code == "context_length_exceeded"
     image: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}]}]

@@ -228,7 +228,7 @@ async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
     choice = body.tool_choice
     names = {"any": "required", "none": "none", "auto": "auto"}
     if choice is not None and choice.type == "tool" and choice.name is None:
-        raise BadRequest("tool_choice.name: missing, expected the name of a tool")
+        raise BadRequest("tool_choice.name: the name of a tool is required")
     return await prepare(
         service,
         _openai_messages(body),
@@ -285,7 +285,7 @@ def _from_user(blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
                 text = f"error: {text}" if block.is_error else text
                 results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
             case ImageBlock() | DocumentBlock():
-                raise UnsupportedError(f"{where}[{index}]: only text is supported", hint="send text blocks only")
+                raise UnsupportedError(f"{where}[{index}]: only text is supported", hint="send only text blocks")
             case _:
                 raise BadRequest(f"{where}[{index}]: got an assistant block in a user message")
     if texts or not results:

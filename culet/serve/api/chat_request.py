@@ -66,14 +66,14 @@ async def prepare(
     service.require_ready()
     limits = service.limits
     if len(messages) > limits.messages:
-        raise BadRequest(f"messages: got {len(messages)}, at most {limits.messages} allowed")
+        raise BadRequest(f"messages: got {len(messages)}, but the maximum is {limits.messages}")
     if len(tools) > limits.tools:
-        raise BadRequest(f"tools: got {len(tools)}, at most {limits.tools} allowed")
+        raise BadRequest(f"tools: got {len(tools)}, but the maximum is {limits.tools}")
     names = [tool["function"]["name"] for tool in tools]
     if tool_choice.startswith("=") and tool_choice[1:] not in names:
         raise BadRequest(f"tool_choice: got {tool_choice[1:]!r}, which is not one of the tools")
     if tool_choice == "required" and not tools:
-        raise BadRequest("tool_choice: got required without any tools")
+        raise BadRequest("tool_choice: got 'required', but the request has no tools")
     offered = () if tool_choice == "none" else tools
     prompt = await service.encode_chat(
         messages,

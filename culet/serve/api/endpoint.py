@@ -49,7 +49,7 @@ def decode(kind: type[T], body: bytes) -> T:
     except (msgspec.DecodeError, UnicodeError) as error:
         raise BadRequest(f"body: not valid JSON: {error}") from None
     except RecursionError:
-        raise BadRequest("body: nested too deeply") from None
+        raise BadRequest("body: the JSON is nested too deeply") from None
     return request
 
 

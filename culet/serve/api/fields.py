@@ -80,7 +80,7 @@ def sampling_params(
         ("logit_bias", len(fields.logit_bias or ()), limits.logit_bias),
     ):
         if got > limit:
-            raise BadRequest(f"{name}: got {got}, at most {limit} allowed", hint="the server's --limits set the maximum")
+            raise BadRequest(f"{name}: got {got}, but the maximum is {limit}", hint="the server sets the maximum with --limits")
     return SamplingParams(
         temperature=fields.temperature,
         top_p=fields.top_p,

@@ -14,7 +14,7 @@ from culet.serve.service import Service
 async def health(service: Service, request: Request) -> Response:
     """Return 200 while the engine is alive, even while it loads. Return 503 if it is dead or stuck."""
     if not service.is_healthy:
-        raise HttpError(503, "the engine is dead", code="engine_unavailable")
+        raise HttpError(503, "the engine is dead or stuck", code="engine_unavailable")
     return json_response({"status": "ok", "engine": service.engine.state})
 
 

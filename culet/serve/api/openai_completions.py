@@ -110,10 +110,10 @@ async def _encode(service: Service, body: CompletionRequest) -> list[list[int]]:
     ids = [entry for entry in prompt if isinstance(entry, int)]
     if ids:
         if len(ids) < len(prompt):
-            raise BadRequest("prompt: got a mix of token ids and prompts", hint="for several prompts, send a list of lists")
+            raise BadRequest("prompt: got token ids mixed with texts", hint="to send several prompts, send a list of lists")
         return [ids]
     if len(prompt) > service.limits.prompts:
-        raise BadRequest(f"prompt: got {len(prompt)} prompts, at most {service.limits.prompts} allowed per request")
+        raise BadRequest(f"prompt: got {len(prompt)} prompts, but the maximum per request is {service.limits.prompts}")
     return [
         await service.encode_text(entry) if isinstance(entry, str) else entry for entry in prompt if not isinstance(entry, int)
     ]

@@ -105,10 +105,10 @@ async def responses(service: Service, request: Request) -> Response:
 async def _prepare(service: Service, body: ResponsesRequest) -> PreparedChat:
     if body.previous_response_id is not None:
         raise UnsupportedError(
-            "previous_response_id: this server stores no responses", hint="send the whole conversation in input"
+            "previous_response_id: this server does not store responses", hint="send the whole conversation in input"
         )
     if body.background:
-        raise UnsupportedError("background: not supported", hint="use stream")
+        raise UnsupportedError("background: not supported", hint="use stream instead")
     fields = SamplingFields(temperature=body.temperature, top_p=body.top_p)
     params = sampling_params(service, fields, max_tokens=body.max_output_tokens)
     params = replace(params, structured_outputs=_form(body))
@@ -139,7 +139,7 @@ def _form(body: ResponsesRequest) -> StructuredOutputs | None:
     if asked.type == "json_object":
         return StructuredOutputs(json_object=True)
     if asked.schema_ is None:
-        raise BadRequest("text.format.schema: missing, expected a JSON schema")
+        raise BadRequest("text.format.schema: a JSON schema is required")
     return schema_form(asked.schema_, strict=bool(asked.strict))
 
 

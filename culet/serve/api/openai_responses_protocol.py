@@ -116,7 +116,7 @@ def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
             thought = text_of(item.content or item.summary, where)
         elif item.type == "function_call_output":
             if item.call_id is None:
-                raise BadRequest(f"{where}.call_id: missing, expected the id of the call")
+                raise BadRequest(f"{where}.call_id: the id of the call is required")
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output, where)})
         elif item.type == "function_call":
             _add_call(messages, item, where)
@@ -134,7 +134,7 @@ def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
 def _add_call(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
     """Add a call to the preceding assistant message, or to a new one."""
     if item.name is None or item.call_id is None:
-        raise BadRequest(f"{where}: expected a call_id and a name")
+        raise BadRequest(f"{where}: a function_call needs a call_id and a name")
     call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments or "{}"}}
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})
@@ -147,5 +147,5 @@ def text_of(content: str | list[ResponsesPart] | None, where: str) -> str:
         return content or ""
     for part in content:
         if part.type in MEDIA:
-            raise UnsupportedError(f"{where}: got a part of type {part.type}, only text is supported")
+            raise UnsupportedError(f"{where}: got a part of type {part.type}, but only text is supported")
     return "\n".join(part.text or part.refusal or "" for part in content)

@@ -23,7 +23,7 @@ async def plan_picture(service: Service, request: Request) -> Response:
     """Return the attention plan as an SVG picture of layers and their backends."""
     facts = service.engine.facts
     if facts is None or not facts.plan_svg:
-        raise HttpError(404, "no plan is available yet", code="not_found")
+        raise HttpError(404, "the attention plan is not available yet", code="not_found")
     return Response(facts.plan_svg, media_type="image/svg+xml")
 
 

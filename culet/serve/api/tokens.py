@@ -55,7 +55,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     body = decode(TokenizeRequest, await request.body())
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise BadRequest("body: expected either prompt or messages")
+        raise BadRequest("body: expected either prompt or messages, but not both")
     if body.messages is not None:
         options = body.chat_template_kwargs
         tokens = await service.encode_chat(

@@ -221,7 +221,7 @@ class EngineClient(asyncio.Protocol):
         """Return the error that says why the engine accepts no requests."""
         if self.state is State.STARTING:
             return WorkerDied("the model is still loading", hint="try again later")
-        return self._failure or WorkerDied("the engine process has ended", hint="see its log for the reason")
+        return self._failure or WorkerDied("the engine process has ended", hint="see the log for the reason")
 
     def _send(self, command: Command) -> None:
         if self._transport is not None and not self._transport.is_closing():
