@@ -66,7 +66,7 @@ def _read_prompt(prompt: str | None) -> str:
     if prompt is not None:
         return prompt
     if sys.stdin.isatty():
-        raise BadRequest("no prompt", hint='pass one as an argument, as in culet generate "...", or pipe it in')
+        raise BadRequest("no prompt was given", hint='pass one as an argument, as in culet generate "...", or pipe it in')
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -87,9 +87,16 @@ def _print_result(result: Result, *, as_json: bool) -> None:
 
 
 def _sample_document(sample: Sample) -> dict[str, Any]:
-    return {
+    """Return a sample as a JSON object. Only chats have `reasoning` and `tool_calls`, where the model wrote any."""
+    document: dict[str, Any] = {
         "text": sample.text,
         "token_ids": list(sample.token_ids),
         "finish_reason": sample.finish_reason,
         "logprobs": None if sample.logprobs is None else [dict(entry) for entry in sample.logprobs],
     }
+    if sample.reasoning:
+        document["reasoning"] = sample.reasoning
+    if sample.tool_calls:
+        calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in sample.tool_calls]
+        document["tool_calls"] = calls
+    return document

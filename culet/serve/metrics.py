@@ -215,8 +215,8 @@ class _EngineReport(Collector):
         yield self._gauge("culet:engine_memory_bytes", "Resident memory of the engine process.", stats.memory_bytes)
         yield self._gauge("culet:kv_pages", "Pages in the KV cache, over all groups.", now.num_pages)
         yield self._gauge("culet:kv_free_pages", "Free pages in the KV cache.", now.num_free_pages)
-        yield self._gauge("culet:kv_checkpoint_pages", "Pages held only by resume points.", now.num_resume_point_pages)
-        yield self._gauge("culet:kv_checkpoints", "Resume points in the prefix cache.", now.num_resume_points)
+        yield self._gauge("culet:kv_resume_point_pages", "Pages held only by resume points.", now.num_resume_point_pages)
+        yield self._gauge("culet:kv_resume_points", "Resume points in the prefix cache.", now.num_resume_points)
         yield self._by_group("culet:kv_group_pages", "Pages held by running sequences, per KV group.", now.num_held_pages)
         tokens = {group.name: now.num_held_pages.get(group.name, 0) * group.page_tokens for group in facts.groups}
         yield self._by_group(

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from culet.cli.main import run
+from culet.engine.llm import LLM, Result, Sample
 from culet.testing.tiny import write_checkpoint
+from culet.text.output_pieces import ToolCall
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,22 @@ def test_generate_as_chat(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     chat = json.loads(culet(capsys, "generate", "Hello", "--chat", "-m", str(folder), *GREEDY, "--json", "-q")[0])
     assert len(chat["prompt_token_ids"]) > len(plain["prompt_token_ids"])
     assert 105 in chat["prompt_token_ids"], "<|turn>"
+
+
+def test_generate_json_has_thoughts_and_calls(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = ToolCall(0, "call_1", "get_weather", '{"city": "Zürich"}', {"city": "Zürich"})
+    samples = (
+        Sample("", (1, 2), None, "tool_calls", reasoning="Let me see.", tool_calls=(call,)),
+        Sample("Sunny.", (3,), None, "stop"),
+    )
+    monkeypatch.setattr(LLM, "chat", lambda self, messages, params: [Result((5,), samples, 0)])
+    document = json.loads(culet(capsys, "generate", "Hello", "--chat", "-m", str(folder), "--json", "-q")[0])
+    assert document["reasoning"] == "Let me see."
+    assert document["tool_calls"] == [{"id": "call_1", "name": "get_weather", "arguments": {"city": "Zürich"}}]
+    assert document["samples"][0]["tool_calls"] == document["tool_calls"]
+    assert not {"reasoning", "tool_calls"} & document["samples"][1].keys()
 
 
 def test_chat_from_a_pipe(folder: Path, capsys: pytest.CaptureFixture[str], pipe) -> None:

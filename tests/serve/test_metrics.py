@@ -41,6 +41,8 @@ NAMES = (
     ),
     "culet:kv_group_pages",
     "culet:kv_group_usage_perc",
+    "culet:kv_resume_points",
+    "culet:kv_resume_point_pages",
     "culet:engine_up",
 )
 

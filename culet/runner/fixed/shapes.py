@@ -1,7 +1,8 @@
 """All parts of a runner with fixed shapes: decode and verify steps, their draws, draft rounds, and deferred KV.
 
-The parts do not know each other. The runner calls them one after another within a step. This module creates, rehearses and
-captures them together.
+This module creates, rehearses and captures the parts together. The runner calls them one after another within a step. They
+share buffers: draws and rounds read the output of the step before them, a step also keeps or writes the drafter's KV
+(`DeferredKV`), and rounds read the steps' page tables and may overwrite them.
 """
 
 from __future__ import annotations
