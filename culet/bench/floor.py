@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from culet.hardware import Peaks
+from culet.layers.weight.byte_sizes import bytes_per_value
 from culet.models.spec import LayerSpec, ModelSpec
 
 
@@ -20,13 +21,13 @@ class Floor:
     spec: ModelSpec
     peaks: Peaks
     latent: bool = True
-    itemsize: int = 2
+    itemsize: int = 2  # of activations and the KV cache
 
     def decode_step(self, num_seqs: int, context: int, num_queries: int = 1) -> float:
         """Return the seconds of a step with `num_queries` new tokens for each of `num_seqs` sequences of `context` tokens."""
         num_tokens = num_seqs * num_queries
         dense = self._dense_weights(self.spec.layers) + self._head_weights
-        seconds = self.peaks.seconds(self.itemsize * dense, 2 * dense * num_tokens) + self._experts(num_tokens)
+        seconds = self.peaks.seconds(self._bytes_per_weight * dense, 2 * dense * num_tokens) + self._experts(num_tokens)
         for layer in self.spec.layers:
             keys = context if layer.window is None else min(context, layer.window)
             flops = 4 * num_tokens * layer.num_heads * layer.head_dim * keys
@@ -42,7 +43,7 @@ class Floor:
         num_tokens = num_seqs * prompt_len
         read = self._dense_weights(self.spec.layers) + self._head_weights
         flops = 2 * self._dense_weights(owners) * num_tokens + 2 * self._head_weights * num_seqs
-        seconds = self.peaks.seconds(self.itemsize * read, flops) + self._experts(num_tokens)
+        seconds = self.peaks.seconds(self._bytes_per_weight * read, flops) + self._experts(num_tokens)
         for layer in owners:
             keys = prompt_len if layer.window is None else min(prompt_len, layer.window)
             pairs = keys * (keys + 1) / 2 + (prompt_len - keys) * keys
@@ -54,6 +55,10 @@ class Floor:
         # A step's floor grows almost linearly with the context, so the middle step represents all of them.
         decode = (output_len - 1) * self.decode_step(num_seqs, prompt_len + output_len // 2)
         return num_seqs * output_len / (self.prefill(num_seqs, prompt_len) + decode)
+
+    @property
+    def _bytes_per_weight(self) -> float:
+        return bytes_per_value(self.itemsize)
 
     @property
     def _head_weights(self) -> int:
@@ -79,7 +84,7 @@ class Floor:
             return 0.0
         expert = 3 * self.spec.hidden_size * moe.width
         num_used = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** num_tokens)
-        read, flops = num_used * expert * self.itemsize, 2 * num_tokens * moe.top_k * expert
+        read, flops = num_used * expert * self._bytes_per_weight, 2 * num_tokens * moe.top_k * expert
         return self.peaks.seconds(len(self.spec.layers) * read, len(self.spec.layers) * flops)
 
     def _bytes_per_key(self, layer: LayerSpec) -> int:

@@ -22,6 +22,7 @@ from culet.config import CacheConfig, Config, ModelConfig, build_config
 from culet.drafters.base import DrafterPlan, cache_specs, open_drafter, plan_drafter_attention, target_groups
 from culet.errors import CheckpointError, ConfigError
 from culet.hardware import GPUS, Gpu, find_gpu
+from culet.layers.weight.byte_sizes import bytes_per_value
 from culet.models.folder import read_config
 from culet.models.sizes import Room, pages_of_sequence, slabs_of_sequence, text_weights, tower_weights, working_bytes
 from culet.models.spec import ModelSpec, read_spec
@@ -81,17 +82,24 @@ class Facts:
 )
 @click.option("--dtype", type=_DTYPE, help="Precision of the weights. [default: auto]")
 @click.option(
-    "--kv-cache-dtype", help="Precision of the KV cache: auto, fp8, or sliding=fp8,global=auto. [default: auto, as the weights]"
+    "--kv-cache-dtype",
+    help="Precision of the KV cache: auto, fp8, or sliding=fp8,global=auto. [default: auto, the same as the weights]",
 )
 @click.option("--latent/--no-latent", default=None, help="Store K and V of K=V layers once. [default: on]")
 @click.option("--max-model-len", type=int, help="Maximum length of prompt plus output, in tokens. [default: the model's limit]")
-@click.option("--seq-len", "seq_lens", type=int, multiple=True, help="Show how many sequences of this length fit; repeatable.")
+@click.option(
+    "--seq-len", "seq_lens", type=int, multiple=True, help="Show how many sequences of this length fit. May be repeated."
+)
 @click.option(
     "--attention-backend", help="Attention backend: auto, one for all layers, or sliding=NAME,global=NAME. [default: auto]"
 )
-@click.option("--speculative-config", metavar="JSON", help="Also plan for a drafter: an object with method, model, ...")
+@click.option(
+    "--speculative-config",
+    metavar="JSON",
+    help="Also plan for a drafter, given as an object with method, model and other keys.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--svg", type=click.Path(dir_okay=False), metavar="FILE", help="Also draw the plan to FILE as SVG.")
+@click.option("--svg", type=click.Path(dir_okay=False), metavar="FILE", help="Also draw the plan and write it to FILE as SVG.")
 def plan(model: str, gpu: str, seq_lens: tuple[int, ...], as_json: bool, svg: str | None, **options: Any) -> None:
     """Show which attention backends a model would use, and how much fits into memory.
 
@@ -158,7 +166,7 @@ def _find_model(model: str) -> tuple[str, dict[str, Any]]:
         return model, read_config(model)
     except CheckpointError as error:
         if "/" not in model and not Path(model).exists():
-            error.hint = f"use one of {', '.join(VARIANTS)}, a checkpoint folder, a config.json, or a model on the Hub"
+            error.hint = f"pass one of {', '.join(VARIANTS)}, a checkpoint folder, a config.json, or a model on the Hub"
         raise
 
 
@@ -167,7 +175,7 @@ def _check_lengths(config: ModelConfig, spec: ModelSpec, seq_lens: Sequence[int]
     limit = spec.max_position
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
-            f"max-model-len: got {config.max_model_len}, the model's positions end at {limit}", hint=f"use at most {limit}"
+            f"max-model-len: got {config.max_model_len}, but the model's positions end at {limit}", hint=f"use at most {limit}"
         )
     limit = config.max_model_len or limit
     for length in seq_lens:
@@ -241,18 +249,18 @@ def _drafter(facts: Facts) -> dict[str, Any] | None:
 
 
 def _draft_bytes(facts: Facts) -> int:
-    return 0 if facts.drafter is None else sum(facts.drafter.num_parameters().values()) * _ITEMSIZES[facts.dtype]
+    return 0 if facts.drafter is None else facts.drafter.weight_bytes(_ITEMSIZES[facts.dtype])
 
 
 def _weights(facts: Facts) -> dict[str, Any]:
     """Return the parameters and bytes of each part of the text decoder and the towers."""
-    itemsize = _ITEMSIZES[facts.dtype]
+    each = bytes_per_value(_ITEMSIZES[facts.dtype])
     text, towers = text_weights(facts.spec), facts.towers
     return {
-        "text": {part: {"parameters": count, "bytes": count * itemsize} for part, count in text.items()},
-        "towers": {part: {"parameters": count, "bytes": count * itemsize} for part, count in towers.items()},
-        "text_bytes": sum(text.values()) * itemsize,
-        "tower_bytes": sum(towers.values()) * itemsize,
+        "text": {part: {"parameters": count, "bytes": round(count * each)} for part, count in text.items()},
+        "towers": {part: {"parameters": count, "bytes": round(count * each)} for part, count in towers.items()},
+        "text_bytes": round(sum(text.values()) * each),
+        "tower_bytes": round(sum(towers.values()) * each),
     }
 
 
@@ -314,7 +322,7 @@ def _write_picture(facts: Facts, path: Path) -> None:
     try:
         path.write_text(draw(facts.attention, owners, title), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"svg: cannot write {path}: {error.strerror}", hint="use a file in a folder that exists") from error
+        raise ConfigError(f"svg: cannot write {path}: {error.strerror}", hint="pass a file in a writable folder") from error
     click.echo(f"wrote {path}", err=True)
 
 
@@ -467,7 +475,7 @@ def _notes(facts: Facts, fit: dict[str, Any], has_latent: bool, allowed_gb: floa
     if not facts.towers:
         notes.append("The checkpoint has no vision or audio parts.")
     if not facts.gpu.arch.is_gpu:
-        notes.append("On a CPU the cache takes at most a quarter of the free memory, unless --kv-cache-memory-bytes is set.")
+        notes.append("On a CPU, the cache takes at most a quarter of the free memory, unless --kv-cache-memory-bytes is set.")
     return notes
 
 

@@ -73,8 +73,12 @@ class Drafter(Protocol):
     group: KVGroup | None  # group of its own KV, or None if it has none (`commit` is then never called)
     max_drafts: int  # the most tokens that it proposes for a sequence
 
-    def weight_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes of all its weights. Together with the method, they decide which kernels are compiled."""
+    @property
+    def pass_bytes(self) -> int:
+        """The bytes of the weights that one pass reads, including its head."""
+
+    def kernel_keys(self) -> list[tuple[object, ...]]:
+        """Return the facts about its weights that decide which kernels are compiled."""
 
     def commit(self, tapped: Mapping[int, Tensor], positions_T: Tensor, kv_address_T: Tensor, pool: Pool) -> None:
         """Compute its own KV from the taps and write it to addresses in its group (-1 means nowhere).
@@ -112,7 +116,10 @@ class DrafterPlan(Protocol):
         """Return its layers by the name of the KV group that they read. Their numbers start at `len(target.layers)`."""
 
     def num_parameters(self) -> Mapping[str, int]:
-        """Return the number of weights by part, for `culet plan`."""
+        """Return the number of weights by part."""
+
+    def weight_bytes(self, itemsize: int) -> int:
+        """Return the bytes of its weights, for activations of `itemsize` bytes."""
 
     def build(self, target: Gemma4, backends: Mapping[int, AttentionBackend], *, progress: bool = True) -> Drafter:
         """Load the weights to the target's device in its precision. `backends` are the drafter's, by index of the KV group."""

@@ -1,7 +1,8 @@
 """Build everything an engine needs: the model, its drafter, the KV cache, the runner and the scheduler.
 
-`build_parts` builds all of it for an `Engine`. `build_worker` builds only the runner. It takes plain values, so another process
-can call it.
+`build_parts` builds all of it for an `Engine`. By default, its worker is a Runner in this process. With `make_worker`, the
+worker is elsewhere and no weights are loaded here. `build_worker` builds only the runner. It takes plain values, so another
+process can call it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from culet.cache.pool import Pool
 from culet.config import Config, build_config
 from culet.drafters.base import Drafter
 from culet.engine import memory
-from culet.engine.drafting import PROBE_PROMPT, draft_policy, run_probe
+from culet.engine.drafting import PROBE_PROMPT, ReadBytes, draft_policy, run_probe
 from culet.engine.rehearsal import Rehearsal
 from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN, RequestRules, resolve_sampling
 from culet.engine.resolve import Setup, resolve
@@ -36,6 +37,9 @@ from culet.structured.queue import GrammarQueue
 from culet.text.template import ChatTemplate
 from culet.text.tokenizer import NumberTokenizer, Tokenizer
 from culet.types import Request, SamplingParams
+
+# Makes a worker for a KV cache of the first number of slabs, and for sequences of up to the second number of tokens.
+MakeWorker = Callable[[int, int], Worker]
 
 
 @dataclass(frozen=True)
@@ -57,31 +61,64 @@ class EngineParts:
         return 0 if self.compile_count is None else self.compile_count.compiled
 
 
-def build_parts(config: Config, *, progress: bool = True) -> EngineParts:
-    """Load the model, size the KV cache, and make the scheduler and the runner."""
+def build_parts(config: Config, *, progress: bool = True, make_worker: MakeWorker | None = None) -> EngineParts:
+    """Load the model, size the KV cache, and make the scheduler and the runner, or the worker that `make_worker` makes."""
     times = StartTimes()
     setup = resolve(config)
     tokenizer = make_tokenizer(setup)
     # Models without per-layer embeddings were trained to start with an empty thought if they answer without thinking.
     chat_template = ChatTemplate.of_checkpoint(setup.checkpoint.folder, empty_thought=setup.spec.ple_dim == 0)
-    device = _prepare_device(setup)
-    model, drafter = _load(setup, times, progress=progress)
-    num_slabs = _size_cache(setup, model, drafter, device.free_bytes, times)
-    max_model_len = _resolve_max_model_len(setup, num_slabs)
     compiler = _make_compiler(setup, tokenizer)
-    runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, times)
-    runner.use_grammars(compiler)
+    if make_worker is None:
+        built = _build_here(setup, compiler, times, progress=progress)
+    else:
+        built = _build_elsewhere(setup, make_worker, times)
     return EngineParts(
         setup=setup,
         tokenizer=tokenizer,
         chat_template=chat_template,
-        rules=_make_rules(setup, tokenizer, max_model_len),
-        scheduler=_make_scheduler(setup, num_slabs, max_model_len, 0 if drafter is None else drafter.max_drafts),
-        worker=runner,
+        rules=_make_rules(setup, tokenizer, built.max_model_len),
+        scheduler=_make_scheduler(setup, built),
+        worker=built.worker,
         grammars=GrammarQueue(compiler, tokenizer),
         times=times,
-        compile_count=device.compile_count,
+        compile_count=built.compile_count,
     )
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A worker, and what the scheduler must know about it."""
+
+    worker: Worker
+    num_slabs: int
+    max_model_len: int
+    read: ReadBytes | None  # None without a drafter
+    compile_count: CompileCount | None
+
+
+def _build_here(setup: Setup, compiler: GrammarCompiler, times: StartTimes, *, progress: bool) -> _Built:
+    device = _prepare_device(setup)
+    model, drafter = _load(setup, times, progress=progress)
+    num_slabs = _size_cache(setup, model, drafter, device.free_bytes, times)
+    max_model_len = _resolve_max_model_len(setup, num_slabs)
+    runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, times)
+    runner.use_grammars(compiler)
+    read = None if drafter is None else ReadBytes.of_models(model, drafter)
+    return _Built(runner, num_slabs, max_model_len, read, device.compile_count)
+
+
+def _build_elsewhere(setup: Setup, make_worker: MakeWorker, times: StartTimes) -> _Built:
+    num_slabs = _planned_slabs(setup)
+    if num_slabs is None:
+        problem = "the size of the KV cache can only be measured in the process that loads the model"
+        raise ConfigError(problem, hint="set --kv-cache-memory-bytes")
+    max_model_len = _resolve_max_model_len(setup, num_slabs)
+    with times.part("worker"):
+        worker = make_worker(num_slabs, max_model_len)
+    plan = setup.draft_plan
+    read = None if plan is None else ReadBytes.of_specs(setup.spec, plan, setup.dtype.itemsize)
+    return _Built(worker, num_slabs, max_model_len, read, None)
 
 
 def build_worker(settings: Mapping[str, Any], num_slabs: int, max_model_len: int) -> Runner:
@@ -141,11 +178,9 @@ def _load(setup: Setup, times: StartTimes, *, progress: bool) -> tuple[Gemma4, D
 
 def _size_cache(setup: Setup, model: Gemma4, drafter: Drafter | None, free_bytes: int, times: StartTimes) -> int:
     """Return the number of slabs in the KV cache: as given, or as many as fit. On a GPU, this also compiles kernels."""
-    config, layout = setup.config, setup.layout
-    num_bytes = config.cache.kv_cache_memory_bytes
-    given = None if num_bytes is None else num_bytes // layout.slab_bytes
-    if not setup.is_gpu:
-        return given if given is not None else _cpu_slabs(setup)
+    config, layout, given = setup.config, setup.layout, _planned_slabs(setup)
+    if given is not None and not setup.is_gpu:
+        return given
     rehearsal = Rehearsal(
         model,
         layout,
@@ -164,6 +199,14 @@ def _size_cache(setup: Setup, model: Gemma4, drafter: Drafter | None, free_bytes
         needs = rehearsal.measure()
     utilization = config.cache.gpu_memory_utilization
     return memory.slabs_for_gpu(layout, setup.device, utilization=utilization, free_before=free_bytes, needs=needs)
+
+
+def _planned_slabs(setup: Setup) -> int | None:
+    """Return the number of slabs as given, or the default of a CPU. On a GPU without a given size, return None."""
+    num_bytes = setup.config.cache.kv_cache_memory_bytes
+    if num_bytes is not None:
+        return num_bytes // setup.layout.slab_bytes
+    return None if setup.is_gpu else _cpu_slabs(setup)
 
 
 def _cpu_slabs(setup: Setup) -> int:
@@ -225,26 +268,27 @@ def _make_compiler(setup: Setup, tokenizer: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler.for_tokenizer(tokenizer, setup.spec.vocab_size, setup.checkpoint.defaults.eos_token_ids)
 
 
-def _make_scheduler(setup: Setup, num_slabs: int, max_model_len: int, max_drafts: int) -> Scheduler:
+def _make_scheduler(setup: Setup, built: _Built) -> Scheduler:
+    max_drafts = 0 if setup.draft_plan is None else setup.draft_plan.max_drafts
     return Scheduler(
         setup.layout,
-        num_slabs,
+        built.num_slabs,
         setup.config.schedule,
-        max_model_len=max_model_len,
+        max_model_len=built.max_model_len,
         prefix_caching=setup.config.cache.enable_prefix_caching,
         max_drafts=max_drafts,
-        policy=_make_draft_policy(setup),
+        policy=_make_draft_policy(setup, built.read),
         # Captured steps determine on the device where their rows begin.
         plans_open=setup.has_graphs and max_drafts > 0,
     )
 
 
-def _make_draft_policy(setup: Setup) -> DraftPolicy | None:
+def _make_draft_policy(setup: Setup, read: ReadBytes | None) -> DraftPolicy | None:
     choice = setup.config.draft.choice
-    if setup.draft_plan is None or choice is None:
+    if setup.draft_plan is None or choice is None or read is None:
         return None
-    itemsize, plans_open = setup.dtype.itemsize, setup.has_graphs
-    return draft_policy(setup.spec, setup.draft_plan, choice, setup.layout, setup.device, itemsize, plans_open=plans_open)
+    plans_open = setup.has_graphs
+    return draft_policy(setup.spec, setup.draft_plan, choice, setup.layout, setup.device, read, plans_open=plans_open)
 
 
 def _make_rules(setup: Setup, tokenizer: Tokenizer, max_model_len: int) -> RequestRules:

@@ -12,8 +12,10 @@ import torch
 from culet import hardware
 from culet.cache.spec import CacheLayout
 from culet.config import DraftChoice
-from culet.drafters.base import DrafterPlan
+from culet.drafters.base import Drafter, DrafterPlan
+from culet.layers.weight.byte_sizes import bytes_per_value
 from culet.log import chose, logger
+from culet.models.gemma4 import Gemma4
 from culet.models.sizes import text_weights
 from culet.models.spec import ModelSpec
 from culet.runner.draft_round import draft_lengths
@@ -33,13 +35,43 @@ UNTIMED_STEPS = 3  # the first steps are slower: they compute the prompt and tou
 MIN_ACCEPTED = 0.05  # if a smaller share of the probe's drafts is accepted, something must be wrong
 
 
+@dataclass(frozen=True)
+class ReadBytes:
+    """The bytes of the weights that steps and draft rounds read."""
+
+    dense: float  # read in every step
+    experts: float  # all routed experts, of which a step reads some
+    draft: float  # read in each pass of the drafter
+
+    @classmethod
+    def of_models(cls, target: Gemma4, drafter: Drafter) -> ReadBytes:
+        return cls(*target.step_bytes(), drafter.pass_bytes)
+
+    @classmethod
+    def of_specs(cls, target: ModelSpec, drafter: DrafterPlan, itemsize: int) -> ReadBytes:
+        """Estimate the bytes if the weights are not in this process. `itemsize` is that of activations."""
+        each = bytes_per_value(itemsize)
+        dense, experts = _count_weights(target)
+        # A drafter that reads the target's pages has its own head. Other drafters use the target's.
+        head = 0 if drafter.reads_target_pages else target.vocab_size * target.hidden_size
+        return cls(dense * each, experts * each, drafter.weight_bytes(itemsize) + head * each)
+
+
+def _count_weights(target: ModelSpec) -> tuple[int, int]:
+    """Return how many weights every step uses, and how many all routed experts have."""
+    weights = text_weights(target)
+    experts = weights.pop("routed experts", 0)
+    weights.pop("per-layer embeddings", 0)  # each token reads only one row
+    return sum(weights.values()), experts
+
+
 def draft_policy(
     target: ModelSpec,
     drafter: DrafterPlan,
     choice: DraftChoice,
     layout: CacheLayout,
     device: torch.device,
-    itemsize: int,
+    read: ReadBytes,
     *,
     plans_open: bool,
 ) -> DraftPolicy | None:
@@ -49,24 +81,19 @@ def draft_policy(
     """
     if not choice.adaptive:
         return None
-    weights = text_weights(target)
-    experts = weights.pop("routed experts", 0)
-    weights.pop("per-layer embeddings", 0)  # each token reads only one row
-    dense = sum(weights.values())
+    dense, experts = _count_weights(target)
     moe = target.moe
     active = 0 if moe is None else experts * moe.top_k / moe.num_experts
     is_gpu = device.type == "cuda"
     rates = (hardware.arch_of(hardware.capability_of(device)) if is_gpu else hardware.CPU).rates
     waits = is_gpu and not plans_open
-    # A drafter that reads the target's pages has its own head. Other drafters use the target's.
-    own = sum(drafter.num_parameters().values()) + (0 if drafter.reads_target_pages else target.vocab_size * target.hidden_size)
     cost = StepCost(
-        dense_bytes=dense * itemsize,
-        expert_bytes=0 if moe is None else experts * itemsize / moe.num_experts,
+        dense_bytes=read.dense,
+        expert_bytes=0 if moe is None else read.experts / moe.num_experts,
         num_experts=0 if moe is None else moe.num_experts,
         top_k=0 if moe is None else moe.top_k,
         flops_per_token=2 * (dense + active),
-        draft_bytes=own * itemsize,
+        draft_bytes=read.draft,
         drafts_at_once=not drafter.reads_target_pages,
         bytes_per_s=rates.bytes_per_s,
         flops_per_s=rates.flops_per_s,

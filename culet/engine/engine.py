@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from culet.cache.spec import CacheLayout
 from culet.config import Config
-from culet.engine.build import build_parts, finish_start
+from culet.engine.build import MakeWorker, build_parts, finish_start
 from culet.runner.worker import LaunchedStep
 from culet.scheduler.stats import SchedulerStats
 from culet.types import FinishReason, Request, TokenDelta
@@ -22,8 +22,9 @@ COMPILE_WAIT_S = 0.02  # short, so that cancels and new requests are noticed
 class Engine:
     """A loaded model that answers requests. Not thread-safe: a single caller must drive it."""
 
-    def __init__(self, config: Config, *, progress: bool = True) -> None:
-        parts = build_parts(config, progress=progress)
+    def __init__(self, config: Config, *, progress: bool = True, make_worker: MakeWorker | None = None) -> None:
+        """Build an engine. Its steps run in this process, or on the worker that `make_worker` makes."""
+        parts = build_parts(config, progress=progress, make_worker=make_worker)
         setup = parts.setup
         self.config = setup.config
         self.spec, self.defaults = setup.spec, setup.checkpoint.defaults

@@ -69,7 +69,9 @@ class Rehearsal:
         properties = torch.cuda.get_device_properties(self.model.device)
         gpu = (properties.name, properties.major, properties.minor, properties.multi_processor_count)
         backends = [type(backend).__qualname__ for backend in self.backends]
-        facts = (self.model.spec, self.model.dtype, self.model.latent, self.layout, backends, self._drafter_facts())
+        model = self.model
+        target = model.spec, model.dtype, model.latent, model.kernel_keys()
+        facts = (target, self.layout, backends, self._drafter_facts())
         # With a short context or without graphs, some kernels are not compiled, and a later start may need them.
         mark = mark_of(gpu, torch.__version__, facts, self.max_num_seqs, self.budget, self._longest, self.has_graphs)
         if mark.exists():
@@ -111,7 +113,7 @@ class Rehearsal:
         """Return the properties of the drafter that its kernels depend on."""
         if self.drafter is None:
             return None
-        return type(self.drafter).__qualname__, self.drafter.max_drafts, self.drafter.weight_shapes()
+        return type(self.drafter).__qualname__, self.drafter.max_drafts, self.drafter.kernel_keys()
 
     @property
     def _longest(self) -> int:

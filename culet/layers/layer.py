@@ -21,13 +21,27 @@ class Layer(nn.Module):
     def __call__(self, *args: Any) -> Any:
         return self.forward(*args)
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all tensors in this layer and the layers below it."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.parameters(), *self.buffers()))
+
+    def kernel_keys(self) -> list[tuple[object, ...]]:
+        """Return the facts that decide which kernels are compiled for this layer and the layers below it."""
+        return [module.own_kernel_key() for module in self.modules() if isinstance(module, Layer)]
+
+    def own_kernel_key(self) -> tuple[object, ...]:
+        """Return the class, which for a weight is its format, and the shapes of the layer's own parameters."""
+        shapes = (tuple(parameter.shape) for parameter in self._parameters.values() if parameter is not None)
+        return type(self).__name__, *shapes
+
     def placements(self) -> dict[str, Placement]:
         """Return the placements of all checkpoint tensors in this layer and the layers below it, by full name."""
         found: dict[str, Placement] = {}
         for module in self.modules():
             if isinstance(module, Layer):
                 for name, placement in module.own_placements():
-                    assert name not in found, f"{name} has two places"
+                    assert name not in found, f"{name} has more than one place"
                     found[name] = placement
         return found
 

@@ -236,6 +236,12 @@ class Gemma4(Layer):
         finally:
             self._rehearsed = None
 
+    def step_bytes(self) -> tuple[int, int]:
+        """Return the bytes of the weights that every step reads, and of all routed experts, of which a step reads some."""
+        experts = sum(layer.experts.stack.num_bytes for layer in self._layers if layer.experts is not None)
+        per_layer_table = 0 if self.ple is None else self.ple.table.num_bytes  # a token reads only one row
+        return self.num_bytes - experts - per_layer_table, experts
+
     def attention_of(self, layer: int) -> Attention:
         """Return the attention of one layer, for drafters that read its pages."""
         return self._layers[layer].attention

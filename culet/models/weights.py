@@ -20,6 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from safetensors import SafetensorError, safe_open
 
 from culet.errors import CheckpointError
+from culet.layers.weight.byte_sizes import stored_bytes
 from culet.layers.weight.placement import Placement
 from culet.layers.weight.weights import Weights
 from culet.models.checkpoint import Checkpoint
@@ -34,7 +35,6 @@ INDEX_FILE = "model.safetensors.index.json"
 _PREFIXES = ("model.language_model.", "model.")
 _TOWERS = re.compile(r"model\.(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\.")
 _TIED_HEAD = "lm_head.weight"  # stored by some tools; it equals the embedding table
-_ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4}
 _NUM_LISTED = 5  # number of names that an error lists
 
 
@@ -48,10 +48,7 @@ class _Stored:
 
     @property
     def num_bytes(self) -> int:
-        size = _ITEM_BYTES.get(self.dtype, 1)
-        for length in self.shape:
-            size *= length
-        return size
+        return stored_bytes(self.dtype, self.shape)
 
 
 class Fillable(Protocol):
@@ -119,20 +116,20 @@ def _files(folder: Path) -> list[Path]:
     if (folder / INDEX_FILE).is_file():
         weight_map = read_json(folder / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise CheckpointError(f"{folder / INDEX_FILE}: weight_map: expected an object of tensor names and file names")
+            raise CheckpointError(f"{folder / INDEX_FILE}: weight_map: expected an object that maps tensor names to file names")
         names = sorted(set(weight_map.values()))
         outside = [name for name in names if Path(name).name != name]
         if outside:
-            raise CheckpointError(f"{folder / INDEX_FILE}: weight_map: {_listed(outside, 'file')} not in this folder")
+            raise CheckpointError(f"{folder / INDEX_FILE}: weight_map: got {_listed(outside, 'file')} outside this folder")
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            hint = "download the model again: part of it is missing"
-            raise CheckpointError(f"{folder}: {_listed(missing, 'file')} named in {INDEX_FILE} missing", hint=hint)
+            hint = "part of the model is missing: download it again"
+            raise CheckpointError(f"{folder}: cannot find {_listed(missing, 'file')} listed in {INDEX_FILE}", hint=hint)
         return [folder / name for name in names]
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
-    hint = f"expected {SINGLE_FILE}, or {INDEX_FILE} with the files it names"
-    raise CheckpointError(f"{folder}: no weights in the folder", hint=hint)
+    hint = f"expected {SINGLE_FILE}, or {INDEX_FILE} with the files that it lists"
+    raise CheckpointError(f"{folder}: the folder has no weights", hint=hint)
 
 
 @contextmanager

@@ -117,11 +117,35 @@ def test_the_engine_uses_only_the_worker_interface(settings: dict[str, Any]) -> 
     assert worker.is_closed
 
 
-def test_an_engine_runs_on_a_worker_in_another_process(settings: dict[str, Any], process_worker: ProcessWorker) -> None:
-    engine = Engine(build_config(settings), progress=False)
-    expected = run(engine)
-    engine._worker = process_worker
+@pytest.mark.parametrize("draft", [{}, {"speculative_config": {"method": "mtp", "model": "random:"}}])
+def test_an_engine_runs_on_a_worker_in_another_process(
+    settings: dict[str, Any], draft: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens are those of a worker in this process, and this process loads no weights."""
+    settings = settings | draft
+    expected = run(Engine(build_config(settings), progress=False))
+
+    def make_worker(num_slabs: int, max_model_len: int) -> ProcessWorker:
+        sizes = {"num_slabs": num_slabs, "max_model_len": max_model_len}
+        return ProcessWorker("culet.engine.build:build_worker", settings=settings, **sizes)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the weights belong in the worker's process")
+
+    monkeypatch.setattr("culet.engine.build.load_model", refuse)
+    engine = Engine(build_config(settings), progress=False, make_worker=make_worker)
+    assert isinstance(engine._worker, ProcessWorker)
     assert run(engine) == expected
+    assert (engine.stats().counters.drafted_tokens > 0) == bool(draft)
+    engine.close()
+
+
+def test_a_worker_elsewhere_needs_a_cache_size(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU without a given size, only the process that loads the model can measure how much fits."""
+    monkeypatch.setattr("culet.engine.build._planned_slabs", lambda setup: None)
+    with pytest.raises(ConfigError, match="can only be measured") as caught:
+        build_parts(build_config(settings), make_worker=lambda num_slabs, max_model_len: pytest.fail("not reached"))
+    assert caught.value.hint == "set --kv-cache-memory-bytes"
 
 
 def test_a_setup_is_resolved_before_anything_is_loaded(settings: dict[str, Any]) -> None:

@@ -125,7 +125,7 @@ def test_spec(method: str, shape: str) -> None:
     assert set(readers) <= {group.name for group in layout.groups}
     numbers = sorted(layer for layers in readers.values() for layer in layers)
     assert numbers == list(range(len(target.layers), len(target.layers) + len(numbers)))
-    assert sum(spec.num_parameters().values()) > 0
+    assert spec.weight_bytes(4) == 4 * sum(spec.num_parameters().values()) > 0
 
 
 def test_proposals(met: Met) -> None:

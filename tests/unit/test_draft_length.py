@@ -11,7 +11,7 @@ from draft_simulation import CPU_DFLASH, CPU_MTP, GPU_MTP, Chat, Simulation, bad
 from culet.cache.spec import plan_cache
 from culet.config import DraftChoice
 from culet.drafters.base import cache_specs, open_drafter
-from culet.engine.drafting import draft_policy
+from culet.engine.drafting import ReadBytes, draft_policy
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
 from culet.scheduler.draft_length import MAX_REST, NUM_TIMED, TIMED_AGAIN, TIMED_FIRST, Acceptance, DraftPolicy
@@ -318,7 +318,8 @@ def policy_of(variant: str, choice: DraftChoice = MTP, device: str = "cpu") -> D
     target = read_spec(VARIANTS[variant])
     drafter = open_drafter(choice, target)
     layout = plan_cache(cache_specs(target, drafter, 2, latent=True))
-    return draft_policy(target, drafter, choice, layout, torch.device(device), 2, plans_open=False)
+    read = ReadBytes.of_specs(target, drafter, 2)
+    return draft_policy(target, drafter, choice, layout, torch.device(device), read, plans_open=False)
 
 
 # Measured on an H200 with random weights (docs/log/drafting.md): a round of three drafts compared with a plain step, at 1, 8

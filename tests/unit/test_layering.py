@@ -6,6 +6,7 @@ Every check reads every file. Typing-only and lazy imports count like any other.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -51,6 +52,7 @@ TORCH_FREE_PACKAGES = ("text", "scheduler", "cli")
 TORCH_FREE = (
     *("culet", *(f"culet.{name}" for name in BASE)),
     *("culet.models.spec", "culet.models.checkpoint", "culet.models.variants", "culet.models.sizes"),
+    "culet.layers.weight.byte_sizes",
     *("culet.drafters.mtp.spec", "culet.drafters.dflash.spec"),
     *("culet.drafters.base", "culet.drafters.mtp.plan", "culet.drafters.dflash.plan"),
     *("culet.attention.plan", "culet.attention.picture"),
@@ -241,6 +243,7 @@ def test_folders_are_small():
 
 WEIGHT_CODE = ("layers/weight", "kernels/")
 FORMATS = ("bfloat16", "float16", "half", "int8", "int4", "uint4", "float8", "float4")  # prefixes of torch's dtype names
+STORED_FORMAT = re.compile(r"B?F\d+(_E\dM\d)?|[IU]\d+")  # names in safetensors headers, such as BF16 and F8_E4M3
 # Other code that names such a dtype, and its meaning there.
 NOT_WEIGHTS = {
     "attention/triton.py": "queries: the Hopper kernels need bfloat16",
@@ -255,8 +258,13 @@ NOT_WEIGHTS = {
 
 
 def named_formats(source: str) -> Iterator[str]:
-    """Yield where a file names a weight's dtype: a dtype such as torch.int8, a cast such as x.half(), or weight.dtype."""
+    """Yield where a file names a weight's dtype.
+
+    That is a dtype such as torch.int8, a stored type such as "BF16", a cast such as x.half(), or weight.dtype.
+    """
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and STORED_FORMAT.fullmatch(node.value):
+            yield f"{node.lineno}: {node.value!r}"
         if not isinstance(node, ast.Attribute):
             continue
         value = node.value
@@ -304,6 +312,11 @@ def test_the_exceptions_name_no_weight():
         ("if layer.weight.dtype == dtype: pass", True),
         ("size = self.weights[0].element_size()", True),
         ("up_weight.dtype", True),
+        ('sizes = {"BF16": 2}', True),
+        ("if stored.dtype in ('F8_E4M3', 'other'): pass", True),
+        ("header['I8']", True),
+        ("name = 'E4B'", False),
+        ('"""Some checkpoints store BF16."""', False),
         ("x.to(torch.float32)", False),
         ("torch.zeros(8, dtype=torch.uint8)", False),  # raw bytes
         ("hidden_TD.dtype", False),

@@ -469,5 +469,6 @@ def test_only_formats_know_the_bytes() -> None:
     files = [path for path in root.rglob("*.py") if not path.is_relative_to(root / "layers/weight")]
     files = [path for path in files if not path.is_relative_to(root / "kernels")]
     assert [path for path in files if bytes_of.search(path.read_text())] == []
+    assert [path for path in files if ".parameters()" in path.read_text()] == [root / "layers/layer.py"]
     models = [path for path in files if path.relative_to(root).parts[0] in ("layers", "models", "drafters", "parallel")]
     assert [path for path in models if dtype_of.search(path.read_text())] == []

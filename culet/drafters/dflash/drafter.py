@@ -53,8 +53,12 @@ class DFlashDrafter:
         spec = model.spec
         self._shape = BlockShape(spec.block_size, spec.mask_token_id, self.group.page_tokens, None, windows)
 
-    def weight_shapes(self) -> list[tuple[int, ...]]:
-        return [tuple(weight.shape) for weight in self.model.parameters()]
+    @property
+    def pass_bytes(self) -> int:
+        return self.model.num_bytes + self.model.head_bytes
+
+    def kernel_keys(self) -> list[tuple[object, ...]]:
+        return self.model.kernel_keys()
 
     def commit(self, tapped: Mapping[int, Tensor], positions_T: Tensor, kv_address_T: Tensor, pool: Pool) -> None:
         """Write context keys and values. Those of a token depend on no other token, so they can be written at any time."""

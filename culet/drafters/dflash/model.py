@@ -164,6 +164,11 @@ class DFlashModel(Layer):
         normed: Tensor = self.ops.residual_norm(x, added, None, None, self.norm, eps)[1]
         return normed
 
+    @property
+    def head_bytes(self) -> int:
+        """The bytes of the head, which is the target's."""
+        return self.target[0].embedding.num_bytes
+
     def candidates(self, last_LD: Tensor) -> Candidates:
         """Return candidate tokens that include the most likely one of each row. The rows may be [R, K, D]."""
         return self.target[0].embedding.head_candidates(last_LD, self.spec.final_softcap)

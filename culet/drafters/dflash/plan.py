@@ -11,6 +11,7 @@ from culet.cache.spec import CacheLayout, KVSpec
 from culet.config import MAX_DRAFTS, DraftChoice
 from culet.drafters.dflash.spec import DFlashSpec, make_config, read_dflash
 from culet.errors import CheckpointError, ConfigError, UnsupportedError
+from culet.layers.weight.byte_sizes import bytes_per_value
 from culet.models.folder import find_folder, read_config
 from culet.models.random_checkpoint import PREFIX, RandomDraw
 from culet.models.spec import ModelSpec
@@ -62,11 +63,11 @@ class DFlashPlan:
         except CheckpointError as error:
             raise CheckpointError(f"drafter {choice.model}: {error.message}", hint=error.hint) from error
         if spec.block_size > MAX_DRAFTS + 1:
-            problem = f"its blocks have {spec.block_size} tokens, attention takes at most {MAX_DRAFTS + 1}"
+            problem = f"its blocks have {spec.block_size} tokens, but attention supports at most {MAX_DRAFTS + 1}"
             raise UnsupportedError(f"drafter {choice.model}: {problem}")
         most = spec.block_size - 1
         if choice.num_speculative_tokens is not None and choice.num_speculative_tokens > most:
-            problem = f"got {choice.num_speculative_tokens}, blocks of {spec.block_size} tokens hold {most} drafts"
+            problem = f"got {choice.num_speculative_tokens}, but blocks of {spec.block_size} tokens hold at most {most} drafts"
             raise ConfigError(f"speculative-config: num_speculative_tokens: {problem}")
         drafts = choice.num_speculative_tokens or most
         return cls(choice.model, choice.revision, spec, len(target.layers), drafts, draw)
@@ -103,6 +104,10 @@ class DFlashPlan:
             counts[part] += prod(size)
         return counts
 
+    def weight_bytes(self, itemsize: int) -> int:
+        """Return the bytes of its weights."""
+        return round(sum(self.num_parameters().values()) * bytes_per_value(itemsize))
+
     def build(self, target: Gemma4, backends: Mapping[int, AttentionBackend], *, progress: bool = True) -> DFlashDrafter:
         """Load the weights to the target's device, in its precision. `backends` holds only the backend of its group."""
         from culet.drafters.dflash.drafter import DFlashDrafter
@@ -122,7 +127,8 @@ def _read_random(model: str, target: ModelSpec) -> tuple[RandomDraw, dict[str, o
     for key, value in given.items():
         if key not in _RANDOM_OPTIONS or not value.isdecimal():
             known = ", ".join(f"{name}=N" for name in _RANDOM_OPTIONS)
-            raise ConfigError(f"speculative-config: model: got {model!r}, in which {key}={value} is not one of {known}")
+            problem = f"got {model!r}, but {key}={value} is not an option, expected one of: {known}"
+            raise ConfigError(f"speculative-config: model: {problem}")
     overrides = {"num_hidden_layers": given.get("layers"), "block_size": given.get("block")}
     numbers = {key: int(value) for key, value in overrides.items() if value is not None}
     return RandomDraw(int(given.get("seed", 0))), make_config(target, **numbers)

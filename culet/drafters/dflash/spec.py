@@ -81,8 +81,8 @@ def read_dflash(config: Mapping[str, object], target: ModelSpec) -> DFlashSpec:
     for key, expected in _FIXED:
         value = config.get(key)
         if value is not None and value != expected:
-            wanted = "it absent" if expected is None else repr(expected)
-            raise root.error(key, f"got {value!r}, expected {wanted}", "no published DFlash drafter has that")
+            wanted = "no value" if expected is None else repr(expected)
+            raise root.error(key, f"got {value!r}, expected {wanted}", "no published DFlash drafter has this value")
     own = root.section("dflash_config", {})
     _check_pairing(root, own, target)
     num_heads, num_kv_heads = root.whole("num_attention_heads"), root.whole("num_key_value_heads")
@@ -91,7 +91,7 @@ def read_dflash(config: Mapping[str, object], target: ModelSpec) -> DFlashSpec:
         problem = f"got {num_kv_heads}, which does not divide num_attention_heads {num_heads}"
         raise root.error("num_key_value_heads", problem)
     if head_dim % 2:
-        raise root.error("head_dim", f"got {head_dim}, expected an even number: rope turns pairs")
+        raise root.error("head_dim", f"got {head_dim}, expected an even number, because rope rotates pairs")
     softcap = config.get("final_logit_softcapping", target.final_softcap)
     return DFlashSpec(
         hidden_size=target.hidden_size,
@@ -139,10 +139,12 @@ def _read_layers(root: Section, own: Section, block_size: int) -> tuple[DFlashMa
     kinds = root.values.get("layer_types")
     kinds = [_FULL] * num_layers if kinds is None else kinds
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in (_SLIDING, _FULL) for kind in kinds):
-        raise root.error("layer_types", f"got {kinds!r}, expected {num_layers} of {_SLIDING!r} and {_FULL!r}")
+        raise root.error(
+            "layer_types", f"got {kinds!r}, expected a list of {num_layers} entries, each {_SLIDING!r} or {_FULL!r}"
+        )
     window = root.whole("sliding_window") if _SLIDING in kinds else 0
     if window and window < block_size:
-        raise root.error("sliding_window", f"got {window}, fewer than the {block_size} tokens of a block")
+        raise root.error("sliding_window", f"got {window}, which is less than the {block_size} tokens of a block")
     stated = own.values.get("is_causal")
     if stated is not None and not isinstance(stated, bool):
         raise own.error("is_causal", f"got {stated!r}, expected true or false")
@@ -156,12 +158,12 @@ def _read_taps(root: Section, own: Section, target: ModelSpec) -> tuple[int, ...
     taps = section.values.get("target_layer_ids")
     num_layers = len(target.layers)
     if not isinstance(taps, list) or not taps:
-        raise section.error("target_layer_ids", f"got {taps!r}, expected a list of the target's layers")
+        raise section.error("target_layer_ids", f"got {taps!r}, expected a list of layers of the target")
     for tap in taps:
         if isinstance(tap, bool) or not isinstance(tap, int) or not 0 <= tap < num_layers:
-            raise section.error("target_layer_ids", f"got {tap!r}, the target's layers are 0 to {num_layers - 1}")
+            raise section.error("target_layer_ids", f"got {tap!r}, but the target's layers are 0 to {num_layers - 1}")
     if len(set(taps)) < len(taps):
-        raise section.error("target_layer_ids", f"got {taps}, which names a layer twice")
+        raise section.error("target_layer_ids", f"got {taps}, which lists a layer twice")
     return tuple(taps)
 
 
@@ -169,7 +171,7 @@ def _read_mask(root: Section, own: Section, target: ModelSpec) -> int:
     section = own if "mask_token_id" in own.values else root
     mask = section.whole("mask_token_id", least=0)
     if mask >= target.vocab_size:
-        raise section.error("mask_token_id", f"got {mask}, the target's tokens are 0 to {target.vocab_size - 1}")
+        raise section.error("mask_token_id", f"got {mask}, but the target's tokens are 0 to {target.vocab_size - 1}")
     return mask
 
 

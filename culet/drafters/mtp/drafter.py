@@ -54,8 +54,12 @@ class MTPDrafter:
         if self.is_hf:
             self.backends = {index: _one_key_more(backend) for index, backend in backends.items()}
 
-    def weight_shapes(self) -> list[tuple[int, ...]]:
-        return [tuple(weight.shape) for weight in self.model.parameters()]
+    @property
+    def pass_bytes(self) -> int:
+        return self.model.num_bytes
+
+    def kernel_keys(self) -> list[tuple[object, ...]]:
+        return self.model.kernel_keys()
 
     def commit(self, tapped: Mapping[int, Tensor], positions_T: Tensor, kv_address_T: Tensor, pool: Pool) -> None:
         """Do nothing, since it has no KV."""

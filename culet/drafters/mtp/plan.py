@@ -10,6 +10,7 @@ from culet.cache.spec import CacheLayout, KVSpec
 from culet.config import DraftChoice
 from culet.drafters.mtp.spec import MTPSpec, make_config, read_mtp
 from culet.errors import CheckpointError, ConfigError
+from culet.layers.weight.byte_sizes import bytes_per_value
 from culet.models.folder import find_folder, read_config
 from culet.models.random_checkpoint import PREFIX, RandomDraw
 from culet.models.spec import ModelSpec
@@ -83,6 +84,12 @@ class MTPPlan:
         """Return the number of weights by part."""
         return self.spec.tensor_sizes()
 
+    def weight_bytes(self, itemsize: int) -> int:
+        """Return the bytes of its weights. The head may have its own precision."""
+        counts = dict(self.num_parameters())
+        head = counts.pop("head") * bytes_per_value(itemsize, self.choice.head_dtype)
+        return round(head + sum(counts.values()) * bytes_per_value(itemsize))
+
     def build(self, target: Gemma4, backends: Mapping[int, AttentionBackend], *, progress: bool = True) -> MTPDrafter:
         """Load the weights to the target's device in its precision. `backends` are the drafter's, by index of the KV group."""
         from culet.drafters.mtp.drafter import MTPDrafter, draw_mtp, load_mtp
@@ -106,5 +113,5 @@ def _read_random(model: str) -> RandomDraw:
     given = dict(part.partition("=")[::2] for part in model.removeprefix(PREFIX).split(",") if part)
     for key, value in given.items():
         if key != "seed" or not value.isdecimal():
-            raise ConfigError(f"speculative-config: model: got {model!r}, in which {key}={value} is not seed=N")
+            raise ConfigError(f"speculative-config: model: got {model!r}, but {key}={value} is not an option, expected seed=N")
     return RandomDraw(int(given.get("seed", 0)))

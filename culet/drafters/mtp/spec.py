@@ -56,12 +56,12 @@ def read_mtp(config: Mapping[str, object], target: ModelSpec) -> MTPSpec:
     root = Section(config)
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
-        hint = "name an assistant, such as google/gemma-4-E4B-it-assistant"
-        raise root.error("model_type", f"got {model_type!r}, expected one of {', '.join(MODEL_TYPES)}", hint)
+        hint = "pass an assistant, such as google/gemma-4-E4B-it-assistant"
+        raise root.error("model_type", f"got {model_type!r}, expected one of: {', '.join(MODEL_TYPES)}", hint)
     text = root.section("text_config")
     for key in ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp"):
         if text.values.get(key):
-            raise text.error(key, f"got {text.values[key]!r}, but no assistant has that")
+            raise text.error(key, f"got {text.values[key]!r}, but no assistant has this")
     num_layers = text.whole("num_hidden_layers")
     if text.whole("num_kv_shared_layers", num_layers, least=0) not in (0, num_layers):
         problem = f"got {text.values['num_kv_shared_layers']}, but all {num_layers} layers of an assistant read the target's KV"
@@ -75,10 +75,10 @@ def read_mtp(config: Mapping[str, object], target: ModelSpec) -> MTPSpec:
         centroids=_read_centroids(root, decoder.vocab_size),
     )
     if spec.backbone_size != target.hidden_size:
-        problem = f"got {spec.backbone_size}, the target's hidden size is {target.hidden_size}"
+        problem = f"got {spec.backbone_size}, but the target's hidden size is {target.hidden_size}"
         raise root.error("backbone_hidden_size", problem, _WRONG_PAIR)
     if decoder.vocab_size != target.vocab_size:
-        raise text.error("vocab_size", f"got {decoder.vocab_size}, the target has {target.vocab_size}", _WRONG_PAIR)
+        raise text.error("vocab_size", f"got {decoder.vocab_size}, but the target has {target.vocab_size}", _WRONG_PAIR)
     return spec
 
 
@@ -90,7 +90,7 @@ def _read_centroids(root: Section, vocab_size: int) -> CentroidSpec | None:
     if vocab_size % count:
         raise root.error("num_centroids", f"got {count}, which does not divide the vocabulary of {vocab_size}")
     if top_k > count:
-        raise root.error("centroid_intermediate_top_k", f"got {top_k}, more than num_centroids {count}")
+        raise root.error("centroid_intermediate_top_k", f"got {top_k}, which is more than num_centroids {count}")
     return CentroidSpec(count, top_k)
 
 
@@ -99,12 +99,12 @@ def _read_from_target(layer: LayerSpec, target: ModelSpec) -> LayerSpec:
     kind = "global" if layer.is_global else "sliding"
     owners = [owner for owner in target.layers if owner.owns_kv and owner.is_global == layer.is_global]
     if not owners:
-        raise CheckpointError(f"the assistant has {kind} layers, the target has none", hint=_WRONG_PAIR)
+        raise CheckpointError(f"the assistant has {kind} layers, but the target has none", hint=_WRONG_PAIR)
     source = owners[-1]
     for name in ("head_dim", "num_kv_heads", "window", "rope"):
         ours, theirs = getattr(layer, name), getattr(source, name)
         if ours != theirs:
-            problem = f"the assistant's {kind} layers have {name} {ours}, the target's have {theirs}"
+            problem = f"the assistant's {kind} layers have {name} {ours}, but the target's have {theirs}"
             raise CheckpointError(problem, hint=_WRONG_PAIR)
     if layer.num_heads % layer.num_kv_heads:
         problem = f"{layer.num_heads} query heads cannot share {layer.num_kv_heads} KV heads"

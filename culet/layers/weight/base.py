@@ -102,10 +102,6 @@ def local_order(order: Tensor | None, cut: slice) -> Tensor | None:
 class Weight(Layer, ABC):
     """A weight of any format."""
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.parameters(), *self.buffers()))
-
     @abstractmethod
     def own_placements(self) -> Iterator[tuple[str, Placement]]:
         """Yield the checkpoint tensors that the weight is loaded from, and the regions that its rank holds."""
