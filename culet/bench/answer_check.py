@@ -76,7 +76,7 @@ def check_rows(config: Config, rows: Sequence[Workload], *, num_layers: int | No
     itemsize = 4 if config.model.dtype == "float32" else 2
     num_layers = num_layers or twin_depth(checkpoint.spec, itemsize, latent=config.cache.latent)
     name = random_name(base, num_layers=num_layers, draw="calm")
-    logger.info("check: %d layers of %s answer each workload, an eager float32 model judges the answers", num_layers, base)
+    logger.info("check: %d layers of %s answer each workload, and an eager float32 model judges the answers", num_layers, base)
     answers, device = _ask_twin(name, config, rows)
     judge = _Judge(name, device)
     verdicts = {shape: _judge(judge, given, num_layers) for shape, given in answers.items()}

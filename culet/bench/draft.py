@@ -72,7 +72,9 @@ class DraftBench:
     def __init__(self, config: Config, *, max_num_seqs: int) -> None:
         choice = config.draft.choice
         if choice is None:
-            raise ConfigError("no drafter", hint="""give --speculative-config '{"method": "mtp", "model": "random:"}'""")
+            raise ConfigError(
+                "no drafter was given", hint="""pass --speculative-config '{"method": "mtp", "model": "random:"}'"""
+            )
         checkpoint = open_checkpoint(config.model.model, config.model.revision)
         self.spec = checkpoint.spec
         self.device = resolve_device(config.model.device)

@@ -113,11 +113,11 @@ class Client:
             names = [entry["id"] for entry in answer.json()["data"]]
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{self.load.base_url}: no answer to GET /v1/models: {error or type(error).__name__}",
-                hint="start a server, or name one with --base-url",
+                f"{self.load.base_url}: GET /v1/models failed: {error or type(error).__name__}",
+                hint="start a server, or pass the address of one with --base-url",
             ) from error
         if self.load.model and self.load.model not in names:
-            raise ConfigError(f"model: the server does not serve {self.load.model!r}", hint=f"served: {', '.join(names)}")
+            raise ConfigError(f"model: the server does not serve {self.load.model!r}", hint=f"use one of: {', '.join(names)}")
         return self.load.model or names[0]
 
     async def pool(self) -> list[int]:
@@ -276,7 +276,7 @@ async def run(load: Load, report: Callable[[int], None] = lambda done: None) -> 
         for _ in range(load.num_warmups):
             first = await client.ask(prompts[0], model)
             if first.error:
-                raise ConfigError(f"the first request failed: {first.error}", hint="see the server's log")
+                raise ConfigError(f"the first request failed: {first.error}", hint="check the server's log")
         before = await client.counters()
         limit = asyncio.Semaphore(load.max_concurrency or len(prompts))
         num_done = 0

@@ -84,7 +84,8 @@ STANDARD: dict[str, tuple[Workload, ...]] = {
 }
 DEFAULT_ROWS = ",".join(STANDARD)
 _CUSTOM = re.compile(r"(tpot|throughput):(\d+)x(\d+)\+(\d+)|(ttft):(\d+)x(\d+)")
-_HINT = f"expected names of {', '.join(STANDARD)}, or rows like tpot:8x1000+256, ttft:1x8000 or throughput:80x1000+1000"
+_EXPECTED = f"expected one of: {', '.join(STANDARD)}, or a custom row"
+_HINT = "custom rows look like tpot:8x1000+256, ttft:1x8000 or throughput:80x1000+1000"
 
 
 def parse_rows(text: str) -> list[Workload]:
@@ -93,20 +94,20 @@ def parse_rows(text: str) -> list[Workload]:
     for name in filter(None, (part.strip() for part in text.split(","))):
         rows.update(dict.fromkeys(STANDARD.get(name) or [_custom(name)]))
     if not rows:
-        raise ConfigError("rows: got none", hint=_HINT)
+        raise ConfigError(f"rows: got none, {_EXPECTED}", hint=_HINT)
     return list(rows)
 
 
 def _custom(name: str) -> Workload:
     match = _CUSTOM.fullmatch(name)
     if match is None:
-        raise ConfigError(f"rows: got {name!r}", hint=_HINT)
+        raise ConfigError(f"rows: got {name!r}, {_EXPECTED}", hint=_HINT)
     if match[5]:
         row = Workload(match[5], int(match[6]), int(match[7]), 1)
     else:
         row = Workload(match[1], int(match[2]), int(match[3]), int(match[4]))
     if min(row.num_seqs, row.prompt_len) < 1 or row.output_len < (2 if row.kind == TPOT else 1):
-        raise ConfigError(f"rows: got {name!r}, a number is too small", hint=_HINT)
+        raise ConfigError(f"rows: got {name!r}, but a number in it is too small", hint=_HINT)
     return row
 
 

@@ -50,8 +50,8 @@ bench.add_command(bench_draft)
 def peak_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add options for the GPU's peak rates, for GPUs that Culet does not know."""
     for option in (
-        click.option("--tflops", type=click.FLOAT, help="Peak bf16 TFLOP/s of this GPU, for the floor."),
-        click.option("--bandwidth", type=click.FLOAT, help="Peak memory bandwidth of this GPU in TB/s, for the floor."),
+        click.option("--tflops", type=click.FLOAT, help="Peak bf16 TFLOP/s of this GPU, to compute the floor."),
+        click.option("--bandwidth", type=click.FLOAT, help="Peak memory bandwidth of this GPU in TB/s, to compute the floor."),
     ):
         command = option(command)
     return command
@@ -62,12 +62,12 @@ def peak_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--random", "variant", metavar="NAME", help="Use random weights with the dimensions of E2B, E4B, 12B, 26B-A4B or 31B."
 )
-@click.option("--num-layers", type=click.INT, help="With --random: use fewer layers than the variant has.")
+@click.option("--num-layers", type=click.INT, help="With --random: number of layers, if fewer than the variant has.")
 @click.option(
     "--draw",
     type=click.Choice(["normal", "narrow", "uniform"]),
     default="normal",
-    help="Random weights: N(0, 0.02), uniform within 1e-3, or uniform for norms and scalars too.",
+    help="Distribution of random weights: N(0, 0.02), uniform within 1e-3, or uniform for norms and scalars too.",
 )
 @click.option(
     "--rows", default=None, help="What to measure, as in tpot,ttft,chat,summarise,start or tpot:8x1000+256,ttft:1x8000."
@@ -77,14 +77,22 @@ def peak_options(command: Callable[..., Any]) -> Callable[..., Any]:
     type=click.IntRange(min=1),
     default=3,
     show_default=True,
-    help="Runs per row with a single sequence; the best counts.",
+    help="Number of runs for rows with a single sequence. The best run counts.",
 )
 @click.option(
-    "--check/--no-check", default=True, help="Check the tokens of a smaller twin against an eager model. [default: on]"
+    "--check/--no-check",
+    default=True,
+    help="Check the tokens of a smaller twin of the model against an eager model. [default: on]",
 )
-@click.option("--check-layers", type=click.INT, help="Layers of the twin. [default: the fewest with the model's page sizes]")
+@click.option(
+    "--check-layers",
+    type=click.INT,
+    help="Number of layers of the twin. [default: the fewest that keep the model's page sizes]",
+)
 @click.option("--json", "json_file", metavar="FILE", help="Write the results to FILE as JSON, after each row.")
-@click.option("--plot", "plot_file", metavar="FILE", help="Draw the results against the floor to FILE, as SVG.")
+@click.option(
+    "--plot", "plot_file", metavar="FILE", help="Plot the results against the floor and write the plot to FILE as SVG."
+)
 @peak_options
 @config_options
 def offline(
@@ -96,12 +104,12 @@ def offline(
     plot_file: str | None,
     **options: Any,
 ) -> None:
-    """Time requests through LLM.generate: per token, to the first token, and throughput.
+    """Time requests through LLM.generate: time per token, time to the first token, and throughput.
 
     \b
     Rows:
       tpot        ms per output token: 1, 8 and 32 sequences of 1000 + 256 tokens, and 1 of 32000 + 256
-      ttft        ms to the first token of 1000, 8000 and 32000
+      ttft        ms to the first token after prompts of 1000, 8000 and 32000 tokens
       chat        output tokens per second of 80 concurrent requests of 1000 + 1000 tokens
       summarise   the same with 8000 + 1000 tokens
       start       seconds from loading to the first accepted request, with and without compiled kernels
@@ -128,7 +136,7 @@ def _model_name(model: str | None, variant: str | None, num_layers: int | None, 
     from culet.models.random_checkpoint import PREFIX, random_name
 
     if (model is None) == (variant is None):
-        problem = "no model" if model is None else f"got both a model, {model}, and --random {variant}"
+        problem = "no model was given" if model is None else f"got both the model {model} and --random {variant}"
         raise ConfigError(problem, hint="pass a checkpoint, or --random with one of E2B, E4B, 12B, 26B-A4B, 31B")
     if variant is None:
         assert model is not None
@@ -145,8 +153,10 @@ class _Files:
         self.json = Path(json_file) if json_file else None
         self.plot = Path(plot_file) if plot_file else None
         for path in (self.json, self.plot):
-            if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-                raise ConfigError(f"cannot write {path}: no such folder", hint="use a file in a folder that exists")
+            if path is not None and path.is_dir():
+                raise ConfigError(f"cannot write {path}: it is a folder", hint="pass the name of a file")
+            if path is not None and not path.absolute().parent.is_dir():
+                raise ConfigError(f"cannot write {path}: its folder does not exist", hint="pass a file in an existing folder")
 
     def write_json(self, document: dict[str, Any]) -> None:
         if self.json is not None:
@@ -162,7 +172,7 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="use a file in a writable folder") from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="pass a file in a writable folder") from error
 
 
 class _Offline:
@@ -204,7 +214,7 @@ class _Offline:
         print_table(report.table(self.lines, self.setting), report.remarks(self.lines))
         wrong = [line.row.label for line in self.lines if line.right is False]
         if wrong:
-            raise InternalError(f"wrong tokens in {', '.join(wrong)}: their times do not count")
+            raise InternalError(f"wrong tokens in {', '.join(wrong)}, so their times do not count")
 
     def _note(self, measured: Measured) -> None:
         from culet.bench import report
@@ -229,7 +239,7 @@ def _peaks(name: str, options: dict[str, Any]) -> Peaks | None:
         return find_peaks(name)
     if not (bandwidth and tflops and bandwidth > 0 and tflops > 0):
         raise ConfigError(
-            "bandwidth and tflops: expected both, as positive numbers", hint="example: --bandwidth 3.35 --tflops 700"
+            "bandwidth and tflops: expected both flags, with positive numbers", hint="example: --bandwidth 3.35 --tflops 700"
         )
     return Peaks(bandwidth * 1e12, tflops * 1e12)
 
@@ -262,35 +272,39 @@ def print_table(table: Table, remarks: list[str]) -> None:
 
 
 @bench.command()
-@click.option("--shape", "shapes", multiple=True, help="Layers of a variant, as in 31B.global or E4B.sliding; repeatable.")
+@click.option("--shape", "shapes", multiple=True, help="Layers of a variant, as in 31B.global or E4B.sliding. May be repeated.")
 @click.option(
     "--case",
     "cases",
     multiple=True,
-    help="Case to time, as in 'decode 32@8000', 'verify 32x4@8000' or 'prefill 4x1000'; repeatable.",
+    help="Case to time, as in 'decode 32@8000', 'verify 32x4@8000' or 'prefill 4x1000'. May be repeated.",
 )
-@click.option("--heads", type=click.INT, help="Query heads of a custom shape.")
-@click.option("--kv-heads", type=click.INT, help="KV heads of a custom shape.")
+@click.option("--heads", type=click.INT, help="Number of query heads in a custom shape.")
+@click.option("--kv-heads", type=click.INT, help="Number of KV heads in a custom shape.")
 @click.option("--head-dim", type=click.INT, help="Head dimension of a custom shape.")
 @click.option("--window", type=click.INT, help="Sliding window of a custom shape. [default: none]")
 @click.option("--latent", is_flag=True, help="Store K and V once, in rows that are 5/4 of a head wide.")
-@click.option("--page-tokens", type=click.INT, help="Tokens per page. [default: the shape's; 64 for a custom shape]")
-@click.option("--rows", type=click.INT, help="Sequences of a custom case.")
-@click.option("--queries", type=click.INT, default=1, show_default=True, help="Query tokens per sequence of a custom case.")
-@click.option("--keys", type=click.INT, default=0, show_default=True, help="Keys before the queries of a custom case.")
-@click.option("--ragged", is_flag=True, help="Vary the number of keys up to --keys.")
 @click.option(
-    "--backend", default="auto", show_default=True, help="Attention backend; auto is the one that Culet would choose."
+    "--page-tokens", type=click.INT, help="Number of tokens per page. [default: the shape's, or 64 for a custom shape]"
 )
+@click.option("--rows", type=click.INT, help="Number of sequences in a custom case.")
+@click.option(
+    "--queries", type=click.INT, default=1, show_default=True, help="Number of query tokens per sequence in a custom case."
+)
+@click.option(
+    "--keys", type=click.INT, default=0, show_default=True, help="Number of keys before the queries in a custom case."
+)
+@click.option("--ragged", is_flag=True, help="Give each sequence a random number of keys, up to --keys.")
+@click.option("--backend", default="auto", show_default=True, help="Attention backend. With auto, Culet chooses.")
 @click.option("--device", default="auto", show_default=True, help="Device to run on: auto, cpu, cuda or cuda:N.")
 @click.option(
-    "--repeats", type=click.IntRange(min=1), default=25, show_default=True, help="Number of replays; the median counts."
+    "--repeats", type=click.IntRange(min=1), default=25, show_default=True, help="Number of replays. The median counts."
 )
 @click.option("--check/--no-check", default=True, help="Check the results against float32. [default: on]")
 @click.option("--json", "json_file", metavar="FILE", help="Write the results to FILE as JSON.")
 @peak_options
 def kernels(shapes: tuple[str, ...], cases: tuple[str, ...], json_file: str | None, **options: Any) -> None:
-    """Time attention kernels: the cases with results of a peer, or any shape.
+    """Time attention kernels, in the cases for which a peer's results are known or with any shape.
 
     \b
     Examples:
@@ -317,7 +331,7 @@ def kernels(shapes: tuple[str, ...], cases: tuple[str, ...], json_file: str | No
     print_table(kernel_table(lines, name), [])
     wrong = [f"{line.shape} {line.case}" for line in lines if line.is_right is False]
     if wrong:
-        raise InternalError(f"wrong results in {', '.join(wrong)}: their times do not count")
+        raise InternalError(f"wrong results in {', '.join(wrong)}, so their times do not count")
 
 
 def _kernel_cases(
@@ -329,7 +343,7 @@ def _kernel_cases(
 
     custom_shape = _custom_shape(options)
     if custom_shape is not None and shapes:
-        raise ConfigError("shape: got both a named shape and a custom one", hint="use one or the other")
+        raise ConfigError("shape: got both a named shape and a custom one", hint="pass one or the other")
     page_tokens = options["page_tokens"]
     named = [(name, kernels_module.find_shape(name)) for name in shapes or (() if custom_shape else tuple(FA4))]
     if page_tokens is not None:
@@ -344,7 +358,9 @@ def _kernel_cases(
             kernels_module.make_kernel_case(options["rows"], options["queries"], options["keys"], ragged=options["ragged"])
         )
     elif options["ragged"] or options["keys"] or options["queries"] != 1:
-        raise ConfigError("rows: missing", hint="a custom case needs --rows, and may have --queries, --keys and --ragged")
+        raise ConfigError(
+            "rows: no value was given", hint="a custom case needs --rows; --queries, --keys and --ragged are optional"
+        )
     chosen = chosen or [kernels_module.parse_case(case) for case in KERNEL_CASES]
     return [(name, shape, case) for name, shape in named for case in chosen]
 
@@ -354,12 +370,12 @@ def _custom_shape(options: dict[str, Any]) -> AttentionShape | None:
     numbers = {name: options[name] for name in ("heads", "kv_heads", "head_dim")}
     if all(value is None for value in numbers.values()):
         if options["window"] is not None or options["latent"]:
-            raise ConfigError("heads: missing", hint="a custom shape needs --heads, --kv-heads and --head-dim")
+            raise ConfigError("heads: no value was given", hint="a custom shape needs --heads, --kv-heads and --head-dim")
         return None
     missing = [name for name, value in numbers.items() if value is None]
     if missing:
         hint = "a custom shape needs --heads, --kv-heads and --head-dim"
-        raise ConfigError(f"{missing[0].replace('_', '-')}: missing", hint=hint)
+        raise ConfigError(f"{missing[0].replace('_', '-')}: no value was given", hint=hint)
     from culet.bench.attention_cases import AttentionShape
     from culet.bench.kernels import check_shape
 

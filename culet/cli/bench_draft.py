@@ -17,12 +17,16 @@ RANDOM_ASSISTANT = '{"method": "mtp", "model": "random:", "num_speculative_token
 
 @click.command("draft")
 @click.argument("source", metavar="MODEL")
-@click.option("--num-seqs", default="1,8,32", show_default=True, help="Numbers of sequences, separated by commas.")
+@click.option("--num-seqs", default="1,8,32", show_default=True, help="Numbers of sequences to time, separated by commas.")
 @click.option(
-    "--prompt-len", type=click.IntRange(min=1), default=1000, show_default=True, help="Tokens before the first draft."
+    "--prompt-len", type=click.IntRange(min=1), default=1000, show_default=True, help="Number of tokens before the first draft."
 )
 @click.option(
-    "--accept", type=click.IntRange(min=0), default=2, show_default=True, help="Drafts that every verify step accepts."
+    "--accept",
+    type=click.IntRange(min=0),
+    default=2,
+    show_default=True,
+    help="Number of drafts that every verify step accepts.",
 )
 @click.option("--json", "json_file", metavar="FILE", help="Write the results to FILE as JSON, after each line.")
 @config_options

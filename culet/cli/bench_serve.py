@@ -42,22 +42,32 @@ _COUNT = click.IntRange(min=1)
     type=click.Choice(["openai", "openai-chat", "vllm"]),
     default="openai",
     show_default=True,
-    help="API to use: openai and vllm are /v1/completions, openai-chat is /v1/chat/completions.",
+    help="API to use: openai and vllm call /v1/completions, and openai-chat calls /v1/chat/completions.",
 )
-@click.option("--dataset-name", type=click.Choice(["random"]), default="random", show_default=True, help="Prompts to send.")
-@click.option("--num-prompts", type=_COUNT, default=200, show_default=True, help="Number of requests.")
-@click.option("--random-input-len", "input_len", type=_COUNT, default=1024, show_default=True, help="Tokens per prompt.")
-@click.option("--random-output-len", "output_len", type=_COUNT, default=128, show_default=True, help="Tokens per answer.")
+@click.option(
+    "--dataset-name", type=click.Choice(["random"]), default="random", show_default=True, help="Kind of prompts to send."
+)
+@click.option("--num-prompts", type=_COUNT, default=200, show_default=True, help="Number of requests to send.")
+@click.option(
+    "--random-input-len", "input_len", type=_COUNT, default=1024, show_default=True, help="Number of tokens per prompt."
+)
+@click.option(
+    "--random-output-len", "output_len", type=_COUNT, default=128, show_default=True, help="Number of tokens per answer."
+)
 @click.option(
     "--random-range-ratio",
     "range_ratio",
     type=click.FloatRange(0.0, 1.0, max_open=True),
     default=0.0,
     show_default=True,
-    help="Vary the lengths between 1 - R and 1 + R times these.",
+    help="Multiply both lengths by a random factor between 1 - R and 1 + R.",
 )
 @click.option(
-    "--random-prefix-len", "prefix_len", type=click.IntRange(0), default=0, help="Tokens of a prefix that all prompts share."
+    "--random-prefix-len",
+    "prefix_len",
+    type=click.IntRange(0),
+    default=0,
+    help="Number of tokens in a prefix that all prompts share.",
 )
 @click.option(
     "--request-rate", type=_Rate(), default="inf", show_default=True, help="Requests per second; inf sends all at once."
@@ -67,24 +77,28 @@ _COUNT = click.IntRange(min=1)
     type=click.FloatRange(0.0, min_open=True),
     default=1.0,
     show_default=True,
-    help="1 is a Poisson process; smaller values are burstier.",
+    help="Burstiness of the arrivals: 1 is a Poisson process, and smaller values are burstier.",
 )
 @click.option("--max-concurrency", type=_COUNT, default=None, help="Maximum number of requests in flight.")
 @click.option(
-    "--num-warmups", type=click.IntRange(0), default=1, show_default=True, help="Requests to send before the measurement."
+    "--num-warmups",
+    type=click.IntRange(0),
+    default=1,
+    show_default=True,
+    help="Number of requests to send before the measurement.",
 )
 @click.option("--ignore-eos/--no-ignore-eos", default=True, help="Let every answer run to its full length. [default: on]")
 @click.option("--temperature", type=click.FloatRange(0.0), default=0.0, show_default=True, help="Sampling temperature.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed for prompts and arrival times.")
 @click.option("--metric-percentiles", default="99", show_default=True, help="Percentiles to show, as in 50,90,99.")
-@click.option("--extra-body", default="", metavar="JSON", help="Further fields for every request, as a JSON object.")
+@click.option("--extra-body", default="", metavar="JSON", help="Additional fields for every request, as a JSON object.")
 @click.option("--api-key", default=None, help="API key of the server. [default: CULET_API_KEY]")
 @click.option(
     "--timeout",
     "timeout_s",
     type=click.FloatRange(0.0, min_open=True),
     default=3600.0,
-    help="Timeout of a request, in seconds.",
+    help="Timeout for each request, in seconds.",
 )
 @click.option("--json", "json_file", metavar="FILE", help="Write the results to FILE as JSON.")
 @click.option("--save-detailed", is_flag=True, help="Include every answer in the JSON.")
@@ -111,7 +125,7 @@ def bench_serve(**options: Any) -> None:
     click.echo(serve.block(figures, shares))
     errors = [answer.error for answer in outcome.answers if answer.error]
     if errors:
-        click.echo(f"{len(errors)} requests failed; the first error: {errors[0]}", err=True)
+        click.echo(f"{len(errors)} requests failed; the first error was: {errors[0]}", err=True)
     if json_file:
         head = {"date": datetime.now().strftime("%Y%m%d-%H%M%S"), "endpoint_type": figures["backend"]}
         more = serve.details(outcome) if detailed else {}
@@ -158,4 +172,4 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     try:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="use a file in a folder that exists") from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="pass a file in a writable folder") from error

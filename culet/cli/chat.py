@@ -40,7 +40,7 @@ def chat(system: str | None, enable_thinking: bool, quiet: bool, **options: Any)
     params = sampling_of(options)
     config = config_of(options)
     if params.n != 1:
-        raise BadRequest(f"n: got {params.n}, a chat has one answer per message", hint="omit --n")
+        raise BadRequest(f"n: got {params.n}, but a chat has only one answer per message", hint="omit --n")
     if quiet:
         setup_logging("warning")
 

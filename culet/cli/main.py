@@ -82,7 +82,7 @@ def run(arguments: Sequence[str]) -> int:
             traceback.print_exc()
         report(
             f"internal error: {type(error).__name__}: {error}",
-            "this is a bug; set CULET_LOG_LEVEL=debug for a traceback, and report it",
+            "this is a bug; set CULET_LOG_LEVEL=debug to get a traceback, and report it",
         )
         return exit_code(InternalError(str(error)))
 

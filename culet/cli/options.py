@@ -22,12 +22,16 @@ _SAMPLING: tuple[tuple[str, click.ParamType, str], ...] = (
     ("top_p", click.FLOAT, "Sample from the most likely tokens up to this total probability (default: the model's)."),
     ("top_k", click.INT, "Sample from this many of the most likely tokens; 0 means all (default: the model's)."),
     ("min_p", click.FLOAT, "Drop tokens whose probability is below this fraction of the most likely token's."),
-    ("repetition_penalty", click.FLOAT, "Values above 1 make tokens that have occurred less likely."),
-    ("presence_penalty", click.FLOAT, "Subtracted from the logit of every token that was generated before."),
-    ("frequency_penalty", click.FLOAT, "Subtracted from a token's logit once for each time it was generated."),
+    ("repetition_penalty", click.FLOAT, "Values above 1 make tokens that have already occurred less likely."),
+    ("presence_penalty", click.FLOAT, "Amount to subtract from the logit of every token that was generated before."),
+    ("frequency_penalty", click.FLOAT, "Amount to subtract from a token's logit once for each time it was generated."),
     ("seed", click.INT, "Seed for repeatable output (default: random)."),
     ("n", click.INT, "Number of samples per prompt (default: 1)."),
-    ("logprobs", click.INT, "Report log-probabilities of the chosen token and of this many most likely tokens (with --json)."),
+    (
+        "logprobs",
+        click.INT,
+        "Report the log-probabilities of the chosen token and of this many of the most likely tokens (with --json).",
+    ),
 )
 
 
@@ -64,9 +68,9 @@ def _config_option(entry: Field[Any]) -> Callable[[F], F]:
 
 def sampling_options(command: F) -> F:
     """Add one flag per sampling parameter."""
-    repeated = click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; repeatable.")
+    repeated = click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text. May be repeated.")
     ids = click.option(
-        "--stop-token-id", "stop_token_ids", type=click.INT, multiple=True, help="Stop at this token; repeatable."
+        "--stop-token-id", "stop_token_ids", type=click.INT, multiple=True, help="Stop at this token. May be repeated."
     )
     eos = click.option("--ignore-eos", is_flag=True, default=None, help="Continue after an end-of-text token.")
     for option in (eos, ids, repeated):

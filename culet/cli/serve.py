@@ -43,7 +43,7 @@ def serve(model_name: str | None, **options: Any) -> None:
     requests finish; a second Ctrl-C stops immediately.
     """
     if model_name and options.get("model"):
-        raise ConfigError("model: got it twice, as an argument and as --model", hint="pass it once")
+        raise ConfigError("model: got two values, one as an argument and one as --model", hint="pass only one of them")
     settings = build_serve_config(given(options, config_fields(SERVE_PARTS)))
     setup_logging(form=settings.log_format)
     config = config_of({**options, "model": model_name or options.get("model")})
@@ -62,4 +62,4 @@ def _check_parsers(options: dict[str, Any]) -> None:
                 f"{flag[2:]}: got {name!r}, expected gemma4, the only format that Culet parses", hint="omit the flag"
             )
     if options.get("trust_remote_code"):
-        logger.warning("trust-remote-code: ignored; Culet never runs code from a checkpoint")
+        logger.warning("trust-remote-code: this flag is ignored, because Culet never runs code from a checkpoint")

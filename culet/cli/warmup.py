@@ -33,11 +33,12 @@ def warmup(source: str | None, **options: Any) -> None:
 
     if config.model.device == "cpu" or not torch.cuda.is_available():
         raise UnsupportedError(
-            "warmup: needs a GPU; a CPU has no kernels to compile", hint="run `culet doctor` to see the devices"
+            "warmup: this command needs a GPU, because a CPU has no kernels to compile",
+            hint="run `culet doctor` to list the devices",
         )
     engine = Engine(config)
     seconds = engine.start_times.parts.get("kernels", 0.0)
     if engine.kernels_compiled:
         click.echo(f"{engine.kernels_compiled} kernels compiled in {seconds:.1f} s and stored in {cache_folder()}")
     else:
-        click.echo(f"nothing to compile: all kernels are in {cache_folder()}")
+        click.echo(f"nothing to compile: all kernels are already in {cache_folder()}")

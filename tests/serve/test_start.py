@@ -31,7 +31,7 @@ def culet_serve(*arguments: str, **environment: str) -> subprocess.CompletedProc
     ("arguments", "message"),
     [
         (["./nowhere"], "./nowhere: no such folder"),
-        (["a", "--model", "b"], "model: got it twice"),
+        (["a", "--model", "b"], "model: got two values"),
         (["x", "--port", "70000"], "port: got 70000"),
         (["x", "--limits", "n=0"], "limits: n: got '0'"),
         (["x", "--limits", "bodies=3"], "limits: unknown name 'bodies'"),

@@ -223,13 +223,13 @@ def test_random_checkpoints_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("random:", "expected a variant's name"),
+        ("random:", "expected the name of a variant"),
         ("random:7B", "no such variant"),
-        ("random:31B,layers=1", "layers: got 1, expected 2 to 60"),
+        ("random:31B,layers=1", "layers: got 1, expected a number from 2 to 60"),
         ("random:31B,layers=61", "layers: got 61"),
-        ("random:31B,layers=all", "layers=all is not one of"),
-        ("random:31B,draw=wild", "draw=wild is not one of"),
-        ("random:31B,size=2", "size=2 is not one of"),
+        ("random:31B,layers=all", "layers=all is not an option"),
+        ("random:31B,draw=wild", "draw=wild is not an option"),
+        ("random:31B,size=2", "size=2 is not an option"),
     ],
 )
 def test_bad_names(name: str, problem: str) -> None:
@@ -459,7 +459,7 @@ def test_kernels_need_a_gpu() -> None:
     ("arguments", "message"),
     [
         (["offline"], "no model"),
-        (["offline", "x", "--random", "31B"], "got both a model"),
+        (["offline", "x", "--random", "31B"], "got both the model x"),
         (["offline", "--random", "7B"], "no such variant"),
         (["offline", "x", "--num-layers", "3"], "only random weights can have fewer layers"),
         (["offline", "--random", "31B", "--num-layers", "1"], "layers: got 1"),
@@ -472,9 +472,9 @@ def test_kernels_need_a_gpu() -> None:
         (["kernels", "--device", "cpu", "--backend", "magic"], "unknown attention backend"),
         (["kernels", "--device", "cpu", "--shape", "7B.global"], "unknown shape"),
         (["kernels", "--device", "cpu", "--case", "decode"], "case: got 'decode'"),
-        (["kernels", "--device", "cpu", "--heads", "8"], "kv-heads: missing"),
-        (["kernels", "--device", "cpu", "--window", "8"], "heads: missing"),
-        (["kernels", "--device", "cpu", "--keys", "8"], "rows: missing"),
+        (["kernels", "--device", "cpu", "--heads", "8"], "kv-heads: no value was given"),
+        (["kernels", "--device", "cpu", "--window", "8"], "heads: no value was given"),
+        (["kernels", "--device", "cpu", "--keys", "8"], "rows: no value was given"),
         (
             ["kernels", "--device", "cpu", "--heads", "8", "--kv-heads", "3", "--head-dim", "16", "--rows", "1"],
             "shape: got 8 query",
