@@ -187,7 +187,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         if self.tensor_parallel_size != 1:
             raise ConfigError(
-                f"tensor-parallel-size: got {self.tensor_parallel_size}, this version supports one GPU",
+                f"tensor-parallel-size: got {self.tensor_parallel_size}, but this version supports only one GPU",
                 hint="omit the flag; to use several GPUs, run one server per GPU",
             )
 
@@ -335,6 +335,6 @@ def _build_parts(given: Mapping[str, Any], parts: Mapping[str, type]) -> dict[st
         _check_type(name, value, str(entry.type))
         choices = entry.metadata["choices"]
         if choices and value not in choices:
-            raise ConfigError(f"{name.replace('_', '-')}: got {value!r}", hint=f"expected one of: {', '.join(choices)}")
+            raise ConfigError(f"{name.replace('_', '-')}: got {value!r}, expected one of: {', '.join(choices)}")
         chosen[part][name] = value
     return {part: kind(**chosen[part]) for part, kind in parts.items()}

@@ -143,7 +143,7 @@ def find_gpu(name: str) -> Gpu:
     for gpu in GPUS.values():
         if _plain(gpu.name) == key:
             return gpu
-    raise ConfigError(f"unknown GPU: {name!r}", hint=f"known: auto, cpu, {', '.join(GPUS)}")
+    raise ConfigError(f"unknown GPU: {name!r}", hint=f"use one of: auto, cpu, {', '.join(GPUS)}")
 
 
 def _plain(name: str) -> str:

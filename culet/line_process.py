@@ -64,10 +64,10 @@ class LineProcess:
         pieces = [self._rest]
         while b"\n" not in pieces[-1]:
             if not select.select([source], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise TimeoutError("no answer in time")
+                raise TimeoutError("no answer arrived in time")
             piece = os.read(source, 1 << 20)
             if not piece:
-                raise ConnectionError("the process ended")
+                raise ConnectionError("the process exited unexpectedly")
             pieces.append(piece)
         line, _, self._rest = b"".join(pieces).partition(b"\n")
         answer: dict[str, Any] = json.loads(line)

@@ -21,5 +21,5 @@ T = TypeVar("T")
 def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
     """Return `table[name]`, or raise an error that lists the known names."""
     if name not in table:
-        raise ConfigError(f"unknown {kind}: {name!r}", hint=f"known: {', '.join(sorted(table))}")
+        raise ConfigError(f"unknown {kind}: {name!r}", hint=f"use one of: {', '.join(sorted(table))}")
     return table[name]

@@ -76,7 +76,9 @@ class StructuredOutputs:
         given += ["json_object"] if self.json_object else []
         if len(given) != 1:
             got = " and ".join(given) or "nothing"
-            raise BadRequest(f"structured_outputs: got {got}, expected one of json, json_object, regex, grammar, choice")
+            raise BadRequest(
+                f"structured_outputs: got {got}, expected exactly one of: json, json_object, regex, grammar, choice"
+            )
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
                 raise BadRequest(f"structured_outputs.{name}: got {type(getattr(self, name)).__name__}, expected a string")
@@ -86,7 +88,7 @@ class StructuredOutputs:
                 raise BadRequest(f"structured_outputs.choice: expected a list of 1 to {MAX_CHOICES} non-empty strings")
             object.__setattr__(self, "choice", texts)
         if len(self.spec().text) > MAX_GRAMMAR_CHARS:
-            raise BadRequest(f"structured_outputs.{given[0]}: longer than {MAX_GRAMMAR_CHARS} characters")
+            raise BadRequest(f"structured_outputs.{given[0]}: expected at most {MAX_GRAMMAR_CHARS} characters")
 
     def spec(self) -> GrammarSpec:
         """Return the form as plain text for the compiler."""
@@ -303,7 +305,9 @@ class Row(NamedTuple):
 
     def close(self, num_accepted: int) -> Row:
         """Return the row after `num_accepted` of its open drafts were accepted."""
-        assert 0 <= num_accepted <= self.num_open, f"slot {self.slot}: {num_accepted} drafts accepted of {self.num_open}"
+        assert 0 <= num_accepted <= self.num_open, (
+            f"slot {self.slot}: {num_accepted} drafts were accepted, but {self.num_open} were open"
+        )
         store_from = tuple([first + num_accepted for first in self.store_from])
         return self._replace(start=self.start + num_accepted, store_from=store_from, num_open=0)
 

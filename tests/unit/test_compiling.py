@@ -162,7 +162,7 @@ def test_a_kernel_is_compiled_here_if_a_process_fails(on_a_gpu: list[str], monke
 
 
 def _gone(*_: object) -> None:
-    raise ConnectionError("the process ended")
+    raise ConnectionError("the process exited unexpectedly")
 
 
 def test_processes_are_not_expected_after_a_warm_start(cache: Path) -> None:
