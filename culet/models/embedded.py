@@ -26,7 +26,7 @@ def embedded_folder(model: str) -> Path:
     """Return the folder of the built-in model or of one of its drafters."""
     folder = FOLDER / lookup("model", model, NAMES)
     if not (folder / "config.json").is_file():
-        hint = "name a checkpoint, such as --model google/gemma-4-E2B-it, or train the built-in model: training/README.md"
+        hint = "pass a checkpoint, such as --model google/gemma-4-E2B-it, or train the built-in model (see training/README.md)"
         raise CheckpointError(f"{model}: this installation does not include the weights of the built-in model", hint=hint)
     return folder
 
@@ -34,5 +34,5 @@ def embedded_folder(model: str) -> Path:
 def introduce() -> None:
     """Tell the user that the built-in model is running, and how to choose a real one."""
     logger.info(
-        "model: the built-in one, which is small and knows little; choose a real one with --model google/gemma-4-E2B-it"
+        "model: using the built-in model, which is small and knows little; choose a real one with --model google/gemma-4-E2B-it"
     )

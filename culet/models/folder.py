@@ -52,17 +52,17 @@ def _local_folder(model: str, revision: str | None) -> Path | None:
     path = _local_path(model)
     if path is not None and path.is_dir():
         if revision is not None:
-            raise ConfigError(f"revision: got {revision!r}, but {model} is a local folder", hint="omit it")
+            raise ConfigError(f"revision: got {revision!r}, but {model} is a local folder", hint="omit the revision")
         if not (path / CONFIG_FILE).is_file():
-            hint = f"name the folder with {CONFIG_FILE} and the .safetensors files"
+            hint = f"pass the folder with {CONFIG_FILE} and the .safetensors files"
             raise CheckpointError(f"{model}: the folder has no {CONFIG_FILE}", hint=hint)
         return path
     if path is not None:
-        hint = "GGUF and other single-file formats are not supported" if path.suffix == ".gguf" else "name its folder"
-        raise CheckpointError(f"{model}: is a file, expected the folder of a checkpoint", hint=hint)
+        hint = "GGUF and other single-file formats are not supported" if path.suffix == ".gguf" else "pass its folder"
+        raise CheckpointError(f"{model} is a file, expected a checkpoint folder", hint=hint)
     if _HUB_ID.fullmatch(model) is None:
-        hint = "name an existing folder, or a model on the hub such as google/gemma-4-E2B-it"
-        raise CheckpointError(f"{model or 'no model'}: no such folder", hint=hint)
+        hint = "pass an existing folder, or a model on the Hub such as google/gemma-4-E2B-it"
+        raise CheckpointError(f"{model}: no such folder" if model else "no model was given", hint=hint)
     return None
 
 
@@ -78,25 +78,27 @@ def _download(model: str, revision: str | None, only: str = "") -> Path:
             model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"], local_files_only=is_offline
         )
     except hub.GatedRepoError as error:
-        hint = "accept the model's terms on its hub page, then run `hf auth login`"
-        raise CheckpointError(f"{model}: the hub requires an account with access to it", hint=hint) from error
+        hint = "accept the model's terms on its Hub page, then run `hf auth login`"
+        raise CheckpointError(f"{model}: the Hub requires an account with access to this model", hint=hint) from error
     except hub.RevisionNotFoundError as error:
-        raise CheckpointError(f"{model}: the hub has no revision {revision!r}", hint="name a branch, tag or commit") from error
+        raise CheckpointError(f"{model}: the Hub has no revision {revision!r}", hint="pass a branch, tag or commit") from error
     except hub.RepositoryNotFoundError as error:
         hint = "check the name; a private model needs `hf auth login`"
-        raise CheckpointError(f"{model}: neither a local folder nor a model on the hub", hint=hint) from error
+        raise CheckpointError(f"{model} is neither a local folder nor a model on the Hub", hint=hint) from error
     except hub.LocalEntryNotFoundError as error:
         if is_offline:
-            problem = f"{model}: no such folder, not downloaded before, and {env.HUB_OFFLINE.name} is set"
+            problem = (
+                f"{model}: there is no such folder, no such model was downloaded before, and {env.HUB_OFFLINE.name} is set"
+            )
         else:
-            problem = f"{model}: no such folder, not downloaded before, and the hub cannot be reached"
-        raise CheckpointError(problem, hint="name an existing folder, or try again online") from error
+            problem = f"{model}: there is no such folder, no such model was downloaded before, and the Hub cannot be reached"
+        raise CheckpointError(problem, hint="pass an existing folder, or try again online") from error
     except Exception as error:
         # The network fails in many ways, each with its own exception. None of them is worth a traceback.
-        raise CheckpointError(f"{model}: the download from the hub failed: {_first_line(error)}") from error
+        raise CheckpointError(f"{model}: the download from the Hub failed: {_first_line(error)}") from error
     if not (Path(folder) / CONFIG_FILE).is_file():
         hint = "it is not a model, or only part of it was downloaded"
-        raise CheckpointError(f"{model}: the hub's copy has no {CONFIG_FILE}", hint=hint)
+        raise CheckpointError(f"{model}: the copy from the Hub has no {CONFIG_FILE}", hint=hint)
     return Path(folder)
 
 

@@ -21,7 +21,7 @@ from culet.models.variants import VARIANTS
 
 PREFIX = "random:"
 KINDS = ("normal", "narrow", "uniform", "calm")  # the distributions in random_weights.py
-_HINT = f"as in random:31B or random:31B,layers=6,seed=1; known: {', '.join(VARIANTS)}, or a checkpoint's folder"
+_HINT = f"example: random:31B,layers=6,seed=1; the name is one of {', '.join(VARIANTS)}, or a checkpoint folder"
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ def read_random(name: str) -> tuple[dict[str, Any], ModelSpec, RandomDraw]:
     for key, value in given.items():
         if value not in KINDS if key == "draw" else key not in ("layers", "seed") or not value.isdecimal():
             known = f"layers=N, seed=N, draw={'|'.join(KINDS)}"
-            raise ConfigError(f"model: got {name!r}, in which {key}={value} is not one of {known}", hint=_HINT)
+            raise ConfigError(f"model: got {name!r}, but {key}={value} is not an option, expected one of: {known}", hint=_HINT)
     if not model:
-        raise ConfigError(f"model: got {name!r}, expected a variant's name", hint=_HINT)
+        raise ConfigError(f"model: got {name!r}, expected the name of a variant", hint=_HINT)
     config = _find_config(model)
     spec = read_spec(config)
     if "layers" in given:
@@ -101,7 +101,7 @@ def reduce_depth(spec: ModelSpec, num_layers: int) -> ModelSpec:
     """
     full_depth = len(spec.layers)
     if not 2 <= num_layers <= full_depth:
-        raise ConfigError(f"layers: got {num_layers}, expected 2 to {full_depth}", hint=_HINT)
+        raise ConfigError(f"layers: got {num_layers}, expected a number from 2 to {full_depth}", hint=_HINT)
     # As in published models, layers that own KV come first in whole patterns, so each shared layer has a source of its kind.
     num_owners = num_layers - round(spec.num_kv_shared * num_layers / full_depth)
     if spec.num_kv_shared:

@@ -185,7 +185,7 @@ class Section:
         if value is not None:
             return value
         if default is None:
-            raise self.error(key, f"{'is null' if key in self.values else 'is missing'}, expected {expected}")
+            raise self.error(key, f"{'got null' if key in self.values else 'the key is missing'}, expected {expected}")
         return default
 
     def whole(self, key: str, default: int | None = None, *, least: int = 1) -> int:
@@ -233,7 +233,7 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
     if ple_dim and family.ple_dim == 0:
         raise text.error("hidden_size_per_layer_input", f"got {ple_dim}, but {family.name} has no per-layer embeddings")
     if ple_dim and ple_vocab_size < vocab_size:
-        problem = f"got {ple_vocab_size}, fewer than vocab_size {vocab_size}"
+        problem = f"got {ple_vocab_size}, which is less than vocab_size {vocab_size}"
         raise text.error("vocab_size_per_layer_input", problem)
     return ModelSpec(
         architecture=_read_architecture(root, family),
@@ -257,17 +257,17 @@ def _read_family(root: Section) -> _Family:
     if isinstance(model_type, str) and model_type in _FAMILIES:
         return _FAMILIES[model_type]
     if isinstance(model_type, str) and model_type.startswith("gemma4") and model_type.endswith("assistant"):
-        hint = "this is a drafter; name its target model"
+        hint = "this is a drafter; pass its target model"
     else:
         hint = "Culet serves only Gemma 4: google/gemma-4-E2B-it, -E4B-it, -12B-it, -26B-A4B-it, -31B-it"
-    got = "is missing" if model_type is None else f"got {model_type!r}"
-    raise root.error("model_type", f"{got}, expected one of {', '.join(_FAMILIES)}", hint)
+    got = "the key is missing" if model_type is None else f"got {model_type!r}"
+    raise root.error("model_type", f"{got}, expected one of: {', '.join(_FAMILIES)}", hint)
 
 
 def _read_architecture(root: Section, family: _Family) -> str:
     value = root.values.get("architectures")
     if value is not None and value != [family.architecture]:
-        hint = "the checkpoint was saved from a part of the model, or from another model"
+        hint = "the checkpoint was saved from only part of the model, or from another model"
         raise root.error("architectures", f"got {value!r}, expected {[family.architecture]!r}", hint)
     return family.architecture
 
@@ -276,9 +276,9 @@ def _check_fixed(section: Section) -> None:
     for key, expected in _FIXED:
         value = section.values.get(key, expected)
         if value is not None and value != expected:
-            got = f"got {value!r}" if isinstance(value, str | int | float) else "is set"
-            wanted = "it absent" if expected is None else repr(expected)
-            hint = _FIXED_HINTS.get(key, "no Gemma 4 model has that, and Culet does not support it")
+            got = f"got {value!r}" if isinstance(value, str | int | float) else f"got a {type(value).__name__}"
+            wanted = "no value" if expected is None else repr(expected)
+            hint = _FIXED_HINTS.get(key, "no Gemma 4 model has this value, and Culet does not support it")
             raise section.error(key, f"{got}, expected {wanted}", hint)
 
 
@@ -306,10 +306,10 @@ def _read_moe(text: Section, family: _Family) -> MoESpec | None:
     if not text.flag("enable_moe_block"):
         return None
     if not family.has_moe:
-        raise text.error("enable_moe_block", f"got True, but {family.name} has no routed experts")
+        raise text.error("enable_moe_block", f"got true, but {family.name} has no routed experts")
     moe = MoESpec(text.whole("num_experts"), text.whole("top_k_experts"), text.whole("moe_intermediate_size"))
     if moe.top_k > moe.num_experts:
-        raise text.error("top_k_experts", f"got {moe.top_k}, more than num_experts {moe.num_experts}")
+        raise text.error("top_k_experts", f"got {moe.top_k}, which is more than num_experts {moe.num_experts}")
     return moe
 
 
@@ -367,15 +367,15 @@ def _read_layer_types(text: Section) -> list[str]:
         types = [_SLIDING if (index + 1) % _DEFAULT_PATTERN else _FULL for index in range(num_layers)]
         return [*types[:-1], _FULL]
     if not isinstance(value, list | tuple):
-        raise text.error("layer_types", f"got {type(value).__name__}, expected a list of {num_layers} kinds")
+        raise text.error("layer_types", f"got {type(value).__name__}, expected a list of {num_layers} layer types")
     if len(value) != num_layers:
-        raise text.error("layer_types", f"has {len(value)} entries, but num_hidden_layers is {num_layers}")
+        raise text.error("layer_types", f"got {len(value)} entries, but num_hidden_layers is {num_layers}")
     for index, kind in enumerate(value):
         if kind not in (_SLIDING, _FULL):
             raise text.error(f"layer_types[{index}]", f"got {kind!r}, expected {_SLIDING!r} or {_FULL!r}")
     if value[-1] != _FULL:
         # The last layer is always global, whatever the file says. The reference implementation does the same.
-        logger.warning("config.json: %slayer_types: the last layer is read as %s", text.prefix, _FULL)
+        logger.warning("config.json: %slayer_types: the last layer is treated as %s", text.prefix, _FULL)
     return [*map(str, value[:-1]), _FULL]
 
 
@@ -390,7 +390,7 @@ def _read_shapes(text: Section, types: list[str], k_eq_v: bool) -> list[tuple[in
             override = overrides.section(key)
             for unknown in set(override.values) - set(_PER_LAYER_KEYS):
                 known = " and ".join(_PER_LAYER_KEYS)
-                raise override.error(unknown, f"is not a key that can differ between layers, expected {known}")
+                raise override.error(unknown, f"this key cannot differ between layers, only {known} can")
             shapes[index] = (override.whole("head_dim", sliding[0]), override.whole("num_key_value_heads", sliding[1]))
         _check_legacy_keys(text, types, shapes, k_eq_v)
     else:
@@ -400,7 +400,7 @@ def _read_shapes(text: Section, types: list[str], k_eq_v: bool) -> list[tuple[in
     for index, kind in enumerate(types):
         first = types.index(kind)
         if shapes[index] != shapes[first]:
-            got = f"layer {index} differs from layer {first}, though both are {kind}"
+            got = f"layer {index} differs from layer {first}, although both are {kind}"
             raise text.error("per_layer_config", got, "layers of one kind share pages and rope, so they need the same shape")
         if shapes[index][0] % 2:
             raise text.error("head_dim", f"layer {index} has {shapes[index][0]}, expected an even number")
@@ -409,7 +409,7 @@ def _read_shapes(text: Section, types: list[str], k_eq_v: bool) -> list[tuple[in
 
 def _layer_index(overrides: Section, key: str, num_layers: int) -> int:
     if not isinstance(key, str) or not key.isdecimal() or len(key) > 6 or int(key) >= num_layers:
-        raise overrides.error(str(key), f"is not a layer, expected an index from 0 to {num_layers - 1}")
+        raise overrides.error(str(key), f"this is not a layer, expected an index from 0 to {num_layers - 1}")
     return int(key)
 
 
@@ -429,7 +429,9 @@ def _read_rope(text: Section, kind: str, head_dim: int) -> RopeSpec:
         for key in ("rope_theta", "rope_local_base_freq"):
             if text.values.get(key) is not None:
                 raise text.error(
-                    key, "is set without rope_parameters", "Gemma 4 states rope per kind of layer, in rope_parameters"
+                    key,
+                    "got a value, but rope_parameters is missing",
+                    "Gemma 4 sets rope for each kind of layer, in rope_parameters",
                 )
     rope = text.section("rope_parameters", _DEFAULT_ROPE).section(kind)
     rope_type = rope.values.get("rope_type", rope.values.get("type", "default"))
@@ -440,7 +442,7 @@ def _read_rope(text: Section, kind: str, head_dim: int) -> RopeSpec:
         raise rope.error("partial_rotary_factor", f"got {share:g}, expected at most 1")
     if rope_type == "default" and (share, factor) != (1.0, 1.0):
         key = "partial_rotary_factor" if share != 1.0 else "factor"
-        raise rope.error(key, f"got {rope.values[key]!r}, but rope_type 'default' rotates every dim, unscaled")
+        raise rope.error(key, f"got {rope.values[key]!r}, but rope_type 'default' rotates every dim without scaling")
     rotated_dims = 2 * int(share * head_dim // 2)
     if rotated_dims == 0:
         raise rope.error("partial_rotary_factor", f"got {share:g}, which rotates none of the {head_dim} dims")

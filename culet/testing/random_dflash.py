@@ -64,7 +64,7 @@ def write_dflash(
         save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     except OSError as error:
         problem = error.strerror or str(error)
-        raise CheckpointError(f"{folder}: cannot be written: {problem}", hint="name a writable folder") from error
+        raise CheckpointError(f"{folder}: cannot be written: {problem}", hint="pass a writable folder") from error
     return folder
 
 
@@ -75,10 +75,10 @@ def _target_spec(model: str) -> ModelSpec:
 def main() -> int:
     """Write a checkpoint. Print the folder to stdout and everything else to stderr."""
     parser = argparse.ArgumentParser(prog="python -m culet.testing.random_dflash", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("folder", help="folder to write; created if missing")
-    parser.add_argument("--target", required=True, help="the model to draft for: a folder, a hub id, or random:31B")
-    parser.add_argument("--tiny", action="store_true", help="a few narrow layers instead of the published proportions")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
+    parser.add_argument("folder", help="folder to write to; created if it does not exist")
+    parser.add_argument("--target", required=True, help="model to draft for: a folder, a name on the Hub, or random:31B")
+    parser.add_argument("--tiny", action="store_true", help="use a few narrow layers instead of the published proportions")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the random weights (default: 0)")
     arguments = parser.parse_args()
     try:
         overrides = TINY if arguments.tiny else {}

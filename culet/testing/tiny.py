@@ -109,7 +109,7 @@ def write_checkpoint(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be created: {error.strerror}", hint="name a writable folder") from error
+        raise CheckpointError(f"{folder}: cannot be created: {error.strerror}", hint="pass a writable folder") from error
     vocab_size, words = _write_tokenizer(folder, text_config.get("vocab_size"))
     config = _config(shape, text_config | {"vocab_size": vocab_size}, dtype)
     _write_json(folder / "config.json", config)
@@ -313,9 +313,9 @@ def _layer_shapes(spec: ModelSpec, layer: LayerSpec) -> Iterator[tuple[str, tupl
 def main() -> int:
     """Write a checkpoint. Print the folder to stdout and everything else to stderr."""
     parser = argparse.ArgumentParser(prog="python -m culet.testing.tiny", description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("folder", help="folder to write; created if missing")
+    parser.add_argument("folder", help="folder to write to; created if it does not exist")
     parser.add_argument("--shape", default="31B", help=f"structure of the model: {', '.join(SHAPES)} (default: 31B)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the random weights (default: 0)")
     arguments = parser.parse_args()
     try:
         folder = write_checkpoint(arguments.folder, arguments.shape, seed=arguments.seed)

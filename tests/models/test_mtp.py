@@ -125,9 +125,9 @@ def changed(shape: str, folder: Path, **changes: Any) -> DraftChoice:
     ("changes", "words"),
     [
         ({"model_type": "gemma4"}, "model_type: got 'gemma4'"),
-        ({"backbone_hidden_size": 96}, "backbone_hidden_size: got 96, the target's hidden size is 80"),
-        ({"text_config": {"vocab_size": 320}}, "vocab_size: got 320, the target has 160"),
-        ({"text_config": {"num_key_value_heads": 1}}, "sliding layers have num_kv_heads 1, the target's have 2"),
+        ({"backbone_hidden_size": 96}, "backbone_hidden_size: got 96, but the target's hidden size is 80"),
+        ({"text_config": {"vocab_size": 320}}, "vocab_size: got 320, but the target has 160"),
+        ({"text_config": {"num_key_value_heads": 1}}, "sliding layers have num_kv_heads 1, but the target's have 2"),
         ({"text_config": {"head_dim": 32}}, "sliding layers have head_dim 32"),
         ({"text_config": {"sliding_window": 8}}, "sliding layers have window 8"),
         ({"text_config": {"num_kv_shared_layers": 2}}, "num_kv_shared_layers: got 2"),
@@ -149,7 +149,7 @@ def test_another_models_assistant_is_refused() -> None:
         open_drafter(DraftChoice("mtp", str(tiny.checkpoint_folder("31B"))), target_of("31B").spec)
     with pytest.raises(ConfigError, match="unknown speculative method"):
         open_drafter(DraftChoice("eagle", "x"), target_of("31B").spec)
-    with pytest.raises(ConfigError, match="layers=2 is not seed=N"):
+    with pytest.raises(ConfigError, match="layers=2 is not an option, expected seed=N"):
         open_drafter(DraftChoice("mtp", "random:layers=2"), target_of("31B").spec)
 
 

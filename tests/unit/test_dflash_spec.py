@@ -61,7 +61,7 @@ def test_random_drafters_by_name() -> None:
     assert (len(spec.spec.layers), spec.spec.block_size, spec.max_drafts) == (2, 8, 7)
     assert spec.random is not None
     assert spec.random.seed == 3
-    with pytest.raises(ConfigError, match="heads=2 is not one of layers=N"):
+    with pytest.raises(ConfigError, match="heads=2 is not an option, expected one of: layers=N"):
         DFlashPlan.open(DraftChoice("dflash", "random:heads=2"), SPECS["12B"])
 
 
@@ -127,18 +127,18 @@ def test_attention_is_planned_by_its_own_needs() -> None:
         ({"num_hidden_layers": 4}, "layer_types: got"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers: got 1000000"),
         ({"layer_types": ["full_attention"] * 4 + ["linear_attention"]}, "layer_types: got"),
-        ({"sliding_window": None}, "sliding_window: is null"),
-        ({"sliding_window": 8}, "sliding_window: got 8, fewer than the 16 tokens"),
+        ({"sliding_window": None}, "sliding_window: got null"),
+        ({"sliding_window": 8}, "sliding_window: got 8, which is less than the 16 tokens"),
         ({"block_size": 1}, "block_size: got 1"),
-        ({"block_size": None}, "block_size: is null"),
+        ({"block_size": None}, "block_size: got null"),
         ({"dflash_config": None}, "target_layer_ids: got None"),
         ({"dflash_config": []}, "dflash_config: got list"),
-        ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id: is missing"),
+        ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id: the key is missing"),
         ({"dflash_config": {"target_layer_ids": [], "mask_token_id": 4}}, r"dflash_config.target_layer_ids: got \[\]"),
-        ({"dflash_config": {"target_layer_ids": [60], "mask_token_id": 4}}, "got 60, the target's layers are 0 to 59"),
-        ({"dflash_config": {"target_layer_ids": [-1], "mask_token_id": 4}}, "got -1, the target's layers"),
-        ({"dflash_config": {"target_layer_ids": [True], "mask_token_id": 4}}, "got True, the target's layers"),
-        ({"dflash_config": {"target_layer_ids": [3, 3], "mask_token_id": 4}}, "names a layer twice"),
+        ({"dflash_config": {"target_layer_ids": [60], "mask_token_id": 4}}, "got 60, but the target's layers are 0 to 59"),
+        ({"dflash_config": {"target_layer_ids": [-1], "mask_token_id": 4}}, "got -1, but the target's layers"),
+        ({"dflash_config": {"target_layer_ids": [True], "mask_token_id": 4}}, "got True, but the target's layers"),
+        ({"dflash_config": {"target_layer_ids": [3, 3], "mask_token_id": 4}}, "lists a layer twice"),
         ({"dflash_config": {"target_layer_ids": [3], "mask_token_id": 10**6}}, "mask_token_id: got 1000000"),
         ({"dflash_config": {"target_layer_ids": [3], "mask_token_id": 4, "is_causal": 1}}, "is_causal: got 1"),
         ({"intermediate_size": "many"}, "intermediate_size: got 'many'"),
@@ -173,10 +173,10 @@ def test_spellings() -> None:
 
 
 def test_too_many_drafts() -> None:
-    with pytest.raises(ConfigError, match="num_speculative_tokens: got 9, blocks of 8 tokens hold 7 drafts"):
+    with pytest.raises(ConfigError, match="num_speculative_tokens: got 9, but blocks of 8 tokens hold at most 7 drafts"):
         open_drafter(DraftChoice("dflash", "random:block=8", num_speculative_tokens=9), SPECS["31B"])
     assert open_drafter(DraftChoice("dflash", "random:block=8", num_speculative_tokens=3), SPECS["31B"]).max_drafts == 3
-    with pytest.raises(UnsupportedError, match="its blocks have 32 tokens, attention takes at most 16"):
+    with pytest.raises(UnsupportedError, match="its blocks have 32 tokens, but attention supports at most 16"):
         open_drafter(DraftChoice("dflash", "random:block=32"), SPECS["31B"])
 
 

@@ -162,11 +162,11 @@ def test_corrupt(folder: Path, content: bytes) -> None:
 def test_missing_files(folder: Path) -> None:
     names = shard(folder)
     (folder / names[2]).unlink()
-    with pytest.raises(CheckpointError, match=f"1 file .{names[2]}. named in .* missing"):
+    with pytest.raises(CheckpointError, match=f"cannot find 1 file .{names[2]}. listed in "):
         load(folder)
     for name in (*names[:2], "model.safetensors.index.json"):
         (folder / name).unlink()
-    with pytest.raises(CheckpointError, match="no weights in the folder"):
+    with pytest.raises(CheckpointError, match="the folder has no weights"):
         load(folder)
 
 
@@ -190,7 +190,7 @@ def test_an_index_cannot_name_files_elsewhere(folder: Path, place: str) -> None:
     name = names[place]
     assert (inner / name).is_file()
     (inner / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
-    with pytest.raises(CheckpointError, match="not in this folder"):
+    with pytest.raises(CheckpointError, match="outside this folder"):
         load(inner)
 
 
