@@ -56,7 +56,7 @@ def _triton_refuses(need: AttentionNeed, arch: Arch) -> str | None:
     if not arch.is_gpu:
         return "needs an NVIDIA GPU"
     if arch.capability not in hardware.CAPABILITIES:
-        return f"supports sm_{hardware.CAPABILITIES[0]} to sm_{hardware.CAPABILITIES[-1]}, this is {arch.name}"
+        return f"supports sm_{hardware.CAPABILITIES[0]} to sm_{hardware.CAPABILITIES[-1]}, but this GPU is {arch.name}"
     if _lacks_e4m3(need, arch):
         return NO_E4M3
     if need.head_dim < 16 or need.head_dim & (need.head_dim - 1):
@@ -64,7 +64,7 @@ def _triton_refuses(need: AttentionNeed, arch: Arch) -> str | None:
     # The smallest tile has 16 query rows, and 16 keys with their values or 16 latent rows.
     tile = 16 * (need.head_dim + (need.width if need.latent else 2 * need.width)) * need.kv_itemsize
     if tile > arch.shared_bytes:
-        have = f"{arch.name} has {arch.shared_bytes // KIB} KiB"
+        have = f"but {arch.name} has only {arch.shared_bytes // KIB} KiB"
         return f"head dim {need.head_dim} needs {tile // KIB} KiB of shared memory for its smallest tile, {have}"
     return None
 
@@ -76,7 +76,7 @@ def _torch_cpu_refuses(need: AttentionNeed, arch: Arch) -> str | None:
 # In order of preference. To add a backend, write its file and add an entry here.
 BACKENDS: dict[str, Backend] = {
     "triton": Backend("culet.attention.triton:TritonBackend", "Culet's Triton kernels", _triton_refuses),
-    "torch_cpu": Backend("culet.attention.torch_cpu:TorchCPUBackend", "plain torch: exact, slow", _torch_cpu_refuses),
+    "torch_cpu": Backend("culet.attention.torch_cpu:TorchCPUBackend", "plain torch, exact but slow", _torch_cpu_refuses),
 }
 
 
@@ -156,7 +156,7 @@ def _plan_group(need: AttentionNeed, gpu: Gpu, choice: str) -> GroupPlan:
         raise ConfigError(
             f"attention-backend: {choice!r} does not support layer {need.layers[0]} ({need.group}, head dim {need.head_dim})"
             f" on {gpu.arch.name}: {refusals[choice]}",
-            hint=f"for {need.group} layers use auto or one of: {', '.join(able)}",
+            hint=f"for {need.group} layers, use auto or one of: {', '.join(able)}",
         )
     if not able:
         listed = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())

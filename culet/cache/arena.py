@@ -17,7 +17,7 @@ class Arena:
     """Equal pages, each free or held. Freeing a page twice or sharing a free one fails an assertion."""
 
     def __init__(self, num_pages: int) -> None:
-        assert num_pages > 0, f"an arena of {num_pages} pages"
+        assert num_pages > 0, f"an arena needs at least one page, got {num_pages}"
         self.num_pages = num_pages
         self.num_reclaimable = 0
         # The page freed last is taken first, because its memory is most likely still in a CPU's cache. Low page ids come first.
@@ -43,7 +43,7 @@ class Arena:
     def take(self, num_pages: int) -> list[int]:
         """Take `num_pages` free pages. Each is then held once."""
         if num_pages > len(self._free):
-            raise OutOfPages(f"asked for {num_pages} pages, {len(self._free)} of {self.num_pages} are free")
+            raise OutOfPages(f"asked for {num_pages} pages, but only {len(self._free)} of {self.num_pages} are free")
         pages = [self._free.pop() for _ in range(num_pages)]
         for page in pages:
             self._held[page] = 1
@@ -52,14 +52,14 @@ class Arena:
     def share(self, pages: Iterable[int]) -> None:
         """Add a sequence to the holders of each of `pages`."""
         for page in pages:
-            assert not self.is_free(page), f"page {page} shared while free"
+            assert not self.is_free(page), f"page {page} is free and cannot be shared"
             self.num_reclaimable -= self._held[page] == 0
             self._held[page] += 1
 
     def give_back(self, pages: Iterable[int]) -> None:
         """Release each of `pages` for one sequence."""
         for page in pages:
-            assert self._held[page] > 0, f"page {page} given back, but no sequence holds it"
+            assert self._held[page] > 0, f"page {page} was given back, but no sequence holds it"
             self._held[page] -= 1
             if self._held[page] == 0:
                 if self._kept[page]:
@@ -70,13 +70,13 @@ class Arena:
     def keep(self, pages: Iterable[int]) -> None:
         """Add a resume point to the holders of each of `pages`."""
         for page in pages:
-            assert not self.is_free(page), f"page {page} kept while free"
+            assert not self.is_free(page), f"page {page} is free and cannot be kept"
             self._kept[page] += 1
 
     def drop(self, pages: Iterable[int]) -> None:
         """Release each of `pages` for one resume point."""
         for page in pages:
-            assert self._kept[page] > 0, f"page {page} dropped, but no resume point keeps it"
+            assert self._kept[page] > 0, f"page {page} was dropped, but no resume point keeps it"
             self._kept[page] -= 1
             if self.is_free(page):
                 self.num_reclaimable -= 1

@@ -31,7 +31,7 @@ class Pool:
         """Return the planes of the group's `position`-th layer, [plane, page, kv_head, token, width], in e4m3 or in `dtype`."""
         spec = group.spec
         dtype = torch.float8_e4m3fn if spec.is_fp8 else dtype
-        assert spec.itemsize == dtype.itemsize, f"group {group.name} was planned for {spec.itemsize}-byte elements"
+        assert spec.itemsize == dtype.itemsize, f"group {group.name} was planned for {spec.itemsize}-byte elements, got {dtype}"
         slabs = self._slabs.view(dtype)
         token, head = spec.width, spec.width * group.page_tokens
         plane = head * spec.num_kv_heads

@@ -147,7 +147,9 @@ def stored_as(specs: Sequence[KVSpec], choice: str) -> list[KVSpec]:
         for part in choice.split(","):
             group, is_pair, name = (word.strip() for word in part.partition("="))
             if not is_pair:
-                raise ConfigError(f"kv-cache-dtype: got {part.strip()!r} among groups", hint="as in sliding=fp8,global=auto")
+                raise ConfigError(
+                    f"kv-cache-dtype: got {part.strip()!r}, expected GROUP=NAME", hint="example: sliding=fp8,global=auto"
+                )
             lookup("group of layers", group, chosen)
             chosen[group] = name
     return [spec if spec.owner else _stored_as(spec, chosen[group_name(spec)]) for spec in specs]
@@ -158,7 +160,7 @@ def _stored_as(spec: KVSpec, name: str) -> KVSpec:
     # Kernels multiply queries and keys in the model's precision, or widen e4m3 to it.
     if itemsize not in (1, spec.itemsize):
         own = next(known for known, size in PRECISIONS.items() if size == spec.itemsize)
-        raise ConfigError(f"kv-cache-dtype: got {name}, the model runs in {own}", hint=f"use auto, fp8 or {own}")
+        raise ConfigError(f"kv-cache-dtype: got {name}, but the model runs in {own}", hint=f"use auto, fp8 or {own}")
     return replace(spec, itemsize=itemsize)
 
 
@@ -178,7 +180,7 @@ def plan_cache(specs: Sequence[KVSpec], *, page_multiple: int = PAGE_MULTIPLE, s
     for index, (members, size) in enumerate(zip(ordered, per_token, strict=True)):
         name = names[index] if names.count(names[index]) == 1 else f"{names[index]}{names[: index + 1].count(names[index])}"
         page_tokens = slab_bytes // size // page_multiple * page_multiple
-        assert page_tokens > 0, f"a slab of {slab_bytes} bytes holds no page of {page_multiple} x {size} bytes"
+        assert page_tokens > 0, f"a slab of {slab_bytes} bytes has no room for a page of {page_multiple} x {size} bytes"
         groups.append(KVGroup(name, index, tuple(members), page_tokens))
     return CacheLayout(slab_bytes, tuple(groups))
 

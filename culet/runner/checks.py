@@ -34,7 +34,9 @@ def check_deferred(
 
 def _refuse(plan: StepPlan, layout: CacheLayout, fault: str | None) -> None:
     if fault is not None:
-        raise InternalError(f"step {plan.step_id}: {fault}", hint=f"the step is in {_dump(plan, layout, fault)}; report it")
+        raise InternalError(
+            f"step {plan.step_id}: {fault}", hint=f"this is a bug; report it with the step in {_dump(plan, layout, fault)}"
+        )
 
 
 def _deferred_faults(writes: Sequence[DeferredWrite], group: KVGroup, num_slabs: int | None) -> Iterator[str]:
@@ -43,24 +45,26 @@ def _deferred_faults(writes: Sequence[DeferredWrite], group: KVGroup, num_slabs:
         where = f"group {group.name} (layers {_span(group.layers)}), slot {write.slot}, deferred"
         end, last = write.first + write.count, (write.table.first + len(write.table.pages)) * group.page_tokens - 1
         if not 0 <= write.first < end <= last + 1:
-            yield f"{where}: positions {write.first} to {end - 1}, pages end at {last}"
+            yield f"{where}: writes positions {write.first} to {end - 1}, but the pages end at {last}"
         elif (seen := group.first_visible(end)) < write.table.first * group.page_tokens:
-            yield f"{where}: pages begin at {write.table.first * group.page_tokens}, the next token sees position {seen}"
+            begin = write.table.first * group.page_tokens
+            yield f"{where}: the next token sees position {seen}, but the pages begin at {begin}"
         else:
             for _, position, _, page in write.pieces(group.page_tokens):
                 if page < 0 or (num_slabs is not None and page >= num_slabs):
-                    yield f"{where}: position {position} in page {page}, expected 0 to {limit}"
+                    yield f"{where}: position {position} is in page {page}, which is out of range (0 to {limit})"
 
 
 def _faults(plan: StepPlan, layout: CacheLayout, num_slots: int, room: int, num_slabs: int | None) -> Iterator[str]:
     limit = "?" if num_slabs is None else str(num_slabs - 1)
     for entry in plan.entries:
         if not 0 <= entry.slot < num_slots or len(entry.token_ids) > room:
-            yield f"entry of slot {entry.slot} (0 to {num_slots - 1}) with {len(entry.token_ids)} tokens, room for {room}"
+            got = f"got slot {entry.slot} with {len(entry.token_ids)} tokens"
+            yield f"entry: {got}, expected a slot from 0 to {num_slots - 1} with at most {room} tokens"
     for pair in plan.copies:
         for page in pair:
             if page < 0 or (num_slabs is not None and page >= num_slabs):
-                yield f"copy of page {pair[0]} to page {pair[1]}: expected 0 to {limit}"
+                yield f"copy of page {pair[0]} to page {pair[1]}: page {page} is out of range (0 to {limit})"
     for number, row in enumerate(plan.rows):
         yield from _row_faults(number, row, num_slots, room)
         for group in layout.groups:
@@ -68,21 +72,21 @@ def _faults(plan: StepPlan, layout: CacheLayout, num_slots: int, room: int, num_
             where = f"group {group.name} (layers {_span(group.layers)}), row {number} (slot {row.slot})"
             for page in table.pages:
                 if page < 0 or (num_slabs is not None and page >= num_slabs):
-                    yield f"{where}: page {page}, expected 0 to {limit}"
+                    yield f"{where}: page {page} is out of range (0 to {limit})"
             covered = table.first * group.page_tokens, (table.first + len(table.pages)) * group.page_tokens
             for kind, position in _touched(row, group):
                 if not covered[0] <= position < covered[1]:
-                    yield f"{where}: {kind} position {position} is outside of pages for {covered[0]} to {covered[1] - 1}"
+                    yield f"{where}: {kind} position {position} is outside the pages for {covered[0]} to {covered[1] - 1}"
 
 
 def _row_faults(number: int, row: Row, num_slots: int, room: int) -> Iterator[str]:
     for slot in (row.slot, *row.draw_slots):
         if not 0 <= slot < num_slots:
-            yield f"row {number}: slot {slot}, expected 0 to {num_slots - 1}"
+            yield f"row {number}: slot {slot} is out of range (0 to {num_slots - 1})"
     end = row.start + row.num_open + row.num_new
     if row.start < 0 or row.num_open < 0 or row.num_new < 1 or end > room or not 0 <= row.num_logits <= row.num_new:
         start = f"start {row.start}" + (f" to {row.start + row.num_open}" if row.num_open else "")
-        yield f"row {number}: {start}, {row.num_new} new tokens, {row.num_logits} logits, room for {room} tokens"
+        yield f"row {number}: got {start}, {row.num_new} new tokens and {row.num_logits} logits, with room for {room} tokens"
 
 
 def _touched(row: Row, group: KVGroup) -> Iterator[tuple[str, int]]:

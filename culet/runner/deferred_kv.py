@@ -95,7 +95,9 @@ class Ledger:
         for row in rows:
             kept, table = self._kept.get(row.slot), row.tables[self.group]
             if kept is not None:
-                assert kept.first + kept.count == row.start, f"slot {row.slot}: token {row.start} does not follow those kept"
+                assert kept.first + kept.count == row.start, (
+                    f"slot {row.slot}: token {row.start} does not follow the kept tokens"
+                )
                 kept.table = table
             if is_kept:
                 if kept is None:

@@ -33,7 +33,7 @@ def check_fits(request: Request, layout: CacheLayout, num_pages: int, max_model_
     total = prompt_len + request.max_tokens
     if total > max_model_len:
         raise ContextTooLong(
-            f"prompt of {prompt_len} tokens + max_tokens {request.max_tokens} = {total}, over max_model_len {max_model_len}",
+            f"prompt of {prompt_len} tokens + max_tokens {request.max_tokens} = {total}, above max_model_len {max_model_len}",
             hint=f"lower max_tokens to {max_model_len - prompt_len}"
             if prompt_len < max_model_len
             else "shorten the prompt, or raise --max-model-len if the model allows it",
@@ -42,8 +42,9 @@ def check_fits(request: Request, layout: CacheLayout, num_pages: int, max_model_
     need = {group.name: least_pages(group, total - 1, largest) for group in layout.groups}
     if sum(need.values()) > num_pages:
         parts = " + ".join(f"{count} {name}" for name, count in need.items())
+        asked = f"prompt of {prompt_len} tokens + max_tokens {request.max_tokens}"
         raise ContextTooLong(
-            f"prompt of {prompt_len} tokens + max_tokens {request.max_tokens} takes {parts} pages, the cache has {num_pages}",
+            f"{asked} needs {parts} pages, but the cache has only {num_pages}",
             hint="lower max_tokens, shorten the prompt, or give the cache more memory (--kv-cache-memory-bytes)",
         )
 
@@ -53,13 +54,15 @@ def _check_media(request: Request, max_chunk: int) -> int:
     spans, prompt_len = request.media, len(request.prompt_token_ids)
     for span in spans:
         if span.length < 1 or span.start < 0 or span.end > prompt_len:
-            raise BadRequest(f"media: got tokens {span.start} to {span.end} in a prompt of {prompt_len} tokens")
+            raise BadRequest(
+                f"media: got tokens {span.start} to {span.end}, expected a span in the prompt of {prompt_len} tokens"
+            )
     if any(span.end > after.start for span, after in pairwise(spans)):
         raise BadRequest("media: expected spans in ascending order that do not overlap")
     largest = max((span.length for span in spans if span.is_whole), default=1)
     if largest > max_chunk:
         raise ContextTooLong(
-            f"media: {largest} tokens must be computed in one step, a step has room for {max_chunk}",
+            f"media: {largest} tokens must be computed in one step, but a step has room for only {max_chunk}",
             hint="raise --max-num-batched-tokens",
         )
     return largest

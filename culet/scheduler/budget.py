@@ -26,7 +26,7 @@ def share_budget(ready: Iterable[Sequence], budget: int) -> list[Grant]:
     ready = list(ready)
     prefills = [seq for seq in ready if seq.num_uncomputed > 1]
     left = budget - (len(ready) - len(prefills))
-    assert left >= bool(prefills), f"{len(ready)} sequences run on a budget of {budget} tokens"
+    assert left >= bool(prefills), f"{len(ready)} sequences are running, but the budget is only {budget} tokens"
     num_wanted = sum(seq.next_chunk for seq in prefills)
     for_prefill = max((left + 1) // 2, prefills[0].min_chunk) if prefills else 0
     for_drafts = max(0, left - min(num_wanted, for_prefill))

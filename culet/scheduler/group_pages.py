@@ -84,7 +84,7 @@ class GroupPages:
         if end >= len(self.pages):
             return []
         beyond = self.pages[end:]
-        assert HOLE not in beyond, "rolled back into tokens that were not stored"
+        assert HOLE not in beyond, "the rollback reaches into tokens that were not stored"
         self.reset(self.first, self.pages[:end])
         return beyond
 

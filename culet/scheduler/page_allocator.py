@@ -45,7 +45,7 @@ class PageAllocator:
 
         The source is held until then. A page is never both source and target, so the copies may be made in any order.
         """
-        assert source not in self._copies, f"page {source} copied before it has its own content"
+        assert source not in self._copies, f"page {source} was copied before it had its own content"
         self.arena.share([source])
         target = self.take(1)[0]
         self._copies[target] = source

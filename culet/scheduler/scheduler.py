@@ -87,10 +87,10 @@ class Scheduler:
         max_chunk = self.budget - self._max_running + 1
         check_fits(request, self.layout, self.page_allocator.arena.num_pages, self.max_model_len, max_chunk)
         if request.request_id in self._alive:
-            raise BadRequest(f"request_id: got {request.request_id!r}, which is still running")
+            raise BadRequest(f"request_id: got {request.request_id!r}, but the request with this id is still running")
         num_waiting = len(self._waiting) + len(self._held)
         if num_waiting >= self._max_queue_len:
-            raise QueueFull(f"{num_waiting} sequences wait already, the queue is full", hint="try again later")
+            raise QueueFull(f"the queue is full: {num_waiting} sequences are already waiting", hint="try again later")
         arrival = self._num_arrivals
         self._num_arrivals += 1
         first, *others = [Sequence(request, sample, arrival, self.layout, self._keys(request)) for sample in range(request.n)]
@@ -173,7 +173,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Return the next step, or None if there is nothing to do, at least until the result in flight is applied."""
-        assert len(self._in_flight) <= 1, "two plans already wait for their results"
+        assert len(self._in_flight) <= 1, "two plans are already waiting for their results"
         self._expire()
         is_open = bool(self._in_flight) and any(seq.awaits_drafts and seq.draws_in_flight for seq in self._running)
         counts = self._drafts_to_continue(is_open=is_open)
@@ -352,7 +352,7 @@ class Scheduler:
     def apply(self, result: StepResult) -> None:
         """Take the result of the oldest plan in flight."""
         step_id, planned, shape = self._in_flight.popleft()
-        assert step_id == result.step_id, f"got the result of step {result.step_id}, expected that of {step_id}"
+        assert step_id == result.step_id, f"got the result of step {result.step_id}, expected that of step {step_id}"
         if self.policy is not None:
             self._report_time(self.policy, shape)
         drawn = iter(result.drawn)
@@ -365,12 +365,12 @@ class Scheduler:
                 self._deltas.append(plan.owner.delta(scores=scores))
             for seq, slot in zip(plan.drawers, row.draw_slots, strict=True):
                 draw = next(drawn)
-                assert draw.slot == slot, f"got a draw of slot {draw.slot}, expected one of {slot}"
+                assert draw.slot == slot, f"got a draw of slot {draw.slot}, expected one of slot {slot}"
                 self._accept(seq, row, draw, scores if seq is plan.owner else ())
             for seq in members:
                 if not seq.rows_in_flight and seq.is_running:
                     seq.release_behind(self.page_allocator)
-        assert next(drawn, None) is None, "more draws than the plan asked for"
+        assert next(drawn, None) is None, "got more draws than the plan asked for"
 
     def _report_time(self, policy: DraftLengths, shape: Shape | None) -> None:
         """Tell the policy how long a step took, if it decodes with as many drafts as the step before it."""
@@ -383,8 +383,8 @@ class Scheduler:
         """Append the drawn tokens up to a stop, and forget the KV of rejected drafts."""
         num_drafts, token_ids = row.num_drafts, drawn.token_ids
         num_drawn = len(token_ids)
-        assert 1 <= num_drawn <= num_drafts + 1, f"{num_drawn} tokens drawn from {num_drafts} drafts"
-        assert drawn.num_proposed <= self.max_drafts, f"{drawn.num_proposed} drafts proposed, at most {self.max_drafts} allowed"
+        assert 1 <= num_drawn <= num_drafts + 1, f"got {num_drawn} tokens, expected 1 to {num_drafts + 1}"
+        assert drawn.num_proposed <= self.max_drafts, f"got {drawn.num_proposed} drafts, expected at most {self.max_drafts}"
         seq.draws_in_flight -= 1
         seq.num_open -= num_drafts
         if seq.finish_reason is not None:

@@ -261,7 +261,7 @@ class Sequence:
         for pages, theirs in zip(self.groups, parent.groups, strict=True):
             begin, end = pages.group.first_visible(length) // pages.page_tokens, length // pages.page_tokens
             own = theirs.pages[begin - theirs.first : end - theirs.first]
-            assert HOLE not in own, "forked into tokens that were not stored"
+            assert HOLE not in own, "the fork reaches into tokens that were not stored"
             page_allocator.arena.share(own)
             if length % pages.page_tokens:
                 own.append(page_allocator.copy_of(theirs.pages[end - theirs.first]))

@@ -254,7 +254,7 @@ def test_the_debug_switch_checks_deferred_writes(pair, monkeypatch, tmp_path):
     assert (kept.slot, kept.first, kept.count) == (0, 9, 5)
     rig.scheduler.add(make_request("two", make_prompt(5)))
     plan = rig.scheduler.schedule()
-    for pages, fault in (((), "positions 9 to 13, pages end at -1"), ((10**6,), "page 1000000, expected 0 to")):
+    for pages, fault in (((), "positions 9 to 13, but the pages end at -1"), ((10**6,), "page 1000000, which is out of range")):
         rig.runner.deferred.ledger._kept[0] = replace(kept, table=PageTable(0, pages))
         with pytest.raises(InternalError, match=f"group dflash .* slot 0, deferred: .*{fault}"):
             rig.runner.execute(plan)

@@ -27,7 +27,7 @@ def test_an_empty_prompt_is_refused() -> None:
 
 def test_too_long_for_the_model_is_refused_with_the_arithmetic() -> None:
     with pytest.raises(
-        ContextTooLong, match=r"prompt of 900 tokens \+ max_tokens 101 = 1001, over max_model_len 1000"
+        ContextTooLong, match=r"prompt of 900 tokens \+ max_tokens 101 = 1001, above max_model_len 1000"
     ) as caught:
         make(num_pages=10_000).add(endless("a", 900, 101))
     assert caught.value.hint == "lower max_tokens to 100"
@@ -40,7 +40,7 @@ def test_too_long_for_the_cache_is_refused_with_the_arithmetic() -> None:
     drive = make(num_pages=12)
     # 73 tokens need KV for 72: 9 pages of 8, and a window of 8 touches 3 pages of 4.
     drive.add(endless("a", 33, 40))
-    with pytest.raises(ContextTooLong, match=r"takes 3 g0 \+ 10 g1 pages, the cache has 12") as caught:
+    with pytest.raises(ContextTooLong, match=r"needs 3 g0 \+ 10 g1 pages, but the cache has only 12") as caught:
         drive.add(endless("b", 34, 40))
     assert "lower max_tokens" in caught.value.hint
     drive.run()
@@ -69,7 +69,7 @@ def test_a_full_queue_refuses() -> None:
     drive = make(queue=2, seqs=1)
     for name in "ab":
         drive.add(endless(name, 5))
-    with pytest.raises(QueueFull, match="2 sequences wait"):
+    with pytest.raises(QueueFull, match="2 sequences are already waiting"):
         drive.add(endless("c", 5))
     drive.step()
     drive.add(endless("c", 5))
@@ -353,7 +353,7 @@ def test_results_are_applied_in_order() -> None:
     drive = make()
     drive.add(endless("a", 5, 10))
     results = [drive.runner.execute(plan) for plan in (drive.scheduler.schedule(), drive.scheduler.schedule()) if plan]
-    with pytest.raises(AssertionError, match="result of step 1, expected that of 0"):
+    with pytest.raises(AssertionError, match="result of step 1, expected that of step 0"):
         drive.scheduler.apply(results[1])
 
 

@@ -111,7 +111,9 @@ def test_media_that_lie_wrongly_are_refused(media: list[MediaSpan]) -> None:
 def test_media_larger_than_a_step_are_refused_with_the_arithmetic() -> None:
     drive = make(budget=16, seqs=4)
     drive.add(ask("a", 40, [image(2, 13)]))
-    with pytest.raises(ContextTooLong, match="media: 14 tokens must be computed in one step, a step has room for 13") as caught:
+    with pytest.raises(
+        ContextTooLong, match="media: 14 tokens must be computed in one step, but a step has room for only 13"
+    ) as caught:
         drive.add(ask("b", 40, [image(2, 14)]))
     assert caught.value.hint == "raise --max-num-batched-tokens"
     drive.run()

@@ -24,7 +24,7 @@ def test_every_page_is_given_once() -> None:
 def test_taking_more_than_there_is_takes_nothing() -> None:
     arena = Arena(3)
     arena.take(1)
-    with pytest.raises(OutOfPages, match="asked for 3 pages, 2 of 3 are free"):
+    with pytest.raises(OutOfPages, match="asked for 3 pages, but only 2 of 3 are free"):
         arena.take(3)
     assert arena.num_free == 2
 
@@ -50,7 +50,7 @@ def test_freeing_twice_is_an_assertion() -> None:
 @pytest.mark.parametrize("hold", [Arena.share, Arena.keep])
 def test_holding_a_free_page_is_an_assertion(hold) -> None:
     arena = Arena(2)
-    with pytest.raises(AssertionError, match="while free"):
+    with pytest.raises(AssertionError, match="is free and cannot be"):
         hold(arena, [1])
 
 

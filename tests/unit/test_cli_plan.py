@@ -145,7 +145,7 @@ def test_fp8_cache():
         ("h200", "int3", "unknown kv-cache-dtype: 'int3'"),
         ("h200", "sliding=int3", "unknown kv-cache-dtype: 'int3'"),
         ("h200", "middle=fp8", "unknown group of layers: 'middle'"),
-        ("h200", "sliding=fp8,fp8", "'fp8' among groups"),
+        ("h200", "sliding=fp8,fp8", "got 'fp8', expected GROUP=NAME"),
         ("h200", "global=float32", "the model runs in bfloat16"),
     ],
 )

@@ -160,8 +160,8 @@ def bad_rows() -> list[tuple[str, Row]]:
             spoiled(row, 0, PageTable(sliding.first + 1, sliding.pages[1:])),
         ),
         ("row 1: slot 16", Row(16, 55, 5, 1, row.tables, row.store_from)),
-        ("row 1: start 298", Row(2, 298, 5, 1, row.tables, row.store_from)),
-        ("row 1: start 55, 5 new tokens, 6 logits", Row(2, 55, 5, 6, row.tables, row.store_from)),
+        ("row 1: got start 298", Row(2, 298, 5, 1, row.tables, row.store_from)),
+        ("row 1: got start 55, 5 new tokens and 6 logits", Row(2, 55, 5, 6, row.tables, row.store_from)),
     ]
 
 

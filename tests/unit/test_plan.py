@@ -87,7 +87,7 @@ def test_torch_supports_everything_everywhere(arch):
             "triton",
             replace(SLIDING, head_dim=1024, width=1024, kv_itemsize=4),
             "sm_89",
-            "192 KiB of shared memory .* sm_89 has 99 KiB",
+            "192 KiB of shared memory .* sm_89 has only 99 KiB",
         ),
         ("triton", replace(SLIDING, kv_itemsize=1), "sm_86", "before sm_89 cannot convert"),
         ("torch_cpu", replace(SLIDING, kv_itemsize=1), "sm_80", "before sm_89 cannot convert"),
@@ -122,7 +122,7 @@ def test_the_preferred_backend_wins_and_every_other_has_a_reason():
 
 def test_a_cpu_has_one_backend():
     plan = plan_for("31B", "cpu")
-    assert {group.why for group in plan.groups} == {"only `torch_cpu` supports a CPU (plain torch: exact, slow)"}
+    assert {group.why for group in plan.groups} == {"only `torch_cpu` supports a CPU (plain torch, exact but slow)"}
     assert plan.of("global").others == {"triton": "needs an NVIDIA GPU"}
 
 
@@ -209,7 +209,7 @@ def test_an_unknown_architecture_is_left_to_torch():
     plan = plan_attention(groups, 8, turing)
     assert {group.backend for group in plan.groups} == {"torch_cpu"}
     assert "sm_75" in plan.of("global").others["triton"]
-    assert plan.of("global").why == "only `torch_cpu` supports these layers on sm_75 (plain torch: exact, slow)"
+    assert plan.of("global").why == "only `torch_cpu` supports these layers on sm_75 (plain torch, exact but slow)"
 
 
 def test_the_name_of_a_torch_device_is_looked_up(monkeypatch: pytest.MonkeyPatch):

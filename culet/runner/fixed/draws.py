@@ -78,7 +78,7 @@ class FixedDraws:
 
     def run(self, step: FixedStep, settings: Sequence[Sampling]) -> FixedDrawn:
         """Draw after a step that has just run. `serves` must hold for `settings`."""
-        assert self.serves(step.bucket, settings), "no graph draws by these settings"
+        assert self.serves(step.bucket, settings), "no graph can draw with these settings"
         buffers = self._buffers[step.bucket]
         if not buffers.is_sent:
             _stage(settings, step.bucket, self.target.model.spec.vocab_size).send_into(buffers.buffer)

@@ -73,7 +73,7 @@ def _row_begins(bucket: Bucket, counts: tuple[int, ...]) -> Int32s:
     left = bucket.num_tokens - sum(counts)
     pad_B = np.clip(left - np.arange(bucket.num_table_rows - len(counts)) * bucket.num_queries, 0, bucket.num_queries)
     begin_B1 = np.concatenate(([0], np.cumsum([*counts, *pad_B])))
-    assert begin_B1[-1] == bucket.num_tokens, f"{sum(counts)} tokens in {len(counts)} rows do not fit {bucket}"
+    assert begin_B1[-1] == bucket.num_tokens, f"{sum(counts)} tokens in {len(counts)} rows do not fit into {bucket}"
     return begin_B1.astype(np.int32)
 
 
