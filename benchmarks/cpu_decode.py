@@ -134,8 +134,8 @@ def count_equal(ours: list[list[int]], theirs: list[list[int]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="exit 1 if Culet misses its goals")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each; the best counts (default: 3)")
-    parser.add_argument("--threads", type=int, default=None, help="torch threads (default: torch's default)")
+    parser.add_argument("--repeats", type=int, default=3, help="number of runs of each; the best run counts (default: 3)")
+    parser.add_argument("--threads", type=int, default=None, help="number of torch threads (default: torch's default)")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -160,9 +160,9 @@ def main() -> int:
         padded = f"{speed['padded']:.1f}" if "padded" in speed else "-"
         row = f"{job.name:12}{speed['culet']:>12.1f}{theirs:>16.1f}{padded:>12}{speed['sequential']:>14.1f}"
         print(f"{row}{ratios[-1]:>8.2f}x{equal:>10}", flush=True)
-    print("tokens per second of output, prompts included in the time")
+    print("output tokens per second; the time includes the prompts")
     missed = [
-        f"{name}: {ratio:.2f}x, goal {goal}x"
+        f"{name}: {ratio:.2f}x, but the goal is {goal}x"
         for name, ratio, goal in zip(("1 request", "8 requests"), ratios, (NEED_ONE, NEED_EIGHT), strict=True)
         if ratio < goal
     ]

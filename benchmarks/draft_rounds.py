@@ -24,7 +24,7 @@ NUM_ACCEPTED = 2
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", help="E2B, E4B, 12B, 26B-A4B or 31B")
+    parser.add_argument("models", nargs="+", help="variants to time: E2B, E4B, 12B, 26B-A4B or 31B")
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt-len", type=int, default=draft.PROMPT_LEN)
     parser.add_argument("--out", type=Path, help="write the numbers to this file")

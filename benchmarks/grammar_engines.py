@@ -293,14 +293,14 @@ def _run(engine_name: str, size: int, kind: str, text: str, sink: Connection) ->
                 break
             token_id = int(others[random_.randrange(len(others))])
             began = time.process_time()
-            assert engine.accept(token_id), f"refuses token {token_id} that its mask allows"
+            assert engine.accept(token_id), f"the engine refuses token {token_id}, which its mask allows"
             accepts.append(time.process_time() - began)
             tokens.append(token_id)
         if len(tokens) > 3:
             mask = engine.fill().copy()
             engine.rollback(2)
             assert all(engine.accept(token_id) for token_id in tokens[-2:])
-            assert (engine.fill() == mask).all(), "another mask after a rollback"
+            assert (engine.fill() == mask).all(), "the mask differs after a rollback"
     except Exception as error:
         sink.send({"error": str(error).splitlines()[0][:70]})
     sink.send({"fills": fills, "accepts": accepts, "mib": _rss_mib() - before})
@@ -325,7 +325,7 @@ def _trial(engine: str, size: int, kind: str, text: str, limit_s: float) -> dict
     child.kill()
     child.join()
     if child.exitcode not in (0, -9):
-        results["error"] = f"the process died ({child.exitcode})"
+        results["error"] = f"the process exited unexpectedly ({child.exitcode})"
     return results
 
 
@@ -340,10 +340,10 @@ def _percentiles(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--vocab", type=int, default=262_144, help="size of the vocabulary")
-    parser.add_argument("--limit", type=float, default=20.0, help="seconds per grammar")
-    parser.add_argument("--engine", choices=sorted(ENGINES), action="append", help="only this engine")
-    parser.add_argument("--case", default="", help="only grammars whose name contains this")
-    parser.add_argument("--only-conformity", action="store_true", help="only check conformity, no times")
+    parser.add_argument("--limit", type=float, default=20.0, help="time limit per grammar, in seconds")
+    parser.add_argument("--engine", choices=sorted(ENGINES), action="append", help="test only this engine; may be repeated")
+    parser.add_argument("--case", default="", help="test only grammars whose name contains this")
+    parser.add_argument("--only-conformity", action="store_true", help="check conformity only, without timing")
     options = parser.parse_args()
     print(f"vocabulary of {options.vocab} tokens; times of masks and tokens in microseconds")
     print(

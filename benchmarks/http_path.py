@@ -100,7 +100,7 @@ async def throughput(port: int, num_streams: int, num_tokens: int) -> float:
     await asyncio.gather(*(reader.done for reader in readers))
     seconds = time.perf_counter() - began
     total = sum(reader.num_events for reader in readers)
-    assert total == num_streams * num_tokens, f"{total} events, expected {num_streams * num_tokens}"
+    assert total == num_streams * num_tokens, f"got {total} events, expected {num_streams * num_tokens}"
     for reader in readers:
         reader.transport.close()
     return total / seconds
@@ -155,9 +155,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit 1 if a goal is missed")
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=2000, help="tokens of each stream")
+    parser.add_argument("--tokens", type=int, default=2000, help="number of tokens in each stream")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--step-ms", type=float, default=0.0, help="duration of a step; 0 sends tokens in batches")
+    parser.add_argument(
+        "--step-ms", type=float, default=0.0, help="duration of a step in milliseconds; 0 sends tokens in batches"
+    )
     parser.add_argument("--port", type=int, default=18971)
     parser.add_argument("--serve", metavar="FOLDER", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

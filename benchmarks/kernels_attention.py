@@ -305,8 +305,8 @@ def _warm_one(job: tuple[str, str, str], with_hopper: bool) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", default=".", help="regular expression over the names of the checks (default: all)")
-    parser.add_argument("--only", default="", help="regular expression over the names of the shapes (default: all)")
+    parser.add_argument("--check", default=".", help="regular expression for the names of the checks to run (default: all)")
+    parser.add_argument("--only", default="", help="regular expression for the names of the shapes to run (default: all)")
     parser.add_argument("--no-hopper", action="store_true", help="skip the kernels for Hopper")
     parser.add_argument("--json", type=Path, help="write all errors to this file")
     args = parser.parse_args()

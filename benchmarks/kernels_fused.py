@@ -369,7 +369,9 @@ def _run_case(case: Case, device: str) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="linear,experts,norms,sampling", help="sections to run, separated by commas")
-    parser.add_argument("--models", default="E4B,26B-A4B,31B,E2B,12B", help=f"models to run, separated by commas, out of {', '.join(MODELS)}")
+    parser.add_argument(
+        "--models", default="E4B,26B-A4B,31B,E2B,12B", help=f"models to run, separated by commas, out of {', '.join(MODELS)}"
+    )
     parser.add_argument("--device", default="cuda", help="device to run on: cuda, or cpu with TRITON_INTERPRET=1")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     options = parser.parse_args()

@@ -122,7 +122,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--num-tokens", type=int, default=120, help="most tokens of a chat; bad ones have as many")
+    parser.add_argument(
+        "--num-tokens", type=int, default=120, help="maximum number of tokens in a chat; bad chats have as many"
+    )
     options = parser.parse_args()
     settings, results = engine_settings(options), {}
     plain = LLM(options.model, **settings)

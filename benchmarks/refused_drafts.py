@@ -97,10 +97,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that benchmarks of drafters share."""
     parser.add_argument("model", nargs="?", default=str(embedded.FOLDER / "target"))
     parser.add_argument(
-        "--drafters", nargs="+", default=list(BUILT_IN), help="method=model; a folder beside the target's is found by its name"
+        "--drafters", nargs="+", default=list(BUILT_IN), help="method=model; a folder next to the target's can be given by name"
     )
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--set", nargs="*", default=[], metavar="OPTION=VALUE", help="more settings for all engines")
+    parser.add_argument("--set", nargs="*", default=[], metavar="OPTION=VALUE", help="additional settings for all engines")
     parser.add_argument("--out", type=Path, help="write the results to this file as JSON")
 
 
@@ -126,7 +126,9 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--num-tokens", type=int, default=256)
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--block", type=int, default=32, help="steps that an engine takes before the next one's turn")
+    parser.add_argument(
+        "--block", type=int, default=32, help="number of steps that an engine takes before it is the next one's turn"
+    )
     options = parser.parse_args()
     settings, results = engine_settings(options), {}
     plain = LLM(options.model, **settings)

@@ -58,7 +58,7 @@ PAGES = {"settings.md": settings, "environment.md": environment, "errors.md": er
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, and exit with 1 if a page is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing, and exit with code 1 if a page is out of date")
     check = parser.parse_args().check
     stale = []
     for name, make in PAGES.items():
