@@ -101,7 +101,7 @@ def test_bad_sampling_defaults(tmp_path: Path, generation, words):
     "name", ["/no/such/folder", "./missing", "../missing", "missing", "a/b/c", "", "a" * 5000, "nul\0l", "~nobody/x"]
 )
 def test_missing_folder(name):
-    with pytest.raises(CheckpointError, match="no such folder|no model was given") as caught:
+    with pytest.raises(CheckpointError, match=r"no such folder|no model was given") as caught:
         open_checkpoint(name)
     assert caught.value.hint
 
