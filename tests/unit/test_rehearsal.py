@@ -68,7 +68,7 @@ def test_kernels_that_another_process_compiled_are_not_compiled_again(
     monkeypatch.setattr("culet.engine.rehearsal.compile_ahead", compile_ahead)
     rehearsal = make_rehearsal(130)
     rehearsal.has_graphs = False
-    model = SimpleNamespace(device="cuda", spec=None, dtype=None, latent=True, one_of_each_kind=nullcontext)
+    model = SimpleNamespace(device="cuda", spec=None, dtype=None, latent=True, kernel_keys=list, one_of_each_kind=nullcontext)
     monkeypatch.setattr(rehearsal, "model", model)
     monkeypatch.setattr(rehearsal, "_runner", lambda: SimpleNamespace(launch=launched.append))
     assert rehearsal.compile_kernels() is not is_compiled
