@@ -5,8 +5,9 @@ draft round runs before it. All sequences of a batch share the step, so the choi
 length, given to any number of the sequences with the highest acceptance, and takes the option with the most tokens per
 second. The other sequences get no drafts.
 
-A sequence starts from the acceptance of past requests and then learns from its own text. A sequence without drafts learns
-nothing, so after some steps it gets a short try. Each failed try doubles the wait before the next.
+A sequence starts from the average acceptance of past requests and then learns from its own text. If the average is low, some
+sequences start optimistic, so that better text is noticed. A sequence without drafts learns nothing, so after some steps it
+gets a short try. Each failed try doubles the wait before the next.
 """
 
 from __future__ import annotations
@@ -17,19 +18,18 @@ from typing import Protocol
 from culet.scheduler.stats import Counters
 from culet.scheduler.step_cost import MeasuredCost, StepCost, size_of
 
-START_ACCEPTANCE = 0.75  # assumed acceptance of requests before any has finished
-MIN_PRIOR, MAX_PRIOR = 0.78, 0.95  # bounds of the assumed acceptance of a new sequence
-OPTIMISM = 0.1  # added to the acceptance of past requests, because too high a prior is corrected within a few rounds
-START_WEIGHT = 3.0  # weight of the prior in compared drafts, and of older evidence in a try, because text changes
+GOOD_ACCEPTANCE = 0.78  # assumed acceptance before any request has finished, and of an optimistic start
+OPTIMISM, MAX_PRIOR = 1.2, 0.85  # too high a prior is corrected within a few rounds, so it is a multiple of the average
+EXPLORE_REST = 128  # steps between optimistic starts if the average is low, so that better text is noticed
+START_WEIGHT = 2.0  # weight of the prior in compared drafts, and of older evidence in a try, because text changes
 DECAY = 0.93  # weight of a sequence's older rounds, per round
-REQUEST_SHARE = 1 / 16  # weight of each finished request in the average over requests
-WORTHLESS = 0.1  # below this acceptance at startup the drafter does not fit the model, and the prior has no floor
+BETTER_SHARE, WORSE_SHARE = 1 / 4, 1 / 32  # weight of a finished request in the average, if it is above and below it
 MIN_GAIN = 1.03  # least gain in tokens per second over no drafts
 TRY_ACCEPTANCE = 0.9  # acceptance that a try hopes for
-TRY_SHARE = 0.01  # share of time that a sequence without drafts spends on its first try (later tries get less)
+TRY_SHARE = 0.005  # share of time that a sequence without drafts spends on its first try (later tries get less)
 MIN_REST, MAX_REST = 8, 256  # steps before a try
-NUM_TIMED = 5  # steps of each length that are run to time them
-TIMED_FIRST, TIMED_AGAIN = 16, 2048  # steps of one batch size before it is first timed, and before each later time
+NUM_TIMED = 4  # steps with drafts, and steps without, that are run to time them
+TIMED_FIRST, TIMED_GROWTH, TIMED_LAST = 16, 32, 8192  # steps before a batch size is timed first, and how far that grows
 
 
 class Acceptance:
@@ -74,14 +74,14 @@ class DraftPolicy:
         """Set up the policy. `lengths` are the numbers of drafts to choose from, besides zero."""
         self.lengths = tuple(sorted(lengths))
         self.cost = MeasuredCost(cost)
-        self._gains = {count: [_expected_tokens(p / 100, count) - 1.0 for p in range(101)] for count in self.lengths}
-        self._min_prior, self._general = MIN_PRIOR, START_ACCEPTANCE
-        self._step = 0
+        # Accepted drafts to expect, by the number of drafts and the acceptance in percent.
+        self._gains = {n: [sum((p / 100) ** k for k in range(1, n + 1)) for p in range(101)] for n in self.lengths}
+        self._general = GOOD_ACCEPTANCE  # average acceptance of requests
+        self._step, self._explored_at = 0, -EXPLORE_REST
         self._num_drafts: int | None = None  # drafts of the planned step, or None if no sequence decodes in it
-        self._num_until_timed: dict[int, int] = {}  # batch size -> steps left before it is timed
+        self._until_timed: dict[int, tuple[int, int]] = {}  # batch size -> steps left before it is timed, and of how many
         self._timed: list[int] = []  # lengths of the next steps, which are run to time them
-        self._num_changes = 0  # changes to anything that a decision depends on
-        self._quiet: tuple[int, ...] = ()  # a batch that gets no drafts until something changes
+        self._quiet: list[Acceptance] = []  # a batch that gets no drafts until something changes
         self._quiet_until = 0  # the step at which it is decided again even if nothing changes
 
     def believe(self, counters: Counters, cost: StepCost) -> None:
@@ -90,7 +90,6 @@ class DraftPolicy:
         tried, accepted = sum(counters.drafted_at[:1]) + sum(counters.accepted_at[:-1]), sum(counters.accepted_at)
         if tried:
             self._general = accepted / tried
-            self._min_prior = MIN_PRIOR if self._general >= WORTHLESS else 0.0
         self.cost = MeasuredCost(cost)
 
     def note(self, state: Acceptance, num_drafts: int, num_accepted: int) -> None:
@@ -100,14 +99,15 @@ class DraftPolicy:
         state.accepted = DECAY * state.accepted + num_accepted
         state.num_tried += num_compared
         state.num_accepted += num_accepted
-        self._num_changes += 1
+        self._quiet = []
         if state.is_trying and num_accepted == num_drafts:  # a try continues while it succeeds
             state.rest, state.try_at = state.rest // 2, self._step
 
     def ended(self, state: Acceptance) -> None:
         """Add a finished request to the average over requests. Long and short requests count the same."""
         if state.num_tried:
-            self._general += REQUEST_SHARE * (state.num_accepted / state.num_tried - self._general)
+            above = state.num_accepted / state.num_tried - self._general
+            self._general += (BETTER_SHARE if above > 0 else WORSE_SHARE) * above
 
     def took(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
         self.cost.took(num_seqs, num_drafting, num_drafts, seconds)
@@ -119,8 +119,7 @@ class DraftPolicy:
             self._num_drafts = None
             return
         self._count_down(len(batch))
-        key = (self._num_changes, *map(id, batch))
-        if key == self._quiet and self._step < self._quiet_until and not self._timed:
+        if batch == self._quiet and self._step < self._quiet_until and not self._timed:
             return
         for state in batch:
             if not state.tried:
@@ -133,11 +132,10 @@ class DraftPolicy:
         if self._timed:
             num_drafts, least = self._timed.pop(), 0.0
         self._num_drafts = num_drafts
-        first_rest = round(self.cost.overhead(len(batch), 1, self.lengths[0]) / TRY_SHARE)
-        first_rest = min(MAX_REST, max(MIN_REST, first_rest))
+        first_rest = min(MAX_REST, max(MIN_REST, round(self.cost.overhead(len(batch), 1, self.lengths[0]) / TRY_SHARE)))
         for state, hope in zip(batch, hopes, strict=True):
             self._decide(state, num_drafts if hope >= least else 0, first_rest)
-        self._quiet, self._quiet_until = key, 0 if num_drafts else min([state.try_at for state in batch])
+        self._quiet, self._quiet_until = list(batch), 0 if num_drafts else min([state.try_at for state in batch])
 
     def length(self, state: Acceptance, num_seqs: int) -> int:
         """Return the drafts for a sequence of the planned batch, or for one that joins it now as one of `num_seqs`."""
@@ -147,7 +145,9 @@ class DraftPolicy:
         return self._choose([state.estimate] * num_seqs)[0] if self._num_drafts is None else self._num_drafts
 
     def _start(self, state: Acceptance) -> None:
-        prior = min(MAX_PRIOR, max(self._min_prior, self._general + OPTIMISM))
+        prior = min(MAX_PRIOR, OPTIMISM * self._general)
+        if prior < GOOD_ACCEPTANCE and self._step - self._explored_at not in range(1, EXPLORE_REST):
+            prior, self._explored_at = GOOD_ACCEPTANCE, self._step
         state.tried, state.accepted = START_WEIGHT, START_WEIGHT * prior
 
     def _choose(self, hopes: list[float], *, is_try: bool = False) -> tuple[int, float]:
@@ -158,7 +158,8 @@ class DraftPolicy:
         ranked, num_seqs, lengths = sorted(hopes, reverse=True), len(hopes), self.lengths
         if is_try:
             costs = {count: MIN_GAIN * (1.0 + self.cost.overhead(num_seqs, num_seqs, count)) for count in lengths}
-            lengths = tuple(count for count in lengths if _expected_tokens(TRY_ACCEPTANCE, count) > costs[count])[:1]
+            gain_index = round(100 * TRY_ACCEPTANCE)
+            lengths = tuple(count for count in lengths if 1.0 + self._gains[count][gain_index] > costs[count])[:1]
         best, best_rate, least = 0, MIN_GAIN * num_seqs, 0.0
         for count in lengths:
             first, last = 1.0 + self.cost.overhead(num_seqs, 1, count), 1.0 + self.cost.overhead(num_seqs, num_seqs, count)
@@ -191,13 +192,8 @@ class DraftPolicy:
         Costs may be wrong, and steps that are all of one length would never show it.
         """
         size = size_of(num_seqs)
-        num_left = self._num_until_timed.get(size, TIMED_FIRST) - 1
-        if num_left <= 0:
-            num_left = TIMED_AGAIN
-            self._timed = [count for count in (*self.lengths[::-1], 0) for _ in range(NUM_TIMED)]  # popped from the end
-        self._num_until_timed[size] = num_left
-
-
-def _expected_tokens(acceptance: float, num_drafts: int) -> float:
-    """Return the expected number of tokens from a step with `num_drafts` drafts."""
-    return sum(acceptance**index for index in range(num_drafts + 1))
+        num_left, wait = self._until_timed.get(size, (TIMED_FIRST, TIMED_FIRST))
+        if num_left == 1:
+            num_left = wait = min(TIMED_LAST, TIMED_GROWTH * wait)
+            self._timed = [self.lengths[len(self.lengths) // 2]] * NUM_TIMED + [0] * NUM_TIMED  # popped from the end
+        self._until_timed[size] = num_left - 1, wait

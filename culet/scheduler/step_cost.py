@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from statistics import median
 
 NUM_TIMES = 8  # times kept for each kind of step
 MIN_TIMES = 3  # times of each kind needed before they are compared
@@ -119,13 +118,13 @@ class MeasuredCost:
         if not num_drafts:
             plain.add(self._num_steps, seconds)
             return
-        plain_s, modelled = plain.median(self._num_steps), self._modelled(num_seqs, num_drafting, num_drafts)
+        plain_s, modelled = plain.low(self._num_steps), self._modelled(num_seqs, num_drafting, num_drafts)
         if plain_s is None:
             return
         rounds = self._rounds.setdefault((size, num_drafts), _Recent())
         # A round is never cheaper than a plain step. If it seems so, the machine was slower when plain steps were timed.
         rounds.add(self._num_steps, max(0.0, seconds / plain_s - 1.0) / modelled)
-        found = rounds.median(self._num_steps)
+        found = rounds.low(self._num_steps)
         if found is not None:
             self._correct(size, num_drafts, min(MAX_CORRECTION, max(1.0 / MAX_CORRECTION, found)))
 
@@ -149,10 +148,10 @@ class _Recent:
     def add(self, number: int, value: float) -> None:
         self._values.append((number, value))
 
-    def median(self, now: int) -> float | None:
-        """Return the median of the fresh values, or None if there are too few. One slow step hardly moves a median."""
-        fresh = [value for number, value in self._values if now - number <= FRESH]
-        return median(fresh) if len(fresh) >= MIN_TIMES else None
+    def low(self, now: int) -> float | None:
+        """Return the lower quartile of the fresh values, or None if there are too few. Other load only makes steps slower."""
+        fresh = sorted(value for number, value in self._values if now - number <= FRESH)
+        return fresh[len(fresh) // 4] if len(fresh) >= MIN_TIMES else None
 
 
 def size_of(num_seqs: int) -> int:

@@ -14,7 +14,7 @@ from culet.drafters.base import cache_specs, open_drafter
 from culet.engine.drafting import ReadBytes, draft_policy
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
-from culet.scheduler.draft_length import MAX_REST, NUM_TIMED, TIMED_AGAIN, TIMED_FIRST, Acceptance, DraftPolicy
+from culet.scheduler.draft_length import EXPLORE_REST, MAX_REST, NUM_TIMED, TIMED_FIRST, TIMED_LAST, Acceptance, DraftPolicy
 from culet.scheduler.stats import Counters
 from culet.scheduler.step_cost import FRESH, MIN_TIMES, NUM_TIMES, MeasuredCost, StepCost
 
@@ -149,7 +149,7 @@ def test_refused_drafts_cost_at_most_three_percent(name: str, batch: int) -> Non
 
 @pytest.mark.parametrize("name", COSTS)
 def test_bad_chats_do_not_switch_drafting_off(name: str) -> None:
-    """After thousands of tokens of bad text, the next good chat drafts from its first token."""
+    """After thousands of tokens of bad text, good chats draft again within a few chats."""
     after, alone = [], []
     for seed in range(5):
         simulation = warm(COSTS[name], 1, seed)
@@ -158,8 +158,21 @@ def test_bad_chats_do_not_switch_drafting_off(name: str) -> None:
         simulation.run(group)
         alone += (group := good_chats(20))
         warm(COSTS[name], 1, seed).run(group)
-    assert all(chat.num_rounds for chat in after)
-    assert speed(after) >= 0.95 * speed(alone)
+    num_without = sum(chat.num_rounds == 0 for chat in after)
+    assert num_without <= 0.2 * len(after)
+    assert speed(after) >= 0.9 * speed(alone)
+
+
+@pytest.mark.parametrize("num_tokens", [20, 40, 120])
+@pytest.mark.parametrize("name", COSTS)
+def test_bad_chats_among_themselves_are_nearly_plain(name: str, num_tokens: int) -> None:
+    """If drafts do badly in general, only a few new chats get drafts, however short the chats are."""
+    speeds = []
+    for seed in range(5):
+        simulation, chats = warm(COSTS[name], 1, seed), [bad(num_tokens) for _ in range(100)]
+        simulation.run(chats)
+        speeds.append(speed(chats[60:]))
+    assert sum(speeds) / len(speeds) >= 0.96
 
 
 def test_one_endless_bad_request_counts_like_any_other() -> None:
@@ -194,14 +207,17 @@ def test_text_that_turns_bad_is_soon_plain() -> None:
     assert chat.seconds - only_good.seconds < 1.03 * 2000
 
 
-def test_a_probe_without_any_accepted_draft_is_believed() -> None:
-    """Such a drafter does not fit the model. A drafter that accepted a little may still suit the next text."""
-    for num_accepted, length in ((0, 0), (1, 3)):
-        policy, counters = DraftPolicy(probed_cost(CPU_MTP), (1, 2, 3)), Counters()
-        for _ in range(30):
-            counters.count_verify(3, num_accepted)
-        policy.believe(counters, probed_cost(CPU_MTP))
-        assert policy.length(Acceptance(), 1) == length
+def test_a_probe_that_accepts_nothing_is_believed_but_for_optimistic_starts() -> None:
+    """The probe's text may suit the drafter less than the next text does, so one of the first sequences tries."""
+    policy, counters = DraftPolicy(probed_cost(CPU_MTP), (1, 2, 3)), Counters()
+    for _ in range(30):
+        counters.count_verify(3, 0)
+    policy.believe(counters, probed_cost(CPU_MTP))
+    lengths = []
+    for _ in range(2 * EXPLORE_REST):
+        policy.plan([])
+        lengths.append(policy.length(Acceptance(), 1))
+    assert [step for step, length in enumerate(lengths) if length] == [0, EXPLORE_REST]
 
 
 def test_chats_of_one_batch_get_what_each_deserves() -> None:
@@ -282,14 +298,14 @@ def test_a_wrong_model_is_corrected(factor: float, batch: int) -> None:
 
 
 def test_steps_taken_for_their_time_are_few() -> None:
-    num_timed = 4 * NUM_TIMED  # no drafts, and each of three lengths
-    assert num_timed / TIMED_AGAIN < 0.01
+    num_timed = 2 * NUM_TIMED  # with and without drafts
+    assert num_timed / TIMED_LAST < 0.01
     policy, state = DraftPolicy(cost(wait_s=1.0), (1, 2, 3)), Acceptance()
     lengths = []
     for _ in range(TIMED_FIRST + num_timed + 200):
         policy.plan([state])
         lengths.append(policy.length(state, 1))
-    assert sum(count > 0 for count in lengths) == 3 * NUM_TIMED
+    assert sum(count > 0 for count in lengths) == NUM_TIMED
 
 
 @pytest.mark.parametrize("at_once", [False, True])
