@@ -18,7 +18,7 @@ import pytest
 import culet
 
 ROOT = Path(culet.__file__).parent
-BASE = ("errors", "env", "log", "types", "config", "registry", "line_process", "frames", "hardware", "version")
+BASE = ("errors", "env", "log", "types", "config", "registry", "line_process", "child", "frames", "hardware", "version")
 MAX_MODULES = 13  # in one folder, besides __init__
 
 # A package may import base, the packages listed here, and whatever those packages may import.
