@@ -36,7 +36,6 @@ class Engine:
         self._scheduler, self._worker, self._grammars = parts.scheduler, parts.worker, parts.grammars
         self._in_flight: deque[LaunchedStep] = deque()  # steps launched but not yet applied, oldest first
         self._max_in_flight = setup.max_in_flight
-        self._has_failed = False  # a step failed, and the ends of its requests have not been returned yet
         finish_start(parts, self.add, self.step)
         self.start_times = parts.times
         self.kernels_compiled = parts.num_compiled
@@ -77,7 +76,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or self._has_failed
+        return self._scheduler.has_work
 
     def stats(self) -> SchedulerStats:
         """Return the scheduler's counts and the device's seconds since startup."""
@@ -92,7 +91,8 @@ class Engine:
         """Run one step. Return its new tokens, and the ends of requests that were cancelled or timed out.
 
         With look-ahead, the next step is launched before waiting for this one's result, so the device always has work.
-        If a step fails, raise. The next call returns the ends of the requests that were part of it. All others go on.
+        If a step fails, raise. The next call returns the ends of the requests that were part of it, even if `has_work` is
+        false by then. All others go on.
         """
         for request_id, error in self._grammars.done():
             if error:
@@ -109,18 +109,16 @@ class Engine:
                 result = self._in_flight.popleft().result()
                 is_running = False
                 self._scheduler.apply(result)
-            elif not self._has_failed:
+            else:
                 self._grammars.wait(COMPILE_WAIT_S)  # there is nothing else to do
         except BaseException as error:
             self._fail(f"{type(error).__name__}: {error}", is_running=is_running)
             raise
-        self._has_failed = False
         return self._scheduler.deltas()
 
     def _fail(self, error: str, *, is_running: bool) -> None:
         """End the requests of the steps in flight if those failed. End all if the scheduler failed and cannot be trusted."""
         self._in_flight.clear()
-        self._has_failed = True
         if is_running:
             self._scheduler.fail_steps(error)
         else:

@@ -126,6 +126,7 @@ class EngineLoop:
     def __init__(self, engine: SteppedEngine, channel: Channel) -> None:
         self._engine, self._channel = engine, channel
         self._num_failures = 0
+        self._has_failed = False  # the last step failed, and the ends of its requests are not known yet
         self._num_prompt_tokens = self._num_generated_tokens = 0
         self._next_stats = 0.0
 
@@ -133,14 +134,14 @@ class EngineLoop:
         """Run until told to stop. Return the exit code of the process."""
         self._send_stats()
         while True:
-            commands = self._channel.receive(wait=not self._engine.has_work)
+            commands = self._channel.receive(wait=not (self._engine.has_work or self._has_failed))
             if commands is None:
                 return 0
             for command in commands:
                 if isinstance(command, Stop):
                     return 0
                 self._obey(command)
-            if self._engine.has_work and not self._step():
+            if (self._engine.has_work or self._has_failed) and not self._step():
                 return exit_code(InternalError(""))
             if not self._engine.has_work or time.monotonic() >= self._next_stats:
                 self._send_stats()
@@ -167,11 +168,13 @@ class EngineLoop:
         except Exception as error:
             logger.exception("an engine step failed")
             self._num_failures += 1
+            self._has_failed = True
             if self._num_failures < _MAX_FAILURES and not _is_final(error):
                 return True
             self._channel.send(Failed("WorkerDied", f"the engine stopped after a failed step: {type(error).__name__}"))
             self._channel.flush(_FLUSH_LIMIT_S)
             return False
+        self._has_failed = False
         num_tokens = sum([len(delta.token_ids) for delta in deltas])
         self._num_generated_tokens += num_tokens
         if num_tokens:
