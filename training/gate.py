@@ -29,9 +29,9 @@ from culet.models.folder import find_folder
 from culet.text.output_pieces import Output
 from culet.text.output_reader import ChatReader
 from culet.text.tool_schema import tool_schemas
-from training.acceptance import Output as Written
-from training.batches import Part
-from training.prompts import cut_prompts
+from training.learning.batches import Part
+from training.learning.prompts import cut_prompts
+from training.models.acceptance import Output as Written
 from training.scoring import is_right, is_valid_call, is_valid_json
 
 QUESTIONS = Path(__file__).parent / "questions"
