@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from culet.models import embedded
-from training.gate import run_gate
+from training.gate import GOALS, QUESTIONS, golden_text, run_gate
 from training.models.shapes import AssistantShape, DFlashShape, TargetShape
 
 MAX_BYTES = 36_000_000
@@ -29,9 +30,10 @@ def test_configs_are_those_of_the_shapes() -> None:
         assert json.loads((embedded.FOLDER / name / "config.json").read_text()) == config
 
 
-@pytest.mark.parametrize("part", ["questions", "tools", "json", "transformers"])
-def test_the_gate(part: str) -> None:
-    scores = run_gate("built-in", parts=[part])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_gate(every: int) -> None:
+    scores = run_gate("built-in", parts=["questions", "tools", "json", "transformers"], every=every)
+    assert {*GOALS} <= {*scores.shares}
     assert not scores.missed(), scores.shares
 
 
@@ -41,9 +43,13 @@ def test_drafts_are_accepted_in_the_engine() -> None:
     assert not scores.missed(), scores.details
 
 
-def test_it_keeps_its_golden_conversations() -> None:
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_it_keeps_its_golden_conversations(every: int) -> None:
     """The golden file holds the model's answers. `python -m training.gate --parts open --golden FILE` writes it."""
-    from training.gate import QUESTIONS, golden_text
-
-    conversations = run_gate("built-in", parts=["open"]).details["conversations"]
-    assert golden_text(conversations) == (QUESTIONS.parent / "golden.md").read_text()
+    golden = (QUESTIONS.parent / "golden.md").read_text()
+    text = golden_text(run_gate("built-in", parts=["open"], every=every).details["conversations"])
+    if every == 1:
+        assert text == golden
+    played, wanted = (re.split(r"^## \d+$", whole, flags=re.MULTILINE)[1:] for whole in (text, golden))
+    assert len(wanted) == 30
+    assert [answer.strip() for answer in played] == [answer.strip() for answer in wanted[::every]]

@@ -15,6 +15,7 @@ import pytest
 
 from culet.cli.main import run
 from culet.engine.llm import LLM, Result, Sample
+from culet.testing import tiny
 from culet.testing.tiny import write_checkpoint
 from culet.text.output_pieces import ToolCall
 
@@ -147,16 +148,21 @@ def test_a_broken_pipe_is_not_an_error(folder: Path) -> None:
     assert done.stderr == b""
 
 
-def test_tiny_says_that_its_text_is_noise(tmp_path: Path) -> None:
+def test_tiny_says_that_its_text_is_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = tmp_path / "new" / "folder"
-    done = subprocess.run(
-        [sys.executable, "-m", "culet.testing.tiny", target, "--shape", "12B"], capture_output=True, text=True
-    )
-    assert done.returncode == 0
-    assert done.stdout.strip() == str(target)
-    assert "noise" in done.stderr
+    monkeypatch.setattr(sys, "argv", ["tiny", str(target), "--shape", "12B"])
+    assert tiny.main() == 0
+    out, err = capsys.readouterr()
+    assert out.strip() == str(target)
+    assert "noise" in err
     assert {path.name for path in target.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
-    done = subprocess.run([sys.executable, "-m", "culet.testing.tiny", target, "--shape", "7B"], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "unknown shape: '7B'" in done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.setattr(sys, "argv", ["tiny", str(target), "--shape", "7B"])
+    assert tiny.main() == 1
+    assert "unknown shape: '7B'" in capsys.readouterr().err
+
+
+def test_tiny_is_a_command(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "culet.testing.tiny", tmp_path / "new"], capture_output=True, text=True)
+    assert done.stdout.strip() == str(tmp_path / "new"), done.stderr

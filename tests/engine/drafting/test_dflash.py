@@ -12,6 +12,7 @@ from culet.types import PageTable
 from tests.engine.drafting.dflash_rig import Pair, Pauses, Rig, assert_like_oracle, make_pair, make_request
 from tests.engine.drafting.draft_drive import use_fixed_draws
 from tests.engine.runner.real_steps import make_prompt
+from tests.matrix import matrix
 from tests.samplings import GREEDY
 
 LENGTHS = (1, 3, 31, 75)  # prompts within and beyond the windows of the target (32) and the drafter (24)
@@ -118,8 +119,7 @@ def drafted(rig: Rig) -> list[tuple[list[int], list[int]]]:
     return [(block.tokens, block.logits.argmax(-1).tolist()) for block in rig.rounds]
 
 
-@pytest.mark.parametrize("is_fixed", [False, True])
-@pytest.mark.parametrize("ahead", [False, True])
+@matrix({"is_fixed": [False, True], "ahead": [False, True]})
 def test_drafts_after_pauses(pair, monkeypatch, is_fixed, ahead):
     """Deferred KV gives the same drafts as KV written immediately, and so do prefix hits of sequences that have ended."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")

@@ -23,7 +23,7 @@ from culet.testing.tiny import SPECIAL_TOKENS, write_checkpoint
 from tests.engine.drafting import dflash_rig, draft_drive
 from tests.engine.runner.real_steps import make_prompt
 
-NUM_TURNS = 10
+NUM_TURNS = 5
 QUESTION = "Why is the sky blue, and who could cut the diamond? Tell me a story about a fox."
 # Answers are plain words, because tokens that steer the template would not come back as they were drawn.
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logit_bias=dict.fromkeys(SPECIAL_TOKENS, -100.0))

@@ -16,7 +16,7 @@ from culet.errors import InternalError
 from culet.models.checkpoint import open_checkpoint
 from tests.engine.llm.oracle import EOS, SHAPES, VOCAB, WINDOW, folder_of, greedy, oracle_logprobs, prompt
 
-NUM_TOKENS = 64
+NUM_TOKENS = 40
 LENGTHS = (1, 7, WINDOW, WINDOW + 1, 3 * WINDOW + 5, 5 * WINDOW)  # shorter than, equal to and several times the window
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 

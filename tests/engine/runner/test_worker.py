@@ -33,9 +33,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def worker(folder: str) -> Iterator[ProcessWorker]:
-    """A worker without a drafter, for tests that do not break it."""
-    worker = ProcessWorker(BUILDER, folder=folder, num_drafts=0)
+def worker(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessWorker]:
+    """A worker without a drafter, for tests that do not break it. It starts where some modules must not be imported."""
+    here = tmp_path_factory.mktemp("here")
+    for name in ("culet", "msgspec", "torch", "queue"):
+        (here / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(here)
+        worker = ProcessWorker(BUILDER, folder=folder, num_drafts=0)
     yield worker
     worker.close()
 
@@ -82,15 +87,19 @@ def test_the_same_results(folder: str, num_drafts: int) -> None:
     assert any(row.is_prompt_logprobs for row in rows)
     assert any(plan.entries and plan.rows[-1].start > 0 for plan in plans)  # a prefix hit
     assert any(row.num_drafts for row in rows) == bool(num_drafts)
-    worker: Worker = ProcessWorker(
+    worker = ProcessWorker(
         BUILDER, folder=folder, known=known, num_drafts=num_drafts, budget=40, max_num_seqs=6, has_grammars=False
     )
     try:
-        assert [worker.launch(plan).result() for plan in plans] == want
-        seconds = worker.device_seconds()
+        steps: Worker = worker
+        assert [steps.launch(plan).result() for plan in plans] == want
+        seconds = steps.device_seconds()
         assert (seconds["verify"] > 0) == (seconds["draft"] > 0) == bool(num_drafts)
     finally:
         worker.close()
+    worker.close()  # a second time does nothing
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker.pid, 0)
 
 
 def entering(step_id: int, slot: int = 0, length: int = 9, grammar: GrammarSpec | None = None) -> StepPlan:
@@ -182,21 +191,9 @@ def test_a_builder_that_refuses() -> None:
         ProcessWorker("nowhere:build")
 
 
-def test_close_ends_the_process(folder: str) -> None:
-    worker = ProcessWorker(BUILDER, folder=folder, num_drafts=0)
-    worker.close()
-    worker.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(worker.pid, 0)
-
-
-def test_nothing_is_imported_from_the_current_folder(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("culet", "msgspec", "torch", "queue"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
-    monkeypatch.chdir(tmp_path)
-    worker = ProcessWorker(BUILDER, folder=folder, num_drafts=0)
+def test_nothing_is_imported_from_the_current_folder(worker: ProcessWorker) -> None:
+    assert (Path(f"/proc/{worker.pid}/cwd").readlink() / "torch.py").is_file()
     assert worker.launch(entering(0)).result().step_id == 0
-    worker.close()
 
 
 def test_a_plan_travels_unchanged() -> None:
