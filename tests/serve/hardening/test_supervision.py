@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from running import Running, wait_for
+
+from tests.serve.running import Running, wait_for
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 LONG: Any = {"messages": HELLO, "stream": True, "ignore_eos": True}
