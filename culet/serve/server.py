@@ -48,7 +48,7 @@ class Server:
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 create_app(service),
-                http=make_protocol(limits),
+                http=make_protocol(limits, service.intake),
                 ws="none",
                 lifespan="off",
                 log_config=None,
