@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from culet.errors import CuletError
 from culet.log import logger
+from culet.serve.http.intake import BODY, IncomingBody, release_body
 from culet.serve.http_errors import ErrorReply, HttpError, openai_body, reply_to
-from culet.serve.intake import BODY, IncomingBody, release_body
 from culet.serve.service import FinishedRequest, Service
 from culet.serve.streams import ABORT, SEND, ClientGone
 
@@ -234,7 +234,7 @@ class _Exchange:
         if reply.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         if not self._has_body and self._scope["method"] not in ("GET", "HEAD"):
-            headers.append((b"connection", b"close"))  # the rest of the body is dropped (see culet.serve.connection)
+            headers.append((b"connection", b"close"))  # the rest of the body is dropped (see culet.serve.http.connection)
         await self._send_tagged({"type": "http.response.start", "status": reply.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 

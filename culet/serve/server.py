@@ -20,7 +20,7 @@ from culet.config import Config, ServeConfig
 from culet.errors import ConfigError, CuletError, WorkerDied
 from culet.log import logger
 from culet.serve.app import create_app
-from culet.serve.connection import make_protocol
+from culet.serve.http.connection import make_protocol
 from culet.serve.process.wire import Script
 from culet.serve.service import Service
 

@@ -22,8 +22,8 @@ from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN, RequestRules
 from culet.errors import ContextTooLong, CuletError, QueueFull, WorkerDied
 from culet.log import logger
 from culet.models.checkpoint import open_checkpoint
+from culet.serve.http.intake import Intake
 from culet.serve.http_errors import HttpError
-from culet.serve.intake import Intake
 from culet.serve.plot_history import PERIOD_S, PlotHistory
 from culet.serve.process.client import EngineClient, State, TokenStream
 from culet.serve.process.wire import Script

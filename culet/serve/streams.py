@@ -17,8 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 from culet.errors import CuletError
 from culet.log import logger
 from culet.serve.generation import Generation
+from culet.serve.http.intake import release_body
 from culet.serve.http_errors import openai_body, reply_to
-from culet.serve.intake import release_body
 from culet.serve.service import Service
 from culet.text.output import OutputDelta
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from culet.errors import BadRequest, UnsupportedError
-from culet.serve.api.json_cost import JsonCost
+from culet.serve.http.json_cost import JsonCost
 from culet.serve.service import Service
 from culet.text.messages import check_messages
 

@@ -15,8 +15,8 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from culet.config import Limits
+from culet.serve.http.intake import BODY, IncomingBody, Intake
 from culet.serve.http_errors import HttpError, openai_body, reply_to
-from culet.serve.intake import BODY, IncomingBody, Intake
 from culet.serve.streams import ABORT, HALF_CLOSED
 
 _SLICE_BYTES = 16 << 10  # what the parser gets at once
