@@ -209,6 +209,8 @@ class Limits:
     """What one client may ask of the server, and how long it may take. `--limits n=4,body_mb=64` changes some of them."""
 
     body_mb: int = 16  # size of a request
+    bodies_mb: int = 128  # size of all requests that are being read or prepared
+    json_values: int = 500_000  # in one request. A list or an object counts as eight.
     messages: int = 4096  # in one chat
     tools: int = 128  # in one chat
     prompts: int = 128  # in one completions request
@@ -222,6 +224,10 @@ class Limits:
     write_s: int = 60  # for a client to read what was sent to it
     grammar_s: int = 5  # to compile one schema, regex or grammar
     step_s: int = 300  # for one step of the engine before it counts as dead
+
+    def __post_init__(self) -> None:
+        if self.bodies_mb < self.body_mb:
+            raise ConfigError(f"limits: bodies_mb: got {self.bodies_mb}, expected at least body_mb, which is {self.body_mb}")
 
 
 def read_limits(text: str) -> Limits:

@@ -166,6 +166,13 @@ class _EngineReport(Collector):
         yield self._gauge("culet:engine_up", "Whether the engine accepts requests.", float(service.is_ready))
         yield self._gauge("culet:requests_in_flight", "Samples that the web server is waiting for.", service.num_samples)
         yield self._counter("culet:engine_restarts", "Restarts of the engine after it died.", service.num_restarts)
+        yield self._gauge("culet:http_body_bytes", "Request bodies that are being read or prepared.", service.intake.num_bytes)
+        refused = CounterMetricFamily(
+            "culet:http_refusals", "Requests refused before an endpoint saw them.", labels=(*_LABEL, "code")
+        )
+        for code, count in service.intake.refusals.items():
+            refused.add_metric([self._model, code], count)
+        yield refused
         engine = service._engine
         if engine is None or engine.facts is None or engine.state is State.DEAD:
             return

@@ -20,7 +20,7 @@ from culet.config import Config, ServeConfig
 from culet.errors import ConfigError, CuletError, WorkerDied
 from culet.log import logger
 from culet.serve.app import create_app
-from culet.serve.connection import make_protocol
+from culet.serve.http.connection import make_protocol
 from culet.serve.process.wire import Script
 from culet.serve.service import Service
 
@@ -48,7 +48,7 @@ class Server:
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 create_app(service),
-                http=make_protocol(limits),
+                http=make_protocol(limits, service.intake),
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -22,6 +22,7 @@ from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN, RequestRules
 from culet.errors import ContextTooLong, CuletError, QueueFull, WorkerDied
 from culet.log import logger
 from culet.models.checkpoint import open_checkpoint
+from culet.serve.http.intake import Intake
 from culet.serve.http_errors import HttpError
 from culet.serve.plot_history import PERIOD_S, PlotHistory
 from culet.serve.process.client import EngineClient, State, TokenStream
@@ -67,6 +68,7 @@ class Service:
     def __init__(self, config: Config, settings: ServeConfig, script: Script | None = None) -> None:
         self.config, self.settings, self.script = config, settings, script
         self.limits: Limits = read_limits(settings.limits)
+        self.intake = Intake(self.limits.bodies_mb << 20)
         names = (settings.served_model_name or _public_name(config.model.model)).split(",")
         self.names = [name.strip() for name in names if name.strip()]
         keys = settings.api_key if settings.api_key is not None else env.API_KEY.get()

@@ -17,12 +17,14 @@ from starlette.types import Message, Receive, Scope, Send
 from culet.errors import CuletError
 from culet.log import logger
 from culet.serve.generation import Generation
+from culet.serve.http.intake import release_body
 from culet.serve.http_errors import openai_body, reply_to
 from culet.serve.service import Service
 from culet.text.output import OutputDelta
 
 SEND = "culet.send"  # scope key of the middleware's own `send`, which bypasses the layers in between
 ABORT = "culet.abort"  # scope key of a function that aborts the connection and drops unsent bytes
+HALF_CLOSED = "culet.half_closed"  # scope key that is set when the client will send nothing more, and perhaps has left
 DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE_S = 15.0  # Send a comment after this time without events. It starts the response if there was no event yet.
 _WATCH_PERIOD_S = 5.0
@@ -63,13 +65,16 @@ class EventStream(Response):
         self._sent_at = time.monotonic()
         self._is_sending = False
         self._abort: Callable[[], None] = lambda: None
+        self._scope: Scope = {}
         self.background = None
         self.status_code = 200
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         send = scope.get(SEND, send)
+        self._scope = scope
         async with AsyncExitStack() as stack:
             generations = [await stack.enter_async_context(open_generation()) for open_generation in self._open]
+            release_body(scope)
             stream_task = asyncio.current_task()
             assert stream_task is not None
             self._abort = scope.get(ABORT, self._abort)
@@ -110,7 +115,10 @@ class EventStream(Response):
     async def _watch(
         self, generations: Sequence[Generation], receive: Receive, send: Send, stream_task: asyncio.Task[None]
     ) -> None:
-        """Cancel if the client disconnects or stops reading. Keep the connection alive while there are no events."""
+        """Cancel if the client disconnects or stops reading. Keep the connection alive while there are no events.
+
+        If the client has half-closed the connection, a comment also finds out whether it has left.
+        """
         gone = asyncio.ensure_future(_wait_gone(receive))
         try:
             while not (await asyncio.wait({gone}, timeout=_WATCH_PERIOD_S))[0]:
@@ -120,7 +128,8 @@ class EventStream(Response):
                     self._abort()
                     stream_task.cancel()
                     break
-                if not self._is_sending and quiet_s > _KEEP_ALIVE_S:
+                is_doubtful = self._has_started and HALF_CLOSED in self._scope
+                if not self._is_sending and (quiet_s > _KEEP_ALIVE_S or is_doubtful):
                     await self._send(send, _KEEP_ALIVE)
         finally:
             gone.cancel()
@@ -135,22 +144,22 @@ def _openai_error_event(error: CuletError) -> bytes:
 
 async def _interleave(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, list[OutputDelta]]]:
     """Yield (index, deltas) from several generations, in order of arrival."""
-    queue: asyncio.Queue[tuple[int, list[OutputDelta] | BaseException | None]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, list[OutputDelta] | Exception | None]] = asyncio.Queue(len(generations))
 
     async def pump(index: int, generation: Generation) -> None:
         try:
             async for deltas in generation.deltas():
-                queue.put_nowait((index, deltas))
-            queue.put_nowait((index, None))
-        except BaseException as error:
-            queue.put_nowait((index, error))
+                await queue.put((index, deltas))
+            await queue.put((index, None))
+        except Exception as error:
+            await queue.put((index, error))
 
     tasks = [asyncio.create_task(pump(index, generation)) for index, generation in enumerate(generations)]
     try:
         num_running = len(tasks)
         while num_running:
             index, deltas = await queue.get()
-            if isinstance(deltas, BaseException):
+            if isinstance(deltas, Exception):
                 raise deltas
             if deltas is None:
                 num_running -= 1
@@ -172,6 +181,7 @@ async def run_all(request: Request, open: Sequence[Callable[[], Generation]]) ->
     """Submit generations and wait until all have ended. Cancel them if the client disconnects."""
     async with AsyncExitStack() as stack:
         generations = [await stack.enter_async_context(open_generation()) for open_generation in open]
+        release_body(request.scope)
         await _unless_gone(request, asyncio.gather(*(generation.run() for generation in generations)))
         return generations
 

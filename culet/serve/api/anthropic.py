@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from culet.errors import BadRequest, CuletError, UnsupportedError
 from culet.serve.api.chat_request import PreparedChat, prepare
-from culet.serve.api.endpoint import Endpoint, decode, encoder, json_response, request_id_of
+from culet.serve.api.endpoint import Endpoint, encoder, json_response, read_body, request_id_of
 from culet.serve.api.fields import (
     Count,
     SamplingFields,
@@ -190,7 +190,7 @@ class TokenCount(Struct):
 async def messages(service: Service, request: Request) -> Response:
     """Answer a conversation. With `stream`, send the answer as server-sent events."""
     try:
-        body = decode(MessagesRequest, await request.body())
+        body = await read_body(service, request, MessagesRequest)
         model = service.check_model(body.model)
         prepared = await _prepare(service, body)
         open_generation = partial(prepared.open, ENDPOINT, request_id_of(request))
@@ -209,7 +209,7 @@ async def messages(service: Service, request: Request) -> Response:
 async def count_tokens(service: Service, request: Request) -> Response:
     """Count the tokens of a conversation as the model would see it."""
     try:
-        body = decode(Conversation, await request.body())
+        body = await read_body(service, request, Conversation)
         service.check_model(body.model)
         choice = body.tool_choice
         tools = [] if choice is not None and choice.type == "none" else _tools(body)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from culet.errors import BadRequest
 from culet.serve.api.chat_request import PreparedChat, prepare
-from culet.serve.api.endpoint import Endpoint, decode, encoder, json_response, request_id_of
+from culet.serve.api.endpoint import Endpoint, encoder, json_response, read_body, request_id_of
 from culet.serve.api.fields import Count, SamplingFields, Schema, Text, ToolName, sampling_params
 from culet.serve.api.openai_answers import ChatLogprobs, Usage, chat_logprobs, usage_of
 from culet.serve.generation import Generation
@@ -147,7 +147,7 @@ class ChatAnswer(Struct):
 
 async def chat(service: Service, request: Request) -> Response:
     """Answer a conversation. With `stream`, send the answer as server-sent events."""
-    body = decode(ChatRequest, await request.body())
+    body = await read_body(service, request, ChatRequest)
     model = service.check_model(body.model)
     prepared = await _prepare(service, body)
     open_generation = partial(prepared.open, ENDPOINT, request_id_of(request))

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from culet.errors import BadRequest
-from culet.serve.api.endpoint import Endpoint, decode, encoder, json_response, request_id_of
+from culet.serve.api.endpoint import Endpoint, encoder, json_response, read_body, request_id_of
 from culet.serve.api.fields import SamplingFields, Text, TokenId, sampling_params
 from culet.serve.api.openai_answers import TextLogprobs, Usage, usage_of
 from culet.serve.generation import Generation
@@ -62,7 +62,7 @@ class CompletionAnswer(Struct):
 
 async def complete(service: Service, request: Request) -> Response:
     """Continue one or more prompts. With `stream`, send the answers as server-sent events."""
-    body = decode(CompletionRequest, await request.body())
+    body = await read_body(service, request, CompletionRequest)
     model = service.check_model(body.model)
     service.require_ready()
     params = await admit(service.grammar_check, _params(service, body))

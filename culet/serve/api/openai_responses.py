@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from culet.errors import BadRequest, CuletError, UnsupportedError
 from culet.serve.api.chat_request import PreparedChat, prepare
-from culet.serve.api.endpoint import Endpoint, decode, encoder, json_response, request_id_of
+from culet.serve.api.endpoint import Endpoint, encoder, json_response, read_body, request_id_of
 from culet.serve.api.fields import SamplingFields, sampling_params
 from culet.serve.api.openai_responses_protocol import ResponsesRequest, ResponsesToolName, messages_of
 from culet.serve.generation import Generation
@@ -79,7 +79,7 @@ class ResponsesAnswer(Struct, kw_only=True):
 
 async def responses(service: Service, request: Request) -> Response:
     """Answer a conversation. With `stream`, send the answer as server-sent events. Nothing is stored."""
-    body = decode(ResponsesRequest, await request.body())
+    body = await read_body(service, request, ResponsesRequest)
     model = service.check_model(body.model)
     prepared = await _prepare(service, body)
     open_generation = partial(prepared.open, ENDPOINT, request_id_of(request))

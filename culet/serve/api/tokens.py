@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from culet.errors import BadRequest
-from culet.serve.api.endpoint import Endpoint, decode, json_response
+from culet.serve.api.endpoint import Endpoint, json_response, read_body
 from culet.serve.api.fields import Text, TokenId
 from culet.serve.api.openai_chat import Message, TemplateOptions, Tool
 from culet.serve.service import Service
@@ -52,7 +52,7 @@ class DetokenizeAnswer(Struct):
 
 async def tokenize(service: Service, request: Request) -> Response:
     """Return the token ids of a text, or of a conversation rendered by the chat template."""
-    body = decode(TokenizeRequest, await request.body())
+    body = await read_body(service, request, TokenizeRequest)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("body: expected either prompt or messages, but not both")
@@ -71,7 +71,7 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 async def detokenize(service: Service, request: Request) -> Response:
     """Return the text of token ids, including special tokens."""
-    body = decode(DetokenizeRequest, await request.body())
+    body = await read_body(service, request, DetokenizeRequest)
     service.check_model(body.model)
     tokens = check_token_ids(body.tokens, service.rules.vocab_size) if body.tokens else ()
     return json_response(DetokenizeAnswer(service.tokenizer.decode(tokens, skip_special=False)))
