@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -55,7 +56,9 @@ class Generation:
         self.prompt_logprobs: list[Logprobs] = []
         self._finished = FinishedRequest(endpoint, request_id, num_prompt_tokens=len(prompt_token_ids), n=params.n)
         self._stream: TokenStream = service.submit(prompt_token_ids, params, priority=priority)
-        self.samples = [make_output(self._stream.request, params) for _ in range(params.n)]
+        self._num_starts = self._stream.num_starts
+        self._make_sample = partial(make_output, self._stream.request, params)
+        self.samples = [self._make_sample() for _ in range(params.n)]
         self._finished.max_tokens = self._stream.request.max_tokens
         service.num_samples += params.n
 
@@ -104,7 +107,8 @@ class Generation:
             yield self._read(deltas)
 
     async def run(self) -> None:
-        """Wait until every sample has ended."""
+        """Wait until every sample has ended. If the engine dies, another one starts over."""
+        self._stream.is_private = True
         async for _ in self.deltas():
             pass
 
@@ -120,12 +124,20 @@ class Generation:
         )
 
     def _read(self, deltas: Sequence[TokenDelta]) -> list[OutputDelta]:
+        if self._stream.num_starts != self._num_starts:
+            self._start_over()
         outputs = []
         for delta in deltas:
             sample = self.samples[delta.sample]
             if sample.finish_reason is None:
                 outputs.append(self._read_one(sample, delta))
         return outputs
+
+    def _start_over(self) -> None:
+        """Forget everything that was read from an engine that died."""
+        self._num_starts = self._stream.num_starts
+        self.samples = [self._make_sample() for _ in self.samples]
+        self.prompt_logprobs, self.num_cached, self._finished.gaps_s = [], 0, []
 
     def _read_one(self, sample: SampleOutput, delta: TokenDelta) -> OutputDelta:
         if delta.num_cached_tokens:

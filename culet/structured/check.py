@@ -94,4 +94,4 @@ class GrammarCheck:
                     return process
                 process.end()
         first_line = json.dumps({"names": self._names, "max_bytes": MAX_BYTES})
-        return LineProcess(["-m", "culet.structured.check_worker"], "compiles grammars", first_line)
+        return LineProcess("culet.structured.check_worker", "compiles grammars", first_line)

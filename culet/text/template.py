@@ -22,8 +22,7 @@ BUILT_IN = Path(__file__).with_name("gemma4.jinja")
 TIME_LIMIT_S = 5.0
 MAX_CHARS = 16 << 20  # limit on rendered text, more than the longest context holds
 MAX_BYTES = 2 << 30  # limit on the process's address space
-# -P keeps the script's folder off the module path, so that our modules do not shadow modules that Jinja imports.
-_WORKER = ("-P", str(Path(__file__).with_name("template_worker.py")))
+_WORKER = "culet.text.template_worker"
 _SPECIAL_TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
 

@@ -120,6 +120,7 @@ class Stats(Struct, tag="stats", frozen=True):
     num_prompt_tokens: int  # total of all accepted requests
     num_generated_tokens: int
     memory_bytes: int  # resident memory of the process
+    num_dropped_lines: int = 0  # of its log
 
 
 Report = Ready | Failed | Deltas | Refused | Stats
