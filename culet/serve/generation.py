@@ -52,7 +52,7 @@ class Generation:
         self._service = service
         self.prompt_token_ids = prompt_token_ids
         self.num_cached = 0
-        self.prompt_logprobs: list[Logprobs] = []
+        self._prompt_logprobs: list[Logprobs] = []
         self._finished = FinishedRequest(endpoint, request_id, num_prompt_tokens=len(prompt_token_ids), n=params.n)
         self._stream: TokenStream = service.submit(prompt_token_ids, params, priority=priority)
         self.samples = [make_output(self._stream.request, params) for _ in range(params.n)]
@@ -103,10 +103,10 @@ class Generation:
         async for deltas in self._stream:
             yield self._read(deltas)
 
-    async def run(self) -> None:
-        """Wait until every sample has ended."""
-        async for _ in self.deltas():
-            pass
+    def take_prompt_logprobs(self) -> list[Logprobs]:
+        """Return the log-probabilities of the prompt that have arrived since the last call."""
+        taken, self._prompt_logprobs = self._prompt_logprobs, []
+        return taken
 
     def token_counts(self) -> TokenCounts:
         """Return the token counts so far."""
@@ -133,9 +133,12 @@ class Generation:
         if delta.queue_s:
             self._finished.queue_s = delta.queue_s
         if delta.prompt_logprobs:
-            self.prompt_logprobs += delta.prompt_logprobs
+            self._prompt_logprobs += delta.prompt_logprobs
         before = sample.last_token_at
         output = sample.push(delta)
+        if delta.logprobs:  # the deltas carry them, and a long answer's would fill the memory
+            sample.logprobs.clear()
+            sample.visible_logprobs.clear()
         if before and delta.token_ids:
             self._finished.gaps_s.append(sample.last_token_at - before)
         if output.finish_reason is not None:

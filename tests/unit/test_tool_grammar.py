@@ -12,7 +12,7 @@ import pytest
 
 from culet.errors import BadRequest
 from culet.structured.compiler import GrammarCompiler
-from culet.structured.forms import or_calls
+from culet.structured.tool_grammar import document_or_calls
 from culet.structured.matcher import Phase, Vocabulary
 from culet.structured.tool_grammar import call_grammar, call_rules
 from culet.text.tool_calls import CallReader

@@ -40,6 +40,7 @@ from culet.serve.process.wire import (
     Stop,
     Submit,
     command_decoder,
+    in_parts,
 )
 from culet.types import FinishReason, Request, SamplingParams, TokenDelta
 
@@ -177,7 +178,8 @@ class EngineLoop:
         self._num_failures = 0
         if deltas:
             self._count(deltas)
-            self._channel.send(Deltas(deltas))
+            for part in in_parts(deltas):
+                self._channel.send(part)
         return True
 
     def _fail(self, error: str) -> None:
