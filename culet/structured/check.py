@@ -179,7 +179,7 @@ class GrammarCheck:
             with self._lock:
                 self._idle.append(process)
             return _Verdict(**reply)
-        return _Verdict(f"{GRAMMAR_FAULT}the grammar is too complex: compiling it took too much memory")
+        return _Verdict(f"{GRAMMAR_FAULT}the grammar is too complex: compiling it took too much memory or nests too deeply")
 
     def _remember(self, key: str, verdict: _Verdict) -> None:
         with self._lock:

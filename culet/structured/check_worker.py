@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,6 +19,8 @@ from culet.errors import BadRequest
 from culet.structured.compiled_grammar import GrammarFault, compile_grammar, index_vocabulary
 from culet.structured.tool_grammar import expand
 from culet.types import GRAMMAR_FAULT, GrammarSpec
+
+_STACK_BYTES = 4 << 20
 
 
 def _reply(error: str = "", hint: str = "", text: str = "") -> None:
@@ -51,7 +54,12 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _reply()
     for line in sys.stdin:
-        _reply(**_check(json.loads(line), setup["names"]))
+        # llguidance follows rules recursively. Here it has less stack than in the engine's threads, so that a grammar
+        # which nests too deeply ends this process and never the engine.
+        threading.stack_size(_STACK_BYTES)
+        thread = threading.Thread(target=lambda line=line: _reply(**_check(json.loads(line), setup["names"])))
+        thread.start()
+        thread.join()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from culet.structured.compiled_grammar import alternatives
 from culet.types import MAX_GRAMMAR_CHARS, WHITE_SPACE, GrammarSpec
 
 _MAX_DEPTH = 64
+_MAX_KEYS = 1000  # of one object. Each is a rule inside the rule of the key before it, and llguidance follows rules recursively.
+_MAX_OPTIONAL = 400  # Each optional key is 4 items of the parser's row, which holds 2,000.
 _MAX_LENGTH = 4096  # larger bounds on strings and lists are not enforced
 _BARE_KEY = re.compile(r"""[^\s{}\[\],:"'<>|]+""")
 _QUOTE = '<|"|>'
@@ -227,6 +229,13 @@ class _Rules:
         keys = sorted(key for key in properties if isinstance(key, str) and _BARE_KEY.fullmatch(key))
         if not keys:
             return "any_object" if schema.get("additionalProperties", True) else '"{" "}"'
+        num_optional = len(keys) - len(needed.intersection(keys))
+        if len(keys) > _MAX_KEYS or num_optional > _MAX_OPTIONAL:
+            raise BadRequest(
+                f"tools: the schemas are too large: an object has {len(keys)} properties, {num_optional} of them optional, "
+                f"but the maximum is {_MAX_KEYS}, {_MAX_OPTIONAL} of them optional",
+                hint='divide the object, or use tool_choice "auto", which needs no grammar',
+            )
         first, rest = "", ""
         for key in reversed(keys):
             pair = self._new(f"{_literal(key + ':')} {self._of(properties[key])}")
