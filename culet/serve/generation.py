@@ -19,6 +19,8 @@ from culet.serve.service import FinishedRequest, Service
 from culet.text.output import MakeOutput, OutputDelta, SampleOutput
 from culet.types import GRAMMAR_FAULT, FinishReason, Logprobs, SamplingParams, TokenDelta
 
+_BATCH = 64  # deltas that are read at a time
+
 
 @dataclass(frozen=True)
 class TokenCounts:
@@ -98,10 +100,12 @@ class Generation:
             raise QueueFull(
                 f"the request waited {limit_s:g} s in the queue and produced no token", hint="try again later"
             ) from None
-        if deltas is not None:
-            yield self._read(deltas)
-        async for deltas in self._stream:
-            yield self._read(deltas)
+        while deltas is not None:
+            for begin in range(0, len(deltas), _BATCH):
+                if begin:
+                    await asyncio.sleep(0)  # many have arrived while the caller was busy, so let others run in between
+                yield self._read(deltas[begin : begin + _BATCH])
+            deltas = await anext(self._stream, None)
 
     def take_prompt_logprobs(self) -> list[Logprobs]:
         """Return the log-probabilities of the prompt that have arrived since the last call."""
