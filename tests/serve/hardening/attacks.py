@@ -106,10 +106,7 @@ def measure(
     threads = [
         threading.Thread(target=repeat, args=(health,), kwargs={"pause_s": 0.02}),
         threading.Thread(target=repeat, args=(talk,), kwargs={"pause_s": 0.1}),
-        *(
-            threading.Thread(target=repeat, args=(send, sender, num_senders))
-            for sender in range(num_senders if attack else 0)
-        ),
+        *(threading.Thread(target=repeat, args=(send, sender, num_senders)) for sender in range(num_senders if attack else 0)),
     ]
     for thread in threads:
         thread.start()

@@ -86,7 +86,10 @@ def test_forty_grammars_that_never_compile(server: Running, unloaded: Report) ->
     """A known grammar does not wait for them, and each of them gets an answer when its time is over."""
 
     def send(client: httpx.Client, number: int) -> int:
-        schema = {"title": str(number), "allOf": [{"type": "integer", "multipleOf": prime} for prime in (9973, 9967, 9949, 9941)]}
+        schema = {
+            "title": str(number),
+            "allOf": [{"type": "integer", "multipleOf": prime} for prime in (9973, 9967, 9949, 9941)],
+        }
         body = {**HELLO, "structured_outputs": {"json": schema}}
         return client.post("/v1/chat/completions", json=body).status_code
 
