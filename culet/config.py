@@ -222,7 +222,11 @@ class Limits:
     header_s: int = 10  # for a client to send its request headers
     body_s: int = 30  # for a client to send the request body
     write_s: int = 60  # for a client to read what was sent to it
-    grammar_s: int = 5  # to compile one schema, regex or grammar
+    grammar_s: int = 5  # to compile one schema, regex or grammar, counted from the arrival of its request
+    grammars: int = 64  # requests that wait for a new grammar to be compiled
+    tool_kb: int = 1024  # JSON of all tools in one request
+    answer_mb: int = 32  # log-probabilities and repeated prompts in one answer
+    answers_mb: int = 64  # the same, of all answers that are being built
     step_s: int = 300  # for one step of the engine before it counts as dead
 
     def __post_init__(self) -> None:

@@ -47,6 +47,10 @@ class LineProcess:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
+    def kill(self) -> None:
+        """Kill the program from another thread. `ask` then raises, and its caller calls `end`."""
+        self._process.kill()
+
     def ask(self, line: str, limit_s: float) -> dict[str, Any]:
         """Send a line and return the answer. Raise TimeoutError, or another OSError if the process died."""
         self._send(line)

@@ -22,12 +22,15 @@ from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN, RequestRules
 from culet.errors import ContextTooLong, CuletError, QueueFull, WorkerDied
 from culet.log import logger
 from culet.models.checkpoint import open_checkpoint
+from culet.serve.answers.limits import AnswerLimits
+from culet.serve.answers.turns import Turns
 from culet.serve.http.intake import Intake
 from culet.serve.http_errors import HttpError
 from culet.serve.plot_history import PERIOD_S, PlotHistory
 from culet.serve.process import watchdog
 from culet.serve.process.client import EngineClient, State, TokenStream
 from culet.serve.process.wire import Script
+from culet.structured.admission import GrammarAdmission
 from culet.structured.check import GrammarCheck
 from culet.text.history import parse_arguments
 from culet.text.template import ChatTemplate
@@ -84,7 +87,10 @@ class Service:
         self.template = ChatTemplate.of_checkpoint(folder, empty_thought=spec.ple_dim == 0)
         if not is_random:  # The checkpoint is downloaded now, so the engine process need not look it up again.
             self.config = replace(config, model=replace(config.model, model=str(folder), revision=None))
-        self.grammar_check = GrammarCheck.for_tokenizer(self.tokenizer, time_limit_s=float(self.limits.grammar_s))
+        grammar_check = GrammarCheck.for_tokenizer(self.tokenizer, time_limit_s=float(self.limits.grammar_s))
+        self.grammars = GrammarAdmission(grammar_check, max_waiting=self.limits.grammars)
+        self.answers = AnswerLimits(self.limits)
+        self.turns = Turns()
         self.started_at = time.time()
         self.is_draining = False
         self.is_refusing = False  # set while draining, unless requests on open connections are still answered
@@ -195,7 +201,7 @@ class Service:
             await self._engine.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.template.close()
-        self.grammar_check.close()
+        self.grammars.close()
 
     def _on_death(self) -> None:
         engine = self.engine
