@@ -22,7 +22,8 @@ from culet.serve.api.endpoint import Endpoint
 from culet.serve.http_errors import HttpError
 from culet.serve.middleware import DEFERRED, Middleware
 from culet.serve.service import Service
-from culet.serve.streams import ClientGone
+from culet.serve.streams import ClientGone, unless_gone
+from culet.text.text_queue import request_bytes
 
 # Modules with endpoints. Each defines ENDPOINTS and may define PUBLIC_PATHS, which need no key. Add a new API here.
 MODULES = (
@@ -37,6 +38,7 @@ MODULES = (
     "culet.serve.metrics",
     "culet.serve.web_page",
 )
+_PATIENCE_S = 0.02  # most requests are prepared sooner
 _REFERENCE = "#/components/schemas/{name}"
 _ERROR = {"description": 'An error in OpenAI\'s format: `{"error": {"message": ..., "type": ..., "code": ...}}`.'}
 
@@ -74,7 +76,10 @@ def _optional(module: str, name: str) -> tuple[str, ...]:
 
 def _add(app: FastAPI, service: Service, endpoint: Endpoint) -> None:
     async def handle(request: Request) -> Response:
-        return await endpoint.handle(service, request)
+        if endpoint.body is None:
+            return await endpoint.handle(service, request)
+        request_bytes.set(len(await request.body()))
+        return await unless_gone(request, endpoint.handle(service, request), patience_s=_PATIENCE_S)
 
     app.add_api_route(
         endpoint.path,

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,6 +28,7 @@ DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE_S = 15.0  # Send a comment after this time without events. It starts the response if there was no event yet.
 _WATCH_PERIOD_S = 5.0
 _KEEP_ALIVE = b": keep-alive\n\n"
+T = TypeVar("T")
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -172,18 +174,23 @@ async def run_all(request: Request, open: Sequence[Callable[[], Generation]]) ->
     """Submit generations and wait until all have ended. Cancel them if the client disconnects."""
     async with AsyncExitStack() as stack:
         generations = [await stack.enter_async_context(open_generation()) for open_generation in open]
-        await _unless_gone(request, asyncio.gather(*(generation.run() for generation in generations)))
+        await unless_gone(request, asyncio.gather(*(generation.run() for generation in generations)))
         return generations
 
 
-async def _unless_gone(request: Request, work: Awaitable[object]) -> None:
+async def unless_gone(request: Request, work: Awaitable[T], *, patience_s: float = 0.0) -> T:
+    """Wait for `work`, and cancel it if the client disconnects. Look for that only after `patience_s`, to save time."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_wait_gone(request.receive))
+    gone: asyncio.Future[None] | None = None
     try:
+        if patience_s and (await asyncio.wait({task}, timeout=patience_s))[0]:
+            return task.result()
+        gone = asyncio.ensure_future(_wait_gone(request.receive))
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
-        task.result()
+        return task.result()
     finally:
         task.cancel()
-        gone.cancel()
+        if gone is not None:
+            gone.cancel()

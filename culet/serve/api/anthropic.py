@@ -71,7 +71,7 @@ class ToolUseBlock(Struct, tag="tool_use"):
 
     id: Annotated[str, Meta(max_length=256)]
     name: ToolName
-    input: dict[str, Any]
+    input: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]  # may be long, so it is parsed later
 
 
 class ToolResultBlock(Struct, tag="tool_result"):
@@ -305,6 +305,8 @@ def _from_model(blocks: Sequence[Block], where: str) -> dict[str, Any]:
             case ThinkingBlock():
                 thoughts.append(block.thinking)
             case ToolUseBlock():
+                if memoryview(block.input)[:1] != b"{":
+                    raise BadRequest(f"{where}[{index}].input: expected an object")
                 calls.append({"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}})
             case RedactedBlock():
                 pass

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from msgspec import Struct
+
 from culet.errors import BadRequest
 from culet.serve.generation import Generation
 from culet.serve.service import Service
@@ -49,7 +51,7 @@ class PreparedChat:
 
 async def prepare(
     service: Service,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, Any] | Struct],
     params: SamplingParams,
     *,
     tools: Sequence[Mapping[str, Any]] = (),

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from culet.errors import BadRequest
 from culet.serve.api.chat_request import PreparedChat, prepare
 from culet.serve.api.endpoint import Endpoint, decode, encoder, json_response, request_id_of
-from culet.serve.api.fields import Count, SamplingFields, Schema, Text, ToolName, sampling_params
+from culet.serve.api.fields import Count, RawArguments, SamplingFields, Schema, Text, ToolName, sampling_params
 from culet.serve.api.openai_answers import ChatLogprobs, Usage, chat_logprobs, usage_of
 from culet.serve.generation import Generation
 from culet.serve.service import Service
@@ -37,7 +37,7 @@ class FunctionCall(Struct):
     """The function and arguments of an earlier tool call."""
 
     name: ToolName
-    arguments: Text | dict[str, Any] = "{}"
+    arguments: RawArguments = msgspec.field(default_factory=lambda: msgspec.Raw(b"{}"))
 
 
 class PastCall(Struct):
@@ -183,7 +183,7 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
     choice = body.tool_choice
     return await prepare(
         service,
-        msgspec.to_builtins(body.messages),
+        body.messages,
         params,
         tools=msgspec.to_builtins(body.tools or []),
         tool_choice=f"={choice.function.name}" if isinstance(choice, NamedChoice) else choice or "auto",

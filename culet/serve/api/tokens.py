@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,7 +13,6 @@ from culet.serve.api.endpoint import Endpoint, decode, json_response
 from culet.serve.api.fields import Text, TokenId
 from culet.serve.api.openai_chat import Message, TemplateOptions, Tool
 from culet.serve.service import Service
-from culet.text.tokenizer import check_token_ids
 
 
 class TokenizeRequest(Struct):
@@ -59,8 +57,8 @@ async def tokenize(service: Service, request: Request) -> Response:
     if body.messages is not None:
         options = body.chat_template_kwargs
         tokens = await service.encode_chat(
-            msgspec.to_builtins(body.messages),
-            tools=msgspec.to_builtins(body.tools) if body.tools else None,
+            body.messages,
+            tools=body.tools or None,
             enable_thinking=options.enable_thinking if options is not None else None,
             add_generation_prompt=body.add_generation_prompt,
         )
@@ -73,8 +71,7 @@ async def detokenize(service: Service, request: Request) -> Response:
     """Return the text of token ids, including special tokens."""
     body = decode(DetokenizeRequest, await request.body())
     service.check_model(body.model)
-    tokens = check_token_ids(body.tokens, service.rules.vocab_size) if body.tokens else ()
-    return json_response(DetokenizeAnswer(service.tokenizer.decode(tokens, skip_special=False)))
+    return json_response(DetokenizeAnswer(await service.decode_tokens(body.tokens)))
 
 
 ENDPOINTS = (
