@@ -23,7 +23,7 @@ from culet.serve.http_errors import HttpError
 from culet.serve.middleware import DEFERRED, Middleware
 from culet.serve.service import Service
 from culet.serve.streams import ClientGone, unless_gone
-from culet.text.text_queue import request_bytes
+from culet.text.text_queue import SHORT_BYTES, request_bytes
 
 # Modules with endpoints. Each defines ENDPOINTS and may define PUBLIC_PATHS, which need no key. Add a new API here.
 MODULES = (
@@ -38,7 +38,6 @@ MODULES = (
     "culet.serve.metrics",
     "culet.serve.web_page",
 )
-_PATIENCE_S = 0.02  # most requests are prepared sooner
 _REFERENCE = "#/components/schemas/{name}"
 _ERROR = {"description": 'An error in OpenAI\'s format: `{"error": {"message": ..., "type": ..., "code": ...}}`.'}
 
@@ -78,8 +77,9 @@ def _add(app: FastAPI, service: Service, endpoint: Endpoint) -> None:
     async def handle(request: Request) -> Response:
         if endpoint.body is None:
             return await endpoint.handle(service, request)
-        request_bytes.set(len(await request.body()))
-        return await unless_gone(request, endpoint.handle(service, request), patience_s=_PATIENCE_S)
+        num_bytes = len(await request.body())
+        request_bytes.set(num_bytes)
+        return await unless_gone(request, lambda: endpoint.handle(service, request), is_large=num_bytes > SHORT_BYTES)
 
     app.add_api_route(
         endpoint.path,

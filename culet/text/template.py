@@ -166,46 +166,49 @@ class ChatTemplate:
             process.end()
 
     def _ask(self, line: bytes, stopper: Stopper) -> dict[str, Any]:
-        """Ask an idle process, or a new one. If it dies or is stopped from outside, ask another one, once."""
+        """Ask a process. If it dies or is stopped from outside, ask another one, once.
+
+        A process that is lost is replaced here and now, so that no other conversation waits for a process to start.
+        """
         time_limit_s = self._limits.time_limit_s
+        process = self._take()
         for _ in range(_ATTEMPTS):
-            process = self._take()
             try:
                 with stopper.watch(process):
                     reply = process.ask(line, time_limit_s)
-            except TimeoutError as error:
-                self._drop(process)
-                raise BadRequest(
-                    f"chat template ({self.origin}): rendering was stopped after {time_limit_s:g} s",
-                    hint="check whether the checkpoint's chat_template loops forever",
-                ) from error
-            except OSError:
-                self._drop(process)
+            except OSError as error:
+                process = self._replace(process)
+                if isinstance(error, TimeoutError):
+                    self._give_back(process)
+                    raise BadRequest(
+                        f"chat template ({self.origin}): rendering was stopped after {time_limit_s:g} s",
+                        hint="check whether the checkpoint's chat_template loops forever",
+                    ) from error
                 if stopper.is_stopped:
                     break
             else:
                 self._give_back(process)
                 return reply
+        self._give_back(process)
         raise BadRequest(f"chat template ({self.origin}): the rendering process died, perhaps because it ran out of memory")
 
     def _take(self) -> LineProcess:
+        """Return an idle process, or a new one if there is none yet."""
         with self._lock:
-            while self._idle:
-                process = self._idle.pop()
-                if process.is_alive:
-                    return process
-                process.end()
-                self.num_replaced += 1
+            process = self._idle.pop() if self._idle else None
+        if process is None:
+            return self._start()
+        return process if process.is_alive else self._replace(process)
+
+    def _replace(self, process: LineProcess) -> LineProcess:
+        process.end()
+        with self._lock:
+            self.num_replaced += 1
         return self._start()
 
     def _give_back(self, process: LineProcess) -> None:
         with self._lock:
             self._idle.append(process)
-
-    def _drop(self, process: LineProcess) -> None:
-        process.end()
-        with self._lock:
-            self.num_replaced += 1
 
     def _start(self) -> LineProcess:
         process = LineProcess(_WORKER, "renders chat templates")
@@ -213,7 +216,7 @@ class ChatTemplate:
         try:
             reply = process.ask(self._setup, time_limit_s)
         except OSError as error:
-            self._drop(process)
+            process.end()
             is_late = isinstance(error, TimeoutError)
             problem = f"compiling was stopped after {time_limit_s:g} s" if is_late else "the process that compiled it died"
             raise BadRequest(

@@ -84,13 +84,11 @@ class ClientText:
         cuts = set()
         for found in self._start.finditer(text):
             begin = found.start()
-            for length in self._lengths:
-                if text[begin : begin + length] not in self._tokens:
-                    continue
-                end = begin + length
-                first = next((place for place in range(begin, end) if marked[place] != text[place]), None)
-                if first is not None:
-                    cuts.add(max(first, begin + 1))
+            for end in (begin + length for length in self._lengths if begin + length <= len(text)):
+                if text[begin:end] in self._tokens:
+                    client = next((place for place in range(begin, end) if marked[place] != text[place]), None)
+                    if client is not None:
+                        cuts.add(max(client, begin + 1))
         return sorted(cuts)
 
     def sorted_items(

@@ -372,7 +372,7 @@ def test_runaway_template_is_stopped(name):
     template = own(RUNAWAYS[name], limits=RenderLimits(time_limit_s=0.5))
     with pytest.raises(BadRequest, match=r"stopped after 0\.5 s"):
         template.render([USER])
-    assert not template._idle
+    assert all(process.is_alive for process in template._idle)
 
 
 def test_rendering_continues_after_a_runaway():
