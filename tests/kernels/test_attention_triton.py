@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from tests.interpreting import INTERPRETED, run_interpreted
+from tests.matrix import matrix
 
 pytest.importorskip("triton")
 
 if not INTERPRETED:
 
-    def test_kernels_in_the_interpreter() -> None:
-        run_interpreted(__file__)
+    @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+    def test_kernels_in_the_interpreter(marked: str) -> None:
+        run_interpreted(__file__, marked)
 
 else:
     from culet.attention import triton as triton_module
@@ -33,6 +35,7 @@ else:
     SLIDING_BIG_PAGES = replace(SLIDING, page_tokens=64)
     GLOBAL = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=32, window=None, latent=False, page_tokens=48)
     LATENT = AttentionShape(num_heads=8, num_kv_heads=1, head_dim=64, window=None, latent=True, page_tokens=64)
+    SHAPES = {"sliding": SLIDING, "big": SLIDING_BIG_PAGES, "global": GLOBAL, "latent": LATENT}
 
     def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
         assert not got.isnan().any()
@@ -59,8 +62,7 @@ else:
         got = prefill_attention(case.q_TNH, case.kv, case.rows, tiles, fresh=fresh, out_TNH=out, tile=tile)
         assert_close(got, expected)
 
-    @pytest.mark.parametrize("shape", [SLIDING, SLIDING_BIG_PAGES, GLOBAL, LATENT], ids=["sliding", "big", "global", "latent"])
-    @pytest.mark.parametrize("programs", [1, 24], ids=["one-split", "split"])
+    @matrix({"shape": SHAPES, "programs": {"one-split": 1, "split": 24}})
     def test_decode_of_ragged_rows(shape: AttentionShape, programs: int) -> None:
         spans = [(100, 1), (0, 1), (39, 1), (40, 1), (63, 1), (150, 1)]
         case = make_case(shape, spans, dtype=torch.float32, seed=1)
@@ -126,8 +128,7 @@ else:
             expected = eager_attention.decode_attention(long.q_TNH, long.kv, rows, max_queries=1)
             assert_close(decode_attention(long.q_TNH, long.kv, rows, max_queries=1, tile=tile), expected)
 
-    @pytest.mark.parametrize("shape", [SLIDING, SLIDING_BIG_PAGES, GLOBAL, LATENT], ids=["sliding", "big", "global", "latent"])
-    @pytest.mark.parametrize("with_fresh", [True, False], ids=["fresh", "paged"])
+    @matrix({"shape": SHAPES, "with_fresh": {"fresh": True, "paged": False}})
     def test_prefill_of_ragged_rows(shape: AttentionShape, with_fresh: bool) -> None:
         case = make_case(shape, [(0, 70), (33, 20), (100, 17)], dtype=torch.float32, seed=7)
         check_prefill(case, PrefillTile(32, 32, 4, 2), with_fresh)
@@ -136,8 +137,7 @@ else:
         case = make_case(SLIDING, [(25, 100), (64, 90)], dtype=torch.float32, seed=8, stored_tail=40)
         check_prefill(case, PrefillTile(32, 32, 4, 2), True)
 
-    @pytest.mark.parametrize("tokens", [20, 60], ids=["shorter", "longer"])
-    @pytest.mark.parametrize("shape", [SLIDING, LATENT], ids=["sliding", "latent"])
+    @matrix({"shape": {"sliding": SLIDING, "latent": LATENT}, "tokens": {"longer": 60, "shorter": 20}})
     def test_prefill_with_images(shape: AttentionShape, tokens: int) -> None:
         images = [(0, 30, tokens), (1, 45, 11)]
         case = make_case(shape, [(10, 90), (40, 20)], dtype=torch.float32, seed=9, images=images)

@@ -20,7 +20,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from running import Running, wait_for
+
+from tests.serve.running import Running, wait_for
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 LONG: Any = {"messages": HELLO, "stream": True, "ignore_eos": True}

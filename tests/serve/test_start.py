@@ -14,7 +14,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from running import Running, free_port, wait_for
+
+from tests.serve.running import Running, free_port, wait_for
 
 
 def culet_serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,8 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from running import Running
+
+from tests.serve.running import Running
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 SCHEMA: Any = {
