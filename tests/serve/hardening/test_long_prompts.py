@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import PATIENCE, Running, wait_for
+from tests.serve.running import PATIENCE, Running, wait_for
 
 NUM_ATTACKERS = 12
 
