@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,6 +31,10 @@ T = TypeVar("T")
 _KEEP_ALIVE_S = 15.0  # Send a comment after this time without events. It starts the response if there was no event yet.
 _WATCH_PERIOD_S = 5.0
 _KEEP_ALIVE = b": keep-alive\n\n"
+_PATIENCE_S = 0.02  # most requests are prepared sooner
+_FIRST_LOOKS = 3  # Several turns of the event loop notice a connection that was closed right after the request.
+_FIRST_LOOK_S = 0.005
+T = TypeVar("T")
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -210,19 +214,34 @@ async def run_all(request: Request, open: Sequence[Callable[[], Generation]], re
             generations.append(await stack.enter_async_context(open_generation()))
             await asyncio.sleep(0)  # submitting takes time that grows with the prompt
         release_body(request.scope)
-        await unless_gone(request, asyncio.gather(*(run(*entry) for entry in enumerate(generations))))
+        await unless_gone(request, lambda: asyncio.gather(*(run(*entry) for entry in enumerate(generations))))
         return generations
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Return the result of `work`. If the client disconnects first, cancel the work and raise ClientGone."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_wait_gone(request.receive))
+async def unless_gone(request: Request, start: Callable[[], Awaitable[T]], *, is_large: bool = False) -> T:
+    """Start work and wait for it, and cancel it if the client disconnects.
+
+    Most work ends soon, so the connection is watched only after a while. Work for a large request is expensive, so it is not
+    even started if the client has already left.
+    """
+    task: asyncio.Future[T] | None = None
+    gone: asyncio.Future[None] | None = None
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if is_large:
+            gone = asyncio.ensure_future(_wait_gone(request.receive))
+            for _ in range(_FIRST_LOOKS):
+                if (await asyncio.wait({gone}, timeout=_FIRST_LOOK_S))[0]:
+                    raise ClientGone
+        task = asyncio.ensure_future(start())
+        if gone is None and (await asyncio.wait({task}, timeout=_PATIENCE_S))[0]:
+            return task.result()
+        gone = gone or asyncio.ensure_future(_wait_gone(request.receive))
+        watched: set[asyncio.Future[Any]] = {task, gone}
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
         return task.result()
     finally:
-        task.cancel()
-        gone.cancel()
+        for future in (task, gone):
+            if future is not None:
+                future.cancel()

@@ -31,7 +31,7 @@ from culet.serve.api.fields import (
 from culet.serve.generation import Generation
 from culet.serve.http_errors import reply_to
 from culet.serve.service import Service
-from culet.serve.streams import EventStream, run_all, unless_gone
+from culet.serve.streams import EventStream, run_all
 from culet.structured.forms import SchemaText, schema_form
 from culet.text.output import OutputDelta
 from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece
@@ -71,7 +71,7 @@ class ToolUseBlock(Struct, tag="tool_use"):
 
     id: Annotated[str, Meta(max_length=256)]
     name: ToolName
-    input: dict[str, Any]
+    input: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]  # may be long, so it is parsed later
 
 
 class ToolResultBlock(Struct, tag="tool_result"):
@@ -192,7 +192,7 @@ async def messages(service: Service, request: Request) -> Response:
     try:
         body = await read_body(service, request, MessagesRequest)
         model = service.check_model(body.model)
-        prepared = await unless_gone(request, _prepare(service, body))
+        prepared = await _prepare(service, body)
         open_generation = partial(prepared.open, ENDPOINT, request_id_of(request))
         if body.stream:
             writer = _Writer(model)
@@ -307,6 +307,8 @@ def _from_model(blocks: Sequence[Block], where: str) -> dict[str, Any]:
             case ThinkingBlock():
                 thoughts.append(block.thinking)
             case ToolUseBlock():
+                if memoryview(block.input)[:1] != b"{":
+                    raise BadRequest(f"{where}[{index}].input: expected an object")
                 calls.append({"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}})
             case RedactedBlock():
                 pass

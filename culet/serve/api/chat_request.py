@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from msgspec import Raw
+from msgspec import Raw, Struct
 
 from culet.errors import BadRequest
 from culet.serve.answers.turns import json_size
@@ -71,7 +71,7 @@ async def check_chat(service: Service, messages: Sequence[object], tools: Sequen
 
 async def prepare(
     service: Service,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, Any] | Struct],
     params: SamplingParams,
     *,
     tools: Sequence[Mapping[str, Any]] = (),

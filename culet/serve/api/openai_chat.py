@@ -19,11 +19,11 @@ from culet.serve.answers.limits import AnswerSize
 from culet.serve.answers.parts import BigAnswer, Part, in_messages
 from culet.serve.api.chat_request import PreparedChat, check_chat, prepare
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, read_body, request_id_of
-from culet.serve.api.fields import Count, SamplingFields, Schema, Text, ToolName, sampling_params
+from culet.serve.api.fields import Count, RawArguments, SamplingFields, Schema, Text, ToolName, sampling_params
 from culet.serve.api.openai_answers import ChatLogprobs, Usage, chat_entries, chat_size, usage_of
 from culet.serve.generation import Generation
 from culet.serve.service import Service
-from culet.serve.streams import DONE, EventStream, run_all, unless_gone
+from culet.serve.streams import DONE, EventStream, run_all
 from culet.text.output import OutputDelta
 from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece
 from culet.types import SamplingParams
@@ -41,7 +41,7 @@ class FunctionCall(Struct):
     """The function and arguments of an earlier tool call."""
 
     name: ToolName
-    arguments: Text | dict[str, Any] = "{}"
+    arguments: RawArguments = msgspec.field(default_factory=lambda: msgspec.Raw(b"{}"))
 
 
 class PastCall(Struct):
@@ -153,7 +153,7 @@ async def chat(service: Service, request: Request) -> Response:
     """Answer a conversation. With `stream`, send the answer as server-sent events."""
     body = await read_body(service, request, ChatRequest)
     model = service.check_model(body.model)
-    prepared = await unless_gone(request, _prepare(service, body))
+    prepared = await _prepare(service, body)
     open_generation = partial(prepared.open, ENDPOINT, request_id_of(request))
     num_top = prepared.params.logprobs
     if body.stream:
@@ -228,7 +228,7 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
     await check_chat(service, body.messages, ())  # before they are converted
     prepared = await prepare(
         service,
-        msgspec.to_builtins(body.messages),
+        body.messages,
         params,
         tools=[tool_fields(tool) for tool in body.tools or ()],
         tool_choice=f"={choice.function.name}" if isinstance(choice, NamedChoice) else choice or "auto",

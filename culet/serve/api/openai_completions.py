@@ -25,7 +25,7 @@ from culet.serve.api.fields import SamplingFields, Text, TokenId, sampling_param
 from culet.serve.api.openai_answers import TEXT_BYTES, TextColumns, TextLogprobs, Usage, text_size, usage_of, write_columns
 from culet.serve.generation import Generation
 from culet.serve.service import Service
-from culet.serve.streams import DONE, EventStream, run_all, unless_gone
+from culet.serve.streams import DONE, EventStream, run_all
 from culet.text.output import OutputDelta, plain_output
 from culet.text.tokenizer import IncrementalDecoder, Tokenizer
 from culet.types import Logprobs, SamplingParams
@@ -70,7 +70,7 @@ async def complete(service: Service, request: Request) -> Response:
     body = await read_body(service, request, CompletionRequest)
     model = service.check_model(body.model)
     service.require_ready()
-    params, prompts = await unless_gone(request, _prepare(service, body))
+    params, prompts = await _prepare(service, body)
     request_id = request_id_of(request)
     open_all: list[Callable[[], Generation]] = [
         partial(_open, service, prompt, params, request_id, body.priority) for prompt in prompts

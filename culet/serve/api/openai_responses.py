@@ -22,7 +22,7 @@ from culet.serve.api.openai_responses_protocol import ResponsesRequest, Response
 from culet.serve.generation import Generation
 from culet.serve.http_errors import reply_to
 from culet.serve.service import Service
-from culet.serve.streams import EventStream, run_all, unless_gone
+from culet.serve.streams import EventStream, run_all
 from culet.structured.forms import given_schema, schema_form
 from culet.text.output import OutputDelta
 from culet.text.output_pieces import OutputPiece, ReasoningPiece, TextPiece, ToolCall
@@ -81,7 +81,7 @@ async def responses(service: Service, request: Request) -> Response:
     """Answer a conversation. With `stream`, send the answer as server-sent events. Nothing is stored."""
     body = await read_body(service, request, ResponsesRequest)
     model = service.check_model(body.model)
-    prepared = await unless_gone(request, _prepare(service, body))
+    prepared = await _prepare(service, body)
     open_generation = partial(prepared.open, ENDPOINT, request_id_of(request))
     answer = _new_answer(model, body)
     if body.stream:

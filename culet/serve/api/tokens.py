@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,7 +19,6 @@ from culet.serve.api.endpoint import Endpoint, encoder, read_body
 from culet.serve.api.fields import Text, TokenId
 from culet.serve.api.openai_chat import Message, TemplateOptions, Tool, tool_fields
 from culet.serve.service import Service
-from culet.serve.streams import unless_gone
 from culet.text.tokenizer import IncrementalDecoder, Tokenizer, check_token_ids
 
 MAX_IDS = 1 << 18  # the longest context of the models
@@ -66,7 +64,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("body: expected either prompt or messages, but not both")
-    return await unless_gone(request, _tokenize(service, body))
+    return await _tokenize(service, body)
 
 
 async def _tokenize(service: Service, body: TokenizeRequest) -> Response:
@@ -75,7 +73,7 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> Response:
         tools = [tool_fields(tool) for tool in body.tools or ()]
         await check_chat(service, body.messages, tools)
         tokens = await service.encode_chat(
-            msgspec.to_builtins(body.messages),
+            body.messages,
             tools=tools or None,
             enable_thinking=options.enable_thinking if options is not None else None,
             add_generation_prompt=body.add_generation_prompt,
