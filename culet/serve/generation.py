@@ -144,7 +144,7 @@ class Generation:
         """Forget everything that was read from an engine that died."""
         self._num_starts = self._stream.num_starts
         self.samples = [self._make_sample() for _ in self.samples]
-        self.prompt_logprobs, self.num_cached, self._finished.gaps_s = [], 0, []
+        self._prompt_logprobs, self.num_cached, self._finished.gaps_s = [], 0, []
 
     def _read_one(self, sample: SampleOutput, delta: TokenDelta) -> OutputDelta:
         if delta.num_cached_tokens:

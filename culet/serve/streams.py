@@ -34,7 +34,6 @@ _KEEP_ALIVE = b": keep-alive\n\n"
 _PATIENCE_S = 0.02  # most requests are prepared sooner
 _FIRST_LOOKS = 3  # Several turns of the event loop notice a connection that was closed right after the request.
 _FIRST_LOOK_S = 0.005
-T = TypeVar("T")
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
