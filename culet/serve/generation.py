@@ -20,6 +20,8 @@ from culet.serve.service import FinishedRequest, Service
 from culet.text.output import MakeOutput, OutputDelta, SampleOutput
 from culet.types import GRAMMAR_FAULT, FinishReason, Logprobs, SamplingParams, TokenDelta
 
+_BATCH = 64  # deltas that are read at a time
+
 
 @dataclass(frozen=True)
 class TokenCounts:
@@ -53,7 +55,7 @@ class Generation:
         self._service = service
         self.prompt_token_ids = prompt_token_ids
         self.num_cached = 0
-        self.prompt_logprobs: list[Logprobs] = []
+        self._prompt_logprobs: list[Logprobs] = []
         self._finished = FinishedRequest(endpoint, request_id, num_prompt_tokens=len(prompt_token_ids), n=params.n)
         self._stream: TokenStream = service.submit(prompt_token_ids, params, priority=priority)
         self._num_starts = self._stream.num_starts
@@ -101,16 +103,21 @@ class Generation:
             raise QueueFull(
                 f"the request waited {limit_s:g} s in the queue and produced no token", hint="try again later"
             ) from None
-        if deltas is not None:
-            yield self._read(deltas)
-        async for deltas in self._stream:
-            yield self._read(deltas)
+        while deltas is not None:
+            for begin in range(0, len(deltas), _BATCH):
+                if begin:
+                    await asyncio.sleep(0)  # many have arrived while the caller was busy, so let others run in between
+                yield self._read(deltas[begin : begin + _BATCH])
+            deltas = await anext(self._stream, None)
 
-    async def run(self) -> None:
-        """Wait until every sample has ended. If the engine dies, another one starts over."""
+    def start_over_if_needed(self) -> None:
+        """Let the request start over if the engine dies. Only for answers that the client sees at their end."""
         self._stream.is_private = True
-        async for _ in self.deltas():
-            pass
+
+    def take_prompt_logprobs(self) -> list[Logprobs]:
+        """Return the log-probabilities of the prompt that have arrived since the last call."""
+        taken, self._prompt_logprobs = self._prompt_logprobs, []
+        return taken
 
     def token_counts(self) -> TokenCounts:
         """Return the token counts so far."""
@@ -137,7 +144,7 @@ class Generation:
         """Forget everything that was read from an engine that died."""
         self._num_starts = self._stream.num_starts
         self.samples = [self._make_sample() for _ in self.samples]
-        self.prompt_logprobs, self.num_cached, self._finished.gaps_s = [], 0, []
+        self._prompt_logprobs, self.num_cached, self._finished.gaps_s = [], 0, []
 
     def _read_one(self, sample: SampleOutput, delta: TokenDelta) -> OutputDelta:
         if delta.num_cached_tokens:
@@ -145,9 +152,12 @@ class Generation:
         if delta.queue_s:
             self._finished.queue_s = delta.queue_s
         if delta.prompt_logprobs:
-            self.prompt_logprobs += delta.prompt_logprobs
+            self._prompt_logprobs += delta.prompt_logprobs
         before = sample.last_token_at
         output = sample.push(delta)
+        if delta.logprobs:  # the deltas carry them, and a long answer's would fill the memory
+            sample.logprobs.clear()
+            sample.visible_logprobs.clear()
         if before and delta.token_ids:
             self._finished.gaps_s.append(sample.last_token_at - before)
         if output.finish_reason is not None:

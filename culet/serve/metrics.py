@@ -174,7 +174,23 @@ class _EngineReport(Collector):
         service = self._service
         yield self._gauge("culet:engine_up", "Whether the engine accepts requests.", float(service.is_ready))
         yield self._gauge("culet:requests_in_flight", "Samples that the web server is waiting for.", service.num_samples)
+        texts = service.texts
+        yield self._gauge("culet:prompts_waiting", "Prompts that wait to be rendered and tokenized.", texts.num_waiting)
+        yield self._counter("culet:refused_prompts", "Prompts refused because too many were waiting.", texts.num_refused)
+        yield self._counter("culet:dropped_prompts", "Prompts dropped because the client had left.", texts.num_dropped)
+        yield self._counter(
+            "culet:template_process_restarts",
+            "Template processes replaced after they were lost.",
+            service.template.num_replaced,
+        )
         yield self._counter("culet:engine_restarts", "Restarts of the engine after it died.", service.num_restarts)
+        yield self._gauge("culet:http_body_bytes", "Request bodies that are being read or prepared.", service.intake.num_bytes)
+        refused = CounterMetricFamily(
+            "culet:http_refusals", "Requests refused before an endpoint saw them.", labels=(*_LABEL, "code")
+        )
+        for code, count in service.intake.refusals.items():
+            refused.add_metric([self._model, code], count)
+        yield refused
         dropped = {"web": log.num_dropped_lines()}
         engine = service._engine
         if engine is not None and engine.stats is not None:

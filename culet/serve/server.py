@@ -27,7 +27,7 @@ from culet.config import Config, ServeConfig
 from culet.errors import CuletError, WorkerDied
 from culet.log import logger, queue_stderr
 from culet.serve.app import create_app
-from culet.serve.connection import make_protocol
+from culet.serve.http.connection import make_protocol
 from culet.serve.listen import check_certificate, open_listeners
 from culet.serve.process.wire import Script
 from culet.serve.service import Service
@@ -98,7 +98,7 @@ class Server:
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 create_app(service),
-                http=make_protocol(limits),
+                http=make_protocol(limits, service.intake),
                 ssl_certfile=settings.ssl_certfile,
                 ssl_keyfile=settings.ssl_keyfile,
                 ssl_keyfile_password=settings.ssl_keyfile_password,

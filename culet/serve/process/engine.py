@@ -27,7 +27,6 @@ from culet.scheduler.stats import SchedulerStats
 from culet.serve.process.wire import (
     Cancel,
     Command,
-    Deltas,
     Failed,
     GroupFacts,
     Ready,
@@ -38,6 +37,7 @@ from culet.serve.process.wire import (
     Stop,
     Submit,
     command_decoder,
+    in_parts,
 )
 from culet.types import FinishReason, Request, SamplingParams, TokenDelta
 
@@ -180,7 +180,8 @@ class EngineLoop:
         if num_tokens:
             self._num_failures = 0
         if deltas:
-            self._channel.send(Deltas(deltas))
+            for part in in_parts(deltas):
+                self._channel.send(part)
         return True
 
     def _send_stats(self) -> None:
