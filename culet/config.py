@@ -251,6 +251,9 @@ class ServeConfig:
         None,
         "API keys that clients must send, separated by commas (default: CULET_API_KEY; if neither is set, no key is needed).",
     )
+    api_key_file: str | None = option(
+        None, "TOML file with API keys, their names, permissions and limits; read again on SIGHUP (see the operations guide)."
+    )
     served_model_name: str | None = option(
         None, "Names of the model in the API, separated by commas (default: derived from the model)."
     )

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    Summary,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
@@ -91,6 +99,7 @@ _WHOLE = (
 _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
 _REASONS = {"tool_calls": "stop", "cancel": "abort", "timeout": "abort"}  # vLLM's finish reasons
 _LABEL = ("model_name",)
+_KEY_LABELS = (*_LABEL, "key")  # only names of configured keys, so there are never more than these
 
 
 class Metrics:
@@ -125,6 +134,20 @@ class Metrics:
         self._ended = Counter("vllm:request_success", "Finished samples by finish reason.", labels, registry=self.registry)
         self._failed = Counter("culet:request_errors", "Failed requests.", (*_LABEL, "error"), registry=self.registry)
         self._reasoning = Counter("culet:reasoning_tokens", "Tokens generated in thoughts.", _LABEL, registry=self.registry)
+        self._of_key = [
+            Counter(f"culet:key_{name}", text, _KEY_LABELS, registry=self.registry)
+            for name, text in (
+                ("requests", "Finished requests of an API key."),
+                ("prompt_tokens", "Prompt tokens of an API key."),
+                ("generation_tokens", "Tokens generated for an API key."),
+            )
+        ]
+        self._first_of_key = Summary(
+            "culet:key_time_to_first_token_seconds",
+            "Time from a request of an API key to its first token.",
+            _KEY_LABELS,
+            registry=self.registry,
+        )
         for reason in ("stop", "length", "abort"):
             self._ended.labels(self._model, reason)
         self._reasoning.labels(self._model)
@@ -133,6 +156,12 @@ class Metrics:
     def observe(self, finished: FinishedRequest) -> None:
         """Record a request that has ended."""
         model = self._model
+        if finished.key:
+            counts = (1, finished.num_prompt_tokens, finished.num_generated_tokens)
+            for counter, count in zip(self._of_key, counts, strict=True):
+                counter.labels(model, finished.key).inc(count)
+            if finished.first_token_s is not None:
+                self._first_of_key.labels(model, finished.key).observe(finished.first_token_s)
         if finished.error:
             self._failed.labels(model, finished.error).inc()
         for reason in finished.finish_reasons:
@@ -166,12 +195,26 @@ class _EngineReport(Collector):
         yield self._gauge("culet:engine_up", "Whether the engine accepts requests.", float(service.is_ready))
         yield self._gauge("culet:requests_in_flight", "Samples that the web server is waiting for.", service.num_samples)
         yield self._counter("culet:engine_restarts", "Restarts of the engine after it died.", service.num_restarts)
+        yield from self._of_keys()
         engine = service._engine
         if engine is None or engine.facts is None or engine.state is State.DEAD:
             return
         yield self._info(engine.facts)
         if engine.stats is not None:
             yield from self._of_stats(engine.stats, engine.facts)
+
+    def _of_keys(self) -> Iterator[Metric]:
+        """Yield what each API key uses now, and how often it was refused because of a limit."""
+        running = GaugeMetricFamily("culet:key_samples_in_flight", "Samples in flight, by API key.", labels=_KEY_LABELS)
+        refused = CounterMetricFamily(
+            "culet:key_refused", "Requests over a limit of their API key.", labels=(*_KEY_LABELS, "limit")
+        )
+        for name, usage in self._service.keys.usage().items():
+            running.add_metric([self._model, name], usage.num_samples)
+            for limit, count in usage.refused.items():
+                refused.add_metric([self._model, name, limit], count)
+        yield running
+        yield refused
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=_LABEL)

@@ -69,6 +69,8 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
+        if self._service.keys.has_file:
+            loop.add_signal_handler(signal.SIGHUP, self._service.keys.reload)
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._socket]))
         starting = asyncio.create_task(self._service.start())
         try:
@@ -153,7 +155,7 @@ def _log_summary(service: Service, port: int) -> None:
     logger.info("limits per request: %d MB, n up to %d, %g s", limits.body_mb, limits.n, settings.request_timeout)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     logger.info("ready at http://%s:%d (OpenAI API under /v1)", host, port)
-    if not service.api_keys:
+    if not service.keys:
         level = logging.INFO if settings.host in ("127.0.0.1", "::1", "localhost") else logging.WARNING
         logger.log(level, "no API key is set, so anyone who can reach this address can use the model")
 

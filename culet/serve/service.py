@@ -23,6 +23,7 @@ from culet.errors import ContextTooLong, CuletError, QueueFull, WorkerDied
 from culet.log import logger
 from culet.models.checkpoint import open_checkpoint
 from culet.serve.http_errors import HttpError
+from culet.serve.keys import Caller, KeyRing
 from culet.serve.plot_history import PERIOD_S, PlotHistory
 from culet.serve.process.client import EngineClient, State, TokenStream
 from culet.serve.process.wire import Script
@@ -59,6 +60,7 @@ class FinishedRequest:
     first_token_s: float | None = None  # from submission to the first token
     total_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)  # between consecutive deltas of a sample
+    key: str = ""  # name of the API key
 
 
 class Service:
@@ -70,7 +72,7 @@ class Service:
         names = (settings.served_model_name or _public_name(config.model.model)).split(",")
         self.names = [name.strip() for name in names if name.strip()]
         keys = settings.api_key if settings.api_key is not None else env.API_KEY.get()
-        self.api_keys = [key.strip() for key in keys.split(",") if key.strip()]
+        self.keys = KeyRing(keys, settings.api_key_file)
         self._given_name = config.model.model
         self.checkpoint = open_checkpoint(config.model.model, config.model.revision)
         spec, folder = self.checkpoint.spec, self.checkpoint.folder
@@ -287,20 +289,34 @@ class Service:
             )
         return name
 
-    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0) -> TokenStream:
-        """Send a request to the engine. Raise if the server is not ready or the queue is full."""
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        caller: Caller,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> TokenStream:
+        """Send a request to the engine. Raise if the server is not ready, the queue is full, or the key is at a limit.
+
+        `caller.end` must follow when the request has ended.
+        """
         self.require_ready()
         deadline = time.monotonic() + self.settings.request_timeout  # all processes on a machine share this clock
         engine = self.engine
         request = self.rules.make_request(engine.next_id(), prompt_token_ids, params, priority=priority, deadline=deadline)
+        request = replace(request, cache_salt=cache_salt, tenant=caller.name)
         facts = engine.facts
         assert facts is not None
-        if self.num_samples + params.n > facts.max_num_seqs + facts.max_queue_len:
+        capacity = facts.max_num_seqs + facts.max_queue_len
+        if self.num_samples + params.n > capacity:
             raise QueueFull(
                 f"the queue is full: {self.num_samples} samples are running or waiting "
                 f"(at most {facts.max_num_seqs} can run and {facts.max_queue_len} can wait)",
                 hint="try again later",
             )
+        caller.begin(len(prompt_token_ids), params.n, num_in_flight=self.num_samples, capacity=capacity)
         return engine.submit(request)
 
     def retry_after_s(self) -> int:

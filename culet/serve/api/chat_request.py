@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from culet.errors import BadRequest
-from culet.serve.generation import Generation
+from culet.serve.generation import Generation, Origin
 from culet.serve.service import Service
 from culet.structured.forms import admit, or_calls
 from culet.structured.tool_grammar import call_grammar, call_rules
@@ -29,11 +29,10 @@ class PreparedChat:
     service: Service
     prompt_token_ids: list[int]
     params: SamplingParams
-    priority: int = 0
     tools: Sequence[Mapping[str, Any]] = ()
     single_call: bool = False  # end with the first tool call
 
-    def open(self, endpoint: str, request_id: str) -> Generation:
+    def open(self, endpoint: str, origin: Origin) -> Generation:
         """Submit the request. The caller must read the generation and close it (`async with`)."""
         make_output = partial(chat_output, self.service.tokenizer, tools=self.tools, single_call=self.single_call)
         return Generation(
@@ -42,8 +41,7 @@ class PreparedChat:
             self.params,
             make_output,
             endpoint=endpoint,
-            request_id=request_id,
-            priority=self.priority,
+            origin=origin,
         )
 
 
@@ -57,7 +55,6 @@ async def prepare(
     single_call: bool = False,
     enable_thinking: bool | None = None,
     options: Mapping[str, Any] | None = None,
-    priority: int = 0,
 ) -> PreparedChat:
     """Check, render and tokenize a chat request.
 
@@ -87,7 +84,7 @@ async def prepare(
     params = replace(params, structured_outputs=_form(params.structured_outputs, offered, tool_choice, single_call))
     thinking = service.settings.enable_thinking if enable_thinking is None else enable_thinking
     params = await admit(service.grammar_check, params, after_thought=thinking)
-    return PreparedChat(service, prompt, params, priority, offered, single_call)
+    return PreparedChat(service, prompt, params, offered, single_call)
 
 
 def _form(

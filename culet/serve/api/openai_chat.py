@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from culet.errors import BadRequest
 from culet.serve.api.chat_request import PreparedChat, prepare
-from culet.serve.api.endpoint import Endpoint, decode, encoder, json_response, request_id_of
+from culet.serve.api.endpoint import Endpoint, decode, encoder, json_response, origin_of
 from culet.serve.api.fields import Count, SamplingFields, Schema, Text, ToolName, sampling_params
 from culet.serve.api.openai_answers import ChatLogprobs, Usage, chat_logprobs, usage_of
 from culet.serve.generation import Generation
@@ -149,8 +149,9 @@ async def chat(service: Service, request: Request) -> Response:
     """Answer a conversation. With `stream`, send the answer as server-sent events."""
     body = decode(ChatRequest, await request.body())
     model = service.check_model(body.model)
+    origin = origin_of(request, priority=body.priority, cache_salt=body.cache_salt)
     prepared = await _prepare(service, body)
-    open_generation = partial(prepared.open, ENDPOINT, request_id_of(request))
+    open_generation = partial(prepared.open, ENDPOINT, origin)
     num_top = (body.top_logprobs or 0) if body.logprobs else None
     if body.stream:
         with_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -190,7 +191,6 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
         single_call=body.parallel_tool_calls is False,
         enable_thinking=thinking,
         options={"preserve_thinking": True} if options is not None and options.preserve_thinking else None,
-        priority=body.priority,
     )
 
 

@@ -16,10 +16,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from culet.errors import BadRequest
-from culet.serve.api.endpoint import Endpoint, decode, encoder, json_response, request_id_of
+from culet.serve.api.endpoint import Endpoint, decode, encoder, json_response, origin_of
 from culet.serve.api.fields import SamplingFields, Text, TokenId, sampling_params
 from culet.serve.api.openai_answers import TextLogprobs, Usage, usage_of
-from culet.serve.generation import Generation
+from culet.serve.generation import Generation, Origin
 from culet.serve.service import Service
 from culet.serve.streams import DONE, EventStream, run_all
 from culet.structured.forms import admit
@@ -65,12 +65,10 @@ async def complete(service: Service, request: Request) -> Response:
     body = decode(CompletionRequest, await request.body())
     model = service.check_model(body.model)
     service.require_ready()
+    origin = origin_of(request, priority=body.priority, cache_salt=body.cache_salt)
     params = await admit(service.grammar_check, _params(service, body))
     prompts = await _encode(service, body)
-    request_id = request_id_of(request)
-    open_all: list[Callable[[], Generation]] = [
-        partial(_open, service, prompt, params, request_id, body.priority) for prompt in prompts
-    ]
+    open_all: list[Callable[[], Generation]] = [partial(_open, service, prompt, params, origin) for prompt in prompts]
     writer = _Writer(service, body, params.n)
     if body.stream:
         with_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -119,9 +117,9 @@ async def _encode(service: Service, body: CompletionRequest) -> list[list[int]]:
     ]
 
 
-def _open(service: Service, prompt: Sequence[int], params: SamplingParams, request_id: str, priority: int) -> Generation:
+def _open(service: Service, prompt: Sequence[int], params: SamplingParams, origin: Origin) -> Generation:
     make_output = partial(plain_output, service.tokenizer)
-    return Generation(service, prompt, params, make_output, endpoint=ENDPOINT, request_id=request_id, priority=priority)
+    return Generation(service, prompt, params, make_output, endpoint=ENDPOINT, origin=origin)
 
 
 def _new_id() -> str:

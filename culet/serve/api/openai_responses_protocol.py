@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from culet.errors import BadRequest, UnsupportedError
-from culet.serve.api.fields import Count, Schema, Share, Temperature, Text, ToolName
+from culet.serve.api.fields import CacheSalt, Count, Schema, Share, Temperature, Text, ToolName
 
 Id = Annotated[str, Meta(max_length=256)]
 MEDIA = ("input_image", "input_file", "input_audio", "input_video", "computer_screenshot")
@@ -100,6 +100,7 @@ class ResponsesRequest(Struct, kw_only=True):
     ) = None
     truncation: Literal["auto", "disabled"] | None = None
     user: Id | None = None
+    cache_salt: CacheSalt | None = None
 
 
 def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
