@@ -1,7 +1,7 @@
 """Share the engine among tenants, the API keys that requests come from. See decision 17.
 
 The waiting queue starts the sequence of the tenant that runs fewest. Running sequences are ranked: a tenant's oldest has rank
-0, its next rank 1, and so on. Lower ranks come first when tokens and pages are shared, so that a tenant with a thousand requests
+0, its next rank 1, and so on. Lower ranks come first when tokens and pages are shared. So a tenant with a thousand requests
 competes with one request at a time. Priorities come before all of this. With a single tenant, the order is by arrival.
 """
 
