@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from culet.scheduler.sequence import Sequence
-from culet.scheduler.tenants import share_tokens
+from culet.scheduler.tenants import StepPrompts, rank, share_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +53,27 @@ def share_budget(ready: Iterable[Sequence], budget: int, waiting: Sequence | Non
             shares[seq.tenant] -= min(num_new, shares[seq.tenant])
             grants[id(seq)] = Grant(seq, num_new)
     return [grants[id(seq)] for seq in ready if id(seq) in grants]
+
+
+def share_among_tenants(
+    running: Iterable[Sequence], budget: int, prompts: StepPrompts, waiting: Sequence | None, place: int
+) -> list[Grant]:
+    """Rank `running` and share the step by rank. Fill `prompts` with what it computes.
+
+    `waiting` is about to start with the rank `place`. While a tenant's lone prompt is computed, a busy tenant's other
+    sequences pause, except for its two oldest.
+    """
+    ranked = rank(running)
+    starting = [] if waiting is None else [(waiting, place)]
+    short_prompts = StepPrompts()
+    for seq, seq_rank in [*((seq, seq.rank) for seq in ranked if seq.num_uncomputed > 1), *starting]:
+        prompts.add(seq, seq_rank)
+        if seq.num_uncomputed <= budget:
+            short_prompts.add(seq, seq_rank)
+    # Decoding pauses only for prompts that end with this step. A long prompt would hold it up for many.
+    ready = [
+        seq
+        for seq in ranked
+        if seq.is_ready and not (short_prompts if seq.num_uncomputed == 1 else prompts).leave_out(seq, seq.rank)
+    ]
+    return share_budget(ready, budget, waiting)

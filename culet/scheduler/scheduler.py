@@ -18,14 +18,14 @@ from culet.cache.spec import CacheLayout
 from culet.config import ScheduleConfig
 from culet.errors import BadRequest, QueueFull
 from culet.scheduler.admission import check_fits, reserved_pages
-from culet.scheduler.budget import Grant, share_budget
+from culet.scheduler.budget import Grant, share_among_tenants, share_budget
 from culet.scheduler.draft_length import DraftLengths
 from culet.scheduler.page_allocator import PageAllocator
 from culet.scheduler.reuse import count_prefix, find_prefix, keep_point, keep_row_points
 from culet.scheduler.rows import PlannedRow, commit_row, continue_in_pages, decode_shape, drafts_to_continue, largest_row
 from culet.scheduler.sequence import Sequence
 from culet.scheduler.stats import Counters, SchedulerStats
-from culet.scheduler.tenants import BY_ORDER, BY_RANK, FairQueue, StepPrompts, rank
+from culet.scheduler.tenants import BY_ORDER, BY_RANK, FairQueue, StepPrompts
 from culet.types import Drawn, Entry, FinishReason, Logprobs, Request, Row, StepPlan, StepResult, TokenDelta
 
 Shape = tuple[int, int, int]  # shape of a step, see `decode_shape`
@@ -243,15 +243,9 @@ class Scheduler:
         """Share the step's tokens among the sequences that can have a row. If there are several tenants, fill `prompts`."""
         if not self._waiting.is_shared:
             return share_budget([seq for seq in self._running if seq.is_ready], self.budget)
-        ranked = rank(self._running)
         waiting = self._waiting.head() if len(self._running) < self._max_running else None
-        if waiting is not None:
-            prompts.add(waiting.tenant, self._waiting.num_running(waiting.tenant))
-        for seq in ranked:
-            if seq.num_uncomputed > 1:
-                prompts.add(seq.tenant, seq.rank)
-        ready = [seq for seq in ranked if seq.num_uncomputed == 1 or not prompts.leave_out(seq.tenant, seq.rank)]
-        return share_budget([seq for seq in ready if seq.is_ready], self.budget, waiting)
+        place = 0 if waiting is None else self._waiting.num_running(waiting.tenant)
+        return share_among_tenants(self._running, self.budget, prompts, waiting, place)
 
     def _plan_row(self, grant: Grant, *, may_preempt: bool) -> list[PlannedRow]:
         """Plan the row for `grant`, with a shorter chunk if pages are scarce. Return [] if none fits.
@@ -330,12 +324,12 @@ class Scheduler:
         while budget and len(self._running) < self._max_running and (seq := self._waiting.head()) is not None:
             place = self._waiting.num_running(seq.tenant)
             # A sequence that just made way starts again when its last result is known.
-            if seq.rows_in_flight or prompts.leave_out(seq.tenant, place):
+            if seq.rows_in_flight or prompts.leave_out(seq, place):
                 return
             rows = self._admit(seq, budget, reserved)
             if not rows:
                 return
-            prompts.add(seq.tenant, place)
+            prompts.add(seq, place)
             budget -= rows[0].row.num_new
             reserved += reserved_pages(seq, self.budget) if seq.num_uncomputed > 1 else 0
             yield seq, rows

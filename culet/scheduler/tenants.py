@@ -119,20 +119,24 @@ def rank(running: Iterable[Sequence]) -> list[Sequence]:
 
 
 class StepPrompts:
-    """The prompts that a step computes. A tenant's lone prompt is not slowed down by the prompts of a busy tenant."""
+    """The prompts that a step computes. A tenant's lone prompt is not slowed down by the sequences of a busy tenant."""
 
     def __init__(self) -> None:
-        self._lowest: dict[str, int] = {}  # tenant -> its lowest rank
+        self._lowest: dict[tuple[str, int], int] = {}  # tenant and priority -> lowest rank
 
-    def add(self, tenant: str, rank: int) -> None:
-        self._lowest[tenant] = min(rank, self._lowest.get(tenant, rank))
+    def add(self, seq: Sequence, rank: int) -> None:
+        key = seq.tenant, seq.request.priority
+        self._lowest[key] = min(rank, self._lowest.get(key, rank))
 
-    def leave_out(self, tenant: str, rank: int) -> bool:
-        """Return whether a prompt must wait for a later step, because another tenant has less than half of its rank.
+    def leave_out(self, seq: Sequence, rank: int) -> bool:
+        """Return whether `seq` waits for a later step, because a prompt of another tenant has less than half of its rank.
 
-        Ranks 0 and 1 never wait, so every tenant makes progress.
+        Ranks 0 and 1 never wait, so every tenant makes progress. Nor does a sequence with a better priority.
         """
-        return any(rank >= 2 * (lowest + 1) for name, lowest in self._lowest.items() if name != tenant)
+        return any(
+            tenant != seq.tenant and priority <= seq.request.priority and rank >= 2 * (lowest + 1)
+            for (tenant, priority), lowest in self._lowest.items()
+        )
 
 
 def share_tokens(wanted: Mapping[str, int], total: int) -> dict[str, int]:

@@ -207,3 +207,18 @@ def test_a_flood_of_one_key_leaves_room_in_the_queue(folder: Path, key_file: Pat
                 assert stream.status_code == 200
             assert client.post("/v1/completions", json={**body, "stream": False}).status_code == 429
             assert post(server, "bob-secret").status_code == 200
+
+
+def test_a_flood_of_one_key_does_not_delay_another_key(folder: Path, key_file: Path) -> None:
+    config = {"device": "cpu", "max_model_len": 4096, "max_num_seqs": 2, "max_queue_len": 200}
+    with Running(folder, config=config, settings={"api_key_file": str(key_file)}) as server:
+        body = {"prompt": ["one two three"] * 60, "max_tokens": 500, "ignore_eos": True, "stream": True}
+        headers = {"authorization": "Bearer alice-secret"}
+        with ExitStack() as stack:
+            client = stack.enter_context(httpx.Client(base_url=server.url, timeout=60, headers=headers))
+            flood = stack.enter_context(client.stream("POST", "/v1/completions", json=body))
+            assert flood.status_code == 200
+            answer = post(server, "bob-secret")
+            assert answer.status_code == 200, answer.text
+            stats = server.http.get("/stats", headers=headers).json()
+            assert stats["requests"]["samples_in_flight"] >= 58, "the flood was served first"
