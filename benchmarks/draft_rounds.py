@@ -3,8 +3,8 @@
     python benchmarks/draft_rounds.py 31B E4B 26B-A4B --out benchmarks/results/draft_rounds_h200.json
 
 This script produces the speeds of MTP at real dimensions in docs/results.md and docs/concepts/speculation.md. It runs
-`culet bench draft` for several models and forces two of three drafts to be accepted. tests/engine/test_drafting_gpu.py checks
-the drafts themselves.
+`culet bench draft` for several models and forces two of three drafts to be accepted.
+tests/engine/drafting/test_drafting_gpu.py checks the drafts themselves.
 """
 
 from __future__ import annotations

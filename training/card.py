@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from training.gate import DRAFTING, GOALS, UNLIKE
-from training.shapes import AssistantShape, DFlashShape, TargetShape
+from training.models.shapes import AssistantShape, DFlashShape, TargetShape
 
 _NAMES = {"target": "the model", "assistant": "MTP assistant", "dflash": "DFlash drafter"}
 _LIMITS = """\

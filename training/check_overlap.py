@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from training.data.arithmetic import mentions_held_out
 from training.data.held_out import EVERYDAY, TEST_TOOL, counts_held_out, gate_turns, normalised
+from training.data.kinds.arithmetic import mentions_held_out
 
 _USER = re.compile(r"<\|turn>user\n(.*?)<turn\|>", re.DOTALL)
 

@@ -29,9 +29,9 @@ from culet.models.folder import find_folder
 from culet.text.output_pieces import Output
 from culet.text.output_reader import ChatReader
 from culet.text.tool_schema import tool_schemas
-from training.acceptance import Output as Written
-from training.batches import Part
-from training.prompts import cut_prompts
+from training.learning.batches import Part
+from training.learning.prompts import cut_prompts
+from training.models.acceptance import Output as Written
 from training.scoring import is_right, is_valid_call, is_valid_json
 
 QUESTIONS = Path(__file__).parent / "questions"
@@ -77,16 +77,18 @@ class Scores:
         return low
 
 
-def read_lines(name: str) -> list[dict[str, Any]]:
-    """Read a file of questions."""
-    return [json.loads(line) for line in (QUESTIONS / f"{name}.jsonl").read_text().splitlines() if line.strip()]
+def read_lines(name: str, every: int = 1) -> list[dict[str, Any]]:
+    """Read a file of questions, or every second, third, ... of them."""
+    lines = [json.loads(line) for line in (QUESTIONS / f"{name}.jsonl").read_text().splitlines() if line.strip()]
+    return lines[::every]
 
 
 class Asker:
-    """Puts conversations to a model, all in one batch."""
+    """Puts conversations to a model, all in one batch. With `every`, it asks every second, third, ... question only."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, every: int = 1) -> None:
         self.llm = llm
+        self.every = every
 
     def prompt(self, line: dict[str, Any]) -> list[int]:
         engine = self.llm.engine
@@ -109,7 +111,7 @@ class Asker:
 
 
 def ask_questions(asker: Asker, scores: Scores) -> None:
-    lines = read_lines("questions")
+    lines = read_lines("questions", asker.every)
     answers = asker.ask([{"messages": [{"role": "user", "content": line["question"]}]} for line in lines])
     right, asked, wrong = Counter[str](), Counter[str](), []
     for line, (output, _) in zip(lines, answers, strict=True):
@@ -125,7 +127,7 @@ def ask_questions(asker: Asker, scores: Scores) -> None:
 
 
 def ask_for_tools(asker: Asker, scores: Scores) -> None:
-    lines = read_lines("tools")
+    lines = read_lines("tools", asker.every)
     valid = exact = fitting = silent = unfitting = 0
     wrong = []
     for line, (output, _) in zip(lines, asker.ask(lines), strict=True):
@@ -152,7 +154,7 @@ def ask_for_tools(asker: Asker, scores: Scores) -> None:
 
 
 def ask_for_json(asker: Asker, scores: Scores) -> None:
-    lines = read_lines("json")
+    lines = read_lines("json", asker.every)
     answers = [output.text for output, _ in asker.ask(lines)]
     is_valid = [is_valid_json(answer, line["schema"]) for line, answer in zip(lines, answers, strict=True)]
     scores.shares["JSON"] = sum(is_valid) / len(lines)
@@ -161,7 +163,7 @@ def ask_for_json(asker: Asker, scores: Scores) -> None:
 
 def play_open(asker: Asker) -> list[list[dict[str, str]]]:
     """Return the open conversations with the model's answers."""
-    conversations = [line["turns"] for line in read_lines("open")]
+    conversations = [line["turns"] for line in read_lines("open", asker.every)]
     played: list[list[dict[str, str]]] = [[] for _ in conversations]
     for turn in range(max(map(len, conversations))):
         unfinished = [number for number, conversation in enumerate(conversations) if turn < len(conversation)]
@@ -228,7 +230,8 @@ def compare_with_transformers(llm: LLM, folder: Path, asker: Asker, scores: Scor
             logits = peer(torch.tensor([document])).logits[0, :-1].log_softmax(-1)
             theirs = logits.gather(1, torch.tensor(document[1:])[:, None])[:, 0]
             largest = max(largest, float((theirs - torch.tensor(own)).abs().max()))
-        prompts = [asker.prompt({"messages": [{"role": "user", "content": line["turns"][0]}]}) for line in read_lines("open")]
+        lines = read_lines("open", asker.every)
+        prompts = [asker.prompt({"messages": [{"role": "user", "content": line["turns"][0]}]}) for line in lines]
         unlike = sum(
             _is_unlike(peer, prompt, result) for prompt, result in zip(prompts, llm.generate(prompts, GREEDY), strict=True)
         )
@@ -283,11 +286,11 @@ def measure_speed(llm: LLM, scores: Scores) -> None:
     scores.details["tokens per second"] = speed | {"threads": torch.get_num_threads()}
 
 
-def run_gate(model: str, *, parts: Iterable[str], golden: Path | None = None) -> Scores:
-    """Run the named parts on a model."""
+def run_gate(model: str, *, parts: Iterable[str], golden: Path | None = None, every: int = 1) -> Scores:
+    """Run the named parts on a model, with every question or with every second, third, ... one."""
     scores = Scores()
     with LLM(model, device="cpu", dtype="float32") as llm:
-        asker = Asker(llm)
+        asker = Asker(llm, every)
         steps = {
             "questions": lambda: ask_questions(asker, scores),
             "tools": lambda: ask_for_tools(asker, scores),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from training.batches import load_parts
+from training.learning.batches import load_parts
 
 KEPT = Path(__file__).parent / "questions" / "held_out.npz"
 

@@ -22,25 +22,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from training.acceptance import Output, measure
-from training.batches import Mixture, Part, load_parts
-from training.draft_losses import dflash_loss, dflash_row_loss, mtp_loss, mtp_row_loss
-from training.drafters import Assistant, DFlash
-from training.export import copy_tokenizer, read_weights, round_to_bfloat16, write_checkpoint
-from training.generate import Sampling, generate
-from training.loop import Log, LossOf, Settings, Training
-from training.model import Target, next_token_loss
-from training.optimiser import Optimiser
-from training.prompts import cut_prompts
-from training.shapes import (
-    MINI_ASSISTANT,
-    MINI_DFLASH,
-    MINI_TARGET,
-    AssistantShape,
-    DFlashShape,
-    TargetShape,
-)
-from training.target import held_out_losses, perplexity, target_loss
+from training.learning.batches import Mixture, Part, load_parts
+from training.learning.draft_losses import dflash_loss, dflash_row_loss, mtp_loss, mtp_row_loss
+from training.learning.loop import Log, LossOf, Settings, Training
+from training.learning.optimiser import Optimiser
+from training.learning.prompts import cut_prompts
+from training.learning.target_losses import held_out_losses, perplexity, target_loss
+from training.models.acceptance import Output, measure
+from training.models.drafters import Assistant, DFlash
+from training.models.export import copy_tokenizer, read_weights, round_to_bfloat16, write_checkpoint
+from training.models.generate import Sampling, generate
+from training.models.model import Target, next_token_loss
+from training.models.shapes import MINI_ASSISTANT, MINI_DFLASH, MINI_TARGET, AssistantShape, DFlashShape, TargetShape
 
 STAGES = ("target", "assistant", "dflash")
 TEMPERATURES = (0.0, 1.0)

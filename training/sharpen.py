@@ -16,7 +16,7 @@ from pathlib import Path
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from training.loop import Log
+from training.learning.loop import Log
 
 FINAL_NORM = "model.norm.weight"
 

@@ -28,8 +28,8 @@ MIN_GAIN = 1.03  # least gain in tokens per second over no drafts
 TRY_ACCEPTANCE = 0.9  # acceptance that a try hopes for
 TRY_SHARE = 0.005  # share of time that a sequence without drafts spends on its first try (later tries get less)
 MIN_REST, MAX_REST = 8, 256  # steps before a try
-NUM_TIMED = 4  # steps with drafts, and steps without, that are run to time them
-TIMED_FIRST, TIMED_GROWTH, TIMED_LAST = 16, 32, 8192  # steps before a batch size is timed first, and how far that grows
+NUM_TIMED = 5  # steps with drafts, and steps without, that are run to time them
+TIMED_FIRST, TIMED_GROWTH, TIMED_LAST = 16, 32, 2048  # steps before a batch size is timed first, and how far that grows
 
 
 class Acceptance:

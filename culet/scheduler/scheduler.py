@@ -17,8 +17,9 @@ from culet.cache.prefix import Match, PageKeys
 from culet.cache.spec import CacheLayout
 from culet.config import ScheduleConfig
 from culet.errors import BadRequest, QueueFull
-from culet.scheduler.admission import check_fits, reserved_pages
+from culet.scheduler.admission import check_fits, pages_to_start, promised_pages, reserved_pages
 from culet.scheduler.budget import Grant, share_among_tenants, share_budget
+from culet.scheduler.deadlines import Deadlines
 from culet.scheduler.draft_length import DraftLengths
 from culet.scheduler.page_allocator import PageAllocator
 from culet.scheduler.reuse import count_prefix, find_prefix, keep_point, keep_row_points
@@ -72,7 +73,7 @@ class Scheduler:
         self._waiting = FairQueue()
         self._held: dict[str, Sequence] = {}  # by request id, not queued before `release`
         self._alive: dict[str, dict[int, Sequence]] = {}  # request id -> sample -> sequence
-        self._deadlines: list[tuple[float, int, str]] = []  # a heap
+        self._deadlines = Deadlines(self._is_alive)
         self._num_arrivals = 0
         self._next_step_id = 0
         self._in_flight: deque[tuple[int, list[PlannedRow], Shape | None]] = deque()  # step id, rows, shape
@@ -102,7 +103,12 @@ class Scheduler:
         else:
             self._waiting.push(first)
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, arrival, request.request_id))
+            self._deadlines.add(request.deadline, arrival, request.request_id, len(self._alive))
+
+    def _is_alive(self, arrival: int, request_id: str) -> bool:
+        """Return whether a request has not ended. A later one may have the same id."""
+        alive = self._alive.get(request_id)
+        return bool(alive and next(iter(alive.values())).arrival == arrival)
 
     def _keys(self, request: Request) -> PageKeys | None:
         prefix = self.page_allocator.prefix
@@ -124,10 +130,24 @@ class Scheduler:
             self._deltas.append(seq.delta(error=error))
 
     def fail(self, error: str) -> None:
-        """End all requests after a step did not run, because the content of pages is unknown. Forget plans without a result."""
+        """End all requests after a step could not be planned."""
         self._in_flight.clear()
         for request_id in list(self._alive):
             self.cancel(request_id, reason=FinishReason.ERROR, error=error)
+        self.drop_resume_points()
+
+    def fail_steps(self, error: str) -> None:
+        """End the requests of the steps in flight, which did not run, and forget the plans.
+
+        The content of all pages is unknown now. Other running sequences give up their pages and are computed again.
+        """
+        rows = [plan for _, planned, _ in self._in_flight for plan in planned]
+        self._in_flight.clear()
+        for seq in [seq for plan in rows for seq in plan.members]:
+            if seq.finish_reason is None:
+                self.cancel(seq.request.request_id, reason=FinishReason.ERROR, error=error)
+        for seq in list(self._running):
+            self._preempt(seq)
         self.drop_resume_points()
 
     def drop_resume_points(self) -> None:
@@ -162,19 +182,13 @@ class Scheduler:
             counters=self.counters.copy(),
         )
 
-    def _expire(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= self._clock():
-            _, arrival, request_id = heapq.heappop(self._deadlines)
-            alive = self._alive.get(request_id)
-            if alive and next(iter(alive.values())).arrival == arrival:
-                self.cancel(request_id, reason=FinishReason.TIMEOUT)
-
     # A step is planned
 
     def schedule(self) -> StepPlan | None:
         """Return the next step, or None if there is nothing to do, at least until the result in flight is applied."""
         assert len(self._in_flight) <= 1, "two plans are already waiting for their results"
-        self._expire()
+        for request_id in self._deadlines.expired(self._clock()):
+            self.cancel(request_id, reason=FinishReason.TIMEOUT)
         self._make_way()
         is_open = bool(self._in_flight) and any(seq.awaits_drafts and seq.draws_in_flight for seq in self._running)
         counts = self._drafts_to_continue(is_open=is_open)
@@ -282,25 +296,13 @@ class Scheduler:
 
         The busiest tenant's youngest sequences give up their places. What they have computed stays as a resume point.
         """
-        while self._waiting.is_shared and (seq := self._waiting.head()) is not None:
-            tenant, num_running = self._waiting.busiest()
-            if num_running < self._waiting.num_running(seq.tenant) + 2 or self._has_room(seq):
+        while (pair := self._waiting.next_and_last(self._running)) is not None:
+            seq, last = pair
+            needed = pages_to_start(seq, self.budget) + promised_pages(self._running, self.budget)
+            if len(self._running) < self._max_running and needed <= self.page_allocator.available:
                 return
-            victim = max((other for other in self._running if other.tenant == tenant), key=BY_ORDER)
-            if victim.request.priority < seq.request.priority:
-                return
-            keep_point(victim, min(victim.num_computed, len(victim.tokens)), self.page_allocator)
-            self._preempt(victim)
-
-    def _has_room(self, seq: Sequence) -> bool:
-        """Return whether there are a slot and pages to start `seq`, even if nothing of it is cached."""
-        seq.prefill_end = len(seq.tokens)
-        needed = reserved_pages(seq, self.budget) + self._promised_pages()
-        return len(self._running) < self._max_running and needed <= self.page_allocator.available
-
-    def _promised_pages(self) -> int:
-        """Return the pages that prompts in progress were promised and do not hold yet."""
-        return sum(reserved_pages(seq, self.budget) for seq in self._running if seq.num_uncomputed > 1)
+            keep_point(last, min(last.num_computed, len(last.tokens)), self.page_allocator)
+            self._preempt(last)
 
     def _leave(self, seq: Sequence) -> None:
         """Free the slot and pages of `seq`. If its admission failed half-way, it is still in the queue."""
@@ -320,7 +322,7 @@ class Scheduler:
         """Start waiting sequences, strictly in order, as long as tokens, slots and pages last."""
         if not (self._waiting and budget and len(self._running) < self._max_running):
             return
-        reserved = self._promised_pages()
+        reserved = promised_pages(self._running, self.budget)
         while budget and len(self._running) < self._max_running and (seq := self._waiting.head()) is not None:
             place = self._waiting.num_running(seq.tenant)
             # A sequence that just made way starts again when its last result is known.

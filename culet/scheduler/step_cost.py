@@ -97,7 +97,7 @@ class MeasuredCost:
         self.model = model
         self._num_steps = 0
         self._plain: dict[int, _Recent] = {}  # seconds of plain steps, by size
-        self._rounds: dict[tuple[int, int], _Recent] = {}  # measured corrections, by size and drafts
+        self._rounds: dict[tuple[int, int, int], _Recent] = {}  # seconds of rounds, by size, drafting sequences and drafts
         self._corrections: dict[int, dict[int, float]] = {}  # size -> drafts -> correction in use
         self._known: dict[tuple[int, int, int], float] = {}
 
@@ -118,14 +118,11 @@ class MeasuredCost:
         if not num_drafts:
             plain.add(self._num_steps, seconds)
             return
-        plain_s, modelled = plain.low(self._num_steps), self._modelled(num_seqs, num_drafting, num_drafts)
-        if plain_s is None:
-            return
-        rounds = self._rounds.setdefault((size, num_drafts), _Recent())
-        # A round is never cheaper than a plain step. If it seems so, the machine was slower when plain steps were timed.
-        rounds.add(self._num_steps, max(0.0, seconds / plain_s - 1.0) / modelled)
-        found = rounds.low(self._num_steps)
-        if found is not None:
+        rounds = self._rounds.setdefault((size, size_of(num_drafting), num_drafts), _Recent())
+        rounds.add(self._num_steps, seconds)
+        plain_s, round_s = plain.low(self._num_steps), rounds.low(self._num_steps)
+        if plain_s is not None and round_s is not None:
+            found = (round_s / plain_s - 1.0) / self._modelled(num_seqs, num_drafting, num_drafts)
             self._correct(size, num_drafts, min(MAX_CORRECTION, max(1.0 / MAX_CORRECTION, found)))
 
     def _modelled(self, num_seqs: int, num_drafting: int, num_drafts: int) -> float:

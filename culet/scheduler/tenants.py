@@ -86,10 +86,19 @@ class FairQueue:
         tenant.served += seq.num_computed - seq.num_resumed
         self._forget_idle(seq.tenant)
 
-    def busiest(self) -> tuple[str, int]:
-        """Return the tenant that runs most sequences, and how many."""
-        name = max(self._tenants, key=lambda name: self._tenants[name].num_running)
-        return name, self._tenants[name].num_running
+    def next_and_last(self, running: Iterable[Sequence]) -> tuple[Sequence, Sequence] | None:
+        """Return the next sequence, and the one that makes way for it if there is no room. Return None if none must.
+
+        It is the youngest of the tenant that runs most, if this tenant runs at least two more than that of the next sequence.
+        """
+        seq = self.head() if self.is_shared else None
+        if seq is None:
+            return None
+        name, busiest = max(self._tenants.items(), key=lambda item: item[1].num_running)
+        if busiest.num_running < self.num_running(seq.tenant) + 2:
+            return None
+        last = max((other for other in running if other.tenant == name), key=BY_ORDER)
+        return (seq, last) if last.request.priority >= seq.request.priority else None
 
     def _tenant(self, seq: Sequence) -> _Tenant:
         if seq.tenant not in self._tenants:

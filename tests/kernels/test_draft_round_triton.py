@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 
 from tests.interpreting import INTERPRETED, run_interpreted
+from tests.matrix import matrix
 
 pytest.importorskip("triton")
 
 if not INTERPRETED:
 
-    def test_rounds_in_the_interpreter() -> None:
-        run_interpreted(__file__)
+    @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+    def test_rounds_in_the_interpreter(marked: str) -> None:
+        run_interpreted(__file__, marked)
 
 else:
     from culet.kernels.eager import draft_round as eager_draft_round
@@ -70,17 +72,16 @@ else:
             slot, length = int(slots[row]), int(lengths[row])
             assert got[slot, length + 1 : length + 1 + num_drafts].tolist() == drafts[row].tolist()
 
-    @pytest.mark.parametrize("num_rows", [1, 4, 7])
-    @pytest.mark.parametrize("is_ahead", [False, True])
-    @pytest.mark.parametrize("halves", [(24,), (32, 7), (16, 8, 5)])
+    @matrix({"num_rows": [1, 4, 7], "is_ahead": [False, True], "halves": [(24,), (32, 7), (16, 8, 5)]})
     def test_begin_chain(num_rows: int, is_ahead: bool, halves: tuple[int, ...]) -> None:
         lengths = torch.randint(1, 4000, (num_rows,))
         inv_freqs = [torch.rand(half) for half in halves]
         wanted = eager_draft_round.begin_chain(lengths, is_ahead, inv_freqs)
         assert_same(draft_round_module.begin_chain(lengths, is_ahead, inv_freqs), wanted, 1e-5)
 
-    @pytest.mark.parametrize("windows", [(), (None,), (5,), (20, None)])
-    @pytest.mark.parametrize(("num_rows", "size", "has_spare"), [(1, 8, True), (5, 6, True), (3, 16, False)])
+    @matrix(
+        {"num_rows, size, has_spare": [(1, 8, True), (5, 6, True), (3, 16, False)], "windows": [(), (None,), (5,), (20, None)]}
+    )
     def test_begin_blocks(num_rows: int, size: int, has_spare: bool, windows: tuple[int | None, ...]) -> None:
         """Page tables begin anywhere and have more columns than a row uses. The last row pads the batch."""
         columns, page_tokens = 6, 16
@@ -126,9 +127,13 @@ else:
             return table.to(torch.float8_e4m3fn), torch.rand(650) + 0.5, None
         return table, None, 20.0 if kind == "capped" else None
 
-    @pytest.mark.parametrize("kind", ["plain", "capped", "e4m3"])
-    @pytest.mark.parametrize(("num_rows", "size"), [(1, 96), (3, 256), (19, 300), (70, 64)])
-    @pytest.mark.parametrize("is_large", [False, True])
+    @matrix(
+        {
+            "num_rows, size": [(1, 96), (3, 256), (19, 300), (70, 64)],
+            "kind": ["plain", "capped", "e4m3"],
+            "is_large": [False, True],
+        }
+    )
     def test_head_candidates(num_rows: int, size: int, kind: str, is_large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         if is_large:
             monkeypatch.setattr(draft_head, "SMALL_TABLE_BYTES", 0)
@@ -194,11 +199,13 @@ else:
 
     # --- layers of small drafters ---
 
-    @pytest.mark.parametrize(
-        ("tokens", "size", "num_rows"), [(1, 64, 48), (5, 96, 50), (19, 128, 16), (32, 40, 33), (33, 64, 32)]
+    @matrix(
+        {
+            "tokens, size, num_rows": [(1, 64, 48), (5, 96, 50), (19, 128, 16), (32, 40, 33), (33, 64, 32)],
+            "gate": ["", "gelu", "silu"],
+            "kind": ["none", "plain", "normed", "parts"],
+        }
     )
-    @pytest.mark.parametrize("gate", ["", "gelu", "silu"])
-    @pytest.mark.parametrize("kind", ["none", "plain", "normed", "parts"])
     def test_residual_norm_linear(tokens: int, size: int, num_rows: int, gate: str, kind: str) -> None:
         """The delta is absent, plain, with its norm and the layer's scalar, or in parts."""
         x, delta = torch.randn(tokens, size + 8)[:, :size], torch.randn(tokens, size + 8)[:, :size]
@@ -225,8 +232,7 @@ else:
         got = norm_linear.residual_norm_linear(x, x, (None, norm), None, EPS, weight, "gelu")
         assert torch.allclose(got[1], wanted[1], atol=1e-3)
 
-    @pytest.mark.parametrize(("tokens", "size", "head"), [(1, 96, 32), (21, 256, 128), (35, 64, 32), (4, 300, 64)])
-    @pytest.mark.parametrize("num_layers", [1, 3, 8])
+    @matrix({"tokens, size, head": [(1, 96, 32), (21, 256, 128), (35, 64, 32), (4, 300, 64)], "num_layers": [1, 3, 8]})
     def test_store_context(tokens: int, size: int, head: int, num_layers: int) -> None:
         """All layers' pages are in one memory, and padding is not written."""
         heads = HeadShape(0, 2, head, head, False, False, EPS, norm_v=False)

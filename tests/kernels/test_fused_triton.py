@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from tests.interpreting import INTERPRETED, run_interpreted
+from tests.matrix import matrix
 
 pytest.importorskip("triton")
 
 if not INTERPRETED:
 
-    def test_kernels_in_the_interpreter() -> None:
-        run_interpreted(__file__)
+    @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+    def test_kernels_in_the_interpreter(marked: str) -> None:
+        run_interpreted(__file__, marked)
 
 else:
     from triton.runtime import interpreter
@@ -81,18 +83,19 @@ else:
             return eager_fused.linear_gelu_times(x, w, factor)
         return eager_fused.capped_head(x, w, 3.0) if epilogue == SOFTCAP else eager_fused.linear(x, w)
 
-    @pytest.mark.parametrize("epilogue", [PLAIN, GATED, GELU_TIMES, SOFTCAP])
-    @pytest.mark.parametrize(
-        ("tokens", "tile"),
-        [
-            (1, Tile("rows", 16, 128)),
-            (2, Tile("rows", 8, 256)),
-            (3, Tile("rows", 16, 64)),
-            (4, Tile("rows", 16, 512)),
-            (1, Tile("tiles", 16, 64)),
-            (9, Tile("tiles", 32, 64, split_k=2)),
-            (17, Tile("tiles", 16, 128, split_k=4)),
-        ],
+    @matrix(
+        {
+            "epilogue": [PLAIN, GATED, GELU_TIMES, SOFTCAP],
+            "tokens, tile": [
+                (1, Tile("rows", 16, 128)),
+                (2, Tile("rows", 8, 256)),
+                (3, Tile("rows", 16, 64)),
+                (4, Tile("rows", 16, 512)),
+                (1, Tile("tiles", 16, 64)),
+                (9, Tile("tiles", 32, 64, split_k=2)),
+                (17, Tile("tiles", 16, 128, split_k=4)),
+            ],
+        }
     )
     def test_linear(epilogue: int, tokens: int, tile: Tile) -> None:
         size, rows = 320, 44  # not divisible by the tile
@@ -184,19 +187,20 @@ else:
         assert_close(pointwise.softcap(logits.clone(), 30.0), eager_ops.softcap(logits.clone(), 30.0))
         assert pointwise.softcap(logits, None) is logits
 
-    @pytest.mark.parametrize("has_few_tokens", [True, False])  # one head per program, and several
-    @pytest.mark.parametrize(
-        "heads",
-        [
-            HeadShape(4, 2, 32, 32, False, False, EPS),
-            HeadShape(4, 1, 64, 16, False, False, EPS),
-            HeadShape(4, 2, 32, 32, False, False, EPS, norm_v=False),
-            HeadShape(0, 2, 32, 32, False, False, EPS, norm_v=False),
-            HeadShape(4, 2, 64, 16, True, False, EPS),
-            HeadShape(6, 3, 64, 16, True, True, EPS),
-        ],
+    @matrix(
+        {
+            "has_few_tokens": [True, False],  # one head per program, and several
+            "heads": {
+                "plain": HeadShape(4, 2, 32, 32, False, False, EPS),
+                "partly rotated": HeadShape(4, 1, 64, 16, False, False, EPS),
+                "V as it is": HeadShape(4, 2, 32, 32, False, False, EPS, norm_v=False),
+                "K and V only": HeadShape(0, 2, 32, 32, False, False, EPS, norm_v=False),
+                "K as V": HeadShape(4, 2, 64, 16, True, False, EPS),
+                "latent": HeadShape(6, 3, 64, 16, True, True, EPS),
+            },
+            "is_fp8": {"float32": False, "fp8": True},
+        }
     )
-    @pytest.mark.parametrize("is_fp8", [False, True], ids=["float32", "fp8"])
     @pytest.mark.usefixtures("rounds_as_gpus_do")
     def test_prepare_qkv(has_few_tokens: bool, heads: HeadShape, is_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         tokens = 5
@@ -269,8 +273,12 @@ else:
         _, ids = route.route(x, torch.randn(E, D), torch.ones(E), K, EPS)
         assert all(len(set(row)) == K and set(row) <= set(range(E)) for row in ids.tolist())
 
-    @pytest.mark.parametrize("tokens", [1, 4, 19, 90])
-    @pytest.mark.parametrize("way", [expert_mlp.describe_assigned, expert_mlp.describe_grouped])
+    @matrix(
+        {
+            "tokens": [1, 4, 19, 90],
+            "way": {"grouped": expert_mlp.describe_grouped, "assigned": expert_mlp.describe_assigned},
+        }
+    )
     def test_experts(tokens: int, way: object) -> None:
         if tokens > 20 and way is expert_mlp.describe_assigned:
             pytest.skip("not served by assignment")
@@ -329,8 +337,7 @@ else:
             logits[:, width // 2] += 30
         return logits
 
-    @pytest.mark.parametrize("kind", ["plain", "rounded", "equal", "one"])
-    @pytest.mark.parametrize("width", [300, 4500])
+    @matrix({"width": [300, 4500], "kind": ["plain", "rounded", "equal", "one"]})
     def test_draw(kind: str, width: int) -> None:
         settings = [setting(**given) for given in SETTINGS]
         logits = logits_of(kind, len(settings), width)

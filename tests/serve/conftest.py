@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Running
 
 from culet.testing.tiny import write_checkpoint
 from culet.text.tokenizer import Tokenizer
+from tests.serve.running import Running
 
 ANSWER = "The small facet at the point of a cut gem."
 

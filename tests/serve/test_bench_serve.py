@@ -11,11 +11,11 @@ from statistics import fmean, pstdev
 
 import pytest
 from click.testing import CliRunner
-from running import Running
 
 from culet.bench.serve import Load, arrivals, make_prompts, percentile
 from culet.cli.bench_serve import bench_serve
 from culet.cli.main import run
+from tests.serve.running import Running
 
 BLOCK = (
     "============ Serving Benchmark Result ============",

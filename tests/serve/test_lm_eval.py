@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Running
+
+from tests.serve.running import Running
 
 pytestmark = pytest.mark.slow
 TASK = Path(__file__).with_name("lm_eval_task")

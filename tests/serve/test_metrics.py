@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from running import Running, wait_for
+
+from tests.serve.running import Running, wait_for
 
 NAMES = (
     "vllm:num_requests_running",

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from running import Running
+
+from tests.serve.running import Running
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 JSON = {"content-type": "application/json"}

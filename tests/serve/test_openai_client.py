@@ -8,8 +8,9 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import ANSWER
-from running import Running
+
+from tests.serve.conftest import ANSWER
+from tests.serve.running import Running
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 WEATHER: Any = {

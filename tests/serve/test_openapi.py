@@ -15,8 +15,9 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from running import Running
 from schemathesis import GenerationMode
+
+from tests.serve.running import Running
 
 LIMIT_S = 60.0  # per answer, on a busy machine
 NUM_DEFAULT, NUM_FULL = 120, 2000

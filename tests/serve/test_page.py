@@ -11,7 +11,8 @@ from urllib.parse import urlparse
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from running import Running
+
+from tests.serve.running import Running
 
 THOUGHT = "<|channel>thought\nThey want a list.<channel|>"
 MARKDOWN = "Here is **bold** and `code`.\n\n- one\n- two\n\n```python\nprint('<b>')\n```\n\n<img src=x onerror=alert(1)>"

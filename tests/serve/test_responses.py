@@ -9,9 +9,10 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from conftest import ANSWER
-from running import Running
-from test_structured_requests import SCHEMA
+
+from tests.serve.conftest import ANSWER
+from tests.serve.running import Running
+from tests.serve.test_structured_requests import SCHEMA
 
 TOOL: Any = {
     "type": "function",

@@ -16,10 +16,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from training.data import arithmetic, definitions, facts, json_answers, tools
 from training.data.chats import Message
-from training.data.table import Table, capitalised
-from training.data.tool_families import CITIES, FAMILIES, TEST_NAMES
+from training.data.kinds import arithmetic, definitions, facts, json_answers, tools
+from training.data.material.table import Table, capitalised
+from training.data.material.tool_families import CITIES, FAMILIES, TEST_NAMES
 
 _TABLE = Table("gate_questions")
 

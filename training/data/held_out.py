@@ -7,9 +7,9 @@ import json
 import re
 from pathlib import Path
 
-from training.data.arithmetic import is_held_out, mentions_held_out
 from training.data.chats import Chat
-from training.data.tool_families import TEST_NAMES
+from training.data.kinds.arithmetic import is_held_out, mentions_held_out
+from training.data.material.tool_families import TEST_NAMES
 
 QUESTIONS = Path(__file__).parent.parent / "questions"
 TEST_TOOL = re.compile(r"\b(?:" + "|".join(name for names in TEST_NAMES.values() for name in names) + r")\b")

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from training.data import (
+from training.data import filters
+from training.data.chats import Chat, document, is_plain, talk
+from training.data.corpus import CORPUS
+from training.data.kinds import (
     arithmetic,
     compositions,
     conversations,
@@ -16,7 +19,6 @@ from training.data import (
     dialogues,
     everyday,
     facts,
-    filters,
     handwritten,
     json_answers,
     requests,
@@ -25,8 +27,6 @@ from training.data import (
     tools,
     writing,
 )
-from training.data.chats import Chat, document, is_plain, talk
-from training.data.corpus import CORPUS
 from training.data.sources import OUT
 
 DISTILLED = OUT / "distilled"

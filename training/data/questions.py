@@ -10,8 +10,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from training.data import topics
-from training.data.table import Table
+from training.data.material import topics
+from training.data.material.table import Table
 
 _TABLE = Table("questions")
 

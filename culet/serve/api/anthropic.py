@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from culet.errors import BadRequest, CuletError, UnsupportedError
-from culet.serve.api.chat_request import PreparedChat, prepare
-from culet.serve.api.endpoint import Endpoint, decode, encoder, json_response, origin_of
+from culet.serve.api.chat_request import PreparedChat, check_chat, prepare
+from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
 from culet.serve.api.fields import (
     CacheSalt,
     Count,
@@ -33,7 +33,7 @@ from culet.serve.generation import Generation
 from culet.serve.http_errors import reply_to
 from culet.serve.service import Service
 from culet.serve.streams import EventStream, run_all
-from culet.structured.forms import schema_form
+from culet.structured.forms import SchemaText, schema_form
 from culet.text.output import OutputDelta
 from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece
 
@@ -72,7 +72,7 @@ class ToolUseBlock(Struct, tag="tool_use"):
 
     id: Annotated[str, Meta(max_length=256)]
     name: ToolName
-    input: dict[str, Any]
+    input: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]  # may be long, so it is parsed later
 
 
 class ToolResultBlock(Struct, tag="tool_result"):
@@ -129,7 +129,7 @@ class OutputFormat(Struct):
     """The required format of the answer."""
 
     type: Literal["json_schema"]
-    schema_: Schema = msgspec.field(name="schema")
+    schema_: SchemaText = msgspec.field(name="schema")
 
 
 class OutputConfig(Struct):
@@ -192,7 +192,7 @@ class TokenCount(Struct):
 async def messages(service: Service, request: Request) -> Response:
     """Answer a conversation. With `stream`, send the answer as server-sent events."""
     try:
-        body = decode(MessagesRequest, await request.body())
+        body = await read_body(service, request, MessagesRequest)
         model = service.check_model(body.model)
         origin = origin_of(request, cache_salt=body.cache_salt)
         prepared = await _prepare(service, body)
@@ -212,10 +212,11 @@ async def messages(service: Service, request: Request) -> Response:
 async def count_tokens(service: Service, request: Request) -> Response:
     """Count the tokens of a conversation as the model would see it."""
     try:
-        body = decode(Conversation, await request.body())
+        body = await read_body(service, request, Conversation)
         service.check_model(body.model)
         choice = body.tool_choice
         tools = [] if choice is not None and choice.type == "none" else _tools(body)
+        await check_chat(service, body.messages, tools)
         tokens = await service.encode_chat(_openai_messages(body), tools=tools or None, enable_thinking=_thinking(body))
     except CuletError as error:
         return _error_response(error)
@@ -232,6 +233,7 @@ async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
     names = {"any": "required", "none": "none", "auto": "auto"}
     if choice is not None and choice.type == "tool" and choice.name is None:
         raise BadRequest("tool_choice.name: the name of a tool is required")
+    await check_chat(service, body.messages, ())
     return await prepare(
         service,
         _openai_messages(body),
@@ -308,6 +310,8 @@ def _from_model(blocks: Sequence[Block], where: str) -> dict[str, Any]:
             case ThinkingBlock():
                 thoughts.append(block.thinking)
             case ToolUseBlock():
+                if memoryview(block.input)[:1] != b"{":
+                    raise BadRequest(f"{where}[{index}].input: expected an object")
                 calls.append({"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}})
             case RedactedBlock():
                 pass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from culet.errors import BadRequest
 from culet.serve.service import Service
@@ -29,6 +29,10 @@ StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
 Schema = dict[str, Any]
+# The arguments of an earlier tool call, as JSON text or as an object. They may be long, so the template process parses them.
+RawArguments = Annotated[
+    Raw, Meta(extra_json_schema={"anyOf": [{"type": "string", "maxLength": MAX_TEXT}, {"type": "object"}]})
+]
 
 
 class StreamOptions(Struct):

@@ -13,7 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-from running import Running, wait_for
+
+from tests.serve.running import Running, wait_for
 
 KEYS = """
 [[key]]

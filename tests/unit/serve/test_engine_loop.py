@@ -1,0 +1,159 @@
+"""The loop of the engine process, run in a thread: what it reports when steps fail."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from culet.config import ScheduleConfig
+from culet.frames import FrameReader, frame
+from culet.serve.process.engine import Channel, EngineLoop
+from culet.serve.process.wire import (
+    Command,
+    Deltas,
+    Failed,
+    Refused,
+    Report,
+    Script,
+    Stats,
+    Stop,
+    Submit,
+    report_decoder,
+)
+from culet.testing.fake_engine import FakeEngine
+from culet.types import FinishReason, TokenDelta
+from tests.unit.serve.test_wire import make_request
+
+
+class BrittleEngine(FakeEngine):
+    """Fails at each step that has an error and ends all running requests, as the real engine does."""
+
+    def __init__(self, errors: list[Exception | None]) -> None:
+        super().__init__(Script(((10, 11),)), ScheduleConfig(max_num_seqs=4, max_queue_len=4))
+        self.errors = errors
+
+    def step(self) -> list[TokenDelta]:
+        error = self.errors.pop(0) if self.errors and (self._running or self._waiting) else None
+        if error is not None:
+            for seq in [*self._running.values(), *self._waiting]:
+                self._end(seq, FinishReason.ERROR)
+                end = TokenDelta(seq.request.request_id, seq.sample, (), finish_reason=FinishReason.ERROR, error=str(error))
+                self._deltas.append(end)
+            raise error
+        return super().step()
+
+
+class OtherEnd:
+    """The web process's end."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(10)
+        self._frames = FrameReader(report_decoder)
+        self._reports: list[Report] = []
+        self.code: int | None = None
+
+        def run() -> None:
+            with theirs:
+                self.code = EngineLoop(engine, Channel(theirs)).run()
+
+        self.thread = threading.Thread(target=run)
+        self.thread.start()
+
+    def send(self, *commands: Command) -> None:
+        self._socket.sendall(b"".join(bytes(frame(command)) for command in commands))
+
+    def next(self) -> Report:
+        """Return the next report other than Stats."""
+        while True:
+            while not self._reports:
+                self._reports += self._frames.push(self._socket.recv(65536))
+            report = self._reports.pop(0)
+            if not isinstance(report, Stats):
+                return report
+
+    def close(self) -> None:
+        self._socket.close()
+        self.thread.join(120)
+
+
+@pytest.fixture
+def opened() -> Iterator[list[OtherEnd]]:
+    ends: list[OtherEnd] = []
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def test_a_failed_step_ends_only_its_requests(opened: list[OtherEnd]) -> None:
+    end = OtherEnd(BrittleEngine([None, RuntimeError("broken")]))
+    opened.append(end)
+    end.send(Submit(make_request("a", max_tokens=9, n=2)))
+    first, failed = end.next(), end.next()
+    assert isinstance(first, Deltas)
+    assert isinstance(failed, Deltas)
+    assert {(delta.request_id, delta.sample, delta.finish_reason) for delta in failed.deltas} == {
+        ("a", 0, FinishReason.ERROR),
+        ("a", 1, FinishReason.ERROR),
+    }
+    assert "broken" in failed.deltas[0].error
+    end.send(Submit(make_request("b", max_tokens=1)))
+    answer = end.next()
+    assert isinstance(answer, Deltas)
+    assert answer.deltas[0].finish_reason is FinishReason.LENGTH
+    end.send(Stop())
+    end.thread.join(120)
+    assert end.code == 0
+
+
+@pytest.mark.parametrize(
+    "errors", [[RuntimeError("broken")] * 3, [RuntimeError("CUDA error: an illegal memory access was encountered")]]
+)
+def test_an_engine_beyond_repair_ends(opened: list[OtherEnd], errors: list[Exception]) -> None:
+    """The last failure is not reported as the end of its requests, because another engine may still answer them."""
+    end = OtherEnd(BrittleEngine([*errors]))
+    opened.append(end)
+    for number in range(len(errors)):
+        end.send(Submit(make_request(str(number))))
+        if number < len(errors) - 1:
+            failed = end.next()
+            assert isinstance(failed, Deltas)
+            assert failed.deltas[0].finish_reason is FinishReason.ERROR
+    last = end.next()
+    assert isinstance(last, Failed)
+    assert last.kind == "WorkerDied"
+    end.thread.join(120)
+    assert end.code == 2
+
+
+def test_running_out_of_memory_does_not_lose_the_device(opened: list[OtherEnd]) -> None:
+    error = type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory")
+    end = OtherEnd(BrittleEngine([error]))
+    opened.append(end)
+    end.send(Submit(make_request("a")))
+    assert isinstance(end.next(), Deltas)
+    end.send(Submit(make_request("b", max_tokens=1)))
+    answer = end.next()
+    assert isinstance(answer, Deltas)
+    assert answer.deltas[0].finish_reason is FinishReason.LENGTH
+
+
+def test_a_full_queue_refuses(opened: list[OtherEnd]) -> None:
+    end = OtherEnd(BrittleEngine([]))
+    opened.append(end)
+    end.send(Submit(make_request("first", max_tokens=10**9, n=4)), Submit(make_request("late")))
+    while not isinstance(report := end.next(), Refused):
+        pass
+    assert (report.request_id, report.kind) == ("late", "QueueFull")
+
+
+def test_the_loop_ends_with_the_other_side() -> None:
+    end = OtherEnd(BrittleEngine([]))
+    end.send(Submit(make_request("a", max_tokens=10**9)))
+    end.next()
+    end.close()
+    assert not end.thread.is_alive()
+    assert end.code == 0
