@@ -1,6 +1,7 @@
 """Run work that may never finish in a separate Python process, which answers each line with a line of JSON.
 
-The caller sets a time limit and kills the process when it is exceeded. Nothing less can stop every template or grammar.
+The caller sets a time limit and kills the process when it is exceeded. Nothing less can stop every template or grammar. The
+limit includes the time to send the line: a process that does not read, because it was stopped or hangs, holds up nobody.
 """
 
 from __future__ import annotations
@@ -9,69 +10,139 @@ import json
 import os
 import select
 import subprocess
-import sys
+import threading
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from culet.child import child_environment, python_command
 from culet.errors import InternalError
 
 START_LIMIT_S = 60.0  # for the process to start, which depends on the machine and not on the question
+_LOOK_S = 0.2  # how often to look whether a silent process was stopped
+
+
+class Stopper:
+    """Ends a question from another thread. The process that works on it is killed."""
+
+    def __init__(self) -> None:
+        self.is_stopped = False
+        self._lock = threading.Lock()
+        self._process: LineProcess | None = None
+
+    def stop(self) -> None:
+        """Kill the process that works on the question, now or as soon as there is one."""
+        with self._lock:
+            self.is_stopped = True
+            if self._process is not None:
+                self._process.kill()
+
+    @contextmanager
+    def watch(self, process: LineProcess) -> Iterator[None]:
+        """Let `stop` kill `process` while it works on the question."""
+        with self._lock:
+            if self.is_stopped:
+                raise ConnectionAbortedError("the question was withdrawn")
+            self._process = process
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._process = None
 
 
 class LineProcess:
-    """A running program. `ask` sends one line and waits for one line. Not thread-safe."""
+    """A running program. `ask` sends one line and waits for one line. Not thread-safe, except for `kill`."""
 
-    def __init__(self, arguments: Sequence[str], purpose: str, first_line: str | None = None) -> None:
-        """Start Python with `arguments`. Once started, the program writes a line, or answers `first_line`."""
+    def __init__(self, module: str, purpose: str, first_line: str | None = None) -> None:
+        """Run a module of Culet as a program. Once started, it writes a line, or answers `first_line`."""
         self._process = subprocess.Popen(
-            [sys.executable, *arguments],
+            python_command(module),
+            env=child_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C must not reach it
         )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._input, False)
         self._rest = b""
         self.end = weakref.finalize(self, _end, self._process)  # also runs at exit
+        deadline = time.monotonic() + START_LIMIT_S
         try:
             if first_line is not None:
-                self._send(first_line)
-            self._receive(START_LIMIT_S)
+                self._send(first_line.encode(), deadline)
+            self._receive(deadline)
         except OSError as error:  # includes TimeoutError
             self.end()
             raise InternalError(f"the process that {purpose} did not start: {error}") from error
 
     @property
+    def process_id(self) -> int:
+        return self._process.pid
+
+    @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, line: str, limit_s: float) -> dict[str, Any]:
-        """Send a line and return the answer. Raise TimeoutError, or another OSError if the process died."""
-        self._send(line)
-        return self._receive(limit_s)
+    def kill(self) -> None:
+        """End the process. A thread that waits for its answer gets a ConnectionError. Call `end` afterwards."""
+        self._process.kill()
 
-    def _send(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line.encode() + b"\n")
-        self._process.stdin.flush()
+    def ask(self, line: str | bytes, limit_s: float) -> dict[str, Any]:
+        """Send a line of JSON and return the answer.
 
-    def _receive(self, limit_s: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
+        Raise TimeoutError, or another OSError if the process died or was stopped.
+        """
         deadline = time.monotonic() + limit_s
-        source = self._process.stdout.fileno()
+        self._send(line.encode() if isinstance(line, str) else line, deadline)
+        return self._receive(deadline)
+
+    def _send(self, line: bytes, deadline: float) -> None:
+        # In JSON a line break can only be white space. In this protocol it would begin another line.
+        unsent = memoryview(line.replace(b"\n", b" ") + b"\n")
+        while unsent:
+            try:
+                unsent = unsent[os.write(self._input, unsent) :]
+            except BlockingIOError:
+                self._wait(self._input, select.POLLOUT, deadline)
+
+    def _receive(self, deadline: float) -> dict[str, Any]:
         pieces = [self._rest]
         while b"\n" not in pieces[-1]:
-            if not select.select([source], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise TimeoutError("no answer arrived in time")
-            piece = os.read(source, 1 << 20)
+            self._wait(self._output, select.POLLIN, deadline)
+            piece = os.read(self._output, 1 << 20)
             if not piece:
                 raise ConnectionError("the process exited unexpectedly")
             pieces.append(piece)
         line, _, self._rest = b"".join(pieces).partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _wait(self, descriptor: int, event: int, deadline: float) -> None:
+        """Wait until the pipe is ready. Unlike `select`, `poll` works with any number of open connections."""
+        poll = select.poll()
+        poll.register(descriptor, event)
+        while True:
+            left_s = deadline - time.monotonic()
+            if poll.poll(1000 * max(0.0, min(left_s, _LOOK_S))):
+                return
+            if self._is_stopped():
+                raise ConnectionError("the process was stopped")
+            if left_s <= 0:
+                raise TimeoutError("no answer arrived in time")
+
+    def _is_stopped(self) -> bool:
+        """Return whether the process was stopped by a signal (SIGSTOP) and has not been continued."""
+        try:
+            found = os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # it has ended
+            return False
+        return found is not None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -16,6 +16,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def run_interpreted(file: str, marked: str = "not slow") -> None:
     """Run the tests of `file` with these marks in the interpreter. Fail if any test fails or none runs."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # plugins take seconds to load, and these tests use none
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", marked, file]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

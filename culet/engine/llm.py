@@ -20,6 +20,7 @@ from culet.engine.engine import Engine
 from culet.errors import BadRequest, ConfigError, InternalError, QueueFull, UserError
 from culet.text.output import MakeOutput, OutputDelta, chat_output, plain_output
 from culet.text.output_pieces import ToolCall
+from culet.text.template import Chat
 from culet.types import FinishReason, Logprobs, Request, SamplingParams
 
 Prompt = str | Sequence[int]
@@ -237,8 +238,8 @@ class LLM:
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] | None, enable_thinking: bool) -> list[int]:
         engine = self.engine
-        text = engine.chat_template.render(messages, tools=tools, enable_thinking=enable_thinking)
-        return engine.tokenizer.encode(text)
+        rendered = engine.chat_template.render_chat(Chat(messages, tools, enable_thinking=enable_thinking))
+        return engine.tokenizer.encode_pieces(rendered.text, rendered.cuts)
 
     def _plain_output(self) -> MakeOutput:
         return partial(plain_output, self.engine.tokenizer)
@@ -259,7 +260,9 @@ class LLM:
             try:
                 deltas = self.engine.step()
             except BaseException:
-                self._jobs.clear()  # the engine has ended every request
+                for request_id in self._jobs:  # the engine has ended only those that were part of the step
+                    self.engine.cancel(request_id)
+                self._jobs.clear()
                 raise
             for delta in deltas:
                 job = self._jobs.get(delta.request_id)

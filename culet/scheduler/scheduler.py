@@ -137,10 +137,24 @@ class Scheduler:
             self._deltas.append(seq.delta(error=error))
 
     def fail(self, error: str) -> None:
-        """End all requests after a step did not run, because the content of pages is unknown. Forget plans without a result."""
+        """End all requests after a step could not be planned."""
         self._in_flight.clear()
         for request_id in list(self._alive):
             self.cancel(request_id, reason=FinishReason.ERROR, error=error)
+        self.drop_resume_points()
+
+    def fail_steps(self, error: str) -> None:
+        """End the requests of the steps in flight, which did not run, and forget the plans.
+
+        The content of all pages is unknown now. Other running sequences give up their pages and are computed again.
+        """
+        rows = [plan for _, planned, _ in self._in_flight for plan in planned]
+        self._in_flight.clear()
+        for seq in [seq for plan in rows for seq in plan.members]:
+            if seq.finish_reason is None:
+                self.cancel(seq.request.request_id, reason=FinishReason.ERROR, error=error)
+        for seq in list(self._running):
+            self._preempt(seq)
         self.drop_resume_points()
 
     def drop_resume_points(self) -> None:

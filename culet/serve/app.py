@@ -22,7 +22,8 @@ from culet.serve.api.endpoint import Endpoint
 from culet.serve.http_errors import HttpError
 from culet.serve.middleware import DEFERRED, Middleware
 from culet.serve.service import Service
-from culet.serve.streams import ClientGone
+from culet.serve.streams import ClientGone, unless_gone
+from culet.text.text_queue import SHORT_BYTES, request_bytes
 
 # Modules with endpoints. Each defines ENDPOINTS and may define PUBLIC_PATHS, which need no key. Add a new API here.
 MODULES = (
@@ -74,7 +75,11 @@ def _optional(module: str, name: str) -> tuple[str, ...]:
 
 def _add(app: FastAPI, service: Service, endpoint: Endpoint) -> None:
     async def handle(request: Request) -> Response:
-        return await endpoint.handle(service, request)
+        if endpoint.body is None:
+            return await endpoint.handle(service, request)
+        num_bytes = len(await request.body())
+        request_bytes.set(num_bytes)
+        return await unless_gone(request, lambda: endpoint.handle(service, request), is_large=num_bytes > SHORT_BYTES)
 
     app.add_api_route(
         endpoint.path,

@@ -9,34 +9,41 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+from msgspec import Raw, Struct
 from prometheus_client import CollectorRegistry
 
 from culet import env
 from culet.config import Config, Limits, ServeConfig, read_limits
 from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN, RequestRules
-from culet.errors import ContextTooLong, CuletError, QueueFull, WorkerDied
+from culet.errors import BadRequest, ContextTooLong, CuletError, QueueFull, WorkerDied
+from culet.line_process import Stopper
 from culet.log import logger
 from culet.models.checkpoint import open_checkpoint
+from culet.serve.answers.limits import AnswerLimits
+from culet.serve.answers.turns import Turns
 from culet.serve.http.intake import Intake
 from culet.serve.http_errors import HttpError
 from culet.serve.plot_history import PERIOD_S, PlotHistory
+from culet.serve.process import watchdog
 from culet.serve.process.client import EngineClient, State, TokenStream
 from culet.serve.process.wire import Script
+from culet.structured.admission import GrammarAdmission
 from culet.structured.check import GrammarCheck
-from culet.text.history import parse_arguments
-from culet.text.template import ChatTemplate
+from culet.text.template import Chat, ChatTemplate, RenderLimits
+from culet.text.text_queue import TextQueue, request_bytes
 from culet.text.tokenizer import NumberTokenizer, Tokenizer
 from culet.types import SamplingParams
 
-_TEXT_THREADS = 2  # The template process renders one conversation at a time. Tokenizing runs in parallel.
 _MAX_TOKEN_CHARS = 8  # few texts have more characters per token
 _CUT_TOKENS = 1024  # more tokens than a cut can add to the text before it
-_WATCH_PERIOD_S = 1.0
+_LAG_PERIOD_S = 0.1
+_FIRST_PAUSE_S = 1.0  # before a restart; each further restart within the window waits twice as long
+_MAX_PAUSE_S = 30.0
 _RATE_WINDOW_S = 60.0
 MAX_RETRY_S = 60
 T = TypeVar("T")
@@ -78,22 +85,36 @@ class Service:
         spec, folder = self.checkpoint.spec, self.checkpoint.folder
         is_random = self.checkpoint.random is not None
         self.tokenizer = NumberTokenizer(spec.vocab_size) if is_random else Tokenizer(folder)
-        self.template = ChatTemplate.of_checkpoint(folder, empty_thought=spec.ple_dim == 0)
+        self.template = ChatTemplate.of_checkpoint(
+            folder,
+            empty_thought=spec.ple_dim == 0,
+            control_tokens=() if config.model.allow_control_tokens else self.tokenizer.control_tokens,
+            limits=RenderLimits(num_processes=settings.text_workers),
+        )
         if not is_random:  # The checkpoint is downloaded now, so the engine process need not look it up again.
             self.config = replace(config, model=replace(config.model, model=str(folder), revision=None))
-        self.grammar_check = GrammarCheck.for_tokenizer(self.tokenizer, time_limit_s=float(self.limits.grammar_s))
+        grammar_check = GrammarCheck.for_tokenizer(self.tokenizer, time_limit_s=float(self.limits.grammar_s))
+        self.grammars = GrammarAdmission(grammar_check, max_waiting=self.limits.grammars)
+        self.answers = AnswerLimits(self.limits)
+        self.turns = Turns()
         self.started_at = time.time()
         self.is_draining = False
+        self.is_refusing = False  # set while draining, unless requests on open connections are still answered
         self.on_exit: Callable[[CuletError], None] = lambda error: None  # called when the engine will not be restarted
         self.observers: list[Callable[[FinishedRequest], None]] = [self._count]
+        self.lag_observers: list[Callable[[float], None]] = []  # called with the seconds that a timer was late
         self.metrics_registry: CollectorRegistry | None = None  # see metrics.attach
         self.plot_history = PlotHistory()
         self.num_finished = 0
         self.num_samples = 0  # in flight
         self.num_restarts = 0
         self._engine: EngineClient | None = None
+        self._watchdog: watchdog.Watchdog | None = None
+        self._restarted_at: deque[float] = deque()  # within the restart window
         self._rules: RequestRules | None = None
-        self._threads = ThreadPoolExecutor(_TEXT_THREADS, "text")
+        self.texts = TextQueue(
+            settings.text_workers, max_waiting=self.limits.waiting_prompts, max_waiting_mb=self.limits.waiting_prompt_mb
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._ends: deque[float] = deque(maxlen=256)  # end times of requests, to estimate how fast the queue moves
 
@@ -116,41 +137,46 @@ class Service:
     @property
     def is_ready(self) -> bool:
         """Whether requests are accepted. The model must be loaded and warm, and the server must not be shutting down."""
-        is_up = self._rules is not None and self._engine is not None and self._engine.state is State.READY
-        return is_up and not self.is_draining
+        return self._is_up and not self.is_draining
 
     def require_ready(self) -> None:
         """Raise if requests are not accepted. Call before doing any work for a request."""
-        if self.is_draining:
+        if self.is_refusing:
             raise WorkerDied("the server is shutting down", hint="use another replica")
-        if not self.is_ready:
+        if not self._is_up:
             raise self._unavailable()
+
+    @property
+    def _is_up(self) -> bool:
+        return self._rules is not None and self._engine is not None and self._engine.state is State.READY
 
     def _unavailable(self) -> CuletError:
         if self._engine is not None and self._engine.state is State.DEAD:
-            return self._engine.death()
+            return WorkerDied("the engine died and is being restarted", hint="try again later")
         return WorkerDied("the model is still loading", hint="try again later")
 
     @property
-    def is_healthy(self) -> bool:
-        """Whether the engine is loading or ready, and not stuck in a step."""
-        return self._engine is not None and self._engine.state is not State.DEAD and not self._is_stuck
+    def health(self) -> str:
+        """`ok`, or why the engine answers no requests: it is `loading`, `restarting` after its death, or `stuck`."""
+        if not self._is_up:
+            return "restarting" if self.num_restarts else "loading"
+        return "stuck" if self._is_stuck else "ok"
 
     @property
     def _is_stuck(self) -> bool:
-        engine = self._engine
-        is_busy = engine is not None and engine.state is State.READY and engine.num_in_flight > 0
-        return is_busy and engine is not None and time.monotonic() - engine.heard_at > self.limits.step_s
+        return self._watchdog is not None and self._watchdog.silent_s > self.limits.step_s
 
     async def start(self) -> None:
         """Start the engine process and wait until the model is loaded. Raise if that fails."""
         level = logging_level()
         form = self.settings.log_format
-        engine = await EngineClient.start(self.config, log_level=level, log_form=form, script=self.script)
-        self._engine = engine
+        engine = await EngineClient.start(
+            self.config, log_level=level, log_form=form, script=self.script, previous=self._engine
+        )
+        self._engine, self._watchdog = engine, None
         engine.on_death = self._on_death
         facts = await engine.wait_ready()
-        await self._in_thread(self._warm_up)
+        await asyncio.to_thread(self._warm_up)
         gc.collect()
         gc.freeze()  # garbage collections skip everything created so far
         if engine.state is State.DEAD:
@@ -164,12 +190,14 @@ class Service:
             turn_id=self.tokenizer.token_id(TURN_TOKEN),
             result_id=self.tokenizer.token_id(RESULT_TOKEN),
         )
-        self._spawn(self._watch(engine))
+        self._watchdog = watchdog.Watchdog(engine)
+        self._spawn(self._watch(engine, self._watchdog))
         self._spawn(self._record_history(engine))
 
     def _warm_up(self) -> None:
-        """Start the template process, so that the first chat does not wait for it."""
+        """Start the template processes, so that the first chats do not wait for them."""
         try:
+            self.template.warm_up()
             self.template.render([{"role": "user", "content": "1"}])
         except CuletError as error:
             logger.warning("cannot render the chat template: %s", error.message)
@@ -180,42 +208,70 @@ class Service:
             task.cancel()
         if self._engine is not None:
             await self._engine.stop()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.texts.close()
         self.template.close()
-        self.grammar_check.close()
+        self.grammars.close()
 
     def _on_death(self) -> None:
         engine = self.engine
         error = engine.death()
-        if self.is_draining or self._rules is None:
-            return  # the code that awaits the start or the shutdown sees the error
+        if self._rules is None:
+            return  # the code that awaits the start sees the error
         logger.error("the engine died: %s", error.message)
         self._rules = None
-        self._spawn(self._restart(error))
+        if self.is_draining:
+            engine.fail_all(error)
+        else:
+            self._spawn(self._restart(error))
 
     async def _restart(self, error: CuletError) -> None:
-        """Restart the engine, up to the configured number of times, then give up."""
-        while self.num_restarts < self.settings.max_engine_restarts:
+        """Restart the engine, up to the configured number of times within the window, then give up.
+
+        Requests that were not sent a token yet wait for the new engine.
+        """
+        limit, window_s = self.settings.max_engine_restarts, self.settings.engine_restart_window
+        while True:
+            now = time.monotonic()
+            while self._restarted_at and now - self._restarted_at[0] > window_s:
+                self._restarted_at.popleft()
+            if len(self._restarted_at) >= limit:
+                break
+            pause_s = min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2 ** len(self._restarted_at))
+            self._restarted_at.append(now)
             self.num_restarts += 1
-            logger.warning("restarting the engine (%d of %d)", self.num_restarts, self.settings.max_engine_restarts)
+            waiting = f"{self.engine.num_in_flight} requests are kept"
+            logger.warning("restarting the engine in %g s (%d of %d, %s)", pause_s, len(self._restarted_at), limit, waiting)
             await self.engine.stop()  # reap the process
+            await asyncio.sleep(pause_s)
             try:
                 await self.start()
             except CuletError as failure:
                 error = failure
+                logger.error("the engine did not start: %s", error.message)
             else:
                 logger.info("the engine is ready again")
                 return
+        self.engine.fail_all(WorkerDied("the engine died and is not restarted any more", hint="use another replica"))
         self.on_exit(error)
 
-    async def _watch(self, engine: EngineClient) -> None:
-        """Kill an engine that hangs in a step, so that its requests fail."""
+    async def _watch(self, engine: EngineClient, silence: watchdog.Watchdog) -> None:
+        """Kill an engine that hangs in a step."""
         while engine.state is State.READY:
-            await asyncio.sleep(_WATCH_PERIOD_S)
-            if self._is_stuck and engine is self._engine:
-                logger.error("killing the engine, which has sent no message for %d s", self.limits.step_s)
+            await asyncio.sleep(watchdog.PERIOD_S)
+            silence.tick()
+            if silence.silent_s > self.limits.step_s:
+                logger.error("killing the engine, which has sent no message for %d s", silence.silent_s)
                 engine.kill()
                 return
+
+    async def measure_lag(self) -> None:
+        """Measure how late timers fire, which is how long other work holds up the event loop."""
+        while True:
+            due_at = time.monotonic() + _LAG_PERIOD_S
+            await asyncio.sleep(_LAG_PERIOD_S)
+            lag_s = max(0.0, time.monotonic() - due_at)
+            for observe in self.lag_observers:
+                observe(lag_s)
 
     async def _record_history(self, engine: EngineClient) -> None:
         """Record the values that the web page plots, once per period."""
@@ -233,46 +289,58 @@ class Service:
 
     async def encode_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Any] | Struct],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any] | Struct] | None = None,
         enable_thinking: bool | None = None,
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Render a conversation with the chat template and return its token ids.
 
-        If `enable_thinking` is None, the server's default applies.
+        If `enable_thinking` is None, the server's default applies. Arguments of tool calls may be JSON.
         """
         thinking = self.settings.enable_thinking if enable_thinking is None else enable_thinking
+        limit = self.rules.max_model_len
 
-        def encode() -> list[int]:
-            text = self.template.render(
-                parse_arguments(messages),
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                enable_thinking=thinking,
-                options=options,
-            )
-            return self._encode(text)
+        def encode(stopper: Stopper) -> list[int]:
+            self._check_size((messages, tools), limit)
+            chat = Chat(_plain(messages), _plain(tools), add_generation_prompt, thinking, options, parsed=False)
+            rendered = self.template.render_chat(chat, stopper)
+            self._check_length(rendered.text, limit)
+            return [] if stopper.is_stopped else self.tokenizer.encode_pieces(rendered.text, rendered.cuts)
 
-        return await self._in_thread(encode)
+        return await self.texts.run(encode, request_bytes.get())
 
     async def encode_text(self, text: str, *, add_bos: bool = True) -> list[int]:
-        """Return the token ids of a plain text."""
-        return await self._in_thread(lambda: self._encode(text, add_bos=add_bos))
-
-    def _encode(self, text: str, *, add_bos: bool = False) -> list[int]:
-        """Return the token ids of a text. If it is far too long, raise after encoding only its start, which saves seconds."""
+        """Return the token ids of a plain text, which may spell out control tokens."""
         limit = self.rules.max_model_len
+
+        def encode(stopper: Stopper) -> list[int]:
+            self._check_length(text, limit)
+            return self.tokenizer.encode(text, add_bos=add_bos)
+
+        return await self.texts.run(encode, len(text))
+
+    def _check_size(self, conversation: object, limit: int) -> None:
+        """Raise if a conversation is far too large for the context, before anything slow is done with it."""
+        try:
+            num_bytes = len(msgspec.json.encode(conversation))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadRequest(f"messages: cannot convert them to JSON: {error}") from None
+        max_bytes = limit * self.limits.prompt_bytes
+        if num_bytes > max_bytes:
+            raise ContextTooLong(
+                f"the messages and tools have {num_bytes} bytes, but the context of {limit} tokens holds at most {max_bytes}",
+                hint="send less text (the server sets the bytes per token with --limits prompt_bytes=N)",
+            )
+
+    def _check_length(self, text: str, limit: int) -> None:
+        """Raise if a text is far too long for the context, after encoding only its start, which saves seconds."""
         if len(text) > limit * _MAX_TOKEN_CHARS:
             num_tokens = len(self.tokenizer.encode(text[: limit * _MAX_TOKEN_CHARS]))
             if num_tokens > limit + _CUT_TOKENS:
                 raise ContextTooLong(f"the prompt is longer than the context of {limit} tokens")
-        return self.tokenizer.encode(text, add_bos=add_bos)
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     # Requests
 
@@ -330,6 +398,11 @@ def _public_name(model: str) -> str:
     """Return the model's name for clients. For a local path it is the last part, so that the path stays private."""
     path = Path(model).expanduser()
     return path.resolve().name if model and path.is_dir() else model
+
+
+def _plain(values: Sequence[Mapping[str, Any] | Struct] | None) -> object:
+    """Return messages or tools as plain data. Arguments that have not been parsed stay so."""
+    return msgspec.to_builtins(values, builtin_types=(Raw,)) if values and isinstance(values[0], Struct) else values
 
 
 def logging_level() -> str:

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,9 +27,13 @@ SEND = "culet.send"  # scope key of the middleware's own `send`, which bypasses 
 ABORT = "culet.abort"  # scope key of a function that aborts the connection and drops unsent bytes
 HALF_CLOSED = "culet.half_closed"  # scope key that is set when the client will send nothing more, and perhaps has left
 DONE = b"data: [DONE]\n\n"
+T = TypeVar("T")
 _KEEP_ALIVE_S = 15.0  # Send a comment after this time without events. It starts the response if there was no event yet.
 _WATCH_PERIOD_S = 5.0
 _KEEP_ALIVE = b": keep-alive\n\n"
+_PATIENCE_S = 0.02  # most requests are prepared sooner
+_FIRST_LOOKS = 3  # Several turns of the event loop notice a connection that was closed right after the request.
+_FIRST_LOOK_S = 0.005
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -43,16 +48,16 @@ class ClientGone(Exception):
 class EventStream(Response):
     """Streams one or several generations as server-sent events.
 
-    `open` submits them. `write(index, generation, deltas)` returns the bytes for new deltas of generation `index`. `begin` is
-    sent before them, and the result of `end` after them. Nothing is sent before the first delta or keep-alive comment, so
-    earlier failures get an HTTP status.
+    `open` submits them. `write(index, generation, deltas)` returns the bytes for new deltas of generation `index`, or an async
+    iterator if they may be many. `begin` is sent before them, and the result of `end` after them. Nothing is sent before the
+    first delta or keep-alive comment, so earlier failures get an HTTP status.
     """
 
     def __init__(
         self,
         service: Service,
         open: Sequence[Callable[[], Generation]],
-        write: Callable[[int, Generation, list[OutputDelta]], bytes],
+        write: Callable[[int, Generation, list[OutputDelta]], bytes | AsyncIterator[bytes]],
         *,
         begin: bytes = b"",
         end: Callable[[Sequence[Generation]], bytes] = lambda generations: DONE,
@@ -88,10 +93,10 @@ class EventStream(Response):
         try:
             if len(generations) == 1:
                 async for deltas in generations[0].deltas():
-                    await self._send(send, self._write(0, generations[0], deltas))
+                    await self._send_written(send, self._write(0, generations[0], deltas))
             else:
                 async for index, deltas in _interleave(generations):
-                    await self._send(send, self._write(index, generations[index], deltas))
+                    await self._send_written(send, self._write(index, generations[index], deltas))
             await self._send(send, self._end(generations))
         except CuletError as error:
             if not self._has_started:
@@ -100,6 +105,15 @@ class EventStream(Response):
             await self._send(send, self._write_error(error))
         if not self._is_gone:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_written(self, send: Send, written: bytes | AsyncIterator[bytes]) -> None:
+        if isinstance(written, bytes):
+            await self._send(send, written)
+            return
+        async for data in written:
+            if self._is_gone:
+                return
+            await self._send(send, data)
 
     async def _send(self, send: Send, data: bytes) -> None:
         if not data or self._is_gone:
@@ -177,23 +191,56 @@ async def _wait_gone(receive: Receive) -> None:
             return
 
 
-async def run_all(request: Request, open: Sequence[Callable[[], Generation]]) -> list[Generation]:
-    """Submit generations and wait until all have ended. Cancel them if the client disconnects."""
+Read = Callable[[int, Generation, list[OutputDelta]], Awaitable[None]]
+
+
+async def run_all(request: Request, open: Sequence[Callable[[], Generation]], read: Read | None = None) -> list[Generation]:
+    """Submit generations and wait until all have ended. Cancel them if the client disconnects.
+
+    `read(index, generation, deltas)` is called with each generation's deltas. It must await so that long work does not block.
+    """
+
+    async def run(index: int, generation: Generation) -> None:
+        if read is None:
+            generation.start_over_if_needed()
+        async for deltas in generation.deltas():
+            if read is not None:
+                await read(index, generation, deltas)
+
     async with AsyncExitStack() as stack:
-        generations = [await stack.enter_async_context(open_generation()) for open_generation in open]
+        generations = []
+        for open_generation in open:
+            generations.append(await stack.enter_async_context(open_generation()))
+            await asyncio.sleep(0)  # submitting takes time that grows with the prompt
         release_body(request.scope)
-        await _unless_gone(request, asyncio.gather(*(generation.run() for generation in generations)))
+        await unless_gone(request, lambda: asyncio.gather(*(run(*entry) for entry in enumerate(generations))))
         return generations
 
 
-async def _unless_gone(request: Request, work: Awaitable[object]) -> None:
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_wait_gone(request.receive))
+async def unless_gone(request: Request, start: Callable[[], Awaitable[T]], *, is_large: bool = False) -> T:
+    """Start work and wait for it, and cancel it if the client disconnects.
+
+    Most work ends soon, so the connection is watched only after a while. Work for a large request is expensive, so it is not
+    even started if the client has already left.
+    """
+    task: asyncio.Future[T] | None = None
+    gone: asyncio.Future[None] | None = None
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if is_large:
+            gone = asyncio.ensure_future(_wait_gone(request.receive))
+            for _ in range(_FIRST_LOOKS):
+                if (await asyncio.wait({gone}, timeout=_FIRST_LOOK_S))[0]:
+                    raise ClientGone
+        task = asyncio.ensure_future(start())
+        if gone is None and (await asyncio.wait({task}, timeout=_PATIENCE_S))[0]:
+            return task.result()
+        gone = gone or asyncio.ensure_future(_wait_gone(request.receive))
+        watched: set[asyncio.Future[Any]] = {task, gone}
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
-        task.result()
+        return task.result()
     finally:
-        task.cancel()
-        gone.cancel()
+        for future in (task, gone):
+            if future is not None:
+                future.cancel()

@@ -13,16 +13,19 @@ MEDIA_PARTS = frozenset(
 )
 
 
-def check_messages(messages: object) -> list[dict[str, Any]]:
-    """Check the messages and return them as plain dicts. The role `model` becomes `assistant`."""
+def check_messages(messages: object, *, parsed: bool = True) -> list[dict[str, Any]]:
+    """Check the messages and return them as plain dicts. The role `model` becomes `assistant`.
+
+    With `parsed`, the arguments of tool calls must be mappings. Otherwise they may also be JSON, which is checked later.
+    """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise BadRequest(f"messages: got {type(messages).__name__}, expected a list of messages")
     if not messages:
         raise BadRequest("messages: got an empty list, expected at least one message")
-    return [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_check_message(message, f"messages[{index}]", parsed) for index, message in enumerate(messages)]
 
 
-def _check_message(message: object, where: str) -> dict[str, Any]:
+def _check_message(message: object, where: str, parsed: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise BadRequest(f"{where}: got {type(message).__name__}, expected a mapping with role and content")
     role = "assistant" if message.get("role") == "model" else message.get("role")
@@ -36,7 +39,7 @@ def _check_message(message: object, where: str) -> dict[str, Any]:
     if message.get("tool_calls") is not None:
         if role != "assistant":
             raise BadRequest(f"{where}: got tool_calls in a {role} message, but only assistant messages may have them")
-        checked["tool_calls"] = _check_calls(message["tool_calls"], f"{where}.tool_calls")
+        checked["tool_calls"] = _check_calls(message["tool_calls"], f"{where}.tool_calls", parsed)
     content = message.get("content")
     has_other = bool(message.get("tool_calls") or message.get("tool_responses"))
     if content is None and not (role == "assistant" and has_other):
@@ -61,7 +64,7 @@ def _check_part(part: object, where: str) -> dict[str, Any]:
     return dict(part)
 
 
-def _check_calls(calls: object, where: str) -> list[dict[str, Any]]:
+def _check_calls(calls: object, where: str, parsed: bool) -> list[dict[str, Any]]:
     if isinstance(calls, str | bytes | Mapping) or not isinstance(calls, Sequence):
         raise BadRequest(f"{where}: got {type(calls).__name__}, expected a list of calls")
     for index, call in enumerate(calls):
@@ -69,6 +72,8 @@ def _check_calls(calls: object, where: str) -> list[dict[str, Any]]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadRequest(f"{where}[{index}]: expected {{'function': {{'name': ..., 'arguments': {{...}}}}}}")
         arguments = function.get("arguments")
+        if not parsed:
+            continue
         if isinstance(arguments, str):
             raise BadRequest(
                 f"{where}[{index}].function.arguments: got a string, expected a mapping",

@@ -3,28 +3,65 @@
 A template comes with a checkpoint, so it is untrusted code. It is rendered in Jinja's sandbox, in a separate process with
 limits on time and memory. Weaker measures cannot stop every template. The sandbox limits `range`, but not nested loops or
 `"a" * 10**10`. A thread cannot be interrupted inside C code such as `9 ** (9 ** 9)`, which blocks the whole interpreter.
-The process starts with the first message (about 0.1 s) and keeps running, so each template is compiled once.
+Processes start on demand (about 0.1 s each) and keep running, so each template is compiled once per process.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from culet.errors import BadRequest, CheckpointError
-from culet.line_process import LineProcess
+from culet.line_process import LineProcess, Stopper
 from culet.text.messages import check_messages, check_tools
 
 BUILT_IN = Path(__file__).with_name("gemma4.jinja")
-TIME_LIMIT_S = 5.0
-MAX_CHARS = 16 << 20  # limit on rendered text, more than the longest context holds
-MAX_BYTES = 2 << 30  # limit on the process's address space
-# -P keeps the script's folder off the module path, so that our modules do not shadow modules that Jinja imports.
-_WORKER = ("-P", str(Path(__file__).with_name("template_worker.py")))
+_WORKER = "culet.text.template_worker"
 _SPECIAL_TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+_ATTEMPTS = 2
+_encoder = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True)
+class RenderLimits:
+    """Limits on rendering."""
+
+    num_processes: int = 1  # that render at the same time
+    time_limit_s: float = 5.0  # for one conversation
+    max_chars: int = 16 << 20  # of rendered text, more than the longest context holds
+    max_bytes: int = 2 << 30  # of a process's address space
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation and how to render it. `options` are extra variables for the template.
+
+    With `parsed`, the arguments of tool calls are mappings. Otherwise they may also be JSON.
+    """
+
+    messages: object
+    tools: object = None
+    add_generation_prompt: bool = True
+    enable_thinking: bool = False
+    options: Mapping[str, Any] | None = None
+    parsed: bool = True
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """The text of a prompt, with special tokens spelled out.
+
+    The text between two `cuts` is tokenized by itself, so that control tokens in a client's text stay plain text.
+    """
+
+    text: str
+    cuts: Sequence[int] = ()
 
 
 class ChatTemplate:
@@ -32,7 +69,8 @@ class ChatTemplate:
 
     `templates` maps names to Jinja sources. The names are `default` and optionally `tool_use`, for conversations with tools.
     `empty_thought` tells the built-in template to begin an answer with an empty thought if thinking is off. The models without
-    per-layer embeddings (12B, 26B-A4B, 31B) were trained that way. E2B and E4B were not.
+    per-layer embeddings (12B, 26B-A4B, 31B) were trained that way. E2B and E4B were not. `control_tokens` are those that
+    messages and tools cannot contain: if a client spells one out, it stays plain text.
     """
 
     def __init__(
@@ -42,102 +80,155 @@ class ChatTemplate:
         origin: str,
         empty_thought: bool,
         special_tokens: Mapping[str, str] | None = None,
-        time_limit_s: float = TIME_LIMIT_S,
-        max_chars: int = MAX_CHARS,
+        control_tokens: Sequence[str] = (),
+        limits: RenderLimits | None = None,
     ) -> None:
+        self._limits = limits or RenderLimits()
         self.origin = origin  # the source of the template, for error messages
+        self.num_replaced = 0  # processes that died, hung or were killed
         self._templates = dict(templates)
         self._constants = {**_SPECIAL_TOKENS, **(special_tokens or {}), "empty_thought": empty_thought}
-        self._setup = {
-            "templates": self._templates,
-            "time_limit_s": time_limit_s,
-            "max_chars": max_chars,
-            "max_bytes": MAX_BYTES,
-        }
-        self._time_limit_s = time_limit_s
+        self._setup = json.dumps(
+            {
+                "templates": self._templates,
+                "control_tokens": list(control_tokens),
+                "time_limit_s": self._limits.time_limit_s,
+                "max_chars": self._limits.max_chars,
+                "max_bytes": self._limits.max_bytes,
+            }
+        )
+        self._free = threading.Semaphore(self._limits.num_processes)
         self._lock = threading.Lock()
-        self._process: LineProcess | None = None
+        self._idle: list[LineProcess] = []
 
     @classmethod
-    def of_checkpoint(cls, folder: str | Path, *, empty_thought: bool) -> ChatTemplate:
+    def of_checkpoint(
+        cls,
+        folder: str | Path,
+        *,
+        empty_thought: bool,
+        control_tokens: Sequence[str] = (),
+        limits: RenderLimits | None = None,
+    ) -> ChatTemplate:
         """Load the checkpoint's template, or the built-in one if it has none."""
         folder = Path(folder)
         config = _read_json(folder / "tokenizer_config.json")
         special = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
         templates, origin = _find_templates(folder, config)
-        return cls(templates, origin=origin, empty_thought=empty_thought, special_tokens=special)
+        return cls(
+            templates,
+            origin=origin,
+            empty_thought=empty_thought,
+            special_tokens=special,
+            control_tokens=control_tokens,
+            limits=limits,
+        )
 
-    def render(
-        self,
-        messages: object,
-        *,
-        tools: object = None,
-        add_generation_prompt: bool = True,
-        enable_thinking: bool = False,
-        options: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Return the prompt text, with special tokens spelled out. `options` are extra variables for the template."""
-        variables: dict[str, Any] = {
-            "messages": check_messages(messages),
-            "tools": check_tools(tools),
-            "add_generation_prompt": add_generation_prompt,
-            "enable_thinking": enable_thinking,
-        }
-        for name in options or {}:
-            if name in variables or name in self._constants:
+    def render(self, messages: object, **options: Any) -> str:
+        """Return the prompt text of a conversation. `options` are the other fields of `Chat`."""
+        return self.render_chat(Chat(messages, **options)).text
+
+    def render_chat(self, chat: Chat, stopper: Stopper | None = None) -> RenderedChat:
+        """Return the prompt of a conversation. `stopper` ends the work from another thread."""
+        tools = check_tools(chat.tools)
+        client = {"messages": check_messages(chat.messages, parsed=chat.parsed), "tools": tools}
+        own = {**self._constants, "add_generation_prompt": chat.add_generation_prompt, "enable_thinking": chat.enable_thinking}
+        for name in chat.options or {}:
+            if name in client or name in own:
                 raise BadRequest(f"chat template option {name}: this name is reserved")
-        variables.update({**self._constants, **(options or {})})
-        name = "tool_use" if variables["tools"] and "tool_use" in self._templates else "default"
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
         try:
-            request = json.dumps({"name": name, "variables": variables})
+            line = _encoder.encode({"name": name, "client": {**client, **(chat.options or {})}, "own": own})
         except (TypeError, ValueError, RecursionError) as error:
             raise BadRequest(
                 f"messages: cannot convert them to JSON: {error}",
                 hint="use only JSON types: strings, numbers, lists and objects",
             ) from error
-        with self._lock:
-            return self._ask(request)
-
-    def close(self) -> None:
-        """End the process. The next render starts a new one."""
-        with self._lock:
-            self._end()
-
-    def _end(self) -> None:
-        if self._process is not None:
-            self._process.end()
-            self._process = None
-
-    def _ask(self, request: str) -> str:
-        if self._process is not None and not self._process.is_alive:
-            self._end()
-        try:
-            if self._process is None:
-                self._process = LineProcess(_WORKER, "renders chat templates")
-                reply = self._process.ask(json.dumps(self._setup), self._time_limit_s)
-                if "error" in reply:
-                    raise CheckpointError(
-                        f"chat template ({self.origin}): {reply['error']}",
-                        hint="fix the template, or remove it to use the built-in one",
-                    )
-            reply = self._process.ask(request, self._time_limit_s)
-        except TimeoutError as error:
-            self._end()
-            raise BadRequest(
-                f"chat template ({self.origin}): rendering was stopped after {self._time_limit_s:g} s",
-                hint="check whether the checkpoint's chat_template loops forever",
-            ) from error
-        except OSError as error:
-            self._end()
-            raise BadRequest(
-                f"chat template ({self.origin}): the rendering process died, perhaps because it ran out of memory"
-            ) from error
-        except CheckpointError:
-            self._end()
-            raise
+        with self._free:
+            reply = self._ask(line, stopper or Stopper())
+        if reply.get("kind") == "input":
+            raise BadRequest(reply["error"])
         if "error" in reply:
             raise BadRequest(f"chat template ({self.origin}): {reply['error']}")
-        return str(reply["text"])
+        return RenderedChat(reply["text"], reply["cuts"])
+
+    def warm_up(self) -> None:
+        """Start all processes now, so that the first conversations do not wait for them."""
+        for _ in range(self._limits.num_processes - len(self._idle)):
+            self._give_back(self._start())
+
+    def close(self) -> None:
+        """End the idle processes. The next render starts a new one."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for process in idle:
+            process.end()
+
+    def _ask(self, line: bytes, stopper: Stopper) -> dict[str, Any]:
+        """Ask a process. If it dies or is stopped from outside, ask another one, once.
+
+        A process that is lost is replaced here and now, so that no other conversation waits for a process to start.
+        """
+        time_limit_s = self._limits.time_limit_s
+        process = self._take()
+        for _ in range(_ATTEMPTS):
+            try:
+                with stopper.watch(process):
+                    reply = process.ask(line, time_limit_s)
+            except OSError as error:
+                process = self._replace(process)
+                if isinstance(error, TimeoutError):
+                    self._give_back(process)
+                    raise BadRequest(
+                        f"chat template ({self.origin}): rendering was stopped after {time_limit_s:g} s",
+                        hint="check whether the checkpoint's chat_template loops forever",
+                    ) from error
+                if stopper.is_stopped:
+                    break
+            else:
+                self._give_back(process)
+                return reply
+        self._give_back(process)
+        raise BadRequest(f"chat template ({self.origin}): the rendering process died, perhaps because it ran out of memory")
+
+    def _take(self) -> LineProcess:
+        """Return an idle process, or a new one if there is none yet."""
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        if process is None:
+            return self._start()
+        return process if process.is_alive else self._replace(process)
+
+    def _replace(self, process: LineProcess) -> LineProcess:
+        process.end()
+        with self._lock:
+            self.num_replaced += 1
+        return self._start()
+
+    def _give_back(self, process: LineProcess) -> None:
+        with self._lock:
+            self._idle.append(process)
+
+    def _start(self) -> LineProcess:
+        process = LineProcess(_WORKER, "renders chat templates")
+        time_limit_s = self._limits.time_limit_s
+        try:
+            reply = process.ask(self._setup, time_limit_s)
+        except OSError as error:
+            process.end()
+            is_late = isinstance(error, TimeoutError)
+            problem = f"compiling was stopped after {time_limit_s:g} s" if is_late else "the process that compiled it died"
+            raise BadRequest(
+                f"chat template ({self.origin}): {problem}",
+                hint="check whether the checkpoint's chat_template contains an expression that never ends",
+            ) from error
+        if "error" in reply:
+            process.end()
+            raise CheckpointError(
+                f"chat template ({self.origin}): {reply['error']}",
+                hint="fix the template, or remove it to use the built-in one",
+            )
+        return process
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import codecs
 import json
 import operator
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ class Tokenizer:
         self._replacements, self._has_byte_tokens = _read_decoder(self._tokenizer, path)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._control_tokens = tuple(
+            token.content for token_id, token in added.items() if token_id in self._special_ids or _looks_special(token.content)
+        )
         self._pieces: dict[int, bytes] = {}
 
     @property
@@ -50,6 +54,11 @@ class Tokenizer:
         """The ids of control tokens, which are not text."""
         return self._special_ids
 
+    @property
+    def control_tokens(self) -> Sequence[str]:
+        """The texts of control tokens. `encode` turns each of them into its own token, wherever it appears."""
+        return self._control_tokens
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its name, such as `<turn|>`. Return None if it is not in the vocabulary."""
         return self._tokenizer.token_to_id(token)
@@ -58,13 +67,25 @@ class Tokenizer:
         """Return the token ids of `text`, which may spell out special tokens. `add_bos` prepends <bos> if it is missing."""
         if not isinstance(text, str):
             raise BadRequest(f"prompt: got {type(text).__name__}, expected a string")
-        try:
-            token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        except (UnicodeError, TypeError) as error:
-            raise BadRequest("prompt: got half of a surrogate pair, expected valid Unicode") from error
+        token_ids = self._encode(text)
         bos_id = self.token_id(BOS_TOKEN)
         if add_bos and bos_id is not None and token_ids[:1] != [bos_id]:
             token_ids.insert(0, bos_id)
+        return token_ids
+
+    def encode_pieces(self, text: str, cuts: Sequence[int]) -> list[int]:
+        """Return the token ids of `text`, cut at these positions. A special token that is cut becomes plain text."""
+        if not cuts:
+            return self.encode(text)
+        borders = [0, *cuts, len(text)]
+        return [token_id for begin, end in pairwise(borders) for token_id in self.encode(text[begin:end])]
+
+    def _encode(self, text: str) -> list[int]:
+        try:  # this call releases the GIL, and it is faster than `encode`, which also computes offsets
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        except (UnicodeError, TypeError) as error:
+            raise BadRequest("prompt: got half of a surrogate pair, expected valid Unicode") from error
+        token_ids: list[int] = encoding.ids
         return token_ids
 
     def decode(self, token_ids: Iterable[int], *, skip_special: bool = True) -> str:
@@ -102,6 +123,7 @@ class NumberTokenizer(Tokenizer):
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._special_ids = frozenset()
+        self._control_tokens = ()
         self._pieces = {}
 
     @property
@@ -123,6 +145,11 @@ class NumberTokenizer(Tokenizer):
 
     def _make_piece(self, token_id: int) -> bytes:
         return f" {token_id}".encode() if token_id < self._vocab_size else b""
+
+
+def _looks_special(text: str) -> bool:
+    """Return whether a token is written like Gemma 4's control tokens, such as `<|turn>`, even if it is not marked as one."""
+    return (text.startswith("<|") and text.endswith(">")) or (text.startswith("<") and text.endswith("|>"))
 
 
 def _read_decoder(tokenizer: tokenizers.Tokenizer, path: Path) -> tuple[list[tuple[str, str]], bool]:

@@ -35,8 +35,8 @@ def events(response: httpx.Response) -> Iterator[str]:
 
 
 def test_engine_killed_mid_stream(scripted: Callable[..., Running]) -> None:
-    """Streams end with an error event, other requests with a 503, /health answers 503, and the server exits with 2."""
-    with scripted(step_s=0.02) as server, ThreadPoolExecutor(1) as pool:
+    """Without restarts, streams end with an error event, other requests with a 503, and the server exits with 2."""
+    with scripted(step_s=0.02, settings={"max_engine_restarts": 0}) as server, ThreadPoolExecutor(1) as pool:
         whole = pool.submit(server.chat, ignore_eos=True, max_tokens=5000)
         with server.http.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 5000}) as response:
             source = events(response)
@@ -329,8 +329,8 @@ def test_a_stuck_queue(scripted: Callable[..., Running]) -> None:
 
 
 def test_an_engine_that_hangs(scripted: Callable[..., Running]) -> None:
-    """If a step never ends, /health answers 503, the engine is killed and its requests fail."""
-    with scripted(step_s=60, settings={"limits": "step_s=1"}) as server:
+    """If a step never ends, the engine is killed and its requests fail."""
+    with scripted(step_s=60, settings={"limits": "step_s=1", "max_engine_restarts": 0}) as server:
         answer = server.chat()
         assert answer.status_code == 503
         assert server.wait() == 2

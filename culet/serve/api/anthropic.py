@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from culet.errors import BadRequest, CuletError, UnsupportedError
-from culet.serve.api.chat_request import PreparedChat, prepare
+from culet.serve.api.chat_request import PreparedChat, check_chat, prepare
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, read_body, request_id_of
 from culet.serve.api.fields import (
     Count,
@@ -32,7 +32,7 @@ from culet.serve.generation import Generation
 from culet.serve.http_errors import reply_to
 from culet.serve.service import Service
 from culet.serve.streams import EventStream, run_all
-from culet.structured.forms import schema_form
+from culet.structured.forms import SchemaText, schema_form
 from culet.text.output import OutputDelta
 from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece
 
@@ -71,7 +71,7 @@ class ToolUseBlock(Struct, tag="tool_use"):
 
     id: Annotated[str, Meta(max_length=256)]
     name: ToolName
-    input: dict[str, Any]
+    input: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]  # may be long, so it is parsed later
 
 
 class ToolResultBlock(Struct, tag="tool_result"):
@@ -128,7 +128,7 @@ class OutputFormat(Struct):
     """The required format of the answer."""
 
     type: Literal["json_schema"]
-    schema_: Schema = msgspec.field(name="schema")
+    schema_: SchemaText = msgspec.field(name="schema")
 
 
 class OutputConfig(Struct):
@@ -213,6 +213,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
         service.check_model(body.model)
         choice = body.tool_choice
         tools = [] if choice is not None and choice.type == "none" else _tools(body)
+        await check_chat(service, body.messages, tools)
         tokens = await service.encode_chat(_openai_messages(body), tools=tools or None, enable_thinking=_thinking(body))
     except CuletError as error:
         return _error_response(error)
@@ -229,6 +230,7 @@ async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
     names = {"any": "required", "none": "none", "auto": "auto"}
     if choice is not None and choice.type == "tool" and choice.name is None:
         raise BadRequest("tool_choice.name: the name of a tool is required")
+    await check_chat(service, body.messages, ())
     return await prepare(
         service,
         _openai_messages(body),
@@ -305,6 +307,8 @@ def _from_model(blocks: Sequence[Block], where: str) -> dict[str, Any]:
             case ThinkingBlock():
                 thoughts.append(block.thinking)
             case ToolUseBlock():
+                if memoryview(block.input)[:1] != b"{":
+                    raise BadRequest(f"{where}[{index}].input: expected an object")
                 calls.append({"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}})
             case RedactedBlock():
                 pass

@@ -44,18 +44,16 @@ class Endpoint:
 
 async def read_body(service: Service, request: Request, kind: type[T]) -> T:
     """Read the request's body as a `kind`. Raise a BadRequest if it does not match, or would take too long to decode."""
-    body, cost, max_cost = bytearray(), JsonCost(), service.limits.json_values
-    async for piece in request.stream():
-        body += piece
-        if len(body) > _SMALL_BODY:
-            cost.push(piece if len(body) > _SMALL_BODY + len(piece) else bytes(body))
-            if cost.cost > max_cost:
-                raise BadRequest(
-                    f"body: more than {max_cost} values, where each list or object counts as eight",
-                    hint="send less at once, or raise the limit with --limits json_values=N",
-                )
+    body = await request.body()
     if len(body) <= _SMALL_BODY:
         return decode(kind, body)
+    cost, max_cost = JsonCost(), service.limits.json_values
+    cost.push(body)
+    if cost.cost > max_cost:
+        raise BadRequest(
+            f"body: more than {max_cost} values, where each list or object counts as eight",
+            hint="send less at once, or raise the limit with --limits json_values=N",
+        )
     return await asyncio.get_running_loop().run_in_executor(_decoding_thread, decode, kind, body)
 
 

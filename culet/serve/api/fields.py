@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from culet.errors import BadRequest
 from culet.serve.service import Service
@@ -28,6 +28,10 @@ Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Schema = dict[str, Any]
+# The arguments of an earlier tool call, as JSON text or as an object. They may be long, so the template process parses them.
+RawArguments = Annotated[
+    Raw, Meta(extra_json_schema={"anyOf": [{"type": "string", "maxLength": MAX_TEXT}, {"type": "object"}]})
+]
 
 
 class StreamOptions(Struct):

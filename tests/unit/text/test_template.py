@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from culet.errors import BadRequest, CheckpointError, UnsupportedError
-from culet.text.template import BUILT_IN, ChatTemplate
+from culet.text.template import BUILT_IN, ChatTemplate, RenderLimits
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -245,7 +245,7 @@ def test_special_characters_pass_unchanged(small):
         ([{"role": "assistant", "tool_calls": {"a": 1}}], BadRequest, "tool_calls: got dict"),
         ([USER, {"role": "assistant", "content": "x", "reasoning": 3}], BadRequest, "reasoning: got int"),
         ([USER, {"role": "tool", "content": "r"}], BadRequest, "must follow an assistant message with tool_calls"),
-        ([{"role": "user", "content": "x", "extra": {1, 2}}], BadRequest, "cannot convert them to JSON"),
+        ([{"role": "user", "content": "x", "extra": object()}], BadRequest, "cannot convert them to JSON"),
     ],
 )
 def test_bad_messages(small, messages, error, message):
@@ -369,19 +369,20 @@ RUNAWAYS = {
 
 @pytest.mark.parametrize("name", RUNAWAYS)
 def test_runaway_template_is_stopped(name):
-    template = own(RUNAWAYS[name], time_limit_s=0.5)
+    template = own(RUNAWAYS[name], limits=RenderLimits(time_limit_s=0.5))
     with pytest.raises(BadRequest, match=r"stopped after 0\.5 s"):
         template.render([USER])
-    assert template._process is None
+    assert all(process.is_alive for process in template._idle)
 
 
 def test_rendering_continues_after_a_runaway():
-    template = own("{% if messages[0].content == 'loop' %}" + RUNAWAYS["nested loops"] + "{% endif %}fine", time_limit_s=3.0)
+    source = "{% if messages[0].content == 'loop' %}" + RUNAWAYS["nested loops"] + "{% endif %}fine"
+    template = own(source, limits=RenderLimits(time_limit_s=3.0))
     process_ids = []
     for content, is_fine in (("x", True), ("loop", False), ("x", True), ("y", True)):
         if is_fine:
             assert template.render([{"role": "user", "content": content}]) == "fine"
-            process_ids.append(template._process._process.pid)
+            process_ids.append(template._idle[0].process_id)
         else:
             with pytest.raises(BadRequest):
                 template.render([{"role": "user", "content": content}])
@@ -391,21 +392,21 @@ def test_rendering_continues_after_a_runaway():
 def test_a_killed_process_is_replaced():
     template = own("fine")
     template.render([USER])
-    template._process._process.kill()
-    template._process._process.wait()
+    (process,) = template._idle
+    process.kill()
     assert template.render([USER]) == "fine"
 
 
 def test_process_ends_with_its_template():
     template = own("fine")
     template.render([USER])
-    process = template._process._process
+    (process,) = template._idle
     template.close()
-    assert process.poll() is not None
+    assert not process.is_alive
     template.render([USER])
-    process = template._process._process
-    del template
-    assert process.poll() is not None
+    popen = template._idle[0]._process
+    del template, process
+    assert popen.poll() is not None
 
 
 def test_several_threads_share_a_template():
@@ -425,5 +426,5 @@ def test_long_conversations_stay_within_the_time_limit(small):
 def test_no_process_without_a_message():
     before = len(os.listdir("/proc/self/fd"))
     template = built_in(True)
-    assert template._process is None
+    assert not template._idle
     assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,132 @@
+"""Programs that do not read, do not answer, were stopped or were killed never hold up their caller."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from culet.errors import BadRequest
+from culet.line_process import LineProcess, Stopper
+from culet.text.template import Chat, ChatTemplate, RenderLimits
+
+HELLO = [{"role": "user", "content": "Hi"}]
+DEAF = "print('{}', flush=True); import time; time.sleep(1000)"
+ECHO = """
+import sys
+print('{}', flush=True)
+for line in sys.stdin.buffer:
+    print('{"size": %d}' % len(line), flush=True)
+"""
+LONG = "x" * (4 << 20)  # longer than any pipe
+
+
+def own(source: str, **limits: float) -> ChatTemplate:
+    return ChatTemplate({"default": source}, origin="test", empty_thought=False, limits=RenderLimits(**limits))
+
+
+def test_writing_to_a_program_that_does_not_read_ends_in_time():
+    process = LineProcess(["-c", DEAF], "sleeps")
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        process.ask(LONG, 0.5)
+    assert 0.4 < time.monotonic() - began < 30
+    process.end()
+
+
+def test_long_lines_arrive_whole():
+    process = LineProcess(["-c", ECHO], "echoes")
+    for line in (LONG, "short", LONG.encode(), "two\nlines"):
+        assert process.ask(line, 60.0) == {"size": len(line) + 1}
+    process.end()
+
+
+def test_a_stopped_program_is_noticed_long_before_the_time_limit():
+    process = LineProcess(["-c", ECHO], "echoes")
+    os.kill(process.process_id, signal.SIGSTOP)
+    for line in ("short", LONG):
+        with pytest.raises(ConnectionError, match="stopped"):
+            process.ask(line, 1000.0)
+    process.end()
+
+
+def test_a_stopped_template_process_is_replaced_and_the_question_asked_again():
+    template = own("fine {{ messages[0].content }}", time_limit_s=300.0)
+    assert template.render(HELLO) == "fine Hi"
+    (process,) = template._idle
+    for content in ("Hi", LONG):
+        (process,) = template._idle
+        os.kill(process.process_id, signal.SIGSTOP)
+        assert template.render([{"role": "user", "content": content}]) == f"fine {content}"
+        assert not process.is_alive
+    assert template.num_replaced == 2
+    template.close()
+
+
+def test_a_killed_template_process_is_replaced_while_it_works():
+    """The first process is killed while it renders. The second one answers."""
+    template = own("{% for a in range(3000) %}{% for b in range(3000) %}{% endfor %}{% endfor %}fine", time_limit_s=300.0)
+    template.warm_up()
+    (process,) = template._idle
+    timer = threading.Timer(0.2, process.kill)
+    timer.start()
+    assert template.render(HELLO) == "fine"
+    timer.join()
+    template.close()
+
+
+def test_a_question_that_kills_its_process_is_asked_only_twice(monkeypatch):
+    template = own("fine")
+    template.warm_up()
+    asked = []
+    ask = LineProcess.ask
+
+    def ask_and_die(process: LineProcess, line: str | bytes, limit_s: float) -> dict:
+        if line == template._setup:
+            return ask(process, line, limit_s)
+        asked.append(process.process_id)
+        process.kill()
+        return process._receive(time.monotonic() + 60)
+
+    monkeypatch.setattr(LineProcess, "ask", ask_and_die)
+    with pytest.raises(BadRequest, match="died, perhaps because it ran out of memory"):
+        template.render(HELLO)
+    assert len(set(asked)) == len(asked) == 2
+    assert template.num_replaced == 2
+    template.close()
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.5])
+def test_a_question_can_be_withdrawn(delay_s):
+    """The process is killed at once, and no other one is asked. The next question gets a new process."""
+    endless = "{% if messages[0].content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+    template = own(endless + "{% endfor %}{% endif %}fine", time_limit_s=1000.0)
+    template.warm_up()
+    (process,) = template._idle
+    stopper = Stopper()
+    timer = threading.Timer(delay_s, stopper.stop)
+    timer.start()
+    with pytest.raises(BadRequest):
+        template.render_chat(Chat([{"role": "user", "content": "loop"}]), stopper)
+    timer.join()
+    assert not process.is_alive
+    assert template.num_replaced == 1
+    assert template.render(HELLO) == "fine"
+    template.close()
+
+
+def test_processes_work_side_by_side_up_to_their_number():
+    template = own("{{ messages[0].content }}", num_processes=3)
+    template.warm_up()
+    before = {process.process_id for process in template._idle}
+    assert len(before) == 3
+    threads = [threading.Thread(target=template.render, args=(HELLO,)) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {process.process_id for process in template._idle} == before
+    template.close()
