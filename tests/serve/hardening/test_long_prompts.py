@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.serve.running import PATIENCE, Running, wait_for
 
 NUM_ATTACKERS = 12
