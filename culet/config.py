@@ -214,6 +214,8 @@ class Limits:
     """What one client may ask of the server, and how long it may take. `--limits n=4,body_mb=64` changes some of them."""
 
     body_mb: int = 16  # size of a request
+    bodies_mb: int = 128  # size of all requests that are being read or prepared
+    json_values: int = 500_000  # in one request. A list or an object counts as eight.
     messages: int = 4096  # in one chat
     tools: int = 128  # in one chat
     prompts: int = 128  # in one completions request
@@ -228,8 +230,16 @@ class Limits:
     header_s: int = 10  # for a client to send its request headers
     body_s: int = 30  # for a client to send the request body
     write_s: int = 60  # for a client to read what was sent to it
-    grammar_s: int = 5  # to compile one schema, regex or grammar
+    grammar_s: int = 5  # to compile one schema, regex or grammar, counted from the arrival of its request
+    grammars: int = 64  # requests that wait for a new grammar to be compiled
+    tool_kb: int = 1024  # JSON of all tools in one request
+    answer_mb: int = 32  # log-probabilities and repeated prompts in one answer
+    answers_mb: int = 64  # the same, of all answers that are being built
     step_s: int = 300  # for one step of the engine before it counts as dead
+
+    def __post_init__(self) -> None:
+        if self.bodies_mb < self.body_mb:
+            raise ConfigError(f"limits: bodies_mb: got {self.bodies_mb}, expected at least body_mb, which is {self.body_mb}")
 
 
 def read_limits(text: str) -> Limits:
@@ -255,6 +265,15 @@ class ServeConfig:
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 means all interfaces.")
     port: int = option(8000, "Port to listen on; 0 picks a free one.")
+    uds: str | None = option(None, "Unix socket to listen on instead of a port.")
+    reuse_port: bool = option(
+        False,
+        "Share the port with another server, and listen once the model is ready, so that a new version can take over.",
+        flag="--reuse-port/--no-reuse-port",
+    )
+    ssl_certfile: str | None = option(None, "Certificate for HTTPS, a PEM file with the whole chain.")
+    ssl_keyfile: str | None = option(None, "Private key of the certificate (default: it is in the same file).")
+    ssl_keyfile_password: str | None = option(None, "Password of the private key.")
     api_key: str | None = option(
         None,
         "API keys that clients must send, separated by commas (default: CULET_API_KEY; if neither is set, no key is needed).",
@@ -272,13 +291,16 @@ class ServeConfig:
     request_timeout: float = option(3600.0, "Maximum duration of a request, in seconds.")
     queue_timeout: float = option(600.0, "Maximum wait for a request's first token, in seconds.")
     drain_timeout: float = option(30.0, "Seconds that running requests have to finish after Ctrl-C or SIGTERM.")
-    max_engine_restarts: int = option(0, "How many times to restart an engine that died; after that the server exits.")
+    max_engine_restarts: int = option(
+        3, "How many times to restart an engine that died, within engine-restart-window; after that the server exits."
+    )
+    engine_restart_window: float = option(600.0, "Time in which max-engine-restarts restarts are allowed, in seconds.")
     limits: str = option("", "Limits per request and client, as in n=4,body_mb=64; the serving guide lists them.")
     log_format: str = option("text", "Format of the log.", choices=("text", "json"))
     log_requests: bool = option(True, "Log one line per request.", flag="--log-requests/--no-log-requests")
 
     def __post_init__(self) -> None:
-        for name in ("request_timeout", "queue_timeout", "drain_timeout"):
+        for name in ("request_timeout", "queue_timeout", "drain_timeout", "engine_restart_window"):
             value = getattr(self, name)
             if not 0 <= value <= MAX_SECONDS or (value == 0 and name != "drain_timeout"):
                 raise ConfigError(f"{name.replace('_', '-')}: got {value}, expected a number of seconds up to {MAX_SECONDS}")
@@ -287,6 +309,10 @@ class ServeConfig:
         _positive(self, "text_workers")
         if self.max_engine_restarts < 0:
             raise ConfigError(f"max-engine-restarts: got {self.max_engine_restarts}, expected 0 or more")
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_keyfile_password):
+            raise ConfigError("ssl-keyfile: got a key without a certificate", hint="also set --ssl-certfile")
+        if self.uds is not None and self.reuse_port:
+            raise ConfigError("reuse-port: got a Unix socket, which cannot be shared", hint="omit --uds or --reuse-port")
         read_limits(self.limits)
 
 

@@ -10,14 +10,14 @@ import json
 import os
 import select
 import subprocess
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from culet.child import child_environment, python_command
 from culet.errors import InternalError
 
 START_LIMIT_S = 60.0  # for the process to start, which depends on the machine and not on the question
@@ -56,10 +56,11 @@ class Stopper:
 class LineProcess:
     """A running program. `ask` sends one line and waits for one line. Not thread-safe, except for `kill`."""
 
-    def __init__(self, arguments: Sequence[str], purpose: str, first_line: str | None = None) -> None:
-        """Start Python with `arguments`. Once started, the program writes a line, or answers `first_line`."""
+    def __init__(self, module: str, purpose: str, first_line: str | None = None) -> None:
+        """Run a module of Culet as a program. Once started, it writes a line, or answers `first_line`."""
         self._process = subprocess.Popen(
-            [sys.executable, *arguments],
+            python_command(module),
+            env=child_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -48,7 +48,7 @@ WHITE_SPACE = r"(\n[ \t]{0,64}| )?"
 class GrammarSpec:
     """A grammar as plain text, and the key of its compiled form."""
 
-    kind: str  # json_schema, regex, or lark (Lark's notation or GBNF)
+    kind: str  # json_schema, regex, lark (Lark's notation or GBNF), or choice (a JSON list of texts)
     text: str
     is_strict: bool = True  # for json_schema: reject keywords that cannot be enforced, instead of ignoring them
     after_thought: bool = False  # the model may think first, and the grammar applies after the thought
@@ -57,6 +57,10 @@ class GrammarSpec:
     def key(self) -> str:
         """A short key, equal for specs that compile to the same grammar."""
         return hashlib.sha256(f"{self.kind}\0{self.is_strict}\0{self.text}".encode("utf-8", "surrogatepass")).hexdigest()
+
+    def spec(self) -> GrammarSpec:
+        """Return this spec itself. Sampling parameters may hold a form or its spec."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class StructuredOutputs:
         elif self.grammar is not None:
             kind, text = "lark", self.grammar
         elif self.choice is not None:
-            kind, text = "lark", "start: " + " | ".join(json.dumps(text) for text in self.choice)
+            kind, text = "choice", json.dumps(self.choice)
         else:
             kind, text = "json_schema", _schema_text(self.json if self.json is not None else {"type": "object"})
         return GrammarSpec(kind, text, self.strict, self.after_thought)
@@ -136,7 +140,7 @@ class SamplingParams:
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    structured_outputs: StructuredOutputs | None = None  # a form that the output must have
+    structured_outputs: StructuredOutputs | GrammarSpec | None = None  # a form that the output must have
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

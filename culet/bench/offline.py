@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ import torch
 from culet.bench.answer_check import Verdict, check_rows, free_memory
 from culet.bench.settings import given_settings
 from culet.bench.workloads import START, THROUGHPUT, TPOT, Workload, make_prompts
+from culet.child import child_environment, python_command
 from culet.config import Config
 from culet.engine.llm import LLM, Result
 from culet.errors import CuletError, InternalError
@@ -185,11 +185,11 @@ def measure_start(config: Config, caches: Mapping[str, str]) -> Measured:
 def _start_once(config: Config, caches: Mapping[str, str]) -> dict[str, Any]:
     """Run `culet.bench.start` and return its report."""
     done = subprocess.run(
-        [sys.executable, "-m", "culet.bench.start", json.dumps(given_settings(config))],
+        python_command("culet.bench.start", json.dumps(given_settings(config))),
         stdout=subprocess.PIPE,
         text=True,
         timeout=START_LIMIT_S,
-        env={**os.environ, **caches},
+        env={**child_environment(), **caches},
         check=False,
     )
     if done.returncode:

@@ -91,27 +91,39 @@ class Engine:
         """Run one step. Return its new tokens, and the ends of requests that were cancelled or timed out.
 
         With look-ahead, the next step is launched before waiting for this one's result, so the device always has work.
+        If a step fails, raise. The next call returns the ends of the requests that were part of it, even if `has_work` is
+        false by then. All others go on.
         """
         for request_id, error in self._grammars.done():
             if error:
                 self._scheduler.cancel(request_id, reason=FinishReason.ERROR, error=error)
             self._scheduler.release(request_id)
+        is_running = False  # whether the worker, and not the scheduler, has the step
         try:
             while len(self._in_flight) < self._max_in_flight and (plan := self._scheduler.schedule()) is not None:
+                is_running = True
                 self._in_flight.append(self._worker.launch(plan))
-            result = self._in_flight.popleft().result() if self._in_flight else None
+                is_running = False
+            if self._in_flight:
+                is_running = True
+                result = self._in_flight.popleft().result()
+                is_running = False
+                self._scheduler.apply(result)
+            else:
+                self._grammars.wait(COMPILE_WAIT_S)  # there is nothing else to do
         except BaseException as error:
-            # The contents of the pages are unknown now, so end every request. The engine is then ready for new ones.
-            self._in_flight.clear()
-            self._scheduler.fail(f"{type(error).__name__}: {error}")
-            self._scheduler.deltas()
-            self._grammars.forget()
+            self._fail(f"{type(error).__name__}: {error}", is_running=is_running)
             raise
-        if result is not None:
-            self._scheduler.apply(result)
-        else:
-            self._grammars.wait(COMPILE_WAIT_S)  # there is nothing else to do
         return self._scheduler.deltas()
+
+    def _fail(self, error: str, *, is_running: bool) -> None:
+        """End the requests of the steps in flight if those failed. End all if the scheduler failed and cannot be trusted."""
+        self._in_flight.clear()
+        if is_running:
+            self._scheduler.fail_steps(error)
+        else:
+            self._scheduler.fail(error)
+            self._grammars.forget()
 
     def close(self) -> None:
         """Release the worker. The engine cannot be used afterwards."""

@@ -260,7 +260,9 @@ class LLM:
             try:
                 deltas = self.engine.step()
             except BaseException:
-                self._jobs.clear()  # the engine has ended every request
+                for request_id in self._jobs:  # the engine has ended only those that were part of the step
+                    self.engine.cancel(request_id)
+                self._jobs.clear()
                 raise
             for delta in deltas:
                 job = self._jobs.get(delta.request_id)

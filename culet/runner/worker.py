@@ -12,31 +12,21 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import weakref
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 from msgspec import Struct
 
+from culet.child import child_environment, python_command
 from culet.errors import CuletError, WorkerDied, error_of
 from culet.frames import LENGTH_BYTES, frame, frame_length
 from culet.types import StepPlan, StepResult
 
 STOP_LIMIT_S = 5.0  # time for the process to end by itself
-# The process imports the same culet as this one. `-P` keeps it from importing from the current folder, as `-m` would.
-_MAIN = """
-import sys
-folder, descriptor = sys.argv[1:]
-if folder not in sys.path:
-    sys.path.insert(0, folder)
-from culet.runner.worker_process import main
-main(int(descriptor))
-"""
 
 
 class LaunchedStep(Protocol):
@@ -133,10 +123,10 @@ class ProcessWorker:
         The arguments are plain data (numbers, strings, lists and dicts).
         """
         self._connection, theirs = socket.socketpair()
-        folder = str(Path(__file__).parents[2])  # where this culet is imported from
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _MAIN, folder, str(theirs.fileno())],
+                python_command("culet.runner.worker_process", str(theirs.fileno())),
+                env=child_environment(),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C goes to this process, which then ends the other

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import socket
+import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -92,3 +93,7 @@ def _send_reports(connection: socket.socket, launched: queue.SimpleQueue[_Launch
             send_message(connection, launched.get().report())
     except OSError:
         os._exit(0)  # the other side is gone
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

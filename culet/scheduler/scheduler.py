@@ -29,6 +29,7 @@ from culet.types import Drawn, Entry, FinishReason, Logprobs, Request, Row, Step
 
 BY_ORDER = attrgetter("order")
 Shape = tuple[int, int, int]  # shape of a step, see `decode_shape`
+_FEW_DEADLINES = 64  # as many deadlines of ended requests may always stay
 
 
 class Scheduler:
@@ -102,7 +103,19 @@ class Scheduler:
         else:
             insort(self._waiting, first, key=BY_ORDER)
         if request.deadline is not None:
+            self._drop_old_deadlines()
             heapq.heappush(self._deadlines, (request.deadline, arrival, request.request_id))
+
+    def _drop_old_deadlines(self) -> None:
+        """Forget the deadlines of requests that have ended, whenever they may be the larger part."""
+        if len(self._deadlines) > 2 * len(self._alive) + _FEW_DEADLINES:
+            self._deadlines = [entry for entry in self._deadlines if self._is_due(*entry[1:])]
+            heapq.heapify(self._deadlines)
+
+    def _is_due(self, arrival: int, request_id: str) -> bool:
+        """Return whether a deadline belongs to a request that has not ended. A later one may have the same id."""
+        alive = self._alive.get(request_id)
+        return bool(alive and next(iter(alive.values())).arrival == arrival)
 
     def _keys(self, request: Request) -> PageKeys | None:
         prefix = self.page_allocator.prefix
@@ -124,10 +137,24 @@ class Scheduler:
             self._deltas.append(seq.delta(error=error))
 
     def fail(self, error: str) -> None:
-        """End all requests after a step did not run, because the content of pages is unknown. Forget plans without a result."""
+        """End all requests after a step could not be planned."""
         self._in_flight.clear()
         for request_id in list(self._alive):
             self.cancel(request_id, reason=FinishReason.ERROR, error=error)
+        self.drop_resume_points()
+
+    def fail_steps(self, error: str) -> None:
+        """End the requests of the steps in flight, which did not run, and forget the plans.
+
+        The content of all pages is unknown now. Other running sequences give up their pages and are computed again.
+        """
+        rows = [plan for _, planned, _ in self._in_flight for plan in planned]
+        self._in_flight.clear()
+        for seq in [seq for plan in rows for seq in plan.members]:
+            if seq.finish_reason is None:
+                self.cancel(seq.request.request_id, reason=FinishReason.ERROR, error=error)
+        for seq in list(self._running):
+            self._preempt(seq)
         self.drop_resume_points()
 
     def drop_resume_points(self) -> None:
@@ -164,10 +191,9 @@ class Scheduler:
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= self._clock():
-            _, arrival, request_id = heapq.heappop(self._deadlines)
-            alive = self._alive.get(request_id)
-            if alive and next(iter(alive.values())).arrival == arrival:
-                self.cancel(request_id, reason=FinishReason.TIMEOUT)
+            entry = heapq.heappop(self._deadlines)
+            if self._is_due(*entry[1:]):
+                self.cancel(entry[-1], reason=FinishReason.TIMEOUT)
 
     # A step is planned
 

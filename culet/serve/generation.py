@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +19,8 @@ from culet.serve.process.client import TokenStream
 from culet.serve.service import FinishedRequest, Service
 from culet.text.output import MakeOutput, OutputDelta, SampleOutput
 from culet.types import GRAMMAR_FAULT, FinishReason, Logprobs, SamplingParams, TokenDelta
+
+_BATCH = 64  # deltas that are read at a time
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,12 @@ class Generation:
         self._service = service
         self.prompt_token_ids = prompt_token_ids
         self.num_cached = 0
-        self.prompt_logprobs: list[Logprobs] = []
+        self._prompt_logprobs: list[Logprobs] = []
         self._finished = FinishedRequest(endpoint, request_id, num_prompt_tokens=len(prompt_token_ids), n=params.n)
         self._stream: TokenStream = service.submit(prompt_token_ids, params, priority=priority)
-        self.samples = [make_output(self._stream.request, params) for _ in range(params.n)]
+        self._num_starts = self._stream.num_starts
+        self._make_sample = partial(make_output, self._stream.request, params)
+        self.samples = [self._make_sample() for _ in range(params.n)]
         self._finished.max_tokens = self._stream.request.max_tokens
         service.num_samples += params.n
 
@@ -98,15 +103,21 @@ class Generation:
             raise QueueFull(
                 f"the request waited {limit_s:g} s in the queue and produced no token", hint="try again later"
             ) from None
-        if deltas is not None:
-            yield self._read(deltas)
-        async for deltas in self._stream:
-            yield self._read(deltas)
+        while deltas is not None:
+            for begin in range(0, len(deltas), _BATCH):
+                if begin:
+                    await asyncio.sleep(0)  # many have arrived while the caller was busy, so let others run in between
+                yield self._read(deltas[begin : begin + _BATCH])
+            deltas = await anext(self._stream, None)
 
-    async def run(self) -> None:
-        """Wait until every sample has ended."""
-        async for _ in self.deltas():
-            pass
+    def start_over_if_needed(self) -> None:
+        """Let the request start over if the engine dies. Only for answers that the client sees at their end."""
+        self._stream.is_private = True
+
+    def take_prompt_logprobs(self) -> list[Logprobs]:
+        """Return the log-probabilities of the prompt that have arrived since the last call."""
+        taken, self._prompt_logprobs = self._prompt_logprobs, []
+        return taken
 
     def token_counts(self) -> TokenCounts:
         """Return the token counts so far."""
@@ -120,6 +131,8 @@ class Generation:
         )
 
     def _read(self, deltas: Sequence[TokenDelta]) -> list[OutputDelta]:
+        if self._stream.num_starts != self._num_starts:
+            self._start_over()
         outputs = []
         for delta in deltas:
             sample = self.samples[delta.sample]
@@ -127,15 +140,24 @@ class Generation:
                 outputs.append(self._read_one(sample, delta))
         return outputs
 
+    def _start_over(self) -> None:
+        """Forget everything that was read from an engine that died."""
+        self._num_starts = self._stream.num_starts
+        self.samples = [self._make_sample() for _ in self.samples]
+        self._prompt_logprobs, self.num_cached, self._finished.gaps_s = [], 0, []
+
     def _read_one(self, sample: SampleOutput, delta: TokenDelta) -> OutputDelta:
         if delta.num_cached_tokens:
             self.num_cached = max(self.num_cached, delta.num_cached_tokens)
         if delta.queue_s:
             self._finished.queue_s = delta.queue_s
         if delta.prompt_logprobs:
-            self.prompt_logprobs += delta.prompt_logprobs
+            self._prompt_logprobs += delta.prompt_logprobs
         before = sample.last_token_at
         output = sample.push(delta)
+        if delta.logprobs:  # the deltas carry them, and a long answer's would fill the memory
+            sample.logprobs.clear()
+            sample.visible_logprobs.clear()
         if before and delta.token_ids:
             self._finished.gaps_s.append(sample.last_token_at - before)
         if output.finish_reason is not None:

@@ -13,6 +13,7 @@ from msgspec import Struct
 from culet.errors import ContextTooLong, CuletError, InternalError, QueueFull, TimedOut, UserError, WorkerDied, http_status
 
 _PARAM = re.compile(r"(\w+(?:\[\d+\]|\.\w+)*): ")  # `messages[0].role: got ...`
+_MAX_MESSAGE_CHARS = 2000  # a message may quote what the client sent
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _CODES: dict[type[CuletError], str] = {
     ContextTooLong: "context_length_exceeded",
@@ -51,8 +52,9 @@ def reply_to(error: BaseException, *, retry_after_s: int = 1) -> ErrorReply:
     if isinstance(error, InternalError) and not isinstance(error, WorkerDied):
         return ErrorReply(status, kind, "internal error: see the server's log for this request id")
     code = error.code if isinstance(error, HttpError) else _CODES.get(type(error))
-    message = f"{error.message} (hint: {error.hint})" if error.hint else error.message
-    param = _PARAM.match(error.message) if kind == "invalid_request_error" else None
+    problem = error.message[:_MAX_MESSAGE_CHARS]
+    message = f"{problem} (hint: {error.hint})" if error.hint else problem
+    param = _PARAM.match(problem) if kind == "invalid_request_error" else None
     wait = retry_after_s if status in (429, 503) else None
     return ErrorReply(status, kind, message, param.group(1) if param else None, code, wait)
 

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from culet import __version__
+from culet import __version__, log
 from culet.scheduler.stats import Counters
 from culet.serve.api.endpoint import Endpoint
 from culet.serve.process.client import State
@@ -88,6 +88,7 @@ _WHOLE = (
     960.0,
     1920.0,
 )
+_LAG = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
 _REASONS = {"tool_calls": "stop", "cancel": "abort", "timeout": "abort"}  # vLLM's finish reasons
 _LABEL = ("model_name",)
@@ -125,6 +126,14 @@ class Metrics:
         self._ended = Counter("vllm:request_success", "Finished samples by finish reason.", labels, registry=self.registry)
         self._failed = Counter("culet:request_errors", "Failed requests.", (*_LABEL, "error"), registry=self.registry)
         self._reasoning = Counter("culet:reasoning_tokens", "Tokens generated in thoughts.", _LABEL, registry=self.registry)
+        lag = Histogram(
+            "culet:loop_lag_seconds",
+            "How late a timer of the web process's event loop fired, measured ten times a second.",
+            _LABEL,
+            buckets=_LAG,
+            registry=self.registry,
+        )
+        service.lag_observers.append(lag.labels(self._model).observe)
         for reason in ("stop", "length", "abort"):
             self._ended.labels(self._model, reason)
         self._reasoning.labels(self._model)
@@ -175,7 +184,25 @@ class _EngineReport(Collector):
             service.template.num_replaced,
         )
         yield self._counter("culet:engine_restarts", "Restarts of the engine after it died.", service.num_restarts)
+        yield self._gauge("culet:http_body_bytes", "Request bodies that are being read or prepared.", service.intake.num_bytes)
+        refused = CounterMetricFamily(
+            "culet:http_refusals", "Requests refused before an endpoint saw them.", labels=(*_LABEL, "code")
+        )
+        for code, count in service.intake.refusals.items():
+            refused.add_metric([self._model, code], count)
+        yield refused
+        dropped = {"web": log.num_dropped_lines()}
         engine = service._engine
+        if engine is not None and engine.stats is not None:
+            dropped["engine"] = engine.stats.num_dropped_lines
+        family = CounterMetricFamily(
+            "culet:log_lines_dropped",
+            "Lines of the log that were dropped, because nobody read it.",
+            labels=(*_LABEL, "process"),
+        )
+        for process, count in dropped.items():
+            family.add_metric([self._model, process], count)
+        yield family
         if engine is None or engine.facts is None or engine.state is State.DEAD:
             return
         yield self._info(engine.facts)

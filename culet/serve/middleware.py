@@ -19,15 +19,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from culet.errors import CuletError
 from culet.log import logger
+from culet.serve.http.intake import BODY, IncomingBody, release_body
 from culet.serve.http_errors import ErrorReply, HttpError, openai_body, reply_to
 from culet.serve.service import FinishedRequest, Service
 from culet.serve.streams import ABORT, SEND, ClientGone
 
-PUBLIC_PATHS = frozenset({"/health", "/ready"})  # for GET and HEAD. The web page adds its static files.
-QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/stats", "/live"})  # polled often, so not logged
+PUBLIC_PATHS = frozenset({"/health", "/ready", "/live"})  # for GET and HEAD. The web page adds its static files.
+QUIET_PATHS = frozenset({"/health", "/ready", "/live", "/metrics", "/stats", "/samples"})  # polled often, so not logged
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_LINGER_BYTES = 64 << 20  # how much of a refused body is read and dropped, so that the client sees the reply
-_LINGER_S = 5.0
 _MEGABYTE = 1 << 20
 DEFERRED = "culet.error"  # scope key of an application error that is answered here
 
@@ -179,6 +178,7 @@ class _Exchange:
         except Exception as error:
             await self._reply_error(error)
         finally:
+            release_body(self._scope)
             self._middleware.end(self._scope, self._id, self._status, time.monotonic() - began)
 
     async def _receive_some(self) -> Message:
@@ -190,11 +190,15 @@ class _Exchange:
                 message = await self._receive()
         except TimeoutError:
             raise HttpError(408, "the request body did not arrive in time", code="request_timeout") from None
-        if message["type"] == "http.request":
-            self._num_bytes += len(message.get("body", b""))
-            self._has_body = not message.get("more_body", False)
-            if self._num_bytes > self._middleware.max_body:
-                raise self._middleware.too_large()
+        body: IncomingBody | None = self._scope.get(BODY)
+        if body is not None and body.error is not None:
+            raise body.error
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        self._num_bytes += len(message.get("body", b""))
+        self._has_body = not message.get("more_body", False)
+        if self._num_bytes > self._middleware.max_body:
+            raise self._middleware.too_large()
         return message
 
     async def _send_tagged(self, message: Message) -> None:
@@ -229,28 +233,10 @@ class _Exchange:
             headers.append((b"retry-after", str(reply.retry_after_s).encode()))
         if reply.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
-        is_unread = not self._has_body and self._scope["method"] not in ("GET", "HEAD")
-        if is_unread:
-            headers.append((b"connection", b"close"))
+        if not self._has_body and self._scope["method"] not in ("GET", "HEAD"):
+            headers.append((b"connection", b"close"))  # the rest of the body is dropped (see culet.serve.http.connection)
         await self._send_tagged({"type": "http.response.start", "status": reply.status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body, "more_body": is_unread})
-        if is_unread:
-            await self._linger()
-            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _linger(self) -> None:
-        """Read and drop the rest of a refused body. The client might miss the reply if the connection closed at once."""
-        if b"expect" in self._headers:  # the client waits for permission to send
-            return
-        try:
-            async with asyncio.timeout(_LINGER_S):
-                while self._num_bytes < _LINGER_BYTES:
-                    message = await self._receive()
-                    self._num_bytes += len(message.get("body", b""))
-                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                        return
-        except TimeoutError:
-            return
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def _digest(key: str) -> bytes:

@@ -1,7 +1,11 @@
 """Run `culet serve`: bind the port, start the engine, serve requests and shut down cleanly.
 
 Ctrl-C and SIGTERM drain the server. `/ready` then answers 503 and new requests are refused. Running requests get time to
-finish before they are failed. A second signal stops immediately. If the engine dies and is not restarted, the server ends.
+finish before they are failed. A second signal stops immediately. If the engine dies too often, the server ends.
+
+If the address is shared with another process (`--reuse-port`, systemd's sockets), this server takes it over and hands it on
+without a refused connection. It accepts connections only when it is ready. When it is told to stop, it stops accepting at
+once, and answers what arrives on the connections that it has.
 """
 
 from __future__ import annotations
@@ -9,18 +13,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import select
 import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
+from typing import Any
 
 import uvicorn
 
 from culet.config import Config, ServeConfig
-from culet.errors import ConfigError, CuletError, WorkerDied
-from culet.log import logger
+from culet.errors import CuletError, WorkerDied
+from culet.log import logger, queue_stderr
 from culet.serve.app import create_app
-from culet.serve.connection import make_protocol
+from culet.serve.http.connection import make_protocol
+from culet.serve.listen import check_certificate, open_listeners
 from culet.serve.process.wire import Script
 from culet.serve.service import Service
 
@@ -30,11 +38,50 @@ _DRAIN_PERIOD_S = 0.05
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its own signal handling."""
+    """uvicorn without its own signal handling, and with a time limit for TLS handshakes."""
+
+    def __init__(self, config: uvicorn.Config, handshake_s: float) -> None:
+        super().__init__(config)
+        self._handshake_s = handshake_s
+        self.servers: list[asyncio.Server] = []
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections on `sockets`."""
+        config, loop = self.config, asyncio.get_running_loop()
+        options: dict[str, Any] = {"backlog": config.backlog}
+        if config.ssl is not None:
+            options |= {"ssl": config.ssl, "ssl_handshake_timeout": self._handshake_s}
+
+        def create_protocol() -> asyncio.Protocol:
+            protocol: Any = config.http_protocol_class
+            created: asyncio.Protocol = protocol(config=config, server_state=self.server_state, app_state=self.lifespan.state)
+            return created
+
+        for sock in sockets or ():
+            create: Any = loop.create_unix_server if sock.family == socket.AF_UNIX else loop.create_server
+            self.servers.append(await create(create_protocol, sock=sock, **options))
+        self.started = True
+
+    async def stop_accepting(self, sockets: list[socket.socket]) -> None:
+        """Accept the connections that are waiting, then close the listening sockets. Open connections stay."""
+        while self.servers and select.select(sockets, [], [], 0)[0]:
+            await asyncio.sleep(0)
+        for server in self.servers:
+            server.close()
+
+    def release_connections(self) -> int:
+        """Close idle connections, and others after their current answer. Return how many are still open.
+
+        A connection that has not sent its first request yet is not idle. Its client could not know that it must retry.
+        """
+        for connection in list(self.server_state.connections):
+            if getattr(connection, "cycle", None) is not None:
+                connection.shutdown()
+        return len(self.server_state.connections)
 
 
 class Server:
@@ -42,13 +89,19 @@ class Server:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._socket = bind(service.settings.host, service.settings.port)
-        self.port: int = self._socket.getsockname()[1]
-        limits = service.limits
+        check_certificate(service.settings)
+        self.listeners = open_listeners(service.settings)
+        # From here on, the settings say where the server really listens.
+        host, path = self.listeners.address
+        service.settings = replace(service.settings, host=host, uds=path, reuse_port=False)
+        settings, limits = service.settings, service.limits
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 create_app(service),
-                http=make_protocol(limits),
+                http=make_protocol(limits, service.intake),
+                ssl_certfile=settings.ssl_certfile,
+                ssl_keyfile=settings.ssl_keyfile,
+                ssl_keyfile_password=settings.ssl_keyfile_password,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -58,7 +111,8 @@ class Server:
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_FLUSH_S,
                 backlog=2048,
-            )
+            ),
+            limits.header_s,
         )
         self._failure: CuletError | None = None
         self._drain: asyncio.Task[None] | None = None
@@ -69,8 +123,9 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
-        serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._socket]))
         starting = asyncio.create_task(self._service.start())
+        serving = asyncio.create_task(self._serve(starting))
+        measuring = asyncio.create_task(self._service.measure_lag())
         try:
             await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
             if starting.done() and not serving.done():
@@ -79,12 +134,23 @@ class Server:
             await serving
         finally:
             starting.cancel()
+            measuring.cancel()
             self._uvicorn.should_exit = True
-            await asyncio.gather(serving, starting, return_exceptions=True)
+            await asyncio.gather(serving, starting, measuring, return_exceptions=True)
             await self._service.stop()
-            self._socket.close()
+            self.listeners.close()
         if self._failure is not None:
             raise self._failure
+
+    async def _serve(self, starting: asyncio.Task[None]) -> None:
+        """Answer requests. At a shared address, wait for the model first, because another server may still be answering."""
+        if self.listeners.is_shared:
+            while not (starting.done() or self._uvicorn.should_exit):
+                await asyncio.wait({starting}, timeout=_DRAIN_PERIOD_S)
+            if not starting.done() or starting.cancelled() or starting.exception() is not None:
+                return
+        if not self._uvicorn.should_exit:
+            await self._uvicorn.serve(sockets=self.listeners.sockets)
 
     def _fail(self, error: CuletError) -> None:
         """End the server, because the engine will not be restarted. Its requests have already failed."""
@@ -108,13 +174,20 @@ class Server:
             limit_s,
             engine.num_in_flight,
         )
-        service.is_draining = True
+        is_shared = self.listeners.is_shared
+        service.is_draining, service.is_refusing = True, not is_shared
         deadline = time.monotonic() + limit_s
-        while engine.num_in_flight and time.monotonic() < deadline:
+        if is_shared:
+            await self._uvicorn.stop_accepting(self.listeners.sockets)
+        while time.monotonic() < deadline:
+            num_open = self._uvicorn.release_connections() if is_shared else 0
+            if not (num_open or service.engine.num_in_flight):
+                break
             await asyncio.sleep(_DRAIN_PERIOD_S)
-        if engine.num_in_flight:
-            logger.warning("%d requests did not finish in time", engine.num_in_flight)
-            engine.fail_all(_shutting_down())
+        service.is_refusing = True
+        if service.engine.num_in_flight:
+            logger.warning("%d requests did not finish in time", service.engine.num_in_flight)
+            service.engine.fail_all(_shutting_down())
         self._uvicorn.should_exit = True
 
 
@@ -122,22 +195,7 @@ def _shutting_down() -> WorkerDied:
     return WorkerDied("the server is shutting down", hint="use another replica")
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket. This happens before anything is loaded, so that a port in use is reported at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except (OSError, OverflowError) as error:
-        sock.close()
-        problem = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"cannot listen on {host}:{port}: {problem}", hint="choose another --host or --port") from error
-    sock.set_inheritable(False)
-    return sock
-
-
-def _log_summary(service: Service, port: int) -> None:
+def _log_summary(service: Service, server: Server) -> None:
     """Log the model, attention plan, memory, limits and address."""
     facts = service.engine.facts
     assert facts is not None
@@ -151,15 +209,16 @@ def _log_summary(service: Service, port: int) -> None:
     logger.info("KV cache: %d pages (%.2f GB), context: %d tokens", facts.num_pages, gigabytes, facts.max_model_len)
     logger.info("limits: up to %d sequences run and %d wait", facts.max_num_seqs, facts.max_queue_len)
     logger.info("limits per request: %d MB, n up to %d, %g s", limits.body_mb, limits.n, settings.request_timeout)
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    logger.info("ready at http://%s:%d (OpenAI API under /v1)", host, port)
+    scheme = "https" if settings.ssl_certfile else "http"
+    logger.info("ready at %s://%s (OpenAI API under /v1)", scheme, server.listeners.describe())
     if not service.api_keys:
-        level = logging.INFO if settings.host in ("127.0.0.1", "::1", "localhost") else logging.WARNING
+        level = logging.INFO if settings.uds or settings.host in ("127.0.0.1", "::1", "localhost") else logging.WARNING
         logger.log(level, "no API key is set, so anyone who can reach this address can use the model")
 
 
 def serve(config: Config, settings: ServeConfig, script: Script | None = None) -> None:
     """Run the server until it is told to stop. With a `script`, the fake engine answers."""
+    queue_stderr()
     service = Service(config, settings, script)
     server = Server(service)
     uvicorn_logger = logging.getLogger("uvicorn")
@@ -168,4 +227,4 @@ def serve(config: Config, settings: ServeConfig, script: Script | None = None) -
     run: Callable[[Coroutine[None, None, None]], None] = asyncio.run
     with contextlib.suppress(ImportError):  # not available on every platform
         from uvloop import run
-    run(server.run(lambda ready: _log_summary(service, ready.port)))
+    run(server.run(lambda ready: _log_summary(service, ready)))

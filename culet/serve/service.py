@@ -24,19 +24,26 @@ from culet.errors import BadRequest, ContextTooLong, CuletError, QueueFull, Work
 from culet.line_process import Stopper
 from culet.log import logger
 from culet.models.checkpoint import open_checkpoint
+from culet.serve.answers.limits import AnswerLimits
+from culet.serve.answers.turns import Turns
+from culet.serve.http.intake import Intake
 from culet.serve.http_errors import HttpError
 from culet.serve.plot_history import PERIOD_S, PlotHistory
+from culet.serve.process import watchdog
 from culet.serve.process.client import EngineClient, State, TokenStream
 from culet.serve.process.wire import Script
+from culet.structured.admission import GrammarAdmission
 from culet.structured.check import GrammarCheck
 from culet.text.template import Chat, ChatTemplate, RenderLimits
 from culet.text.text_queue import TextQueue, request_bytes
-from culet.text.tokenizer import NumberTokenizer, Tokenizer, check_token_ids
+from culet.text.tokenizer import NumberTokenizer, Tokenizer
 from culet.types import SamplingParams
 
 _MAX_TOKEN_CHARS = 8  # few texts have more characters per token
 _CUT_TOKENS = 1024  # more tokens than a cut can add to the text before it
-_WATCH_PERIOD_S = 1.0
+_LAG_PERIOD_S = 0.1
+_FIRST_PAUSE_S = 1.0  # before a restart; each further restart within the window waits twice as long
+_MAX_PAUSE_S = 30.0
 _RATE_WINDOW_S = 60.0
 MAX_RETRY_S = 60
 T = TypeVar("T")
@@ -68,6 +75,7 @@ class Service:
     def __init__(self, config: Config, settings: ServeConfig, script: Script | None = None) -> None:
         self.config, self.settings, self.script = config, settings, script
         self.limits: Limits = read_limits(settings.limits)
+        self.intake = Intake(self.limits.bodies_mb << 20)
         names = (settings.served_model_name or _public_name(config.model.model)).split(",")
         self.names = [name.strip() for name in names if name.strip()]
         keys = settings.api_key if settings.api_key is not None else env.API_KEY.get()
@@ -85,17 +93,24 @@ class Service:
         )
         if not is_random:  # The checkpoint is downloaded now, so the engine process need not look it up again.
             self.config = replace(config, model=replace(config.model, model=str(folder), revision=None))
-        self.grammar_check = GrammarCheck.for_tokenizer(self.tokenizer, time_limit_s=float(self.limits.grammar_s))
+        grammar_check = GrammarCheck.for_tokenizer(self.tokenizer, time_limit_s=float(self.limits.grammar_s))
+        self.grammars = GrammarAdmission(grammar_check, max_waiting=self.limits.grammars)
+        self.answers = AnswerLimits(self.limits)
+        self.turns = Turns()
         self.started_at = time.time()
         self.is_draining = False
+        self.is_refusing = False  # set while draining, unless requests on open connections are still answered
         self.on_exit: Callable[[CuletError], None] = lambda error: None  # called when the engine will not be restarted
         self.observers: list[Callable[[FinishedRequest], None]] = [self._count]
+        self.lag_observers: list[Callable[[float], None]] = []  # called with the seconds that a timer was late
         self.metrics_registry: CollectorRegistry | None = None  # see metrics.attach
         self.plot_history = PlotHistory()
         self.num_finished = 0
         self.num_samples = 0  # in flight
         self.num_restarts = 0
         self._engine: EngineClient | None = None
+        self._watchdog: watchdog.Watchdog | None = None
+        self._restarted_at: deque[float] = deque()  # within the restart window
         self._rules: RequestRules | None = None
         self.texts = TextQueue(
             settings.text_workers, max_waiting=self.limits.waiting_prompts, max_waiting_mb=self.limits.waiting_prompt_mb
@@ -122,38 +137,43 @@ class Service:
     @property
     def is_ready(self) -> bool:
         """Whether requests are accepted. The model must be loaded and warm, and the server must not be shutting down."""
-        is_up = self._rules is not None and self._engine is not None and self._engine.state is State.READY
-        return is_up and not self.is_draining
+        return self._is_up and not self.is_draining
 
     def require_ready(self) -> None:
         """Raise if requests are not accepted. Call before doing any work for a request."""
-        if self.is_draining:
+        if self.is_refusing:
             raise WorkerDied("the server is shutting down", hint="use another replica")
-        if not self.is_ready:
+        if not self._is_up:
             raise self._unavailable()
+
+    @property
+    def _is_up(self) -> bool:
+        return self._rules is not None and self._engine is not None and self._engine.state is State.READY
 
     def _unavailable(self) -> CuletError:
         if self._engine is not None and self._engine.state is State.DEAD:
-            return self._engine.death()
+            return WorkerDied("the engine died and is being restarted", hint="try again later")
         return WorkerDied("the model is still loading", hint="try again later")
 
     @property
-    def is_healthy(self) -> bool:
-        """Whether the engine is loading or ready, and not stuck in a step."""
-        return self._engine is not None and self._engine.state is not State.DEAD and not self._is_stuck
+    def health(self) -> str:
+        """`ok`, or why the engine answers no requests: it is `loading`, `restarting` after its death, or `stuck`."""
+        if not self._is_up:
+            return "restarting" if self.num_restarts else "loading"
+        return "stuck" if self._is_stuck else "ok"
 
     @property
     def _is_stuck(self) -> bool:
-        engine = self._engine
-        is_busy = engine is not None and engine.state is State.READY and engine.num_in_flight > 0
-        return is_busy and engine is not None and time.monotonic() - engine.heard_at > self.limits.step_s
+        return self._watchdog is not None and self._watchdog.silent_s > self.limits.step_s
 
     async def start(self) -> None:
         """Start the engine process and wait until the model is loaded. Raise if that fails."""
         level = logging_level()
         form = self.settings.log_format
-        engine = await EngineClient.start(self.config, log_level=level, log_form=form, script=self.script)
-        self._engine = engine
+        engine = await EngineClient.start(
+            self.config, log_level=level, log_form=form, script=self.script, previous=self._engine
+        )
+        self._engine, self._watchdog = engine, None
         engine.on_death = self._on_death
         facts = await engine.wait_ready()
         await asyncio.to_thread(self._warm_up)
@@ -170,7 +190,8 @@ class Service:
             turn_id=self.tokenizer.token_id(TURN_TOKEN),
             result_id=self.tokenizer.token_id(RESULT_TOKEN),
         )
-        self._spawn(self._watch(engine))
+        self._watchdog = watchdog.Watchdog(engine)
+        self._spawn(self._watch(engine, self._watchdog))
         self._spawn(self._record_history(engine))
 
     def _warm_up(self) -> None:
@@ -189,40 +210,68 @@ class Service:
             await self._engine.stop()
         self.texts.close()
         self.template.close()
-        self.grammar_check.close()
+        self.grammars.close()
 
     def _on_death(self) -> None:
         engine = self.engine
         error = engine.death()
-        if self.is_draining or self._rules is None:
-            return  # the code that awaits the start or the shutdown sees the error
+        if self._rules is None:
+            return  # the code that awaits the start sees the error
         logger.error("the engine died: %s", error.message)
         self._rules = None
-        self._spawn(self._restart(error))
+        if self.is_draining:
+            engine.fail_all(error)
+        else:
+            self._spawn(self._restart(error))
 
     async def _restart(self, error: CuletError) -> None:
-        """Restart the engine, up to the configured number of times, then give up."""
-        while self.num_restarts < self.settings.max_engine_restarts:
+        """Restart the engine, up to the configured number of times within the window, then give up.
+
+        Requests that were not sent a token yet wait for the new engine.
+        """
+        limit, window_s = self.settings.max_engine_restarts, self.settings.engine_restart_window
+        while True:
+            now = time.monotonic()
+            while self._restarted_at and now - self._restarted_at[0] > window_s:
+                self._restarted_at.popleft()
+            if len(self._restarted_at) >= limit:
+                break
+            pause_s = min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2 ** len(self._restarted_at))
+            self._restarted_at.append(now)
             self.num_restarts += 1
-            logger.warning("restarting the engine (%d of %d)", self.num_restarts, self.settings.max_engine_restarts)
+            waiting = f"{self.engine.num_in_flight} requests are kept"
+            logger.warning("restarting the engine in %g s (%d of %d, %s)", pause_s, len(self._restarted_at), limit, waiting)
             await self.engine.stop()  # reap the process
+            await asyncio.sleep(pause_s)
             try:
                 await self.start()
             except CuletError as failure:
                 error = failure
+                logger.error("the engine did not start: %s", error.message)
             else:
                 logger.info("the engine is ready again")
                 return
+        self.engine.fail_all(WorkerDied("the engine died and is not restarted any more", hint="use another replica"))
         self.on_exit(error)
 
-    async def _watch(self, engine: EngineClient) -> None:
-        """Kill an engine that hangs in a step, so that its requests fail."""
+    async def _watch(self, engine: EngineClient, silence: watchdog.Watchdog) -> None:
+        """Kill an engine that hangs in a step."""
         while engine.state is State.READY:
-            await asyncio.sleep(_WATCH_PERIOD_S)
-            if self._is_stuck and engine is self._engine:
-                logger.error("killing the engine, which has sent no message for %d s", self.limits.step_s)
+            await asyncio.sleep(watchdog.PERIOD_S)
+            silence.tick()
+            if silence.silent_s > self.limits.step_s:
+                logger.error("killing the engine, which has sent no message for %d s", silence.silent_s)
                 engine.kill()
                 return
+
+    async def measure_lag(self) -> None:
+        """Measure how late timers fire, which is how long other work holds up the event loop."""
+        while True:
+            due_at = time.monotonic() + _LAG_PERIOD_S
+            await asyncio.sleep(_LAG_PERIOD_S)
+            lag_s = max(0.0, time.monotonic() - due_at)
+            for observe in self.lag_observers:
+                observe(lag_s)
 
     async def _record_history(self, engine: EngineClient) -> None:
         """Record the values that the web page plots, once per period."""
@@ -274,18 +323,6 @@ class Service:
             return self.tokenizer.encode(text, add_bos=add_bos)
 
         return await self.texts.run(encode, len(text))
-
-    async def decode_tokens(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, including special tokens. There may be as many as the context has."""
-        limit, vocab_size = self.rules.max_model_len, self.rules.vocab_size
-        if len(token_ids) > limit:
-            raise ContextTooLong(f"tokens: got {len(token_ids)}, but the context has {limit}", hint="send them in parts")
-
-        def decode(stopper: Stopper) -> str:
-            checked = check_token_ids(token_ids, vocab_size) if token_ids else ()
-            return self.tokenizer.decode(checked, skip_special=False)
-
-        return await self.texts.run(decode, 4 * len(token_ids))
 
     def _check_size(self, conversation: object, limit: int) -> None:
         """Raise if a conversation is far too large for the context, before anything slow is done with it."""

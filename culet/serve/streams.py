@@ -18,20 +18,22 @@ from starlette.types import Message, Receive, Scope, Send
 from culet.errors import CuletError
 from culet.log import logger
 from culet.serve.generation import Generation
+from culet.serve.http.intake import release_body
 from culet.serve.http_errors import openai_body, reply_to
 from culet.serve.service import Service
 from culet.text.output import OutputDelta
 
 SEND = "culet.send"  # scope key of the middleware's own `send`, which bypasses the layers in between
 ABORT = "culet.abort"  # scope key of a function that aborts the connection and drops unsent bytes
+HALF_CLOSED = "culet.half_closed"  # scope key that is set when the client will send nothing more, and perhaps has left
 DONE = b"data: [DONE]\n\n"
+T = TypeVar("T")
 _KEEP_ALIVE_S = 15.0  # Send a comment after this time without events. It starts the response if there was no event yet.
 _WATCH_PERIOD_S = 5.0
 _KEEP_ALIVE = b": keep-alive\n\n"
 _PATIENCE_S = 0.02  # most requests are prepared sooner
 _FIRST_LOOKS = 3  # Several turns of the event loop notice a connection that was closed right after the request.
 _FIRST_LOOK_S = 0.005
-T = TypeVar("T")
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -46,16 +48,16 @@ class ClientGone(Exception):
 class EventStream(Response):
     """Streams one or several generations as server-sent events.
 
-    `open` submits them. `write(index, generation, deltas)` returns the bytes for new deltas of generation `index`. `begin` is
-    sent before them, and the result of `end` after them. Nothing is sent before the first delta or keep-alive comment, so
-    earlier failures get an HTTP status.
+    `open` submits them. `write(index, generation, deltas)` returns the bytes for new deltas of generation `index`, or an async
+    iterator if they may be many. `begin` is sent before them, and the result of `end` after them. Nothing is sent before the
+    first delta or keep-alive comment, so earlier failures get an HTTP status.
     """
 
     def __init__(
         self,
         service: Service,
         open: Sequence[Callable[[], Generation]],
-        write: Callable[[int, Generation, list[OutputDelta]], bytes],
+        write: Callable[[int, Generation, list[OutputDelta]], bytes | AsyncIterator[bytes]],
         *,
         begin: bytes = b"",
         end: Callable[[Sequence[Generation]], bytes] = lambda generations: DONE,
@@ -68,13 +70,16 @@ class EventStream(Response):
         self._sent_at = time.monotonic()
         self._is_sending = False
         self._abort: Callable[[], None] = lambda: None
+        self._scope: Scope = {}
         self.background = None
         self.status_code = 200
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         send = scope.get(SEND, send)
+        self._scope = scope
         async with AsyncExitStack() as stack:
             generations = [await stack.enter_async_context(open_generation()) for open_generation in self._open]
+            release_body(scope)
             stream_task = asyncio.current_task()
             assert stream_task is not None
             self._abort = scope.get(ABORT, self._abort)
@@ -88,10 +93,10 @@ class EventStream(Response):
         try:
             if len(generations) == 1:
                 async for deltas in generations[0].deltas():
-                    await self._send(send, self._write(0, generations[0], deltas))
+                    await self._send_written(send, self._write(0, generations[0], deltas))
             else:
                 async for index, deltas in _interleave(generations):
-                    await self._send(send, self._write(index, generations[index], deltas))
+                    await self._send_written(send, self._write(index, generations[index], deltas))
             await self._send(send, self._end(generations))
         except CuletError as error:
             if not self._has_started:
@@ -100,6 +105,15 @@ class EventStream(Response):
             await self._send(send, self._write_error(error))
         if not self._is_gone:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_written(self, send: Send, written: bytes | AsyncIterator[bytes]) -> None:
+        if isinstance(written, bytes):
+            await self._send(send, written)
+            return
+        async for data in written:
+            if self._is_gone:
+                return
+            await self._send(send, data)
 
     async def _send(self, send: Send, data: bytes) -> None:
         if not data or self._is_gone:
@@ -115,7 +129,10 @@ class EventStream(Response):
     async def _watch(
         self, generations: Sequence[Generation], receive: Receive, send: Send, stream_task: asyncio.Task[None]
     ) -> None:
-        """Cancel if the client disconnects or stops reading. Keep the connection alive while there are no events."""
+        """Cancel if the client disconnects or stops reading. Keep the connection alive while there are no events.
+
+        If the client has half-closed the connection, a comment also finds out whether it has left.
+        """
         gone = asyncio.ensure_future(_wait_gone(receive))
         try:
             while not (await asyncio.wait({gone}, timeout=_WATCH_PERIOD_S))[0]:
@@ -125,7 +142,8 @@ class EventStream(Response):
                     self._abort()
                     stream_task.cancel()
                     break
-                if not self._is_sending and quiet_s > _KEEP_ALIVE_S:
+                is_doubtful = self._has_started and HALF_CLOSED in self._scope
+                if not self._is_sending and (quiet_s > _KEEP_ALIVE_S or is_doubtful):
                     await self._send(send, _KEEP_ALIVE)
         finally:
             gone.cancel()
@@ -140,22 +158,22 @@ def _openai_error_event(error: CuletError) -> bytes:
 
 async def _interleave(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, list[OutputDelta]]]:
     """Yield (index, deltas) from several generations, in order of arrival."""
-    queue: asyncio.Queue[tuple[int, list[OutputDelta] | BaseException | None]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, list[OutputDelta] | Exception | None]] = asyncio.Queue(len(generations))
 
     async def pump(index: int, generation: Generation) -> None:
         try:
             async for deltas in generation.deltas():
-                queue.put_nowait((index, deltas))
-            queue.put_nowait((index, None))
-        except BaseException as error:
-            queue.put_nowait((index, error))
+                await queue.put((index, deltas))
+            await queue.put((index, None))
+        except Exception as error:
+            await queue.put((index, error))
 
     tasks = [asyncio.create_task(pump(index, generation)) for index, generation in enumerate(generations)]
     try:
         num_running = len(tasks)
         while num_running:
             index, deltas = await queue.get()
-            if isinstance(deltas, BaseException):
+            if isinstance(deltas, Exception):
                 raise deltas
             if deltas is None:
                 num_running -= 1
@@ -173,11 +191,29 @@ async def _wait_gone(receive: Receive) -> None:
             return
 
 
-async def run_all(request: Request, open: Sequence[Callable[[], Generation]]) -> list[Generation]:
-    """Submit generations and wait until all have ended. Cancel them if the client disconnects."""
+Read = Callable[[int, Generation, list[OutputDelta]], Awaitable[None]]
+
+
+async def run_all(request: Request, open: Sequence[Callable[[], Generation]], read: Read | None = None) -> list[Generation]:
+    """Submit generations and wait until all have ended. Cancel them if the client disconnects.
+
+    `read(index, generation, deltas)` is called with each generation's deltas. It must await so that long work does not block.
+    """
+
+    async def run(index: int, generation: Generation) -> None:
+        if read is None:
+            generation.start_over_if_needed()
+        async for deltas in generation.deltas():
+            if read is not None:
+                await read(index, generation, deltas)
+
     async with AsyncExitStack() as stack:
-        generations = [await stack.enter_async_context(open_generation()) for open_generation in open]
-        await unless_gone(request, lambda: asyncio.gather(*(generation.run() for generation in generations)))
+        generations = []
+        for open_generation in open:
+            generations.append(await stack.enter_async_context(open_generation()))
+            await asyncio.sleep(0)  # submitting takes time that grows with the prompt
+        release_body(request.scope)
+        await unless_gone(request, lambda: asyncio.gather(*(run(*entry) for entry in enumerate(generations))))
         return generations
 
 

@@ -38,7 +38,7 @@ class Totals(Struct):
     preemptions: int
 
 
-class Live(Struct):
+class Samples(Struct):
     """The points that a page has not seen yet, and the current counts."""
 
     uptime_s: float
@@ -83,12 +83,12 @@ async def plot_points(service: Service, request: Request) -> Response:
     )
     facts = service.engine.facts
     has_plan = facts is not None and bool(facts.plan_svg)
-    return json_response(Live(time.time() - service.started_at, has_plan, totals, service.plot_history.since(since)))
+    return json_response(Samples(time.time() - service.started_at, has_plan, totals, service.plot_history.since(since)))
 
 
 ENDPOINTS = (
     Endpoint("GET", "/", page),
     Endpoint("GET", "/page/{name}", page_file),
-    Endpoint("GET", "/live", plot_points, answer=Live),
+    Endpoint("GET", "/samples", plot_points, answer=Samples),
 )
 PUBLIC_PATHS = ("/", *(f"/page/{name}" for name in _FILES))

@@ -2,19 +2,27 @@
 
 Most grammars compile in a millisecond or two. Some small ones never finish, such as an intersection of a few patterns, and
 llguidance cannot be interrupted. Each grammar is therefore compiled first in a separate process with a memory limit, which is
-killed if it takes too long. Only grammars that pass are compiled in the engine. Processes start on demand and keep running.
+killed if it takes too long. The same process expands the schemas of tools to a grammar. Only grammars that pass are compiled in
+the engine. Processes start on demand and keep running.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import asdict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
 
 from culet.errors import BadRequest, QueueFull
 from culet.line_process import LineProcess
+from culet.structured.tool_grammar import ToolForm
 from culet.text.tokenizer import Tokenizer
 from culet.types import GRAMMAR_FAULT, GrammarSpec
 
@@ -22,21 +30,77 @@ TIME_LIMIT_S = 5.0
 MAX_BYTES = 2 << 30  # limit on a process's address space
 MAX_PROCESSES = 2
 MAX_VERDICTS = 4096  # grammars whose verdict is remembered
-WAIT_LIMIT_S = 10.0  # longest wait for a free process
+MAX_VERDICT_CHARS = 16 << 20  # limit on the text of the expanded grammars among them
 _ATTEMPTS = 2
+_FULL_SHARE = 0.9  # a grammar that had this share of the time limit and did not finish is too complex
+_WHY_LATE = "the grammar was not checked in time, because other grammars were being compiled"
+
+Form = GrammarSpec | ToolForm
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What is known about a form: why it is refused, or the expanded grammar if it is a ToolForm."""
+
+    error: str = ""
+    hint: str = ""
+    text: str = ""
+
+    def spec(self, form: Form) -> GrammarSpec:
+        """Return the grammar of the form. Raise if it is refused."""
+        if self.error:
+            raise BadRequest(self.error, hint=self.hint)
+        return form if isinstance(form, GrammarSpec) else GrammarSpec("lark", self.text)
+
+
+class Check:
+    """A form that is being checked. Its time runs from its arrival."""
+
+    def __init__(self, form: Form, key: str, deadline: float) -> None:
+        self.form, self.key, self.deadline = form, key, deadline
+        self.future: Future[GrammarSpec]
+        self._lock = threading.Lock()
+        self._process: LineProcess | None = None
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Give up, because nobody waits for the result. Thread-safe."""
+        with self._lock:
+            self._is_stopped = True
+            if self._process is not None:
+                self._process.kill()
+        self.future.cancel()
+
+    def ask(self, process: LineProcess, limit_s: float) -> dict[str, Any]:
+        """Have the process check the form. Raise like LineProcess.ask."""
+        with self._lock:
+            if self._is_stopped:
+                raise QueueFull(_WHY_LATE, hint="try again later")
+            self._process = process
+        try:
+            return process.ask(_line(self.form), limit_s)
+        except OSError:
+            if self._is_stopped:
+                raise QueueFull(_WHY_LATE, hint="try again later") from None
+            raise
+        finally:
+            with self._lock:
+                self._process = None
 
 
 class GrammarCheck:
-    """Refuses grammars that cannot be used. Thread-safe. A call blocks until the check is done or a limit is reached."""
+    """Refuses grammars that cannot be used. Thread-safe."""
 
     def __init__(self, special_names: Sequence[str], *, time_limit_s: float = TIME_LIMIT_S) -> None:
         """Create a check. `special_names` are the special tokens that a grammar may name."""
         self.time_limit_s = time_limit_s
         self._names = list(special_names)
-        self._free = threading.Semaphore(MAX_PROCESSES)
+        self._threads = ThreadPoolExecutor(MAX_PROCESSES, "grammar-check")  # each asks one process at a time
         self._lock = threading.Lock()
         self._idle: list[LineProcess] = []
-        self._verdicts: OrderedDict[str, str] = OrderedDict()  # key of a spec -> error, or "" if it compiles
+        self._running: set[Check] = set()
+        self._verdicts: OrderedDict[str, _Verdict] = OrderedDict()
+        self._num_chars = 0  # of the texts in the verdicts
 
     @classmethod
     def for_tokenizer(cls, tokenizer: Tokenizer, *, time_limit_s: float = TIME_LIMIT_S) -> GrammarCheck:
@@ -44,47 +108,87 @@ class GrammarCheck:
         names = [tokenizer.piece(token_id).decode() for token_id in sorted(tokenizer.special_ids)]
         return cls(names, time_limit_s=time_limit_s)
 
-    def check(self, spec: GrammarSpec) -> None:
-        """Raise BadRequest if the spec is not a valid grammar or takes too much time or memory to compile."""
-        key = spec.key
+    def find(self, form: Form, key: str) -> GrammarSpec | None:
+        """Return the grammar of a form that is known to be good, or None if it is not known. Raise if it is known to be bad.
+
+        Never waits.
+        """
         with self._lock:
-            problem = self._verdicts.get(key)
-        if problem is None:
-            problem = self._ask(spec)
-            with self._lock:
-                self._verdicts[key] = problem
-                while len(self._verdicts) > MAX_VERDICTS:
-                    self._verdicts.popitem(last=False)
-        if problem:
-            raise BadRequest(f"{GRAMMAR_FAULT}{problem}")
+            verdict = self._verdicts.get(key)
+            if verdict is None:
+                return None
+            self._verdicts.move_to_end(key)
+        return verdict.spec(form)
+
+    def check(self, form: Form) -> GrammarSpec:
+        """Return the grammar of a form. Raise BadRequest if it is not valid, or if it takes too much time or memory.
+
+        Blocks until this is known.
+        """
+        key = key_of(form)
+        return self.find(form, key) or self.begin(form, key).future.result()
+
+    def begin(self, form: Form, key: str) -> Check:
+        """Start to check a form. Its time limit includes the time it waits for a free process."""
+        check = Check(form, key, time.monotonic() + self.time_limit_s)
+        check.future = self._threads.submit(self._run, check)
+        return check
 
     def close(self) -> None:
-        """End the idle processes."""
+        """Stop all checks and end the processes."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             idle, self._idle = self._idle, []
+            running = list(self._running)
+        for check in running:
+            check.stop()
         for process in idle:
             process.end()
 
-    def _ask(self, spec: GrammarSpec) -> str:
-        if not self._free.acquire(timeout=WAIT_LIMIT_S):
-            raise QueueFull("too many grammars are being compiled", hint="try again later")
+    def _run(self, check: Check) -> GrammarSpec:
+        left_s = check.deadline - time.monotonic()
+        if left_s <= 0:
+            raise QueueFull(_WHY_LATE, hint="try again later")
+        with self._lock:
+            self._running.add(check)
         try:
-            for _ in range(_ATTEMPTS):
-                process = self._take_process()
-                try:
-                    problem = str(process.ask(json.dumps(asdict(spec)), self.time_limit_s)["error"])
-                except TimeoutError:
-                    process.end()
-                    return f"the grammar is too complex: compiling it took more than {self.time_limit_s:g} s"
-                except OSError:  # The process died. If the next one dies too, this grammar is the cause.
-                    process.end()
-                    continue
-                with self._lock:
-                    self._idle.append(process)
-                return problem
-            return "the grammar is too complex: compiling it took too much memory"
+            verdict = self._ask(check, left_s)
         finally:
-            self._free.release()
+            with self._lock:
+                self._running.discard(check)
+        self._remember(check.key, verdict)
+        return verdict.spec(check.form)
+
+    def _ask(self, check: Check, limit_s: float) -> _Verdict:
+        for _ in range(_ATTEMPTS):
+            process = self._take_process()  # starting one takes no time from the grammar
+            try:
+                reply = check.ask(process, limit_s)
+            except TimeoutError:
+                process.end()
+                if limit_s < _FULL_SHARE * self.time_limit_s:
+                    raise QueueFull(_WHY_LATE, hint="try again later") from None
+                problem = f"the grammar is too complex: compiling it took more than {self.time_limit_s:g} s"
+                return _Verdict(GRAMMAR_FAULT + problem)
+            except OSError:  # The process died. If the next one dies too, this grammar is the cause.
+                process.end()
+                continue
+            except QueueFull:
+                process.end()
+                raise
+            with self._lock:
+                self._idle.append(process)
+            return _Verdict(**reply)
+        return _Verdict(f"{GRAMMAR_FAULT}the grammar is too complex: compiling it took too much memory or nests too deeply")
+
+    def _remember(self, key: str, verdict: _Verdict) -> None:
+        with self._lock:
+            if key in self._verdicts:
+                self._num_chars -= len(self._verdicts.pop(key).text)
+            self._verdicts[key] = verdict
+            self._num_chars += len(verdict.text)
+            while len(self._verdicts) > MAX_VERDICTS or self._num_chars > MAX_VERDICT_CHARS:
+                self._num_chars -= len(self._verdicts.popitem(last=False)[1].text)
 
     def _take_process(self) -> LineProcess:
         with self._lock:
@@ -94,4 +198,13 @@ class GrammarCheck:
                     return process
                 process.end()
         first_line = json.dumps({"names": self._names, "max_bytes": MAX_BYTES})
-        return LineProcess(["-m", "culet.structured.check_worker"], "compiles grammars", first_line)
+        return LineProcess("culet.structured.check_worker", "compiles grammars", first_line)
+
+
+def _line(form: Form) -> str:
+    return json.dumps(asdict(form)) if isinstance(form, GrammarSpec) else msgspec.json.encode(form).decode()
+
+
+def key_of(form: Form) -> str:
+    """Return a short key, equal for forms that have the same grammar."""
+    return form.key if isinstance(form, GrammarSpec) else hashlib.sha256(msgspec.json.encode(form)).hexdigest()

@@ -1,8 +1,8 @@
 """The process in which `check` compiles grammars.
 
 It reads one JSON object per line. The first line is {"names": [...], "max_bytes": n}, with the special tokens and the limit on
-the address space. Every later line holds the fields of a GrammarSpec. Each answer is {"error": text}. The text is empty if the
-grammar compiles.
+the address space. Every later line holds the fields of a GrammarSpec or of a ToolForm. Each answer has an error, a hint and a
+text. The error is empty if the grammar compiles. The text is the grammar of a ToolForm.
 """
 
 from __future__ import annotations
@@ -10,29 +10,40 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
+from culet.errors import BadRequest
 from culet.structured.compiled_grammar import GrammarFault, compile_grammar, index_vocabulary
-from culet.types import GrammarSpec
+from culet.structured.tool_grammar import expand
+from culet.types import GRAMMAR_FAULT, GrammarSpec
+
+_STACK_BYTES = 4 << 20
 
 
-def _reply(error: str) -> None:
-    sys.stdout.write(json.dumps({"error": error}) + "\n")
+def _reply(error: str = "", hint: str = "", text: str = "") -> None:
+    sys.stdout.write(json.dumps({"error": error, "hint": hint, "text": text}) + "\n")
     sys.stdout.flush()
 
 
-def _check(spec: GrammarSpec, names: Sequence[str]) -> str:
-    """Return why the grammar cannot be compiled, or "". A vocabulary of bytes and special tokens is enough to find out."""
+def _check(form: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
+    """Return the answer for a form. A vocabulary of bytes and special tokens is enough to find out whether it compiles."""
     pieces = [name.encode() for name in names] + [bytes([byte]) for byte in range(256)]
     vocabulary = index_vocabulary(pieces, range(len(names)), [0])
     try:
+        spec = expand(form) if "tools" in form else GrammarSpec(**form)
         compile_grammar(spec, vocabulary)
     except GrammarFault as fault:
-        return str(fault)
+        return {"error": f"{GRAMMAR_FAULT}{fault}"}
+    except BadRequest as error:
+        return {"error": error.message, "hint": error.hint}
+    except ValueError as error:  # a schema that is not JSON
+        return {"error": f"{GRAMMAR_FAULT}JSON schema: not valid JSON: {error}"}
     except (RecursionError, MemoryError):
-        return "the grammar is too large or is nested too deeply"
-    return ""
+        return {"error": f"{GRAMMAR_FAULT}the grammar is too large or is nested too deeply"}
+    return {"text": spec.text if "tools" in form else ""}
 
 
 def main() -> None:
@@ -41,9 +52,14 @@ def main() -> None:
     with suppress(ValueError, OSError):  # not every system supports these limits
         resource.setrlimit(resource.RLIMIT_AS, (setup["max_bytes"], setup["max_bytes"]))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _reply("")
+    _reply()
     for line in sys.stdin:
-        _reply(_check(GrammarSpec(**json.loads(line)), setup["names"]))
+        # llguidance follows rules recursively. Here it has less stack than in the engine's threads, so that a grammar
+        # which nests too deeply ends this process and never the engine.
+        threading.stack_size(_STACK_BYTES)
+        thread = threading.Thread(target=lambda line=line: _reply(**_check(json.loads(line), setup["names"])))
+        thread.start()
+        thread.join()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,8 @@ def _source(spec: GrammarSpec) -> str:
             return LLMatcher.grammar_from_regex(spec.text)
         if spec.kind == "lark":
             return LLMatcher.grammar_from_lark(any_to_lark(spec.text))
+        if spec.kind == "choice":
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {alternatives(json.loads(spec.text))}")
         if spec.kind == "json_schema":
             # These override the schema's own "x-guidance" options.
             options: JsonCompileOptions = {
@@ -73,6 +76,15 @@ def _source(spec: GrammarSpec) -> str:
     except Exception as error:  # the library raises many kinds of errors for bad text
         raise GrammarFault(shorten(str(error))) from error
     raise GrammarFault(f"unknown kind {spec.kind!r}")
+
+
+def alternatives(texts: Sequence[str]) -> str:
+    """Return the body of a Lark terminal that matches any of the texts.
+
+    It must be a terminal. The lexer merges the beginnings of a terminal's alternatives, so there may be any number. Each
+    alternative of a rule is an item of the parser's row, and a row holds at most 2,000.
+    """
+    return " | ".join(json.dumps(text) for text in texts)
 
 
 def shorten(text: str) -> str:

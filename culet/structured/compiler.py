@@ -23,6 +23,7 @@ from culet.types import GRAMMAR_FAULT, GrammarSpec
 THOUGHT_MARKS = ("<|channel>", "<channel|>")
 MAX_KEPT = 256  # limit on cached grammars. An ordinary one takes 1 to 2 MiB.
 MAX_KEPT_CHARS = 4 << 20  # limit on the text of cached grammars. A long one takes about 35 bytes per character.
+_STACK_BYTES = 16 << 20  # Grammars are checked with a quarter of this, because llguidance follows rules recursively.
 
 
 class GrammarCompiler:
@@ -82,7 +83,11 @@ class GrammarCompiler:
             done: Future[LLMatcher] = Future()
             done.set_result(kept)
             return done
-        return self._threads.submit(self.compile, spec)
+        usual = threading.stack_size(_STACK_BYTES)  # for threads that are started from here on
+        try:
+            return self._threads.submit(self.compile, spec)
+        finally:
+            threading.stack_size(usual)
 
     def start(self, spec: GrammarSpec, token_ids: Sequence[int], prompt_len: int) -> Matcher:
         """Create a matcher for a sequence. A sequence that resumes continues after the tokens it has generated."""

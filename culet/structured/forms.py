@@ -1,19 +1,20 @@
-"""Read the request forms in which clients ask for structured output (`response_format`, `structured_outputs`)."""
+"""Read the request forms in which clients ask for structured output (`response_format`, `structured_outputs`).
+
+Schemas stay text. They are parsed in the process that checks grammars, because a client decides how large they are.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import json
-from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from msgspec import Meta, Struct, field
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from culet.errors import BadRequest
-from culet.structured.check import GrammarCheck
-from culet.types import MAX_CHOICES, MAX_GRAMMAR_CHARS, WHITE_SPACE, SamplingParams, StructuredOutputs
+from culet.types import MAX_CHOICES, MAX_GRAMMAR_CHARS, GrammarSpec, StructuredOutputs
 
 GrammarText = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]
+SchemaText = Annotated[Raw, Meta(extra_json_schema={"type": ["object", "null"]})] | UnsetType  # a JSON schema, not parsed
 
 
 class NamedSchema(Struct):
@@ -21,7 +22,7 @@ class NamedSchema(Struct):
 
     name: Annotated[str, Meta(min_length=1, max_length=256)] = "answer"
     description: Annotated[str, Meta(max_length=1 << 16)] | None = None
-    schema_: dict[str, Any] | None = field(name="schema", default=None)
+    schema_: SchemaText = field(name="schema", default=UNSET)
     strict: bool | None = None
 
 
@@ -35,7 +36,7 @@ class ResponseFormat(Struct):
 class StructuredFields(Struct, forbid_unknown_fields=True):
     """vLLM's form. Exactly one of these fields is set."""
 
-    json: dict[str, Any] | GrammarText | None = None
+    json: Annotated[Raw, Meta(extra_json_schema={"type": ["object", "string", "null"]})] | UnsetType = UNSET
     json_object: bool | None = None
     regex: GrammarText | None = None
     grammar: GrammarText | None = None
@@ -44,60 +45,57 @@ class StructuredFields(Struct, forbid_unknown_fields=True):
     ) = None
 
 
-def form_of(response_format: ResponseFormat | None, fields: StructuredFields | None) -> StructuredOutputs | None:
+def form_of(response_format: ResponseFormat | None, fields: StructuredFields | None) -> GrammarSpec | None:
     """Return the form that a request asks for, or None."""
     if fields is not None:
         if response_format is not None and response_format.type != "text":
             raise BadRequest("structured_outputs: cannot be combined with response_format")
-        return StructuredOutputs(
-            json=fields.json,
+        schema = given_schema(fields.json)
+        form = StructuredOutputs(  # checks that exactly one field is given
+            json=None if schema is None else {},
             json_object=bool(fields.json_object),
             regex=fields.regex,
             grammar=fields.grammar,
             choice=fields.choice,
         )
+        return form.spec() if schema is None else schema_form(schema, strict=True)
     if response_format is None or response_format.type == "text":
         return None
     if response_format.type == "json_object":
-        return StructuredOutputs(json_object=True)
+        return StructuredOutputs(json_object=True).spec()
     named = response_format.json_schema
     if named is None:
         raise BadRequest("response_format.json_schema: a name and a schema are required")
     return schema_form(named.schema_, strict=bool(named.strict))
 
 
-def schema_form(schema: dict[str, Any] | None, *, strict: bool) -> StructuredOutputs:
-    """Return a form for documents that match a JSON schema. Unless strict, keywords that cannot be enforced are ignored."""
-    return StructuredOutputs(json={} if schema is None else schema, strict=strict)
+def schema_form(schema: Raw | UnsetType | None, *, strict: bool) -> GrammarSpec:
+    """Return a form for documents that match a JSON schema. Unless strict, keywords that cannot be enforced are ignored.
 
-
-def or_calls(form: StructuredOutputs, calls: str) -> StructuredOutputs:
-    """Return a form that also allows tool calls instead. The first of the Lark rules in `calls` must be named `calls`."""
-    spec = form.spec()
-    if spec.kind == "json_schema":
-        schema = json.loads(spec.text)
-        options = {"lenient": not spec.is_strict, "coerce_one_of": not spec.is_strict, "whitespace_pattern": WHITE_SPACE}
-        document = "%json " + json.dumps({**schema, "x-guidance": options} if isinstance(schema, dict) else schema)
-    elif spec.kind == "regex":
-        from llguidance import regex_to_lark  # only needed here
-
-        document = f"/{regex_to_lark(spec.text, '')}/"
-    elif form.choice is not None:
-        document = " | ".join(json.dumps(text) for text in form.choice)
-    else:
-        return form  # a client's own grammar decides everything
-    return StructuredOutputs(grammar=f"start: document | calls\ndocument: {document}\n{calls}")
-
-
-async def admit(check: GrammarCheck, params: SamplingParams, *, after_thought: bool = False) -> SamplingParams:
-    """Return the parameters, with `after_thought` set in the form if given.
-
-    Raise if the form cannot be compiled within the limits. The event loop is not blocked.
+    The schema is an object, or a string that holds the object as JSON. If it is missing, any document matches.
     """
-    form = params.structured_outputs
-    if form is None:
-        return params
-    if after_thought:
-        params = replace(params, structured_outputs=replace(form, after_thought=True))
-    await asyncio.to_thread(check.check, form.spec())
-    return params
+    given = given_schema(schema)
+    if given is not None and memoryview(given).nbytes > 6 * MAX_GRAMMAR_CHARS:  # too long even if all characters are escaped
+        raise _too_long()
+    data = b"{}" if given is None else bytes(given)
+    try:
+        if data.startswith(b'"'):
+            text = msgspec.json.decode(data, type=str)
+        elif data.startswith(b"{"):
+            text = data.decode()
+        else:
+            raise BadRequest("JSON schema: expected an object")
+    except (UnicodeError, msgspec.DecodeError) as error:
+        raise BadRequest(f"JSON schema: not valid JSON: {error}") from None
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise _too_long()
+    return GrammarSpec("json_schema", text, strict)
+
+
+def _too_long() -> BadRequest:
+    return BadRequest(f"JSON schema: expected at most {MAX_GRAMMAR_CHARS} characters", hint="send a smaller schema")
+
+
+def given_schema(schema: Raw | UnsetType | None) -> Raw | None:
+    """Return the schema, or None if it is missing or null."""
+    return None if schema is None or isinstance(schema, UnsetType) or memoryview(schema) == b"null" else schema

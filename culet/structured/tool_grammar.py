@@ -5,7 +5,9 @@ It enforces a `tool_choice` that is `required` or names a tool. It also allows c
     <|tool_call>call:NAME{key:value,...}<tool_call|>
 
 Keys are bare and sorted, as in training. A string is enclosed in two quote tokens `<|"|>`, without escapes. Numbers, true,
-false and null are bare. Schemas come from clients and are not trusted. Any part that is not understood allows any value.
+false and null are bare. Schemas come from clients and are not trusted. Any part that is not understood allows any value. A
+small schema can expand to a large grammar, so the text is counted as it is produced, and all of this runs in the process that
+checks grammars, within its limits on time and memory.
 """
 
 from __future__ import annotations
@@ -15,10 +17,17 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from culet.errors import BadRequest
+from msgspec import Raw, Struct
 
-_MAX_RULES = 20_000
+from culet.errors import BadRequest
+from culet.structured.compiled_grammar import alternatives
+from culet.types import MAX_GRAMMAR_CHARS, WHITE_SPACE, GrammarSpec
+
 _MAX_DEPTH = 64
+_MAX_KEYS = (
+    1000  # of one object. Each is a rule inside the rule of the key before it, and llguidance follows rules recursively.
+)
+_MAX_OPTIONAL = 400  # Each optional key is 4 items of the parser's row, which holds 2,000.
 _MAX_LENGTH = 4096  # larger bounds on strings and lists are not enforced
 _BARE_KEY = re.compile(r"""[^\s{}\[\],:"'<>|]+""")
 _QUOTE = '<|"|>'
@@ -33,6 +42,46 @@ KEY: /[^\s\x00-\x1f{{}}\[\],:"'<>|]{{1,64}}/
 NUMBER: /-?(0|[1-9][0-9]{{0,17}})(\.[0-9]{{1,17}})?([eE][+-]?[0-9]{{1,2}})?/
 INTEGER: /-?(0|[1-9][0-9]{{0,17}})/
 """
+
+
+class ToolForm(Struct, frozen=True):
+    """Tool calls that an answer must have, or may have instead of a document, before they are expanded to a grammar."""
+
+    tools: Raw  # a JSON list in OpenAI's format
+    name: str | None = None  # the only tool that may be called
+    one_call: bool = False
+    document: GrammarSpec | None = None
+
+
+def expand(fields: Mapping[str, Any]) -> GrammarSpec:
+    """Return the grammar of a ToolForm, given as parsed JSON. Raise BadRequest if it is too large."""
+    document = fields.get("document")
+    name, one_call = fields.get("name"), bool(fields.get("one_call"))
+    if document is None:
+        text = call_grammar(fields["tools"], name=name, one_call=one_call)
+    else:
+        text = document_or_calls(GrammarSpec(**document), call_rules(fields["tools"], name=name, one_call=one_call))
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise _too_large()
+    return GrammarSpec("lark", text)
+
+
+def document_or_calls(document: GrammarSpec, calls: str) -> str:
+    """Return a grammar for a document or for tool calls. The first of the Lark rules in `calls` must be named `calls`."""
+    if document.kind == "json_schema":
+        schema = json.loads(document.text)
+        is_lenient = not document.is_strict
+        options = {"lenient": is_lenient, "coerce_one_of": is_lenient, "whitespace_pattern": WHITE_SPACE}
+        body = "document: %json " + json.dumps({**schema, "x-guidance": options} if isinstance(schema, dict) else schema)
+    elif document.kind == "regex":
+        from llguidance import regex_to_lark  # only needed here
+
+        body = f"document: /{regex_to_lark(document.text, '')}/"
+    elif document.kind == "choice":
+        body = f"document: DOCUMENT\nDOCUMENT: {alternatives(json.loads(document.text))}"
+    else:
+        raise BadRequest("structured_outputs.grammar: cannot be combined with tools")  # callers do not ask for this
+    return f"start: document | calls\n{body}\n{calls}"
 
 
 def call_grammar(tools: Sequence[Mapping[str, Any]], *, name: str | None = None, one_call: bool = False) -> str:
@@ -63,8 +112,9 @@ class _Rules:
 
     def __init__(self) -> None:
         self._rules: dict[str, str] = {}
+        self._num_chars = 0
         self._root: Mapping[str, Any] = {}
-        self._references: dict[str, str] = {}  # reference -> rule, for the current tool
+        self._references: dict[int, str] = {}  # id of the schema that is referred to -> rule, for the current tool
         self._depth = 0
 
     def text(self) -> str:
@@ -72,8 +122,9 @@ class _Rules:
 
     def add(self, name: str, body: str) -> str:
         self._rules[name] = body
-        if len(self._rules) > _MAX_RULES:
-            raise BadRequest("tools: the schemas are too large to enforce", hint='use tool_choice "auto"')
+        self._num_chars += len(name) + len(body)
+        if self._num_chars > MAX_GRAMMAR_CHARS:
+            raise _too_large()
         return name
 
     def _new(self, body: str) -> str:
@@ -105,7 +156,7 @@ class _Rules:
         if "const" in schema:
             return _constant(schema["const"])
         if isinstance(schema.get("enum"), list) and schema["enum"]:
-            return self._new(" | ".join(dict.fromkeys(map(_constant, schema["enum"]))))
+            return self._enum(schema["enum"])
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list) and schema[key]:
                 return self._new(" | ".join(dict.fromkeys(map(self._of, schema[key]))))
@@ -113,10 +164,10 @@ class _Rules:
             return self._of(schema["allOf"][0])
         kinds = schema.get("type")
         listed = kinds if isinstance(kinds, list) else [kinds]
-        names = [kind for kind in listed if isinstance(kind, str)]
+        names = list(dict.fromkeys(kind.lower() for kind in listed if isinstance(kind, str)))
         if not names and isinstance(schema.get("properties"), Mapping):
             names = ["object"]
-        rules = [self._typed(name.lower(), schema) for name in names]
+        rules = [self._typed(name, schema) for name in names]
         if rules and schema.get("nullable") is True:
             rules.append('"null"')
         if not rules:
@@ -143,6 +194,14 @@ class _Rules:
             case "object":
                 return "any_object"
         return "any"
+
+    def _enum(self, values: Sequence[object]) -> str:
+        texts = list(dict.fromkeys(value for value in values if isinstance(value, str) and value))
+        parts = dict.fromkeys(_constant(value) for value in values if not (isinstance(value, str) and value))
+        if texts:  # a terminal, because a rule cannot have thousands of alternatives
+            name = f"S{len(self._rules)}"
+            parts[f"({_QUOTE} {self.add(name, alternatives(texts))} {_QUOTE})"] = None
+        return self._new(" | ".join(parts))
 
     def _string(self, schema: Mapping[str, Any]) -> str:
         low, high = _bound(schema, "minLength"), _bound(schema, "maxLength")
@@ -172,6 +231,13 @@ class _Rules:
         keys = sorted(key for key in properties if isinstance(key, str) and _BARE_KEY.fullmatch(key))
         if not keys:
             return "any_object" if schema.get("additionalProperties", True) else '"{" "}"'
+        num_optional = len(keys) - len(needed.intersection(keys))
+        if len(keys) > _MAX_KEYS or num_optional > _MAX_OPTIONAL:
+            raise BadRequest(
+                f"tools: the schemas are too large: an object has {len(keys)} properties, {num_optional} of them optional, "
+                f"but the maximum is {_MAX_KEYS}, {_MAX_OPTIONAL} of them optional",
+                hint='divide the object, or use tool_choice "auto", which needs no grammar',
+            )
         first, rest = "", ""
         for key in reversed(keys):
             pair = self._new(f"{_literal(key + ':')} {self._of(properties[key])}")
@@ -184,19 +250,37 @@ class _Rules:
         return self._new(f'"{{" {first} "}}"')
 
     def _reference(self, reference: str) -> str:
-        if reference in self._references:
-            return self._references[reference]
-        place: object = self._root
-        if reference != "#":
-            for step in reference.removeprefix("#").split("/")[1:]:
-                step = step.replace("~1", "/").replace("~0", "~")
-                place = place.get(step) if isinstance(place, Mapping) else None
-        if not reference.startswith("#") or not isinstance(place, Mapping):
+        place = self._follow(reference)
+        if place is None:
             return "any"
-        name = self._references[reference] = self.add(f"r{len(self._rules)}", "any")  # its body may refer to it
+        if id(place) in self._references:  # by place, because a place can be written in many ways
+            return self._references[id(place)]
+        name = self._references[id(place)] = self.add(f"r{len(self._rules)}", "any")  # its body may refer to it
         body = self._of(place)
-        self._rules[name] = "any" if body == name else body
-        return name
+        return self.add(name, "any" if body == name else body)
+
+    def _follow(self, reference: str) -> Mapping[str, Any] | None:
+        """Return the schema that a reference leads to, through other references. Return None if there is none."""
+        seen: set[int] = set()
+        while True:
+            place: object = self._root
+            if reference != "#":
+                for step in reference.removeprefix("#").split("/")[1:]:
+                    step = step.replace("~1", "/").replace("~0", "~")
+                    place = place.get(step) if isinstance(place, Mapping) else None
+            if not reference.startswith("#") or not isinstance(place, Mapping) or id(place) in seen:
+                return None
+            if not isinstance(place.get("$ref"), str):
+                return place
+            seen.add(id(place))
+            reference = place["$ref"]
+
+
+def _too_large() -> BadRequest:
+    return BadRequest(
+        f"tools: the schemas are too large: expanded to a grammar, they have more than {MAX_GRAMMAR_CHARS} characters",
+        hint='send smaller schemas, or use tool_choice "auto", which needs no grammar',
+    )
 
 
 def _constant(value: object) -> str:

@@ -22,8 +22,7 @@ from culet.line_process import LineProcess, Stopper
 from culet.text.messages import check_messages, check_tools
 
 BUILT_IN = Path(__file__).with_name("gemma4.jinja")
-# -P keeps the script's folder off the module path, so that our modules do not shadow modules that Jinja imports.
-_WORKER = ("-P", str(Path(__file__).with_name("template_worker.py")))
+_WORKER = "culet.text.template_worker"
 _SPECIAL_TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
 _ATTEMPTS = 2
 _encoder = msgspec.json.Encoder()

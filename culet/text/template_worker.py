@@ -1,4 +1,4 @@
-"""The process that renders chat templates. `template.py` runs it as a script, and it imports nothing from Culet.
+"""The process that renders chat templates. `template.py` starts it. It imports nothing else from Culet.
 
 It reads one JSON object per line. The first line is {"templates": {name: source}, "control_tokens": [text, ...],
 "time_limit_s": s, "max_chars": n, "max_bytes": n}. Every later line is {"name": which, "client": {...}, "own": {...}} with the

@@ -35,6 +35,7 @@ else:
     SLIDING_BIG_PAGES = replace(SLIDING, page_tokens=64)
     GLOBAL = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=32, window=None, latent=False, page_tokens=48)
     LATENT = AttentionShape(num_heads=8, num_kv_heads=1, head_dim=64, window=None, latent=True, page_tokens=64)
+    FEW_SHAPES = {"sliding": SLIDING, "global": GLOBAL, "latent": LATENT}
     SHAPES = {"sliding": SLIDING, "big": SLIDING_BIG_PAGES, "global": GLOBAL, "latent": LATENT}
 
     def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -68,34 +69,34 @@ else:
         case = make_case(shape, spans, dtype=torch.float32, seed=1)
         check_decode(case, DecodeTile(16, 32, 4, 2, programs=programs))
 
-    @pytest.mark.parametrize("shape", [SLIDING, GLOBAL, LATENT], ids=["sliding", "global", "latent"])
-    def test_verify_mixed_with_decode(shape: AttentionShape) -> None:
+    @matrix({"shape": FEW_SHAPES, "rows, columns": [(16, 32), (64, 16)]})
+    def test_verify_mixed_with_decode(shape: AttentionShape, rows: int, columns: int) -> None:
         case = make_case(shape, [(90, 4), (17, 1), (0, 5), (130, 2)], dtype=torch.float32, seed=2)
-        check_decode(case, DecodeTile(16, 32, 4, 2, programs=16))
-        check_decode(case, DecodeTile(64, 16, 4, 2, programs=16))
+        check_decode(case, DecodeTile(rows, columns, 4, 2, programs=16))
 
     @pytest.mark.parametrize("shape", [SLIDING, LATENT], ids=["sliding", "latent"])
     def test_one_row_is_split(shape: AttentionShape) -> None:
         case = make_case(shape, [(200, 1)], dtype=torch.float32, seed=3)
         check_decode(case, DecodeTile(16, 16, 4, 2, programs=20))
 
-    @pytest.mark.parametrize("at_once", [1, 4])
-    def test_programs_of_many_rows_join_their_splits(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    @matrix({"shape": FEW_SHAPES, "at_once": [1, 4]})
+    def test_programs_of_many_rows_join_their_splits(
+        monkeypatch: pytest.MonkeyPatch, shape: AttentionShape, at_once: int
+    ) -> None:
         """One launch is enough, and it resets its counters for the next."""
         splits = DecodeTile.splits
         monkeypatch.setattr(DecodeTile, "splits", lambda *arguments: splits(*arguments)._replace(joins=True, at_once=at_once))
         tile = DecodeTile(16, 16, 4, 2, programs=24)
-        for shape in (SLIDING, GLOBAL, LATENT):
-            case = make_case(shape, [(150, 1), (0, 3), (90, 2)], dtype=torch.float32, seed=16)
-            scratch = Scratch.allocate(scratch_rows(tile, shape.num_kv_heads, shape.group, 3), shape.head_dim, "cpu")
-            arguments = (case.q_TNH, case.kv, case.rows)
-            out = torch.full_like(case.q_TNH, float("nan"))
-            (launch,) = decode_launches(*arguments, max_queries=3, out_TNH=out, tile=tile, scratch=scratch)
-            for _ in range(2):
-                out.fill_(float("nan"))
-                launch.run()
-                assert_close(out, eager_attention.decode_attention(*arguments, max_queries=3))
-                assert not scratch.arrived.any()
+        case = make_case(shape, [(150, 1), (0, 3), (90, 2)], dtype=torch.float32, seed=16)
+        scratch = Scratch.allocate(scratch_rows(tile, shape.num_kv_heads, shape.group, 3), shape.head_dim, "cpu")
+        arguments = (case.q_TNH, case.kv, case.rows)
+        out = torch.full_like(case.q_TNH, float("nan"))
+        (launch,) = decode_launches(*arguments, max_queries=3, out_TNH=out, tile=tile, scratch=scratch)
+        for _ in range(2):
+            out.fill_(float("nan"))
+            launch.run()
+            assert_close(out, eager_attention.decode_attention(*arguments, max_queries=3))
+            assert not scratch.arrived.any()
 
     def test_decode_does_not_write_long_and_empty_rows() -> None:
         case = make_case(SLIDING, [(20, 1), (5, 12), (60, 1)], dtype=torch.float32, seed=4)
@@ -130,7 +131,7 @@ else:
 
     @matrix({"shape": SHAPES, "with_fresh": {"fresh": True, "paged": False}})
     def test_prefill_of_ragged_rows(shape: AttentionShape, with_fresh: bool) -> None:
-        case = make_case(shape, [(0, 70), (33, 20), (100, 17)], dtype=torch.float32, seed=7)
+        case = make_case(shape, [(0, 50), (33, 20), (70, 17)], dtype=torch.float32, seed=7)
         check_prefill(case, PrefillTile(32, 32, 4, 2), with_fresh)
 
     def test_chunk_longer_than_the_window_reads_fresh_keys() -> None:
@@ -218,12 +219,11 @@ else:
         monkeypatch.undo()
         assert_close(run_backend(case, is_stored=True), all_rows(case))  # without `is_text`, all rows use intervals
 
-    @pytest.mark.parametrize("shape", [SLIDING, GLOBAL, LATENT], ids=["sliding", "global", "latent"])
-    def test_fp8_pages(shape: AttentionShape) -> None:
+    @matrix({"shape": FEW_SHAPES, "with_fresh": {"paged": False, "fresh": True}})
+    def test_fp8_pages(shape: AttentionShape, with_fresh: bool) -> None:
         """Decode, verify, prompts and chunks over e4m3 pages. Unwritten memory is NaN there too."""
         few = make_case(shape, [(60, 1), (30, 3)], dtype=torch.float32, seed=14, kv_dtype=torch.float8_e4m3fn)
         assert few.kv.planes.float().isnan().any()
         check_decode(few, DecodeTile(16, 32, 4, 2, programs=8))
         long = make_case(shape, [(30, 20)], dtype=torch.float32, seed=15, kv_dtype=torch.float8_e4m3fn)
-        check_prefill(long, PrefillTile(32, 32, 4, 2), with_fresh=False)
-        check_prefill(long, PrefillTile(32, 32, 4, 2), with_fresh=True)
+        check_prefill(long, PrefillTile(32, 32, 4, 2), with_fresh)

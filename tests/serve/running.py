@@ -80,13 +80,13 @@ class Running:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by stop)
         self.key = str((settings or {}).get("api_key") or "none").split(",")[0]
         self.http = httpx.Client(base_url=self.url, timeout=300, headers={"authorization": f"Bearer {self.key}"})
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE, json.dumps(given)],
-            stderr=self._log,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-        )
+        command = [sys.executable, "-c", _SERVE, json.dumps(given)]
+        self.process = self._start(command, {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})})
         if wait:
             self.wait_ready()
+
+    def _start(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, stderr=self._log, env=environment)
 
     def wait_ready(self) -> None:
         def is_ready() -> bool:

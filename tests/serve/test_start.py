@@ -83,9 +83,10 @@ def test_summary_and_endpoints(folder: Path) -> None:
             except httpx.TransportError:
                 return 0
 
-        wait_for(lambda: status("/health") == 200, 30, "the server")
-        assert status("/ready") in (200, 503)
-        wait_for(lambda: status("/ready") == 200, 60, "the model")
+        wait_for(lambda: status("/live") == 200, 30, "the server")
+        assert status("/health") in (200, 503)
+        wait_for(lambda: status("/health") == 200, 60, "the model")
+        assert status("/ready") == 200
         get = httpx.Client(base_url=f"http://127.0.0.1:{port}").get
         assert [card["id"] for card in get("/v1/models").json()["data"]] == ["gemma", "other"]
         assert get("/plan.svg").text.startswith("<svg")
@@ -125,7 +126,8 @@ def test_requests_while_loading(folder: Path) -> None:
         if answer.status_code != 200:  # otherwise the server was faster
             assert answer.status_code == 503
             assert "retry-after" in answer.headers
-            assert server.http.get("/health").json()["engine"] == "starting"
+            health = server.http.get("/health")
+            assert health.status_code == 200 or "loading" in health.text  # it may be ready by now
 
 
 def test_keys_from_the_environment(scripted: Callable[..., Running], folder: Path, encode: Callable[[str], list[int]]) -> None:

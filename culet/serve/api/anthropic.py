@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from culet.errors import BadRequest, CuletError, UnsupportedError
-from culet.serve.api.chat_request import PreparedChat, prepare
-from culet.serve.api.endpoint import Endpoint, decode, encoder, json_response, request_id_of
+from culet.serve.api.chat_request import PreparedChat, check_chat, prepare
+from culet.serve.api.endpoint import Endpoint, encoder, json_response, read_body, request_id_of
 from culet.serve.api.fields import (
     Count,
     SamplingFields,
@@ -32,7 +32,7 @@ from culet.serve.generation import Generation
 from culet.serve.http_errors import reply_to
 from culet.serve.service import Service
 from culet.serve.streams import EventStream, run_all
-from culet.structured.forms import schema_form
+from culet.structured.forms import SchemaText, schema_form
 from culet.text.output import OutputDelta
 from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece
 
@@ -128,7 +128,7 @@ class OutputFormat(Struct):
     """The required format of the answer."""
 
     type: Literal["json_schema"]
-    schema_: Schema = msgspec.field(name="schema")
+    schema_: SchemaText = msgspec.field(name="schema")
 
 
 class OutputConfig(Struct):
@@ -190,7 +190,7 @@ class TokenCount(Struct):
 async def messages(service: Service, request: Request) -> Response:
     """Answer a conversation. With `stream`, send the answer as server-sent events."""
     try:
-        body = decode(MessagesRequest, await request.body())
+        body = await read_body(service, request, MessagesRequest)
         model = service.check_model(body.model)
         prepared = await _prepare(service, body)
         open_generation = partial(prepared.open, ENDPOINT, request_id_of(request))
@@ -209,10 +209,11 @@ async def messages(service: Service, request: Request) -> Response:
 async def count_tokens(service: Service, request: Request) -> Response:
     """Count the tokens of a conversation as the model would see it."""
     try:
-        body = decode(Conversation, await request.body())
+        body = await read_body(service, request, Conversation)
         service.check_model(body.model)
         choice = body.tool_choice
         tools = [] if choice is not None and choice.type == "none" else _tools(body)
+        await check_chat(service, body.messages, tools)
         tokens = await service.encode_chat(_openai_messages(body), tools=tools or None, enable_thinking=_thinking(body))
     except CuletError as error:
         return _error_response(error)
@@ -229,6 +230,7 @@ async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
     names = {"any": "required", "none": "none", "auto": "auto"}
     if choice is not None and choice.type == "tool" and choice.name is None:
         raise BadRequest("tool_choice.name: the name of a tool is required")
+    await check_chat(service, body.messages, ())
     return await prepare(
         service,
         _openai_messages(body),

@@ -10,15 +10,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from msgspec import Struct
+import msgspec
+from msgspec import Raw, Struct
 
 from culet.errors import BadRequest
+from culet.serve.answers.turns import json_size
 from culet.serve.generation import Generation
 from culet.serve.service import Service
-from culet.structured.forms import admit, or_calls
-from culet.structured.tool_grammar import call_grammar, call_rules
+from culet.structured.check import Form
+from culet.structured.tool_grammar import ToolForm
 from culet.text.output import chat_output
-from culet.types import SamplingParams, StructuredOutputs
+from culet.types import GrammarSpec, SamplingParams
 
 _OPEN_CALL = "<|tool_call>"
 _FORBID = -100.0  # a bias that rules a token out
@@ -49,6 +51,24 @@ class PreparedChat:
         )
 
 
+async def check_chat(service: Service, messages: Sequence[object], tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise if a chat has too many messages or tools, or if its tools are too large. Call before rendering."""
+    limits = service.limits
+    for name, got, limit in (("messages", len(messages), limits.messages), ("tools", len(tools), limits.tools)):
+        if got > limit:
+            hint = "the server sets the maximum with --limits"
+            raise BadRequest(f"{name}: got {got}, but the maximum is {limit}", hint=hint)
+    if tools:
+        max_size, size = limits.tool_kb << 10, 0
+        async for sizes in service.turns.run(json_size(tools, max_size)):
+            size = max([size, *sizes])
+        if size > max_size:
+            raise BadRequest(
+                f"tools: they have more than {limits.tool_kb} kB",
+                hint="send fewer or smaller tools; the server sets the maximum with --limits tool_kb=N",
+            )
+
+
 async def prepare(
     service: Service,
     messages: Sequence[Mapping[str, Any] | Struct],
@@ -66,17 +86,19 @@ async def prepare(
     `tool_choice` is auto, none, required, or `=NAME` for the tool that must be called.
     """
     service.require_ready()
-    limits = service.limits
-    if len(messages) > limits.messages:
-        raise BadRequest(f"messages: got {len(messages)}, but the maximum is {limits.messages}")
-    if len(tools) > limits.tools:
-        raise BadRequest(f"tools: got {len(tools)}, but the maximum is {limits.tools}")
+    await check_chat(service, messages, tools)
     names = [tool["function"]["name"] for tool in tools]
     if tool_choice.startswith("=") and tool_choice[1:] not in names:
         raise BadRequest(f"tool_choice: got {tool_choice[1:]!r}, which is not one of the tools")
     if tool_choice == "required" and not tools:
         raise BadRequest("tool_choice: got 'required', but the request has no tools")
     offered = () if tool_choice == "none" else tools
+    document = None if params.structured_outputs is None else params.structured_outputs.spec()
+    form = _form(document, offered, tool_choice, single_call)
+    if form is not None:  # before rendering, because a refusal is cheap and a known grammar does not wait
+        thinking = service.settings.enable_thinking if enable_thinking is None else enable_thinking
+        spec = await service.grammars.admit(form)
+        params = replace(params, structured_outputs=replace(spec, after_thought=thinking))
     prompt = await service.encode_chat(
         messages,
         tools=list(offered) or None,
@@ -86,17 +108,17 @@ async def prepare(
     call_id = service.tokenizer.token_id(_OPEN_CALL)
     if tool_choice == "none" and tools and call_id is not None:
         params = replace(params, logit_bias={**(params.logit_bias or {}), call_id: _FORBID})
-    params = replace(params, structured_outputs=_form(params.structured_outputs, offered, tool_choice, single_call))
-    thinking = service.settings.enable_thinking if enable_thinking is None else enable_thinking
-    params = await admit(service.grammar_check, params, after_thought=thinking)
     return PreparedChat(service, prompt, params, priority, offered, single_call)
 
 
-def _form(
-    form: StructuredOutputs | None, tools: Sequence[Mapping[str, Any]], tool_choice: str, single_call: bool
-) -> StructuredOutputs | None:
-    """Return the form of the answer, which is tool calls if they are required. Otherwise it is `form`, or calls if allowed."""
-    if tool_choice == "required" or tool_choice.startswith("="):
-        name = tool_choice[1:] if tool_choice.startswith("=") else None
-        return StructuredOutputs(grammar=call_grammar(tools, name=name, one_call=single_call))
-    return or_calls(form, call_rules(tools, one_call=single_call)) if form is not None and tools else form
+def _form(document: GrammarSpec | None, tools: Sequence[Mapping[str, Any]], tool_choice: str, single_call: bool) -> Form | None:
+    """Return the form of the answer, which is tool calls if they are required. Otherwise it is `document`, or calls if allowed.
+
+    Tools are not expanded to a grammar here, because that takes long.
+    """
+    is_required = tool_choice == "required" or tool_choice.startswith("=")
+    if not is_required and (document is None or not tools or document.kind == "lark"):
+        return document  # a client's own grammar decides everything
+    name = tool_choice[1:] if tool_choice.startswith("=") else None
+    schemas = [{"function": {key: tool["function"].get(key) for key in ("name", "parameters")}} for tool in tools]
+    return ToolForm(Raw(msgspec.json.encode(schemas)), name, single_call, None if is_required else document)

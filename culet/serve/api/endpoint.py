@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,12 +14,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from culet.errors import BadRequest, UnsupportedError
+from culet.serve.http.json_cost import JsonCost
 from culet.serve.service import Service
 from culet.text.messages import check_messages
 
 T = TypeVar("T", bound=Struct)
 encoder = msgspec.json.Encoder()
 _decoders: dict[type[Struct], msgspec.json.Decoder[Any]] = {}
+_SMALL_BODY = 64 << 10  # decoded at once, whatever is in it
+_MAX_PROBLEM_CHARS = 500  # of an error message, which may quote the client's own text
+_MAX_CHECKED = 4096  # messages that are searched for images and the like
+# The decoder holds the GIL, so two at a time would only stop the event loop for longer.
+_decoding_thread = ThreadPoolExecutor(1, "decode")
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,22 @@ class Endpoint:
     answer: type[Struct] | None = None
 
 
-def decode(kind: type[T], body: bytes) -> T:
+async def read_body(service: Service, request: Request, kind: type[T]) -> T:
+    """Read the request's body as a `kind`. Raise a BadRequest if it does not match, or would take too long to decode."""
+    body = await request.body()
+    if len(body) <= _SMALL_BODY:
+        return decode(kind, body)
+    cost, max_cost = JsonCost(), service.limits.json_values
+    cost.push(body)
+    if cost.cost > max_cost:
+        raise BadRequest(
+            f"body: more than {max_cost} values, where each list or object counts as eight",
+            hint="send less at once, or raise the limit with --limits json_values=N",
+        )
+    return await asyncio.get_running_loop().run_in_executor(_decoding_thread, decode, kind, body)
+
+
+def decode(kind: type[T], body: bytes | bytearray) -> T:
     """Parse `body` as a `kind`. If it does not match, raise a BadRequest that names the field."""
     decoder = _decoders.get(kind)
     if decoder is None:
@@ -45,7 +68,7 @@ def decode(kind: type[T], body: bytes) -> T:
         _check_media(body)
         problem, _, place = str(error).partition(" - at `")
         path = place.rstrip("`").removeprefix("$").removeprefix(".")
-        raise BadRequest(f"{path or 'body'}: {problem[:1].lower()}{problem[1:]}") from None
+        raise BadRequest(f"{path or 'body'}: {problem[:1].lower()}{problem[1:_MAX_PROBLEM_CHARS]}") from None
     except (msgspec.DecodeError, UnicodeError) as error:
         raise BadRequest(f"body: not valid JSON: {error}") from None
     except RecursionError:
@@ -53,10 +76,10 @@ def decode(kind: type[T], body: bytes) -> T:
     return request
 
 
-def _check_media(body: bytes) -> None:
+def _check_media(body: bytes | bytearray) -> None:
     """Raise UnsupportedError if a message has an unsupported part, which says more than the error about the struct."""
     try:
-        check_messages(msgspec.json.decode(body).get("messages"))
+        check_messages(msgspec.json.decode(body).get("messages")[:_MAX_CHECKED])
     except UnsupportedError as error:
         raise error from None
     except Exception:  # the caller reports everything else

@@ -1,4 +1,4 @@
-"""GET /health, /ready and /version, for load balancers and operators."""
+"""GET /health, /ready, /live and /version, for load balancers and operators."""
 
 from __future__ import annotations
 
@@ -10,20 +10,32 @@ from culet.serve.api.endpoint import Endpoint, json_response
 from culet.serve.http_errors import HttpError
 from culet.serve.service import Service
 
+_PROBLEMS = {
+    "loading": "the model is loading",
+    "restarting": "the engine died and is being restarted",
+    "stuck": "the engine is stuck in a step",
+}
+
 
 async def health(service: Service, request: Request) -> Response:
-    """Return 200 while the engine is alive, even while it loads. Return 503 if it is dead or stuck."""
-    if not service.is_healthy:
-        raise HttpError(503, "the engine is dead or stuck", code="engine_unavailable")
+    """Return 200 while the engine can answer requests. Return 503 while the model loads, and if the engine is dead or stuck."""
+    state = service.health
+    if state != "ok":
+        raise HttpError(503, f"{state}: {_PROBLEMS[state]}", code="engine_unavailable")
     return json_response({"status": "ok", "engine": service.engine.state})
 
 
 async def ready(service: Service, request: Request) -> Response:
     """Return 200 once the model is loaded and warm, until the server is told to stop. Otherwise return 503."""
     if not service.is_ready:
-        state = "draining" if service.is_draining else service.engine.state
+        state = "draining" if service.is_draining else service.health
         raise HttpError(503, f"not ready: {state}", code="not_ready")
     return json_response({"status": "ready"})
+
+
+async def live(service: Service, request: Request) -> Response:
+    """Return 200 as long as the server process runs, whatever the engine does. A supervisor need not restart it."""
+    return json_response({"status": "live"})
 
 
 async def version(service: Service, request: Request) -> Response:
@@ -34,5 +46,6 @@ async def version(service: Service, request: Request) -> Response:
 ENDPOINTS = (
     Endpoint("GET", "/health", health),
     Endpoint("GET", "/ready", ready),
+    Endpoint("GET", "/live", live),
     Endpoint("GET", "/version", version),
 )

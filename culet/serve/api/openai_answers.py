@@ -1,12 +1,17 @@
-"""The usage and log-probabilities in the answers of OpenAI's chat and completions APIs."""
+"""The usage and log-probabilities in the answers of OpenAI's chat and completions APIs.
+
+Log-probabilities are written as JSON token by token, so that a long answer can be built in short turns of the event loop and
+never exists as objects.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
+from culet.serve.api.endpoint import encoder
 from culet.serve.generation import Generation
 from culet.text.tokenizer import Tokenizer
 from culet.types import Logprobs
@@ -75,17 +80,23 @@ class ChatLogprobs(Struct):
     content: list[TokenLogprob]
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[tuple[int, Logprobs]], num_top: int) -> ChatLogprobs:
-    """Return log-probabilities in the format of the chat API."""
-    entries = []
+CHAT_ENTRY_BYTES = 112  # usual size of a token or of one of its alternatives
+
+
+def chat_size(num_tokens: int, num_top: int) -> int:
+    """Return the usual size in bytes of the log-probabilities of `num_tokens` tokens."""
+    return num_tokens * (1 + num_top) * CHAT_ENTRY_BYTES
+
+
+def chat_entries(tokenizer: Tokenizer, tokens: Iterable[tuple[int, Logprobs]], num_top: int) -> Iterator[bytes]:
+    """Yield log-probabilities in the format of the chat API, as the JSON of a TokenLogprob per token."""
     for token_id, logprobs in tokens:
         piece = tokenizer.piece(token_id)
         top = [
             TopLogprob(token_text(tokenizer, top_id), value, list(tokenizer.piece(top_id)))
             for top_id, value in _top(logprobs, num_top)
         ]
-        entries.append(TokenLogprob(_text(piece), _finite(logprobs[token_id]), list(piece), top))
-    return ChatLogprobs(entries)
+        yield encoder.encode(TokenLogprob(_text(piece), _finite(logprobs[token_id]), list(piece), top))
 
 
 class TextLogprobs(Struct):
@@ -96,19 +107,60 @@ class TextLogprobs(Struct):
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
-    def add(self, tokenizer: Tokenizer, token_id: int, logprobs: Logprobs | None, num_top: int) -> None:
-        """Append a token. `logprobs` is None for the first token of a prompt, which has none."""
-        offset = self.text_offset[-1] + len(self.tokens[-1]) if self.tokens else 0
-        self.tokens.append(token_text(tokenizer, token_id))
-        self.text_offset.append(offset)
-        self.token_logprobs.append(None if logprobs is None else _finite(logprobs[token_id]))
-        if logprobs is None:
-            self.top_logprobs.append(None)
-            return
-        top: dict[str, float] = {}
-        for top_id, value in _top(logprobs, num_top):
-            top.setdefault(token_text(tokenizer, top_id), value)  # among tokens with the same text, keep the most likely
-        self.top_logprobs.append(top)
+
+TEXT_BYTES = 16  # usual size of a repeated prompt token, with escapes
+_TEXT_ENTRY_BYTES = 64  # usual size of a token in all four lists
+_TEXT_TOP_BYTES = 40  # usual size of one of its alternatives
+
+
+def text_size(num_tokens: int, num_top: int) -> int:
+    """Return the usual size in bytes of the log-probabilities of `num_tokens` tokens in TextLogprobs."""
+    return num_tokens * (_TEXT_ENTRY_BYTES + num_top * _TEXT_TOP_BYTES)
+
+
+class TextColumns:
+    """The four lists of TextLogprobs as JSON without brackets. They grow token by token."""
+
+    NAMES = (b"tokens", b"token_logprobs", b"top_logprobs", b"text_offset")
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int, offset: int = 0) -> None:
+        """Create empty lists. `offset` is the length of the text before the first token."""
+        self._tokenizer, self._num_top = tokenizer, num_top
+        self.offset = offset
+        self.num_tokens = 0
+        self.columns = [bytearray() for _ in self.NAMES]
+
+    def add(self, token_id: int, logprobs: Logprobs | None) -> int:
+        """Append a token and return the number of bytes. `logprobs` is None for the first token of a prompt, which has none."""
+        text = token_text(self._tokenizer, token_id)
+        top: dict[str, float] | None = None
+        if logprobs is not None:
+            top = {}
+            for top_id, value in _top(logprobs, self._num_top):  # among tokens with the same text, keep the most likely
+                top.setdefault(token_text(self._tokenizer, top_id), value)
+        num_bytes = 0
+        own = None if logprobs is None else _finite(logprobs[token_id])
+        for column, entry in zip(self.columns, (text, own, top, self.offset), strict=True):
+            data = encoder.encode(entry)
+            column += b"," + data if column else data
+            num_bytes += len(data) + 1
+        self.offset += len(text)
+        self.num_tokens += 1
+        return num_bytes
+
+
+def write_columns(parts: Sequence[TextColumns]) -> Iterator[bytes | bytearray]:
+    """Yield the JSON of a TextLogprobs with the tokens of all parts, in order. Nothing is copied."""
+    for number, name in enumerate(TextColumns.NAMES):
+        yield b'%s"%s":[' % (b"," if number else b"{", name)
+        is_first = True
+        for column in (part.columns[number] for part in parts if part.num_tokens):
+            if not is_first:
+                yield b","
+            yield column
+            is_first = False
+        yield b"]"
+    yield b"}"
 
 
 def _top(logprobs: Logprobs, count: int) -> list[tuple[int, float]]:

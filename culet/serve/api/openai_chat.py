@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -14,15 +15,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from culet.errors import BadRequest
-from culet.serve.api.chat_request import PreparedChat, prepare
-from culet.serve.api.endpoint import Endpoint, decode, encoder, json_response, request_id_of
+from culet.serve.answers.limits import AnswerSize
+from culet.serve.answers.parts import BigAnswer, Part, in_messages
+from culet.serve.api.chat_request import PreparedChat, check_chat, prepare
+from culet.serve.api.endpoint import Endpoint, encoder, json_response, read_body, request_id_of
 from culet.serve.api.fields import Count, RawArguments, SamplingFields, Schema, Text, ToolName, sampling_params
-from culet.serve.api.openai_answers import ChatLogprobs, Usage, chat_logprobs, usage_of
+from culet.serve.api.openai_answers import ChatLogprobs, Usage, chat_entries, chat_size, usage_of
 from culet.serve.generation import Generation
 from culet.serve.service import Service
 from culet.serve.streams import DONE, EventStream, run_all
 from culet.text.output import OutputDelta
 from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece
+from culet.types import SamplingParams
 
 ENDPOINT = "/v1/chat/completions"
 
@@ -147,26 +151,62 @@ class ChatAnswer(Struct):
 
 async def chat(service: Service, request: Request) -> Response:
     """Answer a conversation. With `stream`, send the answer as server-sent events."""
-    body = decode(ChatRequest, await request.body())
+    body = await read_body(service, request, ChatRequest)
     model = service.check_model(body.model)
     prepared = await _prepare(service, body)
     open_generation = partial(prepared.open, ENDPOINT, request_id_of(request))
-    num_top = (body.top_logprobs or 0) if body.logprobs else None
+    num_top = prepared.params.logprobs
     if body.stream:
         with_usage = body.stream_options is not None and body.stream_options.include_usage
         chunks = _Chunks(service, model, prepared.params.n, num_top, with_usage)
         return EventStream(service, [open_generation], chunks.write, begin=chunks.begin(), end=chunks.end)
+    if num_top is not None:
+        return await _answer_with_logprobs(service, request, prepared, model)
     (generation,) = await run_all(request, [open_generation])
     choices = [
-        Choice(
-            index,
-            _message(sample.output()),
-            None if num_top is None else chat_logprobs(service.tokenizer, sample.visible_logprobs, num_top),
-            sample.finish_reason or "stop",
-        )
+        Choice(index, _message(sample.output()), None, sample.finish_reason or "stop")
         for index, sample in enumerate(generation.samples)
     ]
     return json_response(ChatAnswer(_new_id(), int(time.time()), model, choices, usage_of([generation])))
+
+
+async def _answer_with_logprobs(service: Service, request: Request, prepared: PreparedChat, model: str) -> Response:
+    """Run a request and answer with log-probabilities. They are written while the tokens arrive."""
+    size = service.answers.open()
+    lists = _LogprobLists(service, prepared.params, size)
+    try:
+        open_generation = partial(prepared.open, ENDPOINT, request_id_of(request))
+        (generation,) = await run_all(request, [open_generation], lists.read)
+        head = {"id": _new_id(), "created": int(time.time()), "model": model}
+        parts: list[Part] = [encoder.encode(head)[:-1] + b',"choices":[']
+        for index, sample in enumerate(generation.samples):
+            opening = b'%s{"index":%d,"message":' % (b"," if index else b"", index)
+            parts += (opening, encoder.encode(_message(sample.output())), b',"logprobs":{"content":[')
+            parts += (lists.entries[index], b']},"finish_reason":"%s"}' % (sample.finish_reason or "stop").encode())
+        parts.append(b'],"usage":' + encoder.encode(usage_of([generation])) + b',"object":"chat.completion"}')
+        return BigAnswer(parts, size)
+    except BaseException:
+        size.close()
+        raise
+
+
+class _LogprobLists:
+    """The log-probabilities of each sample of an answer, as JSON that grows while tokens arrive."""
+
+    def __init__(self, service: Service, params: SamplingParams, size: AnswerSize) -> None:
+        self._service, self._num_top, self._size = service, params.logprobs or 0, size
+        self.entries = [bytearray() for _ in range(params.n)]
+
+    async def read(self, index: int, generation: Generation, deltas: Sequence[OutputDelta]) -> None:
+        await self._service.turns.finish(self._steps(deltas))
+
+    def _steps(self, deltas: Sequence[OutputDelta]) -> Iterator[None]:
+        for delta in deltas:
+            entries = self.entries[delta.sample]
+            for entry in chat_entries(self._service.tokenizer, delta.visible_logprobs, self._num_top):
+                self._size.add(len(entry) + 1)
+                entries += b"," + entry if entries else entry
+                yield
 
 
 async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
@@ -175,23 +215,44 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens == 0:
         raise BadRequest("max_tokens: got 0, expected at least 1")
-    params = sampling_params(service, body, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    num_top = (body.top_logprobs or 0) if body.logprobs else None
+    params = sampling_params(service, body, max_tokens=max_tokens, logprobs=num_top)
+    if num_top is not None and max_tokens is not None:
+        num_tokens = params.n * min(max_tokens, service.rules.max_model_len)
+        service.answers.check(chat_size(num_tokens, num_top), "logprobs")
     options = body.chat_template_kwargs
     thinking = options.enable_thinking if options is not None else None
     if thinking is None and body.reasoning_effort is not None:
         thinking = body.reasoning_effort != "none"
     choice = body.tool_choice
-    return await prepare(
+    await check_chat(service, body.messages, ())  # before they are converted
+    prepared = await prepare(
         service,
         body.messages,
         params,
-        tools=msgspec.to_builtins(body.tools or []),
+        tools=[tool_fields(tool) for tool in body.tools or ()],
         tool_choice=f"={choice.function.name}" if isinstance(choice, NamedChoice) else choice or "auto",
         single_call=body.parallel_tool_calls is False,
         enable_thinking=thinking,
         options={"preserve_thinking": True} if options is not None and options.preserve_thinking else None,
         priority=body.priority,
     )
+    return prepared if num_top is None or max_tokens is not None else _shorten(service, prepared, num_top)
+
+
+def _shorten(service: Service, prepared: PreparedChat, num_top: int) -> PreparedChat:
+    """Set `max_tokens` of a request without it, so that its log-probabilities fit the limit on an answer."""
+    fitting = service.answers.max_bytes // chat_size(prepared.params.n, num_top)
+    if fitting >= service.rules.max_model_len - len(prepared.prompt_token_ids):
+        return prepared
+    return replace(prepared, params=replace(prepared.params, max_tokens=max(1, fitting)))
+
+
+def tool_fields(tool: Tool) -> dict[str, Any]:
+    """Return a tool as plain data, without copying its schema."""
+    function = tool.function
+    given = {name: getattr(function, name) for name in ("name", "description", "parameters", "strict")}
+    return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
 
 
 def _message(output: Output) -> AnswerMessage:
@@ -212,7 +273,7 @@ class _Chunks:
     """Writes one answer as server-sent events. The parts that all chunks share are encoded once."""
 
     def __init__(self, service: Service, model: str, n: int, num_top: int | None, with_usage: bool) -> None:
-        self._tokenizer, self._num_top = service.tokenizer, num_top
+        self._tokenizer, self._turns, self._num_top = service.tokenizer, service.turns, num_top
         head = {"id": _new_id(), "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
         self._head = b"data: " + encoder.encode(head)[:-1] + b',"choices":['
         self._with_usage, self._n = with_usage, n
@@ -225,29 +286,43 @@ class _Chunks:
         """Return the first chunk of every choice, which contains the role."""
         return b"".join(opening + b'"role":"assistant","content":""' + self._close for opening in self._open)
 
-    def write(self, index: int, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
+    def write(self, index: int, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes | AsyncIterator[bytes]:
         """Return one chunk per piece.
 
         Log-probabilities are in the last chunk of a delta. The finish reason has its own chunk.
         """
+        if self._num_top is not None:
+            return self._write_long(deltas, self._num_top)
         chunks: list[bytes] = []
         for delta in deltas:
-            opening = self._open[delta.sample]
-            if delta.visible_logprobs and self._num_top is not None:
-                chunks += self._with_logprobs(opening, delta, self._num_top)
-            else:
-                for piece in delta.pieces:
-                    for fields in _delta_fields(piece):
-                        chunks += (opening, fields, self._close)
-            if delta.finish_reason is not None:
-                chunks += (opening, b'},"logprobs":null,"finish_reason":"', delta.finish_reason.encode(), b'"}', self._tail)
+            chunks += self._chunks(delta)
         return b"".join(chunks)
 
-    def _with_logprobs(self, opening: bytes, delta: OutputDelta, num_top: int) -> list[bytes]:
+    async def _write_long(self, deltas: Sequence[OutputDelta], num_top: int) -> AsyncIterator[bytes]:
+        steps = (self._with_logprobs(delta, num_top) if delta.visible_logprobs else self._chunks(delta) for delta in deltas)
+        async for chunks in self._turns.run(steps):
+            for message in in_messages(part for chunk in chunks for part in chunk):
+                yield message
+
+    def _chunks(self, delta: OutputDelta) -> list[bytes]:
+        opening = self._open[delta.sample]
+        chunks: list[bytes] = []
+        for piece in delta.pieces:
+            for fields in _delta_fields(piece):
+                chunks += (opening, fields, self._close)
+        if delta.finish_reason is not None:
+            chunks += (opening, b'},"logprobs":null,"finish_reason":"', delta.finish_reason.encode(), b'"}', self._tail)
+        return chunks
+
+    def _with_logprobs(self, delta: OutputDelta, num_top: int) -> list[bytes]:
+        opening = self._open[delta.sample]
         *others, last = [fields for piece in delta.pieces for fields in _delta_fields(piece)] or [b'"content":""']
-        logprobs = encoder.encode(chat_logprobs(self._tokenizer, delta.visible_logprobs, num_top))
+        entries = b",".join(chat_entries(self._tokenizer, delta.visible_logprobs, num_top))
         chunks = [part for fields in others for part in (opening, fields, self._close)]
-        return [*chunks, opening, last, b'},"logprobs":', logprobs, b',"finish_reason":null}', self._tail]
+        chunks += (opening, last, b'},"logprobs":{"content":[', entries, b']},"finish_reason":null}', self._tail)
+        if delta.finish_reason is not None:
+            chunks += (opening, b'},"logprobs":null,"finish_reason":"', delta.finish_reason.encode(), b'"}', self._tail)
+        return chunks
 
     def end(self, generations: Sequence[Generation]) -> bytes:
         """Return the usage, if requested, and the end of the stream."""

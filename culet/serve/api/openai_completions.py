@@ -7,26 +7,31 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from culet.errors import BadRequest
-from culet.serve.api.endpoint import Endpoint, decode, encoder, json_response, request_id_of
+from culet.errors import BadRequest, ContextTooLong
+from culet.serve.answers.limits import AnswerSize
+from culet.serve.answers.parts import BigAnswer, Part, in_messages
+from culet.serve.api.endpoint import Endpoint, encoder, read_body, request_id_of
 from culet.serve.api.fields import SamplingFields, Text, TokenId, sampling_params
-from culet.serve.api.openai_answers import TextLogprobs, Usage, usage_of
+from culet.serve.api.openai_answers import TEXT_BYTES, TextColumns, TextLogprobs, Usage, text_size, usage_of, write_columns
 from culet.serve.generation import Generation
 from culet.serve.service import Service
 from culet.serve.streams import DONE, EventStream, run_all
-from culet.structured.forms import admit
 from culet.text.output import OutputDelta, plain_output
+from culet.text.tokenizer import IncrementalDecoder, Tokenizer
 from culet.types import Logprobs, SamplingParams
 
 ENDPOINT = "/v1/completions"
+_STEP_TOKENS = 256  # tokens that are decoded in one step
 _MAX_TOKENS = 16  # OpenAI's default
 
 
@@ -62,29 +67,64 @@ class CompletionAnswer(Struct):
 
 async def complete(service: Service, request: Request) -> Response:
     """Continue one or more prompts. With `stream`, send the answers as server-sent events."""
-    body = decode(CompletionRequest, await request.body())
+    body = await read_body(service, request, CompletionRequest)
     model = service.check_model(body.model)
     service.require_ready()
-    params = await admit(service.grammar_check, _params(service, body))
-    prompts = await _encode(service, body)
+    params, prompts = await _prepare(service, body)
     request_id = request_id_of(request)
     open_all: list[Callable[[], Generation]] = [
         partial(_open, service, prompt, params, request_id, body.priority) for prompt in prompts
     ]
-    writer = _Writer(service, body, params.n)
+    size = service.answers.open()
+    builder = _Builder(service, body, params.n, size)
     if body.stream:
         with_usage = body.stream_options is not None and body.stream_options.include_usage
-        chunks = _Chunks(writer, model, with_usage)
-        return EventStream(service, open_all, chunks.write, end=chunks.end)
-    generations = await run_all(request, open_all)
-    choices = [
-        writer.choice(index, generation, sample) for index, generation in enumerate(generations) for sample in range(params.n)
-    ]
-    answer = CompletionAnswer(_new_id(), int(time.time()), model, choices, usage_of(generations))
-    if body.max_tokens == 0:
-        answer.usage.total_tokens -= answer.usage.completion_tokens
-        answer.usage.completion_tokens = 0
-    return json_response(answer)
+        chunks = _Chunks(service, builder, model, with_usage)
+        return _CompletionStream(service, open_all, chunks.write, end=chunks.end, size=size)
+    try:
+        generations = await run_all(request, open_all, builder.read)
+        usage = usage_of(generations)
+        if body.max_tokens == 0:
+            usage.total_tokens -= usage.completion_tokens
+            usage.completion_tokens = 0
+        return BigAnswer(builder.answer(model, generations, usage), size)
+    except BaseException:
+        size.close()
+        raise
+
+
+class _CompletionStream(EventStream):
+    """An EventStream that gives back the size of its answer at the end."""
+
+    def __init__(self, *arguments: Any, size: AnswerSize, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._size = size
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._size:
+            await super().__call__(scope, receive, send)
+
+
+async def _prepare(service: Service, body: CompletionRequest) -> tuple[SamplingParams, list[list[int]]]:
+    """Return the sampling parameters and the token ids of each prompt. Raise if the answer could become too large."""
+    params = _params(service, body)
+    _check_size(service, body, params, 0)  # what is known without the prompts
+    if params.structured_outputs is not None:
+        params = replace(params, structured_outputs=await service.grammars.admit(params.structured_outputs.spec()))
+    prompts = await _encode(service, body)
+    _check_size(service, body, params, sum(map(len, prompts)), len(prompts))
+    return params, prompts
+
+
+def _check_size(
+    service: Service, body: CompletionRequest, params: SamplingParams, num_prompt_tokens: int, num_prompts: int = 1
+) -> None:
+    num_repeated = num_prompt_tokens if body.echo else 0
+    num_bytes = num_repeated * TEXT_BYTES
+    if body.logprobs is not None:
+        num_drawn = num_prompts * min(params.max_tokens or 0, service.rules.max_model_len)
+        num_bytes += text_size(num_repeated + num_drawn, body.logprobs)
+    service.answers.check(params.n * num_bytes, "logprobs" if body.logprobs is not None else "echo")
 
 
 def _params(service: Service, body: CompletionRequest) -> SamplingParams:
@@ -107,16 +147,27 @@ async def _encode(service: Service, body: CompletionRequest) -> list[list[int]]:
         return [await service.encode_text(prompt)]
     if not prompt:
         raise BadRequest("prompt: got an empty list, expected at least one prompt")
-    ids = [entry for entry in prompt if isinstance(entry, int)]
-    if ids:
-        if len(ids) < len(prompt):
-            raise BadRequest("prompt: got token ids mixed with texts", hint="to send several prompts, send a list of lists")
-        return [ids]
-    if len(prompt) > service.limits.prompts:
+    is_ids = isinstance(prompt[0], int)
+    if is_ids:
+        _check_length(service, prompt)
+    elif len(prompt) > service.limits.prompts:
         raise BadRequest(f"prompt: got {len(prompt)} prompts, but the maximum per request is {service.limits.prompts}")
-    return [
-        await service.encode_text(entry) if isinstance(entry, str) else entry for entry in prompt if not isinstance(entry, int)
-    ]
+    if any(isinstance(entry, int) is not is_ids for entry in prompt):
+        raise BadRequest("prompt: got token ids mixed with texts", hint="to send several prompts, send a list of lists")
+    if is_ids:
+        return [cast(list[int], prompt)]
+    encoded = []
+    for entry in prompt:
+        if isinstance(entry, list):
+            _check_length(service, entry)
+        encoded.append(await service.encode_text(entry) if isinstance(entry, str) else cast(list[int], entry))
+    return encoded
+
+
+def _check_length(service: Service, token_ids: Sequence[object]) -> None:
+    limit = service.rules.max_model_len
+    if len(token_ids) > limit:
+        raise ContextTooLong(f"the prompt has {len(token_ids)} tokens, but the context holds only {limit}")
 
 
 def _open(service: Service, prompt: Sequence[int], params: SamplingParams, request_id: str, priority: int) -> Generation:
@@ -128,91 +179,176 @@ def _new_id() -> str:
     return f"cmpl-{secrets.token_hex(12)}"
 
 
-class _Writer:
-    """Creates the texts and log-probabilities that a request asks for."""
+class _Echo:
+    """A prompt that is repeated in the answers, as JSON: its text, and its log-probabilities if requested."""
 
-    def __init__(self, service: Service, body: CompletionRequest, n: int) -> None:
-        self.tokenizer, self.n = service.tokenizer, n
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], num_top: int | None, size: AnswerSize) -> None:
+        self._tokenizer, self._prompt, self._size = tokenizer, prompt, size
+        self.text = bytearray()  # without quotes
+        self.columns = None if num_top is None else TextColumns(tokenizer, num_top)
+
+    def read_text(self) -> Iterator[None]:
+        """Write the text, in short steps."""
+        decoder = IncrementalDecoder(self._tokenizer)
+        for begin in range(0, len(self._prompt), _STEP_TOKENS):
+            self._add(decoder.push(self._prompt[begin : begin + _STEP_TOKENS]))
+            yield
+        self._add(decoder.flush())
+        if self.columns is not None:
+            self._size.add(self.columns.add(self._prompt[0], None))
+
+    def _add(self, text: str) -> None:
+        data = _unquoted(text)
+        self._size.add(len(data))
+        self.text += data
+
+    def read_logprobs(self, arrived: Sequence[Logprobs]) -> Iterator[None]:
+        """Write the log-probabilities that have arrived, in short steps."""
+        for logprobs in arrived if self.columns is not None else ():
+            assert self.columns is not None
+            self._size.add(self.columns.add(self._prompt[self.columns.num_tokens], logprobs))
+            yield
+
+    @property
+    def is_complete(self) -> bool:
+        return self.columns is None or self.columns.num_tokens == len(self._prompt)
+
+
+class _Builder:
+    """Builds the texts and log-probabilities that a request asks for, while the tokens arrive."""
+
+    def __init__(self, service: Service, body: CompletionRequest, n: int, size: AnswerSize) -> None:
+        self._turns, self._size, self.n = service.turns, size, n
+        self.tokenizer = service.tokenizer
         self.num_top, self.echo = body.logprobs, bool(body.echo)
         self.without_output = body.max_tokens == 0
+        self._echoes: dict[int, _Echo] = {}  # by prompt
+        self._columns: dict[tuple[int, int], TextColumns] = {}  # by prompt and sample
 
-    def choice(self, prompt_index: int, generation: Generation, sample_index: int) -> Choice:
-        """Return the complete answer of one sample of a prompt."""
-        sample = generation.samples[sample_index]
-        text = "" if self.without_output else sample.output().text
-        tokens = [] if self.without_output else sample.visible_logprobs
-        reason = "length" if self.without_output else sample.finish_reason or "stop"
-        return Choice(
-            prompt_index * self.n + sample_index,
-            self.prompt_text(generation) + text,
-            self.logprobs(generation, tokens, with_prompt=self.echo),
-            reason,
-        )
+    async def read(self, index: int, generation: Generation, deltas: Sequence[OutputDelta]) -> None:
+        """Take new deltas of a prompt's samples."""
+        if self.echo or self.num_top is not None:
+            await self._turns.finish(self._steps(index, generation, deltas))
 
-    def prompt_text(self, generation: Generation) -> str:
-        """Return the text of the prompt if it is echoed, otherwise ""."""
-        return self.tokenizer.decode(generation.prompt_token_ids) if self.echo else ""
+    def _steps(self, index: int, generation: Generation, deltas: Sequence[OutputDelta]) -> Iterator[None]:
+        yield from self.echo_steps(index, generation)
+        if self.num_top is None or self.without_output:
+            return
+        for delta in deltas:
+            for token_id, logprobs in delta.visible_logprobs:
+                key = (index, delta.sample)
+                columns = self._columns.get(key)
+                if columns is None:
+                    columns = self._columns[key] = self.new_columns(index, with_prompt=True)
+                self._size.add(columns.add(token_id, logprobs))
+                yield
 
-    def logprobs(
-        self, generation: Generation, tokens: Sequence[tuple[int, Logprobs]], *, with_prompt: bool
-    ) -> TextLogprobs | None:
-        """Return log-probabilities of `tokens`, after those of the prompt if `with_prompt` is set."""
+    def echo_steps(self, index: int, generation: Generation) -> Iterator[None]:
+        """Write what is known of a prompt that is repeated, in short steps."""
+        if not self.echo:
+            return
+        echo = self._echoes.get(index)
+        if echo is None:
+            echo = self._echoes[index] = _Echo(self.tokenizer, generation.prompt_token_ids, self.num_top, self._size)
+            yield from echo.read_text()
+        yield from echo.read_logprobs(generation.take_prompt_logprobs())
+
+    def echo_of(self, index: int) -> _Echo | None:
+        """Return the prompt to repeat, or None."""
+        return self._echoes.get(index)
+
+    def new_columns(self, index: int, *, with_prompt: bool) -> TextColumns:
+        """Return empty lists for a sample's tokens. Offsets count from the prompt if it is repeated before them."""
+        assert self.num_top is not None
+        echo = self._echoes.get(index) if with_prompt else None
+        before = 0 if echo is None or echo.columns is None else echo.columns.offset
+        return TextColumns(self.tokenizer, self.num_top, before)
+
+    def answer(self, model: str, generations: Sequence[Generation], usage: Usage) -> list[Part]:
+        """Return the JSON of a CompletionAnswer, in parts."""
+        head = {"id": _new_id(), "created": int(time.time()), "model": model}
+        parts: list[Part] = [encoder.encode(head)[:-1] + b',"choices":[']
+        for index, generation in enumerate(generations):
+            for number, sample in enumerate(generation.samples):
+                parts.append(b"," if index or number else b"")
+                text = "" if self.without_output else sample.output().text
+                reason = "length" if self.without_output else sample.finish_reason or "stop"
+                columns = self._columns.get((index, number))
+                parts += self.choice(index, number, _unquoted(text), columns, b'"%s"' % reason.encode())
+        parts.append(b'],"usage":' + encoder.encode(usage) + b',"object":"text_completion"}')
+        return parts
+
+    def choice(
+        self, index: int, sample: int, text: bytes, columns: TextColumns | None, reason: bytes, *, with_prompt: bool = True
+    ) -> list[Part]:
+        """Return the JSON of a Choice, in parts."""
+        echo = self._echoes.get(index) if with_prompt else None
+        parts: list[Part] = [b'{"index":%d,"text":"' % (index * self.n + sample)]
+        parts += [text] if echo is None else [echo.text, text]
+        parts.append(b'","logprobs":')
         if self.num_top is None:
-            return None
-        lists = TextLogprobs([], [], [], [])
-        if with_prompt:
-            prompt = generation.prompt_token_ids
-            prompt_logprobs: list[Logprobs | None] = [None, *generation.prompt_logprobs]
-            for token_id, token_logprobs in zip(prompt, prompt_logprobs, strict=True):
-                lists.add(self.tokenizer, token_id, token_logprobs, self.num_top)
-        for token_id, token_logprobs in tokens:
-            lists.add(self.tokenizer, token_id, token_logprobs, self.num_top)
-        return lists
+            parts.append(b"null")
+        else:
+            both = (None if echo is None else echo.columns, columns)
+            parts += write_columns([part for part in both if part is not None])
+        parts += (b',"finish_reason":', reason, b"}")
+        return parts
 
 
 class _Chunks:
     """Writes the answers as server-sent events."""
 
-    def __init__(self, writer: _Writer, model: str, with_usage: bool) -> None:
-        self._writer, self._with_usage = writer, with_usage
+    def __init__(self, service: Service, builder: _Builder, model: str, with_usage: bool) -> None:
+        self._turns, self._builder, self._with_usage = service.turns, builder, with_usage
         head = {"id": _new_id(), "object": "text_completion", "created": int(time.time()), "model": model}
         self._head = b"data: " + encoder.encode(head)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
         self._started: set[tuple[int, int]] = set()
 
-    def write(self, prompt_index: int, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
+    def write(self, index: int, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes | AsyncIterator[bytes]:
         """Return one chunk per delta that has content."""
-        writer = self._writer
-        chunks: list[bytes] = []
+        if self._builder.echo or self._builder.num_top is not None:
+            return self._write_long(index, generation, deltas)
+        return b"".join([part for chunk in self._chunks(index, deltas) for part in chunk])
+
+    async def _write_long(self, index: int, generation: Generation, deltas: Sequence[OutputDelta]) -> AsyncIterator[bytes]:
+        await self._turns.finish(self._builder.echo_steps(index, generation))
+        async for chunks in self._turns.run(self._chunks(index, deltas)):
+            for message in in_messages(part for chunk in chunks for part in chunk):
+                yield message
+
+    def _chunks(self, index: int, deltas: Sequence[OutputDelta]) -> Iterator[list[Part]]:
+        builder = self._builder
+        echo = builder.echo_of(index)
+        if echo is not None and not echo.is_complete:
+            return  # so far there are only log-probabilities of the prompt
         for delta in deltas:
-            key = (prompt_index, delta.sample)
-            is_first = writer.echo and key not in self._started
+            key = (index, delta.sample)
+            is_first = builder.echo and key not in self._started
             self._started.add(key)
-            tokens = () if writer.without_output else delta.visible_logprobs
-            text = "" if writer.without_output else delta.text
-            text = writer.prompt_text(generation) + text if is_first else text
+            tokens = () if builder.without_output else delta.visible_logprobs
+            text = "" if builder.without_output else delta.text
             if not (text or tokens or is_first or delta.finish_reason):
                 continue
-            logprobs = writer.logprobs(generation, tokens, with_prompt=is_first)
-            finish_reason = b"null" if delta.finish_reason is None else b'"%s"' % delta.finish_reason.encode()
-            chunks += (
-                self._head,
-                b'{"index":%d,"text":' % (prompt_index * writer.n + delta.sample),
-                encoder.encode(text),
-                b',"logprobs":',
-                encoder.encode(logprobs),
-                b',"finish_reason":',
-                finish_reason,
-                b"}",
-                self._tail,
-            )
-        return b"".join(chunks)
+            columns = None
+            if tokens:
+                columns = builder.new_columns(index, with_prompt=is_first)
+                for token_id, logprobs in tokens:
+                    columns.add(token_id, logprobs)
+            reason = b"null" if delta.finish_reason is None else b'"%s"' % delta.finish_reason.encode()
+            choice = builder.choice(index, delta.sample, _unquoted(text), columns, reason, with_prompt=is_first)
+            yield [self._head, *choice, self._tail]
 
     def end(self, generations: Sequence[Generation]) -> bytes:
         """Return the usage, if requested, and the end of the stream."""
         if not self._with_usage:
             return DONE
         return self._head + b'],"usage":' + encoder.encode(usage_of(generations)) + b"}\n\n" + DONE
+
+
+def _unquoted(text: str) -> bytes:
+    """Return a text as JSON without the quotes, so that texts can be joined."""
+    return encoder.encode(text)[1:-1]
 
 
 ENDPOINTS = (Endpoint("POST", ENDPOINT, complete, body=CompletionRequest, answer=CompletionAnswer),)

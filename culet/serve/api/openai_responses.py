@@ -16,17 +16,17 @@ from starlette.responses import Response
 
 from culet.errors import BadRequest, CuletError, UnsupportedError
 from culet.serve.api.chat_request import PreparedChat, prepare
-from culet.serve.api.endpoint import Endpoint, decode, encoder, json_response, request_id_of
+from culet.serve.api.endpoint import Endpoint, encoder, json_response, read_body, request_id_of
 from culet.serve.api.fields import SamplingFields, sampling_params
 from culet.serve.api.openai_responses_protocol import ResponsesRequest, ResponsesToolName, messages_of
 from culet.serve.generation import Generation
 from culet.serve.http_errors import reply_to
 from culet.serve.service import Service
 from culet.serve.streams import EventStream, run_all
-from culet.structured.forms import schema_form
+from culet.structured.forms import given_schema, schema_form
 from culet.text.output import OutputDelta
 from culet.text.output_pieces import OutputPiece, ReasoningPiece, TextPiece, ToolCall
-from culet.types import StructuredOutputs
+from culet.types import GrammarSpec, StructuredOutputs
 
 ENDPOINT = "/v1/responses"
 
@@ -79,7 +79,7 @@ class ResponsesAnswer(Struct, kw_only=True):
 
 async def responses(service: Service, request: Request) -> Response:
     """Answer a conversation. With `stream`, send the answer as server-sent events. Nothing is stored."""
-    body = decode(ResponsesRequest, await request.body())
+    body = await read_body(service, request, ResponsesRequest)
     model = service.check_model(body.model)
     prepared = await _prepare(service, body)
     open_generation = partial(prepared.open, ENDPOINT, request_id_of(request))
@@ -123,7 +123,7 @@ async def _prepare(service: Service, body: ResponsesRequest) -> PreparedChat:
     effort = body.reasoning.effort if body.reasoning is not None else None
     return await prepare(
         service,
-        messages_of(body),
+        messages_of(body, service.limits.messages),
         params,
         tools=tools,
         tool_choice=f"={choice.name}" if isinstance(choice, ResponsesToolName) else choice or "auto",
@@ -132,13 +132,13 @@ async def _prepare(service: Service, body: ResponsesRequest) -> PreparedChat:
     )
 
 
-def _form(body: ResponsesRequest) -> StructuredOutputs | None:
+def _form(body: ResponsesRequest) -> GrammarSpec | None:
     asked = body.text.format if body.text is not None else None
     if asked is None or asked.type == "text":
         return None
     if asked.type == "json_object":
-        return StructuredOutputs(json_object=True)
-    if asked.schema_ is None:
+        return StructuredOutputs(json_object=True).spec()
+    if given_schema(asked.schema_) is None:
         raise BadRequest("text.format.schema: a JSON schema is required")
     return schema_form(asked.schema_, strict=bool(asked.strict))
 
@@ -157,10 +157,10 @@ def _new_answer(model: str, body: ResponsesRequest) -> ResponsesAnswer:
         max_output_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
-        tools=[{"strict": None, **msgspec.to_builtins(tool)} for tool in body.tools or ()],
+        tools=[{"strict": None, **msgspec.structs.asdict(tool)} for tool in body.tools or ()],
         tool_choice=choice or "auto",
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        text={"format": {"type": "text"} if form is None else msgspec.to_builtins(form)},
+        text={"format": {"type": "text"} if form is None else form},
         reasoning={"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
         metadata=body.metadata or {},
         truncation=body.truncation or "disabled",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import UNSET, Meta, Struct, field
 
 from culet.errors import BadRequest, UnsupportedError
 from culet.serve.api.fields import Count, Schema, Share, Temperature, Text, ToolName
+from culet.structured.forms import SchemaText
 
 Id = Annotated[str, Meta(max_length=256)]
 MEDIA = ("input_image", "input_file", "input_audio", "input_video", "computer_screenshot")
@@ -61,7 +62,7 @@ class TextFormat(Struct):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Annotated[str, Meta(max_length=256)] | None = None
     description: Text | None = None
-    schema_: Schema | None = field(name="schema", default=None)
+    schema_: SchemaText = field(name="schema", default=UNSET)
     strict: bool | None = None
 
 
@@ -102,8 +103,10 @@ class ResponsesRequest(Struct, kw_only=True):
     user: Id | None = None
 
 
-def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the conversation as chat messages."""
+def messages_of(body: ResponsesRequest, max_items: int) -> list[dict[str, Any]]:
+    """Return the conversation as chat messages. Raise if it has more than `max_items` items."""
+    if not isinstance(body.input, str) and len(body.input) > max_items:
+        raise BadRequest(f"input: got {len(body.input)} items, but the maximum is {max_items}")
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})

@@ -1,7 +1,11 @@
-"""POST /tokenize and /detokenize: convert between text and token ids."""
+"""POST /tokenize and /detokenize: convert between text and token ids.
+
+A client decides how many there are, so both answers are built in short turns of the event loop.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -9,10 +13,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from culet.errors import BadRequest
-from culet.serve.api.endpoint import Endpoint, decode, json_response
+from culet.serve.answers.parts import BigAnswer, Part
+from culet.serve.api.chat_request import check_chat
+from culet.serve.api.endpoint import Endpoint, encoder, read_body
 from culet.serve.api.fields import Text, TokenId
-from culet.serve.api.openai_chat import Message, TemplateOptions, Tool
+from culet.serve.api.openai_chat import Message, TemplateOptions, Tool, tool_fields
 from culet.serve.service import Service
+from culet.text.tokenizer import IncrementalDecoder, Tokenizer, check_token_ids
+
+MAX_IDS = 1 << 18  # the longest context of the models
+_STEP_TOKENS = 1024
 
 
 class TokenizeRequest(Struct):
@@ -30,7 +40,7 @@ class TokenizeRequest(Struct):
 class DetokenizeRequest(Struct):
     """The body of POST /detokenize."""
 
-    tokens: Annotated[list[TokenId], Meta(max_length=1 << 21)]
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_IDS)]
     model: Annotated[str, Meta(max_length=256)] | None = None
 
 
@@ -50,28 +60,57 @@ class DetokenizeAnswer(Struct):
 
 async def tokenize(service: Service, request: Request) -> Response:
     """Return the token ids of a text, or of a conversation rendered by the chat template."""
-    body = decode(TokenizeRequest, await request.body())
+    body = await read_body(service, request, TokenizeRequest)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("body: expected either prompt or messages, but not both")
+    return await _tokenize(service, body)
+
+
+async def _tokenize(service: Service, body: TokenizeRequest) -> Response:
     if body.messages is not None:
         options = body.chat_template_kwargs
+        tools = [tool_fields(tool) for tool in body.tools or ()]
+        await check_chat(service, body.messages, tools)
         tokens = await service.encode_chat(
             body.messages,
-            tools=body.tools or None,
+            tools=tools or None,
             enable_thinking=options.enable_thinking if options is not None else None,
             add_generation_prompt=body.add_generation_prompt,
         )
     else:
         tokens = await service.encode_text(body.prompt or "", add_bos=body.add_special_tokens)
-    return json_response(TokenizeAnswer(len(tokens), service.rules.max_model_len, tokens))
+    answer = TokenizeAnswer(len(tokens), service.rules.max_model_len, [])
+    parts: list[Part] = [encoder.encode(answer).removesuffix(b"]}")]
+    async for pieces in service.turns.run(_encode_ids(tokens)):
+        parts += pieces
+    return BigAnswer([*parts, b"]}"])
+
+
+def _encode_ids(token_ids: Sequence[int]) -> Iterator[bytes]:
+    """Yield token ids as JSON, without brackets."""
+    for begin in range(0, len(token_ids), _STEP_TOKENS):
+        data = encoder.encode(token_ids[begin : begin + _STEP_TOKENS])[1:-1]
+        yield b"," + data if begin else data
 
 
 async def detokenize(service: Service, request: Request) -> Response:
     """Return the text of token ids, including special tokens."""
-    body = decode(DetokenizeRequest, await request.body())
+    body = await read_body(service, request, DetokenizeRequest)
     service.check_model(body.model)
-    return json_response(DetokenizeAnswer(await service.decode_tokens(body.tokens)))
+    parts: list[Part] = [b'{"prompt":"']
+    async for pieces in service.turns.run(_decode_ids(service.tokenizer, body.tokens, service.rules.vocab_size)):
+        parts += pieces
+    return BigAnswer([*parts, b'"}'])
+
+
+def _decode_ids(tokenizer: Tokenizer, token_ids: Sequence[int], vocab_size: int) -> Iterator[bytes]:
+    """Yield the text of token ids as JSON, without quotes."""
+    decoder = IncrementalDecoder(tokenizer, skip_special=False)
+    for begin in range(0, len(token_ids), _STEP_TOKENS):
+        text = decoder.push(check_token_ids(token_ids[begin : begin + _STEP_TOKENS], vocab_size))
+        yield encoder.encode(text)[1:-1]
+    yield encoder.encode(decoder.flush())[1:-1]
 
 
 ENDPOINTS = (

@@ -94,15 +94,15 @@ function duration(seconds) {
   return `${(seconds / 3600).toFixed(1)} h`;
 }
 
-function draw(live) {
+function draw(latest) {
   const newest = samples.at(-1);
   document.getElementById("figures").replaceChildren(
     figure(rate(newest.output_tokens_per_s), "tokens/s now"),
-    figure(live.totals.requests.toLocaleString(), "requests answered"),
-    figure(live.totals.output_tokens.toLocaleString(), "tokens generated"),
-    figure(percent(live.totals.prefix_hit_share), "of prompt tokens reused"),
-    figure(live.totals.preemptions.toLocaleString(), "preemptions"),
-    figure(duration(live.uptime_s), "uptime"),
+    figure(latest.totals.requests.toLocaleString(), "requests answered"),
+    figure(latest.totals.output_tokens.toLocaleString(), "tokens generated"),
+    figure(percent(latest.totals.prefix_hit_share), "of prompt tokens reused"),
+    figure(latest.totals.preemptions.toLocaleString(), "preemptions"),
+    figure(duration(latest.uptime_s), "uptime"),
   );
   const container = document.getElementById("plots");
   const isFirst = !container.childElementCount;
@@ -119,11 +119,11 @@ async function showPlan() {
 async function refresh(onError) {
   try {
     const since = samples.at(-1)?.time ?? 0;
-    const live = await (await call(`live?since=${since}`)).json();
-    const known = since && live.samples.length && live.samples[0].time < since ? [] : samples; // the server was restarted
-    samples = [...known, ...live.samples].slice(-2 * SPANS_S.at(-1));
-    if (samples.length) draw(live);
-    if (live.has_plan && !isPlanShown) await showPlan();
+    const latest = await (await call(`samples?since=${since}`)).json();
+    const known = since && latest.samples.length && latest.samples[0].time < since ? [] : samples; // the server was restarted
+    samples = [...known, ...latest.samples].slice(-2 * SPANS_S.at(-1));
+    if (samples.length) draw(latest);
+    if (latest.has_plan && !isPlanShown) await showPlan();
   } catch (error) {
     onError(error);
   }

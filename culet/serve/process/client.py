@@ -6,12 +6,12 @@ import asyncio
 import itertools
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Self, cast
 
+from culet.child import child_environment, python_command
 from culet.config import Config
 from culet.errors import CuletError, InternalError, WorkerDied, error_of
 from culet.frames import FrameReader, frame
@@ -34,6 +34,8 @@ from culet.serve.process.wire import (
 from culet.types import FinishReason, Request, TokenDelta
 
 _STOP_LIMIT_S = 5.0  # time for the process to end on its own
+_MAX_SUBMITS = 3  # A request that saw this many engines die may be the cause, so no other engine gets it.
+_ids = itertools.count()  # unique over all engine processes, because requests outlive them
 
 
 class State(StrEnum):
@@ -47,15 +49,21 @@ class State(StrEnum):
 class TokenStream:
     """The tokens of one request, as an async iterator. Each item is a list of the deltas since the previous one.
 
-    It ends when all samples have ended, and raises if the engine dies or refuses the request. Closing it cancels the samples
-    that are still running.
+    It ends when all samples have ended, and raises if the engine refuses the request. Closing it cancels the samples that are
+    still running. If the engine dies before anything was read, the request starts over in the next engine. Otherwise the
+    stream raises. If `is_private`, the client sees nothing before the end, so the request can always start over. The reader
+    must then forget what it has read whenever `num_starts` has changed.
     """
 
     def __init__(self, client: EngineClient, request: Request) -> None:
         self.request = request
         self.submitted_at = time.monotonic()
         self.first_token_at: float | None = None
-        self._client = client
+        self.client = client
+        self.is_private = False
+        self.num_starts = 0
+        self.num_submits = 0
+        self._is_read = False
         self._running = set(range(request.n))  # samples that have not ended
         self._deltas: list[TokenDelta] = []
         self._error: CuletError | None = None
@@ -78,11 +86,12 @@ class TokenStream:
             if not self._deltas:
                 return await self.__anext__()
         deltas, self._deltas = self._deltas, []
+        self._is_read = True
         return deltas
 
     def cancel(self, sample: int | None = None, reason: FinishReason = FinishReason.CANCEL) -> None:
         """End the request, or one sample of it. No more tokens are delivered for the ended samples."""
-        self._client.cancel(self.request.request_id, sample, reason)
+        self.client.cancel(self.request.request_id, sample, reason)
         self._running -= self._running if sample is None else {sample}
         if not self._running:
             self._wake()
@@ -96,7 +105,7 @@ class TokenStream:
         """Cancel the samples that have not ended."""
         if not self.is_done:
             self.cancel()
-        self._client.forget(self.request.request_id)
+        self.client.forget(self.request.request_id)
 
     # Called by the client
 
@@ -109,6 +118,19 @@ class TokenStream:
         self._deltas.append(delta)
         self._wake()
 
+    @property
+    def may_start_over(self) -> bool:
+        """Whether another engine may answer the request from the beginning."""
+        return self.num_submits < _MAX_SUBMITS and (self.is_private or not self._is_read)
+
+    def start_over(self) -> None:
+        """Forget what a dead engine has sent."""
+        self._deltas.clear()
+        self._running = set(range(self.request.n))
+        self.first_token_at = None
+        self._is_read = False
+        self.num_starts += 1
+
     def fail(self, error: CuletError) -> None:
         """End the stream with an error."""
         self._error = error
@@ -120,7 +142,7 @@ class TokenStream:
 
 
 class EngineClient(asyncio.Protocol):
-    """Owns one engine process. If the process dies, create a new client to start another."""
+    """Owns one engine process. If the process dies, create a new client, which adopts the requests that can start over."""
 
     def __init__(self) -> None:
         self.state = State.STARTING
@@ -131,21 +153,32 @@ class EngineClient(asyncio.Protocol):
         self._failure: CuletError | None = None
         self._frames = FrameReader(report_decoder)
         self._streams: dict[str, TokenStream] = {}
-        self._ids = itertools.count()
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._changed = asyncio.Event()
 
     @classmethod
     async def start(
-        cls, config: Config, *, log_level: str = "info", log_form: str = "text", script: Script | None = None
+        cls,
+        config: Config,
+        *,
+        log_level: str = "info",
+        log_form: str = "text",
+        script: Script | None = None,
+        previous: EngineClient | None = None,
     ) -> EngineClient:
-        """Start the process without waiting for the model to load. With a `script`, it runs the fake engine."""
+        """Start the process without waiting for the model to load. With a `script`, it runs the fake engine.
+
+        The client adopts the requests that a `previous` engine left when it died.
+        """
         client = cls()
+        if previous is not None:
+            client._adopt(previous)
         ours, theirs = socket.socketpair()
         with theirs:
             client._process = subprocess.Popen(
-                [sys.executable, "-m", "culet.serve.process.engine", str(theirs.fileno())],
+                python_command("culet.serve.process.engine", str(theirs.fileno())),
+                env=child_environment(),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C must reach only this process, which then stops the engine
@@ -169,9 +202,10 @@ class EngineClient(asyncio.Protocol):
         """The number of requests that have not ended."""
         return len(self._streams)
 
-    def next_id(self) -> str:
-        """Return an id for the next request, unique within this engine process."""
-        return str(next(self._ids))
+    @staticmethod
+    def next_id() -> str:
+        """Return an id for the next request."""
+        return str(next(_ids))
 
     def submit(self, request: Request) -> TokenStream:
         """Send a request to the engine."""
@@ -181,8 +215,18 @@ class EngineClient(asyncio.Protocol):
             self.heard_at = time.monotonic()  # an idle engine is silent
         stream = TokenStream(self, request)
         self._streams[request.request_id] = stream
-        self._send(Submit(request))
+        self._submit(stream)
         return stream
+
+    def _submit(self, stream: TokenStream) -> None:
+        stream.num_submits += 1
+        self._send(Submit(stream.request))
+
+    def _adopt(self, previous: EngineClient) -> None:
+        """Take over the streams of a dead engine. Those that are not done are submitted when this engine is ready."""
+        self._streams, previous._streams = previous._streams, {}
+        for stream in self._streams.values():
+            stream.client = self
 
     def cancel(self, request_id: str, sample: int | None = None, reason: FinishReason = FinishReason.CANCEL) -> None:
         """End a request, or one sample of it, before the engine's next step."""
@@ -196,8 +240,9 @@ class EngineClient(asyncio.Protocol):
     def fail_all(self, error: CuletError) -> None:
         """End every running request with `error`."""
         for stream in list(self._streams.values()):
-            self.cancel(stream.request.request_id)
-            stream.fail(error)
+            if not stream.is_done:
+                self.cancel(stream.request.request_id)
+                stream.fail(error)
 
     async def stop(self) -> int:
         """End the process, by force if it takes too long, and return its exit code."""
@@ -257,16 +302,24 @@ class EngineClient(asyncio.Protocol):
                 stream.fail(error_of(report.kind, report.message, report.hint))
         elif isinstance(report, Ready):
             self.facts, self.state = report, State.READY
+            for stream in self._streams.values():  # adopted, in the order of their arrival
+                if not stream.is_done:
+                    self._submit(stream)
             self._changed.set()
         elif isinstance(report, Failed):
             self._failure = error_of(report.kind, report.message, report.hint)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail every open stream, because the engine process is gone."""
+        """Fail the streams that cannot start over, because the engine process is gone. The others wait to be adopted."""
         was_dead, self.state = self.state is State.DEAD, State.DEAD
         self._changed.set()
         for stream in list(self._streams.values()):
-            stream.fail(self.death())
+            if stream.is_done:
+                continue
+            if stream.may_start_over:
+                stream.start_over()
+            else:
+                stream.fail(WorkerDied("the engine died while it answered this request", hint="send the request again"))
         if not was_dead:
             self.on_death()
 

@@ -1,9 +1,7 @@
 """The engine process. It loads the model, steps the engine while it has work, and talks to the web process between steps.
 
-    python -m culet.serve.process.engine FD
-
-FD is the inherited end of a socket pair. `wire.py` defines the messages. This process ignores SIGINT and SIGTERM, which the
-web process handles. It ends when it is told to, or when the other end of the socket is closed.
+Its argument is the descriptor of an inherited socket, one end of a pair. `wire.py` defines the messages. This process ignores
+SIGINT and SIGTERM, which the web process handles. It ends when it is told to, or when the other end of the socket is closed.
 """
 
 from __future__ import annotations
@@ -21,15 +19,14 @@ from pathlib import Path
 from typing import Protocol
 
 from culet.engine.requests import RequestRules
-from culet.errors import CuletError, InternalError, as_culet_error, error_parts, exit_code
+from culet.errors import CuletError, InternalError, WorkerDied, as_culet_error, error_parts, exit_code
 from culet.frames import FrameReader, frame
-from culet.log import logger, setup_logging
+from culet.log import flush_stderr, logger, num_dropped_lines, queue_stderr, setup_logging
 from culet.registry import load
 from culet.scheduler.stats import SchedulerStats
 from culet.serve.process.wire import (
     Cancel,
     Command,
-    Deltas,
     Failed,
     GroupFacts,
     Ready,
@@ -40,13 +37,14 @@ from culet.serve.process.wire import (
     Stop,
     Submit,
     command_decoder,
+    in_parts,
 )
 from culet.types import FinishReason, Request, SamplingParams, TokenDelta
 
 STATS_PERIOD_S = 0.5
 _SOCKET_BUFFER_BYTES = 4 << 20
 _MAX_UNSENT_BYTES = 16 << 20  # if the web process lags further behind, wait for it
-_MAX_FAILURES = 3  # the process gives up after this many failed steps in a row
+_MAX_FAILURES = 3  # the process gives up after this many failed steps without a new token in between
 _FLUSH_LIMIT_S = 5.0
 _WARM_UP_TOKENS = 4
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -54,7 +52,10 @@ _START_FAKE = "culet.testing.fake_engine:start_fake"
 
 
 class SteppedEngine(Protocol):
-    """The engine that the loop drives, real or fake."""
+    """The engine that the loop drives, real or fake.
+
+    If `step` raises, the next calls report the ends of the requests that it cost, and all others go on.
+    """
 
     @property
     def has_work(self) -> bool: ...
@@ -124,8 +125,8 @@ class EngineLoop:
 
     def __init__(self, engine: SteppedEngine, channel: Channel) -> None:
         self._engine, self._channel = engine, channel
-        self._running: dict[str, set[int]] = {}  # samples that have not ended, by request
         self._num_failures = 0
+        self._has_failed = False  # the last step failed, and the ends of its requests are not known yet
         self._num_prompt_tokens = self._num_generated_tokens = 0
         self._next_stats = 0.0
 
@@ -133,14 +134,14 @@ class EngineLoop:
         """Run until told to stop. Return the exit code of the process."""
         self._send_stats()
         while True:
-            commands = self._channel.receive(wait=not self._engine.has_work)
+            commands = self._channel.receive(wait=not (self._engine.has_work or self._has_failed))
             if commands is None:
                 return 0
             for command in commands:
                 if isinstance(command, Stop):
                     return 0
                 self._obey(command)
-            if self._engine.has_work and not self._step():
+            if (self._engine.has_work or self._has_failed) and not self._step():
                 return exit_code(InternalError(""))
             if not self._engine.has_work or time.monotonic() >= self._next_stats:
                 self._send_stats()
@@ -158,7 +159,6 @@ class EngineLoop:
         except CuletError as error:
             self._channel.send(Refused(request.request_id, *error_parts(error)))
             return
-        self._running[request.request_id] = set(range(request.n))
         self._num_prompt_tokens += len(request.prompt_token_ids)
 
     def _step(self) -> bool:
@@ -167,46 +167,36 @@ class EngineLoop:
             deltas = self._engine.step()
         except Exception as error:
             logger.exception("an engine step failed")
-            self._fail(f"{type(error).__name__}: {error}")
             self._num_failures += 1
+            self._has_failed = True
             if self._num_failures < _MAX_FAILURES and not _is_final(error):
                 return True
             self._channel.send(Failed("WorkerDied", f"the engine stopped after a failed step: {type(error).__name__}"))
             self._channel.flush(_FLUSH_LIMIT_S)
             return False
-        self._num_failures = 0
+        self._has_failed = False
+        num_tokens = sum([len(delta.token_ids) for delta in deltas])
+        self._num_generated_tokens += num_tokens
+        if num_tokens:
+            self._num_failures = 0
         if deltas:
-            self._count(deltas)
-            self._channel.send(Deltas(deltas))
+            for part in in_parts(deltas):
+                self._channel.send(part)
         return True
-
-    def _fail(self, error: str) -> None:
-        """End every running sample with an error."""
-        lost = [(request_id, sample) for request_id, samples in self._running.items() for sample in samples]
-        self._running.clear()
-        deltas = [
-            TokenDelta(request_id, sample, (), finish_reason=FinishReason.ERROR, error=error) for request_id, sample in lost
-        ]
-        self._channel.send(Deltas(deltas))
-
-    def _count(self, deltas: list[TokenDelta]) -> None:
-        """Count tokens and forget samples that have ended."""
-        for delta in deltas:
-            self._num_generated_tokens += len(delta.token_ids)
-            if delta.finish_reason is not None and (samples := self._running.get(delta.request_id)) is not None:
-                samples.discard(delta.sample)
-                if not samples:
-                    del self._running[delta.request_id]
 
     def _send_stats(self) -> None:
         self._next_stats = time.monotonic() + STATS_PERIOD_S
-        stats = Stats(self._engine.stats(), self._num_prompt_tokens, self._num_generated_tokens, resident_bytes())
+        counts = self._num_prompt_tokens, self._num_generated_tokens
+        stats = Stats(self._engine.stats(), *counts, resident_bytes(), num_dropped_lines())
         self._channel.send(stats)
 
 
 def _is_final(error: Exception) -> bool:
-    """Return whether this process can no longer use the device. After a fault in a CUDA kernel, every further call fails."""
-    return "CUDA" in str(error) and type(error).__name__ != "OutOfMemoryError"
+    """Return whether this process can no longer run steps, because its worker or the device is lost.
+
+    After a fault in a CUDA kernel, every further call fails. Running out of memory does no such harm.
+    """
+    return isinstance(error, WorkerDied) or ("CUDA" in str(error) and "out of memory" not in str(error))
 
 
 def resident_bytes() -> int:
@@ -283,6 +273,7 @@ def serve(sock: socket.socket) -> int:
         return 0
     start = commands[0]
     setup_logging(start.log_level, start.log_form)
+    queue_stderr()
     try:
         engine, ready = start_engine(start) if start.script is None else load(_START_FAKE)(start)
     except Exception as error:
@@ -304,7 +295,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     with suppress(KeyboardInterrupt), socket.socket(fileno=int(sys.argv[1])) as sock:
         code = serve(sock)
-        sys.stderr.flush()
+        flush_stderr()
         os._exit(code)  # skips the teardown of the CUDA context, which takes seconds
 
 

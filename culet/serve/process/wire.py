@@ -7,6 +7,8 @@ the other is gone. Nothing is unpickled. Bytes that do not match these structs a
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import msgspec
 from msgspec import Struct
 
@@ -99,9 +101,39 @@ class Failed(Struct, tag="failed", frozen=True):
 
 
 class Deltas(Struct, tag="deltas", frozen=True):
-    """The result of one step."""
+    """The result of one step, or a part of it."""
 
     deltas: list[TokenDelta]
+
+
+MAX_SCORES = 1 << 12  # log-probabilities in one message, because decoding a message blocks the web process's event loop
+
+
+def in_parts(deltas: list[TokenDelta]) -> Iterator[Deltas]:
+    """Yield the messages for the result of a step. Several are needed only for many log-probabilities."""
+    part: list[TokenDelta] = []
+    num_scores = 0
+    for delta in deltas:
+        for piece in _pieces(delta) if delta.prompt_logprobs else (delta,):
+            part.append(piece)
+            if piece.logprobs or piece.prompt_logprobs:
+                num_scores += sum(map(len, piece.logprobs)) + sum(map(len, piece.prompt_logprobs))
+            if num_scores >= MAX_SCORES:
+                yield Deltas(part)
+                part, num_scores = [], 0
+    if part:
+        yield Deltas(part)
+
+
+def _pieces(delta: TokenDelta) -> Sequence[TokenDelta]:
+    """Divide a delta with the log-probabilities of a long prompt. Its tokens are in the last piece."""
+    scores = delta.prompt_logprobs
+    count = max(1, MAX_SCORES // max(1, len(scores[0])))
+    first = [
+        TokenDelta(delta.request_id, delta.sample, (), prompt_logprobs=scores[index : index + count])
+        for index in range(0, len(scores) - count, count)
+    ]
+    return [*first, msgspec.structs.replace(delta, prompt_logprobs=scores[len(first) * count :])]
 
 
 class Refused(Struct, tag="refused", frozen=True):
@@ -120,6 +152,7 @@ class Stats(Struct, tag="stats", frozen=True):
     num_prompt_tokens: int  # total of all accepted requests
     num_generated_tokens: int
     memory_bytes: int  # resident memory of the process
+    num_dropped_lines: int = 0  # of its log
 
 
 Report = Ready | Failed | Deltas | Refused | Stats

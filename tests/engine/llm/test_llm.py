@@ -15,6 +15,7 @@ from culet.cache.spec import plan_cache
 from culet.errors import InternalError
 from culet.models.checkpoint import open_checkpoint
 from tests.engine.llm.oracle import EOS, SHAPES, VOCAB, WINDOW, folder_of, greedy, oracle_logprobs, prompt
+from tests.matrix import matrix
 
 NUM_TOKENS = 40
 LENGTHS = (1, 7, WINDOW, WINDOW + 1, 3 * WINDOW + 5, 5 * WINDOW)  # shorter than, equal to and several times the window
@@ -56,15 +57,14 @@ def cache_of(shape: str, num_slabs: int, *, latent: bool = True) -> int:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_equals_transformers(shape: str) -> None:
-    """Run prompts one by one, then all in one ragged batch."""
+    """Run a short and a long prompt alone, then all in one ragged batch."""
     llm = make(shape, enable_prefix_caching=False)
-    for token_ids in prompts_of():
+    for token_ids in (prompts_of()[0], prompts_of()[4]):
         check_greedy(llm, shape, [token_ids])
     check_greedy(llm, shape, prompts_of())
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_tokens", [7, 33])
+@matrix({"shape": list(SHAPES), "num_tokens": [7, 33]})
 def test_chunked(shape: str, num_tokens: int) -> None:
     """Run chunks of odd sizes that share steps with decode, with fewer slots than requests."""
     llm = make(shape, max_num_batched_tokens=num_tokens, max_num_seqs=4, enable_prefix_caching=False)
@@ -77,8 +77,7 @@ def test_without_latent(shape: str) -> None:
     check_greedy(make(shape, latent=False), shape, prompts_of())
 
 
-@pytest.mark.parametrize("prefix_caching", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@matrix({"shape": list(SHAPES), "prefix_caching": [False, True]})
 def test_after_preemption(shape: str, prefix_caching: bool) -> None:
     """The cache is too small for all. Preempted sequences are recomputed with the same results."""
     # Four prompts that cross a page of 64 tokens a few steps after they start, which admission does not foresee.

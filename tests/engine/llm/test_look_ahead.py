@@ -91,8 +91,8 @@ def test_samples_stops_and_log_probabilities(shape: str) -> None:
     """These depend on tokens that are not known when the next step is launched."""
     plain, ahead = make(shape), make(shape, **AHEAD)
     prompts = prompts_of()
-    expected = plain.generate(prompts, SamplingParams(n=3, seed=5, temperature=1.0, max_tokens=24, logprobs=2))
-    got = ahead.generate(prompts, SamplingParams(n=3, seed=5, temperature=1.0, max_tokens=24, logprobs=2))
+    expected = plain.generate(prompts, SamplingParams(n=3, seed=5, temperature=1.0, max_tokens=12, logprobs=2))
+    got = ahead.generate(prompts, SamplingParams(n=3, seed=5, temperature=1.0, max_tokens=12, logprobs=2))
     for result, plain_result in zip(got, expected, strict=True):
         assert [sample.token_ids for sample in result.samples] == [sample.token_ids for sample in plain_result.samples]
         for mine, theirs in zip(result.samples, plain_result.samples, strict=True):

@@ -239,7 +239,8 @@ def test_forms_are_checked() -> None:
 
 def workers() -> set[int]:
     """Return the process ids of the check workers that this process has started."""
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
+    children = [child for task in tasks for child in (task / "children").read_text().split()]
     return {int(child) for child in children if b"culet.structured.check_worker" in Path(f"/proc/{child}/cmdline").read_bytes()}
 
 

@@ -1,0 +1,67 @@
+"""How Culet starts Python processes, so that they import this copy of Culet and nothing from the working directory.
+
+`python -m module` puts the current folder first on `sys.path`. A downloaded model's folder could then bring its own `torch.py`,
+and a clone named `culet` would hide the installed package. So children run with `-P`, get `culet` from the folder that this
+process imported it from, and inherit only the absolute entries of PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+_FOLDER = str(Path(__file__).resolve().parents[1])  # where this culet is imported from
+# Arguments: the folder of culet, the module to run, and the module's own arguments. The folder goes last on the path, where it
+# hides nothing. The package itself is loaded by its file name.
+_MAIN = """
+import importlib.util, os, runpy, sys
+folder, module = sys.argv[1:3]
+package = os.path.join(folder, "culet")
+init = os.path.join(package, "__init__.py")
+spec = importlib.util.spec_from_file_location("culet", init, submodule_search_locations=[package])
+sys.modules["culet"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["culet"])
+if folder not in sys.path:
+    sys.path.append(folder)
+del sys.argv[1:3]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """Return the command line that runs a module of Culet as a program. Start it with `child_environment`."""
+    return [sys.executable, "-P", "-c", _MAIN, _FOLDER, module, *arguments]
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment of a child: this process's own, without a way to import from the working directory.
+
+    PYTHONPATH keeps its absolute entries. An empty or relative entry means the working directory or a folder near it.
+    PYTHONSAFEPATH passes the protection on to Python processes that the child's libraries start.
+    """
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    folders = [folder for folder in environment.pop("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(folder)]
+    if folders:
+        environment["PYTHONPATH"] = os.pathsep.join(folders)
+    return environment
+
+
+def leave_working_directory() -> None:
+    """Take the working directory off this program's `sys.path`, unless PYTHONPATH names it as an absolute path.
+
+    It is there if the program was started with `python -m`, or if PYTHONPATH has an empty entry, as `$PYTHONPATH:/folder` has
+    if PYTHONPATH was not set. Modules that Python itself imported before this call cannot be protected. `python -P` can.
+    """
+    given = os.environ.get("PYTHONPATH", "")
+    folders = given.split(os.pathsep) if given and not sys.flags.ignore_environment else []
+    is_module = sys.argv[:1] == ["-m"] and not sys.flags.safe_path
+    try:
+        here = os.getcwd()
+    except OSError:  # it was deleted
+        return
+    if here in folders:
+        return
+    for _ in range(is_module + sum(os.path.abspath(folder) == here for folder in folders)):
+        if here in sys.path:
+            sys.path.remove(here)

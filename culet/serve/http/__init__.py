@@ -1,0 +1,1 @@
+"""Connections: what a client may send, how much, and for how long."""

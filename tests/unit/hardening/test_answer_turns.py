@@ -1,0 +1,115 @@
+"""Long work takes turns with everything else, answers are counted, and large messages between processes are divided."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from culet.config import Limits
+from culet.errors import BadRequest, QueueFull
+from culet.serve.answers.limits import AnswerLimits
+from culet.serve.answers.parts import MESSAGE_BYTES, in_messages
+from culet.serve.answers.turns import Turns, json_size
+from culet.serve.api.openai_answers import TextColumns, TextLogprobs, write_columns
+from culet.serve.process.wire import MAX_SCORES, in_parts
+from culet.text.tokenizer import NumberTokenizer
+from culet.types import FinishReason, TokenDelta
+
+MEGABYTE = 1 << 20
+
+
+def test_other_tasks_run_between_turns() -> None:
+    """However many tasks have long work, one turn is taken between two runs of any other task."""
+    taken: list[int] = []
+
+    def steps(number: int) -> Iterator[int]:
+        for step in range(200):
+            taken.append(number)
+            yield step
+
+    async def main() -> None:
+        turns = Turns(turn_s=0.0)  # one step per turn
+        most, seen = 0, 0
+        work = [asyncio.create_task(turns.finish(steps(number))) for number in range(10)]
+        while not all(task.done() for task in work):
+            await asyncio.sleep(0)
+            most, seen = max(most, len(taken) - seen), len(taken)
+        assert most <= 2
+        assert len(taken) == 2000
+        assert set(taken[:40]) == set(range(10)), "turns are shared"
+
+    asyncio.run(main())
+
+
+def test_the_size_of_json_is_measured_up_to_a_limit() -> None:
+    value = {"a": ["x" * 100, 5, None, {"b": True}], "c" * 50: {}}
+    *_, size = json_size(value, 1 << 20)
+    assert 150 < size < 300
+    wide = {f"k{index}": {"type": "string"} for index in range(100_000)}
+    began = time.thread_time()
+    *_, size = json_size(wide, 10_000)
+    assert size < 11_000
+    assert time.thread_time() - began < 1.0
+
+
+def test_answers_are_counted() -> None:
+    limits = AnswerLimits(Limits(answer_mb=2, answers_mb=3))
+    limits.check(2 * MEGABYTE, "n")
+    with pytest.raises(BadRequest, match=r"3 MB.*maximum is 2 MB") as caught:
+        limits.check(3 * MEGABYTE, "n")
+    assert "answer_mb" in caught.value.hint
+    first, second = limits.open(), limits.open()
+    first.add(2 * MEGABYTE)
+    with pytest.raises(BadRequest):
+        first.add(1)
+    second.add(MEGABYTE)
+    with pytest.raises(QueueFull, match="3 MB"):
+        second.add(1)
+    first.close()
+    second.add(MEGABYTE)
+    second.close()
+    assert limits.num_bytes == 0
+
+
+def test_messages_have_a_moderate_size() -> None:
+    parts = [b"a" * 10, bytearray(b"b" * (3 * MESSAGE_BYTES)), b"", b"c" * 100]
+    messages = list(in_messages(parts))
+    assert b"".join(messages) == b"".join(parts)
+    assert max(map(len, messages)) <= MESSAGE_BYTES
+    assert len(messages) == 4
+
+
+def test_columns_are_the_json_of_text_logprobs() -> None:
+    import msgspec
+
+    tokenizer = NumberTokenizer(100)
+    prompt = TextColumns(tokenizer, 2)
+    prompt.add(5, None)
+    prompt.add(17, {17: -0.5, 3: -1.0, 4: -2.0})
+    answer = TextColumns(tokenizer, 2, prompt.offset)
+    answer.add(8, {8: float("-inf")})
+    decoded = msgspec.json.decode(b"".join(write_columns([prompt, answer])), type=TextLogprobs)
+    assert decoded.tokens == [" 5", " 17", " 8"]
+    assert decoded.token_logprobs == [None, -0.5, -9999.0]
+    assert decoded.top_logprobs == [None, {" 17": -0.5, " 3": -1.0}, {" 8": -9999.0}]
+    assert decoded.text_offset == [0, 2, 5]
+    empty = msgspec.json.decode(b"".join(write_columns([])), type=TextLogprobs)
+    assert empty.tokens == []
+
+
+def test_the_scores_of_a_long_prompt_cross_in_several_messages() -> None:
+    scores = tuple({index: -1.0, index + 1: -2.0} for index in range(10_000))
+    delta = TokenDelta("1", 0, (7,), ({7: -0.1},), scores, FinishReason.LENGTH, num_cached_tokens=3)
+    other = TokenDelta("2", 0, (8,))
+    parts = [part.deltas for part in in_parts([other, delta, other])]
+    assert len(parts) >= 5
+    assert all(sum(map(len, (score for delta in part for score in delta.prompt_logprobs))) <= MAX_SCORES + 2 for part in parts)
+    pieces = [delta for part in parts for delta in part if delta.request_id == "1"]
+    assert tuple(score for piece in pieces for score in piece.prompt_logprobs) == scores
+    assert [piece.token_ids for piece in pieces] == [()] * (len(pieces) - 1) + [(7,)]
+    assert pieces[-1].finish_reason is FinishReason.LENGTH
+    assert pieces[-1].num_cached_tokens == 3
+    assert [part.deltas for part in in_parts([other, other])] == [[other, other]], "usually there is one message"

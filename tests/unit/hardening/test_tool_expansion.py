@@ -1,0 +1,135 @@
+"""Tool schemas: the grammar's text is bounded however often a schema is referred to, and long lists of values work."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from llguidance import LLMatcher
+
+from culet.errors import BadRequest
+from culet.structured.check import GrammarCheck
+from culet.structured.compiled_grammar import compile_grammar, index_vocabulary
+from culet.structured.tool_grammar import ToolForm, call_grammar
+from culet.types import MAX_CHOICES, MAX_GRAMMAR_CHARS, GrammarSpec, StructuredOutputs
+
+SPECIAL = ("<pad>", "<eos>", "<|tool_call>", "<tool_call|>", '<|"|>')
+PIECES = [name.encode() for name in SPECIAL] + [bytes([byte]) for byte in range(256)]
+
+
+def tool(parameters: Any) -> list[dict[str, Any]]:
+    return [{"function": {"name": "f", "parameters": parameters}}]
+
+
+def start(spec: GrammarSpec) -> LLMatcher:
+    return compile_grammar(spec, index_vocabulary(PIECES, range(len(SPECIAL)), [1])).deep_copy()
+
+
+def accepts(matcher: LLMatcher, *parts: str) -> bool:
+    """Return whether a matcher accepts these special tokens and texts, and the end after them."""
+    ids: list[int] = []
+    for part in parts:
+        ids += [SPECIAL.index(part)] if part in SPECIAL else [len(SPECIAL) + byte for byte in part.encode()]
+    return all(matcher.consume_token(token_id) for token_id in ids) and matcher.is_accepting()
+
+
+def call(text: str, *rest: str) -> tuple[str, ...]:
+    return ("<|tool_call>", text, *rest, "<tool_call|>")
+
+
+def test_a_place_is_expanded_once_however_it_is_written() -> None:
+    large = {"enum": [f"value {index}" for index in range(1000)]}
+    properties = {f"k{index:03}": {"$ref": f"#{index}/$defs/large"} for index in range(300)}
+    text = call_grammar(tool({"type": "object", "properties": properties, "$defs": {"large": large}}))
+    assert text.count("value 999") == 1
+    assert len(text) < 100_000
+
+
+def test_types_are_not_expanded_twice() -> None:
+    inner: Any = {"type": "integer"}
+    for _ in range(40):
+        inner = {"type": ["array", "Array", "ARRAY", "array"], "items": inner}
+    assert len(call_grammar(tool({"type": "object", "properties": {"a": inner}}))) < 10_000
+
+
+def test_text_is_counted_while_it_is_produced() -> None:
+    wide = {f"k{index}": {"type": "string", "enum": ["x" * 1000]} for index in range(400)}
+    schema = {"type": "object", "properties": {f"p{index}": {"type": "object", "properties": wide} for index in range(10)}}
+    with pytest.raises(BadRequest, match=r"^tools: the schemas are too large: expanded") as caught:
+        call_grammar(tool(schema))
+    assert str(MAX_GRAMMAR_CHARS) in caught.value.message
+    assert "auto" in caught.value.hint
+
+
+def test_wide_objects_are_refused() -> None:
+    """The parser could not follow them. Every object within the limits can be written."""
+    for num_keys, num_optional in ((1001, 0), (401, 401)):
+        properties = {f"k{index:04}": {"type": "boolean"} for index in range(num_keys)}
+        schema = {"type": "object", "properties": properties, "required": sorted(properties)[num_optional:]}
+        with pytest.raises(BadRequest, match="properties"):
+            call_grammar(tool(schema))
+    properties = {f"k{index:04}": {"type": "boolean"} for index in range(1000)}
+    schema = {"type": "object", "properties": properties, "required": sorted(properties)[400:]}
+    matcher = start(GrammarSpec("lark", call_grammar(tool(schema))))
+    values = ",".join(f"k{index:04}:true" for index in range(400, 1000))
+    assert accepts(matcher, *call(f"call:f{{{values}}}"))
+
+
+@pytest.mark.parametrize(
+    "definitions",
+    [
+        {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+        {"a": {"$ref": "#/$defs/a"}},
+        {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "integer"}]}},
+    ],
+)
+def test_cycles_end(definitions: Any) -> None:
+    schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["x"], "$defs": definitions}
+    matcher = start(GrammarSpec("lark", call_grammar(tool(schema))))
+    assert accepts(matcher, *call("call:f{x:5}"))
+
+
+def test_long_enums_work() -> None:
+    values: list[Any] = [f"value {index}" for index in range(5000)] + ["", 7, True, None]
+    schema = {"type": "object", "properties": {"x": {"enum": values}}, "required": ["x"]}
+    spec = GrammarSpec("lark", call_grammar(tool(schema)))
+    assert accepts(start(spec), *call("call:f{x:", '<|"|>', "value 4999", '<|"|>', "}"))
+    assert accepts(start(spec), *call("call:f{x:", '<|"|>', '<|"|>', "}"))
+    assert accepts(start(spec), *call("call:f{x:true}"))
+    assert not accepts(start(spec), *call("call:f{x:", '<|"|>', "value 5000", '<|"|>', "}"))
+
+
+@pytest.mark.parametrize("num_choices", [1, 2001, MAX_CHOICES])
+def test_as_many_choices_work_as_are_allowed(num_choices: int) -> None:
+    texts = [f'choice {index} \N{GRINNING FACE}/"\\\n' for index in range(num_choices)]
+    spec = StructuredOutputs(choice=texts).spec()
+    assert accepts(start(spec), texts[-1])
+    assert not accepts(start(spec), texts[-1][:-1])
+    with pytest.raises(BadRequest, match=str(MAX_CHOICES)):
+        StructuredOutputs(choice=["x"] * (MAX_CHOICES + 1))
+
+
+def test_the_process_expands_tools_and_says_why_it_does_not() -> None:
+    check = GrammarCheck(SPECIAL)
+
+    def form(parameters: Any, document: GrammarSpec | None = None) -> ToolForm:
+        return ToolForm(msgspec.Raw(json.dumps(tool(parameters)).encode()), document=document)
+
+    try:
+        schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+        assert accepts(start(check.check(form(schema))), *call("call:f{x:5}"))
+        both = check.check(form(schema, StructuredOutputs(choice=["yes", "no"]).spec()))
+        assert accepts(start(both), "yes")
+        assert accepts(start(both), *call("call:f{x:5}"))
+        wide = {"type": "object", "properties": {f"k{index}": {} for index in range(2000)}}
+        with pytest.raises(BadRequest, match=r"^tools: the schemas are too large"):
+            check.check(form(wide))
+        with pytest.raises(BadRequest, match="not valid JSON"):
+            check.check(form(schema, GrammarSpec("json_schema", "{")))
+        deep = "{" + '"items":{' * 200_000 + "}" * 200_001
+        with pytest.raises(BadRequest, match="structured output"):
+            check.check(GrammarSpec("json_schema", deep))
+    finally:
+        check.close()
