@@ -24,7 +24,9 @@ from culet.structured.compiled_grammar import alternatives
 from culet.types import MAX_GRAMMAR_CHARS, WHITE_SPACE, GrammarSpec
 
 _MAX_DEPTH = 64
-_MAX_KEYS = 1000  # of one object. Each is a rule inside the rule of the key before it, and llguidance follows rules recursively.
+_MAX_KEYS = (
+    1000  # of one object. Each is a rule inside the rule of the key before it, and llguidance follows rules recursively.
+)
 _MAX_OPTIONAL = 400  # Each optional key is 4 items of the parser's row, which holds 2,000.
 _MAX_LENGTH = 4096  # larger bounds on strings and lists are not enforced
 _BARE_KEY = re.compile(r"""[^\s{}\[\],:"'<>|]+""")
