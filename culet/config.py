@@ -215,7 +215,7 @@ class Limits:
 
     body_mb: int = 16  # size of a request
     bodies_mb: int = 128  # size of all requests that are being read or prepared
-    json_values: int = 500_000  # in one request. A list or an object counts as eight.
+    json_values: int = 300_000  # in one request. A list or an object counts as eight.
     messages: int = 4096  # in one chat
     tools: int = 128  # in one chat
     prompts: int = 128  # in one completions request
@@ -277,6 +277,9 @@ class ServeConfig:
     api_key: str | None = option(
         None,
         "API keys that clients must send, separated by commas (default: CULET_API_KEY; if neither is set, no key is needed).",
+    )
+    api_key_file: str | None = option(
+        None, "TOML file with API keys, their names, permissions and limits; read again on SIGHUP (see the operations guide)."
     )
     served_model_name: str | None = option(
         None, "Names of the model in the API, separated by commas (default: derived from the model)."

@@ -249,12 +249,13 @@ class Request:
     n: int
     max_tokens: int
     stop_token_ids: frozenset[int]  # includes eos tokens, unless the caller ignores them
-    priority: int = 0  # lower values go first, and equal ones in order of arrival
+    priority: int = 0  # lower values go first. Equal ones go in order of arrival, fairly among tenants.
     deadline: float | None = None  # on the scheduler's clock, or None for no limit
     grammar: GrammarSpec | None = None  # the form that the output must have
     resume_lengths: tuple[int, ...] = ()  # prompt lengths that later prompts may share, each worth a ResumePoint
     media: tuple[MediaSpan, ...] = ()  # in ascending order, without overlap
     cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
+    tenant: str = ""  # whose request it is. Tenants get equal shares of the engine.
 
     def sampling_of(self, sample: int) -> Sampling:
         return replace(self.sampling, sample=sample)

@@ -24,6 +24,7 @@ class Arena:
         self._free = list(range(num_pages - 1, -1, -1))
         self._held = [0] * num_pages  # references by sequences
         self._kept = [0] * num_pages  # references by resume points
+        self._newly_alone: set[int] = set()  # see `drain_alone`
 
     @property
     def num_free(self) -> int:
@@ -64,6 +65,8 @@ class Arena:
             if self._held[page] == 0:
                 if self._kept[page]:
                     self.num_reclaimable += 1
+                    if self._kept[page] == 1:
+                        self._newly_alone.add(page)
                 else:
                     self._free.append(page)
 
@@ -81,3 +84,10 @@ class Arena:
             if self.is_free(page):
                 self.num_reclaimable -= 1
                 self._free.append(page)
+            elif self._kept[page] == 1 and self._held[page] == 0:
+                self._newly_alone.add(page)
+
+    def drain_alone(self) -> set[int]:
+        """Return the pages that, since the last call, became pages that only one resume point holds. Some may have changed."""
+        pages, self._newly_alone = self._newly_alone, set()
+        return pages

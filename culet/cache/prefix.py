@@ -15,10 +15,15 @@ Points are found by content. Each full page of tokens has a key that is chained 
 last full page are the point's tail. A look-up follows the keys of the prompt as far as they are known, then tries tails from
 the deepest page back. Keys cover the token ids, the content keys of media in the page, and the request's salt, which keeps
 tenants apart. Keys are cryptographic digests, because a collision would answer one user's prompt with another's cache.
+
+Points are evicted by last use, first those that free a page at once. Nothing is scanned for that. The arena reports pages that
+only one point holds, and these points are kept in a heap. An entry of the heap may be out of date. It is checked when it
+reaches the top, so that each use and each change of a page costs one entry.
 """
 
 from __future__ import annotations
 
+import heapq
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -30,6 +35,7 @@ from culet.cache.spec import CacheLayout
 from culet.types import MediaSpan, PageTable
 
 DIGEST_BYTES = 16
+_MIN_COMPACTED = 64  # entries of removed points that the heap of candidates may have in any case
 Tail = tuple[int | tuple[int, int, bytes], ...]  # token ids, then the media among them
 
 
@@ -81,6 +87,9 @@ class ResumePoint:
     key: bytes  # key of the full pages
     tail: Tail  # the content after them
     tail_len: int  # number of tokens in the tail
+    point_id: int
+    last_use: int  # a count of uses, larger for later ones
+    is_candidate: bool = False  # whether it is in the heap of points that may free a page
 
     @property
     def pages(self) -> list[int]:
@@ -118,6 +127,11 @@ class PrefixCache:
         self.page_tokens = max(whole or [group.page_tokens for group in layout.groups])
         self._nodes: dict[bytes, _Node] = {}
         self._by_use: OrderedDict[ResumePoint, None] = OrderedDict()
+        self._num_uses = 0
+        self._points: dict[int, ResumePoint] = {}  # by point_id
+        # By page, the ids of all points that hold it, combined by exclusive or. If only one point holds it, this is its id.
+        self._holders = [0] * arena.num_pages
+        self._candidates: list[tuple[int, int]] = []  # a heap of (last_use, point_id)
 
     @property
     def num_resume_points(self) -> int:
@@ -151,6 +165,11 @@ class PrefixCache:
     def touch(self, point: ResumePoint) -> None:
         """Mark `point` as used, so that it is evicted later."""
         self._by_use.move_to_end(point)
+        point.last_use = self._next_use()
+
+    def _next_use(self) -> int:
+        self._num_uses += 1
+        return self._num_uses
 
     def touch_at(self, tokens: Sequence[int], length: int, keys: PageKeys) -> None:
         """Touch the point at `length` tokens, if it exists."""
@@ -170,16 +189,46 @@ class PrefixCache:
                 self.touch(known)
                 return
             self._remove(known)
-        point = ResumePoint(length, earliest, kept, key, tail, tail_len)
+        use = self._next_use()
+        point = ResumePoint(length, earliest, kept, key, tail, tail_len, point_id=use, last_use=use)
         self._arena.keep(point.pages)
         self._link(point, keys.upto(tokens, length))
         self._by_use[point] = None
+        self._points[point.point_id] = point
+        self._mark_holder(point)
 
     def make_room(self, num_pages: int) -> None:
         """Evict points until `num_pages` are free or none can be freed. Points that free a page immediately go first."""
         while self._arena.num_free < num_pages and self._arena.num_reclaimable:
-            oldest = next(iter(self._by_use))
-            self._remove(next((point for point in self._by_use if self._frees_any(point)), oldest))
+            # If every page has several holders, the oldest point goes, and others free more when their turn comes.
+            self._remove(self._oldest_that_frees() or next(iter(self._by_use)))
+
+    def _oldest_that_frees(self) -> ResumePoint | None:
+        """Return the least recently used point that frees a page when it is removed, or None if none does."""
+        for page in self._arena.drain_alone():
+            if self._arena.frees(page):
+                self._nominate(self._points[self._holders[page]])
+        while self._candidates:
+            last_use, point_id = heapq.heappop(self._candidates)
+            point = self._points.get(point_id)
+            if point is None:
+                continue
+            point.is_candidate = False
+            if point.last_use != last_use:
+                self._nominate(point)
+            elif self._frees_any(point):
+                return point
+        return None
+
+    def _nominate(self, point: ResumePoint) -> None:
+        if not point.is_candidate:
+            point.is_candidate = True
+            heapq.heappush(self._candidates, (point.last_use, point.point_id))
+
+    def _mark_holder(self, point: ResumePoint) -> None:
+        """Add `point` to the holders of its pages, or remove it."""
+        for page in point.pages:
+            self._holders[page] ^= point.point_id
 
     def clear(self) -> None:
         """Remove all points."""
@@ -223,8 +272,12 @@ class PrefixCache:
         node.num_of_len[point.tail_len] = node.num_of_len.get(point.tail_len, 0) + 1
 
     def _remove(self, point: ResumePoint) -> None:
-        del self._by_use[point]
+        del self._by_use[point], self._points[point.point_id]
+        self._mark_holder(point)
         self._arena.drop(point.pages)
+        if len(self._candidates) > 2 * len(self._points) + _MIN_COMPACTED:
+            self._candidates = [entry for entry in self._candidates if entry[1] in self._points]
+            heapq.heapify(self._candidates)
         node = self._nodes[point.key]
         del node.tails[point.tail]
         node.num_of_len[point.tail_len] -= 1

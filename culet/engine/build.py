@@ -18,7 +18,7 @@ from culet.config import Config, build_config
 from culet.drafters.base import Drafter
 from culet.engine import memory
 from culet.engine.drafting import PROBE_PROMPT, ReadBytes, draft_policy, run_probe
-from culet.engine.rehearsal import Rehearsal
+from culet.engine.rehearsal import Rehearsal, has_finite_logits
 from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN, RequestRules, resolve_sampling
 from culet.engine.resolve import Setup, resolve
 from culet.engine.start_times import StartTimes
@@ -26,7 +26,7 @@ from culet.errors import ConfigError
 from culet.kernels.compiling import CompileCount, expect_compiling, use_disk_cache
 from culet.log import chose
 from culet.models.gemma4 import Gemma4
-from culet.models.weights import load_model
+from culet.models.weights import explain_not_finite, load_model
 from culet.runner.captures import Captures
 from culet.runner.runner import Runner
 from culet.runner.worker import Worker
@@ -36,7 +36,7 @@ from culet.structured.compiler import GrammarCompiler
 from culet.structured.queue import GrammarQueue
 from culet.text.template import ChatTemplate
 from culet.text.tokenizer import NumberTokenizer, Tokenizer
-from culet.types import Request, SamplingParams
+from culet.types import Request, Sampling, SamplingParams
 
 # Makes a worker for a KV cache of the first number of slabs, and for sequences of up to the second number of tokens.
 MakeWorker = Callable[[int, int], Worker]
@@ -189,7 +189,7 @@ def _size_cache(setup: Setup, model: Gemma4, drafter: Drafter | None, free_bytes
         layout,
         setup.backends,
         config.schedule,
-        resolve_sampling(SamplingParams(seed=0), setup.checkpoint.defaults, setup.spec.vocab_size),
+        _sampling(setup),
         max_model_len=config.model.max_model_len or setup.spec.max_position,
         has_graphs=setup.has_graphs,
         drafter=drafter,
@@ -202,6 +202,11 @@ def _size_cache(setup: Setup, model: Gemma4, drafter: Drafter | None, free_bytes
         needs = rehearsal.measure()
     utilization = config.cache.gpu_memory_utilization
     return memory.slabs_for_gpu(layout, setup.device, utilization=utilization, free_before=free_bytes, needs=needs)
+
+
+def _sampling(setup: Setup) -> Sampling:
+    """Return the model's own sampling settings."""
+    return resolve_sampling(SamplingParams(seed=0), setup.checkpoint.defaults, setup.spec.vocab_size)
 
 
 def _planned_slabs(setup: Setup) -> int | None:
@@ -248,6 +253,8 @@ def _resolve_max_model_len(setup: Setup, num_slabs: int) -> int:
 def _make_runner(
     setup: Setup, model: Gemma4, drafter: Drafter | None, num_slabs: int, max_model_len: int, times: StartTimes
 ) -> Runner:
+    if setup.checkpoint.random is None and not has_finite_logits(model, setup.layout, setup.backends, _sampling(setup)):
+        raise explain_not_finite(setup.checkpoint.folder)
     with times.part("KV cache"):
         pool = Pool(setup.layout, num_slabs, setup.dtype, setup.device, has_spare=setup.is_gpu)
     max_num_seqs = setup.config.schedule.max_num_seqs

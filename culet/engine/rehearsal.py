@@ -6,6 +6,7 @@ A rehearsal's cache has a single page, which every page table points to. Its ste
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -35,6 +36,8 @@ BESIDE = 128  # tokens of a prompt next to short rows, enough to use the kernels
 CONTEXT = 64  # tokens before the new ones in steps with a context
 LEAST_GRAPH = 1 << 20  # minimum bytes counted for each further graph, which may be too small to measure
 SCORED_TOP = 20  # log-probabilities per position when a step scores a prompt
+
+PROBED = 8  # tokens of the step that checks the logits
 
 T = TypeVar("T")
 Shape = tuple[int, int, int]  # a row's tokens before the new ones, new tokens and logits
@@ -239,6 +242,19 @@ class Rehearsal:
         plan = self._plan([(0, num_tokens, num_tokens)], replace(self.sampling, prompt_logprobs=SCORED_TOP))
         row = plan.rows[0]._replace(draw_slots=(), is_prompt_logprobs=True)
         return plan.with_rows([row])
+
+
+def has_finite_logits(model: Gemma4, layout: CacheLayout, backends: Sequence[AttentionBackend], sampling: Sampling) -> bool:
+    """Run a short prompt and return whether its logits are finite. They are not if weights are NaN or infinite."""
+    num_tokens = min(PROBED, *(group.page_tokens for group in layout.groups), model.spec.vocab_size)
+    pool = Pool(layout, len(layout.groups), model.dtype, model.device, has_spare=True)
+    runner = Runner(model, pool, backends, max_num_seqs=1, max_model_len=num_tokens + 1)
+    entry = Entry(0, tuple(range(num_tokens)), num_tokens, replace(sampling, temperature=0.0, logprobs=SCORED_TOP))
+    tables = tuple(PageTable(0, (group.index,)) for group in layout.groups)
+    row = Row(0, 0, num_tokens, 1, tables, (0,) * len(tables), draw_slots=(0,))
+    (drawn,) = runner.launch(StepPlan(0, (entry,), (), (row,))).result().drawn
+    # A log-probability is the logit minus a sum over all logits, so it is finite only if all of them are.
+    return all(math.isfinite(value) for logprobs in drawn.logprobs for value in logprobs.values())
 
 
 def _launching(runner: Runner, plan: StepPlan) -> Callable[[], object]:

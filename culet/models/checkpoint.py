@@ -11,6 +11,7 @@ from culet.errors import BadRequest, CheckpointError
 from culet.models.embedded import introduce, is_embedded
 from culet.models.folder import CONFIG_FILE, find_folder, read_json
 from culet.models.random_checkpoint import PREFIX, RandomDraw, read_random
+from culet.models.sizes import check_size
 from culet.models.spec import ModelSpec, read_spec
 from culet.types import ModelDefaults, SamplingParams
 
@@ -42,6 +43,7 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
         introduce()
     config = read_json(folder / CONFIG_FILE)
     spec = read_spec(config)
+    check_size(spec)
     return Checkpoint(folder=folder, config=config, spec=spec, defaults=read_defaults(folder, spec))
 
 

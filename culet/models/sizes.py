@@ -11,6 +11,7 @@ from culet.cache.spec import CacheLayout, KVGroup
 from culet.errors import CheckpointError
 from culet.models.spec import LayerSpec, ModelSpec
 
+MAX_WEIGHTS = 10**12
 _VISION_CHANNELS = 3
 _MEL_BINS = 128
 _CLIP_BOUNDS = 4  # scalars stored with each clipped linear: input_min, input_max, output_min, output_max
@@ -35,6 +36,16 @@ def text_weights(spec: ModelSpec) -> dict[str, int]:
     parts["norms"] = (num_layers * num_norms + 1) * hidden
     parts["layer scalars"] = num_layers
     return parts
+
+
+def check_size(spec: ModelSpec) -> None:
+    """Raise if the sizes in `config.json` together make a model that no machine can hold."""
+    parts = text_weights(spec)
+    total = sum(parts.values())
+    if total > MAX_WEIGHTS:
+        largest = max(parts, key=lambda name: parts[name])
+        problem = f"its sizes make a model of {total:.3g} weights, expected at most {MAX_WEIGHTS:.3g} (most of them: {largest})"
+        raise CheckpointError(f"config.json: {problem}", hint="no model is this large: the file is damaged")
 
 
 def _attention_weights(layer: LayerSpec, hidden: int) -> int:

@@ -149,7 +149,22 @@ _FAMILIES = {
     )
 }
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_MAX_LAYERS = 1000  # so that a typo cannot fill the memory
+# The largest sizes that are read, far above any real model. A typo or a hostile file must not fill the memory.
+MOST: Mapping[str, int] = {
+    "num_hidden_layers": 1000,
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 20,
+    "num_attention_heads": 4096,
+    "num_key_value_heads": 4096,
+    "num_global_key_value_heads": 4096,
+    "head_dim": 8192,
+    "global_head_dim": 8192,
+    "num_experts": 1 << 14,
+    "moe_intermediate_size": 1 << 20,
+    "hidden_size_per_layer_input": 1 << 16,
+    "backbone_hidden_size": 1 << 17,
+}
+_MOST_OTHERS = 1 << 24  # vocabulary, positions, windows
 _DEFAULT_PATTERN = 6  # without layer_types, every sixth layer is global
 _DEFAULT_ROPE: Mapping[str, object] = {
     _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -193,6 +208,8 @@ class Section:
         value = self._get(key, default, "a whole number")
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(key, f"got {value!r}, expected a whole number of at least {least}")
+        if value > (most := MOST.get(key, _MOST_OTHERS)):
+            raise self.error(key, f"got {value}, expected at most {most}", "no model is this large: the file is damaged")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -360,8 +377,6 @@ def _kv_source(text: Section, types: list[str], index: int, first_shared: int) -
 
 def _read_layer_types(text: Section) -> list[str]:
     num_layers = text.whole("num_hidden_layers")
-    if num_layers > _MAX_LAYERS:
-        raise text.error("num_hidden_layers", f"got {num_layers}, expected at most {_MAX_LAYERS}")
     value = text.values.get("layer_types")
     if value is None:
         types = [_SLIDING if (index + 1) % _DEFAULT_PATTERN else _FULL for index in range(num_layers)]

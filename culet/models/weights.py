@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from culet.errors import CheckpointError
 from culet.layers.weight.byte_sizes import stored_bytes
@@ -36,6 +37,9 @@ _PREFIXES = ("model.language_model.", "model.")
 _TOWERS = re.compile(r"model\.(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\.")
 _TIED_HEAD = "lm_head.weight"  # stored by some tools; it equals the embedding table
 _NUM_LISTED = 5  # number of names that an error lists
+_LISTED_CHARS = 100  # characters of each of them
+_MAX_NAME_BYTES = 255  # of a file name, the limit of common file systems
+_SCANNED = 1 << 24  # values that are checked at a time
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,12 @@ def _files(folder: Path) -> list[Path]:
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise CheckpointError(f"{folder / INDEX_FILE}: weight_map: expected an object that maps tensor names to file names")
         names = sorted(set(weight_map.values()))
+        odd = [name for name in names if not name.isprintable() or not 0 < len(name.encode()) <= _MAX_NAME_BYTES]
+        if odd:
+            problem = f"got {_listed([ascii(name) for name in odd], 'file name')}"
+            raise CheckpointError(
+                f"{folder / INDEX_FILE}: weight_map: {problem}, expected printable names of 1 to {_MAX_NAME_BYTES} bytes"
+            )
         outside = [name for name in names if Path(name).name != name]
         if outside:
             raise CheckpointError(f"{folder / INDEX_FILE}: weight_map: got {_listed(outside, 'file')} outside this folder")
@@ -168,7 +178,28 @@ def _match_names(stored: Iterable[str], spec: ModelSpec) -> dict[str, str]:
 def _listed(names: list[str], noun: str) -> str:
     """Format names as `3 tensors (a, b, c)`. A long list shows only the first few names."""
     more = ", ..." if len(names) > _NUM_LISTED else ""
-    return f"{len(names)} {noun}{'' if len(names) == 1 else 's'} ({', '.join(names[:_NUM_LISTED])}{more})"
+    shown = [name if len(name) <= _LISTED_CHARS else f"{name[:_LISTED_CHARS]}..." for name in names[:_NUM_LISTED]]
+    return f"{len(names)} {noun}{'' if len(names) == 1 else 's'} ({', '.join(shown)}{more})"
+
+
+def explain_not_finite(folder: Path) -> CheckpointError:
+    """Return the error for a model whose logits are not finite. It names the tensors with such values, if there are any."""
+    found = []
+    for file in _files(folder):
+        with _open(file) as tensors:
+            names = [name for name in tensors.keys() if not _TOWERS.match(name)]  # noqa: SIM118 (an open file is not a dict)
+            found += [name for name in names if not _is_finite(tensors.get_tensor(name))]
+    if found:
+        problem = f"{_listed(found, 'tensor')} with values that are NaN or infinite, so the model's logits are not finite"
+        return CheckpointError(f"{folder}: {problem}", hint="the checkpoint is damaged: download it again")
+    problem = "the model's logits are not finite, although all of its weights are"
+    return CheckpointError(f"{folder}: {problem}", hint="config.json may belong to another model; or try --dtype float32")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or all(
+        bool(torch.isfinite(part.float()).all()) for part in tensor.flatten().split(_SCANNED)
+    )
 
 
 def _check(folder: Path, places: dict[str, Placement], stored: dict[str, _Stored], chosen: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 from culet.cache.spec import CacheLayout, KVGroup
@@ -83,3 +84,14 @@ def reserved_pages(seq: Sequence, budget: int) -> int:
             peak = min(peak, bound)
         reserved += max(0, peak - pages.num_held)
     return reserved
+
+
+def promised_pages(running: Iterable[Sequence], budget: int) -> int:
+    """Return the pages that prompts in progress were promised and do not hold yet."""
+    return sum(reserved_pages(seq, budget) for seq in running if seq.num_uncomputed > 1)
+
+
+def pages_to_start(seq: Sequence, budget: int) -> int:
+    """Return how many pages a waiting sequence needs if nothing of it is cached."""
+    seq.prefill_end = len(seq.tokens)
+    return reserved_pages(seq, budget)

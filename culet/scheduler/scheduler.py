@@ -1,7 +1,8 @@
 """The scheduler decides which sequences compute which tokens in the next step, and on which pages.
 
-`schedule` returns a plan and `apply` takes its result. In between, one more plan may be made (look-ahead by one). Sequences
-are ordered by (priority, arrival). The oldest never waits for a younger one, so every admitted request ends.
+`schedule` returns a plan and `apply` takes its result. In between, one more plan may be made (look-ahead by one). A tenant's
+sequences are ordered by (priority, arrival), and tenants take turns (`tenants.py`). The first in this order never waits for a
+later one, so every admitted request ends.
 """
 
 from __future__ import annotations
@@ -11,25 +12,24 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
-from operator import attrgetter
 
 from culet.cache.prefix import Match, PageKeys
 from culet.cache.spec import CacheLayout
 from culet.config import ScheduleConfig
 from culet.errors import BadRequest, QueueFull
-from culet.scheduler.admission import check_fits, reserved_pages
-from culet.scheduler.budget import Grant, share_budget
+from culet.scheduler.admission import check_fits, pages_to_start, promised_pages, reserved_pages
+from culet.scheduler.budget import Grant, share_among_tenants, share_budget
+from culet.scheduler.deadlines import Deadlines
 from culet.scheduler.draft_length import DraftLengths
 from culet.scheduler.page_allocator import PageAllocator
 from culet.scheduler.reuse import count_prefix, find_prefix, keep_point, keep_row_points
 from culet.scheduler.rows import PlannedRow, commit_row, continue_in_pages, decode_shape, drafts_to_continue, largest_row
 from culet.scheduler.sequence import Sequence
 from culet.scheduler.stats import Counters, SchedulerStats
+from culet.scheduler.tenants import BY_ORDER, BY_RANK, FairQueue, StepPrompts
 from culet.types import Drawn, Entry, FinishReason, Logprobs, Request, Row, StepPlan, StepResult, TokenDelta
 
-BY_ORDER = attrgetter("order")
 Shape = tuple[int, int, int]  # shape of a step, see `decode_shape`
-_FEW_DEADLINES = 64  # as many deadlines of ended requests may always stay
 
 
 class Scheduler:
@@ -70,10 +70,10 @@ class Scheduler:
         self._max_running = min(config.max_num_seqs, self.budget)
         self._free_slots = list(range(config.max_num_seqs))
         self._running: list[Sequence] = []  # by order
-        self._waiting: list[Sequence] = []  # by order
+        self._waiting = FairQueue()
         self._held: dict[str, Sequence] = {}  # by request id, not queued before `release`
         self._alive: dict[str, dict[int, Sequence]] = {}  # request id -> sample -> sequence
-        self._deadlines: list[tuple[float, int, str]] = []  # a heap
+        self._deadlines = Deadlines(self._is_alive)
         self._num_arrivals = 0
         self._next_step_id = 0
         self._in_flight: deque[tuple[int, list[PlannedRow], Shape | None]] = deque()  # step id, rows, shape
@@ -101,19 +101,12 @@ class Scheduler:
         if held:
             self._held[request.request_id] = first
         else:
-            insort(self._waiting, first, key=BY_ORDER)
+            self._waiting.push(first)
         if request.deadline is not None:
-            self._drop_old_deadlines()
-            heapq.heappush(self._deadlines, (request.deadline, arrival, request.request_id))
+            self._deadlines.add(request.deadline, arrival, request.request_id, len(self._alive))
 
-    def _drop_old_deadlines(self) -> None:
-        """Forget the deadlines of requests that have ended, whenever they may be the larger part."""
-        if len(self._deadlines) > 2 * len(self._alive) + _FEW_DEADLINES:
-            self._deadlines = [entry for entry in self._deadlines if self._is_due(*entry[1:])]
-            heapq.heapify(self._deadlines)
-
-    def _is_due(self, arrival: int, request_id: str) -> bool:
-        """Return whether a deadline belongs to a request that has not ended. A later one may have the same id."""
+    def _is_alive(self, arrival: int, request_id: str) -> bool:
+        """Return whether a request has not ended. A later one may have the same id."""
         alive = self._alive.get(request_id)
         return bool(alive and next(iter(alive.values())).arrival == arrival)
 
@@ -125,7 +118,7 @@ class Scheduler:
         """Queue a held request, in order of its arrival. Do nothing if it has already ended."""
         seq = self._held.pop(request_id, None)
         if seq is not None:
-            insort(self._waiting, seq, key=BY_ORDER)
+            self._waiting.push(seq)
 
     def cancel(
         self, request_id: str, sample: int | None = None, reason: FinishReason = FinishReason.CANCEL, *, error: str = ""
@@ -189,18 +182,14 @@ class Scheduler:
             counters=self.counters.copy(),
         )
 
-    def _expire(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= self._clock():
-            entry = heapq.heappop(self._deadlines)
-            if self._is_due(*entry[1:]):
-                self.cancel(entry[-1], reason=FinishReason.TIMEOUT)
-
     # A step is planned
 
     def schedule(self) -> StepPlan | None:
         """Return the next step, or None if there is nothing to do, at least until the result in flight is applied."""
         assert len(self._in_flight) <= 1, "two plans are already waiting for their results"
-        self._expire()
+        for request_id in self._deadlines.expired(self._clock()):
+            self.cancel(request_id, reason=FinishReason.TIMEOUT)
+        self._make_way()
         is_open = bool(self._in_flight) and any(seq.awaits_drafts and seq.draws_in_flight for seq in self._running)
         counts = self._drafts_to_continue(is_open=is_open)
         # If part of the batch ran ahead, the batch would run in two halves from then on. So all run ahead, or none does.
@@ -213,7 +202,7 @@ class Scheduler:
             planned = [self._continue(seq, count) for seq, count in zip(self._running, counts, strict=True)]
             copies = self.page_allocator.drain_copies()
         else:
-            planned = self._plan_rows(share_budget([seq for seq in self._running if seq.is_ready], self.budget), entries)
+            planned = self._plan_rows(entries)
             # Forks and resume points come after this plan's copies are drained, because its forward pass fills their pages.
             copies = self.page_allocator.drain_copies() if planned else ()
             for plan in planned:
@@ -249,18 +238,28 @@ class Scheduler:
         (plan,) = self._plan_row(Grant(seq, 1 + num_drafts, num_drafts), may_preempt=False)
         return plan
 
-    def _plan_rows(self, grants: list[Grant], entries: list[Entry]) -> list[PlannedRow]:
-        """Plan rows for `grants`. If pages are left, also start waiting sequences and append their entries to `entries`."""
+    def _plan_rows(self, entries: list[Entry]) -> list[PlannedRow]:
+        """Plan rows for running sequences. If pages are left, also start waiting ones and append their entries to `entries`."""
+        prompts = StepPrompts()
+        grants = self._share_step(prompts)
         planned: list[PlannedRow] = []
         num_preempted = self.counters.preemptions
         for grant in grants:
             if grant.sequence.is_running:  # an older sequence may just have taken its pages
                 planned += self._plan_row(grant, may_preempt=True)
         if len(planned) == len(grants) and self.counters.preemptions == num_preempted:  # nobody lacks pages
-            for seq, rows in self._admissions(self.budget - sum(plan.row.num_new for plan in planned)):
+            for seq, rows in self._admissions(self.budget - sum(plan.row.num_new for plan in planned), prompts):
                 entries.append(seq.entry())
                 planned += rows
         return planned
+
+    def _share_step(self, prompts: StepPrompts) -> list[Grant]:
+        """Share the step's tokens among the sequences that can have a row. If there are several tenants, fill `prompts`."""
+        if not self._waiting.is_shared:
+            return share_budget([seq for seq in self._running if seq.is_ready], self.budget)
+        waiting = self._waiting.head() if len(self._running) < self._max_running else None
+        place = 0 if waiting is None else self._waiting.num_running(waiting.tenant)
+        return share_among_tenants(self._running, self.budget, prompts, waiting, place)
 
     def _plan_row(self, grant: Grant, *, may_preempt: bool) -> list[PlannedRow]:
         """Plan the row for `grant`, with a shorter chunk if pages are scarce. Return [] if none fits.
@@ -271,9 +270,10 @@ class Scheduler:
         seq.release_behind(self.page_allocator)
         num_spared = len(self._running) * len(self.layout.groups)  # a page in each group for every sequence
         while (shape := largest_row(grant, self.page_allocator.available, num_spared)) is None:
-            if not may_preempt or self._running[-1] is seq:
+            last = max(self._running, key=BY_RANK) if self._waiting.is_shared else self._running[-1]
+            if not may_preempt or last is seq:
                 return []
-            self._preempt(self._running[-1])
+            self._preempt(last)
         return [commit_row(seq, shape, self.page_allocator, self._num_wanted(seq) if shape.draws else 0)]
 
     def _num_wanted(self, seq: Sequence) -> int:
@@ -288,31 +288,50 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Take the slot and pages of `seq`. All its tokens, including those it has drawn, are computed again later."""
         self._leave(seq)
-        insort(self._waiting, seq, key=BY_ORDER)
+        self._waiting.push(seq)
         self.counters.preemptions += 1
+
+    def _make_way(self) -> None:
+        """Make room for the next sequence in the queue if another tenant runs at least two more than its tenant.
+
+        The busiest tenant's youngest sequences give up their places. What they have computed stays as a resume point.
+        """
+        while (pair := self._waiting.next_and_last(self._running)) is not None:
+            seq, last = pair
+            needed = pages_to_start(seq, self.budget) + promised_pages(self._running, self.budget)
+            if len(self._running) < self._max_running and needed <= self.page_allocator.available:
+                return
+            keep_point(last, min(last.num_computed, len(last.tokens)), self.page_allocator)
+            self._preempt(last)
 
     def _leave(self, seq: Sequence) -> None:
         """Free the slot and pages of `seq`. If its admission failed half-way, it is still in the queue."""
         assert seq.slot is not None
-        (self._running if seq in self._running else self._waiting).remove(seq)
+        if seq in self._waiting:
+            self._waiting.remove(seq)
+        else:
+            self._running.remove(seq)
+            self._waiting.end(seq)
         heapq.heappush(self._free_slots, seq.slot)
         seq.slot = None
         seq.release_all(self.page_allocator)
 
     # A sequence starts
 
-    def _admissions(self, budget: int) -> Iterator[tuple[Sequence, list[PlannedRow]]]:
+    def _admissions(self, budget: int, prompts: StepPrompts) -> Iterator[tuple[Sequence, list[PlannedRow]]]:
         """Start waiting sequences, strictly in order, as long as tokens, slots and pages last."""
         if not (self._waiting and budget and len(self._running) < self._max_running):
             return
-        # Prompts in progress were promised pages that they do not hold yet.
-        reserved = sum(reserved_pages(seq, self.budget) for seq in self._running if seq.num_uncomputed > 1)
-        while self._waiting and budget and len(self._running) < self._max_running:
-            seq = self._waiting[0]
-            assert not seq.rows_in_flight, "a preempted sequence starts again before its last result is known"
+        reserved = promised_pages(self._running, self.budget)
+        while budget and len(self._running) < self._max_running and (seq := self._waiting.head()) is not None:
+            place = self._waiting.num_running(seq.tenant)
+            # A sequence that just made way starts again when its last result is known.
+            if seq.rows_in_flight or prompts.leave_out(seq, place):
+                return
             rows = self._admit(seq, budget, reserved)
             if not rows:
                 return
+            prompts.add(seq, place)
             budget -= rows[0].row.num_new
             reserved += reserved_pages(seq, self.budget) if seq.num_uncomputed > 1 else 0
             yield seq, rows
@@ -344,13 +363,18 @@ class Scheduler:
         if not rows:
             seq.release_all(self.page_allocator)
             return []
+        self._enter(seq)
         self._waiting.remove(seq)
-        insort(self._running, seq, key=BY_ORDER)
         if seq.arrived_at and not seq.is_announced:
             seq.queue_s = self._clock() - seq.arrived_at
         if self.page_allocator.prefix is not None:
             count_prefix(seq, match, self.counters)
         return rows
+
+    def _enter(self, seq: Sequence) -> None:
+        """Count `seq` among the running sequences."""
+        insort(self._running, seq, key=BY_ORDER)
+        self._waiting.begin(seq)
 
     def _fork(self, plan: PlannedRow) -> list[Entry]:
         """At the end of a prompt, let the other samples draw from the same logits. Samples without room wait in the queue."""
@@ -364,10 +388,10 @@ class Scheduler:
             if len(self._running) < self._max_running and self.page_allocator.available >= len(self.layout.groups):
                 sibling.slot = heapq.heappop(self._free_slots)
                 sibling.fork_from(seq, self.page_allocator)
-                insort(self._running, sibling, key=BY_ORDER)
+                self._enter(sibling)
                 forked.append(sibling)
             else:
-                insort(self._waiting, sibling, key=BY_ORDER)
+                self._waiting.push(sibling)
         plan.drawers += forked
         plan.row = plan.row._replace(draw_slots=tuple(drawer.slot for drawer in plan.drawers if drawer.slot is not None))
         self.counters.forks += len(forked)
@@ -471,4 +495,4 @@ class Scheduler:
             if is_held:
                 self._held[request_id] = heir
             else:
-                insort(self._waiting, heir, key=BY_ORDER)
+                self._waiting.push(heir)

@@ -30,9 +30,12 @@ class Sequence:
         self.tokens: list[int] = list(request.prompt_token_ids)
         self.prompt_len = len(self.tokens)
         self.keys = keys
+        self.tenant = request.tenant
+        self.rank = 0  # how many older sequences its tenant runs (see `tenants.rank`)
         self.groups = tuple(GroupPages(group) for group in layout.groups)
         self.slot: int | None = None
         self.num_computed = 0
+        self.num_resumed = 0  # computed tokens that it began with when it last started
         self.rows_in_flight = 0
         self.draws_in_flight = 0
         self.num_proposed = 0  # drafts in the slot's buffer, now or after the row in flight has run
@@ -53,7 +56,7 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """The sort key of sequences. They start in this order and are preempted in reverse."""
+        """The sort key of a tenant's sequences. They start in this order and are preempted in reverse."""
         return (self.request.priority, self.arrival, self.sample)
 
     @property
@@ -223,7 +226,7 @@ class Sequence:
         for pages in self.groups:
             page_allocator.give_back(pages.held)
             pages.reset(0, [])
-        self.num_computed = self.num_proposed = self.unchanged_until = 0
+        self.num_computed = self.num_resumed = self.num_proposed = self.unchanged_until = 0
         self.resume_lengths = ()
 
     def resume_from(self, point: ResumePoint, length: int, page_allocator: PageAllocator) -> bool:
@@ -247,7 +250,7 @@ class Sequence:
         if fits:
             for pages, source in partial:
                 pages.reset(pages.first, [*pages.pages, page_allocator.copy_of(source)])
-            self.num_computed = length
+            self.num_computed = self.num_resumed = length
         else:
             for pages in self.groups:
                 page_allocator.give_back(pages.pages)
@@ -266,7 +269,7 @@ class Sequence:
             if length % pages.page_tokens:
                 own.append(page_allocator.copy_of(theirs.pages[end - theirs.first]))
             pages.reset(begin, own)
-        self.num_computed = length
+        self.num_computed = self.num_resumed = length
         self.prefill_end = parent.prefill_end
         self.num_cached = parent.num_cached
         self.rows_in_flight = self.draws_in_flight = 1

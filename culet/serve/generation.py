@@ -15,6 +15,7 @@ from typing import Self
 
 from culet.errors import BadRequest, CuletError, InternalError, QueueFull, TimedOut
 from culet.log import logger
+from culet.serve.keys import Caller
 from culet.serve.process.client import TokenStream
 from culet.serve.service import FinishedRequest, Service
 from culet.text.output import MakeOutput, OutputDelta, SampleOutput
@@ -35,6 +36,16 @@ class TokenCounts:
     num_rejected_drafts: int
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Who sent a request, and what that means for how the engine treats it."""
+
+    request_id: str  # the id in the log
+    caller: Caller
+    priority: int = 0
+    cache_salt: str = ""  # with the part that keeps keys apart
+
+
 class Generation:
     """Submits a request and reads its samples. Use it with `async with`. Leaving early cancels the request.
 
@@ -49,15 +60,18 @@ class Generation:
         make_output: MakeOutput,
         *,
         endpoint: str,
-        request_id: str,
-        priority: int = 0,
+        origin: Origin,
     ) -> None:
-        self._service = service
+        self._service, self._caller = service, origin.caller
         self.prompt_token_ids = prompt_token_ids
         self.num_cached = 0
         self._prompt_logprobs: list[Logprobs] = []
-        self._finished = FinishedRequest(endpoint, request_id, num_prompt_tokens=len(prompt_token_ids), n=params.n)
-        self._stream: TokenStream = service.submit(prompt_token_ids, params, priority=priority)
+        self._finished = FinishedRequest(
+            endpoint, origin.request_id, key=origin.caller.name, num_prompt_tokens=len(prompt_token_ids), n=params.n
+        )
+        self._stream: TokenStream = service.submit(
+            prompt_token_ids, params, origin.caller, priority=origin.priority, cache_salt=origin.cache_salt
+        )
         self._num_starts = self._stream.num_starts
         self._make_sample = partial(make_output, self._stream.request, params)
         self.samples = [self._make_sample() for _ in range(params.n)]
@@ -78,6 +92,7 @@ class Generation:
         stream.close()
         self._service.num_samples -= len(self.samples)
         counts = self.token_counts()
+        self._caller.end(len(self.samples), counts.num_generated)
         finished.num_cached_tokens, finished.num_reasoning_tokens = counts.num_cached, counts.num_reasoning
         finished.num_generated_tokens = counts.num_generated
         if isinstance(error, CuletError):

@@ -26,10 +26,13 @@ _CODES: dict[type[CuletError], str] = {
 class HttpError(UserError):
     """A request refused at the HTTP level, with its own status. Examples are a missing key, a bad path or a large body."""
 
-    def __init__(self, status: int, message: str, *, hint: str = "", code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, hint: str = "", code: str | None = None, retry_after_s: int | None = None
+    ) -> None:
         super().__init__(message, hint=hint)
         self.status = status
         self.code = code
+        self.retry_after_s = retry_after_s  # None for the server's own estimate
 
 
 class ErrorReply(Struct, frozen=True):
@@ -55,7 +58,7 @@ def reply_to(error: BaseException, *, retry_after_s: int = 1) -> ErrorReply:
     problem = error.message[:_MAX_MESSAGE_CHARS]
     message = f"{problem} (hint: {error.hint})" if error.hint else problem
     param = _PARAM.match(problem) if kind == "invalid_request_error" else None
-    wait = retry_after_s if status in (429, 503) else None
+    wait = (getattr(error, "retry_after_s", None) or retry_after_s) if status in (429, 503) else None
     return ErrorReply(status, kind, message, param.group(1) if param else None, code, wait)
 
 

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    Summary,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
@@ -92,6 +100,7 @@ _LAG = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 
 _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
 _REASONS = {"tool_calls": "stop", "cancel": "abort", "timeout": "abort"}  # vLLM's finish reasons
 _LABEL = ("model_name",)
+_KEY_LABELS = (*_LABEL, "key")  # only names of configured keys, so there are never more than these
 
 
 class Metrics:
@@ -126,6 +135,20 @@ class Metrics:
         self._ended = Counter("vllm:request_success", "Finished samples by finish reason.", labels, registry=self.registry)
         self._failed = Counter("culet:request_errors", "Failed requests.", (*_LABEL, "error"), registry=self.registry)
         self._reasoning = Counter("culet:reasoning_tokens", "Tokens generated in thoughts.", _LABEL, registry=self.registry)
+        self._of_key = [
+            Counter(f"culet:key_{name}", text, _KEY_LABELS, registry=self.registry)
+            for name, text in (
+                ("requests", "Finished requests of an API key."),
+                ("prompt_tokens", "Prompt tokens of an API key."),
+                ("generation_tokens", "Tokens generated for an API key."),
+            )
+        ]
+        self._first_of_key = Summary(
+            "culet:key_time_to_first_token_seconds",
+            "Time from a request of an API key to its first token.",
+            _KEY_LABELS,
+            registry=self.registry,
+        )
         lag = Histogram(
             "culet:loop_lag_seconds",
             "How late a timer of the web process's event loop fired, measured ten times a second.",
@@ -142,6 +165,12 @@ class Metrics:
     def observe(self, finished: FinishedRequest) -> None:
         """Record a request that has ended."""
         model = self._model
+        if finished.key:
+            counts = (1, finished.num_prompt_tokens, finished.num_generated_tokens)
+            for counter, count in zip(self._of_key, counts, strict=True):
+                counter.labels(model, finished.key).inc(count)
+            if finished.first_token_s is not None:
+                self._first_of_key.labels(model, finished.key).observe(finished.first_token_s)
         if finished.error:
             self._failed.labels(model, finished.error).inc()
         for reason in finished.finish_reasons:
@@ -184,6 +213,7 @@ class _EngineReport(Collector):
             service.template.num_replaced,
         )
         yield self._counter("culet:engine_restarts", "Restarts of the engine after it died.", service.num_restarts)
+        yield from self._of_keys()
         yield self._gauge("culet:http_body_bytes", "Request bodies that are being read or prepared.", service.intake.num_bytes)
         refused = CounterMetricFamily(
             "culet:http_refusals", "Requests refused before an endpoint saw them.", labels=(*_LABEL, "code")
@@ -208,6 +238,19 @@ class _EngineReport(Collector):
         yield self._info(engine.facts)
         if engine.stats is not None:
             yield from self._of_stats(engine.stats, engine.facts)
+
+    def _of_keys(self) -> Iterator[Metric]:
+        """Yield what each API key uses now, and how often it was refused because of a limit."""
+        running = GaugeMetricFamily("culet:key_samples_in_flight", "Samples in flight, by API key.", labels=_KEY_LABELS)
+        refused = CounterMetricFamily(
+            "culet:key_refused", "Requests over a limit of their API key.", labels=(*_KEY_LABELS, "limit")
+        )
+        for name, usage in self._service.keys.usage().items():
+            running.add_metric([self._model, name], usage.num_samples)
+            for limit, count in usage.refused.items():
+                refused.add_metric([self._model, name, limit], count)
+        yield running
+        yield refused
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=_LABEL)

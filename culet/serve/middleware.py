@@ -7,8 +7,6 @@ listed as public needs one.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import ipaddress
 import re
 import secrets
@@ -21,6 +19,7 @@ from culet.errors import CuletError
 from culet.log import logger
 from culet.serve.http.intake import BODY, IncomingBody, release_body
 from culet.serve.http_errors import ErrorReply, HttpError, openai_body, reply_to
+from culet.serve.keys import CALLER, Caller
 from culet.serve.service import FinishedRequest, Service
 from culet.serve.streams import ABORT, SEND, ClientGone
 
@@ -37,8 +36,8 @@ class Middleware:
     def __init__(self, app: ASGIApp, service: Service, public_paths: Iterable[str] = ()) -> None:
         self._app, self._service = app, service
         self._public = PUBLIC_PATHS | frozenset(public_paths)
-        self._keys = [_digest(key) for key in service.api_keys]
-        self._is_local_only = not self._keys and _is_loopback(service.settings.host)
+        self._keys = service.keys
+        self._is_loopback = _is_loopback(service.settings.host)
         self._finished: dict[str, list[FinishedRequest]] = {}  # by request id, for the log line
         service.observers.append(self._on_finished)
 
@@ -57,11 +56,12 @@ class Middleware:
     def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Raise if the request is not allowed."""
         method, path = scope["method"], scope["path"]
-        if self._is_local_only:
+        if self._is_loopback and not self._keys:
             self._check_host(headers)
-        if self._keys and not (path in self._public and method in ("GET", "HEAD")):
-            self._check_key(headers)
+        is_public = path in self._public and method in ("GET", "HEAD")
+        scope[CALLER] = caller = self._keys.anybody if is_public else self._keys.caller(headers)
         if method == "POST":
+            caller.count_request()
             kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
             # Pages from other origins can post forms and plain text freely. JSON needs a CORS preflight, which fails.
             if kind != b"application/json":
@@ -81,17 +81,6 @@ class Middleware:
     def too_large(self) -> HttpError:
         limit = self._service.limits.body_mb
         return HttpError(413, f"the request is larger than {limit} MB", hint="raise the limit with --limits body_mb=N")
-
-    def _check_key(self, headers: dict[bytes, bytes]) -> None:
-        sent = headers.get(b"x-api-key", b"").decode("latin-1").strip()
-        scheme, _, token = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-        if scheme.lower() == "bearer":
-            sent = token.strip()
-        digest = _digest(sent)
-        # Compare with every key, in constant time, so that timing reveals nothing.
-        if not sum(hmac.compare_digest(digest, key) for key in self._keys):
-            problem = "the API key is invalid" if sent else "the API key is missing"
-            raise HttpError(401, problem, hint="send the key in the header Authorization: Bearer KEY", code="invalid_api_key")
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         """Raise if the Host header names another machine. Used if no keys are set and the server only listens locally.
@@ -121,6 +110,7 @@ class Middleware:
             "status": status,
             "seconds": round(seconds, 4),
         }
+        caller: Caller | None = scope.get(CALLER)
         summary = ""
         if finished:
             first = next((entry.first_token_s for entry in finished if entry.first_token_s is not None), None)
@@ -132,6 +122,9 @@ class Middleware:
                 "finish": ",".join(reason for entry in finished for reason in entry.finish_reasons or (entry.error,)),
             }
             summary = ", {prompt_tokens} -> {generated_tokens} tokens ({finish})".format(**fields)
+        if caller is not None and caller.name:
+            fields["key"] = caller.name
+            summary += f", key {caller.name}"
         shown = path[:256].encode("unicode_escape").decode()  # a client cannot inject line breaks into the log
         logger.info(
             "%s %s %d in %.3f s%s [%s]", scope["method"], shown, status, seconds, summary, request_id, extra={"fields": fields}
@@ -237,10 +230,6 @@ class _Exchange:
             headers.append((b"connection", b"close"))  # the rest of the body is dropped (see culet.serve.http.connection)
         await self._send_tagged({"type": "http.response.start", "status": reply.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", errors="replace")).digest()
 
 
 def _is_address(name: str) -> bool:

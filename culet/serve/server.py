@@ -123,6 +123,8 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
+        if self._service.keys.has_file:
+            loop.add_signal_handler(signal.SIGHUP, self._service.keys.reload)
         starting = asyncio.create_task(self._service.start())
         serving = asyncio.create_task(self._serve(starting))
         measuring = asyncio.create_task(self._service.measure_lag())
@@ -211,7 +213,7 @@ def _log_summary(service: Service, server: Server) -> None:
     logger.info("limits per request: %d MB, n up to %d, %g s", limits.body_mb, limits.n, settings.request_timeout)
     scheme = "https" if settings.ssl_certfile else "http"
     logger.info("ready at %s://%s (OpenAI API under /v1)", scheme, server.listeners.describe())
-    if not service.api_keys:
+    if not service.keys:
         level = logging.INFO if settings.uds or settings.host in ("127.0.0.1", "::1", "localhost") else logging.WARNING
         logger.log(level, "no API key is set, so anyone who can reach this address can use the model")
 

@@ -28,6 +28,7 @@ from culet.serve.answers.limits import AnswerLimits
 from culet.serve.answers.turns import Turns
 from culet.serve.http.intake import Intake
 from culet.serve.http_errors import HttpError
+from culet.serve.keys import Caller, KeyRing
 from culet.serve.plot_history import PERIOD_S, PlotHistory
 from culet.serve.process import watchdog
 from culet.serve.process.client import EngineClient, State, TokenStream
@@ -67,6 +68,7 @@ class FinishedRequest:
     first_token_s: float | None = None  # from submission to the first token
     total_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)  # between consecutive deltas of a sample
+    key: str = ""  # name of the API key
 
 
 class Service:
@@ -79,7 +81,7 @@ class Service:
         names = (settings.served_model_name or _public_name(config.model.model)).split(",")
         self.names = [name.strip() for name in names if name.strip()]
         keys = settings.api_key if settings.api_key is not None else env.API_KEY.get()
-        self.api_keys = [key.strip() for key in keys.split(",") if key.strip()]
+        self.keys = KeyRing(keys, settings.api_key_file)
         self._given_name = config.model.model
         self.checkpoint = open_checkpoint(config.model.model, config.model.revision)
         spec, folder = self.checkpoint.spec, self.checkpoint.folder
@@ -307,8 +309,10 @@ class Service:
             self._check_size((messages, tools), limit)
             chat = Chat(_plain(messages), _plain(tools), add_generation_prompt, thinking, options, parsed=False)
             rendered = self.template.render_chat(chat, stopper)
+            if stopper.is_stopped:  # the client has left
+                return []
             self._check_length(rendered.text, limit)
-            return [] if stopper.is_stopped else self.tokenizer.encode_pieces(rendered.text, rendered.cuts)
+            return self.tokenizer.encode_pieces(rendered.text, rendered.cuts)
 
         return await self.texts.run(encode, request_bytes.get())
 
@@ -357,20 +361,34 @@ class Service:
             )
         return name
 
-    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0) -> TokenStream:
-        """Send a request to the engine. Raise if the server is not ready or the queue is full."""
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        caller: Caller,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> TokenStream:
+        """Send a request to the engine. Raise if the server is not ready, the queue is full, or the key is at a limit.
+
+        `caller.end` must follow when the request has ended.
+        """
         self.require_ready()
         deadline = time.monotonic() + self.settings.request_timeout  # all processes on a machine share this clock
         engine = self.engine
         request = self.rules.make_request(engine.next_id(), prompt_token_ids, params, priority=priority, deadline=deadline)
+        request = replace(request, cache_salt=cache_salt, tenant=caller.name)
         facts = engine.facts
         assert facts is not None
-        if self.num_samples + params.n > facts.max_num_seqs + facts.max_queue_len:
+        capacity = facts.max_num_seqs + facts.max_queue_len
+        if self.num_samples + params.n > capacity:
             raise QueueFull(
                 f"the queue is full: {self.num_samples} samples are running or waiting "
                 f"(at most {facts.max_num_seqs} can run and {facts.max_queue_len} can wait)",
                 hint="try again later",
             )
+        caller.begin(len(prompt_token_ids), params.n, num_in_flight=self.num_samples, capacity=capacity)
         return engine.submit(request)
 
     def retry_after_s(self) -> int:

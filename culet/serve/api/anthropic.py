@@ -16,8 +16,9 @@ from starlette.types import Receive, Scope, Send
 
 from culet.errors import BadRequest, CuletError, UnsupportedError
 from culet.serve.api.chat_request import PreparedChat, check_chat, prepare
-from culet.serve.api.endpoint import Endpoint, encoder, json_response, read_body, request_id_of
+from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
 from culet.serve.api.fields import (
+    CacheSalt,
     Count,
     SamplingFields,
     Schema,
@@ -157,6 +158,7 @@ class MessagesRequest(Conversation, kw_only=True):
     stream: bool = False
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
+    cache_salt: CacheSalt | None = None
 
 
 class AnthropicUsage(Struct):
@@ -192,8 +194,9 @@ async def messages(service: Service, request: Request) -> Response:
     try:
         body = await read_body(service, request, MessagesRequest)
         model = service.check_model(body.model)
+        origin = origin_of(request, cache_salt=body.cache_salt)
         prepared = await _prepare(service, body)
-        open_generation = partial(prepared.open, ENDPOINT, request_id_of(request))
+        open_generation = partial(prepared.open, ENDPOINT, origin)
         if body.stream:
             writer = _Writer(model)
             return _AnthropicStream(service, [open_generation], writer.write, end=writer.end, write_error=_error_event)
@@ -428,7 +431,7 @@ def _error_response(error: CuletError) -> Response:
     status, body = _error_body(error)
     response = json_response(body, status)
     if status in (429, 503):
-        response.headers["retry-after"] = "1"
+        response.headers["retry-after"] = str(reply_to(error).retry_after_s)
     return response
 
 

@@ -15,7 +15,7 @@ from msgspec import Raw, Struct
 
 from culet.errors import BadRequest
 from culet.serve.answers.turns import json_size
-from culet.serve.generation import Generation
+from culet.serve.generation import Generation, Origin
 from culet.serve.service import Service
 from culet.structured.check import Form
 from culet.structured.tool_grammar import ToolForm
@@ -33,11 +33,10 @@ class PreparedChat:
     service: Service
     prompt_token_ids: list[int]
     params: SamplingParams
-    priority: int = 0
     tools: Sequence[Mapping[str, Any]] = ()
     single_call: bool = False  # end with the first tool call
 
-    def open(self, endpoint: str, request_id: str) -> Generation:
+    def open(self, endpoint: str, origin: Origin) -> Generation:
         """Submit the request. The caller must read the generation and close it (`async with`)."""
         make_output = partial(chat_output, self.service.tokenizer, tools=self.tools, single_call=self.single_call)
         return Generation(
@@ -46,8 +45,7 @@ class PreparedChat:
             self.params,
             make_output,
             endpoint=endpoint,
-            request_id=request_id,
-            priority=self.priority,
+            origin=origin,
         )
 
 
@@ -79,7 +77,6 @@ async def prepare(
     single_call: bool = False,
     enable_thinking: bool | None = None,
     options: Mapping[str, Any] | None = None,
-    priority: int = 0,
 ) -> PreparedChat:
     """Check, render and tokenize a chat request.
 
@@ -108,7 +105,7 @@ async def prepare(
     call_id = service.tokenizer.token_id(_OPEN_CALL)
     if tool_choice == "none" and tools and call_id is not None:
         params = replace(params, logit_bias={**(params.logit_bias or {}), call_id: _FORBID})
-    return PreparedChat(service, prompt, params, priority, offered, single_call)
+    return PreparedChat(service, prompt, params, offered, single_call)
 
 
 def _form(document: GrammarSpec | None, tools: Sequence[Mapping[str, Any]], tool_choice: str, single_call: bool) -> Form | None:

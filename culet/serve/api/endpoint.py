@@ -14,7 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from culet.errors import BadRequest, UnsupportedError
+from culet.serve.generation import Origin
 from culet.serve.http.json_cost import JsonCost
+from culet.serve.keys import CALLER, Caller
 from culet.serve.service import Service
 from culet.text.messages import check_messages
 
@@ -65,8 +67,9 @@ def decode(kind: type[T], body: bytes | bytearray) -> T:
     try:
         request: T = decoder.decode(body)
     except msgspec.ValidationError as error:
-        _check_media(body)
         problem, _, place = str(error).partition(" - at `")
+        if place.startswith("$.messages["):
+            _check_media(body)
         path = place.rstrip("`").removeprefix("$").removeprefix(".")
         raise BadRequest(f"{path or 'body'}: {problem[:1].lower()}{problem[1:_MAX_PROBLEM_CHARS]}") from None
     except (msgspec.DecodeError, UnicodeError) as error:
@@ -91,7 +94,11 @@ def json_response(answer: object, status: int = 200) -> Response:
     return Response(encoder.encode(answer), status_code=status, media_type="application/json")
 
 
-def request_id_of(request: Request) -> str:
-    """Return the id of this request in the log. The client also receives it as `x-request-id`."""
-    request_id: str = request.scope["request_id"]
-    return request_id
+def origin_of(request: Request, *, priority: int = 0, cache_salt: str | None = None) -> Origin:
+    """Return who sent this request, with the fields of its body that depend on it. Raise if its key may not set a priority.
+
+    The id is that in the log. The client also receives it as `x-request-id`.
+    """
+    caller: Caller = request.scope[CALLER]
+    caller.check_priority(priority)
+    return Origin(request.scope["request_id"], caller, priority, caller.salt(cache_salt))

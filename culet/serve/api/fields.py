@@ -27,6 +27,7 @@ Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
 Schema = dict[str, Any]
 # The arguments of an earlier tool call, as JSON text or as an object. They may be long, so the template process parses them.
 RawArguments = Annotated[
@@ -61,6 +62,7 @@ class SamplingFields(Struct, kw_only=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0  # lower runs first
+    cache_salt: CacheSalt | None = None  # only requests with the same salt share cached prefixes
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 

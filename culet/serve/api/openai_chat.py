@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -18,7 +18,7 @@ from culet.errors import BadRequest
 from culet.serve.answers.limits import AnswerSize
 from culet.serve.answers.parts import BigAnswer, Part, in_messages
 from culet.serve.api.chat_request import PreparedChat, check_chat, prepare
-from culet.serve.api.endpoint import Endpoint, encoder, json_response, read_body, request_id_of
+from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
 from culet.serve.api.fields import Count, RawArguments, SamplingFields, Schema, Text, ToolName, sampling_params
 from culet.serve.api.openai_answers import ChatLogprobs, Usage, chat_entries, chat_size, usage_of
 from culet.serve.generation import Generation
@@ -153,15 +153,16 @@ async def chat(service: Service, request: Request) -> Response:
     """Answer a conversation. With `stream`, send the answer as server-sent events."""
     body = await read_body(service, request, ChatRequest)
     model = service.check_model(body.model)
+    origin = origin_of(request, priority=body.priority, cache_salt=body.cache_salt)
     prepared = await _prepare(service, body)
-    open_generation = partial(prepared.open, ENDPOINT, request_id_of(request))
+    open_generation = partial(prepared.open, ENDPOINT, origin)
     num_top = prepared.params.logprobs
     if body.stream:
         with_usage = body.stream_options is not None and body.stream_options.include_usage
         chunks = _Chunks(service, model, prepared.params.n, num_top, with_usage)
         return EventStream(service, [open_generation], chunks.write, begin=chunks.begin(), end=chunks.end)
     if num_top is not None:
-        return await _answer_with_logprobs(service, request, prepared, model)
+        return await _answer_with_logprobs(service, request, prepared, open_generation, model)
     (generation,) = await run_all(request, [open_generation])
     choices = [
         Choice(index, _message(sample.output()), None, sample.finish_reason or "stop")
@@ -170,12 +171,13 @@ async def chat(service: Service, request: Request) -> Response:
     return json_response(ChatAnswer(_new_id(), int(time.time()), model, choices, usage_of([generation])))
 
 
-async def _answer_with_logprobs(service: Service, request: Request, prepared: PreparedChat, model: str) -> Response:
+async def _answer_with_logprobs(
+    service: Service, request: Request, prepared: PreparedChat, open_generation: Callable[[], Generation], model: str
+) -> Response:
     """Run a request and answer with log-probabilities. They are written while the tokens arrive."""
     size = service.answers.open()
     lists = _LogprobLists(service, prepared.params, size)
     try:
-        open_generation = partial(prepared.open, ENDPOINT, request_id_of(request))
         (generation,) = await run_all(request, [open_generation], lists.read)
         head = {"id": _new_id(), "created": int(time.time()), "model": model}
         parts: list[Part] = [encoder.encode(head)[:-1] + b',"choices":[']
@@ -235,7 +237,6 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
         single_call=body.parallel_tool_calls is False,
         enable_thinking=thinking,
         options={"preserve_thinking": True} if options is not None and options.preserve_thinking else None,
-        priority=body.priority,
     )
     return prepared if num_top is None or max_tokens is not None else _shorten(service, prepared, num_top)
 

@@ -20,10 +20,10 @@ from starlette.types import Receive, Scope, Send
 from culet.errors import BadRequest, ContextTooLong
 from culet.serve.answers.limits import AnswerSize
 from culet.serve.answers.parts import BigAnswer, Part, in_messages
-from culet.serve.api.endpoint import Endpoint, encoder, read_body, request_id_of
+from culet.serve.api.endpoint import Endpoint, encoder, origin_of, read_body
 from culet.serve.api.fields import SamplingFields, Text, TokenId, sampling_params
 from culet.serve.api.openai_answers import TEXT_BYTES, TextColumns, TextLogprobs, Usage, text_size, usage_of, write_columns
-from culet.serve.generation import Generation
+from culet.serve.generation import Generation, Origin
 from culet.serve.service import Service
 from culet.serve.streams import DONE, EventStream, run_all
 from culet.text.output import OutputDelta, plain_output
@@ -70,11 +70,9 @@ async def complete(service: Service, request: Request) -> Response:
     body = await read_body(service, request, CompletionRequest)
     model = service.check_model(body.model)
     service.require_ready()
+    origin = origin_of(request, priority=body.priority, cache_salt=body.cache_salt)
     params, prompts = await _prepare(service, body)
-    request_id = request_id_of(request)
-    open_all: list[Callable[[], Generation]] = [
-        partial(_open, service, prompt, params, request_id, body.priority) for prompt in prompts
-    ]
+    open_all: list[Callable[[], Generation]] = [partial(_open, service, prompt, params, origin) for prompt in prompts]
     size = service.answers.open()
     builder = _Builder(service, body, params.n, size)
     if body.stream:
@@ -170,9 +168,9 @@ def _check_length(service: Service, token_ids: Sequence[object]) -> None:
         raise ContextTooLong(f"the prompt has {len(token_ids)} tokens, but the context holds only {limit}")
 
 
-def _open(service: Service, prompt: Sequence[int], params: SamplingParams, request_id: str, priority: int) -> Generation:
+def _open(service: Service, prompt: Sequence[int], params: SamplingParams, origin: Origin) -> Generation:
     make_output = partial(plain_output, service.tokenizer)
-    return Generation(service, prompt, params, make_output, endpoint=ENDPOINT, request_id=request_id, priority=priority)
+    return Generation(service, prompt, params, make_output, endpoint=ENDPOINT, origin=origin)
 
 
 def _new_id() -> str:

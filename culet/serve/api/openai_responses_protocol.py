@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, field
 
 from culet.errors import BadRequest, UnsupportedError
-from culet.serve.api.fields import Count, Schema, Share, Temperature, Text, ToolName
+from culet.serve.api.fields import CacheSalt, Count, Schema, Share, Temperature, Text, ToolName
 from culet.structured.forms import SchemaText
 
 Id = Annotated[str, Meta(max_length=256)]
@@ -101,6 +101,7 @@ class ResponsesRequest(Struct, kw_only=True):
     ) = None
     truncation: Literal["auto", "disabled"] | None = None
     user: Id | None = None
+    cache_salt: CacheSalt | None = None
 
 
 def messages_of(body: ResponsesRequest, max_items: int) -> list[dict[str, Any]]:

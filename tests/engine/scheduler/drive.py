@@ -48,6 +48,7 @@ def make_request(
     resume_lengths: tuple[int, ...] = (),
     media: tuple[MediaSpan, ...] = (),
     cache_salt: str = "",
+    tenant: str = "",
 ) -> Request:
     sampling = replace(PLAIN, seed=seed, prompt_logprobs=prompt_logprobs)
     stop_token_ids = frozenset({STOP}) if stop else frozenset()
@@ -63,6 +64,7 @@ def make_request(
         resume_lengths=resume_lengths,
         media=media,
         cache_salt=cache_salt,
+        tenant=tenant,
     )
 
 
@@ -220,8 +222,13 @@ def audit(scheduler: Scheduler) -> None:
     assert (arena.num_free, arena.num_reclaimable) == (num_free, num_reclaimable)
     slots = [seq.slot for seq in scheduler._running] + scheduler._free_slots
     assert sorted(slots) == list(range(len(slots)))
-    assert [seq.order for seq in scheduler._running] == sorted(seq.order for seq in scheduler._running)
-    assert [seq.order for seq in scheduler._waiting] == sorted(seq.order for seq in scheduler._waiting)
+    if not scheduler._waiting.is_shared:
+        assert [seq.order for seq in scheduler._running] == sorted(seq.order for seq in scheduler._running)
+    for tenant in {seq.tenant for seq in (*scheduler._waiting, *scheduler._running)}:
+        waiting = [seq.order for seq in scheduler._waiting if seq.tenant == tenant]
+        assert waiting == sorted(waiting)
+        assert scheduler._waiting.num_running(tenant) == sum(seq.tenant == tenant for seq in scheduler._running)
+    assert len(scheduler._waiting) == len(list(scheduler._waiting))
 
 
 def try_add(drive: Drive, request: Request) -> CuletError | None:

@@ -41,6 +41,7 @@ class World:
     plans_open: bool = False  # rows are planned while drafts are in flight
     pauses: bool = False  # drafts are wanted in some steps and not in others
     has_media: bool = False  # some prompts have media, and tenants have salts
+    tenants: tuple[str, ...] = ("",)  # each request belongs to one of them
 
 
 class Moody(FixedLengths):
@@ -137,6 +138,7 @@ class Walk:
             resume_lengths=tuple(sorted({self.random.randint(max(1, begin), len(prompt)) for _ in range(num_lengths)})),
             media=media,
             cache_salt=self.random.choice(("", "", "tenant")) if self.world.has_media else "",
+            tenant=self.random.choice(self.world.tenants) if len(self.world.tenants) > 1 else self.world.tenants[0],
         )
 
     def _someone(self) -> list[tuple[str, int | None]]:
@@ -198,6 +200,19 @@ WORLDS = {
     "open drafter": World(
         groups=((8, 4), (None, 8), (None, 3, 7)), num_pages=150, max_drafts=4, ahead=True, plans_open=True, pauses=True
     ),
+    "tenants": World(tenants=("a", "a", "a", "b", "c"), max_num_seqs=4),
+    "tenants ahead": World(tenants=("a", "a", "a", "b"), ahead=True, max_drafts=3, max_num_seqs=5, max_tokens=80),
+    "tenants, open drafter": World(
+        groups=((8, 4), (None, 8), (None, 3, 7)),
+        num_pages=90,
+        max_drafts=4,
+        ahead=True,
+        plans_open=True,
+        pauses=True,
+        max_num_seqs=5,
+        tenants=("a", "a", "b"),
+    ),
+    "tenants with media": World(has_media=True, num_pages=60, tenants=("a", "a", "b"), max_num_seqs=4),
     "media": World(has_media=True, num_pages=100, max_num_seqs=4),
     "media ahead": World(has_media=True, max_drafts=3, ahead=True, budget=24, num_pages=50, max_num_seqs=6),
     "media, short of pages": World(

@@ -1,0 +1,157 @@
+"""Share the engine among tenants, the API keys that requests come from. See decision 17.
+
+The waiting queue starts the sequence of the tenant that runs fewest. Running sequences are ranked: a tenant's oldest has rank
+0, its next rank 1, and so on. Lower ranks come first when tokens and pages are shared. So a tenant with a thousand requests
+competes with one request at a time. Priorities come before all of this. With a single tenant, the order is by arrival.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
+
+from culet.scheduler.sequence import Sequence
+
+BY_ORDER = attrgetter("order")
+BY_RANK = attrgetter("request.priority", "rank", "order")  # after `rank`
+
+
+class _Tenant:
+    """A tenant with sequences that wait or run."""
+
+    def __init__(self, served: int) -> None:
+        self.waiting: list[Sequence] = []  # by order
+        self.num_running = 0
+        self.served = served  # tokens computed for it, at least as many as for the tenant that had fewest when it came
+
+
+class FairQueue:
+    """The waiting sequences of all tenants, and the number that each tenant runs."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, _Tenant] = {}
+        self._num_waiting = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (seq for tenant in self._tenants.values() for seq in tenant.waiting)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return self._place(seq) is not None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several tenants have sequences."""
+        return len(self._tenants) > 1
+
+    def num_running(self, tenant: str) -> int:
+        return self._tenants[tenant].num_running if tenant in self._tenants else 0
+
+    def push(self, seq: Sequence) -> None:
+        insort(self._tenant(seq).waiting, seq, key=BY_ORDER)
+        self._num_waiting += 1
+
+    def remove(self, seq: Sequence) -> None:
+        """Remove a waiting sequence, because it starts or has ended."""
+        place = self._place(seq)
+        assert place is not None, "a sequence that does not wait cannot be removed"
+        del self._tenants[seq.tenant].waiting[place]
+        self._num_waiting -= 1
+        self._forget_idle(seq.tenant)
+
+    def head(self) -> Sequence | None:
+        """Return the sequence to start next.
+
+        It has the lowest priority value. Among tenants with such sequences, it belongs to the one that runs fewest, then to
+        the one that was served fewest tokens.
+        """
+        heads = [(tenant.waiting[0], tenant) for tenant in self._tenants.values() if tenant.waiting]
+        if len(heads) < 2:
+            return heads[0][0] if heads else None
+        key = [(seq.request.priority, tenant.num_running, tenant.served, seq.order) for seq, tenant in heads]
+        return heads[key.index(min(key))][0]
+
+    def begin(self, seq: Sequence) -> None:
+        """Count a sequence that starts to run."""
+        self._tenant(seq).num_running += 1
+
+    def end(self, seq: Sequence) -> None:
+        """Count a sequence that no longer runs, and the tokens that were computed for it."""
+        tenant = self._tenants[seq.tenant]
+        tenant.num_running -= 1
+        tenant.served += seq.num_computed - seq.num_resumed
+        self._forget_idle(seq.tenant)
+
+    def next_and_last(self, running: Iterable[Sequence]) -> tuple[Sequence, Sequence] | None:
+        """Return the next sequence, and the one that makes way for it if there is no room. Return None if none must.
+
+        It is the youngest of the tenant that runs most, if this tenant runs at least two more than that of the next sequence.
+        """
+        seq = self.head() if self.is_shared else None
+        if seq is None:
+            return None
+        name, busiest = max(self._tenants.items(), key=lambda item: item[1].num_running)
+        if busiest.num_running < self.num_running(seq.tenant) + 2:
+            return None
+        last = max((other for other in running if other.tenant == name), key=BY_ORDER)
+        return (seq, last) if last.request.priority >= seq.request.priority else None
+
+    def _tenant(self, seq: Sequence) -> _Tenant:
+        if seq.tenant not in self._tenants:
+            # A tenant gains nothing by having been away.
+            self._tenants[seq.tenant] = _Tenant(min((tenant.served for tenant in self._tenants.values()), default=0))
+        return self._tenants[seq.tenant]
+
+    def _place(self, seq: Sequence) -> int | None:
+        waiting = self._tenants[seq.tenant].waiting if seq.tenant in self._tenants else []
+        place = bisect_left(waiting, seq.order, key=BY_ORDER)
+        return place if place < len(waiting) and waiting[place] is seq else None
+
+    def _forget_idle(self, name: str) -> None:
+        tenant = self._tenants[name]
+        if not (tenant.waiting or tenant.num_running):
+            del self._tenants[name]
+
+
+def rank(running: Iterable[Sequence]) -> list[Sequence]:
+    """Set the rank of each sequence and return them by rank, the lowest priority value first."""
+    counts: Counter[str] = Counter()
+    ranked = sorted(running, key=BY_ORDER)
+    for seq in ranked:
+        seq.rank = counts[seq.tenant]
+        counts[seq.tenant] += 1
+    return sorted(ranked, key=BY_RANK)
+
+
+class StepPrompts:
+    """The prompts that a step computes. A tenant's lone prompt is not slowed down by the sequences of a busy tenant."""
+
+    def __init__(self) -> None:
+        self._lowest: dict[tuple[str, int], int] = {}  # tenant and priority -> lowest rank
+
+    def add(self, seq: Sequence, rank: int) -> None:
+        key = seq.tenant, seq.request.priority
+        self._lowest[key] = min(rank, self._lowest.get(key, rank))
+
+    def leave_out(self, seq: Sequence, rank: int) -> bool:
+        """Return whether `seq` waits for a later step, because a prompt of another tenant has less than half of its rank.
+
+        Ranks 0 and 1 never wait, so every tenant makes progress. Nor does a sequence with a better priority.
+        """
+        return any(
+            tenant != seq.tenant and priority <= seq.request.priority and rank >= 2 * (lowest + 1)
+            for (tenant, priority), lowest in self._lowest.items()
+        )
+
+
+def share_tokens(wanted: Mapping[str, int], total: int) -> dict[str, int]:
+    """Share `total` tokens among tenants. Nobody gets more than wanted, and what one does not want is left to the others."""
+    shares: dict[str, int] = {}
+    for name, count in sorted(wanted.items(), key=lambda item: item[1]):
+        shares[name] = min(count, total // (len(wanted) - len(shares)))
+        total -= shares[name]
+    return shares

@@ -1,0 +1,114 @@
+"""Evictions look at a few resume points, however many there are, and choose the same ones as a scan of all points would."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from culet.cache.arena import Arena
+from culet.cache.prefix import PageKeys, PrefixCache, ResumePoint
+from culet.cache.spec import CacheLayout, KVGroup, KVSpec
+from culet.types import PageTable
+
+
+def group(index: int, window: int | None, page_tokens: int) -> KVGroup:
+    spec = KVSpec(index, num_kv_heads=1, head_dim=2, rotated_dims=2, window=window, latent=False, itemsize=4)
+    return KVGroup(f"g{index}", index, (spec,), page_tokens)
+
+
+LAYOUT = CacheLayout(1, (group(0, 6, 2), group(1, None, 4)))
+
+
+class Cache:
+    """A prefix cache, and sequences that may hold pages of its points."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.arena = Arena(num_pages)
+        self.prefix = PrefixCache(self.arena, LAYOUT)
+        self.held: list[list[int]] = []
+
+    def insert(self, tokens: list[int], *, hold: bool = False) -> None:
+        tables = [PageTable(0, tuple(self.arena.take(group.pages_for(len(tokens))))) for group in LAYOUT.groups]
+        self.prefix.insert(tokens, len(tokens), PageKeys(self.prefix.page_tokens), tables)
+        pages = [page for table in tables for page in table.pages]
+        if hold:
+            self.held.append(pages)
+        else:
+            self.arena.give_back(pages)
+
+
+@pytest.mark.parametrize("num_points", [50, 2000])
+def test_an_eviction_does_not_look_at_all_points(num_points: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(20 * num_points)
+    for number in range(num_points):  # the oldest points, whose pages running sequences hold
+        cache.insert([number, *range(9)], hold=True)
+    for number in range(40):
+        cache.insert([10**6 + number, *range(9)])
+    num_looks = 0
+    frees = Arena.frees
+
+    def count(self: Arena, page: int) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return frees(self, page)
+
+    cache.prefix.make_room(cache.arena.num_free + 1)  # reads what has changed since the start
+    monkeypatch.setattr(Arena, "frees", count)
+    for _ in range(20):
+        cache.prefix.make_room(cache.arena.num_free + 1)
+    assert num_looks < 20 * 20
+    assert cache.prefix.num_resume_points == num_points + 40 - 21
+
+
+def oldest_by_scan(prefix: PrefixCache) -> ResumePoint:
+    """Return the point that a scan of all points evicts next."""
+    points = prefix.resume_points()
+    return next((point for point in points if any(prefix._arena.frees(page) for page in point.pages)), points[0])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_evictions_choose_as_a_scan_does(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(seed)
+    cache = Cache(400)
+    remove = PrefixCache._remove
+    is_evicting = False
+    num_evicted = 0
+
+    def check(self: PrefixCache, point: ResumePoint) -> None:
+        nonlocal num_evicted
+        if is_evicting:
+            assert point is oldest_by_scan(self)
+            num_evicted += 1
+        remove(self, point)
+
+    monkeypatch.setattr(PrefixCache, "_remove", check)
+    for _ in range(400):
+        move = chance.random()
+        points = cache.prefix.resume_points()
+        if move < 0.5 and cache.arena.num_free > 30:
+            cache.insert([chance.randrange(3) for _ in range(chance.randint(1, 12))], hold=chance.random() < 0.4)
+        elif move < 0.65 and points:
+            cache.prefix.touch(chance.choice(points))
+        elif move < 0.8 and points:
+            shared = chance.choice(points).pages
+            cache.arena.share(shared)
+            cache.held.append(shared)
+        elif move < 0.9 and cache.held:
+            cache.arena.give_back(cache.held.pop(chance.randrange(len(cache.held))))
+        else:
+            is_evicting = True
+            cache.prefix.make_room(min(cache.arena.num_pages, cache.arena.num_free + chance.randint(1, 10)))
+            is_evicting = False
+    assert num_evicted > 20
+
+
+def test_candidates_of_removed_points_are_forgotten() -> None:
+    cache = Cache(100)
+    for number in range(500):
+        cache.insert([number, *range(5)])
+        cache.prefix._oldest_that_frees()  # takes it out of the heap
+        for point in cache.prefix.resume_points():
+            cache.prefix._nominate(point)
+        cache.prefix.clear()
+    assert len(cache.prefix._candidates) < 100
