@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from unittest.mock import patch
 
 import pytest
 
@@ -25,18 +26,18 @@ for line in sys.stdin.buffer:
 LONG = "x" * (4 << 20)  # longer than any pipe
 
 
-def start(monkeypatch: pytest.MonkeyPatch, source: str) -> LineProcess:
-    """Run `source` in place of a module of Culet."""
-    monkeypatch.setattr("culet.line_process.python_command", lambda module: [sys.executable, "-c", source])
-    return LineProcess("test", "is tested")
+def start(code: str, purpose: str) -> LineProcess:
+    """Run code instead of a module of Culet."""
+    with patch("culet.line_process.python_command", lambda module: [sys.executable, "-c", code]):
+        return LineProcess("test", purpose)
 
 
 def own(source: str, **limits: float) -> ChatTemplate:
     return ChatTemplate({"default": source}, origin="test", empty_thought=False, limits=RenderLimits(**limits))
 
 
-def test_writing_to_a_program_that_does_not_read_ends_in_time(monkeypatch):
-    process = start(monkeypatch, DEAF)
+def test_writing_to_a_program_that_does_not_read_ends_in_time():
+    process = start(DEAF, "sleeps")
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         process.ask(LONG, 0.5)
@@ -44,15 +45,15 @@ def test_writing_to_a_program_that_does_not_read_ends_in_time(monkeypatch):
     process.end()
 
 
-def test_long_lines_arrive_whole(monkeypatch):
-    process = start(monkeypatch, ECHO)
+def test_long_lines_arrive_whole():
+    process = start(ECHO, "echoes")
     for line in (LONG, "short", LONG.encode(), "two\nlines"):
         assert process.ask(line, 60.0) == {"size": len(line) + 1}
     process.end()
 
 
-def test_a_stopped_program_is_noticed_long_before_the_time_limit(monkeypatch):
-    process = start(monkeypatch, ECHO)
+def test_a_stopped_program_is_noticed_long_before_the_time_limit():
+    process = start(ECHO, "echoes")
     os.kill(process.process_id, signal.SIGSTOP)
     for line in ("short", LONG):
         with pytest.raises(ConnectionError, match="stopped"):
