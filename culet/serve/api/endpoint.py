@@ -50,12 +50,14 @@ async def read_body(service: Service, request: Request, kind: type[T]) -> T:
     if len(body) <= _SMALL_BODY:
         return decode(kind, body)
     cost, max_cost = JsonCost(), service.limits.json_values
-    cost.push(body)
-    if cost.cost > max_cost:
-        raise BadRequest(
-            f"body: more than {max_cost} values, where each list or object counts as eight",
-            hint="send less at once, or raise the limit with --limits json_values=N",
-        )
+    for begin in range(0, len(body), _SMALL_BODY):
+        cost.push(body[begin : begin + _SMALL_BODY])
+        if cost.cost > max_cost:
+            raise BadRequest(
+                f"body: more than {max_cost} values, where each list or object counts as eight",
+                hint="send less at once, or raise the limit with --limits json_values=N",
+            )
+        await asyncio.sleep(0)  # other clients have their turn
     return await asyncio.get_running_loop().run_in_executor(_decoding_thread, decode, kind, body)
 
 
