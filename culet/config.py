@@ -215,7 +215,7 @@ class Limits:
 
     body_mb: int = 16  # size of a request
     bodies_mb: int = 128  # size of all requests that are being read or prepared
-    json_values: int = 500_000  # in one request. A list or an object counts as eight.
+    json_values: int = 300_000  # in one request. A list or an object counts as eight.
     messages: int = 4096  # in one chat
     tools: int = 128  # in one chat
     prompts: int = 128  # in one completions request

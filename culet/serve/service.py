@@ -309,8 +309,10 @@ class Service:
             self._check_size((messages, tools), limit)
             chat = Chat(_plain(messages), _plain(tools), add_generation_prompt, thinking, options, parsed=False)
             rendered = self.template.render_chat(chat, stopper)
+            if stopper.is_stopped:  # the client has left
+                return []
             self._check_length(rendered.text, limit)
-            return [] if stopper.is_stopped else self.tokenizer.encode_pieces(rendered.text, rendered.cuts)
+            return self.tokenizer.encode_pieces(rendered.text, rendered.cuts)
 
         return await self.texts.run(encode, request_bytes.get())
 

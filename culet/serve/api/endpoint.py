@@ -67,8 +67,9 @@ def decode(kind: type[T], body: bytes | bytearray) -> T:
     try:
         request: T = decoder.decode(body)
     except msgspec.ValidationError as error:
-        _check_media(body)
         problem, _, place = str(error).partition(" - at `")
+        if place.startswith("$.messages["):
+            _check_media(body)
         path = place.rstrip("`").removeprefix("$").removeprefix(".")
         raise BadRequest(f"{path or 'body'}: {problem[:1].lower()}{problem[1:_MAX_PROBLEM_CHARS]}") from None
     except (msgspec.DecodeError, UnicodeError) as error:

@@ -25,7 +25,7 @@ _MAX_HEADERS = 256
 _MAX_EXTRA_BYTES = 16 << 10  # chunk extensions and trailers of one body, besides 1/16 of its size
 _CHUNK_FRAME_BYTES = 12  # size and line ends of one chunk
 _MANY_CHUNKS = 4096  # from here on, chunks must have _MIN_CHUNK_BYTES on average
-_MIN_CHUNK_BYTES = 16
+_MIN_CHUNK_BYTES = 256
 _MAX_PIPELINED = 16  # requests that wait on one connection
 _LINGER_BYTES = 64 << 20  # how much of a refused request is read and dropped, so that the client sees the reply
 _LINGER_S = 5.0
@@ -51,9 +51,7 @@ class _ReplyTransport(asyncio.Transport):
     def __init__(self, protocol: BoundedProtocol) -> None:
         super().__init__()
         self._protocol = protocol
-
-    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
-        self._protocol.transport.write(data)
+        self.write = protocol.transport.write  # type: ignore[method-assign]  # no call in between, for every token
 
     def is_closing(self) -> bool:
         return self._protocol.is_lingering or self._protocol.transport.is_closing()
@@ -127,6 +125,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._num_dropped_bytes += len(data) - min(begin, len(data))
             if self._num_dropped_bytes > _LINGER_BYTES:
                 self.transport.abort()
+            else:
+                self.flow.pause_reading()
+                self.loop.call_later(self.intake.drop_pause_s(len(data)), self.flow.resume_reading)
 
     def _feed(self, piece: memoryview) -> None:
         num_bytes = len(piece)

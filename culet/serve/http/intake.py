@@ -12,6 +12,8 @@ from culet.serve.http_errors import HttpError
 
 BODY = "culet.body"  # scope key of a request's IncomingBody. Requests without a body have none.
 _FREE_BYTES = 16 << 10  # the start of a body, which is never refused for lack of room: a short chat always gets in
+_DROP_BYTES_S = 200 << 20  # how fast the rest of refused requests is read, over all connections
+_MIN_DROP_PAUSE_S = 0.01
 
 
 class Intake:
@@ -26,6 +28,7 @@ class Intake:
         self.refusals: Counter[str] = Counter()  # by error code
         self._max_bytes = max_bytes
         self._bodies: set[IncomingBody] = set()  # those that hold bytes
+        self._dropped_until = 0.0
 
     def hold(self, body: IncomingBody, num_bytes: int) -> None:
         """Count bytes that have arrived. Refuse bodies, this one or others, while all of them are too large."""
@@ -45,7 +48,13 @@ class Intake:
                 )
             )
 
-    def drop(self, body: IncomingBody) -> None:
+    def drop_pause_s(self, num_bytes: int) -> float:
+        """Return how long a connection that sent bytes after a refusal must wait, so that they cost others little time."""
+        now = time.monotonic()
+        self._dropped_until = max(now, self._dropped_until) + num_bytes / _DROP_BYTES_S
+        return max(_MIN_DROP_PAUSE_S, self._dropped_until - now)
+
+    def forget(self, body: IncomingBody) -> None:
         """Stop counting a body."""
         self._bodies.discard(body)
         self.num_bytes -= body.num_bytes
@@ -79,7 +88,7 @@ class IncomingBody:
 
     def release(self) -> None:
         """Give the bytes back to the budget. Call when nothing refers to them any more."""
-        self._intake.drop(self)
+        self._intake.forget(self)
 
 
 def release_body(scope: Scope) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from running import Running
+
+from tests.serve.running import Running
 
 ATTACK_S = 10.0
 HEALTH_LIMIT_S = 0.25  # 99 of 100 answers, on an idle machine with 2 cores

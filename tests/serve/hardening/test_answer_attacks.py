@@ -8,8 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from attacks import Report, check, measure
-from running import Running
+
+from tests.serve.hardening.attacks import Report, check, measure
+from tests.serve.running import Running
 
 HELLO: Any = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 KNOWN: Any = {**HELLO, "structured_outputs": {"regex": "[a-z]+"}}

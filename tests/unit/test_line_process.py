@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+from unittest.mock import patch
 
 import pytest
 
@@ -24,12 +26,18 @@ for line in sys.stdin.buffer:
 LONG = "x" * (4 << 20)  # longer than any pipe
 
 
+def start(code: str, purpose: str) -> LineProcess:
+    """Run code instead of a module of Culet."""
+    with patch("culet.line_process.python_command", lambda module: [sys.executable, "-c", code]):
+        return LineProcess("test", purpose)
+
+
 def own(source: str, **limits: float) -> ChatTemplate:
     return ChatTemplate({"default": source}, origin="test", empty_thought=False, limits=RenderLimits(**limits))
 
 
 def test_writing_to_a_program_that_does_not_read_ends_in_time():
-    process = LineProcess(["-c", DEAF], "sleeps")
+    process = start(DEAF, "sleeps")
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         process.ask(LONG, 0.5)
@@ -38,14 +46,14 @@ def test_writing_to_a_program_that_does_not_read_ends_in_time():
 
 
 def test_long_lines_arrive_whole():
-    process = LineProcess(["-c", ECHO], "echoes")
+    process = start(ECHO, "echoes")
     for line in (LONG, "short", LONG.encode(), "two\nlines"):
         assert process.ask(line, 60.0) == {"size": len(line) + 1}
     process.end()
 
 
 def test_a_stopped_program_is_noticed_long_before_the_time_limit():
-    process = LineProcess(["-c", ECHO], "echoes")
+    process = start(ECHO, "echoes")
     os.kill(process.process_id, signal.SIGSTOP)
     for line in ("short", LONG):
         with pytest.raises(ConnectionError, match="stopped"):
@@ -99,20 +107,22 @@ def test_a_question_that_kills_its_process_is_asked_only_twice(monkeypatch):
     template.close()
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.5])
-def test_a_question_can_be_withdrawn(delay_s):
+def test_a_question_can_be_withdrawn():
     """The process is killed at once, and no other one is asked. The next question gets a new process."""
     endless = "{% if messages[0].content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
     template = own(endless + "{% endfor %}{% endif %}fine", time_limit_s=1000.0)
     template.warm_up()
     (process,) = template._idle
     stopper = Stopper()
-    timer = threading.Timer(delay_s, stopper.stop)
+    timer = threading.Timer(0.5, stopper.stop)
     timer.start()
     with pytest.raises(BadRequest):
         template.render_chat(Chat([{"role": "user", "content": "loop"}]), stopper)
     timer.join()
     assert not process.is_alive
+    assert template.num_replaced == 1
+    with pytest.raises(BadRequest, match="withdrawn"):
+        template.render_chat(Chat(HELLO), stopper)  # it is too late, and no process is lost
     assert template.num_replaced == 1
     assert template.render(HELLO) == "fine"
     template.close()
