@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # The files that take longest start first, so that no process is left with a long one at the end.
 LONGEST_FIRST = (
+    "tests/engine/llm/test_llm.py",
     "tests/engine/drafting/test_round_kernels.py",
     "tests/kernels/test_draft_round_triton.py",
     "tests/kernels/test_attention_triton.py",
@@ -17,11 +18,11 @@ LONGEST_FIRST = (
     "tests/kernels/test_fused_triton.py",
     "tests/training/test_embedded_model.py",
     "tests/engine/drafting/test_drafting_embedded.py",
-    "tests/engine/llm/test_llm.py",
     "tests/engine/scheduler/test_scheduler_walk.py",
     "tests/engine/llm/test_look_ahead.py",
     "tests/engine/drafting/test_dflash.py",
     "tests/engine/runner/test_worker.py",
+    "tests/serve/test_openapi.py",
     "tests/serve/test_faults.py",
     "tests/serve/test_structured_requests.py",
     "tests/serve/test_page.py",

@@ -43,10 +43,12 @@ class BigAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            num_left = int(self.headers["content-length"])
             for message in in_messages(self._parts):
-                await send({"type": "http.response.body", "body": message, "more_body": True})
+                num_left -= len(message)
+                # The last byte must end the response: a client that has read it may send its next request at once.
+                await send({"type": "http.response.body", "body": message, "more_body": num_left > 0})
                 await asyncio.sleep(0)  # sending does not wait while the client reads fast
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._parts = []
             if self._size is not None:

@@ -11,7 +11,7 @@ import pytest
 from culet.config import Limits
 from culet.errors import BadRequest, QueueFull
 from culet.serve.answers.limits import AnswerLimits
-from culet.serve.answers.parts import MESSAGE_BYTES, in_messages
+from culet.serve.answers.parts import MESSAGE_BYTES, BigAnswer, in_messages
 from culet.serve.answers.turns import Turns, json_size
 from culet.serve.api.openai_answers import TextColumns, TextLogprobs, write_columns
 from culet.serve.process.wire import MAX_SCORES, in_parts
@@ -113,3 +113,17 @@ def test_the_scores_of_a_long_prompt_cross_in_several_messages() -> None:
     assert pieces[-1].finish_reason is FinishReason.LENGTH
     assert pieces[-1].num_cached_tokens == 3
     assert [part.deltas for part in in_parts([other, other])] == [[other, other]], "usually there is one message"
+
+
+@pytest.mark.parametrize("size", [1, MESSAGE_BYTES - 1, MESSAGE_BYTES, 2 * MESSAGE_BYTES, 3 * MESSAGE_BYTES + 7])
+def test_the_last_byte_of_an_answer_ends_the_response(size: int) -> None:
+    """A client may send its next request as soon as it has read the answer. The response must have ended by then."""
+    sent: list[dict[str, object]] = []
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    asyncio.run(BigAnswer([b"x" * size])({"type": "http"}, None, send))  # type: ignore[arg-type]
+    assert sum(len(message["body"]) for message in sent[1:]) == size  # type: ignore[arg-type]
+    assert [message["more_body"] for message in sent[1:]] == [True] * (len(sent) - 2) + [False]
+    assert sent[-1]["body"]
