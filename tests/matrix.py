@@ -17,7 +17,8 @@ def default_cases(lengths: Sequence[int]) -> set[tuple[int, ...]]:
     Where a shorter axis begins again, it is shifted, so that two short axes do not always meet in the same pairs.
     """
     return {
-        tuple((case + axis * (case // length)) % length for axis, length in enumerate(lengths)) for case in range(max(lengths))
+        tuple((case + bool(axis) * (case // length**axis)) % length for axis, length in enumerate(lengths))
+        for case in range(max(lengths))
     }
 
 

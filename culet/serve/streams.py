@@ -34,6 +34,7 @@ _KEEP_ALIVE = b": keep-alive\n\n"
 _PATIENCE_S = 0.02  # most requests are prepared sooner
 _FIRST_LOOKS = 3  # Several turns of the event loop notice a connection that was closed right after the request.
 _FIRST_LOOK_S = 0.005
+_PROBED_S = 0.3  # After a half-close, the connection needs this time to find out whether the client still reads.
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -229,8 +230,11 @@ async def unless_gone(request: Request, start: Callable[[], Awaitable[T]], *, is
         if is_large:
             gone = asyncio.ensure_future(_wait_gone(request.receive))
             for _ in range(_FIRST_LOOKS):
-                if (await asyncio.wait({gone}, timeout=_FIRST_LOOK_S))[0]:
-                    raise ClientGone
+                await asyncio.wait({gone}, timeout=_FIRST_LOOK_S)
+            if request.scope.get(HALF_CLOSED):
+                await asyncio.wait({gone}, timeout=_PROBED_S)
+            if gone.done():
+                raise ClientGone
         task = asyncio.ensure_future(start())
         if gone is None and (await asyncio.wait({task}, timeout=_PATIENCE_S))[0]:
             return task.result()
