@@ -26,7 +26,7 @@ _MAX_EXTRA_BYTES = 16 << 10  # chunk extensions and trailers of one body, beside
 _CHUNK_FRAME_BYTES = 12  # size and line ends of one chunk
 _MANY_CHUNKS = 4096  # from here on, chunks must have _MIN_CHUNK_BYTES on average
 _MIN_CHUNK_BYTES = 256
-_MAX_PIPELINED = 16  # requests that wait on one connection
+_MAX_PIPELINED = 16  # requests that wait on one connection. One with a body is the last.
 _LINGER_BYTES = 64 << 20  # how much of a refused request is read and dropped, so that the client sees the reply
 _LINGER_S = 5.0
 _MAX_LINGERING = 64  # connections above the limit that may linger
@@ -169,7 +169,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(HttpError(400, f"host: got {num_hosts} Host headers, expected one", code="bad_host"))
             raise _RequestRefused
         has_body = any(name in (b"transfer-encoding", b"content-length") and value != b"0" for name, value in self.headers)
-        if self._is_answering and (has_body or len(self.pipeline) >= _MAX_PIPELINED):
+        # A client may have the whole response, and send its next request, a moment before the response counts as complete.
+        is_crowded = len(self.pipeline) >= _MAX_PIPELINED or any(BODY in cycle.scope for cycle, _ in self.pipeline)
+        if self._is_answering and is_crowded:
             self._end_requests()
             raise _RequestRefused
         self._in_head = False
@@ -177,7 +179,7 @@ class BoundedProtocol(HttpToolsProtocol):
         scope = cast(dict[str, Any], self.scope)
         scope[ABORT] = self.transport.abort
         if has_body:
-            if self._body is not None:
+            if self._body is not None and not self._is_answering:
                 self._body.release()
             scope[BODY] = self._body = IncomingBody(self.intake, self._stop_body)
         super().on_headers_complete()
@@ -224,10 +226,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def _watch_writes(self, num_left: int) -> None:
         """Abort the connection if the client reads nothing of what is left of a response."""
         if num_left and not self._is_answering:
+            last = self.cycle
 
             def check() -> None:
                 left = self.transport.get_write_buffer_size()
-                if left >= num_left and not self._is_answering:
+                if left >= num_left and self.cycle is last:
                     self.transport.abort()
                 else:
                     self._watch_writes(left)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -135,11 +136,26 @@ def test_pipelines_are_bounded(server: Running) -> None:
     assert exchange(server, few).count(b"HTTP/1.1 200") == 5
 
 
-def test_a_body_is_not_read_ahead(server: Running) -> None:
-    """A request with a body that arrives before the previous response has ended is not started."""
-    answer = exchange(server, chat_bytes(max_tokens=4, ignore_eos=True) + chat_bytes())
-    assert answer.count(b"HTTP/1.1 200") == 1
-    assert b"connection: close" in answer
+def test_one_body_waits(server: Running) -> None:
+    """A request with a body may arrive before the previous response has ended, but nothing after it is read."""
+    answer = exchange(server, chat_bytes(max_tokens=4, ignore_eos=True) + chat_bytes(max_tokens=2) * 5)
+    assert answer.count(b"HTTP/1.1 200") == 2
+    assert b"connection: close" in answer.rpartition(b"HTTP/1.1 200")[2]
+
+
+def test_a_body_that_waits_is_bounded(server: Running) -> None:
+    """It is not read far while the previous response goes on."""
+    before = web_memory_bytes(server)
+    sockets = [connect(server) for _ in range(20)]
+    for sock in sockets:
+        sock.sendall(chat_bytes(stream=True, max_tokens=2000, ignore_eos=True))
+        sock.settimeout(1)
+        with contextlib.suppress(OSError):
+            sock.sendall(HEAD + b"content-length: 12000000\r\n\r\n" + bytes(11 * MEGABYTE))
+    assert web_memory_bytes(server) - before < 100 * MEGABYTE
+    for sock in sockets:
+        sock.close()
+    wait_for(lambda: not server.stats()["requests"]["in_flight"], 10, "the requests to be cancelled")
 
 
 def test_garbage_does_not_break_a_running_response(server: Running) -> None:
