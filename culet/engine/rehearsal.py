@@ -247,10 +247,12 @@ class Rehearsal:
 def has_finite_logits(model: Gemma4, layout: CacheLayout, backends: Sequence[AttentionBackend], sampling: Sampling) -> bool:
     """Run a short prompt and return whether its logits are finite. They are not if weights are NaN or infinite."""
     num_tokens = min(PROBED, *(group.page_tokens for group in layout.groups), model.spec.vocab_size)
-    pool = Pool(layout, len(layout.groups), model.dtype, model.device, has_spare=True)
+    num_pages = max(group.pages_for(num_tokens + group.ahead) for group in layout.groups)
+    pool = Pool(layout, num_pages * len(layout.groups), model.dtype, model.device, has_spare=True)
     runner = Runner(model, pool, backends, max_num_seqs=1, max_model_len=num_tokens + 1)
     entry = Entry(0, tuple(range(num_tokens)), num_tokens, replace(sampling, temperature=0.0, logprobs=SCORED_TOP))
-    tables = tuple(PageTable(0, (group.index,)) for group in layout.groups)
+    pages = [tuple(range(group.index * num_pages, (group.index + 1) * num_pages)) for group in layout.groups]
+    tables = tuple(PageTable(0, of_group) for of_group in pages)
     row = Row(0, 0, num_tokens, 1, tables, (0,) * len(tables), draw_slots=(0,))
     (drawn,) = runner.launch(StepPlan(0, (entry,), (), (row,))).result().drawn
     # A log-probability is the logit minus a sum over all logits, so it is finite only if all of them are.
