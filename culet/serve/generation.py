@@ -72,7 +72,7 @@ class Generation:
         self._stream: TokenStream = service.submit(
             prompt_token_ids, params, origin.caller, priority=origin.priority, cache_salt=origin.cache_salt
         )
-        self._num_starts = self._stream.num_starts
+        self.num_starts = 0  # how often the request has started over, because an engine died
         self._make_sample = partial(make_output, self._stream.request, params)
         self.samples = [self._make_sample() for _ in range(params.n)]
         self._finished.max_tokens = self._stream.request.max_tokens
@@ -125,8 +125,8 @@ class Generation:
                 yield self._read(deltas[begin : begin + _BATCH])
             deltas = await anext(self._stream, None)
 
-    def start_over_if_needed(self) -> None:
-        """Let the request start over if the engine dies. Only for answers that the client sees at their end."""
+    def allow_start_over(self) -> None:
+        """Let the request start over if the engine dies, even after tokens were read. The client must not have seen any."""
         self._stream.is_private = True
 
     def take_prompt_logprobs(self) -> list[Logprobs]:
@@ -146,7 +146,7 @@ class Generation:
         )
 
     def _read(self, deltas: Sequence[TokenDelta]) -> list[OutputDelta]:
-        if self._stream.num_starts != self._num_starts:
+        if self._stream.num_starts != self.num_starts:
             self._start_over()
         outputs = []
         for delta in deltas:
@@ -157,7 +157,7 @@ class Generation:
 
     def _start_over(self) -> None:
         """Forget everything that was read from an engine that died."""
-        self._num_starts = self._stream.num_starts
+        self.num_starts = self._stream.num_starts
         self.samples = [self._make_sample() for _ in self.samples]
         self._prompt_logprobs, self.num_cached, self._finished.gaps_s = [], 0, []
 

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -192,21 +192,31 @@ async def _wait_gone(receive: Receive) -> None:
             return
 
 
-Read = Callable[[int, Generation, list[OutputDelta]], Awaitable[None]]
+class AnswerBuilder(Protocol):
+    """Builds an answer while the tokens of several generations arrive."""
+
+    async def read(self, index: int, generation: Generation, deltas: Sequence[OutputDelta]) -> None:
+        """Take new deltas of generation `index`. Long work must await now and then, so that it does not block."""
+
+    def forget(self, index: int) -> None:
+        """Drop what was read of generation `index`, which starts over because the engine died."""
 
 
-async def run_all(request: Request, open: Sequence[Callable[[], Generation]], read: Read | None = None) -> list[Generation]:
-    """Submit generations and wait until all have ended. Cancel them if the client disconnects.
-
-    `read(index, generation, deltas)` is called with each generation's deltas. It must await so that long work does not block.
-    """
+async def run_all(
+    request: Request, open: Sequence[Callable[[], Generation]], builder: AnswerBuilder | None = None
+) -> list[Generation]:
+    """Submit generations and wait until all have ended. Cancel them if the client disconnects."""
 
     async def run(index: int, generation: Generation) -> None:
-        if read is None:
-            generation.start_over_if_needed()
+        generation.allow_start_over()
+        num_starts = 0
         async for deltas in generation.deltas():
-            if read is not None:
-                await read(index, generation, deltas)
+            if builder is None:
+                continue
+            if generation.num_starts != num_starts:
+                num_starts = generation.num_starts
+                builder.forget(index)
+            await builder.read(index, generation, deltas)
 
     async with AsyncExitStack() as stack:
         generations = []

@@ -57,10 +57,14 @@ class AnswerSize:
         self._num_bytes += num_bytes
         limits.num_bytes += num_bytes
 
+    def remove(self, num_bytes: int) -> None:
+        """Give back bytes that were counted, because their part of the answer is built again."""
+        self._limits.num_bytes -= num_bytes
+        self._num_bytes -= num_bytes
+
     def close(self) -> None:
         """Give back all bytes."""
-        self._limits.num_bytes -= self._num_bytes
-        self._num_bytes = 0
+        self.remove(self._num_bytes)
 
     def __enter__(self) -> Self:
         return self

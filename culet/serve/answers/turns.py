@@ -21,7 +21,6 @@ class Turns:
     def __init__(self, turn_s: float = TURN_S) -> None:
         self._turn_s = turn_s
         self._lock = asyncio.Lock()  # first come, first served
-        self.num_waiting = 0
 
     async def run(self, steps: Iterator[T]) -> AsyncIterator[list[T]]:
         """Run an iterator of short steps to its end. Yield what each turn produced."""

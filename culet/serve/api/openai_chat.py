@@ -178,7 +178,7 @@ async def _answer_with_logprobs(
     size = service.answers.open()
     lists = _LogprobLists(service, prepared.params, size)
     try:
-        (generation,) = await run_all(request, [open_generation], lists.read)
+        (generation,) = await run_all(request, [open_generation], lists)
         head = {"id": _new_id(), "created": int(time.time()), "model": model}
         parts: list[Part] = [encoder.encode(head)[:-1] + b',"choices":[']
         for index, sample in enumerate(generation.samples):
@@ -201,6 +201,11 @@ class _LogprobLists:
 
     async def read(self, index: int, generation: Generation, deltas: Sequence[OutputDelta]) -> None:
         await self._service.turns.finish(self._steps(deltas))
+
+    def forget(self, index: int) -> None:
+        for entries in self.entries:
+            self._size.remove(len(entries) + bool(entries))  # each entry counts with a comma
+            entries.clear()
 
     def _steps(self, deltas: Sequence[OutputDelta]) -> Iterator[None]:
         for delta in deltas:

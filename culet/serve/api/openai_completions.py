@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -80,7 +81,7 @@ async def complete(service: Service, request: Request) -> Response:
         chunks = _Chunks(service, builder, model, with_usage)
         return _CompletionStream(service, open_all, chunks.write, end=chunks.end, size=size)
     try:
-        generations = await run_all(request, open_all, builder.read)
+        generations = await run_all(request, open_all, builder)
         usage = usage_of(generations)
         if body.max_tokens == 0:
             usage.total_tokens -= usage.completion_tokens
@@ -180,8 +181,9 @@ def _new_id() -> str:
 class _Echo:
     """A prompt that is repeated in the answers, as JSON: its text, and its log-probabilities if requested."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], num_top: int | None, size: AnswerSize) -> None:
-        self._tokenizer, self._prompt, self._size = tokenizer, prompt, size
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], num_top: int | None, count: Callable[[int], None]) -> None:
+        """Create an empty one. `count` is called with the number of bytes that were written."""
+        self._tokenizer, self._prompt, self._count = tokenizer, prompt, count
         self.text = bytearray()  # without quotes
         self.columns = None if num_top is None else TextColumns(tokenizer, num_top)
 
@@ -193,18 +195,18 @@ class _Echo:
             yield
         self._add(decoder.flush())
         if self.columns is not None:
-            self._size.add(self.columns.add(self._prompt[0], None))
+            self._count(self.columns.add(self._prompt[0], None))
 
     def _add(self, text: str) -> None:
         data = _unquoted(text)
-        self._size.add(len(data))
+        self._count(len(data))
         self.text += data
 
     def read_logprobs(self, arrived: Sequence[Logprobs]) -> Iterator[None]:
         """Write the log-probabilities that have arrived, in short steps."""
         for logprobs in arrived if self.columns is not None else ():
             assert self.columns is not None
-            self._size.add(self.columns.add(self._prompt[self.columns.num_tokens], logprobs))
+            self._count(self.columns.add(self._prompt[self.columns.num_tokens], logprobs))
             yield
 
     @property
@@ -222,11 +224,22 @@ class _Builder:
         self.without_output = body.max_tokens == 0
         self._echoes: dict[int, _Echo] = {}  # by prompt
         self._columns: dict[tuple[int, int], TextColumns] = {}  # by prompt and sample
+        self._num_bytes: Counter[int] = Counter()  # by prompt
 
     async def read(self, index: int, generation: Generation, deltas: Sequence[OutputDelta]) -> None:
         """Take new deltas of a prompt's samples."""
         if self.echo or self.num_top is not None:
             await self._turns.finish(self._steps(index, generation, deltas))
+
+    def forget(self, index: int) -> None:
+        """Drop what was built for a prompt, which starts over."""
+        self._size.remove(self._num_bytes.pop(index, 0))
+        self._echoes.pop(index, None)
+        self._columns = {key: columns for key, columns in self._columns.items() if key[0] != index}
+
+    def _count(self, index: int, num_bytes: int) -> None:
+        self._size.add(num_bytes)
+        self._num_bytes[index] += num_bytes
 
     def _steps(self, index: int, generation: Generation, deltas: Sequence[OutputDelta]) -> Iterator[None]:
         yield from self.echo_steps(index, generation)
@@ -238,7 +251,7 @@ class _Builder:
                 columns = self._columns.get(key)
                 if columns is None:
                     columns = self._columns[key] = self.new_columns(index, with_prompt=True)
-                self._size.add(columns.add(token_id, logprobs))
+                self._count(index, columns.add(token_id, logprobs))
                 yield
 
     def echo_steps(self, index: int, generation: Generation) -> Iterator[None]:
@@ -247,7 +260,8 @@ class _Builder:
             return
         echo = self._echoes.get(index)
         if echo is None:
-            echo = self._echoes[index] = _Echo(self.tokenizer, generation.prompt_token_ids, self.num_top, self._size)
+            count = partial(self._count, index)
+            echo = self._echoes[index] = _Echo(self.tokenizer, generation.prompt_token_ids, self.num_top, count)
             yield from echo.read_text()
         yield from echo.read_logprobs(generation.take_prompt_logprobs())
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 
+from tests.serve.hardening.raw_http import web_memory_bytes
 from tests.serve.running import Running
 
 ATTACK_S = 10.0
 HEALTH_LIMIT_S = 0.25  # 99 of 100 answers, on an idle machine with 2 cores
 MAX_WEB_BYTES = 300 << 20
+LONGEST_STALL_S = 5.0  # A long stall is one answer of a few, so the 99th percentile may miss it.
 SLOW_MACHINE = 10  # a limit may be exceeded if this many times the unloaded value is longer still
 
 
@@ -44,11 +44,6 @@ class Report:
             f"/health p99 {self.health_p99_s:.3f} s of {len(self.health_s)}, worst {max(self.health_s):.3f} s, "
             f"first token {self.median_chat_s:.3f} s of {len(self.chat_s)}, {self.peak_bytes >> 20} MB, {dict(self.statuses)}"
         )
-
-
-def web_bytes(server: Running) -> int:
-    """Return the resident memory of the web process."""
-    return int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextmanager
@@ -99,7 +94,6 @@ def measure(
         began = time.monotonic()
         assert client.get("/health").status_code == 200
         report.health_s.append(time.monotonic() - began)
-        report.peak_bytes = max(report.peak_bytes, web_bytes(server))
 
     def talk(client: httpx.Client, number: int) -> None:
         report.chat_s.append(first_token_s(client, chat))
@@ -115,6 +109,7 @@ def measure(
         thread.join()
     if problems:
         raise problems[0]
+    report.peak_bytes = web_memory_bytes(server)
     print(report)
     return report
 
@@ -122,5 +117,6 @@ def measure(
 def check(unloaded: Report, attacked: Report) -> None:
     """Check that other clients are served and the web process stays small. A slow or busy machine is allowed for."""
     assert attacked.health_p99_s <= max(HEALTH_LIMIT_S, SLOW_MACHINE * unloaded.health_p99_s), attacked
+    assert max(attacked.health_s) <= max(LONGEST_STALL_S, SLOW_MACHINE * max(unloaded.health_s)), attacked
     assert attacked.median_chat_s <= max(HEALTH_LIMIT_S, 3 * unloaded.median_chat_s), attacked
     assert attacked.peak_bytes < MAX_WEB_BYTES, attacked

@@ -50,13 +50,26 @@ def test_requests_without_a_token_wait_for_the_next_engine(scripted: Callable[..
         server.check_well()
 
 
-def test_an_answer_that_nobody_has_seen_starts_over(scripted: Callable[..., Running]) -> None:
+CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/chat/completions", {**CHAT, "logprobs": True}),
+        ("/v1/completions", {"prompt": [[5, 6], [7]], "logprobs": 1}),
+    ],
+)
+def test_an_answer_that_nobody_has_seen_starts_over(
+    path: str, fields: dict[str, Any], scripted: Callable[..., Running]
+) -> None:
     """A request without streaming has drawn tokens, but the client has none of them. It gets a whole answer."""
+    body = {**fields, "ignore_eos": True, "max_tokens": 60, "n": 2}
     with scripted(step_s=0.05) as server, ThreadPoolExecutor(1) as pool:
-        fields: Any = {"ignore_eos": True, "max_tokens": 60, "n": 2}
-        expected = server.chat(**fields).json()
+        expected = server.http.post(path, json=body).json()
         before = server.stats()["generated_tokens"]
-        whole = pool.submit(server.chat, **fields)
+        whole = pool.submit(server.http.post, path, json=body)
         wait_for(lambda: server.stats()["generated_tokens"] > before + 5, what="some tokens")
         kill_engine(server)
         answer = whole.result(300)
