@@ -3,8 +3,8 @@ VENV ?= .venv
 PYTHON ?= python3
 export PYTHON
 BIN = $(VENV)/bin
-# The tests' tensors are small: two processes with one thread each are faster than one process with two.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+# The tests' tensors are small, so one thread per process is fastest. Tests of servers often wait, so three processes suit two cores.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
 
 .PHONY: help run test test-all lint format reference clean
 
@@ -22,7 +22,7 @@ test:  ## check format, lint and types, then run the test suite (as CI does)
 	$(PYTEST) -m "not slow and not gpu"
 
 test-all:  ## the same with long soaks and full test matrices
-	@scripts/make-venv $(VENV) test
+	@scripts/make-venv $(VENV) test-all
 	@scripts/get-chromium $(VENV)
 	@$(MAKE) --no-print-directory lint
 	$(PYTEST) -m "not gpu"

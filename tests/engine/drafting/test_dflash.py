@@ -28,6 +28,12 @@ def pair(request, tmp_path_factory) -> Pair:
     return make_pair(tmp_path_factory.mktemp("pair"), request.param)
 
 
+@pytest.fixture(scope="module", params=["31B", pytest.param("E2B", marks=pytest.mark.slow)])
+def default_pair(request, tmp_path_factory) -> Pair:
+    """Like `pair`, for the tests that take longest."""
+    return make_pair(tmp_path_factory.mktemp("pair"), request.param)
+
+
 def requests(num_tokens: int = 20):
     return [make_request(f"r{length}", make_prompt(length), num_tokens) for length in LENGTHS]
 
@@ -120,20 +126,20 @@ def drafted(rig: Rig) -> list[tuple[list[int], list[int]]]:
 
 
 @matrix({"is_fixed": [False, True], "ahead": [False, True]})
-def test_drafts_after_pauses(pair, monkeypatch, is_fixed, ahead):
+def test_drafts_after_pauses(default_pair, monkeypatch, is_fixed, ahead):
     """Deferred KV gives the same drafts as KV written immediately, and so do prefix hits of sequences that have ended."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
-    _, plain, asked = conversation(pair, 30, drafts=False)
+    _, plain, asked = conversation(default_pair, 30, drafts=False)
     settings = {"told": told_all(asked, plain), "is_wrong": MISTAKES["mixed"], "ahead": ahead, "is_fixed": is_fixed}
     outcomes = {}
     for room, prefix_caching in ((1, False), (4, True), (32, True)):
         monkeypatch.setattr(deferred_kv, "MAX_RING_LEN", room)
-        rig, out, _ = conversation(pair, 30, **settings, policy=Pauses(), prefix_caching=prefix_caching)
+        rig, out, _ = conversation(default_pair, 30, **settings, policy=Pauses(), prefix_caching=prefix_caching)
         assert out == plain
         assert rig.runner.deferred.ring_len == room
         counters = rig.scheduler.counters
         outcomes[room, prefix_caching] = drafted(rig), counters.drafted_tokens, counters.accepted_tokens
-        assert_like_oracle(pair, rig.rounds, at_least=15)
+        assert_like_oracle(default_pair, rig.rounds, at_least=15)
         rig.check_pages()
     assert counters.prefix_hits >= 4
     assert counters.accepted_tokens > 10
@@ -151,15 +157,15 @@ def test_deferred_kv_that_is_never_written_fails(pair, monkeypatch):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_batch_with_pauses(pair, monkeypatch, ahead):
+def test_a_batch_with_pauses(default_pair, monkeypatch, ahead):
     """Many sequences run with preemption, cancels, forked samples and full rings. Every block matches the oracle."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
     monkeypatch.setattr(deferred_kv, "MAX_RING_LEN", 4)
     sampling = replace(GREEDY, temperature=1.0, seed=5)
     asked = [make_request(f"r{length}", make_prompt(length), 60) for length in (5, 9, 17, 40)]
     asked += [make_request("many", make_prompt(20), 40, sampling, n=3), make_request("leaves", make_prompt(30), 40)]
-    expected = Rig(pair, drafts=False).run(*asked)
-    rig = Rig(pair, longest=130, prefix_caching=True, budget=70, policy=Pauses(7, 50), ahead=ahead)
+    expected = Rig(default_pair, drafts=False).run(*asked)
+    rig = Rig(default_pair, longest=130, prefix_caching=True, budget=70, policy=Pauses(7, 50), ahead=ahead)
     again = [replace(request, request_id=f"{request.request_id} again") for request in asked]
     for several in (asked, again):
         out = rig.run(*several, cancel_at={20: several[-1].request_id})
@@ -168,7 +174,7 @@ def test_a_batch_with_pauses(pair, monkeypatch, ahead):
             assert tokens == (said[: len(tokens)] if name.startswith("leaves") else said)
     counters = rig.scheduler.counters
     assert min(counters.preemptions, counters.forks, counters.prefix_hits, counters.cancelled) >= 1
-    assert_like_oracle(pair, rig.rounds, at_least=30)
+    assert_like_oracle(default_pair, rig.rounds, at_least=30)
     rig.check_pages()
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from tests.models.tiny_checkpoints import SHAPES, VOCAB, WINDOW, checkpoint_folder, prompt
 from tests.models.tiny_checkpoints import oracle as load_oracle
 
-__all__ = ["SHAPES", "VOCAB", "WINDOW", "folder_of", "greedy", "oracle_logprobs", "prompt"]
+__all__ = ["SHAPES", "VOCAB", "WINDOW", "assert_greedy", "folder_of", "oracle_logprobs", "prompt"]
 
 EOS = 1
 _SPECIAL = {
@@ -72,36 +73,28 @@ def _router_margins(model: Any) -> Iterator[list[float]]:
         hook.remove()
 
 
-@functools.cache
-def _greedy(shape: str, token_ids: tuple[int, ...], num_tokens: int) -> tuple[list[int], float]:
-    """Return the most likely tokens in turn, and the smallest margin between two tokens or two experts."""
-    model = _model(shape)
-    chosen: list[int] = []
-    ids, cache = torch.tensor([token_ids]), None
-    with torch.inference_mode(), _router_margins(model) as margins:
-        for _ in range(num_tokens):
-            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            best = out.logits[0, -1].float().topk(2)
-            chosen.append(int(best.indices[0]))
-            margins.append(float(best.values[0] - best.values[1]))
-            ids = best.indices[None, :1]
-    return chosen, min(margins)
+def assert_greedy(shape: str, token_ids: Sequence[int], answer: Sequence[int]) -> None:
+    """Check that each token of the answer is the one that transformers finds most likely after all tokens before it.
 
-
-def greedy(shape: str, token_ids: list[int], num_tokens: int) -> list[int]:
-    """Return transformers' greedy tokens. Raise if a choice depends on the last bits of a float32."""
-    chosen, margin = _greedy(shape, tuple(token_ids), num_tokens)
+    Raise as well if a choice depends on the last bits of a float32.
+    """
+    logprobs, margin = _run(shape, (*token_ids, *answer))
+    best = logprobs[len(token_ids) - 1 : -1].topk(2)
+    assert list(answer) == best.indices[:, 0].tolist()
+    margin = min(margin, float((best.values[:, 0] - best.values[:, 1]).min()))
     assert margin > 1e-5, f"two best lie within {margin:g}, too close to call: take another prompt"
-    return chosen
 
 
-def oracle_logprobs(shape: str, token_ids: list[int]) -> torch.Tensor:
+def oracle_logprobs(shape: str, token_ids: Sequence[int]) -> torch.Tensor:
     """Return transformers' log-probabilities [T, V] after each token."""
-    return _logprobs(shape, tuple(token_ids))
+    return _run(shape, tuple(token_ids))[0]
 
 
 @functools.cache
 @torch.inference_mode()
-def _logprobs(shape: str, token_ids: tuple[int, ...]) -> torch.Tensor:
-    return _model(shape)(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0].float().log_softmax(-1)
+def _run(shape: str, token_ids: tuple[int, ...]) -> tuple[torch.Tensor, float]:
+    """Return the log-probabilities after each token, and the smallest margin between two experts."""
+    model = _model(shape)
+    with _router_margins(model) as margins:
+        logits = model(input_ids=torch.tensor([token_ids]), use_cache=False).logits
+    return logits[0].float().log_softmax(-1), min(margins, default=math.inf)

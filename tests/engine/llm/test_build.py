@@ -117,7 +117,9 @@ def test_the_engine_uses_only_the_worker_interface(settings: dict[str, Any]) -> 
     assert worker.is_closed
 
 
-@pytest.mark.parametrize("draft", [{}, {"speculative_config": {"method": "mtp", "model": "random:"}}])
+@pytest.mark.parametrize(
+    "draft", [pytest.param({}, marks=pytest.mark.slow), {"speculative_config": {"method": "mtp", "model": "random:"}}]
+)
 def test_an_engine_runs_on_a_worker_in_another_process(
     settings: dict[str, Any], draft: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from tests.engine.drafting.test_drafting import GEMMA, MTP, greedy, make_request
 from tests.engine.runner.real_steps import make_prompt, run_to_end
 from tests.engine.runner.test_fixed_steps import fixed_steps, row
 from tests.engine.runner.test_runner import one_model
+from tests.matrix import matrix
 
 __all__ = ["one_model", "pair", "target"]  # fixtures
 
@@ -87,8 +88,7 @@ def run_open(drive: DraftDrive, *requests, **settings):
     return run_to_end(drive.scheduler, drive.runner.execute, *requests, ahead=True, **settings)
 
 
-@pytest.mark.parametrize("is_told", [often, lambda place: True, lambda place: False], ids=["often", "always", "never"])
-@pytest.mark.parametrize("is_fixed", [True, False])
+@matrix({"is_told": {"often": often, "always": lambda place: True, "never": lambda place: False}, "is_fixed": [True, False]})
 def test_output_is_that_without_drafts(target: Gemma4, is_fixed: bool, is_told: Callable[[int], bool]) -> None:
     asked = [
         make_request(f"r{n}", make_prompt(n), replace(sampling, seed=n), 40 + n)

@@ -57,7 +57,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
     ("path", "fields"),
     [
         ("/v1/chat/completions", CHAT),
-        ("/v1/chat/completions", {**CHAT, "logprobs": True}),
+        pytest.param("/v1/chat/completions", {**CHAT, "logprobs": True}, marks=pytest.mark.slow),
         ("/v1/completions", {"prompt": [[5, 6], [7]], "logprobs": 1}),
     ],
 )

@@ -173,6 +173,7 @@ def test_processes_are_not_expected_after_a_warm_start(cache: Path) -> None:
     assert not compiling._expected
 
 
+@pytest.mark.slow
 def test_launchers_are_loaded_one_after_the_other(on_a_gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads that load launchers at once may get each other's, because Python sees them as one module."""
     loading, most = [0], []
@@ -273,6 +274,7 @@ def test_a_folder_without_locks_is_used_anyway(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_names_on_disk_do_not_depend_on_the_order() -> None:
     """Two kernels that call the same function get the same names on disk, whichever a process compiles first."""
     script = """
