@@ -100,8 +100,11 @@ class Soak:
             index, stream = rng.choice(list(self.answers)), rng.random() < 0.5
             body = {**question(index), "stream": stream}
             half_close = rng.random() < 0.2
-            with suppress(OSError):
+            try:
                 reply = await exchange(self.server.port, request("POST", "/v1/chat/completions", body), half_close=half_close)
+            except OSError as error:
+                self.unreadable.append(f"cannot connect: {error}")
+            else:
                 self.count("half-closed" if half_close else "ordinary", index, reply, stream=stream)
             await asyncio.sleep(rng.random() * 0.3)
 

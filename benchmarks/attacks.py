@@ -131,8 +131,10 @@ async def exchange(port: int, data: bytes, *, limit_s: float = 120.0, half_close
 
 async def read_reply(reader: asyncio.StreamReader, began: float) -> Reply:
     """Read a reply until the server closes the connection."""
-    head = await reader.readuntil(b"\r\n\r\n")
-    reply = Reply(int(head.split(b" ", 2)[1]))
+    status = 100
+    while status < 200:  # interim replies come before the real one
+        status = int((await reader.readuntil(b"\r\n\r\n")).split(b" ", 2)[1])
+    reply = Reply(status)
     pieces = []
     while piece := await reader.read(1 << 16):
         if reply.first_s is None:

@@ -53,7 +53,7 @@ class _Bucket:
         self._at = now
 
     def wait_s(self, per_minute: int, now: float) -> float:
-        """Return after how many seconds something is left, or 0.0."""
+        """Return how many seconds to wait until something is left, or 0.0."""
         self._spent = max(0.0, self._spent - (now - self._at) * per_minute / 60)
         self._at = now
         return max(0.0, self._spent - per_minute + 1) * 60 / per_minute

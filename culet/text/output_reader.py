@@ -357,7 +357,7 @@ class ChatReader:
         self._state = _State.TEXT
 
     def _break_call(self) -> None:
-        """Treat the call as malformed. The part read so far becomes text, and so does the rest."""
+        """Treat the call as malformed, and return all of it as text, including what follows."""
         self._num_malformed += 1
         self._state = _State.BROKEN
         self._add_text("".join(self._raw_call), malformed=True)

@@ -121,7 +121,7 @@ class Site:
 
 
 class ContextRows(NamedTuple):
-    """The weights with which a drafter's layer projects context keys and values, and the pages they are written to."""
+    """The weights of a drafter's layer for the keys and values of its context, and the pages that hold them."""
 
     weight: Matrix
     first_row: int  # first row of the keys, which the values follow

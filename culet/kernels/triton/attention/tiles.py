@@ -25,7 +25,7 @@ MOST_ROUNDS = 3  # rounds that a joining program may take. Beyond that, a second
 
 
 class Splits(NamedTuple):
-    """The way that the rows of a call are split."""
+    """How the rows of a call are split."""
 
     # With a window, splits per row, because rows are about equally long. Otherwise, splits of all rows together.
     target: int

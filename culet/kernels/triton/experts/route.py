@@ -29,7 +29,8 @@ FEW_TOKENS = 16
 FEW = (1, 1)  # experts per program, warps. One warp needs no barriers, neither for its sum nor for the choice.
 TILE, LARGE_TILE = (16, 64, 4), (32, 128, 4)  # tokens, columns, warps
 LARGE_TOKENS = 1024  # from this many tokens on, LARGE_TILE is used
-# Numbers of parts of D, which spread the router's weights over programs. There are few because each needs its own kernel.
+# The router's weights are split along D into one of these numbers of parts, so that enough programs share the work. Each number
+# needs its own kernel, so there are few.
 SPLITS = (11, 8, 4, 2, 1)
 MAX_PROGRAMS = 264  # D is not split beyond this many programs
 
