@@ -33,6 +33,7 @@ NUM_CLIENTS = 4
 ATTACK_S = 10.0
 KILLED = (("culet.serve.process.engine",), ("template_worker",), ("check_worker",))  # words in their command lines
 REST_S = 60.0
+MAX_GROWTH = 1.05  # of the web process's memory, from a third of the time to the end
 
 
 def question(index: int) -> dict[str, Any]:
@@ -144,7 +145,7 @@ class Soak:
             for process_id in self.server.children(*words):
                 with suppress(ProcessLookupError):
                     os.kill(process_id, signal.SIGKILL)
-                    self.outcomes[f"killed {words[0].rsplit('.', 1)[-1]}"] += 1
+                    self.outcomes[f"killed {words[0]}"] += 1
 
     async def report(self, minutes: float) -> list[float]:
         """Print a line every minute, and return the web process's memory in each."""
@@ -202,7 +203,10 @@ async def run(server: Server, minutes: float, seed: int) -> int:
     early, late = memory[len(memory) // 3], memory[-1]
     print(f"web process: {early:.0f} MB after a third of the time, {late:.0f} MB at the end ({late / early - 1:+.1%})")
     problems = [*soak.wrong[:5], *soak.unreadable[:5], *([leaked] if leaked else [])]
-    print("\n".join(problems) or "no wrong answer, no unreadable reply, no leaked page")
+    problems += [f"no {words[0]} was killed" for words in KILLED if not soak.outcomes[f"killed {words[0]}"]]
+    if late > MAX_GROWTH * early:
+        problems.append("the web process's memory has grown")
+    print("\n".join(problems) or "no wrong answer, no unreadable reply, no leaked page, no growth")
     return 1 if problems else 0
 
 

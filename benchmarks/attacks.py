@@ -59,12 +59,12 @@ class Server:
 
     def children(self, *words: str) -> list[int]:
         """Return the ids of child processes whose command line contains one of the words."""
-        listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         found = []
-        for child in listed:
+        for listed in Path(f"/proc/{self.process.pid}/task").glob("*/children"):  # each thread has its own
             with suppress(OSError):
-                line = Path(f"/proc/{child}/cmdline").read_bytes().decode()
-                found += [int(child)] if any(word in line for word in words) else []
+                for child in listed.read_text().split():
+                    line = Path(f"/proc/{child}/cmdline").read_bytes().decode()
+                    found += [int(child)] if any(word in line for word in words) else []
         return found
 
     async def wait_ready(self, limit_s: float = 300.0) -> None:
