@@ -9,8 +9,9 @@ at a time, so the result does not depend on how they are grouped. Streams and co
   dropped. Blank thoughts are also dropped, and so is one newline at the end of a thought, because the chat template writes it.
 - `<|tool_call>` ends a thought that was not closed.
 - `<|tool_response>`, `<turn|>` and `<eos>` end the turn. Outside calls, other special tokens produce no text.
-- A tool call is reported when it is complete. A malformed call (bad syntax, no name or not closed) becomes text, including its
-  markup, and is flagged as malformed.
+- A tool call is reported when it is complete. Once its last brace is closed, it also counts if its end token is missing and
+  another mark or the end of the output follows. A malformed call (bad syntax, no name or not closed) becomes text, including
+  its markup, and is flagged as malformed.
 - Blank text between channels and calls is dropped.
 """
 
@@ -313,7 +314,7 @@ class ChatReader:
             if space and self._reasoning and not self._needs_break:
                 self._emit_reasoning(space)
         elif self._state is _State.CALL:
-            self._break_call()
+            self._end_call()
         if self._state is _State.BROKEN:
             self._emit_text(self._stops.flush(), malformed=True)
 
@@ -329,13 +330,14 @@ class ChatReader:
         name = self._name(token_id)
         if self._state is _State.BROKEN:
             self._add_text(name, malformed=True)
-        elif mark is _Mark.CLOSE_CALL and self._call.is_complete:
-            self._complete_call()
+        elif mark is _Mark.CLOSE_CALL:
+            self._raw_call.append(name)
+            self._end_call()
         else:
             self._raw_call.append(name)
             if mark is _Mark.QUOTE:
                 self._advance_call(self._call.push_quote())
-            elif mark is not _Mark.CLOSE_CALL and self._call.in_quotes:
+            elif self._call.in_quotes:
                 self._advance_call(self._call.push_text(name))
             else:
                 self._break_call()
@@ -349,7 +351,11 @@ class ChatReader:
         else:
             self._call_json.append(arguments_json)
 
-    def _complete_call(self) -> None:
+    def _end_call(self) -> None:
+        """Report the call if it is complete."""
+        if not self._call.is_complete:
+            self._break_call()
+            return
         text = "".join(self._call_json)
         call = ToolCall(len(self._tool_calls), self._make_id(), self._call.name or "", text, json.loads(text))
         self._tool_calls.append(call)

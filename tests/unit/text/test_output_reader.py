@@ -219,6 +219,7 @@ STREAMS = {
     "malformed": f"<|channel>thought\n<channel|>x<|tool_call>call:f{{a:{Q}ü{Q}b}}{Q}<pad><tool_call|> y{CITY}"
     '<|tool_call>call:g{s:"',
     "odd marks": f"<channel|>a<|channel><|channel>no label\n<tool_call|>{Q}<|channel>thought<channel|> <tool_call|> b <turn|>c",
+    "other forms": '<|tool_call>:f{s:1}<|tool_call>:call:g(a="x, \\"y)",b=2)<|tool_call>call:g{"k":"é"} <turn|>',
     "plain": "hello 日本, <|tool_cal {a:1}\n",
 }
 

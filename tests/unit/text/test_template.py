@@ -199,6 +199,15 @@ def test_parallel_calls_and_object_results(small):
     )
 
 
+def test_a_result_without_an_id_belongs_to_the_call_at_its_position(small):
+    results = [{"role": "tool", "content": "p"}, {"role": "tool", "content": "q"}, {"role": "tool", "content": "r"}]
+    text = small.render([USER, asks(("a", "f", {}), ("b", "g", {})), *results])
+    assert [part.partition("{")[0] for part in text.split("response:")[1:]] == ["f", "g", "unknown"]
+    mixed = [{"role": "tool", "tool_call_id": "b", "content": "q"}, {"role": "tool", "content": "p"}]
+    text = small.render([USER, asks(("a", "f", {}), ("b", "g", {})), *mixed])
+    assert [part.partition("{")[0] for part in text.split("response:")[1:]] == ["g", "f"]
+
+
 def test_a_turn_with_text_and_a_call_stays_open_for_the_answer(small):
     messages = [USER, asks(("1", "f", {}), content="Let me see."), {"role": "tool", "tool_call_id": "1", "content": "r"}]
     text = small.render(messages)
@@ -243,6 +252,7 @@ def test_special_characters_pass_unchanged(small):
         ([asks(("1", "f", [1]))], BadRequest, "arguments: got list"),
         ([{"role": "assistant", "tool_calls": [{"name": "f"}]}], BadRequest, r"tool_calls\[0\]"),
         ([{"role": "assistant", "tool_calls": {"a": 1}}], BadRequest, "tool_calls: got dict"),
+        ([{"role": "assistant", "tool_calls": [{"id": [], "function": {"name": "f"}}]}], BadRequest, r"\[0\].id: got list"),
         ([USER, {"role": "assistant", "content": "x", "reasoning": 3}], BadRequest, "reasoning: got int"),
         ([USER, {"role": "tool", "content": "r"}], BadRequest, "must follow an assistant message with tool_calls"),
         ([{"role": "user", "content": "x", "extra": object()}], BadRequest, "cannot convert them to JSON"),
