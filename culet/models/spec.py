@@ -295,7 +295,8 @@ def _check_fixed(section: Section) -> None:
         if value is not None and value != expected:
             got = f"got {value!r}" if isinstance(value, str | int | float) else f"got a {type(value).__name__}"
             wanted = "no value" if expected is None else repr(expected)
-            raise section.error(
+            hint = "no Gemma 4 model has this value, and Culet does not support it"
+            raise section.error(key, f"{got}, expected {wanted}", hint)
                 key, f"{got}, expected {wanted}", "no Gemma 4 model has this value, and Culet does not support it"
             )
 
