@@ -297,8 +297,6 @@ def _check_fixed(section: Section) -> None:
             wanted = "no value" if expected is None else repr(expected)
             hint = "no Gemma 4 model has this value, and Culet does not support it"
             raise section.error(key, f"{got}, expected {wanted}", hint)
-                key, f"{got}, expected {wanted}", "no Gemma 4 model has this value, and Culet does not support it"
-            )
 
 
 def refuse_quantised(section: Section) -> None:
