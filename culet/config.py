@@ -288,6 +288,11 @@ class ServeConfig:
     enable_thinking: bool = option(
         False, "Let the model think unless a request says otherwise.", flag="--enable-thinking/--no-enable-thinking"
     )
+    clamp_max_tokens: bool = option(
+        False,
+        "Lower a max_tokens that exceeds the context instead of refusing the request; always on for /v1/messages.",
+        flag="--clamp-max-tokens/--no-clamp-max-tokens",
+    )
     text_workers: int = option(
         2, "Number of prompts that are rendered and tokenized at the same time; long prompts leave one worker free."
     )

@@ -297,10 +297,12 @@ class Service:
         enable_thinking: bool | None = None,
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
+        continued: str | None = None,
     ) -> list[int]:
         """Render a conversation with the chat template and return its token ids.
 
-        If `enable_thinking` is None, the server's default applies. Arguments of tool calls may be JSON.
+        If `enable_thinking` is None, the server's default applies. Arguments of tool calls may be JSON. `continued` is the text
+        of the last message if the answer continues it.
         """
         thinking = self.settings.enable_thinking if enable_thinking is None else enable_thinking
         limit = self.rules.max_model_len
@@ -311,6 +313,8 @@ class Service:
             rendered = self.template.render_chat(chat, stopper)
             if stopper.is_stopped:  # the client has left
                 return []
+            if continued is not None:
+                rendered = rendered.up_to(continued)
             self._check_length(rendered.text, limit)
             return self.tokenizer.encode_pieces(rendered.text, rendered.cuts)
 
@@ -360,6 +364,13 @@ class Service:
                 code="model_not_found",
             )
         return name
+
+    def clamp(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """Lower `max_tokens` to what the context has room for after the prompt."""
+        room = self.rules.max_model_len - num_prompt_tokens
+        if params.max_tokens is None or not 0 < room < params.max_tokens:
+            return params
+        return replace(params, max_tokens=room)
 
     def submit(
         self,

@@ -63,6 +63,20 @@ class RenderedChat:
     text: str
     cuts: Sequence[int] = ()
 
+    def up_to(self, message: str) -> RenderedChat:
+        """Return the prompt up to the end of its last message, so that the answer continues it.
+
+        Templates trim messages, so white space at the end is lost.
+        """
+        words = message.strip()
+        begin = self.text.rfind(words)
+        if not words or begin < 0:
+            raise BadRequest(
+                "continue_final_message: the chat template does not repeat the last message", hint="it must have text"
+            )
+        end = begin + len(words)
+        return RenderedChat(self.text[:end], [cut for cut in self.cuts if cut < end])
+
 
 class ChatTemplate:
     """Renders conversations for one checkpoint. Thread-safe.
