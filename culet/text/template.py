@@ -101,7 +101,9 @@ class ChatTemplate:
         self.origin = origin  # the source of the template, for error messages
         self.num_replaced = 0  # processes that died, hung or were killed
         self._templates = dict(templates)
-        self._constants = {**_SPECIAL_TOKENS, **(special_tokens or {}), "empty_thought": empty_thought}
+        self.source = self._templates["default"]
+        self.special_tokens = {**_SPECIAL_TOKENS, **(special_tokens or {})}  # by names such as `bos_token`
+        self._constants = {**self.special_tokens, "empty_thought": empty_thought}
         self._setup = json.dumps(
             {
                 "templates": self._templates,

@@ -115,3 +115,19 @@ def test_max_tokens_beyond_the_context(scripted: Callable[..., Running]) -> None
     with scripted(settings={"clamp_max_tokens": True}) as server:
         assert server.chat(messages=HELLO, max_tokens=10**6).status_code == 200
         assert server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 10**6}).status_code == 200
+
+
+# Small endpoints
+
+
+def test_tokenizer_info_and_ping(fake: Running) -> None:
+    info = fake.http.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"], info["pad_token"]) == ("<bos>", "<eos>", "<pad>")
+    assert "<|turn>" in info["chat_template"]
+    assert fake.http.get("/ping").status_code == 200
+
+
+def test_an_unknown_path_lists_the_paths(fake: Running) -> None:
+    response = fake.http.post("/v1/chat/completion", json={})
+    assert response.status_code == 404
+    assert "/v1/chat/completions, " in response.json()["error"]["message"]
