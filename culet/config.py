@@ -47,6 +47,9 @@ class ModelConfig:
     attention_backend: str = option(
         "auto", "Attention backend: one name for all layers, or one per group, as in sliding=NAME,global=NAME."
     )
+    chat_template: str | None = option(
+        None, "Chat template: a Jinja file, or built-in for Culet's own (default: the checkpoint's)."
+    )
     allow_control_tokens: bool = option(
         False,
         "Let messages and tools spell out control tokens such as <|turn>, which forge turns (default: they are plain text).",

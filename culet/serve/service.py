@@ -89,6 +89,7 @@ class Service:
         self.tokenizer = NumberTokenizer(spec.vocab_size) if is_random else Tokenizer(folder)
         self.template = ChatTemplate.of_checkpoint(
             folder,
+            config.model.chat_template,
             empty_thought=spec.ple_dim == 0,
             control_tokens=() if config.model.allow_control_tokens else self.tokenizer.control_tokens,
             limits=RenderLimits(num_processes=settings.text_workers),
@@ -201,8 +202,13 @@ class Service:
         try:
             self.template.warm_up()
             self.template.render([{"role": "user", "content": "1"}])
+            problem = self.template.find_problem()
         except CuletError as error:
-            logger.warning("cannot render the chat template: %s", error.message)
+            problem = f"cannot be rendered: {error.message}"
+        if problem:
+            logger.warning(
+                "the chat template (%s) %s; --chat-template built-in uses Culet's own", self.template.origin, problem
+            )
 
     async def stop(self) -> None:
         """End the engine process and all helper threads and processes."""

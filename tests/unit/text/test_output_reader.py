@@ -261,3 +261,22 @@ def test_any_tokens_at_all(tokenizer, tokens, data):
         st.fixed_dictionaries({"ignore_end": st.booleans(), "stop": st.sampled_from([(), ("a",), ("},", "ab")])})
     )
     assert read(tokenizer, ids, cuts, **options) == read(tokenizer, ids, **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<|turn>model\nhello", "hello"),
+        ("<|turn>model\n<|channel>thought\nhm\n<channel|>hello", "hello"),
+        ("<|turn>model", "model"),
+        ("<|turn>models are", "models are"),
+        ("<|turn>user\nhi", "user\nhi"),
+        ("a <|turn>model\nb", "a model\nb"),
+    ],
+)
+def test_a_role_at_the_start_is_dropped(tokenizer, text, expected):
+    ids = tokenizer.encode(text)
+    whole = read(tokenizer, ids)
+    assert whole[1].text == expected
+    for cut in range(len(ids) + 1):
+        assert read(tokenizer, ids, [cut]) == whole

@@ -438,3 +438,41 @@ def test_no_process_without_a_message():
     template = built_in(True)
     assert not template._idle
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# Templates of real checkpoints
+
+
+def test_a_template_that_forgets_the_models_turn(tmp_path):
+    """Google's template of July 2026 closes a turn with text, a call and its result, and opens no other."""
+    source = "{{ bos_token }}{% for message in messages %}<|turn>{{ message.role }}\n{{ message.content }}<turn|>\n{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(source)
+    template = ChatTemplate.of_checkpoint(tmp_path, empty_thought=True)
+    assert template.render([USER]).endswith("Hi<turn|>\n<|turn>model\n<|channel>thought\n<channel|>")
+    assert template.render([USER], enable_thinking=True).endswith("Hi<turn|>\n<|turn>model\n")
+    assert template.render([USER], add_generation_prompt=False).endswith("Hi<turn|>\n")
+
+
+def test_problems_of_templates(tmp_path, small):
+    assert small.find_problem() == ""
+    sources = {
+        "{% for message in messages %}<|turn>{{ message.role }}\n{% endfor %}": "turns of their own",
+        "{% for message in messages %}{{ raise_exception('no') if message.role == 'tool' }}{% endfor %}": "cannot show",
+    }
+    for source, problem in sources.items():
+        (tmp_path / "chat_template.jinja").write_text(source)
+        assert problem in ChatTemplate.of_checkpoint(tmp_path, empty_thought=False).find_problem()
+
+
+def test_a_chosen_template(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("the checkpoint's")
+    (tmp_path / "own.jinja").write_text("my own")
+    for chosen, text, origin in (
+        (None, "the checkpoint's", "chat_template.jinja"),
+        (str(tmp_path / "own.jinja"), "my own", "own.jinja"),
+        ("built-in", "<bos><|turn>user\nHi<turn|>\n<|turn>model\n", "built-in"),
+    ):
+        template = ChatTemplate.of_checkpoint(tmp_path, chosen, empty_thought=False)
+        assert (template.render([USER]), template.origin) == (text, origin)
+    with pytest.raises(CheckpointError, match=r"none.jinja: cannot read the file"):
+        ChatTemplate.of_checkpoint(tmp_path, str(tmp_path / "none.jinja"), empty_thought=False)
