@@ -140,7 +140,7 @@ class SamplingParams:
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    structured_outputs: StructuredOutputs | GrammarSpec | None = None  # a form that the output must have (or its fields in a mapping)
+    structured_outputs: StructuredOutputs | GrammarSpec | None = None  # the form of the output, or its fields in a mapping
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
