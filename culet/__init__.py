@@ -17,6 +17,10 @@ __all__ = ["LLM", "SamplingParams", "StructuredOutputs", "__version__"]
 _LAZY = {"LLM": "culet.engine.llm", "SamplingParams": "culet.types", "StructuredOutputs": "culet.types"}
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
+
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)

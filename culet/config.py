@@ -47,6 +47,9 @@ class ModelConfig:
     attention_backend: str = option(
         "auto", "Attention backend: one name for all layers, or one per group, as in sliding=NAME,global=NAME."
     )
+    chat_template: str | None = option(
+        None, "Chat template: a Jinja file, or built-in for Culet's own (default: the checkpoint's)."
+    )
     allow_control_tokens: bool = option(
         False,
         "Let messages and tools spell out control tokens such as <|turn>, which forge turns (default: they are plain text).",
@@ -287,6 +290,11 @@ class ServeConfig:
     allowed_origins: str = option("", "Origins whose web pages may call the server (CORS), separated by commas; * allows all.")
     enable_thinking: bool = option(
         False, "Let the model think unless a request says otherwise.", flag="--enable-thinking/--no-enable-thinking"
+    )
+    clamp_max_tokens: bool = option(
+        False,
+        "Lower a max_tokens that exceeds the context instead of refusing the request; always on for /v1/messages.",
+        flag="--clamp-max-tokens/--no-clamp-max-tokens",
     )
     text_workers: int = option(
         2, "Number of prompts that are rendered and tokenized at the same time; long prompts leave one worker free."

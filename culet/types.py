@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -140,12 +140,14 @@ class SamplingParams:
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    structured_outputs: StructuredOutputs | GrammarSpec | None = None  # a form that the output must have
+    structured_outputs: StructuredOutputs | GrammarSpec | None = None  # the form of the output, or its fields in a mapping
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if isinstance(self.structured_outputs, Mapping):
+            object.__setattr__(self, "structured_outputs", _read_structured(self.structured_outputs))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
         _check_number("temperature", self.temperature, 0.0, 100.0)
@@ -168,6 +170,15 @@ class SamplingParams:
         for token_id, bias in (self.logit_bias or {}).items():
             _check_int("logit_bias key", token_id, 0, 2**31 - 1)
             _check_number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+
+
+def _read_structured(given: Mapping[str, Any]) -> StructuredOutputs:
+    """Return the form that a mapping describes, such as {"regex": "[0-9]+"}."""
+    known = [field.name for field in fields(StructuredOutputs)]
+    for name in given:
+        if name not in known:
+            raise BadRequest(f"structured_outputs: got {name!r}, expected one of: {', '.join(known)}")
+    return StructuredOutputs(**given)
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:

@@ -69,7 +69,10 @@ def build_parts(config: Config, *, progress: bool = True, make_worker: MakeWorke
     # Models without per-layer embeddings were trained to start with an empty thought if they answer without thinking.
     control_tokens = () if config.model.allow_control_tokens else tokenizer.control_tokens
     chat_template = ChatTemplate.of_checkpoint(
-        setup.checkpoint.folder, empty_thought=setup.spec.ple_dim == 0, control_tokens=control_tokens
+        setup.checkpoint.folder,
+        config.model.chat_template,
+        empty_thought=setup.spec.ple_dim == 0,
+        control_tokens=control_tokens,
     )
     compiler = _make_compiler(setup, tokenizer)
     if make_worker is None:

@@ -1,4 +1,4 @@
-"""LLM, the offline interface. It takes prompts and returns results, without a server or threads."""
+"""LLM, the offline interface. It takes prompts and returns results, without a server."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from typing import Any, Self, TypeGuard
 from culet.config import BUILT_IN, Config, build_config
 from culet.engine.engine import Engine
 from culet.errors import BadRequest, ConfigError, InternalError, QueueFull, UserError
+from culet.log import logger
 from culet.text.output import MakeOutput, OutputDelta, chat_output, plain_output
 from culet.text.output_pieces import ToolCall
 from culet.text.template import Chat
+from culet.text.tokenizer import Tokenizer
 from culet.types import FinishReason, Logprobs, Request, SamplingParams
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping has `prompt` or `prompt_token_ids`
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Tool = Mapping[str, Any]  # {"type": "function", "function": {...}}
 
@@ -52,7 +54,13 @@ class Result:
     prompt_token_ids: tuple[int, ...]
     samples: tuple[Sample, ...]  # n of them
     num_cached_tokens: int  # prompt tokens found in the prefix cache
+    prompt: str | None = None  # the prompt's text, if it was given as text
     prompt_logprobs: tuple[Logprobs, ...] | None = None  # for every prompt token but the first; None if not requested
+
+    @property
+    def outputs(self) -> tuple[Sample, ...]:
+        """The samples, under vLLM's name."""
+        return self.samples
 
     @property
     def text(self) -> str:
@@ -82,8 +90,16 @@ class Result:
 class _Job:
     """A request and its output so far."""
 
-    def __init__(self, request: Request, params: SamplingParams, make_output: MakeOutput) -> None:
-        self.request = request
+    def __init__(
+        self,
+        request: Request,
+        params: SamplingParams,
+        make_output: MakeOutput,
+        prompt: str | None = None,
+        finished: deque[_Job] | None = None,
+    ) -> None:
+        """Create a job for a request. At its end, it is added to `finished`."""
+        self.request, self.prompt, self.finished = request, prompt, finished
         self.samples = [make_output(request, params) for _ in range(request.n)]
         self.num_running = request.n
         self.num_cached_tokens = 0
@@ -111,7 +127,15 @@ class _Job:
                 )
             )
         prompt_logprobs = None if sampling.prompt_logprobs is None else tuple(self.prompt_logprobs)
-        return Result(self.request.prompt_token_ids, tuple(samples), self.num_cached_tokens, prompt_logprobs)
+        return Result(self.request.prompt_token_ids, tuple(samples), self.num_cached_tokens, self.prompt, prompt_logprobs)
+
+
+@dataclass(frozen=True)
+class _GivenPrompt:
+    """The tokens of a prompt, and its text if it was given as text."""
+
+    token_ids: Sequence[int]
+    text: str | None = None
 
 
 class LLM:
@@ -123,10 +147,13 @@ class LLM:
         [answer] = llm.chat([{"role": "user", "content": "Why is the sky blue?"}], enable_thinking=True)
         print(answer.reasoning, answer.text)
 
-    Keywords are the settings listed by `culet generate --help`, with underscores. Not thread-safe.
+    Keywords are the settings listed by `culet generate --help`, with underscores. Several threads may use it. Their requests
+    run together: whichever thread runs the next step runs it for all.
     """
 
-    def __init__(self, model: str = BUILT_IN, **settings: Any) -> None:
+    def __init__(self, model: str = BUILT_IN, *, trust_remote_code: bool = False, **settings: Any) -> None:
+        if trust_remote_code:
+            logger.info("trust_remote_code has no effect: Culet never runs code from a checkpoint")
         self._start(build_config({"model": str(model), **settings}))
 
     @classmethod
@@ -138,8 +165,10 @@ class LLM:
 
     def _start(self, config: Config) -> None:
         self._engine: Engine | None = Engine(config)
-        self._ids = (str(number) for number in itertools.count())
+        self._numbers = itertools.count()  # of requests
+        self._lock = threading.RLock()  # for the engine and everything below
         self._jobs: dict[str, _Job] = {}  # by request id
+        self._num_failures = 0  # steps that failed
 
     @property
     def engine(self) -> Engine:
@@ -148,39 +177,53 @@ class LLM:
             raise ConfigError("this LLM is closed", hint="create a new one")
         return self._engine
 
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer."""
+        return self.engine.tokenizer
+
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
     ) -> list[Result]:
         """Continue each prompt, which is a text or a list of token ids. Results are in the same order as the prompts.
 
-        All prompts are checked before any is computed. `params` applies to all prompts, or is a list with one entry per prompt.
+        All prompts are checked before any is computed. `sampling_params` applies to all prompts, or is a list with one entry
+        per prompt. With `use_tqdm`, a terminal shows the progress.
         """
-        return self._run(self._token_lists(prompts), params, self._plain_output())
+        return self._run(self._read_prompts(prompts), sampling_params, self._plain_output(), use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Tool] | None = None,
         enable_thinking: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = True,
     ) -> list[Result]:
         """Answer one conversation, or several, using the model's chat template.
 
         Results separate the answer (`text`) from thoughts (`reasoning`) and tool calls (`tool_calls`, with parsed arguments).
+        `chat_template_kwargs` are variables of the template, and may include `enable_thinking`.
         """
+        options = dict(chat_template_kwargs or {})
+        enable_thinking = bool(options.pop("enable_thinking", enable_thinking))
         if _is_conversation(messages):
             messages = [messages]
         conversations = _as_list(messages, "messages", "a list of messages")
-        prompts = [self._render(conversation, tools, enable_thinking) for conversation in conversations]
+        prompts = [_GivenPrompt(self._render(conversation, tools, enable_thinking, options)) for conversation in conversations]
         if enable_thinking:
-            params = [_after_thought(each_params) for each_params in _params_per_prompt(params, len(prompts))]
-        return self._run(prompts, params, self._chat_output(tools))
+            sampling_params = [_after_thought(params) for params in _params_per_prompt(sampling_params, len(prompts))]
+        return self._run(prompts, sampling_params, self._chat_output(tools), use_tqdm)
 
     def stream(
         self,
         prompt: Prompt | Sequence[Message],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         tools: Sequence[Tool] | None = None,
         enable_thinking: bool = False,
@@ -190,13 +233,16 @@ class LLM:
         The request is checked and queued by this call, not by the first `next`.
         """
         is_chat = _is_conversation(prompt)
-        prompts = [self._render(prompt, tools, enable_thinking)] if _is_conversation(prompt) else self._token_lists(prompt)
+        if _is_conversation(prompt):
+            prompts = [_GivenPrompt(self._render(prompt, tools, enable_thinking))]
+        else:
+            prompts = self._read_prompts(prompt)
         if len(prompts) != 1:
             raise BadRequest(f"stream: got {len(prompts)} prompts, expected one", hint="open one stream per prompt")
-        params = params or SamplingParams()
+        params = sampling_params or SamplingParams()
         if enable_thinking:
             params = _after_thought(params)
-        request = self.engine.rules.make_request(next(self._ids), prompts[0], params)
+        request = self.engine.rules.make_request(self._next_id(), prompts[0].token_ids, params)
         self.engine.check_grammar(request)
         job = _Job(request, params, self._chat_output(tools) if is_chat else self._plain_output())
         job.unread = deque()
@@ -205,10 +251,11 @@ class LLM:
 
     def close(self) -> None:
         """Free the model and its memory. The LLM cannot be used afterwards."""
-        if self._engine is not None:
-            self._engine.close()
-        self._engine = None
-        self._jobs.clear()
+        with self._lock:
+            if self._engine is not None:
+                self._engine.close()
+            self._engine = None
+            self._jobs.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -218,27 +265,41 @@ class LLM:
 
     # From prompts to token ids
 
-    def _token_lists(self, prompts: Any) -> list[Sequence[int]]:
-        """Return the token ids of each prompt. `prompts` is one text, one list of ids, or a list of either."""
-        if isinstance(prompts, str):
-            return [self._encode(prompts)]
+    def _read_prompts(self, prompts: Any) -> list[_GivenPrompt]:
+        """Return the token ids of each prompt. `prompts` is one prompt or a list of prompts."""
+        if isinstance(prompts, str | Mapping):
+            return [self._read_prompt(prompts, "prompt")]
         prompts = _as_list(prompts, "prompts", "a text, token ids, or a list of either")
         if prompts and all(isinstance(entry, int) for entry in prompts):
-            return [prompts]
-        return [
-            self._encode(prompt)
-            if isinstance(prompt, str)
-            else _as_list(prompt, f"prompt {index}", "a text or a list of token ids")
-            for index, prompt in enumerate(prompts)
-        ]
+            return [_GivenPrompt(prompts)]
+        return [self._read_prompt(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
+
+    def _read_prompt(self, prompt: Any, name: str) -> _GivenPrompt:
+        if isinstance(prompt, Mapping):
+            known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+            others = sorted(set(prompt) - {"prompt_token_ids", "prompt"})
+            if not known or others:
+                got = f"the key {others[0]!r}" if others else "neither"
+                raise BadRequest(f"{name}: got {got}, expected prompt or prompt_token_ids")
+            prompt = prompt[known[0]]
+        if isinstance(prompt, str):
+            return _GivenPrompt(self._encode(prompt), prompt)
+        return _GivenPrompt(_as_list(prompt, name, "a text or a list of token ids"))
 
     def _encode(self, text: str) -> list[int]:
         """Encode plain text after <bos>, which Gemma was always trained with. Chat templates write their own <bos>."""
         return self.engine.tokenizer.encode(text, add_bos=True)
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Tool] | None, enable_thinking: bool) -> list[int]:
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        enable_thinking: bool,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         engine = self.engine
-        rendered = engine.chat_template.render_chat(Chat(messages, tools, enable_thinking=enable_thinking))
+        chat = Chat(messages, tools, enable_thinking=enable_thinking, options=options)
+        rendered = engine.chat_template.render_chat(chat)
         return engine.tokenizer.encode_pieces(rendered.text, rendered.cuts)
 
     def _plain_output(self) -> MakeOutput:
@@ -249,20 +310,24 @@ class LLM:
 
     # The loop
 
-    def _add(self, job: _Job) -> None:
-        self.engine.add(job.request)
-        self._jobs[job.request.request_id] = job
+    def _next_id(self) -> str:
+        return str(next(self._numbers))
 
-    def _step(self) -> list[_Job]:
-        """Run one step and return the jobs it finished. Ctrl-C takes effect after the step, never during it."""
-        finished: list[_Job] = []
-        with _interrupt_deferred():
+    def _add(self, job: _Job) -> None:
+        with self._lock:
+            self.engine.add(job.request)
+            self._jobs[job.request.request_id] = job
+
+    def _step(self) -> None:
+        """Run one step, for the jobs of all threads. Ctrl-C takes effect after the step, never during it."""
+        with self._lock, _interrupt_deferred():
             try:
                 deltas = self.engine.step()
             except BaseException:
                 for request_id in self._jobs:  # the engine has ended only those that were part of the step
                     self.engine.cancel(request_id)
                 self._jobs.clear()
+                self._num_failures += 1
                 raise
             for delta in deltas:
                 job = self._jobs.get(delta.request_id)
@@ -281,36 +346,42 @@ class LLM:
                     job.num_running -= 1
                     if job.num_running == 0:
                         del self._jobs[delta.request_id]
-                        finished.append(job)
-        return finished
+                        if job.finished is not None:
+                            job.finished.append(job)
 
     def _drop(self, job: _Job) -> None:
         """Cancel a job, unless it has finished."""
-        if self._jobs.pop(job.request.request_id, None) is not None and self._engine is not None:
-            self._engine.cancel(job.request.request_id)
+        with self._lock:
+            if self._jobs.pop(job.request.request_id, None) is not None and self._engine is not None:
+                self._engine.cancel(job.request.request_id)
 
     def _run(
         self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        prompts: Sequence[_GivenPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         make_output: MakeOutput,
+        shows_progress: bool,
     ) -> list[Result]:
         """Check every request, then run them all. An error or Ctrl-C cancels them all."""
-        all_params = _params_per_prompt(params, len(prompts))
+        all_params = _params_per_prompt(sampling_params, len(prompts))
+        finished: deque[_Job] = deque()
         jobs = [
-            _Job(self._make_request(index, prompt, prompt_params), prompt_params, make_output)
-            for index, (prompt, prompt_params) in enumerate(zip(prompts, all_params, strict=True))
+            _Job(self._make_request(index, prompt.token_ids, params), params, make_output, prompt.text, finished)
+            for index, (prompt, params) in enumerate(zip(prompts, all_params, strict=True))
         ]
-        waiting, running = deque(jobs), set[str]()
+        waiting, num_left, num_failures = deque(jobs), len(jobs), self._num_failures
         try:
-            with _progress(len(jobs)) as advance:
-                while waiting or running:
+            with _progress(len(jobs) if shows_progress else 0) as advance:
+                while num_left:
                     while waiting and self._try_add(waiting[0]):
-                        running.add(waiting.popleft().request.request_id)
-                    for job in self._step():
-                        if job.request.request_id in running:
-                            running.remove(job.request.request_id)
-                            advance(sum(len(sample.token_ids) for sample in job.samples))
+                        waiting.popleft()
+                    if not finished:  # another thread's step may have finished some
+                        self._step()
+                    if self._num_failures != num_failures:
+                        raise InternalError("the engine failed in another thread's step and ended this call's requests")
+                    while finished:
+                        num_left -= 1
+                        advance(sum(len(sample.token_ids) for sample in finished.popleft().samples))
         finally:
             for job in jobs:
                 self._drop(job)
@@ -319,7 +390,7 @@ class LLM:
     def _make_request(self, index: int, prompt: Sequence[int], params: SamplingParams) -> Request:
         """Make the request for a prompt. Errors name the prompt's index."""
         try:
-            request = self.engine.rules.make_request(next(self._ids), prompt, params)
+            request = self.engine.rules.make_request(self._next_id(), prompt, params)
             self.engine.check_grammar(request)
             return request
         except UserError as error:
@@ -342,14 +413,15 @@ class OutputStream(Iterator[OutputDelta]):
         self._is_closed = False
 
     def __next__(self) -> OutputDelta:
-        unread = self._job.unread
-        while not unread:
-            if self._is_closed or self._job.num_running == 0:
-                raise StopIteration
-            if self._llm._engine is not None and self._job.request.request_id not in self._llm._jobs:
-                raise InternalError("the engine failed and ended this request")
-            self._llm._step()
-        return unread.popleft()
+        with self._llm._lock:
+            unread = self._job.unread
+            while not unread:
+                if self._is_closed or self._job.num_running == 0:
+                    raise StopIteration
+                if self._llm._engine is not None and self._job.request.request_id not in self._llm._jobs:
+                    raise InternalError("the engine failed and ended this request")
+                self._llm._step()
+            return unread.popleft()
 
     def close(self) -> None:
         self._is_closed, self._job.unread = True, None
@@ -387,7 +459,9 @@ def _params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None,
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:
-        raise BadRequest(f"params: got {len(params)} for {count} prompts", hint="pass one for all prompts, or one per prompt")
+        raise BadRequest(
+            f"sampling_params: got {len(params)} for {count} prompts", hint="pass one for all prompts, or one per prompt"
+        )
     return list(params)
 
 

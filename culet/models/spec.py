@@ -180,9 +180,8 @@ _FIXED: tuple[tuple[str, object], ...] = (
     ("tie_word_embeddings", True),
     ("attn_logit_softcapping", None),
     ("rope_scaling", None),
-    ("quantization_config", None),
 )
-_FIXED_HINTS = {"quantization_config": "quantised weights are not supported yet; use the bfloat16 checkpoint"}
+_QUANTISED_KEYS = ("quantization_config", "quantization", "compression_config")  # the second is MLX's
 
 
 @dataclass(frozen=True)
@@ -244,6 +243,7 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
         raise text.error("model_type", f"got {text.values['model_type']!r}, expected {family.text_type!r}")
     for section in (root, text):
         _check_fixed(section)
+        refuse_quantised(section)
     vocab_size = text.whole("vocab_size")
     ple_dim = text.whole("hidden_size_per_layer_input", family.ple_dim, least=0)
     ple_vocab_size = text.whole("vocab_size_per_layer_input", _DEFAULT_PLE_VOCAB_SIZE) if ple_dim else 0
@@ -295,8 +295,16 @@ def _check_fixed(section: Section) -> None:
         if value is not None and value != expected:
             got = f"got {value!r}" if isinstance(value, str | int | float) else f"got a {type(value).__name__}"
             wanted = "no value" if expected is None else repr(expected)
-            hint = _FIXED_HINTS.get(key, "no Gemma 4 model has this value, and Culet does not support it")
+            hint = "no Gemma 4 model has this value, and Culet does not support it"
             raise section.error(key, f"{got}, expected {wanted}", hint)
+
+
+def refuse_quantised(section: Section) -> None:
+    """Raise if the weights are stored in a quantised format."""
+    for key in _QUANTISED_KEYS:
+        if section.values.get(key) is not None:
+            hint = "quantised weights are not supported yet; use the bfloat16 checkpoint"
+            raise section.error(key, f"got a {type(section.values[key]).__name__}, expected no value", hint)
 
 
 def _read_eos(section: Section) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -56,8 +57,9 @@ def create_app(service: Service) -> ASGIApp:
     for endpoint in endpoints:
         _add(app, service, endpoint)
     _document(app, endpoints)
+    paths = ", ".join(sorted({endpoint.path for endpoint in endpoints}))
     for kind in (CuletError, HTTPException, ClientGone, Exception):
-        app.add_exception_handler(kind, _defer_error)
+        app.add_exception_handler(kind, partial(_defer_error, paths))
     wrapped: ASGIApp = Middleware(app, service, public)
     origins = [origin.strip() for origin in service.settings.allowed_origins.split(",") if origin.strip()]
     if origins:
@@ -139,8 +141,9 @@ class _Deferred(Response):
         scope[DEFERRED] = self._error
 
 
-async def _defer_error(request: Request, error: Exception) -> Response:
+async def _defer_error(paths: str, request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         messages = {404: "path not found", 405: "the path does not support this method"}
-        error = HttpError(error.status_code, messages.get(error.status_code, "the request was refused"))
+        hint = f"the paths are {paths}" if error.status_code == 404 else ""
+        error = HttpError(error.status_code, messages.get(error.status_code, "the request was refused"), hint=hint)
     return _Deferred(error)

@@ -89,6 +89,7 @@ class Service:
         self.tokenizer = NumberTokenizer(spec.vocab_size) if is_random else Tokenizer(folder)
         self.template = ChatTemplate.of_checkpoint(
             folder,
+            config.model.chat_template,
             empty_thought=spec.ple_dim == 0,
             control_tokens=() if config.model.allow_control_tokens else self.tokenizer.control_tokens,
             limits=RenderLimits(num_processes=settings.text_workers),
@@ -201,8 +202,13 @@ class Service:
         try:
             self.template.warm_up()
             self.template.render([{"role": "user", "content": "1"}])
+            problem = self.template.find_problem()
         except CuletError as error:
-            logger.warning("cannot render the chat template: %s", error.message)
+            problem = f"cannot be rendered: {error.message}"
+        if problem:
+            logger.warning(
+                "the chat template (%s) %s; --chat-template built-in uses Culet's own", self.template.origin, problem
+            )
 
     async def stop(self) -> None:
         """End the engine process and all helper threads and processes."""
@@ -297,10 +303,12 @@ class Service:
         enable_thinking: bool | None = None,
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
+        continued: str | None = None,
     ) -> list[int]:
         """Render a conversation with the chat template and return its token ids.
 
-        If `enable_thinking` is None, the server's default applies. Arguments of tool calls may be JSON.
+        If `enable_thinking` is None, the server's default applies. Arguments of tool calls may be JSON. `continued` is the text
+        of the last message if the answer continues it.
         """
         thinking = self.settings.enable_thinking if enable_thinking is None else enable_thinking
         limit = self.rules.max_model_len
@@ -311,6 +319,8 @@ class Service:
             rendered = self.template.render_chat(chat, stopper)
             if stopper.is_stopped:  # the client has left
                 return []
+            if continued is not None:
+                rendered = rendered.up_to(continued)
             self._check_length(rendered.text, limit)
             return self.tokenizer.encode_pieces(rendered.text, rendered.cuts)
 
@@ -360,6 +370,13 @@ class Service:
                 code="model_not_found",
             )
         return name
+
+    def clamp(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """Lower `max_tokens` to what the context has room for after the prompt."""
+        room = self.rules.max_model_len - num_prompt_tokens
+        if params.max_tokens is None or not 0 < room < params.max_tokens:
+            return params
+        return replace(params, max_tokens=room)
 
     def submit(
         self,

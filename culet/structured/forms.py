@@ -33,16 +33,41 @@ class ResponseFormat(Struct):
     json_schema: NamedSchema | None = None
 
 
+AnySchema = Annotated[Raw, Meta(extra_json_schema={"type": ["object", "string", "null"]})] | UnsetType  # or JSON in a string
+Choices = Annotated[list[Annotated[str, Meta(min_length=1, max_length=4096)]], Meta(min_length=1, max_length=MAX_CHOICES)]
+
+
 class StructuredFields(Struct, forbid_unknown_fields=True):
     """vLLM's form. Exactly one of these fields is set."""
 
-    json: Annotated[Raw, Meta(extra_json_schema={"type": ["object", "string", "null"]})] | UnsetType = UNSET
+    json: AnySchema = UNSET
     json_object: bool | None = None
     regex: GrammarText | None = None
+    grammar: GrammarText | None = None  # in Lark's notation, or GBNF
+    choice: Choices | None = None
+
+
+class FormAliases(Struct, kw_only=True):
+    """Other names for the fields of `structured_outputs`: vLLM's older ones, SGLang's `regex` and llama.cpp's `grammar`."""
+
+    guided_json: AnySchema = UNSET
+    guided_regex: GrammarText | None = None
+    guided_grammar: GrammarText | None = None
+    guided_choice: Choices | None = None
+    regex: GrammarText | None = None
     grammar: GrammarText | None = None
-    choice: (
-        Annotated[list[Annotated[str, Meta(min_length=1, max_length=4096)]], Meta(min_length=1, max_length=MAX_CHOICES)] | None
-    ) = None
+
+    def merged(self, fields: StructuredFields | None) -> StructuredFields | None:
+        """Return `fields`, or the alias that the request has instead. Raise if it has several."""
+        given = {name: getattr(self, name) for name in FormAliases.__struct_fields__}
+        given = {name: value for name, value in given.items() if value is not None and value is not UNSET}
+        if not given:
+            return fields
+        if fields is not None or len(given) > 1:
+            names = [*(["structured_outputs"] if fields is not None else []), *given]
+            raise BadRequest(f"{names[-1]}: cannot be combined with {names[0]}")
+        ((name, value),) = given.items()
+        return StructuredFields(**{name.removeprefix("guided_"): value})
 
 
 def form_of(response_format: ResponseFormat | None, fields: StructuredFields | None) -> GrammarSpec | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from culet.errors import BadRequest, UnsupportedError
@@ -22,7 +23,24 @@ def check_messages(messages: object, *, parsed: bool = True) -> list[dict[str, A
         raise BadRequest(f"messages: got {type(messages).__name__}, expected a list of messages")
     if not messages:
         raise BadRequest("messages: got an empty list, expected at least one message")
-    return [_check_message(message, f"messages[{index}]", parsed) for index, message in enumerate(messages)]
+    checked = [_check_message(message, f"messages[{index}]", parsed) for index, message in enumerate(messages)]
+    _name_results(checked)
+    return checked
+
+
+def _name_results(messages: Iterable[dict[str, Any]]) -> None:
+    """Give results of tools that have neither an id nor a name those of the first call that has no other result."""
+    calls: Sequence[Mapping[str, Any]] = ()
+    for is_result, group in itertools.groupby(messages, key=lambda message: message["role"] == "tool"):
+        found = list(group)
+        if not is_result:
+            calls = found[-1].get("tool_calls") or ()
+            continue
+        answered = {result.get("tool_call_id") for result in found}
+        unanswered = (call for call in calls if call.get("id") is None or call["id"] not in answered)
+        for result in found:
+            if not result.get("tool_call_id") and not result.get("name") and (call := next(unanswered, None)) is not None:
+                result["name"], result["tool_call_id"] = call["function"]["name"], call.get("id")
 
 
 def _check_message(message: object, where: str, parsed: bool) -> dict[str, Any]:
@@ -71,6 +89,8 @@ def _check_calls(calls: object, where: str, parsed: bool) -> list[dict[str, Any]
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadRequest(f"{where}[{index}]: expected {{'function': {{'name': ..., 'arguments': {{...}}}}}}")
+        if not isinstance(call.get("id"), str | None):
+            raise BadRequest(f"{where}[{index}].id: got {type(call['id']).__name__}, expected a string")
         arguments = function.get("arguments")
         if not parsed:
             continue

@@ -9,9 +9,11 @@ at a time, so the result does not depend on how they are grouped. Streams and co
   dropped. Blank thoughts are also dropped, and so is one newline at the end of a thought, because the chat template writes it.
 - `<|tool_call>` ends a thought that was not closed.
 - `<|tool_response>`, `<turn|>` and `<eos>` end the turn. Outside calls, other special tokens produce no text.
-- A tool call is reported when it is complete. A malformed call (bad syntax, no name or not closed) becomes text, including its
-  markup, and is flagged as malformed.
+- A tool call is reported when it is complete. Once its last brace is closed, it also counts if its end token is missing and
+  another mark or the end of the output follows. A malformed call (bad syntax, no name or not closed) becomes text, including
+  its markup, and is flagged as malformed.
 - Blank text between channels and calls is dropped.
+- If the output begins with `<|turn>model` and a newline, because the prompt did not, these are dropped.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from culet.text.tool_calls import CallReader
 LABEL = "thought"
 _LABEL_START = re.compile(r"[a-z]{0,24}")  # any prefix of a label
 _END_TOKENS = ("<|tool_response>", "<turn|>", "<eos>")
+_ROLE = "model\n"
 
 
 class PlainReader:
@@ -91,6 +94,7 @@ class _Mark(Enum):
 
 
 class _State(Enum):
+    ROLE = auto()  # after `<|turn>` at the start of the output
     TEXT = auto()
     LABEL = auto()  # at the start of a channel, where its label may follow
     REASONING = auto()
@@ -121,6 +125,7 @@ class ChatReader:
         self._decoder = IncrementalDecoder(tokenizer, skip_special=False)
         self._marks = {tokenizer.token_id(mark.value): mark for mark in _Mark}
         self._marks |= {tokenizer.token_id(name): _Mark.END for name in _END_TOKENS} | dict.fromkeys(end_ids, _Mark.END)
+        self._turn_id = tokenizer.token_id("<|turn>")
         self._marks.pop(None, None)  # names that the vocabulary lacks
         self._schemas = schemas or {}
         self._ignore_end = ignore_end
@@ -194,6 +199,8 @@ class ChatReader:
             return
         in_call = self._state in (_State.CALL, _State.BROKEN)
         if mark is None and not in_call:
+            if token_id == self._turn_id and self._state is _State.TEXT and self._is_first and self._is_blank:
+                self._state, self._label = _State.ROLE, ""
             return
         self._add(self._decoder.flush())  # a character cannot continue after a mark
         if self._state is _State.ENDED:
@@ -222,6 +229,10 @@ class ChatReader:
                     return
                 text, self._is_blank = self._take_space() + text, False
             self._add_text(text)
+        elif self._state is _State.ROLE:
+            self._label += text
+            if not _ROLE.startswith(self._label):
+                self._end_role()
         elif self._state is _State.LABEL:
             self._label += text
             self._try_label()
@@ -232,6 +243,11 @@ class ChatReader:
             self._advance_call(self._call.push_text(text))
         elif self._state is _State.BROKEN:
             self._add_text(text, malformed=True)
+
+    def _end_role(self) -> None:
+        """Read what follows `<|turn>` as text, without the model's role."""
+        text, self._state = self._label.removeprefix(_ROLE), _State.TEXT
+        self._add(text)
 
     def _try_label(self) -> None:
         """Start the thought once the label is complete, or once it is clear that there is no label."""
@@ -298,6 +314,8 @@ class ChatReader:
 
     def _leave(self, *, is_end: bool = False) -> None:
         """Leave the current state. Emit or drop the text that was held back."""
+        if self._state is _State.ROLE:
+            self._end_role()
         space = self._take_space()
         if self._state is _State.TEXT:
             if space and is_end and self._is_first:
@@ -313,7 +331,7 @@ class ChatReader:
             if space and self._reasoning and not self._needs_break:
                 self._emit_reasoning(space)
         elif self._state is _State.CALL:
-            self._break_call()
+            self._end_call()
         if self._state is _State.BROKEN:
             self._emit_text(self._stops.flush(), malformed=True)
 
@@ -329,13 +347,14 @@ class ChatReader:
         name = self._name(token_id)
         if self._state is _State.BROKEN:
             self._add_text(name, malformed=True)
-        elif mark is _Mark.CLOSE_CALL and self._call.is_complete:
-            self._complete_call()
+        elif mark is _Mark.CLOSE_CALL:
+            self._raw_call.append(name)
+            self._end_call()
         else:
             self._raw_call.append(name)
             if mark is _Mark.QUOTE:
                 self._advance_call(self._call.push_quote())
-            elif mark is not _Mark.CLOSE_CALL and self._call.in_quotes:
+            elif self._call.in_quotes:
                 self._advance_call(self._call.push_text(name))
             else:
                 self._break_call()
@@ -349,7 +368,11 @@ class ChatReader:
         else:
             self._call_json.append(arguments_json)
 
-    def _complete_call(self) -> None:
+    def _end_call(self) -> None:
+        """Report the call if it is complete."""
+        if not self._call.is_complete:
+            self._break_call()
+            return
         text = "".join(self._call_json)
         call = ToolCall(len(self._tool_calls), self._make_id(), self._call.name or "", text, json.loads(text))
         self._tool_calls.append(call)

@@ -24,6 +24,8 @@ from culet.text.messages import check_messages, check_tools
 BUILT_IN = Path(__file__).with_name("gemma4.jinja")
 _WORKER = "culet.text.template_worker"
 _SPECIAL_TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+_TURN_END, _MODEL_TURN, _EMPTY_THOUGHT = "<turn|>\n", "<|turn>model\n", "<|channel>thought\n<channel|>"
+_TOOL_TURN = "<|turn>tool"
 _ATTEMPTS = 2
 _encoder = msgspec.json.Encoder()
 
@@ -63,6 +65,20 @@ class RenderedChat:
     text: str
     cuts: Sequence[int] = ()
 
+    def up_to(self, message: str) -> RenderedChat:
+        """Return the prompt up to the end of its last message, so that the answer continues it.
+
+        Templates trim messages, so white space at the end is lost.
+        """
+        words = message.strip()
+        begin = self.text.rfind(words)
+        if not words or begin < 0:
+            raise BadRequest(
+                "continue_final_message: the chat template does not repeat the last message", hint="it must have text"
+            )
+        end = begin + len(words)
+        return RenderedChat(self.text[:end], [cut for cut in self.cuts if cut < end])
+
 
 class ChatTemplate:
     """Renders conversations for one checkpoint. Thread-safe.
@@ -87,7 +103,9 @@ class ChatTemplate:
         self.origin = origin  # the source of the template, for error messages
         self.num_replaced = 0  # processes that died, hung or were killed
         self._templates = dict(templates)
-        self._constants = {**_SPECIAL_TOKENS, **(special_tokens or {}), "empty_thought": empty_thought}
+        self.source = self._templates["default"]
+        self.special_tokens = {**_SPECIAL_TOKENS, **(special_tokens or {})}  # by names such as `bos_token`
+        self._constants = {**self.special_tokens, "empty_thought": empty_thought}
         self._setup = json.dumps(
             {
                 "templates": self._templates,
@@ -105,16 +123,17 @@ class ChatTemplate:
     def of_checkpoint(
         cls,
         folder: str | Path,
+        chosen: str | None = None,
         *,
         empty_thought: bool,
         control_tokens: Sequence[str] = (),
         limits: RenderLimits | None = None,
     ) -> ChatTemplate:
-        """Load the checkpoint's template, or the built-in one if it has none."""
+        """Load the checkpoint's template, or the built-in one if it has none. `chosen` is a file or `built-in` instead."""
         folder = Path(folder)
         config = _read_json(folder / "tokenizer_config.json")
         special = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
-        templates, origin = _find_templates(folder, config)
+        templates, origin = _find_templates(folder, config) if chosen is None else _read_chosen(chosen)
         return cls(
             templates,
             origin=origin,
@@ -150,7 +169,29 @@ class ChatTemplate:
             raise BadRequest(reply["error"])
         if "error" in reply:
             raise BadRequest(f"chat template ({self.origin}): {reply['error']}")
-        return RenderedChat(reply["text"], reply["cuts"])
+        text = reply["text"]
+        if chat.add_generation_prompt and text.endswith(_TURN_END):  # some templates forget it after the result of a tool
+            no_thought = self._constants["empty_thought"] and not chat.enable_thinking
+            text += _MODEL_TURN + (_EMPTY_THOUGHT if no_thought else "")
+        return RenderedChat(text, reply["cuts"])
+
+    def find_problem(self) -> str:
+        """Return what is wrong with the template, or an empty string."""
+        calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}]
+        messages = [
+            {"role": "user", "content": "1"},
+            {"role": "assistant", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "1", "content": "2"},
+        ]
+        try:
+            text = self.render(messages)
+        except BadRequest:
+            return "cannot show the results of tools to the model"
+        return (
+            "writes the results of tools as turns of their own, which the model was not trained on"
+            if _TOOL_TURN in text
+            else ""
+        )
 
     def warm_up(self) -> None:
         """Start all processes now, so that the first conversations do not wait for them."""
@@ -260,10 +301,7 @@ def _find_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, 
     """
     path = folder / "chat_template.jinja"
     if path.is_file():
-        try:
-            return {"default": path.read_text(encoding="utf-8")}, path.name
-        except (ValueError, OSError) as error:
-            raise CheckpointError(f"{path}: cannot read the file: {error}") from error
+        return {"default": _read_text(path)}, path.name
     for name, content in (("chat_template.json", _read_json(folder / "chat_template.json")), ("tokenizer_config.json", config)):
         template = content.get("chat_template")
         if isinstance(template, str):
@@ -273,4 +311,17 @@ def _find_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, 
             if "default" not in named or not all(isinstance(text, str) for text in named.values()):
                 raise CheckpointError(f"{folder / name}: got chat templates {sorted(named)}, expected one named default")
             return named, name
-    return {"default": BUILT_IN.read_text(encoding="utf-8")}, "built-in"
+    return {"default": _read_text(BUILT_IN)}, "built-in"
+
+
+def _read_chosen(chosen: str) -> tuple[dict[str, str], str]:
+    """Return (templates by name, origin) for a file, or for `built-in`."""
+    path = BUILT_IN if chosen == "built-in" else Path(chosen).expanduser()
+    return {"default": _read_text(path)}, "built-in" if path == BUILT_IN else path.name
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path}: cannot read the file: {error}") from error

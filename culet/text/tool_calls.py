@@ -3,35 +3,44 @@
 A value is a string between two quote tokens `<|"|>` (nothing is escaped), an object `{key:value,...}`, an array `[value,...]`,
 or a bare word such as a number, true, false or null. The caller recognizes quote tokens by their id, so text that only looks
 like one is text. White space is allowed around names, keys, values and punctuation.
+
+Models also write a few other forms, more often after long prompts or if they are quantised. They are read as what they mean:
+`:NAME{...}` and `:call:NAME{...}`, parentheses as in `call:NAME(key=value)`, and keys and values in ASCII quotes.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
 
-from culet.text.tool_schema import Shape, bare_json
+from culet.text.tool_schema import Shape, bare_json, unquote
 
-_PREFIX = "call:"
+_PREFIXES = ("call:", ":call:", ":")  # a longer one before those that it begins with
 _MAX_NAME_CHARS = 256
 _MAX_NESTING = 64  # deeper values would overflow the stack of many JSON parsers
 _NAME = re.compile(r"""[^\s{}\[\],"'<>|]+""")
 _SPACE = re.compile(r"\s*")
+_HEAD_END = re.compile(r"[{(]")
 _KEY_END = re.compile(r"[{}\[\],:]")
 _WORD_END = re.compile(r"[{}\[\],]")
+_NAMED_KEY_END = re.compile(r"[{}\[\],:=()]")  # between parentheses
+_NAMED_WORD_END = re.compile(r"[{}\[\],)]")
+_CLOSERS = {"{": "}", "[": "]", "(": ")"}
 
 
 class _State(Enum):
-    HEAD = auto()  # call:NAME, up to the first brace
-    FIRST_KEY = auto()  # after `{`, before a key or `}`
+    HEAD = auto()  # call:NAME, up to the first brace or parenthesis
+    FIRST_KEY = auto()  # after `{`, before a key or the end
     KEY = auto()  # in a bare key, or between a comma and a key
     QUOTED_KEY = auto()
     COLON = auto()  # after a quoted key
     FIRST_ITEM = auto()  # after `[`, before a value or `]`
     VALUE = auto()  # before a value
     WORD = auto()  # in a bare value
+    ASCII_STRING = auto()  # in a bare value, between ASCII quotes
     STRING = auto()
     AFTER = auto()  # after a value, before a comma or the end of its object or array
     DONE = auto()  # after the last brace
@@ -48,7 +57,16 @@ class _Level:
 
     def inner(self) -> Shape:
         """Return the shape of the next value."""
-        return self.shape.of_property(self.key) if self.closer == "}" else self.shape.of_item(self.num_items)
+        return self.shape.of_property(self.key) if self.has_keys else self.shape.of_item(self.num_items)
+
+    @property
+    def has_keys(self) -> bool:
+        return self.closer != "]"
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it is a list of named arguments between parentheses."""
+        return self.closer == ")"
 
 
 class CallReader:
@@ -74,6 +92,7 @@ class CallReader:
             _State.FIRST_ITEM: self._read_first_item,
             _State.VALUE: self._read_value,
             _State.WORD: self._read_word,
+            _State.ASCII_STRING: self._read_ascii_string,
             _State.STRING: self._read_string,
             _State.AFTER: self._read_after,
             _State.DONE: self._read_rest,
@@ -128,42 +147,44 @@ class CallReader:
     # There is one method per state. Each reads from `position` and returns the position where it stopped.
 
     def _read_head(self, text: str, position: int) -> int:
-        end = text.find("{", position)
-        self._word.append(text[position : end if end >= 0 else len(text)])
+        match = _HEAD_END.search(text, position)
+        self._word.append(text[position : match.start() if match else len(text)])
         whole = "".join(self._word)
         head = whole.lstrip()
-        if not head.startswith(_PREFIX) and (end >= 0 or not _PREFIX.startswith(head)):
-            self.fault = f"does not start with {_PREFIX}"
-        elif len(whole) > len(_PREFIX) + _MAX_NAME_CHARS:
+        prefix = next((prefix for prefix in _PREFIXES if head.startswith(prefix)), None)
+        if prefix is None and (match or not any(prefix.startswith(head) for prefix in _PREFIXES)):
+            self.fault = "does not start with call:"
+        elif len(whole) > len(_PREFIXES[0]) + _MAX_NAME_CHARS:
             self.fault = "the name is too long"
-        elif end >= 0:
-            name = head[len(_PREFIX) :].strip()
+        elif match and prefix is not None:
+            name = head[len(prefix) :].strip()
             if _NAME.fullmatch(name):
                 self.name = name
                 self._word.clear()
                 schema = self._schemas.get(name)
-                self._open("{", Shape([schema], schema))
+                self._open(match.group(), Shape([schema], schema))
             else:
                 self.fault = "no valid name"
-        return end + 1 if end >= 0 else len(text)
+        return match.end() if match else len(text)
 
     def _read_first_key(self, text: str, position: int) -> int:
         position = _skip_space(text, position)
-        if text[position : position + 1] == "}":
-            self._close("}")
+        if text[position : position + 1] == self._levels[-1].closer:
+            self._close()
             return position + 1
         if position < len(text):
             self._state = _State.KEY
         return position
 
     def _read_key(self, text: str, position: int) -> int:
-        match = _KEY_END.search(text, position)
+        match = (_NAMED_KEY_END if self._levels[-1].is_named else _KEY_END).search(text, position)
         self._word.append(text[position : match.start() if match else len(text)])
         if match is None:
             return len(text)
         key = self._take_word().strip()
-        if match.group() == ":" and key:
-            self._begin_value(key)
+        if match.group() in ":=" and key:
+            unquoted = unquote(key)
+            self._begin_value(key if unquoted is None else unquoted)
         else:
             self.fault = "no key" if not key else f"{match.group()} after a key"
         return match.end()
@@ -183,7 +204,7 @@ class CallReader:
     def _read_first_item(self, text: str, position: int) -> int:
         position = _skip_space(text, position)
         if text[position : position + 1] == "]":
-            self._close("]")
+            self._close()
             return position + 1
         if position < len(text):
             self._state = _State.VALUE
@@ -197,19 +218,28 @@ class CallReader:
         if char in "{[":
             self._open(char, self._levels[-1].inner())
             return position + 1
-        if char in "}],":
+        if char in "}]," or char == self._levels[-1].closer:
             self.fault = f"{char} instead of a value"
-        self._state = _State.WORD
+        self._state = _State.ASCII_STRING if char == '"' else _State.WORD
         return position
 
     def _read_word(self, text: str, position: int) -> int:
-        match = _WORD_END.search(text, position)
+        match = (_NAMED_WORD_END if self._levels[-1].is_named else _WORD_END).search(text, position)
         self._word.append(text[position : match.start() if match else len(text)])
         if match is None:
             return len(text)
         self._json.append(bare_json(self._take_word().strip(), self._levels[-1].inner().types()))
         self._end_value()
         return match.start()
+
+    def _read_ascii_string(self, text: str, position: int) -> int:
+        end = text.find('"', position + (not self._word)) + 1  # after the opening quote
+        self._word.append(text[position : end or len(text)])
+        if not end:
+            return len(text)
+        if not _is_escaped(self._word):
+            self._state = _State.WORD
+        return end
 
     def _read_string(self, text: str, position: int) -> int:
         self._json.append(json.dumps(text[position:], ensure_ascii=False)[1:-1])
@@ -220,9 +250,9 @@ class CallReader:
         char, level = text[position : position + 1], self._levels[-1]
         if char == ",":
             self._json.append(",")
-            self._state = _State.KEY if level.closer == "}" else _State.VALUE
+            self._state = _State.KEY if level.has_keys else _State.VALUE
         elif char == level.closer:
-            self._close(char)
+            self._close()
         elif char:
             self.fault = f"{char} after a value"
         return position + 1
@@ -245,17 +275,27 @@ class CallReader:
         if len(self._levels) >= _MAX_NESTING:
             self.fault = f"nested deeper than {_MAX_NESTING}"
             return
-        self._levels.append(_Level("}" if char == "{" else "]", shape))
-        self._json.append(char)
-        self._state = _State.FIRST_KEY if char == "{" else _State.FIRST_ITEM
+        level = _Level(_CLOSERS[char], shape)
+        self._levels.append(level)
+        self._json.append("{" if level.has_keys else "[")
+        self._state = _State.FIRST_KEY if level.has_keys else _State.FIRST_ITEM
 
-    def _close(self, char: str) -> None:
-        self._json.append(char)
-        self._levels.pop()
+    def _close(self) -> None:
+        self._json.append("}" if self._levels.pop().has_keys else "]")
         if self._levels:
             self._end_value()
         else:
             self._state = _State.DONE
+
+
+def _is_escaped(pieces: list[str]) -> bool:
+    """Return whether the last character of the joined pieces follows an odd number of backslashes."""
+    num_backslashes = 0
+    for character in itertools.islice(itertools.chain.from_iterable(map(reversed, reversed(pieces))), 1, None):
+        if character != "\\":
+            break
+        num_backslashes += 1
+    return num_backslashes % 2 == 1
 
 
 def _skip_space(text: str, position: int) -> int:

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 _MAX_DEPTH = 16  # limit on nested references and alternatives
@@ -95,8 +96,11 @@ class Shape:
 def bare_json(text: str, types: frozenset[str]) -> str:
     """Convert an unquoted value to JSON. Use a type that the schema allows if the text fits, else guess from the text.
 
-    If only strings are allowed, the value is a string, even for `null` and `5`.
+    A JSON string in ASCII quotes is that string. If only strings are allowed, the value is one, even for `null` and `5`.
     """
+    unquoted = unquote(text)
+    if unquoted is not None:
+        return json.dumps(unquoted, ensure_ascii=False)
     word = text.lower()
     if word in ("null", "none") and "null" in types:
         return "null"
@@ -109,6 +113,16 @@ def bare_json(text: str, types: frozenset[str]) -> str:
     if "string" not in types and (text in ("true", "false", "null") or _is_json_number(text)):
         return text
     return json.dumps(text, ensure_ascii=False)
+
+
+def unquote(text: str) -> str | None:
+    """Return the value of a JSON string, or None if the text is anything else."""
+    if len(text) < 2 or text[0] != '"' or text[-1] != '"':
+        return None
+    with suppress(ValueError):
+        value = json.loads(text, strict=False)
+        return value if isinstance(value, str) else None
+    return None
 
 
 def _is_json_number(text: str) -> bool:

@@ -99,6 +99,9 @@ def test_published_shapes(name: str) -> None:
             "final_logit_softcapping": None,
         },
     }
+    for key in ("quantization", "quantization_config", "compression_config"):
+        with pytest.raises(CheckpointError, match=f"{key}: got a dict, expected no value"):
+            read_mtp(config | {key: {"bits": 4}}, target)
     spec = read_mtp(config, target)
     published = {"E2B": 77.7, "E4B": 78.5, "12B": 422.9, "26B-A4B": 419.7, "31B": 469.5}
     assert round(sum(spec.tensor_sizes().values()) / 1e6, 1) == published[name]

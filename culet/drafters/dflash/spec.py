@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from culet.models.spec import ModelSpec, Section
+from culet.models.spec import ModelSpec, Section, refuse_quantised
 
 ARCHITECTURE = "DFlashDraftModel"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -21,7 +21,6 @@ _FIXED: tuple[tuple[str, object], ...] = (
     ("hidden_act", "silu"),
     ("attention_bias", False),
     ("rope_scaling", None),
-    ("quantization_config", None),
 )
 
 
@@ -75,6 +74,10 @@ class DFlashSpec:
 def read_dflash(config: Mapping[str, object], target: ModelSpec) -> DFlashSpec:
     """Read a drafter's `config.json`. Raise if it was not made for `target`. The error names the key at fault."""
     root = Section(config)
+    for key in ("speculators_model_type", "speculators_config"):
+        if key in config:
+            hint = f"use the drafter in its own format, whose architectures are {[ARCHITECTURE]!r}"
+            raise root.error(key, "the drafter is in the format of the speculators package, which is not supported", hint)
     if config.get("architectures") != [ARCHITECTURE]:
         hint = 'use an assistant with "method": "mtp"' if "assistant" in str(config.get("model_type")) else ""
         raise root.error("architectures", f"got {config.get('architectures')!r}, expected {[ARCHITECTURE]!r}", hint)
@@ -83,6 +86,7 @@ def read_dflash(config: Mapping[str, object], target: ModelSpec) -> DFlashSpec:
         if value is not None and value != expected:
             wanted = "no value" if expected is None else repr(expected)
             raise root.error(key, f"got {value!r}, expected {wanted}", "no published DFlash drafter has this value")
+    refuse_quantised(root)
     own = root.section("dflash_config", {})
     _check_pairing(root, own, target)
     num_heads, num_kv_heads = root.whole("num_attention_heads"), root.whole("num_key_value_heads")

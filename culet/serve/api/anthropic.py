@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -217,7 +217,15 @@ async def count_tokens(service: Service, request: Request) -> Response:
         choice = body.tool_choice
         tools = [] if choice is not None and choice.type == "none" else _tools(body)
         await check_chat(service, body.messages, tools)
-        tokens = await service.encode_chat(_openai_messages(body), tools=tools or None, enable_thinking=_thinking(body))
+        messages = _openai_messages(body)
+        continued = _prefilled(messages[-1])
+        tokens = await service.encode_chat(
+            messages,
+            tools=tools or None,
+            enable_thinking=_thinking(body),
+            add_generation_prompt=continued is None,
+            continued=continued,
+        )
     except CuletError as error:
         return _error_response(error)
     return json_response(TokenCount(len(tokens)))
@@ -234,15 +242,24 @@ async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
     if choice is not None and choice.type == "tool" and choice.name is None:
         raise BadRequest("tool_choice.name: the name of a tool is required")
     await check_chat(service, body.messages, ())
+    messages = _openai_messages(body)
     return await prepare(
         service,
-        _openai_messages(body),
+        messages,
         params,
         tools=_tools(body),
         tool_choice="auto" if choice is None else names.get(choice.type, f"={choice.name}"),
         single_call=choice is not None and choice.disable_parallel_tool_use,
         enable_thinking=_thinking(body),
+        continued=_prefilled(messages[-1]),
+        clamp=True,  # clients must always send max_tokens, so they send large ones
     )
+
+
+def _prefilled(message: Mapping[str, Any]) -> str | None:
+    """Return the text of the last message if it is the model's, which the answer continues."""
+    is_prefilled = message["role"] == "assistant" and "tool_calls" not in message and message["content"].strip()
+    return message["content"] if is_prefilled else None
 
 
 # From Anthropic's messages to chat messages

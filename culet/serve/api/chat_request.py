@@ -77,10 +77,14 @@ async def prepare(
     single_call: bool = False,
     enable_thinking: bool | None = None,
     options: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+    continued: str | None = None,
+    clamp: bool = False,
 ) -> PreparedChat:
     """Check, render and tokenize a chat request.
 
-    `tool_choice` is auto, none, required, or `=NAME` for the tool that must be called.
+    `tool_choice` is auto, none, required, or `=NAME` for the tool that must be called. `continued` is the text of the last
+    message if the answer continues it. With `clamp`, a `max_tokens` that exceeds the context is lowered.
     """
     service.require_ready()
     await check_chat(service, messages, tools)
@@ -100,11 +104,15 @@ async def prepare(
         messages,
         tools=list(offered) or None,
         enable_thinking=enable_thinking,
+        add_generation_prompt=add_generation_prompt and continued is None,
         options=options,
+        continued=continued,
     )
     call_id = service.tokenizer.token_id(_OPEN_CALL)
     if tool_choice == "none" and tools and call_id is not None:
         params = replace(params, logit_bias={**(params.logit_bias or {}), call_id: _FORBID})
+    if clamp or service.settings.clamp_max_tokens:
+        params = service.clamp(params, len(prompt))
     return PreparedChat(service, prompt, params, offered, single_call)
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import Meta, Raw, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from culet.errors import BadRequest
+from culet.errors import BadRequest, UnsupportedError
 from culet.serve.service import Service
-from culet.structured.forms import ResponseFormat, StructuredFields, form_of
+from culet.structured.forms import FormAliases, ResponseFormat, StructuredFields, form_of
 from culet.types import MAX_SEED, SamplingParams
 
 MAX_TEXT = 64 << 20  # larger than any body
@@ -41,7 +41,47 @@ class StreamOptions(Struct):
     include_usage: bool = False
 
 
-class SamplingFields(Struct, kw_only=True):
+Refused = Annotated[Raw, Meta(extra_json_schema={"enum": [None]})] | UnsetType
+# Values that ask for nothing.
+_NEUTRAL = (b"null", b"false", b"0", b"0.0", b"[]", b"{}", b'""', b"-1")
+_NEUTRAL_FACTORS = (b"null", b"1", b"1.0")
+
+
+class UnsupportedFields(FormAliases, kw_only=True):
+    """Fields of other servers that would change the answer. They are refused by name unless they ask for nothing."""
+
+    min_tokens: Refused = UNSET
+    allowed_token_ids: Refused = UNSET
+    bad_words: Refused = UNSET
+    use_beam_search: Refused = UNSET
+    length_penalty: Refused = UNSET
+    typical_p: Refused = UNSET
+    top_a: Refused = UNSET
+    mirostat: Refused = UNSET
+    dry_multiplier: Refused = UNSET
+    xtc_probability: Refused = UNSET
+    dynatemp_range: Refused = UNSET
+    logits_processors: Refused = UNSET
+    include_stop_str_in_output: Refused = UNSET
+    truncate_prompt_tokens: Refused = UNSET
+    ebnf: Refused = UNSET
+    json_schema: Refused = UNSET
+
+    def refuse(self) -> None:
+        """Raise if the request has such a field."""
+        for name in _UNSUPPORTED:
+            value = getattr(self, name)
+            if isinstance(value, UnsetType):
+                continue
+            neutral = _NEUTRAL_FACTORS if name in ("length_penalty", "typical_p") else _NEUTRAL
+            if memoryview(value) not in neutral:
+                raise UnsupportedError(f"{name}: not supported", hint="omit the field")
+
+
+_UNSUPPORTED = [name for name in UnsupportedFields.__struct_fields__ if name not in FormAliases.__struct_fields__]
+
+
+class SamplingFields(UnsupportedFields, kw_only=True):
     """The sampling fields of chat and completions requests."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
@@ -76,6 +116,7 @@ def sampling_params(
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """Convert `fields` to SamplingParams. Raise if a value exceeds the server's limits."""
+    fields.refuse()
     limits = service.limits
     stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     n = fields.n or 1
@@ -104,5 +145,5 @@ def sampling_params(
         repetition_penalty=fields.repetition_penalty,
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
-        structured_outputs=form_of(fields.response_format, fields.structured_outputs),
+        structured_outputs=form_of(fields.response_format, fields.merged(fields.structured_outputs)),
     )

@@ -1,4 +1,4 @@
-"""GET /health, /ready, /live and /version, for load balancers and operators."""
+"""GET /health, /ping, /ready, /live and /version, for load balancers and operators."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ async def version(service: Service, request: Request) -> Response:
 
 ENDPOINTS = (
     Endpoint("GET", "/health", health),
+    Endpoint("GET", "/ping", health),  # the name that SageMaker uses
     Endpoint("GET", "/ready", ready),
     Endpoint("GET", "/live", live),
     Endpoint("GET", "/version", version),

@@ -110,6 +110,9 @@ class ChatRequest(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False  # the answer continues the last message, which is the assistant's
+    thinking_token_budget: UnsetType | None = UNSET  # not supported
     chat_template: UnsetType | None = UNSET  # a template is a program, so requests cannot send one
 
 
@@ -242,8 +245,21 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
         single_call=body.parallel_tool_calls is False,
         enable_thinking=thinking,
         options={"preserve_thinking": True} if options is not None and options.preserve_thinking else None,
+        add_generation_prompt=body.add_generation_prompt,
+        continued=_continued(body) if body.continue_final_message else None,
     )
     return prepared if num_top is None or max_tokens is not None else _shorten(service, prepared, num_top)
+
+
+def _continued(body: ChatRequest) -> str:
+    """Return the text of the last message, which the answer continues."""
+    if body.add_generation_prompt:
+        problem = "continue_final_message: cannot be combined with add_generation_prompt"
+        raise BadRequest(problem, hint="set add_generation_prompt to false")
+    last = body.messages[-1]
+    if last.role != "assistant" or last.tool_calls or not last.content:
+        raise BadRequest("continue_final_message: the last message must be the assistant's, with text and without tool_calls")
+    return last.content if isinstance(last.content, str) else last.content[-1].text
 
 
 def _shorten(service: Service, prepared: PreparedChat, num_top: int) -> PreparedChat:

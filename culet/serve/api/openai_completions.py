@@ -171,6 +171,8 @@ def _check_length(service: Service, token_ids: Sequence[object]) -> None:
 
 def _open(service: Service, prompt: Sequence[int], params: SamplingParams, origin: Origin) -> Generation:
     make_output = partial(plain_output, service.tokenizer)
+    if service.settings.clamp_max_tokens:
+        params = service.clamp(params, len(prompt))
     return Generation(service, prompt, params, make_output, endpoint=ENDPOINT, origin=origin)
 
 

@@ -1,6 +1,6 @@
-"""POST /tokenize and /detokenize: convert between text and token ids.
+"""POST /tokenize and /detokenize: convert between text and token ids. GET /tokenizer_info: the names of special tokens.
 
-A client decides how many there are, so both answers are built in short turns of the event loop.
+A client decides how many tokens there are, so the answers are built in short turns of the event loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from culet.errors import BadRequest
 from culet.serve.answers.parts import BigAnswer, Part
 from culet.serve.api.chat_request import check_chat
-from culet.serve.api.endpoint import Endpoint, encoder, read_body
+from culet.serve.api.endpoint import Endpoint, encoder, json_response, read_body
 from culet.serve.api.fields import Text, TokenId
 from culet.serve.api.openai_chat import Message, TemplateOptions, Tool, tool_fields
 from culet.serve.service import Service
@@ -56,6 +56,24 @@ class DetokenizeAnswer(Struct):
     """The text of the token ids."""
 
     prompt: str
+
+
+class TokenizerInfo(Struct):
+    """What a client needs to build prompts itself."""
+
+    bos_token: str
+    eos_token: str
+    pad_token: str
+    chat_template: str
+    model_max_length: int
+    tokenizer_class: str = "PreTrainedTokenizerFast"
+
+
+async def tokenizer_info(service: Service, request: Request) -> Response:
+    """Return the special tokens and the chat template."""
+    names, limit = service.template.special_tokens, service.rules.max_model_len
+    bos, eos, pad = (names[f"{name}_token"] for name in ("bos", "eos", "pad"))
+    return json_response(TokenizerInfo(bos, eos, pad, service.template.source, limit))
 
 
 async def tokenize(service: Service, request: Request) -> Response:
@@ -114,6 +132,7 @@ def _decode_ids(tokenizer: Tokenizer, token_ids: Sequence[int], vocab_size: int)
 
 
 ENDPOINTS = (
+    Endpoint("GET", "/tokenizer_info", tokenizer_info, answer=TokenizerInfo),
     Endpoint("POST", "/tokenize", tokenize, body=TokenizeRequest, answer=TokenizeAnswer),
     Endpoint("POST", "/detokenize", detokenize, body=DetokenizeRequest, answer=DetokenizeAnswer),
 )

@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+import culet
 from culet import LLM, SamplingParams
 from culet.cache.spec import plan_cache
-from culet.errors import InternalError
+from culet.errors import BadRequest, InternalError
 from culet.models.checkpoint import open_checkpoint
+from culet.types import StepPlan
 from tests.engine.llm.oracle import EOS, SHAPES, VOCAB, WINDOW, assert_greedy, folder_of, oracle_logprobs, prompt
 from tests.matrix import matrix
 
@@ -294,6 +298,105 @@ def test_an_error_in_a_step_frees_everything(monkeypatch: pytest.MonkeyPatch) ->
             llm.generate([prompt(5), prompt(6)], GREEDY)
     assert not llm.engine.has_work
     check_greedy(llm, "31B", [prompts_of()[3]])
+
+
+def test_several_threads(llm: LLM) -> None:
+    """Calls and streams of several threads run together, with the same results as alone."""
+    params = [SamplingParams(seed=seed, max_tokens=16, ignore_eos=True) for seed in range(4)]
+    alone = [llm.generate(prompts_of(), own) for own in params]
+    streamed = [token for delta in llm.stream(prompts_of()[1], params[0]) for token in delta.token_ids]
+    results: dict[int, list[tuple[int, ...]]] = {}
+
+    def work(number: int) -> None:
+        if number < len(params):
+            results[number] = [result.token_ids for result in llm.generate(prompts_of(), params[number])]
+        else:
+            results[number] = [tuple(delta.token_ids) for delta in llm.stream(prompts_of()[1], params[0])]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(params) + 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, own in enumerate(alone):
+        assert results[number] == [result.token_ids for result in own]
+    for number in (4, 5):
+        assert [token for token_ids in results[number] for token in token_ids] == streamed
+    assert not llm.engine.has_work
+
+
+def test_a_failed_step_ends_the_calls_of_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make("31B", max_num_seqs=5)
+    launch, num_left = llm.engine._worker.launch, 20
+
+    def fail(plan: StepPlan) -> object:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0:
+            raise InternalError("the device is gone")
+        return launch(plan)
+
+    errors: list[InternalError] = []
+
+    def work() -> None:
+        try:
+            llm.generate([prompt(5)], dataclasses.replace(GREEDY, max_tokens=200))
+        except InternalError as error:
+            errors.append(error)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine._worker, "launch", fail)
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(errors) == 3
+    assert not llm.engine.has_work
+    check_greedy(llm, "31B", [prompts_of()[3]])
+
+
+# vLLM's interface
+
+
+def test_names_of_vllm(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    [result] = llm.generate(["hello world"], sampling_params=params, use_tqdm=False)
+    assert result.outputs[0].text == result.text
+    assert result.prompt == "hello world"
+    token_ids = list(result.prompt_token_ids)
+    for given in ({"prompt_token_ids": token_ids}, {"prompt": "hello world"}, [{"prompt_token_ids": token_ids}]):
+        assert llm.generate(given, params)[0].token_ids == result.token_ids
+    assert llm.get_tokenizer().decode(result.token_ids) == result.text
+    for bad in ({"text": "x"}, {"prompt": "x", "multi_modal_data": {}}):
+        with pytest.raises(BadRequest, match="expected prompt or prompt_token_ids"):
+            llm.generate([bad], params)
+
+
+def test_structured_outputs_as_a_mapping(llm: LLM) -> None:
+    [result] = llm.generate([prompt(5)], SamplingParams(max_tokens=8, structured_outputs={"choice": ["a", "b"]}))
+    assert result.text in ("a", "b")
+    with pytest.raises(BadRequest, match="structured_outputs: got 'pattern', expected one of: json"):
+        SamplingParams(structured_outputs={"pattern": "a"})
+
+
+def test_trust_remote_code_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"), LLM(str(folder_of("31B")), trust_remote_code=True, device="cpu", max_model_len=64) as own:
+        check_greedy(own, "31B", [prompt(5)][:0])
+    assert "trust_remote_code has no effect" in caplog.text
+
+
+def test_the_package_lists_its_names() -> None:
+    assert {"LLM", "SamplingParams", "StructuredOutputs"} <= set(dir(culet))
+    assert Path(culet.__file__).with_name("py.typed").exists()
+
+
+def test_chat_template_kwargs(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    params = SamplingParams(temperature=0, max_tokens=2)
+    [plain], [thinking] = llm.chat(messages, params), llm.chat(messages, params, enable_thinking=True)
+    [same] = llm.chat(messages, params, chat_template_kwargs={"enable_thinking": True})
+    assert same.prompt_token_ids == thinking.prompt_token_ids != plain.prompt_token_ids
 
 
 # Text and chat

@@ -115,6 +115,9 @@ def test_attention_is_planned_by_its_own_needs() -> None:
     ("changes", "problem"),
     [
         ({"architectures": ["Qwen3ForCausalLM"]}, "architectures: got"),
+        ({"speculators_model_type": "dflash"}, "speculators_model_type: the drafter is in the format of the speculators"),
+        ({"quantization": {"bits": 4}}, "quantization: got a dict, expected no value"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: got a dict"),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
         ({"attention_bias": True}, "attention_bias: got True"),
         ({"rope_scaling": {"factor": 2}}, "rope_scaling: got"),

@@ -297,6 +297,8 @@ def rope(kind: str, **changes: Any) -> dict[str, Any]:
         (VARIANTS["31B"] | {"architectures": ["Gemma4Model"]}, "architectures", "Gemma4ForConditionalGeneration"),
         (VARIANTS["31B"] | {"tie_word_embeddings": False}, "tie_word_embeddings", "expected True"),
         (VARIANTS["31B"] | {"quantization_config": {"bits": 4}}, "quantization_config", "quantised"),
+        (VARIANTS["31B"] | {"quantization": {"bits": 4, "group_size": 64}}, "quantization", "quantised"),
+        (VARIANTS["E4B"] | {"compression_config": {"format": "x"}}, "compression_config", "quantised"),
         (VARIANTS["31B"] | {"eos_token_id": "x"}, "eos_token_id", "'x'"),
         (variant("31B", model_type="gemma4_unified_text"), "text_config.model_type", "'gemma4_text'"),
         (without("31B", "hidden_size"), "text_config.hidden_size", "missing"),

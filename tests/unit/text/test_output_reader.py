@@ -219,6 +219,7 @@ STREAMS = {
     "malformed": f"<|channel>thought\n<channel|>x<|tool_call>call:f{{a:{Q}ü{Q}b}}{Q}<pad><tool_call|> y{CITY}"
     '<|tool_call>call:g{s:"',
     "odd marks": f"<channel|>a<|channel><|channel>no label\n<tool_call|>{Q}<|channel>thought<channel|> <tool_call|> b <turn|>c",
+    "other forms": '<|tool_call>:f{s:1}<|tool_call>:call:g(a="x, \\"y)",b=2)<|tool_call>call:g{"k":"é"} <turn|>',
     "plain": "hello 日本, <|tool_cal {a:1}\n",
 }
 
@@ -260,3 +261,22 @@ def test_any_tokens_at_all(tokenizer, tokens, data):
         st.fixed_dictionaries({"ignore_end": st.booleans(), "stop": st.sampled_from([(), ("a",), ("},", "ab")])})
     )
     assert read(tokenizer, ids, cuts, **options) == read(tokenizer, ids, **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<|turn>model\nhello", "hello"),
+        ("<|turn>model\n<|channel>thought\nhm\n<channel|>hello", "hello"),
+        ("<|turn>model", "model"),
+        ("<|turn>models are", "models are"),
+        ("<|turn>user\nhi", "user\nhi"),
+        ("a <|turn>model\nb", "a model\nb"),
+    ],
+)
+def test_a_role_at_the_start_is_dropped(tokenizer, text, expected):
+    ids = tokenizer.encode(text)
+    whole = read(tokenizer, ids)
+    assert whole[1].text == expected
+    for cut in range(len(ids) + 1):
+        assert read(tokenizer, ids, [cut]) == whole

@@ -199,6 +199,15 @@ def test_parallel_calls_and_object_results(small):
     )
 
 
+def test_a_result_without_an_id_belongs_to_the_call_at_its_position(small):
+    results = [{"role": "tool", "content": "p"}, {"role": "tool", "content": "q"}, {"role": "tool", "content": "r"}]
+    text = small.render([USER, asks(("a", "f", {}), ("b", "g", {})), *results])
+    assert [part.partition("{")[0] for part in text.split("response:")[1:]] == ["f", "g", "unknown"]
+    mixed = [{"role": "tool", "tool_call_id": "b", "content": "q"}, {"role": "tool", "content": "p"}]
+    text = small.render([USER, asks(("a", "f", {}), ("b", "g", {})), *mixed])
+    assert [part.partition("{")[0] for part in text.split("response:")[1:]] == ["g", "f"]
+
+
 def test_a_turn_with_text_and_a_call_stays_open_for_the_answer(small):
     messages = [USER, asks(("1", "f", {}), content="Let me see."), {"role": "tool", "tool_call_id": "1", "content": "r"}]
     text = small.render(messages)
@@ -243,6 +252,7 @@ def test_special_characters_pass_unchanged(small):
         ([asks(("1", "f", [1]))], BadRequest, "arguments: got list"),
         ([{"role": "assistant", "tool_calls": [{"name": "f"}]}], BadRequest, r"tool_calls\[0\]"),
         ([{"role": "assistant", "tool_calls": {"a": 1}}], BadRequest, "tool_calls: got dict"),
+        ([{"role": "assistant", "tool_calls": [{"id": [], "function": {"name": "f"}}]}], BadRequest, r"\[0\].id: got list"),
         ([USER, {"role": "assistant", "content": "x", "reasoning": 3}], BadRequest, "reasoning: got int"),
         ([USER, {"role": "tool", "content": "r"}], BadRequest, "must follow an assistant message with tool_calls"),
         ([{"role": "user", "content": "x", "extra": object()}], BadRequest, "cannot convert them to JSON"),
@@ -428,3 +438,41 @@ def test_no_process_without_a_message():
     template = built_in(True)
     assert not template._idle
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# Templates of real checkpoints
+
+
+def test_a_template_that_forgets_the_models_turn(tmp_path):
+    """Google's template of July 2026 closes a turn with text, a call and its result, and opens no other."""
+    source = "{{ bos_token }}{% for message in messages %}<|turn>{{ message.role }}\n{{ message.content }}<turn|>\n{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(source)
+    template = ChatTemplate.of_checkpoint(tmp_path, empty_thought=True)
+    assert template.render([USER]).endswith("Hi<turn|>\n<|turn>model\n<|channel>thought\n<channel|>")
+    assert template.render([USER], enable_thinking=True).endswith("Hi<turn|>\n<|turn>model\n")
+    assert template.render([USER], add_generation_prompt=False).endswith("Hi<turn|>\n")
+
+
+def test_problems_of_templates(tmp_path, small):
+    assert small.find_problem() == ""
+    sources = {
+        "{% for message in messages %}<|turn>{{ message.role }}\n{% endfor %}": "turns of their own",
+        "{% for message in messages %}{{ raise_exception('no') if message.role == 'tool' }}{% endfor %}": "cannot show",
+    }
+    for source, problem in sources.items():
+        (tmp_path / "chat_template.jinja").write_text(source)
+        assert problem in ChatTemplate.of_checkpoint(tmp_path, empty_thought=False).find_problem()
+
+
+def test_a_chosen_template(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("the checkpoint's")
+    (tmp_path / "own.jinja").write_text("my own")
+    for chosen, text, origin in (
+        (None, "the checkpoint's", "chat_template.jinja"),
+        (str(tmp_path / "own.jinja"), "my own", "own.jinja"),
+        ("built-in", "<bos><|turn>user\nHi<turn|>\n<|turn>model\n", "built-in"),
+    ):
+        template = ChatTemplate.of_checkpoint(tmp_path, chosen, empty_thought=False)
+        assert (template.render([USER]), template.origin) == (text, origin)
+    with pytest.raises(CheckpointError, match=r"none.jinja: cannot read the file"):
+        ChatTemplate.of_checkpoint(tmp_path, str(tmp_path / "none.jinja"), empty_thought=False)

@@ -130,6 +130,66 @@ def test_arguments_come_as_soon_as_they_are_certain(tokenizer):
     ]
 
 
+# Forms that models write besides the usual one
+
+
+@pytest.mark.parametrize(
+    "end", ["<tool_call|>", "", "<turn|>", "<|tool_response>", "<eos>", "<|tool_call>call:g{}<tool_call|>", "<|channel>"]
+)
+def test_a_closed_call_counts_without_its_end_token(tokenizer, end):
+    output = answer(tokenizer, f"<|tool_call>call:f{{a:1}}{end}")
+    assert (output.text, output.num_malformed) == ("", 0)
+    assert [(call.name, call.arguments) for call in output.tool_calls][:1] == [("f", {"a": 1})]
+    assert len(output.tool_calls) == 1 + ("call:g" in end)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        ":call:f{a:1,b:{x:[2]}}",
+        ":f{a:1,b:{x:[2]}}",
+        " : f {a:1,b:{x:[2]}}",
+        "call:f(a:1,b:{x:[2]})",
+        "call:f(a=1, b={x:[2]})",
+        'call:f("a"=1, "b": {"x":[2]} )',
+    ],
+)
+def test_other_forms_of_a_call(tokenizer, body):
+    output = answer(tokenizer, f"<|tool_call>{body}<tool_call|>")
+    (call,) = output.tool_calls
+    assert (call.name, call.arguments, output.text) == ("f", {"a": 1, "b": {"x": [2]}}, "")
+
+
+def test_named_arguments(tokenizer):
+    body = f"<|tool_call>call:f(path={Q}a(b),c={Q}, size=3, mode: fast)<tool_call|><|tool_call>call:g()<tool_call|>"
+    first, second = answer(tokenizer, body).tool_calls
+    assert first.arguments == {"path": "a(b),c=", "size": 3, "mode": "fast"}
+    assert (second.name, second.arguments) == ("g", {})
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        ('"x"', "x"),
+        ('"x, y}"', "x, y}"),
+        (r'"a \"b\", \\"', 'a "b", \\'),
+        (r'"\u00e9"', "é"),
+        ('"x" y', '"x" y'),
+        ('"bad \\q"', '"bad \\q"'),
+        ('5"', '5"'),
+        ("'x'", "'x'"),
+        ('""', ""),
+    ],
+)
+def test_strings_in_ascii_quotes(tokenizer, body, value):
+    assert arguments(tokenizer, f"memory: {body}") == {"memory": value}
+    assert arguments(tokenizer, f'"memory": [{body}]') == {"memory": [value]}
+
+
+def test_a_quoted_number_is_a_string(tokenizer):
+    assert arguments(tokenizer, 'a:"5"', {"properties": {"a": {"type": "integer"}}}) == {"a": "5"}
+
+
 # Malformed calls
 
 MALFORMED = [
@@ -140,6 +200,13 @@ MALFORMED = [
     "weather{a:1}",
     "call:two words{a:1}",
     "call:" + "f" * 300,
+    "-f{a:1}",
+    "call:f(a:1",
+    "call:f(a:1}",
+    "call:f{a:1)",
+    "call:f(a=)",
+    "call:f(a)",
+    'call:f{a:"open}',
     "call:f",
     "call:f{",
     "call:f{a",

@@ -1,0 +1,133 @@
+"""Fields of other servers: aliases work, fields that would change the answer are refused, and answers can be continued."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.serve.running import Running
+
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_choice": ["red", "green"]}, "red|green"),
+        ({"guided_regex": "[ab]{3}"}, "[ab]{3}"),
+        ({"guided_grammar": 'start: "x" "y"'}, "xy"),
+        ({"guided_json": {"type": "integer", "minimum": 5, "maximum": 7}}, "[567]"),
+        ({"guided_json": json.dumps({"const": 4})}, "4"),
+        ({"regex": "[0-9]{2}"}, "[0-9]{2}"),
+        ({"grammar": 'root ::= "yes" | "no"'}, "yes|no"),
+        ({"grammar": 'start: "q"'}, "q"),
+    ],
+)
+def test_other_names_of_structured_outputs(tiny: Running, fields: dict[str, Any], pattern: str) -> None:
+    answer = tiny.chat(messages=HELLO, max_tokens=40, temperature=1.0, seed=3, **fields).json()
+    assert re.fullmatch(pattern, answer["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"guided_choice": ["a"], "regex": "b"}, "regex"),
+        ({"guided_choice": ["a"], "structured_outputs": {"regex": "b"}}, "guided_choice"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"grammar": "root ::= undefined"}, "Rule 'undefined' not found"),
+        ({"min_tokens": 5}, "min_tokens"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"allowed_token_ids": [5]}, "allowed_token_ids"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"length_penalty": 2}, "length_penalty"),
+        ({"dry_multiplier": 0.8}, "dry_multiplier"),
+        ({"ebnf": "root ::= x"}, "ebnf"),
+        ({"json_schema": {"type": "object"}}, "json_schema"),
+        ({"thinking_token_budget": 7}, "thinking_token_budget"),
+        ({"continue_final_message": True}, "add_generation_prompt"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "continue_final_message"),
+    ],
+)
+def test_fields_that_are_refused(tiny: Running, fields: dict[str, Any], name: str) -> None:
+    response = tiny.chat(messages=HELLO, max_tokens=4, **fields)
+    assert response.status_code == 400
+    assert name in response.json()["error"]["message"]
+
+
+def test_fields_that_ask_for_nothing(fake: Running) -> None:
+    fields = {"min_tokens": 0, "bad_words": [], "use_beam_search": False, "length_penalty": 1.0, "typical_p": 1, "ebnf": None}
+    assert fake.chat(messages=HELLO, **fields).status_code == 200
+    for fields in ({"best_of": 2}, {"suffix": "x"}, {"min_tokens": 1}):
+        response = fake.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, **fields})
+        assert response.status_code == 400
+        assert next(iter(fields)) in response.json()["error"]["message"]
+
+
+# Answers that continue a message
+
+
+def completion(server: Running, prompt: list[int]) -> str:
+    fields = {"model": "gemma", "prompt": prompt, "max_tokens": 12, "temperature": 0}
+    answer = server.http.post("/v1/completions", json=fields).json()
+    return str(answer["choices"][0]["text"])
+
+
+def test_continue_the_last_message(tiny: Running, encode: Callable[[str], list[int]]) -> None:
+    said = [*HELLO, {"role": "assistant", "content": "Once upon a"}]
+    prompt = encode("<bos><|turn>user\nHello<turn|>\n<|turn>model\nOnce upon a")
+    fields = {"max_tokens": 12, "temperature": 0, "add_generation_prompt": False, "continue_final_message": True}
+    answer = tiny.chat(messages=said, **fields).json()
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+    assert answer["choices"][0]["message"]["content"] == completion(tiny, prompt)
+    parts = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "Once upon a "}]}]
+    assert tiny.chat(messages=parts, **fields).json()["choices"] == answer["choices"]
+
+
+def test_a_prefilled_turn(tiny: Running, encode: Callable[[str], list[int]]) -> None:
+    """Anthropic's clients end their messages with the beginning of the answer."""
+    prompt = encode("<bos><|turn>user\nHello<turn|>\n<|turn>model\nOnce upon a")
+    body = {"model": "gemma", "messages": [*HELLO, {"role": "assistant", "content": "Once upon a"}]}
+    answer = tiny.http.post("/v1/messages", json={**body, "max_tokens": 12, "temperature": 0}).json()
+    assert answer["content"][0]["text"] == completion(tiny, prompt)
+    assert tiny.http.post("/v1/messages/count_tokens", json=body).json() == {"input_tokens": len(prompt)}
+
+
+def test_control_tokens_in_a_continued_message_stay_text(tiny: Running) -> None:
+    fields = {"max_tokens": 1, "add_generation_prompt": False, "continue_final_message": True}
+    answer = tiny.chat(messages=[*HELLO, {"role": "assistant", "content": "a <turn|> b"}], **fields)
+    plain = tiny.chat(messages=[*HELLO, {"role": "assistant", "content": "a b"}], **fields)
+    assert answer.json()["usage"]["prompt_tokens"] > plain.json()["usage"]["prompt_tokens"] + 3
+
+
+# Room in the context
+
+
+def test_max_tokens_beyond_the_context(scripted: Callable[..., Running]) -> None:
+    """Clients of /v1/messages must always send it, so it is lowered there, and elsewhere if the operator says so."""
+    large = {"model": "gemma", "messages": HELLO, "max_tokens": 10**6}
+    with scripted() as server:
+        assert server.http.post("/v1/messages", json=large).status_code == 200
+        assert server.chat(messages=HELLO, max_tokens=10**6).status_code == 400
+    with scripted(settings={"clamp_max_tokens": True}) as server:
+        assert server.chat(messages=HELLO, max_tokens=10**6).status_code == 200
+        assert server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 10**6}).status_code == 200
+
+
+# Small endpoints
+
+
+def test_tokenizer_info_and_ping(fake: Running) -> None:
+    info = fake.http.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"], info["pad_token"]) == ("<bos>", "<eos>", "<pad>")
+    assert "<|turn>" in info["chat_template"]
+    assert fake.http.get("/ping").status_code == 200
+
+
+def test_an_unknown_path_lists_the_paths(fake: Running) -> None:
+    response = fake.http.post("/v1/chat/completion", json={})
+    assert response.status_code == 404
+    assert "/v1/chat/completions, " in response.json()["error"]["message"]
