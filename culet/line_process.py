@@ -22,6 +22,7 @@ from culet.errors import InternalError
 
 START_LIMIT_S = 60.0  # for the process to start, which depends on the machine and not on the question
 _LOOK_S = 0.2  # how often to look whether a silent process was stopped
+_NICENESS = 10  # Clients decide how much work these processes have, so the engine and the web process come first.
 
 
 class Stopper:
@@ -66,6 +67,8 @@ class LineProcess:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C must not reach it
         )
+        with suppress(OSError):  # it may have ended already
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import signal
-import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +15,7 @@ from typing import Any, Self, TypeGuard
 
 from culet.config import BUILT_IN, Config, build_config
 from culet.engine.engine import Engine
+from culet.engine.progress import show_progress
 from culet.errors import BadRequest, ConfigError, InternalError, QueueFull, UserError
 from culet.log import logger
 from culet.text.output import MakeOutput, OutputDelta, chat_output, plain_output
@@ -371,7 +370,7 @@ class LLM:
         ]
         waiting, num_left, num_failures = deque(jobs), len(jobs), self._num_failures
         try:
-            with _progress(len(jobs) if shows_progress else 0) as advance:
+            with show_progress(len(jobs) if shows_progress else 0) as advance:
                 while num_left:
                     while waiting and self._try_add(waiting[0]):
                         waiting.popleft()
@@ -479,29 +478,3 @@ def _interrupt_deferred() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
     if pending:
         raise KeyboardInterrupt
-
-
-@contextmanager
-def _progress(count: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar if there are several prompts and stderr is a terminal.
-
-    Yields a function to call with the number of tokens of each finished prompt.
-    """
-    if count < 2 or not sys.stderr.isatty():
-        yield lambda num_tokens: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    speed = TextColumn("{task.fields[speed]}")
-    began, total = time.monotonic(), 0
-    with Progress(*columns, speed, console=Console(stderr=True)) as bar:
-        task = bar.add_task("prompts", total=count, speed="")
-
-        def advance(num_tokens: int) -> None:
-            nonlocal total
-            total += num_tokens
-            bar.update(task, advance=1, speed=f"{total / (time.monotonic() - began):.0f} tokens/s")
-
-        yield advance

@@ -21,7 +21,7 @@ from culet.serve.service import FinishedRequest, Service
 from culet.text.output import MakeOutput, OutputDelta, SampleOutput
 from culet.types import GRAMMAR_FAULT, FinishReason, Logprobs, SamplingParams, TokenDelta
 
-_BATCH = 64  # deltas that are read at a time
+_BATCH = 256  # deltas that are read at a time, in a few milliseconds
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def test_errors_raise_the_clients_exceptions(fake: Running) -> None:
             client.messages.create(**{"model": "gemma", "max_tokens": 5, "messages": HELLO, **fields})
         if isinstance(failed.value, anthropic.BadRequestError):
             assert failed.value.body["type"] == "error"  # type: ignore[index]
-    too_long: Any = {"model": "gemma", "messages": HELLO, "max_tokens": 10_000_000}
+    too_long: Any = {"model": "gemma", "messages": [{"role": "user", "content": "x " * 100_000}], "max_tokens": 5}
     with pytest.raises(anthropic.BadRequestError, match="context"):
         list(client.messages.create(stream=True, **too_long))
     fake.check_well()

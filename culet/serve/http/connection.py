@@ -12,6 +12,7 @@ from http import HTTPStatus
 from typing import Any, ClassVar, cast
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from culet.config import Limits
@@ -60,8 +61,31 @@ class _ReplyTransport(asyncio.Transport):
         self._protocol.close()
 
 
+class _PacedFlow(FlowControl):
+    """uvicorn's flow control, which pauses while nobody reads the body. It can also rest for a time, whoever reads."""
+
+    _is_resting = False
+
+    def rest(self) -> None:
+        self._is_resting = True
+        self._transport.pause_reading()
+
+    def end_rest(self) -> None:
+        self._is_resting = False
+        if not self.read_paused and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def resume_reading(self) -> None:
+        if self._is_resting:
+            self.read_paused = False
+        else:
+            super().resume_reading()
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with bounds on everything a client can send."""
+
+    flow: _PacedFlow
 
     limits: ClassVar[Limits]
     intake: ClassVar[Intake]
@@ -82,6 +106,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _PacedFlow(transport)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -121,6 +146,8 @@ class BoundedProtocol(HttpToolsProtocol):
                     break
             self._feed(view[begin:end])
             begin = end
+        if not self._in_head and not self._is_dropping:
+            self._pace(len(data))
         if self._is_dropping:
             self._num_dropped_bytes += len(data) - min(begin, len(data))
             if self._num_dropped_bytes > _LINGER_BYTES:
@@ -128,6 +155,13 @@ class BoundedProtocol(HttpToolsProtocol):
             else:
                 self.flow.pause_reading()
                 self.loop.call_later(self.intake.drop_pause_s(len(data)), self.flow.resume_reading)
+
+    def _pace(self, num_bytes: int) -> None:
+        """Read the rest of a body later if bodies arrive too fast."""
+        pause_s = self.intake.read_pause_s(num_bytes)
+        if pause_s:
+            self.flow.rest()
+            self.loop.call_later(pause_s, self.flow.end_rest)
 
     def _feed(self, piece: memoryview) -> None:
         num_bytes = len(piece)

@@ -12,6 +12,8 @@ from culet.serve.http_errors import HttpError
 
 BODY = "culet.body"  # scope key of a request's IncomingBody. Requests without a body have none.
 _FREE_BYTES = 16 << 10  # the start of a body, which is never refused for lack of room: a short chat always gets in
+_BODY_BYTES_S = 64 << 20  # how fast bodies are read, over all connections, because each byte takes time that others need
+_BURST_S = 0.25  # worth of bodies that may come faster
 _DROP_BYTES_S = 200 << 20  # how fast the rest of refused requests is read, over all connections
 _MIN_DROP_PAUSE_S = 0.01
 
@@ -28,7 +30,7 @@ class Intake:
         self.refusals: Counter[str] = Counter()  # by error code
         self._max_bytes = max_bytes
         self._bodies: set[IncomingBody] = set()  # those that hold bytes
-        self._dropped_until = 0.0
+        self._read_until = self._dropped_until = 0.0
 
     def hold(self, body: IncomingBody, num_bytes: int) -> None:
         """Count bytes that have arrived. Refuse bodies, this one or others, while all of them are too large."""
@@ -47,6 +49,12 @@ class Intake:
                     code="bodies_full",
                 )
             )
+
+    def read_pause_s(self, num_bytes: int) -> float:
+        """Return how long a connection that sent this much of a body must wait. Short requests are complete by then."""
+        now = time.monotonic()
+        self._read_until = max(now - _BURST_S, self._read_until) + num_bytes / _BODY_BYTES_S
+        return max(0.0, self._read_until - now)
 
     def drop_pause_s(self, num_bytes: int) -> float:
         """Return how long a connection that sent bytes after a refusal must wait, so that they cost others little time."""
