@@ -7,6 +7,7 @@ import pytest
 from culet.config import Limits, read_limits
 from culet.errors import ConfigError
 from culet.serve.http import intake
+from culet.serve.http.connection import _PacedFlow
 from culet.serve.http.intake import IncomingBody, Intake
 
 KILOBYTE = 1 << 10
@@ -69,3 +70,47 @@ def test_the_budget_holds_one_body() -> None:
     assert Limits().bodies_mb >= Limits().body_mb
     with pytest.raises(ConfigError, match="bodies_mb: got 128, expected at least body_mb, which is 200"):
         read_limits("body_mb=200")
+
+
+def test_bodies_are_read_at_a_bounded_rate(clock: list[float]) -> None:
+    clock[0] = 100.0
+    held = Intake(1 << 30)
+    burst = int(intake._BURST_S * intake._BODY_BYTES_S)
+    assert held.read_pause_s(burst) == pytest.approx(0.0)
+    assert held.read_pause_s(intake._BODY_BYTES_S) == pytest.approx(1.0)
+    assert held.read_pause_s(intake._BODY_BYTES_S) == pytest.approx(2.0), "all connections share the rate"
+    clock[0] += 10.0
+    assert held.read_pause_s(burst) == pytest.approx(0.0), "what was not used is saved up to the burst only"
+    assert held.read_pause_s(intake._BODY_BYTES_S) == pytest.approx(1.0)
+
+
+class Recorder:
+    """A transport that only knows whether it reads."""
+
+    is_reading = True
+
+    def pause_reading(self) -> None:
+        self.is_reading = False
+
+    def resume_reading(self) -> None:
+        self.is_reading = True
+
+    def is_closing(self) -> bool:
+        return False
+
+
+def test_a_rest_outlasts_a_reader_that_wants_more() -> None:
+    transport = Recorder()
+    flow = _PacedFlow(transport)  # type: ignore[arg-type]
+    flow.rest()
+    flow.pause_reading()
+    flow.resume_reading()  # uvicorn does this whenever the application waits for the body
+    assert not transport.is_reading
+    flow.end_rest()
+    assert transport.is_reading
+    flow.rest()
+    flow.pause_reading()
+    flow.end_rest()
+    assert not transport.is_reading, "nobody reads the body"
+    flow.resume_reading()
+    assert transport.is_reading
