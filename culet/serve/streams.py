@@ -224,7 +224,11 @@ async def run_all(
             generations.append(await stack.enter_async_context(open_generation()))
             await asyncio.sleep(0)  # submitting takes time that grows with the prompt
         release_body(request.scope)
-        await unless_gone(request, lambda: asyncio.gather(*(run(*entry) for entry in enumerate(generations))))
+
+        async def run_each() -> None:
+            await asyncio.gather(*(run(*entry) for entry in enumerate(generations)))
+
+        await unless_gone(request, run_each)
         return generations
 
 

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 
-from tests.serve.running import _SERVE, free_port, wait_for
+from tests.serve.hardening.raw_http import chat_bytes, connect
+from tests.serve.running import _SERVE, Running, free_port, wait_for
 
 LONG_PATH = "/nowhere/" + "%E2%82%AC" * 250  # makes a line of 1.5 KB
 NUM_REQUESTS = 1200  # far more than the pipe (64 KB) and the queue (1 MB) hold
@@ -89,3 +91,16 @@ def test_a_server_ends_although_nobody_reads_its_log(folder: Path, encode: Calla
     finally:
         process.kill()
         process.communicate()
+
+
+def test_clients_that_leave_are_no_errors(scripted: Callable[..., Running]) -> None:
+    """A client that leaves before its answer is complete leaves no traceback in the log."""
+    with scripted("word " * 50, step_s=0.05) as server:
+        for _ in range(3):
+            with connect(server) as sock:
+                sock.sendall(chat_bytes(max_tokens=1000, ignore_eos=True))
+                time.sleep(0.5)
+        server.check_well()
+        log = server.log()
+        assert "Traceback" not in log
+        assert "never retrieved" not in log
