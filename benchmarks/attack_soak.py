@@ -31,7 +31,7 @@ QUESTIONS = ("What is the capital of France?", "Write a sentence about rain.", "
 NUM_SEEDS = 8
 NUM_CLIENTS = 4
 ATTACK_S = 10.0
-KILLED = (("culet.serve.process.engine",), ("template_worker",), ("check_worker",))  # words in their command lines
+KILLED = ("culet.serve.process.engine", "template_worker", "check_worker")  # modules of the processes to kill
 REST_S = 60.0
 MAX_GROWTH = 1.05  # of the web process's memory, from a third of the time to the end
 
@@ -137,15 +137,15 @@ class Soak:
                 self.count("slow", index, await read_reply(whole, began), stream=True)
 
     async def kill_in_turn(self) -> None:
-        for words in itertools.cycle(KILLED):
+        for module in itertools.cycle(KILLED):
             for _ in range(60):
                 await asyncio.sleep(1)
                 if self.is_over:
                     return
-            for process_id in self.server.children(*words):
+            for process_id in self.server.children(module):
                 with suppress(ProcessLookupError):
                     os.kill(process_id, signal.SIGKILL)
-                    self.outcomes[f"killed {words[0]}"] += 1
+                    self.outcomes[f"killed {module}"] += 1
 
     async def report(self, minutes: float) -> list[float]:
         """Print a line every minute, and return the web process's memory in each."""
@@ -203,7 +203,7 @@ async def run(server: Server, minutes: float, seed: int) -> int:
     early, late = memory[len(memory) // 3], memory[-1]
     print(f"web process: {early:.0f} MB after a third of the time, {late:.0f} MB at the end ({late / early - 1:+.1%})")
     problems = [*soak.wrong[:5], *soak.unreadable[:5], *([leaked] if leaked else [])]
-    problems += [f"no {words[0]} was killed" for words in KILLED if not soak.outcomes[f"killed {words[0]}"]]
+    problems += [f"no {module} was killed" for module in KILLED if not soak.outcomes[f"killed {module}"]]
     if late > MAX_GROWTH * early:
         problems.append("the web process's memory has grown")
     print("\n".join(problems) or "no wrong answer, no unreadable reply, no leaked page, no growth")

@@ -57,14 +57,14 @@ class Server:
         """Return the resident memory of the web process."""
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / MB
 
-    def children(self, *words: str) -> list[int]:
-        """Return the ids of child processes whose command line contains one of the words."""
+    def children(self, module: str) -> list[int]:
+        """Return the ids of the child processes that run a module."""
         found = []
         for listed in Path(f"/proc/{self.process.pid}/task").glob("*/children"):  # each thread has its own
             with suppress(OSError):
                 for child in listed.read_text().split():
                     line = Path(f"/proc/{child}/cmdline").read_bytes().decode()
-                    found += [int(child)] if any(word in line for word in words) else []
+                    found += [int(child)] if module in line else []
         return found
 
     async def wait_ready(self, limit_s: float = 300.0) -> None:

@@ -97,7 +97,7 @@ class _Job:
         prompt: str | None = None,
         finished: deque[_Job] | None = None,
     ) -> None:
-        """Create a job for a request. At its end, it is added to `finished`."""
+        """Create a job for a request. When the job ends, it is added to `finished`."""
         self.request, self.prompt, self.finished = request, prompt, finished
         self.samples = [make_output(request, params) for _ in range(request.n)]
         self.num_running = request.n
@@ -130,7 +130,7 @@ class _Job:
 
 
 @dataclass(frozen=True)
-class _GivenPrompt:
+class _TokenizedPrompt:
     """The tokens of a prompt, and its text if it was given as text."""
 
     token_ids: Sequence[int]
@@ -214,7 +214,9 @@ class LLM:
         if _is_conversation(messages):
             messages = [messages]
         conversations = _as_list(messages, "messages", "a list of messages")
-        prompts = [_GivenPrompt(self._render(conversation, tools, enable_thinking, options)) for conversation in conversations]
+        prompts = [
+            _TokenizedPrompt(self._render(conversation, tools, enable_thinking, options)) for conversation in conversations
+        ]
         if enable_thinking:
             sampling_params = [_after_thought(params) for params in _params_per_prompt(sampling_params, len(prompts))]
         return self._run(prompts, sampling_params, self._chat_output(tools), use_tqdm)
@@ -233,7 +235,7 @@ class LLM:
         """
         is_chat = _is_conversation(prompt)
         if _is_conversation(prompt):
-            prompts = [_GivenPrompt(self._render(prompt, tools, enable_thinking))]
+            prompts = [_TokenizedPrompt(self._render(prompt, tools, enable_thinking))]
         else:
             prompts = self._read_prompts(prompt)
         if len(prompts) != 1:
@@ -264,16 +266,16 @@ class LLM:
 
     # From prompts to token ids
 
-    def _read_prompts(self, prompts: Any) -> list[_GivenPrompt]:
+    def _read_prompts(self, prompts: Any) -> list[_TokenizedPrompt]:
         """Return the token ids of each prompt. `prompts` is one prompt or a list of prompts."""
         if isinstance(prompts, str | Mapping):
             return [self._read_prompt(prompts, "prompt")]
         prompts = _as_list(prompts, "prompts", "a text, token ids, or a list of either")
         if prompts and all(isinstance(entry, int) for entry in prompts):
-            return [_GivenPrompt(prompts)]
+            return [_TokenizedPrompt(prompts)]
         return [self._read_prompt(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
 
-    def _read_prompt(self, prompt: Any, name: str) -> _GivenPrompt:
+    def _read_prompt(self, prompt: Any, name: str) -> _TokenizedPrompt:
         if isinstance(prompt, Mapping):
             known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
             others = sorted(set(prompt) - {"prompt_token_ids", "prompt"})
@@ -282,8 +284,8 @@ class LLM:
                 raise BadRequest(f"{name}: got {got}, expected prompt or prompt_token_ids")
             prompt = prompt[known[0]]
         if isinstance(prompt, str):
-            return _GivenPrompt(self._encode(prompt), prompt)
-        return _GivenPrompt(_as_list(prompt, name, "a text or a list of token ids"))
+            return _TokenizedPrompt(self._encode(prompt), prompt)
+        return _TokenizedPrompt(_as_list(prompt, name, "a text or a list of token ids"))
 
     def _encode(self, text: str) -> list[int]:
         """Encode plain text after <bos>, which Gemma was always trained with. Chat templates write their own <bos>."""
@@ -356,7 +358,7 @@ class LLM:
 
     def _run(
         self,
-        prompts: Sequence[_GivenPrompt],
+        prompts: Sequence[_TokenizedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         make_output: MakeOutput,
         shows_progress: bool,
@@ -376,11 +378,11 @@ class LLM:
                         waiting.popleft()
                     if not finished:  # another thread's step may have finished some
                         self._step()
-                    if self._num_failures != num_failures:
-                        raise InternalError("the engine failed in another thread's step and ended this call's requests")
                     while finished:
                         num_left -= 1
                         advance(sum(len(sample.token_ids) for sample in finished.popleft().samples))
+                    if num_left and self._num_failures != num_failures:
+                        raise InternalError("the engine failed in another thread's step and ended this call's requests")
         finally:
             for job in jobs:
                 self._drop(job)

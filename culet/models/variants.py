@@ -76,7 +76,7 @@ _TEXT: dict[str, Any] = {
         _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     },
 }
-# First the values that the two small models share, then those that the three large ones share.
+# Values that the two small models share, and values that the three large ones share.
 _SMALL: dict[str, Any] = {
     "sliding_window": 512,
     "max_position_embeddings": 131072,

@@ -23,8 +23,8 @@ from culet.serve.keys import CALLER, Caller
 from culet.serve.service import FinishedRequest, Service
 from culet.serve.streams import ABORT, SEND, ClientGone
 
-PUBLIC_PATHS = frozenset({"/health", "/ready", "/live"})  # for GET and HEAD. The web page adds its static files.
-QUIET_PATHS = frozenset({"/health", "/ready", "/live", "/metrics", "/stats", "/samples"})  # polled often, so not logged
+PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready", "/live"})  # for GET and HEAD. The web page adds its static files.
+QUIET_PATHS = PUBLIC_PATHS | {"/metrics", "/stats", "/samples"}  # polled often, so not logged
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MEGABYTE = 1 << 20
 DEFERRED = "culet.error"  # scope key of an application error that is answered here

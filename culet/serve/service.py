@@ -308,14 +308,15 @@ class Service:
         """Render a conversation with the chat template and return its token ids.
 
         If `enable_thinking` is None, the server's default applies. Arguments of tool calls may be JSON. `continued` is the text
-        of the last message if the answer continues it.
+        of the last message if the answer continues it. There is no generation prompt then.
         """
         thinking = self.settings.enable_thinking if enable_thinking is None else enable_thinking
         limit = self.rules.max_model_len
 
         def encode(stopper: Stopper) -> list[int]:
             self._check_size((messages, tools), limit)
-            chat = Chat(_plain(messages), _plain(tools), add_generation_prompt, thinking, options, parsed=False)
+            opens_turn = add_generation_prompt and continued is None
+            chat = Chat(_plain(messages), _plain(tools), opens_turn, thinking, options, parsed=False)
             rendered = self.template.render_chat(chat, stopper)
             if stopper.is_stopped:  # the client has left
                 return []

@@ -29,7 +29,7 @@ def check_messages(messages: object, *, parsed: bool = True) -> list[dict[str, A
 
 
 def _name_results(messages: Iterable[dict[str, Any]]) -> None:
-    """Give results of tools that have neither an id nor a name those of the first call that has no other result."""
+    """Assign results of tools without an id or a name to the calls that no other result answers, in order."""
     calls: Sequence[Mapping[str, Any]] = ()
     for is_result, group in itertools.groupby(messages, key=lambda message: message["role"] == "tool"):
         found = list(group)

@@ -13,7 +13,7 @@ at a time, so the result does not depend on how they are grouped. Streams and co
   another mark or the end of the output follows. A malformed call (bad syntax, no name or not closed) becomes text, including
   its markup, and is flagged as malformed.
 - Blank text between channels and calls is dropped.
-- If the output begins with `<|turn>model` and a newline, because the prompt did not, these are dropped.
+- `<|turn>model` and a newline at the start of the output are dropped. Models write them if the prompt does not end with them.
 """
 
 from __future__ import annotations

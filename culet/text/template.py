@@ -66,18 +66,14 @@ class RenderedChat:
     cuts: Sequence[int] = ()
 
     def up_to(self, message: str) -> RenderedChat:
-        """Return the prompt up to the end of its last message, so that the answer continues it.
+        """Return the prompt without the end of its last turn, so that the answer continues `message`, the last one.
 
         Templates trim messages, so white space at the end is lost.
         """
-        words = message.strip()
-        begin = self.text.rfind(words)
-        if not words or begin < 0:
-            raise BadRequest(
-                "continue_final_message: the chat template does not repeat the last message", hint="it must have text"
-            )
-        end = begin + len(words)
-        return RenderedChat(self.text[:end], [cut for cut in self.cuts if cut < end])
+        text = self.text.rstrip().removesuffix(_TURN_END.rstrip())
+        if not message.strip() or not text.endswith(message.strip()):
+            raise BadRequest("continue_final_message: the prompt does not end with the text of the last message")
+        return RenderedChat(text, [cut for cut in self.cuts if cut < len(text)])
 
 
 class ChatTemplate:
@@ -187,11 +183,9 @@ class ChatTemplate:
             text = self.render(messages)
         except BadRequest:
             return "cannot show the results of tools to the model"
-        return (
-            "writes the results of tools as turns of their own, which the model was not trained on"
-            if _TOOL_TURN in text
-            else ""
-        )
+        if _TOOL_TURN in text:
+            return "writes the results of tools as turns of their own, which the model was not trained on"
+        return ""
 
     def warm_up(self) -> None:
         """Start all processes now, so that the first conversations do not wait for them."""

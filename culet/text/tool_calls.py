@@ -65,7 +65,7 @@ class _Level:
 
     @property
     def is_named(self) -> bool:
-        """Whether it is a list of named arguments between parentheses."""
+        """Whether this is a list of arguments in parentheses."""
         return self.closer == ")"
 
 
@@ -289,7 +289,7 @@ class CallReader:
 
 
 def _is_escaped(pieces: list[str]) -> bool:
-    """Return whether the last character of the joined pieces follows an odd number of backslashes."""
+    """Return whether a backslash escapes the last character of the joined pieces."""
     num_backslashes = 0
     for character in itertools.islice(itertools.chain.from_iterable(map(reversed, reversed(pieces))), 1, None):
         if character != "\\":

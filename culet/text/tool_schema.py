@@ -116,7 +116,7 @@ def bare_json(text: str, types: frozenset[str]) -> str:
 
 
 def unquote(text: str) -> str | None:
-    """Return the value of a JSON string, or None if the text is anything else."""
+    """Return the string that a JSON string literal stands for, or None if the text is not such a literal."""
     if len(text) < 2 or text[0] != '"' or text[-1] != '"':
         return None
     with suppress(ValueError):

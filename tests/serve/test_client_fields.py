@@ -58,7 +58,7 @@ def test_fields_that_are_refused(tiny: Running, fields: dict[str, Any], name: st
     assert name in response.json()["error"]["message"]
 
 
-def test_fields_that_ask_for_nothing(fake: Running) -> None:
+def test_values_that_change_nothing(fake: Running) -> None:
     fields = {"min_tokens": 0, "bad_words": [], "use_beam_search": False, "length_penalty": 1.0, "typical_p": 1, "ebnf": None}
     assert fake.chat(messages=HELLO, **fields).status_code == 200
     for fields in ({"best_of": 2}, {"suffix": "x"}, {"min_tokens": 1}):
@@ -85,6 +85,16 @@ def test_continue_the_last_message(tiny: Running, encode: Callable[[str], list[i
     assert answer["choices"][0]["message"]["content"] == completion(tiny, prompt)
     parts = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "Once upon a "}]}]
     assert tiny.chat(messages=parts, **fields).json()["choices"] == answer["choices"]
+
+
+@pytest.mark.parametrize("text", ["turn", "a |>", "model", "a <turn|>"])
+def test_a_continued_message_may_look_like_markup(tiny: Running, text: str) -> None:
+    """Only the end of the turn is cut off, whatever the message says."""
+    fields = {"max_tokens": 1, "add_generation_prompt": False}
+    messages = [*HELLO, {"role": "assistant", "content": text}]
+    open_turn = tiny.chat(messages=messages, **fields, continue_final_message=True).json()
+    closed_turn = tiny.chat(messages=messages, **fields).json()
+    assert open_turn["usage"]["prompt_tokens"] == closed_turn["usage"]["prompt_tokens"] - 2  # <turn|> and a newline
 
 
 def test_a_prefilled_turn(tiny: Running, encode: Callable[[str], list[int]]) -> None:

@@ -218,13 +218,8 @@ async def count_tokens(service: Service, request: Request) -> Response:
         tools = [] if choice is not None and choice.type == "none" else _tools(body)
         await check_chat(service, body.messages, tools)
         messages = _openai_messages(body)
-        continued = _prefilled(messages[-1])
         tokens = await service.encode_chat(
-            messages,
-            tools=tools or None,
-            enable_thinking=_thinking(body),
-            add_generation_prompt=continued is None,
-            continued=continued,
+            messages, tools=tools or None, enable_thinking=_thinking(body), continued=_prefilled(messages[-1])
         )
     except CuletError as error:
         return _error_response(error)
@@ -257,7 +252,7 @@ async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
 
 
 def _prefilled(message: Mapping[str, Any]) -> str | None:
-    """Return the text of the last message if it is the model's, which the answer continues."""
+    """Return the text of the last message if it is the beginning of the model's answer, or None."""
     is_prefilled = message["role"] == "assistant" and "tool_calls" not in message and message["content"].strip()
     return message["content"] if is_prefilled else None
 

@@ -104,7 +104,7 @@ async def prepare(
         messages,
         tools=list(offered) or None,
         enable_thinking=enable_thinking,
-        add_generation_prompt=add_generation_prompt and continued is None,
+        add_generation_prompt=add_generation_prompt,
         options=options,
         continued=continued,
     )

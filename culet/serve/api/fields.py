@@ -42,13 +42,20 @@ class StreamOptions(Struct):
 
 
 Refused = Annotated[Raw, Meta(extra_json_schema={"enum": [None]})] | UnsetType
-# Values that ask for nothing.
+# Values that change nothing, as JSON: for most fields, and for some of them.
 _NEUTRAL = (b"null", b"false", b"0", b"0.0", b"[]", b"{}", b'""', b"-1")
-_NEUTRAL_FACTORS = (b"null", b"1", b"1.0")
+_NEUTRAL_OF = {
+    "length_penalty": (b"null", b"1", b"1.0"),
+    "typical_p": (b"null", b"1", b"1.0"),
+    "thinking_token_budget": (b"null",),
+}
 
 
 class UnsupportedFields(FormAliases, kw_only=True):
-    """Fields of other servers that would change the answer. They are refused by name unless they ask for nothing."""
+    """Fields of other servers that would change the answer. They are refused by name unless their values change nothing.
+
+    The class derives from FormAliases only because a Struct cannot have two bases.
+    """
 
     min_tokens: Refused = UNSET
     allowed_token_ids: Refused = UNSET
@@ -64,6 +71,7 @@ class UnsupportedFields(FormAliases, kw_only=True):
     logits_processors: Refused = UNSET
     include_stop_str_in_output: Refused = UNSET
     truncate_prompt_tokens: Refused = UNSET
+    thinking_token_budget: Refused = UNSET
     ebnf: Refused = UNSET
     json_schema: Refused = UNSET
 
@@ -71,10 +79,7 @@ class UnsupportedFields(FormAliases, kw_only=True):
         """Raise if the request has such a field."""
         for name in _UNSUPPORTED:
             value = getattr(self, name)
-            if isinstance(value, UnsetType):
-                continue
-            neutral = _NEUTRAL_FACTORS if name in ("length_penalty", "typical_p") else _NEUTRAL
-            if memoryview(value) not in neutral:
+            if not isinstance(value, UnsetType) and memoryview(value) not in _NEUTRAL_OF.get(name, _NEUTRAL):
                 raise UnsupportedError(f"{name}: not supported", hint="omit the field")
 
 

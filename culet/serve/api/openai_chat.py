@@ -112,7 +112,6 @@ class ChatRequest(SamplingFields, kw_only=True):
     chat_template_kwargs: TemplateOptions | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # the answer continues the last message, which is the assistant's
-    thinking_token_budget: UnsetType | None = UNSET  # not supported
     chat_template: UnsetType | None = UNSET  # a template is a program, so requests cannot send one
 
 

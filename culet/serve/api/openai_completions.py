@@ -184,7 +184,7 @@ class _Echo:
     """A prompt that is repeated in the answers, as JSON: its text, and its log-probabilities if requested."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], num_top: int | None, count: Callable[[int], None]) -> None:
-        """Create an empty one. `count` is called with the number of bytes that were written."""
+        """Begin with an empty text. `count` is called with the number of bytes that each step writes."""
         self._tokenizer, self._prompt, self._count = tokenizer, prompt, count
         self.text = bytearray()  # without quotes
         self.columns = None if num_top is None else TextColumns(tokenizer, num_top)
@@ -234,7 +234,7 @@ class _Builder:
             await self._turns.finish(self._steps(index, generation, deltas))
 
     def forget(self, index: int) -> None:
-        """Drop what was built for a prompt, which starts over."""
+        """Drop what was built for a prompt, because its request starts over."""
         self._size.remove(self._num_bytes.pop(index, 0))
         self._echoes.pop(index, None)
         self._columns = {key: columns for key, columns in self._columns.items() if key[0] != index}

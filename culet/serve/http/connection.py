@@ -62,7 +62,7 @@ class _ReplyTransport(asyncio.Transport):
 
 
 class _PacedFlow(FlowControl):
-    """uvicorn's flow control, which pauses while nobody reads the body. It can also rest for a time, whoever reads."""
+    """uvicorn's flow control, which stops reading while the application does not read the body. `rest` stops it in any case."""
 
     _is_resting = False
 
@@ -157,7 +157,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.loop.call_later(self.intake.drop_pause_s(len(data)), self.flow.resume_reading)
 
     def _pace(self, num_bytes: int) -> None:
-        """Read the rest of a body later if bodies arrive too fast."""
+        """Stop reading for a moment if bodies arrive too fast."""
         pause_s = self.intake.read_pause_s(num_bytes)
         if pause_s:
             self.flow.rest()

@@ -12,8 +12,8 @@ from culet.serve.http_errors import HttpError
 
 BODY = "culet.body"  # scope key of a request's IncomingBody. Requests without a body have none.
 _FREE_BYTES = 16 << 10  # the start of a body, which is never refused for lack of room: a short chat always gets in
-_BODY_BYTES_S = 64 << 20  # how fast bodies are read, over all connections, because each byte takes time that others need
-_BURST_S = 0.25  # worth of bodies that may come faster
+_BODY_BYTES_S = 64 << 20  # how fast bodies are read, over all connections, so that large ones do not slow down other clients
+_BURST_S = 0.25  # how many seconds' worth of bodies may arrive at once
 _DROP_BYTES_S = 200 << 20  # how fast the rest of refused requests is read, over all connections
 _MIN_DROP_PAUSE_S = 0.01
 
@@ -51,7 +51,7 @@ class Intake:
             )
 
     def read_pause_s(self, num_bytes: int) -> float:
-        """Return how long a connection that sent this much of a body must wait. Short requests are complete by then."""
+        """Return how long to stop reading from a connection that sent this much. Short requests are complete by then."""
         now = time.monotonic()
         self._read_until = max(now - _BURST_S, self._read_until) + num_bytes / _BODY_BYTES_S
         return max(0.0, self._read_until - now)

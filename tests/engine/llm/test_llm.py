@@ -381,9 +381,8 @@ def test_structured_outputs_as_a_mapping(llm: LLM) -> None:
 
 
 def test_trust_remote_code_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"), LLM(str(folder_of("31B")), trust_remote_code=True, device="cpu", max_model_len=64) as own:
-        check_greedy(own, "31B", [prompt(5)][:0])
-    assert "trust_remote_code has no effect" in caplog.text
+    with caplog.at_level("INFO"), LLM(str(folder_of("31B")), trust_remote_code=True, device="cpu", max_model_len=64):
+        assert "trust_remote_code has no effect" in caplog.text
 
 
 def test_the_package_lists_its_names() -> None:
