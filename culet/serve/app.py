@@ -28,9 +28,9 @@ from culet.text.text_queue import SHORT_BYTES, request_bytes
 
 # Modules with endpoints. Each defines ENDPOINTS and may define PUBLIC_PATHS, which need no key. Add a new API here.
 MODULES = (
-    "culet.serve.api.openai_chat",
-    "culet.serve.api.openai_completions",
-    "culet.serve.api.openai_responses",
+    "culet.serve.api.openai.chat",
+    "culet.serve.api.openai.completions",
+    "culet.serve.api.openai.responses",
     "culet.serve.api.anthropic",
     "culet.serve.api.models",
     "culet.serve.api.tokens",

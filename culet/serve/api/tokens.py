@@ -17,7 +17,7 @@ from culet.serve.answers.parts import BigAnswer, Part
 from culet.serve.api.chat_request import check_chat
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, read_body
 from culet.serve.api.fields import Text, TokenId
-from culet.serve.api.openai_chat import Message, TemplateOptions, Tool, tool_fields
+from culet.serve.api.openai.chat import Message, TemplateOptions, Tool, tool_fields
 from culet.serve.service import Service
 from culet.text.tokenizer import IncrementalDecoder, Tokenizer, check_token_ids
 

@@ -18,7 +18,7 @@ from culet.errors import BadRequest, CuletError, UnsupportedError
 from culet.serve.api.chat_request import PreparedChat, prepare
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
 from culet.serve.api.fields import SamplingFields, sampling_params
-from culet.serve.api.openai_responses_protocol import ResponsesRequest, ResponsesToolName, messages_of
+from culet.serve.api.openai.responses_protocol import ResponsesRequest, ResponsesToolName, messages_of
 from culet.serve.generation import Generation
 from culet.serve.http_errors import reply_to
 from culet.serve.service import Service

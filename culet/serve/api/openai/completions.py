@@ -23,7 +23,7 @@ from culet.serve.answers.limits import AnswerSize
 from culet.serve.answers.parts import BigAnswer, Part, in_messages
 from culet.serve.api.endpoint import Endpoint, encoder, origin_of, read_body
 from culet.serve.api.fields import SamplingFields, Text, TokenId, sampling_params
-from culet.serve.api.openai_answers import TEXT_BYTES, TextColumns, TextLogprobs, Usage, text_size, usage_of, write_columns
+from culet.serve.api.openai.answers import TEXT_BYTES, TextColumns, TextLogprobs, Usage, text_size, usage_of, write_columns
 from culet.serve.generation import Generation, Origin
 from culet.serve.service import Service
 from culet.serve.streams import DONE, EventStream, run_all
