@@ -32,6 +32,8 @@ MODULES = (
     "culet.serve.api.openai.completions",
     "culet.serve.api.openai.responses",
     "culet.serve.api.anthropic",
+    "culet.serve.api.ollama.generate",
+    "culet.serve.api.ollama.models",
     "culet.serve.api.models",
     "culet.serve.api.tokens",
     "culet.serve.api.health",

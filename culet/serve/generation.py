@@ -145,6 +145,11 @@ class Generation:
             num_rejected_drafts=sum(sample.num_rejected_drafts for sample in self.samples),
         )
 
+    @property
+    def queue_s(self) -> float:
+        """The time that the request spent in the engine's queue."""
+        return self._finished.queue_s
+
     def _read(self, deltas: Sequence[TokenDelta]) -> list[OutputDelta]:
         if self._stream.num_starts != self.num_starts:
             self._start_over()
