@@ -31,6 +31,7 @@ MODULES = (
     "culet.serve.api.openai.chat",
     "culet.serve.api.openai.completions",
     "culet.serve.api.openai.responses",
+    "culet.serve.api.openai.stored_responses",
     "culet.serve.api.anthropic",
     "culet.serve.api.ollama.generate",
     "culet.serve.api.ollama.models",
@@ -65,7 +66,7 @@ def create_app(service: Service) -> ASGIApp:
     wrapped: ASGIApp = Middleware(app, service, public)
     origins = [origin.strip() for origin in service.settings.allowed_origins.split(",") if origin.strip()]
     if origins:
-        wrapped = CORSMiddleware(wrapped, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+        wrapped = CORSMiddleware(wrapped, allow_origins=origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"])
     return wrapped
 
 

@@ -25,6 +25,7 @@ from culet.line_process import Stopper
 from culet.log import logger
 from culet.models.checkpoint import open_checkpoint
 from culet.serve.answers.limits import AnswerLimits
+from culet.serve.answers.stored import StoredResponses
 from culet.serve.answers.turns import Turns
 from culet.serve.http.intake import Intake
 from culet.serve.http_errors import HttpError
@@ -99,6 +100,7 @@ class Service:
         grammar_check = GrammarCheck.for_tokenizer(self.tokenizer, time_limit_s=float(self.limits.grammar_s))
         self.grammars = GrammarAdmission(grammar_check, max_waiting=self.limits.grammars)
         self.answers = AnswerLimits(self.limits)
+        self.stored = StoredResponses(self.limits, enabled=settings.store_responses)
         self.turns = Turns()
         self.started_at = time.time()
         self.is_draining = False
