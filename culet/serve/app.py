@@ -48,7 +48,7 @@ _ERROR = {"description": 'An error in OpenAI\'s format: `{"error": {"message": .
 
 def create_app(service: Service) -> ASGIApp:
     """Create the ASGI application for `service`."""
-    # /docs is disabled because that page loads scripts from another host.
+    # FastAPI's own /docs is disabled because that page loads scripts from another host. `web_page` has ours.
     app = FastAPI(title="Culet", version=__version__, docs_url=None, redoc_url=None)
     endpoints: list[Endpoint] = []
     public: list[str] = []
