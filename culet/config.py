@@ -50,6 +50,11 @@ class ModelConfig:
     chat_template: str | None = option(
         None, "Chat template: a Jinja file, or built-in for Culet's own (default: the checkpoint's)."
     )
+    skip_tokenizer_init: bool = option(
+        False,
+        "Do not load the tokenizer: prompts and outputs are token ids only (in the API: /v1/completions).",
+        flag="--skip-tokenizer-init/--no-skip-tokenizer-init",
+    )
     allow_control_tokens: bool = option(
         False,
         "Let messages and tools spell out control tokens such as <|turn>, which forge turns (default: they are plain text).",

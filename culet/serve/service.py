@@ -38,7 +38,7 @@ from culet.structured.admission import GrammarAdmission
 from culet.structured.check import GrammarCheck
 from culet.text.template import Chat, ChatTemplate, RenderLimits
 from culet.text.text_queue import TextQueue, request_bytes
-from culet.text.tokenizer import NumberTokenizer, Tokenizer
+from culet.text.tokenizer import make_tokenizer
 from culet.types import SamplingParams
 
 _MAX_TOKEN_CHARS = 8  # few texts have more characters per token
@@ -87,7 +87,8 @@ class Service:
         self.checkpoint = open_checkpoint(config.model.model, config.model.revision)
         spec, folder = self.checkpoint.spec, self.checkpoint.folder
         is_random = self.checkpoint.random is not None
-        self.tokenizer = NumberTokenizer(spec.vocab_size) if is_random else Tokenizer(folder)
+        is_skipped = config.model.skip_tokenizer_init
+        self.tokenizer = make_tokenizer(folder, spec.vocab_size, is_random=is_random, is_skipped=is_skipped)
         self.template = ChatTemplate.of_checkpoint(
             folder,
             config.model.chat_template,
@@ -194,6 +195,7 @@ class Service:
             max_num_seqs=facts.max_num_seqs,
             turn_id=self.tokenizer.token_id(TURN_TOKEN),
             result_id=self.tokenizer.token_id(RESULT_TOKEN),
+            has_text=self.tokenizer.has_text,
         )
         self._watchdog = watchdog.Watchdog(engine)
         self._spawn(self._watch(engine, self._watchdog))
