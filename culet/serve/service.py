@@ -68,6 +68,8 @@ class FinishedRequest:
     queue_s: float = 0.0  # time in the engine's queue
     first_token_s: float | None = None  # from submission to the first token
     total_s: float = 0.0
+    decode_s: float = 0.0  # from the first token to the last
+    max_generated_tokens: int = 0  # of the longest sample
     gaps_s: list[float] = field(default_factory=list)  # between consecutive deltas of a sample
     key: str = ""  # name of the API key
 
