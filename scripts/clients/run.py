@@ -62,9 +62,7 @@ CLIENTS = (
     Client("AI SDK, OpenAI", "ai_sdk", _AI_SDK, ("openai",), note="@ai-sdk/openai, the responses API"),
     Client("AI SDK, Anthropic", "ai_sdk", _AI_SDK, ("anthropic",), note="@ai-sdk/anthropic"),
     Client("ollama", "use_ollama.py", ("ollama",)),
-    Client(
-        "lm-eval", "use_lm_eval.py", ("lm-eval", "lm-eval[api]"), (str(ROOT / SCORED),), note="also with the remote tokenizer"
-    ),
+    Client("lm-eval", "use_lm_eval.py", ("lm-eval", "lm-eval[api]"), (str(ROOT / "tests/serve/lm_eval_task"),)),
     Client("guidellm", "use_guidellm.py", ("guidellm",), (str(ROOT / "culet/embedded/target"),), note="a benchmark"),
 )
 
