@@ -79,7 +79,9 @@ class Counters:
         return Counters(**change)
 
     def copy(self) -> Counters:
-        lists = {entry.name: list(value) for entry in fields(self) if isinstance(value := getattr(self, entry.name), list)}
+        lists: dict[str, Any] = {
+            entry.name: list(value) for entry in fields(self) if isinstance(value := getattr(self, entry.name), list)
+        }
         return replace(self, **lists)
 
 

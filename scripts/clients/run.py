@@ -1,7 +1,7 @@
 """Run real clients against a running server with the built-in model, and write the outcome to docs/guides/clients.md.
 
-    make test-clients                     all clients
-    make test-clients CLIENTS="ollama"    only some, without writing the outcome
+    make test-clients                  all clients
+    make test-clients CLIENTS=ollama   only those with this name; the others keep their last outcome
 
 Each client has its own virtual environment under .venv-clients, because their requirements conflict. They are installed in
 their latest versions, from PyPI and npm.
@@ -22,14 +22,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypedDict
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FOLDER = ROOT / ".venv-clients"
+TRIALS = FOLDER / "trials.json"  # the last outcome of every client
 PAGE = ROOT / "docs/guides/clients.md"
 BEGIN, END = "<!-- outcome: written by make test-clients -->", "<!-- end of the outcome -->"
 START_LIMIT_S, CLIENT_LIMIT_S = 600, 1800
 COLUMNS = {"plain": "answer", "stream": "streaming", "tools": "tools", "structured": "structured output"}
+
+
+class Trial(TypedDict):
+    """One run of a client. The outcome is what went wrong by the name of the check, or "" where nothing did."""
+
+    version: str
+    date: str
+    outcome: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -74,14 +84,18 @@ def main() -> None:
         sys.exit(
             f"error: no client is called {' or '.join(wanted)}\nhint: the clients are {', '.join(c.name for c in CLIENTS)}"
         )
+    tried: dict[str, Trial] = json.loads(TRIALS.read_text()) if TRIALS.exists() else {}
+    has_failed = False
     with running_server() as url:
-        rows = [(client, install(client), run(client, url)) for client in chosen]
-    if not wanted:
-        write_page(rows)
-    failed = [(client.name, check, problem) for client, _, outcome in rows for check, problem in outcome.items() if problem]
-    for name, check, problem in failed:
-        print(f"failed: {name}: {check}: {problem}", file=sys.stderr)
-    sys.exit(1 if failed else 0)
+        for client in chosen:
+            version, outcome = install(client), run(client, url)
+            tried[client.name] = {"version": version, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "outcome": outcome}
+            TRIALS.write_text(json.dumps(tried, indent=1))
+            for check, problem in outcome.items():
+                has_failed = has_failed or bool(problem)
+                print(f"  {check}: {problem or 'works'}", file=sys.stderr, flush=True)
+    write_page(tried)
+    sys.exit(1 if has_failed else 0)
 
 
 @contextmanager
@@ -169,19 +183,23 @@ def run(client: Client, url: str) -> dict[str, str]:
     return outcome
 
 
-def write_page(rows: list[tuple[Client, str, dict[str, str]]]) -> None:
-    """Write the outcome as a table between the marks of the page."""
-    lines = [f"| client | version | {' | '.join(COLUMNS.values())} | |", f"|---|---|{'---|' * len(COLUMNS)}---|"]
-    for client, version, outcome in rows:
+def write_page(tried: dict[str, Trial]) -> None:
+    """Write the last outcome of every client as a table between the marks of the page."""
+    lines = [f"| client | version | tried | {' | '.join(COLUMNS.values())} | |", f"|---|---|---|{'---|' * len(COLUMNS)}---|"]
+    for client in CLIENTS:
+        if client.name not in tried:
+            continue
+        trial = tried[client.name]
+        outcome = trial["outcome"]
         others = [check for check in outcome if check not in COLUMNS]
         notes = [client.note, *(f"{check.replace('_', ' ')}: {shown(outcome, check)}" for check in others)]
         cells = [shown(outcome, check) for check in COLUMNS]
-        lines.append(f"| {client.name} | {version} | {' | '.join(cells)} | {', '.join(filter(None, notes))} |")
-    when = datetime.now(UTC).strftime("%Y-%m-%d")
+        head = f"| {client.name} | {trial['version']} | {trial['date']} "
+        lines.append(f"{head}| {' | '.join(cells)} | {', '.join(filter(None, notes))} |")
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     table = "\n".join(lines)
-    PAGE.write_text(f"{before}{BEGIN}\nOn {when}:\n\n{table}\n{END}{after}")
+    PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
 
 
 def shown(outcome: dict[str, str], check: str) -> str:
