@@ -14,9 +14,9 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from culet.config import BUILT_IN, Config, build_config
+from culet.config import BUILT_IN, Config
 from culet.engine.engine import Engine
-from culet.engine.jobs import Job, JobLoop, Result, Sample
+from culet.engine.jobs import Job, JobLoop, Result, Sample, offline_config
 from culet.engine.prompts import Prompt, PromptReader
 from culet.errors import BadRequest, ConfigError, CuletError, as_culet_error
 from culet.text.output import OutputDelta, plain_output
@@ -45,8 +45,8 @@ class AsyncLLM:
     Keywords are those of `LLM`. Tasks of several event loops may use it.
     """
 
-    def __init__(self, model: str = BUILT_IN, **settings: Any) -> None:
-        self._start(build_config({"model": str(model), **settings}))
+    def __init__(self, model: str = BUILT_IN, *, trust_remote_code: bool = False, **settings: Any) -> None:
+        self._start(offline_config(model, settings, trust_remote_code=trust_remote_code))
 
     @classmethod
     def from_config(cls, config: Config) -> Self:

@@ -6,12 +6,15 @@ import itertools
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+from culet.config import Config, build_config
 from culet.engine.engine import Engine
 from culet.errors import ConfigError, QueueFull
+from culet.log import logger
 from culet.text.output import MakeOutput, OutputDelta
 from culet.text.output_pieces import ToolCall
 from culet.types import FinishReason, Logprobs, Request, SamplingParams, TokenDelta
@@ -117,6 +120,13 @@ class Job:
             )
         prompt_logprobs = None if sampling.prompt_logprobs is None else tuple(self.prompt_logprobs)
         return Result(self.request.prompt_token_ids, tuple(samples), self.num_cached_tokens, self.prompt, prompt_logprobs)
+
+
+def offline_config(model: str, settings: Mapping[str, Any], *, trust_remote_code: bool) -> Config:
+    """Return the Config for the arguments of `LLM` and `AsyncLLM`."""
+    if trust_remote_code:
+        logger.info("trust_remote_code has no effect: Culet never runs code from a checkpoint")
+    return build_config({"model": str(model), **settings})
 
 
 class JobLoop:

@@ -9,13 +9,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeGuard
 
-from culet.config import BUILT_IN, Config, build_config
+from culet.config import BUILT_IN, Config
 from culet.engine.engine import Engine
-from culet.engine.jobs import Job, JobLoop, Result
+from culet.engine.jobs import Job, JobLoop, Result, offline_config
 from culet.engine.progress import show_progress
 from culet.engine.prompts import Message, Prompt, PromptReader, TokenizedPrompt, Tool, as_list
 from culet.errors import BadRequest, InternalError, UserError
-from culet.log import logger
 from culet.text.output import MakeOutput, OutputDelta, chat_output, plain_output
 from culet.text.tokenizer import Tokenizer
 from culet.types import Request, SamplingParams
@@ -35,9 +34,7 @@ class LLM:
     """
 
     def __init__(self, model: str = BUILT_IN, *, trust_remote_code: bool = False, **settings: Any) -> None:
-        if trust_remote_code:
-            logger.info("trust_remote_code has no effect: Culet never runs code from a checkpoint")
-        self._start(build_config({"model": str(model), **settings}))
+        self._start(offline_config(model, settings, trust_remote_code=trust_remote_code))
 
     @classmethod
     def from_config(cls, config: Config) -> Self:

@@ -180,8 +180,7 @@ def _model_fields(service: Service, name: str) -> dict[str, Any]:
 
 def _details(service: Service) -> OllamaDetails:
     facts = service.engine.facts
-    names = {"bfloat16": "BF16", "float32": "F32"}
-    level = "" if facts is None else names.get(facts.dtype.removeprefix("torch."), facts.dtype)
+    level = "" if facts is None else facts.dtype.replace("float", "f").upper()  # such as BF16
     return OllamaDetails(_short_count(_num_weights(service.checkpoint)), level)
 
 
