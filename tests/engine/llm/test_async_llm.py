@@ -88,9 +88,14 @@ def test_results_grow(llm: AsyncLLM) -> None:
 def test_a_cancelled_task_ends_its_request(llm: AsyncLLM) -> None:
     async def run() -> None:
         others = asyncio.gather(*(last(llm, "Hello", GREEDY) for _ in range(3)))
-        task = asyncio.create_task(last(llm, "Good day", LONG, "long"))
-        while not stats(llm).num_running:
-            await asyncio.sleep(0.01)
+        has_begun = asyncio.Event()
+
+        async def read() -> None:
+            async for _ in llm.generate("Good day", LONG, "long"):
+                has_begun.set()
+
+        task = asyncio.create_task(read())
+        await has_begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
