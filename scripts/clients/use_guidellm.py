@@ -12,9 +12,10 @@ from checks import MODEL, URL, run
 def benchmark() -> None:
     with tempfile.TemporaryDirectory() as name:
         output = Path(name) / "report.json"
-        command = [str(Path(sys.executable).with_name("guidellm")), "benchmark", "run", "--target", URL, "--model", MODEL]
-        command += ["--processor", sys.argv[1], "--data", "prompt_tokens=32,output_tokens=16", "--profile", "synchronous"]
-        command += ["--max-requests", "4", "--output-path", str(output), "--disable-console-interactive"]
+        command = [str(Path(sys.executable).with_name("guidellm")), "run", "--disable-console"]
+        command += ["--backend", f"kind=openai_http,target={URL},model={MODEL}", "--profile", "kind=synchronous"]
+        command += ["--tokenizer", f"kind=huggingface_auto,model={sys.argv[1]}", "--constraint", "kind=max_requests,count=4"]
+        command += ["--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16", "--output", f"kind=json,path={output}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, (done.stdout + done.stderr)[-1500:]
         report = json.loads(output.read_text())
