@@ -16,7 +16,7 @@ def benchmark() -> None:
         command += ["--backend", f"kind=openai_http,target={URL},model={MODEL}", "--profile", "kind=synchronous"]
         command += ["--tokenizer", f"kind=huggingface_auto,model={sys.argv[1]}", "--constraint", "kind=max_requests,count=4"]
         command += ["--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16", "--output", f"kind=json,path={output}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
         assert done.returncode == 0, (done.stdout + done.stderr)[-1500:]
         report = json.loads(output.read_text())
     (result,) = report["benchmarks"]
