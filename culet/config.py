@@ -238,6 +238,8 @@ class Limits:
     tool_kb: int = 1024  # JSON of all tools in one request
     answer_mb: int = 32  # log-probabilities and repeated prompts in one answer
     answers_mb: int = 64  # the same, of all answers that are being built
+    markdown_kb: int = 256  # of text that the web page has rendered at once
+    markdown_s: int = 5  # to render it
     step_s: int = 300  # for one step of the engine before it counts as dead
 
     def __post_init__(self) -> None:
