@@ -112,8 +112,7 @@ class TextQueue:
         if lane.num_waiting >= self._max_waiting or lane.num_bytes + num_bytes > self._max_waiting_mb * _MEGABYTE:
             self.num_refused += 1
             raise QueueFull(
-                f"too many prompts are waiting to be {self._purpose} ({lane.num_waiting}, "
-                f"{lane.num_bytes / _MEGABYTE:.0f} MB)",
+                f"too many prompts are waiting to be {self._purpose} ({lane.num_waiting}, {lane.num_bytes / _MEGABYTE:.0f} MB)",
                 hint="try again later",
             )
         lane.add(job, loop.time())

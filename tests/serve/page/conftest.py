@@ -15,7 +15,7 @@ from tests.serve.running import Running
 OpenPage = Callable[..., Page]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it is open, no other test of this process can run an event loop
 def browser() -> Iterator[Browser]:
     names = ("chromium", "chromium-browser", "google-chrome")
     installed = next((path for path in map(shutil.which, names) if path), None)

@@ -4,12 +4,13 @@ import { announce, arrange, element, icon } from "../parts/dom.js";
 import { toast } from "../parts/toast.js";
 import { openSettings } from "../settings.js";
 import { change, createConversation, getConversation, messagesOf, newId, onChange, putMessage, restoreConversation } from "../store/conversations.js";
-import { newestEnd, newestOf, pathTo, siblings } from "../store/tree.js";
+import { childrenByParent, newestEnd, newestOf, pathTo, siblings } from "../store/tree.js";
 import { answer, isWriting, latest, stopAnswer } from "./answer.js";
 import { focusComposer, say, setPrompt, showDraft, showWriting, watchComposer } from "./composer.js";
 import { AnswerItem, UserItem } from "./message.js";
 
 const NEAR_END_PX = 80;
+const ANNOUNCE_MS = 500; // after the end of an answer, when it is shown with its format
 const SILENCE_MS = 4500; // then an answer in another tab may have been interrupted
 
 const view = document.getElementById("view-chat");
@@ -52,6 +53,7 @@ function show() {
   const shown = path();
   view.classList.toggle("empty", !shown.length);
   const last = shown.at(-1);
+  const children = childrenByParent(messages);
   const nodes = [];
   shown.forEach((message, index) => {
     if (message.role === "tool") return;
@@ -60,9 +62,13 @@ function show() {
     const after = shown.slice(index + 1);
     const next = after.findIndex(({ role }) => role !== "tool");
     const results = next < 0 ? after : after.slice(0, next);
-    item.node.dataset.id = message.id;
-    item.update({ message, branches: siblings(messages, message), isWriting: isWriting(message), results, isLast: next < 0 });
     nodes.push(item.node);
+    const context = { message, branches: siblings(children, message), isWriting: isWriting(message), results, isLast: next < 0 };
+    const key = [message, context.branches.length, context.isWriting, results.length, context.isLast];
+    if (!context.isWriting && key.every((value, place) => value === item.key?.[place])) return; // nothing has changed
+    item.key = key;
+    item.node.dataset.id = message.id;
+    item.update(context);
   });
   arrange(list, nodes);
   showWriting(Boolean(last) && isWriting(last));
@@ -108,7 +114,7 @@ async function answerTo(id, failed = null) {
   const message = await finished;
   if (current === conversation) {
     paint();
-    announce(message.state === "failed" ? message.note : message.content || "Finished");
+    setTimeout(() => announce(message.note || items.get(message.id)?.body.innerText || "Finished"), ANNOUNCE_MS);
   }
   if (message.status === 401) openSettings("key");
 }

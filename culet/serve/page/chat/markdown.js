@@ -51,6 +51,18 @@ function remember(text, blocks) {
   if (cache.size > MAX_CACHED) cache.delete(cache.keys().next().value);
 }
 
+// Returns a text that grows as it will probably look, so that marks do not appear for a moment: unfinished bold text and code
+// are closed, and an unfinished formula is left out.
+function completed(text) {
+  if ((text.match(/^ {0,3}(```|~~~)/gm) ?? []).length % 2) return text; // the end is code
+  const rest = text.replace(/(\*{1,2}|_{1,2}|~{1,2}|`{1,2}|\[)$/, "");
+  const block = rest.slice(rest.lastIndexOf("\n\n") + 1);
+  const isOpen = (mark) => (block.split(mark).length - 1) % 2 === 1;
+  if (isOpen("$$")) return rest.slice(0, rest.lastIndexOf("$$"));
+  if (isOpen("`")) return `${rest}\``;
+  return isOpen("**") ? `${rest.trimEnd()}**` : rest;
+}
+
 // Shows a text that may grow in one element.
 export class MarkdownView {
   #text = "";
@@ -94,7 +106,7 @@ export class MarkdownView {
     const asked = performance.now();
     let pause = PAUSE_MS;
     try {
-      const blocks = text ? await ask(text.slice(begin)) : [];
+      const blocks = text ? await ask(isComplete ? text : completed(text.slice(begin))) : [];
       if (text !== this.#text.slice(0, text.length)) this.#forget();
       else if (isComplete) this.#finish(text, blocks);
       else this.#grow(text, begin, blocks);

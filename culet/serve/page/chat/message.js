@@ -52,7 +52,7 @@ export class UserItem {
 
   edit() {
     if (this.editor) return;
-    const area = element("textarea", { value: draft(this.message.id) || this.message.content, "aria-label": "Edited message" });
+    const area = element("textarea", { rows: 1, value: draft(this.message.id) || this.message.content, "aria-label": "Edited message" });
     const cancel = element("button", { type: "button" }, "Cancel");
     this.editor = element("form", { className: "editor" }, area, element("div", { className: "row" }, cancel, element("button", { className: "primary" }, "Send")));
     area.addEventListener("input", () => {
@@ -124,6 +124,7 @@ export class AnswerItem {
 
   update(context) {
     const { message, isWriting, results, isLast } = context;
+    this.message = message;
     const hasThought = Boolean(message.reasoning_content);
     this.thinking.hidden = !hasThought;
     if (hasThought) {
@@ -155,19 +156,19 @@ export class AnswerItem {
     const { message, branches, isLast } = context;
     const facts = describe(message);
     const canContinue = isLast && message.content && !message.tool_calls && (message.state !== "done" || message.stats?.finish === "length");
-    const key = JSON.stringify([branches.map(({ id }) => id), message.id, canContinue, facts, message.content]);
+    const key = JSON.stringify([branches.map(({ id }) => id), message.id, isLast, canContinue, facts, Boolean(message.content)]);
     fillFoot(this.foot, key, () => [
       branchSwitch({ ...context, goTo: this.acts.goTo }),
-      message.content ? copyButton("Copy the answer", () => message.content) : null,
-      iconButton("again", isLast ? "Regenerate (Alt+R)" : "Regenerate", () => this.acts.regenerate(message)),
-      canContinue ? this.#continueButton(message) : null,
+      message.content ? copyButton("Copy the answer", () => this.message.content) : null,
+      iconButton("again", isLast ? "Regenerate (Alt+R)" : "Regenerate", () => this.acts.regenerate(this.message)),
+      canContinue ? this.#continueButton() : null,
       facts.length ? this.#statsButton(facts) : null,
     ]);
   }
 
-  #continueButton(message) {
+  #continueButton() {
     const button = element("button", { type: "button", className: "quiet labelled" }, icon("onward"), "Continue");
-    button.addEventListener("click", () => this.acts.goOn(message));
+    button.addEventListener("click", () => this.acts.goOn(this.message));
     return button;
   }
 

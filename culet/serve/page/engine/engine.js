@@ -50,9 +50,9 @@ function duration(seconds) {
 function draw(latest) {
   document.getElementById("figures").replaceChildren(
     figure(rate(samples.at(-1).output_tokens_per_s), "tokens/s now"),
-    figure(latest.totals.requests.toLocaleString(), "requests answered"),
-    figure(latest.totals.output_tokens.toLocaleString(), "tokens generated"),
-    figure(percent(latest.totals.prefix_hit_share), "of prompt tokens reused"),
+    figure(latest.totals.requests.toLocaleString(), "requests"),
+    figure(latest.totals.output_tokens.toLocaleString(), "output tokens"),
+    figure(percent(latest.totals.prefix_hit_share), "prompt reuse"),
     figure(latest.totals.preemptions.toLocaleString(), "preemptions"),
     figure(duration(latest.uptime_s), "uptime"),
   );

@@ -14,7 +14,7 @@ const DOT = 2.5;
 function roundUp(value) {
   if (value <= 0) return 1;
   const unit = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((factor) => factor * unit).find((candidate) => candidate >= value);
+  return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((factor) => factor * unit).find((candidate) => candidate >= value);
 }
 
 // Returns runs of [x, y] without a gap. A sample without a value ends a run, unless values are rare (`isSparse`).

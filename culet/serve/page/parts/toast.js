@@ -2,7 +2,8 @@
 
 import { element, icon } from "./dom.js";
 
-const SHOWN_MS = 12_000;
+const SHOWN_MS = 5000;
+const OFFERED_MS = 15_000; // with a button
 
 export function toast(text, action) {
   const area = document.getElementById("toasts");
@@ -21,5 +22,5 @@ export function toast(text, action) {
   dismiss.addEventListener("click", close);
   note.append(dismiss);
   area.replaceChildren(note);
-  setTimeout(close, SHOWN_MS);
+  setTimeout(close, action ? OFFERED_MS : SHOWN_MS);
 }

@@ -13,21 +13,28 @@ export function pathTo(messages, head) {
   return path;
 }
 
-export function children(messages, parent) {
-  return [...messages.values()].filter((message) => message.parent === parent).sort(byAge);
+// Returns the children of each message by its id, oldest first. The first messages are children of null.
+export function childrenByParent(messages) {
+  const children = new Map();
+  for (const message of [...messages.values()].sort(byAge)) {
+    if (!children.has(message.parent)) children.set(message.parent, []);
+    children.get(message.parent).push(message);
+  }
+  return children;
 }
 
-export function siblings(messages, message) {
-  return children(messages, message.parent).filter((other) => other.role === message.role);
+export function siblings(children, message) {
+  return children.get(message.parent).filter((other) => other.role === message.role);
 }
 
 // Returns the end of the branch below `id`, always along the newest child.
 export function newestEnd(messages, id) {
+  const children = childrenByParent(messages);
   const seen = new Set();
   let at = id;
   while (!seen.has(at)) {
     seen.add(at);
-    at = children(messages, at).at(-1)?.id ?? at;
+    at = children.get(at)?.at(-1).id ?? at;
   }
   return at;
 }
