@@ -140,8 +140,10 @@ async def examples(service: Service, request: Request) -> Response:
 
 async def markdown(service: Service, request: Request) -> Response:
     """Return Markdown as trees of elements, with highlighted code and MathML. The web page shows answers with it."""
+    num_bytes = len(await request.body())
+    service.markdown.check_size(num_bytes)
     body = await read_body(service, request, MarkdownRequest)
-    return BigAnswer([await service.markdown.render(body.texts, len(await request.body()))])
+    return BigAnswer([await service.markdown.render(body.texts, num_bytes)])
 
 
 ENDPOINTS = (

@@ -32,7 +32,11 @@ _LANGUAGE = re.compile(r"[\w+#.-]{1,32}")
 _MATH = {"math_inline": "inline", "math_inline_double": "block", "math_single": "inline"}
 _PLAIN_TAGS = {
     **{name: name for name in ("table", "thead", "tbody", "tr", "strong", "em", "blockquote", "hr")},
-    **{"paragraph": "p", "s": "del", "hardbreak": "br", "softbreak": "br", "bullet_list": "ul"},
+    "paragraph": "p",
+    "s": "del",
+    "hardbreak": "br",
+    "softbreak": "br",
+    "bullet_list": "ul",
 }
 
 
@@ -40,6 +44,7 @@ def make_parser() -> MarkdownIt:
     """Return a parser for the Markdown that models write: GitHub's, with mathematics between `$`, `\\(` or `\\begin`."""
     parser = MarkdownIt("commonmark", {"html": False, "linkify": True})
     parser.enable(["table", "strikethrough", "linkify"])
+    assert parser.linkify is not None
     parser.linkify.set({"fuzzy_link": False, "fuzzy_email": False})  # `node.js` is not an address
     dollarmath_plugin(parser, allow_space=False, allow_digits=False, allow_labels=False, double_inline=True)
     texmath_plugin(parser, delimiters="brackets")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import msgspec
@@ -23,16 +22,18 @@ class MarkdownRenderer:
     def __init__(self, *, max_kb: int, time_limit_s: float) -> None:
         self._max_bytes, self._time_limit_s = max_kb << 10, time_limit_s
         self._queue = TextQueue(1, max_waiting=_MAX_WAITING, max_waiting_mb=_MAX_WAITING_MB, purpose="rendered")
-        self._lock = threading.Lock()  # a thread whose client has left may still be at work
         self._process: LineProcess | None = None
 
-    async def render(self, texts: Sequence[str], num_bytes: int) -> bytes:
-        """Return the documents as JSON. `num_bytes` is the size of the request. Raise if they are too long or too slow."""
+    def check_size(self, num_bytes: int) -> None:
+        """Raise if a request of this size is too large. Call it before the request is decoded."""
         if num_bytes > self._max_bytes:
             raise BadRequest(
                 f"texts: got {num_bytes} bytes, but the maximum is {self._max_bytes}",
                 hint="send less at once, or raise the limit with --limits markdown_kb=N",
             )
+
+    async def render(self, texts: Sequence[str], num_bytes: int) -> bytes:
+        """Return the documents as JSON. `num_bytes` is the size of the request. Raise if rendering takes too long."""
         return await self._queue.run(lambda stopper: self._ask(texts, stopper), num_bytes)
 
     def close(self) -> None:
@@ -42,19 +43,18 @@ class MarkdownRenderer:
             process.end()
 
     def _ask(self, texts: Sequence[str], stopper: Stopper) -> bytes:
-        with self._lock:
-            process = self._process
-            if process is None or not process.is_alive:
-                process = self._process = LineProcess(_WORKER, "renders Markdown")
-            try:
-                with stopper.watch(process):
-                    reply = process.ask(_encoder.encode({"texts": texts}), self._time_limit_s)
-            except OSError as error:  # includes TimeoutError
-                process.end()
-                self._process = None
-                is_late = isinstance(error, TimeoutError)
-                problem = f"was stopped after {self._time_limit_s:g} s" if is_late else "failed"
-                raise BadRequest(f"texts: rendering {problem}", hint="show the text as it is") from error
+        process = self._process
+        if process is None or not process.is_alive:
+            process = self._process = LineProcess(_WORKER, "renders Markdown")
+        try:
+            with stopper.watch(process):
+                reply = process.ask(_encoder.encode({"texts": texts}), self._time_limit_s)
+        except OSError as error:  # includes TimeoutError
+            process.end()
+            self._process = None
+            is_late = isinstance(error, TimeoutError)
+            problem = f"was stopped after {self._time_limit_s:g} s" if is_late else "failed"
+            raise BadRequest(f"texts: rendering {problem}", hint="show the text as it is") from error
         if "error" in reply:
             raise BadRequest(f"texts: rendering failed: {reply['error']}", hint="show the text as it is")
         return str(reply["json"]).encode()

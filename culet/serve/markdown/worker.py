@@ -16,7 +16,7 @@ from contextlib import suppress
 from culet.serve.markdown.document import parse
 
 _MAX_BYTES = 1 << 30  # of address space
-_MAX_ANSWER_CHARS = 8 << 20
+_MAX_ANSWER_CHARS = 4 << 20
 _ALARM_S = 60  # ends this process if the parent is gone and cannot do it
 
 

@@ -135,6 +135,7 @@ async function start() {
   byId("toggle-sidebar").addEventListener("click", toggleSidebar);
   byId("close-sidebar").addEventListener("click", toggleSidebar);
   byId("shade").addEventListener("click", toggleSidebar);
+  byId("conversations").addEventListener("click", ({ target }) => narrow.matches && target.closest("a") && showSidebar(false));
   document.addEventListener("keydown", onKey);
   showModel();
   const isKept = await startStore();

@@ -127,7 +127,7 @@ def test_an_answer_is_shown_with_its_format_and_never_as_markup(rich: Running, o
 
 GROW = """async (text) => {
   const { MarkdownView } = await import("/page/chat/markdown.js");
-  const views = [0, 1].map(() => document.body.appendChild(document.createElement("div"))).map((node) => new MarkdownView(node));
+  const views = [0, 1].map(() => new MarkdownView(document.body.appendChild(document.createElement("div"))));
   let first = null;
   const seen = new Set();
   for (let end = 1; end < text.length; end += 7) {

@@ -121,6 +121,7 @@ async function answerTo(id, failed = null) {
 
 function addMessage(fields) {
   const message = { id: newId(), conversation: current, created: Date.now(), ...fields };
+  if (getConversation(current).deleted) restoreConversation(current); // who writes to a conversation wants to keep it
   putMessage(message);
   return message.id;
 }

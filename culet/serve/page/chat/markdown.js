@@ -6,7 +6,8 @@ import { build } from "./nodes.js";
 
 const PATIENCE_MS = 250; // then the text is shown without its format
 const PAUSE_MS = 60; // between two requests for an answer that grows
-const RETRY_MS = 1500;
+const RETRY_MS = 1500; // after a failure, and twice as long after each further one
+const MAX_RETRY_MS = 30_000;
 const MAX_TEXTS = 32; // in one request
 const MAX_CHARS = 60_000;
 const MAX_CACHED = 500;
@@ -75,6 +76,7 @@ export class MarkdownView {
   #final = null; // the complete text that is shown with its format
   #rest = element("p", { className: "rest" });
   #timer = 0;
+  #retryMs = RETRY_MS;
 
   constructor(node) {
     this.node = node;
@@ -104,26 +106,27 @@ export class MarkdownView {
     const isComplete = !this.#isGrowing;
     const begin = isComplete ? 0 : this.#numSettled;
     const asked = performance.now();
-    let pause = PAUSE_MS;
+    let pause = isComplete ? 0 : PAUSE_MS;
     try {
       const blocks = text ? await ask(isComplete ? text : completed(text.slice(begin))) : [];
       if (text !== this.#text.slice(0, text.length)) this.#forget();
       else if (isComplete) this.#finish(text, blocks);
       else this.#grow(text, begin, blocks);
-      pause += 2 * (performance.now() - asked);
+      pause += isComplete ? 0 : 2 * (performance.now() - asked);
+      this.#retryMs = RETRY_MS;
     } catch (error) {
       this.#showRest();
-      pause = error.status === 400 ? Infinity : RETRY_MS; // a text that the server refuses stays as it is
+      pause = this.#retryMs;
+      this.#retryMs = Math.min(2 * pause, MAX_RETRY_MS);
+      if (isComplete && error.status === 400) this.#final = text; // the server refuses this text, so it stays as it is
     }
-    const isBehind = this.#isGrowing ? this.#numShown < this.#text.length : this.#final !== this.#text;
-    if (pause < Infinity) setTimeout(() => this.#go(isBehind), this.#isGrowing ? pause : pause >= RETRY_MS ? pause : 0);
-    else this.#isAsking = false;
+    setTimeout(() => this.#goOn(), pause);
   }
 
-  #go(isBehind) {
+  #goOn() {
     this.#isAsking = false;
-    const isStillBehind = this.#isGrowing ? this.#numShown < this.#text.length : this.#final !== this.#text;
-    if ((isBehind || isStillBehind) && this.node.isConnected) this.#request();
+    const isBehind = this.#isGrowing ? this.#numShown < this.#text.length : this.#final !== this.#text;
+    if (isBehind && this.node.isConnected) this.#request();
   }
 
   #finish(text, blocks) {
@@ -162,7 +165,7 @@ export class MarkdownView {
   }
 
   #showRest() {
-    this.#rest.textContent = this.#text.slice(this.#final === null ? Math.min(this.#numShown, this.#text.length) : 0);
+    this.#rest.textContent = this.#text.slice(this.#numShown);
     if (this.#rest.textContent) this.node.append(this.#rest);
   }
 

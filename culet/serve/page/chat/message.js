@@ -98,10 +98,11 @@ function describe(message) {
   const { stats } = message;
   if (!stats) return [];
   const facts = [];
-  if (stats.tokens !== undefined) facts.push(["Tokens", stats.tokens.toLocaleString()]);
-  if (stats.tokens_per_s) facts.push(["Tokens per second", stats.tokens_per_s.toFixed(1)]);
-  if (stats.first_ms !== null) facts.push(["First token", `${stats.first_ms} ms`]);
-  if (stats.prompt_tokens !== undefined) facts.push(["Prompt", `${stats.prompt_tokens.toLocaleString()} tokens, ${stats.cached_tokens ?? 0} reused`]);
+  const has = (name) => Number.isFinite(stats[name]); // an imported file may have anything
+  if (has("tokens")) facts.push(["Tokens", stats.tokens.toLocaleString()]);
+  if (has("tokens_per_s")) facts.push(["Tokens per second", stats.tokens_per_s.toFixed(1)]);
+  if (has("first_ms")) facts.push(["First token", `${stats.first_ms} ms`]);
+  if (has("prompt_tokens")) facts.push(["Prompt", `${stats.prompt_tokens.toLocaleString()} tokens, ${stats.cached_tokens ?? 0} reused`]);
   if (stats.model) facts.push(["Model", stats.model]);
   return facts;
 }

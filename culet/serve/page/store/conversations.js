@@ -7,7 +7,7 @@ const KEPT_MS = 24 * 3600e3; // how long a deleted conversation can be restored
 const TITLE_CHARS = 60;
 
 const conversations = new Map();
-const loaded = new Map(); // the messages of a conversation by id, for conversations that were opened
+const loaded = new Map(); // {messages, ready} of the conversations that were opened: a Map by id, and a promise of it when it is complete
 const listeners = [];
 const channel = new BroadcastChannel("culet");
 
@@ -31,7 +31,7 @@ function share(change) {
 
 channel.addEventListener("message", ({ data }) => {
   if (data.conversation) conversations.set(data.conversation.id, data.conversation);
-  if (data.message) loaded.get(data.message.conversation)?.set(data.message.id, data.message);
+  if (data.message) loaded.get(data.message.conversation)?.messages.set(data.message.id, data.message);
   tell(data, true);
 });
 
@@ -70,18 +70,23 @@ export function getConversation(id) {
   return conversations.get(id);
 }
 
-export async function messagesOf(id) {
+// What another tab says about a message while this tab reads the database is newer than what it reads.
+async function load(id, messages) {
+  for (const message of await readMessages(id)) if (!messages.has(message.id)) messages.set(message.id, message);
+  return messages;
+}
+
+export function messagesOf(id) {
   if (!loaded.has(id)) {
-    const stored = await readMessages(id);
-    if (!loaded.has(id)) loaded.set(id, new Map(stored.map((message) => [message.id, message])));
+    const messages = new Map();
+    loaded.set(id, { messages, ready: load(id, messages) });
   }
-  return loaded.get(id);
+  return loaded.get(id).ready;
 }
 
 export function createConversation(text) {
   const now = Date.now();
   const conversation = { id: newId(), title: titleOf(text), created: now, updated: now, head: null };
-  loaded.set(conversation.id, new Map());
   change(conversation.id, conversation);
   return conversation;
 }
@@ -99,7 +104,7 @@ export function change(id, changes) {
 }
 
 export function putMessage(message) {
-  loaded.get(message.conversation)?.set(message.id, message);
+  loaded.get(message.conversation)?.messages.set(message.id, message);
   writeMessages([message]).catch(reportFull);
   share({ message });
 }
