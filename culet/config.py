@@ -246,6 +246,8 @@ class Limits:
     stored: int = 1024  # responses that are kept with --store-responses
     stored_mb: int = 64  # their size
     stored_s: int = 3600  # for how long one is kept after its last use
+    markdown_kb: int = 256  # of text that the web page has rendered at once
+    markdown_s: int = 5  # to render it
     step_s: int = 300  # for one step of the engine before it counts as dead
 
     def __post_init__(self) -> None:
