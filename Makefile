@@ -11,9 +11,9 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-run:  ## ask the built-in model a question
+run:  ## serve the built-in model, ask it something, and show the page's address
 	@scripts/make-venv $(VENV)
-	@$(BIN)/culet generate "Hello! What can you do?"
+	@$(BIN)/python scripts/first_run.py
 
 test:  ## check format, lint and types, then run the test suite (as CI does)
 	@scripts/make-venv $(VENV) test

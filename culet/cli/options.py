@@ -111,9 +111,7 @@ def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config: cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(
-            f"config: {path} is not valid YAML: {error}", hint="example of a line: max-model-len: 32768"
-        ) from error
+        raise ConfigError(f"config: {path} is not valid YAML: {error}", hint="example: port: 8080") from error
     if not isinstance(values, dict | None):
         raise ConfigError(f"config: {path} holds {_kind(values)}, expected KEY: VALUE lines", hint="example: port: 8080")
     known = _names_by_flag(command)
@@ -122,21 +120,19 @@ def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
         flag = str(key).replace("_", "-")
         if flag not in known:
             near = difflib.get_close_matches(flag, known, n=1)
-            problem = f"config: {path} has the unknown key {str(key)!r}"
-            raise ConfigError(
-                problem, hint=f"did you mean {near[0]}?" if near else "keys are the flags of `culet serve --help`"
-            )
+            hint = f"did you mean {near[0]}?" if near else "keys are the flags of `culet serve --help`"
+            raise ConfigError(f"config: {path} has the unknown key {str(key)!r}", hint=hint)
         if value is not None:
             settings[known[flag]] = _as_flag_value(known[flag], value)
     return settings
 
 
 def _names_by_flag(command: click.Command) -> dict[str, str]:
-    """Return the names of a command's options by their long flags. `--config` and `--help` cannot be set in a file."""
-    options = [
-        option for option in command.params if isinstance(option, click.Option) and option.name not in ("config_file", "help")
-    ]
-    return {flag[2:]: str(option.name) for option in options for flag in option.opts if flag.startswith("--")}
+    """Return the names of a command's options by their long flags, except `--config` itself."""
+    options = [option for option in command.params if isinstance(option, click.Option)]
+    flags = {flag[2:]: str(option.name) for option in options for flag in option.opts if flag.startswith("--")}
+    del flags["config"]
+    return flags
 
 
 def _as_flag_value(name: str, value: Any) -> Any:
