@@ -26,6 +26,8 @@ LOG_LINES = 15  # shown after a failure
 
 
 def main() -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal must not leave a server behind
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryFile("w+") as log, running_server(log) as (server, url):
         wait_until_ready(server, url, log)
         ask(url)
