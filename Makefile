@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 # The tests' tensors are small, so one thread per process is fastest. Tests of servers often wait, so three processes suit two cores.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
 
-.PHONY: help run test test-all lint format reference clean
+.PHONY: help run test test-all lint format reference site clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,8 +36,12 @@ format:  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-reference:  ## regenerate docs/reference from the code
+reference:  ## regenerate docs/reference and the README's table from the code
 	$(BIN)/python scripts/make_reference.py
+
+site:  ## build the documentation's site in build/site
+	@scripts/make-venv $(VENV) docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -102,8 +103,8 @@ def gpus() -> str:
         fit = plan(model, "b200")
         rows.append(f"| {model} | {fit['weight_bytes'] / GB:.1f} | {fit['longest_sequence']:,} |")
     intro = (
-        f"How many chats of {CHAT_LEN:,} tokens fit into the memory of a GPU at the same time, beside the weights in bf16, with "
-        "the default settings. A dash means that the model does not fit. `culet plan MODEL --gpu NAME` computes this for other "
+        f"How many chats of {CHAT_LEN:,} tokens fit into the memory of a GPU at the same time, beside the weights in bf16, "
+        "with the default settings. A dash means that the model does not fit. `culet plan MODEL --gpu NAME` computes this for other "
         "lengths and settings, and [which model fits](../guides/models.md) says how to choose."
     )
     names = f"Names for `--gpu`: {', '.join(f'`{name}`' for name in GPUS)}."
@@ -143,7 +144,6 @@ def python_api() -> str:
     lines = ["# Python API", "", NOTE, f"`from culet import {', '.join(exported)}`", ""]
     for name, module in exported.items():
         lines += describe(read_class(module, name), name)
-    lines += ["# What the methods return", ""]
     for module, names in API_FILES.items():
         for name in names:
             lines += describe(read_class(module, name), name)
@@ -199,15 +199,20 @@ def docstring(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> li
 
 def signature(item: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> str:
     """Return a method's signature, with one parameter per line if it is long."""
-    arguments = ast.unparse(item.args).removeprefix("self").removeprefix("cls").removeprefix(", ")
+    arguments = spaced(item.args).removeprefix("self").removeprefix("cls").removeprefix(", ")
     called = name if item.name == "__init__" else f"{name}.{item.name}"
     called = f"await {called}" if isinstance(item, ast.AsyncFunctionDef) else called
     returns = f" -> {ast.unparse(item.returns)}" if item.returns is not None and item.name != "__init__" else ""
     short = f"{called}({arguments}){returns}"
     if len(short) <= 100:
         return short
-    parts = [ast.unparse(part) for part in split_arguments(item.args)]
+    parts = [spaced(part) for part in split_arguments(item.args)]
     return "\n".join([f"{called}(", *(f"    {part}," for part in parts), f"){returns}"])
+
+
+def spaced(arguments: ast.AST) -> str:
+    """Return parameters as source, with spaces around the `=` of their defaults."""
+    return re.sub(r"(?<=[\w\]])=", " = ", ast.unparse(arguments))
 
 
 def split_arguments(arguments: ast.arguments) -> list[ast.AST]:
