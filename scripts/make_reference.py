@@ -104,8 +104,8 @@ def gpus() -> str:
         rows.append(f"| {model} | {fit['weight_bytes'] / GB:.1f} | {fit['longest_sequence']:,} |")
     intro = (
         f"How many chats of {CHAT_LEN:,} tokens fit into the memory of a GPU at the same time, beside the weights in bf16, "
-        "with the default settings. A dash means that the model does not fit. `culet plan MODEL --gpu NAME` computes this for other "
-        "lengths and settings, and [which model fits](../guides/models.md) says how to choose."
+        "with the default settings. A dash means that the model does not fit. `culet plan MODEL --gpu NAME` computes this for "
+        "other lengths and settings, and [which model fits](../guides/models.md) says how to choose."
     )
     names = f"Names for `--gpu`: {', '.join(f'`{name}`' for name in GPUS)}."
     sizes = ["| model | weights in GB | longest chat in tokens |", "|---|--:|--:|", *rows]
