@@ -54,6 +54,7 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
 
 
+@pytest.mark.slow
 def test_a_conversation(tmp_path: Path) -> None:
     terminal = Terminal(sys.executable, "-m", "culet.cli.main", "chat", "-m", BUILT_IN, "--seed", "1")
     start = terminal.read_until("> ")
