@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tests.docs.blocks import ROOT, check_culet
+from tests.docs.test_package import same_torch
 from tests.serve.running import free_port
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -99,6 +100,7 @@ def test_its_steps_run_outside_a_container(tmp_path: Path) -> None:
     environment = tmp_path / "environment"
     venv.create(environment, with_pip=True)
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables |= same_torch(tmp_path)
     variables |= {"PATH": f"{environment / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     variables |= dict(word.split("=", 1) for word in shlex.split(values("ENV")[-1].replace("/cache", str(tmp_path / "cache"))))
     steps = [step for step in values("RUN") if step.startswith("pip ")]
