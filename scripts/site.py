@@ -21,7 +21,7 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Take the navigation from the sections and links of the index."""
-    nav: list[Any] = [{"Culet": "README.md"}]
+    nav: list[Any] = [{"Overview": "README.md"}]
     for line in (ROOT / "docs/README.md").read_text().splitlines():
         if section := _SECTION.match(line):
             nav.append({section[1]: []})
