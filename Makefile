@@ -41,7 +41,7 @@ reference:  ## regenerate docs/reference and the README's table from the code
 
 site:  ## build the documentation's site in build/site
 	@scripts/make-venv $(VENV) docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
