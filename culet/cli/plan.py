@@ -20,7 +20,7 @@ from culet.attention.plan import AttentionPlan, plan_attention
 from culet.cache.spec import CacheLayout, plan_cache, stored_as
 from culet.config import CacheConfig, Config, ModelConfig, build_config
 from culet.drafters.base import DrafterPlan, cache_specs, open_drafter, plan_drafter_attention, target_groups
-from culet.errors import CheckpointError, ConfigError
+from culet.errors import FAILED, CheckpointError, ConfigError
 from culet.hardware import GPUS, Gpu, find_gpu
 from culet.layers.weight.byte_sizes import bytes_per_value
 from culet.models.folder import read_config
@@ -110,7 +110,7 @@ def plan(model: str, gpu: str, seq_lens: tuple[int, ...], as_json: bool, svg: st
       culet plan 31B --gpu h200 --speculative-config '{"method": "mtp", "model": "random:"}'
 
     MODEL is one of E2B, E4B, 12B, 26B-A4B and 31B, a checkpoint folder, a config.json, or a name on the Hub. Neither weights
-    nor a GPU are needed.
+    nor a GPU are needed. The exit code is 1 if the model does not fit.
     """
     config = build_config({name: value for name, value in options.items() if value is not None})
     facts = gather(model, gpu, config, seq_lens)
@@ -120,6 +120,14 @@ def plan(model: str, gpu: str, seq_lens: tuple[int, ...], as_json: bool, svg: st
         click.echo(json.dumps(report(facts), indent=2))
     else:
         _print_tables(facts)
+    if not model_fits(facts):
+        click.get_current_context().exit(FAILED)
+
+
+def model_fits(facts: Facts) -> bool:
+    """Return whether the text decoder fits, with one sequence of the length that was asked for, or of any length."""
+    longest: int = _fit(facts, True, facts.latent)["longest_sequence"]
+    return longest >= (facts.config.model.max_model_len or 1)
 
 
 def gather(model: str, gpu_name: str, config: Config, seq_lens: Sequence[int] = ()) -> Facts:

@@ -97,7 +97,7 @@ Block = TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlo
 class AnthropicMessage(Struct):
     """One message of a conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]  # Claude Code sends system messages between the others
     content: Text | Annotated[list[Block], Meta(max_length=1024)]
 
 
@@ -275,7 +275,8 @@ def _openai_messages(body: Conversation) -> list[dict[str, Any]]:
     for index, message in enumerate(body.messages):
         blocks = [TextBlock(message.content)] if isinstance(message.content, str) else message.content
         where = f"messages[{index}].content"
-        messages += _from_user(blocks, where) if message.role == "user" else [_from_model(blocks, where)]
+        converted = [_from_model(blocks, where)] if message.role == "assistant" else _from_user(blocks, where)
+        messages += [entry | {"role": "system"} for entry in converted] if message.role == "system" else converted
     return messages
 
 
