@@ -12,6 +12,7 @@ from culet.errors import CheckpointError, ConfigError
 from culet.models.embedded import embedded_folder, is_embedded
 
 CONFIG_FILE = "config.json"
+_MODELOPT_FILE = "hf_quant_config.json"
 # The files that serving reads. A hub repository may hold more, such as other formats or pictures.
 _FILES = ("*.json", "*.safetensors", "*.jinja")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -32,6 +33,16 @@ def read_config(model: str, revision: str | None = None) -> dict[str, Any]:
         return read_json(path)
     folder = _local_folder(model, revision) or _download(model, revision, only=CONFIG_FILE)
     return read_json(folder / CONFIG_FILE)
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """Read the `config.json` in a folder. Older ModelOpt checkpoints describe their quantisation in a file of its own."""
+    config = read_json(folder / CONFIG_FILE)
+    if config.get("quantization_config") is None and (folder / _MODELOPT_FILE).is_file():
+        described = read_json(folder / _MODELOPT_FILE).get("quantization")
+        if isinstance(described, dict):
+            config["quantization_config"] = {"quant_method": "modelopt", **described}
+    return config
 
 
 def _local_path(model: str) -> Path | None:

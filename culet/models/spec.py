@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from culet.cache.spec import KVSpec
 from culet.errors import CheckpointError
 from culet.log import logger
+from culet.models.quantised.config import read_quantisation
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,6 @@ _FIXED: tuple[tuple[str, object], ...] = (
     ("attn_logit_softcapping", None),
     ("rope_scaling", None),
 )
-_QUANTISED_KEYS = ("quantization_config", "quantization", "compression_config")  # the second is MLX's
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
         raise text.error("model_type", f"got {text.values['model_type']!r}, expected {family.text_type!r}")
     for section in (root, text):
         _check_fixed(section)
-        refuse_quantised(section)
+    read_quantisation(config)  # raises if it is a format that Culet does not read
     vocab_size = text.whole("vocab_size")
     ple_dim = text.whole("hidden_size_per_layer_input", family.ple_dim, least=0)
     ple_vocab_size = text.whole("vocab_size_per_layer_input", _DEFAULT_PLE_VOCAB_SIZE) if ple_dim else 0
@@ -297,14 +297,6 @@ def _check_fixed(section: Section) -> None:
             wanted = "no value" if expected is None else repr(expected)
             hint = "no Gemma 4 model has this value, and Culet does not support it"
             raise section.error(key, f"{got}, expected {wanted}", hint)
-
-
-def refuse_quantised(section: Section) -> None:
-    """Raise if the weights are stored in a quantised format."""
-    for key in _QUANTISED_KEYS:
-        if section.values.get(key) is not None:
-            hint = "quantised weights are not supported yet; use the bfloat16 checkpoint"
-            raise section.error(key, f"got a {type(section.values[key]).__name__}, expected no value", hint)
 
 
 def _read_eos(section: Section) -> tuple[int, ...]:
