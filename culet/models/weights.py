@@ -23,13 +23,13 @@ from torch import Tensor
 from culet.errors import CheckpointError, ConfigError
 from culet.layers.weight.byte_sizes import stored_bytes
 from culet.layers.weight.placement import FLOATS, INTEGERS, Placement
+from culet.layers.weight.quantised.choose import SKIPPED, StoredFormats, rounded
 from culet.layers.weight.weights import Weights
 from culet.log import chose
 from culet.models.checkpoint import Checkpoint
 from culet.models.folder import read_json, read_model_config
 from culet.models.gemma4 import Gemma4
 from culet.models.quantised.config import read_quantisation, readable_file
-from culet.models.quantised.formats import SKIPPED, StoredFormats, rounded
 from culet.models.random_weights import draw_model
 from culet.models.spec import ModelSpec
 

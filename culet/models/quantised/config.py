@@ -11,27 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from culet.errors import CheckpointError
+from culet.layers.weight.quantised.scheme import COMPRESSED_TENSORS, MOBILE, MODELOPT, Scheme
 from culet.models.variants import VARIANTS
 
 CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
-COMPRESSED_TENSORS, MODELOPT, MOBILE = "compressed-tensors", "modelopt", "gemma"
 _MODELOPT_KINDS = {"NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4", "FP8": "fp8"}
 _PACKED, _FLOAT, _NVFP4, _INT = "pack-quantized", "float-quantized", "nvfp4-pack-quantized", "int-quantized"
 _FORMATS = (_PACKED, _FLOAT, _NVFP4, _INT)
 _UNCOMPRESSED, _MIXED = (None, "dense"), "mixed-precision"
 _BLOCK = [128, 128]
 _LINEAR = "Linear"
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """How the values of a matrix are stored."""
-
-    kind: str  # int4, int8, fp8 or nvfp4
-    group: int = 0  # columns that share a scale, for int4 and int8; 0 for all of them
-    has_zero: bool = False
-    scales: str = "channel"  # for fp8: channel, tensor or block
-    is_packed: bool = True  # for int8
 
 
 @dataclass(frozen=True)
@@ -64,6 +53,11 @@ class Quantisation:
             bits = self.bits_for(module)
             return Scheme("int8" if bits == 8 else "int4")
         return next((group.scheme for group in self.groups if group.matches(module)), None)
+
+    @property
+    def only_scheme(self) -> Scheme | None:
+        """The scheme, if all quantised modules share one."""
+        return self.groups[0].scheme if len(self.groups) == 1 else None
 
     def bits_for(self, module: str) -> int:
         """Return the bits of a module of Google's QAT for phones."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from culet.kernels.eager import quantised as eager
 from culet.layers.weight.base import Matrix
 from culet.layers.weight.plain import PlainExperts
-from culet.layers.weight.quantised import QuantisedExperts, Tensors
+from culet.layers.weight.quantised.matrices import QuantisedExperts, Tensors
 from culet.models.checkpoint import open_checkpoint
 from culet.models.weights import load_model
 from tests.models.harness import Harness

@@ -15,12 +15,12 @@ from culet.errors import CheckpointError
 from culet.kernels.eager.quantised import pack_int4
 from culet.kernels.types import Int4Weight, Int8Weight
 from culet.layers.weight.base import ExpertsLayout, ExpertStack, Matrix, MatrixLayout, Site, Table, TableLayout
-from culet.layers.weight.cut import Cut
-from culet.layers.weight.forms import Form, Held, Int4, Int8
 from culet.layers.weight.joined import JoinedMatrix
 from culet.layers.weight.placement import Placement
-from culet.layers.weight.quantised import QuantisedMatrix, QuantisedTable
-from culet.layers.weight.sources import Placed, piece, reorder, scalar_placement, scale_placement
+from culet.layers.weight.quantised.cut import Cut
+from culet.layers.weight.quantised.forms import Form, Held, Int4, Int8
+from culet.layers.weight.quantised.matrices import QuantisedMatrix, QuantisedTable
+from culet.layers.weight.quantised.sources import Placed, piece, reorder, scalar_placement, scale_placement
 from culet.parallel.reduce import PartialSum
 
 

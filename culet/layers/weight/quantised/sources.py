@@ -14,9 +14,9 @@ from torch import Tensor
 
 from culet.kernels.eager.quantised import pack_int4, unpack_int4
 from culet.kernels.types import Fp8Weight, Int4Weight, Int8Weight, Nvfp4Weight
-from culet.layers.weight.cut import Cut
-from culet.layers.weight.forms import BLOCK, NVFP4_GROUP, Held, num_blocks
 from culet.layers.weight.placement import E4M3_TYPES, FLOATS, ConvertedPiece, Piece, Placement
+from culet.layers.weight.quantised.cut import Cut
+from culet.layers.weight.quantised.forms import BLOCK, NVFP4_GROUP, Held, num_blocks
 
 Placed = Iterator[tuple[str, Placement]]
 Convert = Callable[[Tensor], Tensor]

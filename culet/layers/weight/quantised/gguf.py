@@ -12,11 +12,11 @@ from torch import Tensor
 
 from culet.kernels.eager.quantised import pack_int4
 from culet.kernels.types import Int4Weight, Int8Weight
-from culet.layers.weight.cut import Cut
-from culet.layers.weight.forms import Form, Held, Int4, Int8
 from culet.layers.weight.placement import ConvertedPiece, Placement
-from culet.layers.weight.quantised import QuantisedFormat
-from culet.layers.weight.sources import Placed, reorder
+from culet.layers.weight.quantised.cut import Cut
+from culet.layers.weight.quantised.forms import Form, Held, Int4, Int8
+from culet.layers.weight.quantised.matrices import QuantisedFormat
+from culet.layers.weight.quantised.sources import Placed, reorder
 
 GROUP = 32
 _SCALE_BYTES = 2

@@ -16,11 +16,11 @@ from culet.kernels.dispatch import for_device
 from culet.kernels.types import Candidates
 from culet.layers.layer import Layer
 from culet.layers.weight.base import ExpertsLayout, ExpertStack, Matrix, MatrixLayout, Site, Split, Table, TableLayout
-from culet.layers.weight.cut import Cut, cuts_of
-from culet.layers.weight.forms import BLOCK, Form, Fp8, Held, cut_all
 from culet.layers.weight.joined import JoinedMatrix, ReorderedMatrix
 from culet.layers.weight.placement import Placement
-from culet.layers.weight.sources import Source
+from culet.layers.weight.quantised.cut import Cut, cuts_of
+from culet.layers.weight.quantised.forms import BLOCK, Form, Fp8, Held, cut_all
+from culet.layers.weight.quantised.sources import Source
 from culet.parallel.reduce import PartialSum, join_columns, join_parts
 
 

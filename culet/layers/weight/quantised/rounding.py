@@ -10,12 +10,12 @@ from torch import Tensor
 from culet.kernels.eager.quantised import pack_int4
 from culet.kernels.types import Fp8Weight, Int4Weight
 from culet.layers.weight.base import ExpertsLayout, ExpertStack, Matrix, MatrixLayout, Site
-from culet.layers.weight.cut import Cut
-from culet.layers.weight.forms import Form, Fp8, Held, Int4
 from culet.layers.weight.placement import ConvertedPiece, Placement
 from culet.layers.weight.plain import PlainFormat
-from culet.layers.weight.quantised import QuantisedFormat
-from culet.layers.weight.sources import Placed, reorder, reorder_rows
+from culet.layers.weight.quantised.cut import Cut
+from culet.layers.weight.quantised.forms import Form, Fp8, Held, Int4
+from culet.layers.weight.quantised.matrices import QuantisedFormat
+from culet.layers.weight.quantised.sources import Placed, reorder, reorder_rows
 from culet.registry import lookup
 
 INT4_GROUP = 32

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from culet.errors import CheckpointError
-from culet.layers.weight.forms import Fp8, Int4, Int8, Nvfp4
-from culet.layers.weight.gguf import block_format
-from culet.layers.weight.mobile import MobileFormat
 from culet.layers.weight.placement import FLOATS
 from culet.layers.weight.plain import PerExpertFormat, PlainFormat
-from culet.layers.weight.quantised import QuantisedFormat
-from culet.layers.weight.rounding import RoundedFormat
-from culet.layers.weight.sources import PackedInt4, PackedInt8, StoredFp8, StoredNvfp4
+from culet.layers.weight.quantised.forms import Fp8, Int4, Int8, Nvfp4
+from culet.layers.weight.quantised.gguf import block_format
+from culet.layers.weight.quantised.matrices import QuantisedFormat
+from culet.layers.weight.quantised.mobile import MobileFormat
+from culet.layers.weight.quantised.rounding import RoundedFormat
+from culet.layers.weight.quantised.scheme import MOBILE, MODELOPT, Description, Scheme
+from culet.layers.weight.quantised.sources import PackedInt4, PackedInt8, StoredFp8, StoredNvfp4
 from culet.layers.weight.weights import WeightFormat
-from culet.models.quantised.config import MOBILE, MODELOPT, Quantisation, Scheme
 
 _PLAIN, _PER_EXPERT = PlainFormat(), PerExpertFormat()
 _GGUF_KINDS = ("Q4_0", "Q8_0")
@@ -45,7 +45,7 @@ def rounded(precision: str) -> Callable[[str], WeightFormat]:
 class StoredFormats:
     """Chooses formats for the weights of a checkpoint. `stored` maps the model's names to headers, `names` to stored names."""
 
-    quantisation: Quantisation | None
+    quantisation: Description | None
     stored: Mapping[str, Header]
     names: Mapping[str, str]
 
@@ -87,8 +87,7 @@ class StoredFormats:
     def _scheme(self, module: str) -> Scheme:
         assert self.quantisation is not None
         scheme = self.quantisation.scheme_of(module)
-        if scheme is None and len(self.quantisation.groups) == 1:
-            return self.quantisation.groups[0].scheme  # an ignore list that does not fit, but the tensors say otherwise
+        scheme = scheme or self.quantisation.only_scheme  # the tensors are right if the ignore list says otherwise
         if scheme is None:
             problem = f"{module} is stored quantised, but no group of quantization_config has it as a target"
             raise CheckpointError(problem, hint="config.json and the weights belong to different models")
