@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -24,12 +25,14 @@ from culet.errors import CheckpointError, ConfigError
 from culet.layers.weight.byte_sizes import stored_bytes
 from culet.layers.weight.placement import FLOATS, INTEGERS, Placement
 from culet.layers.weight.quantised.choose import SKIPPED, StoredFormats, rounded
+from culet.layers.weight.quantised.gguf import BlockSlice
 from culet.layers.weight.weights import Weights
 from culet.log import chose
 from culet.models.checkpoint import Checkpoint
-from culet.models.folder import read_json, read_model_config
+from culet.models.folder import GGUF_SUFFIX, read_json, read_model_config
 from culet.models.gemma4 import Gemma4
 from culet.models.quantised.config import read_quantisation, readable_file
+from culet.models.quantised.gguf_file import GgufFile, read_gguf
 from culet.models.random_weights import draw_model
 from culet.models.spec import ModelSpec
 
@@ -187,13 +190,19 @@ def _files(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
-    hint = f"expected {SINGLE_FILE}, or {INDEX_FILE} with the files that it lists"
+    blocks = sorted(folder.glob("*.gguf"))
+    if len(blocks) == 1:
+        return blocks
+    hint = f"expected {SINGLE_FILE}, {INDEX_FILE} with the files that it lists, or one GGUF file"
     raise CheckpointError(f"{folder}: the folder has no weights", hint=hint)
 
 
 @contextmanager
 def _open(file: Path) -> Iterator[Any]:
-    """Open a memory-mapped safetensors file. Errors name the file."""
+    """Open a memory-mapped safetensors or GGUF file. Errors name the file."""
+    if file.suffix == GGUF_SUFFIX:
+        yield _Blocks(read_gguf(file))
+        return
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             yield tensors
@@ -201,6 +210,25 @@ def _open(file: Path) -> Iterator[Any]:
         problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         hint = "the file is damaged or incomplete: download it again"
         raise CheckpointError(f"{file}: cannot be read: {problem}", hint=hint) from error
+
+
+class _Blocks:
+    """An open GGUF file, with the methods of an open safetensors file."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+        self._bytes = np.memmap(file.path, mode="r")
+
+    def keys(self) -> list[str]:
+        return list(self._file.tensors)
+
+    def get_slice(self, name: str) -> BlockSlice:
+        tensor = self._file.tensors[name]
+        raw = self._bytes[tensor.offset : tensor.offset + tensor.num_bytes]
+        return BlockSlice(raw, tensor.shape, tensor.kind, tensor.values_per_block, tensor.bytes_per_block)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.get_slice(name)[...]
 
 
 def _match_names(stored: Iterable[str], spec: ModelSpec) -> dict[str, str]:
@@ -300,18 +328,51 @@ def _stream(
 ) -> None:
     """Copy each tensor into its placement, file by file. A rank reads only its own regions."""
     by_file = _by_file(chosen, stored, chosen)
-    bar = _bar() if progress and sys.stderr.isatty() else None
     total = sum(stored[stored_name].num_bytes for stored_name in chosen.values())
-    with bar or nullcontext():
-        task = None if bar is None else bar.add_task(f"{verb} weights", total=total)
+    with progress_bar(f"{verb} weights", total, progress) as advance:
         for file, names in by_file.items():
             with _open(file) as tensors:
                 for name in names:
                     places[name].fill(tensors.get_slice(chosen[name]))
-                    if bar is not None and task is not None:
-                        bar.advance(task, stored[chosen[name]].num_bytes)
+                    advance(stored[chosen[name]].num_bytes)
 
 
-def _bar() -> Progress:
+@contextmanager
+def progress_bar(words: str, total: int, is_wanted: bool) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar in a terminal. Yield the function that advances it by some bytes."""
+    if not is_wanted or not sys.stderr.isatty():
+        yield lambda _: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(words, total=total)
+        yield lambda num_bytes: bar.advance(task, num_bytes)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file. It is read on request, whole or one matrix of a stack at a time."""
+
+    name: str
+    stored: _Stored
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stored.num_bytes
+
+    def read(self, index: int | None = None) -> Tensor:
+        with _open(self.stored.file) as tensors:
+            value: Tensor = (
+                tensors.get_tensor(self.name) if index is None else tensors.get_slice(self.name)[index : index + 1][0]
+            )
+        return value
+
+
+def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
+    """Yield the tensors of a checkpoint, file by file."""
+    for name, stored in _read_headers(folder).items():
+        yield StoredTensor(name, stored)

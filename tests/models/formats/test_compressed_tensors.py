@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("compressed_tensors")
-
 from tests.models.formats.comparing import assert_same_model, load
 from tests.models.formats.writing import compressed, ct_config, write_pair
 

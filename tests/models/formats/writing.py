@@ -71,11 +71,28 @@ def join_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def plain_tensors(root: Path, shape: str, seed: int = 0) -> tuple[Path, dict[str, Tensor]]:
+    """Write a plain checkpoint. Return its folder and its tensors."""
+    folder = write_checkpoint(root / "plain", shape, overrides=SHAPES[shape], seed=seed)
+    return folder, load_file(folder / "model.safetensors")
+
+
+def write_folder(target: Path, plain: Path, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Path:
+    """Write tensors as a checkpoint with the other files of `plain`, and with `extra` keys in its config."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in plain.iterdir():
+        if file.suffix == ".json":
+            (target / file.name).write_bytes(file.read_bytes())
+    (target / "config.json").write_text(json.dumps(json.loads((plain / "config.json").read_text()) | extra))
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, target / "model.safetensors")
+    return target
+
+
 def write_pair(root: Path, shape: str, quantise: Quantise, config: dict[str, Any], *, seed: int = 0) -> Pair:
     """Write a checkpoint whose linear modules are quantised by `quantise`, and its twin."""
-    plain = write_checkpoint(root / "plain", shape, overrides=SHAPES[shape], seed=seed)
+    plain, tensors = plain_tensors(root, shape, seed)
     stored, twin, values = {}, {}, {}
-    for name, tensor in split_experts(load_file(plain / "model.safetensors")).items():
+    for name, tensor in split_experts(tensors).items():
         module, _, ending = name.rpartition(".")
         is_linear = ending == "weight" and module.rpartition(".")[2] in LINEARS
         result = quantise(module, tensor) if is_linear else None
@@ -83,18 +100,10 @@ def write_pair(root: Path, shape: str, quantise: Quantise, config: dict[str, Any
             stored[name], twin[name] = tensor, tensor.float()
         else:
             parts, value = result
-            stored |= {f"{module}.{part}": each.contiguous() for part, each in parts.items()}
+            stored |= {f"{module}.{part}": each for part, each in parts.items()}
             twin[name], values[module.removeprefix(PREFIX)] = value.float(), value
-    folder, twin_folder = root / "quantised", root / "twin"
-    for target, tensors, extra in ((folder, stored, {"quantization_config": config}), (twin_folder, join_experts(twin), {})):
-        target.mkdir(parents=True, exist_ok=True)
-        for file in plain.iterdir():
-            if file.suffix == ".json":
-                (target / file.name).write_bytes(file.read_bytes())
-        written = json.loads((plain / "config.json").read_text()) | extra
-        (target / "config.json").write_text(json.dumps(written))
-        save_file({name: tensor.clone() for name, tensor in tensors.items()}, target / "model.safetensors")
-    return Pair(folder, twin_folder, values)
+    folder = write_folder(root / "quantised", plain, stored, {"quantization_config": config})
+    return Pair(folder, write_folder(root / "twin", plain, join_experts(twin), {}), values)
 
 
 # compressed-tensors

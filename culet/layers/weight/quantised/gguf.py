@@ -6,7 +6,9 @@ The slice of a stored tensor is its raw blocks, uint8 [rows, blocks * block byte
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from culet.layers.weight.quantised.matrices import QuantisedFormat
 from culet.layers.weight.quantised.sources import Placed, reorder
 
 GROUP = 32
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SCALE_BYTES = 2
 
 
@@ -52,6 +55,32 @@ class Blocks:
         piece = ConvertedPiece(target, region, convert=convert, more_targets=(held.scale,))
         ending = ".weight" if cut.expert is None else ""
         yield f"{cut.name}{ending}", Placement(cut.stored_shape(*cut.shape), (piece,), {self.kind})
+
+
+class BlockSlice:
+    """A tensor of a GGUF file that can be read in part. Blocks are returned as they are, other values in their own type."""
+
+    def __init__(self, raw: np.ndarray, shape: tuple[int, ...], kind: str, values_per_block: int, bytes_per_block: int) -> None:
+        self._kind, self._shape = kind, shape
+        self._block = values_per_block, bytes_per_block
+        self._rows = raw.reshape(*shape[:-1], shape[-1] // values_per_block * bytes_per_block)
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        return self._kind
+
+    def __getitem__(self, region: Any) -> Tensor:
+        cuts = list(region) if isinstance(region, tuple) else [region]
+        if Ellipsis in cuts or not cuts:
+            cuts = [slice(None)] * len(self._shape)
+        cuts += [slice(None)] * (len(self._shape) - len(cuts))
+        start, stop, _ = cuts[-1].indices(self._shape[-1])
+        values, size = self._block
+        part = self._rows[(*cuts[:-1], slice(start // values * size, stop // values * size))]
+        found = torch.from_numpy(np.ascontiguousarray(part).copy())
+        return found.view(_PLAIN[self._kind]) if self._kind in _PLAIN else found
 
 
 def block_format(kind: str) -> QuantisedFormat:

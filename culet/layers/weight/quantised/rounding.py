@@ -98,3 +98,14 @@ class RoundedFormat(PlainFormat):
     def experts(self, layout: ExpertsLayout, site: Site) -> ExpertStack:
         fits = self._fits(layout.width) and self._fits(layout.hidden_size)
         return (self._quantised if fits else super()).experts(layout, site)
+
+
+def stored_parts(wide: Tensor, precision: str) -> dict[str, Tensor]:
+    """Return the tensors that a compressed-tensors checkpoint stores for a matrix, by ending."""
+    round_part = round_int4 if precision == "int4" else round_fp8
+    parts = [round_part(part) for part in _in_row_chunks(wide)]
+    values = torch.cat([value.view(torch.uint8) for value, _ in parts]).view(parts[0][0].dtype)
+    scale = torch.cat([scale for _, scale in parts])
+    if precision == "int4":
+        return {"weight_packed": values, "weight_scale": scale, "weight_shape": torch.tensor(wide.shape)}
+    return {"weight": values, "weight_scale": scale}
