@@ -43,7 +43,7 @@ INDEX_FILE = "model.safetensors.index.json"
 # The longest comes first, because the decoder of a wrapped model has the longer prefix.
 _PREFIXES = ("model.language_model.", "model.")
 _TOWERS = re.compile(r"model\.(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\.")
-_TIED_HEAD = "lm_head"  # stored by some tools; it equals the embedding table
+_HEAD = "lm_head"  # stored by some tools, although it equals the embedding table
 _NUM_LISTED = 5  # number of names that an error lists
 _LISTED_CHARS = 100  # characters of each of them
 _MAX_NAME_BYTES = 255  # of a file name, the limit of common file systems
@@ -241,7 +241,10 @@ def _match_names(stored: Iterable[str], spec: ModelSpec) -> dict[str, str]:
     }
     chosen: dict[str, str] = {}
     for name in stored:
-        if name.partition(".")[0] == _TIED_HEAD or _TOWERS.match(name):
+        if name.partition(".")[0] == _HEAD and spec.has_head:
+            chosen[name] = name
+            continue
+        if name.partition(".")[0] == _HEAD or _TOWERS.match(name):
             continue
         prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
         local = name.removeprefix(prefix) if prefix else name

@@ -167,15 +167,15 @@ class DFlashModel(Layer):
     @property
     def head_bytes(self) -> int:
         """The bytes of the head, which is the target's."""
-        return self.target[0].embedding.num_bytes
+        return self.target[0].head_bytes
 
     def candidates(self, last_LD: Tensor) -> Candidates:
         """Return candidate tokens that include the most likely one of each row. The rows may be [R, K, D]."""
-        return self.target[0].embedding.head_candidates(last_LD, self.spec.final_softcap)
+        return self.target[0].head_candidates(last_LD, self.spec.final_softcap)
 
     def logits(self, last_LD: Tensor) -> Tensor:
-        """Return softcapped float32 logits [L, V]. The head is the target's embedding table."""
-        return self.target[0].embedding.capped_head(last_LD, self.spec.final_softcap)
+        """Return softcapped float32 logits [L, V]. The head is the target's."""
+        return self.target[0].capped_head(last_LD, self.spec.final_softcap)
 
     def finish(self) -> None:
         """Compute the values that depend on several tensors. Call after loading."""

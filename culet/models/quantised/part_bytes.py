@@ -84,6 +84,9 @@ def part_bytes(spec: ModelSpec, config: Mapping[str, Any], itemsize: int, precis
             plain = linear.num_rows * linear.num_columns * itemsize
             quantised = scheme_bytes(scheme, linear.num_rows, linear.num_columns, itemsize)
             sizes[linear.part] += linear.count * (quantised - plain)
+    if spec.has_head:
+        bits = 16 if quantisation is None or quantisation.scheme_of("lm_head") is None else quantisation.bits_for("lm_head")
+        sizes["head"] = spec.vocab_size * spec.hidden_size * {16: itemsize, 8: 1}.get(bits, 0.5)
     if quantisation is not None and quantisation.method == MOBILE and quantisation.has_tables:
         for part, name in (("token embedding", "embed_tokens"), ("per-layer embeddings", "embed_tokens_per_layer")):
             if part in sizes:
