@@ -39,8 +39,8 @@ class Blocks:
     has_stacked_experts = True
 
     def placements(self, cut: Cut, held: Held) -> Placed:
-        target = held.packed if isinstance(held, Int4Weight) else held.weight
         assert isinstance(held, Int4Weight | Int8Weight)
+        target = held.packed if isinstance(held, Int4Weight) else held.weight
         cut.columns_in(GROUP)
         held_group = (cut.columns.stop - cut.columns.start) // held.scale.shape[-1]
 
