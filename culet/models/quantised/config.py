@@ -209,11 +209,17 @@ def _error(config: Mapping[str, Any], key: str, problem: str) -> CheckpointError
 
 def readable_file(config: Mapping[str, Any]) -> str:
     """Return the name of a published checkpoint of the same model that Culet reads."""
+    found = trained_file(config)
+    return found or "the bfloat16 checkpoint, with --quantization fp8 or int4"
+
+
+def trained_file(config: Mapping[str, Any]) -> str | None:
+    """Return the best published quantised checkpoint of the same model, or None for a model that is not published."""
     text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
     assert isinstance(text, Mapping)
     size = text.get("hidden_size"), text.get("num_hidden_layers")
     for name, variant in VARIANTS.items():
         if (variant["text_config"]["hidden_size"], variant["text_config"]["num_hidden_layers"]) == size:
-            small = "RedHatAI/gemma-4-26B-A4B-it-FP8-Dynamic" if name == "26B-A4B" else f"google/gemma-4-{name}-it-qat-w4a16-ct"
-            return f"{small} or google/gemma-4-{name}-it"
-    return "the bfloat16 checkpoint, with --quantization fp8 or int4"
+            # There is no such checkpoint of the 26B from Google.
+            return "RedHatAI/gemma-4-26B-A4B-it-FP8-Dynamic" if name == "26B-A4B" else f"google/gemma-4-{name}-it-qat-w4a16-ct"
+    return None

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from culet.cli.main import run as run_culet
 from culet.layers.weight.quantised.matrices import QuantisedMatrix
 from culet.testing.tiny import write_checkpoint
-from tests.models.formats.comparing import load, logits_of
+from tests.models.formats.comparing import PROMPT, load, logits_of
 from tests.models.formats.writing import SHAPES
 
 
@@ -47,7 +49,7 @@ def test_a_written_checkpoint_equals_quantising_at_load(precision: str, shape: s
     plain = load(folder)
     assert at_load.num_bytes == written.num_bytes < plain.num_bytes
     errors = [relative_error(module, other) for module, other in pairs_of(at_load, plain)]
-    assert len(errors) > 4 * 6
+    assert len(errors) >= 4 * 6
     assert max(errors) < {"fp8": 0.03, "int4": 0.12}[precision]
     assert min(errors) > 0.005
 
