@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from culet.errors import CheckpointError
-from culet.layers.weight.quantised.scheme import COMPRESSED_TENSORS, MOBILE, MODELOPT, Scheme
+from culet.layers.weight.quantised.block_types import GROUP
+from culet.layers.weight.quantised.scheme import COMPRESSED_TENSORS, GGUF, MOBILE, MODELOPT, Scheme
 from culet.models.variants import VARIANTS
 
 CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
@@ -41,9 +42,9 @@ class Quantisation:
     method: str
     groups: tuple[Group, ...] = ()
     ignore: tuple[str, ...] = ()
-    num_bits: int = 4  # the next fields are for Google's QAT for phones
+    num_bits: int = 4  # the next fields are for Google's QAT for phones, and for tables of GGUF files
     bits_of: tuple[tuple[str, int], ...] = ()  # regular expressions and their bits
-    has_tables: bool = False
+    has_tables: bool = False  # tables are quantised
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the scheme of a linear module by its full name, or None if it is not quantised."""
@@ -100,6 +101,8 @@ def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
             return _read_modelopt(config, key, values)
         if method == MOBILE:
             return _read_mobile(values)
+        if method == GGUF:
+            return _read_blocks(values)
     except (TypeError, ValueError, AttributeError, re.error) as error:
         raise _error(config, key, f"cannot be read: {error}") from error
     raise _error(config, key, f"the format is {_word(method)}, which Culet does not read")
@@ -196,6 +199,17 @@ def _read_mobile(values: Mapping[str, Any]) -> Quantisation:
         bits_of=tuple(bits),
         has_tables=bool(values.get("quantize_embeddings", False)),
     )
+
+
+def _read_blocks(values: Mapping[str, Any]) -> Quantisation:
+    """Read what `gguf_folder.py` wrote about a GGUF file. The file itself says the type of each tensor."""
+    bits = values.get("num_bits")
+    groups = (Group((_LINEAR,), Scheme(f"int{bits}", GROUP)),) if bits in (4, 8) else ()
+    tables = (
+        ("embed_tokens_per_layer", values.get("per_layer_table_bits", 16)),
+        ("embed_tokens", values.get("table_bits", 16)),
+    )
+    return Quantisation(GGUF, groups, bits_of=tables, has_tables=True)
 
 
 def _word(value: object) -> str:

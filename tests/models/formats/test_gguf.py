@@ -15,6 +15,7 @@ from culet.errors import CheckpointError
 from culet.layers.weight.base import Matrix
 from culet.models.checkpoint import open_checkpoint
 from culet.models.quantised.gguf_file import read_gguf
+from culet.models.quantised.part_bytes import part_bytes
 from culet.text.tokenizer import Tokenizer
 from tests.models.formats.comparing import assert_same_values, load, logits_of
 from tests.models.formats.writing import PREFIX, plain_tensors, write_folder
@@ -139,6 +140,9 @@ def test_values_and_logits(kind: str, shape: str, tmp_path: Path) -> None:
     ids = torch.arange(300)
     assert torch.equal(model.embedding.embed(ids), plain.embedding.embed(ids))
     torch.testing.assert_close(logits_of(model), logits_of(plain), rtol=0, atol=1e-4)
+    checkpoint = open_checkpoint(str(path))
+    planned = sum(part_bytes(checkpoint.spec, checkpoint.config, 4).values())
+    assert planned == pytest.approx(model.num_bytes, rel=0.12)  # scales are float16, norms float32
 
 
 def test_q6_k_becomes_plain(tmp_path: Path) -> None:

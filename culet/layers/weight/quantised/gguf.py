@@ -19,12 +19,12 @@ from culet.kernels.types import Int4Weight, Int8Weight
 from culet.layers.weight.base import ExpertsLayout, ExpertStack, Matrix, MatrixLayout, Site, Table, TableLayout
 from culet.layers.weight.placement import ConvertedPiece, Piece, Placement
 from culet.layers.weight.plain import PlainExperts, PlainMatrix, PlainTable
+from culet.layers.weight.quantised.block_types import GROUP
 from culet.layers.weight.quantised.cut import Cut
 from culet.layers.weight.quantised.forms import Form, Held, Int4, Int8
 from culet.layers.weight.quantised.matrices import QuantisedFormat
 from culet.layers.weight.quantised.sources import Placed, reorder
 
-GROUP = 32
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SCALE_BYTES = 2
 _VALUES_AT_ONCE = 1 << 24  # bounds the float32 copies
