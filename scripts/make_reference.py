@@ -15,7 +15,8 @@ from typing import Any
 
 import culet
 from culet import config, env, errors
-from culet.cli.plan import GB, gather, report
+from culet.cli.plan import GB
+from culet.cli.plan_facts import fit_of, gather
 from culet.hardware import GPUS
 from culet.models.variants import VARIANTS
 
@@ -68,6 +69,8 @@ def error_tree() -> str:
 
 CHAT_LEN = 8192
 CARDS: dict[str, tuple[str, ...]] = {  # GPUs of the same advertised memory. The one with the least room counts.
+    "12 GB: RTX 4070": ("rtx4070",),
+    "16 GB: RTX 4080": ("rtx4080",),
     "24 GB: RTX 3090, RTX 4090, L4": ("rtx3090", "rtx4090", "l4"),
     "32 GB: RTX 5090": ("rtx5090",),
     "40 GB: A100": ("a100-40gb",),
@@ -80,11 +83,9 @@ CARDS: dict[str, tuple[str, ...]] = {  # GPUs of the same advertised memory. The
 assert sorted(GPUS) == sorted(name for names in CARDS.values() for name in names), "CARDS must list every GPU once"
 
 
-def plan(model: str, gpu: str) -> dict[str, Any]:
-    """Return what `culet plan MODEL --gpu GPU` computes for text with the default settings."""
-    document = report(gather(model, gpu, config.build_config({}), (CHAT_LEN,)))
-    [fit] = [fit for fit in document["fits"] if fit["text_only"] and fit["latent"]]
-    return fit
+def plan(model: str, gpu: str, precision: str = "auto") -> dict[str, Any]:
+    """Return what `culet plan MODEL --gpu GPU --quantization PRECISION` computes for text with the default settings."""
+    return fit_of(gather(model, gpu, config.build_config({"quantization": precision}), (CHAT_LEN,)), True, True)
 
 
 def fit_table() -> str:
@@ -96,20 +97,33 @@ def fit_table() -> str:
     return "\n".join(lines)
 
 
+PRECISIONS = {"bf16": "auto", "fp8": "fp8", "int4": "int4"}
+COLUMNS = {12: "rtx4070", 16: "rtx4080", 24: "rtx4090", 32: "rtx5090", 48: "l40s", 80: "h100", 141: "h200"}  # GB, a GPU
+
+
 def gpus() -> str:
-    """Return the page that says which model fits which GPU."""
-    rows = []
-    for model in VARIANTS:
-        fit = plan(model, "b200")
-        rows.append(f"| {model} | {fit['weight_bytes'] / GB:.1f} | {fit['longest_sequence']:,} |")
+    """Return the page that says which model fits which GPU, in which precision."""
     intro = (
-        f"How many chats of {CHAT_LEN:,} tokens fit into the memory of a GPU at the same time, beside the weights in bf16, "
-        "with the default settings. A dash means that the model does not fit. `culet plan MODEL --gpu NAME` computes this for "
-        "other lengths and settings, and [which model fits](../guides/models.md) says how to choose."
+        f"Each cell says how many chats of {CHAT_LEN:,} tokens fit at the same time next to the weights, and how long a single "
+        "chat can be, with the default settings. `-` means that not even one such chat fits. The precision is that of the "
+        "matrices (`--quantization`, or a quantised checkpoint): embedding tables, norms and the router stay in bfloat16. "
+        "`culet plan MODEL --gpu NAME` computes this for other lengths and settings, and "
+        "[which model fits](../guides/models.md) says how to choose."
     )
+    sizes = " | ".join(f"{size} GB" for size in COLUMNS)
+    lines = [f"| model | precision | weights | {sizes} |", "|---|---|---:|" + "---:|" * len(COLUMNS)]
+    for model in VARIANTS:
+        for name, precision in PRECISIONS.items():
+            fits = [plan(model, gpu, precision) for gpu in COLUMNS.values()]
+            cells = " | ".join(map(cell, fits))
+            lines.append(f"| {model} | {name} | {fits[0]['weight_bytes'] / GB:.1f} GB | {cells} |")
     names = f"Names for `--gpu`: {', '.join(f'`{name}`' for name in GPUS)}."
-    sizes = ["| model | weights in GB | longest chat in tokens |", "|---|--:|--:|", *rows]
-    return "\n".join(["# Which model fits which GPU", "", NOTE, intro, "", fit_table(), "", names, "", *sizes, ""])
+    return "\n".join(["# Which model fits which GPU", "", NOTE, intro, "", *lines, "", names, ""])
+
+
+def cell(fit: dict[str, Any]) -> str:
+    chats, longest = fit["sequences"][str(CHAT_LEN)], fit["longest_sequence"]
+    return f"{chats:,} chat{'s' if chats > 1 else ''}, {longest // 1024}k" if chats else "-"
 
 
 # The Python API
