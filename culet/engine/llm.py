@@ -22,7 +22,7 @@ from culet.text.output import MakeOutput, OutputDelta, chat_output, plain_output
 from culet.text.output_pieces import ToolCall
 from culet.text.template import Chat
 from culet.text.tokenizer import Tokenizer
-from culet.types import FinishReason, Logprobs, Request, SamplingParams
+from culet.types import FinishReason, GrammarSpec, Logprobs, Request, SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping has `prompt` or `prompt_token_ids`
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -40,6 +40,8 @@ class Sample:
     reasoning: str = ""  # the model's thoughts; chats only
     tool_calls: tuple[ToolCall, ...] = ()  # chats only
     error: str = ""  # what went wrong, if finish_reason is error
+    warning: str = ""  # why an answer that has ended is empty; chats only
+    num_thought_tokens: int = 0  # which a thinking budget counts; chats only
     num_accepted_drafts: int = field(default=0, compare=False)  # tokens in token_ids that a drafter proposed
     num_rejected_drafts: int = field(default=0, compare=False)
     first_token_at: float = field(default=0.0, compare=False)  # time.perf_counter() of the first token
@@ -119,6 +121,8 @@ class _Job:
                     reasoning=output.reasoning,
                     tool_calls=output.tool_calls,
                     error=sample.error,
+                    warning=sample.warning,
+                    num_thought_tokens=output.num_thought_tokens,
                     num_accepted_drafts=sample.num_accepted_drafts,
                     num_rejected_drafts=sample.num_rejected_drafts,
                     first_token_at=sample.first_token_at,
@@ -200,6 +204,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Tool] | None = None,
+        constrain_tool_calls: bool = True,
         enable_thinking: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
@@ -207,7 +212,8 @@ class LLM:
         """Answer one conversation, or several, using the model's chat template.
 
         Results separate the answer (`text`) from thoughts (`reasoning`) and tool calls (`tool_calls`, with parsed arguments).
-        `chat_template_kwargs` are variables of the template, and may include `enable_thinking`.
+        With `constrain_tool_calls`, a grammar holds each call to the tools and their schemas. `chat_template_kwargs` are
+        variables of the template, and may include `enable_thinking`.
         """
         options = dict(chat_template_kwargs or {})
         enable_thinking = bool(options.pop("enable_thinking", enable_thinking))
@@ -219,6 +225,9 @@ class LLM:
         ]
         if enable_thinking:
             sampling_params = [_after_thought(params) for params in _params_per_prompt(sampling_params, len(prompts))]
+        if tools and constrain_tool_calls:
+            grammar = self.engine.tool_call_grammar(tools)
+            sampling_params = [_hold_calls(params, grammar) for params in _params_per_prompt(sampling_params, len(prompts))]
         return self._run(prompts, sampling_params, self._chat_output(tools), use_tqdm)
 
     def stream(
@@ -227,6 +236,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         tools: Sequence[Tool] | None = None,
+        constrain_tool_calls: bool = True,
         enable_thinking: bool = False,
     ) -> OutputStream:
         """Stream the output for one prompt or conversation. Closing the stream cancels the request.
@@ -243,6 +253,8 @@ class LLM:
         params = sampling_params or SamplingParams()
         if enable_thinking:
             params = _after_thought(params)
+        if is_chat and tools and constrain_tool_calls:
+            params = _hold_calls(params, self.engine.tool_call_grammar(tools))
         request = self.engine.rules.make_request(self._next_id(), prompts[0].token_ids, params)
         self.engine.check_grammar(request)
         job = _Job(request, params, self._chat_output(tools) if is_chat else self._plain_output())
@@ -454,6 +466,11 @@ def _after_thought(params: SamplingParams) -> SamplingParams:
     """Return the same params, except that structured outputs apply only after the thought."""
     form = params.structured_outputs
     return params if form is None else replace(params, structured_outputs=replace(form, after_thought=True))
+
+
+def _hold_calls(params: SamplingParams, grammar: GrammarSpec | None) -> SamplingParams:
+    """Return the same params with the grammar of tool calls, unless they have a form of their own."""
+    return params if params.structured_outputs is not None else replace(params, structured_outputs=grammar)
 
 
 def _params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
