@@ -336,6 +336,7 @@ class Row(NamedTuple):
     draw_slots: tuple[int, ...] = ()  # slots that draw from the last logits: usually (slot,), or n slots if samples fork
     is_prompt_logprobs: bool = False  # the logits belong to prompt tokens, so report log-probabilities of the next tokens
     num_open: int = 0  # drafts of the previous row whose acceptance is not known yet
+    is_bound: bool = False  # its draws may need masks, and the results before it are known
 
     def close(self, num_accepted: int) -> Row:
         """Return the row after `num_accepted` of its open drafts were accepted."""

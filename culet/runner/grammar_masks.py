@@ -112,16 +112,18 @@ class SlotGrammars:
 
     def bind(self, groups: Sequence[DrawGroup]) -> bool:
         """Return whether any of these draws needs a mask."""
-        return bool(self._by_slot) and any(
-            (matcher := self._by_slot.get(group.slot)) is not None and matcher.is_bound for group in groups
-        )
+        return bool(self._by_slot) and any(map(self._is_bound, groups))
+
+    def _is_bound(self, group: DrawGroup) -> bool:
+        """Return whether a group's draws need masks. A row that was planned as free has none, whatever is known by now."""
+        return group.is_bound and (matcher := self._by_slot.get(group.slot)) is not None and matcher.is_bound
 
     def masks(self, groups: Sequence[DrawGroup]) -> StepMasks | None:
         """Return the masks for the draws of `groups`, or None if all are free. Runs while the device is busy with the step."""
         if not self.bind(groups):
             return None
         assert self.grammars is not None
-        bound = [group for group in groups if group.slot in self._by_slot and self._by_slot[group.slot].is_bound]
+        bound = [group for group in groups if self._is_bound(group)]
         bits_AW = self.grammars.masks([(self._by_slot[group.slot], group.num_drafts) for group in bound])
         draws = [group.first + index for group in bound for index in range(group.num_drafts + 1)]
         return StepMasks(np.array(draws), bits_AW)
@@ -135,9 +137,7 @@ class SlotGrammars:
         matchers = {index: self._by_slot[group.slot] for index, group in enumerate(groups) if group.slot in self._by_slot}
         if not matchers:
             return None
-        for matcher in matchers.values():
-            matcher.launch()
-        masked = {index: num_proposed[index] for index, matcher in matchers.items() if matcher.is_bound}
+        masked = {index: num_proposed[index] for index in matchers if self._is_bound(groups[index])}
         proposals = []
         if width := max(masked.values(), default=0):
             index_A = on_device(list(masked), tokens_SL.device)

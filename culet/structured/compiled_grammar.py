@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_ERROR_CHARS = 300
-# Where a grammar leaves only one text, llguidance would allow only its own tokens for it, which here are single bytes. The model
-# must be free to write the text in the tokens that it was trained on.
+# Where a grammar leaves only one text, llguidance would allow only its own tokens for it, which here are single bytes. But the
+# model must be free to write the text in the tokens that it was trained on.
 _ANY_TOKENS = '\n%llguidance {"no_forcing": true}\n'
 
 

@@ -125,7 +125,6 @@ class Matcher:
         self._call_grammar = grammar if on_call else None
         self._is_document = grammar is not None and not on_call
         self._num_tokens = self._num_thought = 0  # drawn, and drawn inside thoughts
-        self._num_launched = self._num_stale = 0  # rows whose results are not known, and those of them that do not count
 
     @property
     def is_bound(self) -> bool:
@@ -205,28 +204,19 @@ class Matcher:
 
     # Tokens
 
-    def launch(self) -> None:
-        """Note that a row of this sequence was launched."""
-        self._num_launched += 1
-
     def take(self, token_ids: Sequence[int], *, is_masked: bool) -> int:
-        """Advance by the tokens that a launched row drew. Return how many of them count.
+        """Advance by the tokens that a row drew. Return how many of them count.
 
-        Without masks, tokens count up to the one that binds the sequence, and none of a row that was launched before that was
-        known.
+        Without masks, tokens count up to the one that binds the sequence. A row that was planned before this was known counts
+        nothing.
         """
-        self._num_launched -= 1
-        if self._num_stale:
-            self._num_stale -= 1
-            return 0
         if is_masked:
             self.accept(token_ids)
             return len(token_ids)
-        for count, token_id in enumerate(token_ids, 1):
-            self._advance(token_id)
+        for count, token_id in enumerate(token_ids):
             if self.is_bound:
-                self._num_stale = self._num_launched
                 return count
+            self._advance(token_id)
         return len(token_ids)
 
     def accept(self, token_ids: Sequence[int]) -> None:
