@@ -134,10 +134,10 @@ def thinking_of(
     `effort` is a level, which the server turns into a budget. A `budget` is more exact, and `is_on` decides alone.
     """
     if budget is None and effort is not None:
-        budget = 0 if effort == "none" else _read_budgets(service.settings.thinking_budgets).get(effort)
+        budget = _read_budgets(service.settings.thinking_budgets).get(effort)
     if is_on is None and (effort is not None or budget is not None):
         is_on = effort != "none" and budget != 0
-    return Thinking(is_on, budget if is_on is not False else None)
+    return Thinking(is_on, budget)
 
 
 def sampling_params(
