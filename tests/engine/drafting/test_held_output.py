@@ -196,6 +196,7 @@ def test_look_ahead_changes_nothing(target: Gemma4, tokenizer: Tokenizer, asked:
     drive.check_pages()
 
 
+@pytest.mark.slow
 def test_preemption_changes_nothing(target: Gemma4, tokenizer: Tokenizer, asked: list[Request], expected: Out) -> None:
     num_slabs = least_slabs(DraftDrive(target, None).layout, 120) + 12
     drive = DraftDrive(target, None, max_num_seqs=16, num_slabs=num_slabs)
@@ -205,7 +206,7 @@ def test_preemption_changes_nothing(target: Gemma4, tokenizer: Tokenizer, asked:
     drive.check_pages()
 
 
-@pytest.mark.parametrize("is_fixed", [False, True], ids=["any shape", "fixed shapes"])
+@pytest.mark.parametrize("is_fixed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["any shape", "fixed shapes"])
 def test_an_assistant_changes_nothing(
     target: Gemma4, tokenizer: Tokenizer, asked: list[Request], expected: Out, is_fixed: bool
 ) -> None:
@@ -228,7 +229,7 @@ def test_an_assistant_changes_nothing(
     drive.check_pages()
 
 
-@pytest.mark.parametrize("policy", [None, Pauses], ids=["drafts", "pauses"])
+@pytest.mark.parametrize("policy", [pytest.param(None, marks=pytest.mark.slow), Pauses], ids=["drafts", "pauses"])
 def test_a_drafter_with_pages_of_its_own_changes_nothing(
     pair: Pair, tokenizer: Tokenizer, asked: list[Request], expected: Out, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
