@@ -279,6 +279,23 @@ def read_limits(text: str) -> Limits:
     return Limits(**values)
 
 
+EFFORTS = ("minimal", "low", "medium", "high", "xhigh")
+
+
+def read_thinking_budgets(text: str) -> dict[str, int]:
+    """Parse `effort=tokens,...`. Efforts that are not named have no budget. Errors name the bad part."""
+    budgets: dict[str, int] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition("=")
+        if name not in EFFORTS:
+            raise ConfigError(f"thinking-budgets: unknown effort {name!r}", hint=f"known efforts: {', '.join(EFFORTS)}")
+        if not value.isdecimal() or not 0 < int(value) < 2**31:
+            problem = f"thinking-budgets: {name}: got {value!r}, expected a whole number above 0"
+            raise ConfigError(problem, hint="example: low=1024,medium=4096; an effort that is left out has no budget")
+        budgets[name] = int(value)
+    return budgets
+
+
 MAX_SECONDS = 10**6  # about eleven days
 
 
@@ -310,6 +327,20 @@ class ServeConfig:
     allowed_origins: str = option("", "Origins whose web pages may call the server (CORS), separated by commas; * allows all.")
     enable_thinking: bool = option(
         False, "Let the model think unless a request says otherwise.", flag="--enable-thinking/--no-enable-thinking"
+    )
+    thinking_budgets: str = option(
+        "minimal=256,low=1024,medium=4096,high=16384",
+        "Most thinking tokens for each reasoning effort; an effort that is left out has no budget.",
+    )
+    constrain_tool_calls: bool = option(
+        True,
+        "Hold tool calls to the declared tools and their schemas, from the token that opens a call on.",
+        flag="--constrain-tool-calls/--no-constrain-tool-calls",
+    )
+    repeat_tool_call_ids: bool = option(
+        False,
+        "Repeat the id and the name of a tool call in each streamed part of it; some clients append them, so it is off.",
+        flag="--repeat-tool-call-ids/--no-repeat-tool-call-ids",
     )
     clamp_max_tokens: bool = option(
         False,
@@ -350,6 +381,7 @@ class ServeConfig:
         if self.uds is not None and self.reuse_port:
             raise ConfigError("reuse-port: got a Unix socket, which cannot be shared", hint="omit --uds or --reuse-port")
         read_limits(self.limits)
+        read_thinking_budgets(self.thinking_budgets)
 
 
 PARTS: dict[str, type] = {
