@@ -1,4 +1,4 @@
-"""Serve the web page at `/` with its files, example prompts, rendered Markdown and plots, and the API's description at `/docs`."""
+"""Serve the web page at `/` with its files, examples, rendered Markdown and plots, and the API's description at `/docs`."""
 
 from __future__ import annotations
 
