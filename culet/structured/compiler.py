@@ -136,7 +136,7 @@ class GrammarCompiler:
             return
         if self._executor is None:
             self._executor = LLExecutor(num_threads=max(1, min(8, (os.cpu_count() or 1) // 2)))
-        grammars = [(matcher.grammar, index) for matcher, index in plain]
+        grammars = [(matcher.grammar, index) for matcher, index in plain if matcher.grammar is not None]
         self._executor.unsafe_compute_mask_ptr(grammars, mask_RW.ctypes.data, mask_RW.strides[0], mask_RW.shape[0])
         for matcher, index in plain:
             matcher.finish_fill(mask_RW[index])
