@@ -142,8 +142,13 @@ class Class:
         return text[:1].upper() + text[1:] + ("" if text.endswith(".") or not text else ".")
 
 
-API_FILES = {"culet.engine.llm": ("Result", "Sample", "OutputStream"), "culet.text.output": ("OutputDelta",)}
-API_FILES |= {"culet.text.output_pieces": ("ToolCall",)}
+# What the methods of the exported classes return
+API_FILES = {
+    "culet.engine.jobs": ("Result", "Sample"),
+    "culet.engine.llm": ("OutputStream",),
+    "culet.text.output": ("OutputDelta",),
+    "culet.text.output_pieces": ("ToolCall",),
+}
 
 
 def read_class(module: str, name: str) -> Class:
