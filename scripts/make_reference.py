@@ -220,7 +220,8 @@ def signature(item: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> str:
     """Return a method's signature, with one parameter per line if it is long."""
     arguments = spaced(item.args).removeprefix("self").removeprefix("cls").removeprefix(", ")
     called = name if item.name == "__init__" else f"{name}.{item.name}"
-    called = f"await {called}" if isinstance(item, ast.AsyncFunctionDef) else called
+    is_generator = any(isinstance(part, ast.Yield) for part in ast.walk(item))  # which is iterated, not awaited
+    called = f"await {called}" if isinstance(item, ast.AsyncFunctionDef) and not is_generator else called
     returns = f" -> {ast.unparse(item.returns)}" if item.returns is not None and item.name != "__init__" else ""
     short = f"{called}({arguments}){returns}"
     if len(short) <= 100:
