@@ -142,7 +142,11 @@ class Class:
         return text[:1].upper() + text[1:] + ("" if text.endswith(".") or not text else ".")
 
 
-API_FILES = {"culet.engine.llm": ("Result", "Sample", "OutputStream"), "culet.text.output": ("OutputDelta",)}
+API_FILES = {
+    "culet.engine.jobs": ("Result", "Sample"),
+    "culet.engine.llm": ("OutputStream",),
+    "culet.text.output": ("OutputDelta",),
+}
 API_FILES |= {"culet.text.output_pieces": ("ToolCall",)}
 
 
