@@ -21,7 +21,7 @@ COMMANDS: dict[str, str] = {
     "chat": "culet.cli.chat:chat",
     "plan": "culet.cli.plan:plan",
     "quantize": "culet.cli.quantize:quantize",
-    "bench": "culet.cli.bench:bench",
+    "bench": "culet.cli.bench.group:bench",
     "warmup": "culet.cli.warmup:warmup",
     "doctor": "culet.cli.doctor:doctor",
 }

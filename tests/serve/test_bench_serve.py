@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from culet.bench.serve import Load, arrivals, make_prompts, percentile
-from culet.cli.bench_serve import bench_serve
+from culet.cli.bench.serve import bench_serve
 from culet.cli.main import run
 from tests.serve.running import Running
 

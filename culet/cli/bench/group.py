@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from culet import env
-from culet.cli.bench_draft import bench_draft
-from culet.cli.bench_serve import bench_serve
+from culet.cli.bench.draft import bench_draft
+from culet.cli.bench.serve import bench_serve
 from culet.cli.options import config_options, given
 from culet.config import config_fields
 from culet.errors import ConfigError, InternalError

@@ -1,0 +1,1 @@
+"""`culet bench` and its commands."""
