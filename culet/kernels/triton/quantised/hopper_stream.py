@@ -32,6 +32,7 @@ from culet.kernels.triton.quantised.unpack import (
     INT4,
     NVFP4,
     VALUES_PER_WORD,
+    e4m3_to_float,
     eight_in_order,
     four_in_order,
     fp8_values,
@@ -77,11 +78,12 @@ def _weights(
     if FORMAT == 0:
         words = gl.reshape(words, [ROWS, BLOCK_K // GROUP, GROUP // 8])
         scale = gl.expand_dims(scale_smem.load(gl.SliceLayout(2, words.type.layout)), 2)
-        tile = eight_in_order(int4_values(words, scale, gl.full_like(scale, -136.0)), ROWS, BLOCK_K)
+        tile = eight_in_order(int4_values(words, scale.to(gl.bfloat16), gl.full_like(scale, -136.0, dtype=gl.bfloat16)), ROWS, BLOCK_K)
     elif FORMAT == 3:
         words = gl.reshape(words, [ROWS, BLOCK_K // GROUP, GROUP // 8])
         scale = gl.expand_dims(scale_smem.load(gl.SliceLayout(2, words.type.layout)), 2)
-        tile = eight_in_order(nvfp4_values(words, scale.to(gl.bfloat16) * 3.3230699894622897e35), ROWS, BLOCK_K)
+        wide = (e4m3_to_float(scale) * 3.3230699894622897e35).to(gl.bfloat16)  # 2^118
+        tile = eight_in_order(nvfp4_values(words, wide), ROWS, BLOCK_K)
     elif FORMAT == 2:
         tile = four_in_order(fp8_values(words), ROWS, BLOCK_K)
     else:

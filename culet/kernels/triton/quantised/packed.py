@@ -19,7 +19,7 @@ class PackedMatrix:
 
     format: int
     words: Tensor  # int32 [..., N, K / values per word]
-    scale: Tensor  # one per `group` inputs of a row, or of BLOCK rows with `has_blocks`
+    scale: Tensor  # one per `group` inputs of a row, or of BLOCK rows with `has_blocks`. Those of nvfp4 are bytes of e4m3.
     group: int  # inputs that share a scale
     zero: Tensor | None = None  # zero points of int4, with the shape of the scale
     global_scale: Tensor | None = None  # of nvfp4, [..., N, 1] or a scalar
@@ -48,4 +48,4 @@ class PackedMatrix:
 
     @classmethod
     def nvfp4(cls, packed: Tensor, scale: Tensor, global_scale: Tensor) -> PackedMatrix:
-        return cls(NVFP4, packed.view(torch.int32), scale, NVFP4_GROUP, global_scale=global_scale)
+        return cls(NVFP4, packed.view(torch.int32), scale.view(torch.uint8), NVFP4_GROUP, global_scale=global_scale)

@@ -182,3 +182,13 @@ def four_in_order(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Return [ROWS, COLUMNS] from four tensors. Tensor i holds columns i, 4 + i, 8 + i and so on."""
     v0, v1, v2, v3 = values
     return tl.reshape(tl.join(tl.join(v0, v2), tl.join(v1, v3)), [ROWS, COLUMNS])
+
+
+@triton.jit
+def e4m3_to_float(byte):
+    """Return the float32 of an e4m3 number in the lowest byte of an integer. The factor is 2^120.
+
+    Bit operations work on GPUs that have no e4m3.
+    """
+    byte = byte.to(tl.int32)
+    return (((byte & 127) << 20) | ((byte & 128) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
