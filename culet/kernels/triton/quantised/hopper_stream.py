@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import constexpr_function
 
+from culet.hardware import HOPPER, SHARED_BYTES
 from culet.kernels.triton.dependent_launch import options
 from culet.kernels.triton.launch import Launch, cdiv
 from culet.kernels.triton.linear.hopper_stream import let_next_start, wait_for_kernel_before
@@ -42,6 +43,7 @@ from culet.kernels.triton.quantised.unpack import (
 )
 
 MAX_TOKENS = 64
+RESERVED = 4 << 10  # bytes of shared memory for barriers and alignment
 
 
 @constexpr_function
@@ -320,6 +322,10 @@ def describe_stream(x_MK: Tensor, matrix: PackedMatrix, out: Tensor, tile: Tile,
         planes = tile.split_k * (2 if epilogue == GATED else 1)
         assert planes * num_tokens * num_rows <= parts.numel(), f"{tile} needs more workspace than is allocated"
         assert programs <= arrivals.numel(), f"{tile} needs more arrival counters than are allocated"
+    weight_rows = tile.block_n * (2 if epilogue == GATED else 1)
+    scale_bytes = scales.element_size() * tile.block_k // matrix.group if has_groups else 0
+    per_stage = weight_rows * (4 * tile.block_k // per_word + scale_bytes) + 2 * block_m * tile.block_k
+    stages = min(tile.num_stages, size_k // tile.split_k // tile.block_k, (SHARED_BYTES[HOPPER] - RESERVED) // per_stage)
     row_scale = matrix.global_scale if matrix.format == NVFP4 else matrix.scale
     arguments: dict[str, Any] = {
         "W": tiles(matrix.words, tile.block_n, tile.block_k // per_word),
@@ -345,7 +351,7 @@ def describe_stream(x_MK: Tensor, matrix: PackedMatrix, out: Tensor, tile: Tile,
         "BLOCK_K": tile.block_k,
         "SPLIT_K": tile.split_k,
         "KEEP_PARTS": out.dim() == 3,
-        "STAGES": min(tile.num_stages, size_k // tile.split_k // tile.block_k),
+        "STAGES": stages,
         "EPILOGUE": epilogue,
         "PDL": pdl,
         "WARPS": tile.num_warps,
