@@ -43,6 +43,11 @@ class ModelConfig:
     revision: str | None = option(None, "Branch, tag or commit of a model on the Hub.")
     device: str = option("auto", "Device to run on: auto, cpu, cuda or cuda:N.")
     dtype: str = option("auto", "Precision of weights and activations.", choices=("auto", "bfloat16", "float32"))
+    quantization: str = option(
+        "auto",
+        "Precision to quantise plain weights to while they are loaded; auto keeps that of the checkpoint.",
+        choices=("auto", "fp8", "int4"),
+    )
     max_model_len: int | None = option(None, "Maximum length of prompt plus output, in tokens (default: the model's limit).")
     attention_backend: str = option(
         "auto", "Attention backend: one name for all layers, or one per group, as in sliding=NAME,global=NAME."
@@ -61,6 +66,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "max_model_len")
+        if self.quantization not in ("auto", "fp8", "int4"):
+            raise ConfigError(f"quantization: got {self.quantization!r}, expected auto, fp8 or int4")
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,7 @@ class DraftChoice:
     attention_backend: str = "auto"  # for the drafter's layers (the target has its own setting)
     position: str = "engine"  # for mtp: position of a drafted query, `engine` (last token with KV) or `hf` (the one after it)
     head_dtype: str = "auto"  # for mtp: precision of the drafter's head, `auto` (the model's) or `fp8` (half the memory)
+    quantization: str = "auto"  # precision of the drafter's matrices, `auto` (the checkpoint's) or `fp8` (quantised at load)
     adaptive: bool = True  # propose fewer drafts, down to none, when they are not accepted
     probe: bool = True  # at start, check that drafts are accepted
 
@@ -142,6 +150,8 @@ class DraftChoice:
             raise ConfigError(f"speculative-config: position: got {self.position!r}, expected engine or hf")
         if self.head_dtype not in ("auto", "fp8"):
             raise ConfigError(f"speculative-config: head_dtype: got {self.head_dtype!r}, expected auto or fp8")
+        if self.quantization not in ("auto", "fp8"):
+            raise ConfigError(f"speculative-config: quantization: got {self.quantization!r}, expected auto or fp8")
         if self.head_dtype == "fp8" and self.method == "dflash":
             raise ConfigError("speculative-config: head_dtype: got fp8, but a DFlash drafter uses the target's head")
 

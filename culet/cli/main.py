@@ -20,6 +20,7 @@ COMMANDS: dict[str, str] = {
     "generate": "culet.cli.generate:generate",
     "chat": "culet.cli.chat:chat",
     "plan": "culet.cli.plan:plan",
+    "quantize": "culet.cli.quantize:quantize",
     "bench": "culet.cli.bench:bench",
     "warmup": "culet.cli.warmup:warmup",
     "doctor": "culet.cli.doctor:doctor",
