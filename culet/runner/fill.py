@@ -20,10 +20,14 @@ from culet.kernels.host_transfer import PackedArrays
 from culet.types import Row
 
 Ints = NDArray[np.int64]
+_UNREAD = GroupBatch(*(torch.empty(0, dtype=torch.int64),) * 3)
 
 
-def fill(rows: Sequence[Row], layout: CacheLayout, tokens_SL: Tensor) -> ForwardBatch:
-    """Return the batch of a step, on the device of `tokens_SL`, which holds the slots' tokens."""
+def fill(rows: Sequence[Row], layout: CacheLayout, tokens_SL: Tensor, unread: KVGroup | None = None) -> ForwardBatch:
+    """Return the batch of a step, on the device of `tokens_SL`, which holds the slots' tokens.
+
+    Nothing in the step reads or writes the group `unread`, so its tables are left out.
+    """
     facts_B4 = np.array([(row.slot, row.start, row.num_new, row.num_logits) for row in rows], dtype=np.int64).reshape(-1, 4)
     slot_B, start_B, new_B, logits_B = facts_B4.T
     begin_B1 = _offsets(new_B)
@@ -31,7 +35,7 @@ def fill(rows: Sequence[Row], layout: CacheLayout, tokens_SL: Tensor) -> Forward
     position_T = np.arange(begin_B1[-1]) + (start_B - begin_B1[:-1])[row_T]
     flat_T = slot_B[row_T] * tokens_SL.shape[1] + position_T
     logits_T = _last_of_rows(begin_B1, logits_B)
-    tables = [_table(rows, group, row_T, position_T) for group in layout.groups]
+    tables = {group.index: _table(rows, group, row_T, position_T) for group in layout.groups if group is not unread}
 
     staged = PackedArrays()
     staged.add("flat", flat_T)
@@ -39,10 +43,10 @@ def fill(rows: Sequence[Row], layout: CacheLayout, tokens_SL: Tensor) -> Forward
     staged.add("begin", begin_B1.astype(np.int32))
     staged.add("context", start_B.astype(np.int32))
     staged.add("logits", logits_T)
-    for group, (pages_BP, first_B, kv_address_T) in zip(layout.groups, tables, strict=True):
-        staged.add(f"pages{group.index}", pages_BP)
-        staged.add(f"first{group.index}", first_B)
-        staged.add(f"kv_address{group.index}", kv_address_T)
+    for index, (pages_BP, first_B, kv_address_T) in tables.items():
+        staged.add(f"pages{index}", pages_BP)
+        staged.add(f"first{index}", first_B)
+        staged.add(f"kv_address{index}", kv_address_T)
     has_tail = logits_T.size < position_T.size
     tail_B = np.flatnonzero(logits_B)
     if has_tail:
@@ -53,7 +57,7 @@ def fill(rows: Sequence[Row], layout: CacheLayout, tokens_SL: Tensor) -> Forward
 
     token_ids_T = tokens_SL.view(-1).index_select(0, sent["flat"]).long()
     groups = tuple(
-        GroupBatch(sent[f"pages{index}"], sent[f"first{index}"], sent[f"kv_address{index}"])
+        GroupBatch(sent[f"pages{index}"], sent[f"first{index}"], sent[f"kv_address{index}"]) if index in tables else _UNREAD
         for index in range(len(layout.groups))
     )
     tail = None
@@ -84,7 +88,10 @@ def _tail(sent: dict[str, Tensor], groups: tuple[GroupBatch, ...], token_ids_T: 
         context_B=sent["tail_context"],
         logits_index_L=torch.arange(index_L.shape[0], device=index_L.device),
         rows=tuple(RowFacts(row.start + row.num_new - row.num_logits, row.num_logits, is_stored) for row in rows),
-        groups=tuple(GroupBatch(group.pages_BP[row], group.first_B[row], group.kv_address_T[index_L]) for group in groups),
+        groups=tuple(
+            group if group is _UNREAD else GroupBatch(group.pages_BP[row], group.first_B[row], group.kv_address_T[index_L])
+            for group in groups
+        ),
         tail=None,
     )
 

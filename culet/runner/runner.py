@@ -36,7 +36,7 @@ from culet.models.gemma4 import Gemma4
 from culet.runner.captures import Captures
 from culet.runner.checks import check_deferred, check_step
 from culet.runner.clock import DeviceClock
-from culet.runner.deferred_kv import DeferredKV, DeferredWrite
+from culet.runner.deferred_kv import DeferredKV, DeferredWrite, keeps_features
 from culet.runner.draft_round import DraftRounds
 from culet.runner.draw_plan import DrawGroup, draw_groups, draws_follow_tokens, has_drafts
 from culet.runner.draws import Draws, FixedDrawn, Scored, StepDraws, entry_of
@@ -213,7 +213,10 @@ class Runner:
                 return step
             output = step.output(rows)
             return output if draws_follow_tokens(rows, route.groups) else replace(output, next_tokens=None)
-        batch = fill(rows, self.pool.layout, self.tokens_SL)
+        unread = None
+        if self.deferred is not None and keeps_features(rows) and not any(row.num_wanted for row in rows):
+            unread = self.deferred.group
+        batch = fill(rows, self.pool.layout, self.tokens_SL, unread)
         self.target.plan(batch)
         hidden = self.target.forward(batch)
         if self.deferred is not None:

@@ -28,8 +28,8 @@ MIN_GAIN = 1.03  # least gain in tokens per second over no drafts
 TRY_ACCEPTANCE = 0.9  # acceptance that a try hopes for
 TRY_SHARE = 0.005  # share of time that a sequence without drafts spends on its first try (later tries get less)
 MIN_REST, MAX_REST = 8, 256  # steps before a try
-NUM_TIMED = 5  # steps with drafts, and steps without, that are run to time them
-TIMED_FIRST, TIMED_GROWTH, TIMED_LAST = 16, 32, 2048  # steps before a batch size is timed first, and how far that grows
+NUM_TIMED = 4  # steps with drafts, and steps without before and after them, that are run to time them
+TIMED_FIRST, TIMED_GROWTH, TIMED_LAST = 16, 4, 2048  # steps before a batch size is timed first, and how far that grows
 
 
 class Acceptance:
@@ -80,6 +80,7 @@ class DraftPolicy:
         self._step, self._explored_at = 0, -EXPLORE_REST
         self._num_drafts: int | None = None  # drafts of the planned step, or None if no sequence decodes in it
         self._until_timed: dict[int, tuple[int, int]] = {}  # batch size -> steps left before it is timed, and of how many
+        self._usual = self.lengths[len(self.lengths) // 2]  # the latest number of drafts other than none, which is timed
         self._timed: list[int] = []  # lengths of the next steps, which are run to time them
         self._quiet: list[Acceptance] = []  # a batch that gets no drafts until something changes
         self._quiet_until = 0  # the step at which it is decided again even if nothing changes
@@ -129,13 +130,13 @@ class DraftPolicy:
         num_drafts, least = self._choose(estimates)
         if not num_drafts and hopes != estimates:
             num_drafts, least = self._choose(hopes, is_try=True)
-        if self._timed:
+        if is_timed := bool(self._timed):
             num_drafts, least = self._timed.pop(), 0.0
-        self._num_drafts = num_drafts
+        self._num_drafts, self._usual = num_drafts, num_drafts or self._usual
         first_rest = min(MAX_REST, max(MIN_REST, round(self.cost.overhead(len(batch), 1, self.lengths[0]) / TRY_SHARE)))
         for state, hope in zip(batch, hopes, strict=True):
             self._decide(state, num_drafts if hope >= least else 0, first_rest)
-        self._quiet, self._quiet_until = list(batch), 0 if num_drafts else min([state.try_at for state in batch])
+        self._quiet, self._quiet_until = list(batch), 0 if num_drafts or is_timed else min([state.try_at for state in batch])
 
     def length(self, state: Acceptance, num_seqs: int) -> int:
         """Return the drafts for a sequence of the planned batch, or for one that joins it now as one of `num_seqs`."""
@@ -187,13 +188,10 @@ class DraftPolicy:
             state.try_at = self._step + state.rest
 
     def _count_down(self, num_seqs: int) -> None:
-        """Count down to the next timed steps of this batch size.
-
-        Costs may be wrong, and steps that are all of one length would never show it.
-        """
+        """Count down to the next timed steps of this batch size. Steps of a single length would never show a wrong cost."""
         size = size_of(num_seqs)
         num_left, wait = self._until_timed.get(size, (TIMED_FIRST, TIMED_FIRST))
         if num_left == 1:
-            num_left = wait = min(TIMED_LAST, TIMED_GROWTH * wait)
-            self._timed = [self.lengths[len(self.lengths) // 2]] * NUM_TIMED + [0] * NUM_TIMED  # popped from the end
+            num_left = wait = min(TIMED_LAST, (TIMED_GROWTH if size in self.cost.confirmed else 2) * wait)
+            self._timed = [0] * NUM_TIMED + [self._usual] * NUM_TIMED + [0] * NUM_TIMED
         self._until_timed[size] = num_left - 1, wait

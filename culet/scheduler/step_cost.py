@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from statistics import median
 
-NUM_TIMES = 8  # times kept for each kind of step
-MIN_TIMES = 3  # times of each kind needed before they are compared
-FRESH = 96  # compare only times at most this many steps apart, because a machine's speed drifts
-FADE = 0.02  # how far each measurement of one length moves the corrections of the others
+NUM_TIMES = 8  # times kept for each run of steps
+MIN_TIMES = 3  # times of each run needed before they are compared
+FRESH = 96  # compare only runs at most this many steps apart, because a machine's speed drifts
+MAX_DRIFT = 1.2  # plain steps before and after a round may differ by this factor
+SAME = 1.3  # comparisons within this factor agree
+NUM_FOUND = 5  # comparisons whose median counts
+FADE = 0.25  # how far each measurement of one length moves the corrections of the others
 MAX_CORRECTION = 100.0  # largest factor between a round's measured and modelled cost, in either direction
 MIN_OVERHEAD = 0.02  # smallest modelled overhead of a round, because a noisy probe may find none
 
@@ -90,65 +94,83 @@ class StepCost:
 class MeasuredCost:
     """A StepCost with corrections by batch size and number of drafts.
 
-    A correction is the ratio of the measured overhead of a round to the modelled one.
+    A correction is the ratio of the measured overhead of a round to the modelled one. Rounds are compared with the plain steps
+    right before and right after them. If those differ, the machine's speed has changed and the comparison is dropped. A
+    correction is the median of the last comparisons, so one that went wrong does not count.
     """
 
     def __init__(self, model: StepCost) -> None:
         self.model = model
+        self._runs: dict[int, deque[_Run]] = {}  # size -> the latest runs of steps of one kind
+        self._found: dict[int, dict[int, deque[float]]] = {}  # size -> drafts -> the last corrections found
+        self.confirmed: set[int] = set()  # sizes whose last comparison agreed with the corrections in use
         self._num_steps = 0
-        self._plain: dict[int, _Recent] = {}  # seconds of plain steps, by size
-        self._rounds: dict[tuple[int, int, int], _Recent] = {}  # seconds of rounds, by size, drafting sequences and drafts
-        self._corrections: dict[int, dict[int, float]] = {}  # size -> drafts -> correction in use
         self._known: dict[tuple[int, int, int], float] = {}
 
     def overhead(self, num_seqs: int, num_drafting: int, num_drafts: int) -> float:
         """Return the time that a round adds to a plain step, as a share of that step."""
         key = num_seqs, num_drafting, num_drafts
         if key not in self._known:
-            corrections = self._corrections.get(size_of(num_seqs), {})
-            nearest = min(corrections, key=lambda count: abs(count - num_drafts), default=None)
-            self._known[key] = self._modelled(*key) * (1.0 if nearest is None else corrections[nearest])
+            found = self._found.get(size_of(num_seqs), {})
+            nearest = min(found, key=lambda count: abs(count - num_drafts), default=None)
+            self._known[key] = self._modelled(*key) * (1.0 if nearest is None else median(found[nearest]))
         return self._known[key]
 
     def took(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
         """Learn from a decode step in which `num_drafting` sequences had `num_drafts` drafts each, or none had any."""
         self._num_steps += 1
         size = size_of(num_seqs)
-        plain = self._plain.setdefault(size, _Recent())
-        if not num_drafts:
-            plain.add(self._num_steps, seconds)
+        kind = size_of(num_drafting) if num_drafts else 0, num_drafts
+        runs = self._runs.setdefault(size, deque(maxlen=3))
+        if not runs or runs[-1].kind != kind:
+            runs.append(_Run(kind))
+        runs[-1].add(self._num_steps, seconds)
+        if not num_drafts and len(runs) == 3 and len(runs[-1].seconds) == MIN_TIMES:
+            self._compare(size, *runs)
+
+    def _compare(self, size: int, before: _Run, rounds: _Run, after: _Run) -> None:
+        is_near = after.last_step - before.last_step <= FRESH
+        if before.kind[1] or not is_near or min(len(before.seconds), len(rounds.seconds)) < MIN_TIMES:
             return
-        rounds = self._rounds.setdefault((size, size_of(num_drafting), num_drafts), _Recent())
-        rounds.add(self._num_steps, seconds)
-        plain_s, round_s = plain.low(self._num_steps), rounds.low(self._num_steps)
-        if plain_s is not None and round_s is not None:
-            found = (round_s / plain_s - 1.0) / self._modelled(num_seqs, num_drafting, num_drafts)
-            self._correct(size, num_drafts, min(MAX_CORRECTION, max(1.0 / MAX_CORRECTION, found)))
+        low, high = sorted((before.low, after.low))
+        if high > MAX_DRIFT * low:
+            return
+        num_drafting, num_drafts = rounds.kind
+        modelled = self._modelled(size, num_drafting, num_drafts)
+        ratio = (2 * rounds.low / (low + high) - 1.0) / modelled
+        ratio = min(MAX_CORRECTION, max(1.0 / MAX_CORRECTION, ratio))
+        found = self._found.setdefault(size, {})
+        for count, ratios in found.items():  # a length that is not used any more follows the one that is
+            if count != num_drafts:
+                ratios.append(median(ratios) + FADE * (ratio - median(ratios)))
+        ratios = found.setdefault(num_drafts, deque([1.0], maxlen=NUM_FOUND))  # the model counts as one
+        if 1 / SAME <= ratio / median(ratios) <= SAME:
+            self.confirmed.add(size)
+        else:
+            self.confirmed.discard(size)
+        ratios.append(ratio)
+        self._known.clear()
 
     def _modelled(self, num_seqs: int, num_drafting: int, num_drafts: int) -> float:
         return max(MIN_OVERHEAD, self.model.overhead(num_seqs, num_drafting, num_drafts))
 
-    def _correct(self, size: int, num_drafts: int, found: float) -> None:
-        corrections = self._corrections.setdefault(size, {})
-        for count, before in corrections.items():  # let wrong measurements of unused lengths fade
-            corrections[count] = before + FADE * (found - before)
-        corrections[num_drafts] = found
-        self._known.clear()
 
+class _Run:
+    """Steps of one kind in a row: the sequences that draft, rounded up, and their drafts."""
 
-class _Recent:
-    """The latest values of a measurement."""
+    def __init__(self, kind: tuple[int, int]) -> None:
+        self.kind = kind
+        self.seconds: deque[float] = deque(maxlen=NUM_TIMES)
+        self.last_step = 0
 
-    def __init__(self) -> None:
-        self._values: deque[tuple[int, float]] = deque(maxlen=NUM_TIMES)  # number of the step, value
+    def add(self, number: int, seconds: float) -> None:
+        self.last_step = number
+        self.seconds.append(seconds)
 
-    def add(self, number: int, value: float) -> None:
-        self._values.append((number, value))
-
-    def low(self, now: int) -> float | None:
-        """Return the lower quartile of the fresh values, or None if there are too few. Other load only makes steps slower."""
-        fresh = sorted(value for number, value in self._values if now - number <= FRESH)
-        return fresh[len(fresh) // 4] if len(fresh) >= MIN_TIMES else None
+    @property
+    def low(self) -> float:
+        """Return the lower quartile, because other load only makes steps slower."""
+        return sorted(self.seconds)[len(self.seconds) // 4]
 
 
 def size_of(num_seqs: int) -> int:

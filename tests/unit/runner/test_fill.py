@@ -198,3 +198,17 @@ def test_arrays_travel_packed() -> None:
     for name, tensor in staged.unpack(buffer).items():
         assert tensor.dtype == torch.from_numpy(arrays[name]).dtype
         assert np.array_equal(tensor.numpy(), arrays[name])
+
+
+def test_the_tables_of_an_unread_group_are_left_out() -> None:
+    """The other groups and the tail are the same as with all tables."""
+    pages = random.Random(3)
+    rows = [make_row(slot, 20 + slot, 1, slot % 2, pages) for slot in range(4)]
+    whole, part = (fill(rows, LAYOUT, make_tokens(), unread) for unread in (None, LAYOUT.groups[0]))
+    assert whole.tail is not None
+    assert part.tail is not None
+    for expected, batch in ((whole, part), (whole.tail, part.tail)):
+        assert batch.groups[0].pages_BP.numel() == 0
+        assert torch.equal(expected.groups[1].pages_BP, batch.groups[1].pages_BP)
+        assert torch.equal(expected.groups[1].kv_address_T, batch.groups[1].kv_address_T)
+        assert torch.equal(expected.token_ids_T, batch.token_ids_T)

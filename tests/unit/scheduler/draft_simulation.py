@@ -49,11 +49,23 @@ def probed_cost(overheads: dict[int, float], **changes: object) -> StepCost:
 
 
 class Simulation:
-    """Runs chats, at most `batch` at a time. Part of a round's cost is per draft, and part is shared by the batch."""
+    """Runs chats, at most `batch` at a time. Part of a round's cost is per draft, and part is shared by the batch.
 
-    def __init__(self, overheads: dict[int, float], policy: DraftPolicy | None, *, seed: int = 0, shared: float = 0.7) -> None:
+    With a `slow_share`, the policy sees times of a machine whose speed changes: after this share of steps, steps take twice as
+    long or become fast again. The speeds of chats are those of the steady machine, so that they show only what is decided.
+    """
+
+    def __init__(
+        self,
+        overheads: dict[int, float],
+        policy: DraftPolicy | None,
+        *,
+        seed: int = 0,
+        shared: float = 0.7,
+        slow_share: float = 0.0,
+    ) -> None:
         self.overheads, self.policy, self.random, self.shared = overheads, policy, random.Random(seed), shared
-        self.now = 0.0
+        self.slow_share, self.is_slow = slow_share, False
 
     @classmethod
     def adaptive(cls, overheads: dict[int, float], **settings: object) -> Simulation:
@@ -67,12 +79,12 @@ class Simulation:
             new = [waiting.pop(0) for _ in range(min(batch - len(running), len(waiting)))]
             shape = self._step(running, new)
             seconds = 0.0 if shape is None else 1.0 + self._overhead(*shape)
-            self.now += seconds
+            self.is_slow ^= self.random.random() < self.slow_share
             for chat in running:
                 chat.seconds += seconds
             if self.policy is not None and shape is not None:
                 if before is not None and shape[2] == before[2]:
-                    self.policy.took(*shape, seconds * self.random.uniform(0.9, 1.1))
+                    self.policy.took(*shape, seconds * (1 + self.is_slow) * self.random.uniform(0.9, 1.1))
                 for chat in running:
                     if chat.num_done >= chat.num_tokens:
                         self.policy.ended(chat.state)
