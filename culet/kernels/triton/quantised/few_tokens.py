@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,6 +23,7 @@ from culet.kernels.triton.linear.few_tokens import MIN_COLUMNS, finish, workspac
 from culet.kernels.triton.linear.tiles import GATED, MAX_ARRIVALS, MAX_PARTS, PLAIN, Tile
 from culet.kernels.triton.quantised.hopper_stream import describe_stream
 from culet.kernels.triton.quantised.packed import PackedMatrix
+from culet.kernels.triton.quantised.warps import describe_warps
 from culet.kernels.triton.quantised.weights import block_k_of, load_weights, scale_rows, weight_arguments
 
 MAX_COLUMNS = 128  # tokens of one program. More tokens take more programs, which read the weights again.
@@ -112,8 +112,9 @@ def describe(x_MK: Tensor, matrix: PackedMatrix, out: Tensor, tile: Tile, epilog
     `out` is [M, N], or float32 [split_k, M, N] if the parts of a split K are not summed. `extra` may have factor (GELU_TIMES),
     softcap (SOFTCAP), pdl and shared (bytes).
     """
-    if tile.kernel == "stream":
-        return describe_stream(x_MK, matrix, out, tile, epilogue, workspace=workspace(x_MK.device), **extra)
+    if tile.kernel != "tiles":
+        describe_other = describe_stream if tile.kernel == "stream" else describe_warps
+        return describe_other(x_MK, matrix, out, tile, epilogue, workspace=workspace(x_MK.device), **extra)
     num_tokens, num_rows = x_MK.shape[0], out.shape[-1]
     factor, softcap, pdl = extra.get("factor"), float(extra.get("softcap") or 1.0), bool(extra.get("pdl", False))
     block_m = min(MAX_COLUMNS, max(MIN_COLUMNS, next_power_of_2(num_tokens)))

@@ -1,9 +1,9 @@
 """Linear layers over quantised weights for few tokens on Hopper, in Gluon.
 
-One warp streams packed weights and their scales into shared memory, as in `linear.hopper_stream`, and starts before the previous
-kernel has finished. The other warps unpack weights in registers. A word of eight 4-bit or four 8-bit values already lies where
-the tensor cores want their left operand, so unpacked values stay in place. A bfloat16 tile in shared memory would need more of
-its bandwidth than there is: at 4.2 TB/s a multiprocessor gets 33 4-bit values per clock.
+One warp streams packed weights and their scales into shared memory, as in `linear.hopper_stream`, and starts before the
+previous kernel has finished. The other warps unpack weights in registers. A word of eight 4-bit or four 8-bit values already
+lies where the tensor cores want their left operand, so unpacked values stay in place. A bfloat16 tile in shared memory would
+need more of its bandwidth than there is. At 4.2 TB/s, a multiprocessor gets 33 4-bit values per clock.
 
 Shapes: M tokens · K inputs · N outputs · F gated outputs (W has 2F rows).
 """
@@ -42,7 +42,7 @@ from culet.kernels.triton.quantised.unpack import (
     nvfp4_values,
 )
 
-MAX_TOKENS = 64
+MAX_TOKENS = 32
 RESERVED = 4 << 10  # bytes of shared memory for barriers and alignment
 
 
@@ -80,7 +80,9 @@ def _weights(
     if FORMAT == 0:
         words = gl.reshape(words, [ROWS, BLOCK_K // GROUP, GROUP // 8])
         scale = gl.expand_dims(scale_smem.load(gl.SliceLayout(2, words.type.layout)), 2)
-        tile = eight_in_order(int4_values(words, scale.to(gl.bfloat16), gl.full_like(scale, -136.0, dtype=gl.bfloat16)), ROWS, BLOCK_K)
+        tile = eight_in_order(
+            int4_values(words, scale.to(gl.bfloat16), gl.full_like(scale, -136.0, dtype=gl.bfloat16)), ROWS, BLOCK_K
+        )
     elif FORMAT == 3:
         words = gl.reshape(words, [ROWS, BLOCK_K // GROUP, GROUP // 8])
         scale = gl.expand_dims(scale_smem.load(gl.SliceLayout(2, words.type.layout)), 2)
@@ -325,7 +327,9 @@ def describe_stream(x_MK: Tensor, matrix: PackedMatrix, out: Tensor, tile: Tile,
     weight_rows = tile.block_n * (2 if epilogue == GATED else 1)
     scale_bytes = scales.element_size() * tile.block_k // matrix.group if has_groups else 0
     per_stage = weight_rows * (4 * tile.block_k // per_word + scale_bytes) + 2 * block_m * tile.block_k
-    stages = min(tile.num_stages, size_k // tile.split_k // tile.block_k, (SHARED_BYTES[HOPPER] - RESERVED) // per_stage)
+    # The sums pass through shared memory on their way to the layout of the outputs.
+    left = SHARED_BYTES[HOPPER] - RESERVED - 4 * tile.block_n * block_m
+    stages = min(tile.num_stages, size_k // tile.split_k // tile.block_k, left // per_stage)
     row_scale = matrix.global_scale if matrix.format == NVFP4 else matrix.scale
     arguments: dict[str, Any] = {
         "W": tiles(matrix.words, tile.block_n, tile.block_k // per_word),
@@ -356,5 +360,6 @@ def describe_stream(x_MK: Tensor, matrix: PackedMatrix, out: Tensor, tile: Tile,
         "PDL": pdl,
         "WARPS": tile.num_warps,
     }
-    registers = {"maxnreg": int(extra.get("registers") or 128)}
+    # Triton would give one program all registers. Then neither a second program nor one of the next kernel could start.
+    registers = {"maxnreg": 64 if block_m == 8 else 128}
     return Launch(_quantised_stream_kernel, (programs, tile.split_k), arguments, options(tile.num_warps, pdl) | registers)

@@ -1,8 +1,8 @@
 """Linear layers over quantised weights for many tokens.
 
-Products of fp8 weights with a scale per row run on the fp8 tensor cores. Tokens are rounded to e4m3 with a scale each. All other
-weights are written to bfloat16 first, one matrix at a time, and multiplied by cuBLAS. At thousands of tokens that costs 3 % of
-the product.
+Products of fp8 weights with a scale per row run on the fp8 tensor cores, with tokens rounded to e4m3 and a scale for each. All
+other weights are written to bfloat16 first, one matrix at a time, and multiplied by cuBLAS. At 8192 tokens, writing takes 3 %
+of the time of the product.
 
 Shapes: M tokens · K inputs · N outputs.
 """

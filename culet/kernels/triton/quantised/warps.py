@@ -1,6 +1,6 @@
 """Linear layers over quantised weights for few tokens, in warps that wait for nothing but memory. In Gluon.
 
-Every warp owns some weight rows. It loads packed weights straight into registers, some steps ahead, unpacks them there, and
+Every warp owns some weight rows. It loads packed weights straight into registers, one step ahead, unpacks them there, and
 passes them to the tensor cores as the left operand with tokens as columns. Nothing goes through shared memory and no warp waits
 for another. Tokens come from the L1 cache, which all warps of a multiprocessor share. Any order of the inputs gives the same
 sum, so the columns of weights and tokens are taken in the order in which lanes hold them. The first weights are requested
@@ -38,7 +38,7 @@ from culet.kernels.triton.quantised.unpack import (
 )
 from culet.kernels.triton.quantised.weights import weight_arguments
 
-MAX_TOKENS = 64
+MAX_TOKENS = 16
 
 
 @constexpr_function
@@ -152,10 +152,10 @@ def _quantised_warps_kernel(
     K: gl.constexpr, SCALE_STRIDE: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, ROWS_PER_SCALE: gl.constexpr,
     HAS_ZERO: gl.constexpr, HAS_ROW_SCALE: gl.constexpr, ROW_STRIDE: gl.constexpr, ROW_FACTOR: gl.constexpr,
     BY_HAND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SPLIT_K: gl.constexpr,
-    KEEP_PARTS: gl.constexpr, AHEAD: gl.constexpr, VECTOR: gl.constexpr, EPILOGUE: gl.constexpr, PDL: gl.constexpr,
+    KEEP_PARTS: gl.constexpr, VECTOR: gl.constexpr, EPILOGUE: gl.constexpr, PDL: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Compute a tile [BLOCK_N weight rows, all tokens], over K or one of SPLIT_K parts of K. AHEAD is 1 or 2 steps."""
+    """Compute a tile [BLOCK_N weight rows, all tokens], over K or one of SPLIT_K parts of K."""
     HAS_UP: gl.constexpr = EPILOGUE == 1
     PER_WORD: gl.constexpr = 8 if FORMAT == 0 or FORMAT == 3 else 4
     NUM_WORDS: gl.constexpr = BLOCK_K // PER_WORD
@@ -203,9 +203,7 @@ def _quantised_warps_kernel(
         inside = step + 1 < STEPS
         k = (step + 1) * BLOCK_K
         next_packed = gl.load(w_ptrs + k // PER_WORD, mask=inside)
-        next_factors, next_middle = _load_scale(
-            scale + places, zero + places, k, inside, FORMAT, GROUP, HAS_GROUPS, HAS_ZERO
-        )
+        next_factors, next_middle = _load_scale(scale + places, zero + places, k, inside, FORMAT, GROUP, HAS_GROUPS, HAS_ZERO)
         if HAS_UP:
             next_packed_up = gl.load(up_ptrs + k // PER_WORD, mask=inside)
             next_factors_up, next_middle_up = _load_scale(
@@ -274,7 +272,7 @@ def _store_outputs(
 def describe_warps(x_MK: Tensor, matrix: PackedMatrix, out: Tensor, tile: Tile, epilogue: int = PLAIN, **extra: Any) -> Launch:
     """Describe the launch of this kernel, as in `few_tokens.describe`.
 
-    `extra` also has workspace, for a split K whose parts are summed here, and registers (per thread).
+    `extra` also has workspace, for a split K whose parts are summed here.
     """
     num_tokens, size_k = x_MK.shape
     num_rows = out.shape[-1]
@@ -308,11 +306,9 @@ def describe_warps(x_MK: Tensor, matrix: PackedMatrix, out: Tensor, tile: Tile, 
         "BLOCK_K": tile.block_k,
         "SPLIT_K": tile.split_k,
         "KEEP_PARTS": out.dim() == 3,
-        "AHEAD": tile.num_stages,
         "VECTOR": vector,
         "EPILOGUE": epilogue,
         "PDL": pdl,
         "WARPS": tile.num_warps,
     }
-    registers = {"maxnreg": int(extra["registers"])} if extra.get("registers") else {}
-    return Launch(_quantised_warps_kernel, (programs, tile.split_k), arguments, options(tile.num_warps, pdl) | registers)
+    return Launch(_quantised_warps_kernel, (programs, tile.split_k), arguments, options(tile.num_warps, pdl))

@@ -29,16 +29,18 @@ from culet.kernels.triton.quantised.unpack import (
 @triton.jit
 def _values(words, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
     """Return the float32 values of each word in a new last dimension. Those of int4 are still unsigned."""
-    place = tl.arange(0, PER_WORD)
+    place = tl.arange(0, PER_WORD)[None, None, None, :]
+    words = words[:, :, :, None]
     if FORMAT == 0:
-        return ((words[:, :, :, None] >> (4 * place)[None, None, None, :]) & 15).to(tl.float32)
+        values = ((words >> (4 * place)) & 15).to(tl.float32)
     elif FORMAT == 1:
-        return ((words[:, :, :, None] << (24 - 8 * place)[None, None, None, :]) >> 24).to(tl.float32)
+        values = ((words << (24 - 8 * place)) >> 24).to(tl.float32)
     elif FORMAT == 2:
-        return e4m3_to_float(words[:, :, :, None] >> (8 * place)[None, None, None, :])
+        values = e4m3_to_float(words >> (8 * place))
     else:
-        nibble = words[:, :, :, None] >> (4 * place)[None, None, None, :]
-        return (((nibble & 7) << 22) | ((nibble & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+        nibble = words >> (4 * place)  # e2m1. The factor is 2^126.
+        values = (((nibble & 7) << 22) | ((nibble & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+    return values
 
 
 @triton.jit
