@@ -15,6 +15,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,17 @@ def matrices_of(model: str) -> Counter[Matrix]:
     found: Counter[Matrix] = Counter()
     for layer in spec.layers:
         keys = layer.num_kv_heads * (1 if layer.k_eq_v else 2) if layer.owns_kv else 0
-        kind = "global" if layer.is_global else "sliding"
         width = layer.num_heads * layer.head_dim
-        found[f"qkv.{kind}", (layer.num_heads + keys) * layer.head_dim, spec.hidden_size, False] += 1
-        found[f"o.{kind}", spec.hidden_size, width, False] += 1
+        found["qkv", (layer.num_heads + keys) * layer.head_dim, spec.hidden_size, False] += 1
+        found["o", spec.hidden_size, width, False] += 1
         found["gate_up", layer.mlp_width, spec.hidden_size, True] += 1
         found["down", spec.hidden_size, layer.mlp_width, False] += 1
     return found
+
+
+def label_of(matrix: Matrix) -> str:
+    name, num_rows, size, _ = matrix
+    return f"{name} {num_rows}x{size}"
 
 
 def draw(name: str, *shape: int) -> Operands:
@@ -115,7 +120,7 @@ class Bench:
         self.results, self.is_dry = results, is_dry
 
     def linear(self, model: str, matrix: Matrix, name: str, tokens: list[int]) -> None:
-        label, num_rows, size, is_gated = matrix
+        label, (_, num_rows, size, is_gated) = label_of(matrix), matrix
         operands = draw(name, num_rows * (2 if is_gated else 1), size)
         copies = [operands] if self.is_dry else copies_of(operands)
         op, norm = op_of(name, is_gated), torch.ones(size, device=DEVICE)
@@ -139,11 +144,13 @@ class Bench:
                 held, run = [part for operands in both for part in operands], expert_mlp.experts
             else:
                 held, run = [WEIGHTS[name](*operands[:3]) for operands in both], getattr(ops, f"{name}_experts")
-            # Different experts for each launch, so that weights come from memory.
+            # Each launch has different experts, so that weights come from memory.
             routes = [(ids + 8 * shift) % 128 for shift in range(16)]
 
-            def launch(index: int, x: Tensor = x, weights: Tensor = weights, routes: list[Tensor] = routes) -> Tensor:
-                out: Tensor = run(x, weights, routes[index], *held)
+            given = partial(run, x, weights)
+
+            def launch(index: int, given: Any = given, routes: list[Tensor] = routes, held: list[Any] = held) -> Tensor:
+                out: Tensor = given(routes[index], *held)
                 return out
 
             self._add(launch, len(routes), "26B-A4B", "experts", name, num_tokens, int(used))
@@ -157,21 +164,17 @@ class Bench:
         row = {"model": model, "matrix": label, "format": name, "tokens": num_tokens, "us": us, "bytes": size}
         self.results.append(row)
         floor = size / BANDWIDTH * 1e6
-        print(
-            f"{model:8s} {label:12s} {name:6s} {num_tokens:4d} {us:8.1f} us {size / us / 1e3:6.0f} GB/s  floor {floor:6.1f}",
-            flush=True,
-        )
+        speed = f"{us:8.1f} us {size / us / 1e3:6.0f} GB/s  floor {floor:6.1f}"
+        print(f"{model:8s} {label:20s} {name:6s} {num_tokens:4d} {speed}", flush=True)
 
 
 def print_sums(results: list[dict[str, Any]]) -> None:
     """Print the milliseconds of all layers' matrices in a step."""
     found = {(row["model"], row["matrix"], row["format"], row["tokens"]): row for row in results}
     for model, name, num_tokens in dict.fromkeys((row["model"], row["format"], row["tokens"]) for row in results):
-        counts = Counter({matrix[0]: 0 for matrix in matrices_of(model)})
-        for matrix, count in matrices_of(model).items():
-            counts[matrix[0]] += count
+        counts = {label_of(matrix): count for matrix, count in matrices_of(model).items()}
         if model == "26B-A4B":
-            counts["experts"] = counts["down"]
+            counts["experts"] = len(read_spec(VARIANTS[model]).layers)
         rows = [(found.get((model, label, name, num_tokens)), count) for label, count in counts.items()]
         if all(row is not None for row, _ in rows):
             us = sum(row["us"] * count for row, count in rows if row is not None)

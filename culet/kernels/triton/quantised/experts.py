@@ -33,21 +33,15 @@ from culet.kernels.triton.experts.expert_mlp import (
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
 from culet.kernels.triton.maths import gelu
 from culet.kernels.triton.quantised.packed import PackedMatrix
+from culet.kernels.triton.quantised.unpack import VALUES_PER_WORD
 from culet.kernels.triton.quantised.weights import block_k_of, load_weights, scale_rows, weight_arguments
 
-UP_ROWS, DOWN_ROWS = RowTile(8, 256), RowTile(8, 1024)
-UP_TILES = {
-    16: GroupTile(16, 64, 128, 4, 3),
-    32: GroupTile(32, 64, 128, 4, 3),
-    64: GroupTile(64, 64, 64, 4, 3),
-    128: GroupTile(128, 64, 64, 8, 3),
-}
-DOWN_TILES = {
-    16: GroupTile(16, 128, 64, 4, 4),
-    32: GroupTile(32, 128, 64, 4, 4),
-    64: GroupTile(64, 128, 64, 4, 4),
-    128: GroupTile(128, 128, 64, 8, 3),
-}
+# Measured on an H200 with the experts of the 26B (docs/log/quantised.md), by the values of a word.
+UP_ROWS, DOWN_ROWS = {8: RowTile(8, 256), 4: RowTile(4, 512, 4, 2)}, RowTile(4, 1024)
+UP_TILES = {16: GroupTile(16, 64, 128, 4, 3), 32: GroupTile(32, 64, 128, 4, 3), 64: GroupTile(64, 64, 64, 4, 3)}
+DOWN_TILES = {16: GroupTile(16, 128, 64, 4, 4), 32: GroupTile(32, 128, 64, 4, 4), 64: GroupTile(64, 128, 64, 4, 4)}
+# With 128 assignments per tile, results for int8 were wrong on the H200. No tile has more than this.
+MAX_BLOCK = 64
 
 
 @triton.jit
@@ -213,11 +207,11 @@ def _expert_arguments(matrix: PackedMatrix, dtype: torch.dtype) -> dict[str, Any
 def describe_assigned(
     x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, gate_up: PackedMatrix, down: PackedMatrix, y_TD: Tensor, **extra: Any
 ) -> list[Launch]:
-    """Return the two launches by assignment. `extra` may have up and down (RowTile) and pdl."""
+    """Return the two launches by assignment. `extra` may have up_tile and down_tile (RowTile) and pdl."""
     num_tokens, top_k = ids_TK.shape
     size, width, pdl = down.num_rows, down.num_columns, bool(extra.get("pdl", False))
     hidden = torch.empty(num_tokens * top_k, width, dtype=x_TD.dtype, device=x_TD.device)
-    up_tile, down_tile = extra.get("up", UP_ROWS), extra.get("down", DOWN_ROWS)
+    up_tile, down_tile = extra.get("up_tile", UP_ROWS[VALUES_PER_WORD[gate_up.format]]), extra.get("down_tile", DOWN_ROWS)
 
     def launch(kernel: Any, tile: RowTile, grid: tuple[int, int], arguments: dict[str, Any], matrix: PackedMatrix) -> Launch:
         block_k = block_k_of(matrix, min(tile.block_k, next_power_of_2(matrix.num_columns)))
@@ -236,11 +230,11 @@ def describe_assigned(
 def describe_grouped(
     x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, gate_up: PackedMatrix, down: PackedMatrix, y_TD: Tensor, **extra: Any
 ) -> list[Launch]:
-    """Return the four launches by groups. `extra` may have up and down (GroupTile), pdl and shared (bytes)."""
+    """Return the four launches by groups. `extra` may have up_tile and down_tile (GroupTile), pdl and shared (bytes)."""
     num_tokens, top_k = ids_TK.shape
     num_experts, size, width = down.words.shape[0], down.num_rows, down.num_columns
     assigned, device, pdl = num_tokens * top_k, x_TD.device, bool(extra.get("pdl", False))
-    block_m = next((block for block, most in BLOCKS if assigned < most * num_experts), 128)
+    block_m = next((block for block, most in BLOCKS if assigned < most * num_experts), MAX_BLOCK)
     members = torch.empty(num_experts, num_tokens, dtype=torch.int32, device=device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=device)
     hidden = torch.empty(assigned, width, dtype=x_TD.dtype, device=device)
@@ -254,7 +248,7 @@ def describe_grouped(
     grouping = {"ids": ids_TK, "A": assigned, "T": num_tokens, "CHUNK": chunk, "PDL": pdl, **lists}
     block_d = min(1024, next_power_of_2(size))
     limit = int(extra.get("shared") or shared_bytes(device))
-    up_tile, down_tile = extra.get("up", UP_TILES[block_m]), extra.get("down", DOWN_TILES[block_m])
+    up_tile, down_tile = extra.get("up_tile", UP_TILES[block_m]), extra.get("down_tile", DOWN_TILES[block_m])
     return [
         Launch(group_kernel, (num_experts,), grouping, options(group_warps, pdl)),
         _grouped(_grouped_up_kernel, width, up_tile, first, gate_up, limit),

@@ -26,7 +26,7 @@ from culet.kernels.triton.quantised.packed import PackedMatrix
 from culet.kernels.triton.quantised.warps import describe_warps
 from culet.kernels.triton.quantised.weights import block_k_of, load_weights, scale_rows, weight_arguments
 
-MAX_COLUMNS = 128  # tokens of one program. More tokens take more programs, which read the weights again.
+MAX_COLUMNS = 64  # tokens of one program. More tokens take more programs, which read the weights again.
 
 
 @triton.jit(do_not_specialize=["M"])

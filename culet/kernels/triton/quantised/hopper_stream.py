@@ -29,8 +29,11 @@ from culet.kernels.triton.linear.hopper_stream import let_next_start, wait_for_k
 from culet.kernels.triton.linear.tiles import GATED, PLAIN, Tile
 from culet.kernels.triton.maths import cap_tanh, gelu
 from culet.kernels.triton.quantised.packed import PackedMatrix
+from culet.kernels.triton.quantised.tiles import RESIDENT_PROGRAMS
 from culet.kernels.triton.quantised.unpack import (
+    FP8,
     INT4,
+    INT8,
     NVFP4,
     VALUES_PER_WORD,
     e4m3_to_float,
@@ -296,6 +299,16 @@ def blocks_of(num_tokens: int) -> int:
     return max(8, 1 << (num_tokens - 1).bit_length())
 
 
+def _registers(num_tokens: int, num_programs: int, epilogue: int, weight_format: int) -> int:
+    """Return the registers per thread. They decide how many programs, also of the next kernel, fit on a multiprocessor.
+
+    With 64 there are four programs, with 96 and 128 two. At 3 to 8 tokens, programs of the next kernel then slow this one down.
+    """
+    if num_tokens <= 8:
+        return 64 if num_tokens <= 2 or epilogue == GATED or num_programs > RESIDENT_PROGRAMS else 96
+    return 80 if epilogue == GATED and weight_format in (INT8, FP8) else 128
+
+
 def describe_stream(x_MK: Tensor, matrix: PackedMatrix, out: Tensor, tile: Tile, epilogue: int = PLAIN, **extra: Any) -> Launch:
     """Describe the launch of this kernel, as in `few_tokens.describe`.
 
@@ -360,6 +373,5 @@ def describe_stream(x_MK: Tensor, matrix: PackedMatrix, out: Tensor, tile: Tile,
         "PDL": pdl,
         "WARPS": tile.num_warps,
     }
-    # Triton would give one program all registers. Then neither a second program nor one of the next kernel could start.
-    registers = {"maxnreg": 64 if block_m == 8 else 128}
+    registers = {"maxnreg": _registers(num_tokens, programs * tile.split_k, epilogue, matrix.format)}
     return Launch(_quantised_stream_kernel, (programs, tile.split_k), arguments, options(tile.num_warps, pdl) | registers)

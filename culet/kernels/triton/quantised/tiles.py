@@ -11,8 +11,9 @@ from culet.kernels.triton.quantised.unpack import FP8, INT4, INT8, NVFP4
 
 MAX_STREAM_TOKENS = 32
 MAX_WARP_TOKENS = 16
-MAX_TILE_TOKENS = 256  # With more, cuBLAS and a dequantised copy are faster.
-STREAM_PROGRAMS = 200  # K is split until there are this many.
+MAX_TILE_TOKENS = 128  # With more, cuBLAS and a dequantised copy are faster.
+STREAM_PROGRAMS = 200  # K is split until there are this many, with up to 8 tokens.
+RESIDENT_PROGRAMS = 264  # two on each of 132 multiprocessors. With more tokens, more programs would run in a second wave.
 STREAM_BYTES = 30e6  # Smaller matrices of 4-bit weights are faster by `warps`.
 STREAM_GROUP = 32  # inputs per scale of int4. A row of a tile's scales must be 16 bytes.
 NUM_WARPS = {4: 1200, 8: 2400}  # that should run at once, by the bits of a weight
@@ -32,13 +33,19 @@ class Product:
         planes = split * (2 if self.epilogue == GATED else 1)
         return split <= MAX_SPLIT and planes * self.num_tokens * self.num_rows <= MAX_PARTS
 
+    def _splits(self, steps: int, programs: int) -> list[int]:
+        """Return the numbers of equal parts into which `steps` can be split."""
+        most = min(steps, MAX_SPLIT) if programs <= MAX_ARRIVALS else 1
+        return [1, *(parts for parts in range(2, most + 1) if steps % parts == 0 and self.split_fits(parts))]
+
     def split(self, steps: int, programs: int, wanted: int) -> int:
         """Return the fewest equal parts of `steps` that make `wanted` programs, or the most that fit."""
-        fitting = [1]
-        for parts in range(2, min(steps, MAX_SPLIT) + 1):
-            if steps % parts == 0 and self.split_fits(parts) and programs <= MAX_ARRIVALS:
-                fitting.append(parts)
-        return next((parts for parts in fitting if programs * parts >= wanted), fitting[-1])
+        splits = self._splits(steps, programs)
+        return next((parts for parts in splits if programs * parts >= wanted), splits[-1])
+
+    def most_resident(self, steps: int, programs: int) -> int:
+        """Return the most equal parts of `steps` whose programs all run at once."""
+        return max((parts for parts in self._splits(steps, programs) if programs * parts <= RESIDENT_PROGRAMS), default=1)
 
 
 def choose_stream(product: Product, matrix: PackedMatrix) -> Tile | None:
@@ -47,17 +54,22 @@ def choose_stream(product: Product, matrix: PackedMatrix) -> Tile | None:
     block_k = 128 if is_wide else 256
     if product.num_tokens > MAX_STREAM_TOKENS or matrix.num_columns % block_k or not _can_stream(product, matrix):
         return None
-    is_gated, few = product.epilogue == GATED, product.num_tokens <= 8
+    few, steps = product.num_tokens <= 8, matrix.num_columns // block_k
     if few and not is_wide and matrix.words.numel() * 4 < STREAM_BYTES:
         return None
-    steps = matrix.num_columns // block_k
-    if is_gated or is_wide or few:
-        programs = cdiv(product.num_rows, 64)
-        stages = 3 if is_gated else 5 if is_wide else 4
-        return Tile("stream", 64, block_k, 4, stages, product.split(steps, programs, STREAM_PROGRAMS))
+    programs = cdiv(product.num_rows, 64)
+    if product.epilogue == GATED:
+        split = product.split(steps, programs, STREAM_PROGRAMS)
+        return Tile("stream", 64, block_k, 4, 2 if is_wide else 3, split)
+    if few:
+        return Tile("stream", 64, block_k, 4, 5 if is_wide else 4, product.split(steps, programs, STREAM_PROGRAMS))
+    if is_wide and programs <= RESIDENT_PROGRAMS:
+        return Tile("stream", 64, block_k, 4, 5, product.most_resident(steps, programs))
     programs = cdiv(product.num_rows, 128)
-    num_warps = 4 if programs > 100 else 8
-    return Tile("stream", 128, block_k, num_warps, 8, product.split(steps, programs, STREAM_PROGRAMS // 2))
+    if is_wide or 100 < programs <= 132:
+        return Tile("stream", 128, block_k, 4, 4 if is_wide else 8)
+    split = product.most_resident(steps, programs)
+    return Tile("stream", 128, block_k, 4, 3, 3 if split == 1 and steps % 3 == 0 and product.split_fits(3) else split)
 
 
 def _can_stream(product: Product, matrix: PackedMatrix) -> bool:

@@ -89,7 +89,9 @@ def load_weights(
             if HAS_GROUPS:
                 tile = eight_in_order(int4_values(packed, scales.to(tl.bfloat16), middle), BLOCK_N, BLOCK_K)
             else:
-                tile = eight_in_order(int4_values(packed, tl.full_like(middle, 1.0), middle), BLOCK_N, BLOCK_K)
+                tile = eight_in_order(
+                    int4_values(packed, tl.full([BLOCK_N, GROUPS, 1], 1.0, tl.bfloat16), middle), BLOCK_N, BLOCK_K
+                )
         elif FORMAT == 3:
             # The factor is 2^118. The caller multiplies by NVFP4_SHIFT.
             tile = eight_in_order(nvfp4_values(packed, (scales * 3.3230699894622897e35).to(tl.bfloat16)), BLOCK_N, BLOCK_K)
