@@ -14,6 +14,7 @@ from culet.drafters.base import DrafterPlan, cache_specs, open_drafter, plan_dra
 from culet.errors import CheckpointError, ConfigError
 from culet.hardware import Gpu, find_gpu
 from culet.layers.weight.byte_sizes import bytes_per_value
+from culet.layers.weight.quantised.scheme import GGUF
 from culet.models.folder import read_config
 from culet.models.quantised.config import read_quantisation
 from culet.models.quantised.part_bytes import part_bytes
@@ -61,6 +62,8 @@ class Facts:
             chosen = self.config.model.quantization
             return self.dtype if chosen == "auto" else chosen
         kinds = dict.fromkeys(group.scheme.kind for group in quantisation.groups)
+        if quantisation.method == GGUF and not kinds:
+            return self.dtype
         return "+".join(kinds) or f"int{quantisation.num_bits}"
 
     @property

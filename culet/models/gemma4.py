@@ -226,7 +226,7 @@ class Gemma4(Layer):
         kinds: dict[object, list[int]] = {}
         for index, layer in enumerate(self._layers):
             attention = layer.attention
-            kind = attention.heads, attention.owns_kv, attention.is_source, attention.rope_kind, layer.mlp.width
+            kind = attention.heads, attention.owns_kv, attention.is_source, attention.rope_kind, tuple(layer.kernel_keys())
             kinds.setdefault(kind, []).append(index)
         # A layer needs less memory than others if its input is kept anyway, as embeddings and tapped streams are. So run two
         # layers of each kind, and the layer before each tapped one.

@@ -31,7 +31,7 @@ from culet.log import chose
 from culet.models.checkpoint import Checkpoint
 from culet.models.folder import GGUF_SUFFIX, read_json, read_model_config
 from culet.models.gemma4 import Gemma4
-from culet.models.quantised.config import read_quantisation, readable_file
+from culet.models.quantised.config import read_quantisation, trained_file
 from culet.models.quantised.gguf_file import GgufFile, read_gguf
 from culet.models.random_weights import draw_model
 from culet.models.spec import ModelSpec
@@ -106,8 +106,9 @@ def _explain_rounding(quantization: str, checkpoint: Checkpoint) -> None:
     if quantization == "fp8":
         chose("weights", "fp8", "each row of a matrix gets a scale; tables, norms and the router keep their precision")
         return
-    better = readable_file(checkpoint.config)
-    chose("weights", "int4", f"rounded to nearest in groups of 32; files from quantisation-aware training are better: {better}")
+    better = trained_file(checkpoint.config)
+    such_as = "" if better is None else f", such as {better}"
+    chose("weights", "int4", f"rounded to nearest in groups of 32; quantisation-aware training gives better files{such_as}")
 
 
 def choose_rounding(weights: Weights, quantization: str) -> Weights:

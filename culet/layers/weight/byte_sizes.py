@@ -18,7 +18,7 @@ _BYTES_PER_VALUE = {"auto": 0.0, "fp8": 1.0, "int4": 0.5 + 2 / 32}
 _STORED_BYTES: dict[str, float] = dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1)
 _STORED_BYTES |= dict.fromkeys(("BF16", "F16", "I16", "U16"), 2)
 _STORED_BYTES |= dict.fromkeys(("F32", "I32", "U32"), 4) | dict.fromkeys(("F64", "I64", "U64"), 8)
-_STORED_BYTES |= {"Q4_0": 18 / 32, "Q8_0": 34 / 32}  # blocks of GGUF
+_STORED_BYTES |= {"Q4_0": 18 / 32, "Q8_0": 34 / 32, "Q6_K": 210 / 256}  # blocks of GGUF
 
 
 def bytes_per_value(itemsize: int, precision: str = "auto") -> float:

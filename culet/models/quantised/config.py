@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from culet.errors import CheckpointError
-from culet.layers.weight.quantised.scheme import COMPRESSED_TENSORS, MOBILE, MODELOPT, Scheme
+from culet.layers.weight.quantised.block_types import GROUP
+from culet.layers.weight.quantised.scheme import COMPRESSED_TENSORS, GGUF, MOBILE, MODELOPT, Scheme
 from culet.models.variants import VARIANTS
 
 CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
@@ -41,9 +42,9 @@ class Quantisation:
     method: str
     groups: tuple[Group, ...] = ()
     ignore: tuple[str, ...] = ()
-    num_bits: int = 4  # the next fields are for Google's QAT for phones
+    num_bits: int = 4  # the next fields are for Google's QAT for phones, and for tables of GGUF files
     bits_of: tuple[tuple[str, int], ...] = ()  # regular expressions and their bits
-    has_tables: bool = False
+    has_tables: bool = False  # tables are quantised
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the scheme of a linear module by its full name, or None if it is not quantised."""
@@ -100,6 +101,8 @@ def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
             return _read_modelopt(config, key, values)
         if method == MOBILE:
             return _read_mobile(values)
+        if method == GGUF:
+            return _read_blocks(values)
     except (TypeError, ValueError, AttributeError, re.error) as error:
         raise _error(config, key, f"cannot be read: {error}") from error
     raise _error(config, key, f"the format is {_word(method)}, which Culet does not read")
@@ -198,6 +201,17 @@ def _read_mobile(values: Mapping[str, Any]) -> Quantisation:
     )
 
 
+def _read_blocks(values: Mapping[str, Any]) -> Quantisation:
+    """Read what `gguf_folder.py` wrote about a GGUF file. The file itself says the type of each tensor."""
+    bits = values.get("num_bits")
+    groups = (Group((_LINEAR,), Scheme(f"int{bits}", GROUP)),) if bits in (4, 8) else ()
+    tables = (
+        ("embed_tokens_per_layer", values.get("per_layer_table_bits", 16)),
+        ("embed_tokens", values.get("table_bits", 16)),
+    )
+    return Quantisation(GGUF, groups, bits_of=tables, has_tables=True)
+
+
 def _word(value: object) -> str:
     """Return a value for an error message, without the control characters or the length of a hostile one."""
     return f"{value!r}"[:80]
@@ -209,11 +223,17 @@ def _error(config: Mapping[str, Any], key: str, problem: str) -> CheckpointError
 
 def readable_file(config: Mapping[str, Any]) -> str:
     """Return the name of a published checkpoint of the same model that Culet reads."""
+    found = trained_file(config)
+    return found or "the bfloat16 checkpoint, with --quantization fp8 or int4"
+
+
+def trained_file(config: Mapping[str, Any]) -> str | None:
+    """Return the best published quantised checkpoint of the same model, or None for a model that is not published."""
     text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
     assert isinstance(text, Mapping)
     size = text.get("hidden_size"), text.get("num_hidden_layers")
     for name, variant in VARIANTS.items():
         if (variant["text_config"]["hidden_size"], variant["text_config"]["num_hidden_layers"]) == size:
-            small = "RedHatAI/gemma-4-26B-A4B-it-FP8-Dynamic" if name == "26B-A4B" else f"google/gemma-4-{name}-it-qat-w4a16-ct"
-            return f"{small} or google/gemma-4-{name}-it"
-    return "the bfloat16 checkpoint, with --quantization fp8 or int4"
+            # There is no such checkpoint of the 26B from Google.
+            return "RedHatAI/gemma-4-26B-A4B-it-FP8-Dynamic" if name == "26B-A4B" else f"google/gemma-4-{name}-it-qat-w4a16-ct"
+    return None

@@ -11,6 +11,8 @@ from typing import Any
 
 from culet import env
 from culet.errors import CheckpointError
+from culet.layers.weight.quantised.block_types import BITS
+from culet.layers.weight.quantised.scheme import GGUF
 from culet.models.quantised.gguf_file import GgufFile, read_gguf
 
 GGUF_FILE = "model.gguf"
@@ -120,6 +122,13 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         "eos_token_id": _end_tokens(file)[0],
         "tie_word_embeddings": True,
     }
+    matrices = [name for name in file.tensors if name.endswith("mlp.down_proj.weight")]
+    config["quantization_config"] = {
+        "quant_method": GGUF,
+        "num_bits": _bits_of(file, matrices[0] if matrices else ""),
+        "table_bits": _bits_of(file, "model.embed_tokens.weight"),
+        "per_layer_table_bits": _bits_of(file, "model.embed_tokens_per_layer.weight"),
+    }
     if file.value("expert_count"):
         config |= {
             "enable_moe_block": True,
@@ -128,6 +137,12 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
             "moe_intermediate_size": _needed(file, "expert_feed_forward_length"),
         }
     return config
+
+
+def _bits_of(file: GgufFile, name: str) -> int:
+    """Return the bits of a tensor's values in memory, or 16 if it is plain."""
+    tensor = file.tensors.get(name)
+    return 16 if tensor is None else BITS.get(tensor.kind, 16)
 
 
 def _rotated_share(file: GgufFile, head_dim: int) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from culet.layers.weight.byte_sizes import bytes_per_value
-from culet.layers.weight.quantised.scheme import MOBILE, Scheme
+from culet.layers.weight.quantised.scheme import Scheme
 from culet.models.quantised.config import Quantisation, read_quantisation
 from culet.models.sizes import text_weights
 from culet.models.spec import LayerSpec, ModelSpec
@@ -87,11 +87,11 @@ def part_bytes(spec: ModelSpec, config: Mapping[str, Any], itemsize: int, precis
     if spec.has_head:
         bits = 16 if quantisation is None or quantisation.scheme_of("lm_head") is None else quantisation.bits_for("lm_head")
         sizes["head"] = spec.vocab_size * spec.hidden_size * {16: itemsize, 8: 1}.get(bits, 0.5)
-    if quantisation is not None and quantisation.method == MOBILE and quantisation.has_tables:
+    if quantisation is not None and quantisation.has_tables:
         for part, name in (("token embedding", "embed_tokens"), ("per-layer embeddings", "embed_tokens_per_layer")):
             if part in sizes:
                 bits = quantisation.bits_for(_PREFIX + name)
-                sizes[part] *= (1.0 if bits == 8 else 0.5) / itemsize
+                sizes[part] *= {16: itemsize, 8: 1.0}.get(bits, 0.5) / itemsize
     return {part: round(size) for part, size in sizes.items()}
 
 

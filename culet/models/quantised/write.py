@@ -155,5 +155,5 @@ class _Shards:
             (self._folder / self._part(index)).rename(self._folder / name)
         if count > 1:
             weight_map = {tensor: name for name, tensors in zip(names, self._files, strict=True) for tensor in tensors}
-            index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
-            (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            listed = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
+            (self._folder / INDEX_FILE).write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")

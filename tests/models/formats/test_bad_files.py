@@ -137,7 +137,7 @@ def test_bad_fp8(tmp_path: Path, devices: list[str]) -> None:
     [
         ({"quant_method": "gptq"}, "'gptq'", "google/gemma-4-31B-it-qat-w4a16-ct"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'", "google/gemma-4-31B-it-qat-w4a16-ct"),
-        ({"quant_method": "modelopt", "quant_algo": "MIXED"}, "ModelOpt 'MIXED'", "google/gemma-4-31B-it"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED"}, "ModelOpt 'MIXED'", "31B"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {}}, "'marlin-24'", "31B"),
         ({"bits": 4, "group_size": 64}, "MLX", "31B"),
         ({"quant_method": "gemma", "num_bits": 3}, "3 bits", "31B"),

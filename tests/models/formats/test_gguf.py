@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from culet.errors import CheckpointError
+from culet.layers.weight.base import Matrix
 from culet.models.checkpoint import open_checkpoint
 from culet.models.quantised.gguf_file import read_gguf
+from culet.models.quantised.part_bytes import part_bytes
 from culet.text.tokenizer import Tokenizer
 from tests.models.formats.comparing import assert_same_values, load, logits_of
 from tests.models.formats.writing import PREFIX, plain_tensors, write_folder
@@ -40,7 +42,15 @@ def gguf_name(name: str, num_layers: int) -> str:
     return f"{found}.weight"
 
 
-def write_gguf(root: Path, shape: str, kind: str, *, arch: str = "gemma4") -> tuple[Path, Path]:
+def random_q6_k(shape: tuple[int, ...]) -> np.ndarray:
+    """Return blocks with random values. The package cannot write this type, but reads it."""
+    random = np.random.default_rng(shape[0])
+    blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // 256, 210), dtype=np.uint8)
+    blocks[..., 208:] = np.frombuffer(np.float16(3e-5).tobytes(), dtype=np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def write_gguf(root: Path, shape: str, kind: str, *, tables: str = "", arch: str = "gemma4") -> tuple[Path, Path]:
     """Write a file whose matrices and tables have this type, and a plain checkpoint of the same values."""
     plain, tensors = plain_tensors(root, shape)
     text = json.loads((plain / "config.json").read_text())["text_config"]
@@ -53,8 +63,9 @@ def write_gguf(root: Path, shape: str, kind: str, *, arch: str = "gemma4") -> tu
     for name, tensor in tensors.items():
         data = tensor.float().numpy()
         quantised = data.ndim > 1 and "router" not in name and data.shape[-1] % 32 == 0
-        chosen = gguf.GGMLQuantizationType[kind if quantised else "F32"]
-        raw = gguf.quants.quantize(data, chosen)
+        is_other = bool(tables) and data.ndim > 1 and data.shape[-1] % 256 == 0
+        chosen = gguf.GGMLQuantizationType[tables if is_other else kind if quantised else "F32"]
+        raw = random_q6_k(data.shape) if is_other else gguf.quants.quantize(data, chosen)
         twin[name] = torch.from_numpy(np.array(gguf.quants.dequantize(raw, chosen), dtype=np.float32)).view(tensor.shape)
         writer.add_tensor(gguf_name(name, num_layers), raw, raw_dtype=chosen)
     half = text["global_head_dim"] // 2
@@ -129,6 +140,22 @@ def test_values_and_logits(kind: str, shape: str, tmp_path: Path) -> None:
     ids = torch.arange(300)
     assert torch.equal(model.embedding.embed(ids), plain.embedding.embed(ids))
     torch.testing.assert_close(logits_of(model), logits_of(plain), rtol=0, atol=1e-4)
+    checkpoint = open_checkpoint(str(path))
+    planned = sum(part_bytes(checkpoint.spec, checkpoint.config, 4).values())
+    assert planned == pytest.approx(model.num_bytes, rel=0.12)  # scales are float16, norms float32
+
+
+def test_q6_k_becomes_plain(tmp_path: Path) -> None:
+    """The matrices whose rows are whole blocks, with an order of columns among them, and the rest in Q4_0."""
+    path, twin = write_gguf(tmp_path, "31B", "Q4_0", tables="Q6_K")
+    model, plain = load(path), load(twin)
+    assert {str(tensor.kind) for tensor in read_gguf(path).tensors.values()} == {"Q6_K", "Q4_0", "F32"}
+    matrices = dict(model.named_modules())
+    for name, module in plain.named_modules():
+        if isinstance(module, Matrix):
+            eye = torch.eye(module.layout.num_columns)
+            assert torch.equal(matrices[name].linear(eye), module.linear(eye)), name
+    torch.testing.assert_close(logits_of(model), logits_of(plain), rtol=0, atol=1e-4)
 
 
 def test_the_tokenizer_comes_from_the_file_or_its_folder(tmp_path: Path) -> None:
@@ -167,11 +194,11 @@ def test_bad_files(tmp_path: Path) -> None:
 def test_other_block_types_are_named(tmp_path: Path) -> None:
     path = tmp_path / "k.gguf"
     writer = gguf.GGUFWriter(path, "gemma4")
-    kind = gguf.GGMLQuantizationType.Q6_K
-    writer.add_tensor("token_embd.weight", np.zeros((4, 210), dtype=np.uint8), raw_dtype=kind)
+    kind = gguf.GGMLQuantizationType.Q4_K
+    writer.add_tensor("token_embd.weight", np.zeros((4, 144), dtype=np.uint8), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match=r"token_embd\.weight is stored as Q6_K"):
+    with pytest.raises(CheckpointError, match=r"token_embd\.weight is stored as Q4_K"):
         read_gguf(path)

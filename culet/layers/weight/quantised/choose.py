@@ -19,7 +19,7 @@ from culet.layers.weight.quantised.sources import PackedInt4, PackedInt8, Stored
 from culet.layers.weight.weights import WeightFormat
 
 _PLAIN, _PER_EXPERT = PlainFormat(), PerExpertFormat()
-_GGUF_KINDS = ("Q4_0", "Q8_0")
+_GGUF_KINDS = ("Q4_0", "Q8_0", "Q6_K")
 # Endings of tensors that no form needs: activations stay in the model's precision, and the shape is in the config. The scales
 # of the KV cache are not used either, because Culet derives its own.
 SKIPPED = ("weight_shape", "input_scale", "input_global_scale", "k_scale", "v_scale", "k_cache_scale", "v_cache_scale")

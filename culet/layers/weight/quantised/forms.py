@@ -32,7 +32,8 @@ def num_blocks(size: int) -> int:
 
 def cut_all(held: W, index: Any) -> W:
     """Return the same part of every tensor."""
-    return cast(W, type(held)(*(None if tensor is None else tensor[index] for tensor in held)))
+    make: Any = type(held)
+    return cast(W, make(*(None if tensor is None else tensor[index] for tensor in held)))
 
 
 @dataclass(frozen=True)

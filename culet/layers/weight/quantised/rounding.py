@@ -93,11 +93,11 @@ class RoundedFormat(PlainFormat):
         return self.precision != "int4" or num_columns % INT4_GROUP == 0
 
     def matrix(self, layout: MatrixLayout, site: Site) -> Matrix:
-        return (self._quantised if self._fits(layout.num_columns) else super()).matrix(layout, site)
+        return self._quantised.matrix(layout, site) if self._fits(layout.num_columns) else super().matrix(layout, site)
 
     def experts(self, layout: ExpertsLayout, site: Site) -> ExpertStack:
         fits = self._fits(layout.width) and self._fits(layout.hidden_size)
-        return (self._quantised if fits else super()).experts(layout, site)
+        return self._quantised.experts(layout, site) if fits else super().experts(layout, site)
 
 
 def stored_parts(wide: Tensor, precision: str) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-COMPRESSED_TENSORS, MODELOPT, MOBILE = "compressed-tensors", "modelopt", "gemma"
+COMPRESSED_TENSORS, MODELOPT, MOBILE, GGUF = "compressed-tensors", "modelopt", "gemma", "gguf"
 
 
 @dataclass(frozen=True)
