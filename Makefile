@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 # The tests' tensors are small, so one thread per process is fastest. Tests of servers often wait, so three processes suit two cores.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
 
-.PHONY: help run test test-all lint format reference clean
+.PHONY: help run test test-all test-clients lint format reference clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,6 +26,10 @@ test-all:  ## the same with long soaks and full test matrices
 	@scripts/get-chromium $(VENV)
 	@$(MAKE) --no-print-directory lint
 	$(PYTEST) -m "not gpu"
+
+test-clients:  ## run real clients from PyPI and npm against the built-in model (CLIENTS=NAME for some)
+	@scripts/make-venv $(VENV)
+	$(BIN)/python scripts/clients/run.py $(CLIENTS)
 
 lint:  ## check format, lint and types
 	$(BIN)/ruff format --check .

@@ -55,6 +55,11 @@ class ModelConfig:
     chat_template: str | None = option(
         None, "Chat template: a Jinja file, or built-in for Culet's own (default: the checkpoint's)."
     )
+    skip_tokenizer_init: bool = option(
+        False,
+        "Do not load the tokenizer: prompts and outputs are token ids only (in the API: /v1/completions).",
+        flag="--skip-tokenizer-init/--no-skip-tokenizer-init",
+    )
     allow_control_tokens: bool = option(
         False,
         "Let messages and tools spell out control tokens such as <|turn>, which forge turns (default: they are plain text).",
@@ -248,6 +253,9 @@ class Limits:
     tool_kb: int = 1024  # JSON of all tools in one request
     answer_mb: int = 32  # log-probabilities and repeated prompts in one answer
     answers_mb: int = 64  # the same, of all answers that are being built
+    stored: int = 1024  # responses that are kept with --store-responses
+    stored_mb: int = 64  # their size
+    stored_s: int = 3600  # for how long one is kept after its last use
     step_s: int = 300  # for one step of the engine before it counts as dead
 
     def __post_init__(self) -> None:
@@ -305,6 +313,11 @@ class ServeConfig:
         False,
         "Lower a max_tokens that exceeds the context instead of refusing the request; always on for /v1/messages.",
         flag="--clamp-max-tokens/--no-clamp-max-tokens",
+    )
+    store_responses: bool = option(
+        False,
+        "Keep the answers of /v1/responses in memory, so that previous_response_id can continue them; --limits bounds them.",
+        flag="--store-responses/--no-store-responses",
     )
     text_workers: int = option(
         2, "Number of prompts that are rendered and tokenized at the same time; long prompts leave one worker free."

@@ -36,7 +36,7 @@ from culet.scheduler.scheduler import Scheduler
 from culet.structured.compiler import GrammarCompiler
 from culet.structured.queue import GrammarQueue
 from culet.text.template import ChatTemplate
-from culet.text.tokenizer import NumberTokenizer, Tokenizer
+from culet.text.tokenizer import Tokenizer, make_tokenizer
 from culet.types import Request, Sampling, SamplingParams
 
 # Makes a worker for a KV cache of the first number of slabs, and for sequences of up to the second number of tokens.
@@ -66,7 +66,7 @@ def build_parts(config: Config, *, progress: bool = True, make_worker: MakeWorke
     """Load the model, size the KV cache, and make the scheduler and the runner, or the worker that `make_worker` makes."""
     times = StartTimes()
     setup = resolve(config)
-    tokenizer = make_tokenizer(setup)
+    tokenizer = _make_tokenizer(setup)
     # Models without per-layer embeddings were trained to start with an empty thought if they answer without thinking.
     control_tokens = () if config.model.allow_control_tokens else tokenizer.control_tokens
     chat_template = ChatTemplate.of_checkpoint(
@@ -142,14 +142,14 @@ def build_worker(settings: Mapping[str, Any], num_slabs: int, max_model_len: int
     times = StartTimes()
     model, drafter = _load(setup, times, progress=False)
     runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, times)
-    runner.use_grammars(_make_compiler(setup, make_tokenizer(setup)))
+    runner.use_grammars(_make_compiler(setup, _make_tokenizer(setup)))
     return runner
 
 
-def make_tokenizer(setup: Setup) -> Tokenizer:
-    """Return the checkpoint's tokenizer. A model with random weights reads and writes token numbers instead."""
-    checkpoint = setup.checkpoint
-    return NumberTokenizer(setup.spec.vocab_size) if checkpoint.random else Tokenizer(checkpoint.folder)
+def _make_tokenizer(setup: Setup) -> Tokenizer:
+    checkpoint, is_skipped = setup.checkpoint, setup.config.model.skip_tokenizer_init
+    is_random = checkpoint.random is not None
+    return make_tokenizer(checkpoint.folder, setup.spec.vocab_size, is_random=is_random, is_skipped=is_skipped)
 
 
 # The device
@@ -325,6 +325,7 @@ def _make_rules(setup: Setup, tokenizer: Tokenizer, max_model_len: int) -> Reque
         max_num_seqs=setup.config.schedule.max_num_seqs,
         turn_id=tokenizer.token_id(TURN_TOKEN),
         result_id=tokenizer.token_id(RESULT_TOKEN),
+        has_text=tokenizer.has_text,
     )
 
 
@@ -349,7 +350,7 @@ def _probe_drafts(parts: EngineParts, add: Callable[[Request], None], step: Call
     choice, rules = parts.setup.config.draft.choice, parts.rules
     assert choice is not None
     is_random = bool(parts.setup.checkpoint.random) or choice.model.startswith("random:")
-    if is_random:
+    if is_random or not parts.tokenizer.has_text:
         prompt = list(range(1, 33))
     else:
         prompt = parts.tokenizer.encode(parts.chat_template.render([{"role": "user", "content": PROBE_PROMPT}]))

@@ -1,4 +1,4 @@
-"""Serve the web page at `/`, with its static files and the data for its plots."""
+"""Serve the web page at `/`, with its static files and the data for its plots, and the API's description at `/docs`."""
 
 from __future__ import annotations
 
@@ -57,6 +57,11 @@ async def page(service: Service, request: Request) -> Response:
     return _file("index.html")
 
 
+async def docs(service: Service, request: Request) -> Response:
+    """Return the page that shows the OpenAPI document. It needs no key, but the document that it loads does."""
+    return _file("docs.html")
+
+
 async def page_file(service: Service, request: Request) -> Response:
     """Return a static file of the web page."""
     name = request.path_params["name"]
@@ -88,7 +93,8 @@ async def plot_points(service: Service, request: Request) -> Response:
 
 ENDPOINTS = (
     Endpoint("GET", "/", page),
+    Endpoint("GET", "/docs", docs),
     Endpoint("GET", "/page/{name}", page_file),
     Endpoint("GET", "/samples", plot_points, answer=Samples),
 )
-PUBLIC_PATHS = ("/", *(f"/page/{name}" for name in _FILES))
+PUBLIC_PATHS = ("/", "/docs", *(f"/page/{name}" for name in _FILES))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from culet.errors import BadRequest, CuletError, UnsupportedError
-from culet.serve.api.chat_request import PreparedChat, check_chat, prepare
+from culet.serve.api.chat_request import PreparedChat, check_chat, prefilled, prepare
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
 from culet.serve.api.fields import (
     CacheSalt,
@@ -219,7 +219,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
         await check_chat(service, body.messages, tools)
         messages = _openai_messages(body)
         tokens = await service.encode_chat(
-            messages, tools=tools or None, enable_thinking=_thinking(body), continued=_prefilled(messages[-1])
+            messages, tools=tools or None, enable_thinking=_thinking(body), continued=prefilled(messages[-1])
         )
     except CuletError as error:
         return _error_response(error)
@@ -246,15 +246,9 @@ async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
         tool_choice="auto" if choice is None else names.get(choice.type, f"={choice.name}"),
         single_call=choice is not None and choice.disable_parallel_tool_use,
         enable_thinking=_thinking(body),
-        continued=_prefilled(messages[-1]),
+        continued=prefilled(messages[-1]),
         clamp=True,  # clients must always send max_tokens, so they send large ones
     )
-
-
-def _prefilled(message: Mapping[str, Any]) -> str | None:
-    """Return the text of the last message if it is the beginning of the model's answer, or None."""
-    is_prefilled = message["role"] == "assistant" and "tool_calls" not in message and message["content"].strip()
-    return message["content"] if is_prefilled else None
 
 
 # From Anthropic's messages to chat messages

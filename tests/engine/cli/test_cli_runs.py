@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from culet.cli.main import run
-from culet.engine.llm import LLM, Result, Sample
+from culet.engine.jobs import Result, Sample
+from culet.engine.llm import LLM
 from culet.testing import tiny
 from culet.testing.tiny import write_checkpoint
 from culet.text.output_pieces import ToolCall

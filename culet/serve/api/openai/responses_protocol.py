@@ -93,7 +93,7 @@ class ResponsesRequest(Struct, kw_only=True):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     stream: bool | None = False
-    store: bool | None = None  # accepted and ignored, since nothing is stored
+    store: bool | None = None  # whether to keep the response, if the server stores responses; by default it does
     background: bool | None = None
     previous_response_id: Id | None = None
     metadata: (
@@ -105,14 +105,12 @@ class ResponsesRequest(Struct, kw_only=True):
 
 
 def messages_of(body: ResponsesRequest, max_items: int) -> list[dict[str, Any]]:
-    """Return the conversation as chat messages. Raise if it has more than `max_items` items."""
+    """Return the input as chat messages. Raise if it has more than `max_items` items."""
     if not isinstance(body.input, str) and len(body.input) > max_items:
         raise BadRequest(f"input: got {len(body.input)} items, but the maximum is {max_items}")
-    messages: list[dict[str, Any]] = []
-    if body.instructions:
-        messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
+        return [{"role": "user", "content": body.input}]
+    messages: list[dict[str, Any]] = []
     thought: str | None = None
     for index, item in enumerate(body.input):
         where = f"input[{index}]"

@@ -20,7 +20,7 @@ from culet.serve.answers.parts import BigAnswer, Part, in_messages
 from culet.serve.api.chat_request import PreparedChat, check_chat, prepare
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
 from culet.serve.api.fields import Count, RawArguments, SamplingFields, Schema, Text, ToolName, sampling_params
-from culet.serve.api.openai_answers import ChatLogprobs, Usage, chat_entries, chat_size, usage_of
+from culet.serve.api.openai.answers import ChatLogprobs, Usage, chat_entries, chat_size, usage_of
 from culet.serve.generation import Generation
 from culet.serve.service import Service
 from culet.serve.streams import DONE, EventStream, run_all

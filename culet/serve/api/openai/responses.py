@@ -1,10 +1,10 @@
-"""POST /v1/responses: OpenAI's Responses API, without stored state."""
+"""POST /v1/responses: OpenAI's Responses API. With `--store-responses`, a request can continue an earlier response."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,17 +15,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from culet.errors import BadRequest, CuletError, UnsupportedError
+from culet.serve.answers.stored import StoredResponse
 from culet.serve.api.chat_request import PreparedChat, prepare
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
 from culet.serve.api.fields import SamplingFields, sampling_params
-from culet.serve.api.openai_responses_protocol import ResponsesRequest, ResponsesToolName, messages_of
-from culet.serve.generation import Generation
-from culet.serve.http_errors import reply_to
+from culet.serve.api.openai.responses_protocol import ResponsesRequest, ResponsesToolName, messages_of
+from culet.serve.generation import Generation, Origin
+from culet.serve.http_errors import HttpError, reply_to
 from culet.serve.service import Service
 from culet.serve.streams import EventStream, run_all
 from culet.structured.forms import given_schema, schema_form
 from culet.text.output import OutputDelta
-from culet.text.output_pieces import OutputPiece, ReasoningPiece, TextPiece, ToolCall
+from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece, ToolCall
 from culet.types import GrammarSpec, StructuredOutputs
 
 ENDPOINT = "/v1/responses"
@@ -78,15 +79,17 @@ class ResponsesAnswer(Struct, kw_only=True):
 
 
 async def responses(service: Service, request: Request) -> Response:
-    """Answer a conversation. With `stream`, send the answer as server-sent events. Nothing is stored."""
+    """Answer a conversation. With `stream`, send the answer as server-sent events."""
     body = await read_body(service, request, ResponsesRequest)
     model = service.check_model(body.model)
     origin = origin_of(request, cache_salt=body.cache_salt)
-    prepared = await _prepare(service, body)
+    given = messages_of(body, service.limits.messages)
+    prepared = await _prepare(service, body, [*_earlier(service, body, origin), *given])
     open_generation = partial(prepared.open, ENDPOINT, origin)
-    answer = _new_answer(model, body)
+    answer = _new_answer(model, body, is_stored=service.settings.store_responses and body.store is not False)
+    keep = partial(_keep, service, origin.caller.name, given)
     if body.stream:
-        writer = _Writer(answer)
+        writer = _Writer(answer, keep)
         return EventStream(
             service, [open_generation], writer.write, begin=writer.begin(), end=writer.end, write_error=writer.write_error
         )
@@ -100,14 +103,45 @@ async def responses(service: Service, request: Request) -> Response:
     for call in output.tool_calls:
         item = items.begin("function_call")
         item.call_id, item.name, item.text = call.id, call.name, call.arguments_json
-    return json_response(_completed(answer, generation, items))
+    return json_response(keep(_completed(answer, generation, items), output))
 
 
-async def _prepare(service: Service, body: ResponsesRequest) -> PreparedChat:
-    if body.previous_response_id is not None:
+def _earlier(service: Service, body: ResponsesRequest, origin: Origin) -> list[Mapping[str, Any]]:
+    """Return the messages before the input: the instructions, and the conversation that the request continues."""
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    if body.previous_response_id is not None and not service.stored.is_enabled:
         raise UnsupportedError(
-            "previous_response_id: this server does not store responses", hint="send the whole conversation in input"
+            "previous_response_id: this server does not store responses",
+            hint="send the whole conversation in input, or start the server with --store-responses",
         )
+    try:
+        return [*system, *service.stored.history(origin.caller.name, body.previous_response_id)]
+    except HttpError as error:
+        problem = f"previous_response_id: {error.message}"
+        raise HttpError(400, problem, hint=error.hint, code="previous_response_not_found") from None
+
+
+def _keep(
+    service: Service, key: str, given: Sequence[Mapping[str, Any]], answer: ResponsesAnswer, output: Output
+) -> ResponsesAnswer:
+    """Store a complete answer after the messages that it was `given`, unless the client asked not to. Return the answer."""
+    if not answer.store:
+        return answer
+    said: dict[str, Any] = {"role": "assistant"}
+    if output.reasoning:
+        said["reasoning_content"] = output.reasoning
+    if output.text or not output.tool_calls:
+        said["content"] = output.text
+    if output.tool_calls:
+        said["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
+            for call in output.tool_calls
+        ]
+    stored = StoredResponse(encoder.encode(answer), [*given, said], answer.previous_response_id)
+    return msgspec.structs.replace(answer, store=service.stored.add(key, answer.id, stored))
+
+
+async def _prepare(service: Service, body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> PreparedChat:
     if body.background:
         raise UnsupportedError("background: not supported", hint="use stream instead")
     fields = SamplingFields(temperature=body.temperature, top_p=body.top_p)
@@ -124,7 +158,7 @@ async def _prepare(service: Service, body: ResponsesRequest) -> PreparedChat:
     effort = body.reasoning.effort if body.reasoning is not None else None
     return await prepare(
         service,
-        messages_of(body, service.limits.messages),
+        messages,
         params,
         tools=tools,
         tool_choice=f"={choice.name}" if isinstance(choice, ResponsesToolName) else choice or "auto",
@@ -144,7 +178,7 @@ def _form(body: ResponsesRequest) -> GrammarSpec | None:
     return schema_form(asked.schema_, strict=bool(asked.strict))
 
 
-def _new_answer(model: str, body: ResponsesRequest) -> ResponsesAnswer:
+def _new_answer(model: str, body: ResponsesRequest, *, is_stored: bool) -> ResponsesAnswer:
     """Create an answer without output. It repeats the settings of the request."""
     form = body.text.format if body.text is not None else None
     choice = body.tool_choice
@@ -165,6 +199,8 @@ def _new_answer(model: str, body: ResponsesRequest) -> ResponsesAnswer:
         reasoning={"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
         metadata=body.metadata or {},
         truncation=body.truncation or "disabled",
+        previous_response_id=body.previous_response_id,
+        store=is_stored,
     )
 
 
@@ -234,8 +270,8 @@ class _Writer:
 
     _DELTAS = {"reasoning": "response.reasoning_text", "message": "response.output_text"}  # noqa: RUF012
 
-    def __init__(self, answer: ResponsesAnswer) -> None:
-        self._answer, self._items = answer, _Items()
+    def __init__(self, answer: ResponsesAnswer, keep: Callable[[ResponsesAnswer, Output], ResponsesAnswer]) -> None:
+        self._answer, self._items, self._keep = answer, _Items(), keep
         self._open: _Item | None = None
         self._num_events = 0
 
@@ -310,7 +346,7 @@ class _Writer:
     def end(self, generations: Sequence[Generation]) -> bytes:
         """Close the open item and return its last events, then the complete answer."""
         closing = self._close()
-        answer = _completed(self._answer, generations[0], self._items)
+        answer = self._keep(_completed(self._answer, generations[0], self._items), generations[0].samples[0].output())
         return b"".join([*closing, self._event(f"response.{answer.status}", response=answer)])
 
     def write_error(self, error: CuletError) -> bytes:

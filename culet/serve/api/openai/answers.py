@@ -174,7 +174,9 @@ def _finite(value: float) -> float:
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return the text of a token. Incomplete UTF-8 becomes replacement characters."""
+    """Return the text of a token. Incomplete UTF-8 becomes replacement characters. Without a tokenizer it is the id."""
+    if not tokenizer.has_text:
+        return f"token_id:{token_id}"  # vLLM's form
     return _text(tokenizer.piece(token_id))
 
 
