@@ -104,10 +104,9 @@ else:
         assert not rounded[2].float().any()
         assert not (rounded.float() * scale).isnan().any()
 
-    def test_other_tensors_use_the_twin() -> None:
-        """No tokens, and weights that are not contiguous."""
+    def test_no_tokens_and_strided_weights() -> None:
         operands = draw("int8", 16, 64)
         assert ops.int8_linear(torch.empty(0, 64), *operands).shape == (0, 16)
         wide = draw("int8", 16, 128)[0][:, :64]
         x = torch.randn(2, 64)
-        assert torch.equal(ops.int8_linear(x, wide, operands[1]), eager.int8_linear(x, wide, operands[1]))
+        assert errors(ops.int8_linear(x, wide, operands[1]), eager.int8_linear(x, wide, operands[1])).max() < TOLERANCE

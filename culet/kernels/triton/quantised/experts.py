@@ -278,6 +278,8 @@ def _grouped(kernel: Any, outputs: int, tile: GroupTile, arguments: dict[str, An
 def run_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: PackedMatrix, down: PackedMatrix) -> Tensor:
     """Return the sum over a token's experts of weight * down(gelu_tanh(gate(x)) * up(x)), [T, D]."""
     y_TD = torch.empty_like(x_TD)
+    if not x_TD.shape[0]:
+        return y_TD
     describe = describe_assigned if x_TD.shape[0] <= ASSIGNED_TOKENS else describe_grouped
     for launch in describe(x_TD, weights_TK, experts_TK, gate_up, down, y_TD, pdl=uses_pdl(x_TD.device)):
         launch.run()

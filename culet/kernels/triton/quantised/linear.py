@@ -26,13 +26,6 @@ MAX_KEPT_PARTS = 8  # that a reader of parts adds up
 _has_scaled_product = True  # until torch refuses it
 
 
-def is_supported(x_MK: Tensor, *tensors: Tensor | None) -> bool:
-    """Return whether the kernels can read the tokens and weights. Otherwise the eager twin runs."""
-    if x_MK.dim() != 2 or not x_MK.shape[0] or (x_MK.is_cuda and x_MK.dtype != torch.bfloat16):
-        return False  # Tensor cores would round float32 to tf32.
-    return all(tensor is None or tensor.is_contiguous() for tensor in tensors)
-
-
 def rounds_tokens(num_tokens: int, matrix: PackedMatrix, device: torch.device) -> bool:
     """Return whether a product rounds the tokens to e4m3. It does for many tokens, with a scale per row of the weights."""
     if matrix.format != FP8 or matrix.has_blocks or num_tokens <= MAX_STREAM_TOKENS or device.type != "cuda":
@@ -43,6 +36,8 @@ def rounds_tokens(num_tokens: int, matrix: PackedMatrix, device: torch.device) -
 
 def _choose(x_MK: Tensor, matrix: PackedMatrix, product: Product) -> Tile | None:
     """Return the tile, or None if there are too many tokens for these kernels."""
+    if not product.num_tokens or (x_MK.is_cuda and x_MK.dtype != torch.bfloat16):
+        return None  # Tensor cores would round float32 to tf32.
     if x_MK.device.type == "cpu":
         return choose_tile(product, matrix)
     if rounds_tokens(product.num_tokens, matrix, x_MK.device):
@@ -56,7 +51,7 @@ def _choose(x_MK: Tensor, matrix: PackedMatrix, product: Product) -> Tile | None
 def _many_tokens(x_MK: Tensor, matrix: PackedMatrix) -> Tensor:
     """Return x @ W^T for many tokens."""
     global _has_scaled_product
-    if rounds_tokens(x_MK.shape[0], matrix, x_MK.device):
+    if x_MK.dtype == torch.bfloat16 and rounds_tokens(x_MK.shape[0], matrix, x_MK.device):
         try:
             return scaled_product(*quantise_tokens(x_MK), matrix.words.view(torch.float8_e4m3fn), matrix.scale)
         except RuntimeError as error:
@@ -78,6 +73,8 @@ def scaled_product(x_MK: Tensor, scale_M1: Tensor, weight_NK: Tensor, scale_N1: 
 
 
 def _run(x_MK: Tensor, matrix: PackedMatrix, out: Tensor, tile: Tile, epilogue: int, **extra: Any) -> Tensor:
+    if x_MK.stride(1) != 1:
+        x_MK = x_MK.contiguous()
     describe(x_MK, matrix, out, tile, epilogue, pdl=uses_pdl(x_MK.device), **extra).run()
     return out
 

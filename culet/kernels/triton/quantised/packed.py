@@ -35,17 +35,19 @@ class PackedMatrix:
 
     @classmethod
     def int4(cls, packed: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> PackedMatrix:
-        return cls(INT4, packed, scale, group, zero)
+        return cls(INT4, packed.contiguous(), scale.contiguous(), group, None if zero is None else zero.contiguous())
 
     @classmethod
     def int8(cls, weight: Tensor, scale: Tensor) -> PackedMatrix:
-        return cls(INT8, weight.view(torch.int32), scale, weight.shape[-1] // scale.shape[-1])
+        return cls(INT8, weight.contiguous().view(torch.int32), scale.contiguous(), weight.shape[-1] // scale.shape[-1])
 
     @classmethod
     def fp8(cls, weight: Tensor, scale: Tensor) -> PackedMatrix:
         has_blocks = scale.shape[-2:] != (weight.shape[-2], 1)
-        return cls(FP8, weight.view(torch.int32), scale, BLOCK if has_blocks else weight.shape[-1], has_blocks=has_blocks)
+        group = BLOCK if has_blocks else weight.shape[-1]
+        return cls(FP8, weight.contiguous().view(torch.int32), scale.contiguous(), group, has_blocks=has_blocks)
 
     @classmethod
     def nvfp4(cls, packed: Tensor, scale: Tensor, global_scale: Tensor) -> PackedMatrix:
-        return cls(NVFP4, packed.view(torch.int32), scale.view(torch.uint8), NVFP4_GROUP, global_scale=global_scale)
+        words, narrow = packed.contiguous().view(torch.int32), scale.contiguous().view(torch.uint8)
+        return cls(NVFP4, words, narrow, NVFP4_GROUP, global_scale=global_scale.contiguous())
