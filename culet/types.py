@@ -126,21 +126,21 @@ class SamplingParams:
     """How to draw tokens. None means the model's default (`generation_config.json`)."""
 
     temperature: float | None = None  # 0 is greedy
-    top_p: float | None = None
-    top_k: int | None = None  # 0 or -1 means all tokens
-    min_p: float | None = None
+    top_p: float | None = None  # draw from the most likely tokens up to this total probability
+    top_k: int | None = None  # draw from this many of the most likely tokens; 0 or -1 means all tokens
+    min_p: float | None = None  # drop tokens below this fraction of the most likely token's probability
     max_tokens: int | None = None  # None means up to the end of the context
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
-    n: int = 1
+    stop: str | Sequence[str] = ()  # end before any of these texts
+    stop_token_ids: Sequence[int] = ()  # end after any of these tokens
+    ignore_eos: bool = False  # go on after an end-of-text token
+    seed: int | None = None  # equal seeds draw equal tokens; None means a random one
+    n: int = 1  # number of samples
     logprobs: int | None = None  # report log-probabilities of the chosen token and of this many most likely ones
     prompt_logprobs: int | None = None  # the same for each prompt token except the first
-    logit_bias: Mapping[int, float] | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None  # added to the logits of these tokens
+    repetition_penalty: float | None = None  # above 1, tokens that have occurred are less likely
+    presence_penalty: float = 0.0  # subtracted from the logit of every generated token
+    frequency_penalty: float = 0.0  # the same, once for each time it was generated
     structured_outputs: StructuredOutputs | GrammarSpec | None = None  # the form of the output, or its fields in a mapping
     min_tokens: int = 0  # no end token and no stop token is drawn before this many tokens
     thinking_token_budget: int | None = None  # the most tokens in all thoughts of an answer. Then the thought is closed.

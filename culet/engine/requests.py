@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from culet.errors import BadRequest, ContextTooLong
-from culet.text.tokenizer import check_token_ids
+from culet.text.tokenizer import check_token_ids, no_tokenizer
 from culet.types import ModelDefaults, OutputRules, Request, Sampling, SamplingParams
 
 TURN_TOKEN, RESULT_TOKEN = "<|turn>", "<tool_response|>"
@@ -24,6 +24,7 @@ class RequestRules:
     max_num_seqs: int
     turn_id: int | None = None  # the token that opens a chat turn; None if the vocabulary has none
     result_id: int | None = None  # the token that closes a tool result
+    has_text: bool = True  # whether a tokenizer was loaded
 
     def make_request(
         self,
@@ -36,6 +37,10 @@ class RequestRules:
     ) -> Request:
         """Fill in every default. Raise if the request cannot be served."""
         prompt = check_token_ids(prompt_token_ids, self.vocab_size)
+        if not self.has_text:
+            for name, needs_text in (("stop", params.stop), ("structured_outputs", params.structured_outputs)):
+                if needs_text:
+                    raise no_tokenizer(f"{name}: it applies to text")
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", tuple(params.logit_bias or ()))):
             if any(token_id >= self.vocab_size for token_id in ids):
                 raise BadRequest(f"{name}: got {max(ids)}, expected token ids below {self.vocab_size}")

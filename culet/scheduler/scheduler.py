@@ -213,7 +213,7 @@ class Scheduler:
             return None
         step_id = self._next_step_id
         self._next_step_id += 1
-        self.counters.steps += 1
+        self.counters.count_step(sum([plan.row.num_new for plan in planned]))
         self._in_flight.append((step_id, planned, None if self.policy is None else decode_shape(planned)))
         return StepPlan(step_id, tuple(entries), copies, tuple([plan.row for plan in planned]))
 

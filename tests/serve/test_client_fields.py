@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.serve.conftest import ANSWER
 from tests.serve.running import Running
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -139,3 +140,10 @@ def test_an_unknown_path_lists_the_paths(fake: Running) -> None:
     response = fake.http.post("/v1/chat/completion", json={})
     assert response.status_code == 404
     assert "/v1/chat/completions, " in response.json()["error"]["message"]
+
+
+def test_token_ids_are_returned_on_request(fake: Running, encode: Callable[[str], list[int]]) -> None:
+    body = {"prompt": "Hello", "max_tokens": 64}
+    (choice,) = fake.http.post("/v1/completions", json={**body, "return_token_ids": True}).json()["choices"]
+    assert choice["token_ids"] == encode(f"{ANSWER}<turn|>")
+    assert "token_ids" not in fake.http.post("/v1/completions", json=body).json()["choices"][0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from culet.errors import BadRequest, CuletError, UnsupportedError
-from culet.serve.api.chat_request import PreparedChat, check_chat, prepare
+from culet.serve.api.chat_request import PreparedChat, check_chat, prefilled, prepare
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
 from culet.serve.api.fields import (
     CacheSalt,
@@ -98,7 +98,7 @@ Block = TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlo
 class AnthropicMessage(Struct):
     """One message of a conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]  # Claude Code sends system messages between the others
     content: Text | Annotated[list[Block], Meta(max_length=1024)]
 
 
@@ -226,7 +226,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
         await check_chat(service, body.messages, tools)
         messages = _openai_messages(body)
         tokens = await service.encode_chat(
-            messages, tools=tools or None, enable_thinking=_thinking(body), continued=_prefilled(messages[-1])
+            messages, tools=tools or None, enable_thinking=_thinking(body), continued=prefilled(messages[-1])
         )
     except CuletError as error:
         return _error_response(error)
@@ -261,15 +261,9 @@ async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
         constrain_tool_calls=body.constrain_tool_calls,
         single_call=choice is not None and choice.disable_parallel_tool_use,
         enable_thinking=_thinking(body),
-        continued=_prefilled(messages[-1]),
+        continued=prefilled(messages[-1]),
         clamp=True,  # clients must always send max_tokens, so they send large ones
     )
-
-
-def _prefilled(message: Mapping[str, Any]) -> str | None:
-    """Return the text of the last message if it is the beginning of the model's answer, or None."""
-    is_prefilled = message["role"] == "assistant" and "tool_calls" not in message and message["content"].strip()
-    return message["content"] if is_prefilled else None
 
 
 # From Anthropic's messages to chat messages
@@ -296,7 +290,8 @@ def _openai_messages(body: Conversation) -> list[dict[str, Any]]:
     for index, message in enumerate(body.messages):
         blocks = [TextBlock(message.content)] if isinstance(message.content, str) else message.content
         where = f"messages[{index}].content"
-        messages += _from_user(blocks, where) if message.role == "user" else [_from_model(blocks, where)]
+        converted = [_from_model(blocks, where)] if message.role == "assistant" else _from_user(blocks, where)
+        messages += [entry | {"role": "system"} for entry in converted] if message.role == "system" else converted
     return messages
 
 

@@ -1,6 +1,6 @@
 """Prepare a chat request for the engine: its prompt tokens, its sampling parameters and the parser for its answer.
 
-All APIs with messages (OpenAI's chat and responses APIs, and Anthropic's) go through `prepare`.
+All APIs with messages (OpenAI's chat and responses APIs, Anthropic's and Ollama's) go through `prepare`.
 """
 
 from __future__ import annotations
@@ -135,6 +135,12 @@ async def _call_grammar(service: Service, tools: Sequence[Mapping[str, Any]]) ->
     except (BadRequest, QueueFull) as error:
         logger.warning("tool calls are not constrained: %s", error.message)
         return None
+
+
+def prefilled(message: Mapping[str, Any]) -> str | None:
+    """Return the text of a chat's last message if it is the beginning of the model's answer, or None."""
+    is_prefilled = message["role"] == "assistant" and "tool_calls" not in message and message["content"].strip()
+    return message["content"] if is_prefilled else None
 
 
 def _form(document: GrammarSpec | None, tools: Sequence[Mapping[str, Any]], tool_choice: str, single_call: bool) -> Form | None:

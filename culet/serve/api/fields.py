@@ -6,6 +6,7 @@ servers. Unsupported fields that would change the answer are refused by name.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -52,6 +53,7 @@ _NEUTRAL = (b"null", b"false", b"0", b"0.0", b"[]", b"{}", b'""', b"-1")
 _NEUTRAL_OF = {
     "length_penalty": (b"null", b"1", b"1.0"),
     "typical_p": (b"null", b"1", b"1.0"),
+    "tfs_z": (b"null", b"1", b"1.0"),
 }
 
 
@@ -79,10 +81,15 @@ class UnsupportedFields(FormAliases, kw_only=True):
 
     def refuse(self) -> None:
         """Raise if the request has such a field."""
-        for name in _UNSUPPORTED:
-            value = getattr(self, name)
-            if not isinstance(value, UnsetType) and memoryview(value) not in _NEUTRAL_OF.get(name, _NEUTRAL):
-                raise UnsupportedError(f"{name}: not supported", hint="omit the field")
+        refuse_given(self, _UNSUPPORTED)
+
+
+def refuse_given(fields: Struct, names: Iterable[str], prefix: str = "") -> None:
+    """Raise if one of these fields, which are not supported, has a value that would change the answer."""
+    for name in names:
+        value = getattr(fields, name)
+        if not isinstance(value, UnsetType) and memoryview(value) not in _NEUTRAL_OF.get(name, _NEUTRAL):
+            raise UnsupportedError(f"{prefix}{name}: not supported", hint="omit the field")
 
 
 _UNSUPPORTED = [name for name in UnsupportedFields.__struct_fields__ if name not in FormAliases.__struct_fields__]

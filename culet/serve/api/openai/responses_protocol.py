@@ -1,0 +1,157 @@
+"""Define the body of POST /v1/responses and convert it to chat messages. Every list, text and number is bounded."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, field
+
+from culet.errors import BadRequest, UnsupportedError
+from culet.serve.api.fields import CacheSalt, Count, CountOrNone, Effort, Schema, Share, Temperature, Text, ToolName
+from culet.structured.forms import SchemaText
+
+Id = Annotated[str, Meta(max_length=256)]
+MEDIA = ("input_image", "input_file", "input_audio", "input_video", "computer_screenshot")
+
+
+class ResponsesPart(Struct):
+    """A part of an item's content."""
+
+    type: Annotated[str, Meta(max_length=64)]
+    text: Text | None = None
+    refusal: Text | None = None
+
+
+Parts = Annotated[list[ResponsesPart], Meta(max_length=1024)]
+
+
+class InputItem(Struct):
+    """A message, an earlier tool call, the output of a tool, or an earlier thought, depending on `type`."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Text | Parts | None = None
+    summary: Parts | None = None
+    id: Id | None = None
+    call_id: Id | None = None
+    name: ToolName | None = None
+    arguments: Text | None = None
+    output: Text | Parts | None = None
+
+
+class ResponsesTool(Struct):
+    """A tool that the model may call."""
+
+    name: ToolName
+    type: Literal["function"] = "function"
+    description: Text | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class ResponsesToolName(Struct):
+    """The tool that must be called."""
+
+    name: ToolName
+    type: Literal["function"] = "function"
+
+
+class TextFormat(Struct):
+    """The required format of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    description: Text | None = None
+    schema_: SchemaText = field(name="schema", default=UNSET)
+    strict: bool | None = None
+
+
+class TextOptions(Struct):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(Struct):
+    """Whether the model thinks before it answers, and how much."""
+
+    effort: Effort | None = None
+    max_tokens: CountOrNone = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesRequest(Struct, kw_only=True):
+    """The body of POST /v1/responses."""
+
+    input: Text | Annotated[list[InputItem], Meta(min_length=1, max_length=65536)]
+    model: Annotated[str, Meta(max_length=256)] | None = None
+    instructions: Text | None = None
+    max_output_tokens: Count | None = None
+    min_tokens: CountOrNone = None
+    thinking_token_budget: CountOrNone = None
+    constrain_tool_calls: bool | None = None  # hold tool calls to the declared tools
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    tools: Annotated[list[ResponsesTool], Meta(max_length=4096)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponsesToolName | None = None
+    parallel_tool_calls: bool | None = True
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    stream: bool | None = False
+    store: bool | None = None  # whether to keep the response, if the server stores responses; by default it does
+    background: bool | None = None
+    previous_response_id: Id | None = None
+    metadata: (
+        Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None
+    ) = None
+    truncation: Literal["auto", "disabled"] | None = None
+    user: Id | None = None
+    cache_salt: CacheSalt | None = None
+
+
+def messages_of(body: ResponsesRequest, max_items: int) -> list[dict[str, Any]]:
+    """Return the input as chat messages. Raise if it has more than `max_items` items."""
+    if not isinstance(body.input, str) and len(body.input) > max_items:
+        raise BadRequest(f"input: got {len(body.input)} items, but the maximum is {max_items}")
+    if isinstance(body.input, str):
+        return [{"role": "user", "content": body.input}]
+    messages: list[dict[str, Any]] = []
+    thought: str | None = None
+    for index, item in enumerate(body.input):
+        where = f"input[{index}]"
+        if item.type == "reasoning":
+            thought = text_of(item.content or item.summary, where)
+        elif item.type == "function_call_output":
+            if item.call_id is None:
+                raise BadRequest(f"{where}.call_id: the id of the call is required")
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output, where)})
+        elif item.type == "function_call":
+            _add_call(messages, item, where)
+        else:
+            message: dict[str, Any] = {"role": item.role or "user", "content": text_of(item.content, where)}
+            messages.append(message)
+        if thought and item.type != "reasoning" and messages[-1]["role"] == "assistant":
+            messages[-1].setdefault("reasoning_content", thought)
+            thought = None
+    if not messages:
+        raise BadRequest("input: got no message, expected at least one")
+    return messages
+
+
+def _add_call(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
+    """Add a call to the preceding assistant message, or to a new one."""
+    if item.name is None or item.call_id is None:
+        raise BadRequest(f"{where}: a function_call needs a call_id and a name")
+    call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments or "{}"}}
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant"})
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def text_of(content: str | list[ResponsesPart] | None, where: str) -> str:
+    """Return the text of an item's content. Raise if it has images, audio or other media."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type in MEDIA:
+            raise UnsupportedError(f"{where}: got a part of type {part.type}, but only text is supported")
+    return "\n".join(part.text or part.refusal or "" for part in content)
