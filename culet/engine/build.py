@@ -26,6 +26,7 @@ from culet.errors import ConfigError
 from culet.kernels.compiling import CompileCount, expect_compiling, use_disk_cache
 from culet.log import chose
 from culet.models.gemma4 import Gemma4
+from culet.models.quantised.part_bytes import part_bytes
 from culet.models.weights import explain_not_finite, load_model
 from culet.runner.captures import Captures
 from culet.runner.runner import Runner
@@ -123,7 +124,11 @@ def _build_elsewhere(setup: Setup, make_worker: MakeWorker, times: StartTimes) -
     with times.part("worker"):
         worker = make_worker(num_slabs, max_model_len)
     plan = setup.draft_plan
-    read = None if plan is None else ReadBytes.of_specs(setup.spec, plan, setup.dtype.itemsize)
+    read = None
+    if plan is not None:
+        itemsize = setup.dtype.itemsize
+        sizes = part_bytes(setup.spec, setup.checkpoint.config, itemsize, setup.config.model.quantization)
+        read = ReadBytes.of_specs(setup.spec, plan, itemsize, sizes)
     return _Built(worker, num_slabs, max_model_len, read, None)
 
 
@@ -171,7 +176,14 @@ def _prepare_device(setup: Setup) -> _PreparedDevice:
 def _load(setup: Setup, times: StartTimes, *, progress: bool) -> tuple[Gemma4, Drafter | None]:
     latent = setup.config.cache.latent
     with times.part("weights"):
-        model = load_model(setup.checkpoint, dtype=setup.dtype, device=setup.device, latent=latent, progress=progress)
+        model = load_model(
+            setup.checkpoint,
+            dtype=setup.dtype,
+            device=setup.device,
+            latent=latent,
+            quantization=setup.config.model.quantization,
+            progress=progress,
+        )
         model.scale_keys([layer for group in setup.layout.groups if group.spec.is_fp8 for layer in group.layers])
     if setup.draft_plan is None:
         return model, None

@@ -31,6 +31,8 @@ class Sample:
     reasoning: str = ""  # the model's thoughts; chats only
     tool_calls: tuple[ToolCall, ...] = ()  # chats only
     error: str = ""  # what went wrong, if finish_reason is error
+    warning: str = ""  # why an answer that has ended is empty; chats only
+    num_thought_tokens: int = 0  # which a thinking budget counts; chats only
     num_accepted_drafts: int = field(default=0, compare=False)  # tokens in token_ids that a drafter proposed
     num_rejected_drafts: int = field(default=0, compare=False)
     first_token_at: float = field(default=0.0, compare=False)  # time.perf_counter() of the first token
@@ -112,6 +114,8 @@ class Job:
                     reasoning=output.reasoning,
                     tool_calls=output.tool_calls,
                     error=sample.error,
+                    warning=sample.warning,
+                    num_thought_tokens=output.num_thought_tokens,
                     num_accepted_drafts=sample.num_accepted_drafts,
                     num_rejected_drafts=sample.num_rejected_drafts,
                     first_token_at=sample.first_token_at,

@@ -17,7 +17,7 @@ from culet.engine.prompts import Message, Prompt, PromptReader, TokenizedPrompt,
 from culet.errors import BadRequest, InternalError, UserError
 from culet.text.output import MakeOutput, OutputDelta, chat_output, plain_output
 from culet.text.tokenizer import Tokenizer
-from culet.types import Request, SamplingParams
+from culet.types import GrammarSpec, Request, SamplingParams
 
 
 class LLM:
@@ -77,6 +77,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Tool] | None = None,
+        constrain_tool_calls: bool = True,
         enable_thinking: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
@@ -84,7 +85,8 @@ class LLM:
         """Answer one conversation, or several, using the model's chat template.
 
         Results separate the answer (`text`) from thoughts (`reasoning`) and tool calls (`tool_calls`, with parsed arguments).
-        `chat_template_kwargs` are variables of the template, and may include `enable_thinking`.
+        With `constrain_tool_calls`, a grammar holds each call to the tools and their schemas. `chat_template_kwargs` are
+        variables of the template, and may include `enable_thinking`.
         """
         options = dict(chat_template_kwargs or {})
         enable_thinking = bool(options.pop("enable_thinking", enable_thinking))
@@ -94,6 +96,9 @@ class LLM:
         prompts = [self._prompts.render(conversation, tools, enable_thinking, options) for conversation in conversations]
         if enable_thinking:
             sampling_params = [_after_thought(params) for params in _params_per_prompt(sampling_params, len(prompts))]
+        if tools and constrain_tool_calls:
+            grammar = self.engine.tool_call_grammar(tools)
+            sampling_params = [_hold_calls(params, grammar) for params in _params_per_prompt(sampling_params, len(prompts))]
         return self._run(prompts, sampling_params, self._chat_output(tools), use_tqdm)
 
     def stream(
@@ -102,6 +107,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         tools: Sequence[Tool] | None = None,
+        constrain_tool_calls: bool = True,
         enable_thinking: bool = False,
     ) -> OutputStream:
         """Stream the output for one prompt or conversation. Closing the stream cancels the request.
@@ -118,6 +124,8 @@ class LLM:
         params = sampling_params or SamplingParams()
         if enable_thinking:
             params = _after_thought(params)
+        if is_chat and tools and constrain_tool_calls:
+            params = _hold_calls(params, self.engine.tool_call_grammar(tools))
         request = self._loop.make_request(prompts[0].token_ids, params)
         job = Job(request, params, self._chat_output(tools) if is_chat else self._plain_output())
         job.unread = deque()
@@ -222,6 +230,11 @@ def _after_thought(params: SamplingParams) -> SamplingParams:
     """Return the same params, except that structured outputs apply only after the thought."""
     form = params.structured_outputs
     return params if form is None else replace(params, structured_outputs=replace(form, after_thought=True))
+
+
+def _hold_calls(params: SamplingParams, grammar: GrammarSpec | None) -> SamplingParams:
+    """Return the same params with the grammar of tool calls, unless they have a form of their own."""
+    return params if params.structured_outputs is not None else replace(params, structured_outputs=grammar)
 
 
 def _params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from culet.errors import BadRequest, ContextTooLong
 from culet.text.tokenizer import check_token_ids, no_tokenizer
-from culet.types import ModelDefaults, Request, Sampling, SamplingParams
+from culet.types import ModelDefaults, OutputRules, Request, Sampling, SamplingParams
 
 TURN_TOKEN, RESULT_TOKEN = "<|turn>", "<tool_response|>"
 
@@ -50,16 +50,24 @@ class RequestRules:
                 hint="lower n or raise --max-num-seqs",
             )
         eos = () if params.ignore_eos else self.defaults.eos_token_ids
+        stop_ids = frozenset(eos) | frozenset(params.stop_token_ids)
+        max_tokens = self._max_tokens(len(prompt), params.max_tokens)
+        if params.min_tokens > max_tokens:
+            raise BadRequest(f"min_tokens: got {params.min_tokens}, but the context has room for only {max_tokens} more tokens")
+        rules = None
+        if params.min_tokens or params.thinking_token_budget is not None:
+            rules = OutputRules(params.min_tokens, tuple(sorted(stop_ids)), params.thinking_token_budget)
         return Request(
             request_id=request_id,
             prompt_token_ids=prompt,
             sampling=resolve_sampling(params, self.defaults, self.vocab_size),
             n=params.n,
-            max_tokens=self._max_tokens(len(prompt), params.max_tokens),
-            stop_token_ids=frozenset(eos) | frozenset(params.stop_token_ids),
+            max_tokens=max_tokens,
+            stop_token_ids=stop_ids,
             priority=priority,
             deadline=deadline,
             grammar=None if params.structured_outputs is None else params.structured_outputs.spec(),
+            rules=rules,
             resume_lengths=self._resume_lengths(prompt),
         )
 

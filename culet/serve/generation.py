@@ -34,6 +34,7 @@ class TokenCounts:
     num_reasoning: int
     num_accepted_drafts: int
     num_rejected_drafts: int
+    is_thought_out: bool  # the thoughts of a sample have reached their budget
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ class Generation:
             num_reasoning=sum(sample.output().num_reasoning_tokens for sample in self.samples),
             num_accepted_drafts=sum(sample.num_accepted_drafts for sample in self.samples),
             num_rejected_drafts=sum(sample.num_rejected_drafts for sample in self.samples),
+            is_thought_out=any(sample.is_thought_out for sample in self.samples),
         )
 
     @property

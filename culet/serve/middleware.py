@@ -24,7 +24,8 @@ from culet.serve.service import FinishedRequest, Service
 from culet.serve.streams import ABORT, SEND, ClientGone
 
 PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready", "/live"})  # for GET and HEAD. The web page adds its static files.
-QUIET_PATHS = PUBLIC_PATHS | {"/metrics", "/stats", "/samples"}  # polled often, so not logged
+QUIET_PATHS = PUBLIC_PATHS | {"/metrics", "/stats", "/samples", "/markdown"}  # polled often, so not logged
+UNCOUNTED_PATHS = frozenset({"/markdown"})  # the web page calls these while an answer is written
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MEGABYTE = 1 << 20
 DEFERRED = "culet.error"  # scope key of an application error that is answered here
@@ -61,7 +62,8 @@ class Middleware:
         is_public = path in self._public and method in ("GET", "HEAD")
         scope[CALLER] = caller = self._keys.anybody if is_public else self._keys.caller(headers)
         if method == "POST":
-            caller.count_request()
+            if path not in UNCOUNTED_PATHS:
+                caller.count_request()
             kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
             # Pages from other origins can post forms and plain text freely. JSON needs a CORS preflight, which fails.
             if kind != b"application/json":

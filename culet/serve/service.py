@@ -18,7 +18,7 @@ from msgspec import Raw, Struct
 from prometheus_client import CollectorRegistry
 
 from culet import env
-from culet.config import Config, Limits, ServeConfig, read_limits
+from culet.config import BUILT_IN, Config, Limits, ServeConfig, read_limits
 from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN, RequestRules
 from culet.errors import BadRequest, ContextTooLong, CuletError, QueueFull, WorkerDied
 from culet.line_process import Stopper
@@ -30,6 +30,7 @@ from culet.serve.answers.turns import Turns
 from culet.serve.http.intake import Intake
 from culet.serve.http_errors import HttpError
 from culet.serve.keys import Caller, KeyRing
+from culet.serve.markdown.renderer import MarkdownRenderer
 from culet.serve.plot_history import PERIOD_S, PlotHistory
 from culet.serve.process import watchdog
 from culet.serve.process.client import EngineClient, State, TokenStream
@@ -123,8 +124,14 @@ class Service:
         self.texts = TextQueue(
             settings.text_workers, max_waiting=self.limits.waiting_prompts, max_waiting_mb=self.limits.waiting_prompt_mb
         )
+        self.markdown = MarkdownRenderer(max_kb=self.limits.markdown_kb, time_limit_s=self.limits.markdown_s)
         self._tasks: set[asyncio.Task[None]] = set()
         self._ends: deque[float] = deque(maxlen=256)  # end times of requests, to estimate how fast the queue moves
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether the model is the one that comes with Culet."""
+        return self._given_name == BUILT_IN
 
     # The engine process
 
@@ -223,6 +230,7 @@ class Service:
         if self._engine is not None:
             await self._engine.stop()
         self.texts.close()
+        self.markdown.close()
         self.template.close()
         self.grammars.close()
 

@@ -1,17 +1,23 @@
-"""Serve the web page at `/`, with its static files and the data for its plots, and the API's description at `/docs`."""
+"""Serve the web page at `/` with its files, examples, rendered Markdown and plots, and the API's description at `/docs`."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Annotated, Any
 
-from msgspec import Struct
+import msgspec
+from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
 from culet.errors import BadRequest
-from culet.serve.api.endpoint import Endpoint, json_response
+from culet.serve.answers.parts import BigAnswer
+from culet.serve.api.endpoint import Endpoint, json_response, read_body
+from culet.serve.api.fields import Text
 from culet.serve.http_errors import HttpError
 from culet.serve.plot_history import PlotPoint
 from culet.serve.service import Service
@@ -26,7 +32,45 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_FILES = {file.name: file.read_bytes() for file in files("culet.serve").joinpath("page").iterdir() if file.is_file()}
+
+
+def _read_files(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, bytes]]:
+    """Yield (path, content) of the files that a browser loads."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _read_files(entry, f"{prefix}{entry.name}/")
+        elif entry.name.endswith(tuple(_KINDS)):
+            yield f"{prefix}{entry.name}", entry.read_bytes()
+
+
+_FOLDER = files("culet.serve").joinpath("page")
+_FILES = dict(_read_files(_FOLDER))
+MAX_TEXTS = 64  # in one request
+
+
+class Example(Struct):
+    """A prompt that suits the model, and its title."""
+
+    title: str
+    prompt: str
+
+
+class Examples(Struct):
+    """The prompts that an empty chat offers."""
+
+    examples: list[Example]
+
+
+class MarkdownRequest(Struct):
+    """The body of POST /markdown."""
+
+    texts: Annotated[list[Text], Meta(min_length=1, max_length=MAX_TEXTS)]
+
+
+class MarkdownAnswer(Struct):
+    """For each text its blocks, each as [first line, node]. A node is a text, or [name, attributes, child, ...]."""
+
+    documents: list[list[tuple[int, Any]]]
 
 
 class Totals(Struct):
@@ -91,10 +135,28 @@ async def plot_points(service: Service, request: Request) -> Response:
     return json_response(Samples(time.time() - service.started_at, has_plan, totals, service.plot_history.since(since)))
 
 
+_EXAMPLES = msgspec.json.decode(_FOLDER.joinpath("examples.json").read_bytes(), type=dict[str, list[Example]])
+
+
+async def examples(service: Service, request: Request) -> Response:
+    """Return example prompts that the model answers well."""
+    return json_response(Examples(_EXAMPLES["built-in" if service.is_built_in else "other"]))
+
+
+async def markdown(service: Service, request: Request) -> Response:
+    """Return Markdown as trees of elements, with highlighted code and MathML. The web page shows answers with it."""
+    num_bytes = len(await request.body())
+    service.markdown.check_size(num_bytes)
+    body = await read_body(service, request, MarkdownRequest)
+    return BigAnswer([await service.markdown.render(body.texts, num_bytes)])
+
+
 ENDPOINTS = (
     Endpoint("GET", "/", page),
     Endpoint("GET", "/docs", docs),
-    Endpoint("GET", "/page/{name}", page_file),
+    Endpoint("GET", "/page/{name:path}", page_file),
+    Endpoint("GET", "/examples", examples, answer=Examples),
+    Endpoint("POST", "/markdown", markdown, body=MarkdownRequest, answer=MarkdownAnswer),
     Endpoint("GET", "/samples", plot_points, answer=Samples),
 )
 PUBLIC_PATHS = ("/", "/docs", *(f"/page/{name}" for name in _FILES))

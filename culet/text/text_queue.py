@@ -84,12 +84,16 @@ class _Lane:
 class TextQueue:
     """Runs work in threads. Use it from one event loop."""
 
-    def __init__(self, num_threads: int, *, max_waiting: int, max_waiting_mb: int) -> None:
-        """Create a queue. The bounds on waiting prompts hold for short and long prompts separately."""
+    def __init__(self, num_threads: int, *, max_waiting: int, max_waiting_mb: int, purpose: str = "tokenized") -> None:
+        """Create a queue. The bounds on waiting prompts hold for short and long prompts separately.
+
+        `purpose` says in errors what is done with a prompt.
+        """
         self.num_refused = 0
         self.num_dropped = 0  # because the client left
         self._num_threads = num_threads
         self._max_waiting, self._max_waiting_mb = max_waiting, max_waiting_mb
+        self._purpose = purpose
         self._threads = ThreadPoolExecutor(num_threads, "text")
         self._short, self._long = _Lane(), _Lane()
         self._num_running = 0
@@ -108,7 +112,7 @@ class TextQueue:
         if lane.num_waiting >= self._max_waiting or lane.num_bytes + num_bytes > self._max_waiting_mb * _MEGABYTE:
             self.num_refused += 1
             raise QueueFull(
-                f"too many prompts are waiting to be tokenized ({lane.num_waiting}, {lane.num_bytes / _MEGABYTE:.0f} MB)",
+                f"too many prompts are waiting to be {self._purpose} ({lane.num_waiting}, {lane.num_bytes / _MEGABYTE:.0f} MB)",
                 hint="try again later",
             )
         lane.add(job, loop.time())

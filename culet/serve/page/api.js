@@ -7,13 +7,20 @@ export class ApiError extends Error {
   }
 }
 
+const KEY = "culet.key";
+
+// The key is kept until the tab is closed, or in this browser if the user wants that.
 export function apiKey() {
-  return sessionStorage.getItem("culet.key") ?? "";
+  return sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY) ?? "";
 }
 
-export function setApiKey(key) {
-  if (key) sessionStorage.setItem("culet.key", key);
-  else sessionStorage.removeItem("culet.key");
+export function isKeyRemembered() {
+  return localStorage.getItem(KEY) !== null;
+}
+
+export function setApiKey(key, isRemembered) {
+  for (const storage of [sessionStorage, localStorage]) storage.removeItem(KEY);
+  if (key) (isRemembered ? localStorage : sessionStorage).setItem(KEY, key);
 }
 
 export async function call(path, options = {}) {

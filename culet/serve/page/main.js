@@ -1,82 +1,158 @@
-// Sets up the page's tabs, theme, keyboard shortcuts, and model name.
+// Sets up the page: views and their addresses, theme, keyboard shortcuts, model name.
 
 import { call } from "./api.js";
-import { isRunning, newChat, regenerate, say, setModel, stop, watchChat } from "./chat.js";
-import { startPlots, stopPlots } from "./engine.js";
+import { setModel } from "./chat/answer.js";
+import { currentConversation, editLast, focusComposer, openConversation, regenerateLast, say, showExamples, stop, watchChat } from "./chat/chat.js";
+import { showThinking } from "./chat/composer.js";
+import { startPlots, stopPlots } from "./engine/engine.js";
+import { icon } from "./parts/dom.js";
+import { toast } from "./parts/toast.js";
 import { openSettings, watchSettings } from "./settings.js";
+import { addressOf, focusSearch, markOpen, titleOf, watchSidebar } from "./sidebar.js";
+import { onChange, onStorageFull, startStore } from "./store/conversations.js";
 
-const TABS = ["chat", "engine"];
-const tab = (name) => document.getElementById(`tab-${name}`);
+const byId = (id) => document.getElementById(id);
+const narrow = matchMedia("(max-width: 760px)");
+let model = "";
 
-function open(name) {
-  for (const other of TABS) {
-    tab(other).setAttribute("aria-selected", String(other === name));
-    tab(other).tabIndex = other === name ? 0 : -1;
-    document.getElementById(`view-${other}`).hidden = other !== name;
+// Addresses: `#/chat/ID`, `#/engine`, or nothing for a new chat
+
+function route() {
+  const [, name, id] = location.hash.split("/");
+  const isEngine = name === "engine";
+  byId("view-chat").hidden = isEngine;
+  byId("view-engine").hidden = !isEngine;
+  if (isEngine) byId("open-engine").setAttribute("aria-current", "page");
+  else byId("open-engine").removeAttribute("aria-current");
+  if (isEngine) {
+    startPlots(explain);
+    markOpen(null);
+  } else {
+    stopPlots();
+    openConversation(id ?? null);
   }
-  if (name === "engine") startPlots(explain);
-  else stopPlots();
+  if (narrow.matches) showSidebar(false);
 }
+
+function goTo(hash) {
+  if (location.hash === hash) route();
+  else location.hash = hash;
+}
+
+function newChat() {
+  goTo("#/");
+  focusComposer();
+}
+
+function onOpened(id) {
+  const hash = id ? addressOf(id) : "#/";
+  if (location.hash !== hash) history.pushState(null, "", hash);
+  markOpen(id);
+  showTitle();
+}
+
+function showTitle() {
+  document.title = [titleOf(currentConversation()), "Culet", model].filter(Boolean).join(" · ");
+}
+
+function showSidebar(isShown) {
+  document.body.classList.toggle("no-sidebar", !isShown);
+  byId("toggle-sidebar").setAttribute("aria-expanded", String(isShown));
+  byId("sidebar").inert = !isShown;
+  if (!narrow.matches) localStorage.setItem("culet.sidebar", isShown ? "shown" : "hidden");
+}
+
+function toggleSidebar() {
+  showSidebar(document.body.classList.contains("no-sidebar"));
+  if (narrow.matches && !byId("sidebar").inert) byId("new-chat").focus();
+}
+
+// The server
 
 function explain(error) {
   if (error.status === 401) {
     stopPlots();
-    if (!document.getElementById("settings").open) openSettings("key");
+    say("This server requires an API key.");
+    if (!byId("settings").open) openSettings("key");
   } else say(error.message);
 }
 
 async function showModel() {
   try {
     const { data } = await (await call("v1/models")).json();
-    setModel(data[0].id);
-    document.getElementById("model").textContent = data[0].id;
-    document.title = `Culet · ${data[0].id}`;
+    model = data[0].id;
+    setModel(model);
+    byId("model").textContent = model;
+    showTitle();
     say("");
+    showExamples((await (await call("examples")).json()).examples);
   } catch (error) {
     explain(error);
   }
 }
 
-function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-}
+// Theme
 
 const system = matchMedia("(prefers-color-scheme: dark)");
-const ownTheme = () => localStorage.getItem("culet.theme");
-setTheme(ownTheme() ?? (system.matches ? "dark" : "light"));
-system.addEventListener("change", () => ownTheme() ?? setTheme(system.matches ? "dark" : "light"));
-document.getElementById("theme").addEventListener("click", () => {
-  const theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-  localStorage.setItem("culet.theme", theme);
-  setTheme(theme);
-});
 
-TABS.forEach((name, index) => {
-  tab(name).addEventListener("click", () => open(name));
-  tab(name).addEventListener("keydown", (event) => {
-    if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
-    const next = TABS[(index + (event.key === "ArrowRight" ? 1 : TABS.length - 1)) % TABS.length];
-    open(next);
-    tab(next).focus();
-  });
-});
+function showTheme() {
+  const theme = localStorage.getItem("culet.theme") ?? (system.matches ? "dark" : "light");
+  document.documentElement.dataset.theme = theme;
+  const other = theme === "dark" ? "light" : "dark";
+  byId("theme").lastChild.textContent = `${other[0].toUpperCase()}${other.slice(1)} theme`;
+}
 
-document.getElementById("new-chat").addEventListener("click", () => {
-  open("chat");
-  newChat();
-});
-document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && isRunning() && !document.getElementById("settings").open) stop();
-  if (!event.altKey || event.ctrlKey || event.metaKey) return;
-  const act = { KeyN: newChat, KeyR: regenerate, KeyS: openSettings }[event.code];
+function switchTheme() {
+  localStorage.setItem("culet.theme", document.documentElement.dataset.theme === "dark" ? "light" : "dark");
+  showTheme();
+}
+
+// Keyboard
+
+const SHORTCUTS = { KeyN: newChat, KeyR: regenerateLast, KeyS: () => openSettings(), KeyK: () => (showSidebar(true), focusSearch()), KeyB: toggleSidebar, KeyE: editLast, KeyM: focusComposer };
+
+function onKey(event) {
+  if (event.key === "Escape" && !document.querySelector("dialog[open], .menu")) {
+    if (!stop() && narrow.matches) showSidebar(false);
+  }
+  if (!event.altKey || event.ctrlKey || event.metaKey || byId("settings").open) return;
+  const act = SHORTCUTS[event.code];
   if (!act) return;
   event.preventDefault();
   act();
-});
+}
 
-watchChat();
-watchSettings(() => {
+async function start() {
+  for (const node of document.querySelectorAll("[data-icon]")) node.prepend(icon(node.dataset.icon));
+  showTheme();
+  showSidebar(!narrow.matches && localStorage.getItem("culet.sidebar") !== "hidden");
+  system.addEventListener("change", showTheme);
+  narrow.addEventListener("change", () => showSidebar(!narrow.matches));
+  addEventListener("storage", ({ key }) => key === "culet.theme" && showTheme());
+  byId("theme").addEventListener("click", switchTheme);
+  byId("skip").addEventListener("click", focusComposer);
+  byId("new-chat").addEventListener("click", newChat);
+  byId("toggle-sidebar").addEventListener("click", toggleSidebar);
+  byId("close-sidebar").addEventListener("click", toggleSidebar);
+  byId("shade").addEventListener("click", toggleSidebar);
+  byId("conversations").addEventListener("click", ({ target }) => narrow.matches && target.closest("a") && showSidebar(false));
+  document.addEventListener("keydown", onKey);
   showModel();
-  if (!document.getElementById("view-engine").hidden) startPlots(explain);
-});
-showModel();
+  const isKept = await startStore();
+  if (!isKept) toast("This browser keeps no data for this page. Conversations are lost when it is closed.");
+  onStorageFull(() => toast("The browser's storage is full. Export and delete conversations to keep new ones."));
+  onChange(({ conversation }) => conversation?.id === currentConversation() && showTitle());
+  watchChat(onOpened);
+  watchSidebar({ open: (id) => goTo(id ? addressOf(id) : "#/") });
+  watchSettings(() => {
+    showModel();
+    showThinking();
+    if (!byId("view-engine").hidden) startPlots(explain);
+  });
+  addEventListener("hashchange", route);
+  addEventListener("popstate", () => currentConversation() !== (location.hash.split("/")[2] ?? null) && route());
+  route();
+  document.documentElement.dataset.ready = "";
+}
+
+start();

@@ -1,23 +1,43 @@
 // The user's settings, stored in this browser. Empty fields are not sent, so the model's defaults apply.
 
-import { apiKey, setApiKey } from "./api.js";
+import { apiKey, isKeyRemembered, setApiKey } from "./api.js";
 
-const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens"];
-const EMPTY = { system: "", thinking: false, tools: "", temperature: "", top_p: "", top_k: "", max_tokens: "" };
+// Fields of the dialog and of a request. Numbers are sent under the same name, except one.
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"];
+const REQUEST_NAMES = { max_tokens: "max_completion_tokens" };
+const TEXTS = ["system", "tools", "stop", ...NUMBERS];
+const STORAGE = "culet.settings";
+const MAX_STOPS = 16;
+const EMPTY = { thinking: false, ...Object.fromEntries(TEXTS.map((name) => [name, ""])) };
+
+const dialog = document.getElementById("settings");
 const field = (name) => document.getElementById(`set-${name}`);
 
-let chosen = { ...EMPTY };
-try {
-  chosen = { ...EMPTY, ...JSON.parse(localStorage.getItem("culet.settings") ?? "{}") };
-} catch {
-  localStorage.removeItem("culet.settings");
+let chosen = read();
+
+function read() {
+  try {
+    return { ...EMPTY, ...JSON.parse(localStorage.getItem(STORAGE) ?? "{}") };
+  } catch {
+    return { ...EMPTY };
+  }
+}
+
+function keep() {
+  localStorage.setItem(STORAGE, JSON.stringify(chosen));
+}
+
+// Returns the stop texts: one in each line, where \n stands for a line break.
+function stops(text) {
+  return text.split("\n").filter(Boolean).map((line) => line.replaceAll("\\n", "\n"));
 }
 
 // Returns the settings as fields of a request. The system prompt is not included, since it becomes the first message.
 export function requestFields() {
   const fields = { chat_template_kwargs: { enable_thinking: chosen.thinking } };
-  for (const name of NUMBERS) if (chosen[name] !== "") fields[name === "max_tokens" ? "max_completion_tokens" : name] = Number(chosen[name]);
+  for (const name of NUMBERS) if (chosen[name] !== "") fields[REQUEST_NAMES[name] ?? name] = Number(chosen[name]);
   if (chosen.tools.trim()) fields.tools = JSON.parse(chosen.tools);
+  if (stops(chosen.stop).length) fields.stop = stops(chosen.stop);
   return fields;
 }
 
@@ -25,60 +45,77 @@ export function systemMessages() {
   return chosen.system.trim() ? [{ role: "system", content: chosen.system }] : [];
 }
 
-function show() {
-  for (const name of ["system", "tools", ...NUMBERS]) field(name).value = chosen[name];
-  field("thinking").checked = chosen.thinking;
-  field("key").value = apiKey();
+export function isThinking() {
+  return chosen.thinking;
 }
 
-function complain(message) {
+export function setThinking(thinking) {
+  chosen.thinking = thinking;
+  keep();
+}
+
+function show() {
+  for (const name of TEXTS) field(name).value = chosen[name];
+  field("thinking").checked = chosen.thinking;
+  field("key").value = apiKey();
+  field("remember").checked = isKeyRemembered();
+}
+
+function complain(message, name) {
   const line = document.getElementById("settings-error");
   line.textContent = message;
   line.hidden = !message;
+  if (!name) return;
+  field(name).closest("details")?.setAttribute("open", "");
+  field(name).focus();
 }
 
-function save() {
+// Returns [problem, field], or null.
+function findProblem() {
   const tools = field("tools").value;
   if (tools.trim()) {
     try {
       if (!Array.isArray(JSON.parse(tools))) throw new Error("not a list");
     } catch (error) {
-      complain(`Tools must be a JSON list: ${error.message}`);
-      return false;
+      return [`Tools must be a JSON list: ${error.message}`, "tools"];
     }
   }
-  for (const name of NUMBERS) {
-    if (!field(name).checkValidity()) {
-      complain(`${field(name).parentElement.firstChild.textContent.trim()}: ${field(name).validationMessage}`);
-      return false;
-    }
-  }
-  for (const name of ["system", "tools", ...NUMBERS]) chosen[name] = field(name).value;
-  chosen.thinking = field("thinking").checked;
-  localStorage.setItem("culet.settings", JSON.stringify(chosen));
-  setApiKey(field("key").value.trim());
-  complain("");
-  return true;
+  if (stops(field("stop").value).length > MAX_STOPS) return [`At most ${MAX_STOPS} stop texts are possible.`, "stop"];
+  const wrong = NUMBERS.find((name) => !field(name).checkValidity());
+  return wrong ? [`${field(wrong).labels[0].firstChild.textContent.trim()}: ${field(wrong).validationMessage}`, wrong] : null;
 }
-
-const dialog = document.getElementById("settings");
 
 export function openSettings(focus = "system") {
   show();
   complain("");
-  dialog.showModal();
+  if (!dialog.open) dialog.showModal();
   field(focus).focus();
 }
 
-// Calls `changed` after the settings are saved.
+// Calls `changed` after the settings were saved, here or in another tab.
 export function watchSettings(changed) {
   document.getElementById("open-settings").addEventListener("click", () => openSettings());
+  document.getElementById("settings-close").addEventListener("click", () => dialog.close());
   document.getElementById("settings-reset").addEventListener("click", () => {
-    chosen = { ...EMPTY };
-    show();
+    for (const name of TEXTS) field(name).value = EMPTY[name];
+    field("thinking").checked = EMPTY.thinking;
   });
   dialog.querySelector("form").addEventListener("submit", (event) => {
-    if (!save()) event.preventDefault();
-    else changed();
+    const problem = findProblem();
+    if (problem) {
+      event.preventDefault();
+      complain(...problem);
+      return;
+    }
+    for (const name of TEXTS) chosen[name] = field(name).value;
+    chosen.thinking = field("thinking").checked;
+    keep();
+    setApiKey(field("key").value.trim(), field("remember").checked);
+    changed();
+  });
+  addEventListener("storage", ({ key }) => {
+    if (key !== STORAGE) return;
+    chosen = read();
+    changed();
   });
 }

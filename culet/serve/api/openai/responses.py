@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,15 +18,15 @@ from culet.errors import BadRequest, CuletError, UnsupportedError
 from culet.serve.answers.stored import StoredResponse
 from culet.serve.api.chat_request import PreparedChat, prepare
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
-from culet.serve.api.fields import SamplingFields, sampling_params
-from culet.serve.api.openai.responses_protocol import ResponsesRequest, ResponsesToolName, messages_of
+from culet.serve.api.fields import SamplingFields, sampling_params, thinking_of
+from culet.serve.api.openai.responses_protocol import ReasoningOptions, ResponsesRequest, ResponsesToolName, messages_of
 from culet.serve.generation import Generation, Origin
 from culet.serve.http_errors import HttpError, reply_to
 from culet.serve.service import Service
 from culet.serve.streams import EventStream, run_all
 from culet.structured.forms import given_schema, schema_form
 from culet.text.output import OutputDelta
-from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece, ToolCall
+from culet.text.output_pieces import CallPart, Output, OutputPiece, ReasoningPiece, TextPiece, ToolCall, call_part
 from culet.types import GrammarSpec, StructuredOutputs
 
 ENDPOINT = "/v1/responses"
@@ -38,6 +38,7 @@ class InputDetails(Struct):
 
 class OutputDetails(Struct):
     reasoning_tokens: int
+    thinking_budget_reached: bool
 
 
 class ResponsesUsage(Struct):
@@ -61,6 +62,7 @@ class ResponsesAnswer(Struct, kw_only=True):
     usage: ResponsesUsage | None = None
     incomplete_details: dict[str, str] | None = None
     error: dict[str, str] | None = None
+    warning: str | UnsetType = UNSET  # why an answer that has ended is empty
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -144,9 +146,12 @@ def _keep(
 async def _prepare(service: Service, body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> PreparedChat:
     if body.background:
         raise UnsupportedError("background: not supported", hint="use stream instead")
-    fields = SamplingFields(temperature=body.temperature, top_p=body.top_p)
+    fields = SamplingFields(temperature=body.temperature, top_p=body.top_p, min_tokens=body.min_tokens)
     params = sampling_params(service, fields, max_tokens=body.max_output_tokens)
-    params = replace(params, structured_outputs=_form(body))
+    asked = body.reasoning or ReasoningOptions()
+    thinking = thinking_of(service, effort=asked.effort, budget=asked.max_tokens)
+    budget = thinking.budget if body.thinking_token_budget is None else body.thinking_token_budget
+    params = replace(params, structured_outputs=_form(body), thinking_token_budget=budget)
     choice = body.tool_choice
     tools = [
         {
@@ -155,15 +160,15 @@ async def _prepare(service: Service, body: ResponsesRequest, messages: Sequence[
         }
         for tool in body.tools or ()
     ]
-    effort = body.reasoning.effort if body.reasoning is not None else None
     return await prepare(
         service,
         messages,
         params,
         tools=tools,
         tool_choice=f"={choice.name}" if isinstance(choice, ResponsesToolName) else choice or "auto",
+        constrain_tool_calls=body.constrain_tool_calls,
         single_call=body.parallel_tool_calls is False,
-        enable_thinking=None if effort is None else effort != "none",
+        enable_thinking=thinking.is_on,
     )
 
 
@@ -255,11 +260,12 @@ def _completed(answer: ResponsesAnswer, generation: Generation, items: _Items) -
         status="incomplete" if is_cut else "completed",
         incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
         output=[item.build() for item in items.all],
+        warning=generation.samples[0].warning or UNSET,
         usage=ResponsesUsage(
             input_tokens=counts.num_prompt,
             input_tokens_details=InputDetails(counts.num_cached),
             output_tokens=counts.num_generated,
-            output_tokens_details=OutputDetails(counts.num_reasoning),
+            output_tokens_details=OutputDetails(counts.num_reasoning, counts.is_thought_out),
             total_tokens=counts.num_prompt + counts.num_generated,
         ),
     )
@@ -299,14 +305,20 @@ class _Writer:
             return self._text("message", piece.text)
         return self._call(piece)
 
-    def _call(self, call: ToolCall) -> list[bytes]:
-        closing = self._close()
-        item = self._open = self._items.begin("function_call")
-        item.call_id, item.name, item.is_done = call.id, call.name, False
-        added = self._added(item)
-        item.text = call.arguments_json
-        arguments = self._event("response.function_call_arguments.delta", **self._place(item), delta=item.text)
-        return [*closing, added, arguments, *self._close()]
+    def _call(self, piece: CallPart | ToolCall) -> list[bytes]:
+        """Return the events for part of a tool call. The call itself closes the item of its parts."""
+        events: list[bytes] = []
+        if (part := call_part(piece)) is not None:
+            item = self._open
+            if item is None or part.is_first:
+                events += self._close()
+                item = self._open = self._items.begin("function_call")
+                item.call_id, item.name, item.is_done = part.id, part.name, False
+                events.append(self._added(item))
+            item.text += part.arguments_json
+            delta = self._event("response.function_call_arguments.delta", **self._place(item), delta=part.arguments_json)
+            events.append(delta)
+        return [*events, *self._close()] if isinstance(piece, ToolCall) else events
 
     def _added(self, item: _Item) -> bytes:
         return self._event("response.output_item.added", output_index=len(self._items.all) - 1, item=item.build())

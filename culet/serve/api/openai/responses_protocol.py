@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, field
 
 from culet.errors import BadRequest, UnsupportedError
-from culet.serve.api.fields import CacheSalt, Count, Schema, Share, Temperature, Text, ToolName
+from culet.serve.api.fields import CacheSalt, Count, CountOrNone, Effort, Schema, Share, Temperature, Text, ToolName
 from culet.structured.forms import SchemaText
 
 Id = Annotated[str, Meta(max_length=256)]
@@ -72,9 +72,10 @@ class TextOptions(Struct):
 
 
 class ReasoningOptions(Struct):
-    """Whether the model thinks before it answers."""
+    """Whether the model thinks before it answers, and how much."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
+    max_tokens: CountOrNone = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
@@ -85,6 +86,9 @@ class ResponsesRequest(Struct, kw_only=True):
     model: Annotated[str, Meta(max_length=256)] | None = None
     instructions: Text | None = None
     max_output_tokens: Count | None = None
+    min_tokens: CountOrNone = None
+    thinking_token_budget: CountOrNone = None
+    constrain_tool_calls: bool | None = None  # hold tool calls to the declared tools
     temperature: Temperature | None = None
     top_p: Share | None = None
     tools: Annotated[list[ResponsesTool], Meta(max_length=4096)] | None = None
