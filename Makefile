@@ -6,14 +6,14 @@ BIN = $(VENV)/bin
 # The tests' tensors are small, so one thread per process is fastest. Tests of servers often wait, so three processes suit two cores.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
 
-.PHONY: help run test test-all lint format reference clean
+.PHONY: help run test test-all test-clients lint format reference site clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-run:  ## ask the built-in model a question
+run:  ## serve the built-in model, ask it something, and show the page's address
 	@scripts/make-venv $(VENV)
-	@$(BIN)/culet generate "Hello! What can you do?"
+	@$(BIN)/python scripts/first_run.py
 
 test:  ## check format, lint and types, then run the test suite (as CI does)
 	@scripts/make-venv $(VENV) test
@@ -27,6 +27,10 @@ test-all:  ## the same with long soaks and full test matrices
 	@$(MAKE) --no-print-directory lint
 	$(PYTEST) -m "not gpu"
 
+test-clients:  ## run real clients from PyPI and npm against the built-in model (CLIENTS=NAME for some)
+	@scripts/make-venv $(VENV)
+	$(BIN)/python scripts/clients/run.py $(CLIENTS)
+
 lint:  ## check format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -36,8 +40,12 @@ format:  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-reference:  ## regenerate docs/reference from the code
+reference:  ## regenerate docs/reference and the README's table from the code
 	$(BIN)/python scripts/make_reference.py
+
+site:  ## build the documentation's site in build/site
+	@scripts/make-venv $(VENV) docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -8,13 +8,19 @@ from typing import TYPE_CHECKING, Any
 from culet.version import __version__
 
 if TYPE_CHECKING:
+    from culet.engine.async_llm import AsyncLLM
     from culet.engine.llm import LLM
     from culet.types import SamplingParams, StructuredOutputs
 
-__all__ = ["LLM", "SamplingParams", "StructuredOutputs", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutputs", "__version__"]
 
 # Imported on first use, so that `culet --help` and `culet plan` do not load torch.
-_LAZY = {"LLM": "culet.engine.llm", "SamplingParams": "culet.types", "StructuredOutputs": "culet.types"}
+_LAZY = {
+    "LLM": "culet.engine.llm",
+    "AsyncLLM": "culet.engine.async_llm",
+    "SamplingParams": "culet.types",
+    "StructuredOutputs": "culet.types",
+}
 
 
 def __dir__() -> list[str]:

@@ -43,12 +43,22 @@ class ModelConfig:
     revision: str | None = option(None, "Branch, tag or commit of a model on the Hub.")
     device: str = option("auto", "Device to run on: auto, cpu, cuda or cuda:N.")
     dtype: str = option("auto", "Precision of weights and activations.", choices=("auto", "bfloat16", "float32"))
+    quantization: str = option(
+        "auto",
+        "Precision to quantise plain weights to while they are loaded; auto keeps that of the checkpoint.",
+        choices=("auto", "fp8", "int4"),
+    )
     max_model_len: int | None = option(None, "Maximum length of prompt plus output, in tokens (default: the model's limit).")
     attention_backend: str = option(
         "auto", "Attention backend: one name for all layers, or one per group, as in sliding=NAME,global=NAME."
     )
     chat_template: str | None = option(
         None, "Chat template: a Jinja file, or built-in for Culet's own (default: the checkpoint's)."
+    )
+    skip_tokenizer_init: bool = option(
+        False,
+        "Do not load the tokenizer: prompts and outputs are token ids only (in the API: /v1/completions).",
+        flag="--skip-tokenizer-init/--no-skip-tokenizer-init",
     )
     allow_control_tokens: bool = option(
         False,
@@ -61,6 +71,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "max_model_len")
+        if self.quantization not in ("auto", "fp8", "int4"):
+            raise ConfigError(f"quantization: got {self.quantization!r}, expected auto, fp8 or int4")
 
 
 @dataclass(frozen=True)
@@ -127,6 +139,7 @@ class DraftChoice:
     attention_backend: str = "auto"  # for the drafter's layers (the target has its own setting)
     position: str = "engine"  # for mtp: position of a drafted query, `engine` (last token with KV) or `hf` (the one after it)
     head_dtype: str = "auto"  # for mtp: precision of the drafter's head, `auto` (the model's) or `fp8` (half the memory)
+    quantization: str = "auto"  # precision of the drafter's matrices, `auto` (the checkpoint's) or `fp8` (quantised at load)
     adaptive: bool = True  # propose fewer drafts, down to none, when they are not accepted
     probe: bool = True  # at start, check that drafts are accepted
 
@@ -142,6 +155,8 @@ class DraftChoice:
             raise ConfigError(f"speculative-config: position: got {self.position!r}, expected engine or hf")
         if self.head_dtype not in ("auto", "fp8"):
             raise ConfigError(f"speculative-config: head_dtype: got {self.head_dtype!r}, expected auto or fp8")
+        if self.quantization not in ("auto", "fp8"):
+            raise ConfigError(f"speculative-config: quantization: got {self.quantization!r}, expected auto or fp8")
         if self.head_dtype == "fp8" and self.method == "dflash":
             raise ConfigError("speculative-config: head_dtype: got fp8, but a DFlash drafter uses the target's head")
 
@@ -238,6 +253,9 @@ class Limits:
     tool_kb: int = 1024  # JSON of all tools in one request
     answer_mb: int = 32  # log-probabilities and repeated prompts in one answer
     answers_mb: int = 64  # the same, of all answers that are being built
+    stored: int = 1024  # responses that are kept with --store-responses
+    stored_mb: int = 64  # their size
+    stored_s: int = 3600  # for how long one is kept after its last use
     markdown_kb: int = 256  # of text that the web page has rendered at once
     markdown_s: int = 5  # to render it
     step_s: int = 300  # for one step of the engine before it counts as dead
@@ -259,6 +277,23 @@ def read_limits(text: str) -> Limits:
             raise ConfigError(f"limits: {name}: got {value!r}, expected a whole number above 0", hint="example: n=4,body_mb=64")
         values[name] = int(value)
     return Limits(**values)
+
+
+EFFORTS = ("minimal", "low", "medium", "high", "xhigh")
+
+
+def read_thinking_budgets(text: str) -> dict[str, int]:
+    """Parse `effort=tokens,...`. Efforts that are not named have no budget. Errors name the bad part."""
+    budgets: dict[str, int] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition("=")
+        if name not in EFFORTS:
+            raise ConfigError(f"thinking-budgets: unknown effort {name!r}", hint=f"known efforts: {', '.join(EFFORTS)}")
+        if not value.isdecimal() or not 0 < int(value) < 2**31:
+            problem = f"thinking-budgets: {name}: got {value!r}, expected a whole number above 0"
+            raise ConfigError(problem, hint="example: low=1024,medium=4096; an effort that is left out has no budget")
+        budgets[name] = int(value)
+    return budgets
 
 
 MAX_SECONDS = 10**6  # about eleven days
@@ -293,10 +328,29 @@ class ServeConfig:
     enable_thinking: bool = option(
         False, "Let the model think unless a request says otherwise.", flag="--enable-thinking/--no-enable-thinking"
     )
+    thinking_budgets: str = option(
+        "minimal=256,low=1024,medium=4096,high=16384",
+        "Most thinking tokens for each reasoning effort; an effort that is left out has no budget.",
+    )
+    constrain_tool_calls: bool = option(
+        True,
+        "Hold tool calls to the declared tools and their schemas, from the token that opens a call on.",
+        flag="--constrain-tool-calls/--no-constrain-tool-calls",
+    )
+    repeat_tool_call_ids: bool = option(
+        False,
+        "Repeat the id and the name of a tool call in each streamed part of it; some clients append them, so it is off.",
+        flag="--repeat-tool-call-ids/--no-repeat-tool-call-ids",
+    )
     clamp_max_tokens: bool = option(
         False,
         "Lower a max_tokens that exceeds the context instead of refusing the request; always on for /v1/messages.",
         flag="--clamp-max-tokens/--no-clamp-max-tokens",
+    )
+    store_responses: bool = option(
+        False,
+        "Keep the answers of /v1/responses in memory, so that previous_response_id can continue them; --limits bounds them.",
+        flag="--store-responses/--no-store-responses",
     )
     text_workers: int = option(
         2, "Number of prompts that are rendered and tokenized at the same time; long prompts leave one worker free."
@@ -327,6 +381,7 @@ class ServeConfig:
         if self.uds is not None and self.reuse_port:
             raise ConfigError("reuse-port: got a Unix socket, which cannot be shared", hint="omit --uds or --reuse-port")
         read_limits(self.limits)
+        read_thinking_budgets(self.thinking_budgets)
 
 
 PARTS: dict[str, type] = {

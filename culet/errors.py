@@ -1,7 +1,7 @@
 """Every exception that Culet raises on purpose.
 
 CuletError                   says what failed, and `hint` names the fix
-├── UserError                the caller can fix it (exit code 1)
+├── UserError                the caller can fix it (exit code 1, or 2 for a bad setting or field)
 │   ├── ConfigError          a bad setting or combination of settings
 │   ├── CheckpointError      a model folder that cannot be read or is incomplete
 │   ├── UnsupportedError     a feature that Culet does not have
@@ -11,10 +11,10 @@ CuletError                   says what failed, and `hint` names the fix
 │   ├── QueueFull            too many requests are waiting
 │   ├── TimedOut             a request that took too long
 │   └── OutOfPages           the arena has no free page (handled by preemption, so users never see it)
-└── InternalError            a bug or a crash (exit code 2)
+└── InternalError            a bug or a crash (exit code 3)
     └── WorkerDied           the engine or a worker process died
 
-Statuses and exit codes are mapped only here, by `HTTP_STATUS` and `exit_code`.
+Statuses and exit codes are mapped only here, by `HTTP_STATUS` and `EXIT_CODES`.
 """
 
 from __future__ import annotations
@@ -89,6 +89,16 @@ HTTP_STATUS: dict[type[CuletError], int] = {
     WorkerDied: 503,
 }
 
+FAILED, BAD_USAGE, FAULT = 1, 2, 3  # exit codes. Shells and other programs also use 2 for a bad command line.
+
+# A subclass inherits the code of its nearest parent.
+EXIT_CODES: dict[type[CuletError], int] = {
+    CuletError: FAILED,
+    ConfigError: BAD_USAGE,
+    BadRequest: BAD_USAGE,
+    InternalError: FAULT,
+}
+
 
 def http_status(error: CuletError) -> int:
     """Return the HTTP status for `error`."""
@@ -96,8 +106,8 @@ def http_status(error: CuletError) -> int:
 
 
 def exit_code(error: CuletError) -> int:
-    """Return 2 for a fault in Culet, and 1 otherwise."""
-    return 2 if isinstance(error, InternalError) else 1
+    """Return the exit code of a command that failed with `error`."""
+    return next(EXIT_CODES[cls] for cls in type(error).__mro__ if cls in EXIT_CODES)
 
 
 def as_culet_error(error: Exception) -> CuletError:

@@ -110,6 +110,8 @@ GPUS: dict[str, Gpu] = {
         _gpu("a100-40gb", AMPERE, 39.3),
         _gpu("a40", AMPERE_RTX, 44.3),
         _gpu("rtx3090", AMPERE_RTX, 23.6),
+        _gpu("rtx4070", ADA, 11.6),
+        _gpu("rtx4080", ADA, 15.6),
         _gpu("l4", ADA, 22.0),
         _gpu("l40s", ADA, 44.3),
         _gpu("rtx4090", ADA, 23.5),

@@ -52,6 +52,7 @@ class GrammarSpec:
     text: str
     is_strict: bool = True  # for json_schema: reject keywords that cannot be enforced, instead of ignoring them
     after_thought: bool = False  # the model may think first, and the grammar applies after the thought
+    on_call: bool = False  # the output is free, and the grammar applies to each tool call from its opening token on
 
     @property
     def key(self) -> str:
@@ -125,22 +126,24 @@ class SamplingParams:
     """How to draw tokens. None means the model's default (`generation_config.json`)."""
 
     temperature: float | None = None  # 0 is greedy
-    top_p: float | None = None
-    top_k: int | None = None  # 0 or -1 means all tokens
-    min_p: float | None = None
+    top_p: float | None = None  # draw from the most likely tokens up to this total probability
+    top_k: int | None = None  # draw from this many of the most likely tokens; 0 or -1 means all tokens
+    min_p: float | None = None  # drop tokens below this fraction of the most likely token's probability
     max_tokens: int | None = None  # None means up to the end of the context
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
-    n: int = 1
+    stop: str | Sequence[str] = ()  # end before any of these texts
+    stop_token_ids: Sequence[int] = ()  # end after any of these tokens
+    ignore_eos: bool = False  # go on after an end-of-text token
+    seed: int | None = None  # equal seeds draw equal tokens; None means a random one
+    n: int = 1  # number of samples
     logprobs: int | None = None  # report log-probabilities of the chosen token and of this many most likely ones
     prompt_logprobs: int | None = None  # the same for each prompt token except the first
-    logit_bias: Mapping[int, float] | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None  # added to the logits of these tokens
+    repetition_penalty: float | None = None  # above 1, tokens that have occurred are less likely
+    presence_penalty: float = 0.0  # subtracted from the logit of every generated token
+    frequency_penalty: float = 0.0  # the same, once for each time it was generated
     structured_outputs: StructuredOutputs | GrammarSpec | None = None  # the form of the output, or its fields in a mapping
+    min_tokens: int = 0  # no end token and no stop token is drawn before this many tokens
+    thinking_token_budget: int | None = None  # the most tokens in all thoughts of an answer. Then the thought is closed.
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -158,6 +161,10 @@ class SamplingParams:
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_int("top_k", self.top_k, -1, 2**31 - 1)
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        _check_int("thinking_token_budget", self.thinking_token_budget, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise BadRequest(f"min_tokens: got {self.min_tokens}, expected at most max_tokens, which is {self.max_tokens}")
         _check_int("seed", self.seed, 0, MAX_SEED)
         _check_int("n", self.n, 1, 1024)
         _check_int("logprobs", self.logprobs, 0, 1024)
@@ -250,6 +257,15 @@ class MediaSpan:
         return self.start + self.length
 
 
+@dataclass(frozen=True, slots=True)
+class OutputRules:
+    """What holds for a sequence's output besides its grammar."""
+
+    min_tokens: int = 0
+    end_ids: tuple[int, ...] = ()  # tokens that are not drawn before `min_tokens`
+    thinking_budget: int | None = None  # the most tokens in all its thoughts, not counting the marks around them
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt to continue, with every default filled in."""
@@ -263,6 +279,7 @@ class Request:
     priority: int = 0  # lower values go first. Equal ones go in order of arrival, fairly among tenants.
     deadline: float | None = None  # on the scheduler's clock, or None for no limit
     grammar: GrammarSpec | None = None  # the form that the output must have
+    rules: OutputRules | None = None
     resume_lengths: tuple[int, ...] = ()  # prompt lengths that later prompts may share, each worth a ResumePoint
     media: tuple[MediaSpan, ...] = ()  # in ascending order, without overlap
     cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
@@ -282,6 +299,7 @@ class Entry:
     sampling: Sampling
     grammar: GrammarSpec | None = None
     media: tuple[MediaSpan, ...] = ()
+    rules: OutputRules | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +336,7 @@ class Row(NamedTuple):
     draw_slots: tuple[int, ...] = ()  # slots that draw from the last logits: usually (slot,), or n slots if samples fork
     is_prompt_logprobs: bool = False  # the logits belong to prompt tokens, so report log-probabilities of the next tokens
     num_open: int = 0  # drafts of the previous row whose acceptance is not known yet
+    is_bound: bool = False  # its draws may need masks, and the results before it are known
 
     def close(self, num_accepted: int) -> Row:
         """Return the row after `num_accepted` of its open drafts were accepted."""
@@ -350,13 +369,17 @@ Logprobs = Mapping[int, float]  # token id -> log-probability, with the chosen t
 
 
 class Drawn(NamedTuple):
-    """The tokens that one slot drew in a step. A verify yields the accepted drafts and one more token, other rows one token."""
+    """The tokens that one slot drew in a step. A verify yields the accepted drafts and one more token, other rows one token.
+
+    A row that drew without masks yields fewer tokens if a mask turns out to be needed from some token on (see `Matcher`).
+    """
 
     slot: int
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
     num_proposed: int = 0  # number of proposals for the next step in the slot's buffer
     fault: str = ""  # why its grammar cannot continue, in which case the tokens do not count
+    is_bound: bool = False  # its next draw needs a mask, so its next row is planned when this result is known
 
 
 @dataclass(frozen=True, slots=True)

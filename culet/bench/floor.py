@@ -22,12 +22,13 @@ class Floor:
     peaks: Peaks
     latent: bool = True
     itemsize: int = 2  # of activations and the KV cache
+    quantization: str = "auto"  # precision of the matrices
 
     def decode_step(self, num_seqs: int, context: int, num_queries: int = 1) -> float:
         """Return the seconds of a step with `num_queries` new tokens for each of `num_seqs` sequences of `context` tokens."""
         num_tokens = num_seqs * num_queries
         dense = self._dense_weights(self.spec.layers) + self._head_weights
-        seconds = self.peaks.seconds(self._bytes_per_weight * dense, 2 * dense * num_tokens) + self._experts(num_tokens)
+        seconds = self.peaks.seconds(self._read_bytes, 2 * dense * num_tokens) + self._experts(num_tokens)
         for layer in self.spec.layers:
             keys = context if layer.window is None else min(context, layer.window)
             flops = 4 * num_tokens * layer.num_heads * layer.head_dim * keys
@@ -41,9 +42,8 @@ class Floor:
         """
         owners = [layer for layer in self.spec.layers if layer.owns_kv]
         num_tokens = num_seqs * prompt_len
-        read = self._dense_weights(self.spec.layers) + self._head_weights
         flops = 2 * self._dense_weights(owners) * num_tokens + 2 * self._head_weights * num_seqs
-        seconds = self.peaks.seconds(self._bytes_per_weight * read, flops) + self._experts(num_tokens)
+        seconds = self.peaks.seconds(self._read_bytes, flops) + self._experts(num_tokens)
         for layer in owners:
             keys = prompt_len if layer.window is None else min(prompt_len, layer.window)
             pairs = keys * (keys + 1) / 2 + (prompt_len - keys) * keys
@@ -58,7 +58,14 @@ class Floor:
 
     @property
     def _bytes_per_weight(self) -> float:
-        return bytes_per_value(self.itemsize)
+        return bytes_per_value(self.itemsize, self.quantization)
+
+    @property
+    def _read_bytes(self) -> float:
+        """The bytes of the dense weights and of the head, which is never quantised."""
+        return (
+            self._bytes_per_weight * self._dense_weights(self.spec.layers) + bytes_per_value(self.itemsize) * self._head_weights
+        )
 
     @property
     def _head_weights(self) -> int:

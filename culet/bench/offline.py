@@ -25,7 +25,8 @@ from culet.bench.settings import given_settings
 from culet.bench.workloads import START, THROUGHPUT, TPOT, Workload, make_prompts
 from culet.child import child_environment, python_command
 from culet.config import Config
-from culet.engine.llm import LLM, Result
+from culet.engine.jobs import Result
+from culet.engine.llm import LLM
 from culet.errors import CuletError, InternalError
 from culet.log import logger
 from culet.scheduler.stats import SchedulerStats

@@ -52,7 +52,7 @@ class Setting:
         """Return the row's floor in the row's unit, or None if it has none."""
         if self.peaks is None or row.kind == START:
             return None
-        floor = Floor(self.spec, self.peaks, self.latent, self.itemsize)
+        floor = Floor(self.spec, self.peaks, self.latent, self.itemsize, self.settings.get("quantization", "auto"))
         if row.kind == THROUGHPUT:
             return floor.tokens_per_s(row.num_seqs, row.prompt_len, row.output_len)
         if row.kind == TPOT:

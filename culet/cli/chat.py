@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import closing, suppress
+import json
+from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from culet.cli.chat_screen import Screen
 from culet.cli.options import config_of, config_options, sampling_of, sampling_options
+from culet.config import BUILT_IN
 from culet.errors import BadRequest, ContextTooLong
 from culet.log import setup_logging
 
@@ -16,16 +19,26 @@ if TYPE_CHECKING:
     from culet.engine.llm import LLM
     from culet.types import SamplingParams
 
-_COMMANDS = "/clear starts over, /system TEXT sets the system message, /exit quits; Ctrl-C stops an answer"
+_HELP = '''\
+/help          shows this list
+/clear         starts a new conversation
+/system TEXT   sets the system message; without TEXT, removes it
+/save FILE     writes the conversation to a new file: as JSON if its name ends with .json, else as Markdown
+/exit          quits, as Ctrl-D does
+
+"""            begins and ends a message of several lines
+\\              at the end of a line continues the message on the next one
+Ctrl-C         stops an answer'''
 
 
 @click.command()
 @click.option("--system", default=None, help="System message.")
 @click.option("--enable-thinking", is_flag=True, help="Let the model think before it answers.")
-@click.option("--quiet", "-q", is_flag=True, help="Log only warnings and errors.")
+@click.option("--markdown/--no-markdown", default=True, help="Render answers as Markdown at a terminal. [default: on]")
+@click.option("--verbose/--quiet", "-v/-q", help="Also log what Culet chooses and measures. [default: off]")
 @sampling_options
 @config_options
-def chat(system: str | None, enable_thinking: bool, quiet: bool, **options: Any) -> None:
+def chat(system: str | None, enable_thinking: bool, markdown: bool, verbose: bool, **options: Any) -> None:
     """Chat with a model. Piped input is read line by line.
 
     \b
@@ -33,29 +46,33 @@ def chat(system: str | None, enable_thinking: bool, quiet: bool, **options: Any)
       culet chat
       culet chat --model google/gemma-4-E2B-it
       culet chat -m ./my-gemma --system "Answer in one sentence." --temperature 0.7
-      echo "Why is the sky blue?" | culet chat -m google/gemma-4-E2B-it --quiet
+      echo "Why is the sky blue?" | culet chat -m google/gemma-4-E2B-it
 
-    /clear starts over, /system TEXT sets the system message, /exit or Ctrl-D quits. Ctrl-C stops an answer.
+    /help lists the commands within a chat. Only answers go to stdout.
     """
     params = sampling_of(options)
     config = config_of(options)
     if params.n != 1:
         raise BadRequest(f"n: got {params.n}, but a chat has only one answer per message", hint="omit --n")
-    if quiet:
+    if not verbose:
         setup_logging("warning")
+    screen = Screen(markdown=markdown)
 
-    from culet.engine.llm import LLM
+    with screen.loading(config.model.model):
+        from culet.engine.llm import LLM
 
-    with LLM.from_config(config) as llm:
-        Conversation(llm, params, system=system, enable_thinking=enable_thinking).run()
+        llm = LLM.from_config(config)
+    with llm:
+        Conversation(llm, params, screen, system=system, enable_thinking=enable_thinking).run(config.model.model)
 
 
 class Conversation:
     """A loop that reads messages and answers them, with its history."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, *, system: str | None, enable_thinking: bool) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, screen: Screen, *, system: str | None, enable_thinking: bool) -> None:
         self._llm = llm
         self._params = params
+        self._screen = screen
         self._system = system
         self._enable_thinking = enable_thinking
         self._turns: list[dict[str, Any]] = []
@@ -66,79 +83,107 @@ class Conversation:
         head = [{"role": "system", "content": self._system}] if self._system else []
         return [*head, *self._turns]
 
-    def run(self) -> None:
-        """Read lines until end of input or /exit."""
-        if sys.stdin.isatty():
-            click.echo(_COMMANDS, err=True)
-            with suppress(ImportError):  # gives input() line editing and history, if the platform has them
-                import readline  # noqa: F401
-        while (line := self._read()) is not None:
-            if not line.strip():
+    def run(self, model: str) -> None:
+        """Read messages until end of input or /exit."""
+        if self._screen.is_interactive:
+            about = "the built-in model, which knows little (--model names another)" if model == BUILT_IN else model
+            self._screen.note(f"{about} · /help lists the commands, Ctrl-D quits")
+        while (message := self._read()) is not None:
+            if not message.strip():
                 continue
-            if line.startswith("/"):
-                if not self._command(line):
+            if message.startswith("/"):
+                if not self._command(message):
                     return
             else:
-                self._answer(line)
+                self._answer(message)
 
     def _read(self) -> str | None:
-        """Return the next line, or None at the end of input. Ctrl-C at the prompt discards the line."""
+        """Return the next message, or None at the end of input. Ctrl-C at the prompt discards what was typed."""
         while True:
             try:
-                if not sys.stdin.isatty():
-                    line = sys.stdin.readline()
-                    return line.rstrip("\n") if line else None
-                if sys.stdout.isatty():
-                    return input("> ")
-                # input() would write its prompt to stdout, between the answers.
-                click.echo("> ", nl=False, err=True)
-                return input()
-            except EOFError:
-                click.echo(err=True)
-                return None
+                line = self._screen.read_line()
+                if line is None:
+                    return None
+                if line.lstrip().startswith('"""'):
+                    return self._read_block(line.lstrip()[3:])
+                while line.endswith("\\"):
+                    line = line[:-1] + "\n" + (self._screen.read_line("  ") or "")
+                return line
             except KeyboardInterrupt:
                 click.echo(err=True)
             except UnicodeDecodeError as error:
                 raise BadRequest(f"the line on stdin is not valid UTF-8: {error}", hint="pipe UTF-8 text") from error
 
+    def _read_block(self, line: str) -> str:
+        """Return the text up to the closing quotes, or up to the end of input."""
+        lines = []
+        next_line: str | None = line
+        while next_line is not None:
+            text, quotes, _ = next_line.partition('"""')
+            lines.append(text)
+            if quotes:
+                break
+            next_line = self._screen.read_line("  ")
+        return "\n".join(lines).strip("\n")
+
     def _command(self, line: str) -> bool:
         """Run a command that starts with a slash. Return False to quit."""
         name, _, rest = line.partition(" ")
+        rest = rest.strip()
         if name in ("/exit", "/quit"):
             return False
-        if name == "/clear":
+        if name == "/help":
+            click.echo(_HELP, err=True)
+        elif name == "/clear":
             self._turns.clear()
         elif name == "/system":
-            self._system = rest.strip() or None
+            self._system = rest or None
+        elif name == "/save":
+            self._save(rest)
         else:
-            click.echo(f"unknown command {name}; {_COMMANDS}", err=True)
+            self._screen.note(f"unknown command {name}; /help lists the commands", color="red")
         return True
 
-    def _answer(self, line: str) -> None:
-        """Stream the answer to a line and keep both. After Ctrl-C, keep the partial answer."""
-        self._turns.append({"role": "user", "content": line})
-        pieces: list[str] = []
-        is_thinking = False
+    def _save(self, name: str) -> None:
+        """Write the conversation to a new file."""
+        if not name:
+            self._screen.note("/save needs the name of a file, such as chat.md or chat.json", color="red")
+            return
+        path = Path(name).expanduser()
+        if path.suffix == ".json":
+            text = json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n"
+        else:
+            text = "\n".join(f"**{message['role']}**\n\n{message['content']}\n" for message in self.messages)
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            self._screen.note(f"{path} exists; choose another name", color="red")
+        except OSError as error:
+            self._screen.note(f"cannot write {path}: {error.strerror}", color="red")
+        else:
+            self._screen.note(f"saved {len(self.messages)} messages to {path}")
+
+    def _answer(self, message: str) -> None:
+        """Stream the answer to a message and keep both. After Ctrl-C, keep the partial answer."""
+        self._turns.append({"role": "user", "content": message})
+        is_stopped = False
         try:
             stream = self._llm.stream(self.messages, self._params, enable_thinking=self._enable_thinking)
-            with closing(stream):
-                for delta in stream:
-                    if delta.reasoning:  # goes to stderr, because only the answer goes to stdout
-                        click.echo(click.style(delta.reasoning, dim=True), nl=False, err=True)
-                        is_thinking = True
-                    if delta.text and is_thinking:
-                        click.echo(err=True)
-                        is_thinking = False
-                    pieces.append(delta.text)
-                    click.echo(delta.text, nl=False)
-                    sys.stdout.flush()
-        except KeyboardInterrupt:
-            click.echo(" [stopped]", err=True)
         except ContextTooLong as error:
             self._turns.pop()
-            if not sys.stdin.isatty():
+            if not self._screen.is_interactive:
                 raise
-            click.echo(f"error: {error.message}\nhint: /clear starts a new conversation", err=True)
+            self._screen.note(f"error: {error.message}\nhint: /clear starts a new conversation", color="red")
             return
-        click.echo()
-        self._turns.append({"role": "assistant", "content": "".join(pieces)})
+        with closing(stream), self._screen.answer() as answer:
+            try:
+                for delta in stream:
+                    answer.add(delta.text, delta.reasoning, len(delta.token_ids))
+            except KeyboardInterrupt:
+                is_stopped = True
+        if is_stopped:
+            self._screen.note("[stopped]")
+        if self._screen.is_interactive and not answer.is_empty:
+            self._screen.note(answer.speed())
+        self._turns.append({"role": "assistant", "content": answer.text})

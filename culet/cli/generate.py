@@ -14,7 +14,7 @@ from culet.errors import BadRequest
 from culet.log import setup_logging
 
 if TYPE_CHECKING:
-    from culet.engine.llm import Result, Sample
+    from culet.engine.jobs import Result, Sample
 
 
 @click.command()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import click
 
 from culet import env
-from culet.errors import CuletError, InternalError, UserError, exit_code
+from culet.errors import BAD_USAGE, FAILED, CuletError, InternalError, UserError, exit_code
 from culet.log import setup_logging
 from culet.registry import load
 from culet.version import __version__
@@ -20,6 +20,7 @@ COMMANDS: dict[str, str] = {
     "generate": "culet.cli.generate:generate",
     "chat": "culet.cli.chat:chat",
     "plan": "culet.cli.plan:plan",
+    "quantize": "culet.cli.quantize:quantize",
     "bench": "culet.cli.bench:bench",
     "warmup": "culet.cli.warmup:warmup",
     "doctor": "culet.cli.doctor:doctor",
@@ -55,7 +56,7 @@ def cli(ctx: click.Context) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code: 0, 1 if the user can fix the error, or 2 for a bug in Culet."""
+    """Run one command line and return its exit code: 0, or one of those in `culet.errors`."""
     try:
         setup_logging()
         result = cli.main(args=list(arguments), prog_name="culet", standalone_mode=False)
@@ -63,10 +64,10 @@ def run(arguments: Sequence[str]) -> int:
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "culet"
         report(error.format_message(), f"see `{command} --help`")
-        return 1
+        return BAD_USAGE
     except click.ClickException as error:
         report(error.format_message())
-        return 1
+        return FAILED
     except CuletError as error:
         command = f"culet {arguments[0]}" if arguments and arguments[0] in COMMANDS else "culet"
         report(error.message, error.hint or (f"see `{command} --help`" if isinstance(error, UserError) else ""))

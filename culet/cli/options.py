@@ -1,14 +1,18 @@
-"""Command-line options for config fields and sampling parameters."""
+"""Command-line options for config fields and sampling parameters, and the file that `culet serve --config` reads."""
 
 from __future__ import annotations
 
+import difflib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import Field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from culet.config import PARTS, SERVE_PARTS, Config, build_config, config_fields
+from culet.errors import ConfigError
 from culet.types import SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -93,3 +97,52 @@ def config_of(options: Mapping[str, Any]) -> Config:
 def sampling_of(options: Mapping[str, Any]) -> SamplingParams:
     """Return the SamplingParams for a command's options."""
     return SamplingParams(**given(options, SamplingParams.__dataclass_fields__))
+
+
+# Settings from a file
+
+
+def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
+    """Return the options of `command` that a YAML file sets. Its keys are the long flags without their dashes in front."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config: cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config: {path} is not valid YAML: {error}", hint="example: port: 8080") from error
+    if not isinstance(values, dict | None):
+        raise ConfigError(f"config: {path} holds {_kind(values)}, expected KEY: VALUE lines", hint="example: port: 8080")
+    known = _names_by_flag(command)
+    settings = {}
+    for key, value in (values or {}).items():
+        flag = str(key).replace("_", "-")
+        if flag not in known:
+            near = difflib.get_close_matches(flag, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "keys are the flags of `culet serve --help`"
+            raise ConfigError(f"config: {path} has the unknown key {str(key)!r}", hint=hint)
+        if value is not None:
+            settings[known[flag]] = _as_flag_value(known[flag], value)
+    return settings
+
+
+def _names_by_flag(command: click.Command) -> dict[str, str]:
+    """Return the names of a command's options by their long flags, except `--config` itself."""
+    options = [option for option in command.params if isinstance(option, click.Option)]
+    flags = {flag[2:]: str(option.name) for option in options for flag in option.opts if flag.startswith("--")}
+    del flags["config"]
+    return flags
+
+
+def _as_flag_value(name: str, value: Any) -> Any:
+    """Return a list or mapping of the file as the text that the flag takes, and other values as they are."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    if isinstance(value, dict):
+        return json.dumps(value) if name == "speculative_config" else ",".join(f"{key}={part}" for key, part in value.items())
+    return value
+
+
+def _kind(value: object) -> str:
+    return "a list" if isinstance(value, list) else f"only {value!r}"

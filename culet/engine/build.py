@@ -26,6 +26,7 @@ from culet.errors import ConfigError
 from culet.kernels.compiling import CompileCount, expect_compiling, use_disk_cache
 from culet.log import chose
 from culet.models.gemma4 import Gemma4
+from culet.models.quantised.part_bytes import part_bytes
 from culet.models.weights import explain_not_finite, load_model
 from culet.runner.captures import Captures
 from culet.runner.runner import Runner
@@ -35,7 +36,7 @@ from culet.scheduler.scheduler import Scheduler
 from culet.structured.compiler import GrammarCompiler
 from culet.structured.queue import GrammarQueue
 from culet.text.template import ChatTemplate
-from culet.text.tokenizer import NumberTokenizer, Tokenizer
+from culet.text.tokenizer import Tokenizer, make_tokenizer
 from culet.types import Request, Sampling, SamplingParams
 
 # Makes a worker for a KV cache of the first number of slabs, and for sequences of up to the second number of tokens.
@@ -65,7 +66,7 @@ def build_parts(config: Config, *, progress: bool = True, make_worker: MakeWorke
     """Load the model, size the KV cache, and make the scheduler and the runner, or the worker that `make_worker` makes."""
     times = StartTimes()
     setup = resolve(config)
-    tokenizer = make_tokenizer(setup)
+    tokenizer = _make_tokenizer(setup)
     # Models without per-layer embeddings were trained to start with an empty thought if they answer without thinking.
     control_tokens = () if config.model.allow_control_tokens else tokenizer.control_tokens
     chat_template = ChatTemplate.of_checkpoint(
@@ -123,7 +124,11 @@ def _build_elsewhere(setup: Setup, make_worker: MakeWorker, times: StartTimes) -
     with times.part("worker"):
         worker = make_worker(num_slabs, max_model_len)
     plan = setup.draft_plan
-    read = None if plan is None else ReadBytes.of_specs(setup.spec, plan, setup.dtype.itemsize)
+    read = None
+    if plan is not None:
+        itemsize = setup.dtype.itemsize
+        sizes = part_bytes(setup.spec, setup.checkpoint.config, itemsize, setup.config.model.quantization)
+        read = ReadBytes.of_specs(setup.spec, plan, itemsize, sizes)
     return _Built(worker, num_slabs, max_model_len, read, None)
 
 
@@ -137,14 +142,14 @@ def build_worker(settings: Mapping[str, Any], num_slabs: int, max_model_len: int
     times = StartTimes()
     model, drafter = _load(setup, times, progress=False)
     runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, times)
-    runner.use_grammars(_make_compiler(setup, make_tokenizer(setup)))
+    runner.use_grammars(_make_compiler(setup, _make_tokenizer(setup)))
     return runner
 
 
-def make_tokenizer(setup: Setup) -> Tokenizer:
-    """Return the checkpoint's tokenizer. A model with random weights reads and writes token numbers instead."""
-    checkpoint = setup.checkpoint
-    return NumberTokenizer(setup.spec.vocab_size) if checkpoint.random else Tokenizer(checkpoint.folder)
+def _make_tokenizer(setup: Setup) -> Tokenizer:
+    checkpoint, is_skipped = setup.checkpoint, setup.config.model.skip_tokenizer_init
+    is_random = checkpoint.random is not None
+    return make_tokenizer(checkpoint.folder, setup.spec.vocab_size, is_random=is_random, is_skipped=is_skipped)
 
 
 # The device
@@ -171,7 +176,14 @@ def _prepare_device(setup: Setup) -> _PreparedDevice:
 def _load(setup: Setup, times: StartTimes, *, progress: bool) -> tuple[Gemma4, Drafter | None]:
     latent = setup.config.cache.latent
     with times.part("weights"):
-        model = load_model(setup.checkpoint, dtype=setup.dtype, device=setup.device, latent=latent, progress=progress)
+        model = load_model(
+            setup.checkpoint,
+            dtype=setup.dtype,
+            device=setup.device,
+            latent=latent,
+            quantization=setup.config.model.quantization,
+            progress=progress,
+        )
         model.scale_keys([layer for group in setup.layout.groups if group.spec.is_fp8 for layer in group.layers])
     if setup.draft_plan is None:
         return model, None
@@ -313,6 +325,7 @@ def _make_rules(setup: Setup, tokenizer: Tokenizer, max_model_len: int) -> Reque
         max_num_seqs=setup.config.schedule.max_num_seqs,
         turn_id=tokenizer.token_id(TURN_TOKEN),
         result_id=tokenizer.token_id(RESULT_TOKEN),
+        has_text=tokenizer.has_text,
     )
 
 
@@ -337,7 +350,7 @@ def _probe_drafts(parts: EngineParts, add: Callable[[Request], None], step: Call
     choice, rules = parts.setup.config.draft.choice, parts.rules
     assert choice is not None
     is_random = bool(parts.setup.checkpoint.random) or choice.model.startswith("random:")
-    if is_random:
+    if is_random or not parts.tokenizer.has_text:
         prompt = list(range(1, 33))
     else:
         prompt = parts.tokenizer.encode(parts.chat_template.render([{"role": "user", "content": PROBE_PROMPT}]))

@@ -48,13 +48,20 @@ class ReadBytes:
         return cls(*target.step_bytes(), drafter.pass_bytes)
 
     @classmethod
-    def of_specs(cls, target: ModelSpec, drafter: DrafterPlan, itemsize: int) -> ReadBytes:
-        """Estimate the bytes if the weights are not in this process. `itemsize` is that of activations."""
+    def of_specs(
+        cls, target: ModelSpec, drafter: DrafterPlan, itemsize: int, parts: Mapping[str, int] | None = None
+    ) -> ReadBytes:
+        """Estimate the bytes if the weights are not in this process. `itemsize` is that of activations.
+
+        `parts` are the bytes of the target's parts, if its weights are quantised.
+        """
         each = bytes_per_value(itemsize)
-        dense, experts = _count_weights(target)
+        sizes = {part: count * each for part, count in text_weights(target).items()} if parts is None else dict(parts)
+        experts = sizes.get("routed experts", 0)
+        dense = sum(sizes.values()) - experts - sizes.get("per-layer embeddings", 0)  # each token reads only one row of these
         # A drafter that reads the target's pages has its own head. Other drafters use the target's.
-        head = 0 if drafter.reads_target_pages else target.vocab_size * target.hidden_size
-        return cls(dense * each, experts * each, drafter.weight_bytes(itemsize) + head * each)
+        head = 0 if drafter.reads_target_pages else sizes["token embedding"]
+        return cls(dense, experts, drafter.weight_bytes(itemsize) + head)
 
 
 def _count_weights(target: ModelSpec) -> tuple[int, int]:

@@ -7,14 +7,16 @@ the result of this one. The engine knows nothing about text or transport. Its ca
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from culet.cache.spec import CacheLayout
 from culet.config import Config
 from culet.engine.build import MakeWorker, build_parts, finish_start
 from culet.runner.worker import LaunchedStep
 from culet.scheduler.stats import SchedulerStats
-from culet.types import FinishReason, Request, TokenDelta
+from culet.types import FinishReason, GrammarSpec, Request, TokenDelta
 
 COMPILE_WAIT_S = 0.02  # short, so that cancels and new requests are noticed
 
@@ -60,6 +62,10 @@ class Engine:
         """Raise if the request's grammar cannot be compiled within the limits. Blocks until this is known."""
         if request.grammar is not None:
             self._grammars.check(request.grammar)
+
+    def tool_call_grammar(self, tools: Sequence[Mapping[str, Any]]) -> GrammarSpec | None:
+        """Return the grammar that holds a tool call to `tools`. Return None if there is none, and log why."""
+        return self._grammars.call_grammar(tools)
 
     def prepare_grammars(self) -> None:
         """Index the vocabulary now. Otherwise the first grammar blocks the engine for about 3 s."""

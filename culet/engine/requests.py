@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from culet.errors import BadRequest, ContextTooLong
-from culet.text.tokenizer import check_token_ids
-from culet.types import ModelDefaults, Request, Sampling, SamplingParams
+from culet.text.tokenizer import check_token_ids, no_tokenizer
+from culet.types import ModelDefaults, OutputRules, Request, Sampling, SamplingParams
 
 TURN_TOKEN, RESULT_TOKEN = "<|turn>", "<tool_response|>"
 
@@ -24,6 +24,7 @@ class RequestRules:
     max_num_seqs: int
     turn_id: int | None = None  # the token that opens a chat turn; None if the vocabulary has none
     result_id: int | None = None  # the token that closes a tool result
+    has_text: bool = True  # whether a tokenizer was loaded
 
     def make_request(
         self,
@@ -36,6 +37,10 @@ class RequestRules:
     ) -> Request:
         """Fill in every default. Raise if the request cannot be served."""
         prompt = check_token_ids(prompt_token_ids, self.vocab_size)
+        if not self.has_text:
+            for name, needs_text in (("stop", params.stop), ("structured_outputs", params.structured_outputs)):
+                if needs_text:
+                    raise no_tokenizer(f"{name}: it applies to text")
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", tuple(params.logit_bias or ()))):
             if any(token_id >= self.vocab_size for token_id in ids):
                 raise BadRequest(f"{name}: got {max(ids)}, expected token ids below {self.vocab_size}")
@@ -45,16 +50,24 @@ class RequestRules:
                 hint="lower n or raise --max-num-seqs",
             )
         eos = () if params.ignore_eos else self.defaults.eos_token_ids
+        stop_ids = frozenset(eos) | frozenset(params.stop_token_ids)
+        max_tokens = self._max_tokens(len(prompt), params.max_tokens)
+        if params.min_tokens > max_tokens:
+            raise BadRequest(f"min_tokens: got {params.min_tokens}, but the context has room for only {max_tokens} more tokens")
+        rules = None
+        if params.min_tokens or params.thinking_token_budget is not None:
+            rules = OutputRules(params.min_tokens, tuple(sorted(stop_ids)), params.thinking_token_budget)
         return Request(
             request_id=request_id,
             prompt_token_ids=prompt,
             sampling=resolve_sampling(params, self.defaults, self.vocab_size),
             n=params.n,
-            max_tokens=self._max_tokens(len(prompt), params.max_tokens),
-            stop_token_ids=frozenset(eos) | frozenset(params.stop_token_ids),
+            max_tokens=max_tokens,
+            stop_token_ids=stop_ids,
             priority=priority,
             deadline=deadline,
             grammar=None if params.structured_outputs is None else params.structured_outputs.spec(),
+            rules=rules,
             resume_lengths=self._resume_lengths(prompt),
         )
 

@@ -39,9 +39,17 @@ EAGER_ON_GPU = frozenset({"head", "store"})
 
 # Weight formats. The tables above cover the ops that read a plain weight.
 PLAIN, E4M3 = "plain", "e4m3"
-# Ops for all other formats. The keys are (format, op). The values are the modules of the eager twin and of the Triton kernel.
+INT4, INT8, FP8, NVFP4 = "int4", "int8", "fp8", "nvfp4"
+# Ops for all other formats. The keys are (format, op). The values are the modules of the eager twin and of the Triton kernel,
+# or "" if there is no kernel yet, so that the GPU also uses the eager twin.
 FORMAT_OPS: dict[tuple[str, str], tuple[str, str]] = {
     (E4M3, "head_candidates"): ("draft_round", "drafting.draft_head"),
+    **{
+        (name, f"{name}_{op}"): ("quantised", "")
+        for name in (INT4, INT8, FP8, NVFP4)
+        for op in ("linear", "gated_linear", "experts", "rows")
+        if op != "rows" or name in (INT4, INT8)
+    },
 }
 
 
@@ -93,6 +101,7 @@ def format_kernels(weight_format: str, kind: str) -> ModuleType:
     table = ModuleType(f"culet.kernels.{weight_format}", f"Ops that read {weight_format} weights.")
     for (name, op), modules in FORMAT_OPS.items():
         if name == weight_format:
-            module = f"culet.kernels.{kind}.{modules[kind == TRITON]}"
+            is_triton = kind == TRITON and modules[1] != ""
+            module = f"culet.kernels.triton.{modules[1]}" if is_triton else f"culet.kernels.eager.{modules[0]}"
             setattr(table, op, getattr(import_module(module), op))
     return table

@@ -210,3 +210,41 @@ class Penalties(NamedTuple):
     repetition_H: Tensor  # float32
     frequency_H: Tensor  # float32
     presence_H: Tensor  # float32
+
+
+# Quantised weights. `kernels/eager/quantised.py` describes their tensors.
+
+
+class Int4Weight(NamedTuple):
+    """The tensors of an int4 weight."""
+
+    packed: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+    @property
+    def group(self) -> int:
+        """The number of columns that share a scale."""
+        return self.packed.shape[-1] * 8 // self.scale.shape[-1]
+
+
+class Int8Weight(NamedTuple):
+    """The tensors of an int8 weight."""
+
+    weight: Tensor
+    scale: Tensor
+
+
+class Fp8Weight(NamedTuple):
+    """The tensors of an fp8 weight."""
+
+    weight: Tensor
+    scale: Tensor
+
+
+class Nvfp4Weight(NamedTuple):
+    """The tensors of an nvfp4 weight."""
+
+    packed: Tensor
+    scale: Tensor
+    global_scale: Tensor

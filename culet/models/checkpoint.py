@@ -9,7 +9,7 @@ from typing import Any
 
 from culet.errors import BadRequest, CheckpointError
 from culet.models.embedded import introduce, is_embedded
-from culet.models.folder import CONFIG_FILE, find_folder, read_json
+from culet.models.folder import find_folder, read_json, read_model_config
 from culet.models.random_checkpoint import PREFIX, RandomDraw, read_random
 from culet.models.sizes import check_size
 from culet.models.spec import ModelSpec, read_spec
@@ -41,7 +41,7 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     folder = find_folder(model, revision)
     if is_embedded(model):
         introduce()
-    config = read_json(folder / CONFIG_FILE)
+    config = read_model_config(folder)
     spec = read_spec(config)
     check_size(spec)
     return Checkpoint(folder=folder, config=config, spec=spec, defaults=read_defaults(folder, spec))

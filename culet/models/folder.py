@@ -10,8 +10,12 @@ from typing import Any
 from culet import env
 from culet.errors import CheckpointError, ConfigError
 from culet.models.embedded import embedded_folder, is_embedded
+from culet.models.quantised.gguf_file import read_gguf
+from culet.models.quantised.gguf_folder import folder_of, gguf_config
 
 CONFIG_FILE = "config.json"
+GGUF_SUFFIX = ".gguf"
+_MODELOPT_FILE = "hf_quant_config.json"
 # The files that serving reads. A hub repository may hold more, such as other formats or pictures.
 _FILES = ("*.json", "*.safetensors", "*.jinja")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -29,9 +33,19 @@ def read_config(model: str, revision: str | None = None) -> dict[str, Any]:
     """Read the `config.json` of a folder or hub id, or the file itself. Weights are neither needed nor downloaded."""
     path = _local_path(model)
     if path is not None and path.is_file():
-        return read_json(path)
+        return gguf_config(read_gguf(path)) if path.suffix == GGUF_SUFFIX else read_json(path)
     folder = _local_folder(model, revision) or _download(model, revision, only=CONFIG_FILE)
     return read_json(folder / CONFIG_FILE)
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """Read the `config.json` in a folder. Older ModelOpt checkpoints describe their quantisation in a file of its own."""
+    config = read_json(folder / CONFIG_FILE)
+    if config.get("quantization_config") is None and (folder / _MODELOPT_FILE).is_file():
+        described = read_json(folder / _MODELOPT_FILE).get("quantization")
+        if isinstance(described, dict):
+            config["quantization_config"] = {"quant_method": "modelopt", **described}
+    return config
 
 
 def _local_path(model: str) -> Path | None:
@@ -57,9 +71,10 @@ def _local_folder(model: str, revision: str | None) -> Path | None:
             hint = f"pass the folder with {CONFIG_FILE} and the .safetensors files"
             raise CheckpointError(f"{model}: the folder has no {CONFIG_FILE}", hint=hint)
         return path
+    if path is not None and path.suffix == GGUF_SUFFIX:
+        return folder_of(path)
     if path is not None:
-        hint = "GGUF and other single-file formats are not supported" if path.suffix == ".gguf" else "pass its folder"
-        raise CheckpointError(f"{model} is a file, expected a checkpoint folder", hint=hint)
+        raise CheckpointError(f"{model} is a file, expected a checkpoint folder or a GGUF file", hint="pass its folder")
     if _HUB_ID.fullmatch(model) is None:
         hint = "pass an existing folder, or a model on the Hub such as google/gemma-4-E2B-it"
         raise CheckpointError(f"{model}: no such folder" if model else "no model was given", hint=hint)

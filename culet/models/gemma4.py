@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
-from culet.kernels.types import HeadShape
+from culet.kernels.types import Candidates, HeadShape
 from culet.layers.attention import Attention, Pass
 from culet.layers.experts import Experts
 from culet.layers.layer import Layer
 from culet.layers.mlp import MLP
 from culet.layers.rope import inverse_frequencies
-from culet.layers.weight.base import Projection, Split
+from culet.layers.weight.base import Matrix, Projection, Split
 from culet.layers.weight.weights import Weights
 from culet.models.spec import LayerSpec, ModelSpec, RopeSpec
 
@@ -136,10 +136,13 @@ class Gemma4(Layer):
         super().__init__()
         self.spec, self.dtype, self.device, self.latent = spec, weights.dtype, weights.device, latent
         self.ops, self.rank = weights.ops, weights.rank
-        # The table is also the head.
+        # The table is also the head, unless the checkpoint quantises them differently.
         self.embedding = weights.table(
             "embed_tokens", spec.vocab_size, spec.hidden_size, scale=spec.hidden_size**0.5, split=Split.ROWS
         )
+        self.head: Matrix | None = None
+        if spec.has_head:
+            self.head = weights.matrix(Projection("lm_head", spec.vocab_size), num_columns=spec.hidden_size)
         kinds: dict[tuple[RopeSpec, int], int] = {}
         layers = []
         for layer in spec.layers:
@@ -223,7 +226,7 @@ class Gemma4(Layer):
         kinds: dict[object, list[int]] = {}
         for index, layer in enumerate(self._layers):
             attention = layer.attention
-            kind = attention.heads, attention.owns_kv, attention.is_source, attention.rope_kind, layer.mlp.width
+            kind = attention.heads, attention.owns_kv, attention.is_source, attention.rope_kind, tuple(layer.kernel_keys())
             kinds.setdefault(kind, []).append(index)
         # A layer needs less memory than others if its input is kept anyway, as embeddings and tapped streams are. So run two
         # layers of each kind, and the layer before each tapped one.
@@ -247,8 +250,26 @@ class Gemma4(Layer):
         return self._layers[layer].attention
 
     def logits(self, last_LD: Tensor) -> Tensor:
-        """Return the softcapped float32 logits [L, V]. The head is the embedding table."""
-        return self.embedding.capped_head(last_LD, self.spec.final_softcap)
+        """Return the softcapped float32 logits [L, V]."""
+        return self.capped_head(last_LD, self.spec.final_softcap)
+
+    def capped_head(self, x_LD: Tensor, cap: float | None) -> Tensor:
+        """Return cap * tanh(logits / cap) in float32. With None, the logits are not capped."""
+        if self.head is None:
+            return self.embedding.capped_head(x_LD, cap)
+        logits_LV: Tensor = self.ops.softcap(self.head.linear(x_LD), cap)
+        return logits_LV
+
+    def head_candidates(self, x_RD: Tensor, cap: float | None) -> Candidates:
+        """Return candidates that include the most likely token of each row. The rows may be [R, K, D]."""
+        if self.head is None:
+            return self.embedding.head_candidates(x_RD, cap)
+        return Candidates(self.capped_head(x_RD.flatten(0, -2), cap).unflatten(0, x_RD.shape[:-1]), None)
+
+    @property
+    def head_bytes(self) -> int:
+        """The bytes of the weights that logits read."""
+        return self.embedding.num_bytes if self.head is None else self.head.num_bytes
 
     def finish(self) -> None:
         """Compute the values that depend on several tensors. Call once, after loading."""

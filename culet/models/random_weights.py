@@ -20,8 +20,8 @@ _ONES = ("norm.weight", "norm_1.weight", "norm_2.weight", "scale", "layer_scalar
 _CALM_ROUTING = 4.0  # standard deviation of the router's logits, which gives the last chosen expert little weight
 
 
-def draw_model(spec: ModelSpec, draw: RandomDraw, *, dtype: torch.dtype, device: torch.device, latent: bool = True) -> Gemma4:
-    """Make a Gemma4 on `device` with random matrices and norms of 1, for activations in `dtype`.
+def draw_model(spec: ModelSpec, draw: RandomDraw, weights: Weights, *, latent: bool = True) -> Gemma4:
+    """Make a Gemma4 from `weights` with random matrices and norms of 1. Its format may quantise what is drawn.
 
     `normal` draws N(0, 0.02), so that different tokens pick different experts. `narrow` is uniform within 1e-3. `uniform` draws
     norms and scalars that way too, like engines that fill every tensor alike. Its stream soon vanishes, and products with zeros
@@ -34,11 +34,10 @@ def draw_model(spec: ModelSpec, draw: RandomDraw, *, dtype: torch.dtype, device:
     Each tensor depends only on its name, its shape, the draw and the type of device. So a model with fewer layers, another
     precision or another cache has the same weights up to rounding.
     """
-    device = torch.device(device)
-    model = Gemma4(spec, Weights(dtype, device), latent=latent)
-    fill_randomly(model.placements(), draw, device)
+    model = Gemma4(spec, weights, latent=latent)
+    fill_randomly(model.placements(), draw, weights.device)
     model.finish()
-    if device.type == "cuda":
+    if weights.device.type == "cuda":
         torch.cuda.empty_cache()  # frees the memory of the largest draw for the KV cache, which gets what is free
     return model
 

@@ -21,6 +21,8 @@ def text_weights(spec: ModelSpec) -> dict[str, int]:
     """Count the weights of the text decoder by part. Parts that a variant does not have are absent."""
     hidden, num_layers = spec.hidden_size, len(spec.layers)
     parts = {"token embedding": spec.vocab_size * hidden}
+    if spec.has_head:
+        parts["head"] = spec.vocab_size * hidden
     if spec.ple_dim:
         packed = num_layers * spec.ple_dim
         parts["per-layer embeddings"] = spec.ple_vocab_size * packed

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 from culet.cache.spec import KVSpec
 from culet.errors import CheckpointError
+from culet.layers.weight.quantised.scheme import MOBILE
 from culet.log import logger
+from culet.models.quantised.config import Quantisation, read_quantisation
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class ModelSpec:
     image_attention: str  # the layers that see a whole image: "causal" for none (E2B, E4B), "sliding" (26B, 31B), "all" (12B)
     eos_token_ids: tuple[int, ...]
     has_towers: bool  # the checkpoint wraps vision or audio parts around the text decoder
+    has_head: bool = False  # the head is not the embedding table, as in Google's QAT for phones, which stores both
 
     @property
     def num_kv_shared(self) -> int:
@@ -177,11 +180,9 @@ _PER_LAYER_KEYS = ("head_dim", "num_key_value_heads")
 _FIXED: tuple[tuple[str, object], ...] = (
     ("hidden_activation", "gelu_pytorch_tanh"),
     ("attention_bias", False),
-    ("tie_word_embeddings", True),
     ("attn_logit_softcapping", None),
     ("rope_scaling", None),
 )
-_QUANTISED_KEYS = ("quantization_config", "quantization", "compression_config")  # the second is MLX's
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,8 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
         raise text.error("model_type", f"got {text.values['model_type']!r}, expected {family.text_type!r}")
     for section in (root, text):
         _check_fixed(section)
-        refuse_quantised(section)
+    quantisation = read_quantisation(config)  # raises if it is a format that Culet does not read
+    has_head = _read_head(root, quantisation) or (text is not root and _read_head(text, quantisation))
     vocab_size = text.whole("vocab_size")
     ple_dim = text.whole("hidden_size_per_layer_input", family.ple_dim, least=0)
     ple_vocab_size = text.whole("vocab_size_per_layer_input", _DEFAULT_PLE_VOCAB_SIZE) if ple_dim else 0
@@ -265,6 +267,7 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
         ple_vocab_size=ple_vocab_size,
         image_attention=_read_image_attention(text, family),
         eos_token_ids=_read_eos(root) or _read_eos(text) or (1,),
+        has_head=has_head,
         has_towers=family.wraps_text and any(config.get(tower) is not None for tower in ("vision_config", "audio_config")),
     )
 
@@ -299,12 +302,16 @@ def _check_fixed(section: Section) -> None:
             raise section.error(key, f"{got}, expected {wanted}", hint)
 
 
-def refuse_quantised(section: Section) -> None:
-    """Raise if the weights are stored in a quantised format."""
-    for key in _QUANTISED_KEYS:
-        if section.values.get(key) is not None:
-            hint = "quantised weights are not supported yet; use the bfloat16 checkpoint"
-            raise section.error(key, f"got a {type(section.values[key]).__name__}, expected no value", hint)
+def _read_head(section: Section, quantisation: Quantisation | None) -> bool:
+    """Read whether the head has its own weights."""
+    value = section.values.get("tie_word_embeddings")
+    if value is False and quantisation is not None and quantisation.method == MOBILE:
+        return True
+    if value not in (None, True):
+        hint = "no Gemma 4 model has this value, and Culet does not support it"
+        got = f"got {value!r}" if isinstance(value, str | int | float) else f"got a {type(value).__name__}"
+        raise section.error("tie_word_embeddings", f"{got}, expected True", hint)
+    return False
 
 
 def _read_eos(section: Section) -> tuple[int, ...]:

@@ -9,33 +9,41 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from culet.errors import CheckpointError
+from culet.errors import CheckpointError, ConfigError
 from culet.layers.weight.byte_sizes import stored_bytes
-from culet.layers.weight.placement import Placement
+from culet.layers.weight.placement import FLOATS, INTEGERS, Placement
+from culet.layers.weight.quantised.choose import SKIPPED, StoredFormats, rounded
+from culet.layers.weight.quantised.gguf import BlockSlice
 from culet.layers.weight.weights import Weights
+from culet.log import chose
 from culet.models.checkpoint import Checkpoint
-from culet.models.folder import read_json
+from culet.models.folder import GGUF_SUFFIX, read_json, read_model_config
 from culet.models.gemma4 import Gemma4
+from culet.models.quantised.config import read_quantisation, trained_file
+from culet.models.quantised.gguf_file import GgufFile, read_gguf
 from culet.models.random_weights import draw_model
 from culet.models.spec import ModelSpec
 
+AUTO = "auto"  # keep the precision of the checkpoint
+PLAIN_TYPES = FLOATS | INTEGERS
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # The longest comes first, because the decoder of a wrapped model has the longer prefix.
 _PREFIXES = ("model.language_model.", "model.")
 _TOWERS = re.compile(r"model\.(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\.")
-_TIED_HEAD = "lm_head.weight"  # stored by some tools; it equals the embedding table
+_HEAD = "lm_head"  # stored by some tools, although it equals the embedding table
 _NUM_LISTED = 5  # number of names that an error lists
 _LISTED_CHARS = 100  # characters of each of them
 _MAX_NAME_BYTES = 255  # of a file name, the limit of common file systems
@@ -67,11 +75,23 @@ M = TypeVar("M", bound=Fillable)
 
 
 def load_model(
-    checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, latent: bool = True, progress: bool = True
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    latent: bool = True,
+    quantization: str = AUTO,
+    progress: bool = True,
 ) -> Gemma4:
-    """Load the checkpoint's decoder onto `device`, ready to run with activations in `dtype`."""
+    """Load the checkpoint's decoder onto `device`, ready to run with activations in `dtype`.
+
+    With a `quantization` of fp8 or int4, plain weights are quantised while they are loaded.
+    """
+    if quantization != AUTO and checkpoint.random is None:
+        _explain_rounding(quantization, checkpoint)
+    weights = Weights(dtype, torch.device(device))
     if checkpoint.random is not None:
-        return draw_model(checkpoint.spec, checkpoint.random, dtype=dtype, device=device, latent=latent)
+        return draw_model(checkpoint.spec, checkpoint.random, choose_rounding(weights, quantization), latent=latent)
 
     def build(weights: Weights) -> Gemma4:
         return Gemma4(checkpoint.spec, weights, latent=latent)
@@ -79,7 +99,21 @@ def load_model(
     def match(names: Iterable[str]) -> dict[str, str]:
         return _match_names(names, checkpoint.spec)
 
-    return load_weights(checkpoint.folder, build, match, Weights(dtype, torch.device(device)), progress=progress)
+    return load_weights(checkpoint.folder, build, match, weights, quantization=quantization, progress=progress)
+
+
+def _explain_rounding(quantization: str, checkpoint: Checkpoint) -> None:
+    if quantization == "fp8":
+        chose("weights", "fp8", "each row of a matrix gets a scale; tables, norms and the router keep their precision")
+        return
+    better = trained_file(checkpoint.config)
+    such_as = "" if better is None else f", such as {better}"
+    chose("weights", "int4", f"rounded to nearest in groups of 32; quantisation-aware training gives better files{such_as}")
+
+
+def choose_rounding(weights: Weights, quantization: str) -> Weights:
+    """Return `weights` for plain values that are quantised while they are loaded, unless `quantization` is auto."""
+    return weights if quantization == AUTO else replace(weights, choose_format=rounded(quantization))
 
 
 def load_weights(
@@ -88,20 +122,39 @@ def load_weights(
     match: Callable[[Iterable[str]], dict[str, str]],
     weights: Weights,
     *,
+    quantization: str = AUTO,
     progress: bool = True,
 ) -> M:
     """Build a model from `weights` with `build`, fill it from the files in `folder`, and finish it.
 
-    `match` selects the stored names to read and returns a map of placement name -> stored name.
+    `match` selects the stored names to read and returns a map of placement name -> stored name. `folder` may be a GGUF file.
     """
     stored = _read_headers(folder)
-    chosen = match(stored)
+    chosen = {local: name for local, name in match(stored).items() if name.rpartition(".")[2] not in SKIPPED}
+    weights = _choose_formats(folder, weights, stored, chosen, quantization)
     # Build on the meta device first, so that a checkpoint that does not match raises before memory is allocated.
-    _check(folder, build(replace(weights, device=torch.device("meta"))).placements(), stored, chosen)
+    places = build(replace(weights, device=torch.device("meta"))).placements()
+    _check(folder, places, stored, chosen)
+    _check_scales(folder, places, stored, chosen)
     model = build(weights)
-    _stream(model.placements(), stored, chosen, progress)
+    _stream(model.placements(), stored, chosen, progress, "Loading" if quantization == AUTO else "Quantising")
     model.finish()
     return model
+
+
+def _choose_formats(
+    folder: Path, weights: Weights, stored: dict[str, _Stored], chosen: dict[str, str], quantization: str
+) -> Weights:
+    """Return `weights` with the formats that the checkpoint has, or those that its plain weights are quantised to."""
+    headers = {local: stored[name] for local, name in chosen.items()}
+    quantisation = read_quantisation(read_model_config(folder))
+    is_plain = quantisation is None and all(header.dtype in PLAIN_TYPES for header in headers.values())
+    if quantization == AUTO:
+        return weights if is_plain else replace(weights, choose_format=StoredFormats(quantisation, headers, chosen))
+    if not is_plain:
+        problem = f"quantization: got {quantization}, but the weights of {folder} are already quantised"
+        raise ConfigError(problem, hint="omit --quantization, or pass the bfloat16 checkpoint")
+    return choose_rounding(weights, quantization)
 
 
 def _read_headers(folder: Path) -> dict[str, _Stored]:
@@ -138,13 +191,19 @@ def _files(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
-    hint = f"expected {SINGLE_FILE}, or {INDEX_FILE} with the files that it lists"
+    blocks = sorted(folder.glob("*.gguf"))
+    if len(blocks) == 1:
+        return blocks
+    hint = f"expected {SINGLE_FILE}, {INDEX_FILE} with the files that it lists, or one GGUF file"
     raise CheckpointError(f"{folder}: the folder has no weights", hint=hint)
 
 
 @contextmanager
 def _open(file: Path) -> Iterator[Any]:
-    """Open a memory-mapped safetensors file. Errors name the file."""
+    """Open a memory-mapped safetensors or GGUF file. Errors name the file."""
+    if file.suffix == GGUF_SUFFIX:
+        yield _Blocks(read_gguf(file))
+        return
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             yield tensors
@@ -154,22 +213,45 @@ def _open(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"{file}: cannot be read: {problem}", hint=hint) from error
 
 
+class _Blocks:
+    """An open GGUF file, with the methods of an open safetensors file."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+        self._bytes = np.memmap(file.path, mode="r")
+
+    def keys(self) -> list[str]:
+        return list(self._file.tensors)
+
+    def get_slice(self, name: str) -> BlockSlice:
+        tensor = self._file.tensors[name]
+        raw = self._bytes[tensor.offset : tensor.offset + tensor.num_bytes]
+        return BlockSlice(raw, tensor.shape, tensor.kind, tensor.values_per_block, tensor.bytes_per_block)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.get_slice(name)[...]
+
+
 def _match_names(stored: Iterable[str], spec: ModelSpec) -> dict[str, str]:
     """Return a map of decoder name -> stored name for all tensors, except those that no layer uses."""
     unused = {
-        f"layers.{layer.index}.self_attn.{part}.weight"
+        f"layers.{layer.index}.self_attn.{part}"
         for layer in spec.layers
         if not layer.owns_kv
         for part in ("k_proj", "v_proj", "k_norm", "v_norm")
     }
     chosen: dict[str, str] = {}
     for name in stored:
-        if name == _TIED_HEAD or _TOWERS.match(name):
+        if name.partition(".")[0] == _HEAD and spec.has_head:
+            chosen[name] = name
+            continue
+        if name.partition(".")[0] == _HEAD or _TOWERS.match(name):
             continue
         prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
         local = name.removeprefix(prefix) if prefix else name
-        if local in unused and prefix:
+        if local.rpartition(".")[0] in unused and prefix:
             continue
+        local = local.replace(".moe.experts.", ".experts.")  # the name in early quantised files
         # A name without a prefix, or one stored under two prefixes, stays complete, so that it is reported as unexpected.
         chosen[name if not prefix or local in chosen else local] = name
     return chosen
@@ -215,7 +297,7 @@ def _check(folder: Path, places: dict[str, Placement], stored: dict[str, _Stored
     misshapen = [
         f"{chosen[name]}: {list(tensor.shape)}, expected {list(places[name].shape)}"
         for name, tensor in known
-        if tensor.shape != places[name].shape
+        if not places[name].fits(tensor.shape)
     ]
     if misshapen:
         problems.append(f"{_listed(misshapen, 'tensor')} with the wrong shape")
@@ -227,23 +309,74 @@ def _check(folder: Path, places: dict[str, Placement], stored: dict[str, _Stored
         raise CheckpointError(f"{folder}: {'; '.join(problems)}", hint=hint)
 
 
-def _stream(places: dict[str, Placement], stored: dict[str, _Stored], chosen: dict[str, str], progress: bool) -> None:
+def _by_file(names: Iterable[str], stored: dict[str, _Stored], chosen: dict[str, str]) -> dict[Path, list[str]]:
+    files: dict[Path, list[str]] = {}
+    for name in names:
+        files.setdefault(stored[chosen[name]].file, []).append(name)
+    return files
+
+
+def _check_scales(folder: Path, places: dict[str, Placement], stored: dict[str, _Stored], chosen: dict[str, str]) -> None:
+    """Raise if a scale of quantised weights is not finite. It would spoil whole groups of weights."""
+    found = []
+    for file, names in _by_file((name for name in places if places[name].is_scale), stored, chosen).items():
+        with _open(file) as tensors:
+            found += [chosen[name] for name in names if not _is_finite(tensors.get_tensor(chosen[name]))]
+    if found:
+        problem = f"{_listed(found, 'scale')} with values that are NaN or infinite"
+        raise CheckpointError(f"{folder}: {problem}", hint="the checkpoint is damaged: download it again")
+
+
+def _stream(
+    places: dict[str, Placement], stored: dict[str, _Stored], chosen: dict[str, str], progress: bool, verb: str
+) -> None:
     """Copy each tensor into its placement, file by file. A rank reads only its own regions."""
-    by_file: dict[Path, list[str]] = {}
-    for name, stored_name in chosen.items():
-        by_file.setdefault(stored[stored_name].file, []).append(name)
-    bar = _bar() if progress and sys.stderr.isatty() else None
+    by_file = _by_file(chosen, stored, chosen)
     total = sum(stored[stored_name].num_bytes for stored_name in chosen.values())
-    with bar or nullcontext():
-        task = None if bar is None else bar.add_task("Loading weights", total=total)
+    with progress_bar(f"{verb} weights", total, progress) as advance:
         for file, names in by_file.items():
             with _open(file) as tensors:
                 for name in names:
                     places[name].fill(tensors.get_slice(chosen[name]))
-                    if bar is not None and task is not None:
-                        bar.advance(task, stored[chosen[name]].num_bytes)
+                    advance(stored[chosen[name]].num_bytes)
 
 
-def _bar() -> Progress:
+@contextmanager
+def progress_bar(words: str, total: int, is_wanted: bool) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar in a terminal. Yield the function that advances it by some bytes."""
+    if not is_wanted or not sys.stderr.isatty():
+        yield lambda _: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(words, total=total)
+        yield lambda num_bytes: bar.advance(task, num_bytes)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file. It is read on request, whole or one matrix of a stack at a time."""
+
+    name: str
+    stored: _Stored
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stored.num_bytes
+
+    def read(self, index: int | None = None) -> Tensor:
+        with _open(self.stored.file) as tensors:
+            value: Tensor = (
+                tensors.get_tensor(self.name) if index is None else tensors.get_slice(self.name)[index : index + 1][0]
+            )
+        return value
+
+
+def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
+    """Yield the tensors of a checkpoint, file by file."""
+    for name, stored in _read_headers(folder).items():
+        yield StoredTensor(name, stored)

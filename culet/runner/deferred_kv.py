@@ -95,9 +95,10 @@ class Ledger:
         for row in rows:
             kept, table = self._kept.get(row.slot), row.tables[self.group]
             if kept is not None:
-                assert kept.first + kept.count == row.start, (
+                assert kept.first <= row.start <= kept.first + kept.count, (
                     f"slot {row.slot}: token {row.start} does not follow the kept tokens"
                 )
+                kept.count = row.start - kept.first  # fewer than before if the scheduler took the last row back
                 kept.table = table
             if is_kept:
                 if kept is None:

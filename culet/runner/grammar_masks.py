@@ -1,8 +1,8 @@
-"""The grammars of the sequences in a runner's slots. They give masks for a step's draws, and advance by the drawn tokens.
+"""The matchers of the sequences in a runner's slots. They give masks for a step's draws, and advance by the drawn tokens.
 
-A mask needs the tokens before it on the host. So the scheduler plans no row with a grammar before the result of the previous
-row is known. A drafter's proposals come to the host with the draws that they follow, because the next step's masks depend on
-them.
+A mask needs the tokens before it on the host. So the scheduler plans no row of a bound sequence before the result of the
+previous row is known (see `culet.structured.matcher`). A drafter's proposals for it come to the host with the draws that they
+follow, because the next step's masks depend on them. A free sequence has neither masks nor proposals on the host.
 
 Shapes: R draws of a step · A draws with a mask · W words of 32 tokens · G groups of draws · K proposals.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -44,57 +44,86 @@ class StepMasks:
         return TokenMasks((self.draws[begin:end] - part.start).tolist(), torch.from_numpy(self.bits_AW[begin:end]))
 
 
+class Acceptance(NamedTuple):
+    """What the draws of a group become."""
+
+    token_ids: tuple[int, ...]
+    num_proposed: int
+    fault: str = ""
+    is_bound: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class StepGrammars:
-    """The grammars of the sequences that drew in a step, by index of their group. They advance by the drawn tokens."""
+    """The matchers of the sequences that drew in a step, by index of their group. They advance by the drawn tokens."""
 
-    grammars: dict[int, Matcher]
-    num_proposed: Sequence[int]  # number of proposals for each grammar
+    matchers: dict[int, Matcher]
+    masked: dict[int, int]  # number of proposals for each group that drew with masks
     proposals: HostCopy  # [A, K], on its way to the host
 
-    def accept(self, group: int, token_ids: Sequence[int]) -> str:
-        """Advance the grammar of a group by its tokens. Return why it cannot continue, or an empty string."""
-        grammar = self.grammars.get(group)
-        if grammar is None:
-            return ""
-        grammar.accept(token_ids)
-        return grammar.fault
+    def accept(self, group: int, token_ids: tuple[int, ...], num_proposed: int) -> Acceptance:
+        """Advance the matcher of a group by the tokens that it drew."""
+        matcher = self.matchers.get(group)
+        if matcher is None:
+            return Acceptance(token_ids, num_proposed)
+        is_masked = group in self.masked
+        kept = token_ids[: matcher.take(token_ids, is_masked=is_masked)]
+        is_bound = matcher.is_bound
+        # The host does not know what was proposed after a draw without masks, so nothing can be verified with masks.
+        return Acceptance(kept, num_proposed if is_masked or not is_bound else 0, matcher.fault, is_bound)
 
     def take_proposals(self) -> None:
-        """Wait for the proposals and give them to the grammars."""
+        """Wait for the proposals and give them to the matchers that need them."""
         flat = next(iter(self.proposals.lists()), [])
-        width = len(flat) // max(1, len(self.grammars))
-        for index, (grammar, count) in enumerate(zip(self.grammars.values(), self.num_proposed, strict=True)):
-            grammar.drafts = tuple(int(token_id) for token_id in flat[index * width : index * width + count])
+        width = len(flat) // max(1, len(self.masked))
+        for index, (group, count) in enumerate(self.masked.items()):
+            drafts = flat[index * width : index * width + count]
+            self.matchers[group].drafts = tuple(int(token_id) for token_id in drafts)
 
 
 class SlotGrammars:
-    """The grammar of each slot's sequence, if it has one."""
+    """The matcher of each slot's sequence, if it has a grammar or rules."""
 
     def __init__(self) -> None:
         self.grammars: GrammarCompiler | None = None  # compiles grammars. Without it, no entry may have one.
         self._by_slot: dict[int, Matcher] = {}
+        self._budgeted: dict[int, Matcher] = {}  # those with a thinking budget that is not used up
 
     def enter(self, entries: Iterable[Entry]) -> None:
-        """Start the grammars of sequences that take their slots."""
+        """Start the matchers of sequences that take their slots."""
         for entry in entries:
             self._by_slot.pop(entry.slot, None)
-            if entry.grammar is None:
+            self._budgeted.pop(entry.slot, None)
+            if entry.grammar is None and entry.rules is None:
                 continue
             if self.grammars is None:
                 raise InternalError(f"slot {entry.slot} has a grammar, but the runner was built without grammars")
-            self._by_slot[entry.slot] = self.grammars.start(entry.grammar, entry.token_ids, entry.prompt_len)
+            matcher = self.grammars.start(entry.grammar, entry.token_ids, entry.prompt_len, entry.rules)
+            self._by_slot[entry.slot] = matcher
+            if entry.rules is not None and entry.rules.thinking_budget is not None:
+                self._budgeted[entry.slot] = matcher
+
+    def take_bans(self) -> list[tuple[int, int]]:
+        """Return (slot, token) for each token that a slot's sequence may not draw from now on. Each is returned once."""
+        bans = [(slot, token_id) for slot, m in self._budgeted.items() if (token_id := m.banned_id) is not None]
+        for slot, _ in bans:
+            del self._budgeted[slot]
+        return bans
 
     def bind(self, groups: Sequence[DrawGroup]) -> bool:
-        """Return whether any of these draws has a grammar."""
-        return bool(self._by_slot) and any(group.slot in self._by_slot for group in groups)
+        """Return whether any of these draws needs a mask."""
+        return bool(self._by_slot) and any(map(self._is_bound, groups))
+
+    def _is_bound(self, group: DrawGroup) -> bool:
+        """Return whether a group's draws need masks. A row that was planned as free has none, whatever is known by now."""
+        return group.is_bound and (matcher := self._by_slot.get(group.slot)) is not None and matcher.is_bound
 
     def masks(self, groups: Sequence[DrawGroup]) -> StepMasks | None:
         """Return the masks for the draws of `groups`, or None if all are free. Runs while the device is busy with the step."""
         if not self.bind(groups):
             return None
         assert self.grammars is not None
-        bound = [group for group in groups if group.slot in self._by_slot]
+        bound = [group for group in groups if self._is_bound(group)]
         bits_AW = self.grammars.masks([(self._by_slot[group.slot], group.num_drafts) for group in bound])
         draws = [group.first + index for group in bound for index in range(group.num_drafts + 1)]
         return StepMasks(np.array(draws), bits_AW)
@@ -102,19 +131,21 @@ class SlotGrammars:
     def follow(
         self, groups: Sequence[DrawGroup], accepted_G: Tensor | None, num_proposed: Sequence[int], tokens_SL: Tensor
     ) -> StepGrammars | None:
-        """Start sending the proposals that the grammars need to the host. Call after the drafter has written them."""
-        bound = [index for index, group in enumerate(groups) if group.slot in self._by_slot] if self._by_slot else []
-        if not bound:
+        """Start sending the proposals that the matchers need to the host. Call after the drafter has written them."""
+        if not self._by_slot:
             return None
-        counts = [num_proposed[index] for index in bound]
+        matchers = {index: self._by_slot[group.slot] for index, group in enumerate(groups) if group.slot in self._by_slot}
+        if not matchers:
+            return None
+        masked = {index: num_proposed[index] for index in matchers if self._is_bound(groups[index])}
         proposals = []
-        if width := max(counts):
-            index_A = on_device(bound, tokens_SL.device)
-            facts = [(groups[index].slot, groups[index].position) for index in bound]
+        if width := max(masked.values(), default=0):
+            index_A = on_device(list(masked), tokens_SL.device)
+            facts = [(groups[index].slot, groups[index].position) for index in masked]
             slots_A, length_A = on_device(facts, tokens_SL.device).T
             length_A = length_A + 1 if accepted_G is None else length_A + 1 + accepted_G[index_A]
             column_K = torch.arange(width, device=tokens_SL.device)
             # A sequence near the end of its slot has fewer proposals than columns.
             places_AK = (length_A[:, None] + column_K).clamp_(max=tokens_SL.shape[1] - 1)
             proposals = [tokens_SL[slots_A[:, None], places_AK].long()]
-        return StepGrammars({index: self._by_slot[groups[index].slot] for index in bound}, counts, HostCopy(proposals))
+        return StepGrammars(matchers, masked, HostCopy(proposals))

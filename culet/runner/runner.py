@@ -132,6 +132,7 @@ class Runner:
         if self.deferred is not None:
             self._write_deferred(plan, self.deferred, self.deferred.ledger.due_before(plan))
         self._enter(plan.entries)
+        self._ban()
         self.pool.copy_pages(plan.copies)
         if not plan.rows:
             return Pending(plan.step_id, HostCopy([]))
@@ -144,10 +145,11 @@ class Runner:
         if self.deferred is not None:
             self._write_deferred(plan, self.deferred, self.deferred.ledger.due_after(route.rows))
         num_proposed = self._propose(route, output, drawn)
+        accepted_G = None if isinstance(drawn, FixedDrawn) else drawn.accepted_G  # fixed draws have no masks
+        grammars = self.grammars.follow(route.groups, accepted_G, num_proposed, self.tokens_SL)
         if isinstance(drawn, FixedDrawn):
-            return Pending(plan.step_id, copy, route.groups, num_proposed, has_accepted=True)
-        grammars = self.grammars.follow(route.groups, drawn.accepted_G, num_proposed, self.tokens_SL)
-        has_accepted = drawn.accepted_G is not None
+            return Pending(plan.step_id, copy, route.groups, num_proposed, has_accepted=True, grammars=grammars)
+        has_accepted = accepted_G is not None
         return Pending(plan.step_id, copy, route.groups, num_proposed, has_accepted, drawn.scored, drawn.prompts, grammars)
 
     def device_seconds(self) -> Mapping[str, float]:
@@ -185,6 +187,13 @@ class Runner:
             self._entries[entry.slot] = entry
             begin = end
         self.grammars.enter(entries)
+
+    def _ban(self) -> None:
+        """Rule out tokens that sequences may not draw any more, by a bias in their settings."""
+        for slot, token_id in self.grammars.take_bans():
+            entry = entry_of(self._entries, slot)
+            bias = tuple(sorted({**dict(entry.sampling.logit_bias), token_id: float("-inf")}.items()))
+            self._entries[slot] = replace(entry, sampling=replace(entry.sampling, logit_bias=bias))
 
     def _route(self, rows: Sequence[Row]) -> _Route:
         """Decide whether a step and its draws run in a fixed shape or in their own. Close open rows that no graph serves."""
@@ -296,9 +305,13 @@ class Pending(NamedTuple):
         for index, (group, num_kept, count) in enumerate(zip(self.groups, accepted, self.num_proposed, strict=False)):
             first, end = group.first, group.first + num_kept + 1
             kept = tuple(tokens[first:end])
+            if self.grammars is None:
+                fault, is_bound = "", False
+            else:
+                kept, count, fault, is_bound = self.grammars.accept(index, kept, count)
+                end = first + len(kept)
             own = tuple([logprobs[draw] for draw in range(first, end) if draw in logprobs]) if logprobs else ()
-            fault = "" if self.grammars is None else self.grammars.accept(index, kept)
-            drawn.append(Drawn(group.slot, kept, own, count, fault))
+            drawn.append(Drawn(group.slot, kept, own, count, fault, is_bound))
         prompts = {
             slot: tuple(scores for part in parts for scores in mappings(part, part.of)) for slot, parts in self.prompts.items()
         }

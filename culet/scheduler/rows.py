@@ -99,6 +99,7 @@ def commit_row(seq: Sequence, shape: RowShape, page_allocator: PageAllocator, nu
         draw_slots=(seq.slot,) if shape.draws else (),
         is_prompt_logprobs=seq.is_scored_next,
         num_open=seq.num_open,
+        is_bound=seq.is_bound,
     )
     if seq.is_scored_next:
         seq.num_scored = end
@@ -134,7 +135,8 @@ def continue_in_pages(seq: Sequence, num_drafts: int, num_wanted: int) -> Planne
     slot, start, num_new = seq.slot, seq.num_computed, 1 + num_drafts
     assert slot is not None
     stored = (start,) * len(seq.tables)
-    row = Row(slot, start, num_new, num_new, seq.tables, stored, num_drafts, num_wanted, (slot,), False, seq.num_open)
+    num_open, is_bound = seq.num_open, seq.is_bound
+    row = Row(slot, start, num_new, num_new, seq.tables, stored, num_drafts, num_wanted, (slot,), False, num_open, is_bound)
     seq.num_computed = start + 1
     seq.num_proposed = num_wanted
     seq.num_open += num_drafts

@@ -213,7 +213,7 @@ class Scheduler:
             return None
         step_id = self._next_step_id
         self._next_step_id += 1
-        self.counters.steps += 1
+        self.counters.count_step(sum([plan.row.num_new for plan in planned]))
         self._in_flight.append((step_id, planned, None if self.policy is None else decode_shape(planned)))
         return StepPlan(step_id, tuple(entries), copies, tuple([plan.row for plan in planned]))
 
@@ -431,18 +431,19 @@ class Scheduler:
 
     def _accept(self, seq: Sequence, row: Row, drawn: Drawn, scores: tuple[Logprobs, ...]) -> None:
         """Append the drawn tokens up to a stop, and forget the KV of rejected drafts."""
-        num_drafts, token_ids = row.num_drafts, drawn.token_ids
-        num_drawn = len(token_ids)
-        assert 1 <= num_drawn <= num_drafts + 1, f"got {num_drawn} tokens, expected 1 to {num_drafts + 1}"
+        num_drafts, token_ids, num_drawn = row.num_drafts, drawn.token_ids, len(drawn.token_ids)
+        assert num_drawn <= num_drafts + 1, f"got {num_drawn} tokens, expected at most {num_drafts + 1}"
         assert drawn.num_proposed <= self.max_drafts, f"got {drawn.num_proposed} drafts, expected at most {self.max_drafts}"
-        seq.draws_in_flight -= 1
-        seq.num_open -= num_drafts
+        seq.draws_in_flight, seq.num_open, seq.is_bound = seq.draws_in_flight - 1, seq.num_open - num_drafts, drawn.is_bound
         if seq.finish_reason is not None:
             self.counters.dropped_tokens += num_drawn
             return
         if drawn.fault:
             self._finish(seq, FinishReason.ERROR)
             self._deltas.append(seq.delta(error=drawn.fault))
+            return
+        if not num_drawn:
+            seq.take_back(self.page_allocator)
             return
         if num_drafts:
             self.counters.count_verify(num_drafts, num_drawn - 1)

@@ -40,6 +40,8 @@ class Sequence:
         self.draws_in_flight = 0
         self.num_proposed = 0  # drafts in the slot's buffer, now or after the row in flight has run
         self.num_open = 0  # drafts of rows in flight, which may or may not be accepted
+        # Its next draw needs a mask that depends on the tokens before it. The runner says so with each result.
+        self.is_bound = request.grammar is not None or request.rules is not None
         self.awaits_drafts = False  # its row in flight verifies drafts or asks for some, so its next row is not known
         self.acceptance = Acceptance()
         self.tables: tuple[PageTable, ...] = ()  # page tables of its last row
@@ -129,9 +131,9 @@ class Sequence:
     def is_ready(self) -> bool:
         """Whether its next row can be planned now.
 
-        It cannot while the row depends on drafts, a grammar, or a token that may not come.
+        It cannot while the row depends on drafts, a mask, or a token that may not come.
         """
-        return not self.draws_in_flight or (not self.awaits_drafts and self.num_left > 0 and self.request.grammar is None)
+        return not self.draws_in_flight or (not self.awaits_drafts and self.num_left > 0 and not self.is_bound)
 
     def pages_unchanged(self, num_new: int = 1) -> bool:
         """Return whether `num_new` more tokens fit into its pages and no page falls behind the window."""
@@ -140,7 +142,7 @@ class Sequence:
     @property
     def is_plain(self) -> bool:
         """Whether only the position of its draws depends on which drafts are accepted."""
-        return self.request.grammar is None and self.sampling.logprobs is None and not self.sampling.needs_history
+        return not self.is_bound and self.sampling.logprobs is None and not self.sampling.needs_history
 
     @property
     def num_useful_drafts(self) -> int:
@@ -162,7 +164,8 @@ class Sequence:
         """Return what the runner must know when the sequence takes its slot."""
         assert self.slot is not None
         request = self.request
-        return Entry(self.slot, tuple(self.tokens), self.prompt_len, self.sampling, request.grammar, request.media)
+        tokens = tuple(self.tokens)
+        return Entry(self.slot, tokens, self.prompt_len, self.sampling, request.grammar, request.media, request.rules)
 
     def append(self, token_ids: tuple[int, ...]) -> tuple[int, FinishReason | None]:
         """Append drawn tokens up to a stop. Return how many were appended, and why the sequence ends with them, if it does."""
@@ -220,6 +223,13 @@ class Sequence:
             if beyond := pages.cut_beyond(self.num_computed):
                 page_allocator.give_back(beyond)
                 self.unchanged_until = 0
+
+    def take_back(self, page_allocator: PageAllocator) -> None:
+        """Forget its last row, whose draw needed a mask that was not known when the row was planned."""
+        assert not self.rows_in_flight, "a sequence whose next draw needs a mask was planned ahead"
+        if self.is_running:
+            self.num_computed, self.num_proposed = len(self.tokens) - 1, 0
+            self.release_beyond(page_allocator)
 
     def release_all(self, page_allocator: PageAllocator) -> None:
         """Give back every page and start from nothing."""

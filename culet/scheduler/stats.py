@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # bounds of the histogram of step sizes
 
 
 @dataclass
@@ -12,6 +15,8 @@ class Counters:
     """Counts of events since the start."""
 
     steps: int = 0
+    step_tokens: int = 0  # new tokens of all steps, of prompts and outputs
+    steps_at: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))  # steps by number of tokens
     preemptions: int = 0
     forks: int = 0
     cancelled: int = 0
@@ -29,6 +34,12 @@ class Counters:
     prefix_hit_tokens: int = 0
     drafted_at: list[int] = field(default_factory=list)  # verified drafts by position in a round, from 0
     accepted_at: list[int] = field(default_factory=list)  # accepted drafts by position
+
+    def count_step(self, num_tokens: int) -> None:
+        """Count one step with this many new tokens."""
+        self.steps += 1
+        self.step_tokens += num_tokens
+        self.steps_at[bisect_left(STEP_TOKENS, num_tokens)] += 1
 
     def count_verify(self, num_drafts: int, num_accepted: int) -> None:
         """Count one verified row."""
@@ -68,7 +79,10 @@ class Counters:
         return Counters(**change)
 
     def copy(self) -> Counters:
-        return replace(self, drafted_at=list(self.drafted_at), accepted_at=list(self.accepted_at))
+        lists: dict[str, Any] = {
+            entry.name: list(value) for entry in fields(self) if isinstance(value := getattr(self, entry.name), list)
+        }
+        return replace(self, **lists)
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,13 @@ from culet.text.text_queue import SHORT_BYTES, request_bytes
 
 # Modules with endpoints. Each defines ENDPOINTS and may define PUBLIC_PATHS, which need no key. Add a new API here.
 MODULES = (
-    "culet.serve.api.openai_chat",
-    "culet.serve.api.openai_completions",
-    "culet.serve.api.openai_responses",
+    "culet.serve.api.openai.chat",
+    "culet.serve.api.openai.completions",
+    "culet.serve.api.openai.responses",
+    "culet.serve.api.openai.stored_responses",
     "culet.serve.api.anthropic",
+    "culet.serve.api.ollama.generate",
+    "culet.serve.api.ollama.models",
     "culet.serve.api.models",
     "culet.serve.api.tokens",
     "culet.serve.api.health",
@@ -45,7 +48,7 @@ _ERROR = {"description": 'An error in OpenAI\'s format: `{"error": {"message": .
 
 def create_app(service: Service) -> ASGIApp:
     """Create the ASGI application for `service`."""
-    # /docs is disabled because that page loads scripts from another host.
+    # FastAPI's own /docs is disabled because that page loads scripts from another host. `web_page` has ours.
     app = FastAPI(title="Culet", version=__version__, docs_url=None, redoc_url=None)
     endpoints: list[Endpoint] = []
     public: list[str] = []
@@ -63,7 +66,7 @@ def create_app(service: Service) -> ASGIApp:
     wrapped: ASGIApp = Middleware(app, service, public)
     origins = [origin.strip() for origin in service.settings.allowed_origins.split(",") if origin.strip()]
     if origins:
-        wrapped = CORSMiddleware(wrapped, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+        wrapped = CORSMiddleware(wrapped, allow_origins=origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"])
     return wrapped
 
 

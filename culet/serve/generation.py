@@ -34,6 +34,7 @@ class TokenCounts:
     num_reasoning: int
     num_accepted_drafts: int
     num_rejected_drafts: int
+    is_thought_out: bool  # the thoughts of a sample have reached their budget
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,10 @@ class Generation:
         else:
             finished.finish_reasons = tuple(sample.finish_reason or "cancel" for sample in self.samples)
         finished.total_s = time.monotonic() - stream.submitted_at
+        finished.max_generated_tokens = max(len(sample.token_ids) for sample in self.samples)
         if stream.first_token_at is not None:
+            begins = [sample.first_token_at for sample in self.samples if sample.first_token_at]
+            finished.decode_s = max(sample.last_token_at for sample in self.samples) - min(begins, default=0.0)
             finished.first_token_s = stream.first_token_at - stream.submitted_at
         self._service.report_finished(finished)
 
@@ -143,7 +147,13 @@ class Generation:
             num_reasoning=sum(sample.output().num_reasoning_tokens for sample in self.samples),
             num_accepted_drafts=sum(sample.num_accepted_drafts for sample in self.samples),
             num_rejected_drafts=sum(sample.num_rejected_drafts for sample in self.samples),
+            is_thought_out=any(sample.is_thought_out for sample in self.samples),
         )
+
+    @property
+    def queue_s(self) -> float:
+        """The time that the request spent in the engine's queue."""
+        return self._finished.queue_s
 
     def _read(self, deltas: Sequence[TokenDelta]) -> list[OutputDelta]:
         if self._stream.num_starts != self.num_starts:

@@ -6,6 +6,7 @@ The engine's counts come from its latest report, which is read at each scrape. M
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 
 from prometheus_client import (
     CollectorRegistry,
@@ -16,13 +17,13 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
 from culet import __version__, log
-from culet.scheduler.stats import Counters
+from culet.scheduler.stats import STEP_TOKENS, Counters
 from culet.serve.api.endpoint import Endpoint
 from culet.serve.process.client import State
 from culet.serve.process.wire import Ready, Stats
@@ -123,12 +124,21 @@ class Metrics:
         self._gap = histogram(
             "inter_token_latency_seconds", "Time between consecutive steps that add tokens to a sample.", _TOKEN
         )
+        self._per_step = histogram(
+            "time_per_output_token_seconds", "The same as inter_token_latency_seconds, under its older name.", _TOKEN
+        )
+        self._prefill = histogram("request_prefill_time_seconds", "Time from the queue to a request's first token.", _WHOLE)
+        self._decode = histogram("request_decode_time_seconds", "Time from a request's first token to its last.", _WHOLE)
+        self._inference = histogram("request_inference_time_seconds", "Time from the queue to a request's last token.", _WHOLE)
         self._per_token = histogram(
             "request_time_per_output_token_seconds", "Mean time per token of a request, not counting the first token.", _TOKEN
         )
         self._whole = histogram("e2e_request_latency_seconds", "Time from a request to its last token.", _WHOLE)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens per request.", _COUNTS)
         self._generated = histogram("request_generation_tokens", "Generated tokens per request.", _COUNTS)
+        self._longest = histogram(
+            "request_max_num_generation_tokens", "Generated tokens of the longest sample of a request.", _COUNTS
+        )
         self._n = histogram("request_params_n", "Samples per request (n).", (1.0, 2.0, 5.0, 10.0, 20.0))
         self._max_tokens = histogram("request_params_max_tokens", "Maximum number of tokens per sample.", _COUNTS)
         labels = (*_LABEL, "finished_reason")
@@ -177,6 +187,7 @@ class Metrics:
             self._ended.labels(model, _REASONS.get(reason, reason)).inc()
         self._prompt.labels(model).observe(finished.num_prompt_tokens)
         self._generated.labels(model).observe(finished.num_generated_tokens)
+        self._longest.labels(model).observe(finished.max_generated_tokens)
         self._n.labels(model).observe(finished.n)
         self._max_tokens.labels(model).observe(finished.max_tokens)
         self._reasoning.labels(model).inc(finished.num_reasoning_tokens)
@@ -185,9 +196,14 @@ class Metrics:
         self._first.labels(model).observe(finished.first_token_s)
         self._whole.labels(model).observe(finished.total_s)
         self._queue.labels(model).observe(finished.queue_s)
-        gap = self._gap.labels(model)
+        prefill_s = max(0.0, finished.first_token_s - finished.queue_s)
+        self._prefill.labels(model).observe(prefill_s)
+        self._decode.labels(model).observe(finished.decode_s)
+        self._inference.labels(model).observe(prefill_s + finished.decode_s)
+        gap, per_step = self._gap.labels(model), self._per_step.labels(model)
         for seconds in finished.gaps_s:
             gap.observe(seconds)
+            per_step.observe(seconds)
         num_later = finished.num_generated_tokens / finished.n - 1
         if num_later > 0:
             self._per_token.labels(model).observe((finished.total_s - finished.first_token_s) / num_later)
@@ -236,6 +252,7 @@ class _EngineReport(Collector):
         if engine is None or engine.facts is None or engine.state is State.DEAD:
             return
         yield self._info(engine.facts)
+        yield self._cache_config(engine.facts)
         if engine.stats is not None:
             yield from self._of_stats(engine.stats, engine.facts)
 
@@ -268,6 +285,21 @@ class _EngineReport(Collector):
         family.add_metric([self._model], {**values, "max_model_len": str(facts.max_model_len)})
         return family
 
+    def _cache_config(self, facts: Ready) -> Metric:
+        """Return vLLM's description of the cache. It has one block size, which here is the page size of the global layers."""
+        cache = self._service.config.cache
+        sizes = [group.page_tokens for group in facts.groups if group.window is None] or [0]
+        values = {
+            "block_size": str(sizes[0]),
+            "num_gpu_blocks": str(facts.num_pages),
+            "cache_dtype": cache.kv_cache_dtype,
+            "gpu_memory_utilization": str(cache.gpu_memory_utilization),
+            "enable_prefix_caching": str(cache.enable_prefix_caching),
+        }
+        family = InfoMetricFamily("vllm:cache_config", "Settings of the KV cache.", labels=_LABEL)
+        family.add_metric([self._model], values)
+        return family
+
     def _of_stats(self, stats: Stats, facts: Ready) -> Iterator[Metric]:
         now, counts = stats.scheduler, stats.scheduler.counters
         used = 1 - (now.num_free_pages + now.num_resume_point_pages) / max(1, now.num_pages)
@@ -289,6 +321,7 @@ class _EngineReport(Collector):
         yield self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified.", counts.drafted_tokens)
         yield self._counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", counts.accepted_tokens)
         yield from self._of_drafts(counts)
+        yield self._step_sizes(counts)
         yield self._counter("culet:steps", "Engine steps.", counts.steps)
         yield self._counter("culet:dropped_tokens", "Tokens drawn for sequences that had already ended.", counts.dropped_tokens)
         yield self._gauge("culet:engine_memory_bytes", "Resident memory of the engine process.", stats.memory_bytes)
@@ -325,6 +358,14 @@ class _EngineReport(Collector):
             )
             family.add_metric([self._model, choice.method], counts.tokens_per_verify)
             yield family
+
+    def _step_sizes(self, counts: Counters) -> Metric:
+        """Return the histogram of new tokens per step, under vLLM's name."""
+        bounds = [*(str(float(bound)) for bound in STEP_TOKENS), "+Inf"]
+        buckets = list(zip(bounds, accumulate(counts.steps_at), strict=True))
+        family = HistogramMetricFamily("vllm:iteration_tokens_total", "New tokens of an engine step.", labels=_LABEL)
+        family.add_metric([self._model], buckets, counts.step_tokens)
+        return family
 
     def _by_group(self, name: str, text: str, values: Mapping[str, float]) -> Metric:
         family = GaugeMetricFamily(name, text, labels=(*_LABEL, "group"))

@@ -25,6 +25,7 @@ from culet.line_process import Stopper
 from culet.log import logger
 from culet.models.checkpoint import open_checkpoint
 from culet.serve.answers.limits import AnswerLimits
+from culet.serve.answers.stored import StoredResponses
 from culet.serve.answers.turns import Turns
 from culet.serve.http.intake import Intake
 from culet.serve.http_errors import HttpError
@@ -38,7 +39,7 @@ from culet.structured.admission import GrammarAdmission
 from culet.structured.check import GrammarCheck
 from culet.text.template import Chat, ChatTemplate, RenderLimits
 from culet.text.text_queue import TextQueue, request_bytes
-from culet.text.tokenizer import NumberTokenizer, Tokenizer
+from culet.text.tokenizer import make_tokenizer
 from culet.types import SamplingParams
 
 _MAX_TOKEN_CHARS = 8  # few texts have more characters per token
@@ -68,6 +69,8 @@ class FinishedRequest:
     queue_s: float = 0.0  # time in the engine's queue
     first_token_s: float | None = None  # from submission to the first token
     total_s: float = 0.0
+    decode_s: float = 0.0  # from the first token to the last
+    max_generated_tokens: int = 0  # of the longest sample
     gaps_s: list[float] = field(default_factory=list)  # between consecutive deltas of a sample
     key: str = ""  # name of the API key
 
@@ -87,7 +90,8 @@ class Service:
         self.checkpoint = open_checkpoint(config.model.model, config.model.revision)
         spec, folder = self.checkpoint.spec, self.checkpoint.folder
         is_random = self.checkpoint.random is not None
-        self.tokenizer = NumberTokenizer(spec.vocab_size) if is_random else Tokenizer(folder)
+        is_skipped = config.model.skip_tokenizer_init
+        self.tokenizer = make_tokenizer(folder, spec.vocab_size, is_random=is_random, is_skipped=is_skipped)
         self.template = ChatTemplate.of_checkpoint(
             folder,
             config.model.chat_template,
@@ -100,6 +104,7 @@ class Service:
         grammar_check = GrammarCheck.for_tokenizer(self.tokenizer, time_limit_s=float(self.limits.grammar_s))
         self.grammars = GrammarAdmission(grammar_check, max_waiting=self.limits.grammars)
         self.answers = AnswerLimits(self.limits)
+        self.stored = StoredResponses(self.limits, enabled=settings.store_responses)
         self.turns = Turns()
         self.started_at = time.time()
         self.is_draining = False
@@ -199,6 +204,7 @@ class Service:
             max_num_seqs=facts.max_num_seqs,
             turn_id=self.tokenizer.token_id(TURN_TOKEN),
             result_id=self.tokenizer.token_id(RESULT_TOKEN),
+            has_text=self.tokenizer.has_text,
         )
         self._watchdog = watchdog.Watchdog(engine)
         self._spawn(self._watch(engine, self._watchdog))

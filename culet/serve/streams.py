@@ -30,13 +30,11 @@ DONE = b"data: [DONE]\n\n"
 T = TypeVar("T")
 _KEEP_ALIVE_S = 15.0  # Send a comment after this time without events. It starts the response if there was no event yet.
 _WATCH_PERIOD_S = 5.0
-_KEEP_ALIVE = b": keep-alive\n\n"
 _PATIENCE_S = 0.02  # most requests are prepared sooner
 _FIRST_LOOKS = 3  # Several turns of the event loop notice a connection that was closed right after the request.
 _FIRST_LOOK_S = 0.005
 _PROBED_S = 0.3  # After a half-close, the connection needs this time to find out whether the client still reads.
 _HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # keeps nginx from buffering events
 ]
@@ -51,8 +49,11 @@ class EventStream(Response):
 
     `open` submits them. `write(index, generation, deltas)` returns the bytes for new deltas of generation `index`, or an async
     iterator if they may be many. `begin` is sent before them, and the result of `end` after them. Nothing is sent before the
-    first delta or keep-alive comment, so earlier failures get an HTTP status.
+    first delta or keep-alive comment, so earlier failures get an HTTP status. A subclass may write another kind of stream.
     """
+
+    kind = b"text/event-stream; charset=utf-8"  # the content type
+    keep_alive = b": keep-alive\n\n"  # a comment, which clients skip
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class EventStream(Response):
             return
         if not self._has_started:
             self._has_started = True
-            await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", self.kind), *_HEADERS]})
             data = self._begin + data
         self._sent_at, self._is_sending = time.monotonic(), True
         await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -145,7 +146,7 @@ class EventStream(Response):
                     break
                 is_doubtful = self._has_started and HALF_CLOSED in self._scope
                 if not self._is_sending and (quiet_s > _KEEP_ALIVE_S or is_doubtful):
-                    await self._send(send, _KEEP_ALIVE)
+                    await self._send(send, self.keep_alive)
         finally:
             gone.cancel()
         self._is_gone = True

@@ -1,4 +1,4 @@
-"""Serve the web page at `/`, with its static files, example prompts, rendered Markdown and the data for its plots."""
+"""Serve the web page at `/` with its files, examples, rendered Markdown and plots, and the API's description at `/docs`."""
 
 from __future__ import annotations
 
@@ -101,6 +101,11 @@ async def page(service: Service, request: Request) -> Response:
     return _file("index.html")
 
 
+async def docs(service: Service, request: Request) -> Response:
+    """Return the page that shows the OpenAPI document. It needs no key, but the document that it loads does."""
+    return _file("docs.html")
+
+
 async def page_file(service: Service, request: Request) -> Response:
     """Return a static file of the web page."""
     name = request.path_params["name"]
@@ -148,9 +153,10 @@ async def markdown(service: Service, request: Request) -> Response:
 
 ENDPOINTS = (
     Endpoint("GET", "/", page),
+    Endpoint("GET", "/docs", docs),
     Endpoint("GET", "/page/{name:path}", page_file),
     Endpoint("GET", "/examples", examples, answer=Examples),
     Endpoint("POST", "/markdown", markdown, body=MarkdownRequest, answer=MarkdownAnswer),
     Endpoint("GET", "/samples", plot_points, answer=Samples),
 )
-PUBLIC_PATHS = ("/", *(f"/page/{name}" for name in _FILES))
+PUBLIC_PATHS = ("/", "/docs", *(f"/page/{name}" for name in _FILES))

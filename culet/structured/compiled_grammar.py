@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_ERROR_CHARS = 300
+# Where a grammar leaves only one text, llguidance would allow only its own tokens for it, which here are single bytes. But the
+# model must be free to write the text in the tokens that it was trained on.
+_ANY_TOKENS = '\n%llguidance {"no_forcing": true}\n'
 
 
 class GrammarFault(ValueError):
@@ -33,7 +36,7 @@ def index_vocabulary(pieces: Sequence[bytes], special_ids: Sequence[int], end_id
         eos_token_id, bos_token_id, tokens, special_token_ids = end_ids[0], None, pieces, list(special_ids)
 
         def __call__(self, text: bytes) -> list[int]:
-            # llguidance tokenizes text that a grammar forces. Any tokens will do, since Culet samples forced tokens too.
+            # llguidance tokenizes text that a grammar forces. Any tokens will do, because grammars force none (`_ANY_TOKENS`).
             return [id_of_byte.get(text[index : index + 1], 0) for index in range(len(text))]
 
     wrapped = llguidance.TokenizerWrapper(Vocabulary())
@@ -47,14 +50,26 @@ def compile_grammar(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
     """
     # Large expressions are not expanded here, but when a token reaches them, within the limit for that token.
     limits = LLParserLimits(precompute_large_lexemes=False, verbose_errors=False)
-    matcher = LLMatcher(vocabulary, _source(spec), log_level=0, limits=limits)
+    source = _source(spec)
+    is_json = spec.kind in ("regex", "json_schema")
+    matcher = LLMatcher(vocabulary, (_lark_of(source) if is_json else source) + _ANY_TOKENS, log_level=0, limits=limits)
     if matcher.is_error():
+        if is_json:  # the original has the plainer message
+            matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
         raise GrammarFault(shorten(matcher.get_error()))
     return matcher
 
 
+def _lark_of(source: str) -> str:
+    """Return llguidance's JSON format in Lark's notation, which has more options."""
+    (grammar,) = json.loads(source)["grammars"]
+    schema = grammar.get("json_schema")
+    lark: str = grammar["lark_grammar"] if schema is None else "start: %json " + json.dumps(schema)
+    return lark
+
+
 def _source(spec: GrammarSpec) -> str:
-    """Return the spec in llguidance's own format."""
+    """Return the spec in llguidance's own format: JSON for a regex or a JSON schema, otherwise Lark's notation."""
     try:
         if spec.kind == "regex":
             return LLMatcher.grammar_from_regex(spec.text)

@@ -18,9 +18,10 @@ from culet.errors import BadRequest
 from culet.structured.compiled_grammar import GrammarFault, compile_grammar, index_vocabulary
 from culet.structured.matcher import Mask, Matcher, Phase, Vocabulary
 from culet.text.tokenizer import Tokenizer
-from culet.types import GRAMMAR_FAULT, GrammarSpec
+from culet.types import GRAMMAR_FAULT, GrammarSpec, OutputRules
 
 THOUGHT_MARKS = ("<|channel>", "<channel|>")
+CALL_MARKS = ("<|tool_call>", "<tool_call|>")
 MAX_KEPT = 256  # limit on cached grammars. An ordinary one takes 1 to 2 MiB.
 MAX_KEPT_CHARS = 4 << 20  # limit on the text of cached grammars. A long one takes about 35 bytes per character.
 _STACK_BYTES = 16 << 20  # Grammars are checked with a quarter of this, because llguidance follows rules recursively.
@@ -40,9 +41,13 @@ class GrammarCompiler:
     @classmethod
     def for_tokenizer(cls, tokenizer: Tokenizer, vocab_size: int, end_ids: tuple[int, ...]) -> GrammarCompiler:
         """Create a compiler for the tokens of a model with `vocab_size` logits."""
-        opens, closes = map(tokenizer.token_id, THOUGHT_MARKS)
-        thought_ids = None if opens is None or closes is None else (opens, closes)
-        return cls(Vocabulary(vocab_size, tokenizer.piece, tokenizer.special_ids, end_ids, thought_ids))
+
+        def ids_of(marks: tuple[str, str]) -> tuple[int, int] | None:
+            opens, closes = map(tokenizer.token_id, marks)
+            return None if opens is None or closes is None else (opens, closes)
+
+        marks = ids_of(THOUGHT_MARKS), ids_of(CALL_MARKS)
+        return cls(Vocabulary(vocab_size, tokenizer.piece, tokenizer.special_ids, end_ids, *marks))
 
     def prepare(self) -> None:
         """Index the vocabulary now. Gemma's takes 3 s and blocks all other threads of this process."""
@@ -89,13 +94,22 @@ class GrammarCompiler:
         finally:
             threading.stack_size(usual)
 
-    def start(self, spec: GrammarSpec, token_ids: Sequence[int], prompt_len: int) -> Matcher:
+    def start(
+        self, spec: GrammarSpec | None, token_ids: Sequence[int], prompt_len: int, rules: OutputRules | None = None
+    ) -> Matcher:
         """Create a matcher for a sequence. A sequence that resumes continues after the tokens it has generated."""
-        if self.vocabulary.ends_in_thought(token_ids[:prompt_len]):
+        vocabulary = self.vocabulary
+        is_free = spec is None or spec.on_call
+        if vocabulary.ends_in_thought(token_ids[:prompt_len]):
             phase = Phase.THOUGHT
+        elif is_free:
+            phase = Phase.FREE
         else:
-            phase = Phase.START if spec.after_thought and self.vocabulary.thought_ids else Phase.DOCUMENT
-        matcher = Matcher(self.vocabulary, self.compile(spec).deep_copy(), phase)
+            phase = Phase.START if spec is not None and spec.after_thought and vocabulary.thought_ids else Phase.DOCUMENT
+        grammar = None if spec is None else self.compile(spec)
+        if grammar is not None and not is_free:
+            grammar = grammar.deep_copy()
+        matcher = Matcher(vocabulary, grammar, phase, rules, on_call=spec is not None and spec.on_call)
         matcher.accept(token_ids[prompt_len:])
         return matcher
 
@@ -122,7 +136,7 @@ class GrammarCompiler:
             return
         if self._executor is None:
             self._executor = LLExecutor(num_threads=max(1, min(8, (os.cpu_count() or 1) // 2)))
-        grammars = [(matcher.grammar, index) for matcher, index in plain]
+        grammars = [(matcher.grammar, index) for matcher, index in plain if matcher.grammar is not None]
         self._executor.unsafe_compute_mask_ptr(grammars, mask_RW.ctypes.data, mask_RW.strides[0], mask_RW.shape[0])
         for matcher, index in plain:
             matcher.finish_fill(mask_RW[index])

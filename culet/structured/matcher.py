@@ -1,8 +1,16 @@
-"""Follow one sequence through its grammar and compute which tokens may come next, as packed bit masks.
+"""Follow one sequence through its output and compute which tokens may come next, as packed bit masks.
 
-A sequence goes through phases. The model thinks if its prompt ends inside a thought, or if it opens one where that is allowed.
-While it thinks, every ordinary token is allowed, but not the end of the turn. Then comes the document. The grammar decides
-which tokens are allowed, and the turn may end when the grammar is complete. After the end, only end tokens are allowed.
+A matcher knows a sequence's grammar, its thinking budget and its least number of tokens. The sequence goes through phases. The
+model thinks if its prompt ends inside a thought, or if it opens one. With a grammar for the whole output, every ordinary token
+is allowed in a thought, but not the end of the turn. Then comes the document. The grammar decides which tokens are allowed,
+and the turn may end when the grammar is complete. After the end, only end tokens are allowed. A grammar for tool calls
+(`GrammarSpec.on_call`) leaves everything free up to the token that opens a call, holds the call to a declared tool, and lets
+go after its last token.
+
+**Bound and free.** A sequence is bound while its next draw needs a mask. Its rows then wait for the results before them.
+A free sequence draws without masks, may be planned ahead, and its drafts never come to the host. If one of its tokens binds
+it, the tokens that were drawn after this one do not count, and they are drawn again with masks. The first draws are dropped
+whatever they are, so the second ones have the distribution that masks give, and the same random numbers.
 
 A mask consists of int32 words. Bit i of word w stands for token 32 w + i, as in `kernels.eager.sampling.apply_bitmask`.
 Shapes: K masks of a chain of drafts · W words, 1/32 of the vocabulary.
@@ -19,10 +27,12 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
+from culet.log import logger
 from culet.structured.compiled_grammar import shorten
-from culet.types import GRAMMAR_FAULT
+from culet.types import GRAMMAR_FAULT, OutputRules
 
 _DEAD_END = "no token in the vocabulary can continue the output"
+_NO_RULES = OutputRules()
 Mask = NDArray[np.int32]
 
 
@@ -35,6 +45,7 @@ class Vocabulary:
     special_ids: frozenset[int]
     end_ids: tuple[int, ...]  # any of them ends a turn
     thought_ids: tuple[int, int] | None = None  # the tokens that open and close a thought
+    call_ids: tuple[int, int] | None = None  # the tokens that open and close a tool call
 
     @property
     def num_words(self) -> int:
@@ -42,12 +53,17 @@ class Vocabulary:
 
     @cached_property
     def end_mask(self) -> Mask:
-        return self._mask_of(self.end_ids)
+        return self.mask_of(self.end_ids)
 
     @cached_property
     def open_mask(self) -> Mask:
         """A mask that allows the token that opens a thought, if there is one."""
-        return self._mask_of(self.thought_ids[:1] if self.thought_ids else ())
+        return self.mask_of(self.thought_ids[:1] if self.thought_ids else ())
+
+    @cached_property
+    def close_mask(self) -> Mask:
+        """A mask that allows the token that closes a thought, if there is one."""
+        return self.mask_of(self.thought_ids[1:] if self.thought_ids else ())
 
     @cached_property
     def thought_mask(self) -> Mask:
@@ -55,9 +71,10 @@ class Vocabulary:
         bits = np.ones(self.num_words * 32, dtype=np.uint8)
         bits[[token_id for token_id in (*self.special_ids, *self.end_ids) if token_id < self.size]] = 0
         bits[self.size :] = 0
-        return _pack(bits) | self._mask_of(self.thought_ids[1:] if self.thought_ids else ())
+        return _pack(bits) | self.close_mask
 
-    def _mask_of(self, token_ids: Sequence[int]) -> Mask:
+    def mask_of(self, token_ids: Sequence[int]) -> Mask:
+        """Return a mask that allows only these tokens."""
         bits = np.zeros(self.num_words * 32, dtype=np.uint8)
         bits[[token_id for token_id in token_ids if token_id < self.size]] = 1
         return _pack(bits)
@@ -67,10 +84,11 @@ class Vocabulary:
         if self.thought_ids is None:
             return False
         opens, closes = self.thought_ids
+        closers = {closes, *self.end_ids, *(self.call_ids or ())[:1]}
         for token_id in reversed(prompt):
             if token_id == opens:
                 return True
-            if token_id == closes or token_id in self.end_ids:
+            if token_id in closers:
                 return False
         return False
 
@@ -78,41 +96,85 @@ class Vocabulary:
 class Phase(Enum):
     """The part of its output that a sequence has reached."""
 
-    START = auto()  # before the first token, which may open a thought
+    FREE = auto()  # outside thoughts and calls, without a grammar for the whole output
+    START = auto()  # before the first token of a document, which may open a thought
     THOUGHT = auto()
-    DOCUMENT = auto()
+    DOCUMENT = auto()  # in a document, or in a tool call
     ENDED = auto()
 
 
 class Matcher:
-    """One sequence's position in its grammar."""
+    """One sequence's position in its output."""
 
-    def __init__(self, vocabulary: Vocabulary, grammar: LLMatcher, phase: Phase) -> None:
-        """Take over `grammar`, a copy for this sequence alone."""
-        self.grammar = grammar
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        grammar: LLMatcher | None,
+        phase: Phase,
+        rules: OutputRules | None = None,
+        *,
+        on_call: bool = False,
+    ) -> None:
+        """Start in a phase. `grammar` is a compiled grammar for this sequence alone or, with `on_call`, one to copy."""
         self.phase = phase
+        self.grammar = None if on_call else grammar  # the one that is in force
         self.fault = ""  # why the sequence cannot continue
         self.drafts: tuple[int, ...] = ()  # proposals that the next step may verify
         self._vocabulary = vocabulary
+        self._rules = rules or _NO_RULES
+        self._call_grammar = grammar if on_call else None
+        self._is_document = grammar is not None and not on_call
+        self._num_tokens = self._num_thought = 0  # drawn, and drawn inside thoughts
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the next draw needs a mask."""
+        if self.phase in (Phase.FREE, Phase.THOUGHT) and not (self.phase is Phase.THOUGHT and self._is_document):
+            return self._num_tokens < self._rules.min_tokens or (self.phase is Phase.THOUGHT and self.is_thought_out)
+        return True
+
+    @property
+    def is_thought_out(self) -> bool:
+        """Whether the thinking budget is used up. Then an open thought must close, and no other may open."""
+        budget = self._rules.thinking_budget
+        return budget is not None and self._num_thought >= budget
+
+    @property
+    def banned_id(self) -> int | None:
+        """The token that may not be drawn again in this output, outside of masks. It opens a thought."""
+        thought_ids = self._vocabulary.thought_ids
+        return thought_ids[0] if thought_ids is not None and self.is_thought_out else None
+
+    # Masks
 
     def fill(self, mask_W: Mask) -> None:
         """Write the mask of tokens that may come next. If there are none, set `fault` to the reason and allow all tokens."""
-        if self.phase is Phase.THOUGHT:
-            mask_W[:] = self._vocabulary.thought_mask
-        elif self.phase is Phase.ENDED:
-            mask_W[:] = self._vocabulary.end_mask
-        else:
+        if self.grammar is not None and self.phase in (Phase.START, Phase.DOCUMENT):
             self.grammar.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
-            self.finish_fill(mask_W)
+        self.finish_fill(mask_W)
 
     def finish_fill(self, mask_W: Mask) -> None:
-        """Add the tokens that the phase allows to the grammar's mask, and check that some token is allowed."""
-        if self.phase is Phase.START:
-            mask_W |= self._vocabulary.open_mask
-        if self.grammar.is_error() or not mask_W.any():
-            self.fault = self.fault or self._problem()
-        if self.fault:
+        """Complete the grammar's mask, or write the mask of a phase without one."""
+        vocabulary = self._vocabulary
+        if self.phase is Phase.THOUGHT:
+            mask_W[:] = vocabulary.close_mask if self.is_thought_out else vocabulary.thought_mask if self._is_document else -1
+        elif self.phase is Phase.ENDED:
+            mask_W[:] = vocabulary.end_mask
+        elif self.phase is Phase.FREE:
             mask_W[:] = -1
+        elif self.phase is Phase.START and not self.is_thought_out:
+            mask_W |= vocabulary.open_mask
+        grammar = self.grammar
+        if grammar is not None and (grammar.is_error() or not mask_W.any()):
+            self._fail(grammar)
+        if self.fault or (grammar is not None and self.grammar is None):
+            mask_W[:] = -1
+        if self.is_thought_out and self.phase is Phase.FREE:
+            mask_W &= ~vocabulary.open_mask
+        if self._num_tokens < self._rules.min_tokens and not self.fault:
+            without_W = mask_W & ~self._end_mask
+            if without_W.any():  # a form that is complete ends, however short it is
+                mask_W[:] = without_W
 
     def fill_chain(self, mask_KW: Mask, drafts: Sequence[int]) -> None:
         """Write masks for the draw before the first draft and after each one.
@@ -120,8 +182,10 @@ class Matcher:
         All tokens are allowed after a draft that the grammar refuses. The token drawn in its place differs from the draft, so
         everything after it is dropped.
         """
-        grammar, phase, fault = self.grammar, self.phase, self.fault
-        self.grammar = grammar.deep_copy() if drafts else grammar  # a matcher that fails on a draft cannot go back
+        grammar, fault = self.grammar, self.fault
+        state = self.phase, self._num_tokens, self._num_thought
+        if drafts and grammar is not None:
+            self.grammar = grammar.deep_copy()  # a matcher that fails on a draft cannot go back
         for index in range(len(drafts) + 1):
             self.fill(mask_KW[index])
             if index == 0:
@@ -130,32 +194,88 @@ class Matcher:
                 mask_KW[index + 1 :] = -1
                 break
             self._advance(drafts[index])
-        self.grammar, self.phase, self.fault = grammar, phase, fault
+        self.grammar, self.fault = grammar, fault
+        self.phase, self._num_tokens, self._num_thought = state
+
+    @cached_property
+    def _end_mask(self) -> Mask:
+        """The tokens that may not be drawn before `min_tokens`."""
+        return self._vocabulary.mask_of(self._rules.end_ids)
+
+    # Tokens
+
+    def take(self, token_ids: Sequence[int], *, is_masked: bool) -> int:
+        """Advance by the tokens that a row drew. Return how many of them count.
+
+        Without masks, tokens count up to the one that binds the sequence. A row that was planned before this was known counts
+        nothing.
+        """
+        if is_masked:
+            self.accept(token_ids)
+            return len(token_ids)
+        for count, token_id in enumerate(token_ids):
+            if self.is_bound:
+                return count
+            self._advance(token_id)
+        return len(token_ids)
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Advance by the tokens that were drawn."""
+        """Advance by tokens that were drawn with masks, or before the sequence lost its slot."""
         for token_id in token_ids:
             if self.fault:
                 return
             self._advance(token_id)
 
     def _advance(self, token_id: int) -> None:
-        opens, closes = self._vocabulary.thought_ids or (-1, -1)
+        vocabulary = self._vocabulary
+        self._num_tokens += 1
+        opens, closes = vocabulary.thought_ids or (-1, -1)
+        if token_id == opens and self.phase in (Phase.START, Phase.FREE):
+            self.phase = Phase.THOUGHT
+            return
         if self.phase is Phase.START:
-            self.phase = Phase.THOUGHT if token_id == opens else Phase.DOCUMENT
-            if self.phase is Phase.THOUGHT:
-                return
-        if self.phase is Phase.THOUGHT and token_id == closes:
             self.phase = Phase.DOCUMENT
-        elif token_id in self._vocabulary.end_ids:
+        if not self._is_document:
+            self._advance_freely(token_id, closes)
+        elif self.phase is Phase.THOUGHT and token_id == closes:
+            self.phase = Phase.DOCUMENT
+        elif token_id in vocabulary.end_ids:
             self.phase = Phase.ENDED
-        elif self.phase is Phase.DOCUMENT and not self.grammar.consume_token(token_id):
-            self.fault = self._problem()
+        elif self.phase is Phase.THOUGHT:
+            self._num_thought += 1
+        elif self.phase is Phase.DOCUMENT and self.grammar is not None and not self.grammar.consume_token(token_id):
+            self._fail(self.grammar)
 
-    def _problem(self) -> str:
-        """Return why the grammar cannot continue."""
-        reason = shorten(self.grammar.get_error()) if self.grammar.is_error() else _DEAD_END
-        return GRAMMAR_FAULT + (_DEAD_END if reason.startswith("NoExtension") else reason)
+    def _advance_freely(self, token_id: int, closes: int) -> None:
+        """Advance where no grammar holds for the whole output."""
+        call_opens, call_closes = self._vocabulary.call_ids or (-1, -1)
+        if self.phase is Phase.DOCUMENT:
+            assert self.grammar is not None
+            if token_id == call_closes:
+                self.phase, self.grammar = Phase.FREE, None
+            elif not self.grammar.consume_token(token_id):
+                self._fail(self.grammar)
+        elif token_id == call_opens:  # also ends a thought that was not closed
+            self.phase = Phase.FREE
+            if self._call_grammar is not None:
+                self.phase, self.grammar = Phase.DOCUMENT, self._call_grammar.deep_copy()
+                if not self.grammar.consume_token(token_id):
+                    self._fail(self.grammar)
+        elif self.phase is Phase.THOUGHT:
+            if token_id == closes or token_id in self._vocabulary.end_ids:
+                self.phase = Phase.FREE
+            else:
+                self._num_thought += 1
+
+    def _fail(self, grammar: LLMatcher) -> None:
+        """Give up. A tool call that its grammar cannot continue goes on without one. Anything else is a fault."""
+        reason = shorten(grammar.get_error()) if grammar.is_error() else _DEAD_END
+        reason = _DEAD_END if reason.startswith("NoExtension") else reason
+        if self._is_document:
+            self.fault = self.fault or GRAMMAR_FAULT + reason
+        else:
+            logger.warning("a tool call goes on without its grammar: %s", reason)
+            self.phase, self.grammar = Phase.FREE, None
 
 
 def _pack(bits: NDArray[np.uint8]) -> Mask:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from typing import Any
 
-from culet.errors import CuletError
+from culet.errors import BadRequest, CuletError, QueueFull
+from culet.log import logger
 from culet.structured.check import GrammarCheck
 from culet.structured.compiler import GrammarCompiler
+from culet.structured.tool_grammar import tool_form
 from culet.text.tokenizer import Tokenizer
 from culet.types import GrammarSpec, Request
 
@@ -28,6 +31,14 @@ class GrammarQueue:
     def check(self, spec: GrammarSpec) -> None:
         """Raise if the spec cannot be compiled within the limits. Blocks until this is known."""
         self._check.check(spec)
+
+    def call_grammar(self, tools: Sequence[Mapping[str, Any]]) -> GrammarSpec | None:
+        """Return the grammar of one call of `tools`, or None if there is none within the limits. Blocks until this is known."""
+        try:
+            return replace(self._check.check(tool_form(tools, one_call=True)), on_call=True)
+        except (BadRequest, QueueFull) as error:
+            logger.warning("tool calls are not constrained: %s", error.message)
+            return None
 
     def submit(self, request: Request) -> bool:
         """Start to compile a request's grammar. Return True if it is already compiled."""

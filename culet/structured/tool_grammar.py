@@ -1,6 +1,7 @@
 """Build a grammar for tool calls in Gemma 4's format from the tools' JSON schemas.
 
-It enforces a `tool_choice` that is `required` or names a tool. It also allows calls next to a structured answer.
+It enforces a `tool_choice` that is `required` or names a tool, and holds the calls of `auto` to the tools. It also allows calls
+next to a structured answer.
 
     <|tool_call>call:NAME{key:value,...}<tool_call|>
 
@@ -17,6 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from msgspec import Raw, Struct
 
 from culet.errors import BadRequest
@@ -51,6 +53,19 @@ class ToolForm(Struct, frozen=True):
     name: str | None = None  # the only tool that may be called
     one_call: bool = False
     document: GrammarSpec | None = None
+
+
+def tool_form(
+    tools: Sequence[Mapping[str, Any]], *, name: str | None = None, one_call: bool = False, document: GrammarSpec | None = None
+) -> ToolForm:
+    """Return the form of calls of `tools`, without the parts of the tools that a grammar does not need."""
+    schemas = []
+    for tool in tools:
+        function = tool.get("function", tool)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise BadRequest("tools: expected functions with a name", hint='{"type": "function", "function": {"name": ...}}')
+        schemas.append({"function": {key: function.get(key) for key in ("name", "parameters")}})
+    return ToolForm(Raw(msgspec.json.encode(schemas)), name, one_call, document)
 
 
 def expand(fields: Mapping[str, Any]) -> GrammarSpec:
@@ -236,7 +251,7 @@ class _Rules:
             raise BadRequest(
                 f"tools: the schemas are too large: an object has {len(keys)} properties, {num_optional} of them optional, "
                 f"but the maximum is {_MAX_KEYS}, {_MAX_OPTIONAL} of them optional",
-                hint='divide the object, or use tool_choice "auto", which needs no grammar',
+                hint='divide the object, or use tool_choice "auto", which does without a grammar then',
             )
         first, rest = "", ""
         for key in reversed(keys):
@@ -279,7 +294,7 @@ class _Rules:
 def _too_large() -> BadRequest:
     return BadRequest(
         f"tools: the schemas are too large: expanded to a grammar, they have more than {MAX_GRAMMAR_CHARS} characters",
-        hint='send smaller schemas, or use tool_choice "auto", which needs no grammar',
+        hint='send smaller schemas, or use tool_choice "auto", which does without a grammar then',
     )
 
 

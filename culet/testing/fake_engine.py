@@ -92,7 +92,7 @@ class FakeEngine:
         deltas, self._deltas = self._deltas, []
         for seq in list(self._running.values()):
             deltas.append(self._draw(seq))
-        self._counters.steps += 1
+        self._counters.count_step(sum(len(delta.token_ids) for delta in deltas))
         return deltas
 
     def _draw(self, seq: _ScriptedSequence) -> TokenDelta:

@@ -22,9 +22,11 @@ from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPi
 from culet.text.output_reader import ChatReader, PlainReader
 from culet.text.tokenizer import Tokenizer
 from culet.text.tool_schema import tool_schemas
-from culet.types import FinishReason, Logprobs, Request, SamplingParams, TokenDelta
+from culet.types import FinishReason, GrammarSpec, Logprobs, Request, SamplingParams, TokenDelta
 
 TOOL_CALLS = "tool_calls"  # the finish reason of a turn that ends with tool calls
+EMPTY_ANSWER = "empty_after_thinking"  # how the warning about such an answer begins
+_ANSWERED = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 _ENGINE_ENDED = frozenset({FinishReason.CANCEL, FinishReason.TIMEOUT, FinishReason.ERROR})
 
 
@@ -42,6 +44,7 @@ class OutputDelta(Struct, frozen=True, gc=False):
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache, only set in the first delta
     num_accepted_drafts: int = 0
     num_rejected_drafts: int = 0
+    warning: str = ""  # see SampleOutput.warning
 
     @property
     def text(self) -> str:
@@ -74,8 +77,16 @@ class Reader(Protocol):
 class SampleOutput:
     """The output of one sample so far. Pass its TokenDeltas to `push` in order."""
 
-    def __init__(self, reader: Reader, *, hidden_ids: frozenset[int] = frozenset(), single_call: bool = False) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        *,
+        hidden_ids: frozenset[int] = frozenset(),
+        single_call: bool = False,
+        thinking_budget: int | None = None,
+    ) -> None:
         self._reader = reader
+        self._thinking_budget = thinking_budget
         self._hidden_ids = hidden_ids  # tokens without visible log-probabilities
         self._single_call = single_call
         self.token_ids: list[int] = []  # including the stop token
@@ -119,11 +130,27 @@ class SampleOutput:
             delta.num_cached_tokens,
             delta.num_accepted_drafts,
             delta.num_rejected_drafts,
+            "" if self.finish_reason is None else self.warning,
         )
 
     def output(self) -> Output:
         """Return the text, reasoning and tool calls so far."""
         return self._reader.output()
+
+    @property
+    def is_thought_out(self) -> bool:
+        """Whether the thoughts have reached their budget."""
+        budget = self._thinking_budget
+        return budget is not None and self._reader.output().num_thought_tokens >= budget
+
+    @property
+    def warning(self) -> str:
+        """What the finish reason does not say: the answer ended after thoughts, without any text or tool call."""
+        output = self._reader.output()
+        if self.finish_reason not in _ANSWERED or not output.num_thought_tokens or output.text.strip() or output.tool_calls:
+            return ""
+        how = "max_tokens was reached" if self.finish_reason == FinishReason.LENGTH else "the model ended its turn"
+        return f"{EMPTY_ANSWER}: {how} after {output.num_thought_tokens} tokens of thought, without an answer"
 
     def _read(
         self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]
@@ -172,10 +199,12 @@ def chat_output(
     *,
     tools: Iterable[Mapping[str, Any]] | None = None,
     single_call: bool = False,
+    calls_hold: bool = False,
 ) -> SampleOutput:
     """Create the output for a sample of a chat, which separates thoughts, text and tool calls.
 
-    With `single_call`, the sample ends after its first tool call.
+    With `single_call`, the sample ends after its first tool call. With `calls_hold`, or a grammar for calls in `params`,
+    calls are held to their form.
     """
     reader = ChatReader(
         tokenizer,
@@ -184,5 +213,11 @@ def chat_output(
         end_ids=request.stop_token_ids,
         ignore_end=params.ignore_eos,
         stop=tuple(params.stop),
+        calls_hold=calls_hold or (isinstance(params.structured_outputs, GrammarSpec) and params.structured_outputs.on_call),
     )
-    return SampleOutput(reader, hidden_ids=tokenizer.special_ids, single_call=single_call)
+    return SampleOutput(
+        reader,
+        hidden_ids=tokenizer.special_ids,
+        single_call=single_call,
+        thinking_budget=params.thinking_token_budget,
+    )

@@ -20,17 +20,39 @@ class ReasoningPiece(Struct, frozen=True, gc=False):
     text: str
 
 
+class CallPart(Struct, frozen=True, gc=False):
+    """Part of a tool call that is not complete yet. The parts of a call join to its `arguments_json`."""
+
+    index: int
+    id: str
+    name: str
+    arguments_json: str
+    is_first: bool = False
+
+
 class ToolCall(Struct, frozen=True):
-    """A complete tool call. `arguments` is the parsed form of `arguments_json`."""
+    """A tool call. `arguments` is the parsed form of `arguments_json`.
+
+    If the output was cut inside a call, the call is not complete, and `arguments` is empty.
+    """
 
     index: int  # the position among the sample's calls
     id: str
     name: str
     arguments_json: str
     arguments: dict[str, Any]
+    has_parts: bool = False  # its parts came before it
+    is_complete: bool = True
 
 
-OutputPiece = TextPiece | ReasoningPiece | ToolCall
+OutputPiece = TextPiece | ReasoningPiece | CallPart | ToolCall
+
+
+def call_part(piece: CallPart | ToolCall) -> CallPart | None:
+    """Return what a piece adds to a stream of call parts: itself, a whole call as one part, or None."""
+    if isinstance(piece, CallPart):
+        return piece
+    return None if piece.has_parts else CallPart(piece.index, piece.id, piece.name, piece.arguments_json, is_first=True)
 
 
 class Output(Struct, frozen=True):
@@ -41,6 +63,7 @@ class Output(Struct, frozen=True):
     tool_calls: tuple[ToolCall, ...] = ()
     num_malformed: int = 0  # tool calls that could not be parsed and became text
     num_reasoning_tokens: int = 0  # including the marks around thoughts
+    num_thought_tokens: int = 0  # without the marks, which is what a thinking budget counts
     has_ended: bool = False  # a token or a stop string ended the turn
     stop: str | None = None  # the stop string that ended it
 
@@ -52,4 +75,7 @@ def merge(first: OutputPiece, second: OutputPiece) -> OutputPiece | None:
             return ReasoningPiece(first.text + second.text)
         case TextPiece(), TextPiece() if first.malformed is second.malformed:
             return TextPiece(first.text + second.text, first.malformed)
+        case CallPart(), CallPart() if first.index == second.index:
+            text = first.arguments_json + second.arguments_json
+            return CallPart(first.index, first.id, first.name, text, first.is_first)
     return None

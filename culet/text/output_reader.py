@@ -12,6 +12,8 @@ at a time, so the result does not depend on how they are grouped. Streams and co
 - A tool call is reported when it is complete. Once its last brace is closed, it also counts if its end token is missing and
   another mark or the end of the output follows. A malformed call (bad syntax, no name or not closed) becomes text, including
   its markup, and is flagged as malformed.
+- With `calls_hold`, a grammar holds calls to their form. Then the parts of a call are reported as they are read, and a call
+  that the output is cut in is reported as it is.
 - Blank text between channels and calls is dropped.
 - `<|turn>model` and a newline at the start of the output are dropped. Models write them if the prompt does not end with them.
 """
@@ -24,7 +26,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum, auto
 
-from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece, ToolCall, merge
+from culet.text.output_pieces import CallPart, Output, OutputPiece, ReasoningPiece, TextPiece, ToolCall, merge
 from culet.text.stops import StopMatcher
 from culet.text.tokenizer import IncrementalDecoder, Tokenizer
 from culet.text.tool_calls import CallReader
@@ -119,6 +121,7 @@ class ChatReader:
         end_ids: Collection[int] = (),
         ignore_end: bool = False,
         stop: Sequence[str] = (),
+        calls_hold: bool = False,
         make_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
     ) -> None:
         self._tokenizer = tokenizer
@@ -130,6 +133,7 @@ class ChatReader:
         self._schemas = schemas or {}
         self._ignore_end = ignore_end
         self._make_id = make_id
+        self._calls_hold = calls_hold
         self._stops = StopMatcher(stop)
 
         self._state = _State.TEXT
@@ -137,7 +141,7 @@ class ChatReader:
         self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._tool_calls: list[ToolCall] = []
-        self._num_malformed = self._num_reasoning_tokens = 0
+        self._num_malformed = self._num_reasoning_tokens = self._num_thought_tokens = 0
         self._has_ended = False
         self._is_first = True  # no channel or call so far
         self._space: list[str] = []  # white space that counts only if text follows
@@ -148,6 +152,7 @@ class ChatReader:
         self._call = CallReader(self._schemas)
         self._raw_call: list[str] = []  # the decoded text of the current call
         self._call_json: list[str] = []
+        self._call_id = ""  # of the current call, if parts of it were reported
         opening = _open_channel(tokenizer, prompt_ids)
         if opening is not None:
             self._enter_channel(opening)
@@ -170,6 +175,7 @@ class ChatReader:
             was_reasoning = self.in_reasoning
             self._read(token_id)
             self._num_reasoning_tokens += was_reasoning or self.in_reasoning
+            self._num_thought_tokens += was_reasoning and self.in_reasoning
         return self._take_pieces()
 
     def finish(self) -> list[OutputPiece]:
@@ -188,6 +194,7 @@ class ChatReader:
             tool_calls=tuple(self._tool_calls),
             num_malformed=self._num_malformed,
             num_reasoning_tokens=self._num_reasoning_tokens,
+            num_thought_tokens=self._num_thought_tokens,
             has_ended=self._has_ended,
             stop=self._stops.matched,
         )
@@ -340,7 +347,7 @@ class ChatReader:
     def _enter_call(self, token_id: int) -> None:
         self._state, self._is_first = _State.CALL, False
         self._call = CallReader(self._schemas)
-        self._raw_call, self._call_json = [self._name(token_id)], []
+        self._raw_call, self._call_json, self._call_id = [self._name(token_id)], [], ""
 
     def _read_in_call(self, token_id: int, mark: _Mark | None) -> None:
         """Read a special token inside a call. It may be the end of the call, a quote, or part of a string."""
@@ -365,22 +372,36 @@ class ChatReader:
         """Append to the arguments, or give up on the call if it is malformed."""
         if self._call.fault is not None:
             self._break_call()
-        else:
-            self._call_json.append(arguments_json)
+            return
+        self._call_json.append(arguments_json)
+        if self._calls_hold and arguments_json:  # then the name is known too
+            is_first, self._call_id = not self._call_id, self._call_id or self._make_id()
+            part = CallPart(len(self._tool_calls), self._call_id, self._call.name or "", arguments_json, is_first)
+            self._emit(part)
 
     def _end_call(self) -> None:
-        """Report the call if it is complete."""
+        """Report the call if it is complete, or if parts of it were reported."""
         if not self._call.is_complete:
-            self._break_call()
+            if self._call_id:
+                self._report_call(is_complete=False)
+            else:
+                self._break_call()
             return
+        self._report_call()
+
+    def _report_call(self, *, is_complete: bool = True) -> None:
         text = "".join(self._call_json)
-        call = ToolCall(len(self._tool_calls), self._make_id(), self._call.name or "", text, json.loads(text))
+        arguments = json.loads(text) if is_complete else {}
+        call_id, name = self._call_id or self._make_id(), self._call.name or ""
+        call = ToolCall(len(self._tool_calls), call_id, name, text, arguments, bool(self._call_id), is_complete)
         self._tool_calls.append(call)
         self._emit(call)
         self._state = _State.TEXT
 
     def _break_call(self) -> None:
         """Treat the call as malformed, and return all of it as text, including what follows."""
+        if self._call_id:  # its grammar let go of it, and the parts that were reported remain
+            self._report_call(is_complete=False)
         self._num_malformed += 1
         self._state = _State.BROKEN
         self._add_text("".join(self._raw_call), malformed=True)

@@ -20,11 +20,13 @@ import tokenizers
 from culet.errors import BadRequest, CheckpointError
 
 BOS_TOKEN = "<bos>"
-_HINT = "copy tokenizer.json from the model's page on the Hugging Face Hub into the folder"
+_HINT = "copy tokenizer.json from the model's page on the Hugging Face Hub into the folder, or use --skip-tokenizer-init"
 
 
 class Tokenizer:
     """The tokenizer of a checkpoint folder."""
+
+    has_text = True  # whether it can turn text into token ids and back
 
     def __init__(self, folder: str | Path) -> None:
         path = Path(folder) / "tokenizer.json"
@@ -145,6 +147,33 @@ class NumberTokenizer(Tokenizer):
 
     def _make_piece(self, token_id: int) -> bytes:
         return f" {token_id}".encode() if token_id < self._vocab_size else b""
+
+
+class NoTokenizer(NumberTokenizer):
+    """Stands in for a tokenizer that was not loaded. Prompts are token ids, and the text of every token is empty."""
+
+    has_text = False
+
+    def token_id(self, token: str) -> int | None:
+        return None
+
+    def encode(self, text: str, *, add_bos: bool = False) -> list[int]:
+        raise no_tokenizer("prompt: got text")
+
+    def _make_piece(self, token_id: int) -> bytes:
+        return b""
+
+
+def no_tokenizer(problem: str) -> BadRequest:
+    """Return the error for a request that needs text when no tokenizer was loaded."""
+    return BadRequest(f"{problem}, but the tokenizer was not loaded", hint="use token ids, or omit --skip-tokenizer-init")
+
+
+def make_tokenizer(folder: Path, vocab_size: int, *, is_random: bool, is_skipped: bool) -> Tokenizer:
+    """Return a checkpoint's tokenizer. A model with random weights reads and writes token numbers instead."""
+    if is_skipped:
+        return NoTokenizer(vocab_size)
+    return NumberTokenizer(vocab_size) if is_random else Tokenizer(folder)
 
 
 def _looks_special(text: str) -> bool:

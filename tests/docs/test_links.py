@@ -57,8 +57,8 @@ def missing_files(text: str) -> list[str]:
 
 
 def tree_entries(text: str) -> list[str]:
-    """Return the paths in the README's tree of the repository."""
-    (tree,) = re.findall(r"## Where things are\n\n```\n(.*?)```", text, re.DOTALL)
+    """Return the paths in the tree of the repository."""
+    (tree,) = re.findall(r"```\n(.*?)```", text, re.DOTALL)
     entries, parent = [], ""
     for line in tree.splitlines():
         name = line.split()[0]
@@ -78,8 +78,8 @@ def test_named_files_exist(page: Path) -> None:
     assert missing_files(page.read_text()) == []
 
 
-def test_tree_of_the_readme() -> None:
-    entries = tree_entries((ROOT / "README.md").read_text())
+def test_tree_of_the_repository() -> None:
+    entries = tree_entries((ROOT / "docs/concepts/repository.md").read_text())
     packages = {f"culet/{path.parent.name}/" for path in (ROOT / "culet").glob("*/__init__.py")}
     modules = {f"culet/{path.name}" for path in (ROOT / "culet").glob("*.py")} - {"culet/__init__.py"}
     assert [entry for entry in entries if not (ROOT / entry).exists()] == []

@@ -38,6 +38,19 @@ def test_messages(fake: Running) -> None:
     assert counted.input_tokens == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
 
 
+def test_system_messages_between_others(tiny: Running) -> None:
+    """Claude Code sends them. They are turns of their own, in their place."""
+
+    def count(*messages: Any) -> int:
+        return client_of(tiny).messages.count_tokens(model="gemma", messages=list(messages)).input_tokens
+
+    blocks: Any = [{"type": "text", "text": "Be brief."}]
+    system: Any = {"role": "system", "content": blocks}
+    assert count(*HELLO, system) == count(*HELLO, system | {"content": "Be brief."}) > count(*HELLO)
+    answer = client_of(tiny).messages.create(model="gemma", max_tokens=2, messages=[*HELLO, system])
+    assert answer.usage.input_tokens == count(*HELLO, system)
+
+
 def test_streaming_gives_the_same(fake: Running) -> None:
     with client_of(fake).messages.stream(model="gemma", max_tokens=100, messages=HELLO) as stream:
         events = list(stream)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.serve.conftest import ANSWER
 from tests.serve.running import Running
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -39,7 +40,6 @@ def test_other_names_of_structured_outputs(tiny: Running, fields: dict[str, Any]
         ({"guided_choice": ["a"], "structured_outputs": {"regex": "b"}}, "guided_choice"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
         ({"grammar": "root ::= undefined"}, "Rule 'undefined' not found"),
-        ({"min_tokens": 5}, "min_tokens"),
         ({"bad_words": ["x"]}, "bad_words"),
         ({"allowed_token_ids": [5]}, "allowed_token_ids"),
         ({"use_beam_search": True}, "use_beam_search"),
@@ -47,7 +47,6 @@ def test_other_names_of_structured_outputs(tiny: Running, fields: dict[str, Any]
         ({"dry_multiplier": 0.8}, "dry_multiplier"),
         ({"ebnf": "root ::= x"}, "ebnf"),
         ({"json_schema": {"type": "object"}}, "json_schema"),
-        ({"thinking_token_budget": 7}, "thinking_token_budget"),
         ({"continue_final_message": True}, "add_generation_prompt"),
         ({"continue_final_message": True, "add_generation_prompt": False}, "continue_final_message"),
     ],
@@ -61,7 +60,7 @@ def test_fields_that_are_refused(tiny: Running, fields: dict[str, Any], name: st
 def test_values_that_change_nothing(fake: Running) -> None:
     fields = {"min_tokens": 0, "bad_words": [], "use_beam_search": False, "length_penalty": 1.0, "typical_p": 1, "ebnf": None}
     assert fake.chat(messages=HELLO, **fields).status_code == 200
-    for fields in ({"best_of": 2}, {"suffix": "x"}, {"min_tokens": 1}):
+    for fields in ({"best_of": 2}, {"suffix": "x"}, {"min_tokens": 3}):
         response = fake.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, **fields})
         assert response.status_code == 400
         assert next(iter(fields)) in response.json()["error"]["message"]
@@ -141,3 +140,10 @@ def test_an_unknown_path_lists_the_paths(fake: Running) -> None:
     response = fake.http.post("/v1/chat/completion", json={})
     assert response.status_code == 404
     assert "/v1/chat/completions, " in response.json()["error"]["message"]
+
+
+def test_token_ids_are_returned_on_request(fake: Running, encode: Callable[[str], list[int]]) -> None:
+    body = {"prompt": "Hello", "max_tokens": 64}
+    (choice,) = fake.http.post("/v1/completions", json={**body, "return_token_ids": True}).json()["choices"]
+    assert choice["token_ids"] == encode(f"{ANSWER}<turn|>")
+    assert "token_ids" not in fake.http.post("/v1/completions", json=body).json()["choices"][0]

@@ -35,7 +35,7 @@ def events(response: httpx.Response) -> Iterator[str]:
 
 
 def test_engine_killed_mid_stream(scripted: Callable[..., Running]) -> None:
-    """Without restarts, streams end with an error event, other requests with a 503, and the server exits with 2."""
+    """Without restarts, streams end with an error event, other requests with a 503, and the server exits with 3."""
     with scripted(step_s=0.02, settings={"max_engine_restarts": 0}) as server, ThreadPoolExecutor(1) as pool:
         whole = pool.submit(server.chat, ignore_eos=True, max_tokens=5000)
         with server.http.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 5000}) as response:
@@ -50,7 +50,7 @@ def test_engine_killed_mid_stream(scripted: Callable[..., Running]) -> None:
         assert answer.json()["error"]["code"] == "engine_unavailable"
         with pytest.raises((httpx.TransportError, AssertionError)):
             assert server.http.get("/health").status_code == 200, "red"
-        assert server.wait() == 2
+        assert server.wait() == 3
         assert "the engine died" in server.log()
 
 
@@ -77,7 +77,7 @@ def test_engine_is_restarted(scripted: Callable[..., Running]) -> None:
         server.check_well()
         assert server.stats()["engine_restarts"] == 1
         os.kill(server.engine_id(), signal.SIGKILL)
-        assert server.wait() == 2
+        assert server.wait() == 3
 
 
 def test_web_process_killed(scripted: Callable[..., Running]) -> None:
@@ -333,7 +333,7 @@ def test_an_engine_that_hangs(scripted: Callable[..., Running]) -> None:
     with scripted(step_s=60, settings={"limits": "step_s=1", "max_engine_restarts": 0}) as server:
         answer = server.chat()
         assert answer.status_code == 503
-        assert server.wait() == 2
+        assert server.wait() == 3
         assert "killing the engine" in server.log()
 
 

@@ -37,9 +37,16 @@ NAMES = (
             "request_queue_time_seconds",
             "request_prompt_tokens",
             "request_generation_tokens",
+            "request_prefill_time_seconds",
+            "request_decode_time_seconds",
+            "request_inference_time_seconds",
+            "time_per_output_token_seconds",
+            "request_max_num_generation_tokens",
+            "iteration_tokens_total",
         )
         for part in ("bucket", "count", "sum")
     ),
+    "vllm:cache_config_info",
     "culet:kv_group_pages",
     "culet:kv_group_usage_perc",
     "culet:kv_resume_points",
@@ -92,6 +99,18 @@ def test_numbers_match_the_requests(tiny: Running) -> None:
     assert 0 < grown("vllm:time_to_first_token_seconds_sum") <= grown("vllm:e2e_request_latency_seconds_sum")
     assert 0 <= grown("vllm:request_queue_time_seconds_sum") <= grown("vllm:time_to_first_token_seconds_sum")
     assert grown("vllm:inter_token_latency_seconds_count") == 3 * 2 * 4
+    assert grown("vllm:time_per_output_token_seconds_count") == 3 * 2 * 4
+    for name in ("request_prefill_time", "request_decode_time", "request_inference_time"):
+        assert grown(f"vllm:{name}_seconds_count") == 3, name
+    assert 0 < grown("vllm:request_decode_time_seconds_sum") < grown("vllm:e2e_request_latency_seconds_sum")
+    parts = grown("vllm:request_prefill_time_seconds_sum") + grown("vllm:request_decode_time_seconds_sum")
+    assert grown("vllm:request_inference_time_seconds_sum") == pytest.approx(parts)
+    assert grown("vllm:request_max_num_generation_tokens_sum") == 3 * 5
+    num_steps = grown("vllm:iteration_tokens_total_count")
+    assert num_steps == grown("culet:steps_total") >= 3 * 5
+    num_computed = sum(entry["prompt_tokens"] - entry["prompt_tokens_details"]["cached_tokens"] for entry in usage)
+    assert grown("vllm:iteration_tokens_total_sum") == num_computed + 3 * 2 * 4  # the last token of a sample is not computed
+    assert grown("vllm:iteration_tokens_total_bucket", le="+Inf") == num_steps
     assert grown("vllm:prefix_cache_queries_total") > 0
     assert read(tiny)["vllm:num_requests_running", ()] == 0
     assert read(tiny)["vllm:kv_cache_usage_perc", ()] == pytest.approx(0)
@@ -175,3 +194,26 @@ def test_drafts_are_counted_and_structured_output_holds(folder: Path) -> None:
         lines = server.chat(max_tokens=30, temperature=0, stream=True, stream_options={"include_usage": True}).text.split("\n")
         last = json.loads([line for line in lines if line.startswith("data: {")][-1].removeprefix("data: "))
         assert last["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] > 0
+
+
+DASHBOARD = Path(__file__).parents[2] / "docs/dashboards/culet.json"
+NAME = re.compile(r"\b(?:vllm:|culet:|process_)[a-z0-9_]+")
+
+
+def test_every_query_of_the_dashboard_names_a_metric(scripted: Callable[..., Running]) -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    queries += [variable["query"]["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
+    assert len(queries) > 40
+    with scripted(settings={"api_key": "secret"}) as server:
+        assert server.chat().status_code == 200
+        wait_for(lambda: any(name == "vllm:num_requests_running" for name, _ in read(server)), what="the engine's report")
+        # A metric that counts something that has not happened yet has a name but no samples.
+        families = list(text_string_to_metric_families(server.http.get("/metrics").text))
+    known = {sample.name for family in families for sample in family.samples}
+    known |= {f"{family.name}_total" for family in families if family.type == "counter"}
+    for query in queries:
+        names = NAME.findall(query)
+        assert names, query
+        assert known.issuperset(names), query
+        assert query.count("(") == query.count(")"), query

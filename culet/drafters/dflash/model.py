@@ -30,7 +30,7 @@ from culet.layers.weight.weights import Weights
 from culet.models.gemma4 import Gemma4
 from culet.models.random_checkpoint import RandomDraw
 from culet.models.random_weights import fill_randomly
-from culet.models.weights import load_weights
+from culet.models.weights import choose_rounding, load_weights
 
 COMMIT_TOKENS = 1024  # features computed at a time (for the 31B, the joined taps of 1024 tokens take 66 MiB)
 _IGNORED = ("embed_tokens.weight", "lm_head.weight")  # some tools store them, but the target's are used
@@ -167,15 +167,15 @@ class DFlashModel(Layer):
     @property
     def head_bytes(self) -> int:
         """The bytes of the head, which is the target's."""
-        return self.target[0].embedding.num_bytes
+        return self.target[0].head_bytes
 
     def candidates(self, last_LD: Tensor) -> Candidates:
         """Return candidate tokens that include the most likely one of each row. The rows may be [R, K, D]."""
-        return self.target[0].embedding.head_candidates(last_LD, self.spec.final_softcap)
+        return self.target[0].head_candidates(last_LD, self.spec.final_softcap)
 
     def logits(self, last_LD: Tensor) -> Tensor:
-        """Return softcapped float32 logits [L, V]. The head is the target's embedding table."""
-        return self.target[0].embedding.capped_head(last_LD, self.spec.final_softcap)
+        """Return softcapped float32 logits [L, V]. The head is the target's."""
+        return self.target[0].capped_head(last_LD, self.spec.final_softcap)
 
     def finish(self) -> None:
         """Compute the values that depend on several tensors. Call after loading."""
@@ -183,18 +183,21 @@ class DFlashModel(Layer):
             layer.finish()
 
 
-def load_dflash(folder: Path, spec: DFlashSpec, target: Gemma4, *, progress: bool = True) -> DFlashModel:
+def load_dflash(
+    folder: Path, spec: DFlashSpec, target: Gemma4, *, quantization: str = "auto", progress: bool = True
+) -> DFlashModel:
     """Load the drafter in `folder` to the target's device, in its precision."""
 
     def build(weights: Weights) -> DFlashModel:
         return DFlashModel(spec, target, weights)
 
-    return load_weights(folder, build, _match_names, Weights(target.dtype, target.device), progress=progress)
+    weights = Weights(target.dtype, target.device)
+    return load_weights(folder, build, _match_names, weights, quantization=quantization, progress=progress)
 
 
-def draw_dflash(spec: DFlashSpec, target: Gemma4, draw: RandomDraw) -> DFlashModel:
+def draw_dflash(spec: DFlashSpec, target: Gemma4, draw: RandomDraw, *, quantization: str = "auto") -> DFlashModel:
     """Return a drafter with random weights, for measurements."""
-    model = DFlashModel(spec, target, Weights(target.dtype, target.device))
+    model = DFlashModel(spec, target, choose_rounding(Weights(target.dtype, target.device), quantization))
     fill_randomly(model.placements(), draw, target.device)
     model.finish()
     return model

@@ -38,6 +38,7 @@ class DFlashPlan:
     first_layer: int  # number of its first layer in the pool, where the target's layers come first
     max_drafts: int
     random: RandomDraw | None = None  # if set, weights are random and there is no folder
+    quantization: str = "auto"
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -70,7 +71,7 @@ class DFlashPlan:
             problem = f"got {choice.num_speculative_tokens}, but blocks of {spec.block_size} tokens hold at most {most} drafts"
             raise ConfigError(f"speculative-config: num_speculative_tokens: {problem}")
         drafts = choice.num_speculative_tokens or most
-        return cls(choice.model, choice.revision, spec, len(target.layers), drafts, draw)
+        return cls(choice.model, choice.revision, spec, len(target.layers), drafts, draw, choice.quantization)
 
     def kv_specs(self, itemsize: int) -> list[KVSpec]:
         """Return the layers as one group. Windows are only masks. A block is written after the newest token for one pass."""
@@ -106,7 +107,9 @@ class DFlashPlan:
 
     def weight_bytes(self, itemsize: int) -> int:
         """Return the bytes of its weights."""
-        return round(sum(self.num_parameters().values()) * bytes_per_value(itemsize))
+        counts = dict(self.num_parameters())
+        norms = counts.pop("norms") * bytes_per_value(itemsize)
+        return round(norms + sum(counts.values()) * bytes_per_value(itemsize, self.quantization))
 
     def build(self, target: Gemma4, backends: Mapping[int, AttentionBackend], *, progress: bool = True) -> DFlashDrafter:
         """Load the weights to the target's device, in its precision. `backends` holds only the backend of its group."""
@@ -114,9 +117,10 @@ class DFlashPlan:
         from culet.drafters.dflash.model import draw_dflash, load_dflash
 
         if self.random is not None:
-            model = draw_dflash(self.spec, target, self.random)
+            model = draw_dflash(self.spec, target, self.random, quantization=self.quantization)
         else:
-            model = load_dflash(find_folder(self.model, self.revision), self.spec, target, progress=progress)
+            folder = find_folder(self.model, self.revision)
+            model = load_dflash(folder, self.spec, target, quantization=self.quantization, progress=progress)
         (backend,) = backends.values()
         return DFlashDrafter(model, backend, max_drafts=self.max_drafts)
 

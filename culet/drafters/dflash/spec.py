@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from culet.models.spec import ModelSpec, Section, refuse_quantised
+from culet.models.quantised.config import read_quantisation
+from culet.models.spec import ModelSpec, Section
 
 ARCHITECTURE = "DFlashDraftModel"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -86,7 +87,7 @@ def read_dflash(config: Mapping[str, object], target: ModelSpec) -> DFlashSpec:
         if value is not None and value != expected:
             wanted = "no value" if expected is None else repr(expected)
             raise root.error(key, f"got {value!r}, expected {wanted}", "no published DFlash drafter has this value")
-    refuse_quantised(root)
+    read_quantisation(root.values)
     own = root.section("dflash_config", {})
     _check_pairing(root, own, target)
     num_heads, num_kv_heads = root.whole("num_attention_heads"), root.whole("num_key_value_heads")

@@ -28,7 +28,7 @@ from culet.layers.weight.weights import Weights
 from culet.models.gemma4 import Gemma4
 from culet.models.random_checkpoint import RandomDraw
 from culet.models.random_weights import fill_randomly
-from culet.models.weights import load_weights
+from culet.models.weights import choose_rounding, load_weights
 
 _TIED_HEAD = "lm_head.weight"  # some tools store it, though it equals the embedding table
 
@@ -104,7 +104,7 @@ def _one_key_more(planned: AttentionBackend) -> AttentionBackend:
     return type(planned)(replace(group, specs=specs), planned.num_heads)
 
 
-def load_mtp(folder: Path, spec: MTPSpec, target: Gemma4, *, progress: bool = True) -> MTPModel:
+def load_mtp(folder: Path, spec: MTPSpec, target: Gemma4, *, quantization: str = "auto", progress: bool = True) -> MTPModel:
     """Load the drafter to the target's device, in its precision, and bind it to the target's pages."""
 
     def build(weights: Weights) -> MTPModel:
@@ -113,14 +113,16 @@ def load_mtp(folder: Path, spec: MTPSpec, target: Gemma4, *, progress: bool = Tr
     def match(names: Iterable[str]) -> dict[str, str]:
         return {name: name for name in names if name != _TIED_HEAD}
 
-    model = load_weights(folder, build, match, Weights(target.dtype, target.device), progress=progress)
+    weights = Weights(target.dtype, target.device)
+    model = load_weights(folder, build, match, weights, quantization=quantization, progress=progress)
     model.bind(target)
     return model
 
 
-def draw_mtp(spec: MTPSpec, target: Gemma4, draw: RandomDraw) -> MTPModel:
+def draw_mtp(spec: MTPSpec, target: Gemma4, draw: RandomDraw, *, quantization: str = "auto") -> MTPModel:
     """Return a drafter with random weights, for measurements."""
-    model = MTPModel(spec, Weights(target.dtype, target.device), latent=target.latent)
+    weights = choose_rounding(Weights(target.dtype, target.device), quantization)
+    model = MTPModel(spec, weights, latent=target.latent)
     fill_randomly(model.placements(), draw, target.device)
     model.finish()
     model.bind(target)

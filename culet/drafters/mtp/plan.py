@@ -88,17 +88,17 @@ class MTPPlan:
         """Return the bytes of its weights. The head may have its own precision."""
         counts = dict(self.num_parameters())
         head = counts.pop("head") * bytes_per_value(itemsize, self.choice.head_dtype)
-        return round(head + sum(counts.values()) * bytes_per_value(itemsize))
+        return round(head + sum(counts.values()) * bytes_per_value(itemsize, self.choice.quantization))
 
     def build(self, target: Gemma4, backends: Mapping[int, AttentionBackend], *, progress: bool = True) -> MTPDrafter:
         """Load the weights to the target's device in its precision. `backends` are the drafter's, by index of the KV group."""
         from culet.drafters.mtp.drafter import MTPDrafter, draw_mtp, load_mtp
 
         if self.random is not None:
-            model = draw_mtp(self.spec, target, self.random)
+            model = draw_mtp(self.spec, target, self.random, quantization=self.choice.quantization)
         else:
             folder = find_folder(self.choice.model, self.choice.revision)
-            model = load_mtp(folder, self.spec, target, progress=progress)
+            model = load_mtp(folder, self.spec, target, quantization=self.choice.quantization, progress=progress)
         if self.choice.head_dtype != "auto":
             try:
                 model.narrow_head(self.choice.head_dtype)

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from culet.errors import CheckpointError
-from culet.models.spec import LayerSpec, ModelSpec, Section, read_spec, refuse_quantised
+from culet.models.quantised.config import read_quantisation
+from culet.models.spec import LayerSpec, ModelSpec, Section, read_spec
 
 # model_type of an assistant -> that of its decoder
 MODEL_TYPES = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
@@ -58,7 +59,7 @@ def read_mtp(config: Mapping[str, object], target: ModelSpec) -> MTPSpec:
     if model_type not in MODEL_TYPES:
         hint = "pass an assistant, such as google/gemma-4-E4B-it-assistant"
         raise root.error("model_type", f"got {model_type!r}, expected one of: {', '.join(MODEL_TYPES)}", hint)
-    refuse_quantised(root)
+    read_quantisation(root.values)
     text = root.section("text_config")
     for key in ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp"):
         if text.values.get(key):

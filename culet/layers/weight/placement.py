@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 # Types of stored tensors, by their names in a safetensors header.
 FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
 INTEGERS = frozenset({"I32", "I64"})
+E4M3_TYPES = frozenset({"F8_E4M3"})
 # Random values are first rounded to this dtype, so that a float32 model has the same weights as its bfloat16 twin.
 _DRAWN_DTYPE = torch.bfloat16
 
@@ -33,10 +34,28 @@ class Piece:
 
     def fill(self, stored: Sliceable) -> None:
         """Read the region and copy it to the target, converting device and dtype."""
-        value = stored[self.region].to(self.target.device)
+        value = stored[self.region]
+        if self.order is None and value.dtype is self.target.dtype:
+            self.target.copy_(value)  # straight to the device, which then needs no memory for a second copy
+            return
+        value = value.to(self.target.device)
         if self.order is not None:
             value = value.index_select(self.dim, self.order.to(value.device))
         self.target.copy_(value)
+
+
+@dataclass(frozen=True)
+class ConvertedPiece(Piece):
+    """A region of a stored tensor that fills one or more tensors after a conversion, such as from floats to int4 and scales."""
+
+    convert: Callable[[Tensor], tuple[Tensor, ...]] = lambda value: (value,)
+    more_targets: tuple[Tensor, ...] = ()
+
+    def fill(self, stored: Sliceable) -> None:
+        """Read the region, convert it, and copy the results to the targets."""
+        values = self.convert(stored[self.region].to(self.target.device))
+        for target, value in zip((self.target, *self.more_targets), values, strict=True):
+            target.copy_(value)
 
 
 @dataclass(frozen=True)
@@ -46,6 +65,12 @@ class Placement:
     shape: tuple[int, ...]  # shape of the whole stored tensor
     pieces: tuple[Piece, ...]
     types: Collection[str] = FLOATS  # stored types that can be read
+    is_scale: bool = False  # the values must be finite, which is checked before anything is loaded
+    is_flat: bool = False  # dimensions of size 1 may be missing from the stored shape, or there may be more of them
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Return whether a stored tensor may have this shape."""
+        return shape == self.shape or (self.is_flat and _without_ones(shape) == _without_ones(self.shape))
 
     @property
     def target(self) -> Tensor:
@@ -60,6 +85,10 @@ class Placement:
     def empty(self, device: torch.device) -> Tensor:
         """Allocate memory for random values of the whole stored tensor."""
         return torch.empty(self.shape, dtype=_DRAWN_DTYPE if self.types == FLOATS else torch.int64, device=device)
+
+
+def _without_ones(shape: Iterable[int]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
 
 
 def whole(shape: Iterable[int]) -> tuple[slice, ...]:

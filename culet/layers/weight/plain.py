@@ -6,6 +6,7 @@ Shapes: as in `base`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -238,6 +239,22 @@ class PlainExperts(ExpertStack):
         return join_parts(self.ops.experts(x_TD, weights_TK, experts_TK, self.gate_up, self.down), self.all_reduce)
 
 
+class PerExpertPlain(PlainExperts):
+    """Plain experts of a checkpoint that stores each expert's matrices by themselves, as quantised files do."""
+
+    def own_placements(self) -> Iterator[tuple[str, Placement]]:
+        layout, part = self.layout, self.layout.width_of(self.rank)
+        width, every = part.stop - part.start, slice(0, layout.hidden_size)
+        for expert in range(layout.num_experts):
+            name, gate_up = f"{layout.name}.{expert}", self.gate_up[expert]
+            for projection, target in (("gate_proj", gate_up[:width]), ("up_proj", gate_up[width:])):
+                piece = Piece(target, (part, every))
+                yield f"{name}.{projection}.weight", Placement((layout.width, layout.hidden_size), (piece,))
+            down = Piece(self.down[expert], (every, part))
+            yield f"{name}.down_proj.weight", Placement((layout.hidden_size, layout.width), (down,))
+
+
+@dataclass(frozen=True)
 class PlainFormat:
     """Makes plain weights."""
 
@@ -249,3 +266,11 @@ class PlainFormat:
 
     def experts(self, layout: ExpertsLayout, site: Site) -> ExpertStack:
         return PlainExperts(layout, site)
+
+
+@dataclass(frozen=True)
+class PerExpertFormat(PlainFormat):
+    """Makes plain weights from a checkpoint that stores each expert by itself."""
+
+    def experts(self, layout: ExpertsLayout, site: Site) -> ExpertStack:
+        return PerExpertPlain(layout, site)

@@ -27,6 +27,7 @@ from culet.layers.weight.base import (
     TableLayout,
 )
 from culet.layers.weight.e4m3 import E4M3Table
+from culet.layers.weight.joined import JoinedMatrix
 from culet.layers.weight.placement import StoredVector
 from culet.layers.weight.plain import PlainFormat, Router
 from culet.registry import lookup
@@ -80,7 +81,13 @@ class Weights(Site):
     def matrix_of(self, layout: MatrixLayout) -> Matrix:
         """Make a matrix whose columns may be reordered."""
         named = tuple(replace(projection, name=self.prefix + projection.name) for projection in layout.projections)
-        return self.choose_format(named[0].name).matrix(replace(layout, projections=named), self)
+        layout = replace(layout, projections=named)
+        formats = [self.choose_format(projection.name) for projection in named]
+        if all(each == formats[0] for each in formats):
+            return formats[0].matrix(layout, self)
+        single = [replace(layout, projections=(projection,)) for projection in named]
+        parts = [each.matrix(alone, self) for each, alone in zip(formats, single, strict=True)]
+        return JoinedMatrix(layout, self, parts)
 
     def router(self, name: str, num_experts: int, num_columns: int) -> Router:
         """Make a router, which is float32 in every format."""

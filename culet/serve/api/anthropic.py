@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from culet.errors import BadRequest, CuletError, UnsupportedError
-from culet.serve.api.chat_request import PreparedChat, check_chat, prepare
+from culet.serve.api.chat_request import PreparedChat, check_chat, prefilled, prepare
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
 from culet.serve.api.fields import (
     CacheSalt,
     Count,
+    CountOrNone,
     SamplingFields,
     Schema,
     Share,
@@ -35,7 +36,7 @@ from culet.serve.service import Service
 from culet.serve.streams import EventStream, run_all
 from culet.structured.forms import SchemaText, schema_form
 from culet.text.output import OutputDelta
-from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece
+from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece, call_part
 
 ENDPOINT = "/v1/messages"
 _ERROR_TYPES = {
@@ -97,7 +98,7 @@ Block = TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlo
 class AnthropicMessage(Struct):
     """One message of a conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]  # Claude Code sends system messages between the others
     content: Text | Annotated[list[Block], Meta(max_length=1024)]
 
 
@@ -159,6 +160,8 @@ class MessagesRequest(Conversation, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     cache_salt: CacheSalt | None = None
+    min_tokens: CountOrNone = None
+    constrain_tool_calls: bool | None = None  # hold tool calls to the declared tools
 
 
 class AnthropicUsage(Struct):
@@ -168,6 +171,7 @@ class AnthropicUsage(Struct):
     output_tokens: int
     cache_read_input_tokens: int
     cache_creation_input_tokens: int = 0
+    thinking_budget_reached: bool = False
 
 
 class AnthropicAnswer(Struct):
@@ -181,6 +185,7 @@ class AnthropicAnswer(Struct):
     usage: AnthropicUsage
     type: str = "message"
     role: str = "assistant"
+    warning: str | UnsetType = UNSET  # why an answer that has ended is empty
 
 
 class TokenCount(Struct):
@@ -206,7 +211,9 @@ async def messages(service: Service, request: Request) -> Response:
     sample = generation.samples[0]
     output = sample.output()
     reason, stop = _stop_of(sample.finish_reason, output)
-    return json_response(AnthropicAnswer(_new_id(), model, _blocks(output), reason, stop, _usage(generation)))
+    answer = AnthropicAnswer(_new_id(), model, _blocks(output), reason, stop, _usage(generation))
+    answer.warning = sample.warning or UNSET
+    return json_response(answer)
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
@@ -219,7 +226,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
         await check_chat(service, body.messages, tools)
         messages = _openai_messages(body)
         tokens = await service.encode_chat(
-            messages, tools=tools or None, enable_thinking=_thinking(body), continued=_prefilled(messages[-1])
+            messages, tools=tools or None, enable_thinking=_thinking(body), continued=prefilled(messages[-1])
         )
     except CuletError as error:
         return _error_response(error)
@@ -227,7 +234,14 @@ async def count_tokens(service: Service, request: Request) -> Response:
 
 
 async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
-    fields = SamplingFields(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences)
+    fields = SamplingFields(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        stop=body.stop_sequences,
+        min_tokens=body.min_tokens,
+        thinking_token_budget=body.thinking.budget_tokens if body.thinking is not None else None,
+    )
     params = sampling_params(service, fields, max_tokens=body.max_tokens)
     form = body.output_format or (body.output_config.format if body.output_config is not None else None)
     if form is not None:
@@ -244,17 +258,12 @@ async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
         params,
         tools=_tools(body),
         tool_choice="auto" if choice is None else names.get(choice.type, f"={choice.name}"),
+        constrain_tool_calls=body.constrain_tool_calls,
         single_call=choice is not None and choice.disable_parallel_tool_use,
         enable_thinking=_thinking(body),
-        continued=_prefilled(messages[-1]),
+        continued=prefilled(messages[-1]),
         clamp=True,  # clients must always send max_tokens, so they send large ones
     )
-
-
-def _prefilled(message: Mapping[str, Any]) -> str | None:
-    """Return the text of the last message if it is the beginning of the model's answer, or None."""
-    is_prefilled = message["role"] == "assistant" and "tool_calls" not in message and message["content"].strip()
-    return message["content"] if is_prefilled else None
 
 
 # From Anthropic's messages to chat messages
@@ -281,7 +290,8 @@ def _openai_messages(body: Conversation) -> list[dict[str, Any]]:
     for index, message in enumerate(body.messages):
         blocks = [TextBlock(message.content)] if isinstance(message.content, str) else message.content
         where = f"messages[{index}].content"
-        messages += _from_user(blocks, where) if message.role == "user" else [_from_model(blocks, where)]
+        converted = [_from_model(blocks, where)] if message.role == "assistant" else _from_user(blocks, where)
+        messages += [entry | {"role": "system"} for entry in converted] if message.role == "system" else converted
     return messages
 
 
@@ -354,7 +364,8 @@ def _stop_of(finish_reason: str | None, output: Output) -> tuple[str, str | None
 
 def _usage(generation: Generation) -> AnthropicUsage:
     counts = generation.token_counts()
-    return AnthropicUsage(counts.num_prompt - counts.num_cached, counts.num_generated, counts.num_cached)
+    num_new = counts.num_prompt - counts.num_cached
+    return AnthropicUsage(num_new, counts.num_generated, counts.num_cached, thinking_budget_reached=counts.is_thought_out)
 
 
 def _blocks(output: Output) -> list[dict[str, Any]]:
@@ -400,8 +411,10 @@ class _Writer:
         if isinstance(piece, TextPiece):
             start = self._switch("text", {"type": "text", "text": ""})
             return [*start, self._delta(type="text_delta", text=piece.text)]
-        start = self._switch(f"call {piece.index}", {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
-        return [*start, self._delta(type="input_json_delta", partial_json=piece.arguments_json)]
+        if (part := call_part(piece)) is None:
+            return []
+        start = self._switch(f"call {part.index}", {"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
+        return [*start, self._delta(type="input_json_delta", partial_json=part.arguments_json)]
 
     def _switch(self, kind: str, block: dict[str, Any]) -> list[bytes]:
         """Start a new block, unless one of this kind is open."""
@@ -425,7 +438,7 @@ class _Writer:
         """Return the final events, with the stop reason and the usage."""
         sample = generations[0].samples[0]
         reason, stop = _stop_of(sample.finish_reason, sample.output())
-        delta = {"stop_reason": reason, "stop_sequence": stop}
+        delta = {"stop_reason": reason, "stop_sequence": stop, **({"warning": sample.warning} if sample.warning else {})}
         last = _event("message_delta", delta=delta, usage=_usage(generations[0]))
         return b"".join([*self._close(), last, _event("message_stop")])
 

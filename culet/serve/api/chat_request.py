@@ -1,6 +1,6 @@
 """Prepare a chat request for the engine: its prompt tokens, its sampling parameters and the parser for its answer.
 
-All APIs with messages (OpenAI's chat and responses APIs, and Anthropic's) go through `prepare`.
+All APIs with messages (OpenAI's chat and responses APIs, Anthropic's and Ollama's) go through `prepare`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import msgspec
-from msgspec import Raw, Struct
+from msgspec import Struct
 
-from culet.errors import BadRequest
+from culet.errors import BadRequest, QueueFull
+from culet.log import logger
 from culet.serve.answers.turns import json_size
 from culet.serve.generation import Generation, Origin
 from culet.serve.service import Service
 from culet.structured.check import Form
-from culet.structured.tool_grammar import ToolForm
+from culet.structured.tool_grammar import ToolForm, tool_form
 from culet.text.output import chat_output
 from culet.types import GrammarSpec, SamplingParams
 
@@ -35,10 +35,17 @@ class PreparedChat:
     params: SamplingParams
     tools: Sequence[Mapping[str, Any]] = ()
     single_call: bool = False  # end with the first tool call
+    calls_hold: bool = False  # a grammar holds tool calls to their form, so their parts can be sent before they are complete
 
     def open(self, endpoint: str, origin: Origin) -> Generation:
         """Submit the request. The caller must read the generation and close it (`async with`)."""
-        make_output = partial(chat_output, self.service.tokenizer, tools=self.tools, single_call=self.single_call)
+        make_output = partial(
+            chat_output,
+            self.service.tokenizer,
+            tools=self.tools,
+            single_call=self.single_call,
+            calls_hold=self.calls_hold,
+        )
         return Generation(
             self.service,
             self.prompt_token_ids,
@@ -74,6 +81,7 @@ async def prepare(
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     tool_choice: str = "auto",
+    constrain_tool_calls: bool | None = None,
     single_call: bool = False,
     enable_thinking: bool | None = None,
     options: Mapping[str, Any] | None = None,
@@ -83,8 +91,9 @@ async def prepare(
 ) -> PreparedChat:
     """Check, render and tokenize a chat request.
 
-    `tool_choice` is auto, none, required, or `=NAME` for the tool that must be called. `continued` is the text of the last
-    message if the answer continues it. With `clamp`, a `max_tokens` that exceeds the context is lowered.
+    `tool_choice` is auto, none, required, or `=NAME` for the tool that must be called. With `constrain_tool_calls`, or if the
+    server says so, the calls of `auto` are held to the tools. `continued` is the text of the last message if the answer
+    continues it. With `clamp`, a `max_tokens` that exceeds the context is lowered.
     """
     service.require_ready()
     await check_chat(service, messages, tools)
@@ -100,6 +109,9 @@ async def prepare(
         thinking = service.settings.enable_thinking if enable_thinking is None else enable_thinking
         spec = await service.grammars.admit(form)
         params = replace(params, structured_outputs=replace(spec, after_thought=thinking))
+    elif offered and (service.settings.constrain_tool_calls if constrain_tool_calls is None else constrain_tool_calls):
+        params = replace(params, structured_outputs=await _call_grammar(service, offered))
+    calls_hold = isinstance(form, ToolForm) or (form is None and params.structured_outputs is not None)
     prompt = await service.encode_chat(
         messages,
         tools=list(offered) or None,
@@ -113,7 +125,22 @@ async def prepare(
         params = replace(params, logit_bias={**(params.logit_bias or {}), call_id: _FORBID})
     if clamp or service.settings.clamp_max_tokens:
         params = service.clamp(params, len(prompt))
-    return PreparedChat(service, prompt, params, offered, single_call)
+    return PreparedChat(service, prompt, params, offered, single_call, calls_hold)
+
+
+async def _call_grammar(service: Service, tools: Sequence[Mapping[str, Any]]) -> GrammarSpec | None:
+    """Return the grammar of one tool call. Return None if there is none for these tools, because the answer can do without."""
+    try:
+        return replace(await service.grammars.admit(tool_form(tools, one_call=True)), on_call=True)
+    except (BadRequest, QueueFull) as error:
+        logger.warning("tool calls are not constrained: %s", error.message)
+        return None
+
+
+def prefilled(message: Mapping[str, Any]) -> str | None:
+    """Return the text of a chat's last message if it is the beginning of the model's answer, or None."""
+    is_prefilled = message["role"] == "assistant" and "tool_calls" not in message and message["content"].strip()
+    return message["content"] if is_prefilled else None
 
 
 def _form(document: GrammarSpec | None, tools: Sequence[Mapping[str, Any]], tool_choice: str, single_call: bool) -> Form | None:
@@ -125,5 +152,4 @@ def _form(document: GrammarSpec | None, tools: Sequence[Mapping[str, Any]], tool
     if not is_required and (document is None or not tools or document.kind == "lark"):
         return document  # a client's own grammar decides everything
     name = tool_choice[1:] if tool_choice.startswith("=") else None
-    schemas = [{"function": {key: tool["function"].get(key) for key in ("name", "parameters")}} for tool in tools]
-    return ToolForm(Raw(msgspec.json.encode(schemas)), name, single_call, None if is_required else document)
+    return tool_form(tools, name=name, one_call=single_call, document=None if is_required else document)

@@ -6,10 +6,13 @@ servers. Unsupported fields that would change the answer are refused by name.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Iterable
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from culet.config import read_thinking_budgets
 from culet.errors import BadRequest, UnsupportedError
 from culet.serve.service import Service
 from culet.structured.forms import FormAliases, ResponseFormat, StructuredFields, form_of
@@ -22,6 +25,8 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+CountOrNone = Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
@@ -39,6 +44,7 @@ class StreamOptions(Struct):
     """Options for the contents of a stream."""
 
     include_usage: bool = False
+    repeat_tool_call_ids: bool | None = None  # the id and the name of a tool call are in each part of it
 
 
 Refused = Annotated[Raw, Meta(extra_json_schema={"enum": [None]})] | UnsetType
@@ -47,7 +53,7 @@ _NEUTRAL = (b"null", b"false", b"0", b"0.0", b"[]", b"{}", b'""', b"-1")
 _NEUTRAL_OF = {
     "length_penalty": (b"null", b"1", b"1.0"),
     "typical_p": (b"null", b"1", b"1.0"),
-    "thinking_token_budget": (b"null",),
+    "tfs_z": (b"null", b"1", b"1.0"),
 }
 
 
@@ -57,7 +63,6 @@ class UnsupportedFields(FormAliases, kw_only=True):
     The class derives from FormAliases only because a Struct cannot have two bases.
     """
 
-    min_tokens: Refused = UNSET
     allowed_token_ids: Refused = UNSET
     bad_words: Refused = UNSET
     use_beam_search: Refused = UNSET
@@ -71,16 +76,20 @@ class UnsupportedFields(FormAliases, kw_only=True):
     logits_processors: Refused = UNSET
     include_stop_str_in_output: Refused = UNSET
     truncate_prompt_tokens: Refused = UNSET
-    thinking_token_budget: Refused = UNSET
     ebnf: Refused = UNSET
     json_schema: Refused = UNSET
 
     def refuse(self) -> None:
         """Raise if the request has such a field."""
-        for name in _UNSUPPORTED:
-            value = getattr(self, name)
-            if not isinstance(value, UnsetType) and memoryview(value) not in _NEUTRAL_OF.get(name, _NEUTRAL):
-                raise UnsupportedError(f"{name}: not supported", hint="omit the field")
+        refuse_given(self, _UNSUPPORTED)
+
+
+def refuse_given(fields: Struct, names: Iterable[str], prefix: str = "") -> None:
+    """Raise if one of these fields, which are not supported, has a value that would change the answer."""
+    for name in names:
+        value = getattr(fields, name)
+        if not isinstance(value, UnsetType) and memoryview(value) not in _NEUTRAL_OF.get(name, _NEUTRAL):
+            raise UnsupportedError(f"{prefix}{name}: not supported", hint="omit the field")
 
 
 _UNSUPPORTED = [name for name in UnsupportedFields.__struct_fields__ if name not in FormAliases.__struct_fields__]
@@ -90,7 +99,9 @@ class SamplingFields(UnsupportedFields, kw_only=True):
     """The sampling fields of chat and completions requests."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
-    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    max_tokens: CountOrNone = None
+    min_tokens: CountOrNone = None
+    thinking_token_budget: CountOrNone = None  # the most tokens in all thoughts of an answer
     temperature: Temperature | None = None
     top_p: Share | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
@@ -110,6 +121,30 @@ class SamplingFields(UnsupportedFields, kw_only=True):
     cache_salt: CacheSalt | None = None  # only requests with the same salt share cached prefixes
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+
+
+class Thinking(NamedTuple):
+    """Whether the model thinks, and how much. None means the server's default, or no limit."""
+
+    is_on: bool | None = None
+    budget: int | None = None
+
+
+_read_budgets = cache(read_thinking_budgets)
+
+
+def thinking_of(
+    service: Service, *, effort: Effort | None = None, budget: int | None = None, is_on: bool | None = None
+) -> Thinking:
+    """Return what a request says about thinking.
+
+    `effort` is a level, which the server turns into a budget. A `budget` is more exact, and `is_on` decides alone.
+    """
+    if budget is None and effort is not None:
+        budget = _read_budgets(service.settings.thinking_budgets).get(effort)
+    if is_on is None and (effort is not None or budget is not None):
+        is_on = effort != "none" and budget != 0
+    return Thinking(is_on, budget)
 
 
 def sampling_params(
@@ -139,6 +174,8 @@ def sampling_params(
         top_k=fields.top_k,
         min_p=fields.min_p,
         max_tokens=max_tokens,
+        min_tokens=fields.min_tokens or 0,
+        thinking_token_budget=fields.thinking_token_budget,
         stop=stop,
         stop_token_ids=fields.stop_token_ids or (),
         ignore_eos=fields.ignore_eos,

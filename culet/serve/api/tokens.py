@@ -17,9 +17,9 @@ from culet.serve.answers.parts import BigAnswer, Part
 from culet.serve.api.chat_request import check_chat
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, read_body
 from culet.serve.api.fields import Text, TokenId
-from culet.serve.api.openai_chat import Message, TemplateOptions, Tool, tool_fields
+from culet.serve.api.openai.chat import Message, TemplateOptions, Tool, tool_fields
 from culet.serve.service import Service
-from culet.text.tokenizer import IncrementalDecoder, Tokenizer, check_token_ids
+from culet.text.tokenizer import IncrementalDecoder, Tokenizer, check_token_ids, no_tokenizer
 
 MAX_IDS = 1 << 18  # the longest context of the models
 _STEP_TOKENS = 1024
@@ -116,6 +116,8 @@ async def detokenize(service: Service, request: Request) -> Response:
     """Return the text of token ids, including special tokens."""
     body = await read_body(service, request, DetokenizeRequest)
     service.check_model(body.model)
+    if not service.tokenizer.has_text:
+        raise no_tokenizer("tokens: they stand for text")
     parts: list[Part] = [b'{"prompt":"']
     async for pieces in service.turns.run(_decode_ids(service.tokenizer, body.tokens, service.rules.vocab_size)):
         parts += pieces

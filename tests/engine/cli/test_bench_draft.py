@@ -29,5 +29,5 @@ def test_lines(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_bad_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "draft", "random:31B", "--num-seqs", "1,x"]) == 1
+    assert run(["bench", "draft", "random:31B", "--num-seqs", "1,x"]) == 2
     assert "num-seqs: got '1,x'" in capsys.readouterr().err

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from culet.cli.main import run
-from culet.engine.llm import LLM, Result, Sample
+from culet.engine.jobs import Result, Sample
+from culet.engine.llm import LLM
 from culet.testing import tiny
 from culet.testing.tiny import write_checkpoint
 from culet.text.output_pieces import ToolCall
@@ -159,7 +160,7 @@ def test_tiny_says_that_its_text_is_noise(
     assert "noise" in err
     assert {path.name for path in target.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
     monkeypatch.setattr(sys, "argv", ["tiny", str(target), "--shape", "7B"])
-    assert tiny.main() == 1
+    assert tiny.main() == 2
     assert "unknown shape: '7B'" in capsys.readouterr().err
 
 

@@ -17,7 +17,7 @@ import torch
 
 from culet import LLM, SamplingParams
 from culet.config import DraftChoice
-from culet.engine.llm import Result
+from culet.engine.jobs import Result
 from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN
 from culet.testing.tiny import SPECIAL_TOKENS, write_checkpoint
 from tests.engine.drafting import dflash_rig, draft_drive

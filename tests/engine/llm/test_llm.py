@@ -386,7 +386,7 @@ def test_trust_remote_code_has_no_effect(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_the_package_lists_its_names() -> None:
-    assert {"LLM", "SamplingParams", "StructuredOutputs"} <= set(dir(culet))
+    assert {"LLM", "AsyncLLM", "SamplingParams", "StructuredOutputs"} <= set(dir(culet))
     assert Path(culet.__file__).with_name("py.typed").exists()
 
 

@@ -39,6 +39,9 @@ class ScriptedEngine(FakeEngine):
     def check_grammar(self, request: Request) -> None:
         """Accept every grammar."""
 
+    def tool_call_grammar(self, tools: Any) -> None:
+        """Leave tool calls free."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -20,7 +20,7 @@ from torch import Tensor
 from culet import LLM, SamplingParams
 from culet.cache.spec import plan_cache
 from culet.engine import memory
-from culet.engine.llm import Result
+from culet.engine.jobs import Result
 from culet.errors import InternalError
 from culet.models.checkpoint import open_checkpoint
 from culet.runner.fixed.steps import Bucket

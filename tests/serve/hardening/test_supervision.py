@@ -95,7 +95,7 @@ def test_a_client_that_leaves_during_a_restart_is_forgotten(scripted: Callable[.
 
 
 def test_restarts_have_a_limit(scripted: Callable[..., Running]) -> None:
-    """The default is 3 in 10 minutes. After that the server exits with 2, and the last clients get an error."""
+    """The default is 3 in 10 minutes. After that the server exits with 3, and the last clients get an error."""
     with scripted(step_s=0.05) as server, ThreadPoolExecutor(1) as pool:
         for _ in range(3):
             server.wait_ready()
@@ -108,7 +108,7 @@ def test_restarts_have_a_limit(scripted: Callable[..., Running]) -> None:
         answer = last.result(300)
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "engine_unavailable"
-        assert server.wait() == 2
+        assert server.wait() == 3
         log = server.log()
         assert [f"restarting the engine in {pause} s ({number} of 3" in log for number, pause in ((1, 1), (2, 2), (3, 4))] == [
             True

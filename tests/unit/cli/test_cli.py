@@ -15,7 +15,7 @@ from culet import __version__, env
 from culet.cli import main as main_module
 from culet.cli.main import COMMANDS, cli, run
 from culet.config import build_config, config_fields
-from culet.errors import BadRequest, ConfigError, InternalError, WorkerDied
+from culet.errors import BadRequest, CheckpointError, ConfigError, InternalError, QueueFull, WorkerDied
 from culet.registry import load
 
 
@@ -99,7 +99,7 @@ def test_every_config_field_is_a_flag_with_its_doc() -> None:
     ],
 )
 def test_mistakes_of_users(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(arguments) == 1
+    assert run(arguments) == 2
     out, err = capsys.readouterr()
     lines = err.splitlines()
     assert out == ""
@@ -117,11 +117,14 @@ def test_usage_errors_have_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (BadRequest("bad", hint="good"), 1),
-        (ConfigError("first\nsecond"), 1),
-        (InternalError("fault"), 2),
-        (WorkerDied("died"), 2),
-        (RuntimeError("unexpected"), 2),
+        (click.UsageError("no such option"), 2),
+        (BadRequest("bad", hint="good"), 2),
+        (ConfigError("first\nsecond"), 2),
+        (CheckpointError("no model"), 1),
+        (QueueFull("busy"), 1),
+        (InternalError("fault"), 3),
+        (WorkerDied("died"), 3),
+        (RuntimeError("unexpected"), 3),
         (KeyboardInterrupt(), 130),
     ],
 )

@@ -116,8 +116,8 @@ def test_attention_is_planned_by_its_own_needs() -> None:
     [
         ({"architectures": ["Qwen3ForCausalLM"]}, "architectures: got"),
         ({"speculators_model_type": "dflash"}, "speculators_model_type: the drafter is in the format of the speculators"),
-        ({"quantization": {"bits": 4}}, "quantization: got a dict, expected no value"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config: got a dict"),
+        ({"quantization": {"bits": 4, "group_size": 64}}, "quantization: the format is MLX"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: the format is 'awq'"),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
         ({"attention_bias": True}, "attention_bias: got True"),
         ({"rope_scaling": {"factor": 2}}, "rope_scaling: got"),

@@ -112,11 +112,10 @@ def test_folder_without_config(tmp_path: Path):
 
 
 def test_file_instead_of_folder(tmp_path: Path):
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match="is a file") as caught:
+    file = tmp_path / "model.bin"
+    file.write_bytes(b"?")
+    with pytest.raises(CheckpointError, match="expected a checkpoint folder or a GGUF file"):
         open_checkpoint(str(file))
-    assert "GGUF" in caught.value.hint
 
 
 @pytest.mark.parametrize(

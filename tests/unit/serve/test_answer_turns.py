@@ -13,7 +13,7 @@ from culet.errors import BadRequest, QueueFull
 from culet.serve.answers.limits import AnswerLimits
 from culet.serve.answers.parts import MESSAGE_BYTES, BigAnswer, in_messages
 from culet.serve.answers.turns import Turns, json_size
-from culet.serve.api.openai_answers import TextColumns, TextLogprobs, write_columns
+from culet.serve.api.openai.answers import TextColumns, TextLogprobs, write_columns
 from culet.serve.process.wire import MAX_SCORES, in_parts
 from culet.text.tokenizer import NumberTokenizer
 from culet.types import FinishReason, TokenDelta

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, field
 
 from culet.errors import BadRequest, UnsupportedError
-from culet.serve.api.fields import CacheSalt, Count, Schema, Share, Temperature, Text, ToolName
+from culet.serve.api.fields import CacheSalt, Count, CountOrNone, Effort, Schema, Share, Temperature, Text, ToolName
 from culet.structured.forms import SchemaText
 
 Id = Annotated[str, Meta(max_length=256)]
@@ -72,9 +72,10 @@ class TextOptions(Struct):
 
 
 class ReasoningOptions(Struct):
-    """Whether the model thinks before it answers."""
+    """Whether the model thinks before it answers, and how much."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
+    max_tokens: CountOrNone = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
@@ -85,6 +86,9 @@ class ResponsesRequest(Struct, kw_only=True):
     model: Annotated[str, Meta(max_length=256)] | None = None
     instructions: Text | None = None
     max_output_tokens: Count | None = None
+    min_tokens: CountOrNone = None
+    thinking_token_budget: CountOrNone = None
+    constrain_tool_calls: bool | None = None  # hold tool calls to the declared tools
     temperature: Temperature | None = None
     top_p: Share | None = None
     tools: Annotated[list[ResponsesTool], Meta(max_length=4096)] | None = None
@@ -93,7 +97,7 @@ class ResponsesRequest(Struct, kw_only=True):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     stream: bool | None = False
-    store: bool | None = None  # accepted and ignored, since nothing is stored
+    store: bool | None = None  # whether to keep the response, if the server stores responses; by default it does
     background: bool | None = None
     previous_response_id: Id | None = None
     metadata: (
@@ -105,14 +109,12 @@ class ResponsesRequest(Struct, kw_only=True):
 
 
 def messages_of(body: ResponsesRequest, max_items: int) -> list[dict[str, Any]]:
-    """Return the conversation as chat messages. Raise if it has more than `max_items` items."""
+    """Return the input as chat messages. Raise if it has more than `max_items` items."""
     if not isinstance(body.input, str) and len(body.input) > max_items:
         raise BadRequest(f"input: got {len(body.input)} items, but the maximum is {max_items}")
-    messages: list[dict[str, Any]] = []
-    if body.instructions:
-        messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
+        return [{"role": "user", "content": body.input}]
+    messages: list[dict[str, Any]] = []
     thought: str | None = None
     for index, item in enumerate(body.input):
         where = f"input[{index}]"

@@ -1,31 +1,32 @@
-"""POST /v1/responses: OpenAI's Responses API, without stored state."""
+"""POST /v1/responses: OpenAI's Responses API. With `--store-responses`, a request can continue an earlier response."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from culet.errors import BadRequest, CuletError, UnsupportedError
+from culet.serve.answers.stored import StoredResponse
 from culet.serve.api.chat_request import PreparedChat, prepare
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
-from culet.serve.api.fields import SamplingFields, sampling_params
-from culet.serve.api.openai_responses_protocol import ResponsesRequest, ResponsesToolName, messages_of
-from culet.serve.generation import Generation
-from culet.serve.http_errors import reply_to
+from culet.serve.api.fields import SamplingFields, sampling_params, thinking_of
+from culet.serve.api.openai.responses_protocol import ReasoningOptions, ResponsesRequest, ResponsesToolName, messages_of
+from culet.serve.generation import Generation, Origin
+from culet.serve.http_errors import HttpError, reply_to
 from culet.serve.service import Service
 from culet.serve.streams import EventStream, run_all
 from culet.structured.forms import given_schema, schema_form
 from culet.text.output import OutputDelta
-from culet.text.output_pieces import OutputPiece, ReasoningPiece, TextPiece, ToolCall
+from culet.text.output_pieces import CallPart, Output, OutputPiece, ReasoningPiece, TextPiece, ToolCall, call_part
 from culet.types import GrammarSpec, StructuredOutputs
 
 ENDPOINT = "/v1/responses"
@@ -37,6 +38,7 @@ class InputDetails(Struct):
 
 class OutputDetails(Struct):
     reasoning_tokens: int
+    thinking_budget_reached: bool
 
 
 class ResponsesUsage(Struct):
@@ -60,6 +62,7 @@ class ResponsesAnswer(Struct, kw_only=True):
     usage: ResponsesUsage | None = None
     incomplete_details: dict[str, str] | None = None
     error: dict[str, str] | None = None
+    warning: str | UnsetType = UNSET  # why an answer that has ended is empty
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -78,15 +81,17 @@ class ResponsesAnswer(Struct, kw_only=True):
 
 
 async def responses(service: Service, request: Request) -> Response:
-    """Answer a conversation. With `stream`, send the answer as server-sent events. Nothing is stored."""
+    """Answer a conversation. With `stream`, send the answer as server-sent events."""
     body = await read_body(service, request, ResponsesRequest)
     model = service.check_model(body.model)
     origin = origin_of(request, cache_salt=body.cache_salt)
-    prepared = await _prepare(service, body)
+    given = messages_of(body, service.limits.messages)
+    prepared = await _prepare(service, body, [*_earlier(service, body, origin), *given])
     open_generation = partial(prepared.open, ENDPOINT, origin)
-    answer = _new_answer(model, body)
+    answer = _new_answer(model, body, is_stored=service.settings.store_responses and body.store is not False)
+    keep = partial(_keep, service, origin.caller.name, given)
     if body.stream:
-        writer = _Writer(answer)
+        writer = _Writer(answer, keep)
         return EventStream(
             service, [open_generation], writer.write, begin=writer.begin(), end=writer.end, write_error=writer.write_error
         )
@@ -100,19 +105,53 @@ async def responses(service: Service, request: Request) -> Response:
     for call in output.tool_calls:
         item = items.begin("function_call")
         item.call_id, item.name, item.text = call.id, call.name, call.arguments_json
-    return json_response(_completed(answer, generation, items))
+    return json_response(keep(_completed(answer, generation, items), output))
 
 
-async def _prepare(service: Service, body: ResponsesRequest) -> PreparedChat:
-    if body.previous_response_id is not None:
+def _earlier(service: Service, body: ResponsesRequest, origin: Origin) -> list[Mapping[str, Any]]:
+    """Return the messages before the input: the instructions, and the conversation that the request continues."""
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    if body.previous_response_id is not None and not service.stored.is_enabled:
         raise UnsupportedError(
-            "previous_response_id: this server does not store responses", hint="send the whole conversation in input"
+            "previous_response_id: this server does not store responses",
+            hint="send the whole conversation in input, or start the server with --store-responses",
         )
+    try:
+        return [*system, *service.stored.history(origin.caller.name, body.previous_response_id)]
+    except HttpError as error:
+        problem = f"previous_response_id: {error.message}"
+        raise HttpError(400, problem, hint=error.hint, code="previous_response_not_found") from None
+
+
+def _keep(
+    service: Service, key: str, given: Sequence[Mapping[str, Any]], answer: ResponsesAnswer, output: Output
+) -> ResponsesAnswer:
+    """Store a complete answer after the messages that it was `given`, unless the client asked not to. Return the answer."""
+    if not answer.store:
+        return answer
+    said: dict[str, Any] = {"role": "assistant"}
+    if output.reasoning:
+        said["reasoning_content"] = output.reasoning
+    if output.text or not output.tool_calls:
+        said["content"] = output.text
+    if output.tool_calls:
+        said["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
+            for call in output.tool_calls
+        ]
+    stored = StoredResponse(encoder.encode(answer), [*given, said], answer.previous_response_id)
+    return msgspec.structs.replace(answer, store=service.stored.add(key, answer.id, stored))
+
+
+async def _prepare(service: Service, body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> PreparedChat:
     if body.background:
         raise UnsupportedError("background: not supported", hint="use stream instead")
-    fields = SamplingFields(temperature=body.temperature, top_p=body.top_p)
+    fields = SamplingFields(temperature=body.temperature, top_p=body.top_p, min_tokens=body.min_tokens)
     params = sampling_params(service, fields, max_tokens=body.max_output_tokens)
-    params = replace(params, structured_outputs=_form(body))
+    asked = body.reasoning or ReasoningOptions()
+    thinking = thinking_of(service, effort=asked.effort, budget=asked.max_tokens)
+    budget = thinking.budget if body.thinking_token_budget is None else body.thinking_token_budget
+    params = replace(params, structured_outputs=_form(body), thinking_token_budget=budget)
     choice = body.tool_choice
     tools = [
         {
@@ -121,15 +160,15 @@ async def _prepare(service: Service, body: ResponsesRequest) -> PreparedChat:
         }
         for tool in body.tools or ()
     ]
-    effort = body.reasoning.effort if body.reasoning is not None else None
     return await prepare(
         service,
-        messages_of(body, service.limits.messages),
+        messages,
         params,
         tools=tools,
         tool_choice=f"={choice.name}" if isinstance(choice, ResponsesToolName) else choice or "auto",
+        constrain_tool_calls=body.constrain_tool_calls,
         single_call=body.parallel_tool_calls is False,
-        enable_thinking=None if effort is None else effort != "none",
+        enable_thinking=thinking.is_on,
     )
 
 
@@ -144,7 +183,7 @@ def _form(body: ResponsesRequest) -> GrammarSpec | None:
     return schema_form(asked.schema_, strict=bool(asked.strict))
 
 
-def _new_answer(model: str, body: ResponsesRequest) -> ResponsesAnswer:
+def _new_answer(model: str, body: ResponsesRequest, *, is_stored: bool) -> ResponsesAnswer:
     """Create an answer without output. It repeats the settings of the request."""
     form = body.text.format if body.text is not None else None
     choice = body.tool_choice
@@ -165,6 +204,8 @@ def _new_answer(model: str, body: ResponsesRequest) -> ResponsesAnswer:
         reasoning={"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
         metadata=body.metadata or {},
         truncation=body.truncation or "disabled",
+        previous_response_id=body.previous_response_id,
+        store=is_stored,
     )
 
 
@@ -219,11 +260,12 @@ def _completed(answer: ResponsesAnswer, generation: Generation, items: _Items) -
         status="incomplete" if is_cut else "completed",
         incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
         output=[item.build() for item in items.all],
+        warning=generation.samples[0].warning or UNSET,
         usage=ResponsesUsage(
             input_tokens=counts.num_prompt,
             input_tokens_details=InputDetails(counts.num_cached),
             output_tokens=counts.num_generated,
-            output_tokens_details=OutputDetails(counts.num_reasoning),
+            output_tokens_details=OutputDetails(counts.num_reasoning, counts.is_thought_out),
             total_tokens=counts.num_prompt + counts.num_generated,
         ),
     )
@@ -234,8 +276,8 @@ class _Writer:
 
     _DELTAS = {"reasoning": "response.reasoning_text", "message": "response.output_text"}  # noqa: RUF012
 
-    def __init__(self, answer: ResponsesAnswer) -> None:
-        self._answer, self._items = answer, _Items()
+    def __init__(self, answer: ResponsesAnswer, keep: Callable[[ResponsesAnswer, Output], ResponsesAnswer]) -> None:
+        self._answer, self._items, self._keep = answer, _Items(), keep
         self._open: _Item | None = None
         self._num_events = 0
 
@@ -263,14 +305,20 @@ class _Writer:
             return self._text("message", piece.text)
         return self._call(piece)
 
-    def _call(self, call: ToolCall) -> list[bytes]:
-        closing = self._close()
-        item = self._open = self._items.begin("function_call")
-        item.call_id, item.name, item.is_done = call.id, call.name, False
-        added = self._added(item)
-        item.text = call.arguments_json
-        arguments = self._event("response.function_call_arguments.delta", **self._place(item), delta=item.text)
-        return [*closing, added, arguments, *self._close()]
+    def _call(self, piece: CallPart | ToolCall) -> list[bytes]:
+        """Return the events for part of a tool call. The call itself closes the item of its parts."""
+        events: list[bytes] = []
+        if (part := call_part(piece)) is not None:
+            item = self._open
+            if item is None or part.is_first:
+                events += self._close()
+                item = self._open = self._items.begin("function_call")
+                item.call_id, item.name, item.is_done = part.id, part.name, False
+                events.append(self._added(item))
+            item.text += part.arguments_json
+            delta = self._event("response.function_call_arguments.delta", **self._place(item), delta=part.arguments_json)
+            events.append(delta)
+        return [*events, *self._close()] if isinstance(piece, ToolCall) else events
 
     def _added(self, item: _Item) -> bytes:
         return self._event("response.output_item.added", output_index=len(self._items.all) - 1, item=item.build())
@@ -310,7 +358,7 @@ class _Writer:
     def end(self, generations: Sequence[Generation]) -> bytes:
         """Close the open item and return its last events, then the complete answer."""
         closing = self._close()
-        answer = _completed(self._answer, generations[0], self._items)
+        answer = self._keep(_completed(self._answer, generations[0], self._items), generations[0].samples[0].output())
         return b"".join([*closing, self._event(f"response.{answer.status}", response=answer)])
 
     def write_error(self, error: CuletError) -> bytes:

@@ -23,7 +23,7 @@ from culet.serve.answers.limits import AnswerSize
 from culet.serve.answers.parts import BigAnswer, Part, in_messages
 from culet.serve.api.endpoint import Endpoint, encoder, origin_of, read_body
 from culet.serve.api.fields import SamplingFields, Text, TokenId, sampling_params
-from culet.serve.api.openai_answers import TEXT_BYTES, TextColumns, TextLogprobs, Usage, text_size, usage_of, write_columns
+from culet.serve.api.openai.answers import TEXT_BYTES, TextColumns, TextLogprobs, Usage, text_size, usage_of, write_columns
 from culet.serve.generation import Generation, Origin
 from culet.serve.service import Service
 from culet.serve.streams import DONE, EventStream, run_all
@@ -46,13 +46,15 @@ class CompletionRequest(SamplingFields, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=1024)] | None = None
     best_of: Annotated[int, Meta(ge=1, le=1)] | None = None
     suffix: Annotated[str, Meta(max_length=0)] | None = None
+    return_token_ids: bool | None = None  # also return the ids of the generated tokens; always done without a tokenizer
 
 
-class Choice(Struct):
+class Choice(Struct, omit_defaults=True):
     index: int
     text: str
     logprobs: TextLogprobs | None
     finish_reason: str
+    token_ids: list[int] | None = None
 
 
 class CompletionAnswer(Struct):
@@ -223,6 +225,7 @@ class _Builder:
         self._turns, self._size, self.n = service.turns, size, n
         self.tokenizer = service.tokenizer
         self.num_top, self.echo = body.logprobs, bool(body.echo)
+        self.with_ids = bool(body.return_token_ids) or not service.tokenizer.has_text
         self.without_output = body.max_tokens == 0
         self._echoes: dict[int, _Echo] = {}  # by prompt
         self._columns: dict[tuple[int, int], TextColumns] = {}  # by prompt and sample
@@ -288,12 +291,21 @@ class _Builder:
                 text = "" if self.without_output else sample.output().text
                 reason = "length" if self.without_output else sample.finish_reason or "stop"
                 columns = self._columns.get((index, number))
-                parts += self.choice(index, number, _unquoted(text), columns, b'"%s"' % reason.encode())
+                ids = () if self.without_output else sample.token_ids
+                parts += self.choice(index, number, _unquoted(text), columns, b'"%s"' % reason.encode(), ids)
         parts.append(b'],"usage":' + encoder.encode(usage) + b',"object":"text_completion"}')
         return parts
 
     def choice(
-        self, index: int, sample: int, text: bytes, columns: TextColumns | None, reason: bytes, *, with_prompt: bool = True
+        self,
+        index: int,
+        sample: int,
+        text: bytes,
+        columns: TextColumns | None,
+        reason: bytes,
+        token_ids: Sequence[int],
+        *,
+        with_prompt: bool = True,
     ) -> list[Part]:
         """Return the JSON of a Choice, in parts."""
         echo = self._echoes.get(index) if with_prompt else None
@@ -305,7 +317,8 @@ class _Builder:
         else:
             both = (None if echo is None else echo.columns, columns)
             parts += write_columns([part for part in both if part is not None])
-        parts += (b',"finish_reason":', reason, b"}")
+        parts += (b',"finish_reason":', reason)
+        parts += (b',"token_ids":', encoder.encode(token_ids), b"}") if self.with_ids else (b"}",)
         return parts
 
 
@@ -342,7 +355,8 @@ class _Chunks:
             self._started.add(key)
             tokens = () if builder.without_output else delta.visible_logprobs
             text = "" if builder.without_output else delta.text
-            if not (text or tokens or is_first or delta.finish_reason):
+            ids = delta.token_ids if builder.with_ids and not builder.without_output else ()
+            if not (text or tokens or ids or is_first or delta.finish_reason):
                 continue
             columns = None
             if tokens:
@@ -350,7 +364,7 @@ class _Chunks:
                 for token_id, logprobs in tokens:
                     columns.add(token_id, logprobs)
             reason = b"null" if delta.finish_reason is None else b'"%s"' % delta.finish_reason.encode()
-            choice = builder.choice(index, delta.sample, _unquoted(text), columns, reason, with_prompt=is_first)
+            choice = builder.choice(index, delta.sample, _unquoted(text), columns, reason, ids, with_prompt=is_first)
             yield [self._head, *choice, self._tail]
 
     def end(self, generations: Sequence[Generation]) -> bytes:

@@ -19,13 +19,25 @@ from culet.serve.answers.limits import AnswerSize
 from culet.serve.answers.parts import BigAnswer, Part, in_messages
 from culet.serve.api.chat_request import PreparedChat, check_chat, prepare
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
-from culet.serve.api.fields import Count, RawArguments, SamplingFields, Schema, Text, ToolName, sampling_params
-from culet.serve.api.openai_answers import ChatLogprobs, Usage, chat_entries, chat_size, usage_of
+from culet.serve.api.fields import (
+    Count,
+    CountOrNone,
+    Effort,
+    RawArguments,
+    SamplingFields,
+    Schema,
+    StreamOptions,
+    Text,
+    ToolName,
+    sampling_params,
+    thinking_of,
+)
+from culet.serve.api.openai.answers import ChatLogprobs, Usage, chat_entries, chat_size, usage_of
 from culet.serve.generation import Generation
 from culet.serve.service import Service
 from culet.serve.streams import DONE, EventStream, run_all
 from culet.text.output import OutputDelta
-from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece
+from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece, call_part
 from culet.types import SamplingParams
 
 ENDPOINT = "/v1/chat/completions"
@@ -98,6 +110,14 @@ class TemplateOptions(Struct, forbid_unknown_fields=True):
     preserve_thinking: bool | None = None
 
 
+class Reasoning(Struct):
+    """OpenRouter's form of `reasoning_effort` and `thinking_token_budget`."""
+
+    effort: Effort | None = None
+    max_tokens: CountOrNone = None
+    enabled: bool | None = None
+
+
 class ChatRequest(SamplingFields, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
@@ -108,7 +128,9 @@ class ChatRequest(SamplingFields, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=4096)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = True
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    constrain_tool_calls: bool | None = None  # hold tool calls to the declared tools
+    reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
     chat_template_kwargs: TemplateOptions | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # the answer continues the last message, which is the assistant's
@@ -138,6 +160,7 @@ class Choice(Struct):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    warning: str | UnsetType = UNSET  # why an answer that has ended is empty
 
 
 class ChatAnswer(Struct):
@@ -160,14 +183,13 @@ async def chat(service: Service, request: Request) -> Response:
     open_generation = partial(prepared.open, ENDPOINT, origin)
     num_top = prepared.params.logprobs
     if body.stream:
-        with_usage = body.stream_options is not None and body.stream_options.include_usage
-        chunks = _Chunks(service, model, prepared.params.n, num_top, with_usage)
+        chunks = _Chunks(service, model, prepared.params, body.stream_options or StreamOptions())
         return EventStream(service, [open_generation], chunks.write, begin=chunks.begin(), end=chunks.end)
     if num_top is not None:
         return await _answer_with_logprobs(service, request, prepared, open_generation, model)
     (generation,) = await run_all(request, [open_generation])
     choices = [
-        Choice(index, _message(sample.output()), None, sample.finish_reason or "stop")
+        Choice(index, _message(sample.output()), None, sample.finish_reason or "stop", sample.warning or UNSET)
         for index, sample in enumerate(generation.samples)
     ]
     return json_response(ChatAnswer(_new_id(), int(time.time()), model, choices, usage_of([generation])))
@@ -186,7 +208,7 @@ async def _answer_with_logprobs(
         for index, sample in enumerate(generation.samples):
             opening = b'%s{"index":%d,"message":' % (b"," if index else b"", index)
             parts += (opening, encoder.encode(_message(sample.output())), b',"logprobs":{"content":[')
-            parts += (lists.entries[index], b']},"finish_reason":"%s"}' % (sample.finish_reason or "stop").encode())
+            parts += (lists.entries[index], b"]},", _finish(sample.finish_reason or "stop", sample.warning), b"}")
         parts.append(b'],"usage":' + encoder.encode(usage_of([generation])) + b',"object":"chat.completion"}')
         return BigAnswer(parts, size)
     except BaseException:
@@ -230,9 +252,11 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
         num_tokens = params.n * min(max_tokens, service.rules.max_model_len)
         service.answers.check(chat_size(num_tokens, num_top), "logprobs")
     options = body.chat_template_kwargs
-    thinking = options.enable_thinking if options is not None else None
-    if thinking is None and body.reasoning_effort is not None:
-        thinking = body.reasoning_effort != "none"
+    asked = body.reasoning or Reasoning()
+    is_on = options.enable_thinking if options is not None and options.enable_thinking is not None else asked.enabled
+    thinking = thinking_of(service, effort=body.reasoning_effort or asked.effort, budget=asked.max_tokens, is_on=is_on)
+    if body.thinking_token_budget is None:
+        params = replace(params, thinking_token_budget=thinking.budget)
     choice = body.tool_choice
     await check_chat(service, body.messages, ())  # before they are converted
     prepared = await prepare(
@@ -241,8 +265,9 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
         params,
         tools=[tool_fields(tool) for tool in body.tools or ()],
         tool_choice=f"={choice.function.name}" if isinstance(choice, NamedChoice) else choice or "auto",
+        constrain_tool_calls=body.constrain_tool_calls,
         single_call=body.parallel_tool_calls is False,
-        enable_thinking=thinking,
+        enable_thinking=thinking.is_on,
         options={"preserve_thinking": True} if options is not None and options.preserve_thinking else None,
         add_generation_prompt=body.add_generation_prompt,
         continued=_continued(body) if body.continue_final_message else None,
@@ -293,7 +318,10 @@ def _new_id() -> str:
 class _Chunks:
     """Writes one answer as server-sent events. The parts that all chunks share are encoded once."""
 
-    def __init__(self, service: Service, model: str, n: int, num_top: int | None, with_usage: bool) -> None:
+    def __init__(self, service: Service, model: str, params: SamplingParams, options: StreamOptions) -> None:
+        n, num_top, with_usage = params.n, params.logprobs, options.include_usage
+        repeats = options.repeat_tool_call_ids
+        self._repeats_ids = service.settings.repeat_tool_call_ids if repeats is None else repeats
         self._tokenizer, self._turns, self._num_top = service.tokenizer, service.turns, num_top
         head = {"id": _new_id(), "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
         self._head = b"data: " + encoder.encode(head)[:-1] + b',"choices":['
@@ -329,20 +357,22 @@ class _Chunks:
         opening = self._open[delta.sample]
         chunks: list[bytes] = []
         for piece in delta.pieces:
-            for fields in _delta_fields(piece):
+            for fields in _delta_fields(piece, self._repeats_ids):
                 chunks += (opening, fields, self._close)
         if delta.finish_reason is not None:
-            chunks += (opening, b'},"logprobs":null,"finish_reason":"', delta.finish_reason.encode(), b'"}', self._tail)
+            chunks += (opening, b'},"logprobs":null,', _finish(delta.finish_reason, delta.warning), b"}", self._tail)
         return chunks
 
     def _with_logprobs(self, delta: OutputDelta, num_top: int) -> list[bytes]:
         opening = self._open[delta.sample]
-        *others, last = [fields for piece in delta.pieces for fields in _delta_fields(piece)] or [b'"content":""']
+        *others, last = [fields for piece in delta.pieces for fields in _delta_fields(piece, self._repeats_ids)] or [
+            b'"content":""'
+        ]
         entries = b",".join(chat_entries(self._tokenizer, delta.visible_logprobs, num_top))
         chunks = [part for fields in others for part in (opening, fields, self._close)]
         chunks += (opening, last, b'},"logprobs":{"content":[', entries, b']},"finish_reason":null}', self._tail)
         if delta.finish_reason is not None:
-            chunks += (opening, b'},"logprobs":null,"finish_reason":"', delta.finish_reason.encode(), b'"}', self._tail)
+            chunks += (opening, b'},"logprobs":null,', _finish(delta.finish_reason, delta.warning), b"}", self._tail)
         return chunks
 
     def end(self, generations: Sequence[Generation]) -> bytes:
@@ -352,15 +382,28 @@ class _Chunks:
         return self._head + b'],"usage":' + encoder.encode(usage_of(generations)) + b"}\n\n" + DONE
 
 
-def _delta_fields(piece: OutputPiece) -> tuple[bytes, ...]:
-    """Return the contents of the `delta` object of each chunk. A tool call takes two chunks, any other piece one."""
+def _finish(reason: str, warning: str) -> bytes:
+    """Return the last fields of a choice."""
+    return b'"finish_reason":"%s"' % reason.encode() + (b',"warning":' + encoder.encode(warning) if warning else b"")
+
+
+def _delta_fields(piece: OutputPiece, repeats_ids: bool) -> Iterator[bytes]:
+    """Yield the contents of the `delta` object of each chunk. The first part of a tool call takes two chunks, others one.
+
+    OpenAI's clients join the parts of an id or a name, so these are only in the first chunk, unless a client wants them in
+    all (`repeats_ids`). They do not join types.
+    """
     if isinstance(piece, TextPiece):
-        return (b'"content":' + encoder.encode(piece.text),)
-    if isinstance(piece, ReasoningPiece):
-        return (b'"reasoning_content":' + encoder.encode(piece.text),)
-    start = {"index": piece.index, "id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
-    arguments = {"index": piece.index, "function": {"arguments": piece.arguments_json}}
-    return tuple(b'"tool_calls":[' + encoder.encode(call) + b"]" for call in (start, arguments))
+        yield b'"content":' + encoder.encode(piece.text)
+    elif isinstance(piece, ReasoningPiece):
+        yield b'"reasoning_content":' + encoder.encode(piece.text)
+    elif (part := call_part(piece)) is not None:
+        for is_head in (True, False) if part.is_first else (False,):
+            call: dict[str, Any] = {"index": part.index, "type": "function"}
+            function = {"arguments": "" if is_head else part.arguments_json}
+            if is_head or repeats_ids:
+                call["id"], function["name"] = part.id, part.name
+            yield b'"tool_calls":[' + encoder.encode({**call, "function": function}) + b"]"
 
 
 ENDPOINTS = (Endpoint("POST", ENDPOINT, chat, body=ChatRequest, answer=ChatAnswer),)

@@ -30,6 +30,7 @@ class CompletionDetails(Struct):
     """
 
     reasoning_tokens: int
+    thinking_budget_reached: bool  # so the thought was closed, whether or not the model had more to think
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
@@ -55,6 +56,7 @@ def usage_of(generations: Sequence[Generation]) -> Usage:
         prompt_tokens_details=PromptDetails(sum(count.num_cached for count in counts)),
         completion_tokens_details=CompletionDetails(
             reasoning_tokens=sum(count.num_reasoning for count in counts),
+            thinking_budget_reached=any(count.is_thought_out for count in counts),
             accepted_prediction_tokens=sum(count.num_accepted_drafts for count in counts),
             rejected_prediction_tokens=sum(count.num_rejected_drafts for count in counts),
         ),
@@ -174,7 +176,9 @@ def _finite(value: float) -> float:
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return the text of a token. Incomplete UTF-8 becomes replacement characters."""
+    """Return the text of a token. Incomplete UTF-8 becomes replacement characters. Without a tokenizer it is the id."""
+    if not tokenizer.has_text:
+        return f"token_id:{token_id}"  # vLLM's form
     return _text(tokenizer.piece(token_id))
 
 

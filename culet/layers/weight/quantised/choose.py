@@ -1,0 +1,123 @@
+"""Choose the format of each weight by the tensors that the checkpoint holds and what its config says about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from culet.errors import CheckpointError
+from culet.layers.weight.placement import FLOATS
+from culet.layers.weight.plain import PerExpertFormat, PlainFormat
+from culet.layers.weight.quantised.forms import Fp8, Int4, Int8, Nvfp4
+from culet.layers.weight.quantised.gguf import block_format
+from culet.layers.weight.quantised.matrices import QuantisedFormat
+from culet.layers.weight.quantised.mobile import MobileFormat
+from culet.layers.weight.quantised.rounding import RoundedFormat
+from culet.layers.weight.quantised.scheme import MOBILE, MODELOPT, Description, Scheme
+from culet.layers.weight.quantised.sources import PackedInt4, PackedInt8, StoredFp8, StoredNvfp4
+from culet.layers.weight.weights import WeightFormat
+
+_PLAIN, _PER_EXPERT = PlainFormat(), PerExpertFormat()
+_GGUF_KINDS = ("Q4_0", "Q8_0", "Q6_K")
+# Endings of tensors that no form needs: activations stay in the model's precision, and the shape is in the config. The scales
+# of the KV cache are not used either, because Culet derives its own.
+SKIPPED = ("weight_shape", "input_scale", "input_global_scale", "k_scale", "v_scale", "k_cache_scale", "v_cache_scale")
+
+
+class Header(Protocol):
+    """What a file says about a tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+
+def rounded(precision: str) -> Callable[[str], WeightFormat]:
+    """Return a chooser for a plain checkpoint that is quantised while it is loaded."""
+    chosen = RoundedFormat(precision)
+    return lambda _: chosen
+
+
+@dataclass(frozen=True)
+class StoredFormats:
+    """Chooses formats for the weights of a checkpoint. `stored` maps the model's names to headers, `names` to stored names."""
+
+    quantisation: Description | None
+    stored: Mapping[str, Header]
+    names: Mapping[str, str]
+
+    def __call__(self, name: str) -> WeightFormat:
+        if f"{name}.gate_up_proj" in self.stored:
+            return self._of_tensor(name, f"{name}.gate_up_proj")
+        if f"{name}.0.gate_proj.weight" in self.stored or f"{name}.0.gate_proj.weight_packed" in self.stored:
+            found = self._of_module(f"{name}.0.gate_proj")
+            return _PER_EXPERT if found == _PLAIN else found
+        return self._of_module(name)
+
+    def _of_module(self, name: str) -> WeightFormat:
+        if f"{name}.embedding_quantized" in self.stored:
+            return self._mobile_table(name)
+        for ending in ("weight_packed", "weight"):
+            if f"{name}.{ending}" in self.stored:
+                return self._of_tensor(name, f"{name}.{ending}")
+        return _PLAIN  # the check of names and shapes reports what is missing
+
+    def _of_tensor(self, module: str, tensor: str) -> WeightFormat:
+        header = self.stored[tensor]
+        if header.dtype in FLOATS:
+            return _PLAIN
+        if header.dtype in _GGUF_KINDS:
+            return block_format(header.dtype)
+        if self.quantisation is None or len(header.shape) != 2:
+            return _PLAIN  # the check of types reports it
+        stored_module = self.names[tensor].rpartition(".")[0]
+        if self.quantisation.method == MOBILE:
+            bits = self.quantisation.bits_for(stored_module)
+            return MobileFormat(8 if header.dtype == "I8" else bits if bits != 8 else 4)
+        is_modelopt = self.quantisation.method == MODELOPT
+        if header.dtype == "U8":
+            return QuantisedFormat(Nvfp4(), StoredNvfp4(is_modelopt))
+        scheme = self._scheme(stored_module)
+        self._check_kind(stored_module, header, scheme)
+        return _format_of(scheme)
+
+    def _scheme(self, module: str) -> Scheme:
+        assert self.quantisation is not None
+        scheme = self.quantisation.scheme_of(module)
+        scheme = scheme or self.quantisation.only_scheme  # the tensors are right if the ignore list says otherwise
+        if scheme is None:
+            problem = f"{module} is stored quantised, but no group of quantization_config has it as a target"
+            raise CheckpointError(problem, hint="config.json and the weights belong to different models")
+        return scheme
+
+    def _check_kind(self, module: str, header: Header, scheme: Scheme) -> None:
+        """Raise if the tensor cannot have this scheme."""
+        expected = {"int4": "I32", "int8": "I32" if scheme.is_packed else "I8", "fp8": "F8_E4M3", "nvfp4": "U8"}[scheme.kind]
+        if header.dtype != expected:
+            problem = f"{module} is stored as {header.dtype}, but quantization_config says {scheme.kind}, stored as {expected}"
+            raise CheckpointError(problem, hint="config.json and the weights belong to different models")
+        num_columns = header.shape[1] * {"int4": 8, "int8": 4 if scheme.is_packed else 1}.get(scheme.kind, 1)
+        if scheme.group and num_columns % scheme.group:
+            problem = f"{module} has {num_columns} columns, which groups of {scheme.group} do not divide"
+            raise CheckpointError(problem, hint="group_size in config.json is wrong, or the tensor is cut off")
+        if scheme.has_zero and f"{module}.weight_zero_point" not in self.names.values():
+            hint = "the file is incomplete, or `symmetric` in config.json is wrong"
+            raise CheckpointError(f"{module} has no weight_zero_point, although its weights are not symmetric", hint=hint)
+
+    def _mobile_table(self, name: str) -> WeightFormat:
+        values, scale = self.stored[f"{name}.embedding_quantized"], self.stored.get(f"{name}.embedding_scale")
+        blocks = scale.shape[-1] if scale is not None and len(scale.shape) == 2 else 1
+        module = self.names[f"{name}.embedding_quantized"].rpartition(".")[0]
+        bits = 4 if self.quantisation is None else self.quantisation.bits_for(module)
+        return MobileFormat(8 if values.dtype == "I8" else bits if bits != 8 else 4, blocks)
+
+
+def _format_of(scheme: Scheme) -> WeightFormat:
+    if scheme.kind == "int4":
+        return QuantisedFormat(Int4(scheme.group, None, scheme.has_zero), PackedInt4(scheme.group, scheme.has_zero))
+    if scheme.kind == "int8":
+        return QuantisedFormat(Int8(scheme.group), PackedInt8(scheme.group, scheme.is_packed))
+    return QuantisedFormat(Fp8(scheme.scales == "block"), StoredFp8(scheme.scales))

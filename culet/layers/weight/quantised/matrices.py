@@ -1,0 +1,226 @@
+"""Weights in quantised forms. A format is a form in memory (`forms.py`) and a source in the checkpoint (`sources.py`).
+
+Shapes: as in `base`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from culet.errors import CheckpointError
+from culet.kernels.dispatch import for_device
+from culet.kernels.types import BlockShape, BlockStart, Candidates
+from culet.layers.layer import Layer
+from culet.layers.weight.base import ExpertsLayout, ExpertStack, Matrix, MatrixLayout, Site, Split, Table, TableLayout
+from culet.layers.weight.joined import JoinedMatrix, ReorderedMatrix
+from culet.layers.weight.placement import Placement
+from culet.layers.weight.quantised.cut import Cut, cuts_of
+from culet.layers.weight.quantised.forms import BLOCK, Form, Fp8, Held, cut_all
+from culet.layers.weight.quantised.sources import Source
+from culet.parallel.reduce import PartialSum, join_columns, join_parts
+
+
+class Tensors(Layer):
+    """The tensors of one quantised weight, and the ops that read them."""
+
+    def __init__(self, form: Form, shape: tuple[int, ...], site: Site) -> None:
+        super().__init__()
+        self.form = form
+        self.held = form.allocate(shape, site)
+        for name, tensor in zip(self.held._fields, self.held, strict=True):
+            if tensor is not None:
+                self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        kernels = for_device(site.device, form.name)
+        self.linear = getattr(kernels, f"{form.name}_linear")
+        self.gated_linear = getattr(kernels, f"{form.name}_gated_linear")
+        self.rows = getattr(kernels, f"{form.name}_rows", None)
+        self.experts = getattr(kernels, f"{form.name}_experts")
+        self.operands = form.operands(self.held)
+
+    def own_kernel_key(self) -> tuple[object, ...]:
+        """Return the form, and the shapes and types of the tensors."""
+        facts = ((tuple(tensor.shape), str(tensor.dtype)) for tensor in self.held if tensor is not None)
+        return self.form.name, *facts
+
+
+class QuantisedMatrix(Matrix):
+    """A matrix in one form. Its projections come from one source."""
+
+    def __init__(self, layout: MatrixLayout, site: Site, form: Form, source: Source) -> None:
+        super().__init__(layout, site)
+        self.source = source
+        cuts = list(cuts_of(layout, site.rank))
+        columns = layout.columns(site.rank)
+        self.tensors = Tensors(form, (cuts[-1][1].stop, columns.stop - columns.start), site)
+
+    def own_placements(self) -> Iterator[tuple[str, Placement]]:
+        form, held = self.tensors.form, self.tensors.held
+        for cut, rows in cuts_of(self.layout, self.rank):
+            yield from self.source.placements(cut, form.rows(held, rows))
+
+    def linear(self, x_TD: Tensor) -> Tensor:
+        product: Tensor = self.tensors.linear(x_TD, *self.tensors.operands)
+        return product
+
+    def linear_rows(self, x_TD: Tensor, rows: slice) -> Tensor:
+        form = self.tensors.form
+        if isinstance(form, Fp8) and form.has_blocks:
+            return self.linear(x_TD)[..., rows]
+        product: Tensor = self.tensors.linear(x_TD, *form.operands(form.rows(self.tensors.held, rows)))
+        return product
+
+    def gated_linear(self, x_TD: Tensor) -> Tensor:
+        gated: Tensor = self.tensors.gated_linear(x_TD, *self.tensors.operands)
+        return gated
+
+
+class QuantisedTable(Table):
+    """A table in int4 or int8. Rows are dequantised when they are looked up, and the head multiplies like a matrix."""
+
+    def __init__(self, layout: TableLayout, site: Site, form: Form, source: Source) -> None:
+        super().__init__()
+        self.layout, self.source, self.dtype = layout, source, site.dtype
+        self.scale, self.ops = layout.scale, for_device(site.device)
+        self.own_rows = rows = layout.rows(site.rank)
+        self.is_shard = layout.split is Split.ROWS and site.rank.size > 1
+        self.all_reduce = site.all_reduce if self.is_shard else None
+        self.tensors = Tensors(form, (rows.stop - rows.start, layout.num_columns), site)
+
+    def own_placements(self) -> Iterator[tuple[str, Placement]]:
+        shape = self.layout.num_rows, self.layout.num_columns
+        cut = Cut(self.layout.name, shape, self.own_rows, slice(0, shape[1]))
+        yield from self.source.placements(cut, self.tensors.held)
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        return self.embed_columns(token_ids_T, slice(None))
+
+    def embed_columns(self, token_ids_T: Tensor, columns: slice) -> Tensor:
+        assert self.tensors.rows is not None, "the form has lookups"
+        local_T = token_ids_T - self.own_rows.start
+        is_own_T = (local_T >= 0) & (local_T < self.own_rows.stop - self.own_rows.start)
+        rows_TD = self.tensors.rows(local_T.where(is_own_T, 0), *self.tensors.operands)
+        # As in the formats' reference implementations, a row is rounded before it is scaled.
+        embedded_TD = rows_TD[:, columns].to(self.dtype) * self.scale
+        if not self.is_shard:
+            return embedded_TD
+        return join_parts(embedded_TD.masked_fill_(~is_own_T[:, None], 0.0), self.all_reduce)
+
+    def head(self, x_LD: Tensor) -> Tensor:
+        logits = self.tensors.linear(x_LD, *self.tensors.operands)
+        return join_columns(logits, self.own_rows, self.layout.num_rows, self.all_reduce)
+
+    def capped_head(self, x_LD: Tensor, cap: float | None) -> Tensor:
+        return self.ops.softcap(self.head(x_LD), cap)
+
+    def head_candidates(self, x_RD: Tensor, cap: float | None) -> Candidates:
+        scores = self.capped_head(x_RD.flatten(0, -2), cap)
+        return Candidates(scores.unflatten(0, x_RD.shape[:-1]), None)
+
+    def begin_blocks(
+        self, newest_R: Tensor, length_R: Tensor, tables: tuple[Tensor, Tensor], shape: BlockShape, inv_freq: Tensor
+    ) -> BlockStart:
+        # The op reads a plain table, so it gets one of only the rows that it needs: the newest tokens, then the mask.
+        ids = torch.cat((newest_R, torch.full_like(newest_R[:1], shape.mask_token_id)))
+        num_rows, device = newest_R.shape[0], newest_R.device
+        small, embedding = shape._replace(mask_token_id=num_rows), (self.embed(ids), 1.0)
+        start = self.ops.begin_blocks(torch.arange(num_rows, device=device), length_R, tables, small, inv_freq, embedding)
+        return start._replace(ids_T=ids[start.ids_T])
+
+
+class QuantisedExperts(ExpertStack):
+    """All experts in two stacks: gate and up [E, 2F, D], and down [E, D, F]."""
+
+    def __init__(self, layout: ExpertsLayout, site: Site, form: Form, source: Source) -> None:
+        super().__init__()
+        self.layout, self.rank, self.source, self.all_reduce = layout, site.rank, source, site.all_reduce
+        part = layout.width_of(site.rank)
+        width = part.stop - part.start
+        self.gate_up = Tensors(form, (layout.num_experts, 2 * width, layout.hidden_size), site)
+        self.down = Tensors(form, (layout.num_experts, layout.hidden_size, width), site)
+
+    def own_placements(self) -> Iterator[tuple[str, Placement]]:
+        merged: dict[str, Placement] = {}
+        for cut, held in self._cuts():
+            for name, placement in self.source.placements(cut, held):
+                before = merged.get(name)
+                merged[name] = placement if before is None else replace(before, pieces=before.pieces + placement.pieces)
+        yield from merged.items()
+
+    def _cuts(self) -> Iterator[tuple[Cut, Held]]:
+        layout, part = self.layout, self.layout.width_of(self.rank)
+        width, size, count = part.stop - part.start, layout.hidden_size, layout.num_experts
+        every = slice(0, size)
+        for expert in range(count):
+            gate_up, down = cut_all(self.gate_up.held, expert), cut_all(self.down.held, expert)
+            gate, up = (self.gate_up.form.rows(gate_up, rows) for rows in (slice(0, width), slice(width, 2 * width)))
+            if self.source.has_stacked_experts:
+                stacked = (2 * layout.width, size)
+                below = slice(layout.width + part.start, layout.width + part.stop)
+                yield Cut(f"{layout.name}.gate_up_proj", stacked, part, every, expert=expert, num_experts=count), gate
+                yield Cut(f"{layout.name}.gate_up_proj", stacked, below, every, expert=expert, num_experts=count), up
+                yield (
+                    Cut(f"{layout.name}.down_proj", (size, layout.width), every, part, expert=expert, num_experts=count),
+                    down,
+                )
+            else:
+                yield Cut(f"{layout.name}.{expert}.gate_proj", (layout.width, size), part, every), gate
+                yield Cut(f"{layout.name}.{expert}.up_proj", (layout.width, size), part, every), up
+                yield Cut(f"{layout.name}.{expert}.down_proj", (size, layout.width), every, part), down
+
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> PartialSum:
+        out = self.gate_up.experts(x_TD, weights_TK, experts_TK, self.gate_up.held, self.down.held)
+        return join_parts(out, self.all_reduce)
+
+
+@dataclass(frozen=True)
+class QuantisedFormat:
+    """Makes weights of one form from one source."""
+
+    form: Form
+    source: Source
+
+    def matrix(self, layout: MatrixLayout, site: Site) -> Matrix:
+        if isinstance(self.form, Fp8) and self.form.has_blocks:
+            return self._block_matrix(layout, site)
+        form: Form | None = self.form
+        if layout.column_order is not None:
+            form = self.form.with_column_order(layout.column_order)
+        return self._in_stored_order(layout, site) if form is None else QuantisedMatrix(layout, site, form, self.source)
+
+    def _block_matrix(self, layout: MatrixLayout, site: Site) -> Matrix:
+        """Make a matrix with fp8 blocks, which must not be cut: neither by an order nor where projections meet."""
+        first = [layout.rows(projection, site.rank) for projection in layout.projections]
+        if len(first) > 1 and any((rows.stop - rows.start) % BLOCK for rows in first):
+            single = [replace(layout, projections=(projection,)) for projection in layout.projections]
+            return JoinedMatrix(layout, site, [self.matrix(each, site) for each in single])
+        if any(rows.start % BLOCK for rows in first):
+            raise CheckpointError(f"{layout.projections[0].name}: fp8 blocks of {BLOCK} rows cannot be shared between ranks")
+        return self._in_stored_order(layout, site)
+
+    def _in_stored_order(self, layout: MatrixLayout, site: Site) -> Matrix:
+        cuts = list(cuts_of(layout, site.rank))
+        plain = tuple(replace(projection, order=None) for projection in layout.projections)
+        inner = QuantisedMatrix(replace(layout, projections=plain, column_order=None), site, self.form, self.source)
+        column_order = cuts[0][0].column_order
+        row_order = None
+        if any(cut.row_order is not None for cut, _ in cuts):
+            orders = [torch.arange(rows.stop - rows.start) if cut.row_order is None else cut.row_order for cut, rows in cuts]
+            row_order = torch.cat([order + rows.start for order, (_, rows) in zip(orders, cuts, strict=True)])
+        if row_order is None and column_order is None:
+            return inner
+        return ReorderedMatrix(layout, site, inner, row_order, column_order)
+
+    def table(self, layout: TableLayout, site: Site) -> Table:
+        return QuantisedTable(layout, site, self.form, self.source)
+
+    def experts(self, layout: ExpertsLayout, site: Site) -> ExpertStack:
+        if isinstance(self.form, Fp8) and self.form.has_blocks and layout.width % BLOCK:
+            raise CheckpointError(
+                f"{layout.name}: fp8 blocks of {BLOCK} x {BLOCK} do not divide experts of width {layout.width}",
+                hint="use a checkpoint with one scale per channel, such as RedHatAI/gemma-4-26B-A4B-it-FP8-Dynamic",
+            )
+        return QuantisedExperts(layout, site, self.form, self.source)

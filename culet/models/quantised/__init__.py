@@ -1,0 +1,1 @@
+"""Quantised checkpoints: what their config says, which format each weight has, and how to write one."""

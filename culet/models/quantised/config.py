@@ -1,0 +1,239 @@
+"""Read the `quantization_config` of a checkpoint. No torch.
+
+Three tools write such checkpoints: compressed-tensors, NVIDIA's ModelOpt, and Google's QAT for phones (`gemma`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from culet.errors import CheckpointError
+from culet.layers.weight.quantised.block_types import GROUP
+from culet.layers.weight.quantised.scheme import COMPRESSED_TENSORS, GGUF, MOBILE, MODELOPT, Scheme
+from culet.models.variants import VARIANTS
+
+CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
+_MODELOPT_KINDS = {"NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4", "FP8": "fp8"}
+_PACKED, _FLOAT, _NVFP4, _INT = "pack-quantized", "float-quantized", "nvfp4-pack-quantized", "int-quantized"
+_FORMATS = (_PACKED, _FLOAT, _NVFP4, _INT)
+_UNCOMPRESSED, _MIXED = (None, "dense"), "mixed-precision"
+_BLOCK = [128, 128]
+_LINEAR = "Linear"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The modules that share a scheme: full names, class names, or regular expressions after `re:`."""
+
+    targets: tuple[str, ...]
+    scheme: Scheme
+
+    def matches(self, module: str) -> bool:
+        return any(_matches(target, module) for target in self.targets)
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """What `quantization_config` says."""
+
+    method: str
+    groups: tuple[Group, ...] = ()
+    ignore: tuple[str, ...] = ()
+    num_bits: int = 4  # the next fields are for Google's QAT for phones, and for tables of GGUF files
+    bits_of: tuple[tuple[str, int], ...] = ()  # regular expressions and their bits
+    has_tables: bool = False  # tables are quantised
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """Return the scheme of a linear module by its full name, or None if it is not quantised."""
+        if any(_ignores(entry, module, self.method) for entry in self.ignore):
+            return None
+        if self.method == MOBILE:
+            bits = self.bits_for(module)
+            return Scheme("int8" if bits == 8 else "int4")
+        return next((group.scheme for group in self.groups if group.matches(module)), None)
+
+    @property
+    def only_scheme(self) -> Scheme | None:
+        """The scheme, if all quantised modules share one."""
+        return self.groups[0].scheme if len(self.groups) == 1 else None
+
+    def bits_for(self, module: str) -> int:
+        """Return the bits of a module of Google's QAT for phones."""
+        return next((bits for pattern, bits in self.bits_of if re.search(pattern, module)), self.num_bits)
+
+
+def _matches(target: str, module: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), module) is not None
+    return target in (module, _LINEAR)
+
+
+def _ignores(entry: str, module: str, method: str) -> bool:
+    if method == COMPRESSED_TENSORS:
+        return _matches(entry, module)
+    if method == MODELOPT:
+        parts = (re.escape(part) for part in entry.split("*"))
+        return re.fullmatch(".*".join(parts), module) is not None or module.startswith(f"{entry}.")
+    return re.search(rf"(^|\.){re.escape(entry)}($|\.)", module) is not None or module.startswith(entry)
+
+
+def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
+    """Return what a config.json says about quantisation, or None for plain weights.
+
+    Google's QAT weights in bfloat16 carry a quantization_config without a method. Their weights are plain.
+    """
+    found = _find(config)
+    if found is None:
+        return None
+    key, values = found
+    if not isinstance(values, Mapping):
+        raise _error(config, key, f"got {type(values).__name__}, expected an object")
+    method = values.get("quant_method")
+    if method is None:
+        return _read_method_free(config, key, values)
+    try:
+        if method == COMPRESSED_TENSORS:
+            return _read_compressed(config, key, values)
+        if method == MODELOPT:
+            return _read_modelopt(config, key, values)
+        if method == MOBILE:
+            return _read_mobile(values)
+        if method == GGUF:
+            return _read_blocks(values)
+    except (TypeError, ValueError, AttributeError, re.error) as error:
+        raise _error(config, key, f"cannot be read: {error}") from error
+    raise _error(config, key, f"the format is {_word(method)}, which Culet does not read")
+
+
+def _find(config: Mapping[str, Any]) -> tuple[str, Any] | None:
+    text = config.get("text_config")
+    for prefix, section in (("", config), ("text_config.", text if isinstance(text, Mapping) else {})):
+        for key in CONFIG_KEYS:
+            if section.get(key) is not None:
+                return f"{prefix}{key}", section[key]
+    return None
+
+
+def _read_method_free(config: Mapping[str, Any], key: str, values: Mapping[str, Any]) -> Quantisation | None:
+    if "config_groups" in values or "format" in values:  # older compressed-tensors
+        return _read_compressed(config, key, values)
+    if "bits" in values and "group_size" in values:
+        raise _error(config, key, "the format is MLX, which Culet does not read")
+    return None
+
+
+def _read_compressed(config: Mapping[str, Any], key: str, values: Mapping[str, Any]) -> Quantisation | None:
+    groups = []
+    top = values.get("format")
+    if top not in (*_FORMATS, *_UNCOMPRESSED, _MIXED):
+        raise _error(config, key, f"the format is compressed-tensors {_word(top)}, which Culet does not read")
+    for name, group in values.get("config_groups", {}).items():
+        where, weights = f"{key}.config_groups.{name}", group.get("weights")
+        if weights is None:
+            continue
+        targets = tuple(map(str, group.get("targets", ())))
+        written = group.get("format") or top
+        if written in _UNCOMPRESSED:
+            continue
+        if written not in _FORMATS:
+            raise _error(config, where, f"the format is compressed-tensors {_word(written)}, which Culet does not read")
+        groups.append(Group(targets, _read_scheme(config, where, written, weights)))
+    if values.get("sparsity_config") not in (None, {}) and values["sparsity_config"].get("format") not in _UNCOMPRESSED:
+        raise _error(config, key, "the format is compressed-tensors with sparsity, which Culet does not read")
+    if not groups:
+        return None
+    return Quantisation(COMPRESSED_TENSORS, tuple(groups), tuple(map(str, values.get("ignore") or ())))
+
+
+def _read_scheme(config: Mapping[str, Any], where: str, written: str, weights: Mapping[str, Any]) -> Scheme:
+    bits, kind, strategy = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
+    if weights.get("actorder") not in (None, False, "static", "weight"):
+        raise _error(config, where, f"actorder is {weights['actorder']!r}, and Culet reads only columns in their own order")
+    if written == _NVFP4:
+        return Scheme("nvfp4")
+    if written == _FLOAT:
+        scales = {"channel": "channel", "tensor": "tensor", "block": "block"}.get(str(strategy))
+        if (bits, kind) != (8, "float") or scales is None:
+            raise _error(
+                config, where, f"got {bits}-bit {kind} weights by {strategy}, expected 8-bit float by channel or block"
+            )
+        if scales == "block" and list(weights.get("block_structure") or _BLOCK) != _BLOCK:
+            raise _error(config, where, f"block_structure: got {weights['block_structure']}, expected {_BLOCK}")
+        return Scheme("fp8", scales=scales)
+    group = weights.get("group_size") if strategy == "group" else 0
+    if strategy not in ("group", "channel") or not isinstance(group, int) or group < 0:
+        raise _error(
+            config, where, f"got strategy {strategy} with group_size {group!r}, expected channel, or group with a size"
+        )
+    symmetric = weights.get("symmetric", True)
+    if kind != "int" or bits not in (4, 8) or (bits == 8 and not symmetric) or (written == _INT and bits != 8):
+        what = f"{bits}-bit {kind} weights{'' if symmetric else ' with zero points'}"
+        raise _error(config, where, f"got {what}, expected 4 bits, or 8 bits without zero points")
+    return Scheme("int4" if bits == 4 else "int8", group, has_zero=not symmetric, is_packed=written == _PACKED)
+
+
+def _read_modelopt(config: Mapping[str, Any], key: str, values: Mapping[str, Any]) -> Quantisation:
+    algorithm = values.get("quant_algo")
+    if algorithm not in _MODELOPT_KINDS:
+        raise _error(config, key, f"the format is ModelOpt {_word(algorithm)}, which Culet does not read")
+    kind = _MODELOPT_KINDS[algorithm]
+    ignore = values.get("ignore") or values.get("exclude_modules") or ()
+    return Quantisation(MODELOPT, (Group((_LINEAR,), Scheme(kind, scales="tensor")),), tuple(map(str, ignore)))
+
+
+def _read_mobile(values: Mapping[str, Any]) -> Quantisation:
+    overrides = values.get("module_quant_configs") or {}
+    bits = [(str(pattern), override.get("num_bits", values.get("num_bits", 4))) for pattern, override in overrides.items()]
+    for pattern, count in [*bits, ("num_bits", values.get("num_bits", 4))]:
+        if count not in (2, 4, 8):
+            raise ValueError(f"{pattern}: got {count!r} bits, expected 2, 4 or 8")
+        if pattern != "num_bits":
+            re.compile(pattern)
+    return Quantisation(
+        MOBILE,
+        ignore=tuple(map(str, values.get("modules_to_not_convert") or ())),
+        num_bits=values.get("num_bits", 4),
+        bits_of=tuple(bits),
+        has_tables=bool(values.get("quantize_embeddings", False)),
+    )
+
+
+def _read_blocks(values: Mapping[str, Any]) -> Quantisation:
+    """Read what `gguf_folder.py` wrote about a GGUF file. The file itself says the type of each tensor."""
+    bits = values.get("num_bits")
+    groups = (Group((_LINEAR,), Scheme(f"int{bits}", GROUP)),) if bits in (4, 8) else ()
+    tables = (
+        ("embed_tokens_per_layer", values.get("per_layer_table_bits", 16)),
+        ("embed_tokens", values.get("table_bits", 16)),
+    )
+    return Quantisation(GGUF, groups, bits_of=tables, has_tables=True)
+
+
+def _word(value: object) -> str:
+    """Return a value for an error message, without the control characters or the length of a hostile one."""
+    return f"{value!r}"[:80]
+
+
+def _error(config: Mapping[str, Any], key: str, problem: str) -> CheckpointError:
+    return CheckpointError(f"config.json: {key}: {problem}", hint=f"use {readable_file(config)}")
+
+
+def readable_file(config: Mapping[str, Any]) -> str:
+    """Return the name of a published checkpoint of the same model that Culet reads."""
+    found = trained_file(config)
+    return found or "the bfloat16 checkpoint, with --quantization fp8 or int4"
+
+
+def trained_file(config: Mapping[str, Any]) -> str | None:
+    """Return the best published quantised checkpoint of the same model, or None for a model that is not published."""
+    text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
+    assert isinstance(text, Mapping)
+    size = text.get("hidden_size"), text.get("num_hidden_layers")
+    for name, variant in VARIANTS.items():
+        if (variant["text_config"]["hidden_size"], variant["text_config"]["num_hidden_layers"]) == size:
+            # There is no such checkpoint of the 26B from Google.
+            return "RedHatAI/gemma-4-26B-A4B-it-FP8-Dynamic" if name == "26B-A4B" else f"google/gemma-4-{name}-it-qat-w4a16-ct"
+    return None

@@ -1,0 +1,202 @@
+"""Make a checkpoint folder for a GGUF file: config.json, tokenizer.json and the chat template from its metadata. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+from culet import env
+from culet.errors import CheckpointError
+from culet.layers.weight.quantised.block_types import BITS
+from culet.layers.weight.quantised.scheme import GGUF
+from culet.models.quantised.gguf_file import GgufFile, read_gguf
+
+GGUF_FILE = "model.gguf"
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are matched as a whole
+_SPACE = "\u2581"
+_UNROTATED = 1e29  # rope factors of dims that are not rotated are above this
+
+
+def folder_of(path: Path) -> Path:
+    """Return a folder under CULET_CACHE_DIR that stands for the file. Its tokenizer is the one next to the file, if any."""
+    found = path.resolve()
+    facts = found.stat()
+    neighbour = found.parent / "tokenizer.json"
+    key = f"{found} {facts.st_size} {facts.st_mtime_ns} {neighbour.stat().st_mtime_ns if neighbour.is_file() else 0}"
+    folder = Path(env.CACHE_DIR.get()).expanduser() / "gguf" / hashlib.sha256(key.encode()).hexdigest()[:16]
+    if (folder / "config.json").is_file():
+        return folder
+    file = read_gguf(found)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        link = folder / GGUF_FILE
+        link.unlink(missing_ok=True)
+        link.symlink_to(found)
+        if neighbour.is_file():
+            (folder / "tokenizer.json").write_bytes(neighbour.read_bytes())
+        else:
+            _write_tokenizer(file, folder / "tokenizer.json")
+        _write_json(folder / "generation_config.json", _generation_config(file))
+        template = file.metadata.get("tokenizer.chat_template")
+        if isinstance(template, str):
+            (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        _write_json(folder / "config.json", gguf_config(file))  # last, since it marks the folder as complete
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written: {error.strerror}", hint="set CULET_CACHE_DIR") from error
+    return folder
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps(content, indent=2), encoding="utf-8")
+    part.rename(path)
+
+
+def _needed(file: GgufFile, key: str) -> Any:
+    value = file.value(key)
+    if value is None:
+        raise CheckpointError(f"{file.path}: the metadata has no gemma4.{key}", hint="convert the model again")
+    return value
+
+
+def _per_layer(file: GgufFile, key: str, num_layers: int) -> list[Any]:
+    """Return a value for each layer. The file has one for all, or a list."""
+    value = _needed(file, key)
+    values = value if isinstance(value, list) else [value] * num_layers
+    if len(values) != num_layers:
+        raise CheckpointError(f"{file.path}: gemma4.{key} has {len(values)} entries, expected {num_layers}")
+    return values
+
+
+def gguf_config(file: GgufFile) -> dict[str, Any]:
+    """Return the config.json of the text decoder."""
+    num_layers = _needed(file, "block_count")
+    is_sliding = _per_layer(file, "attention.sliding_window_pattern", num_layers)
+    kv_heads = _per_layer(file, "attention.head_count_kv", num_layers)
+    widths = _per_layer(file, "feed_forward_length", num_layers)
+    num_shared = file.value("attention.shared_kv_layers", 0)
+    first_global, first_sliding = is_sliding.index(False), is_sliding.index(True)
+    ple_dim = file.value("embedding_length_per_layer_input", 0)
+    table = file.tensors.get("model.embed_tokens.weight")
+    if table is None:
+        raise CheckpointError(f"{file.path}: token_embd.weight is missing")
+    k_eq_v = f"model.layers.{first_global}.self_attn.v_proj.weight" not in file.tensors
+    head_dim = _needed(file, "attention.key_length")
+    config: dict[str, Any] = {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "vocab_size": table.shape[0],
+        "vocab_size_per_layer_input": table.shape[0],
+        "hidden_size": _needed(file, "embedding_length"),
+        "intermediate_size": widths[0],
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": _per_layer(file, "attention.head_count", num_layers)[0],
+        "num_key_value_heads": kv_heads[first_sliding],
+        "num_global_key_value_heads": kv_heads[first_global] if k_eq_v else None,
+        "head_dim": file.value("attention.key_length_swa", head_dim),
+        "global_head_dim": head_dim,
+        "attention_k_eq_v": k_eq_v,
+        "sliding_window": _needed(file, "attention.sliding_window"),
+        "max_position_embeddings": _needed(file, "context_length"),
+        "layer_types": [_SLIDING if each else _FULL for each in is_sliding],
+        "num_kv_shared_layers": num_shared,
+        "use_double_wide_mlp": widths[-1] == 2 * widths[0],
+        "hidden_size_per_layer_input": ple_dim,
+        "rms_norm_eps": float(f"{_needed(file, 'attention.layer_norm_rms_epsilon'):.6g}"),  # stored as float32
+        "final_logit_softcapping": file.value("final_logit_softcapping"),
+        # The file does not say which layers let image tokens see a whole image. Only models without per-layer embeddings do.
+        "use_bidirectional_attention": None if ple_dim else "vision",
+        "rope_parameters": {
+            _FULL: {
+                "rope_type": "proportional",
+                "rope_theta": _needed(file, "rope.freq_base"),
+                "partial_rotary_factor": _rotated_share(file, head_dim),
+            },
+            _SLIDING: {"rope_type": "default", "rope_theta": file.value("rope.freq_base_swa", 10000.0)},
+        },
+        "eos_token_id": _end_tokens(file)[0],
+        "tie_word_embeddings": True,
+    }
+    matrices = [name for name in file.tensors if name.endswith("mlp.down_proj.weight")]
+    config["quantization_config"] = {
+        "quant_method": GGUF,
+        "num_bits": _bits_of(file, matrices[0] if matrices else ""),
+        "table_bits": _bits_of(file, "model.embed_tokens.weight"),
+        "per_layer_table_bits": _bits_of(file, "model.embed_tokens_per_layer.weight"),
+    }
+    if file.value("expert_count"):
+        config |= {
+            "enable_moe_block": True,
+            "num_experts": file.value("expert_count"),
+            "top_k_experts": _needed(file, "expert_used_count"),
+            "moe_intermediate_size": _needed(file, "expert_feed_forward_length"),
+        }
+    return config
+
+
+def _bits_of(file: GgufFile, name: str) -> int:
+    """Return the bits of a tensor's values in memory, or 16 if it is plain."""
+    tensor = file.tensors.get(name)
+    return 16 if tensor is None else BITS.get(tensor.kind, 16)
+
+
+def _rotated_share(file: GgufFile, head_dim: int) -> float:
+    """Return the share of a global head's dims that rope rotates: those whose factor is not huge."""
+    factors = file.rope_factors
+    if factors is None:
+        return 0.25
+    offset, size = factors
+    if size != head_dim // 2:
+        raise CheckpointError(f"{file.path}: rope_freqs has {size} factors, expected {head_dim // 2}")
+    with file.path.open("rb") as stream:
+        stream.seek(offset)
+        values = struct.unpack(f"<{size}f", stream.read(4 * size))
+    return sum(value < _UNROTATED for value in values) / size
+
+
+def _end_tokens(file: GgufFile) -> list[int]:
+    names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+    found = [file.metadata[name] for name in names if isinstance(file.metadata.get(name), int)]
+    tokens = file.metadata.get("tokenizer.ggml.tokens") or []
+    found += [tokens.index(name) for name in ("<turn|>", "<|tool_response>") if name in tokens]
+    return list(dict.fromkeys(found)) or [1]
+
+
+def _generation_config(file: GgufFile) -> dict[str, Any]:
+    return {"do_sample": True, "temperature": 1.0, "top_k": 64, "top_p": 0.95, "eos_token_id": _end_tokens(file)}
+
+
+def _write_tokenizer(file: GgufFile, path: Path) -> None:
+    """Write the file's vocabulary as tokenizer.json: a BPE with a mark for spaces and bytes for unknown characters."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+    tokens, merges = file.metadata.get("tokenizer.ggml.tokens"), file.metadata.get("tokenizer.ggml.merges")
+    kinds = file.metadata.get("tokenizer.ggml.token_type")
+    if not tokens or not merges or not kinds or len(kinds) != len(tokens):
+        hint = "put the tokenizer.json of the model next to the file"
+        raise CheckpointError(f"{file.path}: the file has no complete tokenizer", hint=hint)
+    vocab = {token: index for index, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    unknown = "<unk>" if "<unk>" in vocab else None
+    try:
+        bpe = models.BPE(vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    except Exception as error:  # the library raises bare Exception for any bad merge
+        raise CheckpointError(f"{file.path}: the tokenizer cannot be read: {error}") from error
+    tokenizer = Tokenizer(bpe)
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    whole = [(token, kind) for token, kind in zip(tokens, kinds, strict=True) if kind in (_CONTROL, _USER_DEFINED)]
+    # Tokens with markup such as <|channel> are special here, although llama.cpp shows them.
+    special = [AddedToken(token, normalized=False, special=kind == _CONTROL or _is_markup(token)) for token, kind in whole]
+    tokenizer.add_tokens([token for token in special if not token.special])
+    tokenizer.add_special_tokens([token for token in special if token.special])
+    tokenizer.save(str(path))
+
+
+def _is_markup(token: str) -> bool:
+    return token.startswith("<") and token.endswith(">") and "|" in token

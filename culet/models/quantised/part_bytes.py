@@ -1,0 +1,103 @@
+"""Compute the bytes of a model's weights by part, for plain and for quantised weights, from configs alone. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from culet.layers.weight.byte_sizes import bytes_per_value
+from culet.layers.weight.quantised.scheme import Scheme
+from culet.models.quantised.config import Quantisation, read_quantisation
+from culet.models.sizes import text_weights
+from culet.models.spec import LayerSpec, ModelSpec
+
+_PREFIX = "model.language_model."
+_BLOCK = 128
+_ROUNDED_GROUP = 32  # of `--quantization int4`
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear module of the decoder."""
+
+    part: str  # as in `text_weights`
+    name: str
+    num_rows: int
+    num_columns: int
+    count: int = 1  # how many modules are like this one
+
+
+def linears(spec: ModelSpec) -> Iterator[Linear]:
+    """Yield every linear module that can be quantised. The router is not among them."""
+    if spec.ple_dim:
+        width = len(spec.layers) * spec.ple_dim
+        yield Linear("per-layer projections", "per_layer_model_projection", width, spec.hidden_size)
+    for layer in spec.layers:
+        yield from _layer_linears(spec, layer, f"layers.{layer.index}.")
+
+
+def _layer_linears(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Linear]:
+    hidden, queries, keys = spec.hidden_size, layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    yield Linear("attention", f"{prefix}self_attn.q_proj", queries, hidden)
+    yield Linear("attention", f"{prefix}self_attn.o_proj", hidden, queries)
+    if layer.owns_kv:
+        yield Linear("attention", f"{prefix}self_attn.k_proj", keys, hidden)
+        if not layer.k_eq_v:
+            yield Linear("attention", f"{prefix}self_attn.v_proj", keys, hidden)
+    for name in ("gate_proj", "up_proj"):
+        yield Linear("dense MLP", f"{prefix}mlp.{name}", layer.mlp_width, hidden)
+    yield Linear("dense MLP", f"{prefix}mlp.down_proj", hidden, layer.mlp_width)
+    if spec.ple_dim:
+        yield Linear("per-layer projections", f"{prefix}per_layer_input_gate", spec.ple_dim, hidden)
+        yield Linear("per-layer projections", f"{prefix}per_layer_projection", hidden, spec.ple_dim)
+    if spec.moe is not None:
+        count, width = spec.moe.num_experts, spec.moe.width
+        yield Linear("routed experts", f"{prefix}experts.0.gate_proj", width, hidden, 2 * count)
+        yield Linear("routed experts", f"{prefix}experts.0.down_proj", hidden, width, count)
+
+
+def scheme_bytes(scheme: Scheme, num_rows: int, num_columns: int, itemsize: int) -> float:
+    """Return the bytes of a matrix in memory, with its scales."""
+    values, groups = num_rows * num_columns, num_rows * -(-num_columns // (scheme.group or num_columns))
+    if scheme.kind == "int4":
+        return values / 2 + groups * (itemsize + scheme.has_zero)
+    if scheme.kind == "int8":
+        return values + groups * itemsize
+    if scheme.kind == "nvfp4":
+        return values / 2 + values / 16 + 4 * num_rows
+    blocks = -(-num_rows // _BLOCK) * -(-num_columns // _BLOCK)
+    return values + 4 * (blocks if scheme.scales == "block" else num_rows)
+
+
+def part_bytes(spec: ModelSpec, config: Mapping[str, Any], itemsize: int, precision: str = "auto") -> dict[str, int]:
+    """Return the bytes of each part of the text decoder.
+
+    `config` is the checkpoint's config.json, and `precision` the one that plain weights are quantised to. `itemsize` is that of
+    activations, which plain weights share.
+    """
+    quantisation = read_quantisation(config)
+    sizes = {part: count * bytes_per_value(itemsize) for part, count in text_weights(spec).items()}
+    for linear in linears(spec):
+        scheme = _scheme(linear, quantisation, precision)
+        if scheme is not None:
+            plain = linear.num_rows * linear.num_columns * itemsize
+            quantised = scheme_bytes(scheme, linear.num_rows, linear.num_columns, itemsize)
+            sizes[linear.part] += linear.count * (quantised - plain)
+    if spec.has_head:
+        bits = 16 if quantisation is None or quantisation.scheme_of("lm_head") is None else quantisation.bits_for("lm_head")
+        sizes["head"] = spec.vocab_size * spec.hidden_size * {16: itemsize, 8: 1}.get(bits, 0.5)
+    if quantisation is not None and quantisation.has_tables:
+        for part, name in (("token embedding", "embed_tokens"), ("per-layer embeddings", "embed_tokens_per_layer")):
+            if part in sizes:
+                bits = quantisation.bits_for(_PREFIX + name)
+                sizes[part] *= {16: itemsize, 8: 1.0}.get(bits, 0.5) / itemsize
+    return {part: round(size) for part, size in sizes.items()}
+
+
+def _scheme(linear: Linear, quantisation: Quantisation | None, precision: str) -> Scheme | None:
+    if quantisation is not None:
+        return quantisation.scheme_of(_PREFIX + linear.name)
+    if precision == "int4":
+        return Scheme("int4", _ROUNDED_GROUP) if linear.num_columns % _ROUNDED_GROUP == 0 else None
+    return Scheme("fp8") if precision == "fp8" else None

@@ -1,0 +1,261 @@
+"""POST /api/chat and /api/generate: Ollama's endpoints that generate.
+
+An answer is streamed as lines of JSON unless the request says otherwise. The last line has the counts and durations. A tool
+call is complete when it is sent, because Ollama's format has no parts of calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from culet.errors import BadRequest, CuletError
+from culet.serve.api.chat_request import PreparedChat, check_chat, prefilled, prepare
+from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
+from culet.serve.api.ollama.protocol import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaRequest,
+    error_line,
+    error_response,
+    find_model,
+    read_messages,
+    read_params,
+    refuse_images,
+    with_ollama_errors,
+)
+from culet.serve.api.openai.chat import tool_fields
+from culet.serve.generation import Generation, Origin
+from culet.serve.service import Service
+from culet.serve.streams import EventStream, run_all
+from culet.text.output import OutputDelta, plain_output
+from culet.text.output_pieces import ToolCall
+from culet.types import SamplingParams
+
+CHAT, GENERATE = "/api/chat", "/api/generate"
+OpenGeneration = Callable[[], Generation]
+Fields = dict[str, Any]
+
+
+class OllamaCall(Struct):
+    """A tool call of the answer."""
+
+    id: str
+    function: dict[str, Any]
+
+
+class OllamaAnswerMessage(Struct, omit_defaults=True):
+    role: str
+    content: str
+    thinking: str = ""
+    tool_calls: list[OllamaCall] = []
+
+
+class OllamaDone(Struct, kw_only=True):
+    """The end of an answer, with token counts and durations in nanoseconds."""
+
+    model: str
+    created_at: str
+    done: bool = True
+    done_reason: str
+    total_duration: int = 0
+    load_duration: int = 0
+    prompt_eval_count: int = 0
+    prompt_eval_duration: int = 0
+    eval_count: int = 0
+    eval_duration: int = 0
+
+
+class OllamaChatAnswer(OllamaDone, kw_only=True):
+    """The answer to a chat request."""
+
+    message: OllamaAnswerMessage
+
+
+class OllamaGenerateAnswer(OllamaDone, kw_only=True):
+    """The answer to a generate request."""
+
+    response: str
+    thinking: str = ""
+
+
+@with_ollama_errors
+async def chat(service: Service, request: Request) -> Response:
+    """Answer a conversation. Unless `stream` is false, send the answer as lines of JSON."""
+    began_at = time.perf_counter()
+    body = await read_body(service, request, OllamaChatRequest)
+    lines = _Lines(find_model(service, body.model), began_at, _message_fields)
+    if not body.messages:  # a request to load the model
+        return lines.nothing()
+    prepared = await _prepare_chat(service, body)
+    open_generation = partial(prepared.open, CHAT, origin_of(request, cache_salt=body.cache_salt))
+    return await _answer(service, request, body, open_generation, lines)
+
+
+@with_ollama_errors
+async def generate(service: Service, request: Request) -> Response:
+    """Answer one prompt. Unless `stream` is false, send the answer as lines of JSON."""
+    began_at = time.perf_counter()
+    body = await read_body(service, request, OllamaGenerateRequest)
+    lines = _Lines(find_model(service, body.model), began_at, _text_fields)
+    refuse_images(body.images, "images")
+    params = read_params(service, body)
+    if not body.prompt:
+        return lines.nothing()
+    origin = origin_of(request, cache_salt=body.cache_salt)
+    if body.raw:
+        open_generation = await _open_raw(service, body, params, origin)
+    else:
+        system = [{"role": "system", "content": body.system}] if body.system else []
+        messages = [*system, {"role": "user", "content": body.prompt}]
+        prepared = await prepare(service, messages, params, enable_thinking=_thinking(body), clamp=True)
+        open_generation = partial(prepared.open, GENERATE, origin)
+    return await _answer(service, request, body, open_generation, lines)
+
+
+async def _prepare_chat(service: Service, body: OllamaChatRequest) -> PreparedChat:
+    params = read_params(service, body)
+    await check_chat(service, body.messages or (), ())  # before they are converted
+    messages = read_messages(body)
+    return await prepare(
+        service,
+        messages,
+        params,
+        tools=[tool_fields(tool) for tool in body.tools or ()],
+        enable_thinking=_thinking(body),
+        continued=prefilled(messages[-1]),
+        clamp=True,  # Ollama does the same
+    )
+
+
+async def _open_raw(
+    service: Service, body: OllamaGenerateRequest, params: SamplingParams, origin: Origin
+) -> Callable[[], Generation]:
+    """Return a function that submits a prompt as it is, without the chat template."""
+    service.require_ready()
+    for name, value in (("system", body.system), ("think", body.think)):
+        if value:
+            raise BadRequest(f"{name}: cannot be combined with raw, because the chat template is not used")
+    if params.structured_outputs is not None:
+        params = replace(params, structured_outputs=await service.grammars.admit(params.structured_outputs.spec()))
+    prompt = await service.encode_text(body.prompt or "")
+    params = service.clamp(params, len(prompt))
+    make_output = partial(plain_output, service.tokenizer)
+    return lambda: Generation(service, prompt, params, make_output, endpoint=GENERATE, origin=origin)
+
+
+def _thinking(body: OllamaRequest) -> bool | None:
+    return None if body.think is None else bool(body.think)
+
+
+async def _answer(
+    service: Service, request: Request, body: OllamaRequest, open_generation: OpenGeneration, lines: _Lines
+) -> Response:
+    if body.stream is not False:
+        return _LineStream(service, [open_generation], lines.write, end=lines.end, write_error=error_line, lines=lines)
+    (generation,) = await run_all(request, [open_generation])
+    output = generation.samples[0].output()
+    return json_response({**lines.done(generation), **lines.fields(output.text, output.reasoning, output.tool_calls)})
+
+
+# Answers
+
+
+def _message_fields(text: str, thinking: str = "", calls: Sequence[ToolCall] = ()) -> Fields:
+    given = [OllamaCall(call.id, {"index": call.index, "name": call.name, "arguments": call.arguments}) for call in calls]
+    return {"message": OllamaAnswerMessage("assistant", text, thinking, given)}
+
+
+def _text_fields(text: str, thinking: str = "", calls: Sequence[ToolCall] = ()) -> Fields:
+    return {"response": text, "thinking": thinking} if thinking else {"response": text}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+class _Lines:
+    """Writes one answer as lines of JSON. `fields` returns the part of a line that chat and generate write differently."""
+
+    def __init__(self, model: str, began_at: float, fields: Callable[..., Fields]) -> None:
+        self._model, self._began_at, self.fields = model, began_at, fields
+
+    def line(self, text: str = "", thinking: str = "", calls: Sequence[ToolCall] = ()) -> bytes:
+        """Return a line in the middle of an answer."""
+        head = {"model": self._model, "created_at": _now()}
+        return encoder.encode({**head, **self.fields(text, thinking, calls), "done": False}) + b"\n"
+
+    def write(self, index: int, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
+        """Return a line for the new text, one for the new thoughts, and at the end one for all tool calls."""
+        lines = []
+        for delta in deltas:
+            if thinking := delta.reasoning:
+                lines.append(self.line(thinking=thinking))
+            if text := delta.text:
+                lines.append(self.line(text))
+            if delta.finish_reason is not None and (calls := generation.samples[0].output().tool_calls):
+                lines.append(self.line(calls=calls))
+        return b"".join(lines)
+
+    def end(self, generations: Sequence[Generation]) -> bytes:
+        """Return the last line."""
+        return encoder.encode({**self.done(generations[0]), **self.fields("")}) + b"\n"
+
+    def done(self, generation: Generation) -> Fields:
+        """Return the fields that tell how the answer ended, what it cost and how long it took."""
+        sample, counts = generation.samples[0], generation.token_counts()
+        now = time.perf_counter()
+        waited_s = (sample.first_token_at or now) - self._began_at - generation.queue_s
+        return {
+            "model": self._model,
+            "created_at": _now(),
+            "done": True,
+            "done_reason": "length" if sample.finish_reason == "length" else "stop",
+            "total_duration": _nanoseconds(now - self._began_at),
+            "load_duration": 0,
+            "prompt_eval_count": counts.num_prompt,
+            "prompt_eval_duration": _nanoseconds(waited_s),
+            "eval_count": counts.num_generated,
+            "eval_duration": _nanoseconds(sample.last_token_at - sample.first_token_at),
+        }
+
+    def nothing(self) -> Response:
+        """Return the answer to a request without a prompt, which only asks that the model be loaded."""
+        head = {"model": self._model, "created_at": _now(), "done": True, "done_reason": "load"}
+        return json_response({**head, **self.fields("")})
+
+
+def _nanoseconds(seconds: float) -> int:
+    """Return at least 1, because clients divide by durations."""
+    return max(1, round(seconds * 1e9))
+
+
+class _LineStream(EventStream):
+    """A stream of JSON lines, with errors in Ollama's format."""
+
+    kind = b"application/x-ndjson"
+
+    def __init__(self, *arguments: Any, lines: _Lines, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.keep_alive = lines.line()  # clients parse every line, so it is one without text
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except CuletError as error:
+            await error_response(error)(scope, receive, send)
+
+
+ENDPOINTS = (
+    Endpoint("POST", CHAT, chat, body=OllamaChatRequest, answer=OllamaChatAnswer),
+    Endpoint("POST", GENERATE, generate, body=OllamaGenerateRequest, answer=OllamaGenerateAnswer),
+)

@@ -1,0 +1,214 @@
+"""The bodies of Ollama's requests, and its errors.
+
+Ollama has its own names for sampling fields and groups them in `options`. Options that only say how a model is loaded, such as
+`num_ctx` and `num_gpu`, have no effect, because the model is already loaded. The same holds for `keep_alive`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import wraps
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from culet.errors import BadRequest, CuletError, UnsupportedError
+from culet.serve.api.endpoint import json_response
+from culet.serve.api.fields import (
+    CacheSalt,
+    Penalty,
+    Refused,
+    SamplingFields,
+    Share,
+    StopText,
+    Temperature,
+    Text,
+    ToolName,
+    refuse_given,
+    sampling_params,
+)
+from culet.serve.api.openai.chat import PastCall, Tool
+from culet.serve.http_errors import reply_to
+from culet.serve.service import Service
+from culet.structured.forms import schema_form
+from culet.types import GrammarSpec, SamplingParams, StructuredOutputs
+
+ModelName = Annotated[str, Meta(max_length=256)]
+_SHARED = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "stop")
+# "json" asks for any JSON object, a schema for a document that matches it. The schema is not parsed here.
+Format = Annotated[Raw, Meta(extra_json_schema={"anyOf": [{"enum": ["", "json", None]}, {"type": "object"}]})] | UnsetType
+Images = Annotated[list[Text], Meta(max_length=1024)] | None
+
+
+class OllamaOptions(Struct, kw_only=True):
+    """How to draw tokens."""
+
+    num_predict: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  # below 1 means up to the end of the context
+    temperature: Temperature | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    top_p: Share | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None  # below 0 means a random one
+    stop: StopText | Annotated[list[StopText], Meta(max_length=1024)] | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
+    repeat_last_n: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # only 0 (no penalties) and -1 (the whole context)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    mirostat: Refused = UNSET
+    tfs_z: Refused = UNSET
+    typical_p: Refused = UNSET
+
+
+class OllamaRequest(Struct, kw_only=True):
+    """The fields that chat and generate requests share."""
+
+    model: ModelName
+    stream: bool | None = True
+    format: Format = UNSET
+    options: OllamaOptions | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    logprobs: Refused = UNSET
+    cache_salt: CacheSalt | None = None
+
+
+class OllamaMessage(Struct, kw_only=True):
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Text | None = None
+    thinking: Text | None = None
+    images: Images = None
+    tool_calls: Annotated[list[PastCall], Meta(max_length=256)] | None = None
+    tool_name: ToolName | None = None
+    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+
+
+class OllamaChatRequest(OllamaRequest, kw_only=True):
+    """The body of POST /api/chat."""
+
+    messages: Annotated[list[OllamaMessage], Meta(max_length=65536)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=4096)] | None = None
+
+
+class OllamaGenerateRequest(OllamaRequest, kw_only=True):
+    """The body of POST /api/generate."""
+
+    prompt: Text | None = None
+    system: Text | None = None
+    raw: bool | None = False  # the prompt is used as it is, without the chat template
+    images: Images = None
+    suffix: Refused = UNSET
+    template: Refused = UNSET
+    context: Refused = UNSET
+
+
+def read_params(service: Service, body: OllamaRequest) -> SamplingParams:
+    """Return the sampling parameters of a request. Raise if it has an unsupported field that would change the answer."""
+    options = body.options or OllamaOptions()
+    refuse_given(body, ("logprobs",))
+    if isinstance(body, OllamaGenerateRequest):
+        refuse_given(body, ("suffix", "template", "context"))
+    refuse_given(options, ("mirostat", "tfs_z", "typical_p"), "options.")
+    given: dict[str, Any] = {name: getattr(options, name) for name in _SHARED}
+    given["repetition_penalty"] = options.repeat_penalty
+    if options.seed is not None and options.seed >= 0:
+        given["seed"] = options.seed
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    if options.repeat_last_n == 0:
+        given |= {"repetition_penalty": 1.0, "presence_penalty": None, "frequency_penalty": None}
+    elif options.repeat_last_n is not None and options.repeat_last_n > 0 and any(given[name] for name in penalties):
+        problem = f"options.repeat_last_n: got {options.repeat_last_n}, but penalties always count the whole context"
+        raise UnsupportedError(problem, hint="omit the field, or set it to -1")
+    max_tokens = options.num_predict if options.num_predict is not None and options.num_predict > 0 else None
+    params = sampling_params(service, SamplingFields(**given), max_tokens=max_tokens)
+    return replace(params, structured_outputs=_read_format(body.format))
+
+
+def _read_format(given: Raw | UnsetType) -> GrammarSpec | None:
+    if isinstance(given, UnsetType) or bytes(memoryview(given)[:6]) in (b"null", b'""'):
+        return None
+    if memoryview(given)[:1] == b"{":
+        return schema_form(given, strict=False)
+    if memoryview(given) == b'"json"':
+        return StructuredOutputs(json_object=True).spec()
+    raise BadRequest('format: expected "json" or a JSON schema')
+
+
+def read_messages(body: OllamaChatRequest) -> list[dict[str, Any]]:
+    """Return the conversation as chat messages."""
+    messages = []
+    for index, message in enumerate(body.messages or ()):
+        refuse_images(message.images, f"messages[{index}].images")
+        given: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.thinking:
+            given["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            given["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": call.function.arguments},
+                }
+                for call in message.tool_calls
+            ]
+            if not message.content:
+                del given["content"]
+        if message.tool_name is not None:
+            given["name"] = message.tool_name
+        if message.tool_call_id is not None:
+            given["tool_call_id"] = message.tool_call_id
+        messages.append(given)
+    return messages
+
+
+def _past_call(call: PastCall) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def refuse_images(images: Images, where: str) -> None:
+    """Raise if there are images."""
+    if images:
+        raise UnsupportedError(f"{where}: images are not supported", hint="send only text")
+
+
+def find_model(service: Service, name: str) -> str:
+    """Return the model's name for the answer. Ollama's clients may add `:latest`. Raise a 404 if it is not served."""
+    short = name.removesuffix(":latest")
+    return service.check_model(name if name in service.names else short)
+
+
+# Errors in Ollama's format
+
+
+def error_line(error: CuletError) -> bytes:
+    """Return the last line of a stream that cannot be completed."""
+    return bytes(error_response(error).body) + b"\n"
+
+
+def error_response(error: CuletError) -> Response:
+    """Return the reply to a request that failed."""
+    reply = reply_to(error)
+    response = json_response({"error": reply.message}, reply.status)
+    if reply.retry_after_s is not None:
+        response.headers["retry-after"] = str(reply.retry_after_s)
+    return response
+
+
+Handle = Callable[[Service, Request], Awaitable[Response]]
+
+
+def with_ollama_errors(handle: Handle) -> Handle:
+    """Return the same endpoint, except that its errors have Ollama's format."""
+
+    @wraps(handle)
+    async def answer(service: Service, request: Request) -> Response:
+        try:
+            return await handle(service, request)
+        except CuletError as error:
+            return error_response(error)
+
+    return answer

@@ -1,0 +1,97 @@
+"""Checkpoints written by compressed-tensors: every value is read bit by bit, and the logits are those of the plain twin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models.formats.comparing import assert_same_model, load
+from tests.models.formats.writing import compressed, ct_config, write_pair
+
+
+def integers(bits: int, group: int = 0, symmetric: bool = True) -> dict[str, Any]:
+    strategy: dict[str, Any] = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    return {"num_bits": bits, "type": "int", "symmetric": symmetric, **strategy}
+
+
+def floats(strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, **more}
+
+
+NVFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "int4 in groups of 32": (integers(4, 32), "pack-quantized"),
+    "int4 in groups of 64": (integers(4, 64), "pack-quantized"),
+    "int4 in groups of 128": (integers(4, 128), "pack-quantized"),
+    "int4 per channel": (integers(4), "pack-quantized"),
+    "int4 with zero points": (integers(4, 32, symmetric=False), "pack-quantized"),
+    "int4 with zero points in groups of 128": (integers(4, 128, symmetric=False), "pack-quantized"),
+    "int8 per channel": (integers(8), "pack-quantized"),
+    "int8 in groups of 128": (integers(8, 128), "pack-quantized"),
+    "int8 not packed": (integers(8), "int-quantized"),
+    "fp8 per channel": (floats("channel"), "float-quantized"),
+    "fp8 per tensor": (floats("tensor"), "float-quantized"),
+    "fp8 in blocks": (floats("block", block_structure=[128, 128]), "float-quantized"),
+    "nvfp4": (NVFP4, "nvfp4-pack-quantized"),
+}
+# The others are slow: each case of one shape is run, and each shape once.
+QUICK = {("int4 in groups of 32", "31B"), ("int4 with zero points in groups of 128", "31B"), ("nvfp4", "26B-A4B")}
+QUICK |= {("fp8 in blocks", "31B"), ("int8 per channel", "E2B")}
+
+
+@pytest.mark.parametrize(
+    ("case", "shape"),
+    [
+        pytest.param(case, shape, marks=[] if (case, shape) in QUICK else pytest.mark.slow)
+        for case in CASES
+        for shape in ("E2B", "31B", "26B-A4B")
+    ],
+)
+def test_values_and_logits(case: str, shape: str, tmp_path: Path) -> None:
+    weights, form = CASES[case]
+    pair = write_pair(tmp_path, shape, compressed(weights, form), ct_config((["Linear"], weights, form)))
+    assert assert_same_model(pair.folder, pair.twin) >= 4 * 6
+
+
+def test_groups_and_ignore_lists(tmp_path: Path) -> None:
+    """Projections of one merged matrix may differ. Names, classes and expressions select them."""
+    int4, int8 = integers(4, 32), integers(8)
+    forms = {"v_proj": compressed(int8, "pack-quantized"), "down_proj": None, "k_proj": None}
+    by_default = compressed(int4, "pack-quantized")
+    plain = "model.language_model.layers.1.mlp.gate_proj"
+
+    def quantise(module: str, weight: Any) -> Any:
+        form = forms.get(module.rpartition(".")[2], by_default)
+        return None if form is None or module == plain else form(module, weight)
+
+    config = ct_config(
+        (["re:.*v_proj$"], int8, "pack-quantized"),
+        (["Linear"], int4, "pack-quantized"),
+        ignore=("lm_head", "re:.*down_proj", "re:.*k_proj$", plain),
+    )
+    pair = write_pair(tmp_path, "E2B", quantise, config)
+    assert_same_model(pair.folder, pair.twin)
+    model = load(pair.folder)
+    layer = model._layers[1]
+    assert {type(part).__name__ for part in layer.mlp.gate_up._parts} == {"PlainMatrix", "QuantisedMatrix"}
+    assert [part.__class__.__name__ for part in layer.attention.qkv._parts] == [
+        "QuantisedMatrix",
+        "PlainMatrix",
+        "QuantisedMatrix",
+    ]
+    assert type(layer.mlp.down).__name__ == "PlainMatrix"
+    assert type(model._layers[0].mlp.gate_up).__name__ == "QuantisedMatrix"
+
+
+def test_experts_may_stay_plain(tmp_path: Path) -> None:
+    """Files that leave the experts alone still store each by itself."""
+    int4 = integers(4, 32)
+    quantise = compressed(int4, "pack-quantized")
+    config = ct_config((["Linear"], int4, "pack-quantized"), ignore=("lm_head", "re:.*experts.*"))
+    pair = write_pair(
+        tmp_path, "26B-A4B", lambda module, weight: None if "experts" in module else quantise(module, weight), config
+    )
+    assert_same_model(pair.folder, pair.twin)
+    assert type(load(pair.folder)._layers[0].experts.stack).__name__ == "PerExpertPlain"

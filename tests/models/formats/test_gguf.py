@@ -1,0 +1,204 @@
+"""GGUF files written by the gguf package: weights, config and tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from culet.errors import CheckpointError
+from culet.layers.weight.base import Matrix
+from culet.models.checkpoint import open_checkpoint
+from culet.models.quantised.gguf_file import read_gguf
+from culet.models.quantised.part_bytes import part_bytes
+from culet.text.tokenizer import Tokenizer
+from tests.models.formats.comparing import assert_same_values, load, logits_of
+from tests.models.formats.writing import PREFIX, plain_tensors, write_folder
+
+RENAMED = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CULET_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def gguf_name(name: str, num_layers: int) -> str:
+    """Return the name that llama.cpp's converter gives to a tensor."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, num_layers)
+    local = name.removeprefix(PREFIX)
+    for ending, renamed in RENAMED.items():
+        if local.endswith(ending):
+            return f"blk.{local.split('.')[1]}.{renamed}"
+    if local.endswith("router.proj.weight"):
+        return f"blk.{local.split('.')[1]}.ffn_gate_inp.weight"
+    found = names.get_name("model." + local.removesuffix(".weight"))
+    assert found is not None, name
+    return f"{found}.weight"
+
+
+def random_q6_k(shape: tuple[int, ...]) -> np.ndarray:
+    """Return blocks with random values. The package cannot write this type, but reads it."""
+    random = np.random.default_rng(shape[0])
+    blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // 256, 210), dtype=np.uint8)
+    blocks[..., 208:] = np.frombuffer(np.float16(3e-5).tobytes(), dtype=np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def write_gguf(root: Path, shape: str, kind: str, *, tables: str = "", arch: str = "gemma4") -> tuple[Path, Path]:
+    """Write a file whose matrices and tables have this type, and a plain checkpoint of the same values."""
+    plain, tensors = plain_tensors(root, shape)
+    text = json.loads((plain / "config.json").read_text())["text_config"]
+    num_layers, sliding = text["num_hidden_layers"], [each == "sliding_attention" for each in text["layer_types"]]
+    path = root / "model.gguf"
+    writer = gguf.GGUFWriter(path, arch)
+    _add_metadata(writer, text, sliding)
+    _add_tokenizer(writer, plain)
+    twin = {}
+    for name, tensor in tensors.items():
+        data = tensor.float().numpy()
+        quantised = data.ndim > 1 and "router" not in name and data.shape[-1] % 32 == 0
+        is_other = bool(tables) and data.ndim > 1 and data.shape[-1] % 256 == 0
+        chosen = gguf.GGMLQuantizationType[tables if is_other else kind if quantised else "F32"]
+        raw = random_q6_k(data.shape) if is_other else gguf.quants.quantize(data, chosen)
+        twin[name] = torch.from_numpy(np.array(gguf.quants.dequantize(raw, chosen), dtype=np.float32)).view(tensor.shape)
+        writer.add_tensor(gguf_name(name, num_layers), raw, raw_dtype=chosen)
+    half = text["global_head_dim"] // 2
+    factors = np.array([1.0] * (half // 4) + [1e30] * (half - half // 4), dtype=np.float32)
+    writer.add_tensor("rope_freqs.weight", factors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path, write_folder(root / "twin", plain, twin, {})
+
+
+def _add_metadata(writer: Any, text: dict[str, Any], sliding: list[bool]) -> None:
+    writer.add_block_count(len(sliding))
+    writer.add_context_length(text["max_position_embeddings"])
+    writer.add_embedding_length(text["hidden_size"])
+    writer.add_head_count(text["num_attention_heads"])
+    in_global = text["num_global_key_value_heads"] or text["num_key_value_heads"]
+    writer.add_head_count_kv([text["num_key_value_heads"] if each else in_global for each in sliding])
+    shared, width = text.get("num_kv_shared_layers", 0), text["intermediate_size"]
+    doubled = text.get("use_double_wide_mlp", False)
+    first = len(sliding) - shared
+    writer.add_feed_forward_length([width * 2 if doubled and index >= first else width for index in range(len(sliding))])
+    writer.add_key_length(text["global_head_dim"])
+    writer.add_value_length(text["global_head_dim"])
+    writer.add_key_length_swa(text["head_dim"])
+    writer.add_value_length_swa(text["head_dim"])
+    writer.add_sliding_window(text["sliding_window"])
+    writer.add_sliding_window_pattern(sliding)
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(text.get("hidden_size_per_layer_input", 0))
+    writer.add_layer_norm_rms_eps(text["rms_norm_eps"])
+    writer.add_final_logit_softcapping(text["final_logit_softcapping"])
+    writer.add_rope_freq_base(text["rope_parameters"]["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(text["rope_parameters"]["sliding_attention"]["rope_theta"])
+    if text.get("enable_moe_block"):
+        writer.add_expert_count(text["num_experts"])
+        writer.add_expert_used_count(text["top_k_experts"])
+        writer.add_expert_feed_forward_length(text["moe_intermediate_size"])
+
+
+def _add_tokenizer(writer: Any, plain: Path) -> None:
+    written = json.loads((plain / "tokenizer.json").read_text())
+    vocab = written["model"]["vocab"]
+    special = {token["content"] for token in written["added_tokens"]}
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in tokens])
+    merges = written["model"]["merges"]
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_eos_token_id(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("Q4_0", "31B"),
+        ("Q8_0", "E2B"),
+        pytest.param("Q4_0", "E2B", marks=pytest.mark.slow),
+        ("Q4_0", "26B-A4B"),
+        pytest.param("Q8_0", "31B", marks=pytest.mark.slow),
+        pytest.param("F16", "31B", marks=pytest.mark.slow),
+    ],
+)
+def test_values_and_logits(kind: str, shape: str, tmp_path: Path) -> None:
+    path, twin = write_gguf(tmp_path, shape, kind)
+    model, plain = load(path), load(twin)
+    spec, other = open_checkpoint(str(path)).spec, open_checkpoint(str(twin)).spec
+    assert (spec.layers, spec.moe, spec.ple_dim, spec.rms_eps) == (other.layers, other.moe, other.ple_dim, other.rms_eps)
+    assert (assert_same_values(model, plain) >= 4 * 6) == (kind != "F16")
+    ids = torch.arange(300)
+    assert torch.equal(model.embedding.embed(ids), plain.embedding.embed(ids))
+    torch.testing.assert_close(logits_of(model), logits_of(plain), rtol=0, atol=1e-4)
+    checkpoint = open_checkpoint(str(path))
+    planned = sum(part_bytes(checkpoint.spec, checkpoint.config, 4).values())
+    assert planned == pytest.approx(model.num_bytes, rel=0.12)  # scales are float16, norms float32
+
+
+def test_q6_k_becomes_plain(tmp_path: Path) -> None:
+    """The matrices whose rows are whole blocks, with an order of columns among them, and the rest in Q4_0."""
+    path, twin = write_gguf(tmp_path, "31B", "Q4_0", tables="Q6_K")
+    model, plain = load(path), load(twin)
+    assert {str(tensor.kind) for tensor in read_gguf(path).tensors.values()} == {"Q6_K", "Q4_0", "F32"}
+    matrices = dict(model.named_modules())
+    for name, module in plain.named_modules():
+        if isinstance(module, Matrix):
+            eye = torch.eye(module.layout.num_columns)
+            assert torch.equal(matrices[name].linear(eye), module.linear(eye)), name
+    torch.testing.assert_close(logits_of(model), logits_of(plain), rtol=0, atol=1e-4)
+
+
+def test_the_tokenizer_comes_from_the_file_or_its_folder(tmp_path: Path) -> None:
+    path, twin = write_gguf(tmp_path, "31B", "Q4_0")
+    text = "<|turn>user\nWhat is the capital of France? \u00e9\U0001f600<turn|>"
+    wanted = Tokenizer(twin)
+    made = Tokenizer(open_checkpoint(str(path)).folder)
+    assert made.encode(text) == wanted.encode(text)
+    assert made.decode(made.encode(text), skip_special=False) == text
+    assert set(made.control_tokens) == set(wanted.control_tokens)
+    (tmp_path / "tokenizer.json").write_bytes((twin / "tokenizer.json").read_bytes())
+    folder = open_checkpoint(str(path)).folder
+    assert (folder / "tokenizer.json").read_bytes() == (twin / "tokenizer.json").read_bytes()
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    path, _ = write_gguf(tmp_path, "31B", "Q4_0")
+    data = path.read_bytes()
+    bad = tmp_path / "bad.gguf"
+
+    def refused(content: bytes) -> str:
+        bad.write_bytes(content)
+        with pytest.raises(CheckpointError) as caught:
+            open_checkpoint(str(bad))
+        return f"{caught.value.message} {caught.value.hint}"
+
+    assert "but the file has only" in refused(data[:-100])
+    assert "inside its header" in refused(data[:300])
+    assert "not a GGUF file" in refused(b"GGML" + data[4:])
+    assert "cannot be read" in refused(b"")
+    assert "version 9" in refused(data[:4] + b"\x09\0\0\0" + data[8:])
+    assert "'llama', expected 'gemma4'" in refused(data.replace(b"\x06\0\0\0\0\0\0\0gemma4", b"\x05\0\0\0\0\0\0\0llama", 1))
+    assert "Culet serves only Gemma 4" in refused(data.replace(b"\x06\0\0\0\0\0\0\0gemma4", b"\x06\0\0\0\0\0\0\0gemma3", 1))
+
+
+def test_other_block_types_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "k.gguf"
+    writer = gguf.GGUFWriter(path, "gemma4")
+    kind = gguf.GGMLQuantizationType.Q4_K
+    writer.add_tensor("token_embd.weight", np.zeros((4, 144), dtype=np.uint8), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"token_embd\.weight is stored as Q4_K"):
+        read_gguf(path)

@@ -1,0 +1,91 @@
+"""Quantising at load, and `culet quantize`: both give the same values, and transformers reads the files too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from culet.cli.main import run as run_culet
+from culet.layers.weight.quantised.matrices import QuantisedMatrix
+from culet.testing.tiny import write_checkpoint
+from tests.models.formats.comparing import PROMPT, load, logits_of
+from tests.models.formats.writing import SHAPES
+
+
+def plain_folder(root: Path, shape: str) -> Path:
+    return write_checkpoint(root / "plain", shape, overrides=SHAPES[shape])
+
+
+def write(folder: Path, out: Path, precision: str) -> Path:
+    assert run_culet(["quantize", str(folder), str(out), "--format", precision, "--device", "cpu"]) == 0
+    return out
+
+
+def pairs_of(model: Any, plain: Any) -> list[tuple[Any, Any]]:
+    """Return the matrices that are quantised in the first model, with those of the second."""
+    others = dict(plain.named_modules())
+    return [
+        (module, others[name])
+        for name, module in model.named_modules()
+        if isinstance(module, QuantisedMatrix) and name in others
+    ]
+
+
+def relative_error(module: Any, plain: Any) -> float:
+    eye = torch.eye(plain.layout.num_columns)
+    return float((module.linear(eye) - plain.linear(eye)).norm() / plain.linear(eye).norm())
+
+
+@pytest.mark.parametrize(("precision", "shape"), [("fp8", "31B"), ("int4", "26B-A4B"), ("int4", "E2B"), ("fp8", "26B-A4B")])
+def test_a_written_checkpoint_equals_quantising_at_load(precision: str, shape: str, tmp_path: Path) -> None:
+    folder = plain_folder(tmp_path, shape)
+    written, at_load = load(write(folder, tmp_path / "out", precision)), load(folder, precision)
+    assert torch.equal(logits_of(written), logits_of(at_load))
+    plain = load(folder)
+    assert at_load.num_bytes == written.num_bytes < plain.num_bytes
+    errors = [relative_error(module, other) for module, other in pairs_of(at_load, plain)]
+    assert len(errors) >= 4 * 6
+    assert max(errors) < {"fp8": 0.03, "int4": 0.12}[precision]
+    assert min(errors) > 0.005
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "shape"), [("fp8", "31B"), ("int4", "31B"), ("int4", "E2B"), ("fp8", "E2B")])
+def test_transformers_reads_a_written_checkpoint(precision: str, shape: str, tmp_path: Path) -> None:
+    from transformers import Gemma4ForConditionalGeneration
+
+    out = write(plain_folder(tmp_path, shape), tmp_path / "out", precision)
+    reference = Gemma4ForConditionalGeneration.from_pretrained(out, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        wanted = reference(input_ids=torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(logits_of(load(out)), wanted, rtol=0, atol=1e-4)
+
+
+def test_large_checkpoints_are_split_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from culet.models.quantised import write as writing
+
+    monkeypatch.setattr(writing, "_SHARD_BYTES", 100_000)
+    out = write(plain_folder(tmp_path, "31B"), tmp_path / "out", "int4")
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    stored = {name: load_file(out / file)[name] for name, file in index["weight_map"].items()}
+    assert sum(tensor.nbytes for tensor in stored.values()) == index["metadata"]["total_size"]
+    assert (out / "tokenizer.json").is_file()
+    assert torch.isfinite(logits_of(load(out))).all()
+
+
+def test_what_cannot_be_quantised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = plain_folder(tmp_path, "31B")
+    out = write(folder, tmp_path / "out", "fp8")
+    for source, target, message in (
+        (out, tmp_path / "again", "already quantised"),
+        (folder, out, "already exists"),
+        ("random:31B", tmp_path / "random", "no files"),
+    ):
+        assert run_culet(["quantize", str(source), str(target), "--format", "int4", "--device", "cpu"]) == 1
+        assert message in capsys.readouterr().err
