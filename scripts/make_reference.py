@@ -142,12 +142,13 @@ class Class:
         return text[:1].upper() + text[1:] + ("" if text.endswith(".") or not text else ".")
 
 
+# What the methods of the exported classes return
 API_FILES = {
     "culet.engine.jobs": ("Result", "Sample"),
     "culet.engine.llm": ("OutputStream",),
     "culet.text.output": ("OutputDelta",),
+    "culet.text.output_pieces": ("ToolCall",),
 }
-API_FILES |= {"culet.text.output_pieces": ("ToolCall",)}
 
 
 def read_class(module: str, name: str) -> Class:
@@ -219,7 +220,8 @@ def signature(item: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> str:
     """Return a method's signature, with one parameter per line if it is long."""
     arguments = spaced(item.args).removeprefix("self").removeprefix("cls").removeprefix(", ")
     called = name if item.name == "__init__" else f"{name}.{item.name}"
-    called = f"await {called}" if isinstance(item, ast.AsyncFunctionDef) else called
+    is_generator = any(isinstance(part, ast.Yield) for part in ast.walk(item))  # which is iterated, not awaited
+    called = f"await {called}" if isinstance(item, ast.AsyncFunctionDef) and not is_generator else called
     returns = f" -> {ast.unparse(item.returns)}" if item.returns is not None and item.name != "__init__" else ""
     short = f"{called}({arguments}){returns}"
     if len(short) <= 100:

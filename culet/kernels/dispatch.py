@@ -45,11 +45,11 @@ INT4, INT8, FP8, NVFP4 = "int4", "int8", "fp8", "nvfp4"
 FORMAT_OPS: dict[tuple[str, str], tuple[str, str]] = {
     (E4M3, "head_candidates"): ("draft_round", "drafting.draft_head"),
     **{
-        (name, f"{name}_{op}"): ("quantised", "")
+        (name, f"{name}_{op}"): ("quantised", "quantised.ops")
         for name in (INT4, INT8, FP8, NVFP4)
-        for op in ("linear", "gated_linear", "experts", "rows")
-        if op != "rows" or name in (INT4, INT8)
+        for op in ("linear", "linear_parts", "gated_linear", "linear_gelu_times", "capped_head", "experts")
     },
+    **{(name, f"{name}_rows"): ("quantised", "") for name in (INT4, INT8)},  # lookups of a few rows
 }
 
 

@@ -57,7 +57,7 @@ _LANGCHAIN = ("langchain", "langchain-openai", "langchain-anthropic")
 _LITELLM = ("litellm", "mcp")  # its tool calls import mcp
 _AI_SDK = ("npm:ai",)
 CLIENTS = (
-    Client("openai", "use_openai.py", ("openai", "pydantic"), note="also the responses API"),
+    Client("openai", "use_openai.py", ("openai", "pydantic")),
     Client("anthropic", "use_anthropic.py", ("anthropic",)),
     Client("litellm", "use_litellm.py", _LITELLM, ("openai",)),
     Client("litellm, Anthropic's API", "use_litellm.py", _LITELLM, ("anthropic",)),

@@ -32,7 +32,7 @@ from tests.docs.blocks import (
 COMMANDS = [command for page in PAGES for command in commands(page)]
 CULET = [command for command in COMMANDS if command.words[0] == "culet"]
 # Flags of other programs that the text mentions.
-OTHER_FLAGS = {"--gpus", "--entrypoint", "--max-logprobs", "--quantization", "--enable-lora", "--max-thing", "--field-name"}
+OTHER_FLAGS = {"--gpus", "--entrypoint", "--max-logprobs", "--quantization", "--enable-lora", "--max-thing", "--tokenizer"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from culet.kernels.eager.ops import gelu_mul
+from culet.kernels.eager.ops import gelu_gate, gelu_mul, softcap
 from culet.kernels.types import Fp8Weight, Int4Weight, Int8Weight, Nvfp4Weight
 
 BLOCK = 128  # rows and columns of an fp8 block
@@ -92,6 +92,10 @@ def _gated(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return gelu_mul(F.linear(x_TI.float(), weight_OI)).to(x_TI.dtype)
 
 
+def _gelu_times(x_TI: Tensor, factor_TO: Tensor, weight_OI: Tensor) -> Tensor:
+    return gelu_gate(F.linear(x_TI.float(), weight_OI), factor_TO.float()).to(x_TI.dtype)
+
+
 def int4_linear(x_TI: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> Tensor:
     """Return x @ W^T, [T, O]."""
     return _product(x_TI, dequantise_int4(packed, scale, zero, group))
@@ -130,6 +134,68 @@ def fp8_gated_linear(x_TI: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 def nvfp4_gated_linear(x_TI: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     """Return gelu_tanh(gate(x)) * up(x), [T, F]. The weight's rows are gate, then up."""
     return _gated(x_TI, dequantise_nvfp4(packed, scale, global_scale))
+
+
+def int4_linear_parts(x_TI: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> Tensor:
+    """Return x @ W^T as [T, O], or as float32 parts [S, T, O] that the caller sums. This twin returns [T, O]."""
+    return int4_linear(x_TI, packed, scale, zero, group)
+
+
+def int8_linear_parts(x_TI: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Return x @ W^T as [T, O], or as float32 parts [S, T, O] that the caller sums. This twin returns [T, O]."""
+    return int8_linear(x_TI, weight, scale)
+
+
+def fp8_linear_parts(x_TI: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Return x @ W^T as [T, O], or as float32 parts [S, T, O] that the caller sums. This twin returns [T, O]."""
+    return fp8_linear(x_TI, weight, scale)
+
+
+def nvfp4_linear_parts(x_TI: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    """Return x @ W^T as [T, O], or as float32 parts [S, T, O] that the caller sums. This twin returns [T, O]."""
+    return nvfp4_linear(x_TI, packed, scale, global_scale)
+
+
+def int4_linear_gelu_times(
+    x_TI: Tensor, factor_TO: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, group: int
+) -> Tensor:
+    """Return gelu_tanh(x @ W^T) * factor, [T, O]."""
+    return _gelu_times(x_TI, factor_TO, dequantise_int4(packed, scale, zero, group))
+
+
+def int8_linear_gelu_times(x_TI: Tensor, factor_TO: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Return gelu_tanh(x @ W^T) * factor, [T, O]."""
+    return _gelu_times(x_TI, factor_TO, dequantise_int8(weight, scale))
+
+
+def fp8_linear_gelu_times(x_TI: Tensor, factor_TO: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Return gelu_tanh(x @ W^T) * factor, [T, O]."""
+    return _gelu_times(x_TI, factor_TO, dequantise_fp8(weight, scale))
+
+
+def nvfp4_linear_gelu_times(x_TI: Tensor, factor_TO: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    """Return gelu_tanh(x @ W^T) * factor, [T, O]."""
+    return _gelu_times(x_TI, factor_TO, dequantise_nvfp4(packed, scale, global_scale))
+
+
+def int4_capped_head(x_TI: Tensor, cap: float | None, packed: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> Tensor:
+    """Return cap * tanh(x @ W^T / cap), [T, O] float32. If `cap` is None, logits are not capped."""
+    return softcap(F.linear(x_TI.float(), dequantise_int4(packed, scale, zero, group)), cap)
+
+
+def int8_capped_head(x_TI: Tensor, cap: float | None, weight: Tensor, scale: Tensor) -> Tensor:
+    """Return cap * tanh(x @ W^T / cap), [T, O] float32. If `cap` is None, logits are not capped."""
+    return softcap(F.linear(x_TI.float(), dequantise_int8(weight, scale)), cap)
+
+
+def fp8_capped_head(x_TI: Tensor, cap: float | None, weight: Tensor, scale: Tensor) -> Tensor:
+    """Return cap * tanh(x @ W^T / cap), [T, O] float32. If `cap` is None, logits are not capped."""
+    return softcap(F.linear(x_TI.float(), dequantise_fp8(weight, scale)), cap)
+
+
+def nvfp4_capped_head(x_TI: Tensor, cap: float | None, packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    """Return cap * tanh(x @ W^T / cap), [T, O] float32. If `cap` is None, logits are not capped."""
+    return softcap(F.linear(x_TI.float(), dequantise_nvfp4(packed, scale, global_scale)), cap)
 
 
 def int4_rows(ids_T: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -11,6 +12,7 @@ import ollama
 import pytest
 
 from culet import __version__
+from culet.serve.api.ollama.protocol import OllamaChatRequest, read_thinking
 from tests.serve.conftest import ANSWER
 from tests.serve.running import Running
 from tests.serve.test_structured_requests import SCHEMA
@@ -207,3 +209,9 @@ def test_a_client_that_leaves_ends_its_request(scripted: Callable[..., Running])
         server.check_well()
         finished = server.http.get("/metrics").text
         assert 'vllm:request_success_total{finished_reason="abort",model_name="gemma"} 1.0' in finished
+
+
+def test_a_level_of_thinking_is_a_budget() -> None:
+    service: Any = SimpleNamespace(settings=SimpleNamespace(thinking_budgets="low=7"))
+    for think, expected in ((None, (None, None)), (True, (True, None)), (False, (False, None)), ("low", (True, 7))):
+        assert read_thinking(service, OllamaChatRequest(model="gemma", think=think)) == expected  # type: ignore[arg-type]

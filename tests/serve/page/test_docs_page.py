@@ -7,9 +7,6 @@ from collections.abc import Callable
 from playwright.sync_api import Page, expect
 
 from tests.serve.running import Running
-from tests.serve.test_page import browser, open_page
-
-__all__ = ["browser", "open_page"]  # fixtures
 
 
 def test_every_path_is_shown(fake: Running, open_page: Callable[..., Page]) -> None:

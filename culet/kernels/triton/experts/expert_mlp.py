@@ -128,7 +128,7 @@ def _assigned_down_kernel(
 
 
 @triton.jit(do_not_specialize=["A", "T"])
-def _group_kernel(ids, members, counts, A, T, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def group_kernel(ids, members, counts, A, T, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """Write the assignments of expert e to members[e, :counts[e]], in ascending order. Each program handles one expert."""
     enter(PDL)
     expert = tl.program_id(0)
@@ -144,7 +144,7 @@ def _group_kernel(ids, members, counts, A, T, CHUNK: tl.constexpr, PDL: tl.const
 
 
 @triton.jit
-def _find_members(members, counts, T, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+def find_members(members, counts, T, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return the expert of this program's tile (E if none), its assignments, and which of them are real."""
     block = tl.program_id(1)
     experts = tl.arange(0, BLOCK_E)
@@ -159,7 +159,7 @@ def _find_members(members, counts, T, E: tl.constexpr, BLOCK_E: tl.constexpr, BL
 
 
 @triton.jit
-def _load_tokens(ptrs, is_real, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def load_tokens(ptrs, is_real, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load columns k .. k + BLOCK_K - 1 of K as rows of a tile.
 
     The tile has one column per assignment, with zeros for those that are not real.
@@ -202,7 +202,7 @@ def _grouped_up_kernel(
 ):
     """Compute hidden[a, n] for BLOCK_M assignments of one expert and BLOCK_N gate and up rows."""
     enter(PDL)
-    expert, assignment, is_real = _find_members(members, counts, T, E, BLOCK_E, BLOCK_M)
+    expert, assignment, is_real = find_members(members, counts, T, E, BLOCK_E, BLOCK_M)
     if expert < E:
         rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         cols = tl.arange(0, BLOCK_K)
@@ -213,7 +213,7 @@ def _grouped_up_kernel(
         gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for k in tl.range(0, D, BLOCK_K, num_stages=STAGES):
-            x_tile = _load_tokens(x_ptrs, is_real, k, D, BLOCK_K)
+            x_tile = load_tokens(x_ptrs, is_real, k, D, BLOCK_K)
             gate_tile = _load_weights(gate_ptrs, k, D, BLOCK_K)
             up_tile = _load_weights(up_ptrs, k, D, BLOCK_K)
             gate = tl.dot(gate_tile, x_tile, gate)
@@ -243,7 +243,7 @@ def _grouped_down_kernel(
 ):
     """Compute out[a, n] = down row n . hidden[a] for BLOCK_M assignments of one expert and BLOCK_N rows."""
     enter(PDL)
-    expert, assignment, is_real = _find_members(members, counts, T, E, BLOCK_E, BLOCK_M)
+    expert, assignment, is_real = find_members(members, counts, T, E, BLOCK_E, BLOCK_M)
     if expert < E:
         rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         cols = tl.arange(0, BLOCK_K)
@@ -252,14 +252,14 @@ def _grouped_down_kernel(
         down_ptrs = down + expert * (D * F) + safe_rows[:, None] * F + cols[None, :]
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for k in tl.range(0, F, BLOCK_K, num_stages=STAGES):
-            h_tile = _load_tokens(h_ptrs, is_real, k, F, BLOCK_K)
+            h_tile = load_tokens(h_ptrs, is_real, k, F, BLOCK_K)
             total = tl.dot(_load_weights(down_ptrs, k, F, BLOCK_K), h_tile, total)
         out_ptrs = out + assignment[None, :] * D + rows[:, None]
         tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=is_real[None, :] & (rows < D)[:, None])
 
 
 @triton.jit
-def _combine_kernel(
+def combine_kernel(
     out,
     weights,
     y,
@@ -361,11 +361,11 @@ def describe_grouped(
     grouping = {"ids": ids_TK, "A": assigned, "T": num_tokens, "CHUNK": chunk, "PDL": pdl, **lists}
     block_d = min(1024, next_power_of_2(size))
     return [
-        Launch(_group_kernel, (num_experts,), grouping, options(group_warps, pdl)),
+        Launch(group_kernel, (num_experts,), grouping, options(group_warps, pdl)),
         _grouped(_grouped_up_kernel, width, up, first, pdl=pdl, shared=extra.get("shared")),
         _grouped(_grouped_down_kernel, size, down, second, pdl=pdl, shared=extra.get("shared")),
         Launch(
-            _combine_kernel,
+            combine_kernel,
             (num_tokens, cdiv(size, block_d)),
             {**third, "BLOCK_D": block_d, "PDL": pdl},
             options(4, pdl),

@@ -47,7 +47,7 @@ MIN_COLUMNS = 16  # fewer tokens are padded to this many columns of a tensor cor
 
 
 @triton.jit
-def _finish(y, up, factor, pointers_factor, mask, softcap: tl.constexpr, EPILOGUE: tl.constexpr):
+def finish(y, up, factor, pointers_factor, mask, softcap: tl.constexpr, EPILOGUE: tl.constexpr):
     """Apply the epilogue to float32 sums."""
     if EPILOGUE == 1:
         y = gelu(y) * up
@@ -168,7 +168,7 @@ def _store_row(
     y, factor, total, up, m: tl.constexpr, rows, M, N, y_stride, factor_stride, softcap: tl.constexpr, EPILOGUE: tl.constexpr
 ):
     mask = (rows < N) & (m < M)
-    out = _finish(total, up, factor, m * factor_stride + rows, mask, softcap, EPILOGUE)
+    out = finish(total, up, factor, m * factor_stride + rows, mask, softcap, EPILOGUE)
     tl.store(y + m * y_stride + rows, out.to(y.dtype.element_ty), mask=mask)
 
 
@@ -218,7 +218,7 @@ def _tiles_kernel(
     if KEEP_PARTS:
         tl.store(y + tl.program_id(1).to(tl.int64) * M * N + out_offsets, total.to(y.dtype.element_ty), mask=mask)
     elif SPLIT_K == 1:
-        out = _finish(total, up, factor, factor_offsets, mask, softcap, EPILOGUE)
+        out = finish(total, up, factor, factor_offsets, mask, softcap, EPILOGUE)
         tl.store(y + out_offsets, out.to(y.dtype.element_ty), mask=mask)
     else:
         part_offsets = tokens[None, :] * N + rows[:, None]
@@ -237,7 +237,7 @@ def _tiles_kernel(
                 up = tl.load(parts + SPLIT_K * width + part_offsets, mask=mask, other=0.0, cache_modifier=".cg")
                 for part in tl.static_range(1, SPLIT_K):
                     up += tl.load(parts + (SPLIT_K + part) * width + part_offsets, mask=mask, other=0.0, cache_modifier=".cg")
-            out = _finish(total, up, factor, factor_offsets, mask, softcap, EPILOGUE)
+            out = finish(total, up, factor, factor_offsets, mask, softcap, EPILOGUE)
             tl.store(y + out_offsets, out.to(y.dtype.element_ty), mask=mask)
             tl.store(arrivals + tl.program_id(0), 0)  # ready for the next launch
 

@@ -43,12 +43,12 @@ SMEM = gl.NVMMASharedLayout(128, 16, 2)
 
 
 @gluon.jit
-def _wait_for_kernel_before():
+def wait_for_kernel_before():
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _let_next_start():
+def let_next_start():
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
@@ -82,11 +82,11 @@ def _fetch(
     for stage in gl.static_range(STAGES):
         _request_weights(W, w_smem, up_smem, full, stage, row, N + row, begin + stage * BLOCK_K, HAS_UP, BYTES)
     if PDL:
-        _wait_for_kernel_before()
+        wait_for_kernel_before()
     for stage in gl.static_range(STAGES):
         _request_tokens(X, REST, x_smem, rest_smem, full, stage, begin + stage * BLOCK_K, BLOCK_M, BLOCK_REST)
     if PDL:
-        _let_next_start()  # after the wait, as in `dependent_launch`
+        let_next_start()  # after the wait, as in `dependent_launch`
     for step in range(STAGES, STEPS):
         place = step % STAGES
         k = begin + step * BLOCK_K

@@ -36,7 +36,10 @@ class Tensors(Layer):
                 self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         kernels = for_device(site.device, form.name)
         self.linear = getattr(kernels, f"{form.name}_linear")
+        self.linear_parts = getattr(kernels, f"{form.name}_linear_parts")
         self.gated_linear = getattr(kernels, f"{form.name}_gated_linear")
+        self.linear_gelu_times = getattr(kernels, f"{form.name}_linear_gelu_times")
+        self.capped_head = getattr(kernels, f"{form.name}_capped_head")
         self.rows = getattr(kernels, f"{form.name}_rows", None)
         self.experts = getattr(kernels, f"{form.name}_experts")
         self.operands = form.operands(self.held)
@@ -73,8 +76,15 @@ class QuantisedMatrix(Matrix):
         product: Tensor = self.tensors.linear(x_TD, *form.operands(form.rows(self.tensors.held, rows)))
         return product
 
+    def linear_parts(self, x_TD: Tensor) -> PartialSum:
+        return join_parts(self.tensors.linear_parts(x_TD, *self.tensors.operands), self.all_reduce)
+
     def gated_linear(self, x_TD: Tensor) -> Tensor:
         gated: Tensor = self.tensors.gated_linear(x_TD, *self.tensors.operands)
+        return gated
+
+    def linear_gelu_times(self, x_TD: Tensor, factor_TN: Tensor) -> Tensor:
+        gated: Tensor = self.tensors.linear_gelu_times(x_TD, factor_TN, *self.tensors.operands)
         return gated
 
 
@@ -114,7 +124,8 @@ class QuantisedTable(Table):
         return join_columns(logits, self.own_rows, self.layout.num_rows, self.all_reduce)
 
     def capped_head(self, x_LD: Tensor, cap: float | None) -> Tensor:
-        return self.ops.softcap(self.head(x_LD), cap)
+        logits = self.tensors.capped_head(x_LD, cap, *self.tensors.operands)
+        return join_columns(logits, self.own_rows, self.layout.num_rows, self.all_reduce)
 
     def head_candidates(self, x_RD: Tensor, cap: float | None) -> Candidates:
         scores = self.capped_head(x_RD.flatten(0, -2), cap)

@@ -30,6 +30,7 @@ from culet.serve.api.ollama.protocol import (
     find_model,
     read_messages,
     read_params,
+    read_thinking,
     refuse_images,
     with_ollama_errors,
 )
@@ -117,7 +118,7 @@ async def generate(service: Service, request: Request) -> Response:
     else:
         system = [{"role": "system", "content": body.system}] if body.system else []
         messages = [*system, {"role": "user", "content": body.prompt}]
-        prepared = await prepare(service, messages, params, enable_thinking=_thinking(body), clamp=True)
+        prepared = await prepare(service, messages, params, enable_thinking=read_thinking(service, body).is_on, clamp=True)
         open_generation = partial(prepared.open, GENERATE, origin)
     return await _answer(service, request, body, open_generation, lines)
 
@@ -131,7 +132,7 @@ async def _prepare_chat(service: Service, body: OllamaChatRequest) -> PreparedCh
         messages,
         params,
         tools=[tool_fields(tool) for tool in body.tools or ()],
-        enable_thinking=_thinking(body),
+        enable_thinking=read_thinking(service, body).is_on,
         continued=prefilled(messages[-1]),
         clamp=True,  # Ollama does the same
     )
@@ -151,10 +152,6 @@ async def _open_raw(
     params = service.clamp(params, len(prompt))
     make_output = partial(plain_output, service.tokenizer)
     return lambda: Generation(service, prompt, params, make_output, endpoint=GENERATE, origin=origin)
-
-
-def _thinking(body: OllamaRequest) -> bool | None:
-    return None if body.think is None else bool(body.think)
 
 
 async def _answer(

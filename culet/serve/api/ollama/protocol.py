@@ -26,9 +26,11 @@ from culet.serve.api.fields import (
     StopText,
     Temperature,
     Text,
+    Thinking,
     ToolName,
     refuse_given,
     sampling_params,
+    thinking_of,
 )
 from culet.serve.api.openai.chat import PastCall, Tool
 from culet.serve.http_errors import reply_to
@@ -124,7 +126,15 @@ def read_params(service: Service, body: OllamaRequest) -> SamplingParams:
         raise UnsupportedError(problem, hint="omit the field, or set it to -1")
     max_tokens = options.num_predict if options.num_predict is not None and options.num_predict > 0 else None
     params = sampling_params(service, SamplingFields(**given), max_tokens=max_tokens)
-    return replace(params, structured_outputs=_read_format(body.format))
+    budget = read_thinking(service, body).budget
+    return replace(params, structured_outputs=_read_format(body.format), thinking_token_budget=budget)
+
+
+def read_thinking(service: Service, body: OllamaRequest) -> Thinking:
+    """Return whether the model thinks, and how much. `think` is a switch or a level, which the server turns into a budget."""
+    if body.think is None or isinstance(body.think, bool):
+        return Thinking(body.think)
+    return thinking_of(service, effort="xhigh" if body.think == "max" else body.think)
 
 
 def _read_format(given: Raw | UnsetType) -> GrammarSpec | None:

@@ -1,0 +1,108 @@
+"""The kernels over quantised weights compile for every architecture at real sizes, fit in shared memory and spill nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter cannot compile", allow_module_level=True)
+
+from culet.hardware import CAPABILITIES, HOPPER, SHARED_BYTES, has_dependent_launch
+from culet.kernels.cross_compile import compile_for
+from culet.kernels.triton.launch import Launch
+from culet.kernels.triton.linear.tiles import GATED, PLAIN
+from culet.kernels.triton.quantised import experts, few_tokens, prefill
+from culet.kernels.triton.quantised.packed import PackedMatrix
+from culet.kernels.triton.quantised.tiles import Product, choose_stream, choose_tile, choose_warps
+from tests.kernels.test_linear_aot import resources
+
+CHOICES = {"tiles": choose_tile, "warps": choose_warps, "stream": choose_stream}
+MAX_SPILLED_BYTES = 256  # per thread
+FORMATS = ("int4", "int8", "fp8", "fp8-block", "nvfp4")
+# The kernel, tokens, outputs, inputs and epilogue. They are those of the 31B and the 26B.
+LINEAR = (
+    ("stream", 1, 5376, 21504, PLAIN),
+    ("stream", 8, 21504, 5376, GATED),
+    ("stream", 32, 16384, 5376, PLAIN),
+    ("stream", 32, 21504, 5376, GATED),
+    ("warps", 1, 5376, 8192, PLAIN),
+    ("warps", 16, 21504, 5376, GATED),
+    ("warps", 4, 2816, 2112, PLAIN),
+    ("tiles", 16, 2816, 2112, PLAIN),
+    ("tiles", 64, 21504, 5376, GATED),
+    ("tiles", 256, 16384, 5376, PLAIN),
+)
+
+
+def meta(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*size, dtype=dtype, device="meta")
+
+
+def matrix_of(name: str, *shape: int) -> PackedMatrix:
+    *lead, size = shape
+    if name == "int4":
+        return PackedMatrix.int4(meta(*lead, size // 8, dtype=torch.int32), meta(*lead, size // 32), None, 32)
+    if name == "int8":
+        return PackedMatrix.int8(meta(*shape, dtype=torch.int8), meta(*lead, 1))
+    if name == "nvfp4":
+        narrow = meta(*lead, size // 16, dtype=torch.float8_e4m3fn)
+        return PackedMatrix.nvfp4(meta(*lead, size // 2, dtype=torch.uint8), narrow, meta(*lead, 1, dtype=torch.float32))
+    rows, columns = (-(-lead[-1] // 128), -(-size // 128)) if name == "fp8-block" else (lead[-1], 1)
+    scale = meta(*lead[:-1], rows, columns, dtype=torch.float32)
+    return PackedMatrix.fp8(meta(*shape, dtype=torch.float8_e4m3fn), scale)
+
+
+def linear_of(case: tuple[str, int, int, int, int], name: str, capability: int) -> Launch | None:
+    """Return the launch that is chosen for a case, or None if the format needs another kernel."""
+    kernel, num_tokens, num_rows, size, epilogue = case
+    matrix = matrix_of(name, num_rows * (2 if epilogue == GATED else 1), size)
+    tile = CHOICES[kernel](Product(num_tokens, num_rows, epilogue), matrix)
+    if tile is None:
+        return None
+    extra = {"pdl": has_dependent_launch(capability), "shared": SHARED_BYTES[capability]}
+    return few_tokens.describe(meta(num_tokens, size), matrix, meta(num_tokens, num_rows), tile, epilogue, **extra)
+
+
+def experts_of(num_tokens: int, name: str, capability: int) -> list[Launch]:
+    gate_up, down = matrix_of(name, 128, 1408, 2816), matrix_of(name, 128, 2816, 704)
+    describe = experts.describe_assigned if num_tokens <= experts.ASSIGNED_TOKENS else experts.describe_grouped
+    routed = meta(num_tokens, 8, dtype=torch.float32), meta(num_tokens, 8, dtype=torch.int32)
+    extra = {"pdl": has_dependent_launch(capability), "shared": SHARED_BYTES[capability]}
+    x = meta(num_tokens, 2816)
+    return [launch for launch in describe(x, *routed, gate_up, down, x, **extra) if "words" in launch.arguments]
+
+
+def check(launch: Launch, capability: int, folder: Path) -> None:
+    compiled = compile_for(launch, capability)
+    assert compiled.metadata.shared <= SHARED_BYTES[capability]
+    # Where tensor cores read weights from registers, the widest tiles spill a little.
+    spilled = resources(compiled.asm["cubin"], folder)["STACK"]
+    assert spilled <= (0 if capability == HOPPER else MAX_SPILLED_BYTES), f"{spilled} bytes are spilled"
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8"])
+@pytest.mark.parametrize("case", [LINEAR[1], LINEAR[4], LINEAR[8]], ids=str)
+def test_main_formats_on_hopper(case: tuple[str, int, int, int, int], name: str, tmp_path: Path) -> None:
+    launch = linear_of(case, name, HOPPER)
+    assert launch is not None
+    check(launch, HOPPER, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_on_every_architecture(name: str, capability: int, tmp_path: Path) -> None:
+    launches = [linear_of(case, name, capability) for case in LINEAR if case[0] != "stream" or capability == HOPPER]
+    matrix = matrix_of(name, 16384, 5376)
+    launches.append(prefill.describe_dequantise(matrix, meta(16384, 5376), has_dependent_launch(capability)))
+    for num_tokens in (2, 8, 1000, 8192) if name != "fp8-block" else ():
+        launches += experts_of(num_tokens, name, capability)
+    for launch in launches:
+        if launch is not None:
+            check(launch, capability, tmp_path)
