@@ -16,7 +16,7 @@ from typing import Any
 import culet
 from culet import config, env, errors
 from culet.cli.plan import GB
-from culet.cli.plan_facts import fit_of, gather
+from culet.cli.planning.facts import fit_of, gather
 from culet.hardware import GPUS
 from culet.models.variants import VARIANTS
 

@@ -15,7 +15,7 @@ import click
 
 from culet import env
 from culet.attention.picture import draw
-from culet.cli.plan_facts import DTYPE_NAMES, Facts, draft_bytes, fit_of, gather, report, weights_of
+from culet.cli.planning.facts import DTYPE_NAMES, Facts, draft_bytes, fit_of, gather, report, weights_of
 from culet.config import CacheConfig, build_config
 from culet.errors import FAILED, ConfigError
 from culet.hardware import GPUS

@@ -1,0 +1,1 @@
+"""What `culet plan` computes, apart from how it is shown."""
