@@ -47,8 +47,8 @@ def expected(folder: Path) -> list[tuple[int, ...]]:
     results = LLM(str(folder), device="cpu", **GIVEN).generate(PROMPTS, SETTINGS)
     for result in results[:2]:
         assert re.fullmatch(PATTERN, result.text)
-    for result in results[2:4]:
-        assert set(json.loads(result.text)) == {"ok", "code"}
+    for result in results[2:4]:  # a random model may write white space until the limit
+        assert result.finish_reason == "length" or set(json.loads(result.text)) == {"ok", "code"}
     for result in results[4:6]:
         assert result.text in ("yes", "no", "perhaps")
     return [result.token_ids for result in results]
