@@ -6,6 +6,7 @@ Shapes: R masks · W words of 32 tokens.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ THOUGHT_MARKS = ("<|channel>", "<channel|>")
 CALL_MARKS = ("<|tool_call>", "<tool_call|>")
 MAX_KEPT = 256  # limit on cached grammars. An ordinary one takes 1 to 2 MiB.
 MAX_KEPT_CHARS = 4 << 20  # limit on the text of cached grammars. A long one takes about 35 bytes per character.
+_NICENESS = 10  # of the threads that compile, above the process's own
 _STACK_BYTES = 16 << 20  # Grammars are checked with a quarter of this, because llguidance follows rules recursively.
 
 
@@ -83,7 +85,7 @@ class GrammarCompiler:
     def submit(self, spec: GrammarSpec) -> Future[LLMatcher]:
         """Compile in another thread. The future of a cached grammar is already done."""
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
+            self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar", initializer=_yield_to_the_engine)
         if (kept := self._find(spec)) is not None:
             done: Future[LLMatcher] = Future()
             done.set_result(kept)
@@ -140,3 +142,10 @@ class GrammarCompiler:
         self._executor.unsafe_compute_mask_ptr(grammars, mask_RW.ctypes.data, mask_RW.strides[0], mask_RW.shape[0])
         for matcher, index in plain:
             matcher.finish_fill(mask_RW[index])
+
+
+def _yield_to_the_engine() -> None:
+    """Lower the priority of this thread, so that compilers do not slow down the engine's steps. Only Linux can do this."""
+    if sys.platform == "linux":
+        niceness = min(19, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

@@ -6,6 +6,8 @@ import json
 import os
 import random
 import signal
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -269,3 +271,14 @@ def test_a_worker_that_dies_is_replaced() -> None:
     with pytest.raises(BadRequest, match="unknown special token"):
         check.check(spec(grammar="start: <|nothing>"))
     check.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_compiling_threads_yield_to_the_engine(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    def niceness(spec: GrammarSpec) -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    monkeypatch.setattr(compiler, "compile", niceness)
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert compiler.submit(GrammarSpec("regex", "[a-z]{3}")).result(60) == min(19, own + 10)
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
