@@ -12,7 +12,7 @@ CuletError                   says what failed, and `hint` names the fix
 │   ├── TimedOut             a request that took too long
 │   └── OutOfPages           the arena has no free page (handled by preemption, so users never see it)
 └── InternalError            a bug or a crash (exit code 3)
-    └── WorkerDied           the engine or a worker process died
+    └── WorkerDied           the engine or a worker process died (exit code 2)
 
 Statuses and exit codes are mapped only here, by `HTTP_STATUS` and `EXIT_CODES`.
 """
@@ -89,14 +89,17 @@ HTTP_STATUS: dict[type[CuletError], int] = {
     WorkerDied: 503,
 }
 
-FAILED, BAD_USAGE, FAULT = 1, 2, 3  # exit codes. Shells and other programs also use 2 for a bad command line.
+# Exit codes. With 2, the same command would fail again, so a supervisor should not repeat it: the command line or a setting is
+# wrong, or the engine has died too often.
+FAILED, NO_RETRY, FAULT = 1, 2, 3
 
 # A subclass inherits the code of its nearest parent.
 EXIT_CODES: dict[type[CuletError], int] = {
     CuletError: FAILED,
-    ConfigError: BAD_USAGE,
-    BadRequest: BAD_USAGE,
+    ConfigError: NO_RETRY,
+    BadRequest: NO_RETRY,
     InternalError: FAULT,
+    WorkerDied: NO_RETRY,
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import click
 
 from culet import env
-from culet.errors import BAD_USAGE, FAILED, CuletError, InternalError, UserError, exit_code
+from culet.errors import FAILED, NO_RETRY, CuletError, InternalError, UserError, exit_code
 from culet.log import setup_logging
 from culet.registry import load
 from culet.version import __version__
@@ -64,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "culet"
         report(error.format_message(), f"see `{command} --help`")
-        return BAD_USAGE
+        return NO_RETRY
     except click.ClickException as error:
         report(error.format_message())
         return FAILED

@@ -50,7 +50,7 @@ def test_engine_killed_mid_stream(scripted: Callable[..., Running]) -> None:
         assert answer.json()["error"]["code"] == "engine_unavailable"
         with pytest.raises((httpx.TransportError, AssertionError)):
             assert server.http.get("/health").status_code == 200, "red"
-        assert server.wait() == 3
+        assert server.wait() == 2
         assert "the engine died" in server.log()
 
 
@@ -77,7 +77,7 @@ def test_engine_is_restarted(scripted: Callable[..., Running]) -> None:
         server.check_well()
         assert server.stats()["engine_restarts"] == 1
         os.kill(server.engine_id(), signal.SIGKILL)
-        assert server.wait() == 3
+        assert server.wait() == 2
 
 
 def test_web_process_killed(scripted: Callable[..., Running]) -> None:
@@ -333,7 +333,7 @@ def test_an_engine_that_hangs(scripted: Callable[..., Running]) -> None:
     with scripted(step_s=60, settings={"limits": "step_s=1", "max_engine_restarts": 0}) as server:
         answer = server.chat()
         assert answer.status_code == 503
-        assert server.wait() == 3
+        assert server.wait() == 2
         assert "killing the engine" in server.log()
 
 

@@ -120,8 +120,10 @@ def _find(config: Mapping[str, Any]) -> tuple[str, Any] | None:
 def _read_method_free(config: Mapping[str, Any], key: str, values: Mapping[str, Any]) -> Quantisation | None:
     if "config_groups" in values or "format" in values:  # older compressed-tensors
         return _read_compressed(config, key, values)
-    if "bits" in values and "group_size" in values:
+    if "bits" in values or key.endswith("quantization"):
         raise _error(config, key, "the format is MLX, which Culet does not read")
+    if key.endswith("compression_config"):
+        raise _error(config, key, "it names no format")
     return None
 
 

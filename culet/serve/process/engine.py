@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from culet.engine.requests import RequestRules
-from culet.errors import CuletError, InternalError, WorkerDied, as_culet_error, error_parts, exit_code
+from culet.errors import CuletError, WorkerDied, as_culet_error, error_parts, exit_code
 from culet.frames import FrameReader, frame
 from culet.log import flush_stderr, logger, num_dropped_lines, queue_stderr, setup_logging
 from culet.registry import load
@@ -142,7 +142,7 @@ class EngineLoop:
                     return 0
                 self._obey(command)
             if (self._engine.has_work or self._has_failed) and not self._step():
-                return exit_code(InternalError(""))
+                return exit_code(WorkerDied(""))
             if not self._engine.has_work or time.monotonic() >= self._next_stats:
                 self._send_stats()
             self._channel.flush()

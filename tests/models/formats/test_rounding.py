@@ -87,5 +87,5 @@ def test_what_cannot_be_quantised(tmp_path: Path, capsys: pytest.CaptureFixture[
         (folder, out, "already exists"),
         ("random:31B", tmp_path / "random", "no files"),
     ):
-        assert run_culet(["quantize", str(source), str(target), "--format", "int4", "--device", "cpu"]) == 1
+        assert run_culet(["quantize", str(source), str(target), "--format", "int4", "--device", "cpu"]) == 2
         assert message in capsys.readouterr().err

@@ -108,7 +108,7 @@ def test_restarts_have_a_limit(scripted: Callable[..., Running]) -> None:
         answer = last.result(300)
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "engine_unavailable"
-        assert server.wait() == 3
+        assert server.wait() == 2
         log = server.log()
         assert [f"restarting the engine in {pause} s ({number} of 3" in log for number, pause in ((1, 1), (2, 2), (3, 4))] == [
             True
