@@ -123,7 +123,7 @@ def test_usage_errors_have_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
         (CheckpointError("no model"), 1),
         (QueueFull("busy"), 1),
         (InternalError("fault"), 3),
-        (WorkerDied("died"), 3),
+        (WorkerDied("died"), 2),
         (RuntimeError("unexpected"), 3),
         (KeyboardInterrupt(), 130),
     ],
