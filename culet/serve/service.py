@@ -166,7 +166,7 @@ class Service:
         return self._rules is not None and self._engine is not None and self._engine.state is State.READY
 
     def _unavailable(self) -> CuletError:
-        if self._engine is not None and self._engine.state is State.DEAD:
+        if self.health == "restarting":
             return WorkerDied("the engine died and is being restarted", hint="try again later")
         return WorkerDied("the model is still loading", hint="try again later")
 
@@ -174,7 +174,8 @@ class Service:
     def health(self) -> str:
         """`ok`, or why the engine answers no requests: it is `loading`, `restarting` after its death, or `stuck`."""
         if not self._is_up:
-            return "restarting" if self.num_restarts else "loading"
+            has_died = self._engine is not None and self._engine.state is State.DEAD
+            return "restarting" if has_died or self.num_restarts else "loading"
         return "stuck" if self._is_stuck else "ok"
 
     @property
