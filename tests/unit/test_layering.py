@@ -27,6 +27,7 @@ MAX_OTHER_MODULES = 15  # the same for a folder of tests, training or benchmarks
 ALLOWED: dict[str, tuple[str, ...]] = {
     "base": (),
     "text": (),
+    "media": (),
     "structured": ("text",),
     "kernels": (),
     "parallel": (),
@@ -53,6 +54,7 @@ POOL = "culet.cache.pool"
 TORCH_FREE_PACKAGES = ("text", "scheduler", "cli")
 TORCH_FREE = (
     *("culet", *(f"culet.{name}" for name in BASE)),
+    "culet.media.items",
     *("culet.models.spec", "culet.models.checkpoint", "culet.models.variants", "culet.models.sizes"),
     "culet.layers.weight.byte_sizes",
     *("culet.drafters.mtp.spec", "culet.drafters.dflash.spec"),
