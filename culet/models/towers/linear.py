@@ -48,7 +48,6 @@ class TowerLinear(Layer):
         self.inputs: list[Bounds] = []
         self.outputs: list[Bounds] = []
 
-
     def finish(self) -> None:
         """Read the bounds, rounded to the activations' precision. Call once, after loading."""
         if not self._bounds:

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from culet.media.items import MediaItem, MediaKind
+from culet.media.items import MediaItem
 from culet.models.checkpoint import open_checkpoint
 from culet.models.towers import Towers, load_towers
 from tests.models.towers import tiny_towers as tiny

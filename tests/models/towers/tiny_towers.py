@@ -116,10 +116,13 @@ def checkpoint_folder(shape: str, dtype: str = "float32") -> Path:
 
 @functools.cache
 def oracle(shape: str, dtype: str = "float32", run_dtype: str = "float32") -> Any:
-    """Return transformers' model of a saved checkpoint. Its attention is eager."""
+    """Return transformers' model of a saved checkpoint.
+
+    Its attention is not eager, because its audio tower takes the float mask of eager attention for the opposite of its own.
+    """
     kind = Gemma4UnifiedForConditionalGeneration if shape == "12B" else Gemma4ForConditionalGeneration
     folder = checkpoint_folder(shape, dtype)
-    return kind.from_pretrained(folder, dtype=getattr(torch, run_dtype), attn_implementation="eager").eval()
+    return kind.from_pretrained(folder, dtype=getattr(torch, run_dtype)).eval()
 
 
 # Media
