@@ -160,7 +160,7 @@ def test_pooling_rounds_twice(shape):
         assert float((found == coarse).float().mean()) < 0.9
 
 
-@pytest.mark.parametrize("shape", tiny.SHAPES)
+@pytest.mark.parametrize("shape", ["E4B", "12B", "31B"])
 def test_bfloat16_is_as_exact_as_transformers(shape):
     """Rows in bfloat16 are at most 1.2 times as far from float32 as those of transformers, on average over all media."""
     items = [tiny.image(4, 3, 1), tiny.image(2, 2, 2)]
@@ -299,7 +299,7 @@ def test_a_clip_does_not_hear_the_one_before():
 # The decoder's rows
 
 
-@pytest.mark.parametrize("shape", tiny.SHAPES)
+@pytest.mark.parametrize("shape", ["E4B", "12B", "31B"])
 def test_rows_are_not_scaled_like_embeddings(shape):
     """transformers puts the rows in place of embeddings as they are, and these are the rows."""
     model, item = tiny.oracle(shape), tiny.image(1, 2)
