@@ -80,14 +80,18 @@ def fetch(
             with (stopper or Stopper()).watch(connection):
                 if not rules.is_allowed(connection.socket.getpeername()[0]):
                     raise BadRequest(f"{name}: {host} is an address inside a private network, so nothing was fetched")
-                return _get(connection.secure(rules.context, host), parts, kind, limits, name)
+                body = _get(connection.secure(rules.context, host), parts, kind, limits, name)
+                if connection.is_cut:  # which looks like the end of the answer
+                    raise ConnectionError("cut off")
+                return body
         finally:
             watch.cancel()
             connection.socket.close()
     except (OSError, http.client.HTTPException, ValueError):
         if time.monotonic() >= deadline:
             raise late from None
-        raise BadRequest(f"{name}: {host} could not be reached, or is not the host that it claims to be") from None
+        problem = "could not be reached, is not the host that it claims to be, or sent only a part"
+        raise BadRequest(f"{name}: {host} {problem}") from None
 
 
 def check_url(url: str, rules: FetchRules, name: str) -> tuple[str, int, SplitResult]:
@@ -146,6 +150,7 @@ class _Connection:
     """A socket that another thread can cut off."""
 
     socket: socket.socket
+    is_cut: bool = False
 
     def secure(self, context: ssl.SSLContext, host: str) -> ssl.SSLSocket:
         """Return the same connection with TLS. The host must prove that it is `host`."""
@@ -155,6 +160,7 @@ class _Connection:
         return secure
 
     def kill(self) -> None:
+        self.is_cut = True
         with suppress(OSError):  # it is closed already
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -185,6 +191,6 @@ def _get(secure: ssl.SSLSocket, parts: SplitResult, kind: MediaKind, limits: Med
         if len(body) > most:
             limits.check_bytes(name, kind, len(body))
     if response.length not in (None, 0):
-        raise BadRequest(f"{name}: the URL sent less than it announced")
+        raise ConnectionError("the answer is shorter than announced")
     limits.check_bytes(name, kind, len(body))
     return bytes(body)

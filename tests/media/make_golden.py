@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from tests.media.noise import noise, sound
 
 FOLDER = Path(__file__).parent

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from tests.media.noise import noise
 
 from culet.errors import BadRequest, CheckpointError
 from culet.media.decoding.images import decode_image, resize
@@ -23,6 +22,7 @@ from culet.media.reader import MediaReader
 from culet.media.sources import MediaSource, pixel_source
 from culet.media.spec import BUDGETS, MediaSpec, num_image_tokens, read_media_spec, target_size
 from culet.models.variants import VARIANTS
+from tests.media.noise import noise
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text(encoding="utf-8"))
 IS_X86 = platform.machine() == "x86_64"  # where the digests were made; elsewhere the resizing may round differently

@@ -86,14 +86,18 @@ def split_samples(samples: Array, *, has_mel: bool, is_split: bool) -> list[Arra
 
 
 def mel_features(samples: Array) -> Array:
-    """Return the valid mel frames of at most 30 s as float32 [frames, 128], as transformers' extractor computes them."""
-    padded = np.zeros(_HOP + -(-samples.size // 128) * 128)
+    """Return the valid mel frames of at most 30 s as float32 [frames, 128], as transformers' extractor computes them.
+
+    The spectrum is float32 and the rest float64. Frames that reach beyond the samples are computed too, though not returned,
+    because the last bits of a matrix product depend on its shape.
+    """
+    padded = np.zeros(_HOP + -(-samples.size // 128) * 128, dtype=np.float32)
     padded[_HOP : _HOP + samples.size] = samples
     windows = np.lib.stride_tricks.sliding_window_view(padded, _FRAME_LEN + 1)[::_HOP]
-    frames = windows[: num_mel_frames(samples.size), :-1] * _hann_window()
+    frames = windows[None, :, :-1] * _hann_window()
     magnitudes = np.abs(np.fft.rfft(frames, n=_FFT_LEN, axis=-1))
-    features: Array = np.log(np.matmul(magnitudes, _mel_filters()) + _FLOOR).astype(np.float32)
-    return features
+    features: Array = np.log(np.matmul(magnitudes, _mel_filters()) + _FLOOR)[0].astype(np.float32)
+    return features[: num_mel_frames(samples.size)]
 
 
 def sample_frames(samples: Array) -> Array:
