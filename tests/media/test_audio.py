@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,7 @@ def test_features_are_those_of_transformers(clip):
 @pytest.mark.slow
 def test_features_have_the_same_bits_as_transformers():
     from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+    from transformers.models.gemma4_unified.feature_extraction_gemma4_unified import Gemma4UnifiedAudioFeatureExtractor
 
     extractor = Gemma4AudioFeatureExtractor()
     for num_samples in (161, 320, 640, 641, 800, 12_345, 16_000, 32_001, 479_999, 480_000):
@@ -46,6 +48,10 @@ def test_features_have_the_same_bits_as_transformers():
         features = mel_features(sound(num_samples))
         assert np.array_equal(features, made["input_features"][0][valid]), num_samples
         assert num_mel_tokens(len(features)) == valid[::2][::2].sum()
+    unified = Gemma4UnifiedAudioFeatureExtractor()
+    for num_samples in (1, 640, 641, 481_000):
+        made = unified([sound(num_samples)], return_tensors="np")
+        assert np.array_equal(sample_frames(sound(num_samples)), made["input_features"][0])
 
 
 @pytest.mark.parametrize(
@@ -116,6 +122,14 @@ def test_samples_of_the_callers_own_program(reader: MediaReader):
     assert np.array_equal(np.frombuffer(item.data, dtype=np.float32).reshape(item.shape), mel_features(samples))
     with pytest.raises(BadRequest, match=r"clip: got int64 \[3\]"):
         sample_source(np.arange(3), 16_000, name="clip")
+
+
+@pytest.mark.parametrize(("package", "rate"), [("soundfile", 16_000), ("soxr", 44_100)])
+def test_what_to_install(reader: MediaReader, monkeypatch: pytest.MonkeyPatch, package, rate):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(BadRequest, match=f"because {package} is not installed") as raised:
+        read(reader, recording(sound(2000), rate))
+    assert "pip install soundfile soxr" in raised.value.hint
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])

@@ -14,7 +14,7 @@ from culet.media.spec import MAX_MEL_SAMPLES, MIN_MEL_SAMPLES, SAMPLE_RATE, SAMP
 
 Array = np.ndarray[Any, Any]
 FORMATS = ("WAV", "FLAC", "OGG", "MP3")
-INSTALL_AUDIO = "the operator of the server installs it with: pip install 'culet[audio]'"
+INSTALL = "install Culet with the extra `audio`, or run: pip install soundfile soxr"
 MAX_PEAK = 100.0  # samples lie in [-1, 1], and files of floats may exceed it a little
 _MAX_CHANNELS = 8
 _MIN_RATE, _MAX_RATE = 4_000, 384_000
@@ -30,7 +30,7 @@ def decode_audio(data: bytes, max_seconds: float) -> Array:
     try:
         import soundfile
     except (ImportError, OSError):
-        raise Refusal("audio cannot be decoded here, because soundfile is not installed", INSTALL_AUDIO) from None
+        raise Refusal("audio cannot be decoded here, because soundfile is not installed", INSTALL) from None
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             if file.format not in ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3", "MPEG"):
@@ -62,7 +62,7 @@ def to_rate(samples: Array, rate: int) -> Array:
         import soxr
     except ImportError:
         problem = f"audio of {rate} Hz cannot be resampled to {SAMPLE_RATE} Hz here, because soxr is not installed"
-        raise Refusal(problem, INSTALL_AUDIO) from None
+        raise Refusal(problem, INSTALL) from None
     wanted_len = math.ceil(samples.size * (float(SAMPLE_RATE) / rate))
     resampled = np.asarray(soxr.resample(samples, rate, SAMPLE_RATE, quality="HQ"), dtype=np.float32)[:wanted_len]
     return np.pad(resampled, (0, wanted_len - resampled.size))

@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 FORMATS = ("MP4", "MOV", "WebM", "Matroska")
 CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4"})
 DEFAULT_RATE = 24.0  # frames per second, if the file does not say
-INSTALL_VIDEO = "the operator of the server installs it with: pip install 'culet[video]'"
+INSTALL = "install Culet with the extra `video`, or run: pip install av"
 
 
 def decode_video(
@@ -34,7 +34,7 @@ def decode_video(
     try:
         import av
     except (ImportError, OSError):
-        raise Refusal("video cannot be decoded here, because PyAV is not installed", INSTALL_VIDEO) from None
+        raise Refusal("video cannot be decoded here, because PyAV is not installed", INSTALL) from None
     try:
         # Only this demuxer runs, and it can open nothing besides the data.
         with av.open(io.BytesIO(data), format=demuxer, metadata_errors="replace", io_open=_refuse_opening) as container:
