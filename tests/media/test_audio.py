@@ -6,12 +6,14 @@ import io
 import sys
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 import soundfile
 
 from culet.errors import BadRequest
-from culet.media.decoding.audio import decode_audio, mel_features, sample_frames, to_rate
+from culet.media.decoding.audio import decode_audio, mel_features, sample_frames, split_samples, to_rate
+from culet.media.decoding.refusal import Refusal
 from culet.media.items import MediaKind
 from culet.media.reader import MediaReader
 from culet.media.sources import MediaSource, sample_source
@@ -89,9 +91,7 @@ def test_long_audio_is_refused_or_split(reader: MediaReader):
         read(reader, recording(samples[:160]))
 
 
-def test_12b_hears_more_than_30_s(reader: MediaReader):
-    from culet.media.decoding.audio import split_samples
-
+def test_12b_hears_more_than_30_s():
     assert [part.size for part in split_samples(sound(481_000), has_mel=False, is_split=False)] == [481_000]
 
 
@@ -103,6 +103,33 @@ def test_files_in_every_format(form):
     assert abs(decoded.size - samples.size) < 3000  # lossy formats pad
     if form in ("WAV", "FLAC"):
         assert np.abs(decoded - samples).max() < 1e-4
+
+
+def track(samples: np.ndarray, form: str, codec: str, rate: int = 16_000) -> bytes:
+    """Return sound in a container, as a browser records it."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=form) as container:
+        stream = container.add_stream(codec, rate=rate, layout="mono")
+        frame = av.AudioFrame.from_ndarray(samples[None], format="flt", layout="mono")
+        frame.rate = rate
+        resampler = av.AudioResampler(stream.codec_context.format, "mono", rate, frame_size=stream.codec_context.frame_size)
+        for part in [*resampler.resample(frame), *resampler.resample(None)]:
+            for packet in stream.encode(part):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(("form", "codec", "rate"), [("mp4", "aac", 16_000), ("webm", "libopus", 48_000)])
+def test_recordings_of_phones_and_browsers(form, codec, rate):
+    samples = sound(2 * rate)
+    decoded = decode_audio(track(samples, form, codec, rate), 10.0)
+    assert decoded.dtype == np.float32
+    assert abs(decoded.size - 32_000) < 3000
+    assert 0.2 < np.abs(decoded).mean() < 0.5  # as loud as it was
+    with pytest.raises(Refusal, match=r"expected at most 1 s|longer than 1 s"):
+        decode_audio(track(samples, form, codec, rate), 1.0)
 
 
 def test_channels_are_averaged_and_rates_converted():
@@ -134,8 +161,6 @@ def test_what_to_install(reader: MediaReader, monkeypatch: pytest.MonkeyPatch, p
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
 def test_samples_that_are_no_sound(value):
-    from culet.media.decoding.refusal import Refusal
-
     samples = sound(2000)
     samples[77] = value
     with pytest.raises(Refusal, match="not numbers"):
