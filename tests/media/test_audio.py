@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import av
@@ -91,8 +92,15 @@ def test_long_audio_is_refused_or_split(reader: MediaReader):
         read(reader, recording(samples[:160]))
 
 
-def test_12b_hears_more_than_30_s():
-    assert [part.size for part in split_samples(sound(481_000), has_mel=False, is_split=False)] == [481_000]
+def test_12b_hears_more_than_30_s(reader: MediaReader):
+    assert [part.size for part in split_samples(sound(481_000), has_mel=False, is_split=True)] == [481_000]
+    unified = MediaReader(replace(reader.spec, has_mel=False))
+    unified.pool = reader.pool
+    samples = sound(481_000)
+    (item,) = unified.read_now([sample_source(samples, 16_000, name="clip")])[0].items
+    assert (item.num_tokens, item.shape) == (752, (752, 640))
+    assert item.data == sample_frames(samples).tobytes()
+    unified.close()
 
 
 @pytest.mark.parametrize("form", ["WAV", "FLAC", "OGG", "MP3"])
