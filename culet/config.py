@@ -65,6 +65,11 @@ class ModelConfig:
         "Let messages and tools spell out control tokens such as <|turn>, which forge turns (default: they are plain text).",
         flag="--allow-control-tokens/--no-allow-control-tokens",
     )
+    image_mask: str = option(
+        "trained",
+        "Keys that the tokens of an image see on 12B: as it was most likely trained, or as in transformers.",
+        choices=("trained", "transformers"),
+    )
     enforce_eager: bool = option(
         False, "Launch kernels one by one instead of replaying CUDA graphs.", flag="--enforce-eager/--no-enforce-eager"
     )
@@ -93,8 +98,12 @@ class CacheConfig:
         True, "Reuse the KV cache of prompts that share a prefix.", flag="--enable-prefix-caching/--no-enable-prefix-caching"
     )
 
+    media_cache_memory_bytes: int = option(
+        512 << 20, "Size of the cache for features of images, video and audio, which requests share, in bytes."
+    )
+
     def __post_init__(self) -> None:
-        _positive(self, "kv_cache_memory_bytes")
+        _positive(self, "kv_cache_memory_bytes", "media_cache_memory_bytes")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu-memory-utilization: got {self.gpu_memory_utilization}, expected a number above 0 and at most 1"
@@ -116,8 +125,16 @@ class ScheduleConfig:
         flag="--async-scheduling/--no-async-scheduling",
     )
 
+    max_encoder_tokens: int = option(
+        560,
+        "Maximum number of tokens of images, video and audio to encode beside a step that decodes; one item may have more.",
+    )
+    max_media_bytes: int = option(
+        1 << 30, "Maximum size of the decoded images, video and audio of all requests; further ones are refused."
+    )
+
     def __post_init__(self) -> None:
-        _positive(self, "max_num_seqs", "max_num_batched_tokens", "max_queue_len")
+        _positive(self, "max_num_seqs", "max_num_batched_tokens", "max_queue_len", "max_encoder_tokens", "max_media_bytes")
         if self.max_num_batched_tokens > MAX_BATCHED_TOKENS:
             raise ConfigError(
                 f"max-num-batched-tokens: got {self.max_num_batched_tokens}, expected at most {MAX_BATCHED_TOKENS}",
