@@ -27,11 +27,15 @@ from culet.kernels.compiling import CompileCount, expect_compiling, use_disk_cac
 from culet.log import chose
 from culet.models.gemma4 import Gemma4
 from culet.models.quantised.part_bytes import part_bytes
+from culet.models.towers.spec import read_towers
+from culet.models.towers.towers import Towers, load_towers
 from culet.models.weights import explain_not_finite, load_model
 from culet.runner.captures import Captures
+from culet.runner.media.step_media import image_mask, placeholder_ids
 from culet.runner.runner import Runner
 from culet.runner.worker import Worker
 from culet.scheduler.draft_length import DraftPolicy
+from culet.scheduler.media.features import FeatureLedger
 from culet.scheduler.scheduler import Scheduler
 from culet.structured.compiler import GrammarCompiler
 from culet.structured.queue import GrammarQueue
@@ -107,10 +111,12 @@ class _Built:
 def _build_here(setup: Setup, compiler: GrammarCompiler, times: StartTimes, *, progress: bool) -> _Built:
     device = _prepare_device(setup)
     model, drafter = _load(setup, times, progress=progress)
+    towers = _load_towers(setup, times, progress=progress)
     num_slabs = _size_cache(setup, model, drafter, device.free_bytes, times)
     max_model_len = _resolve_max_model_len(setup, num_slabs)
     runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, times)
     runner.use_grammars(compiler)
+    _use_media(setup, runner, towers)
     read = None if drafter is None else ReadBytes.of_models(model, drafter)
     return _Built(runner, num_slabs, max_model_len, read, device.compile_count)
 
@@ -143,6 +149,7 @@ def build_worker(settings: Mapping[str, Any], num_slabs: int, max_model_len: int
     model, drafter = _load(setup, times, progress=False)
     runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, times)
     runner.use_grammars(_make_compiler(setup, _make_tokenizer(setup)))
+    _use_media(setup, runner, _load_towers(setup, times, progress=False))
     return runner
 
 
@@ -189,6 +196,11 @@ def _load(setup: Setup, times: StartTimes, *, progress: bool) -> tuple[Gemma4, D
         return model, None
     with times.part("drafter"):
         return model, setup.draft_plan.build(model, setup.draft_backends, progress=progress)
+
+
+def _load_towers(setup: Setup, times: StartTimes, *, progress: bool) -> Towers | None:
+    with times.part("towers"):
+        return load_towers(setup.checkpoint, dtype=setup.dtype, device=setup.device, progress=progress)
 
 
 # The KV cache
@@ -289,6 +301,24 @@ def _capture_graphs(setup: Setup, runner: Runner) -> None:
     chose("CUDA graphs", num_captured, f"{kinds} of up to {sizes} sequences")
 
 
+def _use_media(setup: Setup, runner: Runner, towers: Towers | None) -> None:
+    mask = image_mask(setup.spec.image_attention, setup.config.model.image_mask)
+    runner.use_media(towers, placeholder_ids(setup.checkpoint.config, setup.spec.vocab_size), mask)
+
+
+def _make_features(setup: Setup) -> FeatureLedger | None:
+    """Return the account of the runner's features, or None if it has no towers."""
+    if not read_towers(setup.checkpoint.config).kinds:
+        return None
+    schedule = setup.config.schedule
+    return FeatureLedger(
+        token_bytes=setup.spec.hidden_size * setup.dtype.itemsize,
+        max_bytes=setup.config.cache.media_cache_memory_bytes,
+        max_step_tokens=schedule.max_encoder_tokens,
+        max_item_bytes=schedule.max_media_bytes,
+    )
+
+
 def _make_compiler(setup: Setup, tokenizer: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler.for_tokenizer(tokenizer, setup.spec.vocab_size, setup.checkpoint.defaults.eos_token_ids)
 
@@ -305,6 +335,7 @@ def _make_scheduler(setup: Setup, built: _Built) -> Scheduler:
         policy=_make_draft_policy(setup, built.read),
         # Captured steps determine on the device where their rows begin.
         plans_open=setup.has_graphs and max_drafts > 0,
+        features=_make_features(setup),
     )
 
 
