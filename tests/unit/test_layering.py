@@ -57,7 +57,10 @@ ITEMS = "culet.media.items"
 TORCH_FREE_PACKAGES = ("text", "scheduler", "cli")
 TORCH_FREE = (
     *("culet", *(f"culet.{name}" for name in BASE)),
-    "culet.media.items",
+    *(
+        f"culet.media.{name}"
+        for name in ("items", "spec", "limits", "messages", "sources", "fetch", "pool", "queue", "reader", "prompt")
+    ),
     *("culet.models.spec", "culet.models.checkpoint", "culet.models.variants", "culet.models.sizes"),
     "culet.models.towers.spec",
     "culet.layers.weight.byte_sizes",
