@@ -26,6 +26,7 @@ TRITON_MODULES = (
         "norms.residual",
         "norms.qkv",
         "norms.pointwise",
+        "norms.patches",
         "experts.route",
         "experts.expert_mlp",
         "linear.few_tokens",

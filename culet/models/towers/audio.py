@@ -22,9 +22,8 @@ from culet.layers.weight.weights import Weights
 from culet.media.items import MediaItem
 from culet.models.towers.linear import Projector, TowerLinear
 from culet.models.towers.packing import pack_rows
-from culet.models.towers.spec import MEL_BINS, AudioSpec
+from culet.models.towers.spec import MAX_FRAMES, MEL_BINS, AudioSpec
 
-MAX_FRAMES = 3000  # after subsampling, in one pass, which is four clips of 30 s. More clips take several passes.
 _STRIDE = 4  # frames of a soft token
 _LONGEST_PERIOD = 10_000.0
 _INVISIBLE = -1e9  # score of a frame before the clip

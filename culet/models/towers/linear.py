@@ -27,6 +27,9 @@ class Bounds(NamedTuple):
         return math.isfinite(self.low) or math.isfinite(self.high)
 
 
+UNBOUNDED = Bounds(-math.inf, math.inf)
+
+
 class TowerLinear(Layer):
     """One or several projections of the same input, in one matrix: y = clamp(clamp(x) W^T).
 
@@ -35,7 +38,7 @@ class TowerLinear(Layer):
 
     def __init__(self, projections: Sequence[Projection], num_columns: int, weights: Weights, *, is_clipped: bool) -> None:
         super().__init__()
-        self.ops, self.dtype = weights.ops, weights.dtype
+        self.dtype = weights.dtype
         stored = [Projection(f"{each.name}.linear", each.num_rows, each.order, each.unit) for each in projections]
         self.matrix = weights.matrix(*stored, num_columns=num_columns)
         ends = torch.tensor([each.num_rows for each in projections]).cumsum(0).tolist()
@@ -58,27 +61,21 @@ class TowerLinear(Layer):
         self.inputs = inputs if any(each.is_finite for each in inputs) else []
         self.outputs = outputs if any(each.is_finite for each in outputs) else []
 
-    def linear(self, x_TD: Tensor) -> Tensor:
-        """Return the products of all projections, side by side [T, N]."""
-        if len(set(self.inputs)) > 1:
-            products = [
-                self.matrix.linear_rows(x_TD.clamp(*bounds), rows) for bounds, rows in zip(self.inputs, self.parts, strict=True)
-            ]
-            y_TN = torch.cat(products, -1)
-        else:
-            y_TN = self.matrix.linear(x_TD.clamp(*self.inputs[0]) if self.inputs else x_TD)
-        if len(set(self.outputs)) == 1:
-            return y_TN.clamp_(*self.outputs[0])
+    def linear(self, x_TD: Tensor, *, is_clamped: bool = False) -> Tensor:
+        """Return the products of all projections, side by side [T, N]. If `is_clamped`, `x_TD` is within `inputs` already."""
+        y_TN = self.products(x_TD, is_clamped=is_clamped)
         for bounds, rows in zip(self.outputs, self.parts, strict=bool(self.outputs)):
             y_TN[:, rows].clamp_(*bounds)
         return y_TN
 
-    def gated(self, x_TD: Tensor) -> Tensor:
-        """Return gelu_tanh(gate(x)) * up(x). The projections are gate and up."""
-        if not self.inputs and not self.outputs:
-            return self.matrix.gated_linear(x_TD)
-        gated_TF: Tensor = self.ops.gelu_mul(self.linear(x_TD))
-        return gated_TF
+    def products(self, x_TD: Tensor, *, is_clamped: bool = False) -> Tensor:
+        """Return `linear` for a reader that clamps it to `outputs`."""
+        if is_clamped or not self.inputs:
+            return self.matrix.linear(x_TD)
+        if len(set(self.inputs)) == 1:
+            return self.matrix.linear(x_TD.clamp(*self.inputs[0]))
+        pairs = zip(self.inputs, self.parts, strict=True)
+        return torch.cat([self.matrix.linear_rows(x_TD.clamp(*bounds), rows) for bounds, rows in pairs], -1)
 
 
 class Projector(Layer):

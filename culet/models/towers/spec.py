@@ -9,6 +9,10 @@ from culet.media.items import MediaKind
 from culet.models.spec import Section
 
 MEL_BINS = 128
+# The most that one pass of a tower computes. More items take several passes, so the memory of a pass is bounded.
+MAX_PATCHES = 20_480  # 8 images of 280 soft tokens
+MAX_TOKENS = 2240  # of an encoder-free embedder, which is 8 images of 280 soft tokens
+MAX_FRAMES = 3000  # after subsampling, which is four clips of 30 s
 _CHANNELS = 3
 _CLIP_BOUNDS = 4  # scalars stored with each clipped linear: input_min, input_max, output_min, output_max
 _SUBSAMPLING = [128, 32]  # channels of the two convolutions over frames
@@ -49,10 +53,10 @@ class VisionSpec:
         total = hidden * patch + 2 * self.num_positions * hidden + self.num_layers * layer
         return total + 2 * hidden * self.is_standardised + hidden * self.out_size
 
-    def working_bytes(self, num_patches: int, itemsize: int) -> int:
-        """Estimate the peak memory of activations in a pass over `num_patches`."""
+    def working_bytes(self, itemsize: int) -> int:
+        """Estimate the peak memory of activations in the largest pass."""
         widest = max(3 * self.width, 7 * self.num_heads * self.head_dim)
-        return num_patches * (4 * self.hidden_size + widest) * itemsize
+        return MAX_PATCHES * (4 * self.hidden_size + widest) * itemsize
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,9 @@ class UnifiedVisionSpec:
         norms = 2 * pixels + 4 * hidden
         return norms + pixels * hidden + hidden + 2 * self.num_positions * hidden + hidden * self.out_size
 
-    def working_bytes(self, num_tokens: int, itemsize: int) -> int:
-        """Estimate the peak memory of activations in a pass over `num_tokens`. Norms are computed in float32."""
-        return num_tokens * (2 * _CHANNELS * self.token_pixels**2 + 4 * self.hidden_size) * max(itemsize, 4)
+    def working_bytes(self, itemsize: int) -> int:
+        """Estimate the peak memory of activations in the largest pass. Pixel levels and norms take four bytes a value."""
+        return MAX_TOKENS * (2 * _CHANNELS * self.token_pixels**2 + 4 * self.hidden_size) * max(itemsize, 4)
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,10 @@ class AudioSpec:
         out = self.tower_size
         return subsample + self.num_layers * layer + hidden * out + out + out * self.out_size
 
+    def working_bytes(self, itemsize: int) -> int:
+        """Estimate the peak memory of activations in the largest pass. Attention gathers keys and values in float32."""
+        return MAX_FRAMES * self.hidden_size * (8 * self.window + 16 * itemsize)
+
 
 @dataclass(frozen=True)
 class UnifiedAudioSpec:
@@ -122,6 +130,10 @@ class UnifiedAudioSpec:
     @property
     def num_weights(self) -> int:
         return self.num_samples * self.out_size
+
+    def working_bytes(self, itemsize: int) -> int:
+        """Estimate the peak memory of activations in the largest pass."""
+        return MAX_TOKENS * (2 * self.num_samples + self.out_size) * max(itemsize, 4)
 
 
 @dataclass(frozen=True)
@@ -147,6 +159,10 @@ class TowerSpecs:
         """The number of weights of each tower, by its name."""
         named = {"vision": self.vision, "audio": self.audio}
         return {name: spec.num_weights for name, spec in named.items() if spec is not None}
+
+    def working_bytes(self, itemsize: int) -> int:
+        """Estimate the peak memory of activations. Towers run one after the other."""
+        return max((spec.working_bytes(itemsize) for spec in (self.vision, self.audio) if spec is not None), default=0)
 
 
 def read_towers(config: Mapping[str, object]) -> TowerSpecs:

@@ -16,9 +16,8 @@ from culet.layers.weight.weights import Weights
 from culet.media.items import MediaItem
 from culet.models.towers.linear import Projector
 from culet.models.towers.packing import CHANNELS, pack_images, pack_rows, pixel_values
-from culet.models.towers.spec import UnifiedAudioSpec, UnifiedVisionSpec
+from culet.models.towers.spec import MAX_TOKENS, UnifiedAudioSpec, UnifiedVisionSpec
 
-MAX_TOKENS = 8960  # in one pass, which is 32 images of 280 soft tokens. More items take several passes.
 _EPS = 1e-5  # of the norms with a mean
 
 

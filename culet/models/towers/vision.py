@@ -16,11 +16,9 @@ from culet.layers.rope import inverse_frequencies
 from culet.layers.weight.base import Projection
 from culet.layers.weight.weights import Weights
 from culet.media.items import MediaItem
-from culet.models.towers.linear import Projector, TowerLinear
+from culet.models.towers.linear import UNBOUNDED, Projector, TowerLinear
 from culet.models.towers.packing import CHANNELS, pack_images, pixel_values
-from culet.models.towers.spec import VisionSpec
-
-MAX_PATCHES = 40_960  # in one pass, which is 16 images of 280 soft tokens. More images take several passes.
+from culet.models.towers.spec import MAX_PATCHES, VisionSpec
 
 
 def axes_together(head_dim: int, num_heads: int = 1) -> Tensor:
@@ -58,22 +56,37 @@ class VisionLayer(Layer):
         self.norm_weight: Tensor
         norm_weight = torch.empty(2, spec.head_dim, device=weights.device)
         self.register_buffer("norm_weight", norm_weight, persistent=False)
+        # Bounds that kernels clamp to, known after loading: of q, k and v, and of gate, up and the input of down.
+        self.qkv_bounds_32: Tensor | None = None
+        self.gate_bounds_32: Tensor | None = None
 
     def forward(
         self, x_TD: Tensor, normed_TD: Tensor, next_norm_D: Tensor | None, rope: Rope, lengths: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
         """Return the stream after this layer, as is and normed with `next_norm_D`, with which the next layer starts."""
         ops, eps = self.ops, self.eps
-        q, k, v = ops.patch_qkv(self.qkv.linear(normed_TD), self.norm_weight, rope, self.num_heads, eps)
+        qkv_TX = self.qkv.products(normed_TD)
+        q, k, v = ops.patch_qkv(qkv_TX, self.norm_weight, rope, self.num_heads, eps, self.qkv_bounds_32)
         attended = self.out.linear(ops.patch_attention(q, k, v, lengths).flatten(1))
         x_TD, normed = ops.residual_norm(x_TD, attended, self.post_attention_norm, None, self.pre_mlp_norm, eps)
-        out = self.down.linear(self.gate_up.gated(normed))
-        return ops.residual_norm(x_TD, out, self.post_mlp_norm, None, next_norm_D, eps)
+        return ops.residual_norm(x_TD, self._mlp(normed), self.post_mlp_norm, None, next_norm_D, eps)
+
+    def _mlp(self, x_TD: Tensor) -> Tensor:
+        if self.gate_bounds_32 is None:
+            return self.down.linear(self.gate_up.matrix.gated_linear(x_TD))
+        gated = self.ops.clipped_gelu_mul(self.gate_up.products(x_TD), self.gate_bounds_32)
+        return self.down.linear(gated, is_clamped=True)
 
     def finish(self) -> None:
         for linear in (self.qkv, self.out, self.gate_up, self.down):
             linear.finish()
         self.norm_weight.copy_(torch.stack((self.q_norm, self.k_norm)))
+        device = self.norm_weight.device
+        if self.qkv.outputs:
+            self.qkv_bounds_32 = torch.tensor(self.qkv.outputs, device=device)
+        if self.gate_up.inputs or self.gate_up.outputs or self.down.inputs:
+            rows = (self.gate_up.outputs or [UNBOUNDED] * 2) + (self.down.inputs or [UNBOUNDED])
+            self.gate_bounds_32 = torch.tensor(rows, device=device)
 
 
 class VisionTower(Layer):

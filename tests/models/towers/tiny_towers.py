@@ -31,6 +31,8 @@ from transformers import (
 )
 
 from culet.media.items import MediaItem, MediaKind
+from culet.models.checkpoint import open_checkpoint
+from culet.models.towers import Towers, load_towers
 
 SHAPES = ("E4B", "12B", "26B-A4B", "31B")
 HIDDEN = 80
@@ -123,6 +125,25 @@ def oracle(shape: str, dtype: str = "float32", run_dtype: str = "float32") -> An
     kind = Gemma4UnifiedForConditionalGeneration if shape == "12B" else Gemma4ForConditionalGeneration
     folder = checkpoint_folder(shape, dtype)
     return kind.from_pretrained(folder, dtype=getattr(torch, run_dtype)).eval()
+
+
+ON_CPU: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "progress": False}
+
+
+def load_folder(folder: Path, **settings: Any) -> Towers | None:
+    return load_towers(open_checkpoint(str(folder)), **(ON_CPU | settings))
+
+
+def load(shape: str, stored_dtype: str = "float32", **settings: Any) -> Towers | None:
+    return load_folder(checkpoint_folder(shape, stored_dtype), **settings)
+
+
+@functools.cache
+def towers(shape: str, dtype: str = "float32", run_dtype: str = "float32") -> Towers:
+    """Return Culet's towers of a saved checkpoint."""
+    loaded = load(shape, dtype, dtype=getattr(torch, run_dtype))
+    assert loaded is not None
+    return loaded
 
 
 # Media
