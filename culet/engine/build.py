@@ -25,6 +25,7 @@ from culet.engine.start_times import StartTimes
 from culet.errors import ConfigError
 from culet.kernels.compiling import CompileCount, expect_compiling, use_disk_cache
 from culet.log import chose
+from culet.media.items import MediaKind
 from culet.models.gemma4 import Gemma4
 from culet.models.quantised.part_bytes import part_bytes
 from culet.models.towers.spec import read_towers
@@ -200,7 +201,12 @@ def _load(setup: Setup, times: StartTimes, *, progress: bool) -> tuple[Gemma4, D
 
 def _load_towers(setup: Setup, times: StartTimes, *, progress: bool) -> Towers | None:
     with times.part("towers"):
-        return load_towers(setup.checkpoint, dtype=setup.dtype, device=setup.device, progress=progress)
+        kinds = _wanted_kinds(setup)
+        return load_towers(setup.checkpoint, dtype=setup.dtype, device=setup.device, kinds=kinds, progress=progress)
+
+
+def _wanted_kinds(setup: Setup) -> frozenset[MediaKind]:
+    return frozenset(map(MediaKind, setup.config.media.kinds))
 
 
 # The KV cache
@@ -302,20 +308,22 @@ def _capture_graphs(setup: Setup, runner: Runner) -> None:
 
 
 def _use_media(setup: Setup, runner: Runner, towers: Towers | None) -> None:
-    mask = image_mask(setup.spec.image_attention, setup.config.model.image_mask)
+    mask = image_mask(setup.spec.image_attention, setup.config.media.image_mask)
     runner.use_media(towers, placeholder_ids(setup.checkpoint.config, setup.spec.vocab_size), mask)
 
 
 def _make_features(setup: Setup) -> FeatureLedger | None:
     """Return the account of the runner's features, or None if it has no towers."""
-    if not read_towers(setup.checkpoint.config).kinds:
+    kinds = read_towers(setup.checkpoint.config).only(_wanted_kinds(setup)).kinds
+    if not kinds:
         return None
-    schedule = setup.config.schedule
+    media = setup.config.media
     return FeatureLedger(
+        kinds=kinds,
         token_bytes=setup.spec.hidden_size * setup.dtype.itemsize,
-        max_bytes=setup.config.cache.media_cache_memory_bytes,
-        max_step_tokens=schedule.max_encoder_tokens,
-        max_item_bytes=schedule.max_media_bytes,
+        max_bytes=media.media_cache_memory_bytes,
+        max_step_tokens=media.max_encoder_tokens,
+        max_item_bytes=media.max_media_bytes,
     )
 
 

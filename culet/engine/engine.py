@@ -53,7 +53,8 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. If it has a grammar, call `check_grammar` first. It then starts once the grammar is compiled."""
         if request.media and self._scheduler.features is None:
-            raise BadRequest("media: no tower for images, video or audio is loaded", hint="use a checkpoint that has towers")
+            hint = "use a checkpoint that has towers, and start without --language-model-only"
+            raise BadRequest("media: no tower for images, video or audio is loaded", hint=hint)
         if request.grammar is None:
             self._scheduler.add(request)
             return

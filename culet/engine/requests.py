@@ -73,7 +73,7 @@ class RequestRules:
             rules=rules,
             resume_lengths=self._resume_lengths(prompt),
             media=tuple(media),
-            items=tuple(items),
+            items=tuple({item.key: item for item in items}.values()),  # equal ones travel once
         )
 
     def _resume_lengths(self, prompt: tuple[int, ...]) -> tuple[int, ...]:

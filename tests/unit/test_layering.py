@@ -19,7 +19,10 @@ import pytest
 import culet
 
 ROOT = Path(culet.__file__).parent
-BASE = ("errors", "env", "log", "types", "config", "registry", "line_process", "child", "frames", "hardware", "version")
+BASE = (
+    *("errors", "env", "log", "types", "config", "limits", "registry", "line_process", "child", "frames", "hardware"),
+    "version",
+)
 MAX_MODULES = 13  # in one folder, besides __init__
 MAX_OTHER_MODULES = 15  # the same for a folder of tests, training or benchmarks
 

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from culet.errors import BadRequest, ContextTooLong, QueueFull
-from culet.types import MediaItem, MediaSpan, Request
+from culet.media.items import MediaItem, MediaKind
+from culet.types import MediaSpan, Request
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ NOTHING = EncoderPlan()
 class FeatureLedger:
     """Knows which features exist, and decides which items to encode and which features to drop."""
 
+    kinds: frozenset[MediaKind]  # which the towers can encode
     token_bytes: int  # bytes of one row of features
     max_bytes: int  # size of the cache
     max_step_tokens: int  # most tokens to encode beside a step that decodes. A single item may have more.
@@ -77,7 +79,10 @@ class FeatureLedger:
         self.num_requests -= 1
 
     def _check(self, request: Request) -> None:
-        """Raise if a span lacks its item, or if the features of one item do not fit into the cache."""
+        """Raise if a span lacks its item, if no tower encodes it, or if its features do not fit into the cache."""
+        for item in request.items:
+            if item.kind not in self.kinds:
+                raise BadRequest(f"media: no tower for {item.kind} is loaded")
         tokens = {item.key: item.num_tokens for item in request.items}
         for span in request.media:
             if span.key not in tokens:
