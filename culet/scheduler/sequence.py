@@ -144,14 +144,18 @@ class Sequence:
         return next((span for span in self.request.media if span.is_whole and span.start < end < span.end), None)
 
     def ready_part(self, start: int, chunk: int) -> int:
-        """Return how much of a chunk from `start` on can be computed with the features that are ready, or 0 if it must wait."""
+        """Return how much of a chunk from `start` on can be computed with the features that are ready, or 0 if it must wait.
+
+        A short part waits for the features after it, unless these wait themselves until it has freed the cache.
+        """
         if self.features is None or start >= self.media_end:
             return chunk
         for span in self.request.media:
             if span.start >= start + chunk:
                 break
             if span.end > start and not self.features.is_ready(span.key):
-                return span.start - start if span.start - start >= MIN_CUT_CHUNK else 0
+                part = max(0, span.start - start)
+                return part if part >= MIN_CUT_CHUNK or not self.features.is_held(span.key) else 0
         return chunk
 
     def needs_features(self, key: bytes) -> bool:

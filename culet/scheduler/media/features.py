@@ -96,6 +96,10 @@ class FeatureLedger:
                     hint="raise --media-cache-memory-bytes",
                 )
 
+    def is_held(self, key: bytes) -> bool:
+        """Return whether features exist or are being computed."""
+        return key in self._held
+
     def is_ready(self, key: bytes) -> bool:
         held = self._held.get(key)
         return held is not None and held.is_ready

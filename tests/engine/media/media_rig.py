@@ -52,7 +52,7 @@ IDS = {
     "eoa_token_index": EOA,
     "audio_token_id": AUDIO,
 }
-CALM = 0.4  # factor on q_norm, because peaked attention makes a rounding error of a feature a hundred times as large
+CALM = 0.25  # factor on q_norm, because peaked attention makes a rounding error of a feature a hundred times as large
 _SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
 _CHANGES: dict[str, dict[str, Any]] = {
     "E4B": {"layer_types": _SLIDING * 3, "num_kv_shared_layers": 3},
