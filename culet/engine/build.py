@@ -8,7 +8,8 @@ process can call it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from culet.models.towers.spec import read_towers
 from culet.models.towers.towers import Towers, load_towers
 from culet.models.weights import explain_not_finite, load_model
 from culet.runner.captures import Captures
-from culet.runner.media.step_media import image_mask, placeholder_ids
+from culet.runner.media.step_media import ImageMask, image_mask, placeholder_ids
 from culet.runner.runner import Runner
 from culet.runner.worker import Worker
 from culet.scheduler.draft_length import DraftPolicy
@@ -113,7 +114,7 @@ def _build_here(setup: Setup, compiler: GrammarCompiler, times: StartTimes, *, p
     device = _prepare_device(setup)
     model, drafter = _load(setup, times, progress=progress)
     towers = _load_towers(setup, times, progress=progress)
-    num_slabs = _size_cache(setup, model, drafter, device.free_bytes, times)
+    num_slabs = _size_cache(setup, model, drafter, towers, device.free_bytes, times)
     max_model_len = _resolve_max_model_len(setup, num_slabs)
     runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, times)
     runner.use_grammars(compiler)
@@ -212,7 +213,9 @@ def _wanted_kinds(setup: Setup) -> frozenset[MediaKind]:
 # The KV cache
 
 
-def _size_cache(setup: Setup, model: Gemma4, drafter: Drafter | None, free_bytes: int, times: StartTimes) -> int:
+def _size_cache(
+    setup: Setup, model: Gemma4, drafter: Drafter | None, towers: Towers | None, free_bytes: int, times: StartTimes
+) -> int:
     """Return the number of slabs in the KV cache: as given, or as many as fit. On a GPU, this also compiles kernels."""
     config, layout, given = setup.config, setup.layout, _planned_slabs(setup)
     if given is not None and not setup.is_gpu:
@@ -226,6 +229,7 @@ def _size_cache(setup: Setup, model: Gemma4, drafter: Drafter | None, free_bytes
         max_model_len=config.model.max_model_len or setup.spec.max_position,
         has_graphs=setup.has_graphs,
         drafter=drafter,
+        image_mask=ImageMask.CAUSAL if towers is None else _image_mask(setup),
     )
     with times.part("kernels"):
         rehearsal.compile_kernels()
@@ -233,6 +237,9 @@ def _size_cache(setup: Setup, model: Gemma4, drafter: Drafter | None, free_bytes
         return given
     with times.part("memory rehearsal"):
         needs = rehearsal.measure()
+        if towers is not None:
+            activations = memory.measure_peak(setup.device, partial(towers.encode, memory.heaviest_images(towers.kinds)))
+            needs = replace(needs, media=setup.config.media.media_cache_memory_bytes + activations)
     utilization = config.cache.gpu_memory_utilization
     return memory.slabs_for_gpu(layout, setup.device, utilization=utilization, free_before=free_bytes, needs=needs)
 
@@ -308,8 +315,11 @@ def _capture_graphs(setup: Setup, runner: Runner) -> None:
 
 
 def _use_media(setup: Setup, runner: Runner, towers: Towers | None) -> None:
-    mask = image_mask(setup.spec.image_attention, setup.config.media.image_mask)
-    runner.use_media(towers, placeholder_ids(setup.checkpoint.config, setup.spec.vocab_size), mask)
+    runner.use_media(towers, placeholder_ids(setup.checkpoint.config, setup.spec.vocab_size), _image_mask(setup))
+
+
+def _image_mask(setup: Setup) -> ImageMask:
+    return image_mask(setup.spec.image_attention, setup.config.media.image_mask)
 
 
 def _make_features(setup: Setup) -> FeatureLedger | None:

@@ -77,7 +77,7 @@ def test_every_position(shape: str) -> None:
     assert engine.stats().counters.encoded_items == len({item.key for prompt in found.values() for item in prompt.items})
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["E4B", "31B", *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES[1:3])])
 def test_answers_without_scores(shape: str) -> None:
     """Without scores, only the last token continues after the last layer with KV, and skipped keys are not stored."""
     engine = engine_of(shape, max_num_batched_tokens=LONG.num_tokens + 8 + 3, enable_prefix_caching=False)
@@ -131,7 +131,7 @@ def test_the_rules_of_12b_differ() -> None:
     assert difference[first:].max() > 1e-2
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["E4B", "12B", *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES[2:])])
 def test_a_placeholder_without_media_is_token_0(shape: str) -> None:
     """Trap 13: in all variants, whichever kind of media it would stand for."""
     ids = [*text(7), IMAGE, *text(3, 1), AUDIO, *text(4, 2), IMAGE]
