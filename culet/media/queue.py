@@ -30,13 +30,18 @@ class _Job:
 class MediaQueue:
     """Runs work in threads. Use it from one event loop. The work of a client that has left is dropped or stopped."""
 
-    def __init__(self, num_threads: int, *, max_waiting: int, max_waiting_mb: int, purpose: str) -> None:
-        """Create a queue. `purpose` says in errors what is done with media."""
+    def __init__(
+        self, num_threads: int, *, max_waiting: int, max_waiting_mb: int, purpose: str, patience_s: float = 0.0
+    ) -> None:
+        """Create a queue. `purpose` says in errors what is done with media.
+
+        Work whose client has left gets `patience_s` to end by itself before it is stopped.
+        """
         self.num_refused = 0
         self.num_dropped = 0  # because the client left
         self._num_threads = num_threads
         self._max_waiting, self._max_waiting_mb = max_waiting, max_waiting_mb
-        self._purpose = purpose
+        self._purpose, self._patience_s = purpose, patience_s
         self._threads = ThreadPoolExecutor(num_threads, "media")
         self._waiting: list[_Job] = []
         self._waiting_bytes = 0
@@ -73,7 +78,7 @@ class MediaQueue:
         if job in self._waiting:
             self._take(job)
         else:
-            job.stopper.stop()
+            asyncio.get_running_loop().call_later(self._patience_s, job.stopper.stop)  # without effect once it has ended
 
     def _take(self, job: _Job) -> None:
         self._waiting.remove(job)

@@ -21,6 +21,7 @@ from culet.media.sources import MediaSource
 from culet.media.spec import MediaSpec
 
 _NUM_FETCHES = 4  # at the same time
+_PATIENCE_S = 2.0  # about what a new process costs, so that clients who leave at once do not make the server start many
 
 
 class MediaReader:
@@ -34,8 +35,8 @@ class MediaReader:
         self.limits = limits or MediaLimits()
         self._rules = FetchRules(frozenset(host.lower().rstrip(".") for host in hosts))
         self.pool = DecoderPool(self.limits)
-        bounds = {"max_waiting": self.limits.max_waiting, "max_waiting_mb": self.limits.max_waiting_mb}
-        self._decodes = MediaQueue(self.limits.num_processes, purpose="decoded", **bounds)
+        bounds: dict[str, int] = {"max_waiting": self.limits.max_waiting, "max_waiting_mb": self.limits.max_waiting_mb}
+        self._decodes = MediaQueue(self.limits.num_processes, purpose="decoded", patience_s=_PATIENCE_S, **bounds)
         self._fetches = MediaQueue(_NUM_FETCHES, purpose="fetched", **bounds)
 
     @property
@@ -46,7 +47,7 @@ class MediaReader:
         """Return the media of one request, in order. Few of them wait at a time, so that other requests come between.
 
         Raise BadRequest for a medium that cannot be used, and QueueFull if too many wait. If this task is cancelled, or if one
-        medium fails, work on the others is dropped, and a process that decodes one is killed.
+        medium fails, work on the others is dropped, and a process that decodes one for long is killed.
         """
         for source in sources:
             self._check(source)

@@ -26,8 +26,8 @@ class MediaSource:
     form: Form = Form.FILE
     shape: tuple[int, ...] = ()  # of raw pixels: [height, width, 3], or [frames, height, width, 3] for a video
     rate: float = 0.0  # of raw samples or frames, per second
-    max_soft_tokens: int | None = None  # of an image or a frame: 70, 140, 280, 560 or 1120
-    detail: str | None = None  # low (70), high (1120) or auto (the model's default), unless max_soft_tokens is set
+    max_soft_tokens: int | None = None  # of an image or a frame: 70, 140, 280, and for images also 560 or 1120
+    detail: str | None = None  # low (the least), high (the most) or auto (the model's default), unless max_soft_tokens is set
     is_split: bool = False  # audio of more than 30 s becomes several parts for E2B and E4B, instead of an error
 
     @property

@@ -18,6 +18,7 @@ from culet.errors import BadRequest, CheckpointError
 from culet.media.items import MediaKind
 
 BUDGETS = (70, 140, 280, 560, 1120)
+MAX_VIDEO_BUDGET = 280  # per frame. 32 frames of 280 tokens are 60 MB of pixels.
 PATCH_SIZE, POOLING = 16, 3
 TOKEN_SIDE = PATCH_SIZE * POOLING  # one soft token stands for 48 x 48 pixels
 SAMPLE_RATE = 16_000
@@ -99,15 +100,17 @@ class MediaSpec:
 
     def budget(self, kind: MediaKind, max_soft_tokens: int | None = None, detail: str | None = None) -> int:
         """Return the most soft tokens of an image or a frame that a request asks for. `max_soft_tokens` outranks `detail`."""
-        default = self.video_budget if kind == MediaKind.VIDEO else self.image_budget
+        is_video = kind == MediaKind.VIDEO
+        budgets = [budget for budget in BUDGETS if not is_video or budget <= MAX_VIDEO_BUDGET]
         if max_soft_tokens is not None:
-            if isinstance(max_soft_tokens, bool) or max_soft_tokens not in BUDGETS:
-                known = ", ".join(map(str, BUDGETS))
-                raise BadRequest(f"max_soft_tokens: got {max_soft_tokens!r}, expected one of {known}")
+            if isinstance(max_soft_tokens, bool) or max_soft_tokens not in budgets:
+                known = f"one of {', '.join(map(str, budgets))}{' for each frame' if is_video else ''}"
+                raise BadRequest(f"max_soft_tokens: got {max_soft_tokens!r}, expected {known}")
             return int(max_soft_tokens)
         if detail is not None and detail not in DETAILS:
             raise BadRequest(f"detail: got {detail!r}, expected one of {', '.join(DETAILS)}")
-        return {"low": BUDGETS[0], "high": BUDGETS[-1]}.get(detail or "auto", default)
+        default = self.video_budget if is_video else self.image_budget
+        return {"low": budgets[0], "high": budgets[-1]}.get(detail or "auto", default)
 
     def check_kind(self, name: str, kind: MediaKind) -> None:
         """Raise if the model has no input of this kind. `name` says in the error which medium it is."""

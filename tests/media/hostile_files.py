@@ -188,6 +188,7 @@ ATTACKS = (
     Attack("half a FLAC", AUDIO, lambda: wav(sound(16_000), form="FLAC")[:60], f"{DAMAGED}|no samples"),
     Attack("a WAV header of 4 GB", AUDIO, lambda: patched(wav(sound(1000)), 40, b"\xff\xff\xff\xff"), OK),
     Attack("an AIFF", AUDIO, lambda: wav(sound(1000), form="AIFF"), NO_AUDIO),
+    Attack("a video without sound", AUDIO, lambda: clip(2), "no sound"),
     Attack("an image as audio", AUDIO, lambda: encoded("PNG"), NO_AUDIO),
     # Video
     Attack("half a video", VIDEO, lambda: clip(20)[:2000], f"{DAMAGED}|no frames|no video"),

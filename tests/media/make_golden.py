@@ -129,7 +129,7 @@ def main() -> None:
         "tokens": {field: tokenizer.convert_tokens_to_ids(token) for field, token in zip(FIELDS, TOKENS, strict=True)},
         "characters": {letter: tokenizer.convert_tokens_to_ids(letter) for letter in "0123456789: "},
     }
-    (FOLDER / "golden.json").write_text(json.dumps(golden, indent=1) + "\n", encoding="utf-8")
+    (FOLDER / "golden.json").write_text(json.dumps(golden) + "\n", encoding="utf-8")
     del library
 
 

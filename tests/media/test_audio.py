@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import sys
+from dataclasses import replace
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 import soundfile
 
 from culet.errors import BadRequest
-from culet.media.decoding.audio import decode_audio, mel_features, sample_frames, to_rate
+from culet.media.decoding.audio import decode_audio, mel_features, sample_frames, split_samples, to_rate
+from culet.media.decoding.refusal import Refusal
 from culet.media.items import MediaKind
 from culet.media.reader import MediaReader
 from culet.media.sources import MediaSource, sample_source
@@ -38,6 +42,7 @@ def test_features_are_those_of_transformers(clip):
 @pytest.mark.slow
 def test_features_have_the_same_bits_as_transformers():
     from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+    from transformers.models.gemma4_unified.feature_extraction_gemma4_unified import Gemma4UnifiedAudioFeatureExtractor
 
     extractor = Gemma4AudioFeatureExtractor()
     for num_samples in (161, 320, 640, 641, 800, 12_345, 16_000, 32_001, 479_999, 480_000):
@@ -46,6 +51,10 @@ def test_features_have_the_same_bits_as_transformers():
         features = mel_features(sound(num_samples))
         assert np.array_equal(features, made["input_features"][0][valid]), num_samples
         assert num_mel_tokens(len(features)) == valid[::2][::2].sum()
+    unified = Gemma4UnifiedAudioFeatureExtractor()
+    for num_samples in (1, 640, 641, 481_000):
+        made = unified([sound(num_samples)], return_tensors="np")
+        assert np.array_equal(sample_frames(sound(num_samples)), made["input_features"][0])
 
 
 @pytest.mark.parametrize(
@@ -84,9 +93,14 @@ def test_long_audio_is_refused_or_split(reader: MediaReader):
 
 
 def test_12b_hears_more_than_30_s(reader: MediaReader):
-    from culet.media.decoding.audio import split_samples
-
-    assert [part.size for part in split_samples(sound(481_000), has_mel=False, is_split=False)] == [481_000]
+    assert [part.size for part in split_samples(sound(481_000), has_mel=False, is_split=True)] == [481_000]
+    unified = MediaReader(replace(reader.spec, has_mel=False))
+    unified.pool = reader.pool
+    samples = sound(481_000)
+    (item,) = unified.read_now([sample_source(samples, 16_000, name="clip")])[0].items
+    assert (item.num_tokens, item.shape) == (752, (752, 640))
+    assert item.data == sample_frames(samples).tobytes()
+    unified.close()
 
 
 @pytest.mark.parametrize("form", ["WAV", "FLAC", "OGG", "MP3"])
@@ -97,6 +111,33 @@ def test_files_in_every_format(form):
     assert abs(decoded.size - samples.size) < 3000  # lossy formats pad
     if form in ("WAV", "FLAC"):
         assert np.abs(decoded - samples).max() < 1e-4
+
+
+def track(samples: np.ndarray, form: str, codec: str, rate: int = 16_000) -> bytes:
+    """Return sound in a container, as a browser records it."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=form) as container:
+        stream = container.add_stream(codec, rate=rate, layout="mono")
+        frame = av.AudioFrame.from_ndarray(samples[None], format="flt", layout="mono")
+        frame.rate = rate
+        resampler = av.AudioResampler(stream.codec_context.format, "mono", rate, frame_size=stream.codec_context.frame_size)
+        for part in [*resampler.resample(frame), *resampler.resample(None)]:
+            for packet in stream.encode(part):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(("form", "codec", "rate"), [("mp4", "aac", 16_000), ("webm", "libopus", 48_000)])
+def test_recordings_of_phones_and_browsers(form, codec, rate):
+    samples = sound(2 * rate)
+    decoded = decode_audio(track(samples, form, codec, rate), 10.0)
+    assert decoded.dtype == np.float32
+    assert abs(decoded.size - 32_000) < 3000
+    assert 0.2 < np.abs(decoded).mean() < 0.5  # as loud as it was
+    with pytest.raises(Refusal, match=r"expected at most 1 s|longer than 1 s"):
+        decode_audio(track(samples, form, codec, rate), 1.0)
 
 
 def test_channels_are_averaged_and_rates_converted():
@@ -118,10 +159,16 @@ def test_samples_of_the_callers_own_program(reader: MediaReader):
         sample_source(np.arange(3), 16_000, name="clip")
 
 
+@pytest.mark.parametrize(("package", "rate"), [("soundfile", 16_000), ("soxr", 44_100)])
+def test_what_to_install(reader: MediaReader, monkeypatch: pytest.MonkeyPatch, package, rate):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(BadRequest, match=f"because {package} is not installed") as raised:
+        read(reader, recording(sound(2000), rate))
+    assert "pip install soundfile soxr" in raised.value.hint
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
 def test_samples_that_are_no_sound(value):
-    from culet.media.decoding.refusal import Refusal
-
     samples = sound(2000)
     samples[77] = value
     with pytest.raises(Refusal, match="not numbers"):

@@ -230,10 +230,28 @@ def test_clients_that_left_cost_nothing():
         await asyncio.gather(waiting, running, return_exceptions=True)
         assert queue.num_waiting == 0
         assert queue.num_dropped == 2
-        assert gate.stoppers[0].is_stopped
+        await settle(lambda: gate.stoppers[0].is_stopped)
         gate.event.set()
         assert await queue.run(gate.work("next"), 10) == "next"
         assert gate.order == ["running", "next"]
+        queue.close()
+
+    asyncio.run(run())
+
+
+def test_short_work_ends_by_itself():
+    """Its client has left, but a new process would cost more than the rest of the work."""
+
+    async def run() -> None:
+        queue = MediaQueue(1, max_waiting=2, max_waiting_mb=1, purpose="decoded", patience_s=0.3)
+        gate = Gate()
+        running = asyncio.create_task(queue.run(gate.work("running"), 10))
+        await settle(lambda: bool(gate.order))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert not gate.stoppers[0].is_stopped
+        await settle(lambda: gate.stoppers[0].is_stopped)
+        gate.event.set()
         queue.close()
 
     asyncio.run(run())

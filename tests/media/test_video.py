@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import platform
+import sys
 from pathlib import Path
 
 import av
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from culet.errors import BadRequest
 from culet.media.decoding.refusal import Refusal
 from culet.media.decoding.video import decode_video
 from culet.media.items import MediaKind
@@ -89,6 +91,14 @@ def test_limits_of_videos():
     ):
         with pytest.raises(Refusal, match=problem):
             decode_video(clip(25), 8, limits, np.array)
+
+
+def test_what_to_install(reader: MediaReader, monkeypatch: pytest.MonkeyPatch):
+    data = clip(2)
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(BadRequest, match="because PyAV is not installed") as raised:
+        reader.read_now([MediaSource(MediaKind.VIDEO, "video", data=data)])
+    assert "pip install av" in raised.value.hint
 
 
 def test_frames_of_a_file(reader: MediaReader):

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
 import numpy as np
 
+from culet.media.decoding.containers import FORMATS as CONTAINERS
+from culet.media.decoding.containers import is_container, open_container
 from culet.media.decoding.refusal import Refusal
 from culet.media.spec import MAX_MEL_SAMPLES, MIN_MEL_SAMPLES, SAMPLE_RATE, SAMPLES_PER_TOKEN, num_mel_frames
 
 Array = np.ndarray[Any, Any]
 FORMATS = ("WAV", "FLAC", "OGG", "MP3")
-INSTALL_AUDIO = "the operator of the server installs it with: pip install 'culet[audio]'"
+# In the files that hold video too, as phones and browsers record them.
+TRACK_CODECS = frozenset({"aac", "alac", "flac", "libopus", "libvorbis", "mp3", "mp3float", "opus", "vorbis"})
+INSTALL = "install Culet with the extra `audio`, or run: pip install soundfile soxr"
 MAX_PEAK = 100.0  # samples lie in [-1, 1], and files of floats may exceed it a little
 _MAX_CHANNELS = 8
 _MIN_RATE, _MAX_RATE = 4_000, 384_000
@@ -25,12 +30,15 @@ _NUM_MELS, _MAX_HZ, _FLOOR = 128, 8000.0, 1e-3
 
 def decode_audio(data: bytes, max_seconds: float) -> Array:
     """Return encoded audio as float32 samples, 16 kHz and mono."""
+    if is_container(data):
+        samples, rate = _read_track(data, max_seconds)
+        return to_rate(check_samples(samples), rate)
     if _sniff(data) is None:
-        raise Refusal(f"this is not audio that can be read, expected {', '.join(FORMATS)}")
+        raise Refusal(f"this is not audio that can be read, expected {', '.join((*FORMATS, *CONTAINERS))}")
     try:
         import soundfile
     except (ImportError, OSError):
-        raise Refusal("audio cannot be decoded here, because soundfile is not installed", INSTALL_AUDIO) from None
+        raise Refusal("audio cannot be decoded here, because soundfile is not installed", INSTALL) from None
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             if file.format not in ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3", "MPEG"):
@@ -62,7 +70,7 @@ def to_rate(samples: Array, rate: int) -> Array:
         import soxr
     except ImportError:
         problem = f"audio of {rate} Hz cannot be resampled to {SAMPLE_RATE} Hz here, because soxr is not installed"
-        raise Refusal(problem, INSTALL_AUDIO) from None
+        raise Refusal(problem, INSTALL) from None
     wanted_len = math.ceil(samples.size * (float(SAMPLE_RATE) / rate))
     resampled = np.asarray(soxr.resample(samples, rate, SAMPLE_RATE, quality="HQ"), dtype=np.float32)[:wanted_len]
     return np.pad(resampled, (0, wanted_len - resampled.size))
@@ -147,13 +155,40 @@ def _check_header(num_frames: int, rate: int, num_channels: int, max_seconds: fl
 
 def _read_mono(file: Any, max_seconds: float) -> Array:
     """Read all samples and average the channels. A file may be longer than its header says, so the blocks are counted."""
-    most, num_read, blocks = math.ceil(max_seconds * file.samplerate), 0, []
-    while True:
-        block = file.read(_BLOCK_S * file.samplerate, dtype="float32", always_2d=True)
-        if len(block) == 0:
-            break
-        num_read += len(block)
+    blocks = file.blocks(_BLOCK_S * file.samplerate, dtype="float32", always_2d=True)
+    return _join((block.mean(axis=1) for block in blocks), file.samplerate, max_seconds)
+
+
+def _read_track(data: bytes, max_seconds: float) -> tuple[Array, int]:
+    """Return the samples of a container's first sound track, with the channels averaged, and their rate."""
+    with open_container(data, "audio") as container:
+        if not container.streams.audio:
+            raise Refusal("the file has no sound")
+        stream = container.streams.audio[0]
+        if stream.codec_context.name not in TRACK_CODECS:
+            raise Refusal("the audio's codec is not supported, expected AAC, ALAC, FLAC, MP3, Opus or Vorbis")
+        seconds = float(stream.duration * stream.time_base) if stream.duration else 0.0
+        _check_header(math.ceil(seconds * stream.rate), stream.rate, stream.channels, max_seconds)
+        return _join(_track_blocks(container, stream), stream.rate, max_seconds), stream.rate
+
+
+def _track_blocks(container: Any, stream: Any) -> Iterator[Array]:
+    import av
+
+    to_floats = av.AudioResampler(format="fltp")
+    for frame in container.decode(stream):
+        if frame.sample_rate != stream.rate:
+            raise Refusal("the audio changes its sampling rate")
+        for planes in to_floats.resample(frame):
+            yield planes.to_ndarray().mean(axis=0)
+
+
+def _join(blocks: Iterable[Array], rate: int, max_seconds: float) -> Array:
+    """Return the blocks in one piece. Raise as soon as they are too long."""
+    most, num_read, joined = math.ceil(max_seconds * rate), 0, []
+    for block in blocks:
+        num_read += block.size
         if num_read > most:
             raise Refusal(f"the audio is longer than {max_seconds:g} s")
-        blocks.append(block[:, 0] if block.shape[1] == 1 else block.mean(axis=1))
-    return np.concatenate(blocks) if blocks else np.zeros(0, dtype=np.float32)
+        joined.append(block)
+    return np.concatenate(joined).astype(np.float32) if joined else np.zeros(0, dtype=np.float32)

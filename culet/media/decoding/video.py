@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import io
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
+from culet.media.decoding.containers import FORMATS, is_container, open_container
 from culet.media.decoding.refusal import Refusal
 from culet.media.limits import MediaLimits
 from culet.media.spec import sampled_indices
 
 Array = np.ndarray[Any, Any]
-FORMATS = ("MP4", "MOV", "WebM", "Matroska")
 CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4"})
 DEFAULT_RATE = 24.0  # frames per second, if the file does not say
-INSTALL_VIDEO = "the operator of the server installs it with: pip install 'culet[video]'"
 
 
 def decode_video(
@@ -28,29 +26,18 @@ def decode_video(
     `prepare` makes each frame, uint8 [height, width, 3], smaller before the next one is decoded. A time is the frame's
     index in the file, divided by the file's average frame rate.
     """
-    demuxer = _sniff(data)
-    if demuxer is None:
+    if not is_container(data):
         raise Refusal(f"this is not a video that can be read, expected {', '.join(FORMATS)}")
-    try:
-        import av
-    except (ImportError, OSError):
-        raise Refusal("video cannot be decoded here, because PyAV is not installed", INSTALL_VIDEO) from None
-    try:
-        # Only this demuxer runs, and it can open nothing besides the data.
-        with av.open(io.BytesIO(data), format=demuxer, metadata_errors="replace", io_open=_refuse_opening) as container:
-            if not container.streams.video:
-                raise Refusal("the file has no video")
-            stream = container.streams.video[0]
-            _check_stream(stream, limits.max_video_side)
-            places = _read_places(container, stream, limits.max_video_frames)
-            indices = sampled_indices(len(places), num_frames)
-            rate = float(stream.average_rate or DEFAULT_RATE)
-            reader = _FrameReader(container, stream, places, limits.max_video_side)
-            return [prepare(reader.read(index)) for index in indices], [index / rate for index in indices]
-    except (Refusal, MemoryError):
-        raise
-    except Exception:  # decoders raise almost anything for a broken file
-        raise Refusal("the video is damaged or incomplete", "check that the whole file was sent") from None
+    with open_container(data, "video") as container:
+        if not container.streams.video:
+            raise Refusal("the file has no video")
+        stream = container.streams.video[0]
+        _check_stream(stream, limits.max_video_side)
+        places = _read_places(container, stream, limits.max_video_frames)
+        indices = sampled_indices(len(places), num_frames)
+        rate = float(stream.average_rate or DEFAULT_RATE)
+        reader = _FrameReader(container, stream, places, limits.max_video_side)
+        return [prepare(reader.read(index)) for index in indices], [index / rate for index in indices]
 
 
 class _FrameReader:
@@ -93,17 +80,6 @@ class _FrameReader:
             if frame.pts >= target:
                 return frame
         return None
-
-
-def _sniff(data: bytes) -> str | None:
-    """Return the demuxer for the format that the first bytes announce."""
-    if data[4:8] == b"ftyp":
-        return "mov"
-    return "matroska" if data[:4] == b"\x1a\x45\xdf\xa3" else None
-
-
-def _refuse_opening(url: str, flags: int, options: dict[str, Any]) -> NoReturn:
-    raise Refusal("the video refers to other files")
 
 
 def _check_stream(stream: Any, max_side: int) -> None:

@@ -109,8 +109,8 @@ def _lock_down(limits: MediaLimits) -> None:
 def main() -> None:
     """Answer questions until stdin closes, which happens when the parent ends."""
     torch.set_num_threads(1)
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr  # what a library prints must not get between the answers
+    source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints must not get between the answers
     limits = read_limits(source)
     _lock_down(limits)
     for part in pack(Answer(), []):

@@ -55,7 +55,7 @@ class TowerLinear(Layer):
         """Read the bounds, rounded to the activations' precision. Call once, after loading."""
         if not self._bounds:
             return
-        values = torch.stack(self._bounds).to(self.dtype).tolist()
+        values = torch.stack(tuple(self._bounds)).to(self.dtype).tolist()
         rows = [values[index : index + 4] for index in range(0, len(values), 4)]
         inputs, outputs = [Bounds(*row[:2]) for row in rows], [Bounds(*row[2:]) for row in rows]
         self.inputs = inputs if any(each.is_finite for each in inputs) else []

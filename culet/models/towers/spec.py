@@ -53,6 +53,13 @@ class VisionSpec:
         total = hidden * patch + 2 * self.num_positions * hidden + self.num_layers * layer
         return total + 2 * hidden * self.is_standardised + hidden * self.out_size
 
+    def flops(self, num_tokens: int) -> int:
+        """Count the operations of the matrix products for an image of `num_tokens` soft tokens."""
+        num_patches, heads = num_tokens * self.pooling**2, self.num_heads * self.head_dim
+        layer = 2 * num_patches * self.hidden_size * (4 * heads + 3 * self.width) + 4 * num_patches**2 * heads
+        patches = 2 * num_patches * _CHANNELS * self.patch_size**2 * self.hidden_size
+        return self.num_layers * layer + patches + 2 * num_tokens * self.hidden_size * self.out_size
+
     def working_bytes(self, itemsize: int) -> int:
         """Estimate the peak memory of activations in the largest pass."""
         widest = max(3 * self.width, 7 * self.num_heads * self.head_dim)

@@ -14,7 +14,14 @@ from culet.media.items import MediaItem, MediaKind
 from culet.models.checkpoint import Checkpoint
 from culet.models.random_weights import fill_randomly
 from culet.models.towers.audio import AudioTower
-from culet.models.towers.spec import AudioSpec, TowerSpecs, VisionSpec, read_towers
+from culet.models.towers.spec import (
+    AudioSpec,
+    TowerSpecs,
+    UnifiedAudioSpec,
+    UnifiedVisionSpec,
+    VisionSpec,
+    read_towers,
+)
 from culet.models.towers.unified import UnifiedAudio, UnifiedVision
 from culet.models.towers.vision import VisionTower
 from culet.models.weights import load_weights
@@ -24,20 +31,22 @@ Tower = VisionTower | UnifiedVision | AudioTower | UnifiedAudio
 ALL_KINDS = frozenset(MediaKind)
 
 
+def _vision_tower(spec: VisionSpec | UnifiedVisionSpec, weights: Weights) -> VisionTower | UnifiedVision:
+    return VisionTower(spec, weights) if isinstance(spec, VisionSpec) else UnifiedVision(spec, weights)
+
+
+def _audio_tower(spec: AudioSpec | UnifiedAudioSpec, weights: Weights) -> AudioTower | UnifiedAudio:
+    return AudioTower(spec, weights) if isinstance(spec, AudioSpec) else UnifiedAudio(spec, weights)
+
+
 class Towers(Layer):
     """The towers that are wanted. A kind of media without a tower cannot be encoded."""
 
     def __init__(self, specs: TowerSpecs, weights: Weights) -> None:
         super().__init__()
         self.specs, weights = specs, weights.below(_PREFIX)
-        self.vision: VisionTower | UnifiedVision | None = None
-        if specs.vision is not None:
-            is_encoder = isinstance(specs.vision, VisionSpec)
-            self.vision = VisionTower(specs.vision, weights) if is_encoder else UnifiedVision(specs.vision, weights)
-        self.audio: AudioTower | UnifiedAudio | None = None
-        if specs.audio is not None:
-            is_encoder = isinstance(specs.audio, AudioSpec)
-            self.audio = AudioTower(specs.audio, weights) if is_encoder else UnifiedAudio(specs.audio, weights)
+        self.vision = None if specs.vision is None else _vision_tower(specs.vision, weights)
+        self.audio = None if specs.audio is None else _audio_tower(specs.audio, weights)
 
     @property
     def kinds(self) -> frozenset[MediaKind]:

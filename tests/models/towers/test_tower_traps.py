@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
@@ -38,18 +37,24 @@ def audio(*dtypes: str) -> AudioTower:
     return tower
 
 
+def fresh_vision(shape: str) -> VisionTower:
+    """Return a tower that a test may change."""
+    loaded = tiny.load(shape, kinds=frozenset({MediaKind.IMAGE}))
+    assert loaded is not None
+    assert isinstance(loaded.vision, VisionTower)
+    return loaded.vision
+
+
+def fresh_audio() -> AudioTower:
+    """Return a tower that a test may change."""
+    loaded = tiny.load("E4B", kinds=frozenset({MediaKind.AUDIO}))
+    assert loaded is not None
+    assert isinstance(loaded.audio, AudioTower)
+    return loaded.audio
+
+
 def num_different(a: Tensor, b: Tensor) -> int:
     return int((a != b).sum())
-
-
-def ulps(a: Tensor, b: Tensor) -> Tensor:
-    """Return how many bfloat16 values lie between two tensors of bfloat16."""
-
-    def rank(x: Tensor) -> Tensor:
-        bits = x.contiguous().view(torch.int16).int()
-        return torch.where(bits < 0, -32768 - bits, bits)
-
-    return (rank(a) - rank(b)).abs()
 
 
 # Pixels
@@ -106,7 +111,7 @@ def test_patches_know_their_place(patch, pooling):
 
 def test_columns_are_the_first_table():
     """With only the table of columns, patches of one column and equal pixels are equal, and those of one row differ."""
-    tower = copy.deepcopy(vision("31B"))
+    tower = fresh_vision("31B")
     tower.positions[1].zero_()
     pixels = np.full((48, 96, 3), 7, dtype=np.uint8)
     seen: list[Tensor] = []
@@ -127,28 +132,35 @@ def test_columns_are_the_first_table():
 
 @pytest.mark.parametrize("shape", ["E4B", "31B"])
 def test_pooling_rounds_twice(shape):
-    """The mean is rounded, and then everything up to the projection once more, within one ulp of transformers."""
+    """The mean is rounded to within one ulp of transformers' mean, and then everything up to the projection once more."""
     tower, model = vision(shape, "bfloat16", "bfloat16"), tiny.oracle(shape, "bfloat16", "bfloat16").model.vision_tower
     packed = pack_images([tiny.image(4, 5)], 16, 3, 256, CPU)
     x_TD = torch.randn(180, tower.spec.hidden_size, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     positions = torch.stack((packed.x_T, packed.y_T), -1)[None]
-    expected, _ = model.pooler(x_TD[None], positions, torch.zeros(1, 180, dtype=torch.bool), output_length=20)
-    expected = expected[0]
-    if tower.spec.is_standardised:
-        expected = (expected - model.std_bias.float()) * model.std_scale.float()
+    (mean,), _ = model.pooler._avg_pool_by_positions(x_TD[None], positions, 20)
+
+    def after(mean: Tensor) -> Tensor:
+        scaled = mean.float() * model.pooler.root_hidden_size
+        if tower.spec.is_standardised:
+            scaled = (scaled - model.std_bias.float()) * model.std_scale.float()
+        return scaled.to(torch.bfloat16)
+
     found = tower.pool(x_TD)
     assert found.dtype is torch.bfloat16
-    assert int(ulps(found, expected.to(torch.bfloat16)).max()) <= 1
-    assert float((found == expected.to(torch.bfloat16)).float().mean()) > 0.98
-    # Scaling and standardising in bfloat16 is visible.
-    mean = x_TD.float().view(20, 9, -1).mean(1).to(torch.bfloat16)
-    coarse = mean * tower.spec.hidden_size**0.5
+    neighbours = [(mean.view(torch.int16) + step).view(torch.bfloat16) for step in (-1, 0, 1)]
+    is_near = torch.stack([found == after(each) for each in neighbours])
+    assert is_near.any(0).all()
+    assert float(is_near[1].float().mean()) > 0.98
+    # No rounding in between, or one more, is visible.
+    unrounded = x_TD.float().view(20, 9, -1).mean(1)
+    assert float((found == after(unrounded)).float().mean()) < 0.9
     if tower.std_bias is not None and tower.std_scale is not None:
+        coarse = mean * tower.spec.hidden_size**0.5
         coarse = (coarse - tower.std_bias.to(torch.bfloat16)) * tower.std_scale.to(torch.bfloat16)
-        assert float((coarse == expected.to(torch.bfloat16)).float().mean()) < 0.9
+        assert float((found == coarse).float().mean()) < 0.9
 
 
-@pytest.mark.parametrize("shape", tiny.SHAPES)
+@pytest.mark.parametrize("shape", ["E4B", "12B", "31B"])
 def test_bfloat16_is_as_exact_as_transformers(shape):
     """Rows in bfloat16 are at most 1.2 times as far from float32 as those of transformers, on average over all media."""
     items = [tiny.image(4, 3, 1), tiny.image(2, 2, 2)]
@@ -165,7 +177,7 @@ def test_bfloat16_is_as_exact_as_transformers(shape):
 
 
 def test_casting_a_tower_rounds_no_angle():
-    tower, model = copy.deepcopy(vision("31B")), tiny.oracle("31B").model.vision_tower
+    tower, model = fresh_vision("31B"), tiny.oracle("31B").model.vision_tower
     before = tower.inv_freq.clone()
     tower.to(torch.bfloat16)
     assert tower.inv_freq.dtype is torch.float32
@@ -178,11 +190,11 @@ def test_casting_a_tower_rounds_no_angle():
 
 def test_waves_of_distances_are_rounded_last():
     spec: AudioSpec = audio().spec
-    model = tiny.oracle("E4B", "bfloat16", "bfloat16").model.audio_tower
-    theirs = model.rel_pos_enc(torch.zeros(1, 1, spec.hidden_size, dtype=torch.bfloat16))
+    # transformers' own buffer is rounded to bfloat16 if the model is loaded in it, so take the angles of the float32 model.
+    theirs = tiny.oracle("E4B").model.audio_tower.rel_pos_enc(torch.zeros(1, 1, spec.hidden_size))
     theirs = theirs.reshape(-1, spec.hidden_size).flip(0)[: spec.window]
-    assert torch.equal(distance_waves(spec.window, spec.hidden_size).to(torch.bfloat16), theirs)
-    assert torch.equal(audio("bfloat16", "bfloat16").distances_WD, theirs)
+    assert torch.equal(distance_waves(spec.window, spec.hidden_size), theirs)
+    assert torch.equal(audio("bfloat16", "bfloat16").distances_WD, theirs.to(torch.bfloat16))
 
 
 def test_query_scales_of_audio_are_rounded():
@@ -234,26 +246,39 @@ def test_joined_projections_keep_their_bounds(bounds):
 
 @pytest.mark.parametrize("part", ["qkv", "out", "gate_up", "down"])
 @pytest.mark.parametrize("side", ["inputs", "outputs"])
-def test_every_bound_of_the_tiny_tower_matters(part, side, monkeypatch):
+def test_every_bound_of_the_tiny_vision_tower_matters(part, side, monkeypatch):
     """So a comparison with transformers finds a bound that is dropped, anywhere in a layer."""
-    tower, item = copy.deepcopy(vision("E4B")), tiny.image(2, 2)
+    tower, item = fresh_vision("E4B"), tiny.image(2, 2)
     (expected,) = tower.encode([item])
-    linear = getattr(tower._layers[1], part)
-    monkeypatch.setattr(linear, side, [])
+    layer = tower._layers[1]
+    monkeypatch.setattr(getattr(layer, part), side, [])
     if part == "qkv" and side == "outputs":
-        tower._layers[1].qkv_bounds_32 = None
-    elif tower._layers[1].gate_bounds_32 is not None:
-        rows = {("gate_up", "outputs"): slice(0, 2), ("down", "inputs"): slice(2, 3)}.get((part, side), slice(0, 0))
-        tower._layers[1].gate_bounds_32[rows] = torch.tensor(UNBOUNDED)
+        layer.qkv_bounds_32 = None
+    assert layer.gate_bounds_32 is not None
+    rows = {("gate_up", "outputs"): slice(0, 2), ("down", "inputs"): slice(2, 3)}.get((part, side), slice(0, 0))
+    layer.gate_bounds_32[rows] = torch.tensor(UNBOUNDED)
     (found,) = tower.encode([item])
     assert float((found - expected).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("side", ["inputs", "outputs"])
+def test_every_bound_of_the_tiny_audio_tower_matters(side, monkeypatch):
+    tower, item = fresh_audio(), tiny.clip(40)
+    (expected,) = tower.encode([item])
+    linears = {name: module for name, module in tower._layers[0].named_modules() if isinstance(module, TowerLinear)}
+    assert len(linears) == 8
+    for name, linear in linears.items():
+        with monkeypatch.context() as patched:
+            patched.setattr(linear, side, [])
+            (found,) = tower.encode([item])
+        assert float((found - expected).abs().max()) > 1e-3, name
 
 
 # Audio
 
 
 def test_a_frame_hears_twelve_frames():
-    tower = copy.deepcopy(audio())
+    tower = fresh_audio()
     long, short = tiny.clip(97), tiny.clip(48)
     assert (tower.spec.window, long.num_tokens, short.num_tokens) == (12, 25, 12)
     expected = tower.encode([long, short])
@@ -274,7 +299,7 @@ def test_a_clip_does_not_hear_the_one_before():
 # The decoder's rows
 
 
-@pytest.mark.parametrize("shape", tiny.SHAPES)
+@pytest.mark.parametrize("shape", ["E4B", "12B", "31B"])
 def test_rows_are_not_scaled_like_embeddings(shape):
     """transformers puts the rows in place of embeddings as they are, and these are the rows."""
     model, item = tiny.oracle(shape), tiny.image(1, 2)

@@ -58,6 +58,14 @@ _VISION: dict[str, Any] = {
     "head_dim": 24,  # neither a power of two nor hidden_size / num_heads
     "position_embedding_size": 256,
 }
+# Bounds of linears whose input or output is small in a tiny model, so that wider ones would never clamp, or hide others.
+_BOUNDS = {(name, f"output_{side}"): 0.3 for name in ("down_proj", "ffw_layer_2", "linear_end") for side in ("min", "max")}
+_BOUNDS |= {
+    ("down_proj", "input_min"): 0.3,
+    ("ffw_layer_2", "input_min"): 0.2,
+    ("ffw_layer_2", "input_max"): 2.0,
+    ("linear_end", "input_min"): 0.2,
+}
 _IDS = {"image_token_id": 60, "video_token_id": 61, "audio_token_id": 62}
 
 
@@ -96,7 +104,7 @@ def randomise(model: Any) -> None:
             continue
         ending = name.rpartition(".")[2]
         if ending.endswith(("_min", "_max")):
-            bound = 1.25 if ending.startswith("input") else 1.5
+            bound = _BOUNDS.get((name.split(".")[-2], ending), 1.0)
             weight.copy_(torch.empty(()).uniform_(0.7, 1.1) * (-bound if ending.endswith("_min") else bound))
         elif "norm" in name or "_ln" in name or ending == "std_scale":
             weight.uniform_(0.5, 1.5)
