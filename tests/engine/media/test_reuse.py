@@ -117,18 +117,24 @@ def test_samples_share_a_prompt(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", ["26B-A4B", pytest.param("E4B", marks=pytest.mark.slow)])
 def test_after_preemption(shape: str) -> None:
-    """With few pages, sequences lose theirs and are computed again. If the features are gone, they are encoded again."""
-    sizes = {
-        "kv_cache_memory_bytes": engine_of(shape).layout.slab_bytes * (8 if shape == "E4B" else 6),
-        "media_cache_memory_bytes": CAT.num_tokens * 80 * 4,  # one image
-    }
-    engine = make(shape, max_model_len=96, enable_prefix_caching=False, **sizes)
+    """Sequences that lose their pages are computed again. Their features may be gone by then, and are encoded again."""
+    room_for_one = CAT.num_tokens * 80 * 4
+    engine = make(shape, max_num_seqs=4, enable_prefix_caching=False, media_cache_memory_bytes=room_for_one)
     prompts = [Prompt.of(shape, text(9, seed), one, text(13, seed)) for seed, one in enumerate((CAT, DOG, CAT))]
-    requests = [ask(engine, str(number), prompt, 40, logprobs=VOCAB) for number, prompt in enumerate(prompts)]
-    for prompt, told in zip(prompts, run(engine, *requests), strict=True):
-        check_answer(shape, prompt, told)
-    assert engine.stats().counters.preemptions > 0
-    assert encoded(engine) > 2
+    told = [Told({}, {}, [], {}) for _ in prompts]
+    for number, prompt in enumerate(prompts):
+        engine.add(ask(engine, str(number), prompt, 12, logprobs=VOCAB))
+    while engine.has_work:
+        for delta in engine.step():
+            note(told[int(delta.request_id)], delta)
+        if engine.stats().counters.preemptions == 0 and all(one.tokens for one in told):
+            for seq in list(engine._scheduler._running):
+                engine._scheduler._preempt(seq)
+    for prompt, one in zip(prompts, told, strict=True):
+        assert len(one.tokens[0]) == 12
+        check_answer(shape, prompt, one)
+    assert engine.stats().counters.preemptions == 3
+    assert encoded(engine) > 3
 
 
 @pytest.mark.slow
