@@ -210,13 +210,16 @@ def _load(setup: Setup, times: StartTimes, *, progress: bool) -> tuple[Gemma4, D
 
 
 def _load_towers(setup: Setup, times: StartTimes, *, progress: bool) -> Towers | None:
+    kinds = _tower_kinds(setup)
+    if not kinds:
+        return None
     with times.part("towers"):
-        kinds = _wanted_kinds(setup)
         return load_towers(setup.checkpoint, dtype=setup.dtype, device=setup.device, kinds=kinds, progress=progress)
 
 
-def _wanted_kinds(setup: Setup) -> frozenset[MediaKind]:
-    return frozenset(map(MediaKind, setup.config.media.kinds))
+def _tower_kinds(setup: Setup) -> frozenset[MediaKind]:
+    """Return the kinds of media that are wanted and that the checkpoint has towers for."""
+    return frozenset(map(MediaKind, setup.config.media.kinds)) & read_towers(setup.checkpoint.config).kinds
 
 
 # The KV cache
@@ -333,7 +336,7 @@ def _image_mask(setup: Setup) -> ImageMask:
 
 def _make_features(setup: Setup) -> FeatureLedger | None:
     """Return the account of the runner's features, or None if it has no towers."""
-    kinds = read_towers(setup.checkpoint.config).only(_wanted_kinds(setup)).kinds
+    kinds = _tower_kinds(setup)
     if not kinds:
         return None
     media = setup.config.media

@@ -22,7 +22,7 @@ from culet.scheduler.budget import Grant, share_step
 from culet.scheduler.deadlines import Deadlines
 from culet.scheduler.draft_length import DraftLengths, Shape, StepTimes
 from culet.scheduler.media.encoding import count_media, plan_encoding
-from culet.scheduler.media.features import FeatureLedger
+from culet.scheduler.media.features import NOTHING, FeatureLedger
 from culet.scheduler.page_allocator import PageAllocator
 from culet.scheduler.reuse import count_prefix, find_prefix, keep_point, keep_row_points
 from culet.scheduler.rows import PlannedRow, commit_row, continue_in_pages, decode_shape, drafts_to_continue, largest_row
@@ -211,9 +211,9 @@ class Scheduler:
                 entries += self._fork(plan)
             for plan in planned:
                 keep_row_points(plan, self.page_allocator)
-        # Without anything else to do, an empty plan waits for the features that are being encoded.
-        awaits = self.features is not None and not self._in_flight and self.features.is_encoding
-        if not (planned or encoding.encodes or awaits):
+        is_idle = not planned and encoding is NOTHING
+        # If features are being encoded and there is nothing else to do, an empty plan waits for them.
+        if is_idle and (self._in_flight or self.features is None or not self.features.is_encoding):
             return None
         count_media(self.features, encoding, planned, self.counters)
         step_id = self._next_step_id
