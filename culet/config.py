@@ -249,7 +249,8 @@ class MediaConfig:
         1 << 30, "Maximum size of the decoded images, video and audio of all requests; further ones are refused."
     )
     allowed_media_domains: str = option(
-        "", "Hosts from which URLs of images, video and audio may be fetched (https only), separated by commas; none by default."
+        "",
+        "Hosts from which URLs of images, video and audio may be fetched (https only), separated by commas; none by default.",
     )
     image_mask: str = option(
         "trained",

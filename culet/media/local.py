@@ -27,7 +27,7 @@ def open_local(source: MediaSource, value: Any) -> MediaSource:
     """Return `source` with the content that `value` stands for."""
     if isinstance(value, MediaSource):
         return value
-    if isinstance(value, str) and value[:5].lower() == "data:" or isinstance(value, str) and "://" in value[:16]:
+    if (isinstance(value, str) and value[:5].lower() == "data:") or (isinstance(value, str) and "://" in value[:16]):
         return replace(source, url=value)
     if isinstance(value, str | os.PathLike):
         return replace(source, data=_read_file(Path(value).expanduser(), source))

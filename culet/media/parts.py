@@ -164,5 +164,3 @@ def _detail_of(fields: Mapping[str, Any], name: str) -> str | None:
 def count_bytes(sources: Sequence[MediaSource]) -> int:
     """Return the size of what the caller sent as media."""
     return sum(source.num_bytes for source in sources)
-
-

@@ -34,8 +34,8 @@ _PATIENCE_S = 2.0  # about what a new process costs, so that clients who leave a
 class MediaReader:
     """Decodes the media of one model's requests, within limits.
 
-    `hosts` are those that https URLs may name. By default there are none, and nothing is ever fetched. `max_counts` are the most
-    media of each kind in one prompt. 0 turns a kind off, and a kind that is absent or None has no limit.
+    `hosts` are those that https URLs may name. By default there are none, and nothing is ever fetched. `max_counts` are the
+    most media of each kind in one prompt. 0 turns a kind off, and a kind that is absent or None has no limit.
     """
 
     def __init__(
