@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,10 @@ from culet.errors import BadRequest, ContextTooLong, CuletError, QueueFull, Work
 from culet.limits import Limits, read_limits
 from culet.line_process import Stopper
 from culet.log import logger
+from culet.media.items import MediaItem
+from culet.media.parts import MediaOptions, TakenMedia, count_bytes, take_media
+from culet.media.prompt import ExpandedPrompt, expand_prompt
+from culet.media.reader import MediaReader
 from culet.models.checkpoint import open_checkpoint
 from culet.serve.answers.limits import AnswerLimits
 from culet.serve.answers.stored import StoredResponses
@@ -39,9 +44,9 @@ from culet.serve.process.wire import Script
 from culet.structured.admission import GrammarAdmission
 from culet.structured.check import GrammarCheck
 from culet.text.template import Chat, ChatTemplate, RenderLimits
-from culet.text.text_queue import TextQueue, request_bytes
+from culet.text.text_queue import SHORT_BYTES, TextQueue, request_bytes
 from culet.text.tokenizer import make_tokenizer
-from culet.types import SamplingParams
+from culet.types import MediaSpan, SamplingParams
 
 _MAX_TOKEN_CHARS = 8  # few texts have more characters per token
 _CUT_TOKENS = 1024  # more tokens than a cut can add to the text before it
@@ -100,6 +105,7 @@ class Service:
             control_tokens=() if config.model.allow_control_tokens else self.tokenizer.control_tokens,
             limits=RenderLimits(num_processes=settings.text_workers),
         )
+        self.media = MediaReader.of_checkpoint(self.checkpoint.config, None if is_random else folder, config.media)
         if not is_random:  # The checkpoint is downloaded now, so the engine process need not look it up again.
             self.config = replace(config, model=replace(config.model, model=str(folder), revision=None))
         grammar_check = GrammarCheck.for_tokenizer(self.tokenizer, time_limit_s=float(self.limits.grammar_s))
@@ -213,7 +219,9 @@ class Service:
         self._spawn(self._record_history(engine))
 
     def _warm_up(self) -> None:
-        """Start the template processes, so that the first chats do not wait for them."""
+        """Start the processes for templates and media, so that the first chats do not wait for them."""
+        if self.media.spec.kinds:
+            self.media.warm_up()
         try:
             self.template.warm_up()
             self.template.render([{"role": "user", "content": "1"}])
@@ -234,6 +242,7 @@ class Service:
         self.texts.close()
         self.markdown.close()
         self.template.close()
+        self.media.close()
         self.grammars.close()
 
     def _on_death(self) -> None:
@@ -320,8 +329,9 @@ class Service:
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
         continued: str | None = None,
-    ) -> list[int]:
-        """Render a conversation with the chat template and return its token ids.
+        media: MediaOptions | None = None,
+    ) -> ExpandedPrompt:
+        """Render a conversation with the chat template and return its token ids and media.
 
         If `enable_thinking` is None, the server's default applies. Arguments of tool calls may be JSON. `continued` is the text
         of the last message if the answer continues it. There is no generation prompt then.
@@ -329,19 +339,39 @@ class Service:
         thinking = self.settings.enable_thinking if enable_thinking is None else enable_thinking
         limit = self.rules.max_model_len
 
-        def encode(stopper: Stopper) -> list[int]:
-            self._check_size((messages, tools), limit)
+        def take(stopper: Stopper) -> TakenMedia:
+            taken = take_media(_plain(messages), media)
+            self.media.check(taken.sources)
+            return taken
+
+        def encode(taken: TakenMedia, stopper: Stopper) -> list[int]:
+            self._check_size((taken.messages, tools), limit)
             opens_turn = add_generation_prompt and continued is None
-            chat = Chat(_plain(messages), _plain(tools), opens_turn, thinking, options, parsed=False)
+            chat = Chat(taken.messages, _plain(tools), opens_turn, thinking, options, parsed=False)
             rendered = self.template.render_chat(chat, stopper)
             if stopper.is_stopped:  # the client has left
                 return []
             if continued is not None:
                 rendered = rendered.up_to(continued)
             self._check_length(rendered.text, limit)
-            return self.tokenizer.encode_pieces(rendered.text, rendered.cuts)
+            token_ids = self.tokenizer.encode_pieces(rendered.text, rendered.cuts)
+            taken.check_shown(token_ids, self.media.spec)
+            return token_ids
 
-        return await self.texts.run(encode, request_bytes.get())
+        num_bytes = request_bytes.get()
+        if num_bytes <= SHORT_BYTES:
+            sources, token_ids = await self.texts.run(
+                lambda stopper: ((taken := take(stopper)).sources, encode(taken, stopper)), num_bytes
+            )
+        else:  # media are much larger than the text, and only the text takes long here
+            taken = await self.texts.run(take, 0)
+            sources = taken.sources
+            token_ids = await self.texts.run(partial(encode, taken), max(0, num_bytes - count_bytes(sources)))
+        if not sources:
+            return ExpandedPrompt(token_ids, (), ())
+        found = await self.media.read(sources)
+        spec, tokenizer = self.media.spec, self.tokenizer
+        return await self.texts.run(lambda stopper: expand_prompt(token_ids, found, spec, tokenizer.encode), 0)
 
     async def encode_text(self, text: str, *, add_bos: bool = True) -> list[int]:
         """Return the token ids of a plain text, which may spell out control tokens."""
@@ -403,15 +433,19 @@ class Service:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        media: Sequence[MediaSpan] = (),
+        items: Sequence[MediaItem] = (),
     ) -> TokenStream:
         """Send a request to the engine. Raise if the server is not ready, the queue is full, or the key is at a limit.
 
-        `caller.end` must follow when the request has ended.
+        `items` are the content of the spans `media`. `caller.end` must follow when the request has ended.
         """
         self.require_ready()
         deadline = time.monotonic() + self.settings.request_timeout  # all processes on a machine share this clock
         engine = self.engine
-        request = self.rules.make_request(engine.next_id(), prompt_token_ids, params, priority=priority, deadline=deadline)
+        request = self.rules.make_request(
+            engine.next_id(), prompt_token_ids, params, media=media, items=items, priority=priority, deadline=deadline
+        )
         request = replace(request, cache_salt=cache_salt, tenant=caller.name)
         facts = engine.facts
         assert facts is not None
