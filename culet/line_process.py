@@ -65,10 +65,10 @@ class LineProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C must not reach it
+            process_group=0,  # Ctrl-C must not reach it
         )
         with suppress(OSError):  # it may have ended already
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS))
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()

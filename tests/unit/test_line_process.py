@@ -140,3 +140,13 @@ def test_processes_work_side_by_side_up_to_their_number():
         thread.join()
     assert {process.process_id for process in template._idle} == before
     template.close()
+
+
+def test_a_program_comes_after_the_process_that_started_it() -> None:
+    """Linux compares priorities only within a session if it groups tasks by session, as it does by default."""
+    process = start(ECHO, "echoes")
+    own_niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, process.process_id) == min(19, own_niceness + 10)
+    assert os.getsid(process.process_id) == os.getsid(0)
+    assert os.getpgid(process.process_id) != os.getpgid(0)  # Ctrl-C does not reach it
+    process.end()
