@@ -41,6 +41,7 @@ class Engine:
         finish_start(parts, self.add, self.step)
         self.start_times = parts.times
         self.kernels_compiled = parts.num_compiled
+        self._compile_count = parts.compile_count
 
     @property
     def layout(self) -> CacheLayout:
@@ -91,6 +92,7 @@ class Engine:
             self._scheduler.stats(),
             verify_seconds=seconds.get("verify", 0.0),
             draft_seconds=seconds.get("draft", 0.0),
+            kernels_compiled=0 if self._compile_count is None else self._compile_count.while_serving,
         )
 
     def step(self) -> list[TokenDelta]:

@@ -99,3 +99,4 @@ class SchedulerStats:
     counters: Counters
     verify_seconds: float = 0.0  # device time of steps with drafts to verify
     draft_seconds: float = 0.0  # device time of drafting
+    kernels_compiled: int = 0  # since the startup ended, each of which held up a step
