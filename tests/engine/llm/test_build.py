@@ -12,9 +12,9 @@ import torch
 from culet.config import build_config
 from culet.engine.build import EngineParts, build_parts
 from culet.engine.engine import Engine
-from culet.kernels.compiling import CompileCount
 from culet.engine.resolve import resolve
 from culet.errors import ConfigError
+from culet.kernels.compiling import CompileCount
 from culet.runner.worker import ProcessWorker
 from culet.testing.tiny import write_checkpoint
 from culet.types import SamplingParams, StepPlan, StepResult, StructuredOutputs
