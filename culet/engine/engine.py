@@ -102,7 +102,7 @@ class Engine:
         If a step fails, raise. The next call returns the ends of the requests that were part of it, even if `has_work` is
         false by then. All others go on.
         """
-        for request_id, error in self._grammars.done():
+        for request_id, error in self._grammars.done(self._scheduler.is_alive):
             if error:
                 self._scheduler.cancel(request_id, reason=FinishReason.ERROR, error=error)
             self._scheduler.release(request_id)

@@ -73,7 +73,7 @@ class Scheduler:
         self._waiting = FairQueue()
         self._held: dict[str, Sequence] = {}  # by request id, not queued before `release`
         self._alive: dict[str, dict[int, Sequence]] = {}  # request id -> sample -> sequence
-        self._deadlines = Deadlines(self._is_alive)
+        self._deadlines = Deadlines(self.is_alive)
         self._num_arrivals = 0
         self._next_step_id = 0
         self._in_flight: deque[tuple[int, list[PlannedRow], Shape | None]] = deque()  # step id, rows, shape
@@ -105,10 +105,10 @@ class Scheduler:
         if request.deadline is not None:
             self._deadlines.add(request.deadline, arrival, request.request_id, len(self._alive))
 
-    def _is_alive(self, arrival: int, request_id: str) -> bool:
-        """Return whether a request has not ended. A later one may have the same id."""
+    def is_alive(self, request_id: str, arrival: int | None = None) -> bool:
+        """Return whether a request has not ended. A later one may have the same id, but not the same `arrival`."""
         alive = self._alive.get(request_id)
-        return bool(alive and next(iter(alive.values())).arrival == arrival)
+        return bool(alive) and arrival in (None, next(iter(alive.values())).arrival)
 
     def _keys(self, request: Request) -> PageKeys | None:
         prefix = self.page_allocator.prefix

@@ -44,6 +44,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._index: LLTokenizer | None = None
         self._kept: OrderedDict[str, Compiled] = OrderedDict()
+        self._held: dict[str, tuple[int, int]] = {}  # key -> how often it is held, length of its text
         self._threads: ThreadPoolExecutor | None = None
         self._mask_threads: MaskThreads | None = None
 
@@ -80,8 +81,30 @@ class GrammarCompiler:
         with self._lock:
             self._kept[spec.key] = compiled
             while len(self._kept) > MAX_KEPT or sum(kept.num_chars for kept in self._kept.values()) > MAX_KEPT_CHARS:
-                self._kept.popitem(last=False)
+                oldest = next((key for key in self._kept if key not in self._held), None)
+                if oldest is None:
+                    break
+                del self._kept[oldest]
         return compiled
+
+    def hold(self, spec: GrammarSpec) -> bool:
+        """Keep a grammar in the cache until `let_go` is called as often as this. Return False if there is no room.
+
+        A grammar that is held is compiled only once, so that `start` finds it and the engine does not wait.
+        """
+        with self._lock:
+            num_chars = len(spec.text) + sum(size for _, size in self._held.values())
+            if spec.key not in self._held and self._held and (len(self._held) >= MAX_KEPT or num_chars > MAX_KEPT_CHARS):
+                return False
+            count, _ = self._held.get(spec.key, (0, 0))
+            self._held[spec.key] = (count + 1, len(spec.text))
+            return True
+
+    def let_go(self, key: str) -> None:
+        with self._lock:
+            count, num_chars = self._held.pop(key)
+            if count > 1:
+                self._held[key] = (count - 1, num_chars)
 
     def _first_mask(self, grammar: LLMatcher) -> Mask | None:
         """Return the grammar's first mask, or None if it has none. Computed here, it never makes a first draw wait."""
