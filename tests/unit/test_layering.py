@@ -54,7 +54,10 @@ POOL = "culet.cache.pool"
 TORCH_FREE_PACKAGES = ("text", "scheduler", "cli")
 TORCH_FREE = (
     *("culet", *(f"culet.{name}" for name in BASE)),
-    "culet.media.items",
+    *(
+        f"culet.media.{name}"
+        for name in ("items", "spec", "limits", "messages", "sources", "fetch", "pool", "queue", "reader", "prompt")
+    ),
     *("culet.models.spec", "culet.models.checkpoint", "culet.models.variants", "culet.models.sizes"),
     "culet.layers.weight.byte_sizes",
     *("culet.drafters.mtp.spec", "culet.drafters.dflash.spec"),
