@@ -74,7 +74,8 @@ class ChildProcess(ABC):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            process_group=0,  # Ctrl-C must not reach it
+            # Ctrl-C must not reach it. It stays in this session, because Linux compares niceness only within one.
+            process_group=0,
         )
         with suppress(OSError):  # it may have ended already
             os.setpriority(os.PRIO_PROCESS, self._process.pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS))

@@ -108,7 +108,7 @@ class Scheduler:
     def is_alive(self, request_id: str, arrival: int | None = None) -> bool:
         """Return whether a request has not ended. A later one may have the same id, but not the same `arrival`."""
         alive = self._alive.get(request_id)
-        return bool(alive) and arrival in (None, next(iter(alive.values())).arrival)
+        return alive is not None and arrival in (None, next(iter(alive.values())).arrival)
 
     def _keys(self, request: Request) -> PageKeys | None:
         prefix = self.page_allocator.prefix
