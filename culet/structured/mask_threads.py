@@ -54,7 +54,10 @@ def _work(jobs: deque[Job], deadline: float) -> None:
     """Compute masks until there are no more jobs."""
     for matcher, drafts in _drain(jobs):
         began = time.perf_counter()
-        matcher.compute(drafts, deadline)
+        try:
+            matcher.compute(drafts, deadline)
+        except BaseException as error:  # A panic in llguidance is no Exception. Nobody would see it in this thread.
+            matcher.give_up(f"{type(error).__name__}: {error}")
         seconds = time.perf_counter() - began
         matcher.mask_s += seconds
         matcher.is_slow = seconds > SLOW_S

@@ -219,6 +219,11 @@ class Matcher:
             walker._advance(drafts[index])
         self._computed = _Masks(drafts, mask_KW, num_masks, fault)
 
+    def give_up(self, reason: str) -> None:
+        """End the sequence with an error, because its masks cannot be computed."""
+        mask_KW = np.full((1, self._vocabulary.num_words), -1, dtype=np.int32)
+        self._computed = _Masks((), mask_KW, 1, GRAMMAR_FAULT + shorten(reason))
+
     def has_masks(self, drafts: tuple[int, ...]) -> bool:
         """Return whether masks were computed for the next draw and the draws after these drafts."""
         masks = None if self.is_busy else self._computed

@@ -131,3 +131,16 @@ def test_a_chain_stops_when_its_time_is_over(compiler: GrammarCompiler) -> None:
     matcher.compute(drafts)
     matcher.write(mask_KW, drafts)
     assert matcher.num_masks == 3
+
+
+def test_a_mask_that_cannot_be_computed_ends_the_sequence(compiler: GrammarCompiler) -> None:
+    class Broken(SlowGrammar):
+        def unsafe_compute_mask_ptr(self, pointer: int, num_bytes: int) -> None:
+            raise BaseException("panicked")
+
+    matcher = begin(compiler)
+    matcher.grammar = Broken(matcher.grammar)  # type: ignore[assignment]
+    masks(compiler, matcher, limit_s=LONG_S)
+    assert matcher.num_masks == 1
+    assert "panicked" in matcher.fault
+    assert not matcher.is_busy
