@@ -20,7 +20,7 @@ from culet.config import ScheduleConfig
 from culet.drafters.base import Drafter
 from culet.engine.memory import Needs, measure_peak
 from culet.kernels.compiling import compile_ahead, mark_of
-from culet.models.gemma4 import Gemma4
+from culet.models.gemma4 import LOGITS_ROWS, Gemma4
 from culet.runner.captures import Captures
 from culet.runner.draft_round import draft_lengths
 from culet.runner.fixed.shapes import FixedShapes
@@ -141,6 +141,10 @@ class Rehearsal:
         for settings in self.drawn_together:
             yield self._plan([(0, 1, 1)] * len(settings), settings)
         yield self._bound_plan()
+        # The head's kernel varies with the number of logits. A prompt that is scored may have any, and so may drafts.
+        for count in TOKEN_COUNTS:
+            if count <= LOGITS_ROWS and count < self._longest:
+                yield self._scored_plan(count + 1)  # the last token of a prompt is not scored
         for num_drafts in () if self.drafter is None else draft_lengths(self.drafter.max_drafts):
             plan = self._plan([(0, 1, 1)])
             yield plan.with_rows(row._replace(num_wanted=num_drafts) for row in plan.rows)

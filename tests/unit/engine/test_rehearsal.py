@@ -14,13 +14,17 @@ import torch
 from culet.cache.spec import plan_cache
 from culet.config import ScheduleConfig
 from culet.engine.rehearsal import Rehearsal
-from culet.kernels.triton.launch import Launch
+from culet.kernels.triton.launch import Launch, next_power_of_2
+from culet.kernels.triton.linear.few_tokens import MIN_COLUMNS
+from culet.kernels.triton.linear.tiles import SOFTCAP, choose_tile
 from culet.kernels.triton.sampling.draw import logprobs
+from culet.models.gemma4 import LOGITS_ROWS
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
 from culet.sampling.gpu_sampler import GpuSampler
 from culet.sampling.sampler import History, TokenMasks
 from culet.types import Sampling
+from tests.kernels.linear_cases import Shape, shapes
 
 SAMPLING = Sampling(
     temperature=1.0, top_k=64, top_p=0.95, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
@@ -137,3 +141,29 @@ def test_every_way_to_draw_is_rehearsed(launched: set[tuple[object, ...]]) -> No
             for is_bound in (False, True):
                 draw([first, second, SAMPLING], is_bound=is_bound)
                 assert launched <= rehearsed, name
+
+
+# Linear layers
+
+
+def kernel_of(count: int, shape: Shape) -> tuple[object, int]:
+    """Return what makes Triton compile another kernel for a linear layer of `count` tokens outside of graphs."""
+    tile = choose_tile(count, shape.num_rows, shape.size_k, shape.epilogue)
+    return tile, 0 if tile.kernel == "cublas" else max(MIN_COLUMNS, next_power_of_2(count))
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 4, 20])
+def test_every_number_of_tokens_and_logits_is_rehearsed(max_num_seqs: int) -> None:
+    """However few sequences may run, a prompt that is scored or drafts with masks have any number of logits."""
+    rehearsal = make_rehearsal(5000)
+    rehearsal.max_num_seqs = max_num_seqs
+    num_tokens, num_logits = set(), set()
+    for plan in rehearsal._ladder():
+        num_tokens.add(plan.num_tokens)
+        scored = [row.num_new - 1 for row in plan.rows if row.is_prompt_logprobs]
+        num_logits |= set(scored or [sum(row.num_logits for row in plan.rows)])
+    for shape in shapes():
+        rehearsed = num_logits if shape.epilogue == SOFTCAP else num_tokens
+        known = {kernel_of(count, shape) for count in rehearsed if count}
+        for count in range(1, LOGITS_ROWS + 1):
+            assert kernel_of(count, shape) in known, (shape.name, count)
