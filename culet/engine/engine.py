@@ -14,6 +14,7 @@ from typing import Any
 from culet.cache.spec import CacheLayout
 from culet.config import Config
 from culet.engine.build import MakeWorker, build_parts, finish_start
+from culet.errors import BadRequest
 from culet.runner.worker import LaunchedStep
 from culet.scheduler.stats import SchedulerStats
 from culet.types import FinishReason, GrammarSpec, Request, TokenDelta
@@ -52,6 +53,9 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. If it has a grammar, call `check_grammar` first. It then starts once the grammar is compiled."""
+        if request.media and self._scheduler.features is None:
+            hint = "use a checkpoint that has towers, and start without --language-model-only"
+            raise BadRequest("media: no tower for images, video or audio is loaded", hint=hint)
         if request.grammar is None:
             self._scheduler.add(request)
             return

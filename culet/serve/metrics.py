@@ -317,6 +317,10 @@ class _EngineReport(Collector):
         yield self._counter("culet:dropped_tokens", "Tokens drawn for sequences that had already ended.", counts.dropped_tokens)
         text = "Kernels compiled since startup. Each held up a step, and the rehearsal at startup should have covered it."
         yield self._counter("culet:kernels_compiled", text, now.kernels_compiled)
+        yield self._counter("culet:encoded_items", "Images, video frames and clips of audio encoded.", counts.encoded_items)
+        yield self._counter("culet:encoded_tokens", "Soft tokens of these items.", counts.encoded_tokens)
+        yield self._counter("culet:feature_hits", "Media in prompts whose features were cached.", counts.feature_hits)
+        yield self._gauge("culet:feature_bytes", "Size of the cached features.", now.feature_bytes)
         yield self._gauge("culet:engine_memory_bytes", "Resident memory of the engine process.", stats.memory_bytes)
         yield self._gauge("culet:kv_pages", "Pages in the KV cache, over all groups.", now.num_pages)
         yield self._gauge("culet:kv_free_pages", "Free pages in the KV cache.", now.num_free_pages)

@@ -20,9 +20,10 @@ from msgspec import Raw, Struct
 from prometheus_client import CollectorRegistry
 
 from culet import env
-from culet.config import BUILT_IN, Config, Limits, ServeConfig, read_limits
+from culet.config import BUILT_IN, Config, ServeConfig
 from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN, RequestRules
 from culet.errors import BadRequest, ContextTooLong, CuletError, QueueFull, WorkerDied
+from culet.limits import Limits, read_limits
 from culet.line_process import Stopper
 from culet.log import logger
 from culet.models.checkpoint import open_checkpoint
