@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
+from culet.cache.prefix import POINT_SLACK
 from culet.scheduler.budget import Grant
 from culet.scheduler.page_allocator import PageAllocator
 from culet.scheduler.sequence import MAX_TRAIL, Sequence
@@ -26,6 +28,23 @@ class PlannedRow:
         return self.drawers or [self.owner]
 
 
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step whose result is not there yet."""
+
+    step_id: int
+    planned: list[PlannedRow]
+    planned_at: float  # on the scheduler's clock
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum([plan.row.num_new for plan in self.planned])
+
+    @cached_property
+    def shape(self) -> tuple[int, int, int] | None:
+        return decode_shape(self.planned)
+
+
 @dataclass(frozen=True, slots=True)
 class RowShape:
     """A row before its pages are taken."""
@@ -39,18 +58,20 @@ class RowShape:
     resume_lengths: tuple[int, ...]  # the sequence's resume lengths that its pages can be resumed at
 
 
-def shape_row(seq: Sequence, num_new: int, num_drafts: int, *, first_resume: int = 0) -> RowShape:
+def shape_row(seq: Sequence, num_new: int, num_drafts: int, slack: int = POINT_SLACK) -> RowShape:
     """Return the shape of a row of `num_new` tokens.
 
-    The row also stores the tokens needed to resume at its resume lengths from `first_resume` on.
+    The row also stores the tokens needed to resume at its resume lengths, and as many as `slack` tokens before them. Without
+    slack, it stores no more than it must, and only its end can be a resume length.
     """
     draws = num_new - num_drafts == seq.num_uncomputed
     num_logits = num_new if seq.is_scored_next else num_drafts + 1 if draws else 0
     end = seq.num_computed + num_new
     max_end = end + seq.num_open  # the end if all drafts in flight are accepted
-    lengths = tuple([length for length in seq.resume_lengths if max(first_resume, end - MAX_TRAIL) <= length <= end])
-    # A point can also be resumed one token before its end. That query is the first whose keys must all be stored.
-    num_queries = max(num_logits, end - lengths[0] + 1) if lengths else num_logits
+    first_length = end - MAX_TRAIL if slack else end
+    lengths = tuple([length for length in seq.resume_lengths if first_length <= length <= end])
+    # The query `slack` tokens before the first of them is the first whose keys must all be stored.
+    num_queries = max(num_logits, end - lengths[0] + slack) if lengths else num_logits
     store_from = tuple([pages.first_stored(seq.num_computed, num_new, num_queries) for pages in seq.groups])
     missing = tuple([p.num_missing(max_end + p.ahead * draws, first) for p, first in zip(seq.groups, store_from, strict=True)])
     return RowShape(num_new, num_drafts, num_logits, store_from, missing, draws, lengths)
@@ -63,9 +84,10 @@ def largest_row(grant: Grant, num_pages: int, num_spared: int) -> RowShape | Non
     """
     seq, num_new, num_drafts = grant.sequence, grant.num_new, grant.num_drafts
     while True:
-        shape = shape_row(seq, num_new, num_drafts)
-        if shape.resume_lengths and sum(shape.num_missing) + num_spared > num_pages:
-            shape = shape_row(seq, num_new, num_drafts, first_resume=seq.num_computed + num_new)
+        for slack in (POINT_SLACK, 1, 0):  # a point can then be resumed some tokens before its end, at one, or not be there
+            shape = shape_row(seq, num_new, num_drafts, slack)
+            if not shape.resume_lengths or sum(shape.num_missing) + num_spared <= num_pages:
+                break
         if sum(shape.num_missing) <= num_pages:
             return shape
         if num_drafts:
@@ -84,6 +106,8 @@ def commit_row(seq: Sequence, shape: RowShape, page_allocator: PageAllocator, nu
     assert seq.slot is not None
     end = seq.num_computed + shape.num_new
     for pages, first, count in zip(seq.groups, shape.store_from, shape.num_missing, strict=True):
+        if first > seq.num_computed:
+            pages.stored_from = first
         pages.extend(end + seq.num_open + pages.ahead * shape.draws, first, page_allocator.take(count) if count else [])
     seq.tables = tuple([pages.table for pages in seq.groups])
     seq.unchanged_until = min([pages.unchanged_until for pages in seq.groups])

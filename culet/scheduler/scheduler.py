@@ -13,23 +13,21 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from culet.cache.prefix import Match, PageKeys
+from culet.cache.prefix import Match
 from culet.cache.spec import CacheLayout
 from culet.config import ScheduleConfig
 from culet.errors import BadRequest, QueueFull
 from culet.scheduler.admission import check_fits, pages_to_start, promised_pages, reserved_pages
-from culet.scheduler.budget import Grant, share_among_tenants, share_budget
+from culet.scheduler.budget import Grant, StepBudget, share_among_tenants, share_budget
 from culet.scheduler.deadlines import Deadlines
 from culet.scheduler.draft_length import DraftLengths
 from culet.scheduler.page_allocator import PageAllocator
 from culet.scheduler.reuse import count_prefix, find_prefix, keep_point, keep_row_points
-from culet.scheduler.rows import PlannedRow, commit_row, continue_in_pages, decode_shape, drafts_to_continue, largest_row
+from culet.scheduler.rows import PlannedRow, PlannedStep, commit_row, continue_in_pages, drafts_to_continue, largest_row
 from culet.scheduler.sequence import Sequence
 from culet.scheduler.stats import Counters, SchedulerStats
 from culet.scheduler.tenants import BY_ORDER, BY_RANK, FairQueue, StepPrompts
 from culet.types import Drawn, Entry, FinishReason, Logprobs, Request, Row, StepPlan, StepResult, TokenDelta
-
-Shape = tuple[int, int, int]  # shape of a step, see `decode_shape`
 
 
 class Scheduler:
@@ -60,6 +58,7 @@ class Scheduler:
         self.policy = policy
         self.plans_open = plans_open
         self.budget = config.max_num_batched_tokens
+        self.step_budget = StepBudget(self.budget, config.max_step_ms / 1e3)
         # The most pages that a token and its drafts may need, including drafts in flight.
         self._max_fresh = sum(1 + group.pages_for(1 + 2 * max_drafts + group.ahead) for group in layout.groups)
         self.page_allocator = PageAllocator(layout, num_slabs, prefix_caching=prefix_caching)
@@ -76,9 +75,9 @@ class Scheduler:
         self._deadlines = Deadlines(self._is_alive)
         self._num_arrivals = 0
         self._next_step_id = 0
-        self._in_flight: deque[tuple[int, list[PlannedRow], Shape | None]] = deque()  # step id, rows, shape
+        self._in_flight: deque[PlannedStep] = deque()
         self._deltas: list[TokenDelta] = []
-        self._last_shape: Shape | None = None  # shape of the last step with a result
+        self._last_step: PlannedStep | None = None  # the last one with a result
         self._last_end = 0.0  # when that result came
 
     # Requests come and go
@@ -94,7 +93,8 @@ class Scheduler:
             raise QueueFull(f"the queue is full: {num_waiting} sequences are already waiting", hint="try again later")
         arrival = self._num_arrivals
         self._num_arrivals += 1
-        first, *others = [Sequence(request, sample, arrival, self.layout, self._keys(request)) for sample in range(request.n)]
+        is_cached = self.page_allocator.prefix is not None
+        first, *others = [Sequence(request, sample, arrival, self.layout, is_cached=is_cached) for sample in range(request.n)]
         first.siblings = others
         first.arrived_at = self._clock()
         self._alive[request.request_id] = {seq.sample: seq for seq in (first, *others)}
@@ -109,10 +109,6 @@ class Scheduler:
         """Return whether a request has not ended. A later one may have the same id."""
         alive = self._alive.get(request_id)
         return bool(alive and next(iter(alive.values())).arrival == arrival)
-
-    def _keys(self, request: Request) -> PageKeys | None:
-        prefix = self.page_allocator.prefix
-        return None if prefix is None else PageKeys(prefix.page_tokens, request.cache_salt, request.media)
 
     def release(self, request_id: str) -> None:
         """Queue a held request, in order of its arrival. Do nothing if it has already ended."""
@@ -141,7 +137,7 @@ class Scheduler:
 
         The content of all pages is unknown now. Other running sequences give up their pages and are computed again.
         """
-        rows = [plan for _, planned, _ in self._in_flight for plan in planned]
+        rows = [plan for step in self._in_flight for plan in step.planned]
         self._in_flight.clear()
         for seq in [seq for plan in rows for seq in plan.members]:
             if seq.finish_reason is None:
@@ -187,7 +183,8 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Return the next step, or None if there is nothing to do, at least until the result in flight is applied."""
         assert len(self._in_flight) <= 1, "two plans are already waiting for their results"
-        for request_id in self._deadlines.expired(self._clock()):
+        now = self._clock()
+        for request_id in self._deadlines.expired(now):
             self.cancel(request_id, reason=FinishReason.TIMEOUT)
         self._make_way()
         is_open = bool(self._in_flight) and any(seq.awaits_drafts and seq.draws_in_flight for seq in self._running)
@@ -213,8 +210,9 @@ class Scheduler:
             return None
         step_id = self._next_step_id
         self._next_step_id += 1
-        self.counters.count_step(sum([plan.row.num_new for plan in planned]))
-        self._in_flight.append((step_id, planned, None if self.policy is None else decode_shape(planned)))
+        step = PlannedStep(step_id, planned, now)
+        self.counters.count_step(step.num_tokens)
+        self._in_flight.append(step)
         return StepPlan(step_id, tuple(entries), copies, tuple([plan.row for plan in planned]))
 
     def _drafts_to_continue(self, *, is_open: bool) -> list[int] | None:
@@ -241,25 +239,26 @@ class Scheduler:
     def _plan_rows(self, entries: list[Entry]) -> list[PlannedRow]:
         """Plan rows for running sequences. If pages are left, also start waiting ones and append their entries to `entries`."""
         prompts = StepPrompts()
-        grants = self._share_step(prompts)
+        waiting = self._waiting.head() if self._waiting and len(self._running) < self._max_running else None
+        budget = self.step_budget.of_step(self._running, waiting)
+        grants = self._share_step(prompts, waiting, budget)
         planned: list[PlannedRow] = []
         num_preempted = self.counters.preemptions
         for grant in grants:
             if grant.sequence.is_running:  # an older sequence may just have taken its pages
                 planned += self._plan_row(grant, may_preempt=True)
         if len(planned) == len(grants) and self.counters.preemptions == num_preempted:  # nobody lacks pages
-            for seq, rows in self._admissions(self.budget - sum(plan.row.num_new for plan in planned), prompts):
+            for seq, rows in self._admissions(budget - sum(plan.row.num_new for plan in planned), prompts):
                 entries.append(seq.entry())
                 planned += rows
         return planned
 
-    def _share_step(self, prompts: StepPrompts) -> list[Grant]:
-        """Share the step's tokens among the sequences that can have a row. If there are several tenants, fill `prompts`."""
+    def _share_step(self, prompts: StepPrompts, waiting: Sequence | None, budget: int) -> list[Grant]:
+        """Share `budget` tokens among the sequences that can have a row. If there are several tenants, fill `prompts`."""
         if not self._waiting.is_shared:
-            return share_budget([seq for seq in self._running if seq.is_ready], self.budget)
-        waiting = self._waiting.head() if len(self._running) < self._max_running else None
+            return share_budget([seq for seq in self._running if seq.is_ready], budget)
         place = 0 if waiting is None else self._waiting.num_running(waiting.tenant)
-        return share_among_tenants(self._running, self.budget, prompts, waiting, place)
+        return share_among_tenants(self._running, budget, prompts, waiting, place)
 
     def _plan_row(self, grant: Grant, *, may_preempt: bool) -> list[PlannedRow]:
         """Plan the row for `grant`, with a shorter chunk if pages are scarce. Return [] if none fits.
@@ -350,7 +349,7 @@ class Scheduler:
         if match.point is not None and not seq.resume_from(match.point, match.resume, self.page_allocator):
             return []
         seq.prefill_end = len(seq.tokens)
-        seq.resume_lengths = seq.lengths_beyond(match) if seq.keys is not None else ()
+        seq.resume_lengths = seq.lengths_beyond(match) if seq.content is not None else ()
         rows: list[PlannedRow] = []
         num_new = seq.chunk_within(budget)
         has_pages = not self._running or reserved + reserved_pages(seq, self.budget) <= self.page_allocator.available
@@ -401,10 +400,10 @@ class Scheduler:
 
     def apply(self, result: StepResult) -> None:
         """Take the result of the oldest plan in flight."""
-        step_id, planned, shape = self._in_flight.popleft()
-        assert step_id == result.step_id, f"got the result of step {result.step_id}, expected that of step {step_id}"
-        if self.policy is not None:
-            self._report_time(self.policy, shape)
+        step = self._in_flight.popleft()
+        planned = step.planned
+        assert step.step_id == result.step_id, f"got the result of step {result.step_id}, expected that of step {step.step_id}"
+        self._report_time(step)
         drawn = iter(result.drawn)
         for plan in planned:
             row, members = plan.row, plan.members
@@ -422,12 +421,13 @@ class Scheduler:
                     seq.release_behind(self.page_allocator)
         assert next(drawn, None) is None, "got more draws than the plan asked for"
 
-    def _report_time(self, policy: DraftLengths, shape: Shape | None) -> None:
-        """Tell the policy how long a step took, if it decodes with as many drafts as the step before it."""
-        now, last = self._clock(), self._last_shape
-        if shape is not None and last is not None and shape[2] == last[2]:
-            policy.took(*shape, now - self._last_end)
-        self._last_shape, self._last_end = shape, now
+    def _report_time(self, step: PlannedStep) -> None:
+        """Learn from how long a step took. The policy is told if it decodes with as many drafts as the step before it."""
+        now, last = self._clock(), self._last_step
+        self.step_budget.took(step.num_tokens, now - max(self._last_end, step.planned_at))
+        if self.policy is not None and step.shape and last is not None and last.shape and step.shape[2] == last.shape[2]:
+            self.policy.took(*step.shape, now - self._last_end)
+        self._last_step, self._last_end = step, now
 
     def _accept(self, seq: Sequence, row: Row, drawn: Drawn, scores: tuple[Logprobs, ...]) -> None:
         """Append the drawn tokens up to a stop, and forget the KV of rejected drafts."""
