@@ -64,7 +64,9 @@ class Session:
         self._random = random.Random(seed)
         self._agent = agent
         self._num_calls = 0
-        self.messages: list[dict[str, Any]] = [{"role": "system", "content": _say(random.Random(0), MESSAGE_WORDS)}]
+        self.messages: list[dict[str, Any]] = [
+            {"role": "system", "content": _say(random.Random(0), min(MESSAGE_WORDS, history_len))}
+        ]
         num_words = 0
         while num_words < history_len:
             count = min(MESSAGE_WORDS, history_len - num_words)
