@@ -117,7 +117,7 @@ class ScheduleConfig:
     )
     max_step_ms: int = option(
         100,
-        "Time that a step with a prompt's chunk should take at most while answers are running; 0 for no limit. "
+        "Time that a step with a prompt's chunk should take at most while answers are running; 0 for no limit, as in LLM. "
         "Chunks are cut to measured times, and they are as long as --max-num-batched-tokens while no answer is running.",
     )
 
