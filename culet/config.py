@@ -116,9 +116,16 @@ class ScheduleConfig:
         "Launch each step before the previous one's tokens are known, so that the GPU never waits (on a CPU only if set).",
         flag="--async-scheduling/--no-async-scheduling",
     )
+    max_step_ms: int = option(
+        100,
+        "Time that a step with a prompt's chunk should take at most while answers are running; 0 for no limit, as in LLM. "
+        "Chunks are cut to measured times, and they are as long as --max-num-batched-tokens while no answer is running.",
+    )
 
     def __post_init__(self) -> None:
         _positive(self, "max_num_seqs", "max_num_batched_tokens", "max_queue_len")
+        if self.max_step_ms < 0:
+            raise ConfigError(f"max-step-ms: got {self.max_step_ms}, expected a number of milliseconds, or 0 for no limit")
         if self.max_num_batched_tokens > MAX_BATCHED_TOKENS:
             raise ConfigError(
                 f"max-num-batched-tokens: got {self.max_num_batched_tokens}, expected at most {MAX_BATCHED_TOKENS}",
