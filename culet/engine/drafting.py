@@ -19,8 +19,9 @@ from culet.models.gemma4 import Gemma4
 from culet.models.sizes import text_weights
 from culet.models.spec import ModelSpec
 from culet.runner.draft_round import draft_lengths
-from culet.scheduler.draft_length import Acceptance, DraftPolicy
+from culet.scheduler.draft_length import DraftPolicy
 from culet.scheduler.scheduler import Scheduler
+from culet.scheduler.sequence import Acceptance
 from culet.scheduler.stats import Counters
 from culet.scheduler.step_cost import StepCost
 
@@ -111,7 +112,7 @@ def draft_policy(
         is_padded=plans_open,
         wait_per_seq_s=_GPU_WAIT_PER_SEQ_S if waits else 0.0,
     )
-    return DraftPolicy(cost, draft_lengths(drafter.max_drafts))
+    return DraftPolicy(cost, draft_lengths(drafter.max_drafts), is_ahead=plans_open)
 
 
 @dataclass(frozen=True)

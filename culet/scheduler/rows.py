@@ -100,6 +100,7 @@ def commit_row(seq: Sequence, shape: RowShape, page_allocator: PageAllocator, nu
         is_prompt_logprobs=seq.is_scored_next,
         num_open=seq.num_open,
         is_bound=seq.is_bound,
+        min_accepted=seq.acceptance.min_accepted if shape.num_drafts else 0,
     )
     if seq.is_scored_next:
         seq.num_scored = end
@@ -135,8 +136,9 @@ def continue_in_pages(seq: Sequence, num_drafts: int, num_wanted: int) -> Planne
     slot, start, num_new = seq.slot, seq.num_computed, 1 + num_drafts
     assert slot is not None
     stored = (start,) * len(seq.tables)
-    num_open, is_bound = seq.num_open, seq.is_bound
-    row = Row(slot, start, num_new, num_new, seq.tables, stored, num_drafts, num_wanted, (slot,), False, num_open, is_bound)
+    num_open, is_bound, least = seq.num_open, seq.is_bound, seq.acceptance.min_accepted if num_drafts else 0
+    counts = num_new, num_new, seq.tables, stored, num_drafts, num_wanted
+    row = Row(slot, start, *counts, (slot,), False, num_open, is_bound, least)
     seq.num_computed = start + 1
     seq.num_proposed = num_wanted
     seq.num_open += num_drafts

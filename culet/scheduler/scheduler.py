@@ -54,10 +54,8 @@ class Scheduler:
         a policy, it always proposes all. If `plans_open`, the runner itself finds out where a row begins when drafts of the
         previous row are in flight. Otherwise a sequence is planned again only after its accepted drafts are known.
         """
-        self.layout = layout
-        self.max_model_len = max_model_len
-        self.max_drafts = max_drafts
-        self.policy = policy
+        self.layout, self.max_model_len = layout, max_model_len
+        self.max_drafts, self.policy = max_drafts, policy
         self.plans_open = plans_open
         self.budget = config.max_num_batched_tokens
         # The most pages that a token and its drafts may need, including drafts in flight.
@@ -404,7 +402,9 @@ class Scheduler:
         step_id, planned, shape = self._in_flight.popleft()
         assert step_id == result.step_id, f"got the result of step {result.step_id}, expected that of step {step_id}"
         if self.policy is not None:
-            self._report_time(self.policy, shape)
+            num_wanted = sum([plan.row.num_wanted for plan in planned])
+            # The time of a step that made fewer proposals than it was asked for says nothing about others.
+            self._report_time(self.policy, shape if result.num_proposed == num_wanted else None)
         drawn = iter(result.drawn)
         for plan in planned:
             row, members = plan.row, plan.members
@@ -447,8 +447,8 @@ class Scheduler:
             return
         if num_drafts:
             self.counters.count_verify(num_drafts, num_drawn - 1)
-            if self.policy is not None:
-                self.policy.note(seq.acceptance, num_drafts, num_drawn - 1)
+        if self.policy is not None and (num_drafts or row.num_wanted > drawn.num_proposed):
+            self.policy.note(seq.acceptance, num_drafts, num_drawn - 1)
         if seq.is_running:  # otherwise it was preempted, so its tokens count but its pages are gone
             seq.num_computed += num_drawn - 1
             if not seq.rows_in_flight:  # otherwise its next row was planned with these proposals and pages for all of them
