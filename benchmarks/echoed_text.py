@@ -3,9 +3,9 @@
     python benchmarks/echoed_text.py                        # the built-in model, suffix drafting alone
     python benchmarks/echoed_text.py --choice '{"method": "mtp", "model": "random:", "suffix": true}'
 
-Echoed text are chats that ask to repeat a sentence, continued past the end of the answer (`ignore_eos`). Other text are questions
-answered at temperature 1 with fixed seeds, continued in the same way. Both engines take turns, chat by chat, so that other load on
-the machine affects both. The answers are compared. `own` counts only the time that this process ran.
+Chats that ask to repeat a sentence give echoed text. They continue past the end of the answer (`ignore_eos`). Questions that
+are answered at temperature 1 with fixed seeds give other text. Both engines take turns, chat by chat, so that other load on the
+machine affects both. The answers are compared. `own` counts only the time that this process ran.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from refused_drafts import engine_settings, share_weights
 from culet import LLM, SamplingParams
 from culet.models import embedded
 
+Text = tuple[list[list[int]], list[SamplingParams]]  # prompts, and the parameters to continue each of them
 SENTENCES = (
     "The red fox ran over the hill and saw a small house near the river.",
     "My sister keeps three grey cats and one very old dog in her garden.",
@@ -35,8 +36,9 @@ def echoed_prompts(llm: LLM) -> list[list[int]]:
     return [encode(render([{"role": "user", "content": f"Repeat this text: {text}"}])) for text in SENTENCES]
 
 
-def compare(plain: LLM, drafting: LLM, prompts: list[list[int]], params: list[SamplingParams], size: int) -> tuple[float, float]:
+def compare(plain: LLM, drafting: LLM, texts: Text, size: int) -> tuple[float, float]:
     """Return the speed of the drafting engine relative to the plain one, by the clock and by the time this process ran."""
+    prompts, params = texts
     speeds = {"plain": Speed(), "drafting": Speed()}
     for index in range(0, len(prompts), size):
         pair = [("plain", plain), ("drafting", drafting)]
@@ -69,12 +71,12 @@ def main() -> None:
         answers = [[answer.token_ids for answer in llm.generate(prompts, params)] for llm in (plain, drafting)]
         assert answers[0] == answers[1], "drafting has changed an answer"
     for size in options.num_seqs:
-        for name, (prompts, params) in texts.items():
+        for name, text in texts.items():
             before = drafting.engine.stats().counters
-            ratios = [compare(plain, drafting, prompts, params, size) for _ in range(options.runs)]
+            ratios = [compare(plain, drafting, text, size) for _ in range(options.runs)]
             counters = drafting.engine.stats().counters.since(before)
-            result: dict[str, Any] = {"num_seqs": size, "text": name}
-            result |= {key: round(median(values), 3) for key, values in zip(("ratio", "own"), zip(*ratios, strict=True), strict=True)}
+            clock, own = (round(median(values), 3) for values in zip(*ratios, strict=True))
+            result = {"num_seqs": size, "text": name, "ratio": clock, "own": own}
             result |= {"steps": counters.steps, "verifies": counters.verifies, "accepted": counters.accepted_tokens}
             print(result | {"drafted": counters.drafted_tokens}, flush=True)
 
