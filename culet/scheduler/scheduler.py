@@ -447,7 +447,7 @@ class Scheduler:
             return
         if num_drafts:
             self.counters.count_verify(num_drafts, num_drawn - 1)
-        if self.policy is not None and (num_drafts or row.num_wanted > drawn.num_proposed):
+        if self.policy is not None and (num_drafts or (row.num_wanted > drawn.num_proposed and not drawn.is_bound)):
             self.policy.note(seq.acceptance, num_drafts, num_drawn - 1)
         if seq.is_running:  # otherwise it was preempted, so its tokens count but its pages are gone
             seq.num_computed += num_drawn - 1
