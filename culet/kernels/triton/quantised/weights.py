@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.quantised.packed import BLOCK, PackedMatrix
+from culet.kernels.triton.quantised.packed import PackedMatrix
 from culet.kernels.triton.quantised.unpack import (
     NVFP4,
     NVFP4_SHIFT,
@@ -24,6 +24,7 @@ from culet.kernels.triton.quantised.unpack import (
     int8_values,
     nvfp4_values,
 )
+from culet.kernels.types import FP8_BLOCK
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def load_weights(
     ROWS_PER_SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     dtype: tl.constexpr, BY_HAND: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return columns k .. k + BLOCK_K - 1 of K of some rows, [BLOCK_N, BLOCK_K].
+    """Return columns k to k + BLOCK_K - 1 of the given rows as [BLOCK_N, BLOCK_K].
 
     Scales of a whole row, and the global scale of nvfp4, are left to the caller. BY_HAND unpacks bfloat16 with bit operations.
     MASKED allows columns past K, which are not zero. Tokens must be zero there.
@@ -135,7 +136,7 @@ def weight_arguments(matrix: PackedMatrix, dtype: torch.dtype) -> dict[str, Any]
         "SCALE_STRIDE": matrix.scale.shape[-1],
         "FORMAT": matrix.format,
         "GROUP": matrix.group,
-        "ROWS_PER_SCALE": BLOCK if matrix.has_blocks else 1,
+        "ROWS_PER_SCALE": FP8_BLOCK if matrix.has_blocks else 1,
         "HAS_ZERO": matrix.zero is not None,
         "HAS_ROW_SCALE": row_scale is not None,
         "ROW_STRIDE": 0 if row_scale is None or row_scale.numel() == 1 else 1,
