@@ -64,10 +64,8 @@ class Scheduler:
         previous row are in flight. Otherwise a sequence is planned again only after its accepted drafts are known. `features`
         is the account of the runner's features. Without it, the runner has no towers.
         """
-        self.layout = layout
-        self.max_model_len = max_model_len
-        self.max_drafts = max_drafts
-        self.policy = policy
+        self.layout, self.max_model_len = layout, max_model_len
+        self.max_drafts, self.policy = max_drafts, policy
         self.plans_open = plans_open
         self.features = features
         self.budget = config.max_num_batched_tokens
@@ -416,7 +414,7 @@ class Scheduler:
         assert step.step_id == result.step_id, f"got the result of step {result.step_id}, expected that of step {step.step_id}"
         if self.features is not None:
             self.features.note_ready(result.encoded)
-        self._step_timer.ended(step, self.step_budget, self.policy)
+        self._step_timer.ended(step, result, self.step_budget, self.policy)
         drawn = iter(result.drawn)
         for plan in planned:
             row, members = plan.row, plan.members
@@ -452,8 +450,8 @@ class Scheduler:
             return
         if num_drafts:
             self.counters.count_verify(num_drafts, num_drawn - 1)
-            if self.policy is not None:
-                self.policy.note(seq.acceptance, num_drafts, num_drawn - 1)
+        if self.policy is not None and (num_drafts or (row.num_wanted > drawn.num_proposed and not drawn.is_bound)):
+            self.policy.note(seq.acceptance, num_drafts, num_drawn - 1)
         if seq.is_running:  # otherwise it was preempted, so its tokens count but its pages are gone
             seq.num_computed += num_drawn - 1
             if not seq.rows_in_flight:  # otherwise its next row was planned with these proposals and pages for all of them
