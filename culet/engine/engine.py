@@ -42,6 +42,7 @@ class Engine:
         finish_start(parts, self.add, self.step)
         self.start_times = parts.times
         self.kernels_compiled = parts.num_compiled
+        self._compile_count = parts.compile_count
 
     @property
     def layout(self) -> CacheLayout:
@@ -95,6 +96,7 @@ class Engine:
             self._scheduler.stats(),
             verify_seconds=seconds.get("verify", 0.0),
             draft_seconds=seconds.get("draft", 0.0),
+            kernels_compiled=0 if self._compile_count is None else self._compile_count.while_serving,
         )
 
     def step(self) -> list[TokenDelta]:
@@ -104,7 +106,7 @@ class Engine:
         If a step fails, raise. The next call returns the ends of the requests that were part of it, even if `has_work` is
         false by then. All others go on.
         """
-        for request_id, error in self._grammars.done():
+        for request_id, error in self._grammars.done(self._scheduler.is_alive):
             if error:
                 self._scheduler.cancel(request_id, reason=FinishReason.ERROR, error=error)
             self._scheduler.release(request_id)

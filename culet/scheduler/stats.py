@@ -106,6 +106,7 @@ class SchedulerStats:
     counters: Counters
     verify_seconds: float = 0.0  # device time of steps with drafts to verify
     draft_seconds: float = 0.0  # device time of drafting
+    kernels_compiled: int = 0  # since the startup ended, each of which held up a step
     num_features: int = 0  # images, video frames and clips of audio whose features are cached
     feature_bytes: int = 0  # size of these features
 

@@ -7,27 +7,23 @@ import gc
 import logging
 import math
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from operator import add
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-from msgspec import Raw, Struct
 from prometheus_client import CollectorRegistry
 
 from culet import env
 from culet.config import BUILT_IN, Config, ServeConfig
-from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN, RequestRules
-from culet.errors import BadRequest, ContextTooLong, CuletError, QueueFull, WorkerDied
+from culet.engine.requests import ChatMarks, RequestRules
+from culet.errors import CuletError, QueueFull, WorkerDied
 from culet.limits import Limits, read_limits
-from culet.line_process import Stopper
 from culet.log import logger
 from culet.media.items import MediaItem
-from culet.media.parts import MediaOptions, TakenMedia, count_bytes, take_media
-from culet.media.prompt import ExpandedPrompt, expand_prompt
 from culet.media.reader import MediaReader
 from culet.models.checkpoint import open_checkpoint
 from culet.serve.answers.limits import AnswerLimits
@@ -41,21 +37,41 @@ from culet.serve.plot_history import PERIOD_S, PlotHistory
 from culet.serve.process import watchdog
 from culet.serve.process.client import EngineClient, State, TokenStream
 from culet.serve.process.wire import Script
+from culet.serve.prompts.encoder import PromptEncoder
 from culet.structured.admission import GrammarAdmission
 from culet.structured.check import GrammarCheck
-from culet.text.template import Chat, ChatTemplate, RenderLimits
-from culet.text.text_queue import SHORT_BYTES, TextQueue, request_bytes
+from culet.text.template import ChatTemplate, RenderLimits
+from culet.text.text_queue import TextQueue
 from culet.text.tokenizer import make_tokenizer
 from culet.types import MediaSpan, SamplingParams
 
-_MAX_TOKEN_CHARS = 8  # few texts have more characters per token
-_CUT_TOKENS = 1024  # more tokens than a cut can add to the text before it
+# Seconds between tokens, as vLLM counts them.
+_GAPS_MS = (1, 2.5, 5, 7.5, 10, 15, 20, 25, 50, 75, 100, 150, 200, 300, 400, 500, 750, 1000, 2500, 10000)
+GAP_BOUNDS = tuple(milliseconds / 1000 for milliseconds in _GAPS_MS)
 _LAG_PERIOD_S = 0.1
 _FIRST_PAUSE_S = 1.0  # before a restart; each further restart within the window waits twice as long
 _MAX_PAUSE_S = 30.0
 _RATE_WINDOW_S = 60.0
 MAX_RETRY_S = 60
 T = TypeVar("T")
+
+
+class TokenGaps:
+    """Times between tokens, counted by how long they are. A long answer has too many to keep each one."""
+
+    __slots__ = ("counts", "total_s")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(GAP_BOUNDS) + 1)
+        self.total_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(GAP_BOUNDS, seconds)] += 1
+        self.total_s += seconds
+
+    def merge(self, others: TokenGaps) -> None:
+        self.counts = list(map(add, self.counts, others.counts))
+        self.total_s += others.total_s
 
 
 @dataclass(slots=True)
@@ -77,7 +93,7 @@ class FinishedRequest:
     total_s: float = 0.0
     decode_s: float = 0.0  # from the first token to the last
     max_generated_tokens: int = 0  # of the longest sample
-    gaps_s: list[float] = field(default_factory=list)  # between consecutive deltas of a sample
+    gaps: TokenGaps = field(default_factory=TokenGaps)  # between consecutive deltas of a sample
     key: str = ""  # name of the API key
 
 
@@ -130,6 +146,15 @@ class Service:
         self._rules: RequestRules | None = None
         self.texts = TextQueue(
             settings.text_workers, max_waiting=self.limits.waiting_prompts, max_waiting_mb=self.limits.waiting_prompt_mb
+        )
+        self.prompts = PromptEncoder(
+            self.tokenizer,
+            self.template,
+            self.media,
+            self.texts,
+            max_len=lambda: self.rules.max_model_len,
+            prompt_bytes=self.limits.prompt_bytes,
+            enable_thinking=settings.enable_thinking,
         )
         self.markdown = MarkdownRenderer(max_kb=self.limits.markdown_kb, time_limit_s=self.limits.markdown_s)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -210,8 +235,7 @@ class Service:
             max_position=facts.max_position,
             max_model_len=facts.max_model_len,
             max_num_seqs=facts.max_num_seqs,
-            turn_id=self.tokenizer.token_id(TURN_TOKEN),
-            result_id=self.tokenizer.token_id(RESULT_TOKEN),
+            marks=ChatMarks.of(self.tokenizer),
             has_text=self.tokenizer.has_text,
         )
         self._watchdog = watchdog.Watchdog(engine)
@@ -318,91 +342,6 @@ class Service:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # Text
-
-    async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any] | Struct],
-        *,
-        tools: Sequence[Mapping[str, Any] | Struct] | None = None,
-        enable_thinking: bool | None = None,
-        add_generation_prompt: bool = True,
-        options: Mapping[str, Any] | None = None,
-        continued: str | None = None,
-        media: MediaOptions | None = None,
-    ) -> ExpandedPrompt:
-        """Render a conversation with the chat template and return its token ids and media.
-
-        If `enable_thinking` is None, the server's default applies. Arguments of tool calls may be JSON. `continued` is the text
-        of the last message if the answer continues it. There is no generation prompt then.
-        """
-        thinking = self.settings.enable_thinking if enable_thinking is None else enable_thinking
-        limit = self.rules.max_model_len
-
-        def take(stopper: Stopper) -> TakenMedia:
-            taken = take_media(_plain(messages), media)
-            self.media.check(taken.sources)
-            return taken
-
-        def encode(taken: TakenMedia, stopper: Stopper) -> list[int]:
-            self._check_size((taken.messages, tools), limit)
-            opens_turn = add_generation_prompt and continued is None
-            chat = Chat(taken.messages, _plain(tools), opens_turn, thinking, options, parsed=False)
-            rendered = self.template.render_chat(chat, stopper)
-            if stopper.is_stopped:  # the client has left
-                return []
-            if continued is not None:
-                rendered = rendered.up_to(continued)
-            self._check_length(rendered.text, limit)
-            token_ids = self.tokenizer.encode_pieces(rendered.text, rendered.cuts)
-            taken.check_shown(token_ids, self.media.spec)
-            return token_ids
-
-        num_bytes = request_bytes.get()
-        if num_bytes <= SHORT_BYTES:
-            sources, token_ids = await self.texts.run(
-                lambda stopper: ((taken := take(stopper)).sources, encode(taken, stopper)), num_bytes
-            )
-        else:  # media are much larger than the text, and only the text takes long here
-            taken = await self.texts.run(take, 0)
-            sources = taken.sources
-            token_ids = await self.texts.run(partial(encode, taken), max(0, num_bytes - count_bytes(sources)))
-        if not sources:
-            return ExpandedPrompt(token_ids, (), ())
-        found = await self.media.read(sources)
-        spec, tokenizer = self.media.spec, self.tokenizer
-        return await self.texts.run(lambda stopper: expand_prompt(token_ids, found, spec, tokenizer.encode), 0)
-
-    async def encode_text(self, text: str, *, add_bos: bool = True) -> list[int]:
-        """Return the token ids of a plain text, which may spell out control tokens."""
-        limit = self.rules.max_model_len
-
-        def encode(stopper: Stopper) -> list[int]:
-            self._check_length(text, limit)
-            return self.tokenizer.encode(text, add_bos=add_bos)
-
-        return await self.texts.run(encode, len(text))
-
-    def _check_size(self, conversation: object, limit: int) -> None:
-        """Raise if a conversation is far too large for the context, before anything slow is done with it."""
-        try:
-            num_bytes = len(msgspec.json.encode(conversation))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise BadRequest(f"messages: cannot convert them to JSON: {error}") from None
-        max_bytes = limit * self.limits.prompt_bytes
-        if num_bytes > max_bytes:
-            raise ContextTooLong(
-                f"the messages and tools have {num_bytes} bytes, but the context of {limit} tokens holds at most {max_bytes}",
-                hint="send less text (the server sets the bytes per token with --limits prompt_bytes=N)",
-            )
-
-    def _check_length(self, text: str, limit: int) -> None:
-        """Raise if a text is far too long for the context, after encoding only its start, which saves seconds."""
-        if len(text) > limit * _MAX_TOKEN_CHARS:
-            num_tokens = len(self.tokenizer.encode(text[: limit * _MAX_TOKEN_CHARS]))
-            if num_tokens > limit + _CUT_TOKENS:
-                raise ContextTooLong(f"the prompt is longer than the context of {limit} tokens")
-
     # Requests
 
     def check_model(self, name: str | None) -> str:
@@ -484,11 +423,6 @@ def _public_name(model: str) -> str:
     """Return the model's name for clients. For a local path it is the last part, so that the path stays private."""
     path = Path(model).expanduser()
     return path.resolve().name if model and path.is_dir() else model
-
-
-def _plain(values: Sequence[Mapping[str, Any] | Struct] | None) -> object:
-    """Return messages or tools as plain data. Arguments that have not been parsed stay so."""
-    return msgspec.to_builtins(values, builtin_types=(Raw,)) if values and isinstance(values[0], Struct) else values
 
 
 def logging_level() -> str:

@@ -194,7 +194,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
         tools = [] if choice is not None and choice.type == "none" else _tools(body)
         await check_chat(service, body.messages, tools)
         messages = _openai_messages(body)
-        prompt = await service.encode_chat(
+        prompt = await service.prompts.encode_chat(
             messages, tools=tools or None, enable_thinking=_thinking(body), continued=prefilled(messages[-1])
         )
     except CuletError as error:

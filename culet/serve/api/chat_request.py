@@ -115,7 +115,7 @@ async def prepare(
     elif offered and (service.settings.constrain_tool_calls if constrain_tool_calls is None else constrain_tool_calls):
         params = replace(params, structured_outputs=await _call_grammar(service, offered))
     calls_hold = isinstance(form, ToolForm) or (form is None and params.structured_outputs is not None)
-    prompt = await service.encode_chat(
+    prompt = await service.prompts.encode_chat(
         messages,
         tools=list(offered) or None,
         enable_thinking=enable_thinking,

@@ -91,7 +91,7 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> Response:
         options = body.chat_template_kwargs
         tools = [tool_fields(tool) for tool in body.tools or ()]
         await check_chat(service, body.messages, tools)
-        prompt = await service.encode_chat(
+        prompt = await service.prompts.encode_chat(
             body.messages,
             tools=tools or None,
             enable_thinking=options.enable_thinking if options is not None else None,
@@ -100,7 +100,7 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> Response:
         )
         tokens = prompt.token_ids
     else:
-        tokens = await service.encode_text(body.prompt or "", add_bos=body.add_special_tokens)
+        tokens = await service.prompts.encode_text(body.prompt or "", add_bos=body.add_special_tokens)
     answer = TokenizeAnswer(len(tokens), service.rules.max_model_len, [])
     parts: list[Part] = [encoder.encode(answer).removesuffix(b"]}")]
     async for pieces in service.turns.run(_encode_ids(tokens)):

@@ -149,7 +149,7 @@ async def _open_raw(
             raise BadRequest(f"{name}: cannot be combined with raw, because the chat template is not used")
     if params.structured_outputs is not None:
         params = replace(params, structured_outputs=await service.grammars.admit(params.structured_outputs.spec()))
-    prompt = await service.encode_text(body.prompt or "")
+    prompt = await service.prompts.encode_text(body.prompt or "")
     params = service.clamp(params, len(prompt))
     make_output = partial(plain_output, service.tokenizer)
     return lambda: Generation(service, prompt, params, make_output, endpoint=GENERATE, origin=origin)
