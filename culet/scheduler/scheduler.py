@@ -66,16 +66,14 @@ class Scheduler:
         """
         self.layout, self.max_model_len = layout, max_model_len
         self.max_drafts, self.policy = max_drafts, policy
-        self.plans_open = plans_open
-        self.features = features
+        self.plans_open, self.features = plans_open, features
         self.budget = config.max_num_batched_tokens
         self.step_budget = StepBudget(self.budget, config.max_step_ms / 1e3)
         # The most pages that a token and its drafts may need, including drafts in flight.
         self._max_fresh = sum(1 + group.pages_for(1 + 2 * max_drafts + group.ahead) for group in layout.groups)
         self.page_allocator = PageAllocator(layout, num_slabs, prefix_caching=prefix_caching)
         self.counters = Counters()
-        self._clock = clock
-        self._max_queue_len = config.max_queue_len
+        self._clock, self._max_queue_len = clock, config.max_queue_len
         # Every running sequence can have a token in every step, so none can starve.
         self._max_running = min(config.max_num_seqs, self.budget)
         self._free_slots = list(range(config.max_num_seqs))
@@ -84,8 +82,7 @@ class Scheduler:
         self._held: dict[str, Sequence] = {}  # by request id, not queued before `release`
         self._alive: dict[str, dict[int, Sequence]] = {}  # request id -> sample -> sequence
         self._deadlines = Deadlines(self.is_alive)
-        self._num_arrivals = 0
-        self._next_step_id = 0
+        self._num_arrivals = self._next_step_id = 0
         self._in_flight: deque[PlannedStep] = deque()
         self._deltas: list[TokenDelta] = []
         self._step_timer = StepTimer(clock)
@@ -103,8 +100,7 @@ class Scheduler:
             raise QueueFull(f"the queue is full: {num_waiting} sequences are already waiting", hint="try again later")
         if self.features is not None and request.media:
             self.features.admit(request)
-        arrival = self._num_arrivals
-        self._num_arrivals += 1
+        arrival, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
         is_cached = self.page_allocator.prefix is not None
         first, *others = [
             Sequence(request, sample, arrival, self.layout, self.features, is_cached=is_cached) for sample in range(request.n)
