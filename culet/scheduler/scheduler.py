@@ -8,6 +8,7 @@ later one, so every admitted request ends.
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from bisect import insort
 from collections import deque
@@ -73,7 +74,8 @@ class Scheduler:
         self._max_fresh = sum(1 + group.pages_for(1 + 2 * max_drafts + group.ahead) for group in layout.groups)
         self.page_allocator = PageAllocator(layout, num_slabs, prefix_caching=prefix_caching)
         self.counters = Counters()
-        self._clock, self._max_queue_len = clock, config.max_queue_len
+        self._clock = clock
+        self._max_queue_len = config.max_queue_len
         # Every running sequence can have a token in every step, so none can starve.
         self._max_running = min(config.max_num_seqs, self.budget)
         self._free_slots = list(range(config.max_num_seqs))
@@ -82,7 +84,7 @@ class Scheduler:
         self._held: dict[str, Sequence] = {}  # by request id, not queued before `release`
         self._alive: dict[str, dict[int, Sequence]] = {}  # request id -> sample -> sequence
         self._deadlines = Deadlines(self.is_alive)
-        self._num_arrivals = self._next_step_id = 0
+        self._arrivals, self._step_ids = itertools.count(), itertools.count()
         self._in_flight: deque[PlannedStep] = deque()
         self._deltas: list[TokenDelta] = []
         self._step_timer = StepTimer(clock)
@@ -100,7 +102,7 @@ class Scheduler:
             raise QueueFull(f"the queue is full: {num_waiting} sequences are already waiting", hint="try again later")
         if self.features is not None and request.media:
             self.features.admit(request)
-        arrival, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
+        arrival = next(self._arrivals)
         is_cached = self.page_allocator.prefix is not None
         first, *others = [
             Sequence(request, sample, arrival, self.layout, self.features, is_cached=is_cached) for sample in range(request.n)
@@ -217,13 +219,11 @@ class Scheduler:
         if is_idle and (self._in_flight or self.features is None or not self.features.is_encoding):
             return None
         count_media(self.features, encoding, planned, self.counters)
-        step_id = self._next_step_id
-        self._next_step_id += 1
-        step = PlannedStep(step_id, planned, now, is_timed=not encoding.encodes)
+        step = PlannedStep(next(self._step_ids), planned, now, is_timed=not encoding.encodes)
         self.counters.count_step(step.num_tokens)
         self._in_flight.append(step)
         rows = tuple([plan.row for plan in planned])
-        return StepPlan(step_id, tuple(entries), copies, rows, encoding.drops, encoding.encodes)
+        return StepPlan(step.step_id, tuple(entries), copies, rows, encoding.drops, encoding.encodes)
 
     def _drafts_to_continue(self, *, is_open: bool) -> list[int] | None:
         """Return the drafts of each sequence if all continue and pages suffice, as in most steps. Otherwise return None.
