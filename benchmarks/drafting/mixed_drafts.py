@@ -1,6 +1,6 @@
 """Alternate chats that draft well with chats that draft badly, and measure whether one kind slows down the other.
 
-    python benchmarks/drafting/mixed_drafts.py                       # the built-in model, both drafters, 1 and 8 chats at a time
+    python benchmarks/drafting/mixed_drafts.py  # the built-in model, both drafters, 1 and 8 chats at a time
     python benchmarks/drafting/mixed_drafts.py --runs 1 --drafters mtp=assistant --num-seqs 1
 
 There are 40 chats, alternately good and bad. They run one after the other or in groups of eight. Good chats are the built-in
