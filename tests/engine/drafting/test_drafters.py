@@ -248,7 +248,7 @@ def test_greedy_output_after_preemption_and_cancels(shape: str, method: str, mon
             heard.setdefault(delta.request_id, []).extend(delta.token_ids)
         steps += 1
         if steps == 25:
-            num_left = ALL.max_tokens - len(heard[str(CROSSING[1])])  # none in 31B, where suffix drafts are nearly all accepted
+            num_left = ALL.max_tokens - len(heard.get(str(CROSSING[1]), ()))  # none with suffix drafts in 31B
             engine.cancel(str(CROSSING[1]))
     expected = plain(shape) | plain(shape, CROSSING)
     for name, tokens in heard.items():
