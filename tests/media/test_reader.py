@@ -15,8 +15,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from culet.errors import BadRequest, QueueFull
+from culet.errors import BadRequest, ContextTooLong, QueueFull
 from culet.line_process import Stopper
+from culet.media.held import HeldBytes
 from culet.media.items import MediaKind
 from culet.media.limits import MediaLimits
 from culet.media.messages import Question
@@ -111,6 +112,24 @@ def test_media_of_a_request_come_in_order(reader: MediaReader, served: MediaRead
     media = asyncio.run(served.read(sources))
     assert media == reader.read_now(sources)
     assert len({medium.items[0].key for medium in media}) == 4
+
+
+def test_media_are_bounded_by_the_context_and_by_the_memory(served: MediaReader, monkeypatch: pytest.MonkeyPatch):
+    sources = [pixel_source(noise(40, 60, 3), name=f"image {index}", max_soft_tokens=70) for index in range(4)]
+    (medium,) = asyncio.run(served.read(sources[:1], max_tokens=60))
+    assert medium.num_tokens == 60
+    with pytest.raises(ContextTooLong, match=r"image \d: the media so far have 120 tokens, but the context holds 119"):
+        asyncio.run(served.read(sources[:2], max_tokens=119))
+    size = len(medium.items[0].data)
+    monkeypatch.setattr(served, "held", HeldBytes(3 * size))
+    media = asyncio.run(served.read(sources[:3]))
+    assert served.held.num_bytes == 3 * size
+    with pytest.raises(QueueFull, match="media: those of all requests"):
+        asyncio.run(served.read(sources[:1]))
+    del media[0]  # a request ends
+    assert served.held.num_bytes == 2 * size
+    assert len(asyncio.run(served.read(sources[:1]))) == 1
+    assert served.held.num_bytes == 2 * size  # nobody kept it
 
 
 def test_data_urls(reader: MediaReader):
