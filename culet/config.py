@@ -205,14 +205,12 @@ class DraftConfig:
 class ParallelConfig:
     """How many GPUs share one model."""
 
-    tensor_parallel_size: int = option(1, "Number of GPUs that share each layer.")
+    tensor_parallel_size: int = option(
+        1, "Number of GPUs, or of processes on a CPU, that share each layer; not for E2B and E4B, which use replicas."
+    )
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"tensor-parallel-size: got {self.tensor_parallel_size}, but this version supports only one GPU",
-                hint="omit the flag; to use several GPUs, run one server per GPU",
-            )
+        _positive(self, "tensor_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -416,6 +414,16 @@ def _check_type(name: str, value: object, annotation: str) -> None:
     allowed = tuple(kind for part in kinds for kind in _TYPES[part])
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
         raise ConfigError(f"{name.replace('_', '-')}: got {value!r}, expected {annotation.replace(' | ', ' or ')}")
+
+
+def given_settings(config: Config) -> dict[str, Any]:
+    """Return the settings from which `build_config` makes the same config."""
+    found = {}
+    for name, (part, entry) in config_fields().items():
+        value = getattr(getattr(config, part), name)
+        if name in config.given or value != entry.default:
+            found[name] = value
+    return found
 
 
 def build_config(given: Mapping[str, Any]) -> Config:

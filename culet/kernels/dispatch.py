@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from culet.kernels.eager import draft_round, fixed_step, fused, ops, sampling
+from culet.kernels.eager import draft_round, fixed_step, fused, ops, sampling, token_shares
 from culet.log import logger
 from culet.registry import lookup
 
@@ -65,7 +65,7 @@ def eager_ops() -> dict[str, Any]:
     """Return the eager twin of every op, by name."""
     return {
         name: value
-        for module in (ops, fused, draft_round, sampling, fixed_step)
+        for module in (ops, fused, draft_round, sampling, fixed_step, token_shares)
         for name, value in vars(module).items()
         if isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     }
