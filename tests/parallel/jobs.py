@@ -36,6 +36,9 @@ def write_model(folder: Path, shape: str) -> str:
     softmax and smaller logits, an error of 1e-5 is not rounding.
     """
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_global_key_value_heads": SHAPES[shape]}
+    heads["intermediate_size"] = 256
+    if shape == "26B-A4B":
+        heads["moe_intermediate_size"] = 128  # int4 groups of 32 divide a rank's part
     path = write_checkpoint(folder / shape, shape, overrides=heads, dtype=torch.float32)
     file = path / "model.safetensors"
     tensors = load_file(file)
@@ -116,6 +119,12 @@ def run_engine(
                 assert delta.finish_reason is not FinishReason.ERROR, delta
                 written[delta.request_id] += delta.token_ids
     return [tuple(tokens) for tokens in written.values()], engine.stats().counters
+
+
+def small_cache(settings: Mapping[str, Any]) -> int:
+    """Return the bytes of a cache that holds four sequences of one page per group, but no more pages when they grow."""
+    layout = resolve(build_config({"device": "cpu", **settings})).layout
+    return (4 * len(layout.groups) + 1) * layout.slab_bytes
 
 
 def differing_facts(group: RankGroup, facts: Sequence[Mapping[str, object]]) -> str:
