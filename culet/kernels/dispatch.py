@@ -33,6 +33,7 @@ TRITON_MODULES = (
     ),
     *("drafting.token_layout", "drafting.accept_drafts", "drafting.draft_head", "drafting.draft_round", "drafting.context_kv"),
     "linear.norm_linear",
+    "attention.token_shares",
 )
 # These are eager on purpose. cuBLAS is best at the first, and only the eager twin of `prepare_qkv` needs the second.
 EAGER_ON_GPU = frozenset({"head", "store"})

@@ -24,7 +24,7 @@ from culet.kernels.types import Candidates, HeadShape
 from culet.layers.attention import HeadShare
 from culet.layers.experts import Experts
 from culet.layers.mlp import MLP
-from culet.layers.weight.base import Matrix, MatrixLayout, Projection, Split
+from culet.layers.weight.base import Matrix, MatrixLayout, Projection, Split, Table
 from culet.layers.weight.e4m3 import E4M3Table
 from culet.layers.weight.placement import Piece, Placement, whole
 from culet.layers.weight.weights import Weights, narrowed
@@ -296,9 +296,8 @@ def test_ranks_that_share_the_tokens_of_a_head() -> None:
     """If there are more ranks than KV heads, neighbours have the same heads. Otherwise each rank has its own."""
     heads = HeadShape(8, 2, 16, 16, k_eq_v=False, latent=False, eps=1e-6)
     shares = [HeadShare(Rank(index, 8), 2) for index in range(8)]
-    assert [(share.of(heads).num_heads, share.of(heads).num_kv_heads, share.token_shares) for share in shares] == [
-        (4, 1, 4)
-    ] * 8
+    parts = [(share.of(heads).num_heads, share.of(heads).num_kv_heads, share.token_shares) for share in shares]
+    assert parts == [(4, 1, 4)] * 8
     assert [share.partners for share in shares] == [slice(0, 4)] * 4 + [slice(4, 8)] * 4
     own = HeadShare(Rank(1, 2), 2)
     assert (own.of(heads).num_heads, own.token_shares, own.partners) == (4, 1, slice(1, 2))
@@ -318,7 +317,7 @@ def test_an_mlp_and_experts_over_ranks(size: int) -> None:
         tensors = random_tensors(alone.placements())
         fill(alone, tensors)
         shards = [fill(build(on_rank(index, size)), tensors) for index in range(size)]
-        torch.testing.assert_close(sum(shard(*inputs) for shard in shards), alone(*inputs), rtol=3e-4, atol=3e-4)
+        torch.testing.assert_close(sum(shard(*inputs) for shard in shards), alone(*inputs), rtol=1e-4, atol=1e-4)
         assert max(shard(*inputs).sub(alone(*inputs)).abs().max() for shard in shards) > 0.1
 
 
@@ -469,7 +468,7 @@ def test_a_format_is_one_class(shape: str) -> None:
     assert num_doubled >= 7 * len([layer for layer in spec.layers if layer.owns_kv and not layer.k_eq_v])
     token_ids = tiny.prompt(40)
     plain, doubled = (Harness(model, num_slots=1).all_logits(token_ids) for model in models)
-    torch.testing.assert_close(doubled, plain, rtol=3e-4, atol=3e-4)
+    torch.testing.assert_close(doubled, plain, rtol=1e-4, atol=1e-4)
 
 
 def test_a_head_in_e4m3() -> None:
