@@ -20,6 +20,7 @@ from culet.engine.memory import cpu_has_bfloat16
 from culet.errors import ConfigError
 from culet.log import chose, logger
 from culet.models.checkpoint import Checkpoint, open_checkpoint
+from culet.models.sizes import check_ranks
 from culet.models.spec import ModelSpec
 from culet.parallel.rank import ONLY_RANK, Rank
 from culet.registry import load
@@ -65,7 +66,7 @@ def resolve(config: Config, rank_index: int = 0) -> Setup:
     checkpoint = open_checkpoint(config.model.model, config.model.revision)
     spec = checkpoint.spec
     rank = Rank(rank_index, config.parallel.tensor_parallel_size)
-    _check_ranks(spec, rank)
+    check_ranks(spec, rank.size)
     device = resolve_device(config.model.device, rank)
     dtype = resolve_dtype(config.model.dtype, device)
     _check_max_model_len(config.model.max_model_len, spec.max_position)
@@ -90,15 +91,6 @@ def resolve(config: Config, rank_index: int = 0) -> Setup:
         has_graphs=_can_capture(config, device, [*backends, *draft_backends.values()]),
         rank=rank,
     )
-
-
-def _check_ranks(spec: ModelSpec, rank: Rank) -> None:
-    """Raise if the model cannot be divided among the ranks."""
-    if rank.size > 1 and spec.ple_dim:
-        raise ConfigError(
-            f"tensor-parallel-size: got {rank.size}, but E2B and E4B are too small to be divided among GPUs",
-            hint="use replicas: one server per GPU, each with the whole model",
-        )
 
 
 def resolve_device(name: str, rank: Rank = ONLY_RANK) -> torch.device:

@@ -39,10 +39,10 @@ def ranks_of_server(server: Running) -> list[int]:
 def stream(server: Running, seed: int) -> tuple[int, str]:
     """Return the number of chunks of a long answer, and its last event before [DONE]."""
     body = {"messages": [{"role": "user", "content": f"Hello {seed}"}], "stream": True, "ignore_eos": True, "max_tokens": 400}
-    with httpx.Client(base_url=server.url, timeout=300) as client:
-        with client.stream("POST", "/v1/chat/completions", json=body) as response:
-            assert response.status_code == 200
-            events = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    url = f"{server.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, timeout=300) as response:
+        assert response.status_code == 200
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     return len(events), events[-2]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from culet.attention.plan import AttentionPlan, plan_attention
-from culet.cache.spec import CacheLayout, plan_cache, stored_as
+from culet.cache.spec import CacheLayout, plan_cache, share_among, stored_as
+from culet.cli.planning.ranks import STEP_TOKENS, Exchange, Share, cache_share, weight_shares
 from culet.config import Config, ModelConfig
 from culet.drafters.base import DrafterPlan, cache_specs, open_drafter, plan_drafter_attention, target_groups
 from culet.errors import CheckpointError, ConfigError
@@ -18,7 +19,15 @@ from culet.layers.weight.quantised.scheme import GGUF
 from culet.models.folder import read_config
 from culet.models.quantised.config import read_quantisation
 from culet.models.quantised.part_bytes import part_bytes
-from culet.models.sizes import Room, pages_of_sequence, slabs_of_sequence, text_weights, tower_weights, working_bytes
+from culet.models.sizes import (
+    Room,
+    check_ranks,
+    pages_of_sequence,
+    slabs_of_sequence,
+    text_weights,
+    tower_weights,
+    working_bytes,
+)
 from culet.models.spec import ModelSpec, read_spec
 from culet.models.variants import VARIANTS
 
@@ -67,6 +76,10 @@ class Facts:
         return "+".join(kinds) or f"int{quantisation.num_bits}"
 
     @property
+    def num_ranks(self) -> int:
+        return self.config.parallel.tensor_parallel_size
+
+    @property
     def max_model_len(self) -> int:
         return self.config.model.max_model_len or self.spec.max_position
 
@@ -85,7 +98,10 @@ def gather(model: str, gpu_name: str, config: Config, seq_lens: Sequence[int] = 
     drafts = config.draft.choice
     drafter = None if drafts is None else open_drafter(drafts, spec)
     kept = {latent: cache_specs(spec, drafter, _ITEMSIZES[dtype], latent=latent) for latent in (True, False)}
-    layouts = {latent: plan_cache(stored_as(specs, config.cache.kv_cache_dtype)) for latent, specs in kept.items()}
+    num_ranks = config.parallel.tensor_parallel_size
+    check_ranks(spec, num_ranks)
+    stored = {latent: stored_as(specs, config.cache.kv_cache_dtype) for latent, specs in kept.items()}
+    layouts = {latent: plan_cache(share_among(specs, num_ranks)) for latent, specs in stored.items()}
     layout = layouts[config.cache.latent]
     groups = target_groups(layout)
     readers = {group.name: spec.readers(group.layers) for group in groups}
@@ -160,11 +176,13 @@ def report(facts: Facts) -> dict[str, Any]:
             "gpu_memory_utilization": facts.config.cache.gpu_memory_utilization,
             "max_model_len": facts.max_model_len,
             "attention_backend": facts.config.model.attention_backend,
+            "tensor_parallel_size": facts.num_ranks,
         },
         "attention": _attention(facts.attention),
         "drafter": _drafter(facts),
         "weights": weights_of(facts),
         "cache": [_cache(facts, latent) for latent in (True, False)],
+        "ranks": _ranks(facts),
         "fits": [fit_of(facts, text_only, latent) for text_only in (True, False) for latent in (True, False)],
     }
 
@@ -219,6 +237,42 @@ def weights_of(facts: Facts) -> dict[str, Any]:
     }
 
 
+def shares_of(facts: Facts) -> list[Share]:
+    """Return how ranks share the weights of the text decoder and the drafter."""
+    sizes = part_bytes(facts.spec, facts.values, _ITEMSIZES[facts.dtype], facts.config.model.quantization)
+    shares = weight_shares(facts.spec, facts.layout, sizes, facts.num_ranks)
+    drafter = facts.drafter
+    if drafter is not None and drafter.reads_target_pages:
+        shares.append(
+            Share(drafter.method, "like the target", "it reads the target's pages", draft_bytes(facts) // facts.num_ranks)
+        )
+    elif drafter is not None:
+        shares.append(Share(drafter.method, "whole on each rank", "it is small and has its own KV", draft_bytes(facts)))
+    return shares
+
+
+def exchanges_of(facts: Facts) -> list[Exchange]:
+    itemsize, link = _ITEMSIZES[facts.dtype], facts.gpu.link
+    return [Exchange.of(facts.spec, facts.layout, facts.num_ranks, itemsize, count, link) for count in STEP_TOKENS]
+
+
+def _ranks(facts: Facts) -> dict[str, Any] | None:
+    if facts.num_ranks == 1:
+        return None
+    link = facts.gpu.link
+    return {
+        "count": facts.num_ranks,
+        "weights": [asdict(share) for share in shares_of(facts)],
+        "weight_bytes": sum(share.rank_bytes for share in shares_of(facts)),
+        "cache": [
+            {"group": group.name, **dict(zip(("how", "why"), cache_share(group, facts.num_ranks), strict=True))}
+            for group in facts.layout.groups
+        ],
+        "link": None if link is None else {"name": link.name, "bytes_per_s": link.bytes_per_s},
+        "exchanges": [asdict(exchange) for exchange in exchanges_of(facts)],
+    }
+
+
 def _cache(facts: Facts, latent: bool) -> dict[str, Any]:
     """Return the slab size, pages and bytes of a layout."""
     layout = facts.layouts[latent]
@@ -246,7 +300,8 @@ def _cache(facts: Facts, latent: bool) -> dict[str, Any]:
 def fit_of(facts: Facts, text_only: bool, latent: bool) -> dict[str, Any]:
     """Return what fits into memory, with or without the towers and the latent."""
     schedule, weights = facts.config.schedule, weights_of(facts)
-    weight_bytes = weights["text_bytes"] + (0 if text_only else weights["tower_bytes"]) + draft_bytes(facts)
+    own_bytes = sum(share.rank_bytes for share in shares_of(facts))
+    weight_bytes = own_bytes + (0 if text_only else weights["tower_bytes"])
     working = working_bytes(
         facts.spec,
         _ITEMSIZES[facts.dtype],
