@@ -209,6 +209,12 @@ class ParallelConfig:
         1, "Number of GPUs, or of processes on a CPU, that share each layer; not for E2B and E4B, which use replicas."
     )
 
+    all_reduce: str = option(
+        "auto",
+        "How GPUs add their partial sums: auto (NCCL), or symmetric for torch's symmetric memory, which is not measured yet.",
+        choices=("auto", "symmetric"),
+    )
+
     def __post_init__(self) -> None:
         _positive(self, "tensor_parallel_size")
 

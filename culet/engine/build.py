@@ -170,7 +170,8 @@ def build_rank(settings: Mapping[str, Any], num_slabs: int | None, rank_index: i
     setup = resolve(build_config(settings), rank_index)
     if not setup.is_gpu:
         torch.set_num_threads(max(1, torch.get_num_threads() // setup.rank.size))
-    group = RankGroup.join(setup.rank, meeting_file, setup.device)
+    is_symmetric = setup.config.parallel.all_reduce == "symmetric"
+    group = RankGroup.join(setup.rank, meeting_file, setup.device, is_symmetric=is_symmetric)
     group.check_same(_facts_of_rank(setup, settings))
     return build_in_group(setup, group, num_slabs)
 

@@ -23,6 +23,7 @@ from culet.models.checkpoint import Checkpoint, open_checkpoint
 from culet.models.sizes import check_ranks
 from culet.models.spec import ModelSpec
 from culet.parallel.rank import ONLY_RANK, Rank
+from culet.parallel.symmetric import may_overlap
 from culet.registry import load
 
 CPU_MAX_NUM_SEQS = 32
@@ -100,14 +101,18 @@ def resolve_device(name: str, rank: Rank = ONLY_RANK) -> torch.device:
         raise ConfigError(problem, hint="use --device cuda, and choose GPUs with CUDA_VISIBLE_DEVICES")
     if name == "auto":
         name = f"cuda:{rank.index}" if torch.cuda.is_available() else "cpu"
-        chose("device", name, "no CUDA GPU was found" if name == "cpu" else "the first GPU")
+        chose(
+            "device", name, "no CUDA GPU was found" if name == "cpu" else "the rank's GPU" if rank.size > 1 else "the first GPU"
+        )
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and (kind == "cpu" or not index.isdigit())):
         raise ConfigError(f"device: got {name!r}, expected auto, cpu, cuda or cuda:N")
     if kind == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if rank.size > count:
+    if rank.size > 1 and may_overlap() and count:
+        return torch.device("cuda", rank.index % count)
+    if rank.size > max(1, count):
         raise ConfigError(f"tensor-parallel-size: got {rank.size}, but {count} CUDA GPUs were found")
     if int(index or rank.index) >= count:
         raise ConfigError(

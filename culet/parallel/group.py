@@ -1,7 +1,8 @@
 """The processes that share a model: how they find each other, and how they add tensors.
 
-On CPUs, tensors are added by gloo. On GPUs, NCCL adds them, and gloo exchanges facts on the host. All processes run on one
-machine. They meet through a file (`torch.distributed.FileStore`) and talk over the loopback interface.
+On CPUs, tensors are added by gloo. On GPUs, NCCL adds them, or on request symmetric memory, and gloo exchanges facts on the
+host. All processes run on one machine. They meet through a file (`torch.distributed.FileStore`) and talk over the loopback
+interface.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from culet.errors import ConfigError
+from culet.log import chose
 from culet.parallel.rank import Rank
+from culet.parallel.symmetric import SymmetricMemory
 
 # How long a rank waits for the others, at the start and in a reduction. The engine notices much earlier that a rank is dead or
 # hangs, and then ends all of them.
@@ -33,28 +36,47 @@ class RankGroup:
     """The ranks of a model, seen from one of them. It is also their `AllReduce`."""
 
     rank: Rank
+    symmetric: SymmetricMemory | None = None
     _is_alone: bool = False
 
     @classmethod
-    def join(cls, rank: Rank, meeting_file: Path | str, device: torch.device) -> RankGroup:
-        """Meet the other ranks at `meeting_file`. Blocks until all have come. A process can join one group."""
+    def join(cls, rank: Rank, meeting_file: Path | str, device: torch.device, *, is_symmetric: bool = False) -> RankGroup:
+        """Meet the other ranks at `meeting_file`. Blocks until all have come. A process can join one group.
+
+        With `is_symmetric`, GPUs add tensors over symmetric memory.
+        """
         os.environ.setdefault(_GLOO_INTERFACE, "lo")
         store = dist.FileStore(str(meeting_file), rank.size)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank.index, world_size=rank.size, timeout=_PATIENCE)
-        return cls(rank)
+        if device.type == "cpu":
+            chose("reductions", "gloo", "the ranks are processes on a CPU")
+            return cls(rank)
+        unmeasured = "Culet has not been measured on several GPUs yet"
+        if not is_symmetric:
+            chose("reductions", "NCCL", unmeasured)
+            return cls(rank)
+        torch.cuda.set_device(device)
+        group = cls(rank, SymmetricMemory.open(device))
+        chose("reductions", "symmetric memory", f"requested, and a test sum is right; {unmeasured}")
+        return group
 
     def __call__(self, part: Tensor, /) -> Tensor:
         """Add `part` over all ranks, in place if its memory allows it."""
         part = part.contiguous()
-        if not self._is_alone:
-            dist.all_reduce(part)
+        if self._is_alone:
+            return part
+        if self.symmetric is not None:
+            return self.symmetric.all_reduce(part)
+        dist.all_reduce(part)
         return part
 
     def gather(self, part: Tensor, /) -> Tensor:
         """Return the tensors of all ranks, stacked in the order of their ranks."""
         if self._is_alone:
             return part.expand(self.rank.size, *part.shape)
+        if self.symmetric is not None:
+            return self.symmetric.gather(part, self.rank.size)
         parts = part.new_empty(self.rank.size, *part.shape)
         _all_gather(parts.view(-1, *part.shape[1:]), part.contiguous())
         return parts
