@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -148,7 +148,7 @@ class TritonBackend:
             self._scratch = self._allocate(q_TNH, kv)
         is_masked = rows.visible_2T is not None
         use_hopper, tile = self._decode_tile(q_TNH, kv, max_queries, rows.num_rows, has_intervals=is_masked)
-        arguments = {"max_queries": max_queries, "out_TNH": out_TNH, "tile": tile, "scratch": self._scratch}
+        arguments: dict[str, Any] = {"max_queries": max_queries, "out_TNH": out_TNH, "tile": tile, "scratch": self._scratch}
         if use_hopper:
             launches = hopper_decode_launches(q_TNH, kv, rows, **arguments)
         else:

@@ -138,8 +138,19 @@ def _build_ranks(setup: Setup, times: StartTimes) -> _Built:
         settings = given_settings(setup.config)
         builder = "culet.engine.build:build_rank"
         worker = ProcessWorker(builder, num_ranks=setup.rank.size, settings=settings, num_slabs=_planned_slabs(setup))
+    _explain_reductions(setup)
     max_model_len = _resolve_max_model_len(setup, worker.num_slabs)
     return _Built(worker, worker.num_slabs, max_model_len, _read_elsewhere(setup), None)
+
+
+def _explain_reductions(setup: Setup) -> None:
+    unmeasured = "Culet has not been measured on several GPUs yet"
+    if not setup.is_gpu:
+        chose("reductions", "gloo", "the ranks are processes on a CPU")
+    elif setup.config.parallel.all_reduce == "symmetric":
+        chose("reductions", "symmetric memory", f"requested, and a test at start was right; {unmeasured}")
+    else:
+        chose("reductions", "NCCL", f"--all-reduce symmetric may be faster; {unmeasured}")
 
 
 def _read_elsewhere(setup: Setup) -> ReadBytes | None:

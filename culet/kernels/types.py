@@ -72,10 +72,10 @@ class RaggedRows:
 class TokenShare(NamedTuple):
     """The tokens that one of several ranks stores. Runs of tokens go to the ranks in turn."""
 
-    index: int  # of this rank
-    count: int  # number of ranks
+    part: int  # number of this rank among them
+    num_parts: int  # number of ranks
     run: int  # tokens per run
-    page_tokens: int  # tokens that a page covers, a multiple of count * run. Each rank stores an equal number of them.
+    page_tokens: int  # tokens that a page covers, a multiple of num_parts * run. Each rank stores an equal number of them.
 
 
 class Rope(NamedTuple):

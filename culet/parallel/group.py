@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from culet.errors import ConfigError
-from culet.log import chose
 from culet.parallel.rank import Rank
 from culet.parallel.symmetric import SymmetricMemory
 
@@ -49,17 +48,10 @@ class RankGroup:
         store = dist.FileStore(str(meeting_file), rank.size)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank.index, world_size=rank.size, timeout=_PATIENCE)
-        if device.type == "cpu":
-            chose("reductions", "gloo", "the ranks are processes on a CPU")
-            return cls(rank)
-        unmeasured = "Culet has not been measured on several GPUs yet"
-        if not is_symmetric:
-            chose("reductions", "NCCL", unmeasured)
+        if device.type == "cpu" or not is_symmetric:
             return cls(rank)
         torch.cuda.set_device(device)
-        group = cls(rank, SymmetricMemory.open(device))
-        chose("reductions", "symmetric memory", f"requested, and a test sum is right; {unmeasured}")
-        return group
+        return cls(rank, SymmetricMemory.open(device))
 
     def __call__(self, part: Tensor, /) -> Tensor:
         """Add `part` over all ranks, in place if its memory allows it."""

@@ -39,7 +39,7 @@ else:
     def share_pages(kv: PagedKV, share: TokenShare) -> PagedKV:
         """Return the pages of one rank. What it does not store is NaN."""
         planes, page = kv.planes, share.page_tokens
-        size = (*planes.shape[:3], page // share.count, planes.shape[4])
+        size = (*planes.shape[:3], page // share.num_parts, planes.shape[4])
         own = torch.full(size, float("nan"), dtype=planes.dtype)
         address = eager.own_addresses(torch.arange(planes.shape[1] * page), share)
         for place in (address >= 0).nonzero().flatten().tolist():

@@ -7,6 +7,8 @@ Shapes: T tokens of a step · B rows of a step.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -56,16 +58,21 @@ def _keys_kernel(
 
 
 def own_addresses_launch(kv_address_T: Tensor, own_T: Tensor, share: TokenShare) -> Launch:
-    arguments = {"ADDRESS": kv_address_T, "OWN": own_T, "num_tokens": kv_address_T.shape[0], "INDEX": share.index}
-    arguments |= {"COUNT": share.count, "RUN": share.run, "PAGE": share.page_tokens, "BLOCK": _BLOCK}
+    arguments: dict[str, Any] = {
+        "ADDRESS": kv_address_T,
+        "OWN": own_T,
+        "num_tokens": kv_address_T.shape[0],
+        "INDEX": share.part,
+    }
+    arguments |= {"COUNT": share.num_parts, "RUN": share.run, "PAGE": share.page_tokens, "BLOCK": _BLOCK}
     return Launch(_addresses_kernel, (triton.cdiv(kv_address_T.shape[0], _BLOCK),), arguments, {"num_warps": 4})
 
 
 def own_keys_launch(last_T: Tensor, row_begin_B1: Tensor, visible_2T: Tensor, context_B: Tensor, share: TokenShare) -> Launch:
     num_tokens, num_rows = last_T.shape[0], context_B.shape[0]
-    arguments = {"LAST": last_T, "ROW_BEGIN": row_begin_B1, "VISIBLE": visible_2T, "CONTEXT": context_B}
-    arguments |= {"num_tokens": num_tokens, "num_rows": num_rows, "INDEX": share.index}
-    arguments |= {"COUNT": share.count, "RUN": share.run, "BLOCK": _BLOCK}
+    arguments: dict[str, Any] = {"LAST": last_T, "ROW_BEGIN": row_begin_B1, "VISIBLE": visible_2T, "CONTEXT": context_B}
+    arguments |= {"num_tokens": num_tokens, "num_rows": num_rows, "INDEX": share.part}
+    arguments |= {"COUNT": share.num_parts, "RUN": share.run, "BLOCK": _BLOCK}
     return Launch(_keys_kernel, (triton.cdiv(max(num_tokens, num_rows), _BLOCK),), arguments, {"num_warps": 4})
 
 
