@@ -1,4 +1,4 @@
-"""What `culet plan` says about a model on a GPU, as data: attention backends, weights, cache and what fits. No torch."""
+"""The data behind `culet plan`: attention backends, weights, cache and what fits on a GPU. No torch."""
 
 from __future__ import annotations
 
