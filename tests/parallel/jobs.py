@@ -21,7 +21,7 @@ from culet.models.weights import load_model
 from culet.parallel.group import RankGroup
 from culet.scheduler.stats import Counters
 from culet.testing.tiny import write_checkpoint
-from culet.types import FinishReason, GrammarSpec, SamplingParams
+from culet.types import FinishReason, SamplingParams
 from tests.models.harness import Harness
 
 CPU = torch.device("cpu")
@@ -91,7 +91,6 @@ class Asked:
     prompt: list[int]
     max_tokens: int
     sampling: dict[str, Any] = field(default_factory=dict)
-    grammar: GrammarSpec | None = None
 
 
 def run_engine(

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,8 +16,6 @@ import pytest
 from culet.errors import ConfigError, WorkerDied
 from culet.runner.worker import ProcessWorker
 from culet.types import StepPlan
-from tests.parallel import jobs
-from tests.parallel.ranks import Ranks
 from tests.serve.running import wait_for
 
 BUILDER = "tests.parallel.fake_ranks:build"
@@ -121,15 +119,3 @@ def test_a_parent_that_exits(tmp_path: Path) -> None:
     done = subprocess.run(command, input="", capture_output=True, text=True, timeout=120, check=True)
     assert all(is_gone(int(pid)) for pid in done.stdout.split())
     assert not done.stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [("the version of culet", ("0.2.0", "0.3.0")), ("--max-num-seqs", (8, 16)), ("the model's config.json", ("ab", "cd"))],
-)
-def test_ranks_that_disagree(ranks_of: Callable[[int], Ranks], name: str, values: tuple[object, object]) -> None:
-    """Every rank gets the error, and it names both values."""
-    errors = ranks_of(2).run(jobs.differing_facts, [{"same": 1, name: value} for value in values])
-    want = f"{name} differs between ranks: rank 0 has {values[0]}, but rank 1 has {values[1]}"
-    assert [error.partition("\n")[0] for error in errors] == [want] * 2
-    assert ranks_of(2).run(jobs.differing_facts, [{name: values[0]}] * 2) == ["", ""]
