@@ -33,7 +33,7 @@ def may_overlap() -> bool:
 class SymmetricMemory:
     """A buffer on every rank that the others can read."""
 
-    buffer: Tensor  # uint8
+    buffer: Tensor  # float32, viewed in the type of each tensor
     handle: Any  # torch's, which has the addresses of all buffers
     group_name: str
 
@@ -48,7 +48,7 @@ class SymmetricMemory:
 
             group = dist.group.WORLD
             assert group is not None
-            buffer = symm_mem.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
+            buffer = symm_mem.empty(BUFFER_BYTES // 4, dtype=torch.float32, device=device)
             memory = cls(buffer, symm_mem.rendezvous(buffer, group=group.group_name), group.group_name)
             memory.check(device)
         except (ImportError, RuntimeError, AssertionError) as error:
