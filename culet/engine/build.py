@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from culet.cache.pool import Pool
-from culet.config import Config, build_config, given_settings
+from culet.config import Config, build_config
 from culet.drafters.base import Drafter
 from culet.engine import memory
 from culet.engine.drafting import PROBE_PROMPT, ReadBytes, draft_policy, run_probe
 from culet.engine.rehearsal import Rehearsal, has_finite_logits
 from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN, RequestRules, resolve_sampling
-from culet.engine.resolve import Setup, resolve
+from culet.engine.resolve import Setup, given_settings, resolve
 from culet.engine.start_times import StartTimes
 from culet.errors import ConfigError
 from culet.kernels.compiling import CompileCount, expect_compiling, use_disk_cache

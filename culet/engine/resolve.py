@@ -14,7 +14,7 @@ import torch
 from culet.attention.base import AttentionBackend
 from culet.attention.plan import AttentionPlan, heads_of_rank, plan_attention
 from culet.cache.spec import CacheLayout, plan_cache, share_among, stored_as
-from culet.config import Config, ScheduleConfig
+from culet.config import Config, ScheduleConfig, config_fields
 from culet.drafters.base import DrafterPlan, cache_specs, open_drafter, plan_drafter_attention, target_groups
 from culet.engine.memory import cpu_has_bfloat16
 from culet.errors import ConfigError
@@ -60,6 +60,16 @@ class Setup:
         """How many steps may be launched but not yet applied. A CPU looks ahead only on request, as it gains nothing there."""
         config = self.config
         return 1 + (config.schedule.async_scheduling and (self.is_gpu or "async_scheduling" in config.given))
+
+
+def given_settings(config: Config) -> dict[str, Any]:
+    """Return the settings from which `build_config` makes the same config."""
+    found = {}
+    for name, (part, entry) in config_fields().items():
+        value = getattr(getattr(config, part), name)
+        if name in config.given or value != entry.default:
+            found[name] = value
+    return found
 
 
 def resolve(config: Config, rank_index: int = 0) -> Setup:

@@ -21,7 +21,7 @@ from culet.bench.settings import all_settings, bench_config
 from culet.bench.workloads import DEFAULT_ROWS, STANDARD, Workload, make_prompts, parse_rows
 from culet.cache.spec import plan_cache
 from culet.cli.main import run
-from culet.config import given_settings
+from culet.engine.resolve import given_settings
 from culet.errors import BadRequest, ConfigError, UnsupportedError
 from culet.hardware import PEAKS, find_peaks
 from culet.layers.weight.weights import Weights
