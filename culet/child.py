@@ -53,7 +53,7 @@ def start_bound_process(module: str, descriptor: int) -> subprocess.Popen[bytes]
             env=child_environment(),
             pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C goes to this process, which then ends the other
+            process_group=0,  # Ctrl-C goes to this process, which then ends the other
         )
 
     return _starter().submit(start).result()

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 
 from culet.errors import BadRequest
+from culet.media.items import MediaItem
 
 MAX_SEED = 2**64 - 1
 
@@ -284,6 +285,12 @@ class Request:
     media: tuple[MediaSpan, ...] = ()  # in ascending order, without overlap
     cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
     tenant: str = ""  # whose request it is. Tenants get equal shares of the engine.
+    items: tuple[MediaItem, ...] = ()  # the content of `media`, found by key
+
+    @property
+    def num_item_bytes(self) -> int:
+        """The bytes that its media take until it ends."""
+        return sum([len(item.data) for item in self.items])
 
     def sampling_of(self, sample: int) -> Sampling:
         return replace(self.sampling, sample=sample)
@@ -332,11 +339,12 @@ class Row(NamedTuple):
     tables: tuple[PageTable, ...]  # one per KV group, in the layout's order, covering the new tokens that are stored
     store_from: tuple[int, ...]  # by KV group. New tokens before this position store no KV, because no later step sees them.
     num_drafts: int = 0  # the last `num_drafts` new tokens are proposals to verify (num_logits = num_drafts + 1)
-    num_wanted: int = 0  # number of proposals to make for the next step of its draw slots
+    num_wanted: int = 0  # most proposals to make for the next step of its draw slots
     draw_slots: tuple[int, ...] = ()  # slots that draw from the last logits: usually (slot,), or n slots if samples fork
     is_prompt_logprobs: bool = False  # the logits belong to prompt tokens, so report log-probabilities of the next tokens
     num_open: int = 0  # drafts of the previous row whose acceptance is not known yet
     is_bound: bool = False  # its draws may need masks, and the results before it are known
+    min_accepted: int = 0  # make no proposals if fewer of its drafts are accepted
 
     def close(self, num_accepted: int) -> Row:
         """Return the row after `num_accepted` of its open drafts were accepted."""
@@ -349,12 +357,18 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One complete step, from the scheduler to a worker. Entries come first, then page copies, then the forward pass."""
+    """One complete step, from the scheduler to a worker. Entries come first, then page copies, then the forward pass.
+
+    Towers encode `encodes` beside the forward pass. Rows use only features that an earlier result reported. A plan without
+    rows waits for the features that are being encoded.
+    """
 
     step_id: int
     entries: tuple[Entry, ...]
     copies: tuple[tuple[int, int], ...]  # (from page, to page) for each shared page that is about to be written
     rows: tuple[Row, ...]
+    drops: tuple[bytes, ...] = ()  # keys of features to forget before anything is encoded
+    encodes: tuple[MediaItem, ...] = ()  # media whose features are computed from now on
 
     def with_rows(self, rows: Iterable[Row]) -> StepPlan:
         """Return the same plan with other rows."""
@@ -389,6 +403,11 @@ class StepResult:
     step_id: int
     drawn: tuple[Drawn, ...]
     prompt_logprobs: Mapping[int, tuple[Logprobs, ...]] = field(default_factory=dict)  # by slot, for this chunk's tokens
+    encoded: tuple[bytes, ...] = ()  # keys of features that have become ready
+
+    @property
+    def num_proposed(self) -> int:
+        return sum([draw.num_proposed for draw in self.drawn])
 
 
 class TokenDelta(Struct, array_like=True, frozen=True, gc=False):

@@ -88,5 +88,7 @@ def _own(batch: ForwardBatch, group: GroupBatch, share: TokenShare | None) -> Gr
     if share is None:
         return group
     ops = for_device(batch.positions_T.device)
-    visible_2T, context_B = ops.own_keys(batch.positions_T, batch.row_begin_B1, share)
+    # Without a window, a query sees every key up to its own position, or up to the end of its image.
+    last_T = batch.positions_T if group.visible_2T is None else group.visible_2T[1].long()
+    visible_2T, context_B = ops.own_keys(last_T, batch.row_begin_B1, share)
     return GroupBatch(group.pages_BP, group.first_B, ops.own_addresses(group.kv_address_T, share), visible_2T, context_B)

@@ -77,7 +77,7 @@ class TritonBackend:
         long_rows: list[LongRow] = []
         masked_rows: list[LongRow] = []
         for index, (row, end) in enumerate(zip(batch.rows, ends, strict=True)):
-            is_masked = has_masks and not row.is_text
+            is_masked = has_masks and (not row.is_text or self.group.spec.token_shares > 1)
             if row.num_queries > self.few_queries:
                 facts = (index, end - row.num_queries, row.num_queries, row.start)
                 (masked_rows if is_masked else long_rows).append(facts)

@@ -33,6 +33,7 @@ TRITON_MODULES = (
         "sampling.masks",
     ),
     *("drafting.token_layout", "drafting.accept_drafts", "drafting.draft_head", "drafting.draft_round", "drafting.context_kv"),
+    "drafting.copy_suffix",
     "linear.norm_linear",
     "attention.token_shares",
 )

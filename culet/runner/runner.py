@@ -11,6 +11,7 @@ after it. Steps run in the order in which they are launched, so the next one may
     rounds         the drafter's proposals for the next step, in any shape
     deferred       a drafter's KV that is written later
     grammars       masks for sequences with structured output
+    media          features of images, video and audio, and where a step reads them
     fixed          steps, draws and rounds in fixed shapes, which a GPU replays as graphs
 
 Shapes: S slots · L a slot's tokens · G groups of draws, one per slot that draws.
@@ -26,11 +27,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from culet import env
 from culet.attention.base import AttentionBackend
 from culet.cache.pool import Pool
-from culet.drafters.base import Drafter
+from culet.drafters.base import ABSTAINED, Drafter
 from culet.kernels.host_transfer import HostCopy, on_device
 from culet.models.gemma4 import Gemma4
 from culet.runner.captures import Captures
@@ -44,6 +46,8 @@ from culet.runner.fill import fill
 from culet.runner.fixed.shapes import FixedShapes
 from culet.runner.fixed.steps import Bucket, FixedStep
 from culet.runner.grammar_masks import SlotGrammars, StepGrammars
+from culet.runner.media.features import Encoder, FeatureStore
+from culet.runner.media.step_media import ImageMask, SlotMedia, StepMedia
 from culet.runner.target import ForwardOutput, Target
 from culet.sampling.logprobs import as_mappings
 from culet.sampling.verify import force_accepted
@@ -85,6 +89,7 @@ class Runner:
         self.draws = Draws(self.target, self.tokens_SL, self.accepted_S)
         self.rounds = None if drafter is None else DraftRounds(drafter, pool, self.tokens_SL)
         self.grammars = SlotGrammars()
+        self.media = SlotMedia(frozenset(), ImageMask.CAUSAL, None)
         self.clock = DeviceClock(device)
         self.fixed: FixedShapes | None = None
 
@@ -109,6 +114,11 @@ class Runner:
     def use_grammars(self, grammars: GrammarCompiler) -> None:
         """From now on, entries may have a grammar."""
         self.grammars.grammars = grammars
+
+    def use_media(self, encoder: Encoder | None, placeholder_ids: frozenset[int], mask: ImageMask) -> None:
+        """From now on, embed placeholders as token 0, and with an encoder, entries may have media."""
+        store = None if encoder is None else FeatureStore(encoder, self.target.device)
+        self.media = SlotMedia(placeholder_ids, mask, store)
 
     def force_accepted(self, count: int) -> None:
         """Make every verify keep `count` drafts, or all if it has fewer. This is for measurements. The output is nonsense."""
@@ -135,8 +145,8 @@ class Runner:
         self._ban()
         self.pool.copy_pages(plan.copies)
         if not plan.rows:
-            return Pending(plan.step_id, HostCopy([]))
-        route = self._route(plan.rows)
+            return Pending(plan.step_id, HostCopy([]), features=self._encode(plan), waits=True)
+        route = self._route(plan.rows, self.media.find(plan.rows))
         with self.clock.span("verify") if has_drafts(plan.rows) else nullcontext():
             output = self._forward(route)
             drawn = self._draw(route, output)
@@ -147,10 +157,13 @@ class Runner:
         num_proposed = self._propose(route, output, drawn)
         accepted_G = None if isinstance(drawn, FixedDrawn) else drawn.accepted_G  # fixed draws have no masks
         grammars = self.grammars.follow(route.groups, accepted_G, num_proposed, self.tokens_SL)
+        # The host launches the towers' kernels last, while the device is busy with the step.
+        store = self._encode(plan)
         if isinstance(drawn, FixedDrawn):
-            return Pending(plan.step_id, copy, route.groups, num_proposed, has_accepted=True, grammars=grammars)
+            return Pending(plan.step_id, copy, route.groups, num_proposed, True, grammars=grammars, features=store)
         has_accepted = accepted_G is not None
-        return Pending(plan.step_id, copy, route.groups, num_proposed, has_accepted, drawn.scored, drawn.prompts, grammars)
+        scores = drawn.scored, drawn.prompts
+        return Pending(plan.step_id, copy, route.groups, num_proposed, has_accepted, *scores, grammars, store)
 
     @property
     def num_slabs(self) -> int:
@@ -191,6 +204,7 @@ class Runner:
             self._entries[entry.slot] = entry
             begin = end
         self.grammars.enter(entries)
+        self.media.enter(entries)
 
     def _ban(self) -> None:
         """Rule out tokens that sequences may not draw any more, by a bias in their settings."""
@@ -199,9 +213,9 @@ class Runner:
             bias = tuple(sorted({**dict(entry.sampling.logit_bias), token_id: float("-inf")}.items()))
             self._entries[slot] = replace(entry, sampling=replace(entry.sampling, logit_bias=bias))
 
-    def _route(self, rows: Sequence[Row]) -> _Route:
+    def _route(self, rows: Sequence[Row], media: StepMedia | None) -> _Route:
         """Decide whether a step and its draws run in a fixed shape or in their own. Close open rows that no graph serves."""
-        groups, fixed = draw_groups(rows), self.fixed
+        groups, fixed = draw_groups(rows), self.fixed if media is None else None
         bucket = None if fixed is None else fixed.steps.find(rows)
         settings: list[Sampling] = []
         has_fixed_draws = can_open = False
@@ -215,7 +229,7 @@ class Runner:
             accepted = self.accepted_S.tolist()  # waits for the previous steps
             rows = [row.close(accepted[row.slot]) if row.num_open else row for row in rows]
             groups = draw_groups(rows)
-        return _Route(rows, groups, bucket, settings if has_fixed_draws else None)
+        return _Route(rows, groups, bucket, settings if has_fixed_draws else None, media)
 
     def _forward(self, route: _Route) -> FixedStep | ForwardOutput:
         """Run the target."""
@@ -229,7 +243,7 @@ class Runner:
         unread = None
         if self.deferred is not None and keeps_features(rows) and not any(row.num_wanted for row in rows):
             unread = self.deferred.group
-        batch = self.target.own_share(fill(rows, self.pool.layout, self.tokens_SL, unread))
+        batch = self.target.own_share(fill(rows, self.pool.layout, self.tokens_SL, unread, route.media))
         self.target.plan(batch)
         hidden = self.target.forward(batch)
         if self.deferred is not None:
@@ -250,6 +264,8 @@ class Runner:
     def _propose(self, route: _Route, output: FixedStep | ForwardOutput, drawn: FixedDrawn | StepDraws) -> Sequence[int]:
         """Run a draft round. Return the number of proposals for each group."""
         wanted = [group.num_wanted for group in route.groups]
+        if any(group.min_accepted for group in route.groups) and isinstance(drawn, StepDraws):
+            wanted = _worth_proposing(route.groups, drawn.accepted_G)
         if self.rounds is None or not any(wanted):
             return [0] * len(wanted)
         rounds, num_drafts = None if self.fixed is None else self.fixed.rounds, max(wanted)
@@ -266,8 +282,25 @@ class Runner:
             groups = [route.groups[index] for index in chosen]
             arguments = groups, output.batch, output.hidden.last_LD, accepted_G, num_drafts
             if rounds is None or not rounds.run(*arguments):
-                self.rounds.run(*arguments)
+                proposed_RK = self.rounds.run(*arguments)
+                if proposed_RK.device.type == "cpu":  # a GPU would have to wait to learn where the drafter abstained
+                    for index, count in zip(chosen, (proposed_RK != ABSTAINED).sum(1).tolist(), strict=True):
+                        wanted[index] = min(wanted[index], count)
         return wanted
+
+    def _encode(self, plan: StepPlan) -> FeatureStore | None:
+        """Drop and encode features. Return where they are, if there are towers."""
+        store = self.media.store
+        if store is not None and (plan.drops or plan.encodes):
+            store.change(plan.drops, plan.encodes)
+        return store
+
+
+def _worth_proposing(groups: Sequence[DrawGroup], accepted_G: Tensor | None) -> list[int]:
+    """Return the proposals to make for each group, after it is known how many of its drafts were accepted."""
+    assert accepted_G is not None, "only rows with drafts need accepted ones"
+    pairs = zip(groups, accepted_G.tolist(), strict=True)
+    return [group.num_wanted if accepted >= group.min_accepted else 0 for group, accepted in pairs]
 
 
 class _Route(NamedTuple):
@@ -277,6 +310,7 @@ class _Route(NamedTuple):
     groups: Sequence[DrawGroup]
     bucket: Bucket | None  # the fixed shape of the forward pass, or None for its own shape
     settings: Sequence[Sampling] | None  # settings of each draw, if the draws have a fixed shape too
+    media: StepMedia | None  # a step with media runs in its own shape
 
 
 class Pending(NamedTuple):
@@ -290,6 +324,8 @@ class Pending(NamedTuple):
     scored: Sequence[Scored] = ()
     prompts: Mapping[int, Sequence[Scored]] = MappingProxyType({})
     grammars: StepGrammars | None = None
+    features: FeatureStore | None = None  # None without towers
+    waits: bool = False  # for the features that are being encoded, because the plan has no rows
 
     def result(self) -> StepResult:
         """Wait for this step and return what it drew."""
@@ -321,4 +357,5 @@ class Pending(NamedTuple):
         }
         if self.grammars is not None:
             self.grammars.take_proposals()
-        return StepResult(self.step_id, tuple(drawn), prompts)
+        encoded = () if self.features is None else self.features.take_ready(wait=self.waits)
+        return StepResult(self.step_id, tuple(drawn), prompts, encoded)
