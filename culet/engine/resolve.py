@@ -63,13 +63,8 @@ class Setup:
 
 
 def given_settings(config: Config) -> dict[str, Any]:
-    """Return the settings from which `build_config` makes the same config."""
-    found = {}
-    for name, (part, entry) in config_fields().items():
-        value = getattr(getattr(config, part), name)
-        if name in config.given or value != entry.default:
-            found[name] = value
-    return found
+    """Return the settings that were given, as input for `build_config`."""
+    return {name: getattr(getattr(config, part), name) for name, (part, _) in config_fields().items() if name in config.given}
 
 
 def resolve(config: Config, rank_index: int = 0) -> Setup:

@@ -1,6 +1,6 @@
 """Check two ranks on one GPU: reductions over symmetric memory, and the answers of models that the ranks share.
 
-    python benchmarks/two_ranks.py --rounds 10000 --models 31B:6,12B:12
+    python benchmarks/parallel/two_ranks.py --rounds 10000 --models 31B:6,12B:12
 
 Reductions of 1, 8, 32 and 256 tokens are compared with plain sums in every round. Each model has the real widths and this many
 layers, random calm weights, and graphs. An eager float32 model judges its answers, as in `culet bench offline`. The ranks share
