@@ -37,9 +37,7 @@ class GroupBatch:
     first_B: Tensor  # int32, position of the first token of column 0
     kv_address_T: Tensor  # int64, page * page_tokens + offset of a new token's KV, or -1 if it is not stored
     visible_2T: Tensor | None = None  # int32 (kv_lo, kv_hi) of each query token, inclusive, or None for the text rule
-    context_B: Tensor | None = (
-        None  # int32, replaces the batch's if ranks share the tokens: visible keys - query tokens of a row
-    )
+    context_B: Tensor | None = None  # int32, own keys that a row's last query sees - its queries, if ranks share the tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,30 +100,34 @@ def resolve(config: Config, rank_index: int = 0) -> Setup:
 
 
 def resolve_device(name: str, rank: Rank = ONLY_RANK) -> torch.device:
-    """Return the device called `name`. `auto` is the first GPU, or the CPU if there is none. Each rank has a GPU of its own."""
-    if rank.size > 1 and name.startswith("cuda:"):
-        problem = f"device: got {name!r}, but {rank.size} ranks use the first {rank.size} GPUs"
-        raise ConfigError(problem, hint="use --device cuda, and choose GPUs with CUDA_VISIBLE_DEVICES")
+    """Return the device called `name`. `auto` is the rank's GPU, or the CPU if there is no GPU. Each rank has its own GPU."""
     if name == "auto":
-        name = f"cuda:{rank.index}" if torch.cuda.is_available() else "cpu"
-        chose(
-            "device", name, "no CUDA GPU was found" if name == "cpu" else "the rank's GPU" if rank.size > 1 else "the first GPU"
-        )
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+        found = "the first GPU" if rank.size == 1 else f"the first {rank.size} GPUs"
+        chose("device", name, "no CUDA GPU was found" if name == "cpu" else found)
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and (kind == "cpu" or not index.isdigit())):
         raise ConfigError(f"device: got {name!r}, expected auto, cpu, cuda or cuda:N")
     if kind == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if rank.size > 1 and may_overlap() and count:
-        return torch.device("cuda", rank.index % count)
-    if rank.size > max(1, count):
-        raise ConfigError(f"tensor-parallel-size: got {rank.size}, but {count} CUDA GPUs were found")
-    if int(index or rank.index) >= count:
+    if rank.size > 1:
+        return _resolve_rank_device(name, rank, count)
+    if int(index or 0) >= count:
         raise ConfigError(
             f"device: got {name!r}, but {count} CUDA GPUs were found", hint="use --device cpu, or run `culet doctor`"
         )
-    return torch.device("cuda", int(index or rank.index))
+    return torch.device("cuda", int(index or 0))
+
+
+def _resolve_rank_device(name: str, rank: Rank, num_gpus: int) -> torch.device:
+    if name != "cuda":
+        problem = f"device: got {name!r}, but {rank.size} ranks use the first {rank.size} GPUs"
+        raise ConfigError(problem, hint="use --device cuda, and choose GPUs with CUDA_VISIBLE_DEVICES")
+    if rank.size > num_gpus and not (num_gpus and may_overlap()):
+        problem = f"tensor-parallel-size: got {rank.size}, but {num_gpus} CUDA GPUs were found"
+        raise ConfigError(problem, hint="use fewer ranks, or --device cpu")
+    return torch.device("cuda", rank.index % num_gpus)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

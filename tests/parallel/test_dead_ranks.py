@@ -1,4 +1,7 @@
-"""A server whose ranks die or hang under load: every client gets an answer, the group comes back as one, and no page leaks."""
+"""A server whose ranks die or hang under load: every client gets an answer, the group comes back as one, and no page leaks.
+
+`test_rank_processes.py` tests the processes alone, in seconds.
+"""
 
 from __future__ import annotations
 
@@ -65,12 +68,6 @@ def hurt(server: Running, number: signal.Signals, index: int, want: str) -> None
     assert server.stats()["engine_restarts"] == restarts + 1
     server.check_well()
     assert server.chat(max_tokens=8, temperature=0).json()["choices"][0]["message"]["content"] == want
-
-
-def test_one_of_two_ranks(server: Running) -> None:
-    want = server.chat(max_tokens=8, temperature=0).json()["choices"][0]["message"]["content"]
-    hurt(server, signal.SIGKILL, 1, want)
-    hurt(server, signal.SIGSTOP, 0, want)
 
 
 @pytest.mark.slow

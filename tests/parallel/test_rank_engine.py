@@ -33,8 +33,8 @@ def settings(folder: str) -> dict[str, Any]:
 
 def ask(engine: Engine) -> dict[str, list[int]]:
     """Return greedy, sampled and constrained outputs, and those of a request that reuses an earlier one's pages."""
-    sampled = SamplingParams(temperature=1.0, top_k=64, seed=3, max_tokens=24, ignore_eos=True)
-    greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    sampled = SamplingParams(temperature=1.0, top_k=64, seed=3, max_tokens=12, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     asked = {"greedy": (prompt(90), greedy), "sampled": (prompt(30, 1), sampled), "bound": (prompt(9, 2), greedy)}
     out: dict[str, list[int]] = {}
     for round_ in (list(asked), ["reused"]):

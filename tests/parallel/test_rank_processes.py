@@ -98,7 +98,10 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGCONT], ids=["hanging", "healthy"])
+HEALTHY = pytest.param(signal.SIGCONT, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, HEALTHY], ids=["hanging", "healthy"])
 def test_a_parent_that_is_killed(tmp_path: Path, number: signal.Signals) -> None:
     """Ranks end with their engine, even those that are stopped and cannot notice it."""
     command = [sys.executable, "-c", _PARENT, str(tmp_path)]
@@ -114,6 +117,7 @@ def test_a_parent_that_is_killed(tmp_path: Path, number: signal.Signals) -> None
     wait_for(lambda: all(map(is_gone, pids)), 5, "the ranks to end")
 
 
+@pytest.mark.slow
 def test_a_parent_that_exits(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _PARENT, str(tmp_path)]
     done = subprocess.run(command, input="", capture_output=True, text=True, timeout=120, check=True)

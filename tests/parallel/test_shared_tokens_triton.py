@@ -8,8 +8,9 @@ from tests.interpreting import INTERPRETED, run_interpreted
 
 if not INTERPRETED:
 
-    def test_in_the_interpreter() -> None:
-        run_interpreted(__file__)
+    @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+    def test_in_the_interpreter(marked: str) -> None:
+        run_interpreted(__file__, marked)
 
 else:
     from dataclasses import replace
@@ -97,20 +98,23 @@ else:
             whole = eager_attention.prefill_attention(case.q_TNH, case.kv, case.rows, tiles)
         torch.testing.assert_close(joined, whole, rtol=1e-5, atol=1e-5)
 
-    @pytest.mark.parametrize("shape", SHAPES)
-    @pytest.mark.parametrize("programs", [1, 24])
+    LATENT_OFTEN = [pytest.param("plain", marks=pytest.mark.slow), "latent"]
+
+    @pytest.mark.parametrize("shape", LATENT_OFTEN)
+    @pytest.mark.parametrize("programs", [pytest.param(1, marks=pytest.mark.slow), 24])
     def test_few_queries(shape: str, programs: int) -> None:
         spans = [(130, 1), (0, 1), (14, 4), (60, 3), (200, 2)]
         case = make_case(SHAPES[shape], spans, dtype=torch.float32, seed=1)
         check(case, 2, DecodeTile(16, 16, 4, 2, programs=programs), None)
 
+    @pytest.mark.slow
     def test_splits_that_programs_join(monkeypatch: pytest.MonkeyPatch) -> None:
         splits = DecodeTile.splits
         monkeypatch.setattr(DecodeTile, "splits", lambda *arguments: splits(*arguments)._replace(joins=True, at_once=4))
         case = make_case(SHAPES["latent"], [(150, 1), (0, 3), (90, 2)], dtype=torch.float32, seed=2)
         check(case, 4, DecodeTile(16, 16, 4, 2, programs=24), None)
 
-    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("shape", LATENT_OFTEN)
     def test_many_queries(shape: str) -> None:
         case = make_case(SHAPES[shape], [(0, 40), (50, 20), (120, 17)], dtype=torch.float32, seed=3)
         check(case, 2, None, PrefillTile(32, 16, 4, 2))

@@ -251,13 +251,13 @@ def shares_of(facts: Facts) -> list[Share]:
     """Return how ranks share the weights of the text decoder and the drafter."""
     sizes = part_bytes(facts.spec, facts.values, _ITEMSIZES[facts.dtype], facts.config.model.quantization)
     shares = weight_shares(facts.spec, facts.layout, sizes, facts.num_ranks)
-    drafter = facts.drafter
-    if drafter is not None and drafter.reads_target_pages:
-        shares.append(
-            Share(drafter.method, "like the target", "it reads the target's pages", draft_bytes(facts) // facts.num_ranks)
-        )
-    elif drafter is not None:
-        shares.append(Share(drafter.method, "whole on each rank", "it is small and has its own KV", draft_bytes(facts)))
+    drafter, size = facts.drafter, draft_bytes(facts)
+    if drafter is None or not size:
+        return shares
+    if drafter.reads_target_pages:
+        shares.append(Share(drafter.method, "like the target", "it reads the target's pages", size // facts.num_ranks))
+    else:
+        shares.append(Share(drafter.method, "whole on each rank", "it is small and has its own KV", size))
     return shares
 
 
@@ -275,8 +275,9 @@ def _ranks(facts: Facts) -> dict[str, Any] | None:
         "weights": [asdict(share) for share in shares_of(facts)],
         "weight_bytes": sum(share.rank_bytes for share in shares_of(facts)),
         "cache": [
-            {"group": group.name, **dict(zip(("how", "why"), cache_share(group, facts.num_ranks), strict=True))}
+            {"group": group.name, "how": how, "why": why}
             for group in facts.layout.groups
+            for how, why in [cache_share(group, facts.num_ranks)]
         ],
         "link": None if link is None else {"name": link.name, "bytes_per_s": link.bytes_per_s},
         "exchanges": [asdict(exchange) for exchange in exchanges_of(facts)],

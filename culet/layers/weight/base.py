@@ -62,9 +62,9 @@ class MatrixLayout:
 
     def columns(self, rank: Rank) -> slice:
         """Return the stored columns that `rank` holds."""
-        is_split = self.split is Split.COLUMNS
-        share = rank.share(self.num_columns, self.column_unit, may_repeat=self.has_shared_columns)
-        return share if is_split else slice(0, self.num_columns)
+        if self.split is not Split.COLUMNS:
+            return slice(0, self.num_columns)
+        return rank.share(self.num_columns, self.column_unit, may_repeat=self.has_shared_columns)
 
 
 @dataclass(frozen=True)
