@@ -35,6 +35,8 @@ from culet.models.quantised.config import read_quantisation, trained_file
 from culet.models.quantised.gguf_file import GgufFile, read_gguf
 from culet.models.random_weights import draw_model
 from culet.models.spec import ModelSpec
+from culet.parallel.group import RankGroup
+from culet.parallel.rank import ONLY_RANK
 
 AUTO = "auto"  # keep the precision of the checkpoint
 PLAIN_TYPES = FLOATS | INTEGERS
@@ -82,14 +84,17 @@ def load_model(
     latent: bool = True,
     quantization: str = AUTO,
     progress: bool = True,
+    group: RankGroup | None = None,
 ) -> Gemma4:
     """Load the checkpoint's decoder onto `device`, ready to run with activations in `dtype`.
 
-    With a `quantization` of fp8 or int4, plain weights are quantised while they are loaded.
+    With a `quantization` of fp8 or int4, plain weights are quantised while they are loaded. With a `group` of ranks, only this
+    rank's part is loaded.
     """
     if quantization != AUTO and checkpoint.random is None:
         _explain_rounding(quantization, checkpoint)
-    weights = Weights(dtype, torch.device(device))
+    rank = ONLY_RANK if group is None else group.rank
+    weights = Weights(dtype, torch.device(device), rank, group)
     if checkpoint.random is not None:
         return draw_model(checkpoint.spec, checkpoint.random, choose_rounding(weights, quantization), latent=latent)
 
@@ -160,7 +165,7 @@ def _choose_formats(
 def _read_headers(folder: Path) -> dict[str, _Stored]:
     """Return every tensor in the folder's files by its stored name."""
     found: dict[str, _Stored] = {}
-    for file in _files(folder):
+    for file in weight_files(folder):
         with _open(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (an open file is not a dict)
                 header = tensors.get_slice(name)
@@ -168,7 +173,7 @@ def _read_headers(folder: Path) -> dict[str, _Stored]:
     return found
 
 
-def _files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """Return the files with the weights: those listed in the index, or the single file."""
     if (folder / INDEX_FILE).is_file():
         weight_map = read_json(folder / INDEX_FILE).get("weight_map")
@@ -267,7 +272,7 @@ def _listed(names: list[str], noun: str) -> str:
 def explain_not_finite(folder: Path) -> CheckpointError:
     """Return the error for a model whose logits are not finite. It names the tensors with such values, if there are any."""
     found = []
-    for file in _files(folder):
+    for file in weight_files(folder):
         with _open(file) as tensors:
             names = [name for name in tensors.keys() if not _TOWERS.match(name)]  # noqa: SIM118 (an open file is not a dict)
             found += [name for name in names if not _is_finite(tensors.get_tensor(name))]
