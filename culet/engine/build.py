@@ -34,7 +34,8 @@ from culet.models.gemma4 import Gemma4
 from culet.models.quantised.part_bytes import part_bytes
 from culet.models.towers.spec import read_towers
 from culet.models.towers.towers import Towers, load_towers
-from culet.models.weights import explain_not_finite, load_model, weight_files
+from culet.models.weight_files import weight_files
+from culet.models.weights import explain_not_finite, load_model
 from culet.parallel.group import RankGroup
 from culet.runner.captures import Captures
 from culet.runner.media.step_media import ImageMask, image_mask, placeholder_ids
