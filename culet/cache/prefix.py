@@ -29,8 +29,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import cast
 
 from culet.cache.arena import Arena
+from culet.cache.changes import PageRemoved, PageStored, PointRemoved, PointStored, PrefixChange
 from culet.cache.spec import CacheLayout
 from culet.types import MediaSpan, PageTable
 
@@ -50,13 +52,22 @@ class PageKeys:
     def upto(self, tokens: Sequence[int], num_tokens: int) -> list[bytes]:
         """Return the keys of the pages that `num_tokens` tokens fill. Each is computed once, since tokens never change."""
         num_pages = num_tokens // self.page_tokens
-        for page in range(len(self._keys) - 1, num_pages):
-            begin, end = page * self.page_tokens, (page + 1) * self.page_tokens
-            content = array("I", tokens[begin:end]).tobytes()
-            for start, length, key in self._media_in(begin, end):
-                content += array("q", (start, length, len(key))).tobytes() + key
-            self._keys.append(_digest(self._keys[-1] + content))
+        num_known = len(self._keys) - 1
+        if num_known < num_pages:
+            first = num_known * self.page_tokens
+            fresh = array("I", tokens[first : num_pages * self.page_tokens])
+            for begin in range(0, len(fresh), self.page_tokens):
+                content = fresh[begin : begin + self.page_tokens].tobytes()
+                for start, length, key in self._media_in(first + begin, first + begin + self.page_tokens):
+                    content += array("q", (start, length, len(key))).tobytes() + key
+                self._keys.append(_digest(self._keys[-1] + content))
         return self._keys[: num_pages + 1]
+
+    def extra_of(self, page: int) -> tuple[str, ...]:
+        """Return what the key of a page covers besides token ids: the salt, if there is one, and the keys of media."""
+        media = self._media_in(page * self.page_tokens, (page + 1) * self.page_tokens)
+        salt = () if self._keys[0] == _UNSALTED else (self._keys[0].hex(),)
+        return (*salt, *(key.hex() for _, _, key in media))
 
     def tail(self, tokens: Sequence[int], begin: int, end: int) -> Tail:
         """Return the content from `begin` to `end`, which tells apart sequences with the same full pages before `begin`."""
@@ -75,6 +86,14 @@ class PageKeys:
 
 def _digest(content: bytes) -> bytes:
     return blake2b(content, digest_size=DIGEST_BYTES).digest()
+
+
+_UNSALTED = _digest(b"")
+
+
+def tail_key(tail: Tail, tail_len: int) -> bytes:
+    """Return a key of a tail with this number of tokens."""
+    return _digest(array("I", cast(tuple[int, ...], tail[:tail_len])).tobytes() + repr(tail[tail_len:]).encode())
 
 
 @dataclass(eq=False, slots=True)
@@ -132,6 +151,19 @@ class PrefixCache:
         # By page, the ids of all points that hold it, combined by exclusive or. If only one point holds it, this is its id.
         self._holders = [0] * arena.num_pages
         self._candidates: list[tuple[int, int]] = []  # a heap of (last_use, point_id)
+        self._changes: list[PrefixChange] | None = None  # since the last `drain_changes`, if anyone follows them
+
+    def record_changes(self) -> None:
+        """Forget all points, and record changes from now on. Someone must drain them."""
+        self.clear()
+        self._changes = []
+
+    def drain_changes(self) -> list[PrefixChange]:
+        """Return the changes since the last call, in order."""
+        if not self._changes:
+            return []
+        changes, self._changes = self._changes, []
+        return changes
 
     @property
     def num_resume_points(self) -> int:
@@ -192,7 +224,7 @@ class PrefixCache:
         use = self._next_use()
         point = ResumePoint(length, earliest, kept, key, tail, tail_len, point_id=use, last_use=use)
         self._arena.keep(point.pages)
-        self._link(point, keys.upto(tokens, length))
+        self._link(point, tokens, keys)
         self._by_use[point] = None
         self._points[point.point_id] = point
         self._mark_holder(point)
@@ -259,14 +291,22 @@ class PrefixCache:
                 return True
         return False
 
-    def _link(self, point: ResumePoint, keys: list[bytes]) -> None:
+    def _link(self, point: ResumePoint, tokens: Sequence[int], keys: PageKeys) -> None:
         parent = None
-        for key in keys:
+        for num_pages, key in enumerate(keys.upto(tokens, point.length)):
             if key not in self._nodes:
                 self._nodes[key] = _Node(parent)
                 if parent is not None:
                     self._nodes[parent].num_children += 1
+                if self._changes is not None:
+                    begin = max(0, num_pages - 1) * self.page_tokens
+                    page = tuple(tokens[begin : num_pages * self.page_tokens])
+                    extra = keys.extra_of(num_pages - 1) if num_pages else ()
+                    self._changes.append(PageStored(key, parent or b"", num_pages, page, extra))
             parent = key
+        if self._changes is not None:
+            num_pages = point.length // self.page_tokens
+            self._changes.append(PointStored(point.key, num_pages, point.tail_len, tail_key(point.tail, point.tail_len)))
         node = self._nodes[point.key]
         node.tails[point.tail] = point
         node.num_of_len[point.tail_len] = node.num_of_len.get(point.tail_len, 0) + 1
@@ -284,7 +324,13 @@ class PrefixCache:
         if not node.num_of_len[point.tail_len]:
             del node.num_of_len[point.tail_len]
         key: bytes | None = point.key
+        num_pages = point.length // self.page_tokens
+        if self._changes is not None:
+            self._changes.append(PointRemoved(point.key, num_pages, point.tail_len, tail_key(point.tail, point.tail_len)))
         while key is not None and not self._nodes[key].tails and not self._nodes[key].num_children:
+            if self._changes is not None:
+                self._changes.append(PageRemoved(key, num_pages))
+            num_pages -= 1
             key = self._nodes.pop(key).parent
             if key is not None:
                 self._nodes[key].num_children -= 1

@@ -14,21 +14,26 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from culet.cache.changes import PageStored, PrefixChange
+from culet.cache.prefix import PrefixCache
 from culet.engine.requests import RequestRules
 from culet.errors import CuletError, WorkerDied, as_culet_error, error_parts, exit_code
 from culet.frames import FrameReader, frame
 from culet.log import flush_stderr, logger, num_dropped_lines, queue_stderr, setup_logging
 from culet.registry import load
 from culet.scheduler.stats import SchedulerStats
+from culet.serve.process.kv_events import KVEventPublisher, read_kv_events
 from culet.serve.process.wire import (
     Cancel,
     Command,
     Failed,
     GroupFacts,
+    PrefixChanges,
     Ready,
     Refused,
     Report,
@@ -59,6 +64,8 @@ class SteppedEngine(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+    @property
+    def prefix_cache(self) -> PrefixCache | None: ...
     def add(self, request: Request) -> None: ...
     def cancel(self, request_id: str, sample: int | None = None, reason: FinishReason = ...) -> None: ...
     def step(self) -> list[TokenDelta]: ...
@@ -123,8 +130,12 @@ class Channel:
 class EngineLoop:
     """Steps the engine while it has work, passing commands in and deltas out."""
 
-    def __init__(self, engine: SteppedEngine, channel: Channel) -> None:
+    def __init__(
+        self, engine: SteppedEngine, channel: Channel, followers: Sequence[Callable[[list[PrefixChange]], None]] = ()
+    ) -> None:
+        """Prepare to run. The `followers` are told how the prefix cache changes."""
         self._engine, self._channel = engine, channel
+        self._followers = followers if engine.prefix_cache is not None else ()
         self._num_failures = 0
         self._has_failed = False  # the last step failed, and the ends of its requests are not known yet
         self._num_prompt_tokens = self._num_generated_tokens = 0
@@ -143,6 +154,7 @@ class EngineLoop:
                 self._obey(command)
             if (self._engine.has_work or self._has_failed) and not self._step():
                 return exit_code(WorkerDied(""))
+            self._tell_followers()
             if not self._engine.has_work or time.monotonic() >= self._next_stats:
                 self._send_stats()
             self._channel.flush()
@@ -179,10 +191,18 @@ class EngineLoop:
         self._num_generated_tokens += num_tokens
         if num_tokens:
             self._num_failures = 0
+        self._tell_followers()
         if deltas:
             for part in in_parts(deltas):
                 self._channel.send(part)
         return True
+
+    def _tell_followers(self) -> None:
+        """Tell how the prefix cache has changed, before the client can send a request that makes use of it."""
+        prefixes = self._engine.prefix_cache
+        if self._followers and prefixes is not None and (changes := prefixes.drain_changes()):
+            for follow in self._followers:
+                follow(changes)
 
     def _send_stats(self) -> None:
         self._next_stats = time.monotonic() + STATS_PERIOD_S
@@ -232,6 +252,7 @@ def start_engine(start: Start) -> tuple[SteppedEngine, Ready]:
         dtype=str(engine.dtype).removeprefix("torch."),
         num_pages=engine.stats().num_pages,
         page_bytes=layout.slab_bytes,
+        prefix_page_tokens=0 if engine.prefix_cache is None else engine.prefix_cache.page_tokens,
         groups=tuple(
             GroupFacts(group.name, len(group.layers), group.page_tokens, group.window, *backends.get(group.name, ("", "")))
             for group in layout.groups
@@ -276,6 +297,7 @@ def serve(sock: socket.socket) -> int:
     queue_stderr()
     try:
         engine, ready = start_engine(start) if start.script is None else load(_START_FAKE)(start)
+        followers = _make_followers(start, engine, channel)
     except Exception as error:
         if not isinstance(error, CuletError):
             logger.exception("the engine failed to start")
@@ -286,7 +308,30 @@ def serve(sock: socket.socket) -> int:
     gc.collect()
     gc.freeze()  # garbage collections skip everything loaded so far
     channel.send(ready)
-    return EngineLoop(engine, channel).run()
+    return EngineLoop(engine, channel, followers).run()
+
+
+def _make_followers(start: Start, engine: SteppedEngine, channel: Channel) -> Sequence[Callable[[list[PrefixChange]], None]]:
+    """Return what follows the prefix cache, as the Start message asks, and make the cache record its changes."""
+    prefixes = engine.prefix_cache
+    followers: list[Callable[[list[PrefixChange]], None]] = []
+    if prefixes is None:
+        return followers
+    if start.reports_prefixes:
+        followers.append(lambda changes: channel.send(PrefixChanges(_without_tokens(changes))))
+    events = read_kv_events(start.kv_events)
+    if events is not None:
+        followers.append(KVEventPublisher(events, prefixes.page_tokens, start.rank).publish)
+    if followers:
+        prefixes.record_changes()
+    return followers
+
+
+def _without_tokens(changes: list[PrefixChange]) -> list[PrefixChange]:
+    return [
+        PageStored(change.key, change.parent, change.num_pages) if isinstance(change, PageStored) else change
+        for change in changes
+    ]
 
 
 def main() -> None:

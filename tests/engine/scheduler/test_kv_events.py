@@ -1,0 +1,223 @@
+"""KV events: a consumer that knows only the format agrees with the engine about what can be resumed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from culet.cache.changes import PageStored, PointRemoved, PointStored
+from culet.cache.prefix import PageKeys
+from culet.errors import ConfigError
+from culet.serve.process.kv_events import EventMaker, KVEventPublisher, KVEventsConfig, block_hash, of_rank, read_kv_events
+from culet.types import Drawn, StepResult
+from tests.engine.scheduler.drive import make, make_request, try_add
+
+
+class Router:
+    """Follows batches as a router does that knows groups. Written from the description of the format."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, dict[int, dict[str, Any]]] = {}  # group -> hash -> what was stored
+        self.windows: dict[int, int | None] = {}
+        self.next_number = 0
+
+    def receive(self, number: bytes, payload: bytes) -> None:
+        assert int.from_bytes(number, "big") == self.next_number
+        self.next_number += 1
+        _, events, _ = msgspec.msgpack.decode(payload)
+        for event in events:
+            if event["type"] == "AllBlocksCleared":
+                self.blocks.clear()
+                continue
+            group = self.blocks.setdefault(event["group_idx"], {})
+            if event["type"] == "BlockRemoved":
+                for block in event["block_hashes"]:
+                    del group[block]
+                continue
+            size, parent = event["block_size"], event["parent_block_hash"]
+            kind = event["kv_cache_spec_kind"]
+            self.windows[event["group_idx"]] = event["kv_cache_spec_sliding_window"] if kind == "sliding_window" else None
+            for index, block in enumerate(event["block_hashes"]):
+                tokens = event["token_ids"][index * size : (index + 1) * size]
+                assert len(tokens) == size
+                assert block not in group
+                group[block] = {"parent": parent, "tokens": tokens, "size": size, "extra": event["extra_keys"][index]}
+                parent = block
+
+    def run_of(self, block: int) -> list[int] | None:
+        """Return the blocks of a run in the group that needs them all, or None if one is missing."""
+        whole = self.blocks.get(0, {})
+        run: list[int] = []
+        current: int | None = block
+        while current is not None:
+            if current not in whole:
+                return None
+            run.append(current)
+            current = whole[current]["parent"]
+        return run[::-1]
+
+    def resumable(self) -> set[int]:
+        """Return the last blocks of the prefixes that can be resumed: the run is complete, and each window's blocks exist."""
+        found = set()
+        for block in self.blocks.get(0, {}):
+            run = self.run_of(block)
+            needed = {
+                group: -(-(window - 1) // self.blocks[0][block]["size"])
+                for group, window in self.windows.items()
+                if window is not None
+            }
+            if run and all(set(run[-count:]) <= set(self.blocks.get(group, {})) for group, count in needed.items()):
+                found.add(block)
+        return found
+
+    def tokens_of(self, block: int) -> list[int]:
+        run = self.run_of(block)
+        assert run is not None
+        return [token for each in run for token in self.blocks[0][each]["tokens"]]
+
+
+def test_a_consumer_agrees_with_the_engine_after_10000_random_steps() -> None:
+    rng = random.Random(5)
+    drive = make(num_pages=60, seqs=6, budget=48)
+    scheduler = drive.scheduler
+    cache = scheduler.page_allocator.prefix
+    assert cache is not None
+    cache.record_changes()
+    maker, router = EventMaker(cache.page_tokens), Router()
+    stems = [[rng.randrange(1, 40) for _ in range(50)] for _ in range(6)]
+    num_added = num_removed = num_compared = 0
+    for step in range(10_000):
+        if rng.random() < 0.4:
+            stem = rng.choice(stems)
+            prompt = stem[: rng.randrange(1, 50)] + [rng.randrange(1, 40) for _ in range(rng.randrange(1, 8))]
+            salt = "tenant" if rng.random() < 0.1 else ""
+            request = make_request(str(num_added), prompt, rng.randrange(1, 12), cache_salt=salt)
+            num_added += try_add(drive, request) is None
+        if rng.random() < 0.02 and num_added:
+            scheduler.cancel(str(rng.randrange(num_added)))
+        plan = scheduler.schedule()
+        if plan is not None:
+            slots = [slot for row in plan.rows if row.num_logits for slot in row.draw_slots]
+            scheduler.apply(StepResult(plan.step_id, tuple(Drawn(slot, (rng.randrange(1, 40),)) for slot in slots)))
+        scheduler.deltas()
+        events = maker.events(cache.drain_changes())
+        num_removed += sum(event["type"] == "BlockRemoved" for event in events)
+        if events:
+            router.receive(router.next_number.to_bytes(8, "big"), msgspec.msgpack.encode([0.0, events, 0]))
+        if step % 50 == 49:
+            page = cache.page_tokens
+            points = {block_hash(point.key) for point in cache.resume_points() if point.length >= page}
+            assert router.resumable() == points
+            num_compared += len(points)
+    assert num_removed > 1000
+    assert num_compared > 1000
+    for block in router.resumable():
+        if router.blocks[0][block]["extra"] is None:  # no salt: the hash follows from the tokens
+            tokens = router.tokens_of(block)
+            assert block_hash(PageKeys(cache.page_tokens).upto(tokens, len(tokens))[-1]) == block
+    scheduler.drop_resume_points()
+    for event in maker.events(cache.drain_changes()):
+        router.receive(router.next_number.to_bytes(8, "big"), msgspec.msgpack.encode([0.0, [event], 0]))
+    assert router.resumable() == set()
+
+
+def some_changes() -> list[Any]:
+    root, first, second = b"0" * 16, b"1" * 16, b"2" * 16
+    return [
+        PageStored(root, b"", 0),
+        PageStored(first, root, 1, (1, 2)),
+        PageStored(second, first, 2, (3, 4)),
+        PointStored(second, 2, 1, b"t"),
+        PointStored(second, 2, 0, b""),
+        PointRemoved(second, 2, 1, b"t"),
+    ]
+
+
+def test_events_travel_over_zmq_and_are_replayed(tmp_path: Path) -> None:
+    endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    config = KVEventsConfig(True, endpoint=endpoint, replay_endpoint=replay, topic="kv@host:8000@gemma", buffer_steps=3)
+    publisher = KVEventPublisher(config, page_tokens=2)
+    context = zmq.Context()
+    try:
+        subscriber = context.socket(zmq.SUB)
+        subscriber.setsockopt(zmq.SUBSCRIBE, b"kv@")
+        subscriber.connect(endpoint)
+        client = context.socket(zmq.DEALER)
+        client.connect(replay)
+        client.send_multipart((b"", (0).to_bytes(8, "big")))
+        assert client.poll(60_000)
+        _, number, payload = client.recv_multipart()
+        router = Router()
+        router.receive(number, payload)
+        assert client.recv_multipart()[1:] == [(-1).to_bytes(8, "big", signed=True), b""]
+        while not subscriber.poll(20):  # a subscription takes a while to reach the publisher
+            publisher._put([])
+        topic, number, payload = subscriber.recv_multipart()
+        assert topic == b"kv@host:8000@gemma"
+        publisher.publish(some_changes())
+        seen = [number]
+        while True:
+            assert subscriber.poll(60_000)
+            _, number, payload = subscriber.recv_multipart()
+            seen.append(number)
+            if msgspec.msgpack.decode(payload)[1]:
+                break
+        numbers = [int.from_bytes(number, "big") for number in seen]
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        router.next_number = numbers[-1]
+        router.receive(number, payload)
+        assert router.resumable() == {block_hash(b"2" * 16)}
+        assert router.tokens_of(block_hash(b"2" * 16)) == [1, 2, 3, 4]
+        for _ in range(4):
+            publisher._put([])
+        assert [subscriber.recv_multipart()[1] for _ in range(4) if subscriber.poll(60_000)]
+        client.send_multipart((b"", (numbers[-1] + 3).to_bytes(8, "big")))
+        replayed = [client.recv_multipart()[1] for _ in range(3) if client.poll(60_000)]
+        assert [int.from_bytes(number, "big", signed=True) - numbers[-1] for number in replayed[:2]] == [3, 4]
+        assert replayed[2] == (-1).to_bytes(8, "big", signed=True)
+        client.send_multipart((b"", (0).to_bytes(8, "big")))  # only the last three are kept
+        replayed = [client.recv_multipart()[1] for _ in range(4) if client.poll(60_000)]
+        assert [int.from_bytes(number, "big", signed=True) - numbers[-1] for number in replayed[:3]] == [2, 3, 4]
+    finally:
+        publisher.close()
+        context.destroy(linger=0)
+
+
+def test_blocks_of_a_run_travel_in_one_event() -> None:
+    events = EventMaker(2).events(some_changes())
+    assert [event["type"] for event in events] == ["BlockStored", "BlockStored"]
+    assert [len(event["block_hashes"]) for event in events] == [2, 1]
+    assert events[0]["parent_block_hash"] is None
+    assert events[0]["token_ids"] == [1, 2, 3, 4]
+    assert [event["group_idx"] for event in events] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "truncated"),
+        ('{"port": 1}', "unknown field"),
+        ('{"hwm": "many"}', "Expected `int`"),
+        ('{"publisher": "nats"}', "expected zmq or null"),
+        ('{"buffer_steps": 0}', "above 0"),
+    ],
+)
+def test_bad_settings_are_named(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        read_kv_events(text)
+
+
+def test_settings_have_vllms_names_and_defaults() -> None:
+    assert read_kv_events(None) is None
+    assert read_kv_events("{}") is None
+    assert read_kv_events('{"enable_kv_cache_events": true, "publisher": "null"}') is None
+    config = read_kv_events('{"enable_kv_cache_events": true, "topic": "kv"}')
+    assert config == KVEventsConfig(True, topic="kv")
+    assert of_rank("tcp://*:5557", 0) == "tcp://*:5557"
+    assert of_rank("tcp://*:5557", 2) == "tcp://*:5559"
+    assert of_rank("ipc:///tmp/kv", 1) == "ipc:///tmp/kv_dp1"
