@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from culet.cache.changes import PrefixChange
 from culet.config import Limits, ServeConfig
 from culet.errors import CuletError, WorkerDied
 from culet.log import logger
@@ -31,6 +32,8 @@ class SupervisedEngine:
         self.is_given_up = False  # it died too often
         self.is_draining = False  # it is not restarted any more
         self.prefixes = KnownPrefixes()
+        self.on_prefix_changes: Callable[[list[PrefixChange]], None] = self.prefixes.apply
+        self.on_new_process: Callable[[], None] = self.prefixes.clear  # with an empty cache
         self.on_give_up: Callable[[CuletError], None] = lambda error: None
         self._start, self._settings, self._limits = start, settings, limits
         self._environment = environment or {}
@@ -78,9 +81,9 @@ class SupervisedEngine:
     async def start(self) -> None:
         """Start a process and wait until the model is loaded. Raise if that fails."""
         client = await EngineClient.start(self._start, environment=self._environment, previous=self._client)
-        self.prefixes.clear()
+        self.on_new_process()
         self._client, self._watchdog = client, None
-        client.on_death, client.on_prefix_changes = self._on_death, self.prefixes.apply
+        client.on_death, client.on_prefix_changes = self._on_death, self.on_prefix_changes
         await client.wait_ready()
         self._has_been_ready = True
         self._watchdog = watchdog.Watchdog(client)

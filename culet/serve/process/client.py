@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Self, cast
+from typing import Protocol, Self, cast
 
 from culet.cache.changes import PrefixChange
 from culet.child import child_environment, python_command
@@ -46,6 +46,13 @@ class State(StrEnum):
     DEAD = "dead"
 
 
+class Canceller(Protocol):
+    """What a stream needs of whoever runs its request."""
+
+    def cancel(self, request_id: str, sample: int | None = None, reason: FinishReason = ...) -> None: ...
+    def forget(self, request_id: str) -> None: ...
+
+
 class TokenStream:
     """The tokens of one request, as an async iterator. Each item is a list of the deltas since the previous one.
 
@@ -55,7 +62,7 @@ class TokenStream:
     must then forget what it has read whenever `num_starts` has changed.
     """
 
-    def __init__(self, client: EngineClient, request: Request) -> None:
+    def __init__(self, client: Canceller, request: Request) -> None:
         self.request = request
         self.submitted_at = time.monotonic()
         self.first_token_at: float | None = None

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 
-
 OPENING_LEN = 16  # tokens that open the model's turn, at most
 
 

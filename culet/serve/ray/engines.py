@@ -1,0 +1,242 @@
+"""The engine replicas as the ingress sees them: the same interface as engines on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from culet.cache.changes import PageStored, PointStored
+from culet.cache.prefix import PageKeys, tail_key
+from culet.errors import CuletError, WorkerDied, error_of
+from culet.log import logger
+from culet.serve.engines.prefixes import KnownPrefixes
+from culet.serve.engines.supervised import SupervisedEngine
+from culet.serve.process.client import State, TokenStream
+from culet.serve.process.wire import Ready, Stats
+from culet.serve.ray.messages import Log, Order, Part, Route
+from culet.types import FinishReason, Request
+
+_POLL_S = 1.0  # between questions to a replica about its cache
+_POLL_LIMIT_S = 10.0
+_LOST_POLLS = 5  # a replica that has not answered this often is forgotten
+_DEFAULT_LEFT_S = 3600.0
+_part_decoder = msgspec.msgpack.Decoder(Part)
+_log_decoder = msgspec.msgpack.Decoder(Log)
+
+
+@dataclass
+class _Known:
+    """What the ingress knows of a replica."""
+
+    prefixes: KnownPrefixes = field(default_factory=KnownPrefixes)
+    next_number: int = -1  # of its log
+    num_samples: int = 0  # that this ingress has there
+    num_unanswered: int = 0
+
+
+class RayEngines:
+    """Sends requests to the engine deployment through its handle."""
+
+    parts: tuple[SupervisedEngine, ...] = ()
+    num_restarts = 0
+    stats: Stats | None = None  # each replica reports its own to Ray
+
+    def __init__(self, handle: Any, max_replicas: int) -> None:
+        self.is_draining = False
+        self.on_exit: Callable[[CuletError], None] = lambda error: None
+        self.facts: Ready | None = None
+        self._handle, self._max_replicas = handle, max_replicas
+        self._replicas: dict[str, _Known] = {}
+        self._streams: dict[str, TokenStream] = {}
+        self._pumps: dict[str, asyncio.Task[None]] = {}
+        self._places: dict[str, str] = {}  # request id -> replica id
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def state(self) -> State:
+        return State.STARTING if self.facts is None else State.READY
+
+    @property
+    def health(self) -> str:
+        return "loading" if self.facts is None else "ok"
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._streams)
+
+    @property
+    def capacity(self) -> int:
+        """How many samples can run or wait, with as many replicas as there can be."""
+        facts = self.facts
+        return 0 if facts is None else self._max_replicas * (facts.max_num_seqs + facts.max_queue_len)
+
+    async def start(self) -> None:
+        """Wait until a replica has loaded the model."""
+        self.facts = msgspec.msgpack.decode(await self._handle.facts.remote(Route()), type=Ready)
+        self._spawn(self._poll_all())
+
+    async def stop(self) -> None:
+        """Cancel what is running. The replicas belong to Ray."""
+        for task in [*self._tasks, *self._pumps.values()]:
+            task.cancel()
+
+    def submit(self, request: Request) -> TokenStream:
+        """Send a request to the replica that suits it best."""
+        stream = TokenStream(self, request)
+        self._streams[request.request_id] = stream
+        task = asyncio.get_running_loop().create_task(self._pump(stream))
+        self._pumps[request.request_id] = task
+        return stream
+
+    def cancel(self, request_id: str, sample: int | None = None, reason: FinishReason = FinishReason.CANCEL) -> None:
+        """End a request, or one sample of it."""
+        if sample is None or self._streams[request_id].request.n == 1:
+            task = self._pumps.pop(request_id, None)
+            if task is not None:
+                task.cancel()
+        elif request_id in self._places:
+            route = Route(replica_id=self._places[request_id])
+            self._handle.cancel.remote(route, request_id, sample, reason.value)
+
+    def forget(self, request_id: str) -> None:
+        """Stop delivering tokens for this request."""
+        self._streams.pop(request_id, None)
+        task = self._pumps.pop(request_id, None)
+        if task is not None:
+            task.cancel()
+
+    def fail_all(self, error: CuletError) -> None:
+        """End every running request with `error`."""
+        for stream in list(self._streams.values()):
+            if not stream.is_done:
+                self.cancel(stream.request.request_id)
+                stream.fail(error)
+
+    # One request
+
+    async def _pump(self, stream: TokenStream) -> None:
+        """Read the answer to a request. If its replica is lost, another one may answer from the beginning."""
+        while not stream.is_done:
+            stream.num_submits += 1
+            try:
+                await self._read(stream)
+                if not stream.is_done:
+                    raise WorkerDied("the answer has no end")
+            except Exception as error:
+                if stream.is_done:
+                    return
+                logger.warning("a replica was lost while it answered: %s", type(error).__name__)
+                if not stream.may_start_over:
+                    message = "the engine died while it answered this request"
+                    stream.fail(WorkerDied(message, hint="send the request again"))
+                    return
+                stream.start_over()
+
+    async def _read(self, stream: TokenStream) -> None:
+        request = stream.request
+        keys = self._keys(request)
+        left_s = _DEFAULT_LEFT_S if request.deadline is None else max(0.0, request.deadline - time.monotonic())
+        payload = msgspec.msgpack.encode(Order(request, left_s))
+        parts = self._handle.options(stream=True).generate.remote(self._route(request, keys), payload)
+        place: _Known | None = None
+        has_begun = is_over = False
+        try:
+            async for data in parts:
+                part = _part_decoder.decode(data)
+                if place is None:
+                    place = self._replicas.setdefault(part.replica_id, _Known())
+                    place.num_samples += request.n
+                    self._places[request.request_id] = part.replica_id
+                if part.refusal is not None:
+                    stream.fail(error_of(*part.refusal))
+                    return
+                if part.starts_over and not self._start_over(stream):
+                    return
+                if part.deltas and not has_begun:
+                    has_begun = True
+                    self._expect(place, request, keys)
+                for delta in part.deltas:
+                    stream.put(delta)
+            is_over = True
+        finally:
+            self._places.pop(request.request_id, None)
+            if place is not None:
+                place.num_samples -= request.n
+            if not is_over:  # the client has left, or the answer is of no use
+                parts.cancel()
+
+    def _start_over(self, stream: TokenStream) -> bool:
+        """Forget what the replica's dead engine has sent. Return False if the client has seen some of it."""
+        if not stream.may_start_over:
+            stream.fail(WorkerDied("the engine died while it answered this request", hint="send the request again"))
+            return False
+        stream.start_over()
+        return True
+
+    # Caches of the replicas
+
+    def _keys(self, request: Request) -> PageKeys | None:
+        page_tokens = 0 if self.facts is None else self.facts.prefix_page_tokens
+        return PageKeys(page_tokens, request.cache_salt, request.media) if page_tokens else None
+
+    def _route(self, request: Request, keys: PageKeys | None) -> Route:
+        overlaps = {}
+        for name, known in self._replicas.items():
+            overlap = None if keys is None else known.prefixes.find(request.prompt_token_ids, keys)
+            if overlap is not None and (overlap.resume or overlap.known):
+                overlaps[name] = overlap.resume, overlap.known
+        assert self.facts is not None
+        return Route(
+            prompt_len=len(request.prompt_token_ids),
+            num_samples=request.n,
+            max_num_seqs=self.facts.max_num_seqs,
+            overlaps=overlaps,
+            loads={name: known.num_samples for name, known in self._replicas.items()},
+        )
+
+    def _expect(self, place: _Known, request: Request, keys: PageKeys | None) -> None:
+        """Note the resume points that a prompt leaves, before the replica reports them. The next turn may come first."""
+        if keys is None:
+            return
+        tokens = request.prompt_token_ids
+        path = keys.upto(tokens, len(tokens))
+        place.prefixes.apply(PageStored(key, b"", num_pages) for num_pages, key in enumerate(path))
+        for length in {*request.resume_lengths, len(tokens)}:
+            num_pages, tail_len = divmod(length, keys.page_tokens)
+            tail = tail_key(keys.tail(tokens, length - tail_len, length), tail_len)
+            place.prefixes.apply([PointStored(path[num_pages], num_pages, tail_len, tail)])
+
+    async def _poll_all(self) -> None:
+        """Follow the logs of all replicas that have answered something."""
+        while True:
+            await asyncio.sleep(_POLL_S)
+            for name, known in list(self._replicas.items()):
+                with suppress(Exception):  # the replica is gone, or too busy to answer
+                    await self._poll(name, known)
+                    continue
+                known.num_unanswered += 1
+                if known.num_unanswered >= _LOST_POLLS and not known.num_samples:
+                    del self._replicas[name]
+
+    async def _poll(self, name: str, known: _Known) -> None:
+        call = self._handle.prefix_changes.remote(Route(replica_id=name), known.next_number)
+        async with asyncio.timeout(_POLL_LIMIT_S):
+            data = await call
+        if not data:
+            raise WorkerDied("the replica is gone")
+        log = _log_decoder.decode(data)
+        if log.is_whole:
+            known.prefixes.clear()
+        known.prefixes.apply(log.changes)
+        known.next_number, known.num_unanswered = log.next_number, 0
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,216 @@
+"""Culet on Ray Serve, on a real cluster of one machine that the test starts. The engines run the built-in model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from culet.errors import ConfigError
+from tests.serve.replicas.conversations import hit_share, talk
+from tests.serve.running import free_port, wait_for
+
+ray = pytest.importorskip("ray")
+ENGINE = {"device": "cpu", "max_model_len": 1024, "max_num_seqs": 32}
+APP = "culet"
+
+
+class Cluster:
+    """A running cluster with Culet on it."""
+
+    def __init__(self) -> None:
+        from ray import serve
+
+        root = str(Path(__file__).parents[3])
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # for a busy machine
+        ray.init(
+            num_cpus=2,
+            object_store_memory=80 << 20,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"env_vars": {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}},
+        )
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        serve.start(http_options={"host": "127.0.0.1", "port": self.port})
+        self.http = httpx.Client(base_url=self.url, timeout=300)
+
+    def run(self, **args: Any) -> None:
+        """Deploy Culet and wait until it answers."""
+        from ray import serve
+
+        from culet.serve.ray import build_app
+
+        serve.run(build_app({"engine": ENGINE, "num_cpus": 0.5, **args}), name=APP, route_prefix="/")
+        wait_for(lambda: self.http.get("/ready").status_code == 200, 60, "the ingress")
+
+    def chat(self, body: dict[str, Any]) -> httpx.Response:
+        return self.http.post("/v1/chat/completions", json=body)
+
+    def close(self) -> None:
+        from ray import serve
+
+        self.http.close()
+        serve.shutdown()
+        ray.shutdown()
+
+
+def replica_processes() -> list[int]:
+    """Return the process ids of the engine replicas, which Ray names after the deployment."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                title = (folder / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if title.startswith(b"ray::ServeReplica:culet:Engine"):
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    running = Cluster()
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def pair(cluster: Cluster) -> Cluster:
+    """Two replicas."""
+    cluster.run(num_replicas=2)
+    return cluster
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_openai_client_streams(pair: Cluster) -> None:
+    client = OpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0)
+    stream = client.chat.completions.create(
+        model="built-in", messages=[{"role": "user", "content": "Hello!"}], max_tokens=12, temperature=0, stream=True
+    )
+    pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+    assert sum(bool(piece) for piece in pieces) > 3
+    answer = client.chat.completions.create(
+        model="built-in", messages=[{"role": "user", "content": "Hello!"}], max_tokens=12, temperature=0
+    )
+    assert answer.choices[0].message.content == "".join(pieces)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_later_turns_find_their_prefix(pair: Cluster) -> None:
+    begun = time.monotonic()
+    turns = talk(pair.chat)
+    assert len(turns) == 200
+    assert [turn.error for turn in turns if turn.error] == []
+    print(f"{hit_share(turns):.3f} of the later turns found their prefix, in {time.monotonic() - begun:.0f} s")
+    assert hit_share(turns) >= 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_killed_replica_loses_only_its_own_requests(pair: Cluster) -> None:
+    begun: list[int] = []
+    lock = threading.Lock()
+
+    def ask(index: int) -> bool:
+        body = {"prompt": f"Story {index}: ", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        is_first = True
+        with pair.http.stream("POST", "/v1/completions", json=body) as answer:
+            last = ""
+            for line in answer.iter_lines():
+                if is_first and "text" in line:
+                    is_first = False
+                    with lock:
+                        begun.append(index)
+                last = line or last
+        return last == "data: [DONE]"
+
+    before = replica_processes()
+    assert len(before) == 2
+    with ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(ask, index) for index in range(6)]
+        wait_for(lambda: len(begun) == 6, 60, "six streams")
+        os.kill(before[0], signal.SIGKILL)
+        later = pair.chat({"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4})
+        assert later.status_code == 200, later.text
+        outcomes = [answer.result() for answer in answers]
+    print(f"{sum(outcomes)} of 6 streams went on")
+    assert 1 <= sum(outcomes) <= 5
+    wait_for(lambda: len(replica_processes()) == 2, 60, "the new replica")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_scaling_fails_no_request(cluster: Cluster) -> None:
+    scaling = {
+        "min_replicas": 1,
+        "max_replicas": 2,
+        "target_ongoing_requests": 2,
+        "upscale_delay_s": 1,
+        "downscale_delay_s": 5,
+        "metrics_interval_s": 0.5,
+        "look_back_period_s": 2,
+    }
+    cluster.run(autoscaling=scaling)
+    wait_for(lambda: len(replica_processes()) == 1, 60, "one replica")
+    is_over = threading.Event()
+    problems: list[str] = []
+    num_answers = [0]
+
+    def load(is_wanted: Callable[[], bool], index: int) -> None:
+        while not is_over.is_set():
+            if not is_wanted():
+                time.sleep(0.1)
+                continue
+            answer = cluster.chat({"messages": [{"role": "user", "content": f"Story {index}"}], "max_tokens": 24})
+            num_answers[0] += 1
+            if answer.status_code != 200:
+                problems.append(answer.text)
+
+    is_busy = threading.Event()
+    is_busy.set()
+    with ThreadPoolExecutor(7) as pool:
+        for index in range(6):
+            pool.submit(load, is_busy.is_set, index)
+        pool.submit(load, lambda: True, 6)
+        try:
+            wait_for(lambda: len(replica_processes()) == 2, 60, "the second replica")
+            time.sleep(5)
+            is_busy.clear()
+            wait_for(lambda: len(replica_processes()) == 1, 60, "the second replica's end")
+            time.sleep(2)
+        finally:
+            is_over.set()
+    print(f"{num_answers[0]} answers, {len(problems)} errors")
+    assert problems == []
+    assert num_answers[0] > 20
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        ({"replicas": 2}, "unknown argument"),
+        ({"engine": {"max_num_seqs": 0}}, "max-num-seqs"),
+        ({"serve": {"data_parallel_size": 2}}, "Ray starts the replicas"),
+        ({"num_replicas": 2, "autoscaling": {"max_replicas": 2}}, "pass only one|autoscaling decides"),
+    ],
+)
+def test_bad_arguments_are_named(args: dict[str, Any], problem: str) -> None:
+    from culet.serve.ray import build_app
+
+    with pytest.raises(ConfigError, match=problem):
+        build_app(args)
