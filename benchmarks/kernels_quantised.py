@@ -15,6 +15,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,15 @@ from culet.kernels.replay import replayed
 from culet.kernels.triton.experts import expert_mlp
 from culet.kernels.triton.linear import few_tokens
 from culet.kernels.triton.norms.residual import rms_norm
-from culet.kernels.triton.quantised import ops
-from culet.kernels.types import Fp8Weight, Int4Weight, Int8Weight, Nvfp4Weight
+from culet.kernels.triton.quantised import experts, linear
+from culet.kernels.types import Fp8Weight, Int4Weight, Int8Weight, Nvfp4Weight, QuantisedWeight
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
 
 BANDWIDTH = 4.2e12  # bytes/s that an H200 moves
 ROTATED_BYTES = 260 << 20  # several times the L2, which is 60 MB
-WEIGHTS: dict[str, Any] = {"int4": Int4Weight, "int8": Int8Weight, "fp8": Fp8Weight, "nvfp4": Nvfp4Weight}
 DEVICE = "cuda"
-Operands = tuple[Any, ...]
+Weight = Tensor | QuantisedWeight
 Matrix = tuple[str, int, int, bool]  # name, outputs, inputs, whether it is a gate and up
 
 
@@ -59,38 +59,39 @@ def label_of(matrix: Matrix) -> str:
     return f"{name} {num_rows}x{size}"
 
 
-def draw(name: str, *shape: int) -> Operands:
-    """Return random operands of a weight [..., out, in]."""
+def draw(name: str, *shape: int) -> Weight:
+    """Return a random weight [..., out, in]."""
     *lead, size = shape
     if name == "bf16":
-        return ((torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) * size**-0.5),)
+        return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) * size**-0.5
     if name == "int4":
         words = torch.randint(-(2**31), 2**31 - 1, (*lead, size // 8), dtype=torch.int32, device=DEVICE)
-        return words, torch.rand(*lead, size // 32, device=DEVICE).to(torch.bfloat16) * 0.01, None, 32
+        return Int4Weight(words, torch.rand(*lead, size // 32, device=DEVICE).to(torch.bfloat16) * 0.01, None)
     if name == "nvfp4":
         packed = torch.randint(0, 256, (*lead, size // 2), dtype=torch.uint8, device=DEVICE)
         scale = torch.rand(*lead, size // 16, device=DEVICE).to(torch.float8_e4m3fn)
-        return packed, scale, torch.rand(*lead, 1, device=DEVICE) * 0.01
+        return Nvfp4Weight(packed, scale, torch.rand(*lead, 1, device=DEVICE) * 0.01)
     values = torch.randint(-127, 128, shape, dtype=torch.int8, device=DEVICE)
     if name == "int8":
-        return values, torch.rand(*lead, 1, device=DEVICE).to(torch.bfloat16) * 1e-3
-    return (values.to(torch.bfloat16) / 32).to(torch.float8_e4m3fn), torch.rand(*lead, 1, device=DEVICE) * 0.01
+        return Int8Weight(values, torch.rand(*lead, 1, device=DEVICE).to(torch.bfloat16) * 1e-3)
+    narrow = (values.to(torch.bfloat16) / 32).to(torch.float8_e4m3fn)
+    return Fp8Weight(narrow, torch.rand(*lead, 1, device=DEVICE) * 0.01)
 
 
-def num_bytes(operands: Operands) -> int:
-    return sum(part.numel() * part.element_size() for part in operands if isinstance(part, Tensor))
+def num_bytes(weight: Weight) -> int:
+    tensors = [weight] if isinstance(weight, Tensor) else [tensor for tensor in weight if tensor is not None]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def copies_of(operands: Operands) -> list[Operands]:
+def copies_of(weight: Weight) -> list[Weight]:
     """Return enough copies that none is in the L2 when its turn comes."""
-    count = max(2, min(40, -(-ROTATED_BYTES // num_bytes(operands))))
-    more = [tuple(part.clone() if isinstance(part, Tensor) else part for part in operands) for _ in range(count - 1)]
-    return [operands, *more]
+    count = max(2, min(40, -(-ROTATED_BYTES // num_bytes(weight))))
+    return [weight, *(deepcopy(weight) for _ in range(count - 1))]
 
 
 def op_of(name: str, is_gated: bool) -> Callable[..., Tensor]:
     op = "gated_linear" if is_gated else "linear_parts"
-    found: Callable[..., Tensor] = getattr(few_tokens, op) if name == "bf16" else getattr(ops, f"{name}_{op}")
+    found: Callable[..., Tensor] = getattr(few_tokens if name == "bf16" else linear, op)
     return found
 
 
@@ -121,16 +122,16 @@ class Bench:
 
     def linear(self, model: str, matrix: Matrix, name: str, tokens: list[int]) -> None:
         label, (_, num_rows, size, is_gated) = label_of(matrix), matrix
-        operands = draw(name, num_rows * (2 if is_gated else 1), size)
-        copies = [operands] if self.is_dry else copies_of(operands)
+        weight = draw(name, num_rows * (2 if is_gated else 1), size)
+        copies = [weight] if self.is_dry else copies_of(weight)
         op, norm = op_of(name, is_gated), torch.ones(size, device=DEVICE)
         for num_tokens in tokens:
             x = torch.randn(num_tokens, size, dtype=torch.bfloat16, device=DEVICE)
 
             def launch(index: int, x: Tensor = x) -> Tensor:
-                return op(rms_norm(x, norm, 1e-6), *copies[index])
+                return op(rms_norm(x, norm, 1e-6), copies[index])
 
-            self._add(launch, len(copies), model, label, name, num_tokens, num_bytes(operands))
+            self._add(launch, len(copies), model, label, name, num_tokens, num_bytes(weight))
 
     def experts(self, name: str, tokens: list[int]) -> None:
         """Time the experts of the 26B."""
@@ -140,17 +141,14 @@ class Bench:
             ids = torch.rand(num_tokens, 128, device=DEVICE).topk(8).indices.to(torch.int32)
             weights = torch.rand(num_tokens, 8, device=DEVICE)
             used = sum(map(num_bytes, both)) / 128 * int(ids.unique().numel())
-            if name == "bf16":
-                held, run = [part for operands in both for part in operands], expert_mlp.experts
-            else:
-                held, run = [WEIGHTS[name](*operands[:3]) for operands in both], getattr(ops, f"{name}_experts")
+            run = expert_mlp.experts if name == "bf16" else experts.experts
             # Each launch has different experts, so that weights come from memory.
             routes = [(ids + 8 * shift) % 128 for shift in range(16)]
 
             given = partial(run, x, weights)
 
-            def launch(index: int, given: Any = given, routes: list[Tensor] = routes, held: list[Any] = held) -> Tensor:
-                out: Tensor = given(routes[index], *held)
+            def launch(index: int, given: Any = given, routes: list[Tensor] = routes) -> Tensor:
+                out: Tensor = given(routes[index], *both)
                 return out
 
             self._add(launch, len(routes), "26B-A4B", "experts", name, num_tokens, int(used))

@@ -38,18 +38,17 @@ TRITON_MODULES = (
 EAGER_ON_GPU = frozenset({"head", "store"})
 
 # Weight formats. The tables above cover the ops that read a plain weight.
-PLAIN, E4M3 = "plain", "e4m3"
-INT4, INT8, FP8, NVFP4 = "int4", "int8", "fp8", "nvfp4"
+PLAIN, E4M3, QUANTISED = "plain", "e4m3", "quantised"
 # Ops for all other formats. The keys are (format, op). The values are the modules of the eager twin and of the Triton kernel,
 # or "" if there is no kernel yet, so that the GPU also uses the eager twin.
 FORMAT_OPS: dict[tuple[str, str], tuple[str, str]] = {
     (E4M3, "head_candidates"): ("draft_round", "drafting.draft_head"),
     **{
-        (name, f"{name}_{op}"): ("quantised", "quantised.ops")
-        for name in (INT4, INT8, FP8, NVFP4)
-        for op in ("linear", "linear_parts", "gated_linear", "linear_gelu_times", "capped_head", "experts")
+        (QUANTISED, op): ("quantised", "quantised.linear")
+        for op in ("linear", "linear_parts", "gated_linear", "linear_gelu_times", "capped_head")
     },
-    **{(name, f"{name}_rows"): ("quantised", "") for name in (INT4, INT8)},  # lookups of a few rows
+    (QUANTISED, "experts"): ("quantised", "quantised.experts"),
+    (QUANTISED, "rows"): ("quantised", ""),  # lookups of a few rows
 }
 
 

@@ -8,7 +8,7 @@ C candidates · D model · X projected columns · L rows of logits · K top toke
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -212,7 +212,9 @@ class Penalties(NamedTuple):
     presence_H: Tensor  # float32
 
 
-# Quantised weights. `kernels/eager/quantised.py` describes their tensors.
+# Quantised weights, one class for each form. `kernels/eager/quantised.py` describes their tensors.
+FP8_BLOCK = 128  # rows and columns that share a scale, if scales are not per row
+NVFP4_GROUP = 16  # columns that share a scale
 
 
 class Int4Weight(NamedTuple):
@@ -248,3 +250,12 @@ class Nvfp4Weight(NamedTuple):
     packed: Tensor
     scale: Tensor
     global_scale: Tensor
+
+
+QuantisedWeight = Int4Weight | Int8Weight | Fp8Weight | Nvfp4Weight
+
+
+def part_of(weight: QuantisedWeight, index: int | slice | Tensor) -> QuantisedWeight:
+    """Return the same part of every tensor, such as some rows, or the matrix of one expert."""
+    parts: Any = (None if tensor is None else tensor[index] for tensor in weight)
+    return type(weight)(*parts)

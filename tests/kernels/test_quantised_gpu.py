@@ -21,13 +21,13 @@ from culet.kernels.eager import quantised as eager
 from culet.kernels.replay import replayed
 from culet.kernels.triton.linear import few_tokens as plain
 from culet.kernels.triton.linear.tiles import GATED, PLAIN, SOFTCAP
-from culet.kernels.triton.quantised import linear, ops, prefill
+from culet.kernels.triton.quantised import experts, linear, prefill
 from culet.kernels.triton.quantised.few_tokens import describe
 from culet.kernels.triton.quantised.packed import PackedMatrix
 from culet.kernels.triton.quantised.tiles import Product, choose_stream, choose_tile, choose_warps
-from culet.kernels.types import Fp8Weight, Int4Weight, Int8Weight, Nvfp4Weight
+from culet.kernels.types import QuantisedWeight
 from tests.kernels.linear_cases import Shape, shapes
-from tests.kernels.quantised_cases import FORMATS, OPS_OF, draw, errors
+from tests.kernels.quantised_cases import FORMATS, draw, errors
 
 DEVICE = "cuda"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -36,7 +36,6 @@ TOLERANCE = 5e-3  # ||a - b|| / ||b|| per token
 TOKENS = (1, 2, 5, 8, 16, 32, 64, 1000, 8192)
 MAIN = ("int4", "int8", "fp8", "nvfp4")
 HEAD_ROWS = 4096  # of the head; all 262,144 would only be more of the same
-WEIGHTS: dict[str, Any] = {"int4": Int4Weight, "int8": Int8Weight, "fp8": Fp8Weight, "nvfp4": Nvfp4Weight}
 
 
 @pytest.fixture(autouse=True)
@@ -60,28 +59,27 @@ def real_shapes() -> tuple[Shape, ...]:
     return tuple(found.values())
 
 
-def wanted_of(name: str, operands: tuple[Any, ...], x: Tensor, is_gated: bool) -> Tensor:
+def wanted_of(weight: QuantisedWeight, x: Tensor, is_gated: bool) -> Tensor:
     """Return the twin's outputs. Where the op rounds tokens to e4m3, the twin gets the rounded tokens."""
-    matrix = getattr(PackedMatrix, OPS_OF[name])(*operands)
+    matrix = PackedMatrix.of(weight)
     x = x.float()
     if linear.rounds_tokens(x.shape[0], matrix, x.device):
         rounded, scale = prefill.quantise_tokens(x)
         x = rounded.float() * scale
-    twin: Tensor = getattr(eager, f"{OPS_OF[name]}_{'gated_linear' if is_gated else 'linear'}")(x, *operands)
-    return twin
+    return eager.gated_linear(x, weight) if is_gated else eager.linear(x, weight)
 
 
 @pytest.mark.parametrize("name", MAIN)
 @pytest.mark.parametrize("shape", real_shapes(), ids=lambda shape: f"{shape.name}-{shape.num_rows}x{shape.size_k}")
 def test_real_shapes(shape: Shape, name: str) -> None:
     is_gated = shape.epilogue == GATED
-    operands = draw(name, shape.weight_rows, shape.size_k, device=DEVICE, scale_dtype=torch.bfloat16)
+    weight = draw(name, shape.weight_rows, shape.size_k, device=DEVICE, scale_dtype=torch.bfloat16)
     x = torch.randn(max(TOKENS), shape.size_k, dtype=torch.bfloat16, device=DEVICE)
-    op = getattr(ops, f"{name}_{'gated_linear' if is_gated else 'linear'}")
+    op = linear.gated_linear if is_gated else linear.linear
     for num_tokens in TOKENS:
-        wanted = wanted_of(name, operands, x[:num_tokens], is_gated)
+        wanted = wanted_of(weight, x[:num_tokens], is_gated)
         with replayed():
-            got = op(x[:num_tokens], *operands)
+            got = op(x[:num_tokens], weight)
         assert errors(got, wanted).max() <= TOLERANCE, f"{num_tokens} tokens"
 
 
@@ -93,10 +91,10 @@ def test_every_kernel_and_format(name: str, kernel: Any, epilogue: int) -> None:
     if kernel is choose_stream and not hardware.is_hopper(hardware.capability_of()):
         pytest.skip("needs a Hopper GPU")
     num_rows, size = (2048 if name == "fp8-block" else 2024), 2560
-    operands = draw(name, num_rows * (2 if epilogue == GATED else 1), size, device=DEVICE, scale_dtype=torch.bfloat16)
-    matrix = getattr(PackedMatrix, OPS_OF[name])(*operands)
+    weight = draw(name, num_rows * (2 if epilogue == GATED else 1), size, device=DEVICE, scale_dtype=torch.bfloat16)
+    matrix = PackedMatrix.of(weight)
     x = torch.randn(32, size, dtype=torch.bfloat16, device=DEVICE)
-    wanted = wanted_of(name, operands, x, epilogue == GATED)
+    wanted = wanted_of(weight, x, epilogue == GATED)
     for num_tokens in (1, 3, 8, 9, 16, 31, 32):
         tile = kernel(Product(num_tokens, num_rows, epilogue), matrix)
         if tile is None:
@@ -111,46 +109,45 @@ def test_every_kernel_and_format(name: str, kernel: Any, epilogue: int) -> None:
 
 @pytest.mark.parametrize("name", MAIN)
 def test_epilogues(name: str) -> None:
-    operands = draw(name, 2560, 2560, device=DEVICE, scale_dtype=torch.bfloat16)
+    weight = draw(name, 2560, 2560, device=DEVICE, scale_dtype=torch.bfloat16)
     for num_tokens in (1, 8, 32, 48, 300):
         x = torch.randn(num_tokens, 2560, dtype=torch.bfloat16, device=DEVICE)
         factor = torch.randn(num_tokens, 2560, dtype=torch.bfloat16, device=DEVICE)
-        matrix = getattr(PackedMatrix, name)(*operands)
+        matrix = PackedMatrix.of(weight)
         rounded = x
         if linear.rounds_tokens(num_tokens, matrix, x.device):
             narrow, scale = prefill.quantise_tokens(x)
             rounded = narrow.float() * scale
         with replayed():
             for op, extra in (("linear_parts", ()), ("linear_gelu_times", (factor,)), ("capped_head", (3.0,))):
-                got = getattr(ops, f"{name}_{op}")(x, *extra, *operands)
-                wanted = getattr(eager, f"{name}_{op}")(rounded.float(), *extra, *operands)
+                got = getattr(linear, op)(x, weight, *extra)
+                wanted = getattr(eager, op)(rounded.float(), weight, *extra)
                 assert errors(got, wanted).max() <= TOLERANCE, f"{op}, {num_tokens} tokens"
 
 
 @pytest.mark.parametrize("name", MAIN)
 def test_experts(name: str) -> None:
     """The experts of the 26B, of width 704."""
-    up, down = (
+    gate_up, down = (
         draw(name, *shape, device=DEVICE, scale_dtype=torch.bfloat16) for shape in ((128, 1408, 2816), (128, 2816, 704))
     )
-    gate_up, down = WEIGHTS[name](*up[:3]), WEIGHTS[name](*down[:3])
     for num_tokens in (1, 4, 5, 32, 64, 1000, 8192):
         x = torch.randn(num_tokens, 2816, dtype=torch.bfloat16, device=DEVICE)
         ids = torch.rand(num_tokens, 128, device=DEVICE).topk(8).indices.to(torch.int32)
         weights = torch.rand(num_tokens, 8, device=DEVICE)
-        got = getattr(ops, f"{name}_experts")(x, weights, ids, gate_up, down)
-        wanted = getattr(eager, f"{name}_experts")(x.float(), weights, ids, gate_up, down)
+        got = experts.experts(x, weights, ids, gate_up, down)
+        wanted = eager.experts(x.float(), weights, ids, gate_up, down)
         assert errors(got, wanted).max() <= TOLERANCE, f"{num_tokens} tokens"
 
 
 def test_a_graph_gives_the_same_bits() -> None:
-    operands = draw("int4", 5376, 8192, device=DEVICE, scale_dtype=torch.bfloat16)
+    weight = draw("int4", 5376, 8192, device=DEVICE, scale_dtype=torch.bfloat16)
     x = torch.randn(8, 8192, dtype=torch.bfloat16, device=DEVICE)
     with replayed():
-        wanted = ops.int4_linear(x, *operands)
+        wanted = linear.linear(x, weight)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            got = ops.int4_linear(x, *operands)
+            got = linear.linear(x, weight)
     for _ in range(3):
         got.fill_(math.nan)
         graph.replay()

@@ -20,28 +20,20 @@ if not INTERPRETED:
 else:
     from culet.kernels.eager import quantised as eager
     from culet.kernels.triton.linear.tiles import GATED, PLAIN, Tile
-    from culet.kernels.triton.quantised import experts, few_tokens, ops, prefill
+    from culet.kernels.triton.quantised import experts, few_tokens, linear, prefill
     from culet.kernels.triton.quantised.packed import PackedMatrix
-    from culet.kernels.types import Fp8Weight, Int4Weight, Int8Weight, Nvfp4Weight
-    from tests.kernels.quantised_cases import FORMATS, NAMES, OPS_OF, dequantised, draw, errors
+    from culet.kernels.types import Int8Weight
+    from tests.kernels.quantised_cases import FORMATS, NAMES, draw, errors
 
     TOLERANCE = 3e-6
     # One format of each kind in the default run.
     SOME = ("int4", "fp8", "nvfp4")
     EVERY = [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
     EXPERTS = ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8", "nvfp4"))]
-    WEIGHTS: dict[str, Any] = {"int4": Int4Weight, "int8": Int8Weight, "fp8": Fp8Weight, "nvfp4": Nvfp4Weight}
 
     @pytest.fixture(autouse=True)
     def seed() -> None:
         torch.manual_seed(3)
-
-    def held(name: str, operands: tuple[Any, ...]) -> Any:
-        return WEIGHTS[OPS_OF[name]](*operands[:3])
-
-    def packed(name: str, operands: tuple[Any, ...]) -> PackedMatrix:
-        matrix: PackedMatrix = getattr(PackedMatrix, OPS_OF[name])(*operands)
-        return matrix
 
     def size_of(name: str) -> int:
         return 256 if name == "int4-128" else 192 if name == "int4-64" else 96
@@ -50,49 +42,46 @@ else:
     def test_ops(name: str) -> None:
         """Rows that no tile divides, and a last tile of the inputs that is cut off."""
         size, num_tokens = size_of(name), 3
-        operands = draw(name, 140 if name == "fp8-block" else 38, size)
+        weight = draw(name, 140 if name == "fp8-block" else 38, size)
         x = torch.randn(num_tokens, size)
         for op in NAMES if name == "int4" else ("linear", "gated_linear"):
             extra: tuple[Any, ...] = ()
             if op == "linear_gelu_times":
-                extra = (torch.randn(num_tokens, operands[0].shape[0]),)
+                extra = (torch.randn(num_tokens, weight[0].shape[0]),)
             if op == "capped_head":
                 extra = (5.0,)
-            got, wanted = (getattr(module, f"{OPS_OF[name]}_{op}")(x, *extra, *operands) for module in (ops, eager))
+            got, wanted = (getattr(module, op)(x, weight, *extra) for module in (linear, eager))
             assert errors(got, wanted).max() < TOLERANCE, op
 
     @pytest.mark.parametrize("epilogue", [PLAIN, GATED])
     def test_split_inputs(epilogue: int) -> None:
         """Parts are summed by the last program, or kept. Tokens take several programs."""
-        operands, x = draw("int4", 40, 160), torch.randn(133, 160)
-        matrix = packed("int4", operands)
+        weight, x = draw("int4", 40, 160), torch.randn(133, 160)
+        matrix = PackedMatrix.of(weight)
         num_rows = 20 if epilogue == GATED else 40
         out = torch.full((133, num_rows), torch.nan)
         few_tokens.describe(x, matrix, out, Tile("tiles", 16, 32, 4, 2, 3), epilogue).run()
-        twin = eager.int4_gated_linear if epilogue == GATED else eager.int4_linear
-        assert errors(out, twin(x, *operands)).max() < TOLERANCE
+        twin = eager.gated_linear if epilogue == GATED else eager.linear
+        assert errors(out, twin(x, weight)).max() < TOLERANCE
         if epilogue == PLAIN:
             parts = torch.full((3, 133, num_rows), torch.nan)
             few_tokens.describe(x, matrix, parts, Tile("tiles", 16, 32, 4, 2, 3)).run()
-            assert errors(parts, twin(x, *operands)).max() < TOLERANCE
+            assert errors(parts, twin(x, weight)).max() < TOLERANCE
 
     @pytest.mark.parametrize("name", EVERY)
     def test_dequantising(name: str) -> None:
-        operands = draw(name, 21, size_of(name))
-        torch.testing.assert_close(
-            prefill.dequantise(packed(name, operands), torch.float32), dequantised(name, operands), rtol=1e-6, atol=0.0
-        )
+        weight = draw(name, 21, size_of(name))
+        got = prefill.dequantise(PackedMatrix.of(weight), torch.float32)
+        torch.testing.assert_close(got, eager.dequantise(weight), rtol=1e-6, atol=0.0)
 
-    @pytest.mark.parametrize(
-        "name", ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8", "nvfp4"))]
-    )
+    @pytest.mark.parametrize("name", EXPERTS)
     @pytest.mark.parametrize("num_tokens", [2, 7])
     def test_experts(name: str, num_tokens: int) -> None:
         """By assignment and by groups. The width is 22 groups of 32 in the 26B, and 3 here."""
-        gate_up, down = (held(name, draw(name, *shape)) for shape in ((5, 192, 64), (5, 64, 96)))
+        gate_up, down = (draw(name, *shape) for shape in ((5, 192, 64), (5, 64, 96)))
         x, weights = torch.randn(num_tokens, 64), torch.rand(num_tokens, 2)
         ids = torch.stack([torch.randperm(5)[:2] for _ in range(num_tokens)]).to(torch.int32)
-        got, wanted = (getattr(module, f"{name}_experts")(x, weights, ids, gate_up, down) for module in (ops, eager))
+        got, wanted = (module.experts(x, weights, ids, gate_up, down) for module in (experts, eager))
         assert errors(got, wanted).max() < TOLERANCE
         assert (num_tokens <= experts.ASSIGNED_TOKENS) == (num_tokens == 2)
 
@@ -105,8 +94,8 @@ else:
         assert not (rounded.float() * scale).isnan().any()
 
     def test_no_tokens_and_strided_weights() -> None:
-        operands = draw("int8", 16, 64)
-        assert ops.int8_linear(torch.empty(0, 64), *operands).shape == (0, 16)
-        wide = draw("int8", 16, 128)[0][:, :64]
+        weight = draw("int8", 16, 64)
+        assert linear.linear(torch.empty(0, 64), weight).shape == (0, 16)
+        strided = Int8Weight(draw("int8", 16, 128)[0][:, :64], weight[1])
         x = torch.randn(2, 64)
-        assert errors(ops.int8_linear(x, wide, operands[1]), eager.int8_linear(x, wide, operands[1])).max() < TOLERANCE
+        assert errors(linear.linear(x, strided), eager.linear(x, strided)).max() < TOLERANCE

@@ -35,6 +35,7 @@ from culet.kernels.triton.maths import gelu
 from culet.kernels.triton.quantised.packed import PackedMatrix
 from culet.kernels.triton.quantised.unpack import VALUES_PER_WORD
 from culet.kernels.triton.quantised.weights import block_k_of, load_weights, scale_rows, weight_arguments
+from culet.kernels.types import QuantisedWeight
 
 # Measured on an H200 with the experts of the 26B (docs/log/quantised.md), by the values of a word.
 UP_ROWS, DOWN_ROWS = {8: RowTile(8, 256), 4: RowTile(4, 512, 4, 2)}, RowTile(4, 1024)
@@ -275,12 +276,13 @@ def _grouped(kernel: Any, outputs: int, tile: GroupTile, arguments: dict[str, An
     return Launch(kernel, (cdiv(outputs, tile.block_n), blocks), given, options(tile.num_warps, pdl))
 
 
-def run_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: PackedMatrix, down: PackedMatrix) -> Tensor:
+def experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedWeight, down: QuantisedWeight) -> Tensor:
     """Return the sum over a token's experts of weight * down(gelu_tanh(gate(x)) * up(x)), [T, D]."""
     y_TD = torch.empty_like(x_TD)
     if not x_TD.shape[0]:
         return y_TD
     describe = describe_assigned if x_TD.shape[0] <= ASSIGNED_TOKENS else describe_grouped
-    for launch in describe(x_TD, weights_TK, experts_TK, gate_up, down, y_TD, pdl=uses_pdl(x_TD.device)):
+    matrices = PackedMatrix.of(gate_up), PackedMatrix.of(down)
+    for launch in describe(x_TD, weights_TK, experts_TK, *matrices, y_TD, pdl=uses_pdl(x_TD.device)):
         launch.run()
     return y_TD

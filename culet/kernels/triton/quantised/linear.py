@@ -19,6 +19,7 @@ from culet.kernels.triton.quantised.packed import PackedMatrix
 from culet.kernels.triton.quantised.prefill import dequantise, quantise_tokens
 from culet.kernels.triton.quantised.tiles import MAX_STREAM_TOKENS, Product, choose_stream, choose_tile, choose_warps
 from culet.kernels.triton.quantised.unpack import FP8
+from culet.kernels.types import QuantisedWeight
 from culet.log import logger
 
 MAX_KEPT_PARTS = 8  # that a reader of parts adds up
@@ -79,25 +80,28 @@ def _run(x_MK: Tensor, matrix: PackedMatrix, out: Tensor, tile: Tile, epilogue: 
     return out
 
 
-def linear(x_MK: Tensor, matrix: PackedMatrix) -> Tensor:
+def linear(x_MK: Tensor, weight: QuantisedWeight) -> Tensor:
     """Return x @ W^T, [M, N]."""
+    matrix = PackedMatrix.of(weight)
     tile = _choose(x_MK, matrix, Product(x_MK.shape[0], matrix.num_rows))
     if tile is None:
         return _many_tokens(x_MK, matrix)
     return _run(x_MK, matrix, x_MK.new_empty(x_MK.shape[0], matrix.num_rows), tile, PLAIN)
 
 
-def linear_parts(x_MK: Tensor, matrix: PackedMatrix) -> Tensor:
+def linear_parts(x_MK: Tensor, weight: QuantisedWeight) -> Tensor:
     """Return `linear` as [M, N], or as float32 parts [S, M, N] that the caller sums if K is split over programs."""
+    matrix = PackedMatrix.of(weight)
     tile = _choose(x_MK, matrix, Product(x_MK.shape[0], matrix.num_rows))
     if tile is None or tile.split_k == 1 or tile.split_k > MAX_KEPT_PARTS:
-        return linear(x_MK, matrix)
+        return linear(x_MK, weight)
     shape = (tile.split_k, x_MK.shape[0], matrix.num_rows)
     return _run(x_MK, matrix, torch.empty(shape, dtype=torch.float32, device=x_MK.device), tile, PLAIN)
 
 
-def gated_linear(x_MK: Tensor, matrix: PackedMatrix) -> Tensor:
+def gated_linear(x_MK: Tensor, weight: QuantisedWeight) -> Tensor:
     """Return gelu_tanh(gate(x)) * up(x), [M, F]. The weight's rows are gate, then up."""
+    matrix = PackedMatrix.of(weight)
     num_rows = matrix.num_rows // 2
     tile = _choose(x_MK, matrix, Product(x_MK.shape[0], num_rows, GATED))
     if tile is None:
@@ -105,8 +109,9 @@ def gated_linear(x_MK: Tensor, matrix: PackedMatrix) -> Tensor:
     return _run(x_MK, matrix, x_MK.new_empty(x_MK.shape[0], num_rows), tile, GATED)
 
 
-def linear_gelu_times(x_MK: Tensor, matrix: PackedMatrix, factor_MN: Tensor) -> Tensor:
+def linear_gelu_times(x_MK: Tensor, weight: QuantisedWeight, factor_MN: Tensor) -> Tensor:
     """Return gelu_tanh(x @ W^T) * factor, [M, N]."""
+    matrix = PackedMatrix.of(weight)
     tile = _choose(x_MK, matrix, Product(x_MK.shape[0], matrix.num_rows, GELU_TIMES))
     if tile is None:
         return gelu_gate(_many_tokens(x_MK, matrix), factor_MN)
@@ -114,8 +119,9 @@ def linear_gelu_times(x_MK: Tensor, matrix: PackedMatrix, factor_MN: Tensor) -> 
     return _run(x_MK, matrix, out, tile, GELU_TIMES, factor=factor_MN)
 
 
-def capped_head(x_LD: Tensor, matrix: PackedMatrix, cap: float | None) -> Tensor:
-    """Return cap * tanh(x @ W^T / cap), [L, V] float32. If `cap` is None, logits are not capped."""
+def capped_head(x_LD: Tensor, weight: QuantisedWeight, cap: float | None) -> Tensor:
+    """Return cap * tanh(x @ W^T / cap) as float32 [L, V]. If `cap` is None, logits are not capped."""
+    matrix = PackedMatrix.of(weight)
     tile = _choose(x_LD, matrix, Product(x_LD.shape[0], matrix.num_rows, SOFTCAP))
     if tile is None:
         return softcap(_many_tokens(x_LD, matrix), cap)

@@ -8,9 +8,15 @@ import torch
 from torch import Tensor
 
 from culet.kernels.triton.quantised.unpack import FP8, INT4, INT8, NVFP4, VALUES_PER_WORD
-
-BLOCK = 128  # rows and columns of an fp8 block
-NVFP4_GROUP = 16
+from culet.kernels.types import (
+    FP8_BLOCK,
+    NVFP4_GROUP,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    Nvfp4Weight,
+    QuantisedWeight,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +25,7 @@ class PackedMatrix:
 
     format: int
     words: Tensor  # int32 [..., N, K / values per word]
-    scale: Tensor  # one per `group` inputs of a row, or of BLOCK rows with `has_blocks`. Those of nvfp4 are bytes of e4m3.
+    scale: Tensor  # one per `group` inputs of a row, or of FP8_BLOCK rows with `has_blocks`. Those of nvfp4 are bytes of e4m3.
     group: int  # inputs that share a scale
     zero: Tensor | None = None  # zero points of int4, with the shape of the scale
     global_scale: Tensor | None = None  # of nvfp4, [..., N, 1] or a scalar
@@ -34,20 +40,17 @@ class PackedMatrix:
         return self.words.shape[-1] * VALUES_PER_WORD[self.format]
 
     @classmethod
-    def int4(cls, packed: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> PackedMatrix:
-        return cls(INT4, packed.contiguous(), scale.contiguous(), group, None if zero is None else zero.contiguous())
-
-    @classmethod
-    def int8(cls, weight: Tensor, scale: Tensor) -> PackedMatrix:
-        return cls(INT8, weight.contiguous().view(torch.int32), scale.contiguous(), weight.shape[-1] // scale.shape[-1])
-
-    @classmethod
-    def fp8(cls, weight: Tensor, scale: Tensor) -> PackedMatrix:
-        has_blocks = scale.shape[-2:] != (weight.shape[-2], 1)
-        group = BLOCK if has_blocks else weight.shape[-1]
-        return cls(FP8, weight.contiguous().view(torch.int32), scale.contiguous(), group, has_blocks=has_blocks)
-
-    @classmethod
-    def nvfp4(cls, packed: Tensor, scale: Tensor, global_scale: Tensor) -> PackedMatrix:
-        words, narrow = packed.contiguous().view(torch.int32), scale.contiguous().view(torch.uint8)
-        return cls(NVFP4, words, narrow, NVFP4_GROUP, global_scale=global_scale.contiguous())
+    def of(cls, weight: QuantisedWeight) -> PackedMatrix:
+        scale = weight.scale.contiguous()
+        match weight:
+            case Int4Weight(packed, _, zero):
+                return cls(INT4, packed.contiguous(), scale, weight.group, None if zero is None else zero.contiguous())
+            case Int8Weight(values, _):
+                return cls(INT8, values.contiguous().view(torch.int32), scale, values.shape[-1] // scale.shape[-1])
+            case Fp8Weight(values, _):
+                has_blocks = scale.shape[-2:] != (values.shape[-2], 1)
+                group = FP8_BLOCK if has_blocks else values.shape[-1]
+                return cls(FP8, values.contiguous().view(torch.int32), scale, group, has_blocks=has_blocks)
+            case Nvfp4Weight(packed, _, global_scale):
+                words, narrow = packed.contiguous().view(torch.int32), scale.view(torch.uint8)
+                return cls(NVFP4, words, narrow, NVFP4_GROUP, global_scale=global_scale.contiguous())

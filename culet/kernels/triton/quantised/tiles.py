@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from culet.kernels.triton.launch import cdiv
 from culet.kernels.triton.linear.tiles import GATED, MAX_ARRIVALS, MAX_PARTS, PLAIN, Tile
-from culet.kernels.triton.quantised.packed import BLOCK, PackedMatrix
+from culet.kernels.triton.quantised.packed import PackedMatrix
 from culet.kernels.triton.quantised.unpack import FP8, INT4, INT8, NVFP4
+from culet.kernels.types import FP8_BLOCK
 
 MAX_STREAM_TOKENS = 32
 MAX_WARP_TOKENS = 16
@@ -77,7 +78,7 @@ def _can_stream(product: Product, matrix: PackedMatrix) -> bool:
         return matrix.group == STREAM_GROUP and matrix.zero is None and matrix.scale.element_size() == 2
     if matrix.format == INT8:
         return matrix.group == matrix.num_columns
-    return matrix.format == NVFP4 or not matrix.has_blocks or product.num_rows % BLOCK == 0
+    return matrix.format == NVFP4 or not matrix.has_blocks or product.num_rows % FP8_BLOCK == 0
 
 
 def choose_warps(product: Product, matrix: PackedMatrix) -> Tile | None:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.quantised.packed import BLOCK, PackedMatrix
+from culet.kernels.triton.quantised.packed import PackedMatrix
 from culet.kernels.triton.quantised.unpack import (
     NVFP4,
     NVFP4_SHIFT,
@@ -24,6 +24,7 @@ from culet.kernels.triton.quantised.unpack import (
     int8_values,
     nvfp4_values,
 )
+from culet.kernels.types import FP8_BLOCK
 
 
 @triton.jit
@@ -135,7 +136,7 @@ def weight_arguments(matrix: PackedMatrix, dtype: torch.dtype) -> dict[str, Any]
         "SCALE_STRIDE": matrix.scale.shape[-1],
         "FORMAT": matrix.format,
         "GROUP": matrix.group,
-        "ROWS_PER_SCALE": BLOCK if matrix.has_blocks else 1,
+        "ROWS_PER_SCALE": FP8_BLOCK if matrix.has_blocks else 1,
         "HAS_ZERO": matrix.zero is not None,
         "HAS_ROW_SCALE": row_scale is not None,
         "ROW_STRIDE": 0 if row_scale is None or row_scale.numel() == 1 else 1,

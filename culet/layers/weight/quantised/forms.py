@@ -1,7 +1,6 @@
 """The quantised forms that weights have in memory. `kernels/eager/quantised.py` describes their tensors.
 
-A form allocates the tensors of a weight, cuts them, and names the ops that read them. A source (`sources.py`) says where the
-values are in a checkpoint.
+A form allocates the tensors of a weight and cuts them. A source (`sources.py`) says where the values are in a checkpoint.
 
 Shapes: as in `base`.
 """
@@ -9,53 +8,43 @@ Shapes: as in `base`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from culet.errors import CheckpointError
-from culet.kernels.dispatch import FP8, INT4, INT8, NVFP4
-from culet.kernels.types import Fp8Weight, Int4Weight, Int8Weight, Nvfp4Weight
+from culet.kernels.types import (
+    FP8_BLOCK,
+    NVFP4_GROUP,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    Nvfp4Weight,
+    QuantisedWeight,
+    part_of,
+)
 from culet.layers.weight.base import Site
-
-Held = Int4Weight | Int8Weight | Fp8Weight | Nvfp4Weight
-BLOCK = 128  # rows and columns of an fp8 block
-NVFP4_GROUP = 16
-W = TypeVar("W", bound=NamedTuple)
 
 
 def num_blocks(size: int) -> int:
     """Return the number of fp8 blocks along `size` rows or columns. The last one may be ragged."""
-    return -(-size // BLOCK)
-
-
-def cut_all(held: W, index: Any) -> W:
-    """Return the same part of every tensor."""
-    make: Any = type(held)
-    return cast(W, make(*(None if tensor is None else tensor[index] for tensor in held)))
+    return -(-size // FP8_BLOCK)
 
 
 @dataclass(frozen=True)
 class Form:
-    """A quantised form. The kernels of a form are named after it, such as `int4_linear`."""
+    """A quantised form."""
 
-    name: ClassVar[str]
-
-    def allocate(self, shape: tuple[int, ...], site: Site) -> Held:
+    def allocate(self, shape: tuple[int, ...], site: Site) -> QuantisedWeight:
         """Return unfilled tensors of a weight [..., out, in]."""
         raise NotImplementedError
 
-    def operands(self, held: Held) -> tuple[Any, ...]:
-        """Return the arguments of the kernels that follow the activations."""
-        return held
-
-    def rows(self, held: W, rows: slice) -> W:
+    def rows(self, held: QuantisedWeight, rows: slice) -> QuantisedWeight:
         """Return some rows as views."""
-        return cut_all(held, rows)
+        return part_of(held, rows)
 
     def with_column_order(self, order: Tensor) -> Form | None:
-        """Return the form for a weight whose columns are reordered, with smaller groups if need be. None if there is none."""
+        """Return the form for a weight whose columns are reordered, or None. Its groups may be smaller."""
         return self
 
 
@@ -88,7 +77,6 @@ class _Grouped(Form):
 class Int4(_Grouped):
     """int4 with a scale per group of columns, and zero points or none."""
 
-    name: ClassVar[str] = INT4
     has_zero: bool = False
 
     def allocate(self, shape: tuple[int, ...], site: Site) -> Int4Weight:
@@ -102,16 +90,10 @@ class Int4(_Grouped):
             torch.empty(groups, dtype=torch.uint8, device=site.device) if self.has_zero else None,
         )
 
-    def operands(self, held: Held) -> tuple[Any, ...]:
-        assert isinstance(held, Int4Weight)
-        return (*held, held.group)
-
 
 @dataclass(frozen=True)
 class Int8(_Grouped):
     """int8 with a scale per group of columns."""
-
-    name: ClassVar[str] = INT8
 
     def allocate(self, shape: tuple[int, ...], site: Site) -> Int8Weight:
         groups = (*shape[:-1], self.num_groups(shape[-1]))
@@ -125,7 +107,6 @@ class Int8(_Grouped):
 class Fp8(Form):
     """e4m3 with a scale per row, or per block of 128 x 128."""
 
-    name: ClassVar[str] = FP8
     has_blocks: bool = False
 
     def allocate(self, shape: tuple[int, ...], site: Site) -> Fp8Weight:
@@ -139,21 +120,20 @@ class Fp8(Form):
     def with_column_order(self, order: Tensor) -> Form | None:
         return None if self.has_blocks else self
 
-    def rows(self, held: W, rows: slice) -> W:
+    def rows(self, held: QuantisedWeight, rows: slice) -> QuantisedWeight:
         if not self.has_blocks:
-            return cut_all(held, rows)
+            return part_of(held, rows)
+        assert isinstance(held, Fp8Weight)
         weight, scale = held
         stop = rows.stop if rows.stop is not None else weight.shape[-2]
-        assert rows.start % BLOCK == 0, "rows start with a block"
-        assert stop % BLOCK == 0 or stop == weight.shape[-2], "rows end with a block"
-        return cast(W, Fp8Weight(weight[rows], scale[rows.start // BLOCK : num_blocks(stop)]))
+        assert rows.start % FP8_BLOCK == 0, "rows start with a block"
+        assert stop % FP8_BLOCK == 0 or stop == weight.shape[-2], "rows end with a block"
+        return Fp8Weight(weight[rows], scale[rows.start // FP8_BLOCK : num_blocks(stop)])
 
 
 @dataclass(frozen=True)
 class Nvfp4(Form):
     """e2m1 with an e4m3 scale per 16 columns and a float32 scale per projection."""
-
-    name: ClassVar[str] = NVFP4
 
     def allocate(self, shape: tuple[int, ...], site: Site) -> Nvfp4Weight:
         *lead, num_columns = shape

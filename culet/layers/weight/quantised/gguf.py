@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from culet.kernels.eager.quantised import pack_int4
-from culet.kernels.types import Int4Weight, Int8Weight
+from culet.kernels.types import Int4Weight, Int8Weight, QuantisedWeight
 from culet.layers.weight.base import ExpertsLayout, ExpertStack, Matrix, MatrixLayout, Site, Table, TableLayout
 from culet.layers.weight.placement import ConvertedPiece, Piece, Placement
 from culet.layers.weight.plain import PlainExperts, PlainMatrix, PlainTable
 from culet.layers.weight.quantised.block_types import GROUP
 from culet.layers.weight.quantised.cut import Cut
-from culet.layers.weight.quantised.forms import Form, Held, Int4, Int8
+from culet.layers.weight.quantised.forms import Form, Int4, Int8
 from culet.layers.weight.quantised.matrices import QuantisedFormat
 from culet.layers.weight.quantised.sources import Placed, reorder
 
@@ -43,7 +43,7 @@ class Blocks:
     kind: str
     has_stacked_experts = True
 
-    def placements(self, cut: Cut, held: Held) -> Placed:
+    def placements(self, cut: Cut, held: QuantisedWeight) -> Placed:
         assert isinstance(held, Int4Weight | Int8Weight)
         target = held.packed if isinstance(held, Int4Weight) else held.weight
         cut.columns_in(GROUP)

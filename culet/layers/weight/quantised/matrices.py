@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from culet.errors import CheckpointError
-from culet.kernels.dispatch import for_device
-from culet.kernels.types import BlockShape, BlockStart, Candidates
+from culet.kernels.dispatch import QUANTISED, for_device
+from culet.kernels.types import FP8_BLOCK, BlockShape, BlockStart, Candidates, QuantisedWeight, part_of
 from culet.layers.layer import Layer
 from culet.layers.weight.base import ExpertsLayout, ExpertStack, Matrix, MatrixLayout, Site, Split, Table, TableLayout
 from culet.layers.weight.joined import JoinedMatrix, ReorderedMatrix
 from culet.layers.weight.placement import Placement
 from culet.layers.weight.quantised.cut import Cut, cuts_of
-from culet.layers.weight.quantised.forms import BLOCK, Form, Fp8, Held, cut_all
+from culet.layers.weight.quantised.forms import Form, Fp8
 from culet.layers.weight.quantised.sources import Source
 from culet.parallel.reduce import PartialSum, join_columns, join_parts
 
 
 class Tensors(Layer):
-    """The tensors of one quantised weight, and the ops that read them."""
+    """The tensors of one quantised weight, and the ops that read it."""
 
     def __init__(self, form: Form, shape: tuple[int, ...], site: Site) -> None:
         super().__init__()
@@ -34,20 +34,12 @@ class Tensors(Layer):
         for name, tensor in zip(self.held._fields, self.held, strict=True):
             if tensor is not None:
                 self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-        kernels = for_device(site.device, form.name)
-        self.linear = getattr(kernels, f"{form.name}_linear")
-        self.linear_parts = getattr(kernels, f"{form.name}_linear_parts")
-        self.gated_linear = getattr(kernels, f"{form.name}_gated_linear")
-        self.linear_gelu_times = getattr(kernels, f"{form.name}_linear_gelu_times")
-        self.capped_head = getattr(kernels, f"{form.name}_capped_head")
-        self.rows = getattr(kernels, f"{form.name}_rows", None)
-        self.experts = getattr(kernels, f"{form.name}_experts")
-        self.operands = form.operands(self.held)
+        self.ops = for_device(site.device, QUANTISED)
 
     def own_kernel_key(self) -> tuple[object, ...]:
         """Return the form, and the shapes and types of the tensors."""
         facts = ((tuple(tensor.shape), str(tensor.dtype)) for tensor in self.held if tensor is not None)
-        return self.form.name, *facts
+        return type(self.held).__name__, *facts
 
 
 class QuantisedMatrix(Matrix):
@@ -66,30 +58,30 @@ class QuantisedMatrix(Matrix):
             yield from self.source.placements(cut, form.rows(held, rows))
 
     def linear(self, x_TD: Tensor) -> Tensor:
-        product: Tensor = self.tensors.linear(x_TD, *self.tensors.operands)
+        product: Tensor = self.tensors.ops.linear(x_TD, self.tensors.held)
         return product
 
     def linear_rows(self, x_TD: Tensor, rows: slice) -> Tensor:
         form = self.tensors.form
         if isinstance(form, Fp8) and form.has_blocks:
             return self.linear(x_TD)[..., rows]
-        product: Tensor = self.tensors.linear(x_TD, *form.operands(form.rows(self.tensors.held, rows)))
+        product: Tensor = self.tensors.ops.linear(x_TD, form.rows(self.tensors.held, rows))
         return product
 
     def linear_parts(self, x_TD: Tensor) -> PartialSum:
-        return join_parts(self.tensors.linear_parts(x_TD, *self.tensors.operands), self.all_reduce)
+        return join_parts(self.tensors.ops.linear_parts(x_TD, self.tensors.held), self.all_reduce)
 
     def gated_linear(self, x_TD: Tensor) -> Tensor:
-        gated: Tensor = self.tensors.gated_linear(x_TD, *self.tensors.operands)
+        gated: Tensor = self.tensors.ops.gated_linear(x_TD, self.tensors.held)
         return gated
 
     def linear_gelu_times(self, x_TD: Tensor, factor_TN: Tensor) -> Tensor:
-        gated: Tensor = self.tensors.linear_gelu_times(x_TD, factor_TN, *self.tensors.operands)
+        gated: Tensor = self.tensors.ops.linear_gelu_times(x_TD, self.tensors.held, factor_TN)
         return gated
 
 
 class QuantisedTable(Table):
-    """A table in int4 or int8. Rows are dequantised when they are looked up, and the head multiplies like a matrix."""
+    """A table in int4 or int8. A lookup dequantises its rows, and the head uses the table as a matrix."""
 
     def __init__(self, layout: TableLayout, site: Site, form: Form, source: Source) -> None:
         super().__init__()
@@ -109,10 +101,9 @@ class QuantisedTable(Table):
         return self.embed_columns(token_ids_T, slice(None))
 
     def embed_columns(self, token_ids_T: Tensor, columns: slice) -> Tensor:
-        assert self.tensors.rows is not None, "the form has lookups"
         local_T = token_ids_T - self.own_rows.start
         is_own_T = (local_T >= 0) & (local_T < self.own_rows.stop - self.own_rows.start)
-        rows_TD = self.tensors.rows(local_T.where(is_own_T, 0), *self.tensors.operands)
+        rows_TD = self.tensors.ops.rows(local_T.where(is_own_T, 0), self.tensors.held)
         # As in the formats' reference implementations, a row is rounded before it is scaled.
         embedded_TD = rows_TD[:, columns].to(self.dtype) * self.scale
         if not self.is_shard:
@@ -120,11 +111,11 @@ class QuantisedTable(Table):
         return join_parts(embedded_TD.masked_fill_(~is_own_T[:, None], 0.0), self.all_reduce)
 
     def head(self, x_LD: Tensor) -> Tensor:
-        logits = self.tensors.linear(x_LD, *self.tensors.operands)
+        logits = self.tensors.ops.linear(x_LD, self.tensors.held)
         return join_columns(logits, self.own_rows, self.layout.num_rows, self.all_reduce)
 
     def capped_head(self, x_LD: Tensor, cap: float | None) -> Tensor:
-        logits = self.tensors.capped_head(x_LD, cap, *self.tensors.operands)
+        logits = self.tensors.ops.capped_head(x_LD, self.tensors.held, cap)
         return join_columns(logits, self.own_rows, self.layout.num_rows, self.all_reduce)
 
     def head_candidates(self, x_RD: Tensor, cap: float | None) -> Candidates:
@@ -161,12 +152,12 @@ class QuantisedExperts(ExpertStack):
                 merged[name] = placement if before is None else replace(before, pieces=before.pieces + placement.pieces)
         yield from merged.items()
 
-    def _cuts(self) -> Iterator[tuple[Cut, Held]]:
+    def _cuts(self) -> Iterator[tuple[Cut, QuantisedWeight]]:
         layout, part = self.layout, self.layout.width_of(self.rank)
         width, size, count = part.stop - part.start, layout.hidden_size, layout.num_experts
         every = slice(0, size)
         for expert in range(count):
-            gate_up, down = cut_all(self.gate_up.held, expert), cut_all(self.down.held, expert)
+            gate_up, down = part_of(self.gate_up.held, expert), part_of(self.down.held, expert)
             gate, up = (self.gate_up.form.rows(gate_up, rows) for rows in (slice(0, width), slice(width, 2 * width)))
             if self.source.has_stacked_experts:
                 stacked = (2 * layout.width, size)
@@ -183,7 +174,7 @@ class QuantisedExperts(ExpertStack):
                 yield Cut(f"{layout.name}.{expert}.down_proj", (size, layout.width), every, part), down
 
     def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> PartialSum:
-        out = self.gate_up.experts(x_TD, weights_TK, experts_TK, self.gate_up.held, self.down.held)
+        out = self.gate_up.ops.experts(x_TD, weights_TK, experts_TK, self.gate_up.held, self.down.held)
         return join_parts(out, self.all_reduce)
 
 
@@ -205,11 +196,13 @@ class QuantisedFormat:
     def _block_matrix(self, layout: MatrixLayout, site: Site) -> Matrix:
         """Make a matrix with fp8 blocks, which must not be cut: neither by an order nor where projections meet."""
         first = [layout.rows(projection, site.rank) for projection in layout.projections]
-        if len(first) > 1 and any((rows.stop - rows.start) % BLOCK for rows in first):
+        if len(first) > 1 and any((rows.stop - rows.start) % FP8_BLOCK for rows in first):
             single = [replace(layout, projections=(projection,)) for projection in layout.projections]
             return JoinedMatrix(layout, site, [self.matrix(each, site) for each in single])
-        if any(rows.start % BLOCK for rows in first):
-            raise CheckpointError(f"{layout.projections[0].name}: fp8 blocks of {BLOCK} rows cannot be shared between ranks")
+        if any(rows.start % FP8_BLOCK for rows in first):
+            raise CheckpointError(
+                f"{layout.projections[0].name}: fp8 blocks of {FP8_BLOCK} rows cannot be shared between ranks"
+            )
         return self._in_stored_order(layout, site)
 
     def _in_stored_order(self, layout: MatrixLayout, site: Site) -> Matrix:
@@ -229,9 +222,9 @@ class QuantisedFormat:
         return QuantisedTable(layout, site, self.form, self.source)
 
     def experts(self, layout: ExpertsLayout, site: Site) -> ExpertStack:
-        if isinstance(self.form, Fp8) and self.form.has_blocks and layout.width % BLOCK:
+        if isinstance(self.form, Fp8) and self.form.has_blocks and layout.width % FP8_BLOCK:
             raise CheckpointError(
-                f"{layout.name}: fp8 blocks of {BLOCK} x {BLOCK} do not divide experts of width {layout.width}",
+                f"{layout.name}: fp8 blocks of {FP8_BLOCK} x {FP8_BLOCK} do not divide experts of width {layout.width}",
                 hint="use a checkpoint with one scale per channel, such as RedHatAI/gemma-4-26B-A4B-it-FP8-Dynamic",
             )
         return QuantisedExperts(layout, site, self.form, self.source)

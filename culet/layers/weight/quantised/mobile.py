@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from culet.errors import CheckpointError
 from culet.kernels.eager.quantised import pack_int4
-from culet.kernels.types import Int4Weight, Int8Weight
+from culet.kernels.types import Int4Weight, Int8Weight, QuantisedWeight
 from culet.layers.weight.base import ExpertsLayout, ExpertStack, Matrix, MatrixLayout, Site, Table, TableLayout
 from culet.layers.weight.joined import JoinedMatrix
 from culet.layers.weight.placement import Placement
 from culet.layers.weight.quantised.cut import Cut
-from culet.layers.weight.quantised.forms import Form, Held, Int4, Int8
+from culet.layers.weight.quantised.forms import Form, Int4, Int8
 from culet.layers.weight.quantised.matrices import QuantisedMatrix, QuantisedTable
 from culet.layers.weight.quantised.sources import Placed, piece, reorder, scalar_placement, scale_placement
 from culet.parallel.reduce import PartialSum
@@ -40,7 +40,7 @@ class MobileValues:
     num_blocks: int = 1
     has_stacked_experts = False
 
-    def placements(self, cut: Cut, held: Held) -> Placed:
+    def placements(self, cut: Cut, held: QuantisedWeight) -> Placed:
         num_rows, num_columns = cut.shape
         values, scale = ("embedding_quantized", "embedding_scale") if self.is_table else ("weight", "weight_scale")
         if isinstance(held, Int8Weight):

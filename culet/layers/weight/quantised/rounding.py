@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from culet.kernels.eager.quantised import pack_int4
-from culet.kernels.types import Fp8Weight, Int4Weight
+from culet.kernels.types import Fp8Weight, Int4Weight, QuantisedWeight
 from culet.layers.weight.base import ExpertsLayout, ExpertStack, Matrix, MatrixLayout, Site
 from culet.layers.weight.placement import ConvertedPiece, Placement
 from culet.layers.weight.plain import PlainFormat
 from culet.layers.weight.quantised.cut import Cut
-from culet.layers.weight.quantised.forms import Form, Fp8, Held, Int4
+from culet.layers.weight.quantised.forms import Form, Fp8, Int4
 from culet.layers.weight.quantised.matrices import QuantisedFormat
 from culet.layers.weight.quantised.sources import Placed, reorder, reorder_rows
 from culet.registry import lookup
@@ -50,7 +50,7 @@ class Rounded:
 
     has_stacked_experts = True
 
-    def placements(self, cut: Cut, held: Held) -> Placed:
+    def placements(self, cut: Cut, held: QuantisedWeight) -> Placed:
         if isinstance(held, Int4Weight):
             targets, columns = (held.packed, held.scale), cut.columns
             cut.columns_in(held.group)  # raises if a rank would cut a group

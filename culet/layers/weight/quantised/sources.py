@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from culet.kernels.eager.quantised import pack_int4, unpack_int4
-from culet.kernels.types import Fp8Weight, Int4Weight, Int8Weight, Nvfp4Weight
+from culet.kernels.types import FP8_BLOCK, NVFP4_GROUP, Fp8Weight, Int4Weight, Int8Weight, Nvfp4Weight, QuantisedWeight
 from culet.layers.weight.placement import E4M3_TYPES, FLOATS, ConvertedPiece, Piece, Placement
 from culet.layers.weight.quantised.cut import Cut
-from culet.layers.weight.quantised.forms import BLOCK, NVFP4_GROUP, Held, num_blocks
+from culet.layers.weight.quantised.forms import num_blocks
 
 Placed = Iterator[tuple[str, Placement]]
 Convert = Callable[[Tensor], Tensor]
@@ -30,7 +30,7 @@ class Source(Protocol):
         """Whether the experts of a layer are one tensor [E, out, in]. Otherwise each has its own."""
         ...
 
-    def placements(self, cut: Cut, held: Held) -> Placed: ...
+    def placements(self, cut: Cut, held: QuantisedWeight) -> Placed: ...
 
 
 def reorder(value: Tensor, cut: Cut, column_unit: int = 1) -> Tensor:
@@ -84,7 +84,7 @@ class PackedInt4:
     has_zero: bool
     has_stacked_experts = False
 
-    def placements(self, cut: Cut, held: Held) -> Placed:
+    def placements(self, cut: Cut, held: QuantisedWeight) -> Placed:
         assert isinstance(held, Int4Weight)
         num_rows, num_columns = cut.shape
         num_groups = num_columns // self.group if self.group else 1
@@ -127,7 +127,7 @@ class PackedInt8:
     is_packed: bool = True
     has_stacked_experts = False
 
-    def placements(self, cut: Cut, held: Held) -> Placed:
+    def placements(self, cut: Cut, held: QuantisedWeight) -> Placed:
         assert isinstance(held, Int8Weight)
         num_rows, num_columns = cut.shape
         if self.is_packed:
@@ -146,7 +146,7 @@ class StoredFp8:
     scales: str  # channel, tensor or block
     has_stacked_experts = False
 
-    def placements(self, cut: Cut, held: Held) -> Placed:
+    def placements(self, cut: Cut, held: QuantisedWeight) -> Placed:
         assert isinstance(held, Fp8Weight)
         values = piece(held.weight.view(torch.uint8), cut, cut.columns, lambda value: reorder(value.view(torch.uint8), cut))
         yield f"{cut.name}.weight", Placement(cut.shape, (values,), E4M3_TYPES)
@@ -156,8 +156,8 @@ class StoredFp8:
         if self.scales == "block":
             assert cut.row_order is None, "blocks keep the stored order"
             assert cut.column_order is None, "blocks keep the stored order"
-            rows = slice(cut.rows.start // BLOCK, num_blocks(cut.rows.stop))
-            blocks = piece(target, cut, cut.columns_in(BLOCK), lambda value: value, rows=rows)
+            rows = slice(cut.rows.start // FP8_BLOCK, num_blocks(cut.rows.stop))
+            blocks = piece(target, cut, cut.columns_in(FP8_BLOCK), lambda value: value, rows=rows)
             return Placement((num_blocks(cut.shape[0]), num_blocks(cut.shape[1])), (blocks,), is_scale=True)
         if self.scales == "tensor":
             return scalar_placement(target, lambda value: value)
@@ -188,7 +188,7 @@ class StoredNvfp4:
     is_modelopt: bool
     has_stacked_experts = False
 
-    def placements(self, cut: Cut, held: Held) -> Placed:
+    def placements(self, cut: Cut, held: QuantisedWeight) -> Placed:
         assert isinstance(held, Nvfp4Weight)
         num_rows, num_columns = cut.shape
 
