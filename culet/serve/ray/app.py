@@ -19,13 +19,15 @@ from culet.serve.ray.replica import EngineReplica
 from culet.serve.service import Service
 
 _ARGUMENTS = ("engine", "serve", "num_replicas", "autoscaling", "num_gpus", "num_cpus", "num_ingresses")
-_ROUTER = "culet.serve.ray.router:PageKeyRouter"
+_ROUTER = "culet.serve.ray.router.PageKeyRouter"
 
 
 class Ingress:
     """A web front end: HTTP, chat templates and tokens. It needs no GPU and no torch."""
 
-    async def __init__(self, config: Config, settings: ServeConfig, engines: Any, max_replicas: int) -> None:
+    async def __init__(  # type: ignore[misc] # Ray awaits it
+        self, config: Config, settings: ServeConfig, engines: Any, max_replicas: int
+    ) -> None:
         setup_logging(form=settings.log_format)
         self._service = Service(config, settings, engines=RayEngines(engines, max_replicas))
         await self._service.start()
@@ -61,7 +63,7 @@ def build(args: Mapping[str, Any]) -> Any:
     engines = _engine_deployment(args, config, limits).options(
         **({"num_replicas": num_replicas} if scaling is None else {"autoscaling_config": dict(scaling)})
     )
-    ingress = serve.deployment(
+    ingress: Any = serve.deployment(
         serve.ingress()(Ingress),
         name="Ingress",
         num_replicas=args.get("num_ingresses", 1),
@@ -81,7 +83,7 @@ def _engine_deployment(args: Mapping[str, Any], config: Config, limits: Limits) 
         name="Engine",
         # More wait in the ingress, from where a new replica can take them.
         max_ongoing_requests=config.schedule.max_num_seqs,
-        request_router_config=RequestRouterConfig(request_router_class=_ROUTER.replace(":", ".")),
+        request_router_config=RequestRouterConfig(request_router_class=_ROUTER),  # type: ignore[arg-type] # it may be a str
         graceful_shutdown_timeout_s=limits.step_s,
         health_check_period_s=5,
         logging_config={"enable_access_log": False},  # the ingress logs each request

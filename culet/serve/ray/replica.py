@@ -30,7 +30,7 @@ _order_decoder = msgspec.msgpack.Decoder(Order)
 class EngineReplica:
     """One engine. Ray Serve calls its methods with what `RayEngines` sends."""
 
-    async def __init__(self, config: Config, settings: ServeConfig, limits: Limits) -> None:
+    async def __init__(self, config: Config, settings: ServeConfig, limits: Limits) -> None:  # type: ignore[misc] # Ray awaits it
         setup_logging(form=settings.log_format)
         self._id = serve.get_replica_context().replica_id.unique_id
         start = Start(config, log_form=settings.log_format, reports_prefixes=True, kv_events=settings.kv_events_config)

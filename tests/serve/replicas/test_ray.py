@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +25,11 @@ from tests.serve.running import free_port, wait_for
 ray = pytest.importorskip("ray")
 ENGINE = {"device": "cpu", "max_model_len": 1024, "max_num_seqs": 32}
 APP = "culet"
+PATIENT = {  # Ray's limits for a start suit an idle machine
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_worker_register_timeout_seconds": "300",
+}
 
 
 class Cluster:
@@ -31,14 +39,26 @@ class Cluster:
         from ray import serve
 
         root = str(Path(__file__).parents[3])
-        os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # for a busy machine
-        ray.init(
-            num_cpus=2,
-            object_store_memory=80 << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-            runtime_env={"env_vars": {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}},
-        )
+        address = f"127.0.0.1:{free_port()}"
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--include-dashboard=false"]
+        command += ["--num-cpus=2", f"--object-store-memory={80 << 20}", "--node-ip-address=127.0.0.1"]
+        command += [f"--port={address.rpartition(':')[2]}", "--disable-usage-stats"]
+        # If Ray chooses these ports itself, it waits 15 s for each, which is too short on a busy machine.
+        names = ("dashboard-agent-grpc-port", "dashboard-agent-listen-port", "runtime-env-agent-port", "metrics-export-port")
+        command += [f"--{name}={free_port()}" for name in names]
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
+        self._process = subprocess.Popen(command, env={**os.environ, **PATIENT}, stdout=self._log, stderr=self._log)
+
+        def connect() -> bool:
+            assert self._process.poll() is None, "the cluster did not start"
+            try:
+                environment = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+                ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": environment})
+            except (ConnectionError, RuntimeError, TimeoutError):
+                return False
+            return True
+
+        wait_for(connect, 30, "the cluster")
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         serve.start(http_options={"host": "127.0.0.1", "port": self.port})
@@ -62,6 +82,9 @@ class Cluster:
         self.http.close()
         serve.shutdown()
         ray.shutdown()
+        self._process.terminate()  # it ends all processes of the cluster
+        self._process.wait()
+        self._log.close()
 
 
 def replica_processes() -> list[int]:

@@ -71,7 +71,7 @@ def test_the_router_knows_what_the_cache_knows() -> None:
         tables = []
         for group in layout.groups:
             cache.make_room(12)
-            tables.append(PageTable(0, cache._arena.take(group.pages_for(length))))
+            tables.append(PageTable(0, tuple(cache._arena.take(group.pages_for(length)))))
         cache.insert(tokens, length, keys, tables)
         for table in tables:
             cache._arena.give_back(table.pages)
