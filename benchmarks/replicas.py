@@ -1,7 +1,9 @@
 """Compare one engine with two on this machine's CPU, one thread each: tokens per second, and the answers.
 
+    python benchmarks/replicas.py
+
 Both servers run at the same time, and the load goes to one, then to the other, in turns. So other programs on the machine slow
-down both. The answers at temperature 0 must be the same.
+down both. There are more clients than all engines have slots. The answers at temperature 0 must be the same.
 """
 
 from __future__ import annotations
@@ -27,10 +29,21 @@ def free_port() -> int:
 class Server:
     """`culet serve` with some engines."""
 
-    def __init__(self, num_engines: int) -> None:
+    def __init__(self, num_engines: int, num_slots: int) -> None:
         port = free_port()
-        command = [sys.executable, "-m", "culet.cli.main", "serve", "--port", str(port), "--device", "cpu", "--max-model-len", "1024"]
-        command += ["--max-num-seqs", "16", "--data-parallel-size", str(num_engines), "--no-log-requests"]
+        command = [
+            sys.executable,
+            "-m",
+            "culet.cli.main",
+            "serve",
+            "--port",
+            str(port),
+            "--device",
+            "cpu",
+            "--max-model-len",
+            "1024",
+        ]
+        command += ["--max-num-seqs", str(num_slots), "--data-parallel-size", str(num_engines), "--no-log-requests"]
         self.process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600)
         while True:
@@ -67,9 +80,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--slots", type=int, default=4, help="sequences that an engine runs at the same time")
     parser.add_argument("--tokens", type=int, default=48)
     options = parser.parse_args()
-    servers = [Server(1), Server(2)]
+    servers = [Server(1, options.slots), Server(2, options.slots)]
     try:
         rates: list[list[float]] = [[], []]
         for number in range(options.rounds + 1):

@@ -71,8 +71,8 @@ def build(args: Mapping[str, Any]) -> Any:
         logging_config={"enable_access_log": False},
         ray_actor_options={"num_cpus": 0.1},
     )
-    # The address belongs to Ray, and the ingress must not look for files on the machines of the engines.
-    return ingress.bind(config, replace(settings, uds=None), engines.bind(config, settings, limits), max_replicas)
+    settings = replace(settings, host="0.0.0.0", uds=None)  # Ray listens, and clients may use any name of its machines
+    return ingress.bind(config, settings, engines.bind(config, settings, limits), max_replicas)
 
 
 def _engine_deployment(args: Mapping[str, Any], config: Config, limits: Limits) -> Any:

@@ -96,7 +96,8 @@ class RayEngines:
 
     def cancel(self, request_id: str, sample: int | None = None, reason: FinishReason = FinishReason.CANCEL) -> None:
         """End a request, or one sample of it."""
-        if sample is None or self._streams[request_id].request.n == 1:
+        stream = self._streams.get(request_id)
+        if sample is None or stream is None or stream.request.n == 1:
             task = self._pumps.pop(request_id, None)
             if task is not None:
                 task.cancel()

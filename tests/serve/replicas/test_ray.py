@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +20,11 @@ from culet.errors import ConfigError
 from tests.serve.replicas.conversations import hit_share, talk
 from tests.serve.running import free_port, wait_for
 
-ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 ENGINE = {"device": "cpu", "max_model_len": 1024, "max_num_seqs": 32}
 APP = "culet"
 PATIENT = {  # Ray's limits for a start suit an idle machine
-    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_raylet_start_wait_time_s": "60",
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_worker_register_timeout_seconds": "300",
 }
@@ -36,29 +34,30 @@ class Cluster:
     """A running cluster with Culet on it."""
 
     def __init__(self) -> None:
+        os.environ |= PATIENT
+        import ray  # it reads the environment when it is imported
         from ray import serve
 
-        root = str(Path(__file__).parents[3])
-        address = f"127.0.0.1:{free_port()}"
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--include-dashboard=false"]
-        command += ["--num-cpus=2", f"--object-store-memory={80 << 20}", "--node-ip-address=127.0.0.1"]
-        command += [f"--port={address.rpartition(':')[2]}", "--disable-usage-stats"]
-        # If Ray chooses these ports itself, it waits 15 s for each, which is too short on a busy machine.
-        names = ("dashboard-agent-grpc-port", "dashboard-agent-listen-port", "runtime-env-agent-port", "metrics-export-port")
-        command += [f"--{name}={free_port()}" for name in names]
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
-        self._process = subprocess.Popen(command, env={**os.environ, **PATIENT}, stdout=self._log, stderr=self._log)
+        environment = {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
 
-        def connect() -> bool:
-            assert self._process.poll() is None, "the cluster did not start"
+        def start() -> bool:
+            """Start a cluster. On a busy machine, Ray gives up on its own processes after 15 s, so try again."""
             try:
-                environment = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-                ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": environment})
-            except (ConnectionError, RuntimeError, TimeoutError):
+                ray.init(
+                    num_cpus=2,
+                    object_store_memory=80 << 20,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    runtime_env={"env_vars": environment},
+                )
+            except Exception as error:
+                if "timed out during startup" not in str(error):
+                    raise
+                ray.shutdown()
                 return False
             return True
 
-        wait_for(connect, 30, "the cluster")
+        wait_for(start, 60, "the cluster")
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         serve.start(http_options={"host": "127.0.0.1", "port": self.port})
@@ -77,14 +76,12 @@ class Cluster:
         return self.http.post("/v1/chat/completions", json=body)
 
     def close(self) -> None:
+        import ray
         from ray import serve
 
         self.http.close()
         serve.shutdown()
         ray.shutdown()
-        self._process.terminate()  # it ends all processes of the cluster
-        self._process.wait()
-        self._log.close()
 
 
 def replica_processes() -> list[int]:
