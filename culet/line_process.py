@@ -1,6 +1,7 @@
-"""Run work that may never finish in a separate Python process, which answers each line with a line of JSON.
+"""Run work that may never finish in a separate Python process, which answers every question that it is sent.
 
-The caller sets a time limit and kills the process when it is exceeded. Nothing less can stop every template or grammar. The
+A LineProcess gets lines and answers each with a line of JSON. Other forms of questions are subclasses of ChildProcess. The
+caller sets a time limit and kills the process when it is exceeded. Nothing less can stop every template or grammar. The
 limit includes the time to send the line: a process that does not read, because it was stopped or hangs, holds up nobody.
 """
 
@@ -13,16 +14,24 @@ import subprocess
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 from culet.child import child_environment, python_command
 from culet.errors import InternalError
 
 START_LIMIT_S = 60.0  # for the process to start, which depends on the machine and not on the question
 _LOOK_S = 0.2  # how often to look whether a silent process was stopped
+_READ_BYTES = 1 << 16
 _NICENESS = 10  # Clients decide how much work these processes have, so the engine and the web process come first.
+
+
+class Killable(Protocol):
+    """What works on a question: a process, or a connection."""
+
+    def kill(self) -> None: ...
 
 
 class Stopper:
@@ -31,7 +40,7 @@ class Stopper:
     def __init__(self) -> None:
         self.is_stopped = False
         self._lock = threading.Lock()
-        self._process: LineProcess | None = None
+        self._process: Killable | None = None
 
     def stop(self) -> None:
         """Kill the process that works on the question, now or as soon as there is one."""
@@ -41,7 +50,7 @@ class Stopper:
                 self._process.kill()
 
     @contextmanager
-    def watch(self, process: LineProcess) -> Iterator[None]:
+    def watch(self, process: Killable) -> Iterator[None]:
         """Let `stop` kill `process` while it works on the question."""
         with self._lock:
             if self.is_stopped:
@@ -54,11 +63,11 @@ class Stopper:
                 self._process = None
 
 
-class LineProcess:
-    """A running program. `ask` sends one line and waits for one line. Not thread-safe, except for `kill`."""
+class ChildProcess(ABC):
+    """A running program that answers questions. Not thread-safe, except for `kill`."""
 
-    def __init__(self, module: str, purpose: str, first_line: str | None = None) -> None:
-        """Run a module of Culet as a program. Once started, it writes a line, or answers `first_line`."""
+    def __init__(self, module: str, purpose: str, first_message: bytes = b"") -> None:
+        """Run a module of Culet as a program. Once started, it writes an answer, to `first_message` if there is one."""
         self._process = subprocess.Popen(
             python_command(module),
             env=child_environment(),
@@ -73,12 +82,10 @@ class LineProcess:
         assert self._process.stdout is not None
         self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._input, False)
-        self._rest = b""
         self.end = weakref.finalize(self, _end, self._process)  # also runs at exit
         deadline = time.monotonic() + START_LIMIT_S
         try:
-            if first_line is not None:
-                self._send(first_line.encode(), deadline)
+            self._send(first_message, deadline)
             self._receive(deadline)
         except OSError as error:  # includes TimeoutError
             self.end()
@@ -96,35 +103,25 @@ class LineProcess:
         """End the process. A thread that waits for its answer gets a ConnectionError. Call `end` afterwards."""
         self._process.kill()
 
-    def ask(self, line: str | bytes, limit_s: float) -> dict[str, Any]:
-        """Send a line of JSON and return the answer.
+    @abstractmethod
+    def _receive(self, deadline: float) -> Any:
+        """Return the next answer. Raise TimeoutError, or another OSError if the process died or was stopped."""
 
-        Raise TimeoutError, or another OSError if the process died or was stopped.
-        """
-        deadline = time.monotonic() + limit_s
-        self._send(line.encode() if isinstance(line, str) else line, deadline)
-        return self._receive(deadline)
-
-    def _send(self, line: bytes, deadline: float) -> None:
-        # In JSON a line break can only be white space. In this protocol it would begin another line.
-        unsent = memoryview(line.replace(b"\n", b" ") + b"\n")
+    def _send(self, message: bytes | bytearray, deadline: float) -> None:
+        unsent = memoryview(message)
         while unsent:
             try:
                 unsent = unsent[os.write(self._input, unsent) :]
             except BlockingIOError:
                 self._wait(self._input, select.POLLOUT, deadline)
 
-    def _receive(self, deadline: float) -> dict[str, Any]:
-        pieces = [self._rest]
-        while b"\n" not in pieces[-1]:
-            self._wait(self._output, select.POLLIN, deadline)
-            piece = os.read(self._output, 1 << 20)
-            if not piece:
-                raise ConnectionError("the process exited unexpectedly")
-            pieces.append(piece)
-        line, _, self._rest = b"".join(pieces).partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+    def _read_into(self, buffer: bytearray | memoryview, deadline: float) -> int:
+        """Wait for bytes of the answer, put as many as there are into `buffer`, and return their number."""
+        self._wait(self._output, select.POLLIN, deadline)
+        num_read = os.readv(self._output, [buffer])
+        if num_read == 0:
+            raise ConnectionError("the process exited unexpectedly")
+        return num_read
 
     def _wait(self, descriptor: int, event: int, deadline: float) -> None:
         """Wait until the pipe is ready. Unlike `select`, `poll` works with any number of open connections."""
@@ -146,6 +143,38 @@ class LineProcess:
         except ChildProcessError:  # it has ended
             return False
         return found is not None
+
+
+class LineProcess(ChildProcess):
+    """A program that answers each line with a line of JSON."""
+
+    def __init__(self, module: str, purpose: str, first_line: str | None = None) -> None:
+        """Run a module of Culet as a program. Once started, it writes a line, or answers `first_line`."""
+        self._rest = b""
+        super().__init__(module, purpose, b"" if first_line is None else _one_line(first_line.encode()))
+
+    def ask(self, line: str | bytes, limit_s: float) -> dict[str, Any]:
+        """Send a line of JSON and return the answer.
+
+        Raise TimeoutError, or another OSError if the process died or was stopped.
+        """
+        deadline = time.monotonic() + limit_s
+        self._send(_one_line(line.encode() if isinstance(line, str) else line), deadline)
+        return self._receive(deadline)
+
+    def _receive(self, deadline: float) -> dict[str, Any]:
+        buffer = bytearray(_READ_BYTES)
+        pieces = [self._rest]
+        while b"\n" not in pieces[-1]:
+            pieces.append(bytes(memoryview(buffer)[: self._read_into(buffer, deadline)]))
+        line, _, self._rest = b"".join(pieces).partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def _one_line(line: bytes) -> bytes:
+    """Return `line` with a line break only at its end. In JSON, others can only be white space."""
+    return line.replace(b"\n", b" ") + b"\n"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -35,7 +35,7 @@ class _Waiter:
 
 
 class AsyncLLM:
-    """A Gemma 4 model for asyncio, as vLLM's class of the same name.
+    """A Gemma 4 model for asyncio. It mirrors vLLM's class of the same name.
 
         llm = AsyncLLM("google/gemma-4-E2B-it")
         async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32), "request-1"):

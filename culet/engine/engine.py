@@ -70,7 +70,7 @@ class Engine:
             self._grammars.check(request.grammar)
 
     def tool_call_grammar(self, tools: Sequence[Mapping[str, Any]]) -> GrammarSpec | None:
-        """Return the grammar that holds a tool call to `tools`. Return None if there is none, and log why."""
+        """Return a grammar that limits tool calls to `tools`. Return None and log why if they cannot be compiled."""
         return self._grammars.call_grammar(tools)
 
     def prepare_grammars(self) -> None:

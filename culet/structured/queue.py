@@ -33,7 +33,7 @@ class GrammarQueue:
         self._check.check(spec)
 
     def call_grammar(self, tools: Sequence[Mapping[str, Any]]) -> GrammarSpec | None:
-        """Return the grammar of one call of `tools`, or None if there is none within the limits. Blocks until this is known."""
+        """Return the grammar of one call of `tools`, or None if they exceed the limits. Blocks until this is known."""
         try:
             return replace(self._check.check(tool_form(tools, one_call=True)), on_call=True)
         except (BadRequest, QueueFull) as error:

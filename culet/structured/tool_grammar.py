@@ -275,7 +275,7 @@ class _Rules:
         return self.add(name, "any" if body == name else body)
 
     def _follow(self, reference: str) -> Mapping[str, Any] | None:
-        """Return the schema that a reference leads to, through other references. Return None if there is none."""
+        """Return the schema that a reference leads to, through other references. Return None if nothing is there."""
         seen: set[int] = set()
         while True:
             place: object = self._root

@@ -34,7 +34,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "cache": ("kernels",),
     "attention": ("kernels", "cache"),
     "layers": ("parallel", "attention"),
-    "models": ("layers",),
+    "models": ("layers", "media"),
     "sampling": ("kernels",),
     "drafters": ("models", "sampling"),
     "scheduler": ("cache",),
@@ -54,8 +54,12 @@ POOL = "culet.cache.pool"
 TORCH_FREE_PACKAGES = ("text", "scheduler", "cli")
 TORCH_FREE = (
     *("culet", *(f"culet.{name}" for name in BASE)),
-    "culet.media.items",
+    *(
+        f"culet.media.{name}"
+        for name in ("items", "spec", "limits", "messages", "sources", "fetch", "pool", "queue", "reader", "prompt")
+    ),
     *("culet.models.spec", "culet.models.checkpoint", "culet.models.variants", "culet.models.sizes"),
+    "culet.models.towers.spec",
     "culet.layers.weight.byte_sizes",
     *("culet.drafters.mtp.spec", "culet.drafters.dflash.spec"),
     *("culet.drafters.base", "culet.drafters.mtp.plan", "culet.drafters.dflash.plan"),

@@ -129,7 +129,7 @@ async def prepare(
 
 
 async def _call_grammar(service: Service, tools: Sequence[Mapping[str, Any]]) -> GrammarSpec | None:
-    """Return the grammar of one tool call. Return None if there is none for these tools, because the answer can do without."""
+    """Return the grammar of one tool call. Return None if these tools have none, because the answer can do without."""
     try:
         return replace(await service.grammars.admit(tool_form(tools, one_call=True)), on_call=True)
     except (BadRequest, QueueFull) as error:

@@ -28,6 +28,7 @@ from culet.kernels.replay import is_replayed
 from culet.kernels.triton.dependent_launch import enter, options
 from culet.kernels.triton.device import is_hopper, shared_bytes, stages_that_fit, uses_pdl
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2, run_prepared
+from culet.kernels.triton.linear.epilogue import finish, store_sums
 from culet.kernels.triton.linear.hopper_stream import describe_stream
 from culet.kernels.triton.linear.tiles import (
     GATED,
@@ -40,22 +41,9 @@ from culet.kernels.triton.linear.tiles import (
     choose_stream,
     choose_tile,
 )
-from culet.kernels.triton.maths import cap_tanh, gelu
 from culet.kernels.triton.norms.pointwise import gelu_gate, gelu_mul, softcap
 
 MIN_COLUMNS = 16  # fewer tokens are padded to this many columns of a tensor core tile
-
-
-@triton.jit
-def finish(y, up, factor, pointers_factor, mask, softcap: tl.constexpr, EPILOGUE: tl.constexpr):
-    """Apply the epilogue to float32 sums."""
-    if EPILOGUE == 1:
-        y = gelu(y) * up
-    if EPILOGUE == 2:
-        y = gelu(y) * tl.load(factor + pointers_factor, mask=mask, other=0.0).to(tl.float32)
-    if EPILOGUE == 3:
-        y = cap_tanh(y, softcap)
-    return y
 
 
 @triton.jit
@@ -212,34 +200,10 @@ def _tiles_kernel(
                 inside = cols < K - k
                 up_tile = tl.load(up_ptrs + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
             up = tl.dot(up_tile, x_tile, up)
-    mask = (rows < N)[:, None] & is_token[None, :]
-    out_offsets = tokens[None, :] * y_stride + rows[:, None]
-    factor_offsets = tokens[None, :] * factor_stride + rows[:, None]
-    if KEEP_PARTS:
-        tl.store(y + tl.program_id(1).to(tl.int64) * M * N + out_offsets, total.to(y.dtype.element_ty), mask=mask)
-    elif SPLIT_K == 1:
-        out = finish(total, up, factor, factor_offsets, mask, softcap, EPILOGUE)
-        tl.store(y + out_offsets, out.to(y.dtype.element_ty), mask=mask)
-    else:
-        part_offsets = tokens[None, :] * N + rows[:, None]
-        width = BLOCK_M * N
-        tl.store(parts + tl.program_id(1) * width + part_offsets, total, mask=mask)
-        if EPILOGUE == 1:
-            tl.store(parts + (SPLIT_K + tl.program_id(1)) * width + part_offsets, up, mask=mask)
-        # Every thread has written its part before one thread counts this program, so the last to count sees all parts.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel")
-        if arrived == SPLIT_K - 1:
-            total = tl.load(parts + part_offsets, mask=mask, other=0.0, cache_modifier=".cg")
-            for part in tl.static_range(1, SPLIT_K):
-                total += tl.load(parts + part * width + part_offsets, mask=mask, other=0.0, cache_modifier=".cg")
-            if EPILOGUE == 1:
-                up = tl.load(parts + SPLIT_K * width + part_offsets, mask=mask, other=0.0, cache_modifier=".cg")
-                for part in tl.static_range(1, SPLIT_K):
-                    up += tl.load(parts + (SPLIT_K + part) * width + part_offsets, mask=mask, other=0.0, cache_modifier=".cg")
-            out = finish(total, up, factor, factor_offsets, mask, softcap, EPILOGUE)
-            tl.store(y + out_offsets, out.to(y.dtype.element_ty), mask=mask)
-            tl.store(arrivals + tl.program_id(0), 0)  # ready for the next launch
+    store_sums(
+        total, up, rows[:, None], tokens[None, :], y, factor, parts, arrivals + tl.program_id(0), M, N, y_stride, factor_stride,
+        softcap, SPLIT_K, KEEP_PARTS, EPILOGUE,
+    )  # fmt: skip
 
 
 _workspaces: dict[torch.device, tuple[Tensor, Tensor]] = {}

@@ -35,8 +35,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from culet.kernels.triton.dependent_launch import options
 from culet.kernels.triton.launch import Launch, cdiv
+from culet.kernels.triton.linear.epilogue import store_sums
 from culet.kernels.triton.linear.tiles import GATED, PLAIN, Tile
-from culet.kernels.triton.maths import cap_tanh, gelu
 
 MAX_TOKENS = 128
 SMEM = gl.NVMMASharedLayout(128, 16, 2)
@@ -154,40 +154,18 @@ def _store_outputs(
     BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr, SPLIT_K: gl.constexpr, KEEP_PARTS: gl.constexpr, EPILOGUE: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Store sums [BLOCK_N, COLUMNS] as outputs, or as parts that the last program to arrive sums into outputs."""
+    """Store sums [BLOCK_N, COLUMNS], those of one block of tokens."""
     OUT: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, WARPS], [0, 1])
     rows = gl.expand_dims(gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, OUT)), 1)
     tokens = gl.expand_dims(first_token + gl.arange(0, COLUMNS, gl.SliceLayout(0, OUT)), 0)
-    # Gate rows past N are read because they are up rows, but their outputs are not written.
-    mask = (rows < N) & (tokens < M)
-    total = gl.convert_layout(total, OUT)
-    if KEEP_PARTS:
-        gl.store(y + gl.program_id(1).to(gl.int64) * M * N + tokens * y_stride + rows, total, mask=mask)
-    else:
-        is_last = True
-        if SPLIT_K > 1:
-            place = tokens * N + rows
-            width = M * N
-            gl.store(parts + gl.program_id(1) * width + place, total, mask=mask)
-            # Every thread has written its part before one thread counts this program, so the last to count sees all parts.
-            gl.thread_barrier()
-            # Each block of tokens has a counter, because a program may be the last for one block and not for the other.
-            arrived = arrivals + 2 * gl.program_id(0) + (1 if first_token > 0 else 0)
-            is_last = gl.atomic_add(arrived, 1, sem="acq_rel") == SPLIT_K - 1
-            if is_last:
-                total = gl.load(parts + place, mask=mask, other=0.0, cache_modifier=".cg")
-                for part in gl.static_range(1, SPLIT_K):
-                    total += gl.load(parts + part * width + place, mask=mask, other=0.0, cache_modifier=".cg")
-                gl.store(arrived, 0)  # ready for the next launch
-        if is_last:
-            if EPILOGUE == 1:
-                total = gelu(total) * gl.convert_layout(up, OUT)
-            if EPILOGUE == 2:
-                times = gl.load(factor + tokens * factor_stride + rows, mask=mask, other=0.0)
-                total = gelu(total) * times.to(gl.float32)
-            if EPILOGUE == 3:
-                total = cap_tanh(total, softcap)
-            gl.store(y + tokens * y_stride + rows, total.to(y.dtype.element_ty), mask=mask)
+    # Each block of tokens has a counter, because a program may be the last for one block and not for the other.
+    arrived = arrivals + 2 * gl.program_id(0) + (1 if first_token > 0 else 0)
+    if EPILOGUE == 1:
+        up = gl.convert_layout(up, OUT)
+    store_sums(
+        gl.convert_layout(total, OUT), up, rows, tokens, y, factor, parts, arrived, M, N, y_stride, factor_stride, softcap,
+        SPLIT_K, KEEP_PARTS, EPILOGUE,
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M"])

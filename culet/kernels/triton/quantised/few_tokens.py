@@ -19,7 +19,8 @@ from torch import Tensor
 from culet.kernels.triton.dependent_launch import enter, options
 from culet.kernels.triton.device import shared_bytes, stages_that_fit
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
-from culet.kernels.triton.linear.few_tokens import MIN_COLUMNS, finish, workspace
+from culet.kernels.triton.linear.epilogue import store_sums
+from culet.kernels.triton.linear.few_tokens import MIN_COLUMNS, workspace
 from culet.kernels.triton.linear.tiles import GATED, MAX_ARRIVALS, MAX_PARTS, PLAIN, Tile
 from culet.kernels.triton.quantised.hopper_stream import describe_stream
 from culet.kernels.triton.quantised.packed import PackedMatrix
@@ -75,35 +76,11 @@ def _quantised_tiles_kernel(
         total = scale_rows(total, row_scale, rows, N, ROW_STRIDE, ROW_FACTOR)
         if EPILOGUE == 1:
             up = scale_rows(up, row_scale + N * ROW_STRIDE, rows, N, ROW_STRIDE, ROW_FACTOR)
-    mask = (rows < N)[:, None] & is_token[None, :]
-    out_offsets = tokens.to(tl.int64)[None, :] * y_stride + rows[:, None]
-    factor_offsets = tokens.to(tl.int64)[None, :] * factor_stride + rows[:, None]
-    if KEEP_PARTS:
-        tl.store(y + tl.program_id(1).to(tl.int64) * M * N + out_offsets, total.to(y.dtype.element_ty), mask=mask)
-    elif SPLIT_K == 1:
-        out = finish(total, up, factor, factor_offsets, mask, softcap, EPILOGUE)
-        tl.store(y + out_offsets, out.to(y.dtype.element_ty), mask=mask)
-    else:
-        part_offsets = tokens[None, :] * N + rows[:, None]
-        width = M * N
-        tl.store(parts + tl.program_id(1) * width + part_offsets, total, mask=mask)
-        if EPILOGUE == 1:
-            tl.store(parts + (SPLIT_K + tl.program_id(1)) * width + part_offsets, up, mask=mask)
-        # Every thread has written its part before one thread counts this program, so the last to count sees all parts.
-        tl.debug_barrier()
-        counter = arrivals + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        arrived = tl.atomic_add(counter, 1, sem="acq_rel")
-        if arrived == SPLIT_K - 1:
-            total = tl.load(parts + part_offsets, mask=mask, other=0.0, cache_modifier=".cg")
-            for part in tl.static_range(1, SPLIT_K):
-                total += tl.load(parts + part * width + part_offsets, mask=mask, other=0.0, cache_modifier=".cg")
-            if EPILOGUE == 1:
-                up = tl.load(parts + SPLIT_K * width + part_offsets, mask=mask, other=0.0, cache_modifier=".cg")
-                for part in tl.static_range(1, SPLIT_K):
-                    up += tl.load(parts + (SPLIT_K + part) * width + part_offsets, mask=mask, other=0.0, cache_modifier=".cg")
-            out = finish(total, up, factor, factor_offsets, mask, softcap, EPILOGUE)
-            tl.store(y + out_offsets, out.to(y.dtype.element_ty), mask=mask)
-            tl.store(counter, 0)  # ready for the next launch
+    store_sums(
+        total, up, rows[:, None], tokens.to(tl.int64)[None, :], y, factor, parts,
+        arrivals + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0), M, N, y_stride, factor_stride,
+        softcap, SPLIT_K, KEEP_PARTS, EPILOGUE,
+    )  # fmt: skip
 
 
 def describe(x_MK: Tensor, matrix: PackedMatrix, out: Tensor, tile: Tile, epilogue: int = PLAIN, **extra: Any) -> Launch:

@@ -25,9 +25,9 @@ from triton.runtime.jit import constexpr_function
 from culet.hardware import HOPPER, SHARED_BYTES
 from culet.kernels.triton.dependent_launch import options
 from culet.kernels.triton.launch import Launch, cdiv
+from culet.kernels.triton.linear.epilogue import store_sums
 from culet.kernels.triton.linear.hopper_stream import let_next_start, wait_for_kernel_before
 from culet.kernels.triton.linear.tiles import GATED, PLAIN, Tile
-from culet.kernels.triton.maths import cap_tanh, gelu
 from culet.kernels.triton.quantised.packed import PackedMatrix
 from culet.kernels.triton.quantised.tiles import RESIDENT_PROGRAMS
 from culet.kernels.triton.quantised.unpack import (
@@ -202,13 +202,11 @@ def _store_outputs(
     BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, SPLIT_K: gl.constexpr, KEEP_PARTS: gl.constexpr, EPILOGUE: gl.constexpr,
     FORMAT: gl.constexpr, BLOCK_SCALES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Store sums [BLOCK_N, BLOCK_M] as outputs, or as parts that the last program to arrive sums into outputs."""
+    """Scale sums [BLOCK_N, BLOCK_M] and store them."""
     OUT: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, WARPS], [0, 1])
     HAS_UP: gl.constexpr = EPILOGUE == 1
     rows = gl.expand_dims(gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, OUT)), 1)
     tokens = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, OUT)), 0)
-    # Gate rows past N are read because they are up rows, but their outputs are not written.
-    mask = (rows < N) & (tokens < M)
     total = gl.convert_layout(total, OUT)
     if HAS_UP:
         up = gl.convert_layout(up, OUT)
@@ -216,38 +214,10 @@ def _store_outputs(
         total = _scaled(total, scale, rows, scale_stride, N, 0, FORMAT)
         if HAS_UP:
             up = _scaled(up, scale, rows, scale_stride, N, N, FORMAT)
-    if KEEP_PARTS:
-        gl.store(y + gl.program_id(1).to(gl.int64) * M * N + tokens * y_stride + rows, total, mask=mask)
-    else:
-        is_last = True
-        if SPLIT_K > 1:
-            place = tokens * N + rows
-            width = M * N
-            gl.store(parts + gl.program_id(1) * width + place, total, mask=mask)
-            if HAS_UP:
-                gl.store(parts + (SPLIT_K + gl.program_id(1)) * width + place, up, mask=mask)
-            # Every thread has written its part before one thread counts this program, so the last to count sees all parts.
-            gl.thread_barrier()
-            arrived = arrivals + gl.program_id(0)
-            is_last = gl.atomic_add(arrived, 1, sem="acq_rel") == SPLIT_K - 1
-            if is_last:
-                total = gl.load(parts + place, mask=mask, other=0.0, cache_modifier=".cg")
-                for part in gl.static_range(1, SPLIT_K):
-                    total += gl.load(parts + part * width + place, mask=mask, other=0.0, cache_modifier=".cg")
-                if HAS_UP:
-                    up = gl.load(parts + SPLIT_K * width + place, mask=mask, other=0.0, cache_modifier=".cg")
-                    for part in gl.static_range(1, SPLIT_K):
-                        up += gl.load(parts + (SPLIT_K + part) * width + place, mask=mask, other=0.0, cache_modifier=".cg")
-                gl.store(arrived, 0)  # ready for the next launch
-        if is_last:
-            if HAS_UP:
-                total = gelu(total) * up
-            if EPILOGUE == 2:
-                times = gl.load(factor + tokens * factor_stride + rows, mask=mask, other=0.0)
-                total = gelu(total) * times.to(gl.float32)
-            if EPILOGUE == 3:
-                total = cap_tanh(total, softcap)
-            gl.store(y + tokens * y_stride + rows, total.to(y.dtype.element_ty), mask=mask)
+    store_sums(
+        total, up, rows, tokens, y, factor, parts, arrivals + gl.program_id(0), M, N, y_stride, factor_stride, softcap,
+        SPLIT_K, KEEP_PARTS, EPILOGUE,
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M"])

@@ -23,7 +23,7 @@ from triton.runtime.jit import constexpr_function
 
 from culet.kernels.triton.dependent_launch import enter, options
 from culet.kernels.triton.launch import Launch, cdiv
-from culet.kernels.triton.linear.few_tokens import finish
+from culet.kernels.triton.linear.epilogue import store_sums
 from culet.kernels.triton.linear.tiles import GATED, PLAIN, Tile
 from culet.kernels.triton.quantised.packed import PackedMatrix
 from culet.kernels.triton.quantised.unpack import (
@@ -232,41 +232,17 @@ def _store_outputs(
     BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, SPLIT_K: gl.constexpr, KEEP_PARTS: gl.constexpr, EPILOGUE: gl.constexpr,
     SUMS: gl.constexpr,
 ):  # fmt: skip
-    """Store sums [BLOCK_N, BLOCK_M] as outputs, or as parts that the last program to arrive sums into outputs."""
-    HAS_UP: gl.constexpr = EPILOGUE == 1
+    """Scale sums [BLOCK_N, BLOCK_M] and store them."""
     rows = gl.expand_dims(gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS)), 1)
     tokens = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, SUMS)), 0)
-    mask = (rows < N) & (tokens < M)
     if HAS_ROW_SCALE:
         total *= gl.load(row_scale + rows * ROW_STRIDE, mask=rows < N, other=0.0).to(gl.float32) * ROW_FACTOR
-        if HAS_UP:
+        if EPILOGUE == 1:
             up *= gl.load(row_scale + (N + rows) * ROW_STRIDE, mask=rows < N, other=0.0).to(gl.float32) * ROW_FACTOR
-    if KEEP_PARTS:
-        gl.store(y + gl.program_id(1).to(gl.int64) * M * N + tokens * y_stride + rows, total, mask=mask)
-    else:
-        is_last = True
-        if SPLIT_K > 1:
-            place = tokens * N + rows
-            width = M * N
-            gl.store(parts + gl.program_id(1) * width + place, total, mask=mask)
-            if HAS_UP:
-                gl.store(parts + (SPLIT_K + gl.program_id(1)) * width + place, up, mask=mask)
-            # Every thread has written its part before one thread counts this program, so the last to count sees all parts.
-            gl.thread_barrier()
-            arrived = arrivals + gl.program_id(0)
-            is_last = gl.atomic_add(arrived, 1, sem="acq_rel") == SPLIT_K - 1
-            if is_last:
-                total = gl.load(parts + place, mask=mask, other=0.0, cache_modifier=".cg")
-                for part in gl.static_range(1, SPLIT_K):
-                    total += gl.load(parts + part * width + place, mask=mask, other=0.0, cache_modifier=".cg")
-                if HAS_UP:
-                    up = gl.load(parts + SPLIT_K * width + place, mask=mask, other=0.0, cache_modifier=".cg")
-                    for part in gl.static_range(1, SPLIT_K):
-                        up += gl.load(parts + (SPLIT_K + part) * width + place, mask=mask, other=0.0, cache_modifier=".cg")
-                gl.store(arrived, 0)  # ready for the next launch
-        if is_last:
-            total = finish(total, up, factor, tokens * factor_stride + rows, mask, softcap, EPILOGUE)
-            gl.store(y + tokens * y_stride + rows, total.to(y.dtype.element_ty), mask=mask)
+    store_sums(
+        total, up, rows, tokens, y, factor, parts, arrivals + gl.program_id(0), M, N, y_stride, factor_stride, softcap,
+        SPLIT_K, KEEP_PARTS, EPILOGUE,
+    )  # fmt: skip
 
 
 def describe_warps(x_MK: Tensor, matrix: PackedMatrix, out: Tensor, tile: Tile, epilogue: int = PLAIN, **extra: Any) -> Launch:

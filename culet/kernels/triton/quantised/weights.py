@@ -60,7 +60,7 @@ def load_weights(
     ROWS_PER_SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     dtype: tl.constexpr, BY_HAND: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return columns k .. k + BLOCK_K - 1 of K of some rows, [BLOCK_N, BLOCK_K].
+    """Return columns k to k + BLOCK_K - 1 of the given rows as [BLOCK_N, BLOCK_K].
 
     Scales of a whole row, and the global scale of nvfp4, are left to the caller. BY_HAND unpacks bfloat16 with bit operations.
     MASKED allows columns past K, which are not zero. Tokens must be zero there.

@@ -1,4 +1,4 @@
-"""Choose the format of each weight by the tensors that the checkpoint holds and what its config says about them."""
+"""Choose each weight's format from the checkpoint's tensors and config."""
 
 from __future__ import annotations
 

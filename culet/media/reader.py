@@ -1,0 +1,109 @@
+"""Turn what callers send into media that are ready for a model: the one entry to this package. No torch.
+
+A server awaits `MediaReader.read`, and an offline caller uses `read_now`. Both return one Medium for each source, and
+`expand_prompt` writes them into the prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from culet.line_process import Stopper
+from culet.media.fetch import FetchRules, check_url, fetch
+from culet.media.items import MediaKind, Medium
+from culet.media.limits import MediaLimits
+from culet.media.messages import Question
+from culet.media.pool import DecoderPool
+from culet.media.queue import MediaQueue
+from culet.media.sources import MediaSource
+from culet.media.spec import MediaSpec
+
+_NUM_FETCHES = 4  # at the same time
+_PATIENCE_S = 2.0  # about what a new process costs, so that clients who leave at once do not make the server start many
+
+
+class MediaReader:
+    """Decodes the media of one model's requests, within limits.
+
+    `hosts` are those that https URLs may name. By default there are none, and nothing is ever fetched.
+    """
+
+    def __init__(self, spec: MediaSpec, limits: MediaLimits | None = None, hosts: Iterable[str] = ()) -> None:
+        self.spec = spec
+        self.limits = limits or MediaLimits()
+        self._rules = FetchRules(frozenset(host.lower().rstrip(".") for host in hosts))
+        self.pool = DecoderPool(self.limits)
+        bounds: dict[str, int] = {"max_waiting": self.limits.max_waiting, "max_waiting_mb": self.limits.max_waiting_mb}
+        self._decodes = MediaQueue(self.limits.num_processes, purpose="decoded", patience_s=_PATIENCE_S, **bounds)
+        self._fetches = MediaQueue(_NUM_FETCHES, purpose="fetched", **bounds)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._decodes.num_waiting + self._fetches.num_waiting
+
+    async def read(self, sources: Sequence[MediaSource]) -> list[Medium]:
+        """Return the media of one request, in order. Few of them wait at a time, so that other requests come between.
+
+        Raise BadRequest for a medium that cannot be used, and QueueFull if too many wait. If this task is cancelled, or if one
+        medium fails, work on the others is dropped, and a process that decodes one for long is killed.
+        """
+        for source in sources:
+            self._check(source)
+        turn = asyncio.Semaphore(self.limits.num_processes)
+        tasks = [asyncio.ensure_future(self._read_one(source, turn)) for source in sources]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def read_now(self, sources: Sequence[MediaSource]) -> list[Medium]:
+        """Return the media of one prompt, in order. Blocks."""
+        for source in sources:
+            self._check(source)
+        return [self._decode(source, self._fetch(source, Stopper()), Stopper()) for source in sources]
+
+    def warm_up(self) -> None:
+        """Start the decoding processes now, so that the first media do not wait for them."""
+        self.pool.warm_up()
+
+    def close(self) -> None:
+        """End the idle processes and drop all work that has not begun."""
+        self._decodes.close()
+        self._fetches.close()
+        self.pool.close()
+
+    async def _read_one(self, source: MediaSource, turn: asyncio.Semaphore) -> Medium:
+        async with turn:
+            data = await self._fetches.run(partial(self._fetch, source), len(source.url)) if source.is_remote else None
+            num_bytes = source.num_bytes if data is None else len(data)
+            is_long = source.kind == MediaKind.VIDEO
+            return await self._decodes.run(partial(self._decode, source, data), num_bytes, is_long=is_long)
+
+    def _check(self, source: MediaSource) -> None:
+        """Raise for a source that is refused whatever its bytes are."""
+        self.spec.check_kind(source.name, source.kind)
+        self.spec.budget(source.kind, source.max_soft_tokens, source.detail)
+        if source.is_remote:
+            check_url(source.url, self._rules, source.name)
+
+    def _fetch(self, source: MediaSource, stopper: Stopper) -> bytes | None:
+        """Return the bytes of a remote source. Other sources have theirs already."""
+        return fetch(source.url, source.kind, self._rules, self.limits, source.name, stopper) if source.is_remote else None
+
+    def _decode(self, source: MediaSource, data: bytes | None, stopper: Stopper) -> Medium:
+        data = source.inline_bytes(self.limits) if data is None else data
+        question = Question(
+            kind=source.kind,
+            num_bytes=len(data),
+            form=source.form,
+            budget=self.spec.budget(source.kind, source.max_soft_tokens, source.detail),
+            num_frames=self.spec.num_frames,
+            has_mel=self.spec.has_mel,
+            is_split=source.is_split,
+            shape=source.shape,
+            rate=source.rate,
+        )
+        return self.pool.decode(source.name, question, data, stopper)

@@ -1,0 +1,97 @@
+"""Where media come from: bytes, `data:` URLs, https URLs, and pixels or samples of the caller's own program. No torch."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass
+from typing import Any
+
+from culet.errors import BadRequest
+from culet.media.items import MediaKind
+from culet.media.limits import MEGABYTE, MediaLimits
+from culet.media.messages import Form
+
+_DATA = "data:"
+
+
+@dataclass(frozen=True)
+class MediaSource:
+    """One medium as a caller gives it: a URL, the bytes of a file, or raw pixels or samples."""
+
+    kind: MediaKind
+    name: str  # says in errors which medium it is, such as `messages[0].content[1]`
+    url: str = ""  # a `data:` or https URL
+    data: bytes = b""
+    form: Form = Form.FILE
+    shape: tuple[int, ...] = ()  # of raw pixels: [height, width, 3], or [frames, height, width, 3] for a video
+    rate: float = 0.0  # of raw samples or frames, per second
+    max_soft_tokens: int | None = None  # of an image or a frame: 70, 140, 280, and for images also 560 or 1120
+    detail: str | None = None  # low (the least), high (the most) or auto (the model's default), unless max_soft_tokens is set
+    is_split: bool = False  # audio of more than 30 s becomes several parts for E2B and E4B, instead of an error
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of what the caller sent. It decides who waits for whom."""
+        return len(self.url) + len(self.data)
+
+    @property
+    def is_remote(self) -> bool:
+        return bool(self.url) and self.url[: len(_DATA)].lower() != _DATA
+
+    def inline_bytes(self, limits: MediaLimits) -> bytes:
+        """Return the bytes of a source that needs no fetching. Their number is checked before they are decoded."""
+        if not self.url:
+            if self.form == Form.FILE:
+                limits.check_bytes(self.name, self.kind, len(self.data))
+            return self.data
+        header, comma, _ = self.url[:256].partition(",")
+        begin = len(header) + 1
+        if not comma or not header.lower().endswith(";base64"):
+            raise BadRequest(f"{self.name}: got a data: URL without base64, expected data:TYPE;base64,DATA")
+        _check_base64_len(self.name, self.kind, len(self.url) - begin, limits)  # before it is copied
+        return decode_base64(self.name, self.kind, self.url[begin:], limits)
+
+
+def _check_base64_len(name: str, kind: MediaKind, text_len: int, limits: MediaLimits) -> None:
+    """Raise if base64 text of this length holds more bytes than a medium may have."""
+    if text_len > 4 * -(-limits.max_bytes(kind) // 3):
+        most = limits.max_bytes(kind) / MEGABYTE
+        raise BadRequest(
+            f"{name}: got about {text_len * 0.75 / MEGABYTE:.1f} MB, expected {kind.with_article} of at most {most:g} MB"
+        )
+
+
+def decode_base64(name: str, kind: MediaKind, text: str, limits: MediaLimits) -> bytes:
+    """Return the bytes of base64 text. Its length is checked first."""
+    _check_base64_len(name, kind, len(text), limits)
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (ValueError, binascii.Error):
+        raise BadRequest(f"{name}: the data is not valid base64") from None
+    limits.check_bytes(name, kind, len(data))
+    return data
+
+
+def pixel_source(pixels: Any, *, name: str, rate: float = 0.0, **settings: Any) -> MediaSource:
+    """Return the source of an array of uint8 pixels: [height, width, 3] for an image, [frames, height, width, 3] for a video.
+
+    `rate` is the video's number of frames per second. `settings` are other fields of MediaSource.
+    """
+    shape = tuple(map(int, getattr(pixels, "shape", ())))
+    if len(shape) not in (3, 4) or shape[-1] != 3 or 0 in shape or str(getattr(pixels, "dtype", "")) != "uint8":
+        got = f"{getattr(pixels, 'dtype', type(pixels).__name__)} {list(shape)}"
+        raise BadRequest(f"{name}: got {got}, expected uint8 [height, width, 3], or [frames, height, width, 3] for a video")
+    kind = MediaKind.IMAGE if len(shape) == 3 else MediaKind.VIDEO
+    return MediaSource(kind, name, data=pixels.tobytes(), form=Form.RAW, shape=shape, rate=rate, **settings)
+
+
+def sample_source(samples: Any, rate: float, *, name: str, **settings: Any) -> MediaSource:
+    """Return the source of an array of float samples in [-1, 1], mono. `settings` are other fields of MediaSource."""
+    shape, dtype = tuple(getattr(samples, "shape", ())), str(getattr(samples, "dtype", ""))
+    if len(shape) != 1 or dtype not in ("float32", "float64") or not 1_000 <= rate <= 1_000_000 or rate != int(rate):
+        raise BadRequest(
+            f"{name}: got {dtype or type(samples).__name__} {list(shape)}, expected float [samples] and a rate in Hz"
+        )
+    data = samples.astype("float32").tobytes()
+    return MediaSource(MediaKind.AUDIO, name, data=data, form=Form.RAW, rate=rate, **settings)
