@@ -1,46 +1,38 @@
-"""What the prefix cache gains and loses, for those who follow it from outside: the web process and KV events."""
+"""Which resume points the prefix cache gains and loses, for those who follow it from outside: the web process and KV events."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-
-class PageStored(Struct, frozen=True, array_like=True, tag=True):
-    """A run of full pages is known, which ends with this page. Before it, all pages of the run are reported.
-
-    The run of no pages is reported too, with `num_pages` 0. Its key stands for the salt.
-    """
-
-    key: bytes
-    parent: bytes  # key of the run without this page
-    num_pages: int  # in the run
-    token_ids: tuple[int, ...] = ()  # of this page
-    extra: tuple[str, ...] = ()  # what the key covers besides token ids: the salt and media
-
-
-class PageRemoved(Struct, frozen=True, array_like=True, tag=True):
-    """No resume point begins with this run of pages any more. Its points and longer runs are gone already."""
-
-    key: bytes
-    num_pages: int
+from culet.cache.content import UNIT, MediaKey, PrefixContent
+from culet.cache.point_tree import PointTree, ResumePoint
 
 
 class PointStored(Struct, frozen=True, array_like=True, tag=True):
-    """A prompt can be resumed after a run of full pages and `tail_len` more tokens."""
+    """A point. It begins like another one that is known already, so only the rest of its content is sent."""
 
-    key: bytes  # of the run
-    num_pages: int
-    tail_len: int
-    tail_key: bytes  # see `tail_key` in `culet.cache.prefix`
+    point_id: int
+    length: int
+    earliest: int
+    salt: str
+    media: tuple[MediaKey, ...]
+    base_id: int  # another point, or 0 if `num_shared` is 0
+    num_shared: int  # tokens that both begin with
+    rest: bytes  # units of the tokens after these
 
 
 class PointRemoved(Struct, frozen=True, array_like=True, tag=True):
     """The point is gone."""
 
-    key: bytes
-    num_pages: int
-    tail_len: int
-    tail_key: bytes
+    point_id: int
 
 
-PrefixChange = PageStored | PageRemoved | PointStored | PointRemoved
+PrefixChange = PointStored | PointRemoved
+
+
+def stored_change(tree: PointTree, point: ResumePoint, units: bytearray) -> PointStored:
+    """Describe a point that is about to be added to `tree`, with the content `units[: UNIT * point.length]`."""
+    path = tree.path(PrefixContent(point.salt), units, point.length)
+    base_id, num_shared = (path[-1][0].earliest[0][1], path[-1][1]) if path else (0, 0)
+    rest = bytes(units[UNIT * num_shared : UNIT * point.length])
+    return PointStored(point.point_id, point.length, point.earliest, point.salt, point.media, base_id, num_shared, rest)

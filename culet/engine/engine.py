@@ -15,6 +15,7 @@ from culet.cache.prefix import PrefixCache
 from culet.cache.spec import CacheLayout
 from culet.config import Config
 from culet.engine.build import MakeWorker, build_parts, finish_start
+from culet.errors import BadRequest
 from culet.runner.worker import LaunchedStep
 from culet.scheduler.stats import SchedulerStats
 from culet.types import FinishReason, GrammarSpec, Request, TokenDelta
@@ -42,6 +43,7 @@ class Engine:
         finish_start(parts, self.add, self.step)
         self.start_times = parts.times
         self.kernels_compiled = parts.num_compiled
+        self._compile_count = parts.compile_count
 
     @property
     def layout(self) -> CacheLayout:
@@ -57,6 +59,9 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. If it has a grammar, call `check_grammar` first. It then starts once the grammar is compiled."""
+        if request.media and self._scheduler.features is None:
+            hint = "use a checkpoint that has towers, and start without --language-model-only"
+            raise BadRequest("media: no tower for images, video or audio is loaded", hint=hint)
         if request.grammar is None:
             self._scheduler.add(request)
             return
@@ -97,6 +102,7 @@ class Engine:
             self._scheduler.stats(),
             verify_seconds=seconds.get("verify", 0.0),
             draft_seconds=seconds.get("draft", 0.0),
+            kernels_compiled=0 if self._compile_count is None else self._compile_count.while_serving,
         )
 
     def step(self) -> list[TokenDelta]:
@@ -106,7 +112,7 @@ class Engine:
         If a step fails, raise. The next call returns the ends of the requests that were part of it, even if `has_work` is
         false by then. All others go on.
         """
-        for request_id, error in self._grammars.done():
+        for request_id, error in self._grammars.done(self._scheduler.is_alive):
             if error:
                 self._scheduler.cancel(request_id, reason=FinishReason.ERROR, error=error)
             self._scheduler.release(request_id)

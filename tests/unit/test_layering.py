@@ -19,7 +19,10 @@ import pytest
 import culet
 
 ROOT = Path(culet.__file__).parent
-BASE = ("errors", "env", "log", "types", "config", "registry", "line_process", "child", "frames", "hardware", "version")
+BASE = (
+    *("errors", "env", "log", "types", "config", "limits", "registry", "line_process", "child", "frames", "hardware"),
+    "version",
+)
 MAX_MODULES = 13  # in one folder, besides __init__
 MAX_OTHER_MODULES = 15  # the same for a folder of tests, training or benchmarks
 
@@ -50,6 +53,9 @@ ALLOWED["culet"] = ("engine",)  # culet/__init__.py exports LLM and SamplingPara
 # Most of `cache` loads without torch. Only the pool holds tensors.
 POOL = "culet.cache.pool"
 
+# What a decoded image is. Requests and steps carry it, so it counts as base.
+ITEMS = "culet.media.items"
+
 # Packages and modules that load without torch.
 TORCH_FREE_PACKAGES = ("text", "scheduler", "cli")
 TORCH_FREE = (
@@ -64,7 +70,7 @@ TORCH_FREE = (
     *("culet.drafters.mtp.spec", "culet.drafters.dflash.spec"),
     *("culet.drafters.base", "culet.drafters.mtp.plan", "culet.drafters.dflash.plan"),
     *("culet.attention.plan", "culet.attention.picture"),
-    *("culet.cache.spec", "culet.cache.arena", "culet.cache.changes", "culet.cache.prefix"),
+    *("culet.cache.spec", "culet.cache.arena", "culet.cache.changes", "culet.cache.mirror", "culet.cache.prefix"),
     *("culet.structured.forms", "culet.structured.tool_grammar", "culet.structured.check", "culet.engine.requests"),
 )
 
@@ -102,6 +108,8 @@ def package_of(name: str) -> str:
     parts = name.split(".")
     if len(parts) == 1:
         return "culet"
+    if name.startswith(ITEMS):
+        return "base"
     if parts[1] in culet._LAZY:  # a name that `culet` exports counts as its own module
         return package_of(culet._LAZY[parts[1]])
     return "base" if parts[1] in BASE or parts[1] == "__version__" else parts[1]

@@ -25,11 +25,9 @@ async def server_info(service: Service, request: Request) -> Response:
         "enable_prefix_caching": service.config.cache.enable_prefix_caching,
     }
     if facts is not None:
-        whole = [group for group in facts.groups if group.window is None]
-        page_tokens = facts.prefix_page_tokens or (whole[0].page_tokens if whole else 0)
         answer |= {
-            "page_size": page_tokens,
-            "max_total_num_tokens": facts.num_pages * page_tokens,  # if the global layers had all pages
+            "page_size": facts.block_tokens,
+            "max_total_num_tokens": facts.num_pages * facts.block_tokens,  # if the global layers had all pages
             "max_running_requests": facts.max_num_seqs,
             "max_queued_requests": facts.max_queue_len,
             "context_length": facts.max_model_len,

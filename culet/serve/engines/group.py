@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from culet.cache.prefix import PageKeys
-from culet.config import Config, Limits, ServeConfig
+from culet.cache.content import PrefixContent
+from culet.config import Config, ServeConfig
 from culet.errors import CuletError, WorkerDied
+from culet.limits import Limits
 from culet.log import logger
 from culet.serve.engines.placement import environments
-from culet.serve.engines.prefixes import Overlap
 from culet.serve.engines.routing import Candidate, ranked
 from culet.serve.engines.supervised import SupervisedEngine
 from culet.serve.engines.totals import total
@@ -158,12 +158,12 @@ class Engines:
         tokens = request.prompt_token_ids
         facts = ready[0].facts
         assert facts is not None
-        keys = PageKeys(facts.prefix_page_tokens, request.cache_salt, request.media) if facts.prefix_page_tokens else None
+        content = PrefixContent(request.cache_salt, request.media)
         candidates = [
             Candidate(
                 engine.client.num_samples,
                 facts.max_num_seqs,
-                Overlap() if keys is None else engine.prefixes.find(tokens, keys),
+                engine.prefixes.find(tokens, content),
                 engine.prefixes.num_points,
             )
             for engine in ready

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from culet.serve.engines.prefixes import Overlap
+from culet.cache.mirror import Overlap
 
 # How many more samples than the idlest engine a busy one may have and still win by a prefix: a quarter of its slots, or this.
 _SLACK_PART, _MIN_SLACK = 4, 4

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from culet.cache.changes import PrefixChange
-from culet.config import Limits, ServeConfig
+from culet.cache.mirror import PrefixMirror
+from culet.config import ServeConfig
 from culet.errors import CuletError, WorkerDied
+from culet.limits import Limits
 from culet.log import logger
-from culet.serve.engines.prefixes import KnownPrefixes
 from culet.serve.process import watchdog
 from culet.serve.process.client import EngineClient, State
 from culet.serve.process.wire import Ready, Start, Stats
@@ -31,7 +32,7 @@ class SupervisedEngine:
         self.num_restarts = 0
         self.is_given_up = False  # it died too often
         self.is_draining = False  # it is not restarted any more
-        self.prefixes = KnownPrefixes()
+        self.prefixes = PrefixMirror()
         self.on_prefix_changes: Callable[[list[PrefixChange]], None] = self.prefixes.apply
         self.on_new_process: Callable[[], None] = self.prefixes.clear  # with an empty cache
         self.on_give_up: Callable[[CuletError], None] = lambda error: None

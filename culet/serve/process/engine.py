@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from culet.cache.changes import PageStored, PrefixChange
+from culet.cache.changes import PrefixChange
 from culet.cache.prefix import PrefixCache
 from culet.engine.requests import RequestRules
 from culet.errors import CuletError, WorkerDied, as_culet_error, error_parts, exit_code
@@ -252,7 +252,6 @@ def start_engine(start: Start) -> tuple[SteppedEngine, Ready]:
         dtype=str(engine.dtype).removeprefix("torch."),
         num_pages=engine.stats().num_pages,
         page_bytes=layout.slab_bytes,
-        prefix_page_tokens=0 if engine.prefix_cache is None else engine.prefix_cache.page_tokens,
         groups=tuple(
             GroupFacts(group.name, len(group.layers), group.page_tokens, group.window, *backends.get(group.name, ("", "")))
             for group in layout.groups
@@ -297,7 +296,7 @@ def serve(sock: socket.socket) -> int:
     queue_stderr()
     try:
         engine, ready = start_engine(start) if start.script is None else load(_START_FAKE)(start)
-        followers = _make_followers(start, engine, channel)
+        followers = _make_followers(start, engine, ready, channel)
     except Exception as error:
         if not isinstance(error, CuletError):
             logger.exception("the engine failed to start")
@@ -311,27 +310,22 @@ def serve(sock: socket.socket) -> int:
     return EngineLoop(engine, channel, followers).run()
 
 
-def _make_followers(start: Start, engine: SteppedEngine, channel: Channel) -> Sequence[Callable[[list[PrefixChange]], None]]:
+def _make_followers(
+    start: Start, engine: SteppedEngine, ready: Ready, channel: Channel
+) -> Sequence[Callable[[list[PrefixChange]], None]]:
     """Return what follows the prefix cache, as the Start message asks, and make the cache record its changes."""
     prefixes = engine.prefix_cache
     followers: list[Callable[[list[PrefixChange]], None]] = []
     if prefixes is None:
         return followers
     if start.reports_prefixes:
-        followers.append(lambda changes: channel.send(PrefixChanges(_without_tokens(changes))))
+        followers.append(lambda changes: channel.send(PrefixChanges(changes)))
     events = read_kv_events(start.kv_events)
     if events is not None:
-        followers.append(KVEventPublisher(events, prefixes.page_tokens, start.rank).publish)
+        followers.append(KVEventPublisher(events, ready.block_tokens, start.rank).publish)
     if followers:
         prefixes.record_changes()
     return followers
-
-
-def _without_tokens(changes: list[PrefixChange]) -> list[PrefixChange]:
-    return [
-        PageStored(change.key, change.parent, change.num_pages) if isinstance(change, PageStored) else change
-        for change in changes
-    ]
 
 
 def main() -> None:

@@ -2,14 +2,14 @@
 
 A message has three parts: the topic, a sequence number (8 bytes, big-endian) and a batch in msgpack, `[time, events, rank]`.
 Events are maps, such as `{"type": "BlockStored", "block_hashes": [...], "parent_block_hash": ..., "token_ids": [...],
-"block_size": ...}`. A block is a page of the prefix cache.
+"block_size": ...}`. A block is as long as a page of the global layers.
 
 Routers count the blocks that a prompt has in common with the ones they know. A Gemma model cannot resume after any of these
-blocks, only where there is a resume point. So blocks are published in two groups:
+blocks, only where a resume point reaches. So blocks are published in two groups:
 
-- Group 0 (`full_attention`) has every run of pages that a resume point begins with.
-- Group 1 (`sliding_window`, a window of one block) has the last page of a run after which a point can resume. A router that
-  knows groups looks there for the last block of a match only, and has no false hits.
+- Group 0 (`full_attention`) has every run of blocks that a resume point begins with.
+- Group 1 (`sliding_window`, a window of one block) has the blocks after which a prompt can be resumed. A router that knows
+  groups looks there for the last block of a match only, and has no false hits.
 
 Whoever misses messages asks the replay socket. A request is `[b"", start number]`, and the answer is one message
 `[b"", number, batch]` for each one that is still kept, then `[b"", -1, b""]`.
@@ -20,20 +20,25 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import deque
+from array import array
+from collections import Counter, deque
 from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
 
-from culet.cache.changes import PageRemoved, PageStored, PointStored, PrefixChange
+from culet.cache.changes import PointStored, PrefixChange
+from culet.cache.content import UNIT
+from culet.cache.mirror import PrefixMirror
+from culet.cache.point_tree import MIN_SHARED
 from culet.errors import ConfigError
-from culet.log import logger
 
 RUNS, POINTS = 0, 1  # the groups
 _END = (-1).to_bytes(8, "big", signed=True)
 _HINT = """example: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}"""
-_POLL_MS = 50
+_POLL_S = 0.05
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,68 +88,107 @@ def of_rank(endpoint: str, rank: int) -> str:
     return f"{endpoint}_dp{rank}"
 
 
+def block_keys(units: bytes, salt: str, block_tokens: int) -> list[bytes]:
+    """Return the keys of the blocks that a content fills, each chained from the one before. The first is the salt's."""
+    size = UNIT * block_tokens
+    keys = [_digest(salt.encode("utf-8", "surrogatepass"))]
+    for begin in range(0, len(units) - size + 1, size):
+        keys.append(_digest(keys[-1] + units[begin : begin + size]))
+    return keys
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=16).digest()
+
+
 def block_hash(key: bytes) -> int:
-    """Return the hash of a block, the first 64 bits of its page key."""
+    """Return the hash of a block, the first 64 bits of its key."""
     return int.from_bytes(key[:8], "big")
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """The blocks of a resume point."""
+
+    keys: list[bytes]
+    resumable: range  # numbers of blocks after which a prompt that has them can be resumed
 
 
 class EventMaker:
     """Turns changes of the prefix cache into events."""
 
-    def __init__(self, page_tokens: int) -> None:
-        self._page_tokens = page_tokens
-        self._num_points: dict[bytes, int] = {}  # page key -> points after this run of pages
-        self._pages: dict[bytes, PageStored] = {}
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._mirror = PrefixMirror()
+        self._points: dict[int, _Blocks] = {}
+        self._counts: tuple[Counter[bytes], Counter[bytes]] = Counter(), Counter()  # by group, points that have the block
 
     def events(self, changes: Iterable[PrefixChange]) -> list[dict[str, Any]]:
-        """Return the events, with consecutive blocks of a run in one event. Runs of no pages have no block."""
+        """Return the events, with consecutive blocks of a run in one event."""
         events: list[dict[str, Any]] = []
         for change in changes:
-            if not change.num_pages:
-                continue
-            if isinstance(change, PageStored):
-                self._pages[change.key] = change
+            if isinstance(change, PointStored):
+                self._mirror.apply([change])
                 self._store(events, change)
-            elif isinstance(change, PageRemoved):
-                del self._pages[change.key]
-                events.append(_removed(change.key, RUNS))
             else:
-                self._count_point(events, change.key, 1 if isinstance(change, PointStored) else -1)
+                self._remove(events, change.point_id)
+                self._mirror.apply([change])
         return events
 
-    def _store(self, events: list[dict[str, Any]], page: PageStored) -> None:
-        last = events[-1] if events else {}
-        is_next = last.get("type") == "BlockStored" and last["group_idx"] == RUNS
-        if is_next and last["block_hashes"][-1] == block_hash(page.parent) and page.num_pages > 1:
-            last["block_hashes"].append(block_hash(page.key))
-            last["token_ids"].extend(page.token_ids)
-            last["extra_keys"].append(list(page.extra) or None)
-        else:
-            events.append(self._stored(page, RUNS))
+    def _store(self, events: list[dict[str, Any]], point: PointStored) -> None:
+        units = self._mirror.content_of(point.point_id)
+        keys = block_keys(units, point.salt, self._block_tokens)
+        last = len(keys) - 1
+        # A prompt that goes on like the point resumes after its last block in any case, and after others if they are stored.
+        first = max(1, -(-max(point.earliest, MIN_SHARED) // self._block_tokens))
+        blocks = _Blocks(keys, range(max(1, min(first, last)), last + 1))
+        self._points[point.point_id] = blocks
+        is_run = False
+        for number in range(1, last + 1):
+            self._counts[RUNS][keys[number]] += 1
+            is_new = self._counts[RUNS][keys[number]] == 1
+            if is_new:
+                event = self._stored(point, units, keys, number, RUNS)
+                if is_run:
+                    for name in ("block_hashes", "token_ids", "extra_keys"):
+                        events[-1][name] += event[name]
+                else:
+                    events.append(event)
+            is_run = is_new
+        for number in blocks.resumable:
+            self._counts[POINTS][keys[number]] += 1
+            if self._counts[POINTS][keys[number]] == 1:
+                events.append(self._stored(point, units, keys, number, POINTS))
 
-    def _count_point(self, events: list[dict[str, Any]], key: bytes, change: int) -> None:
-        before = self._num_points.get(key, 0)
-        self._num_points[key] = before + change
-        if before == 0:
-            events.append(self._stored(self._pages[key], POINTS))
-        elif before + change == 0:
-            del self._num_points[key]
-            events.append(_removed(key, POINTS))
+    def _remove(self, events: list[dict[str, Any]], point_id: int) -> None:
+        blocks = self._points.pop(point_id)
+        for group, numbers in ((POINTS, blocks.resumable), (RUNS, range(1, len(blocks.keys)))):
+            counts = self._counts[group]
+            for number in reversed(numbers):
+                key = blocks.keys[number]
+                counts[key] -= 1
+                if not counts[key]:
+                    del counts[key]
+                    events.append(_removed(key, group))
 
-    def _stored(self, page: PageStored, group: int) -> dict[str, Any]:
+    def _stored(self, point: PointStored, units: bytes, keys: list[bytes], number: int, group: int) -> dict[str, Any]:
+        size = self._block_tokens
+        begin, end = (number - 1) * size, number * size
+        extra = [keys[0].hex()] if point.salt else []
+        extra += [key.hex() for start, length, key in point.media if start < end and start + length > begin]
         return {
             "type": "BlockStored",
-            "block_hashes": [block_hash(page.key)],
-            "parent_block_hash": block_hash(page.parent) if page.num_pages > 1 else None,
-            "token_ids": list(page.token_ids),
-            "block_size": self._page_tokens,
+            "block_hashes": [block_hash(keys[number])],
+            "parent_block_hash": block_hash(keys[number - 1]) if number > 1 else None,
+            "token_ids": array("I", units[UNIT * begin : UNIT * end]).tolist(),
+            "block_size": size,
             "lora_id": None,
             "medium": "GPU",
             "lora_name": None,
-            "extra_keys": [list(page.extra) or None],
+            "extra_keys": [extra or None],
             "group_idx": group,
             "kv_cache_spec_kind": "full_attention" if group == RUNS else "sliding_window",
-            "kv_cache_spec_sliding_window": None if group == RUNS else self._page_tokens,
+            "kv_cache_spec_sliding_window": None if group == RUNS else size,
         }
 
 
@@ -155,12 +199,12 @@ def _removed(key: bytes, group: int) -> dict[str, Any]:
 class KVEventPublisher:
     """Sends events in a thread of its own. Subscribers that are slow cost the engine nothing."""
 
-    def __init__(self, config: KVEventsConfig, page_tokens: int, rank: int = 0) -> None:
+    def __init__(self, config: KVEventsConfig, block_tokens: int, rank: int = 0) -> None:
         import zmq
 
         self._config, self._rank = config, rank
-        self._maker = EventMaker(page_tokens)
-        self._queue: queue.Queue[tuple[int, bytes] | None] = queue.Queue(config.max_queue_size)
+        self._maker = EventMaker(block_tokens)
+        self._queue: queue.Queue[list[PrefixChange] | None] = queue.Queue(config.max_queue_size)
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._next_number = 0
         context = zmq.Context()
@@ -173,7 +217,6 @@ class KVEventPublisher:
             self._bind(self._replay, config.replay_endpoint)
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
-        self._put([{"type": "AllBlocksCleared"}])  # an earlier process may have published on this endpoint
 
     def _bind(self, socket: Any, endpoint: str) -> None:
         import zmq
@@ -187,10 +230,8 @@ class KVEventPublisher:
             raise ConfigError(f"kv-events-config: cannot use {address!r}: {error}", hint="choose another port") from None
 
     def publish(self, changes: list[PrefixChange]) -> None:
-        """Send what has changed. Does not block."""
-        events = self._maker.events(changes)
-        if events:
-            self._put(events)
+        """Send what has changed. Wait only if `max_queue_size` batches are waiting, since each one builds on the last."""
+        self._queue.put(changes)
 
     def close(self) -> None:
         """Send what is waiting and end the thread."""
@@ -198,28 +239,25 @@ class KVEventPublisher:
         self._thread.join()
         self._context.destroy(linger=0)
 
-    def _put(self, events: list[dict[str, Any]]) -> None:
-        batch = msgspec.msgpack.encode([time.time(), events, self._rank])
-        number, self._next_number = self._next_number, self._next_number + 1
-        try:
-            self._queue.put_nowait((number, batch))
-        except queue.Full:  # the number is missing then, so that subscribers know
-            logger.warning("KV events: a batch was dropped, because %d are waiting", self._config.max_queue_size)
-
     def _run(self) -> None:
-        topic = self._config.topic.encode()
+        self._send([{"type": "AllBlocksCleared"}])  # an earlier process may have published on this endpoint
         while True:
             try:
-                item = self._queue.get(timeout=_POLL_MS / 1e3)
+                changes = self._queue.get(timeout=_POLL_S)
             except queue.Empty:
                 self._answer()
                 continue
-            if item is None:
+            if changes is None:
                 return
-            number, batch = item
-            self._sent.append(item)
-            self._publisher.send_multipart((topic, number.to_bytes(8, "big"), batch))
+            if events := self._maker.events(changes):
+                self._send(events)
             self._answer()
+
+    def _send(self, events: list[dict[str, Any]]) -> None:
+        batch = msgspec.msgpack.encode([time.time(), events, self._rank])
+        number, self._next_number = self._next_number, self._next_number + 1
+        self._sent.append((number, batch))
+        self._publisher.send_multipart((self._config.topic.encode(), number.to_bytes(8, "big"), batch))
 
     def _answer(self) -> None:
         """Answer the requests that wait at the replay socket."""

@@ -91,10 +91,14 @@ class Ready(Struct, tag="ready", frozen=True):
     dtype: str
     num_pages: int
     page_bytes: int
-    prefix_page_tokens: int = 0  # tokens that one page key covers, or 0 without prefix caching
     groups: tuple[GroupFacts, ...] = ()
     start_s: dict[str, float] = {}  # seconds that each part of the startup took
     plan_svg: str = ""  # a picture of the attention plan
+
+    @property
+    def block_tokens(self) -> int:
+        """The size of a block for routers, which know only one size: a page of the global layers."""
+        return next((group.page_tokens for group in self.groups if group.window is None), 0)
 
 
 class Failed(Struct, tag="failed", frozen=True):
@@ -161,7 +165,7 @@ class Stats(Struct, tag="stats", frozen=True):
 
 
 class PrefixChanges(Struct, tag="prefixes", frozen=True):
-    """What the prefix cache has gained and lost, in order, without token ids. Sent before the deltas of the same step."""
+    """What the prefix cache has gained and lost, in order. Sent before the deltas of the same step."""
 
     changes: list[PrefixChange]
 

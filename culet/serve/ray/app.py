@@ -9,8 +9,9 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from culet.config import Config, Limits, ServeConfig, build_config, build_serve_config, read_limits
+from culet.config import Config, ServeConfig, build_config, build_serve_config
 from culet.errors import ConfigError
+from culet.limits import Limits, read_limits
 from culet.log import setup_logging
 from culet.serve.app import create_app
 from culet.serve.process.kv_events import read_kv_events

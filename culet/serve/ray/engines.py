@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from culet.cache.changes import PageStored, PointStored
-from culet.cache.prefix import PageKeys, tail_key
+from culet.cache.content import PrefixContent
+from culet.cache.mirror import Overlap, PrefixMirror
+from culet.cache.point_tree import ResumePoint
 from culet.errors import CuletError, WorkerDied, error_of
 from culet.log import logger
-from culet.serve.engines.prefixes import KnownPrefixes
 from culet.serve.engines.supervised import SupervisedEngine
 from culet.serve.process.client import State, TokenStream
 from culet.serve.process.wire import Ready, Stats
@@ -24,17 +25,56 @@ from culet.types import FinishReason, Request
 
 _POLL_S = 1.0  # between questions to a replica about its cache
 _POLL_LIMIT_S = 10.0
+_MAX_EXPECTED = 4096  # points of one replica
 _LOST_POLLS = 5  # a replica that has not answered this often is forgotten
 _DEFAULT_LEFT_S = 3600.0
 _part_decoder = msgspec.msgpack.Decoder(Part)
 _log_decoder = msgspec.msgpack.Decoder(Log)
 
 
+class ExpectedPoints:
+    """The resume points that the prompts of this ingress leave in a replica, before the replica has reported them.
+
+    The next turn of a conversation may come earlier than the report.
+    """
+
+    def __init__(self) -> None:
+        self._mirror = PrefixMirror()
+        self._ids: deque[tuple[float, int]] = deque()  # when each was added
+        self._num_added = 0
+
+    def find(self, tokens: Sequence[int], content: PrefixContent) -> Overlap:
+        return self._mirror.find(tokens, content)
+
+    def add(self, request: Request, content: PrefixContent) -> None:
+        """Add the points of a prompt whose first token has arrived."""
+        tokens = request.prompt_token_ids
+        units = content.upto(tokens, len(tokens))
+        for length in {*request.resume_lengths, len(tokens)}:
+            if not length or self._mirror.has_point_at(content, units, length):
+                continue
+            self._num_added += 1
+            media = content.media_before(length)
+            # The same prompt resumes before its last token. Nothing else is certain about a point's earliest length.
+            self._mirror.add(
+                ResumePoint(length, length - 1, (), (), content.salt, media, point_id=self._num_added, last_use=0), units
+            )
+            self._ids.append((time.monotonic(), self._num_added))
+        while len(self._ids) > _MAX_EXPECTED:
+            self._mirror.discard(self._ids.popleft()[1])
+
+    def forget_before(self, moment: float) -> None:
+        """Forget the points that the replica has reported by now, if it still has them."""
+        while self._ids and self._ids[0][0] < moment:
+            self._mirror.discard(self._ids.popleft()[1])
+
+
 @dataclass
 class _Known:
     """What the ingress knows of a replica."""
 
-    prefixes: KnownPrefixes = field(default_factory=KnownPrefixes)
+    prefixes: PrefixMirror = field(default_factory=PrefixMirror)
+    expected: ExpectedPoints = field(default_factory=ExpectedPoints)
     next_number: int = -1  # of its log
     num_samples: int = 0  # that this ingress has there
     num_unanswered: int = 0
@@ -141,10 +181,10 @@ class RayEngines:
 
     async def _read(self, stream: TokenStream) -> None:
         request = stream.request
-        keys = self._keys(request)
+        content = PrefixContent(request.cache_salt, request.media)
         left_s = _DEFAULT_LEFT_S if request.deadline is None else max(0.0, request.deadline - time.monotonic())
         payload = msgspec.msgpack.encode(Order(request, left_s))
-        parts = self._handle.options(stream=True).generate.remote(self._route(request, keys), payload)
+        parts = self._handle.options(stream=True).generate.remote(self._route(request, content), payload)
         place: _Known | None = None
         has_begun = is_over = False
         try:
@@ -161,7 +201,7 @@ class RayEngines:
                     return
                 if part.deltas and not has_begun:
                     has_begun = True
-                    self._expect(place, request, keys)
+                    place.expected.add(request, content)
                 for delta in part.deltas:
                     stream.put(delta)
             is_over = True
@@ -182,16 +222,14 @@ class RayEngines:
 
     # Caches of the replicas
 
-    def _keys(self, request: Request) -> PageKeys | None:
-        page_tokens = 0 if self.facts is None else self.facts.prefix_page_tokens
-        return PageKeys(page_tokens, request.cache_salt, request.media) if page_tokens else None
-
-    def _route(self, request: Request, keys: PageKeys | None) -> Route:
+    def _route(self, request: Request, content: PrefixContent) -> Route:
+        tokens = request.prompt_token_ids
         overlaps = {}
         for name, known in self._replicas.items():
-            overlap = None if keys is None else known.prefixes.find(request.prompt_token_ids, keys)
-            if overlap is not None and (overlap.resume or overlap.known):
-                overlaps[name] = overlap.resume, overlap.known
+            found = known.prefixes.find(tokens, content), known.expected.find(tokens, content)
+            resume, shared = max(overlap.resume for overlap in found), max(overlap.known for overlap in found)
+            if resume or shared:
+                overlaps[name] = resume, shared
         assert self.facts is not None
         return Route(
             prompt_len=len(request.prompt_token_ids),
@@ -200,18 +238,6 @@ class RayEngines:
             overlaps=overlaps,
             loads={name: known.num_samples for name, known in self._replicas.items()},
         )
-
-    def _expect(self, place: _Known, request: Request, keys: PageKeys | None) -> None:
-        """Note the resume points that a prompt leaves, before the replica reports them. The next turn may come first."""
-        if keys is None:
-            return
-        tokens = request.prompt_token_ids
-        path = keys.upto(tokens, len(tokens))
-        place.prefixes.apply(PageStored(key, b"", num_pages) for num_pages, key in enumerate(path))
-        for length in {*request.resume_lengths, len(tokens)}:
-            num_pages, tail_len = divmod(length, keys.page_tokens)
-            tail = tail_key(keys.tail(tokens, length - tail_len, length), tail_len)
-            place.prefixes.apply([PointStored(path[num_pages], num_pages, tail_len, tail)])
 
     async def _poll_all(self) -> None:
         """Follow the logs of all replicas that have answered something."""
@@ -226,6 +252,7 @@ class RayEngines:
                     del self._replicas[name]
 
     async def _poll(self, name: str, known: _Known) -> None:
+        asked_at = time.monotonic()
         call = self._handle.prefix_changes.remote(Route(replica_id=name), known.next_number)
         async with asyncio.timeout(_POLL_LIMIT_S):
             data = await call
@@ -235,6 +262,7 @@ class RayEngines:
         if log.is_whole:
             known.prefixes.clear()
         known.prefixes.apply(log.changes)
+        known.expected.forget_before(asked_at)
         known.next_number, known.num_unanswered = log.next_number, 0
 
     def _spawn(self, work: Any) -> None:

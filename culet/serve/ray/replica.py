@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -13,8 +13,9 @@ from ray import serve
 from ray.serve.metrics import Gauge
 
 from culet.cache.changes import PrefixChange
-from culet.config import Config, Limits, ServeConfig
+from culet.config import Config, ServeConfig
 from culet.errors import CuletError, WorkerDied, error_parts
+from culet.limits import Limits
 from culet.log import setup_logging
 from culet.serve.engines.supervised import SupervisedEngine
 from culet.serve.process.client import EngineClient, TokenStream
@@ -39,7 +40,7 @@ class EngineReplica:
         self._num_logged = 0
         self._streams: dict[str, TokenStream] = {}
         self._engine.on_prefix_changes = self._note
-        self._engine.on_new_process = self._forget_prefixes
+        self._engine.on_new_process = self._begin_log
         await self._engine.start()
         self._metrics = asyncio.get_running_loop().create_task(self._report())
 
@@ -78,13 +79,13 @@ class EngineReplica:
             stream.cancel(sample, FinishReason(reason))
 
     async def prefix_changes(self, route: Route, number: int) -> bytes:
-        """Return the changes of the prefix cache from this number on, or all that are kept if the number is too old."""
+        """Return the changes of the prefix cache from this number on, or its whole content if the number is too old."""
         if route.replica_id != self._id:
             return b""
         oldest = self._num_logged - len(self._log)
         is_whole = not oldest <= number <= self._num_logged
-        changes = list(self._log) if is_whole else list(self._log)[number - oldest :]
-        return msgspec.msgpack.encode(Log(self._id, self._num_logged, changes, is_whole))
+        changes: Sequence[PrefixChange] = self._engine.prefixes.snapshot() if is_whole else list(self._log)[number - oldest :]
+        return msgspec.msgpack.encode(Log(self._id, self._num_logged, list(changes), is_whole))
 
     def check_health(self) -> None:
         """Raise if Ray should replace this replica. While the engine restarts, requests wait for it."""
@@ -105,11 +106,13 @@ class EngineReplica:
         return msgspec.msgpack.encode(Part(self._id, refusal=refusal))
 
     def _note(self, changes: list[PrefixChange]) -> None:
+        self._engine.prefixes.apply(changes)
         self._log.extend(changes)
         self._num_logged += len(changes)
 
-    def _forget_prefixes(self) -> None:
-        """Begin a new log, because a new engine process has an empty cache. All who ask get it as a whole."""
+    def _begin_log(self) -> None:
+        """Begin a new log, because a new engine process has an empty cache. All who ask get its whole content."""
+        self._engine.prefixes.clear()
         self._log.clear()
         self._num_logged += 1
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from culet.serve.engines.prefixes import Overlap
+from culet.cache.mirror import Overlap
 from culet.serve.engines.routing import Candidate, ranked
 from culet.serve.ray.messages import Route
 

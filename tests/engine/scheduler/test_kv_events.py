@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from array import array
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,24 @@ import msgspec
 import pytest
 import zmq
 
-from culet.cache.changes import PageStored, PointRemoved, PointStored
-from culet.cache.prefix import PageKeys
+from culet.cache.changes import PointRemoved, PointStored
+from culet.cache.content import PrefixContent
+from culet.cache.point_tree import MIN_SHARED
+from culet.cache.prefix import PrefixCache
 from culet.errors import ConfigError
-from culet.serve.process.kv_events import EventMaker, KVEventPublisher, KVEventsConfig, block_hash, of_rank, read_kv_events
+from culet.serve.process.kv_events import (
+    EventMaker,
+    KVEventPublisher,
+    KVEventsConfig,
+    block_hash,
+    block_keys,
+    of_rank,
+    read_kv_events,
+)
 from culet.types import Drawn, StepResult
 from tests.engine.scheduler.drive import make, make_request, try_add
+
+BLOCK = 8  # tokens
 
 
 class Router:
@@ -81,6 +95,17 @@ class Router:
         return [token for each in run for token in self.blocks[0][each]["tokens"]]
 
 
+def resumable_blocks(cache: PrefixCache) -> set[int]:
+    """Return the blocks after which the engine can resume a prompt that has them, from its points alone."""
+    found = set()
+    for point in cache.resume_points():
+        keys = block_keys(cache._tree.content_of(point.point_id), point.salt, BLOCK)
+        for number in range(1, len(keys)):
+            if number == len(keys) - 1 or max(point.earliest, MIN_SHARED) <= number * BLOCK:
+                found.add(block_hash(keys[number]))
+    return found
+
+
 def test_a_consumer_agrees_with_the_engine_after_10000_random_steps() -> None:
     rng = random.Random(5)
     drive = make(num_pages=60, seqs=6, budget=48)
@@ -88,7 +113,7 @@ def test_a_consumer_agrees_with_the_engine_after_10000_random_steps() -> None:
     cache = scheduler.page_allocator.prefix
     assert cache is not None
     cache.record_changes()
-    maker, router = EventMaker(cache.page_tokens), Router()
+    maker, router = EventMaker(BLOCK), Router()
     stems = [[rng.randrange(1, 40) for _ in range(50)] for _ in range(6)]
     num_added = num_removed = num_compared = 0
     for step in range(10_000):
@@ -109,17 +134,17 @@ def test_a_consumer_agrees_with_the_engine_after_10000_random_steps() -> None:
         num_removed += sum(event["type"] == "BlockRemoved" for event in events)
         if events:
             router.receive(router.next_number.to_bytes(8, "big"), msgspec.msgpack.encode([0.0, events, 0]))
-        if step % 50 == 49:
-            page = cache.page_tokens
-            points = {block_hash(point.key) for point in cache.resume_points() if point.length >= page}
-            assert router.resumable() == points
-            num_compared += len(points)
+        if step % 100 == 99:
+            blocks = resumable_blocks(cache)
+            assert router.resumable() == blocks
+            num_compared += len(blocks)
     assert num_removed > 1000
     assert num_compared > 1000
     for block in router.resumable():
         if router.blocks[0][block]["extra"] is None:  # no salt: the hash follows from the tokens
             tokens = router.tokens_of(block)
-            assert block_hash(PageKeys(cache.page_tokens).upto(tokens, len(tokens))[-1]) == block
+            assert block_hash(block_keys(array("I", tokens).tobytes(), "", BLOCK)[-1]) == block
+            assert cache.find([*tokens, 0], PrefixContent(), len(tokens)).known == len(tokens)
     scheduler.drop_resume_points()
     for event in maker.events(cache.drain_changes()):
         router.receive(router.next_number.to_bytes(8, "big"), msgspec.msgpack.encode([0.0, [event], 0]))
@@ -127,21 +152,22 @@ def test_a_consumer_agrees_with_the_engine_after_10000_random_steps() -> None:
 
 
 def some_changes() -> list[Any]:
-    root, first, second = b"0" * 16, b"1" * 16, b"2" * 16
-    return [
-        PageStored(root, b"", 0),
-        PageStored(first, root, 1, (1, 2)),
-        PageStored(second, first, 2, (3, 4)),
-        PointStored(second, 2, 1, b"t"),
-        PointStored(second, 2, 0, b""),
-        PointRemoved(second, 2, 1, b"t"),
-    ]
+    """Two points, at 5 and at 4 tokens, of which the first is removed."""
+    units = array("I", [1, 2, 3, 4, 5]).tobytes()
+    return [PointStored(7, 5, 5, "", (), 0, 0, units), PointStored(8, 4, 4, "", (), 7, 4, b""), PointRemoved(7)]
+
+
+def other_point(number: int) -> PointStored:
+    return PointStored(number, 2, 2, "", (), 0, 0, array("I", [number, number]).tobytes())
+
+
+LAST = block_hash(block_keys(array("I", [1, 2, 3, 4]).tobytes(), "", 2)[-1])
 
 
 def test_events_travel_over_zmq_and_are_replayed(tmp_path: Path) -> None:
     endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     config = KVEventsConfig(True, endpoint=endpoint, replay_endpoint=replay, topic="kv@host:8000@gemma", buffer_steps=3)
-    publisher = KVEventPublisher(config, page_tokens=2)
+    publisher = KVEventPublisher(config, block_tokens=2)
     context = zmq.Context()
     try:
         subscriber = context.socket(zmq.SUB)
@@ -155,8 +181,9 @@ def test_events_travel_over_zmq_and_are_replayed(tmp_path: Path) -> None:
         router = Router()
         router.receive(number, payload)
         assert client.recv_multipart()[1:] == [(-1).to_bytes(8, "big", signed=True), b""]
+        ids = count(100)
         while not subscriber.poll(20):  # a subscription takes a while to reach the publisher
-            publisher._put([])
+            publisher.publish([other_point(next(ids))])
         topic, number, payload = subscriber.recv_multipart()
         assert topic == b"kv@host:8000@gemma"
         publisher.publish(some_changes())
@@ -165,16 +192,16 @@ def test_events_travel_over_zmq_and_are_replayed(tmp_path: Path) -> None:
             assert subscriber.poll(60_000)
             _, number, payload = subscriber.recv_multipart()
             seen.append(number)
-            if msgspec.msgpack.decode(payload)[1]:
+            if any(LAST in event["block_hashes"] for event in msgspec.msgpack.decode(payload)[1]):
                 break
         numbers = [int.from_bytes(number, "big") for number in seen]
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         router.next_number = numbers[-1]
         router.receive(number, payload)
-        assert router.resumable() == {block_hash(b"2" * 16)}
-        assert router.tokens_of(block_hash(b"2" * 16)) == [1, 2, 3, 4]
+        assert router.resumable() == {LAST}
+        assert router.tokens_of(LAST) == [1, 2, 3, 4]
         for _ in range(4):
-            publisher._put([])
+            publisher.publish([other_point(next(ids))])
         assert [subscriber.recv_multipart()[1] for _ in range(4) if subscriber.poll(60_000)]
         client.send_multipart((b"", (numbers[-1] + 3).to_bytes(8, "big")))
         replayed = [client.recv_multipart()[1] for _ in range(3) if client.poll(60_000)]

@@ -161,7 +161,7 @@ def test_neither_decode_nor_prefill_nor_drafts_starve() -> None:
     layout = make_layout((None, 4))
 
     def sequence(number: int, length: int, num_proposed: int = 0) -> Sequence:
-        seq = Sequence(endless(str(number), length), 0, number, layout, None)
+        seq = Sequence(endless(str(number), length), 0, number, layout, is_cached=False)
         seq.num_proposed = num_proposed
         return seq
 
@@ -307,7 +307,9 @@ def test_sequences_that_start_together_are_not_promised_the_same_pages() -> None
     drive.check_end()
 
 
-def test_pages_promised_in_an_earlier_step_stay_promised() -> None:
+def test_pages_promised_in_an_earlier_step_stay_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("sequence", "rows"):
+        monkeypatch.setattr(f"culet.scheduler.{module}.MAX_TRAIL", 4)
     drive = make(make_layout((None, 4)), num_pages=60, budget=64)
     drive.add(make_request("a", prompt(200), 2, stop=False, resume_lengths=(40, 90)))  # 50 pages + 1
     drive.step()

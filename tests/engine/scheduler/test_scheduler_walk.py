@@ -265,7 +265,7 @@ def test_the_walk_sees_what_is_not_written(world: str, monkeypatch: pytest.Monke
     before, after = Ledger.due_before, Ledger.due_after
     monkeypatch.setattr(Ledger, "due_before", lambda self, plan: before(self, plan) and [])
     with pytest.raises(AssertionError, match="drafts from a wrong key"):
-        walk(WORLDS[world], {"pauses": 0, "pauses ahead": 7}[world], 2000)
+        walk(WORLDS[world], {"pauses": 0, "pauses ahead": 10}[world], 2000)
     monkeypatch.setattr(Ledger, "due_before", before)
     monkeypatch.setattr(Ledger, "due_after", lambda self, rows: after(self, rows) and [])
     with pytest.raises(AssertionError, match="drafts from a wrong key"):

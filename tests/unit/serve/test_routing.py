@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from culet.cache.arena import Arena
-from culet.cache.changes import PageStored, PointStored
-from culet.cache.prefix import PageKeys, PrefixCache
+from culet.cache.content import PrefixContent
+from culet.cache.mirror import Overlap, PrefixMirror
+from culet.cache.prefix import PrefixCache
 from culet.config import Config, ModelConfig
 from culet.errors import ConfigError
 from culet.scheduler.stats import Counters, SchedulerStats
 from culet.serve.engines.placement import environments, visible_gpus
-from culet.serve.engines.prefixes import KnownPrefixes, Overlap
 from culet.serve.engines.routing import Candidate, ranked
 from culet.serve.engines.totals import total
 from culet.serve.process.wire import Stats
@@ -56,40 +56,39 @@ def test_the_router_knows_what_the_cache_knows() -> None:
     """The mirror resumes random prompts exactly where the cache does, while points come and go."""
     rng = random.Random(3)
     layout = make_layout((None, 4), (6, 4))
-    cache = PrefixCache(Arena(120), layout)
+    arena = Arena(300)
+    cache = PrefixCache(arena, layout)
     cache.record_changes()
-    mirror = KnownPrefixes()
-    num_hits = 0
-    for _ in range(1500):
-        tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 24))]
-        keys = PageKeys(cache.page_tokens, rng.choice(("", "salt")))
-        match = cache.find(tokens, keys, len(tokens) - 1)
-        overlap = mirror.find(tokens, PageKeys(cache.page_tokens, "salt" if keys.extra_of(0) else ""))
-        assert (overlap.resume, overlap.known) == (match.resume, match.known)
+    mirror, late = PrefixMirror(), PrefixMirror()
+    stems = [[rng.randrange(40) for _ in range(60)] for _ in range(8)]
+    num_hits = num_parted = 0
+    for step in range(1500):
+        stem = rng.choice(stems)
+        tokens = stem[: rng.randrange(1, 60)] + [rng.randrange(40) for _ in range(rng.randrange(1, 6))]
+        salt = rng.choice(("", "salt"))
+        match = cache.find(tokens, PrefixContent(salt), len(tokens) - 1)
+        assert mirror.find(tokens, PrefixContent(salt)) == Overlap(match.resume, match.known)
         num_hits += match.resume > 0
+        num_parted += match.point is not None and match.resume < match.point.length
         length = rng.randrange(1, len(tokens) + 1)
         tables = []
         for group in layout.groups:
-            cache.make_room(12)
-            tables.append(PageTable(0, tuple(cache._arena.take(group.pages_for(length)))))
-        cache.insert(tokens, length, keys, tables)
+            cache.make_room(20)
+            tables.append(PageTable(0, tuple(arena.take(group.pages_for(length)))))
+        cache.insert(tokens, length, PrefixContent(salt), tables, [0, 0])
         for table in tables:
-            cache._arena.give_back(table.pages)
+            arena.give_back(table.pages)
         mirror.apply(cache.drain_changes())
+        if step == 700:
+            late.apply(mirror.snapshot())
+            assert late.find(tokens, PrefixContent(salt)) == mirror.find(tokens, PrefixContent(salt))
     assert num_hits > 500
-    assert mirror.num_points == cache.num_resume_points
+    assert num_parted > 100
+    assert mirror.num_points == cache.num_resume_points < 1000
     cache.clear()
     mirror.apply(cache.drain_changes())
     assert mirror.num_points == 0
-    assert mirror.find([1, 0, 1], PageKeys(4)) == Overlap()
-
-
-def test_the_routers_memory_is_bounded() -> None:
-    mirror = KnownPrefixes(max_entries=10)
-    for number in range(100):
-        key = number.to_bytes(16, "big")
-        mirror.apply([PageStored(key, b"", number), PointStored(key, number, 1, key)])
-    assert mirror.num_points == len(mirror._pages) == len(mirror._tail_lens) == 10
+    assert mirror.find([1, 0, 1], PrefixContent()) == Overlap()
 
 
 def test_each_engine_gets_its_gpus() -> None:
