@@ -20,7 +20,7 @@ from culet.serve.ray.replica import EngineReplica
 from culet.serve.service import Service
 
 _ARGUMENTS = ("engine", "serve", "num_replicas", "autoscaling", "num_gpus", "num_cpus", "num_ingresses")
-_ROUTER = "culet.serve.ray.router.PageKeyRouter"
+_ROUTER = "culet.serve.ray.router.PrefixRouter"
 
 
 class Ingress:

@@ -14,7 +14,7 @@ from culet.serve.engines.routing import Candidate, ranked
 from culet.serve.ray.messages import Route
 
 
-class PageKeyRouter(RequestRouter):  # type: ignore[misc, unused-ignore]
+class PrefixRouter(RequestRouter):  # type: ignore[misc, unused-ignore]
     """Sends a request to the replica that has most of its prompt, unless that one is too busy."""
 
     _num_routed = 0

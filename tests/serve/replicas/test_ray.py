@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not ins
 ENGINE = {"device": "cpu", "max_model_len": 1024, "max_num_seqs": 32}
 APP = "culet"
 PATIENT = {  # Ray's limits for a start suit an idle machine
-    "RAY_raylet_start_wait_time_s": "60",
+    "RAY_raylet_start_wait_time_s": "25",
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_worker_register_timeout_seconds": "300",
 }
