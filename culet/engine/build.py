@@ -386,7 +386,7 @@ def _make_rules(setup: Setup, tokenizer: Tokenizer, max_model_len: int) -> Reque
 def finish_start(parts: EngineParts, add: Callable[[Request], None], step: Callable[[], object]) -> None:
     """Probe the drafter through the engine's loop (`add`, `step`), then log how long each part of the startup took."""
     choice = parts.setup.config.draft.choice
-    if choice is not None and choice.probe:
+    if choice is not None and choice.probe and choice.method != "suffix":  # the probe's text hardly repeats itself
         with parts.times.part("draft probe"):
             _probe_drafts(parts, add, step)
     count = parts.compile_count

@@ -11,7 +11,7 @@ from culet.scheduler.budget import Grant, StepBudget
 from culet.scheduler.draft_length import DraftLengths
 from culet.scheduler.page_allocator import PageAllocator
 from culet.scheduler.sequence import MAX_TRAIL, Sequence
-from culet.types import Row
+from culet.types import Row, StepResult
 
 
 @dataclass(slots=True)
@@ -52,17 +52,19 @@ class StepTimer:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._last: PlannedStep | None = None  # the last step with a result
+        self._last_shape: tuple[int, int, int] | None = None  # of the last step with a result
         self._last_end = 0.0  # when that result came
 
-    def ended(self, step: PlannedStep, budget: StepBudget, policy: DraftLengths | None) -> None:
-        """Note that the result of `step` has come. The policy is told if it decodes with as many drafts as the step before."""
-        now, last = self._clock(), self._last
+    def ended(self, step: PlannedStep, result: StepResult, budget: StepBudget, policy: DraftLengths | None) -> None:
+        """Learn from a step that has ended. The policy is told if it decodes with as many drafts as the step before."""
+        now, last = self._clock(), self._last_shape
         if step.is_timed:
             budget.took(step.num_tokens, now - max(self._last_end, step.planned_at))
-        if policy is not None and step.shape and last is not None and last.shape and step.shape[2] == last.shape[2]:
-            policy.took(*step.shape, now - self._last_end)
-        self._last, self._last_end = step, now
+        # The time of a step that made fewer proposals than it was asked for says nothing about others.
+        shape = step.shape if result.num_proposed == sum([plan.row.num_wanted for plan in step.planned]) else None
+        if policy is not None and shape and last and shape[2] == last[2]:
+            policy.took(*shape, now - self._last_end)
+        self._last_shape, self._last_end = shape, now
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ def commit_row(seq: Sequence, shape: RowShape, page_allocator: PageAllocator, nu
         is_prompt_logprobs=seq.is_scored_next,
         num_open=seq.num_open,
         is_bound=seq.is_bound,
+        min_accepted=seq.acceptance.min_accepted if shape.num_drafts else 0,
     )
     if seq.is_scored_next:
         seq.num_scored = end
@@ -179,8 +182,9 @@ def continue_in_pages(seq: Sequence, num_drafts: int, num_wanted: int) -> Planne
     slot, start, num_new = seq.slot, seq.num_computed, 1 + num_drafts
     assert slot is not None
     stored = (start,) * len(seq.tables)
-    num_open, is_bound = seq.num_open, seq.is_bound
-    row = Row(slot, start, num_new, num_new, seq.tables, stored, num_drafts, num_wanted, (slot,), False, num_open, is_bound)
+    num_open, is_bound, least = seq.num_open, seq.is_bound, seq.acceptance.min_accepted if num_drafts else 0
+    counts = num_new, num_new, seq.tables, stored, num_drafts, num_wanted
+    row = Row(slot, start, *counts, (slot,), False, num_open, is_bound, least)
     seq.num_computed = start + 1
     seq.num_proposed = num_wanted
     seq.num_open += num_drafts

@@ -8,6 +8,7 @@ later one, so every admitted request ends.
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from bisect import insort
 from collections import deque
@@ -64,12 +65,9 @@ class Scheduler:
         previous row are in flight. Otherwise a sequence is planned again only after its accepted drafts are known. `features`
         is the account of the runner's features. Without it, the runner has no towers.
         """
-        self.layout = layout
-        self.max_model_len = max_model_len
-        self.max_drafts = max_drafts
-        self.policy = policy
-        self.plans_open = plans_open
-        self.features = features
+        self.layout, self.max_model_len = layout, max_model_len
+        self.max_drafts, self.policy = max_drafts, policy
+        self.plans_open, self.features = plans_open, features
         self.budget = config.max_num_batched_tokens
         self.step_budget = StepBudget(self.budget, config.max_step_ms / 1e3)
         # The most pages that a token and its drafts may need, including drafts in flight.
@@ -86,8 +84,7 @@ class Scheduler:
         self._held: dict[str, Sequence] = {}  # by request id, not queued before `release`
         self._alive: dict[str, dict[int, Sequence]] = {}  # request id -> sample -> sequence
         self._deadlines = Deadlines(self.is_alive)
-        self._num_arrivals = 0
-        self._next_step_id = 0
+        self._arrivals, self._step_ids = itertools.count(), itertools.count()
         self._in_flight: deque[PlannedStep] = deque()
         self._deltas: list[TokenDelta] = []
         self._step_timer = StepTimer(clock)
@@ -105,8 +102,7 @@ class Scheduler:
             raise QueueFull(f"the queue is full: {num_waiting} sequences are already waiting", hint="try again later")
         if self.features is not None and request.media:
             self.features.admit(request)
-        arrival = self._num_arrivals
-        self._num_arrivals += 1
+        arrival = next(self._arrivals)
         is_cached = self.page_allocator.prefix is not None
         first, *others = [
             Sequence(request, sample, arrival, self.layout, self.features, is_cached=is_cached) for sample in range(request.n)
@@ -223,13 +219,11 @@ class Scheduler:
         if is_idle and (self._in_flight or self.features is None or not self.features.is_encoding):
             return None
         count_media(self.features, encoding, planned, self.counters)
-        step_id = self._next_step_id
-        self._next_step_id += 1
-        step = PlannedStep(step_id, planned, now, is_timed=not encoding.encodes)
+        step = PlannedStep(next(self._step_ids), planned, now, is_timed=not encoding.encodes)
         self.counters.count_step(step.num_tokens)
         self._in_flight.append(step)
         rows = tuple([plan.row for plan in planned])
-        return StepPlan(step_id, tuple(entries), copies, rows, encoding.drops, encoding.encodes)
+        return StepPlan(step.step_id, tuple(entries), copies, rows, encoding.drops, encoding.encodes)
 
     def _drafts_to_continue(self, *, is_open: bool) -> list[int] | None:
         """Return the drafts of each sequence if all continue and pages suffice, as in most steps. Otherwise return None.
@@ -416,7 +410,7 @@ class Scheduler:
         assert step.step_id == result.step_id, f"got the result of step {result.step_id}, expected that of step {step.step_id}"
         if self.features is not None:
             self.features.note_ready(result.encoded)
-        self._step_timer.ended(step, self.step_budget, self.policy)
+        self._step_timer.ended(step, result, self.step_budget, self.policy)
         drawn = iter(result.drawn)
         for plan in planned:
             row, members = plan.row, plan.members
@@ -452,8 +446,8 @@ class Scheduler:
             return
         if num_drafts:
             self.counters.count_verify(num_drafts, num_drawn - 1)
-            if self.policy is not None:
-                self.policy.note(seq.acceptance, num_drafts, num_drawn - 1)
+        if self.policy is not None and (num_drafts or (row.num_wanted > drawn.num_proposed and not drawn.is_bound)):
+            self.policy.note(seq.acceptance, num_drafts, num_drawn - 1)
         if seq.is_running:  # otherwise it was preempted, so its tokens count but its pages are gone
             seq.num_computed += num_drawn - 1
             if not seq.rows_in_flight:  # otherwise its next row was planned with these proposals and pages for all of them

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from culet.cache.content import PrefixContent
 from culet.cache.point_tree import Match, ResumePoint
 from culet.cache.spec import CacheLayout
-from culet.scheduler.draft_length import Acceptance
 from culet.scheduler.group_pages import HOLE, GroupPages
 from culet.scheduler.media.features import FeatureLedger
 from culet.scheduler.page_allocator import PageAllocator
@@ -25,6 +24,23 @@ MIN_CUT_CHUNK = (
     256  # fewest tokens before media that are computed while their features are not ready; fewer are not worth a step
 )
 MAX_SCORED_CHUNK = 256  # most tokens of a chunk that needs all its logits, because a row of logits is as wide as the vocabulary
+
+
+class Acceptance:
+    """The draft acceptance of one sequence."""
+
+    def __init__(self) -> None:
+        self.tried = self.accepted = 0.0  # drafts compared and drafts accepted, with less weight on older ones
+        self.num_tried = self.num_accepted = 0  # the same over its whole life, without decay
+        self.length: int | None = None  # drafts it gets now, or None before its first batch
+        self.rest = 0  # steps without drafts before its next try
+        self.try_at = -1  # step number of that try, or -1 if none is set
+        self.is_trying = False
+        self.min_accepted = 0  # drafts of the next verify that must be accepted for another round
+
+    @property
+    def estimate(self) -> float:
+        return self.accepted / self.tried
 
 
 class Sequence:

@@ -10,9 +10,8 @@ import pytest
 
 from culet.errors import BadRequest, ContextTooLong, QueueFull
 from culet.scheduler.budget import share_budget
-from culet.scheduler.draft_length import Acceptance
 from culet.scheduler.group_pages import max_held_pages, span
-from culet.scheduler.sequence import Sequence
+from culet.scheduler.sequence import Acceptance, Sequence
 from tests.engine.scheduler.drive import LAYOUT, audit, endless, first_seed, make, make_layout, make_request, prompt, row_of
 from tests.engine.scheduler.fake_runner import draw
 from tests.engine.scheduler.fixed_lengths import FixedLengths

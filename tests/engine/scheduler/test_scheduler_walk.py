@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from culet.config import ScheduleConfig
 from culet.errors import ContextTooLong, QueueFull
 from culet.runner.deferred_kv import Ledger
-from culet.scheduler.draft_length import Acceptance
 from culet.scheduler.scheduler import Scheduler
+from culet.scheduler.sequence import Acceptance
 from culet.types import MediaSpan, Request
 from tests.engine.scheduler.drive import Drive, make_layout, make_request, try_add
 from tests.engine.scheduler.fake_runner import VOCAB, FakeRunner
