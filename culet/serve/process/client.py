@@ -125,13 +125,11 @@ class TokenStream:
         self._deltas.append(delta)
         self._wake()
 
-    @property
-    def may_start_over(self) -> bool:
-        """Whether another engine may answer the request from the beginning."""
-        return self.num_submits < _MAX_SUBMITS and (self.is_private or not self._is_read)
-
-    def start_over(self) -> None:
-        """Forget what a dead engine has sent."""
+    def lose_engine(self) -> None:
+        """Forget what a dead engine has sent, so that another one can answer. Fail if the client has seen some of it."""
+        if self.num_submits >= _MAX_SUBMITS or (self._is_read and not self.is_private):
+            self.fail(WorkerDied("the engine died while it answered this request", hint="send the request again"))
+            return
         self._deltas.clear()
         self._running = set(range(self.request.n))
         self.first_token_at = None
@@ -326,10 +324,7 @@ class EngineClient(asyncio.Protocol):
         for stream in list(self._streams.values()):
             if stream.is_done:
                 continue
-            if stream.may_start_over:
-                stream.start_over()
-            else:
-                stream.fail(WorkerDied("the engine died while it answered this request", hint="send the request again"))
+            stream.lose_engine()
         if not was_dead:
             self.on_death()
 

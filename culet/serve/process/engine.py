@@ -55,6 +55,8 @@ _WARM_UP_TOKENS = 4
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _START_FAKE = "culet.testing.fake_engine:start_fake"
 
+Follower = Callable[[list[PrefixChange]], None]  # is told what the prefix cache gains and loses
+
 
 class SteppedEngine(Protocol):
     """The engine that the loop drives, real or fake.
@@ -130,12 +132,10 @@ class Channel:
 class EngineLoop:
     """Steps the engine while it has work, passing commands in and deltas out."""
 
-    def __init__(
-        self, engine: SteppedEngine, channel: Channel, followers: Sequence[Callable[[list[PrefixChange]], None]] = ()
-    ) -> None:
+    def __init__(self, engine: SteppedEngine, channel: Channel, followers: Sequence[Follower] = ()) -> None:
         """Prepare to run. The `followers` are told how the prefix cache changes."""
         self._engine, self._channel = engine, channel
-        self._followers = followers if engine.prefix_cache is not None else ()
+        self._followers = followers
         self._num_failures = 0
         self._has_failed = False  # the last step failed, and the ends of its requests are not known yet
         self._num_prompt_tokens = self._num_generated_tokens = 0
@@ -199,8 +199,11 @@ class EngineLoop:
 
     def _tell_followers(self) -> None:
         """Tell how the prefix cache has changed, before the client can send a request that makes use of it."""
+        if not self._followers:
+            return
         prefixes = self._engine.prefix_cache
-        if self._followers and prefixes is not None and (changes := prefixes.drain_changes()):
+        assert prefixes is not None
+        if changes := prefixes.drain_changes():
             for follow in self._followers:
                 follow(changes)
 
@@ -310,12 +313,10 @@ def serve(sock: socket.socket) -> int:
     return EngineLoop(engine, channel, followers).run()
 
 
-def _make_followers(
-    start: Start, engine: SteppedEngine, ready: Ready, channel: Channel
-) -> Sequence[Callable[[list[PrefixChange]], None]]:
+def _make_followers(start: Start, engine: SteppedEngine, ready: Ready, channel: Channel) -> Sequence[Follower]:
     """Return what follows the prefix cache, as the Start message asks, and make the cache record its changes."""
     prefixes = engine.prefix_cache
-    followers: list[Callable[[list[PrefixChange]], None]] = []
+    followers: list[Follower] = []
     if prefixes is None:
         return followers
     if start.reports_prefixes:

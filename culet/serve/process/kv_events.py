@@ -8,8 +8,8 @@ Routers count the blocks that a prompt has in common with the ones they know. A 
 blocks, only where a resume point reaches. So blocks are published in two groups:
 
 - Group 0 (`full_attention`) has every run of blocks that a resume point begins with.
-- Group 1 (`sliding_window`, a window of one block) has the blocks after which a prompt can be resumed. A router that knows
-  groups looks there for the last block of a match only, and has no false hits.
+- Group 1 (`sliding_window`, a window of one block) has the blocks after which a prompt can be resumed, and the last full block
+  of every point, which stands for the tokens after it. A router that knows groups looks there for the last block of a match.
 
 Whoever misses messages asks the replay socket. A request is `[b"", start number]`, and the answer is one message
 `[b"", number, batch]` for each one that is still kept, then `[b"", -1, b""]`.
@@ -214,6 +214,8 @@ class KVEventPublisher:
         self._bind(self._publisher, config.endpoint)
         if config.replay_endpoint is not None:
             self._replay = context.socket(zmq.ROUTER)
+            # A whole answer fits, even if ZMQ has not noticed yet that the one before was read.
+            self._replay.set_hwm(2 * config.buffer_steps + 4)
             self._bind(self._replay, config.replay_endpoint)
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()

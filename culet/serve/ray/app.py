@@ -11,7 +11,7 @@ from ray.serve.config import RequestRouterConfig
 
 from culet.config import Config, ServeConfig, build_config, build_serve_config
 from culet.errors import ConfigError
-from culet.limits import Limits, read_limits
+from culet.limits import read_limits
 from culet.log import setup_logging
 from culet.serve.app import create_app
 from culet.serve.process.kv_events import read_kv_events
@@ -61,7 +61,7 @@ def build(args: Mapping[str, Any]) -> Any:
         raise ConfigError("num_replicas: autoscaling decides how many there are", hint="pass only one of them")
     num_replicas = args.get("num_replicas", 1)
     max_replicas = scaling.get("max_replicas", 1) if scaling is not None else num_replicas
-    engines = _engine_deployment(args, config, limits).options(
+    engines = _engine_deployment(args, config, settings).options(
         **({"num_replicas": num_replicas} if scaling is None else {"autoscaling_config": dict(scaling)})
     )
     ingress: Any = serve.deployment(
@@ -76,7 +76,7 @@ def build(args: Mapping[str, Any]) -> Any:
     return ingress.bind(config, settings, engines.bind(config, settings, limits), max_replicas)
 
 
-def _engine_deployment(args: Mapping[str, Any], config: Config, limits: Limits) -> Any:
+def _engine_deployment(args: Mapping[str, Any], config: Config, settings: ServeConfig) -> Any:
     """Return the deployment of engines. A tensor-parallel group is one replica with several GPUs."""
     num_gpus = args.get("num_gpus", 0 if config.model.device == "cpu" else config.parallel.tensor_parallel_size)
     return serve.deployment(
@@ -85,7 +85,7 @@ def _engine_deployment(args: Mapping[str, Any], config: Config, limits: Limits) 
         # More wait in the ingress, from where a new replica can take them.
         max_ongoing_requests=config.schedule.max_num_seqs,
         request_router_config=RequestRouterConfig(request_router_class=_ROUTER),  # type: ignore[arg-type] # it may be a str
-        graceful_shutdown_timeout_s=limits.step_s,
+        graceful_shutdown_timeout_s=settings.request_timeout,  # until then, every request has ended
         health_check_period_s=5,
         logging_config={"enable_access_log": False},  # the ingress logs each request
         ray_actor_options={"num_cpus": args.get("num_cpus", 1), "num_gpus": num_gpus},

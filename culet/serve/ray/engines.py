@@ -173,11 +173,7 @@ class RayEngines:
                 if stream.is_done:
                     return
                 logger.warning("a replica was lost while it answered: %s", type(error).__name__)
-                if not stream.may_start_over:
-                    message = "the engine died while it answered this request"
-                    stream.fail(WorkerDied(message, hint="send the request again"))
-                    return
-                stream.start_over()
+                stream.lose_engine()
 
     async def _read(self, stream: TokenStream) -> None:
         request = stream.request
@@ -197,8 +193,10 @@ class RayEngines:
                 if part.refusal is not None:
                     stream.fail(error_of(*part.refusal))
                     return
-                if part.starts_over and not self._start_over(stream):
-                    return
+                if part.starts_over:
+                    stream.lose_engine()
+                    if stream.is_done:
+                        return
                 if part.deltas and not has_begun:
                     has_begun = True
                     place.expected.add(request, content)
@@ -211,14 +209,6 @@ class RayEngines:
                 place.num_samples -= request.n
             if not is_over:  # the client has left, or the answer is of no use
                 parts.cancel()
-
-    def _start_over(self, stream: TokenStream) -> bool:
-        """Forget what the replica's dead engine has sent. Return False if the client has seen some of it."""
-        if not stream.may_start_over:
-            stream.fail(WorkerDied("the engine died while it answered this request", hint="send the request again"))
-            return False
-        stream.start_over()
-        return True
 
     # Caches of the replicas
 

@@ -25,6 +25,7 @@ from culet.types import FinishReason
 
 _MAX_LOG = 1 << 16  # changes that are kept for those who ask late
 _METRICS_PERIOD_S = 1.0
+_RESTART_POLL_S = 0.1
 _order_decoder = msgspec.msgpack.Decoder(Order)
 
 
@@ -52,6 +53,8 @@ class EngineReplica:
         """Answer a request. If the caller cancels this, the engine ends it before its next step."""
         order = _order_decoder.decode(payload)
         name, deadline = order.request.request_id, time.monotonic() + order.left_s
+        while not (self._engine.is_ready or self._engine.is_given_up):
+            await asyncio.sleep(_RESTART_POLL_S)
         try:
             request = replace(order.request, request_id=EngineClient.next_id(), deadline=deadline)
             stream = self._engine.client.submit(request)

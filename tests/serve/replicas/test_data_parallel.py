@@ -77,15 +77,22 @@ def test_a_dead_engine_costs_only_its_own_requests(scripted: Callable[..., Runni
         ids = engine_ids(server)
         assert len(ids) == 2
 
-        def ask(_: int) -> int:
-            body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True, "stream": True}
+        begun: list[int] = []
+
+        def ask(index: int) -> int:
+            body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "stream": True}
+            lines: list[str] = []
             with server.http.stream("POST", "/v1/completions", json=body) as answer:
-                lines = [line for line in answer.iter_lines() if line]
+                for line in answer.iter_lines():
+                    if not lines:
+                        begun.append(index)
+                    lines += [line] if line else []
             return int(lines[-1] == "data: [DONE]" and not any('"error"' in line for line in lines))
 
         with ThreadPoolExecutor(4) as pool:
             answers = [pool.submit(ask, index) for index in range(4)]
-            wait_for(lambda: [engine["in_flight"] for engine in server.stats()["engines"]] == [2, 2], what="four streams")
+            wait_for(lambda: len(begun) == 4, what="four streams")
+            assert [engine["in_flight"] for engine in server.stats()["engines"]] == [2, 2]
             os.kill(ids[0], signal.SIGKILL)
             assert server.http.get("/health").status_code == 200
             assert ask(9) == 1
