@@ -268,6 +268,10 @@ class MediaConfig:
     max_media_bytes: int = option(
         1 << 30, "Maximum size of the decoded images, video and audio of all requests; further ones are refused."
     )
+    allowed_media_domains: str = option(
+        "",
+        "Hosts from which URLs of images, video and audio may be fetched (https only), separated by commas; none by default.",
+    )
     image_mask: str = option(
         "trained",
         "Keys that the tokens of an image see on 12B: as it was most likely trained, or as in transformers.",

@@ -27,6 +27,7 @@ from culet.errors import ConfigError
 from culet.kernels.compiling import CompileCount, expect_compiling, use_disk_cache
 from culet.log import chose
 from culet.media.items import MediaKind
+from culet.media.reader import MediaReader
 from culet.models.gemma4 import Gemma4
 from culet.models.quantised.part_bytes import part_bytes
 from culet.models.towers.spec import read_towers
@@ -56,6 +57,7 @@ class EngineParts:
     setup: Setup
     tokenizer: Tokenizer
     chat_template: ChatTemplate
+    media: MediaReader
     rules: RequestRules
     scheduler: Scheduler
     worker: Worker
@@ -90,6 +92,7 @@ def build_parts(config: Config, *, progress: bool = True, make_worker: MakeWorke
         setup=setup,
         tokenizer=tokenizer,
         chat_template=chat_template,
+        media=_make_media(setup),
         rules=_make_rules(setup, tokenizer, built.max_model_len),
         scheduler=_make_scheduler(setup, built),
         worker=built.worker,
@@ -159,6 +162,12 @@ def _make_tokenizer(setup: Setup) -> Tokenizer:
     checkpoint, is_skipped = setup.checkpoint, setup.config.model.skip_tokenizer_init
     is_random = checkpoint.random is not None
     return make_tokenizer(checkpoint.folder, setup.spec.vocab_size, is_random=is_random, is_skipped=is_skipped)
+
+
+def _make_media(setup: Setup) -> MediaReader:
+    checkpoint = setup.checkpoint
+    folder = None if checkpoint.random is not None else checkpoint.folder
+    return MediaReader.of_checkpoint(checkpoint.config, folder, setup.config.media)
 
 
 # The device

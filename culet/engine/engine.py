@@ -34,7 +34,7 @@ class Engine:
         self.spec, self.defaults = setup.spec, setup.checkpoint.defaults
         self.device, self.dtype = setup.device, setup.dtype
         self.plan, self.draft_plan = setup.plan, setup.draft_plan
-        self.tokenizer, self.chat_template = parts.tokenizer, parts.chat_template
+        self.tokenizer, self.chat_template, self.media = parts.tokenizer, parts.chat_template, parts.media
         self.rules = parts.rules  # checks requests and fills in their defaults
         self.max_model_len = parts.rules.max_model_len
         self._scheduler, self._worker, self._grammars = parts.scheduler, parts.worker, parts.grammars

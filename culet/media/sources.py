@@ -23,6 +23,7 @@ class MediaSource:
     name: str  # says in errors which medium it is, such as `messages[0].content[1]`
     url: str = ""  # a `data:` or https URL
     data: bytes = b""
+    base64: str = ""  # the bytes of a file as base64
     form: Form = Form.FILE
     shape: tuple[int, ...] = ()  # of raw pixels: [height, width, 3], or [frames, height, width, 3] for a video
     rate: float = 0.0  # of raw samples or frames, per second
@@ -33,7 +34,7 @@ class MediaSource:
     @property
     def num_bytes(self) -> int:
         """The size of what the caller sent. It decides who waits for whom."""
-        return len(self.url) + len(self.data)
+        return len(self.url) + len(self.data) + len(self.base64)
 
     @property
     def is_remote(self) -> bool:
@@ -41,6 +42,8 @@ class MediaSource:
 
     def inline_bytes(self, limits: MediaLimits) -> bytes:
         """Return the bytes of a source that needs no fetching. Their number is checked before they are decoded."""
+        if self.base64:
+            return decode_base64(self.name, self.kind, self.base64, limits)
         if not self.url:
             if self.form == Form.FILE:
                 limits.check_bytes(self.name, self.kind, len(self.data))

@@ -9,23 +9,22 @@ import math
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import add
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-from msgspec import Raw, Struct
 from prometheus_client import CollectorRegistry
 
 from culet import env
 from culet.config import BUILT_IN, Config, ServeConfig
 from culet.engine.requests import ChatMarks, RequestRules
-from culet.errors import BadRequest, ContextTooLong, CuletError, QueueFull, WorkerDied
+from culet.errors import CuletError, QueueFull, WorkerDied
 from culet.limits import Limits, read_limits
-from culet.line_process import Stopper
 from culet.log import logger
+from culet.media.items import MediaItem
+from culet.media.reader import MediaReader
 from culet.models.checkpoint import open_checkpoint
 from culet.serve.answers.limits import AnswerLimits
 from culet.serve.answers.stored import StoredResponses
@@ -38,18 +37,17 @@ from culet.serve.markdown.renderer import MarkdownRenderer
 from culet.serve.plot_history import PERIOD_S, PlotHistory
 from culet.serve.process.client import EngineClient, State, TokenStream
 from culet.serve.process.wire import Script
+from culet.serve.prompts.encoder import PromptEncoder
 from culet.structured.admission import GrammarAdmission
 from culet.structured.check import GrammarCheck
-from culet.text.template import Chat, ChatTemplate, RenderLimits
-from culet.text.text_queue import TextQueue, request_bytes
+from culet.text.template import ChatTemplate, RenderLimits
+from culet.text.text_queue import TextQueue
 from culet.text.tokenizer import make_tokenizer
-from culet.types import SamplingParams
+from culet.types import MediaSpan, SamplingParams
 
 # Seconds between tokens, as vLLM counts them.
 _GAPS_MS = (1, 2.5, 5, 7.5, 10, 15, 20, 25, 50, 75, 100, 150, 200, 300, 400, 500, 750, 1000, 2500, 10000)
 GAP_BOUNDS = tuple(milliseconds / 1000 for milliseconds in _GAPS_MS)
-_MAX_TOKEN_CHARS = 8  # few texts have more characters per token
-_CUT_TOKENS = 1024  # more tokens than a cut can add to the text before it
 _LAG_PERIOD_S = 0.1
 _RATE_WINDOW_S = 60.0
 MAX_RETRY_S = 60
@@ -127,6 +125,7 @@ class Service:
             control_tokens=() if config.model.allow_control_tokens else self.tokenizer.control_tokens,
             limits=RenderLimits(num_processes=settings.text_workers),
         )
+        self.media = MediaReader.of_checkpoint(self.checkpoint.config, None if is_random else folder, config.media)
         if not is_random:  # The checkpoint is downloaded now, so the engine process need not look it up again.
             self.config = replace(config, model=replace(config.model, model=str(folder), revision=None))
         self.engines: EngineSource = engines or Engines(
@@ -148,6 +147,15 @@ class Service:
         self._rules: RequestRules | None = None
         self.texts = TextQueue(
             settings.text_workers, max_waiting=self.limits.waiting_prompts, max_waiting_mb=self.limits.waiting_prompt_mb
+        )
+        self.prompts = PromptEncoder(
+            self.tokenizer,
+            self.template,
+            self.media,
+            self.texts,
+            max_len=lambda: self.rules.max_model_len,
+            prompt_bytes=self.limits.prompt_bytes,
+            enable_thinking=settings.enable_thinking,
         )
         self.markdown = MarkdownRenderer(max_kb=self.limits.markdown_kb, time_limit_s=self.limits.markdown_s)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -214,7 +222,9 @@ class Service:
         self._spawn(self._record_history())
 
     def _warm_up(self) -> None:
-        """Start the template processes, so that the first chats do not wait for them."""
+        """Start the processes for templates and media, so that the first chats do not wait for them."""
+        if self.media.spec.kinds:
+            self.media.warm_up()
         try:
             self.template.warm_up()
             self.template.render([{"role": "user", "content": "1"}])
@@ -234,6 +244,7 @@ class Service:
         self.texts.close()
         self.markdown.close()
         self.template.close()
+        self.media.close()
         self.grammars.close()
 
     async def measure_lag(self) -> None:
@@ -257,70 +268,6 @@ class Service:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    # Text
-
-    async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any] | Struct],
-        *,
-        tools: Sequence[Mapping[str, Any] | Struct] | None = None,
-        enable_thinking: bool | None = None,
-        add_generation_prompt: bool = True,
-        options: Mapping[str, Any] | None = None,
-        continued: str | None = None,
-    ) -> list[int]:
-        """Render a conversation with the chat template and return its token ids.
-
-        If `enable_thinking` is None, the server's default applies. Arguments of tool calls may be JSON. `continued` is the text
-        of the last message if the answer continues it. There is no generation prompt then.
-        """
-        thinking = self.settings.enable_thinking if enable_thinking is None else enable_thinking
-        limit = self.rules.max_model_len
-
-        def encode(stopper: Stopper) -> list[int]:
-            self._check_size((messages, tools), limit)
-            opens_turn = add_generation_prompt and continued is None
-            chat = Chat(_plain(messages), _plain(tools), opens_turn, thinking, options, parsed=False)
-            rendered = self.template.render_chat(chat, stopper)
-            if stopper.is_stopped:  # the client has left
-                return []
-            if continued is not None:
-                rendered = rendered.up_to(continued)
-            self._check_length(rendered.text, limit)
-            return self.tokenizer.encode_pieces(rendered.text, rendered.cuts)
-
-        return await self.texts.run(encode, request_bytes.get())
-
-    async def encode_text(self, text: str, *, add_bos: bool = True) -> list[int]:
-        """Return the token ids of a plain text, which may spell out control tokens."""
-        limit = self.rules.max_model_len
-
-        def encode(stopper: Stopper) -> list[int]:
-            self._check_length(text, limit)
-            return self.tokenizer.encode(text, add_bos=add_bos)
-
-        return await self.texts.run(encode, len(text))
-
-    def _check_size(self, conversation: object, limit: int) -> None:
-        """Raise if a conversation is far too large for the context, before anything slow is done with it."""
-        try:
-            num_bytes = len(msgspec.json.encode(conversation))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise BadRequest(f"messages: cannot convert them to JSON: {error}") from None
-        max_bytes = limit * self.limits.prompt_bytes
-        if num_bytes > max_bytes:
-            raise ContextTooLong(
-                f"the messages and tools have {num_bytes} bytes, but the context of {limit} tokens holds at most {max_bytes}",
-                hint="send less text (the server sets the bytes per token with --limits prompt_bytes=N)",
-            )
-
-    def _check_length(self, text: str, limit: int) -> None:
-        """Raise if a text is far too long for the context, after encoding only its start, which saves seconds."""
-        if len(text) > limit * _MAX_TOKEN_CHARS:
-            num_tokens = len(self.tokenizer.encode(text[: limit * _MAX_TOKEN_CHARS]))
-            if num_tokens > limit + _CUT_TOKENS:
-                raise ContextTooLong(f"the prompt is longer than the context of {limit} tokens")
 
     # Requests
 
@@ -352,15 +299,17 @@ class Service:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        media: Sequence[MediaSpan] = (),
+        items: Sequence[MediaItem] = (),
     ) -> TokenStream:
         """Send a request to the engine. Raise if the server is not ready, the queue is full, or the key is at a limit.
 
-        `caller.end` must follow when the request has ended.
+        `items` are the content of the spans `media`. `caller.end` must follow when the request has ended.
         """
         self.require_ready()
         deadline = time.monotonic() + self.settings.request_timeout  # all processes on a machine share this clock
         request = self.rules.make_request(
-            EngineClient.next_id(), prompt_token_ids, params, priority=priority, deadline=deadline
+            EngineClient.next_id(), prompt_token_ids, params, media=media, items=items, priority=priority, deadline=deadline
         )
         request = replace(request, cache_salt=cache_salt, tenant=caller.name)
         capacity = self.engines.capacity
@@ -397,11 +346,6 @@ def _public_name(model: str) -> str:
     """Return the model's name for clients. For a local path it is the last part, so that the path stays private."""
     path = Path(model).expanduser()
     return path.resolve().name if model and path.is_dir() else model
-
-
-def _plain(values: Sequence[Mapping[str, Any] | Struct] | None) -> object:
-    """Return messages or tools as plain data. Arguments that have not been parsed stay so."""
-    return msgspec.to_builtins(values, builtin_types=(Raw,)) if values and isinstance(values[0], Struct) else values
 
 
 def logging_level() -> str:

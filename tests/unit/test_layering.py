@@ -62,7 +62,20 @@ TORCH_FREE = (
     *("culet", *(f"culet.{name}" for name in BASE)),
     *(
         f"culet.media.{name}"
-        for name in ("items", "spec", "limits", "messages", "sources", "fetch", "pool", "queue", "reader", "prompt")
+        for name in (
+            "items",
+            "spec",
+            "limits",
+            "messages",
+            "sources",
+            "fetch",
+            "pool",
+            "queue",
+            "reader",
+            "prompt",
+            "parts",
+            "local",
+        )
     ),
     *("culet.models.spec", "culet.models.checkpoint", "culet.models.variants", "culet.models.sizes"),
     "culet.models.towers.spec",

@@ -13,19 +13,17 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from culet.errors import BadRequest, UnsupportedError
+from culet.errors import BadRequest
 from culet.serve.generation import Origin
 from culet.serve.http.json_cost import JsonCost
 from culet.serve.keys import CALLER, Caller
 from culet.serve.service import Service
-from culet.text.messages import check_messages
 
 T = TypeVar("T", bound=Struct)
 encoder = msgspec.json.Encoder()
 _decoders: dict[type[Struct], msgspec.json.Decoder[Any]] = {}
 _SMALL_BODY = 64 << 10  # decoded at once, whatever is in it
 _MAX_PROBLEM_CHARS = 500  # of an error message, which may quote the client's own text
-_MAX_CHECKED = 4096  # messages that are searched for images and the like
 # The decoder holds the GIL, so two at a time would only stop the event loop for longer.
 _decoding_thread = ThreadPoolExecutor(1, "decode")
 
@@ -70,8 +68,6 @@ def decode(kind: type[T], body: bytes | bytearray) -> T:
         request: T = decoder.decode(body)
     except msgspec.ValidationError as error:
         problem, _, place = str(error).partition(" - at `")
-        if place.startswith("$.messages["):
-            _check_media(body)
         path = place.rstrip("`").removeprefix("$").removeprefix(".")
         raise BadRequest(f"{path or 'body'}: {problem[:1].lower()}{problem[1:_MAX_PROBLEM_CHARS]}") from None
     except (msgspec.DecodeError, UnicodeError) as error:
@@ -79,16 +75,6 @@ def decode(kind: type[T], body: bytes | bytearray) -> T:
     except RecursionError:
         raise BadRequest("body: the JSON is nested too deeply") from None
     return request
-
-
-def _check_media(body: bytes | bytearray) -> None:
-    """Raise UnsupportedError if a message has an unsupported part, which says more than the error about the struct."""
-    try:
-        check_messages(msgspec.json.decode(body).get("messages")[:_MAX_CHECKED])
-    except UnsupportedError as error:
-        raise error from None
-    except Exception:  # the caller reports everything else
-        return
 
 
 def json_response(answer: object, status: int = 200) -> Response:

@@ -150,9 +150,8 @@ def _read_format(given: Raw | UnsetType) -> GrammarSpec | None:
 def read_messages(body: OllamaChatRequest) -> list[dict[str, Any]]:
     """Return the conversation as chat messages."""
     messages = []
-    for index, message in enumerate(body.messages or ()):
-        refuse_images(message.images, f"messages[{index}].images")
-        given: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    for message in body.messages or ():
+        given: dict[str, Any] = {"role": message.role, "content": with_images(message.content or "", message.images)}
         if message.thinking:
             given["reasoning_content"] = message.thinking
         if message.tool_calls:
@@ -164,7 +163,7 @@ def read_messages(body: OllamaChatRequest) -> list[dict[str, Any]]:
                 }
                 for call in message.tool_calls
             ]
-            if not message.content:
+            if not message.content and not message.images:
                 del given["content"]
         if message.tool_name is not None:
             given["name"] = message.tool_name
@@ -179,10 +178,11 @@ def _past_call(call: PastCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def refuse_images(images: Images, where: str) -> None:
-    """Raise if there are images."""
-    if images:
-        raise UnsupportedError(f"{where}: images are not supported", hint="send only text")
+def with_images(text: str, images: Images) -> str | list[dict[str, Any]]:
+    """Return the content of a message. Its images, which are base64, come first."""
+    if not images:
+        return text
+    return [*({"type": "image", "base64": image} for image in images), {"type": "text", "text": text}]
 
 
 def find_model(service: Service, name: str) -> str:
