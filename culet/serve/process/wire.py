@@ -13,6 +13,7 @@ from dataclasses import replace
 import msgspec
 from msgspec import Struct
 
+from culet.cache.changes import PrefixChange
 from culet.config import Config
 from culet.frames import frame, frame_head
 from culet.media.items import MediaItem
@@ -40,6 +41,9 @@ class Start(Struct, tag="start", frozen=True):
     log_level: str = "info"
     log_form: str = "text"
     script: Script | None = None
+    rank: int = 0  # which of several engines this is
+    reports_prefixes: bool = False  # send PrefixChanges
+    kv_events: str | None = None  # see `kv_events.py`
 
 
 class Item(Struct, tag="item", frozen=True):
@@ -108,6 +112,11 @@ class Ready(Struct, tag="ready", frozen=True):
     start_s: dict[str, float] = {}  # seconds that each part of the startup took
     plan_svg: str = ""  # a picture of the attention plan
 
+    @property
+    def block_tokens(self) -> int:
+        """The size of a block for routers, which know only one size: a page of the global layers."""
+        return next((group.page_tokens for group in self.groups if group.window is None), 0)
+
 
 class Failed(Struct, tag="failed", frozen=True):
     """The process ends because of this error. `kind` is the name of a class in culet.errors."""
@@ -172,7 +181,13 @@ class Stats(Struct, tag="stats", frozen=True):
     num_dropped_lines: int = 0  # of its log
 
 
-Report = Ready | Failed | Deltas | Refused | Stats
+class PrefixChanges(Struct, tag="prefixes", frozen=True):
+    """What the prefix cache has gained and lost, in order. Sent before the deltas of the same step."""
+
+    changes: list[PrefixChange]
+
+
+Report = Ready | Failed | Deltas | Refused | Stats | PrefixChanges
 
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
