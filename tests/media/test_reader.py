@@ -147,6 +147,15 @@ def test_base64_is_measured_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch
         decode_base64("image", MediaKind.IMAGE, "A" * (29 << 20), MediaLimits())
 
 
+def test_base64_in_steps():
+    data = bytes(range(256)) * 13_000  # several steps, and an end that is padded
+    text = base64.b64encode(data + b"!").decode()
+    assert decode_base64("image", MediaKind.IMAGE, text, MediaLimits()) == data + b"!"
+    for wrong in (text[: (1 << 20) - 1] + "=" + text[1 << 20 :], text[:-1], text + "A", "\n" + text[1:], "é" + text[1:]):
+        with pytest.raises(BadRequest, match="not valid base64"):
+            decode_base64("image", MediaKind.IMAGE, wrong, MediaLimits())
+
+
 def test_one_bad_medium_fails_the_request(reader: MediaReader):
     sources = [MediaSource(MediaKind.IMAGE, f"content[{index}]", data=data) for index, data in enumerate((SMALL, b"x", SMALL))]
     with pytest.raises(BadRequest, match=r"content\[1\]: this is not an image"):
