@@ -66,7 +66,7 @@ def _check_base64_len(name: str, kind: MediaKind, text_len: int, limits: MediaLi
 
 
 def decode_base64(name: str, kind: MediaKind, text: str, limits: MediaLimits) -> bytes:
-    """Return the bytes of base64 text. Its length is checked first. It is decoded in steps, so that other threads come between."""
+    """Return the bytes of base64 text. Its length is checked first. Other threads run between the steps of decoding."""
     _check_base64_len(name, kind, len(text), limits)
     pieces = [text[begin : begin + _STEP_CHARS] for begin in range(0, len(text), _STEP_CHARS)]
     try:
