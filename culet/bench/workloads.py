@@ -160,7 +160,7 @@ def make_prompts(row: Workload, vocab_size: int, *, seed: int) -> list[list[int]
 def make_tokens(count: int, vocab_size: int, draw: random.Random, without: frozenset[int] = frozenset()) -> list[int]:
     """Draw random tokens, none of which is in `without`."""
     first = _FIRST_WORD if vocab_size > 2 * _FIRST_WORD else 0
-    known = (
-        range(first, vocab_size) if not without else [number for number in range(first, vocab_size) if number not in without]
-    )
+    known: Sequence[int] = range(first, vocab_size)
+    if without:
+        known = [token_id for token_id in known if token_id not in without]
     return draw.choices(known, k=count)

@@ -93,6 +93,7 @@ def test_the_other_apis_show_the_same_image(server):
     body = {"model": "gemma", "messages": [chat], "stream": False, "options": options}
     answer = server.http.post("/api/chat", json=body).json()
     assert answer["prompt_eval_count"] == counted
+    assert "vision" in server.http.post("/api/show", json={"model": "gemma"}).json()["capabilities"]
     assert answer["message"]["content"] == seen.content[0].text
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -154,7 +154,9 @@ async def _prepare(service: Service, fields: TranslationRequest, recording: Medi
     return await prepare(service, messages, SamplingParams(temperature=fields.temperature), enable_thinking=False)
 
 
-async def _answer(request: Request, fields: TranslationRequest, prepared: PreparedChat, open_generation: Any) -> Response:
+async def _answer(
+    request: Request, fields: TranslationRequest, prepared: PreparedChat, open_generation: Callable[[], Generation]
+) -> Response:
     (generation,) = await run_all(request, [open_generation])
     sample = generation.samples[0]
     text = sample.output().text
